@@ -12,7 +12,7 @@ from embeddings.common import TextSettings, UserError
 from embeddings.common.process import logger
 from embeddings.common.protocols import RunData, run_data
 from embeddings.models import Embedder, LanguageModel
-from embeddings.models.model_card import keeps_card, write_model_card
+from embeddings.models.model_card import check_licence, keeps_card, write_model_card
 from embeddings.models.model_files import replaced_folder
 from embeddings.training.strategy import training_strategy
 
@@ -76,6 +76,7 @@ class ExportModel(_Export):
         query_max_length: Maximum of tokens of a query that the written model reads; None for the length in training.
         document_max_length: The same of a document.
         replace: Whether a model of another run is replaced too.
+        licence: The model's licence for the card, as the Hub names it (`apache-2.0`).
 
     Raises:
         OptionError: If a length is below 4 tokens or above the positions of the model, or another run's model or
@@ -90,10 +91,13 @@ class ExportModel(_Export):
         query_max_length: int | None = None,
         document_max_length: int | None = None,
         replace: bool = False,
+        licence: str | None = None,
     ) -> None:
+        check_licence("ExportModel.licence", licence)
         super().__init__(output, best, replace)
         self.query_max_length = query_max_length
         self.document_max_length = document_max_length
+        self.licence = licence
         self._with_lengths(TextSettings())
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
@@ -109,7 +113,7 @@ class ExportModel(_Export):
         embedder.save_pretrained(folder)
         if not keeps_card(output):
             facts = record.facts(num_steps) if record else None
-            write_model_card(folder, embedder, facts, name=output.resolve().name)
+            write_model_card(folder, embedder, facts, licence=self.licence, name=output.resolve().name)
 
     def _with_lengths(self, text: TextSettings) -> TextSettings:
         names = ("query_max_length", "document_max_length")

@@ -1,6 +1,5 @@
 """`export`: a training checkpoint becomes a model directory."""
 
-import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,12 +11,13 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.figures.run_facts import SCORE, read_curves, read_run_record
 from embeddings.interop.released import import_released
+from embeddings.models.hub import push_to_hub
 from embeddings.models.lora import save_adapters
-from embeddings.models.model_card import TrainingFacts, keeps_card, write_model_card
+from embeddings.models.model_card import TrainingFacts, check_licence, keeps_card, read_scores, write_model_card
 from embeddings.models.model_files import (
     ADAPTER_FOLDER,
     CURVES_FILE,
-    read_json,
+    SCORES_FILE,
     replaced_folder,
     require_folder_or_nothing,
 )
@@ -42,7 +42,7 @@ def export(
     Args:
         checkpoint: A `.ckpt` file that `fit` wrote.
         output: The directory to write; an existing one is replaced once the new one is complete.
-        scores: A JSON file that `evaluate --output` wrote, for the card.
+        scores: A JSON file that `evaluate --output` wrote, for the card; `scores.json` in the directory is a copy.
         licence: The model's licence for the card, as the Hub names it (`apache-2.0`).
         format: `onnx` writes the backbone's graph too, as `onnx/model.onnx`, where sentence-transformers looks for it;
             for models that load without code of their own. `onnx-int8` writes that and, beside it, the same graph with
@@ -52,8 +52,7 @@ def export(
     from embeddings.interop.onnx import check_onnx
 
     require_folder_or_nothing(output)
-    if licence is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", licence):
-        raise OptionError("licence", licence, "must be a name of the Hub's", "write it as apache-2.0 or other")
+    check_licence("licence", licence)
     if not checkpoint.is_file():
         raise InputError(str(checkpoint), "no such checkpoint file", "give the .ckpt file of a run under checkpoints/")
     results = [] if scores is None else read_scores(scores)
@@ -86,10 +85,40 @@ def export(
             lines += write_graphs(new, output, with_int8=format == "onnx-int8")
         if (run / CURVES_FILE).is_file():
             shutil.copyfile(run / CURVES_FILE, new / CURVES_FILE)
+        if scores is not None:
+            shutil.copyfile(scores, new / SCORES_FILE)
         if not keeps_card(output):
             facts, name = facts_of_checkpoint(state, run), output.resolve().name
             write_model_card(new, embedder, facts, scores=results, licence=licence, name=name)
     print(*lines, sep="\n")
+
+
+def push(
+    model: Path,
+    name: str,
+    private: bool = False,
+    revision: str | None = None,
+    message: str = "Upload the model",
+    update: bool = False,
+) -> None:
+    """Upload a model directory with its card to the Hugging Face Hub, in one commit.
+
+    Only files of the model go up, with `README.md`, `scores.json` and the licence. The card shows the scores of
+    `scores.json`, which `evaluate --output` wrote. The token is that of `HF_TOKEN` or of `hf auth login`.
+
+    Args:
+        model: The directory.
+        name: The repository, `OWNER/NAME`; `NAME` alone is one of the token's owner.
+        private: Whether a new repository is private.
+        revision: The branch to commit to, made where it is missing; main where none is given.
+        message: First line of the commit.
+        update: Whether a repository of this name may exist; its model files that the directory lacks are deleted.
+    """
+    pushed = push_to_hub(model, name, private=private, revision=revision, message=message, update=update)
+    size = f"{pushed.num_bytes / 1e6:,.1f} MB"
+    print(f"pushed {len(pushed.files)} files ({size}) to {pushed.url}, commit {pushed.commit[:12]}")
+    if pushed.left_out:
+        print(f"left out, since they are no files of the model: {', '.join(pushed.left_out)}")
 
 
 def write_graphs(folder: Path, output: Path, *, with_int8: bool) -> list[str]:
@@ -164,10 +193,6 @@ def convert(
     print(f"wrote {output}: {made.num_parameters:,} parameters, {vocabulary}, {positions}")
 
 
-# No metric is larger, and a card can show it.
-_MOST = 1e9
-
-
 def facts_of_checkpoint(state: Mapping[str, Any], run: Path) -> TrainingFacts:
     """What a checkpoint and its run's folder say of the training; a missing or damaged file says nothing."""
     steps = state.get("global_step")
@@ -186,26 +211,3 @@ def run_folder(checkpoint: Path) -> Path:
     """The folder of a checkpoint's run: the parent of `checkpoints/`."""
     folder = checkpoint.absolute().parent
     return folder.parent if folder.name == "checkpoints" else folder
-
-
-def read_scores(path: Path) -> list[dict[str, Any]]:
-    """The results that `evaluate --output` wrote.
-
-    Raises:
-        InputError: If the file is missing or damaged, or holds something else, NaN among it.
-    """
-    fix = "give the file that evaluate --output wrote"
-    results: list[dict[str, Any]] = read_json(path, list, fix)
-    if not results or not all(map(_is_result, results)):
-        raise InputError(str(path), "holds no scores", fix)
-    return results
-
-
-def _is_result(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return False
-    metrics = value.get("metrics")
-    if not isinstance(metrics, dict) or not metrics:
-        return False
-    # NaN and infinite numbers compare as false, and an integer of any length compares.
-    return all(type(number) in (int, float) and abs(number) < _MOST for number in metrics.values())

@@ -1,10 +1,11 @@
 """Floor 1: backbones, poolings, and the embedding model made of them."""
 
 from embeddings.models.anchor_token import AnchorTokenPooling
-from embeddings.models.backbone import BackboneConfig, load_backbone
+from embeddings.models.backbone import BackboneConfig, keep_layers, load_backbone
 from embeddings.models.bidirectional import check_bidirectional, make_bidirectional
 from embeddings.models.contextual import ContextualEmbedder, load_embedder
 from embeddings.models.embedder import Embedder
+from embeddings.models.hub import PushedModel, push_to_hub
 from embeddings.models.language_model import FromScratch, HeadSettings, LanguageModel
 from embeddings.models.latent_attention import LatentAttentionPooling
 from embeddings.models.lora import LoraSettings, add_lora, merge_lora
@@ -35,6 +36,7 @@ __all__ = [
     "LoraSettings",
     "MeanPooling",
     "Pooling",
+    "PushedModel",
     "RotaryMoeConfig",
     "RotaryMoeModel",
     "SelfAttentionPooling",
@@ -42,11 +44,13 @@ __all__ = [
     "WeightedMeanPooling",
     "add_lora",
     "check_bidirectional",
+    "keep_layers",
     "load_backbone",
     "load_embedder",
     "make_bidirectional",
     "merge_lora",
     "parameter_counts",
+    "push_to_hub",
     "set_expert_backend",
     "to_rotary",
     "upcycle",

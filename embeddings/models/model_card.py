@@ -2,17 +2,29 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCardData, try_to_load_from_cache
 
+from embeddings.common import InputError, OptionError
 from embeddings.common.io import write_text
 from embeddings.common.process import logger
 from embeddings.models.embedder import Embedder
-from embeddings.models.model_files import CARD_FILE, CARD_MARK, CURVES_FILE, IMPORT_FILE, PACKAGED_NAME, is_own_card
+from embeddings.models.model_files import (
+    CARD_FILE,
+    CARD_MARK,
+    CURVES_FILE,
+    IMPORT_FILE,
+    PACKAGED_NAME,
+    SCORES_FILE,
+    is_own_card,
+    read_json,
+    resolve_model,
+)
 from embeddings.models.poolings import pooling_name
 
 _MAX_CHARACTERS = 200
@@ -22,6 +34,14 @@ _TRAINER_KEYS = (
     *("accumulate_grad_batches", "gradient_clip_val"),
 )
 _METHOD_PARTS = ("pooling", "loss", "optimizer")
+# No metric is larger, and a card can show it.
+_MOST = 1e9
+# How the last of a card's limits begins.
+_UNMEASURED = "Nothing was measured"
+_VALIDATED = "Measured is the validation score of the training, by which it may have chosen the weights"
+_MEASURED = "Measured is what stands under Scores"
+_FRONT_MATTER = re.compile(r"---[ \t]*\n(.*?)\n---[ \t]*(?:\n|$)", re.DOTALL)
+_LICENCE = re.compile(r"""^license:[ \t]*["']?([A-Za-z0-9][A-Za-z0-9.+-]*)["']?[ \t]*$""", re.MULTILINE)
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 # Where this library's own outputs lie: such a name looks like a Hub id, and may be gone when the card is written.
 _OUR_FOLDERS = ("checkpoints", "data")
@@ -82,10 +102,12 @@ def write_model_card(
         folder: The directory, with the model in it, and `curves.png` where the card is to show it.
         embedder: The model.
         facts: What is known of its training, or of what it was imported from.
-        scores: What `evaluate --output` wrote.
+        scores: What `evaluate --output` wrote; without any, the directory's `scores.json` where it has one.
         licence: The model's licence, as the Hub names it.
         name: What the directory is going to be called, where it has not its name yet.
     """
+    if not scores and (folder / SCORES_FILE).is_file():
+        scores = read_scores(folder / SCORES_FILE)
     if not keeps_card(folder):
         write_text(folder / CARD_FILE, model_card(folder, embedder, facts, scores, licence, name or folder.name))
 
@@ -123,9 +145,11 @@ def model_card(
         parts += ["## Training", _training(training), "## Data", _data(training), "### Settings", settings]
     if scores or (training and training.validation) or (folder / CURVES_FILE).is_file():
         parts += ["## Scores", *_scores(scores, training, folder)]
+    parts += ["## Limits", _limits(embedder, training, scores)]
     stated = "Not stated." if licence is None else f"{plain(licence)}."
     if origin is not None:
         stated = "The source states none." if licence is None else f"{plain(licence)}, as the source states."
+    stated += "" if training is None else _base_licences(training)
     return "\n\n".join([*parts, "## Licence", stated]) + "\n"
 
 
@@ -149,6 +173,131 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def add_scores(folder: Path) -> bool:
+    """Have the card of a directory show the scores of its `scores.json`; returns whether it does now.
+
+    A card that somebody wrote by hand stays as it is.
+
+    Raises:
+        InputError: If the scores are damaged.
+    """
+    path = folder / CARD_FILE
+    if not (folder / SCORES_FILE).is_file() or not is_own_card(path):
+        return False
+    scores, text = read_scores(folder / SCORES_FILE), path.read_text(encoding="utf-8")
+    front = _FRONT_MATTER.match(text)
+    if front is None:
+        return False
+    fields = yaml.safe_load(front[1])
+    title, *sections = re.split(r"^(?=## )", text[front.end() :], flags=re.MULTILINE)
+    old = next((section for section in sections if section.startswith("## Scores\n")), "")
+    # What training wrote stays: its validation score and the curves.
+    kept = [line for line in old.splitlines()[1:] if line and not line.startswith("|")]
+    new = "\n\n".join(["## Scores", *_scores(scores, None, folder, has_curves=False), *kept]) + "\n\n"
+    sections = [section for section in sections if section != old]
+    place = next((i for i, section in enumerate(sections) if section.startswith(("## Limits", "## Licence"))), None)
+    sections.insert(len(sections) if place is None else place, new)
+    header = _header(ModelCardData(ignore_metadata_errors=True, **fields), scores, folder.resolve().name)
+    body = f"{title}{''.join(sections)}"
+    for told in (_UNMEASURED, _VALIDATED):
+        body = body.replace(f"- {told}:", f"- {_MEASURED}:")
+    write_text(path, f"{header}\n{body}")
+    return True
+
+
+def read_scores(path: Path) -> list[dict[str, Any]]:
+    """The results that `evaluate --output` wrote.
+
+    Raises:
+        InputError: If the file is missing or damaged, or holds something else, NaN among it.
+    """
+    fix = "give the file that evaluate --output wrote"
+    results: list[dict[str, Any]] = read_json(path, list, fix)
+    if not results or not all(map(_is_result, results)):
+        raise InputError(str(path), "holds no scores", fix)
+    return results
+
+
+def _is_result(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return False
+    metrics = value.get("metrics")
+    if not isinstance(metrics, dict) or not metrics:
+        return False
+    # NaN and infinite numbers compare as false, and an integer of any length compares.
+    return all(type(number) in (int, float) and abs(number) < _MOST for number in metrics.values())
+
+
+def check_licence(option: str, licence: str | None) -> None:
+    """Check that a licence is a name as the Hub has them.
+
+    Raises:
+        OptionError: If it is none; `option` names the setting.
+    """
+    if licence is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", licence):
+        raise OptionError(option, licence, "must be a name of the Hub's", "write it as apache-2.0 or other")
+
+
+def stated_licence(folder: Path) -> str | None:
+    """The `license` in the header of a folder's `README.md`, as the Hub names it; None for none or several."""
+    found = _LICENCE.findall(_stated(folder))
+    return str(found[0]).lower() if len(found) == 1 else None
+
+
+def stated_languages(folder: Path) -> list[str]:
+    """The languages in the header of a folder's `README.md`, as codes; empty where it names none."""
+    fields: Any = None
+    with suppress(yaml.YAMLError, ValueError, RecursionError):
+        fields = yaml.safe_load(_stated(folder))
+    named = fields.get("language") if isinstance(fields, dict) else None
+    codes = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+    return [code for code in codes if isinstance(code, str) and re.fullmatch(r"[A-Za-z]{2,3}([-_]\w{2,8})?", code)]
+
+
+def _stated(folder: Path) -> str:
+    """The header of a folder's card; empty for none."""
+    try:
+        text = (folder / CARD_FILE).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    front = _FRONT_MATTER.match(text.removeprefix("\ufeff"))
+    return front[1] if front else ""
+
+
+def _base_folder(name: str) -> Path | None:
+    """The local folder of a base, nothing being downloaded; None where the machine has none."""
+    if name == PACKAGED_NAME or Path(name).expanduser().is_dir():
+        with suppress(InputError):
+            return resolve_model(name)
+    hub = _hub_name(name)
+    cached = None if hub is None else try_to_load_from_cache(hub, CARD_FILE)
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _base_licences(facts: TrainingFacts) -> str:
+    """A sentence on the licence of each base that states one."""
+    found = [(name, _base_folder(name)) for name in _backbones(facts.config)]
+    stated = [(name, stated_licence(folder)) for name, folder in found if folder is not None]
+    return "".join(f" The base {plain(_shown_name(name))} states {plain(text)}." for name, text in stated if text)
+
+
+def _limits(embedder: Embedder, facts: TrainingFacts | None, scores: Sequence[Mapping[str, Any]]) -> str:
+    """What the model was not made or measured for, as a list."""
+    text, positions = embedder.text, embedder.longest_text
+    lengths = f"Longer texts are cut: queries at {text.query_max_length} tokens, documents at "
+    lengths += f"{text.document_max_length}, prompt and special tokens included."
+    lengths += "" if positions is None else f" The backbone has positions for {positions}."
+    bases = [] if facts is None else [(name, _base_folder(name)) for name in _backbones(facts.config)]
+    codes = [code for _, folder in bases if folder is not None for code in stated_languages(folder)]
+    languages = "Languages were neither declared nor checked."
+    if codes:
+        named = ", ".join(dict.fromkeys(codes))
+        languages = f"The base names as languages: {named}. Those of the training texts were not checked."
+    told = _MEASURED if scores else _VALIDATED if facts is not None and facts.validation else _UNMEASURED
+    rest = f"{told}: no other domain or language, and neither bias nor safety."
+    return "\n".join(f"- {line}" for line in (lengths, languages, rest))
+
+
 def _front_matter(
     facts: TrainingFacts | ImportFacts | None,
     licence: str | None,
@@ -162,11 +311,6 @@ def _front_matter(
     bases = [base for base in map(_hub_name, named) if base is not None]
     sources = _sources(facts.config) if isinstance(facts, TrainingFacts) else []
     datasets = [dataset for dataset in map(_hub_dataset, sources) if dataset is not None]
-    results = [
-        EvalResult(str(score.get("kind", "retrieval")), str(score["name"]), str(score["name"]), metric, value)
-        for score in scores
-        for metric, value in score["metrics"].items()
-    ]
     data = ModelCardData(
         base_model=bases[0] if len(bases) == 1 else bases or None,
         datasets=datasets or None,
@@ -174,9 +318,19 @@ def _front_matter(
         license=licence,
         pipeline_tag="sentence-similarity",
         tags=["sentence-transformers", "sentence-similarity", "feature-extraction", *["custom_code"] * needs_code],
-        eval_results=results or None,
-        model_name=name if results else None,
     )
+    return _header(data, scores, name)
+
+
+def _header(data: ModelCardData, scores: Sequence[Mapping[str, Any]], name: str) -> str:
+    """The front matter with scores as its `model-index`."""
+    if scores:
+        data.model_name = name
+        data.eval_results = [
+            EvalResult(str(score.get("kind", "retrieval")), str(score["name"]), str(score["name"]), metric, value)
+            for score in scores
+            for metric, value in score["metrics"].items()
+        ]
     return f"---\n{CARD_MARK}\n{data.to_yaml()}\n---"
 
 
@@ -250,7 +404,9 @@ def _settings(config: Mapping[str, Any]) -> str:
     return _block("yaml", text[:_MAX_SETTINGS].splitlines())
 
 
-def _scores(scores: Sequence[Mapping[str, Any]], facts: TrainingFacts | None, folder: Path) -> list[str]:
+def _scores(
+    scores: Sequence[Mapping[str, Any]], facts: TrainingFacts | None, folder: Path, *, has_curves: bool = True
+) -> list[str]:
     parts = []
     if scores:
         rows = []
@@ -264,7 +420,7 @@ def _scores(scores: Sequence[Mapping[str, Any]], facts: TrainingFacts | None, fo
     if facts is not None and facts.validation:
         step, value = facts.validation[-1]
         parts.append(f"Validation nDCG@10 during training: {value:.3f} after {step} steps.")
-    if (folder / CURVES_FILE).is_file():
+    if has_curves and (folder / CURVES_FILE).is_file():
         parts.append(f"![loss and validation score over optimiser steps]({CURVES_FILE})")
     return parts
 

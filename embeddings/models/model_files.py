@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
@@ -27,17 +27,20 @@ from embeddings.common.text import one_line
 # What `import` writes beside a model: which published tensor each of its own came from.
 IMPORT_FILE = "import.json"
 CARD_FILE, CURVES_FILE = "README.md", "curves.png"
+# What `evaluate --output` writes, where it lies beside the model that it is about.
+SCORES_FILE = "scores.json"
 # The line of a card that says that nobody has taken it over.
 CARD_MARK = "# Replaced by the next export to this folder; without this line it stays."
 # The folder with the LoRA matrices that are merged into the weights beside it.
 ADAPTER_FOLDER = "adapter"
 # What every file of code that a model directory carries says of itself.
 _CODE_MARK = "This file travels inside model directories"
+_GRAPH_FOLDERS = ("onnx", "openvino")
 _MODEL_FOLDERS = ("Context", "Dense", "LayerNorm", "Normalize", "Pooling", "ResidualHead")
 _MODEL_PATTERNS = (
     *("config.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
-    *("text_settings.json", CURVES_FILE, IMPORT_FILE, "*.safetensors", "*.safetensors.index.json"),
-    *("token*", "vocab*", "merges.txt", "special_tokens*"),
+    *("text_settings.json", CURVES_FILE, IMPORT_FILE, SCORES_FILE, "*.safetensors", "*.safetensors.index.json"),
+    *("token*", "vocab*", "merges.txt", "special_tokens*", "chat_template*", "generation_config.json", "*.model"),
 )
 _TAKE_ANOTHER = "take a complete copy of the model"
 
@@ -287,7 +290,7 @@ def _exchange(new: Path, target: Path, old: Path) -> None:
         os.replace(new, target)
         if os.path.lexists(old):
             for entry in list(old.iterdir()):
-                if not _is_model_file(entry) and not (target / entry.name).exists():
+                if not is_model_file(entry) and not (target / entry.name).exists():
                     os.replace(entry, target / entry.name)
                     carried.append(entry.name)
     except BaseException:
@@ -305,14 +308,21 @@ def is_own_card(path: Path) -> bool:
     return path.name == CARD_FILE and path.is_file() and CARD_MARK in path.read_text("utf-8", errors="replace")[:200]
 
 
-def _is_model_file(entry: Path) -> bool:
+def is_model_file(entry: Path) -> bool:
     """Whether an entry of a model directory belongs to the model, so that the next model replaces it."""
     if entry.is_dir():
-        number, _, kind = entry.name.partition("_")
-        return entry.name in ("onnx", ADAPTER_FOLDER) or (number.isdecimal() and kind in _MODEL_FOLDERS)
+        return is_model_path(PurePosixPath(entry.name, "any"))
     if entry.suffix == ".py":
         return _CODE_MARK in entry.read_text("utf-8", errors="replace")
-    return is_own_card(entry) or any(entry.match(pattern) for pattern in _MODEL_PATTERNS)
+    return is_own_card(entry) or is_model_path(PurePosixPath(entry.name))
+
+
+def is_model_path(path: PurePosixPath) -> bool:
+    """Whether a path within a model directory is one of the model by its name; code and the card have other marks."""
+    if len(path.parts) == 1:
+        return any(path.match(pattern) for pattern in _MODEL_PATTERNS)
+    number, _, kind = path.parts[0].partition("_")
+    return path.parts[0] in (*_GRAPH_FOLDERS, ADAPTER_FOLDER) or (number.isdecimal() and kind in _MODEL_FOLDERS)
 
 
 def _flush(folder: Path) -> None:

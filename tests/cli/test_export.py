@@ -9,11 +9,12 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from embeddings.cli.export import facts_of_checkpoint, read_scores, run_folder
+from embeddings.cli.export import facts_of_checkpoint, run_folder
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import InputError
 from embeddings.models.backbone import load_model
+from embeddings.models.model_card import read_scores
 from tests.helpers.checkpoints import save
 from tests.helpers.runs import run_config, write_config
 from tests.interop.released import nomic

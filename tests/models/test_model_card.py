@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -5,7 +6,15 @@ import yaml
 
 from embeddings.common import TextSettings
 from embeddings.models import Embedder, MeanPooling
-from embeddings.models.model_card import ImportFacts, TrainingFacts, keeps_card, write_model_card
+from embeddings.models.model_card import (
+    ImportFacts,
+    TrainingFacts,
+    add_scores,
+    keeps_card,
+    stated_languages,
+    stated_licence,
+    write_model_card,
+)
 from embeddings.models.model_files import is_own_card
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
@@ -175,3 +184,53 @@ def test_scores_are_in_the_model_index(tmp_path: Path) -> None:
     faq = [{"type": "ndcg_at_10", "value": 0.7768}, {"type": "mrr", "value": 1.0}]
     assert found["eval/faq"] == ("retrieval", faq)
     assert found["[x](evil)"] == ("sts", [{"type": "cosine_spearman", "value": 0.5}])
+
+
+def test_the_card_says_what_was_not_measured_and_what_the_base_states(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "README.md").write_text("---\nlicense: MIT\nlanguage:\n- en\n- de\n---\n# base\n")
+    config = {**CONFIG, "model": {"class_path": "a.B", "init_args": {"backbone": {"name": str(base)}}}}
+    text = card(tmp_path / "model", embedder(), TrainingFacts(config, 1), licence="apache-2.0")
+    for part in (
+        "- Longer texts are cut: queries at 64 tokens, documents at 32, prompt and special tokens included. "
+        "The backbone has positions for 128.",
+        "- The base names as languages: en, de. Those of the training texts were not checked.",
+        "- Nothing was measured: no other domain or language, and neither bias nor safety.",
+        "## Licence\n\napache-2.0. The base .../base states mit.\n",
+    ):
+        assert part in text
+    text = card(tmp_path / "other", embedder())
+    assert "- Languages were neither declared nor checked." in text
+    assert "## Licence\n\nNot stated.\n" in text
+    assert "- Measured is the validation score of the training" in card(tmp_path / "third", embedder(), FACTS)
+
+
+def test_scores_beside_a_model_enter_its_card_then_or_later(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model = embedder()
+    model.save_pretrained(folder)
+    (folder / "scores.json").write_text(json.dumps(SCORES))
+    write_model_card(folder, model, FACTS, licence="mit")
+    written = (folder / "README.md").read_text()
+    assert len(front_matter(written)["model-index"][0]["results"]) == 2  # type: ignore[index]
+    (folder / "scores.json").unlink()
+    write_model_card(folder, model, FACTS, licence="mit")
+    assert not add_scores(folder)
+    assert "model-index" not in front_matter((folder / "README.md").read_text())
+    (folder / "scores.json").write_text(json.dumps(SCORES))
+    for _ in range(2):
+        assert add_scores(folder)
+        later = (folder / "README.md").read_text()
+        assert front_matter(later) == front_matter(written)
+        assert later == written
+    (folder / "README.md").write_text("# mine")
+    assert not add_scores(folder)
+    assert (folder / "README.md").read_text() == "# mine"
+
+
+@pytest.mark.parametrize("header", ["license: [", "language: {a: 1}", "language: [1, en, '../x']", "- a\n- b"])
+def test_a_strange_header_of_a_base_states_nothing_strange(header: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{header}\n---\n")
+    assert stated_languages(tmp_path) in ([], ["en"])
+    assert stated_licence(tmp_path) is None

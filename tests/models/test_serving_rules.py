@@ -1,0 +1,140 @@
+"""Directories that this library writes, read by the rules of other servers as docs/serving.md states them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from embeddings.common import TextSettings
+from embeddings.models import (
+    ClsPooling,
+    Embedder,
+    LastTokenPooling,
+    LatentAttentionPooling,
+    MeanPooling,
+    Pooling,
+    WeightedMeanPooling,
+)
+from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
+from tests.models.contextual_models import tiny_contextual
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def by_text_embeddings_inference(folder: Path) -> str | None:
+    """The pooling that text-embeddings-inference chooses; None where it refuses the model.
+
+    Its config.json must have architectures and a number of positions, the tokenizer one file; the first mode in its own
+    order counts. Up to 1.6 the first two modes had to be there, and later ones may be left out.
+    """
+    config, pooling = read(folder / "config.json"), read(folder / "1_Pooling" / "config.json")
+    assert isinstance(config["architectures"][0], str)
+    assert isinstance(config["max_position_embeddings"], int)
+    assert (folder / "tokenizer.json").is_file()
+    modes = {
+        "pooling_mode_cls_token": "cls",
+        "pooling_mode_mean_tokens": "mean",
+        "pooling_mode_lasttoken": "last_token",
+    }
+    if not {"pooling_mode_cls_token", "pooling_mode_mean_tokens"} <= pooling.keys():
+        return None
+    return next((name for mode, name in modes.items() if pooling.get(mode)), None)
+
+
+def by_vllm(folder: Path) -> tuple[str | None, bool]:
+    """The pooling that vLLM takes from the files, None for its default; and whether vectors get unit length."""
+    modules = read(folder / "modules.json")
+    kinds = {entry["type"]: entry["path"] for entry in modules}
+    place, normalize = (
+        kinds.get("sentence_transformers.models.Pooling"),
+        "sentence_transformers.models.Normalize" in kinds,
+    )
+    if place is None:
+        return None, normalize
+    chosen = None
+    for key, value in read(folder / place / "config.json").items():
+        if value is True:
+            name = key.replace("pooling_mode_", "").split("_")[0]
+            name = "LAST" if "lasttoken" in name else name.upper()
+            chosen = name if name in ("CLS", "LAST", "MEAN") else chosen
+    return chosen, normalize
+
+
+def by_llama_cpp(folder: Path) -> str | None:
+    """The pooling that llama.cpp's converter writes; None where it refuses the model, "" where it finds no pooling."""
+    kinds = {entry["type"]: entry["path"] for entry in read(folder / "modules.json")}
+    place = kinds.get("sentence_transformers.models.Pooling")
+    if place is None:
+        return ""
+    pooling = read(folder / place / "config.json")
+    modes = {
+        "pooling_mode_mean_tokens": "mean",
+        "pooling_mode_cls_token": "cls",
+        "pooling_mode_lasttoken": "last_token",
+    }
+    return next((name for mode, name in modes.items() if pooling[mode]), None)
+
+
+def written(folder: Path, pooling: Pooling, **options: Any) -> Path:
+    """The directory of a tiny model with a pooling."""
+    text = TextSettings(16, 32, prompts={"query": "how: "}, pool_prompt=True)
+    Embedder(tiny_bert(), wordpiece_tokenizer(), pooling, **{"text": text, **options}).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "tei", "vllm", "llama"),
+    [
+        (MeanPooling, "mean", "MEAN", "mean"),
+        (ClsPooling, "cls", "CLS", "cls"),
+        (LastTokenPooling, "last_token", "LAST", "last_token"),
+        (WeightedMeanPooling, None, None, None),
+    ],
+)
+def test_servers_choose_the_pooling_of_a_plain_model_or_say_that_they_have_none(
+    kind: type[Pooling], tei: str | None, vllm: str | None, llama: str | None, tmp_path: Path
+) -> None:
+    folder = written(tmp_path / "model", kind(32))
+    assert not list(folder.glob("*.py"))
+    assert by_text_embeddings_inference(folder) == tei
+    assert by_vllm(folder) == (vllm, True)
+    assert by_llama_cpp(folder) == llama
+    assert by_vllm(written(tmp_path / "long", kind(32), normalize=False)) == (vllm, False)
+
+
+def test_servers_find_length_prompts_and_head(tmp_path: Path) -> None:
+    folder = written(tmp_path / "model", MeanPooling(32), head=nn.Linear(32, 8))
+    lengths = read(folder / "sentence_bert_config.json")
+    # vLLM reads the file only where both of these are in it; neither server knows the length of queries.
+    assert lengths["max_seq_length"] == 32
+    assert lengths["do_lower_case"] is False
+    assert lengths["query_length"] == 16
+    prompts = read(folder / "config_sentence_transformers.json")["prompts"]
+    assert prompts == {"query": "how: "}
+    heads = [entry["path"] for entry in read(folder / "modules.json") if entry["type"].endswith("models.Dense")]
+    assert heads == ["2_Dense"]
+    assert read(folder / "2_Dense" / "config.json")["activation_function"] == "torch.nn.modules.linear.Identity"
+    assert (folder / "2_Dense" / "model.safetensors").is_file()
+
+
+def test_no_server_takes_a_pooling_of_our_own_for_another_one_it_knows(tmp_path: Path) -> None:
+    latent = written(tmp_path / "latent", LatentAttentionPooling(32, num_latents=4, num_heads=2, head_dim=8))
+    contextual = tmp_path / "contextual"
+    tiny_contextual().save_pretrained(contextual)
+    for folder in (latent, contextual):
+        assert list(folder.glob("*.py"))
+        assert by_text_embeddings_inference(folder) is None
+        assert by_vllm(folder)[0] is None
+        assert by_llama_cpp(folder) == ""
+
+
+def test_what_servers_do_not_read_of_a_prompt_is_in_one_file(tmp_path: Path) -> None:
+    text = TextSettings(16, 32, prompts={"query": "how: "}, pool_prompt=False)
+    folder = written(tmp_path / "model", MeanPooling(32), text=text)
+    assert read(folder / "1_Pooling" / "config.json")["include_prompt"] is False
+    assert by_text_embeddings_inference(folder) == "mean"
+    assert read(written(tmp_path / "cls", ClsPooling(32), text=text) / "1_Pooling" / "config.json")["include_prompt"]
