@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from argparse import SUPPRESS
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -20,32 +20,23 @@ from jsonargparse.typing import register_type
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-import embeddings.data
+import embeddings.data.text_datamodule
 import embeddings.modules  # noqa: F401 - a class that is loaded may be named without its module
-from embeddings.callbacks.checkpoints import check_checkpoint_room, make_checkpoints_durable, model_checkpoints
+from embeddings.callbacks.checkpoints import make_checkpoints_durable, model_checkpoints
 from embeddings.callbacks.export import ExportLanguageModel, ExportModel
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import count_parameters, show_whole_run
 from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
-from embeddings.callbacks.run_record import RunRecord, keep_metrics, plain_types, run_logger
+from embeddings.callbacks.run_record import RunRecord, plain_types, run_logger
 from embeddings.cli.configs import check_configs, check_functions, expand_recipe, parse_yaml, restrict_imports
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, reason, with_hint
-from embeddings.cli.resume import (
-    AUTO,
-    check_checkpoint,
-    check_plan,
-    check_pooling,
-    find_latest_checkpoint,
-    pin_checkpoint_dir,
-    resumed_run,
-    say,
-)
+from embeddings.cli.resume import check_checkpoint
+from embeddings.cli.trainer import check_start, choose_folder, start_checks
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.errors import program
 from embeddings.common.io import METRICS_FILE, read_metrics, row_steps_made
-from embeddings.common.process import is_first_process, is_news
-from embeddings.common.protocols import ChecksRun, RunData
+from embeddings.common.process import is_news
 from embeddings.common.text import one_line
 from embeddings.strategies.ranks import set_up_ranks
 
@@ -61,6 +52,8 @@ FLOAT16 = ("16", "16-true", "16-mixed")
 MAX_SEED = 2**32 - 1
 # A process takes half a gigabyte before it holds a model.
 MAX_DEVICES_PER_CPU = 8
+# jsonargparse knows a source's settings once it knows the data module.
+SOURCES_HELP = "--data.sources.help"
 UNION_ERROR = "Does not validate against any of the Union subtypes"
 
 
@@ -69,7 +62,13 @@ class FitParser(OneLineParser, LightningArgumentParser):
 
 
 class TrainerCLI(LightningCLI):
-    """`fit` over any of our modules, with configs that merge left to right."""
+    """`fit` over any of our modules, with configs that merge left to right.
+
+    Attributes:
+        only_checks: Whether the run is checked and does not begin, wherever its hardware may be.
+    """
+
+    only_checks = False
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -80,10 +79,14 @@ class TrainerCLI(LightningCLI):
         """Have the help name the option that `expand_recipe` replaces."""
         help_text = "a row of lightning_configs/recipes.csv, in place of the --config options that it stands for"
         parser.add_argument("--recipe", default=SUPPRESS, help=help_text)
+        help_text = "check the run without its hardware, print what it would do, and write nothing"
+        parser.add_argument("--check", action="store_true", default=SUPPRESS, help=help_text)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments given, whatever `sys.argv` holds."""
         self.config = parser.parse_args(args)
+        if self.config.fit.pop("check", False) and not self.only_checks:
+            raise ConfigError("--check: is an option of the command line alone; write fit --check")
         check_functions(args, self.config.fit)
         check_numbers(self.config.fit)
         check_checkpoint(self.config.fit.ckpt_path)
@@ -112,15 +115,11 @@ class TrainerCLI(LightningCLI):
             UserError: If a part refuses it, or another process writes to the folder of the run that is resumed.
             OSError: If the disk has no room for checkpoints.
         """
-        data = self.datamodule if isinstance(self.datamodule, RunData) else None
-        for part in (self.datamodule, self.model, *self.trainer.callbacks):  # type: ignore[attr-defined]
-            if isinstance(part, ChecksRun):
-                part.check_run(self.trainer, self.model, data)
-        check_checkpoint_room(self.trainer, self.model, self.config.fit.ckpt_path)
-        check_plan(self.datamodule, self.config.fit.ckpt_path)
-        logger = run_logger(self.trainer)
-        if logger is not None and logger.resumed is not None and is_first_process():
-            logger.hold()
+        check_start(self.trainer, self.model, self.datamodule, self.config.fit.ckpt_path)
+
+    def checks(self) -> Iterator[Callable[[], None]]:
+        """What checks the run before data is read, part by part."""
+        return start_checks(self.trainer, self.model, self.datamodule, self.config.fit.ckpt_path)
 
     def after_fit(self) -> None:
         """Print the places of the run, its model and its metrics, and the next two commands."""
@@ -150,34 +149,23 @@ class TrainerCLI(LightningCLI):
         except (MisconfigurationException, ImportError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(refused_option(str(error), self.config.fit.trainer.as_dict())) from error
         precision = str(self.config.fit.trainer.precision)
-        if precision in FLOAT16 and trainer.strategy.root_device.type == "cpu":
+        if precision in FLOAT16 and trainer.strategy.root_device.type == "cpu" and not self.only_checks:
             rule = "must not be float16 on a CPU"
             raise OptionError("trainer.precision", precision, rule, "bf16-mixed is the other half precision")
         show_whole_run(trainer, callbacks)
         count_parameters(trainer, callbacks)
         make_checkpoints_durable(trainer)
-        set_up_ranks(trainer)
+        if not self.only_checks:
+            set_up_ranks(trainer)
         self._choose_folder(trainer)
         return trainer
 
     def _choose_folder(self, trainer: L.Trainer) -> None:
         """Find the checkpoint that `auto` stands for, and give the trainer its run's folder."""
-        found, resumed = self.config.fit.ckpt_path, None
-        run, is_auto = plain_types(self._parser("fit"), self.config.fit) if found else {}, found == AUTO
-        if is_auto:
-            batch_size = getattr(self.datamodule, "batch_size", None)
-            ranks = trainer.num_devices * trainer.num_nodes
-            found = find_latest_checkpoint(trainer.default_root_dir, run, batch_size and batch_size * ranks)
-            self.config.fit.ckpt_path = self.config_init.fit.ckpt_path = found
-            if found is None:
-                root = Path(trainer.default_root_dir or ".").resolve()
-                say(f"nothing to resume below {root}: the run begins anew")
-        if found:
-            check_pooling(found, run)
-            resumed = resumed_run(found, run, is_auto)
-            if resumed or is_auto:
-                pin_checkpoint_dir(trainer, found)
-        keep_metrics(trainer, resumed)
+        found = self.config.fit.ckpt_path
+        run = plain_types(self._parser("fit"), self.config.fit) if found else {}
+        chosen = choose_folder(trainer, run, found, getattr(self.datamodule, "batch_size", None))
+        self.config.fit.ckpt_path = self.config_init.fit.ckpt_path = chosen
 
 
 class Checked(Exception):
@@ -186,6 +174,8 @@ class Checked(Exception):
 
 class CheckingCLI(TrainerCLI):
     """`fit` up to the point where its arguments are known to be good."""
+
+    only_checks = True
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments and stop by raising `Checked`."""
@@ -215,6 +205,9 @@ def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Tra
     """
     restrict_imports()
     words = [re.sub(r"^--[a-z_-]+(?=$|=)", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
+    if SOURCES_HELP in words and "--data.help" not in words:
+        named = [value for word in words if (value := word.rpartition("=")[2]).endswith("DataModule")]
+        words = ["fit", "--data.help", *(named[-1:] or ["EmbeddingDataModule"]), SOURCES_HELP]
     expanded = expand_recipe(words)
     if expanded != words:
         print(" ".join([program(), *expanded]), file=sys.stderr)

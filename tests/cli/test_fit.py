@@ -48,6 +48,27 @@ def test_a_list_given_twice_replaces_the_first(as_option, tmp_path, monkeypatch)
     assert sources_of(monkeypatch, tmp_path, config, f"--data.sources+=[{{name: mine, path: {path}}}]") == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ([], "name path conversion columns suspect_rows licence weight"),
+        (["--config", "lightning_configs/own_pairs.yaml"], "name path conversion columns"),
+        (["--data=embeddings.data.TextDataModule"], "name path packages column"),
+        (["--data", "TextDataModule"], "name path packages column"),
+    ],
+)
+def test_the_settings_of_a_source_have_a_help(words, settings, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["fit", *words, "--data.sources.help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert [name for name in settings.split() if f"\n  --data.sources.{name} " not in shown] == []
+    assert "File, glob, list of these" in shown
+    with pytest.raises(SystemExit):
+        main(["fit", "--data.help", "EmbeddingDataModule"])
+    assert "--data.sources.help" in capsys.readouterr().out
+
+
 def test_an_element_of_a_later_list_does_not_borrow_a_path(tmp_path, capsys):
     config = run_config(tmp_path)
     later = {"data": {"init_args": {"sources": [{"name": "mine"}]}}}
@@ -119,6 +140,14 @@ def test_fit_ends_with_where_things_lie_and_the_next_two_commands(tmp_path, caps
         f'next: python main.py search --model {model} --corpus FILE "QUERY"',
     ]
     assert f"model directory: {model}" in written.err.splitlines()
+
+
+def test_the_installed_command_is_named_where_it_was_called(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "bin" / "embeddings"), "fit"])
+    assert main(with_callbacks(tmp_path)) == 0
+    following = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
+    assert len(following) == 2
+    assert all(line.startswith("next: embeddings ") for line in following)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
