@@ -8,8 +8,9 @@ from embeddings.common.process import lazy_names
 
 if TYPE_CHECKING:
     from embeddings.callbacks import ExportModel, GradCacheCallback, RetrievalEvaluation
+    from embeddings.cli.trainer import Trainer
     from embeddings.common import TextSettings
-    from embeddings.data import EmbeddingDataModule, SourceConfig
+    from embeddings.data import EmbeddingDataModule, SourceConfig, source_from_rows
     from embeddings.inference import Encoder
     from embeddings.losses import InfoNCE
     from embeddings.models import BackboneConfig, Embedder, LoraSettings
@@ -33,16 +34,8 @@ __all__ = [
     "Schedule",
     "SourceConfig",
     "TextSettings",
+    "Trainer",
+    "source_from_rows",
 ]
 
-_PLACES = {
-    "callbacks": ("ExportModel", "GradCacheCallback", "RetrievalEvaluation"),
-    "common": ("TextSettings",),
-    "data": ("EmbeddingDataModule", "SourceConfig"),
-    "inference": ("Encoder",),
-    "losses": ("InfoNCE",),
-    "models": ("BackboneConfig", "Embedder", "LoraSettings"),
-    "modules": ("CDEModule", "MGHCurriculumModule", "MoEEmbedModule", "NVEmbedModule"),
-    "training.optim": ("Schedule",),
-}
-__getattr__ = lazy_names(__name__, {name: place for place, names in _PLACES.items() for name in names})
+__getattr__ = lazy_names(__name__)

@@ -1,19 +1,19 @@
 """The progress of a run (steps, loss, time left) and its speed (pairs, tokens, arithmetic a second)."""
 
-import sys
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelSummary, ProgressBar
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from embeddings.common import ContrastiveBatch, OptionError, UserError
 from embeddings.common.distributed import full_shape, gather_counts
+from embeddings.common.jobs import LINE_SECONDS, progress_bar
 from embeddings.common.process import logger
 from embeddings.common.protocols import RunData
 from embeddings.common.types import Prediction
@@ -29,6 +29,9 @@ from embeddings.training.gradcache import (
     lengths_read,
     plan_stages,
 )
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 _BAR_SECONDS = 0.5
 # tqdm's smoothing: 0 takes the mean pace, so that evaluations and checkpoints count for the time left.
@@ -49,7 +52,7 @@ class StepProgress(ProgressBar):
         OptionError: If `every_seconds` is negative.
     """
 
-    def __init__(self, every_seconds: float = 30.0) -> None:
+    def __init__(self, every_seconds: float = LINE_SECONDS) -> None:
         super().__init__()
         if not every_seconds >= 0:
             raise OptionError("StepProgress.every_seconds", every_seconds, "must be >= 0", "try 30")
@@ -68,14 +71,14 @@ class StepProgress(ProgressBar):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin at the step that the run has reached."""
         total = trainer.estimated_stepping_batches
-        in_terminal = sys.stderr.isatty()
-        self._bar = tqdm(
-            desc="training",
-            unit="step",
+        self._bar = progress_bar(
+            int(total) if 0 <= total < float("inf") else None,
+            "training",
+            "step",
+            delay=0,
+            every_seconds=self.every_seconds,
             initial=trainer.global_step,
-            total=int(total) if 0 <= total < float("inf") else None,
-            file=None if in_terminal else _Lines(sys.stderr),
-            mininterval=_BAR_SECONDS if in_terminal else self.every_seconds,
+            mininterval=_BAR_SECONDS,
             miniters=1,
             dynamic_ncols=True,
             smoothing=_SMOOTHING,
@@ -130,6 +133,12 @@ def show_whole_run(trainer: L.Trainer, given: Sequence[L.Callback]) -> None:
 class ParameterCount(ModelSummary):
     """Notes how many parameters the model has, and how many are trained, in one line."""
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the line, without Lightning's warning that its estimate of megabytes is inexact: it is not shown."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Precision .* is not supported by the model summary")
+            super().on_fit_start(trainer, pl_module)
+
     @staticmethod
     def summarize(
         summary_data: list[tuple[str, list[str]]],
@@ -148,25 +157,6 @@ def count_parameters(trainer: L.Trainer, given: Sequence[L.Callback]) -> None:
     for place, callback in enumerate(callbacks):
         if isinstance(callback, ModelSummary) and callback not in given:
             callbacks[place] = ParameterCount()
-
-
-class _Lines:
-    """A stream on which a bar is written as one line after another, each once, instead of overwriting one line."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._last = stream, ""
-
-    def write(self, text: str) -> None:
-        """Write the bar's line, unless its step was written last."""
-        # tqdm shows the last step twice, with other seconds.
-        line = text.strip()
-        if line and line.partition("[")[0] != self._last.partition("[")[0]:
-            self._stream.write(line + "\n")
-            self._last = line
-
-    def flush(self) -> None:
-        """Pass it on."""
-        self._stream.flush()
 
 
 _PEAK_WIDTH = {"cpu": 1024, "cuda": 8192}

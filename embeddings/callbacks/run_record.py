@@ -26,6 +26,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from embeddings.callbacks.checkpoints import write_none_on_exception
 from embeddings.common import OptionError, PreemptedError, UserError
 from embeddings.common.distributed import full_shape
+from embeddings.common.errors import CHECKOUT
 from embeddings.common.io import (
     METRICS_FILE,
     NO_LOCKS,
@@ -187,8 +188,9 @@ def plain_types(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The commit of the working folder, with `+` if it has uncommitted changes; None outside a checkout."""
-    run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=10)
+    """The commit of this package's clone, else of the working folder; with `+` if files have changed, None for none."""
+    clone = CHECKOUT if CHECKOUT is not None and (CHECKOUT / ".git").exists() else None
+    run = partial(subprocess.run, cwd=clone, capture_output=True, text=True, check=True, timeout=10)
     try:
         commit, status = run(["git", "rev-parse", "HEAD"]), run(["git", "status", "--porcelain", "-uno"])
     except (OSError, subprocess.SubprocessError):

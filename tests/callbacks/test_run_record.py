@@ -58,6 +58,7 @@ def test_a_run_says_what_it_was(tmp_path):
 
 def test_the_commit_is_marked_where_files_have_changed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_record, "CHECKOUT", None)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert git_commit() is None
     for command in (["init", "-q"], ["config", "user.name", "n"], ["config", "user.email", "e@example.org"]):
@@ -67,6 +68,13 @@ def test_the_commit_is_marked_where_files_have_changed(tmp_path, monkeypatch):
     clean = git_commit()
     assert len(clean) == 40
     (tmp_path / "file").write_text("two")
+    assert git_commit() == clean + "+"
+    # From any other folder the commit is that of the package's clone.
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert git_commit() is None
+    monkeypatch.setattr(run_record, "CHECKOUT", tmp_path)
     assert git_commit() == clean + "+"
 
 
