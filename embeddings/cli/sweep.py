@@ -1,19 +1,22 @@
 """`sweep`: many runs of one recipe that differ in some config keys, one after another or as an array of tasks."""
 
 import csv
+import json
 import math
 import signal
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embeddings.cli.errors import ConfigError
-from embeddings.cli.sweep_file import SEED_KEY, Metric, Sweep, is_number, label, read_sweep, short_names
-from embeddings.cli.sweep_runs import Run, SignalForwarder, exclusive, runs_of, train
+from embeddings.cli.sweep_file import SEED_KEY, Metric, Point, Sweep, is_number, label, read_sweep
+from embeddings.cli.sweep_runs import Run, SignalForwarder, exclusive, runs_of, settings_hash, train
+from embeddings.cli.sweep_search import next_point
 from embeddings.common import InputError, OptionError, PreemptedError, UserError
-from embeddings.common.io import atomic_path
+from embeddings.common.errors import require
+from embeddings.common.io import atomic_path, file_lock, write_json
 from embeddings.common.process import is_first_process, num_processes
 from embeddings.common.signals import EXIT_RESUMABLE, STOP_SIGNALS, answer, handle_preemption
 from embeddings.common.text import format_table
@@ -44,8 +47,8 @@ def sweep(
     its `done.json`, and an edited config makes new ones. A run that was cut short resumes from its newest checkpoint.
 
     Args:
-        file: The sweep: `recipe` or `configs`, `method` (grid, list or random), `parameters`, and for a random one
-            `num_runs` and `seed`; `metric` for the results. lightning_configs/sweeps/ has examples.
+        file: The sweep: `recipe` or `configs`, `method` (grid, list, random or tpe), `parameters`, and for the last
+            two `num_runs` and `seed`; `metric` for the results. lightning_configs/sweeps/ has examples.
         index: The one point to run, from 0, as `$SLURM_ARRAY_TASK_ID`; all, one after another, where none is given.
         count: Whether to print the number of points and no more.
         dry_run: Whether to print each point's folder and `fit` line, and run nothing.
@@ -56,14 +59,19 @@ def sweep(
     if sum(map(bool, (count, dry_run, results))) > 1:
         raise OptionError("sweep", "several", "takes one of --count, --dry-run and --results", "leave the others out")
     plan = read_sweep(file)
-    runs = runs_of(plan, output)
     if index is not None and (count or results):
         raise OptionError("index", index, "has no effect on --count and --results", "leave it out")
-    if index is not None and not 0 <= index < len(runs):
-        raise OptionError("index", index, f"must lie in 0 … {len(runs) - 1}", "points are counted from 0")
+    if index is not None and not 0 <= index < plan.num_points:
+        raise OptionError("index", index, f"must lie in 0 … {plan.num_points - 1}", "points are counted from 0")
     if count:
-        print(len(runs))
+        print(plan.num_points)
         return
+    if plan.search is not None:
+        is_read = dry_run or results or index is None
+        plan = with_proposed(plan, file, output, None if is_read else index + 1)  # type: ignore[operator]
+    runs = runs_of(plan, output)
+    if plan.search is not None and index is not None and index >= len(runs):
+        raise OptionError("index", index, f"has no point yet, only {len(runs)} are proposed", "run the sweep first")
     if results:
         path = output / plan.name / "results.csv" if isinstance(results, bool) else results
         if path.suffix.lower() == ".png":
@@ -75,11 +83,50 @@ def sweep(
         check_runs(plan, file, chosen)
         for run in chosen:
             print(f"{title(plan, run)} ({run.status})\n  {run.folder}\n  {run.line()}")
+        if plan.search is not None and index is None and len(runs) < plan.num_points:
+            print(f"{plan.num_points - len(runs)} more points follow from the results of those before them")
         return
     if index is None and num_processes() > 1:
         rule = f"must be given where {num_processes()} processes train together"
         raise OptionError("index", None, rule, "start one process, or one job for each point")
-    train_missing(plan, file, chosen, is_array_task=index is not None)
+    if plan.search is not None and index is None:
+        train_proposed(plan, file, output)
+    else:
+        train_missing(plan, file, chosen, is_array_task=index is not None)
+
+
+def with_proposed(plan: Sweep, file: Path, output: Path, count: int | None = None) -> Sweep:
+    """A search with the points that were proposed so far; where a number is given, with as many, proposed as needed.
+
+    A proposal is kept in the sweep's folder (`points-HASH.json`), so that a later call, or another process, has the
+    same points whatever results there are by then.
+
+    Raises:
+        InputError: If no finished run has logged the metric.
+        MissingExtraError: If optuna is not installed.
+    """
+    assert plan.search is not None
+    about = [asdict(plan.metric), plan.search.seed, plan.search.parameters]
+    path = output / plan.name / f"points-{settings_hash(plan.contents, {'search': about})}.json"
+    if count is None:
+        return replace(plan, points=_proposed(path))
+    require("optuna", "optuna")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with file_lock(path.with_suffix(".lock")):
+        points = list(_proposed(path))
+        while len(points) < count:
+            runs = runs_of(replace(plan, points=tuple(points)), output)
+            metric = logged_metric(runs, plan.metric)
+            values = {result.run.index: result.value(metric) for result in results_of(runs, metric, file)}
+            tried = [(point, values[place]) for place, point in enumerate(points)]
+            points.append(next_point(plan.search, metric.mode, tried))
+            write_json(path, points)
+    return replace(plan, points=tuple(points))
+
+
+def _proposed(path: Path) -> tuple[Point, ...]:
+    """The points of a file of proposals, none where there is no file."""
+    return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ()
 
 
 def check_runs(plan: Sweep, file: Path, runs: Sequence[Run]) -> None:
@@ -117,21 +164,44 @@ def train_missing(plan: Sweep, file: Path, runs: Sequence[Run], is_array_task: b
         print(f"{len(runs) - len(missing)} of {len(runs)} done already")
     with handle_preemption():
         check_runs(plan, file, missing)
-    failed: dict[int, int] = {}
+    train_each(plan, missing, is_array_task)
+
+
+def train_proposed(plan: Sweep, file: Path, output: Path) -> None:
+    """Train the runs of a search one after another, each at a point that follows from the results of those before.
+
+    A run that fails tells the search nothing; the same line runs it again, at its point. Errors as in `train_missing`.
+    """
+    done = [run for run in runs_of(plan, output) if run.status == "done"]
+    if done:
+        print(f"{len(done)} of {plan.num_points} done already")
+
+    def runs() -> Iterator[Run]:
+        for index in range(plan.num_points):
+            run = runs_of(with_proposed(plan, file, output, index + 1), output)[index]
+            if run.status != "done":
+                check_runs(plan, file, [run])
+                yield run
+
+    train_each(plan, runs(), is_array_task=False)
+
+
+def train_each(plan: Sweep, runs: Iterable[Run], is_array_task: bool) -> None:
+    """Train runs that are checked one after another; see `train_missing`."""
+    codes: dict[int, int] = {}
     with SignalForwarder() as forwarder:
-        for run in missing:
-            code = train_alone(plan, run, forwarder, is_array_task)
+        for run in runs:
+            codes[run.index] = code = train_alone(plan, run, forwarder, is_array_task)
             if code == EXIT_RESUMABLE:
                 line = f"point {run.index} was stopped; the same line resumes"
                 raise PreemptedError(line if is_first_process() else "", code)
             if code and forwarder.received:
                 raise stopped(run, forwarder.received[0], code)
-            if code:
-                failed[run.index] = code
+    failed = {index: code for index, code in codes.items() if code}
     if failed:
-        codes = ", ".join(f"point {number} with exit code {code}" for number, code in failed.items())
+        which = ", ".join(f"point {index} with exit code {code}" for index, code in failed.items())
         fix = "the lines above say why; the same line runs them again"
-        raise RunFailed(f"{len(failed)} of {len(missing)} runs failed: {codes}; {fix}", next(iter(failed.values())))
+        raise RunFailed(f"{len(failed)} of {len(codes)} runs failed: {which}; {fix}", next(iter(failed.values())))
 
 
 def train_alone(plan: Sweep, run: Run, forwarder: SignalForwarder, is_array_task: bool) -> int:
@@ -175,19 +245,22 @@ def collect(plan: Sweep, runs: Sequence[Run], path: Path, file: Path) -> None:
     """Print the results of the finished runs, write them as CSV, and draw them beside it."""
     from embeddings.figures import check_output, draw_sweep
 
-    names = short_names(plan.points)
+    names = plan.names
     plan = replace(plan, metric=logged_metric(runs, plan.metric))
     found = results_of(runs, plan.metric, file)
     print(result_table(found, names, plan.metric))
     num_done = sum(result.status == "done" for result in found)
     if not num_done:
-        raise InputError(str(file), f"none of its {len(runs)} runs is done", "run the sweep first")
+        raise InputError(str(file), f"none of its {plan.num_points} runs is done", "run the sweep first")
     means = seed_table(found, names, plan.metric)
-    print(f"\n{means}" if means else "", f"\n{num_done} of {len(runs)} done", sep="")
+    print(f"\n{means}" if means else "", f"\n{num_done} of {plan.num_points} done", sep="")
     picture = path.with_suffix(".png")
     check_output(picture)
     write_results(found, names, path)
-    measure, heading = f"{plan.metric.column} ({plan.metric.value})", f"{plan.name}: {num_done} of {len(runs)} runs"
+    measure, heading = (
+        f"{plan.metric.column} ({plan.metric.value})",
+        f"{plan.name}: {num_done} of {plan.num_points} runs",
+    )
     draw_sweep(dots(plan, found), measure, plan.metric.mode, heading, picture)
     print(f"wrote {path} and {picture}")
 
@@ -197,7 +270,7 @@ def dots(plan: Sweep, results: Sequence["Result"]) -> list["Dot"]:
 
     The points of a list vary together: they are one `point`, by the names of all that they set.
     """
-    names = short_names(plan.points)
+    names = plan.names
     varied = {key: name for key, name in names.items() if key != SEED_KEY} or names
     found: list[Dot] = []
     for result in results:
@@ -213,9 +286,9 @@ def dots(plan: Sweep, results: Sequence["Result"]) -> list["Dot"]:
 
 def title(plan: Sweep, run: Run) -> str:
     """A point's number and values in one line."""
-    names = short_names(plan.points)
+    names = plan.names
     values = ", ".join(f"{names[key]}={label(value)}" for key, value in run.point.items())
-    return f"point {run.index} of {len(plan.points)}: {values}"
+    return f"point {run.index} of {plan.num_points}: {values}"
 
 
 @dataclass(frozen=True)

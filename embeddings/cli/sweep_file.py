@@ -47,8 +47,25 @@ class Metric:
 
 
 @dataclass(frozen=True)
+class Search:
+    """What a sampler proposes points of.
+
+    Args:
+        parameters: For each config key a list of values, or a range as `method: random` takes it.
+        num_runs: How many points.
+        seed: Seed of the proposals.
+    """
+
+    parameters: Mapping[str, Any]
+    num_runs: int
+    seed: int
+
+
+@dataclass(frozen=True)
 class Sweep:
     """A sweep file, read and checked.
+
+    A search (`method: tpe`) has as many points as were proposed so far; the others follow from their results.
 
     Args:
         name: The file's name without its ending.
@@ -58,15 +75,27 @@ class Sweep:
         method: How the points are made.
         points: For each run the config keys that it sets, and their values.
         metric: What points are compared by.
+        search: What further points are proposed of; None where all are known.
     """
 
     name: str
     recipe: str
     configs: tuple[str, ...]
     contents: tuple[Mapping[str, Any], ...]
-    method: Literal["grid", "list", "random"]
+    method: Literal["grid", "list", "random", "tpe"]
     points: tuple[Point, ...]
     metric: Metric = field(default_factory=Metric)
+    search: Search | None = None
+
+    @property
+    def num_points(self) -> int:
+        """The number of points, those that are not proposed yet among them."""
+        return len(self.points) if self.search is None else self.search.num_runs
+
+    @property
+    def names(self) -> dict[str, str]:
+        """A name for each key that a point sets (see `short_names`)."""
+        return short_names(self.points if self.search is None else [dict(self.search.parameters)])
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -74,7 +103,8 @@ def read_sweep(path: Path) -> Sweep:
 
     `method: grid` (the default) takes every combination of the lists in `parameters`, the last one varying fastest;
     `list` takes the mappings that `parameters` lists; `random` draws `num_runs` points, from a list each value alike,
-    from `{low, high}` evenly (`log: true`: evenly in the logarithm; `int: true`: integers, both ends included).
+    from `{low, high}` evenly (`log: true`: evenly in the logarithm; `int: true`: integers, both ends included). `tpe`
+    takes the same keys, and proposes each point by the metric of those before it (see `sweep_search`).
 
     Determinism: a point follows from the file alone, and a drawn value from (`seed`, index, key): more runs, or another
     parameter, leave the values that there were.
@@ -92,9 +122,14 @@ def read_sweep(path: Path) -> Sweep:
     contents = tuple(content for of_one in of_each for content in of_one)
     recipe = content.get("recipe") or _method_name(configs, of_each)
     method, points = content.get("method", "grid"), tuple(_points(path, content))
+    search = None
+    if method == "tpe":
+        # A drawn point stands for all of them in the checks below.
+        search, points = Search(content["parameters"], content["num_runs"], content.get("seed", 0)), points[:1]
     for index, point in enumerate(points):
         _check_point(f"{path}: point {index}", point)
-    return Sweep(path.stem, recipe, configs, contents, method, points, _metric(path, content.get("metric", {})))
+    points = () if search is not None else points
+    return Sweep(path.stem, recipe, configs, contents, method, points, _metric(path, content.get("metric", {})), search)
 
 
 def short_names(points: Sequence[Point]) -> dict[str, str]:
@@ -185,9 +220,9 @@ def _method_name(configs: Sequence[str], contents: Sequence[Sequence[Mapping[str
 
 def _points(path: Path, content: Mapping[str, Any]) -> list[Point]:
     method, parameters = content.get("method", "grid"), content.get("parameters")
-    if method not in ("grid", "list", "random"):
-        raise InputError(f"{path}: method", f"must be grid, list or random, got {method!r}", "choose one")
-    if method != "random":
+    if method not in ("grid", "list", "random", "tpe"):
+        raise InputError(f"{path}: method", f"must be grid, list, random or tpe, got {method!r}", "choose one")
+    if method not in ("random", "tpe"):
         for key in ("seed", "num_runs"):
             if key in content:
                 raise InputError(f"{path}: {key}", f"has no effect on method {method}", "leave it out")

@@ -135,7 +135,7 @@ def train(run: Run, lock: int | None, forwarder: "SignalForwarder") -> int:
     words = [*run.words, *(["--ckpt_path", checkpoint] if checkpoint else [])]
     if checkpoint:
         print(f"resumed from {checkpoint}", flush=True)
-    code = forwarder.run([sys.executable, *COMMAND, *words], [] if lock is None else [lock])
+    code = forwarder.run([sys.executable, *command_words(), *words], [] if lock is None else [lock])
     if code == 0 and lock is not None:
         # The commit that the run's last process noted.
         records = sorted(run.folder.glob("version_*/run.json"), key=_version)
@@ -149,6 +149,12 @@ def train(run: Run, lock: int | None, forwarder: "SignalForwarder") -> int:
         }
         write_json(run.folder / "done.json", fields)
     return code
+
+
+def command_words() -> list[str]:
+    """What Python runs for a run: the installed command where that was called, whose lines then name it."""
+    called = Path(sys.argv[0])
+    return [str(called)] if called.name == "embeddings" and called.is_file() else COMMAND
 
 
 def summaries(folder: Path) -> dict[str, dict[str, float]]:

@@ -115,7 +115,7 @@ RANDOM = {"method": "random", "num_runs": 2}
         ({"recipe": "quickstart", "parameters": {"a": [1]}}, "needs either recipe or configs"),
         ({"configs": [], "parameters": {"a": [1]}}, "configs: must be a list of files"),
         ({"configs": ["nope.yaml"], "parameters": {"a": [1]}}, r"config nope\.yaml: no such file"),
-        ({"method": "bayes"}, "method: must be grid, list or random, got 'bayes'"),
+        ({"method": "bayes"}, "method: must be grid, list, random or tpe, got 'bayes'"),
         ({"parameters": {}}, "parameters: must map config keys"),
         ({"parameters": {"a": []}}, r"parameters\.a: must be a list of values, got \[\]"),
         ({"parameters": {"a": [1, 2, 1]}}, r"parameters\.a: holds 1 twice"),

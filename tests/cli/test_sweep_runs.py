@@ -176,6 +176,15 @@ def test_a_run_is_done_once_its_process_says_so(tmp_path):
     assert point.status == "unfinished"
 
 
+def test_the_runs_of_an_installed_command_are_started_by_it(tmp_path, monkeypatch):
+    called = tmp_path / "bin" / "embeddings"
+    monkeypatch.setattr("sys.argv", [str(called), "sweep"])
+    assert sweep_runs.command_words() == sweep_runs.COMMAND
+    called.parent.mkdir()
+    called.touch()
+    assert sweep_runs.command_words() == [str(called)]
+
+
 MAX, MIN = Metric("val/x"), Metric("val/x", "min", "best")
 
 
