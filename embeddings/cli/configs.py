@@ -58,7 +58,7 @@ def restrict_imports() -> None:
     """Restrict what the parsers import to `ALLOWED` and the packages in `$EMBED_IMPORTS`, separated by commas.
 
     A class path in a config is a call of whatever it names. Both the path as written and the module that defines the
-    object are checked, so no module of ours leads to another library's objects.
+    object are checked, so none of our modules leads to another library's objects.
 
     Raises:
         UserError: If the variable holds something else than packages.

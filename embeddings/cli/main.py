@@ -54,8 +54,10 @@ COMMANDS = {
     "filter": Command("embeddings.cli.mining:filter_records", "the training records that are worth training on"),
     "synthesize": Command("embeddings.cli.synthesize:synthesize", "training records that a language model writes"),
     "export": Command("embeddings.cli.export:export", "a training checkpoint to a model directory"),
+    "push": Command("embeddings.cli.export:push", "a model directory to the Hugging Face Hub", ("model", "name")),
     "import": Command("embeddings.cli.export:import_checkpoint", "a published checkpoint to a model directory"),
     "convert": Command("embeddings.cli.export:convert", "a checkpoint with learned positions to one with rotary ones"),
+    "compress": Command("embeddings.cli.compress:compress", "a smaller model: weights pruned and in 8 bits"),
     "sweep": Command(
         "embeddings.cli.sweep:sweep", "runs over a grid, a list or random values of config keys", ("file",)
     ),
@@ -77,6 +79,7 @@ COMMANDS = {
         "embeddings.cli.show:contextual_shift", "a picture of vectors that move between contexts"
     ),
     "show clusters": Command("embeddings.cli.show:clusters", "a picture of the rows of some clusters"),
+    "show sparsity": Command("embeddings.cli.show:sparsity", "a picture of the zeros in each matrix of a model"),
 }
 TRAINER_COMMANDS = {"fit": "train a model from configs (--config FILE, or --recipe NAME)"}
 # Lightning's other loops, which no module has, and the command that does their work.
@@ -127,9 +130,15 @@ def dispatch(argv: list[str]) -> None:
     elif name in TRAINER_COMMANDS:
         check_variables()
         with handle_preemption():
-            from embeddings.cli.fit import run_trainer  # Lightning and torch load only for the commands that train
+            # Lightning and torch load only for the commands that train.
+            if "--check" in argv:
+                from embeddings.cli.check import check_run
 
-            run_trainer(argv)
+                check_run(argv)
+            else:
+                from embeddings.cli.fit import run_trainer
+
+                run_trainer(argv)
     elif name in OTHER_LOOPS:
         raise ConfigError(f"{name}: no module has such a loop; train with fit, use its model with {OTHER_LOOPS[name]}")
     else:

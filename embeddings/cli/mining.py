@@ -36,6 +36,7 @@ from embeddings.mining import (
     MiningReport,
     NegativeRules,
     PairFeatures,
+    Reranker,
     SearchOptions,
     Teachers,
     cluster_pairs,
@@ -67,19 +68,37 @@ class TaskOptions:
         return ArrayTask.resolve(self.task_index, self.num_tasks)
 
 
+@dataclass(frozen=True)
+class JudgeOptions:
+    """What tells how relevant a text is, besides the teachers that choose negatives.
+
+    Args:
+        levels: What gives negatives a level from 1, the hardest, to 4, as the curriculum needs them: `quantiles` cuts a
+            query's candidates and as many documents drawn from all into quarters of the teacher's similarity; `grades`
+            takes human judgments: a step below the positive, further below, irrelevant or not judged, drawn.
+        judgments: For `grades`, a qrels file (`FOLDER/qrels.tsv`, `FOLDER/qrels/train.tsv`); its folder's corpus
+            is searched, and its queries are found by their text among those of the records.
+        reranker: A cross-encoder, a directory or Hub id, that scores each query with its positives and its chosen
+            negatives; the output's `scores`, which the loss MarginMSE follows. Needs sentence-transformers.
+    """
+
+    levels: Literal["quantiles", "grades"] | None = None
+    judgments: Path | None = None
+    reranker: str | None = None
+
+
 def mine(
     model: str | list[str],
     input: str | list[str],
     output: Path,
     corpus: Path | None = None,
-    levels: Literal["quantiles", "grades"] | None = None,
-    judgments: Path | None = None,
     columns: dict[str, str] | None = None,
     conversion: Literal["pairs", "sts"] = "pairs",
     min_score: float | None = None,
-    suspect_rows: SuspectRows = "refuse",
+    suspect_rows: SuspectRows = "leave_out",
     shard_size: int = 8192,
     *,
+    judge: JudgeOptions,
     rules: NegativeRules,
     search: SearchOptions,
     encoding: EncodingOptions,
@@ -93,19 +112,16 @@ def mine(
     Args:
         model: A model directory or Hub id, the teacher; several as `[MODEL, MODEL]`, each of which can refuse.
         input: A file, a glob, a list of these, or `hub:organisation/name`, of what `conversion` says.
-        output: The Parquet file to write, with `NAME.manifest.json` and the folder of work beside it.
+        output: The file to write, JSON lines where its name ends in `.jsonl`, else Parquet; `NAME.manifest.json` and
+            the folder of work lie beside it.
         corpus: A file of more documents, with `text` and an optional `title`, beside the records' positives.
-        levels: What gives negatives a level from 1, the hardest, to 4, as the curriculum needs them: `quantiles` cuts a
-            query's candidates and as many documents drawn from all into quarters of the teacher's similarity; `grades`
-            takes people's judgments: a step below the positive, further below, irrelevant or not judged, drawn.
-        judgments: For `grades`, a qrels file (`FOLDER/qrels.tsv`, `FOLDER/qrels/train.tsv`); its folder's corpus
-            is searched, and its queries are found by their text among those of the records.
         columns: Column of a field, for fields whose column has another name.
         conversion: What the input holds: `pairs`, records with `query` and `positive`; `sts`, rows with `sentence1`,
             `sentence2` and `score`, of which each pair of a high score becomes two records, one in each direction.
         min_score: Least score of such a pair; 4 unless given.
         suspect_rows: What becomes of records that contradict themselves.
         shard_size: Records of a shard.
+        judge: What tells how relevant a text is, besides the teachers.
         rules: What makes a candidate a negative.
         search: How the nearest documents are found.
         encoding: How texts become vectors.
@@ -114,16 +130,21 @@ def mine(
     models = [model] if isinstance(model, str) else model
     encoded = encoding.encoded(len(models))
     load_faiss(search.gpu)
-    judged, corpus = (None, corpus) if judgments is None else _judged_texts(judgments, levels, corpus)
+    levels, judgments, judged = judge.levels, judge.judgments, None
+    if judgments is not None:
+        judged, corpus = _judged_texts(judgments, levels, corpus)
+    device = next(iter(encoding.device_names), None)
+    reranker = None if judge.reranker is None else Reranker(judge.reranker, device)
     report = mine_negatives(
         SourceConfig("input", input, conversion, columns=columns or {}, suspect_rows=suspect_rows, min_score=min_score),
         output,
-        Teachers(models, partial(_load, encoding=encoding), **encoding.prompts, encoded=encoded),
+        Teachers(models, partial(_load, encoding=encoding), **encoding.prompts, encoded=encoded, reranker=reranker),
         rules,
         search=search,
         levels=None if levels is None else LevelRules(levels, judged, str(judgments)),
         corpus=corpus,
         vectors=encoding.vectors,
+        devices=encoding.device_names,
         shard_size=shard_size,
         task=task.resolve(),
     )
@@ -131,7 +152,7 @@ def mine(
 
 
 def _load(model: str, encoding: EncodingOptions) -> Encoder:
-    return load_encoder(model, encoding.precision)
+    return load_encoder(model, encoding.precision, None, *encoding.device_names[:1])
 
 
 def _judged_texts(qrels: Path, levels: str | None, corpus: Path | None) -> tuple[TextQrels, Path]:
@@ -171,7 +192,7 @@ def cluster(
     features: Literal["vectors", "bm25"] = "vectors",
     svd_dim: int | None = None,
     columns: dict[str, str] | None = None,
-    suspect_rows: SuspectRows = "refuse",
+    suspect_rows: SuspectRows = "leave_out",
     negatives: bool = False,
     *,
     settings: ClusterSettings,
@@ -219,7 +240,8 @@ def cluster(
             # Refuse what k-means has no memory for before the source is encoded.
             settings.resolve_training_rows(len(source.table), num_clusters, svd_dim or 2 * encoder.embedding_dim)
             how: dict[str, Any] = {"encoded": encoding.encoded()[0], "task": task.resolve(), **encoding.prompts}
-            vectors = encode_pairs(encoder, source, folder, negatives=negatives, **how)
+            how |= {"negatives": negatives, "devices": encoding.device_names}
+            vectors = encode_pairs(encoder, source, folder, **how)
             made = VectorFeatures(vectors, svd_dim, settings.seed, row_name)
         found = cluster_pairs(made, source, output, settings, task.resolve())
     if found is None:
@@ -233,7 +255,7 @@ def _check_words_only(model: str | None, negatives: bool, encoding: EncodingOpti
     (encoded,) = encoding.encoded()
     if model is not None or encoding.vectors is not None or encoded != EncodedTexts():
         raise OptionError("features", "bm25", "uses neither model nor vectors", "leave them out")
-    for name, value in {"negatives": negatives or None, **encoding.prompts}.items():
+    for name, value in {"negatives": negatives or None, "devices": encoding.devices, **encoding.prompts}.items():
         if value is not None:
             option, given = (name[:-5], value["text"]) if isinstance(value, dict) else (name, value)
             raise OptionError(option, given, "has no effect on words, which need no vectors", "leave it out")
@@ -248,7 +270,7 @@ def filter_records(
     bm25_threshold: float | None = None,
     columns: dict[str, str] | None = None,
     conversion: Literal["pairs", "class_by_example", "class_by_label", "binary_by_label"] = "pairs",
-    suspect_rows: SuspectRows = "refuse",
+    suspect_rows: SuspectRows = "leave_out",
     shard_size: int = 65_536,
     *,
     rules: FilterRules,
@@ -263,7 +285,8 @@ def filter_records(
 
     Args:
         input: A file, a glob, a list of these, or `hub:organisation/name`, of what `conversion` says.
-        output: The Parquet file to write, with `NAME.manifest.json` and the folder of work beside it.
+        output: The file to write, JSON lines where its name ends in `.jsonl`, else Parquet; `NAME.manifest.json` and
+            the folder of work lie beside it.
         model: A model directory or Hub id that judges consistency; without a model there is no such rule.
         decontaminate: A folder that is, or holds, evaluation folders; several as `[FOLDER, FOLDER]`.
         decontaminate_documents: Whether a document of a retrieval folder takes records out; false where training and
@@ -294,6 +317,7 @@ def filter_records(
         vectors=encoding.vectors,
         encoded=encoding.encoded()[0],
         **encoding.prompts,
+        devices=encoding.device_names,
         shard_size=shard_size,
         task=task.resolve(),
     )

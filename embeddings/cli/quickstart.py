@@ -137,13 +137,19 @@ def score_table(results: dict[str, Any]) -> str:
     return f"{format_table(rows)}\n({sizes})"
 
 
-def prepare(corpus: Literal["docstrings"], output: Path = Path("data/docstrings"), force: bool = False) -> None:
+def prepare(
+    corpus: Literal["docstrings"],
+    output: Path = Path("data/docstrings"),
+    force: bool = False,
+    max_rows: int | None = None,
+) -> None:
     """Build a training corpus: `docstrings` makes query-document pairs of the installed packages' functions.
 
     Args:
         corpus: Which corpus.
         output: The folder to write; a finished one with the same inputs is kept.
         force: Whether to build it again all the same.
+        max_rows: Maximum training pairs, spread evenly over all; the evaluation folders stay whole.
     """
     assert corpus == "docstrings"
-    prepare_docstrings(output, force=force)
+    prepare_docstrings(output, force=force, max_rows=max_rows)

@@ -1,6 +1,7 @@
 """`search` and `index`: the documents nearest to a query, and what finds them quickly."""
 
 import io
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -10,11 +11,16 @@ from typing import Literal
 
 from embeddings.cli.encode import PrecisionName, draw_named_context, load_encoder, warn_without_context
 from embeddings.common import InputError, OptionError
+from embeddings.common.errors import program
+from embeddings.common.process import logger
 from embeddings.common.text import printable
 from embeddings.inference import CorpusSearch, VectorFolder
 from embeddings.inference.search import NearestRows, require_multiplier, require_top_k
 from embeddings.mining import VectorIndex, build_index, recall_of
 from embeddings.mining.vector_index import INDEX_FILE
+
+# From this size on a corpus file is worth encoding once.
+LARGE_CORPUS_BYTES = 2**20
 
 
 def search(
@@ -37,7 +43,7 @@ def search(
         query: What to look for. Without it queries are read line by line, until an empty line: from a terminal, or with
             `interactive` from any standard input.
         model: A model directory or Hub id.
-        corpus: A corpus file, or a folder that `encode` wrote with the same model.
+        corpus: A corpus file, which each search encodes anew, or a folder that `encode` wrote with the same model.
         top_k: How many documents.
         index: Compare with every document, or only with those that the folder's index finds (see `index`).
         rescore_multiplier: With a folder of binary vectors, how many documents found by sign are rescored with the
@@ -57,6 +63,13 @@ def search(
     nearest = None if index == "exact" else _index_of(corpus)
     encoder = load_encoder(model, precision, dimensions)
     drawn = draw_named_context(encoder, context, context_size, context_seed)
+    if corpus.is_file() and corpus.stat().st_size >= LARGE_CORPUS_BYTES:
+        given = {"precision": precision, "dimensions": dimensions, "context": context, "context_size": context_size}
+        chosen = {name: value for name, value in given.items() if value not in (None, "auto")}
+        words = ["encode", "--model", model, "--input", str(corpus), "--output", f"{corpus}.vectors"]
+        words += [str(word) for name, value in chosen.items() for word in (f"--{name}", value)]
+        line = f"{program()} {shlex.join(words)}"
+        logger.info("each search encodes %s anew; encode it once and search %s.vectors: %s", corpus, corpus, line)
     searched = CorpusSearch(encoder, corpus, context=drawn, nearest=nearest, rescore_multiplier=rescore_multiplier)
     warn_without_context(encoder, searched.has_context, "--context")
 

@@ -22,7 +22,7 @@ from embeddings.figures.clusters import (
     neighbour_map,
 )
 from embeddings.figures.drawing import run_names
-from embeddings.figures.heat_maps import MAX_COLUMNS, MEAN, draw_latents_by_text, spread, token_name
+from embeddings.figures.heat_maps import MAX_COLUMNS, MEAN, draw_latents_by_text, layer_shares, spread, token_name
 from embeddings.inference import Encoder, ExpertLoads, choose_context, expert_loads, read_corpus, require_context_size
 from embeddings.inference import contextual_shift as measure_shift
 from embeddings.inference.context import draw_documents
@@ -39,6 +39,8 @@ from embeddings.inference.inspection import (
     token_weights,
 )
 from embeddings.models import AnchorTokenPooling, Embedder
+from embeddings.models.compressed import MatrixZeros, zeros_by_matrix
+from embeddings.models.model_files import resolve_model
 from embeddings.models.moe.routing import load_metrics
 from embeddings.models.poolings import pooling_name
 
@@ -308,6 +310,34 @@ def _loads_table(loads: ExpertLoads) -> str:
     columns = (loads.layers, load.entropy_Y, load.highest_Y, load.idle_Y, loads.share_YX.tolist())
     for layer, entropy, highest, idle, shares in zip(*columns, strict=True):
         rows.append([layer, f"{entropy:.3f}", f"{highest:.2f}", int(idle), *(f"{share:.1%}" for share in shares)])
+    return format_table(rows, ">")
+
+
+def sparsity(model: str, output: Path = Path("sparsity.png")) -> None:
+    """Draw the share of zeros in every matrix of a model's layers, and print it as a table.
+
+    Args:
+        model: A model directory or Hub id, such as `compress` writes.
+        output: The PNG file to write.
+    """
+    figures.check_output(output)
+    zeros = zeros_by_matrix(resolve_model(model))
+    if not zeros:
+        raise InputError(model, "has no matrices in layers", "give a model of layers")
+    num_zeros, num_weights = sum(found.num_zeros for found in zeros), sum(found.num_weights for found in zeros)
+    title = f"{one_line(Path(model).name, 40)}: {num_zeros / num_weights:.2%} of its layers' weights are zero"
+    subtitle = f"{num_weights:,} weights in {len(zeros)} matrices; embeddings, norms and biases are not counted."
+    figures.draw_zeros(zeros, title, subtitle, output)
+    print(f"{title}\n{subtitle}\n\n{_zeros_table(zeros)}\n\nwrote {output}")
+
+
+def _zeros_table(zeros: Sequence[MatrixZeros]) -> str:
+    """Each layer's share of zeros, and that of each of its matrices."""
+    names = list(dict.fromkeys(found.name for found in zeros))
+    rows: list[list[object]] = [["layer", "all", *names]]
+    for layer, share in layer_shares(zeros).items():
+        shares = {found.name: f"{found.fraction:.1%}" for found in zeros if found.layer == layer}
+        rows.append([layer, f"{share:.1%}", *(shares.get(name, "") for name in names)])
     return format_table(rows, ">")
 
 

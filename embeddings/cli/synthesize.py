@@ -54,7 +54,7 @@ def synthesize(
         regenerate_negatives: A file, a glob, a list of these, or `hub:organisation/name`, of records that get four new
             negatives each.
         columns: Column of a field of these records, for fields whose column has another name.
-        suspect_rows: What becomes of records among them that contradict themselves; `refuse` where nothing is given.
+        suspect_rows: What becomes of records among them that contradict themselves; `leave_out` where nothing is given.
         judge: A model directory or Hub id, by whose vectors the report says whether similarity to the query falls from
             level to level.
         dry_run: Whether to print prompts, ask nothing and write nothing.
@@ -81,7 +81,7 @@ def synthesize(
         unused |= {"seeds": prompts.seeds, "languages": prompts.languages}
         unused["method"] = None if plan.method == "mgh" else plan.method
         without_effect(unused, "has no effect on regenerate_negatives")
-        rows = suspect_rows or "refuse"
+        rows = suspect_rows or "leave_out"
         source = SourceConfig("input", regenerate_negatives, columns=columns or {}, suspect_rows=rows)
         if dry_run:
             print(regenerate_dry_run(source, templates))

@@ -31,10 +31,4 @@ __all__ = [
     "instruction_prompt",
 ]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        **dict.fromkeys(("BatchNeeds", "ContextualStep", "ContrastiveStep", "NeedsBatches"), "protocols"),
-        **dict.fromkeys(("ContrastiveBatch", "LossOutput", "PaddedTokens", "Representations", "TokenBatch"), "types"),
-    },
-)
+__getattr__ = lazy_names(__name__)

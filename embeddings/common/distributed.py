@@ -1,5 +1,8 @@
 """Ranks, and the one gather of candidates whose gradients cross them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +24,24 @@ def world_size() -> int:
     return dist.get_world_size() if _initialised() else 1
 
 
+_planned_ranks: list[int] = []
+
+
+def planned_place() -> tuple[int, int]:
+    """The rank and the number of ranks that batches are planned for: this process's, or those of `planning_for`."""
+    return (0, _planned_ranks[-1]) if _planned_ranks else (rank(), world_size())
+
+
+@contextmanager
+def planning_for(num_ranks: int) -> Iterator[None]:
+    """Inside, batches are planned as on the first of so many ranks, none of which need be there."""
+    _planned_ranks.append(num_ranks)
+    try:
+        yield
+    finally:
+        _planned_ranks.pop()
+
+
 def reduce_int(value: int, operation: str, device: torch.device | str = "cpu") -> int:
     """The smallest (`"min"`) or largest (`"max"`) of one integer over all ranks.
 
@@ -37,8 +58,12 @@ def reduce_int(value: int, operation: str, device: torch.device | str = "cpu") -
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
-    """The shape of a parameter that may be cut over the ranks; ZeRO-3 leaves an empty one, FSDP2 one that says so."""
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    """The shape of a parameter that may be cut over the ranks, or kept in 4 bits.
+
+    ZeRO-3 leaves an empty one, FSDP2 one that says so, and bitsandbytes one of packed bytes.
+    """
+    unpacked = getattr(getattr(parameter, "quant_state", None), "shape", parameter.shape)
+    shape: torch.Size = getattr(parameter, "ds_shape", unpacked)
     return shape
 
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from filelock import FileLock, Timeout
 
 from embeddings import __version__
-from embeddings.common.errors import InputError, shown
+from embeddings.common.errors import InputError, program, shown
 
 _MAKE_AGAIN = "make the output again"
 VERSIONED_PACKAGES = ("torch", "transformers", "tokenizers", "lightning", "datasets", "peft", "numpy")
@@ -259,7 +259,12 @@ def check_file_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any
     """The same of a manifest with a name of its own, and a hint of its own."""
     path = Path(path)
     if not path.is_file():
-        raise InputError(str(path), f"no manifest lies beside this output{_not_of(expected)}", hint)
+        # What the folder is not, where its kind is one command's.
+        command = _COMMANDS.get(expected.get("kind", ""))
+        what = f", so it is no folder that `{command}` wrote" if command else ""
+        if command and hint == _MAKE_AGAIN:
+            hint = f"make it with {program()} {command}"
+        raise InputError(str(path), f"no manifest lies beside this output{what}", hint)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -272,12 +277,6 @@ def check_file_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any
         if found.get(field) != value:
             raise InputError(str(path), _difference(field, found.get(field), value), hint)
     return Manifest(path, found, hint)
-
-
-def _not_of(expected: Mapping[str, Any]) -> str:
-    """What a folder without a manifest is not, if the kind that was expected is one command's."""
-    command = _COMMANDS.get(expected.get("kind", ""))
-    return f", so it is no folder that `{command}` wrote" if command else ""
 
 
 def _difference(field: str, found: Any, expected: Any) -> str:

@@ -1,13 +1,16 @@
 """Resumable jobs over shards: a folder that knows which shards are done, and the processes that share them."""
 
 import json
+import math
 import os
 import shutil
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +29,71 @@ from embeddings.common.io import (
 
 # Work that ends within this time shows no progress bar.
 PROGRESS_DELAY_SECONDS = 2.0
+# Between two lines of progress where standard error is no terminal.
+LINE_SECONDS = 30.0
 _GIVE_TASK = "give --task_index and --num_tasks"
 
 MakeShard = Callable[[int, Path], None]
 
 
-def progress_bar(total: int | None, title: str, unit: str, **options: Any) -> "tqdm[Any]":
-    """A bar of tqdm on standard error, with the time left, for work that takes longer than two seconds."""
-    return tqdm(total=total, desc=title, unit=unit, delay=PROGRESS_DELAY_SECONDS, **options)
+def progress_bar(
+    total: int | None,
+    title: str,
+    unit: str,
+    *,
+    delay: float | None = None,
+    every_seconds: float = LINE_SECONDS,
+    **options: Any,
+) -> "tqdm[Any]":
+    """The progress of work on standard error, with the time left: a bar in a terminal, lines in a log.
+
+    Args:
+        total: Units of all of the work; None where that is not known, or `iterable` among the options knows it.
+        title: What the work is called.
+        unit: What is counted.
+        delay: Seconds before anything is shown; two if left out.
+        every_seconds: Seconds between two lines where standard error is no terminal; the last line closes the work.
+        options: Further options of tqdm.
+    """
+    delay = PROGRESS_DELAY_SECONDS if delay is None else delay
+    if sys.stderr is not None and sys.stderr.isatty():
+        return tqdm(total=total, desc=title, unit=unit, delay=delay, **options)
+    lines = {"file": _Lines(sys.stderr), "mininterval": every_seconds, "miniters": 1}
+    return _LineBar(total=total, desc=title, unit=unit, delay=delay, **{**options, **lines})
+
+
+class _LineBar(tqdm):  # type: ignore[type-arg]
+    """A bar that is never shown more often than its interval says, whatever changes in it."""
+
+    def __init__(self, **options: Any) -> None:
+        self._shown_at = time.time() if options["delay"] > 0 else -math.inf
+        super().__init__(**options)
+
+    def refresh(self, *arguments: Any, **options: Any) -> None:
+        """Show the bar if it is time."""
+        if not self.disable and (now := time.time()) - self._shown_at >= self.mininterval:
+            self._shown_at = now
+            super().refresh(*arguments, **options)
+
+
+class _Lines:
+    """A stream on which a bar is written as one line after another, each once, instead of overwriting one line."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream, self._last = stream, ""
+
+    def write(self, text: str) -> None:
+        """Write the bar's line, unless its step was written last."""
+        # tqdm shows the last step twice, with other seconds.
+        line = text.strip()
+        if line and line.partition("[")[0] != self._last.partition("[")[0] and self._stream is not None:
+            self._stream.write(line + "\n")
+            self._last = line
+
+    def flush(self) -> None:
+        """Pass it on."""
+        if self._stream is not None:
+            self._stream.flush()
 
 
 @dataclass(frozen=True)
@@ -216,13 +276,15 @@ class ShardedJob(JobFolder):
         title = str(self.fields.get("kind", self.stem))
         with progress_bar(len(shards), title, "shard", initial=len(shards) - len(left)) as bar:
             for wait in (False, True):
-                left = [shard for shard in left if not self._make(shard, make, wait, bar)]
+                unmade = []
+                for shard in left:
+                    if self.make(shard, make, wait):
+                        bar.update()
+                    else:
+                        unmade.append(shard)
+                left = unmade
 
-    def finish(self, merge: Callable[[], Mapping[str, Any]] = dict) -> bool:
-        """Finish the job (see `JobFolder.finish`) once no shard is missing; False if other tasks have some left."""
-        return not self.missing() and super().finish(merge)
-
-    def _make(self, shard: int, make: MakeShard, wait: bool, bar: "tqdm[Any]") -> bool:
+    def make(self, shard: int, make: MakeShard, wait: bool = False) -> bool:
         """Make one shard unless it is there; False if another process is making it and `wait` is not set."""
         path = self.path(shard)
         lock = self.folder / f".{path.name}.lock"
@@ -234,8 +296,11 @@ class ShardedJob(JobFolder):
                     make(shard, temporary)
             # A process that waits for this lock looks for the shard again before making it.
             lock.unlink(missing_ok=True)
-        bar.update()
         return True
+
+    def finish(self, merge: Callable[[], Mapping[str, Any]] = dict) -> bool:
+        """Finish the job (see `JobFolder.finish`) once no shard is missing; False if other tasks have some left."""
+        return not self.missing() and super().finish(merge)
 
 
 def require_free(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """This process: its place among a run's processes, its logger, its machine, its memory. Nothing here loads torch."""
 
+import ast
 import ctypes
 import importlib
 import logging
@@ -8,9 +9,10 @@ import platform
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.abc import InspectLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +108,7 @@ def log_to_stderr() -> Iterator[None]:
 
 # Lines of libraries about themselves, for which a user of this one can do nothing.
 _NOISE = ("Setting accelerator to CPU", "Tip: ", "💡")
+_ADVISERS = ("DeepSpeed", "lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero")
 _OLD_CALLS = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
 
 
@@ -116,27 +119,43 @@ def is_news(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Inside, libraries that are loaded do not say that they are deprecated in each other, or found no accelerator.
+    """Inside, libraries that are loaded give no advice about themselves, each other, or an accelerator they miss.
 
     DeepSpeed, which transformers loads where it is installed, would say the latter on standard output.
     """
-    deepspeed = logging.getLogger("DeepSpeed")
-    deepspeed.addFilter(is_news)
+    advisers = [logging.getLogger(name) for name in _ADVISERS]
+    for adviser in advisers:
+        adviser.addFilter(is_news)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", _OLD_CALLS, FutureWarning)
+            warnings.filterwarnings("ignore", "Starting from v1.9.0, `tensorboardX`")
             yield
     finally:
-        deepspeed.removeFilter(is_news)
+        for adviser in advisers:
+            adviser.removeFilter(is_news)
 
 
-def lazy_names(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module-level `__getattr__` (PEP 562) for a package: `names` gives the submodule of each public name."""
+def lazy_names(package: str) -> Callable[[str], Any]:
+    """A module-level `__getattr__` (PEP 562) for a package: each name that it imports for type checkers, on first use.
+
+    The block `if TYPE_CHECKING:` of its `__init__.py` is the only place that says which module a name comes from. It
+    is read from the source, as type checkers and editors read it.
+    """
+
+    @cache
+    def modules() -> dict[str, str]:
+        spec = sys.modules[package].__spec__
+        assert spec is not None
+        assert isinstance(spec.loader, InspectLoader)
+        blocks = [node for node in ast.parse(spec.loader.get_source(package) or "").body if isinstance(node, ast.If)]
+        imports = [line for block in blocks for line in block.body if isinstance(line, ast.ImportFrom)]
+        return {alias.name: str(line.module) for line in imports for alias in line.names}
 
     def getattribute(name: str) -> Any:
-        if name not in names:
+        if name not in modules():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{package}.{names[name]}"), name)
+        return getattr(importlib.import_module(modules()[name]), name)
 
     return getattribute
 

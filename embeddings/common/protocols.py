@@ -49,12 +49,14 @@ class RunData(ABC):
         text: How texts become tokens, None where documents are packed into rows.
         row_length: Tokens of a packed row, None where texts are not packed.
         has_surrogates: Whether batches carry another model's vectors.
+        has_scores: Whether batches carry a teacher's scores; None as long as the sources are not open.
     """
 
     batch_size: int
     text: TextSettings | None = None
     row_length: int | None = None
     has_surrogates: bool = False
+    has_scores: bool | None = False
 
     @property
     @abstractmethod

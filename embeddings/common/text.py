@@ -165,6 +165,12 @@ def one_line(message: str, limit: int = 300) -> str:
     return f"{line[:first]}...{line[first + 3 - limit :]}"
 
 
+def shorten(text: str, length: int) -> str:
+    """The beginning of a text on one line of at most `length` characters, with an ellipsis where more follows."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else f"{line[: length - 1]}…"
+
+
 def printable(text: str) -> str:
     """A text with what a terminal would obey as escapes."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

@@ -138,6 +138,8 @@ class ContrastiveBatch(_Movable):
         surrogate_candidate_CS: The same of each candidate, (C, S) float32.
         num_extra_tokens: Positions that the encoder reads before each text beside its tokens: every slot of a context,
             filled or not, and soft prompts. What mini-batches are cut by.
+        teacher_score_C: A teacher's score of each candidate with the query that it was drawn for, NaN where the teacher
+            gave none, (C,) float32; None where no source has scores.
         negative_level: Level of hard negatives that a curriculum asks for at this step, 1 (hardest) to 4 (easiest); 0
             where there is no curriculum.
     """
@@ -159,6 +161,7 @@ class ContrastiveBatch(_Movable):
     surrogate_candidate_CS: Tensor | None = None
     num_extra_tokens: int = 0
     negative_level: int = 0
+    teacher_score_C: Tensor | None = None
 
     def __len__(self) -> int:
         """Number of queries, B."""

@@ -81,15 +81,15 @@ class _Worker(Generic[Item, Result]):
 
     def __init__(self, name: str, make: Callable[[], Callable[[Item], Result]]) -> None:
         self.name, self.num_items = name, 0
-        self.connection, theirs = (context := get_context("spawn")).Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, name, make), daemon=True)
+        self.connection, remote = (context := get_context("spawn")).Pipe()
+        self._process = context.Process(target=_serve, args=(remote, name, make), daemon=True)
         # Ctrl-C reaches all processes of a terminal; this one decides when the others end. Python's tracker, which is
         # started with the first of them, would let it through again.
         resource_tracker.ensure_running()
         with block_signals((signal.SIGINT,)):
             self._process.start()
         # Only the other process holds its end from now on, so its death closes the line.
-        theirs.close()
+        remote.close()
 
     def __enter__(self) -> "_Worker[Item, Result]":
         return self

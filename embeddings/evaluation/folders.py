@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError, shown
+from embeddings.common.text import shorten
+from embeddings.data.readers import open_reader
 from embeddings.data.records import (
     LABELLED_FIELDS,
     SCORED_FIELDS,
@@ -20,9 +22,7 @@ from embeddings.data.records import (
     parse_labelled_text,
     parse_record,
     parse_scored_pair,
-    shortened,
 )
-from embeddings.data.sources import open_reader
 from embeddings.evaluation.metrics import Qrels
 from embeddings.inference.corpus import identifier_field, read_corpus, text_field
 
@@ -125,7 +125,7 @@ class RerankingFolder:
 
 @dataclass(frozen=True, eq=False)
 class SummarisationFolder:
-    """Summaries of each text by people and by machines, and people's ratings of the machines' summaries."""
+    """Summaries of each text by people and by machines, and human ratings of the machines' summaries."""
 
     kind: ClassVar[str] = "summarisation"
     human_summaries: list[list[str]]
@@ -173,7 +173,7 @@ def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
     if "query" in first and "positive" in first and "text" not in first:
         return _read_reranking(test)
     if "label" not in first:
-        found = shortened(", ".join(map(str, first)), 50) or "none"
+        found = shorten(", ".join(map(str, first)), 50) or "none"
         raise InputError(where, f"is a row of no known kind (found: {found})", f"write {_ROWS}")
     tested, train = _read_labelled(test), _find(folder, "train")
     if train is None:

@@ -18,11 +18,11 @@ from mteb import AbsTask, TaskResult
 from mteb.abstasks.aggregated_task import AbsTaskAggregate
 from mteb.models import ModelMeta
 from mteb.models.model_meta import ScoringFunction
-from tqdm import tqdm
 
 from embeddings.common import text as common_text
 from embeddings.common.errors import InputError, OptionError, UserError
 from embeddings.common.io import atomic_path, remove_abandoned, scratch_folder, write_json, write_text
+from embeddings.common.jobs import progress_bar
 from embeddings.common.process import logger
 from embeddings.common.text import one_line
 from embeddings.evaluation.instructions import Instructions
@@ -217,7 +217,7 @@ def run_tasks(
     shows = encoder.show_progress
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         _look_for_data(left, shows)
-    with tqdm(total=len(own), initial=len(own) - len(left), unit="task", disable=not shows) as bar:
+    with progress_bar(len(own), "tasks", "task", initial=len(own) - len(left), disable=not shows) as bar:
         for task in left:
             bar.set_description(task.metadata.name)
             with _kept_vectors(adapted, results.place(widths[0]) / f"{task.metadata.name}.vectors", len(widths) > 1):
@@ -245,7 +245,7 @@ def score_task(encoder: Encoder, model: str, task: AbsTask, settings: TaskSettin
 
 def _look_for_data(tasks: Sequence[AbsTask], shows: bool) -> None:
     """Load and unload the data of each task, under a temporary progress bar."""
-    with tqdm(tasks, unit="task", leave=False, disable=not shows) as bar:
+    with progress_bar(None, "looking for data", "task", iterable=tasks, leave=False, disable=not shows) as bar:
         for task in bar:
             bar.set_description(f"looking for data: {task.metadata.name}")
             for part in _parts(task):

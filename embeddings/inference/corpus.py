@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from embeddings.common.errors import InputError, OptionError, shown
-from embeddings.data.records import kind_of, shortened
-from embeddings.data.sources import open_reader
+from embeddings.common.text import shorten
+from embeddings.data.readers import open_reader
+from embeddings.data.records import kind_of
 
 _FIELDS = ("_id", "title", "text")
 
@@ -22,8 +23,8 @@ class Document(NamedTuple):
 def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = None) -> Iterator[Document]:
     """The documents of a JSONL file, gzipped or not, or of a Parquet file.
 
-    A row is `_id`, `title`, `text` as in BEIR, or anything with a `text`: a missing id is the number of the document
-    from 0, a missing title is empty.
+    A row is `_id`, `title`, `text` as in BEIR, or anything with a `text`. `id` serves where there is no `_id`; without
+    either the id is the number of the document from 0. A missing title is empty.
 
     Args:
         path: The file.
@@ -38,9 +39,11 @@ def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = N
             raise OptionError("columns", name, "must be the column of _id, title or text", "write {text: COLUMN}")
     id_column, title_column, text_column = ((columns or {}).get(name, name) for name in _FIELDS)
     seen: set[str] = set()
-    reader = open_reader(Path(path), (id_column, title_column, text_column), (text_column,))
+    id_columns = (id_column,) if id_column != "_id" or "id" in (title_column, text_column) else ("_id", "id")
+    reader = open_reader(Path(path), (*id_columns, title_column, text_column), (text_column,))
     for number, (where, fields) in enumerate(reader):
-        document_id = identifier_field(where, {id_column: number, **fields}, id_column)
+        named = next((name for name in id_columns if name in fields), id_column)
+        document_id = identifier_field(where, {named: number, **fields}, named)
         title = text_field(where, {title_column: "", **fields}, title_column)
         text = text_field(where, fields, text_column)
         if document_id in seen:
@@ -52,7 +55,7 @@ def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = N
 def text_field(where: str, fields: Mapping[str, Any], name: str) -> str:
     """The text in a field of a row; it may be empty. An `InputError` where it is missing, no text, or no UTF-8."""
     if name not in fields:
-        found = shortened(", ".join(map(str, fields)), 80) or "none"
+        found = shorten(", ".join(map(str, fields)), 80) or "none"
         raise InputError(where, f"field {name!r} is missing (found: {found})", "add it")
     value = fields[name]
     if not isinstance(value, str):

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from copy import copy
@@ -21,15 +21,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common.errors import InputError, NumericError, OptionError
 from embeddings.common.io import atomic_path, check_manifest, file_sha256, load_array
-from embeddings.common.jobs import progress_bar
+from embeddings.common.jobs import progress_bar, save_array
 from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.types import PaddedTokens, TokenBatch, plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.precision import Int8Products, Precision, resolve_precision
-from embeddings.inference.vectors import save_vectors, unit_rows
+from embeddings.inference.vectors import unit_rows
 
 if TYPE_CHECKING:
     from embeddings.models.embedder import Embedder
+    from embeddings.models.hub import PushedModel
 
 
 Vectors = npt.NDArray[np.float32]
@@ -125,7 +126,7 @@ class Context:
         """Write the vectors to `folder` and return them; those that a killed run wrote are kept and returned."""
         if not (folder / CONTEXT_FILE).exists():
             with atomic_path(folder / CONTEXT_FILE) as temporary:
-                save_vectors(temporary, self.vector_MH)
+                save_array(temporary, self.vector_MH)
         vectors = np.load(folder / CONTEXT_FILE)
         return type(self)(self.document_ids, self.documents_sha256, self.seed, vectors)
 
@@ -247,6 +248,22 @@ class Encoder:
         encoder = cls(embedder, precision=precision, **options)
         encoder.origin = model
         return encoder
+
+    def push_to_hub(self, name: str, **options: Any) -> "PushedModel":
+        """Upload the model to the Hugging Face Hub: the directory that it was read from, or else itself with a card.
+
+        Args:
+            name: The repository, `OWNER/NAME`.
+            options: As in `embeddings.models.push_to_hub`.
+
+        Raises:
+            InputError: As there.
+        """
+        from embeddings.models.hub import push_embedder, push_to_hub
+
+        if self.origin is not None and Path(self.origin).expanduser().is_dir():
+            return push_to_hub(self.origin, name, **options)
+        return push_embedder(self.embedder, name, **options)
 
     @property
     def embedding_dim(self) -> int:
@@ -472,16 +489,19 @@ def embedder_sha256(encoder: Encoder) -> str:
     so a checkpoint in bfloat16 has one hash wherever it is read; store the precision of vectors beside the hash.
     """
     embedder = encoder.embedder
-    settings = {
-        "pooling": embedder.pooling.arguments(),
-        "normalize": embedder.normalize,
-        "text": embedder.text.to_dict(),
-        "configs": dict(_configs(embedder)),
-        "tokenizer": _tokenizer_fields(embedder.tokenizer),
-    }
-    digest = hashlib.sha256(repr(embedder).encode())
-    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(embedder.state_dict().items()):
+    pooling = {"pooling": embedder.pooling.arguments(), "normalize": embedder.normalize}
+    return module_sha256(embedder, embedder.tokenizer, {**pooling, "text": embedder.text.to_dict()})
+
+
+def module_sha256(module: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]) -> str:
+    """A hash of a module's structure, the configs and weights inside, its tokenizer, and other settings as JSON types.
+
+    The dtype of the weights is left out (see `embedder_sha256`).
+    """
+    facts = {**settings, "configs": dict(_configs(module)), "tokenizer": _tokenizer_fields(tokenizer)}
+    digest = hashlib.sha256(repr(module).encode())
+    digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(module.state_dict().items()):
         numbers = tensor.detach().cpu()
         if numbers.is_floating_point():
             numbers = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
@@ -490,14 +510,14 @@ def embedder_sha256(encoder: Encoder) -> str:
     return digest.hexdigest()
 
 
-def _configs(embedder: nn.Module) -> Iterator[tuple[str, Any]]:
+def _configs(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The config of every transformers model inside, and of the adapters on it, by the module's name."""
-    for name, module in embedder.named_modules():
-        adapters = getattr(module, "peft_config", None)
+    for name, part in module.named_modules():
+        adapters = getattr(part, "peft_config", None)
         if isinstance(adapters, dict):
             yield f"{name} adapters", {key: (made.lora_alpha, made.use_rslora) for key, made in adapters.items()}
-        if isinstance(module, PreTrainedModel):
-            yield name, {key: value for key, value in module.config.to_dict().items() if key not in _PASSING}
+        if isinstance(part, PreTrainedModel):
+            yield name, {key: value for key, value in part.config.to_dict().items() if key not in _PASSING}
 
 
 def _tokenizer_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from embeddings.common.errors import InputError, OptionError, shown
 from embeddings.common.io import atomic_path, check_manifest, check_vectors, file_sha256, write_text
-from embeddings.common.jobs import ShardedJob, require_shard_size
-from embeddings.common.process import logger, tune_malloc
+from embeddings.common.jobs import ShardedJob, progress_bar, require_shard_size, save_array
+from embeddings.common.process import tune_malloc
 from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.worker_processes import spread
 from embeddings.inference.corpus import Document, read_corpus
@@ -38,7 +38,6 @@ from embeddings.inference.vectors import (
     VectorFormat,
     VectorShards,
     require_format,
-    save_vectors,
     stored_rows,
     unit_rows,
 )
@@ -75,7 +74,7 @@ class VectorFolder:
         documents, width, size = (
             fields.integer(name, least=1) for name in ("num_documents", "embedding_dim", "shard_size")
         )
-        # Folders from before there were formats do not name theirs.
+        # Folders from before there were formats do not name one.
         vector_format = fields.get("vector_format", "float32")
         if vector_format not in VECTOR_FORMATS:
             what = f"field 'vector_format' is {shown(vector_format)}, expected one of {', '.join(VECTOR_FORMATS)}"
@@ -273,10 +272,9 @@ def _make_missing(
         made = stack.enter_context(closing(on_devices(encoder, devices, make, items)))
         total = make.shards.num_rows
         done = total - sum(len(make.shards.rows(shard)) for shard in missing)
-        shows = encoder.show_progress and len(devices) > 1
-        for count in tqdm(made, desc="encode", total=len(missing), unit="shard", disable=not shows):
-            done += count
-            logger.info("encoded %d of %d documents", done, total)
+        with progress_bar(total, "encode", "document", initial=done, disable=not encoder.show_progress) as bar:
+            for count in made:
+                bar.update(count)
 
 
 def _texts_of(
@@ -300,7 +298,7 @@ def _write_shard(shards: VectorShards, shard: int, documents: list[Document], st
     write_text(_documents_path(shards.folder, shard), "".join(f"{line}\n" for line in lines))
     # The vectors come last: where they exist, the shard is complete.
     with atomic_path(shards.path(shard)) as temporary:
-        save_vectors(temporary, stored)
+        save_array(temporary, stored)
 
 
 def _document(line: str, where: str) -> Document:
@@ -358,8 +356,8 @@ def on_devices(
     """Have each item worked on by one of several devices; with fewer than two, here.
 
     Each process reads the model itself and computes in the encoder's precision, with an even share of this process's
-    threads. The encoder's own model makes room for theirs: it is moved to the CPU until all results are read or the
-    generator is closed, and cannot encode meanwhile.
+    threads. The encoder's own model makes room for the workers' models: it is moved to the CPU until all results are
+    read or the generator is closed, and cannot encode meanwhile.
 
     Args:
         encoder: The model.

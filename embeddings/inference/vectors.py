@@ -203,12 +203,6 @@ class VectorShards:
         return map(self.load, range(self.num_shards))
 
 
-def save_vectors(path: Path, stored: npt.NDArray[Any]) -> None:
-    """Write the vectors of a shard, (n, D) float32 or what `stored_rows` made of them, to exactly this path."""
-    with open(path, "wb") as file:
-        np.save(file, stored)
-
-
 def unit_rows(vector_ND: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """The vectors at unit length, so that inner products are cosines; a zero vector stays zero."""
     norm_N1 = np.linalg.norm(vector_ND, axis=1, keepdims=True)

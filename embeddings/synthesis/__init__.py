@@ -26,20 +26,4 @@ __all__ = [
     "synthesize",
 ]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "METHODS": "prompts",
-        "ChatClient": "client",
-        "EndpointError": "client",
-        "Plan": "generate",
-        "PromptOptions": "prompts",
-        "Sampling": "client",
-        "Budget": "runner",
-        "SynthesisReport": "job",
-        "Templates": "prompts",
-        "Limits": "runner",
-        "regenerate_negatives": "generate",
-        "synthesize": "generate",
-    },
-)
+__getattr__ = lazy_names(__name__)

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from embeddings.common.errors import InputError
 from embeddings.common.io import check_vectors
 from embeddings.common.text import TextRole
+from embeddings.data.readers import open_reader
 from embeddings.data.records import NUM_LEVELS, Record, parse_record
-from embeddings.data.sources import open_reader
 from embeddings.synthesis.prompts import LEVELS, Category
 
 Reason = Literal[

@@ -92,6 +92,12 @@ def test_a_source_is_filtered_and_the_counts_are_printed(model, tmp_path, capsys
         ]
     kept = pq.read_table("kept.parquet").to_pylist()
     assert [row["query"] for row in kept] == [f"topic {row} q" for row in range(8)]
+    command[command.index("kept.parquet")] = "kept.jsonl"
+    assert main(command) == 0
+    lines = (tmp_path / "kept.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"query": row["query"], "positive": row["positive"]} for row in kept
+    ]
 
 
 def test_what_encode_made_is_not_encoded_again(model, tmp_path, capsys, monkeypatch):

@@ -18,6 +18,7 @@ from tests.data.rows import write_jsonl
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import WORDS, backbone_folder, run_config, write_config, write_pairs
 from tests.inference.models import encode_nothing_more
+from tests.mining.test_rerank import save_model
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,47 @@ def test_pairs_become_records_with_negatives_and_a_report(mine, capsys):
     assert json.loads(Path("mined.manifest.json").read_text())["num_negatives"] == 36
     assert mine(*options) == 0
     assert "wrote 36 negatives" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("levels", [[], ["--levels", "quantiles"]], ids=["plain", "levels"])
+def test_an_output_called_jsonl_holds_the_same_rows_as_json_lines_and_trains(levels, mine, tmp_path):
+    options = ["--num-negatives", "4", "--margin", "null", *levels]
+    for output in ("mined.parquet", "mined.jsonl"):
+        assert mine(*options, output=output) == 0
+    rows = [json.loads(line) for line in Path("mined.jsonl").read_text(encoding="utf-8").splitlines()]
+    expected = pq.read_table("mined.parquet").to_pylist()
+    assert len(rows) == 12
+    assert rows == [{name: value for name, value in row.items() if value is not None} for row in expected]
+    config = run_config(tmp_path / "fit", sources=[{"name": "mined", "path": "mined.jsonl"}])
+    config["trainer"]["max_steps"] = 2
+    cli = run_trainer(["fit", "--config", write_config(tmp_path / "fit", config)])
+    assert len(cli.datamodule.mixture.sources[0].cached.table.negatives(0)) == 4
+
+
+def test_a_reranker_scores_what_was_mined_and_margins_follow_it(mine, tmp_path, capsys):
+    reranker = save_model(tmp_path / "reranker", num_labels=1)
+    assert mine("--num-negatives", "2", "--margin", "null", "--reranker", reranker) == 0
+    rows = pq.read_table("mined.parquet").to_pylist()
+    assert [len(row["scores"]) for row in rows] == [3] * 12
+    assert len(json.loads(Path("mined.manifest.json").read_text())["reranker"]["model_sha256"]) == 64
+    config = run_config(tmp_path / "fit", sources=[{"name": "mined", "path": "mined.parquet"}])
+    config["model"]["init_args"]["loss"] = {"class_path": "embeddings.losses.MarginMSE"}
+    config["trainer"]["max_steps"] = 2
+    cli = run_trainer(["fit", "--config", write_config(tmp_path / "fit", config)])
+    score_C = next(iter(cli.datamodule.train_dataloader())).teacher_score_C
+    assert score_C.isfinite().all()
+    assert {score for row in rows for score in row["scores"]}.issuperset(score_C.tolist())
+    assert cli.trainer.callback_metrics["train/distillation"] > 0
+    capsys.readouterr()
+    assert mine("--reranker", str(tmp_path / "nowhere"), output="other.parquet") == 2
+    assert "nowhere: cannot be loaded as a cross-encoder" in capsys.readouterr().err.splitlines()[-1]
+    assert not list(Path().glob("other*"))
+
+
+def test_an_output_of_another_name_is_refused(mine, capsys):
+    assert mine(output="mined.csv") == 2
+    assert "output must end in .parquet or .jsonl, got 'mined.csv'" in capsys.readouterr().err
+    assert not Path("mined.csv.work").exists()
 
 
 def test_scored_pairs_are_mined_both_ways_and_train_without_in_batch_negatives(mine, tmp_path):

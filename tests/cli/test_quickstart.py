@@ -54,11 +54,12 @@ def test_the_quickstarts_config_is_one_that_parses_and_builds():
 
 def test_the_command_builds_the_corpus_where_it_is_told(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr(
-        "embeddings.cli.quickstart.prepare_docstrings", lambda output, force: calls.append((output, force))
-    )
-    assert main(["prepare", "docstrings", "--output", str(tmp_path / "out"), "--force", "true"]) == 0
-    assert calls == [(tmp_path / "out", True)]
+    prepare = "embeddings.cli.quickstart.prepare_docstrings"
+    monkeypatch.setattr(prepare, lambda output, **options: calls.append((output, options)))
+    words = ["prepare", "docstrings", "--output", str(tmp_path / "out")]
+    assert main([*words, "--force", "true"]) == main([*words, "--max-rows", "9"]) == 0
+    options = [{"force": True, "max_rows": None}, {"force": False, "max_rows": 9}]
+    assert calls == [(tmp_path / "out", each) for each in options]
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """`search`, one query or line by line, and the index that it may use."""
 
 import io
+import shlex
 
 import pytest
 
@@ -69,6 +70,24 @@ def test_queries_are_read_line_by_line_with_one_model_in_memory(place, world, ca
     assert loaded == [(model,)]
     assert [line for line in found if not line.endswith(" ms")] == expected[0] + expected[1]
     assert len([line for line in found if line.endswith(" ms")]) == 2
+
+
+@pytest.mark.parametrize("size", [1, 2**30])
+def test_a_large_corpus_file_names_the_command_that_encodes_it_once(size, world, capsys, monkeypatch):
+    monkeypatch.setattr("embeddings.cli.search.LARGE_CORPUS_BYTES", size)
+    model, corpus, vectors = world
+    capsys.readouterr()
+    for place in (corpus, vectors):
+        assert main(["search", "--model", model, "--corpus", place, *FLOAT32, "fox"]) == 0
+        said = [line for line in capsys.readouterr().err.splitlines() if "encode it once" in line]
+        if size > 1 or place == vectors:
+            assert said == []
+            continue
+        (line,) = said
+        words = shlex.split(line.rpartition(": python main.py ")[2])
+        assert words[-2:] == FLOAT32
+        assert main(words) == 0
+        assert main(["search", "--model", model, "--corpus", f"{corpus}.vectors", *FLOAT32, "fox"]) == 0
 
 
 def test_ctrl_c_ends_it_with_code_130(world, capsys, monkeypatch):

@@ -123,9 +123,9 @@ def test_of_hashes_and_mappings_a_person_reads_what_differs(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("vectors", "this output, so it is no folder that `encode` wrote; make"),
-        ("clusters", "this output, so it is no folder that `cluster` wrote; make"),
-        ("mined negatives", "this output; make"),
+        ("vectors", "this output, so it is no folder that `encode` wrote; make it with python main.py encode$"),
+        ("clusters", "this output, so it is no folder that `cluster` wrote; make it with python main.py cluster$"),
+        ("mined negatives", "this output; make the output again$"),
     ],
 )
 def test_a_folder_without_a_manifest_is_none_that_the_command_wrote(kind, says, tmp_path):

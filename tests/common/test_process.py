@@ -1,5 +1,6 @@
 """What the environment says of a process, its logger, its machine and its memory."""
 
+import importlib
 import logging
 import os
 import platform
@@ -10,7 +11,6 @@ import warnings
 import pytest
 import torch
 
-import embeddings.common
 from embeddings.common import UserError, process
 from embeddings.common.process import cpu_name, device_name, lazy_names, log_to_stderr, logger, quiet_libraries
 from tests.callbacks.preempted_runs import fake_scontrol
@@ -124,17 +124,21 @@ def test_a_command_shows_notes_and_warnings_and_leaves_the_logger_as_it_was(caps
 def test_a_name_is_loaded_from_its_module_on_first_use():
     from embeddings.common.types import TokenBatch
 
-    assert lazy_names("embeddings.common", {"TokenBatch": "types"})("TokenBatch") is TokenBatch
+    assert lazy_names("embeddings.common")("TokenBatch") is TokenBatch
 
 
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        lazy_names("embeddings.common", {})("nothing")
+        lazy_names("embeddings.common")("nothing")
 
 
-def test_every_public_name_can_be_had():
-    assert len(embeddings.common.__all__) == 18
-    assert all(getattr(embeddings.common, name) is not None for name in embeddings.common.__all__)
+@pytest.mark.parametrize(
+    "package", ["embeddings", *(f"embeddings.{name}" for name in ["common", "data", "mining", "synthesis"])]
+)
+def test_every_public_name_of_a_package_that_loads_on_use_can_be_had(package):
+    names = importlib.import_module(package).__all__
+    assert len(names) > 10
+    assert all(getattr(importlib.import_module(package), name) is not None for name in names)
 
 
 def test_the_processors_are_counted_and_named(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from embeddings.common import OptionError, TextSettings, instruction_prompt
-from embeddings.common.text import choose_prompt, one_line
+from embeddings.common.text import choose_prompt, one_line, shorten
 
 
 def test_the_instruction_prompt_is_the_templates_text():
@@ -112,3 +112,9 @@ def test_no_message_is_cut_elsewhere():
     assert len(sources) > 100
     cut = re.compile(r"(?:str\(error\)|reason|message).{0,60}\[:\d+\]")
     assert [str(path) for path in sources if cut.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_a_text_is_shortened_to_one_line():
+    assert shorten("a  b\nc", 5) == "a b c"
+    assert shorten("abcdef", 4) == "abc…"
+    assert shorten(" ", 4) == ""

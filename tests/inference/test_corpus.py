@@ -3,6 +3,8 @@
 import gzip
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from embeddings.common import InputError, OptionError
@@ -34,6 +36,27 @@ def test_title_and_text_are_joined_by_a_space(tmp_path):
 def test_rows_without_ids_are_numbered_from_0(tmp_path):
     found = read_corpus(write(tmp_path / "corpus.jsonl", [{"text": "x"}, {"text": "y"}]))
     assert [document.document_id for document in found] == ["0", "1"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_an_id_without_an_underscore_serves_where_there_is_no_other(suffix, tmp_path):
+    path = tmp_path / f"corpus{suffix}"
+    for rows, expected in (
+        ([{"id": "a", "text": "x"}, {"id": 7, "text": "y"}], ["a", "7"]),
+        ([{"_id": "a", "id": "x", "text": "x"}, {"_id": "b", "id": "x", "text": "y"}], ["a", "b"]),
+    ):
+        if suffix == ".parquet":
+            pq.write_table(
+                pa.Table.from_pylist([{key: str(value) for key, value in row.items()} for row in rows]), path
+            )
+        else:
+            write(path, rows)
+        assert [document.document_id for document in read_corpus(path)] == expected
+    path = write(tmp_path / "both.jsonl", [{"id": "the text", "key": "k"}])
+    assert list(read_corpus(path, {"text": "id"})) == [Document("0", "the text")]
+    path = write(tmp_path / "twice.jsonl", [{"id": 1, "text": "x"}, {"id": 1, "text": "y"}])
+    with pytest.raises(InputError, match=r"twice\.jsonl:2: the id '1' occurs a second time"):
+        list(read_corpus(path))
 
 
 def test_columns_may_have_other_names(tmp_path):

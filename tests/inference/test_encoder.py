@@ -221,12 +221,12 @@ def test_progress_counts_every_token_and_ends_at_its_total(monkeypatch, capsys):
     monkeypatch.setattr(jobs, "PROGRESS_DELAY_SECONDS", 0.0)
     bars = []
 
-    class Spy(jobs.tqdm):
+    class Spy(jobs._LineBar):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             bars.append(self)
 
-    monkeypatch.setattr(jobs, "tqdm", Spy)
+    monkeypatch.setattr(jobs, "_LineBar", Spy)
     embedder, texts = tiny_embedder(), some_texts(12)
     Encoder(embedder, show_progress=True).encode(texts)
     num_tokens = TextTokenizer(embedder.tokenizer, embedder.text)(texts, "document", "").num_tokens

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
+from embeddings.common.jobs import save_array
 from embeddings.inference import search
 from embeddings.inference import search as module
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.search import CorpusSearch, TopK, nearest_signs, search_corpus, search_signs, search_top_k
 from embeddings.inference.vector_folder import encode_corpus
-from embeddings.inference.vectors import VectorShards, float_rows, save_vectors, sign_bits, stored_rows, unit_rows
+from embeddings.inference.vectors import VectorShards, float_rows, sign_bits, stored_rows, unit_rows
 from tests.inference.models import counted_encodings, some_texts, tiny_embedder
 
 
@@ -58,7 +59,7 @@ def some_vectors(rows, width=24, seed=0):
 def shards(folder, vectors, shard_size=7):
     found = VectorShards(folder, len(vectors), vectors.shape[1], shard_size, "binary")
     for shard in range(found.num_shards):
-        save_vectors(found.path(shard), sign_bits(vectors[shard * shard_size : (shard + 1) * shard_size]))
+        save_array(found.path(shard), sign_bits(vectors[shard * shard_size : (shard + 1) * shard_size]))
     return found
 
 

@@ -98,7 +98,7 @@ def test_a_kill_between_documents_and_vectors_leaves_the_shard_open(corpus, enco
         raise OSError("disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(vector_folder, "save_vectors", full)
+        patch.setattr(vector_folder, "save_array", full)
         with pytest.raises(OSError, match="disk"):
             encode_corpus(encoder, corpus, tmp_path / "resumed", shard_size=4)
     assert sorted(content(tmp_path / "resumed")) == ["documents-00000.jsonl", "manifest.json"]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
+from embeddings.common.jobs import save_array
 from embeddings.inference.vectors import (
     VECTOR_FORMATS,
     VectorFormat,
@@ -13,7 +14,6 @@ from embeddings.inference.vectors import (
     bytes_per_vector,
     float_rows,
     require_format,
-    save_vectors,
     sign_bits,
     stored_rows,
     stored_type,
@@ -103,7 +103,7 @@ def written(folder, num_rows=5, shard_size=2, width=3):
     shards = VectorShards(folder, num_rows, width, shard_size)
     values = np.arange(1, num_rows * width + 1, dtype=np.float32).reshape(num_rows, width)
     for shard in range(shards.num_shards):
-        save_vectors(shards.path(shard), values[shard * shard_size : (shard + 1) * shard_size])
+        save_array(shards.path(shard), values[shard * shard_size : (shard + 1) * shard_size])
     return shards, values
 
 
@@ -136,7 +136,7 @@ def test_a_shard_that_is_not_what_it_should_be_is_named(damage, tmp_path):
 def unit_shards(folder, vectors, shard_size):
     shards = VectorShards(folder, len(vectors), vectors.shape[1], shard_size)
     for shard in range(shards.num_shards):
-        save_vectors(shards.path(shard), vectors[shard * shard_size : (shard + 1) * shard_size])
+        save_array(shards.path(shard), vectors[shard * shard_size : (shard + 1) * shard_size])
     return shards
 
 
@@ -168,7 +168,7 @@ def formatted_shards(folder, vectors, vector_format, shard_size=10):
     shards = VectorShards(folder, len(vectors), vectors.shape[1], shard_size, vector_format)
     for shard in range(shards.num_shards):
         part = vectors[shard * shard_size : (shard + 1) * shard_size]
-        save_vectors(shards.path(shard), stored_rows(part, vector_format, "here"))
+        save_array(shards.path(shard), stored_rows(part, vector_format, "here"))
     return shards
 
 
@@ -192,7 +192,7 @@ def test_a_damaged_scale_is_named_by_shard_and_row_and_another_format_refused(sc
     shards = formatted_shards(tmp_path, unit_vectors(27), "int8")
     stored = np.array(shards.stored(2))
     stored["scale"][4] = scale
-    save_vectors(shards.path(2), stored)
+    save_array(shards.path(2), stored)
     with pytest.raises(InputError, match=rf"vectors-00002\.npy:4: the vector is {kind}"):
         shards.take(np.array([24]), unit=False)
     with pytest.raises(InputError, match=r"vectors-00000\.npy: holds .* expected .*; delete the folder"):

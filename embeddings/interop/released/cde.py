@@ -41,7 +41,7 @@ _FORMS = {
 def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     """The contextual model of a folder.
 
-    Its files name the backbones and hold their tensors, but no config of theirs: heads, rotation, windows and epsilon
+    Its files name the backbones and hold their tensors, but none of their configs: heads, rotation, windows and epsilon
     are those of the published backbones, unless the user says otherwise.
 
     cde-small-v1 is read as it was trained: words at their positions, context vectors at none. What either version does

@@ -1,4 +1,4 @@
-"""A published checkpoint: config.json, tensors and tokenizer, and the key map to a model of ours."""
+"""A published checkpoint: config.json, tensors and tokenizer, and the key map to our model."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -184,7 +184,7 @@ class Published:
         name: Its name there. Words in braces stand for what the same words matched in our name.
         part: Which of its equal parts along the first dimension ours is.
         parts: Into how many parts it is cut.
-        stacked: Whether the first two dimensions of ours are laid end to end there.
+        stacked: Whether our first two dimensions are laid end to end there.
     """
 
     name: str

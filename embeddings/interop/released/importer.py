@@ -1,7 +1,6 @@
 """From a published checkpoint to a model directory: family, usage, licence, and the record of its tensors."""
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from embeddings.interop.released.checkpoint import Assumed, Imported, ReleasedCo
 from embeddings.models.embedder import Embedder
 from embeddings.models.language_model import LanguageModel
 from embeddings.models.lora import plain_backbone
-from embeddings.models.model_card import ImportFacts, keeps_card, write_model_card
+from embeddings.models.model_card import ImportFacts, keeps_card, stated_licence, write_model_card
 from embeddings.models.model_files import (
     IMPORT_FILE,
     origin_of,
@@ -218,18 +217,3 @@ def loader_of(folder: Path, base: Sequence[str] = ()) -> Callable[..., Imported]
         return sentence_transformers.load
     what = f"model_type {model_type!r} belongs to no published family that is known here"
     raise InputError(str(config.path), what, f"import one of {KNOWN}")
-
-
-_FRONT_MATTER = re.compile(r"---[ \t]*\n(.*?)\n---[ \t]*(?:\n|$)", re.DOTALL)
-_LICENCE = re.compile(r"""^license:[ \t]*["']?([A-Za-z0-9][A-Za-z0-9.+-]*)["']?[ \t]*$""", re.MULTILINE)
-
-
-def stated_licence(folder: Path) -> str | None:
-    """The `license` in the header of a folder's `README.md`, as the Hub names it; None for none or several."""
-    try:
-        text = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    front = _FRONT_MATTER.match(text.removeprefix("\ufeff"))
-    found = _LICENCE.findall(front[1]) if front else []
-    return str(found[0]).lower() if len(found) == 1 else None

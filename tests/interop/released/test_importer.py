@@ -14,10 +14,11 @@ from embeddings.common import InputError, OptionError
 from embeddings.inference import Encoder
 from embeddings.interop.released import cde, import_released, importer, llm2vec, nv_embed, sentence_transformers
 from embeddings.interop.released import nomic as released_nomic
-from embeddings.interop.released.importer import loader_of, may_want_norm, stated_licence, usage_name
+from embeddings.interop.released.importer import loader_of, may_want_norm, usage_name
 from embeddings.interop.released.nomic import load_dense as load
 from embeddings.interop.released.nomic import load_moe
 from embeddings.models import Embedder
+from embeddings.models.model_card import stated_licence
 from embeddings.models.model_files import IMPORT_FILE
 from tests.interop.released import nomic
 from tests.interop.released.nomic import DENSE, HIDDEN, MOE, nomic_folder
