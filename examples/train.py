@@ -4,11 +4,11 @@ python main.py prepare docstrings --output data/docstrings
 python examples/train.py data/docstrings checkpoints/docstrings
 """
 
-import sys
 from functools import partial
 
 import lightning as L
 import torch
+from jsonargparse import auto_cli
 
 import embeddings as emb
 from embeddings.data import BlendedBatchSampler
@@ -36,9 +36,8 @@ def main(data: str, output: str, steps: int = 36, batch_size: int = 32) -> None:
         emb.RetrievalEvaluation(f"{data}/eval/validation", every_n_steps=18),
         emb.ExportModel(output, document_max_length=128, query_max_length=128),
     ]
-    options = {"use_distributed_sampler": False, "precision": "bf16-mixed", "enable_model_summary": False}
-    options |= {"log_every_n_steps": 1, "default_root_dir": "checkpoints/runs"}
-    trainer = L.Trainer(max_epochs=1, callbacks=callbacks, **options)
+    # Lightning's trainer with the record, checkpoints, metrics and checks of a run of the command line.
+    trainer = emb.Trainer(callbacks, max_epochs=1, precision="bf16-mixed", log_every_n_steps=1)
     trainer.fit(module, pairs)
 
     encoder = emb.Encoder.from_pretrained(output)
@@ -50,4 +49,4 @@ def main(data: str, output: str, steps: int = 36, batch_size: int = 32) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    auto_cli(main)

@@ -1,0 +1,66 @@
+"""Turn a small decoder into an embedding model with LoRA: an instruction before queries, the last token's state.
+
+python examples/lora_decoder.py Qwen/Qwen3-0.6B data/docstrings_2000/train.jsonl.gz data/docstrings_2000/eval/validation
+
+The first argument is a decoder of the Hub or a directory. Without a network `python main.py fit --recipe small_decoder`
+trains one on a CPU and writes checkpoints/small_decoder. Prints the parameters that are trained and nDCG@10 before and
+after. The LoRA matrices are merged into the model that is written, a plain sentence-transformers directory.
+"""
+
+from functools import partial
+
+import lightning as L
+import torch
+from jsonargparse import auto_cli
+
+import embeddings as emb
+from embeddings.data import BlendedBatchSampler
+from embeddings.evaluation import evaluate_folder
+from embeddings.models import LastTokenPooling
+
+
+def main(
+    model: str,
+    pairs: str,
+    validation: str,
+    output: str = "checkpoints/lora_decoder",
+    instruction: str = "Given a question, find the function that answers it",
+    steps: int = 36,
+    batch_size: int = 32,
+) -> None:
+    """Train LoRA matrices of `model` on the file `pairs`, score on the folder `validation`, write to `output`."""
+    L.seed_everything(0)
+    module = emb.NVEmbedModule(
+        # Frozen weights may be in half precision; the matrices beside them are trained in float32.
+        emb.BackboneConfig(model, dtype="bfloat16"),
+        LastTokenPooling,  # under a causal mask the last token alone has read the whole text
+        lora=emb.LoraSettings(rank=16, alpha=32, dropout=0.05),
+        loss=emb.InfoNCE(temperature=0.05),
+        optimizer=partial(torch.optim.AdamW, lr=2e-4, weight_decay=0.01),
+    )
+    trained, total = (
+        sum(weight.numel() for weight in module.embedder.parameters() if weight.requires_grad or not only_trained)
+        for only_trained in (True, False)
+    )
+    print(f"{trained:,} of {total:,} parameters are trained")
+
+    # Every text ends in one token, in whose state it is gathered; some tokenizers have none but their own last one.
+    ends = module.embedder.tokenizer.eos_token is not None
+    data = emb.EmbeddingDataModule(
+        [emb.SourceConfig("pairs", pairs, instruction=instruction)],
+        text=emb.TextSettings(query_max_length=96, document_max_length=128, append_eos=ends),
+        sampler=partial(BlendedBatchSampler, steps_per_epoch=steps),
+        batch_size=batch_size,
+        num_negatives=0,
+    )
+    module.embedder.text = data.text
+    before = evaluate_folder(emb.Encoder(module.embedder), validation)
+    callbacks = [emb.GradCacheCallback(mini_batch_tokens=2048), emb.ExportModel(output, replace=True)]
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    L.Trainer(max_epochs=1, devices=1, precision="bf16-mixed", callbacks=callbacks, **quiet).fit(module, data)
+    after = evaluate_folder(emb.Encoder.from_pretrained(output), validation)
+    print(f"nDCG@10 before {before.metrics['ndcg_at_10']:.3f}, after {after.metrics['ndcg_at_10']:.3f}")
+
+
+if __name__ == "__main__":
+    auto_cli(main)

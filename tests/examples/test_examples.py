@@ -1,0 +1,236 @@
+"""The examples, run on stand-ins: a tiny encoder, a tiny decoder, and pairs of a few words."""
+
+import ast
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from jsonargparse import auto_cli, capture_parser
+from sentence_transformers import SentenceTransformer
+
+from embeddings.cli.fit import run_trainer
+from embeddings.cli.main import main
+from embeddings.common import TextSettings
+from embeddings.data.docstrings import prepare_docstrings
+from embeddings.inference import Encoder
+from embeddings.models import Embedder, MeanPooling
+from tests.helpers.runs import backbone_folder, write_pairs, write_retrieval_folder
+from tests.helpers.tiny import save_backbone, tiny_bert, tiny_mistral, wordpiece_tokenizer
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+Printed = Callable[[str], list[Any]]
+
+# Lightning's advice to a script, whose author may not want workers.
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an encoder, two decoders, pairs of two domains, and a retrieval folder."""
+    folder = tmp_path_factory.mktemp("world")
+    text = TextSettings(query_max_length=32, document_max_length=32)
+    Embedder(tiny_bert(num_positions=512), wordpiece_tokenizer(), MeanPooling(32), text=text).save_pretrained(
+        folder / "encoder"
+    )
+    backbone_folder(folder / "decoder", "mistral")
+    save_backbone(str(folder / "decoder_without_eos"), tiny_mistral(), wordpiece_tokenizer())
+    rows = [json.loads(line) for line in write_pairs(folder / "pairs.jsonl").read_text().splitlines()]
+    others = [{"query": f"{row['query']} x y", "positive": f"{row['positive']} z"} for row in rows]
+    (folder / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
+    write_retrieval_folder(folder / "validation")
+    return folder
+
+
+def script(name: str) -> Callable[..., None]:
+    found: Callable[..., None] = importlib.import_module(f"examples.{name}").main
+    return found
+
+
+def run(name: str, *arguments: Path | str, **options: Any) -> None:
+    """Call an example's `main`, as its command line does."""
+    script(name)(*map(str, arguments), **options)
+
+
+@pytest.fixture
+def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printed:
+    """In an empty folder: what of an example's lines fits a pattern."""
+    monkeypatch.chdir(tmp_path)
+    texts: list[str] = []
+
+    def found(pattern: str) -> list[Any]:
+        texts.append(capsys.readouterr().out)
+        return re.findall(pattern, "".join(texts), re.MULTILINE)
+
+    return found
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_says_what_it_does_and_its_command_parses(name: str) -> None:
+    docstring = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text("utf-8"))) or ""
+    page = (EXAMPLES / "README.md").read_text("utf-8")
+    lines = [line for line in (docstring + "\n" + page).splitlines() if line.startswith(f"python examples/{name}.py ")]
+    assert len(lines) >= 2
+    parser: Any = capture_parser(lambda: auto_cli(script(name)))
+    for line in lines:
+        parser.parse_args(shlex.split(line, comments=True)[2:])
+
+
+def test_own_pairs_are_split_trained_on_and_scored(world: Path, printed: Printed) -> None:
+    run("own_pairs", world / "pairs.jsonl", "model", model=str(world / "encoder"), epochs=1, batch_size=8)
+    ((before, after),) = printed(r"^nDCG@10 before ([01]\.\d{3}), after ([01]\.\d{3})$")
+    assert 0 < float(before) <= 1
+    assert 0 < float(after) <= 1
+    split = Path("data/own_pairs")
+    train = [json.loads(line)["query"] for line in (split / "train.jsonl").read_text().splitlines()]
+    queries = [json.loads(line)["text"] for line in (split / "validation/queries.jsonl").read_text().splitlines()]
+    assert (len(train), len(queries), set(train) & set(queries)) == (57, 7, set())
+    assert SentenceTransformer("model", device="cpu").encode(["pad"]).shape == (1, 32)
+
+
+# By the stand-ins' random weights all texts are alike, so that a margin would leave no negative.
+def test_mined_negatives_train_a_second_model(world: Path, printed: Printed) -> None:
+    options = {"model": str(world / "encoder"), "steps": 2, "margin": None}
+    run("mine_and_retrain", world / "pairs.jsonl", world / "validation", **options)
+    names = printed(r"^(\w[\w ]+?) +nDCG@10 [01]\.\d{3}$")
+    assert names == ["as it comes", "trained on pairs", "with mined negatives"]
+    place = "checkpoints/mine_and_retrain"
+    mined = pq.read_table(f"{place}/mined_2_steps.parquet").to_pylist()
+    assert {len(row["negatives"]) for row in mined} == {3}
+    vectors = [Encoder.from_pretrained(f"{place}/{name}").encode(["pad the fox"]) for name in ("pairs", "mined")]
+    assert np.abs(vectors[0] - vectors[1]).max() > 1e-4
+
+
+def test_a_model_reads_a_context_of_either_domain(world: Path, printed: Printed) -> None:
+    options = {"model": str(world / "encoder"), "steps": 4, "batch_size": 8, "num_held_out": 16}
+    run("cde_two_domains", world / "pairs.jsonl", world / "others.jsonl", **options)
+    rows = printed(r"^domain (\w+) +context (\w+) +own document first [01]\.\d{3}$")
+    first, second = ("none", "matched", "foreign"), ("none", "foreign", "matched")
+    assert rows == [*(("first", kind) for kind in first), *(("second", kind) for kind in second)]
+    assert Encoder.from_pretrained("checkpoints/cde_two_domains/model").num_context == 8
+
+
+def test_a_curriculum_mines_four_levels_and_trains_on_them(world: Path, printed: Printed) -> None:
+    options = {"model": str(world / "encoder"), "steps": 4, "margin": None}
+    run("curriculum", world / "pairs.jsonl", world / "validation", **options)
+    assert printed(r"^level (\d): \d+ negatives, scores \S+ to \S+, mean") == ["1", "2", "3", "4"]
+    assert printed(r"^(\w+) +nDCG@10 [01]\.\d{3}$") == ["before", "after"]
+    mined = pq.read_table("checkpoints/curriculum/levels.parquet").to_pylist()
+    assert {negative["level"] for row in mined for negative in row["negatives"]} == {1, 2, 3, 4}
+
+
+def test_experts_begin_as_the_dense_encoder(world: Path, printed: Printed) -> None:
+    options = {"model": str(world / "encoder"), "steps": 2}
+    run("upcycle", world / "pairs.jsonl", world / "validation", **options)
+    ((total, active),) = printed(r"^([\d,]+) parameters, of which ([\d,]+) work for a token$")
+    assert int(active.replace(",", "")) < int(total.replace(",", ""))
+    (difference,) = printed(r"^largest difference of the vectors, dense and sparse: (\S+)$")
+    assert float(difference) <= 1e-5
+    assert [int(width) for width in printed(r"^\w.* (\d+) dimensions +nDCG@10 [01]\.\d{3}$")] == [32, 10, 32, 10]
+    ((layer, shares),) = printed(r"^layer (\d): share of each expert ([\d. ]+)$")
+    assert (layer, len(shares.split())) == ("1", 4)
+    assert sum(map(float, shares.split())) == pytest.approx(1, abs=0.03)
+
+
+@pytest.mark.parametrize("decoder", ["decoder", "decoder_without_eos"])
+def test_lora_trains_few_weights_and_leaves_a_plain_model(decoder: str, world: Path, printed: Printed) -> None:
+    options = {"output": "model", "steps": 2, "batch_size": 8}
+    run("lora_decoder", world / decoder, world / "pairs.jsonl", world / "validation", **options)
+    ((trained, total),) = printed(r"^([\d,]+) of ([\d,]+) parameters are trained$")
+    assert 0 < int(trained.replace(",", "")) < int(total.replace(",", "")) / 2
+    assert len(printed(r"^nDCG@10 before [01]\.\d{3}, after [01]\.\d{3}$")) == 1
+    theirs = SentenceTransformer("model", device="cpu", model_kwargs={"dtype": "float32"})
+    ours = Encoder.from_pretrained("model", precision="float32", device="cpu")
+    assert ours.embedder.text.prompts["query"].startswith("Instruct: Given a question")
+    assert np.abs(theirs.encode_query(["pad the fox"]) - ours.encode_query(["pad the fox"])).max() <= 1e-4
+
+
+def write_program(path: Path, body: str) -> None:
+    """An executable that stands for another one."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+
+
+def test_a_sweep_is_queued_as_an_array_and_a_task_of_it_trains_its_point(
+    world: Path, tmp_path: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("examples", "lightning_configs"):
+        shutil.copytree(ROOT / folder, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    Path("main.py").touch()
+    split = Path("data/own_pairs")
+    write_retrieval_folder(split / "validation")
+    shutil.copyfile(world / "pairs.jsonl", split / "train.jsonl")
+    data = Path("examples/sweep_data.yaml")
+    small = f"model: {{init_args: {{backbone: {{name: {world}/encoder}}}}}}\n"
+    data.write_text(small + data.read_text().replace("trainer:\n", "trainer:\n  accelerator: cpu\n  max_epochs: 1\n"))
+    assert main(["sweep", "examples/sweep.yaml", "--count"]) == 0
+    (count,) = printed(r"^\d+$")
+
+    write_program(tmp_path / "bin/python", f'[ "$*" = "main.py sweep examples/sweep.yaml --count" ] && echo {count}')
+    for name in ("sbatch", "srun"):
+        write_program(tmp_path / "bin" / name, f'echo "$@" > {name}.txt')
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    clean |= {"PATH": f"{tmp_path}/bin:{clean['PATH']}"}
+    subprocess.run(["bash", "-n", "examples/slurm_array.sh"], check=True)
+    line = ["bash", "examples/slurm_array.sh", "examples/sweep.yaml", "--time=01:00:00"]
+    subprocess.run(line, env=clean, check=True)
+    job = ["lightning_configs/slurm/array.sbatch", "examples/sweep.yaml"]
+    assert Path("sbatch.txt").read_text().split() == ["--array=0-5%4", "--time=01:00:00", *job]
+    subprocess.run(["bash", *job], env=clean | {"SLURM_ARRAY_TASK_ID": "3"}, check=True)
+    task = Path("srun.txt").read_text().split()
+    assert task[:3] == ["--kill-on-bad-exit=1", "python", "main.py"]
+
+    # The point itself, which `sweep` trains in a process of its own.
+    runs = []
+    monkeypatch.setattr("embeddings.cli.sweep.train", lambda run, *_: runs.append(run_trainer(run.words)) or 0)
+    main(task[3:])
+    (point,) = runs
+    assert point.model._make_optimizer().param_groups[0]["lr"] == 5e-5
+    assert (point.model.loss.temperature, point.trainer.global_step) == (0.05, 2)
+    assert "val/ndcg_at_10" in point.trainer.callback_metrics
+    (folder,) = Path("checkpoints/sweeps/sweep").glob("own_pairs-*")
+    assert (folder / "own_pairs" / "model.safetensors").is_file()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_notebook_does_what_the_quickstart_does(
+    world: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = json.loads((EXAMPLES / "quickstart.ipynb").read_text("utf-8"))
+    cells = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+    assert all(cell.get("outputs", []) == [] for cell in book["cells"])
+    assert all(cell.get("execution_count") is None for cell in book["cells"])
+    small = {
+        '"all-MiniLM-L6-v2", 36': f'"{world}/encoder", 2',
+        "num_latents=64, num_heads=4, head_dim=96": "num_latents=4, num_heads=2, head_dim=8",
+        "warmup_steps=4": "warmup_steps=1",
+        "batch_size=32": "batch_size=4",
+        "max_length=128": "max_length=32",
+    }
+    text = "\n\n# %%\n".join(cells)
+    for old, new in small.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    sizes = {f"num_{split}_{kind}": 8 for split in ("validation", "in_domain", "held_out")
+             for kind in ("documents", "queries")}  # fmt: skip
+    fewer = partial(prepare_docstrings, packages=["click"], held_out_packages=["packaging"], **sizes)
+    monkeypatch.setattr("embeddings.data.docstrings.prepare_docstrings", fewer)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for cell in text.split("\n\n# %%\n"):
+        exec(compile(cell, "quickstart.ipynb", "exec"), namespace)
+    assert printed(r"^(\w[\w ]+?) +[01]\.\d{3} +[01]\.\d{3}$") == ["BM25", "before training", "after training"]
+    assert len(printed(r"^  -?[01]\.\d{3}  \w")) == 9
+    assert Path("checkpoints/quickstart_notebook/curves.png").is_file()
