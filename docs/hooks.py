@@ -26,6 +26,7 @@ A block that matches nothing is an error, so that no page keeps a table of rows 
 import ast
 import csv
 import importlib
+import posixpath
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,8 +39,9 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, TRIALS = ROOT / "benchmarks" / "results.csv", ROOT / "benchmarks" / "trials.csv"
 RECIPES = ROOT / "lightning_configs" / "recipes.csv"
-# Pages that are copies of files of the root, where a forge shows them; their links are rewritten.
+# Pages that are copies of files outside docs/, where a forge shows them; their links are rewritten.
 ROOT_PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+ROOT_PAGES |= {"examples.md": "examples/README.md"}
 
 Row = dict[str, str]
 
@@ -450,6 +452,7 @@ def relinked(text: str, page: str) -> str:
         name, sharp, anchor = target.partition("#")
         if re.match(r"\w+:", target) or not name:
             return match[0]
+        name = posixpath.normpath(posixpath.join(posixpath.dirname(ROOT_PAGES[page]), name))
         if name.startswith("docs/"):
             return f"[{label}]({name.removeprefix('docs/')}{sharp}{anchor})"
         return f"[{label}]({pages[name]}{sharp}{anchor})" if name in pages else label

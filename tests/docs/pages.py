@@ -25,7 +25,7 @@ def load_hooks() -> Any:
 hooks = load_hooks()
 FENCE = re.compile(r"^( *)```(.*?)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-ROOT_FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+ROOT_FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
 PAGES = [*(ROOT / name for name in ROOT_FILES), *sorted((ROOT / "docs").rglob("*.md"))]
 MARK = 'bash title="Not run here: '
 

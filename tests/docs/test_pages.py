@@ -9,6 +9,7 @@ import pytest
 
 from embeddings.cli import main as command_line
 from embeddings.cli.fit import check_arguments
+from embeddings.data import EmbeddingDataModule
 from tests.docs.pages import (
     LINK,
     MARK,
@@ -99,7 +100,7 @@ def test_a_training_command_parses(page, words, tmp_path, monkeypatch):
     elif any(re.fullmatch("[A-Z_]+", word) for word in words):  # a pattern in prose, whose options alone are real
         known = " ".join(row[0] for row in hooks.option_rows(hooks.fit_parser())) + " model. data. trainer.callbacks"
         assert [name for name in names if name.replace("_", "-") not in known and name not in known] == []
-    elif names and not {"help", "model.help"} & names:
+    elif names and not {"help", "model.help", "data.sources.help"} & names:
         check_arguments(words)
 
 
@@ -151,9 +152,9 @@ def test_a_line_that_was_not_run_says_so():
     assert [title for title in titles if not title.startswith(MARK)] == []
 
 
-FOLDERS = "lightning_configs|embeddings|tests|benchmarks|docs|tools"
+FOLDERS = "lightning_configs|embeddings|examples|tests|benchmarks|docs|tools"
 PACKAGES = "|".join(sorted(path.parent.name for path in (ROOT / "embeddings").glob("*/__init__.py")))
-GROUPS = "methods|scales|data|jobs|sweeps|slurm"
+GROUPS = "methods|scales|data|jobs|one_gpu|sweeps|slurm"
 EXAMPLES = {"data/docstrings", "data/clusters"}
 
 
@@ -189,6 +190,11 @@ def test_the_python_of_the_readme_trains_and_searches_and_that_of_the_pages_serv
         exec(compile(text, "docs/serving.md", "exec"), {})
     assert len(re.findall(r"^-?\d\.\d{3} \d ", capsys.readouterr().out, re.MULTILINE)) == 3
     shutil.rmtree("checkpoints")
+    (rows,) = (block.text for block in blocks(ROOT / "docs" / "getting-started.md") if block.language == "python")
+    found: dict[str, EmbeddingDataModule] = {}
+    exec(compile(rows, "docs/getting-started.md", "exec"), found)
+    found["data"].setup()
+    assert found["data"].sizes == (1,)
 
 
 def test_the_figures_of_the_readme_are_those_of_the_files():
