@@ -18,11 +18,12 @@ from benchmarks.docstring_trials import MODEL, World
 from benchmarks.e12_reference_scores import encoder_of
 from benchmarks.harness import options, record
 from benchmarks.moe_trials import data_folder
+from embeddings.common.jobs import save_array
 from embeddings.evaluation import RetrievalFolder, read_retrieval_folder, retrieval_metrics
 from embeddings.evaluation.folders import find_evaluation_folders
 from embeddings.inference import Encoder, VectorFormat, VectorShards, search_signs, search_top_k, unit_rows
 from embeddings.inference.search import nearest_signs
-from embeddings.inference.vectors import bytes_per_vector, save_vectors, sign_bits, stored_rows
+from embeddings.inference.vectors import bytes_per_vector, sign_bits, stored_rows
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
@@ -77,7 +78,7 @@ def scaled_dimensions(document_ND: Floats) -> tuple[Floats, Floats]:
 def written(folder: Path, document_ND: Floats, vector_format: VectorFormat) -> VectorShards:
     """The documents in one shard."""
     shards = VectorShards(folder, len(document_ND), document_ND.shape[1], len(document_ND), vector_format)
-    save_vectors(shards.path(0), stored_rows(document_ND, vector_format, "documents"))
+    save_array(shards.path(0), stored_rows(document_ND, vector_format, "documents"))
     return shards
 
 

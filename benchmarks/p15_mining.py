@@ -19,10 +19,10 @@ from datasets.utils.logging import disable_progress_bar
 from sentence_transformers.util import mine_hard_negatives, pairwise_cos_sim
 
 from benchmarks.harness import compare, options, peak_growth_bytes, record
+from embeddings.common.jobs import save_array
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import open_cached
 from embeddings.inference import VectorShards
-from embeddings.inference.vectors import save_vectors
 from embeddings.mining import ExactSearch, NegativeRules, PairVectors, index_pairs
 from embeddings.mining.mined_shards import ShardMiner, write_shard
 
@@ -50,7 +50,7 @@ def shards(folder: Path, vectors: Floats) -> VectorShards:
     folder.mkdir()
     made = VectorShards(folder, len(vectors), vectors.shape[1], SHARD_SIZE)
     for shard in range(made.num_shards):
-        save_vectors(made.path(shard), vectors[made.rows(shard).start : made.rows(shard).stop])
+        save_array(made.path(shard), vectors[made.rows(shard).start : made.rows(shard).stop])
     return made
 
 

@@ -184,7 +184,7 @@ MISTAKES = {
     ),
     "a filter without vectors": (
         lambda c: loss(c, false_negative_filter={"margin": 0.0}),
-        "model.loss.false_negative_filter needs a source",
+        "model.loss needs a source with surrogate_vectors",
     ),
     "null in a source": (lambda c: source(c, weight=None), "data.sources.weight: expected float, got null; "),
     "an unknown section": (lambda c: c.update(nonsense=1), "Subcommand 'fit' does not accept option 'nonsense'; "),
@@ -253,9 +253,13 @@ def test_a_mistake_is_one_line_and_nothing_is_written(name, tmp_path, capsys, mo
             ["--trainer.max_steps=-1", "--trainer.max_epochs=1", "--model.init_args.schedule.warmup_steps=8"],
             "model.schedule.warmup_steps must be below the run's 8 optimiser steps",
         ),
+        (
+            ["--model.init_args.loss=embeddings.losses.MarginMSE"],
+            "model.loss needs a source with `scores` in its records, or with surrogate_vectors, and none has either",
+        ),
     ],
 )
-def test_a_refusal_that_needs_the_number_of_rows_leaves_whole_converted_data_alone(override, says, tmp_path, capsys):
+def test_a_refusal_that_needs_the_rows_leaves_whole_converted_data_alone(override, says, tmp_path, capsys):
     config = run_config(tmp_path)
     path = write_config(tmp_path, config)
     before = set(tmp_path.rglob("*"))

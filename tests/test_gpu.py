@@ -4,10 +4,14 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from embeddings.compression.layerwise import LayerwiseJob, LayerwiseModel
 from embeddings.losses import InfoNCE
 from embeddings.models import check_bidirectional, make_bidirectional
 from embeddings.training.gradcache import GradCache
+from tests.compression.models import build
+from tests.compression.test_layerwise import Pruned, some_tokens
 from tests.helpers.contrastive import TinyStep, random_batch
 from tests.helpers.tiny import tiny_bert, tiny_mistral
 
@@ -40,3 +44,16 @@ def test_gradcache_under_bf16_autocast_leaves_no_parameter_without_its_gradient(
             assert cosine > 0.99
             compared += 1
     assert compared > 5
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "qwen3"])
+def test_a_gpu_prunes_nearly_the_same_weights(tmp_path, name):
+    build(name).save_pretrained(tmp_path / "model")
+    found = {}
+    for device in ("cpu", "cuda"):
+        model = LayerwiseModel(tmp_path / "model", torch.device(device))
+        job = LayerwiseJob(model, tmp_path / device, {}, Pruned(), some_tokens(64))
+        job.run()
+        found[device] = {key: tensor for file in job.files for key, tensor in load_file(file).items()}
+    same = [(found["cpu"][key] == 0) == (found["cuda"][key] == 0) for key in found["cpu"]]
+    assert float(torch.cat([each.flatten() for each in same]).float().mean()) > 0.99

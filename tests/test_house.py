@@ -55,9 +55,16 @@ CONFINED = {
     "matplotlib": {"figures/"},
     "mteb": {"evaluation/"},
     "openai": {"synthesis/client.py"},
+    "sentence_transformers": {"mining/rerank.py"},
 }
 # Modules whose distribution has another name.
-DISTRIBUTIONS = {"sklearn": "scikit-learn", "yaml": "pyyaml", "faiss": "faiss-cpu", "Stemmer": "pystemmer"}
+DISTRIBUTIONS = {
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+    "faiss": "faiss-cpu",
+    "Stemmer": "pystemmer",
+    "sentence_transformers": "sentence-transformers",
+}
 # What torch brings where it has CUDA, and what no environment with our torch can hold (see setup.cfg).
 NOT_REQUIRED = {"triton", "megablocks"}
 

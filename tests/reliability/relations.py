@@ -22,7 +22,8 @@ from tests.reliability.cases import (
 from tests.reliability.texts import conversion, source
 
 GOOD = {"query": "pad sequences", "positive": "the pad"}
-SUSPECT = "mend the row, or set suspect_rows: leave_out (or keep)"
+REFUSE = "--suspect-rows refuse"
+SUSPECT = "mend them, or set suspect_rows: leave_out (or keep)"
 
 
 def pairs(**fields: object) -> Make:
@@ -71,14 +72,6 @@ CASES = [
         FILTER,
         {
             "a record without positives": (pairs(positive=[]), "pairs.jsonl:2: positive is an empty list"),
-            "a positive that is the query": (
-                pairs(positive="pad sequences"),
-                f"pairs.jsonl:2: a positive is the query itself; {SUSPECT}",
-            ),
-            "a negative that is the positive": (
-                pairs(negatives=["a", "the pad"]),
-                f"pairs.jsonl:2: a negative is also a positive; {SUSPECT}",
-            ),
             "a level of 5": (level(5), "pairs.jsonl:2: negatives[0].level is 5, expected a whole number from 1"),
             "a negative without its level": (
                 pairs(negatives=[{"text": "a"}]),
@@ -90,11 +83,24 @@ CASES = [
             ),
         },
     ),
+    *table(
+        f"{FILTER} {REFUSE}",
+        {
+            "a positive that is the query": (
+                pairs(positive="pad sequences"),
+                f"1 row contradicts itself: pairs.jsonl:2 (a positive is the query itself); {SUSPECT}",
+            ),
+            "a negative that is the positive": (
+                pairs(negatives=["a", "the pad"]),
+                f"1 row contradicts itself: pairs.jsonl:2 (a negative is also a positive); {SUSPECT}",
+            ),
+        },
+    ),
     Case(
         "a negative that is the positive but for spaces",
         pairs(negatives=[" the pad\n"]),
-        CLUSTER,
-        f"pairs.jsonl:2: a negative is also a positive; {SUSPECT}",
+        f"{CLUSTER} {REFUSE}",
+        f"pairs.jsonl:2 (a negative is also a positive); {SUSPECT}",
     ),
     *table(
         FIT,

@@ -90,12 +90,12 @@ CASES = [
             "an array among objects": (pairs(["q", "p"]), "pairs.jsonl:2: the row is a JSON array, expected an object"),
             "comma-separated values": (
                 raw(b"query,positive\na,b\n"),
-                "pairs.jsonl:1: this is a table of separated values (CSV), expected JSON lines or Parquet; convert it",
+                "pairs.jsonl:1: this is a table of separated values (CSV), and its name says otherwise",
             ),
             "an empty file": (raw(b""), "pairs.jsonl: is empty"),
             "a column that is not there": (
-                pairs({"query": "a", "answer": "b"}),
-                "pairs.jsonl:2: field 'positive': no column 'positive' among query, answer; map it with columns",
+                pairs({"query": "a", "reply": "b"}),
+                "pairs.jsonl:2: field 'positive': no column 'positive' among query, reply; map it with columns",
             ),
             "a number for a text": (pairs({**GOOD, "query": 3}), "pairs.jsonl:2: query is a number, expected text"),
             "an object for a text": (
