@@ -177,6 +177,7 @@ def train_proposed(plan: Sweep, file: Path, output: Path) -> None:
         print(f"{len(done)} of {plan.num_points} done already")
 
     def runs() -> Iterator[Run]:
+        """Each run that is not done, once its point is known."""
         for index in range(plan.num_points):
             run = runs_of(with_proposed(plan, file, output, index + 1), output)[index]
             if run.status != "done":

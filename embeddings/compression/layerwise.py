@@ -334,6 +334,7 @@ class InputStatistics:
 
     def _hook(self, name: str, is_token_R: Tensor, seen: dict[int, tuple[str, Tensor]]) -> Callable[..., None]:
         def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            """Add what the layer is given, unless another one of the same input adds it."""
             given = inputs[0]
             owner = seen.setdefault(id(given), (name, given))[0]
             self._owner.setdefault(name, owner)

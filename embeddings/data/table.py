@@ -249,6 +249,7 @@ def write_table(folder: Path, rows: Iterable[StoredRow]) -> int:
         writer, scores_writer = files.enter_context(_arrow_file(folder / ROWS_FILE, _SCHEMA)), None
 
         def write_batch() -> None:
+            """Write the rows in the columns, and empty them."""
             nonlocal scores_writer
             if scores_writer is None and any(columns[-1]):
                 scores_writer = files.enter_context(_arrow_file(folder / SCORES_FILE, _SCORES_SCHEMA))

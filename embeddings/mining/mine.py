@@ -114,6 +114,14 @@ class SearchOptions:
             if value is not None and value < 1:
                 raise OptionError(name, value, "must be >= 1", "leave it out for the default")
 
+    def over(self, vectors: PairVectors, folder: Path, seed: int, task: ArrayTask | None) -> DocumentSearch:
+        """The search over the documents of a teacher; `ivf` keeps its lists in `folder`."""
+        shards = vectors.document_shards
+        if self.index == "exact":
+            return ExactSearch(shards, self.gpu)
+        lists = {"num_probes": self.num_probes, "num_lists": self.num_lists}
+        return build_ivf(shards, folder, **lists, seed=seed, gpu=self.gpu, task=task)
+
 
 class MiningReport(NamedTuple):
     """What mining did.
@@ -163,15 +171,14 @@ def mine_negatives(
 ) -> MiningReport | None:
     """Write the records of a source with mined negatives, in their order, to a Parquet file.
 
-    Where its name ends in `.jsonl` it holds JSON lines. The file is a source again: the records' own fields with
-    `negatives` (hardest first, and with `levels` as objects of `text` and `level`, level by level) in place of those
-    they had, and `negative_scores` and `positive_scores` (means over the teachers); with a reranker also its `scores`,
-    those of the positives before those of the negatives, which `MarginMSE` follows. Beside `NAME.parquet` are
-    `NAME.manifest.json` with the report, and the folder `NAME.parquet.work` with vectors and shards, which may be
-    deleted once the file is there.
+    Where its name ends in `.jsonl` it holds JSON lines. The file is a source again: the records' own fields with new
+    `negatives` (hardest first; with `levels` objects of `text` and `level`, level by level), `negative_scores` and
+    `positive_scores` (means over the teachers), and with a reranker its `scores` of positives, then negatives, which
+    `MarginMSE` follows. Beside `NAME.parquet` are `NAME.manifest.json` with the report, and the folder
+    `NAME.parquet.work` with vectors and shards, which is of no use once the file is there.
 
-    A killed run resumes at the first missing shard. The tasks of an array share the shards, and the last one writes the
-    file: all ways lead to the same bytes, but for the rounding of vectors (see `encode_pairs`).
+    A killed run resumes at the first missing shard. The tasks of an array share the shards, the last one writes the
+    file, and the bytes are the same, but for the rounding of vectors (see `encode_pairs`).
 
     Args:
         config: A source of `pairs`, or of `sts`: its pairs of a high score, in both directions.
@@ -212,9 +219,7 @@ def mine_negatives(
     fields = _manifest_fields(source, teachers, rules, search, levels, corpus, shard_size)
     target, reranker = Path(output), teachers.reranker
     # What was mined serves any reranker.
-    work_fields = fields
-    if reranker is not None:
-        fields = {**fields, "reranker": reranker.fields}
+    work_fields, fields = fields, {**fields, **({} if reranker is None else {"reranker": reranker.fields})}
     if (report := _finished(target, fields)) is not None:
         return report
     work = target.with_name(f"{target.name}.work")
@@ -227,14 +232,7 @@ def mine_negatives(
             raise InputError(f"source {config.name!r}", what, "give more with --corpus, or ask for fewer")
         kind, qrels = (None, None) if levels is None else (levels.kind, levels.document_qrels(index))
         encoded = _encode(teachers, source, index, folder, shard_size, devices, task)
-        options: dict[str, Any] = {**asdict(search), "seed": rules.seed, "task": task}
-        exact = options.pop("index") == "exact"
-        searches: list[DocumentSearch] = [
-            ExactSearch(made.document_shards, search.gpu)
-            if exact
-            else build_ivf(made.document_shards, work / f"ivf-{place}", **options)
-            for place, made in enumerate(encoded)
-        ]
+        searches = [search.over(made, work / f"ivf-{place}", rules.seed, task) for place, made in enumerate(encoded)]
         miner = ShardMiner(index, encoded, searches, rules, kind, qrels)
         job.run(lambda shard, path: write_shard(miner.mine(shard), index, rules, path), task)
         scoring = None

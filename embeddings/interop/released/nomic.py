@@ -149,7 +149,7 @@ def dense_names(prefix: str = "") -> dict[str, str | Published]:
     """Our names, and where each lies."""
     mlp = f"{prefix}encoder.layers.{{n}}.mlp."
     gated = {"up": "fc11", "gate": "fc12", "down": "fc2"}
-    places = {f"layers.{{n}}.mlp.{ours}_proj.weight": f"{mlp}{theirs}.weight" for ours, theirs in gated.items()}
+    places = {f"layers.{{n}}.mlp.{own}_proj.weight": f"{mlp}{name}.weight" for own, name in gated.items()}
     return {**encoder_names(prefix), **places}
 
 
