@@ -108,7 +108,7 @@ def log_to_stderr() -> Iterator[None]:
 
 # Lines of libraries about themselves, for which a user of this one can do nothing.
 _NOISE = ("Setting accelerator to CPU", "Tip: ", "💡")
-_ADVISERS = ("DeepSpeed", "lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero")
+_ADVISERS = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero")
 _OLD_CALLS = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
 
 
@@ -117,12 +117,14 @@ def is_news(record: logging.LogRecord) -> bool:
     return not any(noise in record.getMessage() for noise in _NOISE)
 
 
+# transformers loads DeepSpeed where it is installed, whichever of our modules a script imports first; DeepSpeed then
+# says on standard output that it misses an accelerator.
+logging.getLogger("DeepSpeed").addFilter(is_news)
+
+
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Inside, libraries that are loaded give no advice about themselves, each other, or an accelerator they miss.
-
-    DeepSpeed, which transformers loads where it is installed, would say the latter on standard output.
-    """
+    """Inside, libraries give no advice about themselves or each other."""
     advisers = [logging.getLogger(name) for name in _ADVISERS]
     for adviser in advisers:
         adviser.addFilter(is_news)
@@ -145,6 +147,7 @@ def lazy_names(package: str) -> Callable[[str], Any]:
 
     @cache
     def modules() -> dict[str, str]:
+        """The module of each name."""
         spec = sys.modules[package].__spec__
         assert spec is not None
         assert isinstance(spec.loader, InspectLoader)
