@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,20 +22,22 @@ from embeddings.mining.faiss_library import faiss_version, kmeans_run, load_fais
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
-# See `CoarseSearch.__call__`.
+# See `CoarseSearch.__call__`; the row is -1 where a tile has no more documents.
 Scan = Callable[[slice, int, Floats, int], tuple[Floats, Rows]]
 
-# Documents of one call of faiss: enough that its heaps cost little beside its products.
+# Documents that are compared at once: enough that choosing the best costs little beside the products.
 TILE_BYTES = 48 << 20
 # faiss on a GPU goes wrong or aborts beyond 65,535 queries in a call, and returns at most 2,048 documents.
 QUERY_CHUNK = 16_384
-GPU_MAX_DOCUMENTS, GPU_SLACK = 2048, 16
+GPU_MAX_DOCUMENTS = 2048
+# Documents kept beyond the top k, since quick scores do not yet decide the order.
+SLACK = 16
 # Pairs whose vectors fit a CPU cache.
 _PAIR_BLOCK = 512
 # Queries compared with every document of a tile at once, where the slack was not enough.
 _DOUBTFUL_BLOCK = 64
-# Rows of a product of bfloat16 matrices: its scores of a tile stay at some tens of MiB.
-_BFLOAT16_QUERIES = 512
+# Queries of one product: its scores of a tile stay at some tens of MiB.
+_PRODUCT_QUERIES = 512
 # Vectors count as unit vectors to a thousandth.
 _UNIT = 1.01
 
@@ -61,100 +62,60 @@ class DocumentSearch(Protocol):
 
         Raises:
             InputError: If a vector is zero, not finite or not of unit length, or the widths differ.
-            OptionError: If `top_k` is not positive, or more than a GPU returns.
+            OptionError: If `top_k` is not positive, or more than faiss on a GPU returns.
         """
 
 
-class CoarseSearch(Protocol):
-    """The best documents of some queries, tile by tile, by scores that are nearly right."""
-
-    def width(self, top_k: int) -> int:
-        """How many documents to keep, so that the true top k are nearly always among them."""
-
-    def __call__(self, chunk: slice, first_row: int, tile_TD: Floats, top_k: int) -> tuple[Floats, Rows]:
-        """Scores and rows of a tile's best documents for a chunk of the queries; row -1 where there are no more."""
-
-    def bound(self, last_Q: Floats) -> Floats:
-        """The most that a document can truly score whose score here is at most `last_Q`, (Q,)."""
-
-
-class Float32CoarseSearch:
-    """Scores in float32 by faiss.
-
-    Args:
-        faiss: The module.
-        resources: faiss's resources of a GPU, or None for the CPU.
-        query_QD: Unit vectors, (Q, D) float32.
-    """
-
-    def __init__(self, faiss: ModuleType, resources: Any, query_QD: Floats) -> None:
-        self._faiss, self._resources, self._query_QD = faiss, resources, query_QD
-
-    def width(self, top_k: int) -> int:
-        """A few more than `top_k`."""
-        return top_k + 16
-
-    def __call__(self, chunk: slice, first_row: int, tile_TD: Floats, top_k: int) -> tuple[Floats, Rows]:
-        """See `CoarseSearch`."""
-        query_QD, metric = self._query_QD[chunk], self._faiss.METRIC_INNER_PRODUCT
-        if self._resources is not None:
-            score_QK, row_QK = self._faiss.knn_gpu(self._resources, query_QD, tile_TD, top_k, metric=metric)
-        else:
-            score_QK, row_QK = self._faiss.knn(query_QD, tile_TD, top_k, metric=metric)
-        assert row_QK.min(initial=0) >= 0
-        return score_QK, row_QK + first_row
-
-    def bound(self, last_Q: Floats) -> Floats:
-        """The last score and float32's rounding."""
-        return last_Q + np.float32(rounding_error(self._query_QD.shape[1]))
-
-
-class Bfloat16CoarseSearch:
-    """Scores in bfloat16, which some CPUs multiply twice as fast as float32.
+class CoarseSearch:
+    """The best documents of some queries, tile by tile, by products in float32, or in bfloat16: some CPUs are twice as
+    quick at these.
 
     With q' and d' the rounded vectors, q d - q' d' = (q - q') d + q' (d - d') is at most |q - q'| + |q'| |d - d'|; the
-    two distances are measured, and come to about 0.001 each. The product is rounded once more when it is stored.
+    two distances are measured, and come to about 0.001 each in bfloat16, whose product is rounded once more when it is
+    stored. Float32 loses nothing but the rounding of its sums.
 
     Args:
         query_QD: Unit vectors, (Q, D) float32.
+        dtype: Dtype of the products.
+        device: Where they are computed.
     """
 
-    def __init__(self, query_QD: Floats) -> None:
+    def __init__(self, query_QD: Floats, dtype: torch.dtype, device: torch.device) -> None:
         query = torch.from_numpy(query_QD)
-        self._query_QD = query.bfloat16()
-        self._lost_Q = (query - self._query_QD.float()).norm(dim=1).numpy()
+        self._query_QD, self._dtype = query.to(device, dtype), dtype
+        self._lost_Q = (query - query.to(dtype).float()).norm(dim=1).numpy()
         self._most_lost, self._tile_row, self._tile_DT = 0.0, -1, torch.empty(0)
 
     def width(self, top_k: int) -> int:
-        """Twice `top_k`, and a few more."""
-        return 2 * top_k + 16
+        """How many documents to keep, so that the true top k are nearly always among them."""
+        return (2 * top_k if self._dtype == torch.bfloat16 else top_k) + SLACK
 
     def __call__(self, chunk: slice, first_row: int, tile_TD: Floats, top_k: int) -> tuple[Floats, Rows]:
-        """See `CoarseSearch`."""
+        """Scores and rows of a tile's best documents for a chunk of the queries."""
         if first_row != self._tile_row:
             self._take_tile(first_row, tile_TD)
-        found = [
-            topk_per_row(query_QD @ self._tile_DT, top_k)
-            for query_QD in torch.split(self._query_QD[chunk], _BFLOAT16_QUERIES)
-        ]
+        queries = torch.split(self._query_QD[chunk], _PRODUCT_QUERIES)
+        found = [topk_per_row(query_QD @ self._tile_DT, top_k) for query_QD in queries]
         return np.concatenate([scores for scores, _ in found]), np.concatenate([rows for _, rows in found]) + first_row
 
     def bound(self, last_Q: Floats) -> Floats:
-        """The last score and all that rounding can have taken from a higher one."""
+        """The most that a document can truly score whose score here is at most `last_Q`, (Q,)."""
         lost_Q = self._lost_Q + (1 + self._lost_Q) * self._most_lost
-        stored_Q = np.abs(last_Q) * np.float32(2.0**-8)
+        stored_Q = np.abs(last_Q) * np.float32(2.0**-8 if self._dtype == torch.bfloat16 else 0)
         rounding = np.float32(rounding_error(self._query_QD.shape[1]))
         bound_Q: Floats = last_Q + stored_Q + np.float32(_UNIT) * lost_Q + rounding
         return bound_Q
 
     def _take_tile(self, first_row: int, tile_TD: Floats) -> None:
         """Round a tile, a piece at a time, and measure what is lost."""
-        rounded_TD = torch.empty(tile_TD.shape, dtype=torch.bfloat16)
-        for start in range(0, len(tile_TD), _BFLOAT16_QUERIES):
-            piece_nD = torch.from_numpy(tile_TD[start : start + _BFLOAT16_QUERIES])
-            rounded_nD = rounded_TD[start : start + _BFLOAT16_QUERIES].copy_(piece_nD)
-            self._most_lost = max(self._most_lost, float((piece_nD - rounded_nD.float()).norm(dim=1).max()))
-        self._tile_row, self._tile_DT = first_row, rounded_TD.T
+        tile = torch.from_numpy(tile_TD)
+        if self._dtype != torch.float32:
+            tile = torch.empty(tile.shape, dtype=self._dtype)
+            for start in range(0, len(tile), _PRODUCT_QUERIES):
+                piece_nD = torch.from_numpy(tile_TD[start : start + _PRODUCT_QUERIES])
+                rounded_nD = tile[start : start + _PRODUCT_QUERIES].copy_(piece_nD)
+                self._most_lost = max(self._most_lost, float((piece_nD - rounded_nD.float()).norm(dim=1).max()))
+        self._tile_row, self._tile_DT = first_row, tile.to(self._query_QD.device).T
 
 
 def rounding_error(width: int) -> float:
@@ -165,42 +126,39 @@ def rounding_error(width: int) -> float:
 class ExactSearch:
     """The documents of largest inner product of each query, as if all pairs had been scored.
 
-    A scan finds more than `top_k` by scores that are nearly right, tile by tile: in bfloat16 by PyTorch where the
-    CPU has it, else in float32 by faiss. What it keeps is scored again in float64. A query for which the scan's
-    error bound does not rule out a missed document goes through the next scan: bfloat16, float32, then every document
-    in float64.
+    A coarse search finds more than `top_k` by scores that are nearly right, tile by tile: in bfloat16 where the CPU has
+    it, else in float32. What it keeps is scored again in float64. A query for which its error bound does not rule out a
+    missed document goes through the next one: bfloat16, float32, then every document in float64.
 
     Precision: a score is the inner product summed in float64, rounded to float32.
-    Determinism: scores and rows are the same whatever the size of shards and the number of queries in a call, and
-        should be on any device (no GPU has run it yet).
+    Determinism: scores and rows are the same whatever the size of shards, the number of queries in a call and the
+        device.
     Memory: two tiles of 48 MiB, and 12 bytes for each of (2 `top_k` + 16) documents of a query.
 
     Args:
         documents: Unit vectors.
-        gpu: Whether faiss runs on the first GPU.
+        gpu: Whether the coarse search runs on the first GPU.
 
     Raises:
-        MissingExtraError: If faiss is not installed.
         OptionError: If a GPU is asked for and there is none.
     """
 
     def __init__(self, documents: VectorShards, gpu: bool = False) -> None:
-        self.documents, self.gpu = documents, gpu
-        faiss = load_faiss(gpu)
-        resources: Any = faiss.StandardGpuResources() if gpu else None
-        self._scans: list[Callable[[Floats], CoarseSearch]] = [partial(Float32CoarseSearch, faiss, resources)]
-        if not gpu and has_native_bfloat16(torch.device("cpu")):
-            self._scans.insert(0, Bfloat16CoarseSearch)
+        if gpu and not torch.cuda.is_available():
+            raise OptionError("gpu", True, "needs a CUDA device", "leave it out, or check the driver")
+        self.documents, self._device = documents, torch.device("cuda:0" if gpu else "cpu")
+        quick = [torch.bfloat16] if not gpu and has_native_bfloat16(self._device) else []
+        self._dtypes = [*quick, torch.float32]
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
         """The nearest documents of each query (see `DocumentSearch`)."""
-        check_search(self.documents, query_QD, top_k, self.gpu)
+        check_search(self.documents, query_QD, top_k)
         shape = (len(query_QD), min(top_k, self.documents.num_rows))
         best = TopK(np.empty(shape, np.float32), np.empty(shape, np.int64))
         open_Q = np.arange(len(query_QD))
-        for scan_of in self._scans:
+        for dtype in self._dtypes:
             if open_Q.size:
-                found, doubtful_Q = self._scanned(scan_of, query_QD[open_Q], top_k)
+                found, doubtful_Q = self._scanned(dtype, query_QD[open_Q], top_k)
                 best.score_QK[open_Q], best.index_QK[open_Q] = found
                 open_Q = open_Q[doubtful_Q]
         for start in range(0, open_Q.size, _DOUBTFUL_BLOCK):
@@ -209,11 +167,9 @@ class ExactSearch:
             best.score_QK[query_n], best.index_QK[query_n] = self._among_all(query_QD[query_n], least_n, top_k)
         return best
 
-    def _scanned(
-        self, scan_of: Callable[[Floats], CoarseSearch], query_QD: Floats, top_k: int
-    ) -> tuple[TopK, npt.NDArray[np.bool_]]:
-        """The best of what a scan keeps, and for which queries it may have missed a better one."""
-        scan = scan_of(query_QD)
+    def _scanned(self, dtype: torch.dtype, query_QD: Floats, top_k: int) -> tuple[TopK, npt.NDArray[np.bool_]]:
+        """The best of what a coarse search keeps, and for which queries it may have missed a better one."""
+        scan = CoarseSearch(query_QD, dtype, self._device)
         width = min(scan.width(top_k), self.documents.num_rows)
         found = best_of_tiles(self.documents, len(query_QD), width, scan)
         best = in_order(query_QD, found.index_QK, self.documents, top_k)
@@ -239,12 +195,10 @@ class ExactSearch:
         return TopK(score_QK, row_QK)
 
 
-def check_search(documents: VectorShards, query_QD: Floats, top_k: int, gpu: bool) -> None:
+def check_search(documents: VectorShards, query_QD: Floats, top_k: int) -> None:
     """Check what a search is asked for, as `DocumentSearch` says."""
     if top_k < 1:
         raise OptionError("top_k", top_k, "must be >= 1", "100 is usual")
-    if gpu and top_k > (most := GPU_MAX_DOCUMENTS - GPU_SLACK):
-        raise OptionError("top_k", top_k, f"must be <= {most} on a GPU", "lower it, or search on the CPU")
     if query_QD.shape[1] != documents.embedding_dim:
         what = f"holds vectors of width {documents.embedding_dim}, the queries' is {query_QD.shape[1]}"
         raise InputError(str(documents.folder), what, "encode both with one model")
@@ -336,12 +290,15 @@ def topk_per_row(score_QT: Tensor, top_k: int) -> tuple[npt.NDArray[np.float32],
     columns hold the `top_k` largest values of the row: each of them has one that no other column exceeds.
 
     Args:
-        score_QT: Values, (Q, T) on the CPU, without NaN.
+        score_QT: Values, (Q, T), without NaN.
         top_k: How many, 1 to T.
 
     Returns:
         The values and their places in the row, (Q, `top_k`). Of equal values any may be among them.
     """
+    if score_QT.is_cuda:
+        values, places = score_QT.float().topk(top_k, dim=1, sorted=False)
+        return values.cpu().numpy(), places.cpu().numpy()
     num_columns = score_QT.shape[1] // _STRIPES
     if num_columns <= top_k:
         return _of_few(score_QT.float().numpy(), top_k)
@@ -366,8 +323,6 @@ MAX_LISTS = 4096
 SAMPLE_PER_LIST = 64
 ITERATIONS = 10
 PROBES = 32
-# Documents kept beyond the top k, since float32 scores do not yet decide the order.
-SLACK = 16
 
 
 class IvfSearch:
@@ -402,7 +357,9 @@ class IvfSearch:
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
         """The nearest documents of each query that its lists hold (see `DocumentSearch`)."""
-        check_search(self.documents, query_QD, top_k, self.gpu)
+        check_search(self.documents, query_QD, top_k)
+        if self.gpu and top_k > (most := GPU_MAX_DOCUMENTS - SLACK):
+            raise OptionError("top_k", top_k, f"must be <= {most} on a GPU", "lower it, or search on the CPU")
         width = min(top_k + SLACK, self.documents.num_rows)
         probes = self._faiss.knn(query_QD, self.centroid_CD, self.num_probes, metric=self._faiss.METRIC_INNER_PRODUCT)
         found = best_of_tiles(self.documents, len(query_QD), width, partial(self._tile_top_k, query_QD, probes))

@@ -7,16 +7,7 @@ import torch
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
 from embeddings.mining import search as knn
-from embeddings.mining.faiss_library import load_faiss
-from embeddings.mining.search import (
-    Bfloat16CoarseSearch,
-    ExactSearch,
-    Float32CoarseSearch,
-    build_ivf,
-    rounding_error,
-    sample_rows,
-    topk_per_row,
-)
+from embeddings.mining.search import CoarseSearch, ExactSearch, build_ivf, rounding_error, sample_rows, topk_per_row
 from tests.mining.vectors import brute_force, shards, unit_vectors
 
 COPIES = [(row, 3) for row in range(10, 60, 2)]
@@ -46,7 +37,7 @@ def test_the_search_equals_a_loop_over_all_pairs(shard_size, tile_bytes, tmp_pat
 @pytest.mark.parametrize("top_k", [1, 3, 20, 40])
 def test_more_equal_documents_than_the_slack_holds_are_ordered_by_row(top_k, tmp_path, monkeypatch):
     documents = unit_vectors(70, copies=COPIES)
-    assert len(COPIES) > knn.GPU_SLACK
+    assert len(COPIES) > knn.SLACK
     queries = np.concatenate([documents[3:4], -documents[3:4], unit_vectors(70, seed=2)])
     found, among_all = [], []
     again = ExactSearch._among_all
@@ -73,34 +64,26 @@ def test_both_scans_lead_to_the_same_bits_without_a_second_look_at_most_queries(
     np.testing.assert_array_equal(np.take_along_axis(all_scores, found.index_QK, axis=1), found.score_QK)
 
 
-def test_more_queries_than_a_call_of_faiss_takes(tmp_path, monkeypatch):
+def test_more_queries_than_are_compared_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(knn, "QUERY_CHUNK", 3)
+    monkeypatch.setattr(knn, "_PRODUCT_QUERIES", 2)
     documents, queries = unit_vectors(40), unit_vectors(8, seed=1)
     found = ExactSearch(shards(tmp_path, documents, 16)).search(queries, 4)
     assert found.index_QK.tolist() == brute_force(queries, documents, 4)[1]
 
 
-def test_a_gpu_is_asked_in_its_own_call(tmp_path, monkeypatch):
-    documents, queries = unit_vectors(40), unit_vectors(3, seed=1)
-    calls = []
+@pytest.mark.gpu
+def test_a_gpu_finds_the_same_bits(tmp_path):
+    documents, queries = shards(tmp_path, unit_vectors(3000, 64), 999), unit_vectors(50, 64, seed=1)
+    here, there = (ExactSearch(documents, gpu).search(queries, 20) for gpu in (False, True))
+    np.testing.assert_array_equal(there.index_QK, here.index_QK)
+    np.testing.assert_array_equal(there.score_QK, here.score_QK)
 
-    class Build:
-        METRIC_INNER_PRODUCT = 0
-        StandardGpuResources = object
 
-        @staticmethod
-        def knn_gpu(resources, queries, documents, top_k, metric):
-            calls.append(len(documents))
-            assert type(resources) is object
-            order = np.argsort(-queries @ documents.T, axis=1)[:, :top_k]
-            return np.take_along_axis(queries @ documents.T, order, axis=1), order
-
-    monkeypatch.setattr(knn, "load_faiss", lambda gpu: Build if gpu else pytest.fail("the processor was asked"))
-    search = ExactSearch(shards(tmp_path, documents, 16), gpu=True)
-    assert search.search(queries, 4).index_QK.tolist() == brute_force(queries, documents, 4)[1]
-    assert calls == [40]
-    with pytest.raises(OptionError, match="top_k must be <= 2032 on a GPU, got 2033"):
-        search.search(queries, 2033)
+def test_a_gpu_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(OptionError, match="gpu needs a CUDA device"):
+        ExactSearch(shards(tmp_path, unit_vectors(10), 4), gpu=True)
 
 
 @pytest.mark.parametrize(
@@ -123,14 +106,11 @@ def test_queries_that_do_not_fit_are_refused(tmp_path):
         search.search(unit_vectors(2), 0)
 
 
-SCANS = {"float32": lambda queries: Float32CoarseSearch(load_faiss(), None, queries), "bfloat16": Bfloat16CoarseSearch}
-
-
-@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 8, 100, 384])
-def test_no_document_scores_above_the_bound_of_its_score(name, width):
+def test_no_document_scores_above_the_bound_of_its_score(dtype, width):
     queries, documents = unit_vectors(20, width), unit_vectors(600, width, seed=1)
-    scan = SCANS[name](queries)
+    scan = CoarseSearch(queries, dtype, torch.device("cpu"))
     true_QN = queries.astype(np.float64) @ documents.T.astype(np.float64)
     looseness = []
     for first_row in (0, 300):
@@ -142,7 +122,7 @@ def test_no_document_scores_above_the_bound_of_its_score(name, width):
             )
             assert excess.min() >= 0
             looseness.append(excess.max())
-    assert max(looseness) < (0.02 if name == "bfloat16" else 3 * rounding_error(width))
+    assert max(looseness) < (0.02 if dtype == torch.bfloat16 else 3 * rounding_error(width))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -212,6 +192,13 @@ def test_tasks_and_tiles_change_nothing(tmp_path, monkeypatch):
     found = parts.search(queries, 5)
     np.testing.assert_array_equal(found.index_QK, whole.index_QK)
     np.testing.assert_array_equal(found.score_QK, whole.score_QK)
+
+
+def test_a_gpu_returns_so_many_documents_of_lists(tmp_path):
+    search = build_ivf(shards(tmp_path / "documents", clustered(100), 50), tmp_path / "ivf")
+    search.gpu = True
+    with pytest.raises(OptionError, match="top_k must be <= 2032 on a GPU, got 2033"):
+        search.search(clustered(2), 2033)
 
 
 def test_where_the_lists_hold_too_few_the_rest_is_minus_one(tmp_path):
