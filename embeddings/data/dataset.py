@@ -70,24 +70,21 @@ class ClassExamples:
         seen = {stored.query.strip()}
         # A class made almost only of one text could be drawn from forever, so its rows are searched in the end.
         for position in chain(generator.integers(size, size=_RANDOM_TRIES).tolist(), range(size)):
-            positive = self.table.query(self.classes.member(label, position))
+            (positive,) = self.table.queries([self.classes.member(label, position)])
             if positive.strip() not in seen:
                 break
         seen.add(positive.strip())
         num_outside = self.classes.num_outside(label)
         # Twice as many as are needed, to make up for texts that occur more than once.
         drawn = generator.choice(num_outside, size=min(num_outside, 2 * self.num_negatives), replace=False).tolist()
+        rows, labels = zip(*(self.classes.outsider(label, position) for position in drawn), strict=True)
         found: list[tuple[Negative, int]] = []
-        for position in drawn:
-            if len(found) == self.num_negatives:
-                break
-            row, label_of_row = self.classes.outsider(label, position)
-            text = self.table.query(row)
-            if text.strip() not in seen:
+        for text, label_of_row in zip(self.table.queries(rows), labels, strict=True):
+            if text.strip() not in seen and len(found) < self.num_negatives:
                 seen.add(text.strip())
                 found.append((Negative(text), label_of_row))
-        negatives, labels = zip(*found, strict=True) if found else ((), ())
-        return ExampleTexts((positive,), negatives, labels)
+        negatives, negative_labels = zip(*found, strict=True) if found else ((), ())
+        return ExampleTexts((positive,), negatives, negative_labels)
 
 
 class LabelTexts:

@@ -6,7 +6,6 @@ CPU then waits for many places of the file at a time instead of for one after an
 few sources have, lie in a file of their own with the same batches.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -45,15 +44,12 @@ class MappedFile:
     Attributes:
         data: Its bytes; a slice is a copy.
         bytes_B: The same as an array.
-        words: The same as 8-byte integers, for a look at one of them.
-        words_W: The same as an array, for a look at many.
+        words_W: The same as 8-byte integers.
 
     Raises:
         OSError: If the file cannot be opened.
         ValueError: If it is empty.
     """
-
-    __slots__ = ("buffer", "bytes_B", "data", "words", "words_W")
 
     def __init__(self, path: Path) -> None:
         with open(path, "rb") as file:
@@ -61,7 +57,6 @@ class MappedFile:
         self.buffer = pa.py_buffer(self.data)
         self.bytes_B = np.frombuffer(self.data, dtype=np.uint8)
         self.words_W = np.frombuffer(self.data, dtype=np.int64, count=len(self.data) // _WORD_BYTES)
-        self.words = self.words_W.data
 
     def position(self, buffer: pa.Buffer | None) -> int:
         """Where a buffer of the file starts, in bytes, at a word; 0 for an empty one, which may lie nowhere."""
@@ -77,26 +72,16 @@ class NumberColumn:
     def __init__(self, file: MappedFile, num_batches: int, dtype: Literal["int8", "int32", "float32"]) -> None:
         self._file, self._width = file, np.dtype(dtype).itemsize
         self._values_V = np.frombuffer(file.data, dtype=dtype, count=len(file.data) // self._width)
-        self._values = self._values_V.data
         self._at_R = np.zeros(num_batches, dtype=np.int64)
-        self._at = self._at_R.data
 
     def open(self, batch: int, array: pa.Array, first: int = 0) -> None:
         """Note where a batch's numbers lie, the first of which has the number `first` in the column."""
         assert array.null_count == array.offset == 0
-        self._at[batch] = self._file.position(array.buffers()[1]) // self._width - first
-
-    def at(self, batch: int, number: int) -> Any:
-        """One number."""
-        return self._values[self._at[batch] + number]
-
-    def part(self, batch: int, start: int, stop: int) -> list[Any]:
-        """The numbers at `start` … `stop` - 1 of a batch."""
-        return self.view(batch, start, stop).tolist()  # type: ignore[no-any-return]
+        self._at_R[batch] = self._file.position(array.buffers()[1]) // self._width - first
 
     def view(self, batch: int, start: int, stop: int) -> NDArray[Any]:
-        """The same as an array that is not copied, (stop - start,)."""
-        at = self._at[batch]
+        """The numbers at `start` … `stop` - 1 of a batch, not copied, (stop - start,)."""
+        at = self._at_R[batch]
         return self._values_V[at + start : at + stop]
 
     def take(self, batch_N: Int64s, number_N: Int64s) -> list[Any]:
@@ -108,26 +93,17 @@ class _OffsetColumn:
     """What columns of texts and of lists share: 8-byte offsets that bound their values among their elements."""
 
     def __init__(self, file: MappedFile, num_batches: int) -> None:
-        self._file, self._words = file, file.words
+        self._file = file
         # Word of the offset of the number 0, and how many elements (bytes of texts) there are.
         self._at_R, self._size_R = np.zeros((2, num_batches), dtype=np.int64)
-        self._at, self._size = self._at_R.data, self._size_R.data
 
     def _open(self, batch: int, array: pa.Array, first: int, size: int) -> None:
         assert array.null_count == array.offset == 0
-        self._at[batch] = self._file.position(array.buffers()[1]) // _WORD_BYTES - first
-        self._size[batch] = size
+        self._at_R[batch] = self._file.position(array.buffers()[1]) // _WORD_BYTES - first
+        self._size_R[batch] = size
 
-    def bounds(self, batch: int, number: int) -> tuple[int, int]:
-        """Where the elements of one value start and stop; a `ValueError` if they are not in the batch."""
-        at = self._at[batch] + number
-        start, stop = self._words[at], self._words[at + 1]
-        if not 0 <= start <= stop <= self._size[batch]:
-            raise ValueError(f"offsets {start} and {stop} of {self._size[batch]}")
-        return start, stop
-
-    def bounds_of(self, batch_N: Int64s, number_N: Int64s) -> tuple[Int64s, Int64s]:
-        """The same of N values, (N,) each."""
+    def bounds(self, batch_N: Int64s, number_N: Int64s) -> tuple[Int64s, Int64s]:
+        """Where the elements of N values start and stop, (N,) each; a `ValueError` if they are not in the batch."""
         at_N = self._at_R[batch_N] + number_N
         start_N, stop_N = self._file.words_W[at_N], self._file.words_W[at_N + 1]
         if ((start_N < 0) | (stop_N < start_N) | (stop_N > self._size_R[batch_N])).any():
@@ -136,38 +112,23 @@ class _OffsetColumn:
 
 
 class TextColumn(_OffsetColumn):
-    """Texts of a `large_string` column without nulls; each is decoded when it is asked for.
-
-    Raises:
-        ValueError: At a text that is damaged.
-    """
+    """Texts of a `large_string` column without nulls; each is decoded when it is asked for."""
 
     def __init__(self, file: MappedFile, num_batches: int) -> None:
         super().__init__(file, num_batches)
         self._data_R = np.zeros(num_batches, dtype=np.int64)
-        self._data = self._data_R.data
 
     def open(self, batch: int, array: pa.Array, first: int = 0) -> None:
         """Note where a batch's texts lie, the first of which has the number `first` in the column."""
         data = array.buffers()[2]
         self._open(batch, array, first, 0 if data is None else data.size)
-        self._data[batch] = self._file.position(data)
-
-    def at(self, batch: int, number: int) -> str:
-        """One text."""
-        start, stop = self.bounds(batch, number)
-        data = self._data[batch]
-        return self._file.data[data + start : data + stop].decode()
-
-    def part(self, batch: int, start: int, stop: int) -> list[str]:
-        """The texts at `start` … `stop` - 1 of a batch."""
-        return [self.at(batch, number) for number in range(start, stop)]
+        self._data_R[batch] = self._file.position(data)
 
     def take(self, batch_N: Int64s, number_N: Int64s) -> list[str]:
-        """N texts."""
+        """N texts; a `ValueError` at one that is damaged."""
         if not self._size_R[batch_N].any():
             return [""] * len(batch_N)
-        start_N, stop_N = self.bounds_of(batch_N, number_N)
+        start_N, stop_N = self.bounds(batch_N, number_N)
         data_N, data = self._data_R[batch_N], self._file.data
         start_N, stop_N = data_N + start_N, data_N + stop_N
         # One look at all first bytes has the memory fetch them side by side; the texts are then read from its caches.
@@ -176,11 +137,7 @@ class TextColumn(_OffsetColumn):
 
 
 class ListColumn(_OffsetColumn):
-    """Lists of a `large_list` column without nulls; `child` is the column of all their elements, opened with this one.
-
-    Raises:
-        ValueError: At a list that is damaged.
-    """
+    """Lists of a `large_list` column without nulls; `child`, opened with it, is the column of all their elements."""
 
     def __init__(self, file: MappedFile, num_batches: int, child: TextColumn | NumberColumn) -> None:
         super().__init__(file, num_batches)
@@ -191,25 +148,20 @@ class ListColumn(_OffsetColumn):
         self._open(batch, array, first, len(array.values))
         self.child.open(batch, array.values)
 
-    def at(self, batch: int, number: int) -> list[Any]:
-        """One list."""
-        start, stop = self.bounds(batch, number)
-        return self.child.part(batch, start, stop) if start < stop else []
-
     def starts(self, batch: int, start: int, stop: int) -> Int64s:
         """Where each list `start` … `stop` - 1 starts among the batch's elements and the last ends, (lists + 1,)."""
-        at = self._at[batch]
+        at = self._at_R[batch]
         return self._file.words_W[at + start : at + stop + 1]
 
     def num_elements(self, batch: int) -> int:
         """Elements of all lists of a batch."""
-        return self._size[batch]
+        return int(self._size_R[batch])
 
     def take(self, batch_N: Int64s, number_N: Int64s) -> list[list[Any]]:
-        """N lists."""
+        """N lists; a `ValueError` at one that is damaged."""
         if not self._size_R[batch_N].any():
             return [[] for _ in range(len(batch_N))]
-        start_N, stop_N = self.bounds_of(batch_N, number_N)
+        start_N, stop_N = self.bounds(batch_N, number_N)
         count_N = stop_N - start_N
         if (count_N == 1).all():
             return [[value] for value in self.child.take(batch_N, start_N)]
@@ -302,39 +254,28 @@ class Table:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        try:
-            self._start_R: Int64s = load_array(folder / STARTS_FILE, "delete the folder and run again")
-            file, self._reader = _mapped(folder / ROWS_FILE)
-            self.has_scores = (folder / SCORES_FILE).exists()
-            scores_file: MappedFile | None = None
-            self._scores_reader: pa.RecordBatchFileReader | None = None
-            if self.has_scores:
-                scores_file, self._scores_reader = _mapped(folder / SCORES_FILE)
-        except InputError:
-            raise
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise damaged(folder) from error
-        self._starts: list[int] = self._start_R.tolist()
-        num_batches = len(self._starts) - 1
-        readers = [reader for reader in (self._reader, self._scores_reader) if reader is not None]
-        if any(reader.num_record_batches != num_batches for reader in readers):
-            raise damaged(folder)
+        self.folder, self.has_scores = folder, (folder / SCORES_FILE).exists()
+        self._start_R: Int64s = load_array(folder / STARTS_FILE, "delete the folder and run again")
+        num_batches = len(self._start_R) - 1
         self._is_open_R = np.zeros(num_batches, dtype=np.bool_)
-        self._is_open = self._is_open_R.data
-        self._query, self._instruction = TextColumn(file, num_batches), TextColumn(file, num_batches)
-        self._positives = ListColumn(file, num_batches, TextColumn(file, num_batches))
-        self._negatives = ListColumn(file, num_batches, TextColumn(file, num_batches))
-        self._level = NumberColumn(file, num_batches, "int8")
-        self._levels = ListColumn(file, num_batches, self._level)
-        self._label = NumberColumn(file, num_batches, "int32")
-        # As `StoredRow` names them.
-        self._columns: tuple[TextColumn | ListColumn | NumberColumn, ...] = (
-            self._query, self._positives, self._negatives, self._levels, self._label, self._instruction,
-        )  # fmt: skip
-        if scores_file is not None:
-            scores = NumberColumn(scores_file, num_batches, "float32")
-            self._columns = (*self._columns, ListColumn(scores_file, num_batches, scores))
+        with _refuses_damage(folder):
+            file, reader = _mapped(folder / ROWS_FILE)
+            self._readers = [reader]
+            texts = [TextColumn(file, num_batches) for _ in range(4)]
+            self._query, instruction = texts[:2]
+            self._positives, self._negatives = (ListColumn(file, num_batches, child) for child in texts[2:])
+            self._level = NumberColumn(file, num_batches, "int8")
+            self._levels = ListColumn(file, num_batches, self._level)
+            self._label = NumberColumn(file, num_batches, "int32")
+            # As `StoredRow` names them.
+            self._columns: list[TextColumn | ListColumn | NumberColumn]
+            self._columns = [self._query, self._positives, self._negatives, self._levels, self._label, instruction]
+            if self.has_scores:
+                file, reader = _mapped(folder / SCORES_FILE)
+                self._readers.append(reader)
+                self._columns.append(ListColumn(file, num_batches, NumberColumn(file, num_batches, "float32")))
+            if any(reader.num_record_batches != num_batches for reader in self._readers):
+                raise ValueError("another number of batches")
 
     def __reduce__(self) -> tuple[type["Table"], tuple[Path]]:
         """The folder alone."""
@@ -342,48 +283,35 @@ class Table:
 
     def __len__(self) -> int:
         """Number of rows."""
-        return self._starts[-1]
+        return int(self._start_R[-1])
 
     def row(self, index: int) -> StoredRow:
-        """The row at `index`, from 0."""
-        batch = self._batch_of(index)
-        try:
-            values: list[Any] = [column.at(batch, index) for column in self._columns]
-            return StoredRow(*values)
-        except ValueError as error:
-            raise damaged(self.folder) from error
+        """The row at `index`, from 0; many are read faster together."""
+        return self.rows([index])[0]
 
     def rows(self, indices: Sequence[int] | Int64s) -> list[StoredRow]:
-        """The rows at some indices, in any order and as often as asked for, each as `row` gives it."""
-        index_N = np.asarray(indices, dtype=np.int64)
-        outside_N = (index_N < 0) | (index_N >= len(self))
-        if outside_N.any():
-            raise IndexError(f"row {index_N[outside_N][0]} of {len(self)}")
-        batch_N = np.searchsorted(self._start_R, index_N, side="right") - 1
-        closed_N = ~self._is_open_R[batch_N]
-        if closed_N.any():
-            for batch in np.unique(batch_N[closed_N]).tolist():
-                self._open(batch)
-        try:
-            columns: list[Iterable[Any]] = [column.take(batch_N, index_N) for column in self._columns]
-        except ValueError as error:
-            raise damaged(self.folder) from error
+        """The rows at some indices, in any order and as often as asked for."""
+        columns = self._take(self._columns, indices)
         if not self.has_scores:
-            columns.append(repeat((), len(index_N)))
+            columns.append(repeat((), len(indices)))
         # The tuples' own constructor: that of `StoredRow` looks for arguments left out, and takes twice the time.
         return list(map(partial(tuple.__new__, StoredRow), zip(*columns, strict=True)))
 
-    def query(self, index: int) -> str:
-        """The query at `index` alone."""
-        return self._value(self._query, index)  # type: ignore[no-any-return]
+    def queries(self, indices: Sequence[int] | Int64s) -> list[str]:
+        """The queries at some indices alone."""
+        return self._take([self._query], indices)[0]
 
-    def positives(self, index: int) -> list[str]:
-        """The positives at `index` alone."""
-        return self._value(self._positives, index)  # type: ignore[no-any-return]
+    def positives(self, indices: Sequence[int] | Int64s) -> list[list[str]]:
+        """The positives at some indices alone."""
+        return self._take([self._positives], indices)[0]
 
-    def negatives(self, index: int) -> list[str]:
-        """The negatives at `index` alone."""
-        return self._value(self._negatives, index)  # type: ignore[no-any-return]
+    def negatives(self, indices: Sequence[int] | Int64s) -> list[list[str]]:
+        """The negatives at some indices alone."""
+        return self._take([self._negatives], indices)[0]
+
+    def levels(self, indices: Sequence[int] | Int64s) -> list[list[int]]:
+        """The levels of the negatives at some indices alone."""
+        return self._take([self._levels], indices)[0]
 
     def labels(self) -> NDArray[np.int32]:
         """The label of every row, (rows,)."""
@@ -406,51 +334,44 @@ class Table:
                 found[has_negatives] = np.bitwise_or.reduceat(bits, starts[:-1][has_negatives])
             yield found
 
-    def _value(self, column: TextColumn | ListColumn, index: int) -> Any:
-        batch = self._batch_of(index)
-        try:
-            return column.at(batch, index)
-        except ValueError as error:
-            raise damaged(self.folder) from error
-
-    def _batch_of(self, index: int) -> int:
-        """The batch of a row, opened."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        batch = bisect_right(self._starts, index) - 1
-        if not self._is_open[batch]:
+    def _take(self, columns: Sequence[TextColumn | ListColumn | NumberColumn], indices: Sequence[int] | Int64s) -> Any:
+        """The values of some columns at some indices, a list for each column."""
+        index_N = np.asarray(indices, dtype=np.int64)
+        outside_N = (index_N < 0) | (index_N >= len(self))
+        if outside_N.any():
+            raise IndexError(f"row {index_N[outside_N][0]} of {len(self)}")
+        batch_N = np.searchsorted(self._start_R, index_N, side="right") - 1
+        for batch in np.unique(batch_N[~self._is_open_R[batch_N]]).tolist():
             self._open(batch)
-        return batch
+        with _refuses_damage(self.folder):
+            return [column.take(batch_N, index_N) for column in columns]
 
     def _batches(self) -> Iterator[int]:
         """All batches, each opened."""
-        for batch in range(len(self._is_open)):
+        for batch in range(len(self._is_open_R)):
             self._open(batch)
             yield batch
 
     def _bounds(self, batch: int) -> tuple[int, int]:
         """The first row of a batch and that of the next."""
-        return self._starts[batch], self._starts[batch + 1]
+        return int(self._start_R[batch]), int(self._start_R[batch + 1])
 
     def _open(self, batch: int) -> None:
         """Note where a batch's columns lie, once."""
-        if self._is_open[batch]:
+        if self._is_open_R[batch]:
             return
         first, stop = self._bounds(batch)
-        try:
+        with _refuses_damage(self.folder):
             arrays: list[pa.Array] = []
-            for reader in (self._reader, self._scores_reader):
-                if reader is not None:
-                    read = reader.get_batch(batch)
-                    read.validate()
-                    if read.num_rows != stop - first:
-                        raise ValueError(f"{read.num_rows} rows, expected {stop - first}")
-                    arrays += read.columns
+            for reader in self._readers:
+                read = reader.get_batch(batch)
+                read.validate()
+                if read.num_rows != stop - first:
+                    raise ValueError(f"{read.num_rows} rows, expected {stop - first}")
+                arrays += read.columns
             for column, array in zip(self._columns, arrays, strict=True):
                 column.open(batch, array, first)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise damaged(self.folder) from error
-        self._is_open[batch] = True
+        self._is_open_R[batch] = True
 
 
 def _mapped(path: Path) -> tuple[MappedFile, pa.RecordBatchFileReader]:
@@ -458,6 +379,15 @@ def _mapped(path: Path) -> tuple[MappedFile, pa.RecordBatchFileReader]:
     file = MappedFile(path)
     # Threads of Arrow's own would not survive the fork that makes a worker.
     return file, pa.ipc.open_file(file.buffer, options=pa.ipc.IpcReadOptions(use_threads=False))
+
+
+@contextmanager
+def _refuses_damage(folder: Path) -> Iterator[None]:
+    """Inside, whatever reading damaged files raises is the error of their folder."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise damaged(folder) from error
 
 
 def damaged(folder: Path) -> InputError:

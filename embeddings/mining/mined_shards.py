@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -197,20 +198,19 @@ def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path:
     negatives = mined.negatives
     schema = mined_schema(graded=negatives.level_N is not None)
     columns: dict[str, list[Any]] = {name: [] for name in schema.names}
-    row_QN, score_QN, num_replaced = negatives.row_QN, negatives.score_QN, 0
+    is_found_QN = negatives.row_QN >= 0
+    all_texts = iter(index.document_texts(negatives.row_QN[is_found_QN]))
     offsets = index.positive_offsets[mined.queries.start : mined.queries.stop + 1]
     offsets = offsets - offsets[0]
-    for place, row in enumerate(mined.queries):
-        found = row_QN[place] >= 0
-        texts: list[Any] = [index.document_text(document) for document in row_QN[place][found].tolist()]
+    for place, is_found_N in enumerate(is_found_QN):
+        texts: list[Any] = list(islice(all_texts, int(is_found_N.sum())))
         if negatives.level_N is not None:
-            levels = negatives.level_N[found].tolist()
+            levels = negatives.level_N[is_found_N].tolist()
             texts = [{"text": text, "level": level} for text, level in zip(texts, levels, strict=True)]
         columns["negatives"].append(texts)
-        columns["negative_scores"].append(score_QN[place][found])
+        columns["negative_scores"].append(negatives.score_QN[place][is_found_N])
         columns["positive_scores"].append(mined.positive_score_P[offsets[place] : offsets[place + 1]])
-        num_replaced += bool(index.source.table.negatives(row))
-    count_Q = np.count_nonzero(row_QN >= 0, axis=1)
+    count_Q = np.count_nonzero(is_found_QN, axis=1)
     counts = {
         "num_candidates": mined.num_candidates,
         **{f"removed {reason}": count for reason, count in negatives.removed.items()},
@@ -218,7 +218,7 @@ def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path:
         "num_negatives": int(count_Q.sum()),
         "num_short": int(np.count_nonzero(count_Q < rules.count)),
         "num_empty": int(np.count_nonzero(count_Q == 0)),
-        "num_replaced": num_replaced,
+        "num_replaced": sum(map(bool, index.source.table.levels(mined.queries))),
     }
     metadata = {"counts": json.dumps(counts), "levels": json.dumps(_shard_levels(negatives))}
     pq.write_table(pa.table(columns, schema=schema).replace_schema_metadata(metadata), path)

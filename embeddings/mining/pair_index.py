@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,6 +21,8 @@ from embeddings.data.table import StoredRow, Table, write_table
 from embeddings.inference.corpus import text_field
 
 BLOCK = 1 << 16
+# Rows whose texts are read at once.
+_TEXT_ROWS = 1 << 11
 # Texts whose hashes are sorted in memory at once: about 100 bytes each.
 PART = 1 << 22
 
@@ -96,22 +98,23 @@ class PairIndex:
         """The documents that are a query's positives, in the row's order."""
         return self.positive_rows[self.positive_offsets[query] : self.positive_offsets[query + 1]]
 
-    def query_text(self, query: int) -> str:
-        """The text of a query."""
-        return self.source.table.query(query)
-
-    def document_text(self, document: int) -> str:
-        """The text of a document, as it first appeared."""
-        table, entry = self.source.table, int(self._entries[document])
+    def document_texts(self, documents: Sequence[int] | Int64s) -> list[str]:
+        """The texts of some documents, each as it first appeared."""
+        table, entry_N, first = self.source.table, np.asarray(self._entries[documents]), 0
+        texts = [""] * len(entry_N)
         for offsets, texts_of in ((self.positive_offsets, table.positives), (self.negative_offsets, table.negatives)):
-            if offsets is None:
-                continue
-            if entry < offsets[-1]:
-                row = int(np.searchsorted(offsets, entry, side="right")) - 1
-                return texts_of(row)[entry - int(offsets[row])]
-            entry -= int(offsets[-1])
-        assert self._corpus is not None
-        return self._corpus.query(entry)
+            if offsets is not None:
+                own_n = np.flatnonzero((entry_N >= first) & (entry_N < first + offsets[-1]))
+                row_n = np.searchsorted(offsets, entry_N[own_n] - first, side="right") - 1
+                place_n = entry_N[own_n] - first - offsets[row_n]
+                for own, place, found in zip(own_n.tolist(), place_n.tolist(), texts_of(row_n), strict=True):
+                    texts[own] = found[place]
+                first += int(offsets[-1])
+        if self._corpus is not None:
+            own_n = np.flatnonzero(entry_N >= first)
+            for own, text in zip(own_n.tolist(), self._corpus.queries(entry_N[own_n] - first), strict=True):
+                texts[own] = text
+        return texts
 
     def known_positives(self, rows: Int64s) -> KnownPositives:
         """All documents that some row of the source names as a positive of the same query text.
@@ -197,8 +200,8 @@ def _write_rows(table: Table, stage: Path, hashes: IO[bytes]) -> int:
     """
     create = partial(open_memmap, mode="w+", dtype=np.int64)
     query_hashes = create(stage / "query_hashes.npy", shape=(len(table),))
-    for row in range(len(table)):
-        query_hashes[row] = text_hash(table.query(row))
+    for rows in _row_blocks(len(table)):
+        query_hashes[rows.start : rows.stop] = list(map(text_hash, table.queries(rows)))
     order, done = create(stage / "query_order.npy", shape=(len(table),)), 0
     slots = create(stage / "query_slots.npy", shape=(len(table), 2))
     for row_n, slot_n2 in _slots(query_hashes):
@@ -208,17 +211,21 @@ def _write_rows(table: Table, stage: Path, hashes: IO[bytes]) -> int:
     return _write_texts(table.positives, len(table), stage / "positive", hashes)
 
 
-def _write_texts(texts_of: Callable[[int], list[str]], num_rows: int, path: Path, hashes: IO[bytes]) -> int:
+def _write_texts(texts_of: Callable[[range], list[list[str]]], num_rows: int, path: Path, hashes: IO[bytes]) -> int:
     """Write where the texts of each row begin (`PATH_offsets.npy`), and their hashes; returns their number."""
     offsets = open_memmap(path.with_name(f"{path.name}_offsets.npy"), "w+", np.int64, (num_rows + 1,))
     total = 0
-    for start in range(0, num_rows, BLOCK):
-        stop = min(start + BLOCK, num_rows)
-        found = [[text_hash(text) for text in texts_of(row)] for row in range(start, stop)]
-        offsets[start + 1 : stop + 1] = total + np.cumsum([len(own) for own in found])
-        np.fromiter(chain.from_iterable(found), np.int64).tofile(hashes)
+    for rows in _row_blocks(num_rows):
+        found = texts_of(rows)
+        offsets[rows.start + 1 : rows.stop + 1] = total + np.cumsum([len(texts) for texts in found])
+        np.fromiter(map(text_hash, chain.from_iterable(found)), np.int64).tofile(hashes)
         total += sum(map(len, found))
     return total
+
+
+def _row_blocks(num_rows: int) -> Iterator[range]:
+    """All rows, as many at a time as are read at once."""
+    return (range(start, min(start + _TEXT_ROWS, num_rows)) for start in range(0, num_rows, _TEXT_ROWS))
 
 
 def _hashed_corpus(path: Path, hashes: IO[bytes], bodies: IO[bytes]) -> Iterator[StoredRow]:

@@ -301,7 +301,7 @@ def _encode_side(
             vector_ND[found_n >= 0] = side.encoded.vectors.shards.take(found_n[found_n >= 0], unit=False)
         left = [rows[place] for place in left_n.tolist()]
         parts = [
-            (prompt, left_n[places], [side.text(index, left[place]) for place in places])
+            (prompt, left_n[places], side.texts(index, [left[place] for place in places]))
             for prompt, places in (side.prompts(index, left) if left else ())
         ]
         return _ShardTexts(shard, vector_ND, parts)
@@ -377,8 +377,8 @@ class _Side:
     def num_rows(self, index: PairIndex) -> int:
         return index.num_queries if self.role == "query" else index.num_documents
 
-    def text(self, index: PairIndex, row: int) -> str:
-        return index.query_text(row) if self.role == "query" else index.document_text(row)
+    def texts(self, index: PairIndex, rows: list[int]) -> list[str]:
+        return index.source.table.queries(rows) if self.role == "query" else index.document_texts(rows)
 
     def prompts(self, index: PairIndex, rows: list[int]) -> Iterator[tuple[PromptChoice, list[int]]]:
         """The prompts of some rows, each with the places among these rows that it is for."""

@@ -70,7 +70,7 @@ def test_an_output_called_jsonl_holds_the_same_rows_as_json_lines_and_trains(lev
     config = run_config(tmp_path / "fit", sources=[{"name": "mined", "path": "mined.jsonl"}])
     config["trainer"]["max_steps"] = 2
     cli = run_trainer(["fit", "--config", write_config(tmp_path / "fit", config)])
-    assert len(cli.datamodule.mixture.sources[0].cached.table.negatives(0)) == 4
+    assert len(cli.datamodule.mixture.sources[0].cached.table.row(0).negatives) == 4
 
 
 def test_a_reranker_scores_what_was_mined_and_margins_follow_it(mine, tmp_path, capsys):

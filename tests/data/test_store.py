@@ -222,7 +222,7 @@ def test_records_are_read_with_all_fields_and_in_the_rows_of_the_table(policy, t
     config = SourceConfig("a", files, suspect_rows=policy)
     cached = open_cached(config, tmp_path / "cache")
     records = list(read_records(config, cached))
-    assert [record.query for record in records] == [cached.table.query(row) for row in range(len(cached.table))]
+    assert [record.query for record in records] == cached.table.queries(range(len(cached.table)))
     assert [record.score for record in records if record.query != "q"] == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert len(records) == 5 + (policy == "keep")
 
@@ -235,7 +235,7 @@ def test_scored_pairs_are_read_as_records_in_the_rows_of_the_table(tmp_path):
     assert [(record.query, *record.positives) for record in records] == [
         ("a 4", "b 4"), ("b 4", "a 4"), ("a 5", "b 5"), ("b 5", "a 5")
     ]  # fmt: skip
-    assert [record.query for record in records] == [cached.table.query(row) for row in range(len(cached.table))]
+    assert [record.query for record in records] == cached.table.queries(range(len(cached.table)))
 
 
 def test_the_place_of_a_record_is_its_file_and_line(tmp_path):

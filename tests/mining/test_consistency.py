@@ -30,7 +30,7 @@ def pair_vectors(folder, rows, query_ND, vector_of, shard_size=7):
     """Vectors of a source, those of documents by their text."""
     source = open_cached(SourceConfig("a", str(write_jsonl(folder / "a.jsonl", rows))), folder / "cache")
     index = index_pairs(source, folder / "index")
-    document_MD = np.stack([vector_of(index.document_text(row)) for row in range(index.num_documents)])
+    document_MD = np.stack([vector_of(text) for text in index.document_texts(range(index.num_documents))])
     sides = (unit_rows(vector_ND.astype(np.float32)) for vector_ND in (query_ND, document_MD))
     return made_vectors(folder, source, *sides, shard_size)
 

@@ -57,8 +57,8 @@ def test_the_index_equals_a_loop_over_the_texts(corpus, block, tmp_path, monkeyp
     documents, positives = reference(ROWS, corpus or [])
     assert (index.num_queries, index.num_documents) == (4, len(documents))
     assert [index.positives(row).tolist() for row in range(4)] == positives
-    assert [index.document_text(number).strip() for number in range(len(documents))] == documents
-    assert [index.query_text(row) for row in range(4)] == [row["query"] for row in ROWS]
+    assert [text.strip() for text in index.document_texts(range(len(documents)))] == documents
+    assert index.source.table.queries(range(4)) == [row["query"] for row in ROWS]
     assert index.document_hashes.tolist() == [text_hash(text) for text in documents]
     assert index.positive_rows.dtype == np.int32
     names = {path.name for path in (tmp_path / "index").iterdir()}
@@ -76,7 +76,7 @@ def test_negatives_are_documents_where_they_are_asked_for(corpus, block, tmp_pat
     documents, positives = reference(ROWS, [{"text": text} for texts in given for text in texts] + (corpus or []))
     assert (index.num_queries, index.num_documents) == (4, len(documents))
     assert [index.positives(row).tolist() for row in range(4)] == positives
-    assert [index.document_text(number).strip() for number in range(len(documents))] == documents
+    assert [text.strip() for text in index.document_texts(range(len(documents)))] == documents
     found = [index.negative_rows[slice(*index.negative_offsets[row : row + 2])].tolist() for row in range(4)]
     assert found == [[documents.index(text.strip()) for text in texts] for texts in given]
 
@@ -155,7 +155,7 @@ def test_a_text_behind_a_title_is_known_where_the_text_alone_is_and_the_other_wa
     index = index_pairs(source(tmp_path, rows), tmp_path / "index", write_jsonl(tmp_path / "corpus.jsonl", TITLED))
     known = index.known_positives(np.arange(5))
     found = [
-        {index.document_text(row).strip() for row in known.row_P[known.group_P == group].tolist()}
+        {text.strip() for text in index.document_texts(known.row_P[known.group_P == group])}
         for group in known.group_Q.tolist()
     ]
     assert found == [
@@ -198,5 +198,5 @@ def test_a_source_without_pairs_is_refused(tmp_path):
 def test_scored_pairs_have_an_index_too(tmp_path):
     rows = [{"sentence1": "a", "sentence2": "b", "score": 5.0}]
     index = index_pairs(source(tmp_path, rows, conversion="sts"), tmp_path / "index")
-    assert [index.document_text(row) for row in range(2)] == ["b", "a"]
+    assert index.document_texts(range(2)) == ["b", "a"]
     assert json.loads((tmp_path / "index" / "manifest.json").read_text())["num_queries"] == 2

@@ -57,10 +57,10 @@ def test_levels_and_further_positives_equal_a_loop(block, tmp_path, monkeypatch)
     assert expected["q2"] == ({"a", "c"}, {"b": 3})
     for query, row in (("q0", 0), ("q1", 1), ("q2", 2), ("q0", 3), ("q3", 4)):
         group = known.group_Q[row]
-        equal = {index.document_text(d) for d in judged.positive_row_P[judged.positive_group_P == group].tolist()}
+        equal = set(index.document_texts(judged.positive_row_P[judged.positive_group_P == group]))
         own = judged.lower_group_L == group
         pairs = zip(judged.lower_row_L[own].tolist(), judged.lower_level_L[own].tolist(), strict=True)
-        levels = {index.document_text(document): level for document, level in pairs}
+        levels = {index.document_texts([document])[0]: level for document, level in pairs}
         assert (equal, levels) == expected[query]
         assert judged.is_judged_G[group] == (query != "q3")
     assert (np.diff(judged.lower_group_L) >= 0).all()

@@ -38,8 +38,8 @@ def world(tmp_path, monkeypatch):
 
 def loop(index, teachers, rules):
     """The negatives of all queries by a loop over all documents, and the scores of all positives."""
-    documents = [index.document_text(row) for row in range(index.num_documents)]
-    queries = [index.query_text(row) for row in range(index.num_queries)]
+    documents = index.document_texts(range(index.num_documents))
+    queries = index.source.table.queries(range(index.num_queries))
     scores = [
         np.einsum("qd,nd->qn", *(unit(t.encode(texts)).astype(np.float64) for texts in (queries, documents)))
         for t in teachers
