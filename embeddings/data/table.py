@@ -172,6 +172,9 @@ class ListColumn(_OffsetColumn):
         return [values[start:stop] for start, stop in pairwise([0, *end_N.tolist()])]
 
 
+Column = NumberColumn | TextColumn | ListColumn
+
+
 class StoredRow(NamedTuple):
     """One converted row.
 
@@ -268,7 +271,7 @@ class Table:
             self._levels = ListColumn(file, num_batches, self._level)
             self._label = NumberColumn(file, num_batches, "int32")
             # As `StoredRow` names them.
-            self._columns: list[TextColumn | ListColumn | NumberColumn]
+            self._columns: list[Column]
             self._columns = [self._query, self._positives, self._negatives, self._levels, self._label, instruction]
             if self.has_scores:
                 file, reader = _mapped(folder / SCORES_FILE)
@@ -299,19 +302,19 @@ class Table:
 
     def queries(self, indices: Sequence[int] | Int64s) -> list[str]:
         """The queries at some indices alone."""
-        return self._take([self._query], indices)[0]
+        return list(self._take([self._query], indices)[0])
 
     def positives(self, indices: Sequence[int] | Int64s) -> list[list[str]]:
         """The positives at some indices alone."""
-        return self._take([self._positives], indices)[0]
+        return list(self._take([self._positives], indices)[0])
 
     def negatives(self, indices: Sequence[int] | Int64s) -> list[list[str]]:
         """The negatives at some indices alone."""
-        return self._take([self._negatives], indices)[0]
+        return list(self._take([self._negatives], indices)[0])
 
     def levels(self, indices: Sequence[int] | Int64s) -> list[list[int]]:
         """The levels of the negatives at some indices alone."""
-        return self._take([self._levels], indices)[0]
+        return list(self._take([self._levels], indices)[0])
 
     def labels(self) -> NDArray[np.int32]:
         """The label of every row, (rows,)."""
@@ -334,7 +337,7 @@ class Table:
                 found[has_negatives] = np.bitwise_or.reduceat(bits, starts[:-1][has_negatives])
             yield found
 
-    def _take(self, columns: Sequence[TextColumn | ListColumn | NumberColumn], indices: Sequence[int] | Int64s) -> Any:
+    def _take(self, columns: Sequence[Column], indices: Sequence[int] | Int64s) -> list[Any]:
         """The values of some columns at some indices, a list for each column."""
         index_N = np.asarray(indices, dtype=np.int64)
         outside_N = (index_N < 0) | (index_N >= len(self))
