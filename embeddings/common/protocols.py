@@ -1,13 +1,13 @@
 """The contract between a method and everything that trains it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from embeddings.common.text import TextSettings
+from embeddings.common.text import TextRole, TextSettings
 from embeddings.common.types import ContrastiveBatch, LossOutput, PackedRows, Representations, TokenBatch
 
 if TYPE_CHECKING:
@@ -23,12 +23,14 @@ class BatchNeeds:
         gathers_candidates: Whether the candidates of all ranks compete with each other.
         sampler: Name of the batch sampler that the method is made for, None where any serves.
         without_sampler: What the method loses by another, and what to do, for a warning.
+        teacher_tokens: Tokenises texts in a role for a teacher that the module runs; None where it runs none.
     """
 
     in_batch_negatives: Literal["source", "on", "off"] = "source"
     gathers_candidates: bool = True
     sampler: str | None = None
     without_sampler: str = ""
+    teacher_tokens: Callable[[Sequence[str], TextRole], TokenBatch] | None = None
 
 
 @runtime_checkable

@@ -136,6 +136,8 @@ class ContrastiveBatch(_Movable):
         surrogate_query_BS: Vector of each query by another model, NaN where its source has none, (B, S) float32; None
             where no source has.
         surrogate_candidate_CS: The same of each candidate, (C, S) float32.
+        teacher_query: The queries as a teacher that runs beside the method reads them, B texts; None without one.
+        teacher_candidate: The same of the candidates, C texts.
         num_extra_tokens: Positions that the encoder reads before each text beside its tokens: every slot of a context,
             filled or not, and soft prompts. What mini-batches are cut by.
         teacher_score_C: A teacher's score of each candidate with the query that it was drawn for, NaN where the teacher
@@ -162,6 +164,8 @@ class ContrastiveBatch(_Movable):
     num_extra_tokens: int = 0
     negative_level: int = 0
     teacher_score_C: Tensor | None = None
+    teacher_query: TokenBatch | None = None
+    teacher_candidate: TokenBatch | None = None
 
     def __len__(self) -> int:
         """Number of queries, B."""

@@ -476,6 +476,7 @@ class EmbeddingDataModule(PlannedDataModule):
             self.mixture.surrogate_width,
             self.num_in_context_examples,
             self.mixture.has_scores,
+            batch_needs(self._trained_module).teacher_tokens,
         )
         return self._make_loader(self.mixture, collator)
 

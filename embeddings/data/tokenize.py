@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, takewhile
 from typing import NamedTuple
 
@@ -244,6 +244,7 @@ class ContrastiveCollator:
             every batch of a run alike, so that ranks agree on what they gather.
         num_in_context_examples: Maximum solved examples before a query, >= 0; bge-en-icl uses 5.
         has_scores: Whether examples may carry a teacher's scores; decides for every batch of a run alike.
+        teacher_tokens: Tokenises texts for a teacher that runs beside the method, prompts included; None without one.
 
     Raises:
         OptionError: If a number is negative.
@@ -258,6 +259,7 @@ class ContrastiveCollator:
         surrogate_width: int | None = None,
         num_in_context_examples: int = 0,
         has_scores: bool = False,
+        teacher_tokens: Callable[[Sequence[str], TextRole], TokenBatch] | None = None,
     ) -> None:
         if num_negatives < 0:
             raise OptionError("data.num_negatives", num_negatives, "must be >= 0", "0 trains on pairs alone")
@@ -266,6 +268,7 @@ class ContrastiveCollator:
             raise OptionError("data.num_in_context_examples", num_in_context_examples, rule, "bge-en-icl uses 5")
         self.num_in_context_examples, self.has_scores = num_in_context_examples, has_scores
         self.tokenizer, self.num_negatives, self.surrogate_width = tokenizer, num_negatives, surrogate_width
+        self.teacher_tokens = teacher_tokens
 
     def __call__(self, examples: Sequence[Example]) -> ContrastiveBatch:
         """The batch of B examples; see `ContrastiveBatch` for what each field holds."""
@@ -283,12 +286,13 @@ class ContrastiveCollator:
             query_prompts = self._with_examples(examples, query_prompts, candidates)
         document_prompts = [examples[owner].document_prompt or prompts.get("document", "") for owner in owners]
         surrogate_query_BS, surrogate_candidate_CS = self._surrogates(examples, chosen, len(candidates))
+        queries, read = [e.query for e in examples], self.teacher_tokens
         return ContrastiveBatch(
-            query=self.tokenizer([e.query for e in examples], "query", query_prompts),
+            query=self.tokenizer(queries, "query", query_prompts),
             candidate=self.tokenizer(candidates, "document", document_prompts),
             positive_index_B=torch.arange(len(examples)),
             owner_C=torch.tensor(owners),
-            query_hash_B=torch.tensor([text_hash(e.query) for e in examples]),
+            query_hash_B=torch.tensor([text_hash(text) for text in queries]),
             candidate_hash_C=torch.tensor([text_hash(text) for text in candidates]),
             known_positive_hash_BP=_filled([[text_hash(text) for text in e.positives] for e in examples]),
             source_B=torch.tensor([e.source for e in examples]),
@@ -300,6 +304,8 @@ class ContrastiveCollator:
             surrogate_candidate_CS=surrogate_candidate_CS,
             negative_level=examples[0].level,
             teacher_score_C=self._teacher_scores(examples, chosen),
+            teacher_query=None if read is None else read(queries, "query"),
+            teacher_candidate=None if read is None else read(candidates, "document"),
         )
 
     def _with_examples(

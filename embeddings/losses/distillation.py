@@ -1,8 +1,8 @@
 """Losses that follow a teacher's scores: in-batch similarities by divergence, margins of hard negatives by squares.
 
-Each adds its term to `InfoNCE`. No teacher runs in training: its scores are inner products of the vectors that the
-batch carries (`data.sources[].surrogate_vectors`, made once by `cluster` or `mine`), or, for margins, the records' own
-`scores` (made once by `mine --reranker`).
+Each adds its term to `InfoNCE`. The teacher's scores are inner products of the vectors that the batch carries: made
+once by `cluster` or `mine` (`data.sources[].surrogate_vectors`), or in each step by the model that the option `teacher`
+names. Margins also follow the records' own `scores` (made once by `mine --reranker`).
 """
 
 import math
@@ -25,6 +25,9 @@ class Distillation(InfoNCE):
     Args:
         alpha: Weight of the teacher's term, > 0.
         contrastive_weight: Weight w of InfoNCE, >= 0; 0 learns from the teacher alone.
+        teacher: A model directory or Hub id whose vectors are followed, of any width and tokenizer. The module loads it
+            when a run starts and runs it in each step, without a graph, by its own prompts and lengths. None for the
+            vectors or scores that the data carry.
         options: What `InfoNCE` takes.
 
     Raises:
@@ -33,13 +36,28 @@ class Distillation(InfoNCE):
 
     has_teacher = True
 
-    def __init__(self, alpha: float = 1.0, contrastive_weight: float = 1.0, **options: Any) -> None:
+    def __init__(
+        self, alpha: float = 1.0, contrastive_weight: float = 1.0, teacher: str | None = None, **options: Any
+    ) -> None:
         super().__init__(**options)
         if not 0 < alpha < math.inf:
             raise OptionError("alpha", alpha, "must be > 0 and finite", "1 weighs the teacher as much as InfoNCE")
         if not 0 <= contrastive_weight < math.inf:
             raise OptionError("contrastive_weight", contrastive_weight, "must be >= 0 and finite", "0 leaves it out")
-        self.alpha, self.contrastive_weight = alpha, contrastive_weight
+        self.alpha, self.contrastive_weight, self.teacher = alpha, contrastive_weight, teacher
+
+    def check_teacher(self, has_surrogates: bool, has_scores: bool | None) -> None:
+        """Check that there is one teacher to follow; arguments as in `InfoNCE`.
+
+        Raises:
+            OptionError: If there is none, or data carry what another one made.
+        """
+        if self.teacher is None:
+            super().check_teacher(has_surrogates, has_scores)
+        elif has_surrogates or (self.takes_scores and has_scores):
+            given = "surrogate_vectors" if has_surrogates else "`scores` in its records"
+            rule = f"cannot be followed where a source has {given}"
+            raise OptionError("model.loss.teacher", self.teacher, rule, "leave one of them out")
 
     def forward(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> LossOutput:
         """The loss of this rank's queries, (B, D) and (C, D) float as in `InfoNCE`.

@@ -64,6 +64,8 @@ class InfoNCE(KeepsArguments, nn.Module):
     widths: tuple[int, ...] = ()
     # Whether the loss itself follows the vectors of another model, and whether scores of one serve as well.
     has_teacher = takes_scores = False
+    # The model that is to run beside the student and give the vectors; None where the batches carry them.
+    teacher: str | None = None
 
     def __init__(
         self,

@@ -282,14 +282,14 @@ def surrogate_vectors(batch: ContrastiveBatch) -> tuple[SurrogateQueries, Tensor
 def without_surrogates() -> OptionError:
     """The error of a filter or a teacher's loss that cannot take effect."""
     rule = "needs a source with surrogate_vectors, and none has them"
-    fix = "set data.sources[].surrogate_vectors, or leave it out"
+    fix = "set data.sources[].surrogate_vectors, or a distillation loss's teacher, or leave it out"
     return OptionError("model.loss", "a filter or a teacher", rule, fix)
 
 
 def without_teacher() -> OptionError:
     """The error of a loss that follows a teacher's scores, or its vectors, where there are neither."""
     rule = "needs a source with `scores` in its records, or with surrogate_vectors, and none has either"
-    fix = "write scores with `mine --reranker`, or set data.sources[].surrogate_vectors"
+    fix = "write scores with `mine --reranker`, or set data.sources[].surrogate_vectors or model.loss.teacher"
     return OptionError("model.loss", "a teacher's scores", rule, fix)
 
 

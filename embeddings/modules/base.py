@@ -48,6 +48,7 @@ from embeddings.models.directory import read_model_directory
 from embeddings.models.lora import frozen_weights, is_four_bit
 from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.modules.checkpoint import configured_module, reopen_epoch, rewind, set_weights
+from embeddings.modules.distillation import VectorTeacher
 from embeddings.training.gradcache import GradCache, plain_step
 from embeddings.training.optim import Schedule, parameter_groups, scale_rates, state_per_weight
 from embeddings.training.strategy import shard, training_strategy
@@ -359,6 +360,7 @@ class ContrastiveModule(BaseModule):
         self.frozen_base = embedder.frozen_base
         embedder.trained_widths = tuple(sorted(loss.widths, reverse=True))
         self.loss = loss
+        self.vector_teacher: VectorTeacher | None = None
         self.grad_cache: GradCache | None = None
 
     @property
@@ -370,7 +372,9 @@ class ContrastiveModule(BaseModule):
     def batch_needs(self) -> BatchNeeds:
         """What the loss needs of a batch."""
         gathers = self.loss.gather_across_devices and self.loss.in_batch_negatives != "off"
-        return BatchNeeds(self.loss.in_batch_negatives, gathers, *self.made_for)
+        needs = BatchNeeds(self.loss.in_batch_negatives, gathers, *self.made_for)
+        teacher = self.vector_teacher
+        return needs if teacher is None else replace(needs, teacher_tokens=teacher.tokens)
 
     @property
     def text(self) -> TextSettings:
@@ -378,13 +382,13 @@ class ContrastiveModule(BaseModule):
         return self.embedder.text
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Check loss, lengths, optimiser and schedule against the trainer and the data.
+        """Check loss, lengths, optimiser and schedule against the trainer and the data, and that teachers can be had.
 
         Raises:
             OptionError: If the loss does not fit the dimensions of the vectors, what it filters by or follows (vectors
-                or scores of another model) is not there, a text is longer than the backbone has positions, or the
-                schedule does not fit the run.
-            InputError: If the optimiser refuses its options.
+                or scores of another model) is not there, a text is longer than the backbone has positions, the
+                schedule does not fit the run, or a teacher does not fit.
+            InputError: If the optimiser refuses its options, or a teacher cannot be had.
         """
         has_surrogates, has_scores = (False, False) if data is None else (data.has_surrogates, data.has_scores)
         self.loss.check_teacher(has_surrogates, has_scores)
@@ -392,13 +396,24 @@ class ContrastiveModule(BaseModule):
         if data is not None and data.text is not None:
             self.embedder.check_lengths(data.text)
         super().check_run(trainer, module, data)
+        self.load_teachers()
+
+    def load_teachers(self) -> None:
+        """Load the frozen models that the run learns from, once."""
+        if self.loss.teacher is not None and self.vector_teacher is None:
+            self.vector_teacher = VectorTeacher(self.loss.teacher)
 
     def sharded_parts(self) -> Sequence[tuple[nn.Module, Sequence[str]]]:
         """The embedder."""
         return [(self.embedder, self.embedder.entries)]
 
     def setup(self, stage: str) -> None:
-        """Take the text settings from the data module, so that a saved model encodes as trained; open ones stay."""
+        """Take the text settings from the data module, so that a saved model encodes as trained; open ones stay.
+
+        Every rank has its teachers from here on; Lightning checks a run on the first rank of a machine only.
+        """
+        if stage == "fit":
+            self.load_teachers()
         data = run_data(self.trainer)
         if data is not None and data.text is not None:
             self.embedder.text = data.text.following(self.embedder.text)
@@ -410,7 +425,9 @@ class ContrastiveModule(BaseModule):
     def loss_from_representations(
         self, query: Representations, candidate: Representations, batch: ContrastiveBatch
     ) -> LossOutput:
-        """The contrastive loss of a full batch."""
+        """The contrastive loss of a full batch, with the vectors of the teacher that the loss may name."""
+        if self.vector_teacher is not None:
+            batch = self.vector_teacher.taught(batch)
         output = self.loss(query.vector_ND, candidate.vector_ND, batch)
         assert isinstance(output, LossOutput)
         return output

@@ -1,17 +1,19 @@
-"""Learning a teacher's states layer by layer, as NV-Embed retrains a pruned student (Appendix A)."""
+"""Frozen teachers beside a student: of states, as NV-Embed retrains a pruned one (Appendix A), or of vectors."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from embeddings.common import OptionError, PaddedTokens
+from embeddings.common import ContrastiveBatch, OptionError, PaddedTokens, TokenBatch
 from embeddings.common.distributed import sum_over_ranks
-from embeddings.models import Embedder, Pooling
+from embeddings.common.types import plan_mini_batches
+from embeddings.data.tokenize import TextTokenizer
+from embeddings.models import Embedder, Pooling, load_embedder
 from embeddings.models.backbone import spread_layers
 from embeddings.models.bidirectional import layers
 from embeddings.models.lora import plain_backbone
@@ -21,6 +23,8 @@ _ERRORS, _TOKENS = "distillation_errors", "distillation_tokens"
 _OUTPUT_ERRORS, _OUTPUT_TOKENS = "distillation_output_errors", "distillation_output_tokens"
 # What the backbone returns, behind its last layer and final norm.
 _LAST = 0
+# Padded tokens that a teacher of vectors reads at once.
+MINI_BATCH_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,55 @@ class LayerTeacher:
         total = torch.stack(errors).sum() if errors else output.new_zeros(())
         counts = {_TOKENS: attended_NL.sum(), _OUTPUT_TOKENS: pooled_NL.sum()}
         return {_ERRORS: total, _OUTPUT_ERRORS: output, **counts}
+
+
+class VectorTeacher:
+    """A frozen teacher that gives a loss the vectors of each batch (`Distillation.teacher`).
+
+    Like `LayerTeacher` it is no part of the module that trains. It reads the texts by its own tokenizer, prompts and
+    lengths, as `encode` does without options, so its vectors are those that `surrogate_vectors` would hold.
+
+    Args:
+        name: A model directory or Hub id. A contextual model reads no context.
+        teacher: The frozen model; None loads it.
+
+    Attributes:
+        tokens: Tokenises texts for it, in the data workers.
+
+    Precision: its weights as stored, under autocast where the run is; vectors in float32 at least.
+    Raises:
+        InputError: If the teacher cannot be had.
+        OptionError: If its tokenizer cannot be used.
+    """
+
+    def __init__(self, name: str, teacher: Embedder | None = None) -> None:
+        self.name, self.embedder = name, load_embedder(name) if teacher is None else teacher
+        self.embedder.eval().requires_grad_(False)
+        self.tokens = TextTokenizer(self.embedder.tokenizer, self.embedder.text)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def taught(self, batch: ContrastiveBatch) -> ContrastiveBatch:
+        """The batch with the teacher's vectors of its queries, (B, S), and candidates, (C, S).
+
+        Raises:
+            OptionError: If the batch does not have its texts as the teacher reads them.
+        """
+        if batch.teacher_query is None or batch.teacher_candidate is None:
+            rule = "needs batches that have their texts in its tokens too"
+            raise OptionError("model.loss.teacher", self.name, rule, "train with an EmbeddingDataModule")
+        query_BS, candidate_CS = self._vectors(batch.teacher_query), self._vectors(batch.teacher_candidate)
+        return replace(batch, surrogate_query_BS=query_BS, surrogate_candidate_CS=candidate_CS)
+
+    @torch.no_grad()
+    def _vectors(self, tokens: TokenBatch) -> Tensor:
+        """The vectors of N texts in their order, (N, S), in mini-batches of similar lengths."""
+        if self.embedder.device != tokens.device:
+            self.embedder.to(tokens.device)
+        plan = plan_mini_batches(tokens.lengths_N, MINI_BATCH_TOKENS)
+        sorted_NS = torch.cat([self.embedder(tokens.padded(rows_n, self.embedder.pad_token_id)) for rows_n in plan])
+        return torch.empty_like(sorted_NS).index_copy_(0, torch.cat(plan).to(tokens.device), sorted_NS)
 
 
 def squared_error(state_TH: Tensor, target_TH: Tensor) -> Tensor:

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import lightning as L
 import torch
 from torch import nn
 
 from embeddings.common import ContrastiveBatch, LossOutput, Representations, TokenBatch
-from embeddings.common.protocols import RunData
 from embeddings.common.random import run_seed
 from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig, LatentAttentionPooling, LoraSettings
@@ -80,14 +78,14 @@ class NVEmbedModule(ContrastiveModule):
                 torch.manual_seed(run_seed(seed))
                 self.width_maps = WidthMaps(number, embedder.hidden_size, distillation.teacher_width)
 
-    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Check the run as every method does, and that the teacher can be had and fits.
+    def load_teachers(self) -> None:
+        """Load the teachers of vectors and of states, once.
 
         Raises:
-            OptionError: As in `ContrastiveModule`, or if teacher and student do not fit.
-            InputError: If the teacher cannot be had.
+            OptionError: If teacher and student do not fit.
+            InputError: If a teacher cannot be had.
         """
-        super().check_run(trainer, module, data)
+        super().load_teachers()
         if self.distillation is not None and self.teacher is None:
             self.teacher = LayerTeacher(self.distillation, self.embedder)
 

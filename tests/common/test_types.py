@@ -46,7 +46,8 @@ def test_a_batch_moves_whole():
     moved = ContrastiveBatch(**{**fields, **texts}).to("meta")
     assert len(moved) == 1
     assert moved.row_B.device.type == moved.candidate.device.type == moved.context.device.type == "meta"
-    absent = dict.fromkeys(["context", "surrogate_query_BS", "surrogate_candidate_CS", "teacher_score_C"])
+    absent = ["surrogate_query_BS", "surrogate_candidate_CS", "teacher_score_C", "teacher_query", "teacher_candidate"]
+    absent = dict.fromkeys(["context", *absent])
     moved = ContrastiveBatch(**{**fields, **texts, **absent}).to("meta")
     assert moved.query.device.type == "meta"
     assert all(getattr(moved, name) is None for name in absent)
