@@ -323,7 +323,7 @@ def batch_difficulty(world: World, recipe: Recipe, seed: int) -> float:
     """Share of queries in the run's batches for which the surrogate puts another document of the batch first."""
     data = data_of(world, recipe, seed)
     data.setup()
-    plan: Any = data.sampler(data.mixture.sizes, recipe.batch_size, seed, data.mixture.weights)
+    plan: Any = data.sampler(data.mixture.sizes, recipe.batch_size, seed, [source.weight for source in data.sources])
     plan.identify(data.mixture.identities)
     source = world.source(recipe.copies)
     vectors = SurrogateVectors(str(source.surrogate_vectors), open_cached(source).folder.name)

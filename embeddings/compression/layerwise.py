@@ -29,10 +29,10 @@ from embeddings.common.jobs import ShardedJob
 from embeddings.common.types import plan_mini_batches
 from embeddings.models.backbone import model_without_weights
 from embeddings.models.bidirectional import layers
-from embeddings.models.compressed import SCALE, dequantised, quantization_of, tensors_of
+from embeddings.models.compressed import SCALE, dequantised, quantization_of
 from embeddings.models.directory import is_contextual
 from embeddings.models.lora import without_cache
-from embeddings.models.model_files import weight_files
+from embeddings.models.model_files import read_tensors, weight_files
 from embeddings.models.moe.experts import Experts
 
 # Of the inputs of a matrix: x xᵀ summed over the tokens, its diagonal alone, or nothing.
@@ -161,7 +161,9 @@ class LayerwiseModel:
         files = self._keys.get(index, {}) if file is None else {file: None}
         tensors: dict[str, Tensor] = {}
         for path, keys in files.items():
-            tensors |= tensors_of(path, keys)
+            # Copies: the file is closed once all of it is read.
+            wanted = bool if keys is None else keys.__contains__
+            tensors |= {name: tensor.clone() for name, tensor in read_tensors(path, wanted)}
         found: dict[str, Tensor] = {}
         converted: dict[str, WeightTransform] = {}
         for key, tensor in dequantised(tensors).items():

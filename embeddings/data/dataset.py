@@ -357,30 +357,14 @@ class Mixture:
         return self._starts[-1]
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The name of each source."""
-        return tuple(source.config.name for source in self.sources)
-
-    @property
     def sizes(self) -> tuple[int, ...]:
         """The number of rows of each source."""
         return tuple(len(source) for source in self.sources)
 
     @property
-    def weights(self) -> tuple[float, ...]:
-        """The given weight of each source."""
-        return tuple(source.config.weight for source in self.sources)
-
-    @property
     def identities(self) -> tuple[SourceIdentity, ...]:
         """Name and content key of each source."""
         return tuple(SourceIdentity(source.config.name, source.cached.key) for source in self.sources)
-
-    def source_of(self, row: int) -> int:
-        """The index of the source that a row belongs to."""
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
-        return bisect_right(self._starts, row) - 1
 
     def __getitem__(self, entry: PlanEntry) -> Example:
         """The example of an entry."""
@@ -388,7 +372,9 @@ class Mixture:
 
     def __getitems__(self, entries: Sequence[PlanEntry]) -> list[Example]:
         """The examples of some entries, in their order; those of a source are read together."""
-        sources = [self.source_of(entry.row) for entry in entries]
+        if (row := next((entry.row for entry in entries if not 0 <= entry.row < len(self)), None)) is not None:
+            raise IndexError(f"row {row} of {len(self)}")
+        sources = [bisect_right(self._starts, entry.row) - 1 for entry in entries]
         pairs = list(zip(entries, sources, strict=True))
         read = {}
         for source in set(sources):

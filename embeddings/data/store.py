@@ -397,28 +397,15 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
     return cached
 
 
-def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[Record]:
+def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[tuple[str, Record]]:
     """The records of a source of `pairs` or `sts` as their author wrote them, row by row as its converted form's.
 
-    What converted rows leave out (`score`, `id`, `language`, the label's text) is read from the source itself.
+    Each comes with its file and row for messages. What converted rows leave out (`score`, `id`, `language`, the label's
+    text) is read from the source itself.
 
     Raises:
         InputError: If the source can no longer be read, or is not what was converted.
     """
-    return (record for _, record in read_located_records(config, cached))
-
-
-def record_place(config: SourceConfig, cached: CachedSource, row: int) -> str:
-    """File and row of a record of a source of pairs, as messages name them; the source is read up to it.
-
-    Raises:
-        InputError: If the source can no longer be read, or is not what was converted.
-    """
-    return next(islice(read_located_records(config, cached), row, None))[0]
-
-
-def read_located_records(config: SourceConfig, cached: CachedSource) -> Iterator[tuple[str, Record]]:
-    """The records as `read_records` gives them, each with its file and row for messages."""
     assert layout(config.conversion) in ("records", "scored")
     inputs = SourceInputs(config, cached.folder.parent, cached.inputs[0].get("commit"))
     if not config.is_hub and inputs.identity != cached.inputs:
@@ -426,6 +413,11 @@ def read_located_records(config: SourceConfig, cached: CachedSource) -> Iterator
     rows = _with_progress(f"reading {config.name}", _readers(config, inputs))
     yield from usable_records(config, rows, Facts())
     inputs.require_unchanged()
+
+
+def record_place(config: SourceConfig, cached: CachedSource, row: int) -> str:
+    """File and row of a record of a source of pairs, as messages name them; the source is read up to it."""
+    return next(islice(read_records(config, cached), row, None))[0]
 
 
 def _convert(config: SourceConfig, inputs: SourceInputs, folder: Path, identity: dict[str, Any]) -> None:
@@ -494,7 +486,7 @@ def read_languages(config: SourceConfig, cached: CachedSource) -> NDArray[np.uin
     """
     code_N = np.empty(len(cached.table), np.uint16)
     codes: dict[str, int] = {}
-    for row, (where, record) in enumerate(read_located_records(config, cached)):
+    for row, (where, record) in enumerate(read_records(config, cached)):
         if record.language is None:
             fix = "give every record one, or map it with columns: {language: YOUR_COLUMN}"
             raise InputError(where, "the record has no language", fix)

@@ -324,7 +324,7 @@ def _write(
     json_lines = is_json_lines(report.output)
     with atomic_path(report.output) as temporary:
         if source.classes is None:
-            records = read_records(config, source)
+            records = (record for _, record in read_records(config, source))
             kept = compress(records, reason_N == KEPT)
             count = write_records(temporary, kept, graded, json_lines, source.table.has_scores)
         else:

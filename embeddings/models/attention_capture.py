@@ -30,6 +30,9 @@ class AttentionCapture:
 
     Gradient checkpointing: a layer that runs again for the backward pass, when the capture is closed, notes nothing.
 
+    Attributes:
+        found: What each layer was given, by its module's `id`, while open; else None.
+
     Args:
         backbone: A Hugging Face model, adapted by peft or not, whose attention goes through transformers' interface.
         layers: Which of its attention layers, counted from 0 or, negative, from the last.
@@ -47,15 +50,11 @@ class AttentionCapture:
         AttentionInterface.register(NAME, _captured_attention)
         self._modules = [found[layer] for layer in layers]
         self._own_configs: list[Any] = []
-        self._found: dict[int, CapturedAttention] | None = None
+        self.found: dict[int, CapturedAttention] | None = None
         self.attach()
 
     def attach(self) -> None:
-        """Reach the layers; a new capture has done so.
-
-        Raises:
-            ValueError: If another capture has one of them.
-        """
+        """Reach the layers, as a new capture does; a `ValueError` if another capture has one of them."""
         if any(module.config._attn_implementation == NAME for module in self._modules):
             raise ValueError("another pooling reads this backbone's attention already")
         self._own_configs = [module.config for module in self._modules]
@@ -71,7 +70,6 @@ class AttentionCapture:
         for module, own in zip(self._modules, self._own_configs, strict=True):
             module.config = own
             object.__delattr__(module, "embeddings_capture")
-        self._own_configs = []
 
     @contextmanager
     def open(self) -> Iterator[Callable[[], list[CapturedAttention]]]:
@@ -81,7 +79,7 @@ class AttentionCapture:
             A function that gives the layers' queries and keys in the order asked for, once the backbone has run.
         """
         found: dict[int, CapturedAttention] = {}
-        self._found = found
+        self.found = found
 
         def layers() -> list[CapturedAttention]:
             if any(id(module) not in found for module in self._modules):
@@ -91,7 +89,7 @@ class AttentionCapture:
         try:
             yield layers
         finally:
-            self._found = None
+            self.found = None
 
     @torch.no_grad()
     def is_causal(self, backbone: Any) -> bool:
@@ -100,22 +98,16 @@ class AttentionCapture:
         ids_NL = torch.arange(24, device=device).view(2, 12) % (int(backbone.config.vocab_size) - 4) + 3
         is_token_NL = torch.ones(2, 12, dtype=torch.bool, device=device)
         is_token_NL[1, 9:] = False
-        modes = [(module, module.training) for module in backbone.modules()]
+        was_training = backbone.training
         backbone.eval()
         try:
             with self.open() as captured:
                 backbone(input_ids=ids_NL, attention_mask=is_token_NL.long())
             seen = [visible_queries(layer, is_token_NL)[is_token_NL] for layer in captured()]
         finally:
-            for module, mode in modes:
-                module.training = mode
+            backbone.train(was_training)
         length_T = is_token_NL.sum(dim=1).repeat_interleave(is_token_NL.sum(dim=1))
         return any(bool((count_T < length_T).any()) for count_T in seen)
-
-    def note(self, module: nn.Module, attention: CapturedAttention) -> None:
-        """Keep what a layer was given, where the capture is open."""
-        if self._found is not None:
-            self._found[id(module)] = attention
 
 
 def attention_layers(backbone: nn.Module) -> list[Any]:
@@ -145,7 +137,8 @@ def _captured_attention(
     mask = None if attention_mask is None or attention_mask.dim() == 2 else attention_mask
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     is_causal, window = bool(is_causal) and mask is None, arguments.get("sliding_window") if mask is None else None
-    capture.note(module, CapturedAttention(query, key, mask, is_causal, scaling, window))
+    if capture.found is not None:
+        capture.found[id(module)] = CapturedAttention(query, key, mask, is_causal, scaling, window)
     if inner == "eager":
         run = sys.modules[type(module).__module__].eager_attention_forward
     else:

@@ -5,18 +5,17 @@ The layout is that of compressed-tensors: `NAME.weight` in a type of 8 bits, `NA
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from embeddings.common import InputError
 from embeddings.common.errors import shown
-from embeddings.common.text import one_line
-from embeddings.models.model_files import read_json, weight_files
+from embeddings.models.model_files import read_json, read_tensors, weight_files
 
 QUANTIZATION = "quantization_config"
 METHOD = "compressed-tensors"
@@ -24,7 +23,6 @@ METHOD = "compressed-tensors"
 FORMATS = {"int": "int-quantized", "float": "float-quantized"}
 SCALE = "_scale"
 _MATRIX = re.compile(r"(?:^|\.)(\d+)\.(.+)\.weight$")
-_TAKE_ANOTHER = "take a complete copy of the model"
 
 
 def quantization_of(folder: Path) -> Mapping[str, Any] | None:
@@ -44,23 +42,6 @@ def check_readable(folder: Path, fields: Mapping[str, Any]) -> None:
         what = f"is quantised by {shown(method)} in the format {shown(form)}"
         hint = f"give one in {' or '.join(FORMATS.values())} of {METHOD}, or the model before its quantisation"
         raise InputError(str(folder), what, hint)
-
-
-def tensors_of(file: Path, names: frozenset[str] | None = None) -> dict[str, Tensor]:
-    """Tensors of a safetensors file, all or those named, as copies: the file is closed on return.
-
-    Raises:
-        InputError: If the file is missing or damaged.
-    """
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return {
-                name: opened.get_tensor(name).clone()
-                for name in opened.keys()  # noqa: SIM118 - the file is no mapping
-                if names is None or name in names
-            }
-    except (OSError, SafetensorError) as error:
-        raise InputError(str(file), f"cannot be read: {one_line(str(error), 100)}", _TAKE_ANOTHER) from error
 
 
 def dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -87,10 +68,9 @@ def dequantised_weights(folder: Path) -> dict[str, Tensor]:
     Raises:
         InputError: If a file is missing or damaged.
     """
-    found: dict[str, Tensor] = {}
-    for file in weight_files(folder):
-        found |= tensors_of(file)
-    return dequantised(found)
+    tensors = chain.from_iterable(map(read_tensors, weight_files(folder)))
+    # Copies: a file is closed once all of it is read.
+    return dequantised({name: tensor.clone() for name, tensor in tensors})
 
 
 @dataclass(frozen=True)
@@ -123,18 +103,10 @@ def zeros_by_matrix(folder: Path) -> list[MatrixZeros]:
     Raises:
         InputError: If a file is missing or damaged.
     """
-    return sorted(_zeros(folder), key=lambda found: (found.layer, found.name))
-
-
-def _zeros(folder: Path) -> Iterator[MatrixZeros]:
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - the file is no mapping
-                    place = _MATRIX.search(name)
-                    if place is not None and len(opened.get_slice(name).get_shape()) == 2:
-                        matrix = opened.get_tensor(name).float()
-                        num_zeros = matrix.numel() - int(matrix.count_nonzero())
-                        yield MatrixZeros(int(place[1]), place[2], num_zeros, matrix.numel())
-        except (OSError, SafetensorError) as error:
-            raise InputError(str(file), f"cannot be read: {one_line(str(error), 100)}", _TAKE_ANOTHER) from error
+    found = []
+    for name, tensor in chain.from_iterable(read_tensors(file, _MATRIX.search) for file in weight_files(folder)):
+        place = _MATRIX.search(name)
+        if place is not None and tensor.dim() == 2:
+            num_zeros = tensor.numel() - int(tensor.float().count_nonzero())
+            found.append(MatrixZeros(int(place[1]), place[2], num_zeros, tensor.numel()))
+    return sorted(found, key=lambda one: (one.layer, one.name))

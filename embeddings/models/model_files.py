@@ -5,11 +5,12 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import pip_install, shown
@@ -77,6 +78,21 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(shards.values()))]
 
 
+def read_tensors(file: Path, wanted: Callable[[str], object] = bool) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a safetensors file with their names, one after another: all, or those `wanted` by their name.
+
+    Raises:
+        InputError: If the file is missing or damaged.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - the file is no mapping
+                if wanted(name):
+                    yield name, opened.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise InputError(str(file), f"cannot be read: {one_line(str(error), 100)}", _TAKE_ANOTHER) from error
+
+
 def load_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
     """Load a safetensors file into a module, its tensors' names less `prefix`, in the dtype of the file.
 
@@ -97,16 +113,10 @@ def weights_checksum(folder: Path) -> str:
         InputError: If a file is missing or damaged.
     """
     found: dict[str, str] = {}
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - the file is no mapping
-                    tensor = opened.get_tensor(name)
-                    checksum = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
-                    checksum.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-                    found[name] = checksum.hexdigest()
-        except (OSError, SafetensorError) as error:
-            raise InputError(str(file), f"cannot be read: {one_line(str(error), 100)}", _TAKE_ANOTHER) from error
+    for name, tensor in chain.from_iterable(map(read_tensors, weight_files(folder))):
+        checksum = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
+        checksum.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        found[name] = checksum.hexdigest()
     return xxhash.xxh3_128_hexdigest(json.dumps(found, sort_keys=True).encode())
 
 

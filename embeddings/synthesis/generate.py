@@ -364,7 +364,7 @@ def regenerate_negatives(
 
 def pair_items(source: SourceConfig, cached: CachedSource, templates: Templates) -> Iterable[Item]:
     """The items of a source, row by row."""
-    for row, record in enumerate(read_records(source, cached)):
+    for row, (_, record) in enumerate(read_records(source, cached)):
         prompt = templates.negatives(record.query, record.positives[0])
         read = partial(read_negatives, record=_fields(record), field=REGENERATED_FIELD, prompt=prompt)
         yield Item(f"row-{row}", RECORDS_FILE, prompt, read, is_unique=False)

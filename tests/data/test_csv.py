@@ -61,7 +61,7 @@ def test_numbers_labels_and_empty_cells_are_understood(tmp_path):
     (tmp_path / "a.csv").write_text('query,positive,negatives,label,score,id\nq,p,,3,,7\nr,s,n,"x, y",0.5,\n')
     config = SourceConfig("a", str(tmp_path / "a.csv"))
     cached = open_cached(config, tmp_path / "cache")
-    first, second = read_records(config, cached)
+    (_, first), (_, second) = read_records(config, cached)
     assert (first.negatives, first.label, first.score, first.id) == ((), "3", None, "7")
     assert ([each.text for each in second.negatives], second.label, second.score) == (["n"], "x, y", 0.5)
     assert record_place(config, cached, 1) == f"{tmp_path}/a.csv:3"

@@ -357,16 +357,18 @@ def mixture(tmp_path):
 
 def test_rows_of_all_sources_lie_one_after_another(mixture):
     assert len(mixture) == 12
-    assert (mixture.names, mixture.sizes, mixture.weights) == (("one", "two", "three"), (3, 8, 1), (2.0, 1.0, 1.0))
-    assert [mixture.source_of(row) for row in range(12)] == [0] * 3 + [1] * 8 + [2]
+    assert mixture.sizes == (3, 8, 1)
+    assert [mixture[PlanEntry(row, 0)].source for row in range(12)] == [0] * 3 + [1] * 8 + [2]
+    with pytest.raises(IndexError, match="row 12 of 12"):
+        mixture[PlanEntry(12, 0)]
 
 
 def test_an_example_is_its_sources_own_with_row_and_source_of_the_mixture(mixture):
     for row in range(12):
         example = mixture[PlanEntry(row, 7)]
-        source = mixture.source_of(row)
+        source = example.source
         local = mixture.sources[source][PlanEntry(row - (0, 3, 11)[source], 7)]
-        assert (example.row, example.source, example.draw) == (row, source, 7)
+        assert (example.row, example.draw) == (row, 7)
         assert (example.query, example.positives, example.negatives) == (local.query, local.positives, local.negatives)
         assert example.in_batch_negatives == (source != 1)
 

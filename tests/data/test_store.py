@@ -221,7 +221,7 @@ def test_records_are_read_with_all_fields_and_in_the_rows_of_the_table(policy, t
     files = [str(write_jsonl(tmp_path / f"{name}.jsonl", part)) for name, part in (("b", rows[:4]), ("a", rows[4:]))]
     config = SourceConfig("a", files, suspect_rows=policy)
     cached = open_cached(config, tmp_path / "cache")
-    records = list(read_records(config, cached))
+    records = [record for _, record in read_records(config, cached)]
     assert [record.query for record in records] == cached.table.queries(range(len(cached.table)))
     assert [record.score for record in records if record.query != "q"] == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert len(records) == 5 + (policy == "keep")
@@ -231,7 +231,7 @@ def test_scored_pairs_are_read_as_records_in_the_rows_of_the_table(tmp_path):
     rows = [{"sentence1": f"a {row}", "sentence2": f"b {row}", "score": row} for row in range(6)]
     config = SourceConfig("sts", str(write_jsonl(tmp_path / "sts.jsonl", rows)), conversion="sts", min_score=3.5)
     cached = open_cached(config, tmp_path / "cache")
-    records = list(read_records(config, cached))
+    records = [record for _, record in read_records(config, cached)]
     assert [(record.query, *record.positives) for record in records] == [
         ("a 4", "b 4"), ("b 4", "a 4"), ("a 5", "b 5"), ("b 5", "a 5")
     ]  # fmt: skip
@@ -252,7 +252,7 @@ def test_records_of_a_file_that_is_no_longer_the_converted_one_are_refused(tmp_p
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(5))))
     cached = open_cached(config, tmp_path / "cache")
     reading = read_records(config, cached)
-    assert next(reading).query == "query 0"
+    assert next(reading)[1].query == "query 0"
     write_jsonl(tmp_path / "a.jsonl", pairs(6))
     with pytest.raises(InputError, match=r"a\.jsonl: the file changed while it was read"):
         list(reading)

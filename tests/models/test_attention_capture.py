@@ -104,9 +104,10 @@ def test_without_a_whole_mask_causality_and_window_are_those_of_the_call(mask, m
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "told", lambda *given, **_: called.append(given))
     states = torch.zeros(2, 4, 5, 8)
     noted = []
-    monkeypatch.setattr(capture, "note", lambda _, attention: noted.append(attention))
     for whole in (mask, torch.ones(2, 1, 5, 5, dtype=torch.bool)):
-        _captured_attention(module, states, states, states, whole, is_causal=True, sliding_window=3)
+        with capture.open():
+            _captured_attention(module, states, states, states, whole, is_causal=True, sliding_window=3)
+            noted.append(capture.found[id(module)])
     assert (noted[0].mask, noted[0].is_causal, noted[0].window) == (None, True, 3)
     assert (noted[1].is_causal, noted[1].window) == (False, None)
     assert noted[1].mask is not None

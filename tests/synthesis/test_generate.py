@@ -45,7 +45,7 @@ def run(folder, client, plan=PLAN, **options):
 def records(path):
     """What training reads of a file."""
     config = SourceConfig("synthetic", str(path))
-    return list(read_records(config, open_cached(config)))
+    return [record for _, record in read_records(config, open_cached(config))]
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -421,7 +421,7 @@ def test_positives_and_fields_stay_and_negatives_are_new(tmp_path, source):
     report = regenerate(tmp_path / "job", source, client)
     assert report.num_records == {"records.jsonl": 6}
     config = SourceConfig("new", str(tmp_path / "job" / "records.jsonl"))
-    new, old = (list(read_records(config, open_cached(config))) for config in (config, source))
+    new, old = ([record for _, record in read_records(one, open_cached(one))] for one in (config, source))
     assert len(new) == len(old) == 6
     for after, before in zip(new, old, strict=True):
         assert [negative.level for negative in after.negatives] == [1, 2, 3, 4]
