@@ -4,13 +4,16 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 import warnings
+import weakref
 from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import lightning as L
@@ -32,11 +35,12 @@ from embeddings.cli.configs import check_configs, check_functions, expand_recipe
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, reason, with_hint
 from embeddings.cli.resume import check_checkpoint
+from embeddings.cli.stand_in import FOLDER, Changes, limit_data, use_stand_in
 from embeddings.cli.trainer import check_start, choose_folder, start_checks
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.errors import program
 from embeddings.common.io import METRICS_FILE, read_metrics, row_steps_made
-from embeddings.common.process import is_news
+from embeddings.common.process import is_first_process, is_news
 from embeddings.common.text import one_line
 from embeddings.strategies.ranks import set_up_ranks
 
@@ -81,15 +85,34 @@ class TrainerCLI(LightningCLI):
         parser.add_argument("--recipe", default=SUPPRESS, help=help_text)
         help_text = "check the run without its hardware, print what it would do, and write nothing"
         parser.add_argument("--check", action="store_true", default=SUPPRESS, help=help_text)
+        help_text = "take at most so many rows of each source"
+        parser.add_argument("--limit_data", type=int, default=SUPPRESS, help=help_text)
+        help_text = "train a random model of the same architecture a few steps on the CPU, to see the run through"
+        parser.add_argument("--stand_in", choices=["tiny"], default=SUPPRESS, help=help_text)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments given, whatever `sys.argv` holds."""
         self.config = parser.parse_args(args)
         if self.config.fit.pop("check", False) and not self.only_checks:
             raise ConfigError("--check: is an option of the command line alone; write fit --check")
+        self._make_small(args)
         check_functions(args, self.config.fit)
         check_numbers(self.config.fit)
         check_checkpoint(self.config.fit.ckpt_path)
+
+    def _make_small(self, args: Any) -> None:
+        """Change the config as `--limit_data` and `--stand_in` ask, and say so on stderr; a check leaves no files."""
+        num_rows, stand_in = (self.config.fit.pop(name, None) for name in ("limit_data", "stand_in"))
+        changes = Changes(self.config.fit, args)
+        if num_rows is not None:
+            limit_data(changes, num_rows)
+        if stand_in is not None:
+            folder = mkdtemp() if self.only_checks else FOLDER
+            if self.only_checks:
+                weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            use_stand_in(changes, Path(folder))
+        for line in changes.lines if is_first_process() else ():
+            print(f"changed {line}", file=sys.stderr)
 
     def _dump_config(self) -> None:
         """Make of the config what a module's `save_hyperparameters` saves; Lightning would check it once more."""

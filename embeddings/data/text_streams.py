@@ -47,6 +47,7 @@ class TextSource(Origin):
         split: Split of a Hub data set, `train` where none is given.
         revision: Branch, tag or commit of a Hub data set.
         weight: Share of this source where the sampler's proportions are given, > 0, relative to the others.
+        max_rows: Maximum documents, the first so many; None for all.
 
     Raises:
         OptionError: If a value is impossible or cannot take effect.
@@ -55,6 +56,7 @@ class TextSource(Origin):
     path: str | list[str] | None = None
     packages: list[str] | None = None
     column: str = "text"
+    max_rows: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,6 +65,8 @@ class TextSource(Origin):
             raise self.fault("path", given, "or packages must be given", "give exactly one of the two")
         if self.packages and self.column != "text":
             raise self.fault("column", self.column, "has no meaning for packages", "leave it out")
+        if self.max_rows is not None and self.max_rows < 1:
+            raise self.fault("max_rows", self.max_rows, "must be >= 1", "leave it out for all")
 
     def check(self) -> None:
         """Raise an `OptionError` if a package is not installed; `check_files` checks files."""
@@ -93,13 +97,13 @@ class Documents:
             self.identity = self._inputs.identity
 
     def __iter__(self) -> Iterator[str]:
-        """The texts, without those that are empty or white space.
+        """The texts, without those that are empty or white space, as many as are wanted.
 
         Raises:
             InputError: At the first record without a text in its column; the message names file and row.
         """
         texts = _module_texts(self._modules) if self._inputs is None else self._record_texts(self._inputs)
-        return (text for text in texts if text.strip())
+        return islice((text for text in texts if text.strip()), self.source.max_rows)
 
     def require_unchanged(self) -> None:
         """Check that the files are what they were when they were hashed.
@@ -264,6 +268,8 @@ def open_stream(
         "column": source.column,
         "inputs": documents.identity,
     }
+    if source.max_rows is not None:
+        identity["max_rows"] = source.max_rows
     key = converted_folder(root, identity, partial(_write, documents, tokenizer))
     stream = TokenStream(root / key, key)
     documents.remember()

@@ -229,7 +229,7 @@ def load_model(
         # Multiplied out here: for transformers to do it takes another library.
         options["state_dict"], source = _multiplied_out(folder, model_config), None
     if auto_class is AutoModel:
-        auto_class, more = _text_class(model_config)
+        auto_class, more = text_class(model_config)
         options |= more
     if source is None:
         # Without a folder the automatic classes do not know where to look for code.
@@ -275,7 +275,7 @@ def four_bit_options() -> dict[str, Any]:
     return {"quantization_config": quantization, "device_map": {"": device}}
 
 
-def _text_class(config: PretrainedConfig) -> tuple[Any, dict[str, Any]]:
+def text_class(config: PretrainedConfig) -> tuple[Any, dict[str, Any]]:
     """The automatic class of a config's model that reads texts alone, and what it is built with; the config follows."""
     if _is_encoder_of_two(config):
         config.is_encoder_decoder = False
@@ -297,7 +297,7 @@ def model_without_weights(folder: Path) -> PreTrainedModel:
         InputError: If there is no config, or its architecture is unknown or has no such model.
     """
     config = read_config(folder)
-    auto_class, options = _text_class(config)
+    auto_class, options = text_class(config)
     try:
         with torch.device("meta"), quiet_transformers():
             model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False, **options)

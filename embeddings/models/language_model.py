@@ -44,7 +44,7 @@ from embeddings.models.moe.rotary_moe import RotaryMoeConfig
 
 HeadKind = Literal["masked", "causal"]
 _MAPPINGS = {"masked": MODEL_FOR_MASKED_LM_MAPPING, "causal": MODEL_FOR_CAUSAL_LM_MAPPING}
-_AUTO = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM}
+AUTO_CLASSES = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM}
 _OBJECTIVES = {"masked": "mlm", "causal": "mntp or causal"}
 # The embedding matrix has a multiple of this many rows.
 VOCABULARY_STEP = 64
@@ -120,7 +120,7 @@ def load_language_model(
         InputError: If the model cannot be had, a file of it is damaged, or weights are missing from it.
         OptionError: If the architecture has no such head, or its attention cannot be made bidirectional.
     """
-    auto_class = _AUTO[kind]
+    auto_class = AUTO_CLASSES[kind]
     if isinstance(config, FromScratch):
         _check_kind(AutoConfig.for_model(config.model_type), kind)
         return new_model(config, auto_class)

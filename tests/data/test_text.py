@@ -113,6 +113,7 @@ def test_a_name_stands_for_the_packages_of_the_docstring_corpus(tmp_path: Path) 
         ({"path": "a", "split": "train"}, "split has no meaning for files"),
         ({"packages": ["a"], "column": "body"}, "column has no meaning for packages"),
         ({"path": "a", "weight": 0.0}, "weight must be a finite number > 0"),
+        ({"path": "a", "max_rows": 0}, "max_rows must be >= 1, got 0"),
     ],
 )
 def test_a_source_that_cannot_be_is_refused(fields: dict[str, Any], says: str) -> None:
@@ -207,6 +208,22 @@ def test_a_stream_is_made_once_for_a_content_and_a_tokenizer(tmp_path: Path) -> 
         stream(tmp_path, texts=TEXTS[::-1])[0],
     ]
     assert len({found.key for found in (one, *others)}) == 4
+
+
+def test_a_stream_has_the_first_documents_that_are_wanted(tmp_path: Path) -> None:
+    texts = ["one fox", "two foxes", "naïve café", "a dog"]
+    write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in ("", *texts)])
+    tokenizer = DocumentTokenizer(sentencepiece_tokenizer(), True)
+    all_of_them, two, three = (
+        open_stream(TextSource("texts", str(tmp_path / "texts.jsonl"), max_rows=count), tokenizer, tmp_path / "cache")
+        for count in (None, 2, 3)
+    )
+    assert len({all_of_them.key, two.key, three.key}) == 3
+    lengths = [len(ids) for ids in tokenizer(texts)]
+    counts = [found.num_tokens for found in (two, three, all_of_them)]
+    assert counts == [sum(lengths[:2]), sum(lengths[:3]), sum(lengths)]
+    length = two.num_tokens
+    assert two.row(0, length)[0].tolist() == all_of_them.row(0, length)[0].tolist()
 
 
 def test_a_stream_travels_by_its_folder(tmp_path: Path) -> None:

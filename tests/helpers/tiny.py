@@ -1,6 +1,6 @@
 """A tiny world built in code: random backbones of the real architectures, and one tokenizer of each family."""
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     BertConfig,
     BertModel,
@@ -14,40 +14,19 @@ from transformers import (
 )
 from transformers.trainer_utils import set_seed
 
-TEXTS = [
-    "how do I pad sequences to one length",
-    "Instruct: Given a question, retrieve passages that answer the question\nQuery: ",
-    "the quick brown fox jumps over the lazy dog",
-    "return the sum of two numbers 0 1 2 3 4 5 6 7 8 9",
-    "search_query: search_document: a b c d e f g h i j k l m n o p q r s t u v w x y z",
-    "naïve café – 東京 привет",
+from embeddings.models.stand_in import TEXTS, VOCAB_SIZE, sentencepiece_tokenizer, wordpiece_tokenizer
+
+__all__ = [
+    "TEXTS",
+    "VOCAB_SIZE",
+    "bpe_tokenizer",
+    "save_backbone",
+    "sentencepiece_tokenizer",
+    "tiny_bert",
+    "tiny_mistral",
+    "tiny_t5",
+    "wordpiece_tokenizer",
 ]
-VOCAB_SIZE = 384
-
-
-def wordpiece_tokenizer() -> PreTrainedTokenizerFast:
-    """BERT's kind: [CLS] text [SEP], `##` continuations, lower-cased."""
-    words = sorted({word for text in TEXTS for word in text.lower().replace(":", " ").split()})
-    letters = sorted({letter for word in words for letter in word} | set("0123456789:.,-_()"))
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
-    vocabulary += [word for word in words if word not in letters and len(word) > 1]
-    assert len(vocabulary) <= VOCAB_SIZE
-    tokenizer = Tokenizer(models.WordPiece({token: row for row, token in enumerate(vocabulary)}, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-        model_max_length=512,
-    )
 
 
 def bpe_tokenizer() -> PreTrainedTokenizerFast:
@@ -66,29 +45,6 @@ def bpe_tokenizer() -> PreTrainedTokenizerFast:
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>", model_max_length=512
-    )
-
-
-def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
-    """The sentencepiece BPE of Mistral: `<s>` first, a space becomes `▁`, which a trailing space leaves on its own."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    marked = [tokenizer.normalizer.normalize_str(text) for text in TEXTS]
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    splitter = pre_tokenizers.Split(Regex("▁[^▁]*"), "isolated")
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE + 128, special_tokens=special, show_progress=False)
-    tokenizer.pre_tokenizer = splitter
-    tokenizer.train_from_iterator(marked, trainer)
-    tokenizer.pre_tokenizer = None
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        pad_token="</s>",
-        model_max_length=512,
     )
 
 
