@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from embeddings.common import TextSettings
+from embeddings.compression.compress import assemble
 from embeddings.models import (
     ClsPooling,
     Embedder,
@@ -138,3 +141,38 @@ def test_what_servers_do_not_read_of_a_prompt_is_in_one_file(tmp_path: Path) -> 
     assert read(folder / "1_Pooling" / "config.json")["include_prompt"] is False
     assert by_text_embeddings_inference(folder) == "mean"
     assert read(written(tmp_path / "cls", ClsPooling(32), text=text) / "1_Pooling" / "config.json")["include_prompt"]
+
+
+def weights_by_text_embeddings_inference(folder: Path) -> set[str]:
+    """One file where there is one, else the files of the index, whatever their names."""
+    single = [name for name in ("model.safetensors", "pytorch_model.bin") if (folder / name).exists()]
+    return set(single[:1] or read(folder / "model.safetensors.index.json")["weight_map"].values())
+
+
+def weights_by_vllm(folder: Path) -> set[str]:
+    """All safetensors files of the folder itself; where there is an index, those that it names."""
+    files, index = {path.name for path in folder.glob("*.safetensors")}, folder / "model.safetensors.index.json"
+    return files & set(read(index)["weight_map"].values()) if index.exists() else files
+
+
+def weights_by_llama_cpp(folder: Path) -> set[str]:
+    """All that are called like a model."""
+    return {path.name for path in folder.glob("model*.safetensors")}
+
+
+def test_servers_find_the_weights_of_a_compressed_model_in_its_files_a_layer(tmp_path: Path) -> None:
+    source = written(tmp_path / "model", MeanPooling(32), head=nn.Linear(32, 8))
+    weights = load_file(source / "model.safetensors")
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in weights.items():
+        parts.setdefault(name.split(".")[2] if ".layer." in name else "outside", {})[name] = tensor
+    assert len(parts) == 3
+    for part, tensors in parts.items():
+        save_file(tensors, tmp_path / f"layer-{part}.safetensors", {"format": "pt"})
+    assemble(source, [tmp_path / f"layer-{part}.safetensors" for part in parts], tmp_path / "small", None)
+    for folder, num_files in ((source, 1), (tmp_path / "small", 3)):
+        found = weights_by_text_embeddings_inference(folder)
+        assert len(found) == num_files
+        assert found == weights_by_vllm(folder) == weights_by_llama_cpp(folder)
+        names = [name for file in sorted(found) for name in load_file(folder / file)]
+        assert sorted(names) == sorted(weights)
