@@ -421,7 +421,7 @@ def assemble(source: Path, files: list[Path], target: Path, quantization: dict[s
             write_json(folder / "config.json", {**config, QUANTIZATION: quantization})
         weight_map: dict[str, str] = {}
         for number, file in enumerate(files, start=1):
-            name = f"layer-{number:05d}-of-{len(files):05d}.safetensors"
+            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
             try:
                 os.link(file, folder / name)
             except OSError:
