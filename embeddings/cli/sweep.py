@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import signal
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embeddings.cli.errors import ConfigError
-from embeddings.cli.sweep_file import SEED_KEY, Metric, Point, Sweep, is_number, label, read_sweep
+from embeddings.cli.sweep_file import SEED_KEY, Metric, Point, Sweep, is_number, label, next_point, read_sweep
 from embeddings.cli.sweep_runs import Run, SignalForwarder, exclusive, runs_of, settings_hash, train
-from embeddings.cli.sweep_search import next_point
 from embeddings.common import InputError, OptionError, PreemptedError, UserError
 from embeddings.common.errors import require
 from embeddings.common.io import atomic_path, file_lock, write_json
@@ -100,10 +98,6 @@ def with_proposed(plan: Sweep, file: Path, output: Path, count: int | None = Non
 
     A proposal is kept in the sweep's folder (`points-HASH.json`), so that a later call, or another process, has the
     same points whatever results there are by then.
-
-    Raises:
-        InputError: If no finished run has logged the metric.
-        MissingExtraError: If optuna is not installed.
     """
     assert plan.search is not None
     about = [asdict(plan.metric), plan.search.seed, plan.search.parameters]
@@ -150,15 +144,7 @@ def check_runs(plan: Sweep, file: Path, runs: Sequence[Run]) -> None:
 
 
 def train_missing(plan: Sweep, file: Path, runs: Sequence[Run], is_array_task: bool) -> None:
-    """Train those of the runs that are not done, one after another.
-
-    A run that ends with code 75 has had the job queued again, and the sweep ends with it. Where a signal finds no run
-    that could answer it, the sweep does.
-
-    Raises:
-        RunFailed: If a run failed, after the others are done, or Ctrl-C or the end of a terminal stopped it.
-        PreemptedError: If SIGUSR1 or SIGTERM did.
-    """
+    """Train those of the runs that are not done; errors as in `train_each`."""
     missing = [run for run in runs if run.status != "done"]
     if len(missing) < len(runs):
         print(f"{len(runs) - len(missing)} of {len(runs)} done already")
@@ -170,7 +156,7 @@ def train_missing(plan: Sweep, file: Path, runs: Sequence[Run], is_array_task: b
 def train_proposed(plan: Sweep, file: Path, output: Path) -> None:
     """Train the runs of a search one after another, each at a point that follows from the results of those before.
 
-    A run that fails tells the search nothing; the same line runs it again, at its point. Errors as in `train_missing`.
+    A run that fails tells the search nothing; the same line runs it again, at its point. Errors as in `train_each`.
     """
     done = [run for run in runs_of(plan, output) if run.status == "done"]
     if done:
@@ -188,7 +174,15 @@ def train_proposed(plan: Sweep, file: Path, output: Path) -> None:
 
 
 def train_each(plan: Sweep, runs: Iterable[Run], is_array_task: bool) -> None:
-    """Train runs that are checked one after another; see `train_missing`."""
+    """Train runs that are checked, one after another.
+
+    A run that ends with code 75 has had the job queued again, and the sweep ends with it. Where a signal finds no run
+    that could answer it, the sweep does.
+
+    Raises:
+        RunFailed: If a run failed, after the others are done, or Ctrl-C or the end of a terminal stopped it.
+        PreemptedError: If SIGUSR1 or SIGTERM did.
+    """
     codes: dict[int, int] = {}
     with SignalForwarder() as forwarder:
         for run in runs:
@@ -235,34 +229,29 @@ def train_alone(plan: Sweep, run: Run, forwarder: SignalForwarder, is_array_task
 def stopped(run: Run, number: signal.Signals, code: int) -> BaseException:
     """How the sweep ends when a signal came and a run ended with `code`, that of the signal if it had no handler."""
     point, hint = f"point {run.index}", "the same line resumes"
-    if code != 128 + number:
-        return RunFailed(f"{point} ended with exit code {code} after {number.name}; {hint}", code)
-    if number in STOP_SIGNALS:
+    if number in STOP_SIGNALS and code == 128 + number:
         return answer(number, f"stopped at {point}; {hint}", None, is_first_process())
-    return RunFailed(f"{point} was stopped by {number.name}; {hint}", code)
+    how = "was stopped by" if code == 128 + number else f"ended with exit code {code} after"
+    return RunFailed(f"{point} {how} {number.name}; {hint}", code)
 
 
 def collect(plan: Sweep, runs: Sequence[Run], path: Path, file: Path) -> None:
     """Print the results of the finished runs, write them as CSV, and draw them beside it."""
     from embeddings.figures import check_output, draw_sweep
 
-    names = plan.names
     plan = replace(plan, metric=logged_metric(runs, plan.metric))
-    found = results_of(runs, plan.metric, file)
-    print(result_table(found, names, plan.metric))
+    found, metric = results_of(runs, plan.metric, file), plan.metric
+    print(result_table(found, plan.names, metric))
     num_done = sum(result.status == "done" for result in found)
     if not num_done:
         raise InputError(str(file), f"none of its {plan.num_points} runs is done", "run the sweep first")
-    means = seed_table(found, names, plan.metric)
+    means = seed_table(found, plan.names, metric)
     print(f"\n{means}" if means else "", f"\n{num_done} of {plan.num_points} done", sep="")
     picture = path.with_suffix(".png")
     check_output(picture)
-    write_results(found, names, path)
-    measure, heading = (
-        f"{plan.metric.column} ({plan.metric.value})",
-        f"{plan.name}: {num_done} of {plan.num_points} runs",
-    )
-    draw_sweep(dots(plan, found), measure, plan.metric.mode, heading, picture)
+    write_results(found, plan.names, path)
+    heading = f"{plan.name}: {num_done} of {plan.num_points} runs"
+    draw_sweep(dots(plan, found), f"{metric.column} ({metric.value})", metric.mode, heading, picture)
     print(f"wrote {path} and {picture}")
 
 
@@ -271,8 +260,7 @@ def dots(plan: Sweep, results: Sequence["Result"]) -> list["Dot"]:
 
     The points of a list vary together: they are one `point`, by the names of all that they set.
     """
-    names = plan.names
-    varied = {key: name for key, name in names.items() if key != SEED_KEY} or names
+    varied = {key: name for key, name in plan.names.items() if key != SEED_KEY} or plan.names
     found: list[Dot] = []
     for result in results:
         value, point = result.value(plan.metric), result.run.point
@@ -337,28 +325,18 @@ def results_of(runs: Sequence[Run], metric: Metric, file: Path) -> list[Result]:
     if any(result.status == "done" for result in found) and metric.column not in columns:
         what = f"no run has logged {metric.column!r}"
         raise InputError(f"{file}: metric", what, f"column takes one of {', '.join(sorted(columns)) or 'none'}")
-    sign = -1 if metric.mode == "max" else 1
-    values = {result.run.index: result.value(metric) for result in found}
-    return sorted(found, key=lambda result: math.inf if (v := values[result.run.index]) is None else sign * v)
+    return sorted(found, key=lambda result: metric.rank(result.value(metric)))
 
 
 def result_table(results: Sequence[Result], names: Mapping[str, str], metric: Metric) -> str:
     """The results as text, a row a point."""
-    head = ["point", *names.values(), f"{metric.column} last", "best", "at step", "seconds", "status", "folder"]
-    rows = [
-        [
-            str(result.run.index),
-            *result.labels(names),
-            _digits(result.last),
-            _digits(result.best),
-            "-" if result.best_step is None else str(result.best_step),
-            "-" if result.seconds is None else f"{result.seconds:.0f}",
-            result.status,
-            result.run.folder.name if result.status != "missing" else "-",
-        ]
-        for result in results
-    ]
-    return format_table([head, *rows], "<")
+    rows = [["point", *names.values(), f"{metric.column} last", "best", "at step", "seconds", "status", "folder"]]
+    for found in results:
+        step, seconds = (None if value is None else f"{value:.0f}" for value in (found.best_step, found.seconds))
+        folder = None if found.status == "missing" else found.run.folder.name
+        measured = [_digits(found.last), _digits(found.best), step or "-", seconds or "-"]
+        rows.append([str(found.run.index), *found.labels(names), *measured, found.status, folder or "-"])
+    return format_table(rows, "<")
 
 
 def seed_table(results: Sequence[Result], names: Mapping[str, str], metric: Metric) -> str | None:
@@ -367,17 +345,16 @@ def seed_table(results: Sequence[Result], names: Mapping[str, str], metric: Metr
     if SEED_KEY not in names or not others:
         return None
     groups: dict[tuple[str, ...], list[float]] = {}
-    for result in results:  # the best first, and so its group
+    for result in results:
         value = result.value(metric)
         groups.setdefault(tuple(result.labels(others)), []).extend([] if value is None else [value])
-    sign = -1 if metric.mode == "max" else 1
-    ordered = sorted(groups.items(), key=lambda item: sign * statistics.mean(item[1]) if item[1] else math.inf)
-    rows = []
-    for labels, values in ordered:
-        mean = _digits(statistics.mean(values)) if values else "-"
+    means = {labels: statistics.mean(values) if values else None for labels, values in groups.items()}
+    rows = [[*others.values(), f"{metric.column} {metric.value}, mean", "±sd", "seeds"]]
+    for labels in sorted(means, key=lambda labels: metric.rank(means[labels])):
+        values = groups[labels]
         deviation = f"±{_digits(statistics.stdev(values))}" if len(values) > 1 else "-"
-        rows.append([*labels, mean, deviation, str(len(values))])
-    return format_table([[*others.values(), f"{metric.column} {metric.value}, mean", "±sd", "seeds"], *rows], "<")
+        rows.append([*labels, _digits(means[labels]), deviation, str(len(values))])
+    return format_table(rows, "<")
 
 
 def write_results(results: Sequence[Result], names: Mapping[str, str], path: Path) -> None:

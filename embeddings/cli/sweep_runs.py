@@ -20,7 +20,7 @@ from embeddings.cli.configs import unfolded
 from embeddings.cli.sweep_file import Point, Sweep
 from embeddings.common import PreemptedError
 from embeddings.common.errors import CHECKOUT, program
-from embeddings.common.io import read_metrics, write_json
+from embeddings.common.io import read_json_or_empty, read_metrics, write_json
 
 # What Python runs for the command line. An installed package is not looked for in the current folder first.
 COMMAND = ["-P", "-m", "embeddings"] if CHECKOUT is None else [str(CHECKOUT / "main.py")]
@@ -49,11 +49,7 @@ class Run:
 
     def record(self) -> dict[str, Any] | None:
         """What `done.json` holds once the run is finished."""
-        try:
-            found = json.loads((self.folder / "done.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return found if isinstance(found, dict) else None
+        return read_json_or_empty(self.folder / "done.json") or None
 
     def line(self) -> str:
         """The line as a person would type it."""
@@ -67,11 +63,10 @@ def runs_of(sweep: Sweep, output: Path) -> list[Run]:
     other folders, but a moved sweep file or a comment does not.
     """
     found = []
+    configs = [word for config in sweep.configs for word in ("--config", config)]
     for index, point in enumerate(sweep.points):
         folder = output / sweep.name / f"{sweep.recipe}-{settings_hash(sweep.contents, point)}"
-        words = ["fit"]
-        for config in sweep.configs:
-            words += ["--config", config]
+        words = ["fit", *configs]
         words += [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in point.items()]
         words += placed([*sweep.contents, unfolded(point)], folder)
         found.append(Run(index, point, folder, tuple(words)))
@@ -95,10 +90,10 @@ def placed(contents: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
     `contents` are the mappings of the configs and of the point, in order.
     """
     loggers = [logger for logger in _listed(contents, "logger") if isinstance(logger, Mapping)]
-    own: Mapping[str, Any] = next((logger for logger in loggers if _is_csv(logger)), {"class_path": CSV_LOGGER})
-    arguments = {key: value for key, value in (own.get("init_args") or {}).items() if key != "version"}
+    own = next((logger.get("init_args") or {} for logger in loggers if _kind(logger) == "CSVLogger"), {})
+    arguments = {key: value for key, value in own.items() if key != "version"}
     first = {"class_path": CSV_LOGGER, "init_args": {**arguments, "save_dir": str(folder), "name": ""}}
-    others = [_moved(logger, folder) for logger in loggers if not _is_csv(logger)]
+    others = [_moved(logger, folder) for logger in loggers if _kind(logger) != "CSVLogger"]
     words = [f"--trainer.default_root_dir={folder}", f"--trainer.logger={json.dumps([first, *others], default=str)}"]
     callbacks = _listed(contents, "callbacks")
     moved = [_moved(callback, folder) for callback in callbacks]
@@ -194,8 +189,8 @@ def _listed(contents: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     return found
 
 
-def _is_csv(logger: Mapping[str, Any]) -> bool:
-    return str(logger.get("class_path")).rpartition(".")[2] == "CSVLogger"
+def _kind(part: Mapping[str, Any]) -> str:
+    return str(part.get("class_path")).rpartition(".")[2]
 
 
 def _moved(part: Any, folder: Path) -> Any:
@@ -207,12 +202,11 @@ def _moved(part: Any, folder: Path) -> Any:
     if not isinstance(part, Mapping):
         return part
     arguments = part.get("init_args") or {}
-    places = {name: arguments[name] for name in PLACES if isinstance(arguments.get(name), str)}
-    if str(part.get("class_path")).rpartition(".")[2] == "ModelCheckpoint":
-        places = {"dirpath": "checkpoints", **places}
+    places = {"dirpath": "checkpoints"} if _kind(part) == "ModelCheckpoint" else {}
+    places |= {name: arguments[name] for name in PLACES if isinstance(arguments.get(name), str)}
     moved: dict[str, Any] = {name: str(folder / Path(place).name) for name, place in places.items()}
     # A run that was cut short after its export, without a checkpoint, begins anew.
-    if str(part.get("class_path")).rpartition(".")[2] in ("ExportModel", "ExportLanguageModel"):
+    if _kind(part) in ("ExportModel", "ExportLanguageModel"):
         moved["replace"] = True
     return {**part, "init_args": {**arguments, **moved}} if moved else part
 

@@ -102,16 +102,6 @@ def test_a_point_may_give_callbacks_of_its_own(tmp_path):
     ]
 
 
-def test_one_process_at_a_time_has_a_folder(tmp_path):
-    folder = tmp_path / "a" / "b"
-    with exclusive(folder) as lock:
-        assert lock is not None
-        with exclusive(folder) as second:
-            assert second is None
-    with exclusive(folder) as lock:
-        assert lock is not None
-
-
 def test_the_lock_lasts_as_long_as_a_process_that_inherited_it(tmp_path):
     with exclusive(tmp_path) as lock:
         process = subprocess.Popen(["sleep", "60"], pass_fds=(lock,))
