@@ -1,6 +1,5 @@
 """Checkpoints: durable writing, a check of disk space before the run, and the best one at its end."""
 
-import os
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -75,7 +74,7 @@ class DurableCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove one checkpoint; where another one is being written, once that one is complete."""
         if self._thread is not None and self._tasks:
-            self._tasks.append(self._thread.submit(self._remove_after, self._tasks[0], path))
+            self._tasks.append(self._thread.submit(self._remove, path, self._tasks[0]))
         else:
             self._remove(path)
 
@@ -108,11 +107,9 @@ class DurableCheckpointIO(CheckpointIO):
             remote.makedirs(str(path).rpartition("/")[0], exist_ok=True)
             remote.put_file(f"{folder}/checkpoint", str(path))
 
-    def _remove_after(self, write: Future[None], path: str | Path) -> None:
-        write.result()
-        self._remove(path)
-
-    def _remove(self, path: str | Path) -> None:
+    def _remove(self, path: str | Path, write: Future[None] | None = None) -> None:
+        if write is not None:
+            write.result()
         self.on_stage("prune")
         places = get_filesystem(path)
         if places.exists(path):
@@ -137,11 +134,7 @@ def make_checkpoints_durable(trainer: L.Trainer) -> None:
 
 
 def finish_writing(trainer: L.Trainer) -> None:
-    """Wait until the checkpoints that this rank has saved are on disk.
-
-    Raises:
-        OSError: If one could not be written.
-    """
+    """Wait until the checkpoints that this rank has saved are on disk; an `OSError` if one could not be written."""
     if isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO):
         trainer.strategy.checkpoint_io.wait()
 
@@ -166,13 +159,9 @@ class _TrainedModule(Protocol):
 def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed: str | None = None) -> None:
     """Check on rank 0, which writes, that two checkpoints fit on the disk of each folder of checkpoints.
 
-    Their size is estimated from the weights and the optimiser's state. Remote paths, and more than two checkpoints of a
-    run that keeps many, are left out.
-
-    Args:
-        trainer: The trainer, before the run.
-        module: The module, not yet sharded.
-        resumed: The checkpoint that the run resumes. In its own folder it is one of the two, and will be replaced.
+    Their size is estimated from the weights, not yet sharded, and the optimiser's state. Remote paths, and more than
+    two checkpoints of a run that keeps many, are left out. Of a checkpoint that is `resumed` in its own folder, which
+    is one of the two, the place will be free again.
 
     Raises:
         OSError: If they do not fit.
@@ -184,9 +173,9 @@ def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed
     needed = int(_CHECKPOINTS * checkpoint_bytes(module, str(trainer.precision)))
     for folder in {str(callback.dirpath or of_logger or trainer.default_root_dir) for callback in kept}:
         if "://" not in folder:
-            is_own = resumed is not None and Path(resumed).is_file()
-            is_own = is_own and Path(str(resumed)).resolve().parent == Path(folder).resolve()
-            check_disk_space(folder, needed, os.path.getsize(str(resumed)) if is_own else 0)
+            own = Path(resumed or "")
+            is_there = own.is_file() and own.resolve().parent == Path(folder).resolve()
+            check_disk_space(folder, needed, own.stat().st_size if is_there else 0)
 
 
 def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
@@ -197,10 +186,8 @@ def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
         per_weight, left_out = module.state_per_weight(), module.frozen_names()
     total = 0.0
     for name, value in (*module.named_parameters(), *module.named_buffers()):
-        if name in left_out:
-            continue
         size = 2 if halves and value.is_floating_point() else value.itemsize
-        total += value.numel() * size * (1 + per_weight * value.requires_grad)
+        total += value.numel() * size * (1 + per_weight * value.requires_grad) * (name not in left_out)
     return int(total)
 
 

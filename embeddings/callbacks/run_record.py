@@ -8,15 +8,15 @@ import shlex
 import socket
 import subprocess
 import uuid
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import yaml
-from filelock import FileLock, Timeout
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -29,8 +29,9 @@ from embeddings.common.distributed import full_shape
 from embeddings.common.errors import CHECKOUT
 from embeddings.common.io import (
     METRICS_FILE,
-    NO_LOCKS,
+    file_lock,
     package_versions,
+    read_json_or_empty,
     read_metrics,
     row_steps_made,
     write_json,
@@ -77,7 +78,7 @@ class RunRecord(SaveConfigCallback):
         """Write `run.json` beside `config.yaml`, on rank 0."""
         logger, data, path = run_logger(trainer), run_data(trainer), self.log_dir / "run.json"
         is_resumed = logger is not None and logger.resumed is not None and path.is_file()
-        previous: dict[str, Any] = json.loads(path.read_bytes()) if is_resumed else {}
+        previous = json.loads(path.read_bytes()) if is_resumed else {}
         earlier = [*previous.pop("earlier", []), previous] if previous else []
         self._record = {
             "id": previous.get("id") or uuid.uuid4().hex,
@@ -159,8 +160,8 @@ def check_output(trainer: L.Trainer, output: str, option: str, replace: bool) ->
     # Without a record runs cannot be distinguished.
     if replace or logger is None or RunRecord.of(trainer) is None or not (place / "config.json").is_file():
         return
-    own = None if logger.resumed is None else _id_in(logger.resumed.folder / "run.json")
-    if own is None or _id_in(place / MODEL_RUN_FILE) != own:
+    own = None if logger.resumed is None else read_json_or_empty(logger.resumed.folder / "run.json").get("id")
+    if own is None or read_json_or_empty(place / MODEL_RUN_FILE).get("id") != own:
         fix = f"name another one, or set {option}'s replace: true"
         raise OptionError(f"{option}.output", output, "must not hold a model of another run", fix)
 
@@ -170,14 +171,6 @@ def mark_output(trainer: L.Trainer, folder: Path) -> None:
     record = RunRecord.of(trainer)
     if record is not None:
         write_json(folder / MODEL_RUN_FILE, {"id": record.id, "step": trainer.global_step})
-
-
-def _id_in(path: Path) -> str | None:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found.get("id") if isinstance(found, dict) else None
 
 
 def plain_types(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
@@ -229,7 +222,7 @@ class RunLogger(CSVLogger):
         self.resumed = resumed
         # Loggers that write into the same folder, whose number they get from here.
         self.followers: list[TensorBoardLogger] = []
-        self._lock: FileLock | None = None
+        self._lock: ExitStack | None = None
         if resumed is not None:
             parent = resumed.folder.parent
             if not (os.path.isdir(self.root_dir) and os.path.samefile(self.root_dir, parent)):
@@ -245,17 +238,10 @@ class RunLogger(CSVLogger):
         """
         if self._lock is not None or "://" in self.log_dir:
             return
-        path = Path(self.log_dir) / LOCK_FILE
-        lock = FileLock(path, blocking=False)
-        try:
-            lock.acquire()
-        except Timeout:
+        path, lock = Path(self.log_dir) / LOCK_FILE, ExitStack()
+        if not lock.enter_context(file_lock(path, wait=False, optional=True)):
             holder = path.read_text(encoding="utf-8", errors="replace").strip() or "another process"
-            raise UserError(f"{self.log_dir}: {holder} is at work on this run; wait until it ends, or end it") from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            return
+            raise UserError(f"{self.log_dir}: {holder} is at work on this run; wait until it ends, or end it")
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         self._lock = lock
 
@@ -279,15 +265,17 @@ class RunLogger(CSVLogger):
         """Write the last rows, and unlock the folder."""
         super().finalize(status)
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
             self._lock = None
 
     def _make_folder(self) -> None:
         if self._version is None and "://" not in self.root_dir:
-            number = self._get_next_version()
-            while not _made(os.path.join(self.root_dir, f"version_{number}")):
-                number += 1
-            self._version = number
+            os.makedirs(self.root_dir, exist_ok=True)
+            for number in count(self._get_next_version()):
+                with suppress(FileExistsError):
+                    os.mkdir(os.path.join(self.root_dir, f"version_{number}"))
+                    self._version = number
+                    break
         self._fs.makedirs(self.log_dir, exist_ok=True)
         for follower in self.followers:
             follower._version = self.version
@@ -327,11 +315,7 @@ def keep_metrics(trainer: L.Trainer, resumed: ResumedRun | None = None) -> None:
     """Put a `RunLogger` first among the trainer's loggers, so that `trainer.log_dir` is the run's folder.
 
     It replaces the first `CSVLogger`, or shares the folder of the first `TensorBoardLogger`. Otherwise the folder is
-    `lightning_logs/version_N` below `default_root_dir`.
-
-    Args:
-        trainer: The trainer, before its run; `fast_dev_run` logs nothing.
-        resumed: The run that is resumed, or None.
+    `lightning_logs/version_N` below `default_root_dir`. A run with `fast_dev_run` logs nothing.
     """
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
@@ -353,17 +337,6 @@ def keep_metrics(trainer: L.Trainer, resumed: ResumedRun | None = None) -> None:
 def run_logger(trainer: L.Trainer) -> RunLogger | None:
     """The trainer's `RunLogger`; None where it has none."""
     return next((logger for logger in trainer.loggers if isinstance(logger, RunLogger)), None)
-
-
-def _made(folder: str) -> bool:
-    """Make a folder; False where the name is taken."""
-    try:
-        os.makedirs(folder)
-    except FileExistsError:
-        if not os.path.lexists(folder):
-            raise
-        return False
-    return True
 
 
 def _write_rows(path: Path, names: list[str], rows: list[dict[str, Any]]) -> None:

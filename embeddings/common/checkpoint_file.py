@@ -14,12 +14,12 @@ import os
 import shutil
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -173,8 +173,6 @@ def _refusal(path: tuple[str, ...], what: str) -> InputError:
 # What readers of safetensors take.
 MAX_HEADER_BYTES = 100_000_000
 
-_PIECE_BYTES = 4 * 2**20
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # How torch.save's files begin, the new ones and the old.
 _PICKLES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 _DTYPES = {
@@ -198,8 +196,7 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """A tensor's place in the file."""
 
     name: str
@@ -210,22 +207,19 @@ class _Entry:
     def num_bytes(self) -> int:
         return _DTYPES[self.dtype].itemsize * torch.Size(self.shape).numel()
 
-    def checksum(self) -> xxhash.xxh3_64:
-        """A checksum to which the tensor's bytes are still to be added: what they mean belongs to it."""
-        return xxhash.xxh3_64(f"{self.dtype}{list(self.shape)}".encode())
+    def checksum(self, content: memoryview) -> str:
+        """The checksum of a tensor's bytes and of what they mean."""
+        checksum = xxhash.xxh3_64(f"{self.dtype}{list(self.shape)}".encode())
+        checksum.update(content)
+        return checksum.hexdigest()
 
 
 def write_checkpoint(packed: PackedContent, path: str | os.PathLike[str], on_stage: Stage = unnoticed) -> None:
     """Write a checkpoint beside its place, wait for the disk, read it back, and only then give it its name.
 
     After a crash at any point `path` holds either the old checkpoint or the complete new one. Nothing is written where
-    the disk has no room for the file and a thousandth more.
-
-    Args:
-        packed: The content.
-        path: The file.
-        on_stage: Told what comes next: "write" (a temporary file), "header" (its last bytes), "sync" (to disk),
-            "verify", "rename", "sync folder" and "done".
+    the disk has no room for the file and a thousandth more. `on_stage` is told what comes next: "write" (a temporary
+    file), "header" (its last bytes), and then the stages of `atomic_path`.
 
     Raises:
         InputError: If the content is none that the file can hold.
@@ -246,9 +240,8 @@ def write_checkpoint(packed: PackedContent, path: str | os.PathLike[str], on_sta
             _write(packed, entries, header_bytes, temporary, on_stage)
     except OSError as error:
         error.filename = str(path)
-        if error.errno in _NO_SPACE:
-            free = shutil.disk_usage(path.parent).free
-            error.strerror = disk_full_message(str(error.strerror), needed, free)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error.strerror = disk_full_message(str(error.strerror), needed, shutil.disk_usage(path.parent).free)
         raise
 
 
@@ -269,7 +262,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def peek_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content with empty tensors in the place of tensors; only the header is read, and checked."""
-    return _checked(Path(path), _peek)
+    return _checked(Path(path), lambda file, path: _read_header(path)[2])
 
 
 class _DamagedError(ValueError):
@@ -311,11 +304,9 @@ def _write(packed: PackedContent, entries: list[_Entry], start: int, path: Path,
     try:
         os.lseek(handle, start, os.SEEK_SET)
         for entry in entries:
-            content, checksum = _bytes_of(packed.tensors[entry.name].cpu()), entry.checksum()
-            for piece in _pieces(content, entry.num_bytes):
-                checksum.update(piece)
-                _put(handle, piece)
-            checksums[entry.name] = checksum.hexdigest()
+            content = _bytes_of(packed.tensors[entry.name].cpu())
+            checksums[entry.name] = entry.checksum(content)
+            _put(handle, content)
         on_stage("header")
         os.lseek(handle, 0, os.SEEK_SET)
         _put(handle, memoryview(_header(packed.tree, entries, checksums)))
@@ -331,13 +322,6 @@ def _put(handle: int, content: memoryview) -> None:
 def _bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's bytes, in place where they lie in one piece."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _pieces(memory: memoryview, num_bytes: int) -> Iterator[memoryview]:
-    """So many bytes of a memory, piece by piece; where it is smaller, its beginning again and again."""
-    for start in range(0, num_bytes, _PIECE_BYTES):
-        first = start if len(memory) >= num_bytes else 0
-        yield memory[first : first + min(_PIECE_BYTES, num_bytes - start)]
 
 
 def _verify(path: Path) -> None:
@@ -368,13 +352,8 @@ def _checked(path: Path, read: Callable[[BufferedReader, Path], PackedContent]) 
             raise InputError(str(path), what, "give a complete .ckpt file that `fit` wrote") from error
 
 
-def _peek(file: BufferedReader, path: Path) -> PackedContent:
-    entries, content = _read_header(path)
-    return PackedContent(content["tree"], {entry.name: torch.empty(0, dtype=_DTYPES[entry.dtype]) for entry in entries})
-
-
-def _read_header(path: Path) -> tuple[list[_Entry], Any]:
-    """The tensors' places, and what is there besides tensors: the tree and the tensors' checksums."""
+def _read_header(path: Path) -> tuple[list[_Entry], dict[str, str], PackedContent]:
+    """The tensors' places and checksums, and the content with empty tensors."""
     with safe_open(path, framework="numpy") as opened:
         metadata = opened.metadata() or {}
         slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
@@ -385,21 +364,19 @@ def _read_header(path: Path) -> tuple[list[_Entry], Any]:
         raise _DamagedError(f"has format version {metadata['version']}, and this library reads {VERSION}")
     if xxhash.xxh3_64_hexdigest(metadata["content"].encode()) != metadata["xxh3_64"]:
         raise _DamagedError("is damaged in its header")
-    return entries, json.loads(metadata["content"])
+    content = json.loads(metadata["content"])
+    empty = {entry.name: torch.empty(0, dtype=_DTYPES[entry.dtype]) for entry in entries}
+    return entries, content["xxh3_64"], PackedContent(content["tree"], empty)
 
 
 def _read(file: BufferedReader, path: Path, is_kept: bool) -> PackedContent:
-    entries, content = _read_header(path)
+    entries, checksums, content = _read_header(path)
     file.seek(8 + struct.unpack("<Q", file.read(8))[0])
-    scratch = memoryview(bytearray(0 if is_kept else _PIECE_BYTES))
-    tensors = {}
     for entry in entries:
-        tensor = torch.empty(entry.shape if is_kept else 0, dtype=_DTYPES[entry.dtype])
-        start, checksum = file.tell(), entry.checksum()
-        for piece in _pieces(_bytes_of(tensor) if is_kept else scratch, entry.num_bytes):
-            file.readinto(piece)
-            checksum.update(piece)
-        if checksum.hexdigest() != content["xxh3_64"][entry.name]:
+        tensor, start = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype]), file.tell()
+        file.readinto(memory := _bytes_of(tensor))
+        if entry.checksum(memory) != checksums[entry.name]:
             raise _DamagedError(f"is damaged in {entry.name}, bytes {start:,} to {file.tell():,}")
-        tensors[entry.name] = tensor
-    return PackedContent(content["tree"], tensors)
+        if is_kept:
+            content.tensors[entry.name] = tensor
+    return content

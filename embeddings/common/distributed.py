@@ -43,13 +43,7 @@ def planning_for(num_ranks: int) -> Iterator[None]:
 
 
 def reduce_int(value: int, operation: str, device: torch.device | str = "cpu") -> int:
-    """The smallest (`"min"`) or largest (`"max"`) of one integer over all ranks.
-
-    Args:
-        value: This rank's number.
-        operation: `"min"` or `"max"`.
-        device: Where the backend takes tensors (NCCL: this rank's GPU).
-    """
+    """The smallest (`"min"`) or largest (`"max"`) of one integer over all ranks, sent from `device` (NCCL: the GPU)."""
     if not is_distributed():
         return value
     tensor = torch.tensor(value, dtype=torch.int64, device=device)

@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -66,6 +66,13 @@ class OptionError(UserError):
 
     def __init__(self, option: str, value: object, rule: str, hint: str) -> None:
         super().__init__(f"{option} {rule}, got {shown(value)}; {hint}")
+
+
+def refuse_given(options: Mapping[str, object], rule: str, hint: str = "leave it out") -> None:
+    """Raise an `OptionError` for the first of some options that is given, that is, not None."""
+    for name, value in options.items():
+        if value is not None:
+            raise OptionError(name, str(value) if isinstance(value, Path) else value, rule, hint)
 
 
 class MissingExtraError(UserError):

@@ -49,12 +49,9 @@ def atomic_path(
 ) -> Iterator[Path]:
     """A temporary path beside `path`; on leaving without an error it is flushed to disk and renamed to `path`.
 
-    After a crash at any point `path` holds either its old content or the complete new one.
-
-    Args:
-        path: The place.
-        verify: Called with the temporary path once it is on disk; if it raises, `path` keeps its old content.
-        on_stage: Told what comes next: "sync", "verify", "rename", "sync folder" and "done".
+    After a crash at any point `path` holds either its old content or the complete new one. `verify` is called with the
+    temporary path once it is on disk; if it raises, `path` keeps its old content. `on_stage` is told what comes next:
+    "sync", "verify", "rename", "sync folder" and "done".
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -142,12 +139,8 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP)
 def file_lock(path: Path, wait: bool = True, optional: bool = False) -> Iterator[bool]:
     """An exclusive lock between processes, which ends with the process that holds it; yields whether it is held.
 
-    Whoever unlinks the file under the lock makes those that wait for it take a new one.
-
-    Args:
-        path: The lock's file; it is made if there is none, and stays.
-        wait: Whether to wait for another holder.
-        optional: Whether work continues without a lock on a file system that has none.
+    Whoever unlinks the file under the lock makes those that wait for it take a new one. With `wait` another holder is
+    waited for; with `optional` work continues without a lock on a file system that has none.
     """
     lock, is_held = FileLock(path, blocking=wait), True
     try:
@@ -192,6 +185,15 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json_or_empty(path: Path) -> dict[str, Any]:
+    """The mapping that a JSON file holds; empty where the file is missing or damaged."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
@@ -314,15 +316,11 @@ def _umask() -> int:
 
 
 def load_array(path: Path, hint: str, mapped: bool = False) -> Any:
-    """The array of a `.npy` file, or the archive of arrays of a `.npz` file.
-
-    Args:
-        path: The file.
-        hint: What to do where it is damaged.
-        mapped: Whether the array stays on disk, mapped into memory.
+    """The array of a `.npy` file, mapped into memory on request, or the archive of arrays of a `.npz` file.
 
     Raises:
-        InputError: If the file is missing or damaged, or holds objects in place of numbers, or has the other format.
+        InputError: With `hint`, if the file is missing or damaged, holds objects in place of numbers, or has the other
+            format.
     """
     damaged = InputError(str(path), "is missing, empty or damaged", hint)
     try:
@@ -362,13 +360,12 @@ def check_vectors(
     Args:
         vector_ND: (n, D) float32.
         where: What the message calls their file.
-        first_row: Row of the first vector in that file; the others follow it.
+        first_row: Row of the first vector in that file; the others follow it, unless `row_N` has the row of each.
         unit: Whether they must be of unit length.
-        row_N: The row of each vector, where they do not follow one another.
+        row_N: (n,) int64, or None.
 
     Raises:
-        InputError: At the first vector that is zero, NaN, infinite or of another length; the message names `where` and
-            the row.
+        InputError: At the first vector that is not so; the message names `where` and the row.
     """
     square_N = np.einsum("nd,nd->n", vector_ND, vector_ND)
     usable_N = np.isfinite(square_N) & (square_N > 0)

@@ -52,14 +52,14 @@ def progress_bar(
         title: What the work is called.
         unit: What is counted.
         delay: Seconds before anything is shown; two if left out.
-        every_seconds: Seconds between two lines where standard error is no terminal; the last line closes the work.
+        every_seconds: Seconds between two lines of a log; the last line closes the work.
         options: Further options of tqdm.
     """
-    delay = PROGRESS_DELAY_SECONDS if delay is None else delay
+    options |= {"total": total, "desc": title, "unit": unit}
+    options["delay"] = PROGRESS_DELAY_SECONDS if delay is None else delay
     if sys.stderr is not None and sys.stderr.isatty():
-        return tqdm(total=total, desc=title, unit=unit, delay=delay, **options)
-    lines = {"file": _Lines(sys.stderr), "mininterval": every_seconds, "miniters": 1}
-    return _LineBar(total=total, desc=title, unit=unit, delay=delay, **{**options, **lines})
+        return tqdm(**options)
+    return _LineBar(**{**options, "file": _Lines(sys.stderr), "mininterval": every_seconds, "miniters": 1})
 
 
 class _LineBar(tqdm):  # type: ignore[type-arg]
@@ -197,16 +197,11 @@ class JobFolder:
                 path.unlink(missing_ok=True)
 
     def finish(self, merge: Callable[[], Mapping[str, Any]] = dict) -> bool:
-        """Run `merge` once, and note in the manifest that the job is complete.
+        """Run `merge` once, and note in the manifest that the job is complete, with the fields that it returns.
 
         Of several processes that call this at once, one merges and the others wait for it. After a kill in `merge` the
-        next process merges again, so `merge` must write its files atomically, and the same ones each time.
-
-        Args:
-            merge: Makes the job's result; the fields that it returns are added to the manifest.
-
-        Returns:
-            Whether the job is complete.
+        next process merges again, so `merge` must write its files atomically, and the same ones each time. Returns
+        whether the job is complete.
         """
         if self.complete:
             return True
@@ -264,8 +259,7 @@ class ShardedJob(JobFolder):
         Args:
             make: Writes shard `s` to a temporary path: `make(s, path)`. Its bytes follow from `s` and the job's fields.
             task: Which shards are this process's; None for all.
-            take_over: Whether to make what other tasks have left undone too, and to wait for what they are making, so
-                that on return no shard is missing: for work that the next step needs in full.
+            take_over: Whether to make, or to wait for, the other tasks' shards too, so that none is missing on return.
         """
         if self.complete:
             return

@@ -47,15 +47,14 @@ def check_variables() -> None:
 
 
 def process_rank() -> str:
-    """This process's rank among a run's, as its environment says."""
-    ranks = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
-    return next((rank for rank in ranks if rank), "0")
+    """This process's rank among a run's, or among a node's, where nothing but its environment can tell yet."""
+    ranks = (os.environ.get(name, "0") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+    return next((rank for rank in ranks if rank != "0"), "0")
 
 
 def is_first_process() -> bool:
-    """Whether this is the first of a run's processes, where nothing but its environment can tell yet."""
-    ranks = (os.environ.get(name, "0") for name in ("SLURM_PROCID", "RANK", "LOCAL_RANK"))
-    return all(rank == "0" for rank in ranks)
+    """Whether this is the first of a run's processes."""
+    return process_rank() == "0"
 
 
 def num_processes() -> int:

@@ -125,11 +125,8 @@ def block_signals(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[
 def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> PreemptedError:
     """Ask SLURM to queue the job again, where it runs this process, and say how the run ends.
 
-    Args:
-        number: The signal.
-        where: At which point the run stopped, in words.
-        checkpoint: What the run resumes from, or None.
-        is_first: Whether this is the run's first process, which asks and speaks for all.
+    `where` says in words at which point signal `number` stopped the run, and `checkpoint` what it resumes from, if
+    anything. The run's first process asks and speaks for all.
     """
     # Who presses Ctrl-C does not want the job in the queue again.
     job = None if number == signal.SIGINT else job_id()

@@ -2,14 +2,13 @@
 
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from embeddings.common.errors import InputError
-from embeddings.common.io import file_sha256, write_json
+from embeddings.common.io import file_sha256, read_json_or_empty, write_json
 from embeddings.data.readers import HubReader, Reader, open_reader, resolve_revision
 from embeddings.data.sources import HUB_PREFIX, Origin, resolve_files
 
@@ -36,7 +35,7 @@ def hash_file(path: Path, memory: Path) -> FileHash:
     """
     try:
         stamp = _stamp(path)
-        known = _known(_note(path, memory))
+        known = read_json_or_empty(_note(path, memory))
         unchanged = known.get("stamp") == stamp and "sha256" in known
         return FileHash(path, stamp, known["sha256"] if unchanged else file_sha256(path))
     except OSError as error:
@@ -46,18 +45,9 @@ def hash_file(path: Path, memory: Path) -> FileHash:
 def remember_hash(known: FileHash, memory: Path) -> None:
     """Note a hash in the folder `memory`; one that cannot be written is only slower next time."""
     note = _note(known.path, memory)
-    if _known(note).get("stamp") != known.stamp:
+    if read_json_or_empty(note).get("stamp") != known.stamp:
         with contextlib.suppress(OSError):
             write_json(note, {"path": str(known.path.resolve()), "stamp": known.stamp, "sha256": known.sha256})
-
-
-def _known(note: Path) -> dict[str, Any]:
-    """What a note says; nothing where there is none, or it is damaged."""
-    try:
-        known = json.loads(note.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
 
 
 def _note(path: Path, memory: Path) -> Path:

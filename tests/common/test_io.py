@@ -144,11 +144,6 @@ def test_a_field_that_is_not_there_or_no_whole_number_is_refused(tmp_path):
             fields.integer(name, least)
 
 
-def test_a_missing_manifest_is_refused(tmp_path):
-    with pytest.raises(InputError, match="no manifest"):
-        check_manifest(tmp_path, {})
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b'{"kind": "a', b"[1]", b"null", b"\xff\xfe"])
 def test_a_damaged_manifest_is_refused_in_one_line(content, tmp_path):
     (tmp_path / "manifest.json").write_bytes(content)

@@ -18,9 +18,7 @@ from embeddings.common.jobs import (
     ShardedJob,
     discard_on_user_error,
     finished_manifest,
-    load_shard,
     manifest_path,
-    require_shard_size,
     shard_rows,
 )
 from tests.helpers.processes import run_command
@@ -267,11 +265,6 @@ def test_something_else_is_left_alone(as_file, tmp_path):
         ShardedJob(place, FIELDS, 3)
 
 
-def test_a_tuple_among_the_fields_is_found_equal_again(tmp_path):
-    ShardedJob(tmp_path, {"margins": (1, 2)}, 1)
-    assert ShardedJob(tmp_path, {"margins": (1, 2)}, 1).fields["margins"] == [1, 2]
-
-
 KILLED = """
 import os, signal, sys
 from embeddings.common.jobs import ShardedJob
@@ -353,18 +346,3 @@ def test_shards_cover_all_rows_in_order(num_rows, shard_size):
     covered = [row for shard in range(num_shards) for row in shard_rows(shard, shard_size, num_rows)]
     assert covered == list(range(num_rows))
     assert all(shard_rows(shard, shard_size, num_rows) for shard in range(num_shards))
-
-
-@pytest.mark.parametrize("content", [None, b"", b"not an array"])
-def test_missing_and_damaged_reasons_are_refused(content, tmp_path):
-    if content is not None:
-        (tmp_path / "reasons.npy").write_bytes(content)
-    with pytest.raises(InputError, match=r"reasons\.npy: is missing, empty or damaged; delete its folder"):
-        load_shard(tmp_path / "reasons.npy")
-
-
-@pytest.mark.parametrize("shard_size", [0, -1])
-def test_a_shard_has_a_row(shard_size):
-    require_shard_size(1)
-    with pytest.raises(OptionError, match="shard_size must be >= 1"):
-        require_shard_size(shard_size)

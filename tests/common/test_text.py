@@ -63,11 +63,6 @@ def test_each_role_has_its_length():
     assert (settings.max_length("query"), settings.max_length("document")) == (8, 16)
 
 
-def test_a_length_without_room_for_text_is_refused():
-    with pytest.raises(OptionError, match=r"document_max_length must be >= 4, got 2"):
-        TextSettings(document_max_length=2)
-
-
 def test_a_prompt_is_named_or_the_roles_or_none():
     settings = TextSettings(prompts={"query": "q: ", "task": "t: "})
     assert settings.prompt("task", "query") == "t: "
