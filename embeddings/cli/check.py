@@ -11,6 +11,7 @@ import torch
 from embeddings.callbacks.export import ExportLanguageModel, ExportModel
 from embeddings.callbacks.run_record import plain_types, run_logger
 from embeddings.cli.fit import TrainerCLI, run_trainer
+from embeddings.cli.trainer import start_checks
 from embeddings.common import UserError
 from embeddings.common.checkpoint_file import peek_checkpoint
 from embeddings.common.distributed import planning_for
@@ -25,13 +26,7 @@ def check_run(argv: Sequence[str]) -> None:
     """Check a run as `fit` would begin it, and print what it would do; nothing is trained or written.
 
     Config, model, data and checkpoint are read as the run reads them. A source that is not converted yet is converted
-    in a temporary folder, so that each of its rows is checked.
-
-    Args:
-        argv: The command and its options.
-
-    Raises:
-        UserError: If the run could not begin; one line names all that was found before data are read.
+    in a temporary folder, so that each of its rows is checked. One line names all faults found before data are read.
     """
     run_trainer(argv, RunCheck)
 
@@ -61,7 +56,7 @@ class RunCheck(TrainerCLI):
     def before_fit(self) -> None:
         """Have each part check the run, and collect what they find."""
         faults: dict[str, UserError] = {}
-        for check in self.checks():
+        for check in start_checks(self.trainer, self.model, self.datamodule, self.config.fit.ckpt_path):
             try:
                 check()
             except UserError as error:
@@ -131,16 +126,14 @@ class RunCheck(TrainerCLI):
         """Where the run would write, and whether it would resume another."""
         trainer, found = self.trainer, self.config.fit.ckpt_path
         logger = run_logger(trainer)
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         lines = [] if logger is None else [f"run: {logger.log_dir}"]
-        lines += [f"model directory: {each.output}" for each in callbacks if isinstance(each, WRITERS)]
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ExportModel | ExportLanguageModel):
+                lines.append(f"model directory: {callback.output}")
         if not found:
             return [*lines, "resume: no"]
         content = peek_checkpoint(found) if Path(found).is_file() else {}
         return [*lines, f"resume: {found}, step {content.get('global_step', 'unknown')}"]
-
-
-WRITERS = (ExportModel, ExportLanguageModel)
 
 
 def num_devices(devices: Any) -> int | None:

@@ -24,8 +24,7 @@ from embeddings.compression import (
 )
 from embeddings.evaluation.folders import RetrievalFolder, read_retrieval_folder
 from embeddings.evaluation.runner import score_retrieval
-
-METRIC = "ndcg_at_10"
+from embeddings.models import load_embedder
 
 
 def compress(
@@ -59,11 +58,14 @@ def compress(
         quantization: In which numbers weights are stored.
         calibration: Which texts show what each layer is given.
     """
+    from embeddings.interop.onnx import check_onnx
+
     folder = None if data is None else read_retrieval_folder(data)
     started = time.perf_counter()
     job = Compression(model, output, pruning, quantization, calibration, device)
     if format != "torch":
-        check_graphs(str(job.source))
+        # A model that no graph can be made of is refused before anything is written.
+        check_onnx(load_embedder(str(job.source)))
     before = None if folder is None else score(str(job.source), folder, device)
     seconds = -time.perf_counter()
     configs = [retrain] if isinstance(retrain, Path) else retrain
@@ -79,12 +81,7 @@ def compress(
 
 
 def retraining(configs: list[Path], pruning: PruningOptions) -> Retrain:
-    """What trains a model directory by configs of `fit` and writes another one.
-
-    Raises:
-        OptionError: If nothing is pruned, so that there is nothing to make up for.
-        InputError: If a config cannot be read.
-    """
+    """What trains a model directory by configs of `fit` and writes another one; refused where nothing is pruned."""
     if pruning.prune is None and pruning.layers is None:
         raise OptionError("retrain", str(configs[0]), "has no effect without --prune or --layers", "use fit")
     read = [read_config(located(str(path))) for path in configs]
@@ -134,20 +131,12 @@ def component(class_path: str, **init_args: Any) -> dict[str, Any]:
     return {"class_path": class_path, "init_args": init_args}
 
 
-def check_graphs(model: str) -> None:
-    """Refuse a model that no graph can be made of, before anything is written."""
-    from embeddings.interop.onnx import check_onnx
-    from embeddings.models import load_embedder
-
-    check_onnx(load_embedder(model))
-
-
 def score(model: str, folder: RetrievalFolder, device: str | None) -> float:
     """nDCG@10 of a model directory on a retrieval folder."""
     encoder = load_encoder(model, device=device)
     if encoder.num_context:
         raise OptionError("data", model, "cannot score a contextual model", "leave it out")
-    return score_retrieval(encoder, folder).metrics[METRIC]
+    return score_retrieval(encoder, folder).metrics["ndcg_at_10"]
 
 
 def compression_table(report: CompressionReport, scores: dict[str, float], seconds: float, total: float) -> str:

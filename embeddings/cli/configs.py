@@ -82,12 +82,8 @@ def may_import(path: str) -> bool:
 def check_functions(argv: Sequence[str], parsed: Any) -> None:
     """Refuse options that name a function: a callback would call it with whatever its hook receives.
 
-    Args:
-        argv: The command line; functions that are a class's own defaults occur neither in it nor in its configs.
-        parsed: The parsed arguments, not instantiated.
-
-    Raises:
-        UserError: Naming the function.
+    Functions that are a class's own default occur neither in the command line nor in its configs. `parsed` are the
+    arguments, not instantiated.
     """
     text = repr([*argv, *(content for path in config_paths(argv) for _, content in configs_of(path))])
     for function in _functions(parsed):
@@ -133,11 +129,7 @@ def read_recipes(path: str = RECIPES) -> dict[str, dict[str, str]]:
 
 
 def expand_recipe(argv: Sequence[str], path: str = RECIPES) -> list[str]:
-    """Replace `--recipe NAME` by the `--config` options of that row; other arguments keep their place.
-
-    Raises:
-        ConfigError: If the option has no name, the table is missing, or no row has the name.
-    """
+    """Replace `--recipe NAME` by the `--config` options of that row; other arguments keep their place."""
     position = next((place for place, word in enumerate(argv) if re.match("--recipe(=|$)", word)), None)
     if position is None:
         return list(argv)
@@ -167,7 +159,7 @@ def check_configs(argv: Sequence[str]) -> None:
         ConfigError: Naming both files, or the one that drops callbacks.
     """
     configs = [config for path in config_paths(argv) for config in configs_of(path)]
-    chosen = [path for path, content in configs if chooses_method(content)]
+    chosen = [path for path, content in configs if chooses(content, "model")]
     if len(chosen) > 1:
         raise ConfigError(f"{chosen[0]} and {chosen[1]} both choose model.class_path; give one method config a run")
     for part in ("model", "data"):
@@ -175,7 +167,7 @@ def check_configs(argv: Sequence[str]) -> None:
             _check_order(part, configs)
     kept: list[str] = []
     for path, content in configs:
-        trainer = unfolded(content).get("trainer")
+        trainer = content.get("trainer")
         for key, value in trainer.items() if isinstance(trainer, Mapping) else ():
             given = [_class_name(each) for each in (value if isinstance(value, list) else [value]) if each is not None]
             if key == "callbacks+":
@@ -191,25 +183,19 @@ def check_configs(argv: Sequence[str]) -> None:
 
 def _check_order(part: str, configs: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     """Refuse a config with arguments of a class that only a later one chooses, or none."""
-    named = [(path, unfolded(content).get(part)) for path, content in configs]
-    for place, (path, value) in enumerate(named):
-        if isinstance(value, str) or (isinstance(value, Mapping) and "class_path" in value):
+    for place, (path, content) in enumerate(configs):
+        if chooses(content, part):
             return
-        if isinstance(value, Mapping) and value:
-            later = [other for other, content in configs[place + 1 :] if _chooses(content, part)]
-            what = f"{path}: sets {part}.{next(iter(value))} before"
-            if later:
-                raise ConfigError(f"{what} {later[0]} chooses {part}.class_path; give {later[0]} first")
-            raise ConfigError(f"{what} any config chooses {part}.class_path; give one that does first")
+        if isinstance(value := content.get(part), Mapping) and value:
+            later = next((path for path, content in configs[place + 1 :] if chooses(content, part)), None)
+            other, first = (later, later) if later else ("any config", "one that does")
+            what = f"sets {part}.{next(iter(value))} before {other} chooses {part}.class_path"
+            raise ConfigError(f"{path}: {what}; give {first} first")
 
 
-def chooses_method(content: Mapping[str, Any]) -> bool:
-    """Whether a config's content names the class of the model."""
-    return _chooses(content, "model")
-
-
-def _chooses(content: Mapping[str, Any], part: str) -> bool:
-    value = unfolded(content).get(part)
+def chooses(content: Mapping[str, Any], part: str) -> bool:
+    """Whether a config's content names the class of the model or of the data."""
+    value = content.get(part)
     return isinstance(value, str) or (isinstance(value, Mapping) and "class_path" in value)
 
 
@@ -246,7 +232,9 @@ def config_paths(argv: Sequence[str]) -> list[str]:
 
 
 def configs_of(path: str) -> list[tuple[str, dict[str, Any]]]:
-    """A config and those that it names under `config:`, each with its content; paths start at the naming config.
+    """A config and those that it names under `config:`, each with its content, `unfolded`.
+
+    Paths start at the naming config.
 
     Raises:
         InputError: If one is missing, is no YAML mapping, names several others or itself, or gives a mapping that the
@@ -255,7 +243,7 @@ def configs_of(path: str) -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
     path = located(path)
     while path not in (earlier for earlier, _ in found):
-        content = read_config(path)
+        content = unfolded(read_config(path))
         for naming, earlier in found:
             for key, value in content.items():
                 if isinstance(value, dict) and isinstance(earlier.get(key), dict):
@@ -273,11 +261,7 @@ def configs_of(path: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """The content of a config: a file, or the text itself.
-
-    Raises:
-        InputError: If there is no such file, or it holds no YAML mapping.
-    """
+    """The content of a config: a file, or the text itself."""
     where = f"--config {path}"
     if _is_file(path):
         content = read_yaml(path, where)
@@ -299,15 +283,7 @@ def _is_file(value: str) -> bool:
 
 
 def read_yaml(path: str | Path, where: str) -> Any:
-    """The content of a YAML file.
-
-    Args:
-        path: The file.
-        where: Its name in messages.
-
-    Raises:
-        InputError: If it cannot be read, or as `parse_yaml`.
-    """
+    """The content of a YAML file, which messages call `where`; an `InputError` as by `parse_yaml`."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -325,16 +301,7 @@ def parse_yaml(text: str, where: str) -> Any:
             aliases contain themselves or stand for too many values; the message names the line.
     """
     try:
-        loader = _PlainLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        extra = _size(node, {}) - loader.num_written
-        if extra > MAX_ALIASED_VALUES:
-            raise InputError(where, f"its aliases stand for {extra:,} values", "write out what they stand for")
-        return loader.construct_document(node)
-    except _DuplicateKeyError as error:
-        raise InputError(where, str(error), "keep one of them") from None
+        return _PlainLoader(text, where).get_single_data()
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise InputError(where, f"not a YAML file: {error.problem}{line}", "correct the line") from error
@@ -344,28 +311,42 @@ def parse_yaml(text: str, where: str) -> Any:
         raise InputError(where, "it is nested too deep, or an alias holds itself", "write it flat") from None
 
 
-class _DuplicateKeyError(Exception):
-    """A key occurs twice in one mapping."""
-
-
 class _PlainLoader(yaml.SafeLoader):
-    """The safe loader, which counts the nodes as written and refuses duplicate keys: the later one would win."""
+    """The safe loader without duplicate keys, of which the later one would win, and without floods of aliases."""
 
-    def __init__(self, text: str) -> None:
-        self.num_written = 0
+    def __init__(self, text: str, where: str) -> None:
+        self.where = where
+        # How many values were read and how many of them by aliases; how many each node stands for.
+        self.num_values = self.num_aliased = 0
+        self.sizes: dict[yaml.Node | None, int] = {}
         super().__init__(text)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """A node; an alias gives one that was composed before."""
-        is_alias = self.check_event(yaml.AliasEvent)
+        is_alias, before = self.check_event(yaml.AliasEvent), self.num_values
         node = super().compose_node(parent, index)
-        if node is not None and not is_alias:
-            self.num_written += 1
-            if isinstance(node, yaml.MappingNode):
-                _check_keys(node)
-            elif isinstance(node, yaml.ScalarNode) and (found := _NO_TEXT.search(node.value)):
-                problem = "a NUL character" if found[0] == "\0" else "half of a character"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        if is_alias:
+            if node not in self.sizes:
+                raise RecursionError
+            self.num_values += self.sizes[node]
+            self.num_aliased += self.sizes[node]
+            if self.num_aliased > MAX_ALIASED_VALUES:
+                what = f"its aliases stand for more than {MAX_ALIASED_VALUES:,} values"
+                raise InputError(self.where, what, "write out what they stand for")
+            return node
+        self.num_values += 1
+        self.sizes[node] = self.num_values - before
+        if isinstance(node, yaml.MappingNode):
+            lines: dict[tuple[str, str], int] = {}
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
+                name, line = (key.tag, key.value), key.start_mark.line + 1
+                if name in lines:
+                    what = f"the key {key.value!r} stands twice, in lines {lines[name]} and {line}"
+                    raise InputError(self.where, what, "keep one of them")
+                lines[name] = line
+        elif isinstance(node, yaml.ScalarNode) and (found := _NO_TEXT.search(node.value)):
+            problem = "a NUL character" if found[0] == "\0" else "half of a character"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -378,30 +359,3 @@ class _PlainLoader(yaml.SafeLoader):
             what = f"{shown(node.value, 30)} is no {node.tag.rpartition(':')[2]}"
             detail = f" ({str(error).partition(';')[0]})" if isinstance(error, ValueError) else ""
             raise yaml.MarkedYAMLError(problem=what + detail, problem_mark=node.start_mark) from error
-
-
-def _check_keys(node: yaml.MappingNode) -> None:
-    lines: dict[tuple[str, str], int] = {}
-    for key, _ in node.value:
-        if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
-            continue
-        name, line = (key.tag, key.value), key.start_mark.line + 1
-        if name in lines:
-            raise _DuplicateKeyError(f"the key {key.value!r} stands twice, in lines {lines[name]} and {line}")
-        lines[name] = line
-
-
-def _size(node: yaml.Node, known: dict[int, int]) -> int:
-    """The number of values that a node stands for, with aliases written out.
-
-    Raises:
-        RecursionError: If a node contains itself.
-    """
-    if id(node) not in known:
-        known[id(node)] = -1
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        inner = [part for pair in pairs for part in pair] or (node.value if isinstance(node, yaml.SequenceNode) else [])
-        known[id(node)] = 1 + sum(_size(part, known) for part in inner)
-    elif known[id(node)] < 0:
-        raise RecursionError
-    return known[id(node)]

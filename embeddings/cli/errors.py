@@ -16,14 +16,9 @@ from embeddings.common.errors import WorkerError, is_panic
 from embeddings.common.process import is_first_process, process_rank
 from embeddings.common.text import one_line
 
-EXIT_OK = 0
-EXIT_INPUT = 2
-EXIT_INTERNAL = 70
-EXIT_IO = 74
-EXIT_INTERRUPTED = 130
+EXIT_OK, EXIT_INPUT, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 0, 2, 70, 74, 130
 
 INTERRUPTED = "interrupted; finished files and shards are kept"
-
 
 _DEAD_WORKER = re.compile(
     r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (?:is killed by signal: (\w+)|exited unexpectedly)"
@@ -52,14 +47,7 @@ def run_guarded(command: Callable[[], None]) -> int:
     is in a file that the line names; the code is 2 before the command's work has begun, and 70 afterwards.
     """
     _prepare_output()
-    try:
-        code = _run(command)
-    except SystemExit:
-        # The parser ends so behind its help.
-        refusal = _unwritten()
-        if refusal is None:
-            raise
-        return _report(_output_line(refusal), EXIT_IO)
+    code = _run(command)
     refusal = _unwritten()
     return _report(_output_line(refusal), EXIT_IO) if refusal is not None and code == EXIT_OK else code
 
@@ -77,20 +65,20 @@ def _run(command: Callable[[], None]) -> int:
             _say(f"{how}: {one_line(stop.line, limit=600)}")
         return stop.exit_code
     except SystemExit as stop:
-        # Lightning turns Ctrl-C into an exit of its own.
+        # Lightning turns Ctrl-C into an exit of its own; the parser ends so behind its help.
         if isinstance(stop.__context__, KeyboardInterrupt):
             return _report(INTERRUPTED, EXIT_INTERRUPTED)
-        raise
+        if isinstance(stop.code, str):
+            raise
+        return stop.code or EXIT_OK
     except (NotADirectoryError, FileExistsError, IsADirectoryError) as error:
         where = _without_suffix(error.filename or "a path")
         return _report(f"{where}: {error.strerror}, so nothing can be written there; name another place", EXIT_INPUT)
     except OSError as error:
         refusal = _unwritten() if error.filename is None else None
         return _report(_io_line(error) if refusal is None else _output_line(refusal), EXIT_IO)
-    except Exception as error:
-        return _unforeseen(error)
     except BaseException as error:
-        if not is_panic(error):
+        if not (isinstance(error, Exception) or is_panic(error)):
             raise
         return _unforeseen(error)
     return EXIT_OK
@@ -101,48 +89,34 @@ def _unforeseen(error: BaseException) -> int:
     # torch raises it in the main process as soon as the system reports the death.
     dead = _DEAD_WORKER.search(str(error))
     if dead is not None:
-        return _report(_dead_worker_line(*dead.groups()), EXIT_INTERNAL)
+        cause = f"was ended by a signal ({dead[2]})" if dead[2] else "exited"
+        fix = "lower data.num_workers or data.batch_size if memory ran out, and resume with --ckpt_path"
+        return _report(f"a worker of the loader, process {dead[1]}, {cause}; {fix}", EXIT_INTERNAL)
     path = _write_traceback(error)
     where = f"the traceback is in {path}" if path else "no folder takes its traceback"
     ranks = sys.modules.get("embeddings.strategies.ranks")
     if ranks is not None and isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
         lost = ranks.lost_rank()
-        if lost == "":
-            return EXIT_INTERNAL
         if lost is not None:
-            return _report(f"{lost}; resume with --ckpt_path, {where}", EXIT_INTERNAL)
+            return _report(f"{lost}; resume with --ckpt_path, {where}", EXIT_INTERNAL) if lost else EXIT_INTERNAL
     rank = "" if is_first_process() else f"rank {process_rank()}: "
-    message = one_line(str(error), 300).rstrip(".")
-    kind = type(error).__name__
-    what = f"{message} ({kind})" if message else kind
-    return _report(f"{rank}{what}; {where}", EXIT_INTERNAL if _was_at_work(error) else EXIT_INPUT)
-
-
-def _was_at_work(error: BaseException) -> bool:
-    """Whether an exception comes out of a command's work: training steps, or the function that is the command."""
+    message, kind = one_line(str(error), 300).rstrip("."), type(error).__name__
     frames = traceback.walk_tb(error.__traceback__)
-    return any((frame.f_globals.get("__name__"), frame.f_code.co_name) in _AT_WORK for frame, _ in frames)
+    was_at_work = any((frame.f_globals.get("__name__"), frame.f_code.co_name) in _AT_WORK for frame, _ in frames)
+    what = f"{message} ({kind})" if message else kind
+    return _report(f"{rank}{what}; {where}", EXIT_INTERNAL if was_at_work else EXIT_INPUT)
 
 
 def _write_traceback(error: BaseException) -> str:
     """Write an exception's traceback beside the run, or into the temporary folder; returns the file, "" for none."""
     text = f"{shlex.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}"
     for folder in (getattr(error, "run_folder", None), None):
-        with (
-            suppress(OSError),
-            tempfile.NamedTemporaryFile(
-                "w", prefix="traceback-", suffix=".txt", dir=folder, delete=False, encoding="utf-8", errors="replace"
-            ) as file,
-        ):
-            file.write(text)
-            return file.name
+        with suppress(OSError):
+            handle, name = tempfile.mkstemp(prefix="traceback-", suffix=".txt", dir=folder)
+            with open(handle, "w", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+            return name
     return ""
-
-
-def _dead_worker_line(processes: str, signal: str | None) -> str:
-    cause = f"was ended by a signal ({signal})" if signal else "exited"
-    fix = "lower data.num_workers or data.batch_size if memory ran out, and resume with --ckpt_path"
-    return f"a worker of the loader, process {processes}, {cause}; {fix}"
 
 
 def _io_line(error: OSError) -> str:

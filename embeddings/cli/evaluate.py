@@ -8,6 +8,7 @@ from typing import Any
 
 from embeddings.cli.encode import PrecisionName, load_encoder, warn_of_untrained, warn_without_context
 from embeddings.common import InputError, OptionError
+from embeddings.common.errors import refuse_given
 from embeddings.common.io import write_json
 from embeddings.common.jobs import ArrayTask
 from embeddings.evaluation import evaluate_folders, format_results
@@ -55,15 +56,21 @@ def evaluate(
         num_tasks: How many processes share the tasks.
     """
     if (data is None) == (tasks is None):
-        given = "neither" if data is None else "both"
-        raise OptionError("data", given, "or tasks must be given", "--data FOLDER, or --tasks NAME --output FOLDER")
+        which = "neither" if data is None else "both"
+        raise OptionError("data", which, "or tasks must be given", "--data FOLDER, or --tasks NAME --output FOLDER")
     widths = [dimensions] if isinstance(dimensions, int) else dimensions
     settings: dict[str, Any] = {"prompt_name": prompt_name, "widths": widths}
     settings |= {"context_size": context_size, "context_seed": context_seed}
     if tasks is not None:
         run = _planned_tasks(tasks, output, instructions, ArrayTask.resolve(task_index, num_tasks), settings)
     else:
-        folders = _folders(data, output, instructions=instructions, task_index=task_index, num_tasks=num_tasks)
+        given = {"instructions": instructions, "task_index": task_index, "num_tasks": num_tasks}
+        refuse_given(given, "has no effect without --tasks")
+        folders = data if isinstance(data, list) else [data] if data is not None else []
+        if not folders:
+            raise InputError("--data", "names no folder", "name one, or several as [FOLDER, FOLDER]")
+        if output is not None and output.is_dir():
+            raise InputError(f"--output {output}", "is a directory", "name a JSON file")
         run = partial(_score_folders, folders=folders, output=output, settings=settings)
     encoder = load_encoder(model, precision, None)
     warn_of_untrained(encoder, widths or [])
@@ -94,25 +101,10 @@ def _planned_tasks(
         """Run this process's tasks; the table names the number of tasks that others have left undone."""
         scores = run_tasks(encoder, model, tasks, output, chosen, task.shards(len(tasks)))
         missing = sum(not score.complete for score in scores)
-        lines = [format_table(scores)]
-        if missing:
-            lines.append(f"this process's tasks are done, {missing} others are missing")
-        return "\n".join(lines)
+        others = f"\nthis process's tasks are done, {missing} others are missing" if missing else ""
+        return format_table(scores) + others
 
     return run
-
-
-def _folders(data: Path | list[Path] | None, output: Path | None, **without_effect: Any) -> list[Path]:
-    """The folders to score, once the other options are known to fit."""
-    for option, value in without_effect.items():
-        if value is not None:
-            raise OptionError(option, value, "has no effect without --tasks", "leave it out")
-    folders = data if isinstance(data, list) else [data] if data is not None else []
-    if not folders:
-        raise InputError("--data", "names no folder", "name one, or several as [FOLDER, FOLDER]")
-    if output is not None and output.is_dir():
-        raise InputError(f"--output {output}", "is a directory", "name a JSON file")
-    return folders
 
 
 def _score_folders(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from embeddings.cli.parser import reason
 from embeddings.common import InputError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
+from embeddings.common.errors import refuse_given
 from embeddings.figures.run_facts import SCORE, read_curves, read_run_record
 from embeddings.interop.released import import_released
 from embeddings.models.hub import push_to_hub
@@ -62,9 +63,7 @@ def export(
     embedder = getattr(module, "embedder", None)
     if embedder is None:
         given = {"scores": scores, "licence": licence, "format": None if format == "torch" else format}
-        for option, value in given.items():
-            if value is not None:
-                raise OptionError(option, str(value), "is for embedding models only", "leave it out")
+        refuse_given(given, "is for embedding models only")
         module.save_pretrained(output)
         print(f"wrote {output}")
         return
@@ -73,7 +72,8 @@ def export(
         raise OptionError("format", format, rule, "leave it out: the model directory holds all weights")
     if format in ("onnx", "onnx-int8"):
         check_onnx(embedder)
-    output, run = output.expanduser(), run_folder(checkpoint)
+    output, run = output.expanduser(), checkpoint.absolute().parent
+    run = run.parent if run.name == "checkpoints" else run
     lines = [f"wrote {output}"]
     with replaced_folder(output) as new:
         embedder.save_pretrained(new)
@@ -205,9 +205,3 @@ def facts_of_checkpoint(state: Mapping[str, Any], run: Path) -> TrainingFacts:
         scores = zip(*read_curves(run, [SCORE])[SCORE], strict=True)
         known = [(step, value) for step, value in scores if step <= steps]
     return TrainingFacts(state["run_config"], steps, record, known)
-
-
-def run_folder(checkpoint: Path) -> Path:
-    """The folder of a checkpoint's run: the parent of `checkpoints/`."""
-    folder = checkpoint.absolute().parent
-    return folder.parent if folder.name == "checkpoints" else folder

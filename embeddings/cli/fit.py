@@ -10,8 +10,8 @@ import warnings
 import weakref
 from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from logging.handlers import MemoryHandler
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -36,7 +36,7 @@ from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, reason, with_hint
 from embeddings.cli.resume import check_checkpoint
 from embeddings.cli.stand_in import FOLDER, Changes, limit_data, use_stand_in
-from embeddings.cli.trainer import check_start, choose_folder, start_checks
+from embeddings.cli.trainer import check_start, choose_folder
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.errors import program
 from embeddings.common.io import METRICS_FILE, read_metrics, row_steps_made
@@ -132,17 +132,8 @@ class TrainerCLI(LightningCLI):
             raise ConfigError(with_hint(reason(str(error)))) from error
 
     def before_fit(self) -> None:
-        """Have each part check the run before data is read, ranks are started or files are written.
-
-        Raises:
-            UserError: If a part refuses it, or another process writes to the folder of the run that is resumed.
-            OSError: If the disk has no room for checkpoints.
-        """
+        """Have each part check the run before data is read, ranks are started or files are written."""
         check_start(self.trainer, self.model, self.datamodule, self.config.fit.ckpt_path)
-
-    def checks(self) -> Iterator[Callable[[], None]]:
-        """What checks the run before data is read, part by part."""
-        return start_checks(self.trainer, self.model, self.datamodule, self.config.fit.ckpt_path)
 
     def after_fit(self) -> None:
         """Print the places of the run, its model and its metrics, and the next two commands."""
@@ -151,13 +142,7 @@ class TrainerCLI(LightningCLI):
             print("\n".join(end_lines(self.trainer)))
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Make the trainer.
-
-        Raises:
-            OptionError: If gradients are accumulated over no batch or clipped to a norm below 0, or a CPU works in
-                float16, all of which Lightning accepts.
-            ConfigError: If Lightning refuses an option, or the machine lacks what it asks for.
-        """
+        """Make the trainer; an option that Lightning refuses, or accepts and should not, is one line."""
         batches, norm = (self.config.fit.trainer[name] for name in ("accumulate_grad_batches", "gradient_clip_val"))
         if batches < 1:
             raise OptionError("trainer.accumulate_grad_batches", batches, "must be >= 1", "1 accumulates nothing")
@@ -207,21 +192,13 @@ class CheckingCLI(TrainerCLI):
 
 
 def check_arguments(argv: Sequence[str]) -> None:
-    """Check a line of arguments as `run_trainer` does first of all; nothing is built, run or written.
-
-    Raises:
-        ConfigError: If they do not parse, or two configs choose a method.
-    """
+    """Check a line of arguments as `run_trainer` does first of all; nothing is built, run or written."""
     with suppress(Checked):
         run_trainer(argv, CheckingCLI)
 
 
 def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> TrainerCLI:
-    """Run one of LightningCLI's commands.
-
-    Args:
-        argv: The command and its options; `--recipe NAME` stands for the configs that `recipes.csv` lists.
-        kind: What runs it.
+    """Run a line of LightningCLI's; `--recipe NAME` stands for the configs that `recipes.csv` lists.
 
     Raises:
         ConfigError: If the arguments do not parse, two configs choose a method, or Lightning refuses an option.
@@ -325,34 +302,26 @@ def check_numbers(given: Namespace) -> None:
 
 def lists_as_configs(argv: Sequence[str]) -> list[str]:
     """The words with each option whose value is a list of mappings as a config of its own, so that it replaces too."""
-    words = list(argv)
-    position = 0
+    words, position = list(argv), 0
     while position < len(words):
         name, equals, value = words[position].partition("=")
-        size = 1 if equals else 2
-        if not equals and position + 1 < len(words):
-            value = words[position + 1]
-        if name.startswith("--") and "." in name and not name.endswith("+") and _is_list_of_mappings(value):
-            content: Any = parse_yaml(value, name)
+        if not equals:
+            value = "".join(words[position + 1 : position + 2])
+        content = _list_of_mappings(value) if re.fullmatch(r"--[^.]+\..*[^+]", name) else None
+        if content is not None:
             for key in reversed(name.removeprefix("--").split(".")):
                 content = {key: content}
-            words[position : position + size] = [f"--config={json.dumps(content)}"]
+            words[position : position + (1 if equals else 2)] = [f"--config={json.dumps(content)}"]
         position += 1
     return words
 
 
-def _is_list_of_mappings(value: str) -> bool:
-    if not value.lstrip().startswith("["):
-        return False
-    try:
-        content = parse_yaml(value, "")
-    except InputError:
-        return False
-    return isinstance(content, list) and any(isinstance(element, dict) for element in content)
-
-
-_LOGGERS = ("lightning.fabric", "lightning.pytorch")
-_MAX_NOTES = 1000
+def _list_of_mappings(value: str) -> Any:
+    """The list that a value is, if it holds a mapping."""
+    with suppress(InputError):
+        content = parse_yaml(value, "") if value.lstrip().startswith("[") else None
+        return content if isinstance(content, list) and any(isinstance(each, dict) for each in content) else None
+    return None
 
 
 class HeldNotes(L.Callback):
@@ -362,42 +331,40 @@ class HeldNotes(L.Callback):
     """
 
     def __init__(self) -> None:
-        self._kept: list[MemoryHandler] = []
+        self._notes: list[Callable[[], None]] = []
         self._warnings: list[tuple[Any, ...]] = []
-        self._show = warnings.showwarning
+        self._show, self._has_begun = warnings.showwarning, False
 
     @contextmanager
     def holding(self) -> Iterator[None]:
         """Keep notes back meanwhile; those of a run that never begins are dropped."""
-        swapped = []
-        for logger in map(logging.getLogger, _LOGGERS):
-            for handler in list(logger.handlers):
-                kept = MemoryHandler(_MAX_NOTES, logging.WARNING, handler, flushOnClose=False)
-                kept.addFilter(is_news)
-                swapped.append((logger, handler, kept))
-                logger.removeHandler(handler)
-                logger.addHandler(kept)
-        self._kept = [kept for _, _, kept in swapped]
-        self._show = warnings.showwarning
-        setattr(warnings, "showwarning", self._keep)  # noqa: B010 - mypy refuses a plain assignment
-        try:
+        with ExitStack() as stack:
+            for name in ("lightning.fabric", "lightning.pytorch"):
+                for handler in logging.getLogger(name).handlers:
+                    hold = partial(self._hold, handler)
+                    handler.addFilter(hold)
+                    stack.callback(handler.removeFilter, hold)
+            self._show = warnings.showwarning
+            stack.callback(setattr, warnings, "showwarning", self._show)
+            setattr(warnings, "showwarning", lambda *warning: self._warnings.append(warning))  # noqa: B010 - for mypy
             yield
-        finally:
-            warnings.showwarning = self._show
-            for logger, handler, kept in swapped:
-                logger.removeHandler(kept)
-                logger.addHandler(handler)
-                kept.close()
 
-    def _keep(self, *warning: Any) -> None:
-        self._warnings.append(warning)
+    def _hold(self, handler: logging.Handler, record: logging.LogRecord) -> bool:
+        """A filter of a handler, which passes nothing: what is not dropped is written now or later."""
+        if is_news(record):
+            self._notes.append(partial(handler.emit, record))
+        if self._has_begun or record.levelno >= logging.WARNING:
+            self._write()
+        return False
+
+    def _write(self) -> None:
+        while self._notes:
+            self._notes.pop(0)()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Write what was kept, and everything further at once."""
-        warnings.showwarning = self._show
+        self._has_begun, warnings.showwarning = True, self._show
         for warning in self._warnings:
             self._show(*warning)
         self._warnings.clear()
-        for kept in self._kept:
-            kept.flush()
-            kept.flushLevel = logging.NOTSET
+        self._write()

@@ -1,6 +1,7 @@
 """The entry point: the commands, and what a line of arguments runs."""
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -115,7 +116,9 @@ def dispatch(argv: list[str]) -> None:
     Raises:
         ConfigError: If there is no such command, or its arguments do not parse or are no text.
     """
-    check_words(argv)
+    for word in argv:
+        if re.search(r"[\ud800-\udfff]", word):  # can be neither tokenised nor written
+            raise ConfigError(f"{word!r} on the command line is not valid UTF-8; write it as UTF-8")
     name, pair = argv[0], " ".join(argv[:2])
     kinds = [command.removeprefix(f"{name} ") for command in COMMANDS if command.startswith(f"{name} ")]
     if pair in COMMANDS:
@@ -185,19 +188,6 @@ def _by_position(annotation: Any, is_optional: bool) -> dict[str, Any]:
         return {"type": annotation}
     (kind,) = (kind for kind in get_args(annotation) if kind is not type(None))
     return {"type": kind, "nargs": "?"}
-
-
-def check_words(argv: Sequence[str]) -> None:
-    """Check that the words are text: others can be neither tokenised nor written to a manifest.
-
-    Raises:
-        ConfigError: Naming the first that holds bytes of another encoding.
-    """
-    for word in argv:
-        try:
-            word.encode()
-        except UnicodeEncodeError:
-            raise ConfigError(f"{word!r} on the command line is not valid UTF-8; write it as UTF-8") from None
 
 
 def usage(first_word: str = "") -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from embeddings.cli.encode import load_encoder
 from embeddings.common import OptionError
+from embeddings.common.errors import refuse_given
 from embeddings.common.jobs import ArrayTask, discard_on_user_error, require_free
 from embeddings.common.text import format_table
 from embeddings.data import SourceConfig
@@ -30,7 +31,6 @@ from embeddings.mining import (
     EncodedTexts,
     EncodingOptions,
     EvaluationTexts,
-    FilterReport,
     FilterRules,
     LevelRules,
     MiningReport,
@@ -255,10 +255,10 @@ def _check_words_only(model: str | None, negatives: bool, encoding: EncodingOpti
     (encoded,) = encoding.encoded()
     if model is not None or encoding.vectors is not None or encoded != EncodedTexts():
         raise OptionError("features", "bm25", "uses neither model nor vectors", "leave them out")
-    for name, value in {"negatives": negatives or None, "devices": encoding.devices, **encoding.prompts}.items():
-        if value is not None:
-            option, given = (name[:-5], value["text"]) if isinstance(value, dict) else (name, value)
-            raise OptionError(option, given, "has no effect on words, which need no vectors", "leave it out")
+    given: dict[str, Any] = {"negatives": negatives or None, "devices": encoding.devices}
+    for name, value in encoding.prompts.items():
+        given |= {name[:-5]: value["text"]} if isinstance(value, dict) else {name: value}
+    refuse_given(given, "has no effect on words, which need no vectors")
 
 
 def filter_records(
@@ -321,7 +321,8 @@ def filter_records(
         shard_size=shard_size,
         task=task.resolve(),
     )
-    print(filter_table(report))
+    print(removal_table("records", report.num_records, report.removed))
+    print(f"wrote {report.num_records - sum(report.removed.values())} records to {report.output}")
 
 
 def evaluation_texts(roots: list[Path], documents: bool = True) -> EvaluationTexts:
@@ -343,13 +344,6 @@ def evaluation_texts(roots: list[Path], documents: bool = True) -> EvaluationTex
         queries += texts
         found += texts
     return EvaluationTexts(queries, found)
-
-
-def filter_table(report: FilterReport) -> str:
-    """What each rule took out, and what was left, as text."""
-    left = report.num_records - sum(report.removed.values())
-    table = removal_table("records", report.num_records, report.removed)
-    return f"{table}\nwrote {left} records to {report.output}"
 
 
 def removal_table(name: str, total: int, removed: Mapping[str, int]) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, Namespace  # type: ignore[attr-defined]
 
-from embeddings.cli.configs import VARIABLE, config_paths, configs_of, located, may_import, unfolded
+from embeddings.cli.configs import VARIABLE, config_paths, configs_of, located, may_import
 from embeddings.cli.errors import ConfigError
 from embeddings.common import UserError
 from embeddings.common.text import one_line
@@ -171,8 +171,8 @@ def _empty_keys(value: Any) -> list[str]:
 
 
 def keys_of(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The full keys that a config sets, and those that it leaves to the defaults of the classes it names."""
-    for name, value in unfolded(content).items():
+    """The full keys that a config sets (`unfolded`), and those that it leaves to the defaults of its classes."""
+    for name, value in content.items():
         key = f"{prefix}{name.removesuffix('+')}"
         if not isinstance(value, Mapping):
             yield key
@@ -183,11 +183,7 @@ def keys_of(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def explain(message: str, options: Iterable[str], keys: Iterable[str] = ()) -> str:
-    """A parser's message as one line with a hint.
-
-    For an unknown option it names those of `options` that are alike, or of `keys`, the full keys of the configs, those
-    with its last name.
-    """
+    """A parser's message as one line with a hint; for an unknown option, the one of `options` or `keys` like it."""
     line = reason(message)
     owner = _CLASS.search(line)
     if owner is not None:

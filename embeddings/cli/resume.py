@@ -1,6 +1,5 @@
 """Where a run is resumed: `--ckpt_path FILE` checked before it begins, `--ckpt_path auto`, and the run's folder."""
 
-import json
 import os
 import re
 import sys
@@ -16,6 +15,7 @@ from embeddings.cli.errors import ConfigError
 from embeddings.common import InputError
 from embeddings.common.checkpoint_file import inspect_checkpoint, peek_checkpoint
 from embeddings.common.errors import shown
+from embeddings.common.io import read_json_or_empty
 from embeddings.common.process import is_first_process
 
 AUTO = "auto"
@@ -47,11 +47,7 @@ class OtherRunError(InputError):
 
 
 def check_checkpoint(path: str | None) -> None:
-    """Check the value of `--ckpt_path`, before anything is built.
-
-    Raises:
-        ConfigError: If there is no such file, or training cannot be resumed from it.
-    """
+    """Check the value of `--ckpt_path`, before anything is built; a `ConfigError` where it cannot be resumed from."""
     if path is None or path == AUTO or ":" in path:
         return
     if path in ("best", "last", "hpc"):
@@ -140,7 +136,7 @@ def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> Resum
     if folder is None:
         return None
     if not is_auto:
-        end = (_record(folder).get("end") or {}).get("how")
+        end = (read_json_or_empty(folder / "run.json").get("end") or {}).get("how")
         steps = [_step_of(other, content["run"]["id"]) for other in path.parent.glob("*.ckpt")]
         if end == "finished" or step < max(steps) or _difference(content, run, None) is not None:
             return None
@@ -148,11 +144,7 @@ def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> Resum
 
 
 def check_plan(data: Any, checkpoint: str | None) -> None:
-    """Have a data module refuse a checkpoint's plan that differs from its own, before any file is written.
-
-    Only the header of a checkpoint file is read; other checkpoints are left to the trainer. A data module without
-    `expect_state` checks nothing.
-    """
+    """Have a data module refuse a checkpoint file's plan that differs from its own, before any file is written."""
     expect = getattr(data, "expect_state", None)
     if expect is not None and checkpoint is not None and Path(checkpoint).is_file():
         # The name under which the trainer keeps a data module's state.
@@ -160,15 +152,7 @@ def check_plan(data: Any, checkpoint: str | None) -> None:
 
 
 def check_pooling(checkpoint: str, run: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose model pools otherwise, before the trainer finds weights without a place.
-
-    Args:
-        checkpoint: The checkpoint, checked by `check_resumable`; a folder is left to the trainer.
-        run: The config of the run that resumes it, as plain types.
-
-    Raises:
-        ConfigError: Naming both poolings.
-    """
+    """Refuse a checkpoint whose model pools otherwise, before the trainer finds weights without a place."""
     if not Path(checkpoint).is_file():
         return
     saved = peek_checkpoint(checkpoint).get("run_config")
@@ -180,12 +164,11 @@ def check_pooling(checkpoint: str, run: Mapping[str, Any]) -> None:
 
 def _pooling(config: Any) -> str | None:
     """The name of a config's pooling in words, such as latent attention pooling; None where it names none."""
-    model = config.get("model") if isinstance(config, Mapping) else None
-    arguments = model.get("init_args") if isinstance(model, Mapping) else None
-    pooling = arguments.get("pooling") if isinstance(arguments, Mapping) else None
-    path = pooling.get("class_path") if isinstance(pooling, Mapping) else None
-    words = re.sub("(?<=[a-z])(?=[A-Z])", " ", str(path).rpartition(".")[2]).lower()
-    return words if path else None
+    try:
+        path = config["model"]["init_args"]["pooling"]["class_path"]
+    except (KeyError, TypeError):
+        return None
+    return re.sub("(?<=[a-z])(?=[A-Z])", " ", str(path).rpartition(".")[2]).lower()
 
 
 def pin_checkpoint_dir(trainer: L.Trainer, checkpoint: str) -> None:
@@ -252,18 +235,9 @@ def _run_folder(checkpoint: Path, run: Any) -> Path | None:
     if not isinstance(run, Mapping) or not run.get("id"):
         return None
     for folder in (Path(str(run.get("folder"))), *list(checkpoint.parents)[:2]):
-        if _record(folder).get("id") == run["id"]:
+        if read_json_or_empty(folder / "run.json").get("id") == run["id"]:
             return folder
     return None
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    """The content of `run.json` in a folder; empty where it is missing or damaged."""
-    try:
-        found = json.loads((folder / "run.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def say(line: str) -> None:

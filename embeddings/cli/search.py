@@ -15,7 +15,7 @@ from embeddings.common.errors import program
 from embeddings.common.process import logger
 from embeddings.common.text import printable
 from embeddings.inference import CorpusSearch, VectorFolder
-from embeddings.inference.search import NearestRows, require_multiplier, require_top_k
+from embeddings.inference.search import require_multiplier, require_top_k
 from embeddings.mining import VectorIndex, build_index, recall_of
 from embeddings.mining.vector_index import INDEX_FILE
 
@@ -56,11 +56,18 @@ def search(
         context_size: How many documents are drawn; as many as the model takes if left out.
         context_seed: Seed of the draw.
     """
-    _require_query(query, interactive)
+    if query is not None and interactive:
+        raise OptionError("interactive", True, "must be left out where a query is given", "drop one of them")
+    if query is None and not interactive and not is_terminal():
+        raise OptionError("query", None, "must be given", "write it last, or read queries with --interactive")
+    if query is not None and not query.strip():
+        raise OptionError("query", query, "must not be empty", "say what to look for")
     require_top_k(top_k)
     if rescore_multiplier is not None:
         require_multiplier(rescore_multiplier)
-    nearest = None if index == "exact" else _index_of(corpus)
+    if index == "ivf" and not corpus.is_dir():
+        raise OptionError("index", "ivf", "needs an encoded folder", "run encode and index first, and name the folder")
+    nearest = None if index == "exact" else VectorIndex.open(VectorFolder.open(corpus)).search
     encoder = load_encoder(model, precision, dimensions)
     drawn = draw_named_context(encoder, context, context_size, context_seed)
     if corpus.is_file() and corpus.stat().st_size >= LARGE_CORPUS_BYTES:
@@ -83,23 +90,6 @@ def search(
         answer_lines(answer)
     else:
         answer(query)
-
-
-def _require_query(query: str | None, interactive: bool) -> None:
-    """Check that a query is given, or else a place where queries can be read."""
-    if query is not None and interactive:
-        raise OptionError("interactive", True, "must be left out where a query is given", "drop one of them")
-    if query is None and not interactive and not is_terminal():
-        raise OptionError("query", None, "must be given", "write it last, or read queries with --interactive")
-    if query is not None and not query.strip():
-        raise OptionError("query", query, "must not be empty", "say what to look for")
-
-
-def _index_of(corpus: Path) -> NearestRows:
-    """The search in the index of an encoded folder."""
-    if not corpus.is_dir():
-        raise OptionError("index", "ivf", "needs an encoded folder", "run encode and index first, and name the folder")
-    return VectorIndex.open(VectorFolder.open(corpus)).search
 
 
 def index(vectors: Path, num_lists: int | None = None, num_probes: int | None = None, seed: int = 0) -> None:

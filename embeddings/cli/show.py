@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from embeddings import figures
 from embeddings.common import InputError, OptionError
+from embeddings.common.errors import refuse_given
 from embeddings.common.text import format_table, one_line
 from embeddings.data.samplers.cluster_folder import ClusterFolder
 from embeddings.data.surrogate_vectors import SurrogateVectors
@@ -56,12 +57,16 @@ def curves(run: Path | list[Path], output: Path | None = None) -> None:
         output: The PNG file to write; `curves.png` in the run's folder, or for several here, where none is given.
     """
     runs = [run] if isinstance(run, Path) else run
-    if not runs:
-        raise OptionError("run", runs, "must name a run", "give a folder such as checkpoints/runs/NAME/version_0")
+    _require_runs("run", runs)
     path = output or (runs[0] if len(runs) == 1 else Path()) / "curves.png"
     figures.check_output(path)
     figures.draw_curves(runs, path)
     print(f"wrote {path}")
+
+
+def _require_runs(option: str, runs: Sequence[Path]) -> None:
+    if not runs:
+        raise OptionError(option, runs, "must name a run", "give a folder such as checkpoints/runs/NAME/version_0")
 
 
 def anchor_tokens(
@@ -111,10 +116,7 @@ def anchor_tokens(
     title = f"{one_line(Path(model).name, 40)}{whose}"
     subtitle = f"Anchor-token-aware pooling, {_pooling_settings(pooling)}."
     figures.draw_anchor_tokens(weights, title, subtitle, output)
-    print(f"{title}\n{subtitle}")
-    for found in weights:
-        print(f"\n{_anchor_table(found)}")
-    print(f"\nwrote {output}")
+    print("\n\n".join([f"{title}\n{subtitle}", *map(_anchor_table, weights), f"wrote {output}"]))
 
 
 def _check_texts(texts: Sequence[str]) -> None:
@@ -167,9 +169,9 @@ def _anchor_table(weights: TokenWeights) -> str:
         numbers = [f"{piece.weight:.4f}", f"{piece.weight * num_pooled / piece.num_tokens:.2f}"]
         rows.append([*(numbers if piece.is_pooled else "--"), text])
     shares = shares_of(weights)
-    of_each = [(name, shares.weight[place], shares.tokens[place]) for place, name in PLACE_NAMES.items()]
-    of_places = [(name, f"{weight:.1%}", f"{tokens:.1%}") for name, weight, tokens in of_each]
-    return f"{format_table(rows, '>><')}\n\n{format_table([('share of', 'the weight', 'the tokens'), *of_places])}"
+    places = [("share of", "the weight", "the tokens")]
+    places += [(name, f"{shares.weight[at]:.1%}", f"{shares.tokens[at]:.1%}") for at, name in PLACE_NAMES.items()]
+    return f"{format_table(rows, '>><')}\n\n{format_table(places)}"
 
 
 def latent_attention(
@@ -219,10 +221,7 @@ def latent_attention(
         "Spread: over how many latents a row's attention lies (exponential of its entropy)."
     )
     figures.draw_latent_weights(found, num_latents, title, subtitle, output)
-    print(f"{title}\n{subtitle}")
-    for weights in found:
-        print(f"\n{_latent_table(weights)}")
-    print(f"\nwrote {output}")
+    print("\n\n".join([f"{title}\n{subtitle}", *map(_latent_table, found), f"wrote {output}"]))
 
 
 def _latent_table(weights: LatentWeights) -> str:
@@ -267,8 +266,14 @@ def routing(
         given = "neither" if model is None else "both"
         raise OptionError("model", given, "or runs must be given", "give exactly one: --model DIR TEXT, or --runs RUN")
     if model is None:
-        options = {"TEXT": texts, "input": input, "prompt_name": prompt_name, "role": role}
-        _show_runs([runs] if isinstance(runs, Path) else list(runs or ()), output, options)
+        hint = "leave it out, or give --model in place of --runs"
+        options = {"TEXT": texts or None, "input": input, "prompt_name": prompt_name, "role": role}
+        refuse_given(options, "has no effect on runs", hint)
+        folders = [runs] if isinstance(runs, Path) else list(runs or ())
+        _require_runs("runs", folders)
+        figures.check_output(output)
+        figures.draw_routing_curves(folders, output)
+        print(f"wrote {output}")
         return
     if bool(texts) == (input is not None):
         given = "both" if texts else "neither"
@@ -289,18 +294,6 @@ def routing(
     )
     figures.draw_expert_loads(loads, title, subtitle, output)
     print(f"{title}\n{subtitle}\n\n{_loads_table(loads)}\n\nwrote {output}")
-
-
-def _show_runs(runs: list[Path], output: Path, unused: dict[str, Any]) -> None:
-
-    for name, value in unused.items():
-        if value:
-            raise OptionError(name, value, "has no effect on runs", "leave it out, or give --model in place of --runs")
-    if not runs:
-        raise OptionError("runs", runs, "must name a run", "give a folder such as checkpoints/runs/NAME/version_0")
-    figures.check_output(output)
-    figures.draw_routing_curves(runs, output)
-    print(f"wrote {output}")
 
 
 def _loads_table(loads: ExpertLoads) -> str:

@@ -1,10 +1,11 @@
 """`synthesize`: training records, or negatives for records that exist, from a language model."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from embeddings.cli.encode import load_encoder
 from embeddings.common import OptionError
+from embeddings.common.errors import refuse_given
 from embeddings.common.text import format_table
 from embeddings.data import SourceConfig
 from embeddings.inference import Encoder
@@ -70,7 +71,7 @@ def synthesize(
     # Loaded before anything is paid for.
     encoder = None if judge is None or dry_run else load_encoder(judge)
     if regenerate_negatives is None:
-        without_effect({"columns": columns, "suspect_rows": suspect_rows}, "needs regenerate_negatives")
+        refuse_given({"columns": columns, "suspect_rows": suspect_rows}, "needs regenerate_negatives")
         if dry_run:
             print(dry_run_of_examples(plan, templates))
             return
@@ -80,7 +81,7 @@ def synthesize(
         unused = {name: getattr(plan, name) for name in ("num_examples", "num_tasks", "shares", "tasks")}
         unused |= {"seeds": prompts.seeds, "languages": prompts.languages}
         unused["method"] = None if plan.method == "mgh" else plan.method
-        without_effect(unused, "has no effect on regenerate_negatives")
+        refuse_given(unused, "has no effect on regenerate_negatives")
         rows = suspect_rows or "leave_out"
         source = SourceConfig("input", regenerate_negatives, columns=columns or {}, suspect_rows=rows)
         if dry_run:
@@ -91,13 +92,6 @@ def synthesize(
     print(synthesis_table(report, output))
     if encoder is not None:
         print(level_table(str(judge), encoder, [output / name for name in report.num_records]))
-
-
-def without_effect(options: dict[str, Any], rule: str) -> None:
-    """Refuse the first of some options that is given."""
-    for name, value in options.items():
-        if value is not None:
-            raise OptionError(name, str(value) if isinstance(value, Path) else value, rule, "leave it out")
 
 
 def level_table(judge: str, encoder: Encoder, paths: list[Path]) -> str:
@@ -115,12 +109,9 @@ def synthesis_table(report: SynthesisReport, output: Path) -> str:
     written = sum(report.num_records.values())
     lines = [f"{report.num_answers} answers, {written} records of {report.num_wanted}"]
     groups = {"rejected": report.rejected, "repaired": report.repaired, "tried again": report.retries}
-    rows = [
-        (f"  {group}: {what.replace('_', ' ')}", count)
-        for group, counts in groups.items()
-        for what, count in counts.items()
-    ]
-    if rows:
+    counts = {(group, what): count for group, found in groups.items() for what, count in found.items()}
+    if counts:
+        rows = [(f"  {group}: {what.replace('_', ' ')}", count) for (group, what), count in counts.items()]
         lines.append(format_table(rows))
     if report.num_given_up:
         lines.append(f"{report.num_given_up} records have no answer that could be used")

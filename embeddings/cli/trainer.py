@@ -144,14 +144,7 @@ class ScriptRecord(RunRecord):
 def choose_folder(trainer: L.Trainer, run: dict[str, Any], found: str | None, batch_size: int | None) -> str | None:
     """Give the trainer its run's folder, and return the checkpoint to resume from: `auto` finds the newest one.
 
-    Args:
-        trainer: The trainer, before its run.
-        run: The run's config as plain types.
-        found: The checkpoint as the user named it.
-        batch_size: Queries of one rank's batch.
-
-    Raises:
-        ConfigError: If the checkpoint's model pools otherwise.
+    `run` is the run's config as plain types, `found` the checkpoint as the user named it, and `batch_size` a rank's.
     """
     resumed, is_auto = None, found == AUTO
     if is_auto:
