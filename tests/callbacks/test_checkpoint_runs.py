@@ -13,14 +13,14 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from embeddings.callbacks import DurableCheckpointIO, checkpoints, preemption
+from embeddings.callbacks import checkpoints, preemption
 from embeddings.callbacks.checkpoints import check_checkpoint_room, checkpoint_bytes
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common.checkpoint_file import pack, read_checkpoint, write_checkpoint
 from embeddings.modules.checkpoint import configured_module
 from tests.callbacks.preempted_runs import fit_words, preempted_config, signalled
-from tests.helpers.checkpoints import RESUMABLE, damage, save
+from tests.helpers.checkpoints import damage, save
 from tests.helpers.disks import fake_disk
 from tests.helpers.runs import run_config, write_config
 
@@ -48,10 +48,6 @@ def last_line(capsys: pytest.CaptureFixture[str], beginning: str) -> str:
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(beginning)]
     assert len(lines) == 1
     return lines[0]
-
-
-def files(folder: Path) -> dict[str, bytes | None]:
-    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 class Averages(Callback):
@@ -112,21 +108,6 @@ def test_a_disk_that_fills_up_ends_the_run_with_74_and_the_checkpoint_before(
         (path,) = folder.rglob("*.ckpt")
         assert [name for name in os.listdir(path.parent) if name.startswith(".")] == []
         assert read_checkpoint(path)["global_step"] == step
-
-
-def test_a_damaged_file_is_refused_before_anything_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = checkpointed(tmp_path)
-    broken, foreign = tmp_path / "broken.ckpt", tmp_path / "foreign.ckpt"
-    damage(save(RESUMABLE | {"state_dict": {"w": torch.ones(3)}}, broken))
-    torch.save(RESUMABLE, foreign)
-    config_file = write_config(tmp_path, config)
-    before = files(tmp_path)
-    for path, says in ((broken, "is damaged in state_dict/w, bytes "), (foreign, "is a pickle, which could run code")):
-        assert main(["fit", "--config", config_file, "--ckpt_path", str(path)]) == 2
-        assert last_line(capsys, "error: ").startswith(f"error: --ckpt_path {path}: {says}")
-    assert files(tmp_path) == before
 
 
 def test_auto_goes_on_from_the_newest_whole_one_and_says_what_it_left_out(
@@ -193,16 +174,6 @@ def test_a_stop_waits_for_the_thread_and_the_run_goes_on_to_the_same_bits(
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
     found = sorted(path.name for path in (tmp_path / "run").rglob("*.ckpt"))
     assert found == ["epoch=1-step=6.ckpt", "last.ckpt"]
-
-
-def test_a_chosen_writer_is_the_runs(tmp_path: Path) -> None:
-    cli = run_trainer(["fit", "--config", write_config(tmp_path, checkpointed(tmp_path, asynchronous=True))])
-    assert isinstance(cli.trainer.strategy.checkpoint_io, DurableCheckpointIO)
-    assert cli.trainer.strategy.checkpoint_io.asynchronous
-    other = [{"class_path": "lightning.pytorch.plugins.AsyncCheckpointIO"}]
-    config = checkpointed(tmp_path)
-    config["trainer"]["plugins"] = other
-    assert fit(tmp_path, config) == 2
 
 
 def kept_config(folder: Path, **options: Any) -> dict[str, Any]:

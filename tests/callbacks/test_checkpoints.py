@@ -19,7 +19,6 @@ from torch import nn
 
 from embeddings.callbacks.checkpoints import (
     DurableCheckpointIO,
-    finish_writing,
     load_best,
     make_checkpoints_durable,
     write_none_on_exception,
@@ -214,16 +213,6 @@ def test_the_end_waits_and_raises_what_the_thread_met_once(tmp_path: Path, write
     writer.teardown()
     threads = [thread.name for thread in threading.enumerate()]
     assert not any(name.startswith("checkpoint") for name in threads)
-
-
-def test_waiting_for_a_trainers_checkpoints(tmp_path: Path, writer: DurableCheckpointIO) -> None:
-    finish_writing(trainer())
-    held = Held(writer)
-    made = trainer(plugins=[writer])
-    writer.save_checkpoint({"step": 1}, tmp_path / "a.ckpt")
-    threading.Timer(0.2, held.gate.set).start()
-    finish_writing(made)
-    assert read_checkpoint(tmp_path / "a.ckpt") == {"step": 1}
 
 
 class Line(L.LightningModule):

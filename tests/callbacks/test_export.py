@@ -11,7 +11,6 @@ import yaml
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
-from embeddings.callbacks import ExportModel
 from embeddings.callbacks.export import embedder_of
 from embeddings.cli.fit import run_trainer
 from embeddings.common import OptionError, UserError, instruction_prompt
@@ -81,11 +80,6 @@ def test_the_written_model_may_read_longer_texts_than_it_was_trained_on(tmp_path
     assert written == replace(trained, document_max_length=60)
 
 
-def test_an_impossible_length_is_refused_before_training():
-    with pytest.raises(OptionError, match="document_max_length must be >= 4, got 2"):
-        ExportModel("model", document_max_length=2)
-
-
 def test_a_fast_development_run_writes_nothing(tmp_path):
     config = run_config(tmp_path)
     config["trainer"]["fast_dev_run"] = True
@@ -110,14 +104,6 @@ def test_the_model_knows_the_prompts_that_its_sources_put_before_texts(tmp_path)
     plain.text = replace(plain.text, prompts={})
     without = Encoder(plain, precision="float32").encode(["the quick fox"], role="query")
     assert abs(encoder.encode(["the quick fox"], role="query") - without).max() > 1e-3
-
-
-def test_a_file_at_the_output_ends_the_run_before_its_first_step_and_stays(tmp_path):
-    (tmp_path / "model").write_text("mine")
-    with pytest.raises(OptionError, match="which is no folder"):
-        run_with_export(tmp_path, best=False)
-    assert (tmp_path / "model").read_text() == "mine"
-    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")

@@ -9,23 +9,12 @@ from safetensors.torch import load_file
 from embeddings.callbacks import GradCacheCallback
 from embeddings.cli.fit import run_trainer
 from embeddings.common import OptionError, UserError
-from embeddings.training.gradcache import GradCache
 from tests.helpers.processes import run_command
 from tests.helpers.runs import component, run_config, write_config
 
 
 class Module(L.LightningModule):
     grad_cache = None
-
-
-def test_the_engine_is_handed_over_and_taken_back():
-    callback, module = GradCacheCallback(mini_batch_tokens=100, kept_fraction=0.5), Module()
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    callback.setup(trainer, module, "fit")
-    assert isinstance(module.grad_cache, GradCache)
-    assert (module.grad_cache.mini_batch_tokens, module.grad_cache.budget.kept_fraction) == (100, 0.5)
-    callback.teardown(trainer, module, "fit")
-    assert module.grad_cache is None
 
 
 @pytest.mark.parametrize(
@@ -76,12 +65,6 @@ def test_auto_keeps_every_graph_that_fits_after_the_first_step_and_says_how_much
     assert recomputed[1:] == [0, 0, 0]
     lines = [record.getMessage() for record in caplog.records if "GradCache" in record.getMessage()]
     assert lines == ["GradCache keeps graphs within 1.50 GiB a rank, half of what the first step left free"]
-
-
-def test_auto_keeps_none_where_no_memory_is_free(tmp_path, monkeypatch):
-    callback, recomputed = auto_run(tmp_path, monkeypatch, 0)
-    assert callback.engine.budget.kept_gib == 0
-    assert min(recomputed) > 2
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")

@@ -119,11 +119,6 @@ def test_other_ranks_show_nothing(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_negative_seconds_are_refused():
-    with pytest.raises(OptionError, match=r"StepProgress\.every_seconds"):
-        StepProgress(every_seconds=-1)
-
-
 def test_the_tokens_of_a_contrastive_batch():
     batch = random_batch(6, 2)
     lengths = [batch.query.lengths_N.tolist(), batch.candidate.lengths_N.tolist()]

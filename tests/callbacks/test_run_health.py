@@ -140,6 +140,8 @@ def test_a_checksum_tells_a_flipped_bit_and_a_swap_of_two_parameters():
 def test_impossible_options_are_refused():
     with pytest.raises(OptionError, match=r"RunHealth\.compare_every_n_steps must be >= 1, got 0"):
         RunHealth(0)
+    with pytest.raises(OptionError, match=r"RoutingStatistics.every_n_steps must be >= 1, got 0"):
+        RoutingStatistics(every_n_steps=0)
 
 
 CALLBACK = {"class_path": "embeddings.callbacks.RoutingStatistics", "init_args": {"every_n_steps": 2}}
@@ -187,8 +189,3 @@ def test_a_module_without_experts_is_refused_before_the_run(tmp_path: Path, caps
     assert main(["fit", "--config", write_config(tmp_path, config)]) == 2
     says = "RoutingStatistics needs a module with experts and load_balancing, got NVEmbedModule; remove the callback"
     assert says in capsys.readouterr().err
-
-
-def test_a_step_of_zero_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"RoutingStatistics.every_n_steps must be >= 1, got 0"):
-        RoutingStatistics(every_n_steps=0)

@@ -1,7 +1,6 @@
 """What configs may hold: plain YAML, classes of a closed list, one method, and callbacks that are not lost."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from embeddings.cli.configs import (
 )
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.fit import Checked, check_arguments, run_trainer
-from embeddings.cli.main import main
 from embeddings.common import InputError, UserError
 from tests.helpers.runs import run_config, write_config
 
@@ -50,7 +48,7 @@ def test_what_is_read_is_what_the_safe_loader_reads(text, tmp_path):
         ('a: "b\\0"\n', "a NUL character, line 1"),
         ('a: 1\nb: "\\ud83d"\n', "half of a character, line 2"),
         ("[" * 5000, "it is nested too deep"),
-        (bomb(30), "its aliases stand for 4,294,967,230 values; write out what they stand for"),
+        (bomb(30), "its aliases stand for more than 10,000 values; write out what they stand for"),
         ("a: 1\nb: 2026-13-45\n", "not a YAML file: '2026-13-45' is no timestamp (month must be in 1..12), line 2"),
         ("a: !!bool x\n", "not a YAML file: 'x' is no bool, line 1"),
         ("a: " + "9" * 5000, "is no int (Exceeds the limit (4300 digits) for integer string conversion: value has"),
@@ -67,7 +65,7 @@ def test_what_is_no_plain_config_is_one_line(text, says):
 def test_aliases_may_stand_for_as_much_as_a_person_means():
     few = "a: &a [1, 2, 3]\n" + "".join(f"b{n}: *a\n" for n in range(MAX_ALIASED_VALUES // 4))
     assert len(parse_yaml(few, "x")) == MAX_ALIASED_VALUES // 4 + 1
-    with pytest.raises(InputError, match="its aliases stand for 10,004 values"):
+    with pytest.raises(InputError, match="its aliases stand for more than 10,000 values"):
         parse_yaml(few + "c: *a\n", "x")
 
 
@@ -89,26 +87,11 @@ def test_a_recipe_expands_to_its_configs_in_place():
     assert argv == ["fit", *configs, "--trainer.max_epochs", "2"]
 
 
-def test_a_line_without_a_recipe_is_untouched():
-    assert expand_recipe(["fit", "--config", "a.yaml"], TABLE) == ["fit", "--config", "a.yaml"]
-
-
-def test_every_config_of_every_recipe_is_there():
-    recipes = read_recipes(TABLE)
-    assert len(recipes) >= 3
-    assert [path for row in recipes.values() for path in row["configs"].split() if not Path(path).is_file()] == []
-
-
 def test_an_unknown_recipe_lists_the_known_ones():
     with pytest.raises(ConfigError, match=r"there is no recipe 'nope'.*quickstart"):
         expand_recipe(["fit", "--recipe", "nope"], TABLE)
     with pytest.raises(ConfigError, match=r"'mgh_h100'; did you mean mgh_h100x1 or .*\? .*recipes\.csv lists all"):
         expand_recipe(["fit", "--recipe", "mgh_h100"], TABLE)
-
-
-def test_a_missing_name_is_said():
-    with pytest.raises(ConfigError, match="needs a name"):
-        expand_recipe(["fit", "--recipe"], TABLE)
 
 
 def test_a_table_that_is_not_here_is_said(tmp_path):
@@ -247,54 +230,8 @@ def test_a_config_whose_values_the_one_that_names_it_would_drop_is_refused(tmp_p
         check_configs(line)
 
 
-PLACES = {
-    "optimizer": ("model", "init_args", "optimizer"),
-    "pooling": ("model", "init_args", "pooling"),
-    "loss": ("model", "init_args", "loss"),
-    "model": ("model",),
-    "data": ("data",),
-    "sampler": ("data", "init_args", "sampler"),
-    "logger": ("trainer", "logger"),
-    "strategy": ("trainer", "strategy"),
-    "callbacks": ("trainer", "callbacks"),
-}
-HOSTILE = {
-    "os.system": {"command": "touch CANARY"},
-    "subprocess.Popen": {"args": "touch CANARY", "shell": True},
-    "builtins.eval": {"source": "open('CANARY', 'w')"},
-    "importlib.import_module": {"name": "antigravity"},
-    "torch.hub.load": {"repo_or_dir": "x/y", "model": "z"},
-    "torch.load": {"f": "CANARY"},
-    "embeddings.data.store.os.system": {"command": "touch CANARY"},
-    "embeddings.common.errors.require": {"library": "antigravity", "extra": "x"},
-    "lightning.pytorch.cli.instantiate_class": {"args": [], "init": {"class_path": "os.system"}},
-}
-
-
-@pytest.mark.parametrize(("place", "path"), [*zip(PLACES, HOSTILE, strict=True), ("model", "torch.load")])
-def test_no_other_class_is_called(path, place, tmp_path):
-    config = run_config(tmp_path)
-    *parents, last = PLACES[place]
-    target = config
-    for name in parents:
-        target = target[name]
-    arguments = {
-        name: value.replace("CANARY", str(tmp_path / "canary")) if isinstance(value, str) else value
-        for name, value in HOSTILE[path].items()
-    }
-    value = {"class_path": path, "init_args": arguments}
-    target[last] = [value] if place == "callbacks" else value
-    before = sorted(tmp_path.rglob("*"))
-    file = write_config(tmp_path, config)
-    with pytest.raises(ConfigError) as caught:
-        run_trainer(["fit", "--config", file])
-    assert "antigravity" not in sys.modules
-    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "config.yaml"])
-    assert "may not name" in str(caught.value)
-
-
 @pytest.mark.parametrize("option", ["--model.optimizer", "--model.pooling", "--data.sampler"])
-def test_nor_by_a_word_of_the_command_line(option, tmp_path):
+def test_no_other_class_is_called_by_a_word_of_the_command_line(option, tmp_path):
     file = write_config(tmp_path, run_config(tmp_path))
     with pytest.raises(ConfigError, match=r"a config may not name (os|posix)\.system; name a class of embeddings"):
         run_trainer(["fit", "--config", file, option, "os.system"])
@@ -316,15 +253,6 @@ def test_a_function_that_is_a_classs_own_default_is_none_that_a_config_names(tmp
     config = run_config(tmp_path)
     config["trainer"]["callbacks"] = [{"class_path": "lightning.pytorch.callbacks.BackboneFinetuning"}]
     check_arguments(["fit", "--config", write_config(tmp_path, config)])
-
-
-def test_nor_by_a_tag_of_yaml(tmp_path, capsys):
-    file = write_config(tmp_path, run_config(tmp_path))
-    with open(file, "a") as config:
-        config.write(f'ckpt_path: !!python/object/apply:os.system ["touch {tmp_path}/x"]\n')
-    assert main(["fit", "--config", file]) == 2
-    assert not (tmp_path / "x").exists()
-    assert "could not determine a constructor" in capsys.readouterr().err
 
 
 def test_a_package_that_the_user_names_is_trusted_and_the_message_says_how(tmp_path, monkeypatch):

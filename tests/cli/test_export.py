@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from embeddings.cli.export import facts_of_checkpoint, run_folder
+from embeddings.cli.export import facts_of_checkpoint
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import InputError
@@ -43,34 +43,6 @@ def test_a_checkpoint_cannot_make_foreign_classes(tmp_path, capsys):
     save({"run_config": {"model": model}, "state_dict": {}}, tmp_path / "hostile.ckpt")
     assert "asks for the class os.system" in refused(tmp_path / "hostile.ckpt", capsys, tmp_path / "out")
     assert not canary.exists()
-
-
-class Payload:
-    def __reduce__(self):
-        return (open, ("canary", "w"))
-
-
-@pytest.mark.parametrize("content", ["pickle", "truncated", "missing", "no config"])
-def test_what_is_no_checkpoint_is_refused_without_running_it(content, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "x.ckpt"
-    if content == "pickle":
-        torch.save({"run_config": Payload()}, path)
-    elif content == "truncated":
-        save({"state_dict": {"x": torch.zeros(1000)}}, path)
-        path.write_bytes(path.read_bytes()[:900])
-    elif content == "no config":
-        save({"state_dict": {}}, path)
-    assert "x.ckpt" in refused(path, capsys, tmp_path / "out")
-    assert not (tmp_path / "canary").exists()
-
-
-def test_an_output_that_is_a_file_is_refused_before_the_checkpoint_is_read(tmp_path, capsys):
-    output = tmp_path / "notes.txt"
-    output.write_text("mine")
-    assert main(["export", "--checkpoint", str(tmp_path / "none.ckpt"), "--output", str(output)]) == 2
-    assert f"output leads to {output}, which is no folder" in capsys.readouterr().err
-    assert output.read_text() == "mine"
 
 
 def test_options_of_the_card_are_refused_before_the_checkpoint_is_read(tmp_path, capsys):
@@ -172,11 +144,6 @@ def test_lora_matrices_are_written_for_peft_beside_the_merged_model(tmp_path, ca
 
 
 STATE = {"run_config": {"seed_everything": 0}, "global_step": 3}
-
-
-def test_a_run_is_the_folder_around_its_checkpoints(tmp_path):
-    assert run_folder(tmp_path / "run" / "checkpoints" / "last.ckpt") == tmp_path / "run"
-    assert run_folder(tmp_path / "run" / "last.ckpt") == tmp_path / "run"
 
 
 def test_the_facts_are_those_of_the_checkpoints_step(tmp_path):

@@ -16,7 +16,7 @@ from tests.data.rows import pairs, write_jsonl
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import write_retrieval_folder
 from tests.helpers.tiny import wordpiece_tokenizer
-from tests.inference.models import encode_nothing_more, tiny_embedder
+from tests.inference.models import tiny_embedder
 from tests.mining.filter_world import topic_vectors
 
 EMOTIONS = [
@@ -100,21 +100,6 @@ def test_a_source_is_filtered_and_the_counts_are_printed(model, tmp_path, capsys
     ]
 
 
-def test_what_encode_made_is_not_encoded_again(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "pairs.jsonl", pairs(6))
-    for role, column in (("query", "query"), ("document", "positive")):
-        line = ["encode", "--model", model, "--input", "pairs.jsonl", "--output", role, "--role", role]
-        assert main([*line, "--columns", f"{{text: {column}}}"]) == 0
-    encode_nothing_more(monkeypatch)
-    given = ["--query-vectors", "query", "--document-vectors", "document"]
-    line = ["filter", "--input", "pairs.jsonl", "--output", "kept.parquet"]
-    assert main([*line, "--model", model, "--top-k", "6", *given]) == 0
-    assert "wrote 6 records to kept.parquet" in capsys.readouterr().out
-    assert main([*line, *given[:2]]) == 2
-    assert "model must be given" in capsys.readouterr().err.strip().splitlines()[-1]
-
-
 def test_segments_by_a_column_of_languages(model, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Encoder, "encode", topic_vectors)
@@ -140,16 +125,9 @@ def test_segments_by_a_column_of_languages(model, tmp_path, capsys, monkeypatch)
     [
         (["--input", "no.jsonl"], "no.jsonl: no such file"),
         (["--input", "bad.jsonl"], "bad.jsonl:4: field 'query'"),
-        (["--input", "good.jsonl", "--near-duplicates", "2"], "near_duplicates must lie between 0.5 and 1"),
-        (["--input", "good.jsonl", "--top-k", "2"], "model must be given"),
-        (["--input", "good.jsonl", "--query-prompt-name", "query"], "model must be given for top_k, segment_by, vect"),
-        (["--input", "good.jsonl", "--model", "MODEL", "--document-prompt-name", "no"], "must name a prompt of the m"),
-        (["--input", "good.jsonl", "--segment-by", "language"], "model must be given for top_k, segment_by"),
         (["--input", "good.jsonl", "--model", "MODEL", "--segment-by", "language"], "jsonl:1: the record has no l"),
         (["--input", "good.jsonl", "--bm25-threshold", "0.5"], "bm25_threshold needs evaluation texts"),
-        (["--input", "good.jsonl", "--decontaminate", "[eval]", "--bm25-threshold", "7"], "bm25_threshold must lie"),
         (["--input", "good.jsonl", "--no-remove-copies"], "leaves no rule"),
-        (["--input", "good.jsonl", "--task-index", "1"], "task_index needs num_tasks"),
         (["--input", "same.jsonl", "--decontaminate", "eval"], "no record would stay"),
     ],
 )

@@ -3,9 +3,7 @@
 import pytest
 
 from embeddings.cli.main import main
-from embeddings.cli.quickstart import METRICS, SPLITS, counted, phase, score_table
-from embeddings.evaluation import read_retrieval_folder
-from tests.helpers.runs import write_retrieval_folder
+from embeddings.cli.quickstart import SPLITS, score_table
 
 
 def results():
@@ -18,20 +16,6 @@ def test_the_table_has_a_row_a_system_and_the_metrics_of_both_splits():
     assert [line.split("  ")[0] for line in lines[2:5]] == ["BM25", "before training", "after training"]
     assert lines[4].split()[-6:] == ["0.100", "0.200", "0.300"] * 2
     assert "held-out 4 queries over 5 documents" in lines[5]
-
-
-def test_metrics_are_counted_with_the_sizes_they_were_measured_on(tmp_path):
-    data = read_retrieval_folder(write_retrieval_folder(tmp_path / "eval"))
-    found = counted(dict.fromkeys(METRICS, 0.123456), data)
-    assert found == {**dict.fromkeys(METRICS, 0.1235), "num_queries": 8, "num_documents": 8}
-
-
-def test_phases_are_announced_and_timed(capsys):
-    seconds = {}
-    with phase(1, "the corpus", seconds, "corpus"):
-        pass
-    assert capsys.readouterr().out == "\n[1/5] the corpus\n"
-    assert 0 <= seconds["corpus"] < 1
 
 
 def test_the_quickstarts_config_is_one_that_parses_and_builds():

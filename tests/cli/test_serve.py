@@ -62,8 +62,6 @@ def test_a_corpus_is_encoded_and_searched_in_a_smaller_format(
     assert f"field 'vector_format' is '{vector_format}', expected 'float32'" in last
     code = main([*search, "--rescore-multiplier", "2", "fox"])
     assert code == (0 if vector_format == "binary" else 2)
-    assert main([*search, "--rescore-multiplier", "0", "fox"]) == 2
-    assert "rescore_multiplier must be >= 1, got 0" in capsys.readouterr().err.strip().splitlines()[-1]
     if vector_format != "float16":
         for line in (["index", "--vectors", vectors], [*search, "--index", "ivf", "fox"]):
             assert main(line) == 2
@@ -75,8 +73,6 @@ def test_a_corpus_is_encoded_and_searched_in_a_smaller_format(
     [
         (["--vector-format", "binary", "--dimensions", "20"], "a multiple of 8, these have 20, got 'binary'; take"),
         (["--vector-format", "int4"], "vector_format"),
-        (["--devices", "0"], "devices must be"),
-        (["--devices", "tpu"], "devices must name devices of this machine"),
         (["--tokenizer-workers", "-1"], "tokenizer_workers must be >= 0, got -1"),
     ],
 )
@@ -110,8 +106,6 @@ def test_a_model_encodes_searches_and_is_scored_at_fewer_dimensions(model, tmp_p
         assert main(["evaluate", "--model", model, "--data", str(tmp_path / "eval"), "--output", output, *options]) == 0
         scores.append(json.loads((tmp_path / "scores.json").read_text())[0]["metrics"])
     assert scores[0] != scores[1]
-    assert main(["encode", "--model", model, "--input", corpus, "--output", "no", "--dimensions", "33"]) == 2
-    assert "dimensions must be from 1 to the 32" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_scores_say_their_widths_and_others_than_the_trained_ones_are_warned_of(model, tmp_path, capsys, caplog):
@@ -144,8 +138,6 @@ def test_scores_say_their_widths_and_others_than_the_trained_ones_are_warned_of(
     assert main(["search", "--model", model, "--corpus", str(folder / "corpus.jsonl"), "--dimensions", "5", "fox"]) == 0
     assert "--dimensions 5" in caplog.text
     capsys.readouterr()
-    assert main([*line, "--model", model, "--dimensions", "[33, 8]"]) == 2
-    assert "dimensions must be from 1 to the 32" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -255,9 +247,7 @@ def test_scores_are_printed_and_written(model, tmp_path, capsys):
     [
         (["search", "--model", "MODEL", "--corpus", "no.jsonl", "words"], "no.jsonl"),
         (["search", "--model", "MODEL", "--corpus", "bad.jsonl", "words"], "bad.jsonl:2"),
-        (["search", "--model", "MODEL", "--corpus", "good.jsonl", "--top_k", "0", "words"], "top_k"),
         (["search", "--model", "no_model_here", "--corpus", "good.jsonl", "--top_k", "0", "words"], "top_k must be"),
-        (["search", "--model", "no_model_here", "--corpus", "good.jsonl", " "], "query must not be empty"),
         (["evaluate", "--model", "no_model_here", "--data", "nowhere", "--output", "."], "--output .: is a directory"),
         (["search", "--model", "no_model_here", "--corpus", "good.jsonl", "words"], "no_model_here"),
         (["encode", "--model", "MODEL", "--input", "empty.jsonl", "--output", "out"], "empty.jsonl"),
@@ -270,20 +260,3 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, says, model, tmp_path, caps
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')
     (tmp_path / "empty.jsonl").write_text("")
     assert_refused(capsys, tmp_path, says, main, [model if word == "MODEL" else word for word in argv])
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [("documents-00000.jsonl", "documents-00000.jsonl:"), ("manifest.json", "manifest.json: is empty or damaged")],
-)
-def test_a_damaged_folder_of_vectors_is_one_line_and_exit_code_2(name, says, contextual, tmp_path, capsys):
-    corpus, vectors = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl"), tmp_path / "vectors"
-    assert main(["encode", "--model", contextual, "--input", corpus, "--output", str(vectors)]) == 0
-    (vectors / name).write_text("")
-    context = ["--context", str(vectors), "--context-size", "3"]
-    for line in (
-        ["search", "--model", contextual, "--corpus", str(vectors), "fox"],
-        ["search", "--model", contextual, "--corpus", corpus, *context, "fox"],
-        ["encode", "--model", contextual, "--input", corpus, "--output", str(tmp_path / "new"), *context],
-    ):
-        assert_refused(capsys, tmp_path, says, main, line)

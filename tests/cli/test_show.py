@@ -134,17 +134,12 @@ def test_a_causal_model_needs_the_visible_queries_or_the_other_axis(models, draw
     ("model", "words", "says"),
     [
         ("mean", [""], "TEXT must not be empty, got ''"),
-        ("mean", [TEXT, " \n"], "TEXT must not be empty"),
         ("mean", ["\x00\x00"], "TEXT must hold a token of its own"),
-        ("mean", ["\x00", "--role", "query"], "TEXT must hold a token of its own"),
         ("mean", [], "texts"),
         ("mean", [TEXT, "--axis", "both"], "axis"),
         ("mean", [TEXT, "--layers", "[]"], "pooling.layers must name a layer"),
         ("mean", [TEXT, "--layers", "9"], "among the 2 attention layers"),
-        ("mean", [TEXT, "--layers", "[1,-1]"], "must name each layer once"),
-        ("mean", [TEXT, "--prompt_name", "qury"], "must name a prompt of the model (query)"),
         ("mean", [TEXT, "--output", "."], "--output .: is a directory; name an HTML file"),
-        ("nothing", [TEXT], "nothing: is no directory"),
         ("contextual", [TEXT], "is contextual"),
     ],
 )

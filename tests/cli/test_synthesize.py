@@ -156,16 +156,8 @@ def test_a_judge_says_how_similar_the_levels_are_and_is_loaded_before_anything_i
 
 
 BAD = [
-    (["--endpoint", "localhost"], "endpoint must be an address"),
-    (["--num-examples", "0"], "num_examples must be >= 1"),
-    (["--num-tasks", "0"], "num_tasks must be >= 1"),
-    (["--shares", "{sts: 0}"], "shares must leave a category"),
-    (["--shares", "{news: 1}"], "shares must name categories"),
-    (["--method", "nv_embed", "--languages", "[Thai]"], "languages has no effect"),
     (["--method", "e5"], "method"),
     (["--method", "nv_embed", "--judge", "some"], "judge has no effect on nv_embed"),
-    (["--tasks", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
-    (["--templates", "nowhere"], "templates must be a folder"),
     (["--temperature", "3"], "temperature must lie between 0 and 2"),
     (["--max-answer-tokens", "0"], "max_answer_tokens must be >= 1"),
     (["--extra-body", "{stream: true}"], "extra_body must not set"),
@@ -176,10 +168,8 @@ BAD = [
     (["--max-retries", "-1"], "max_retries must be >= 0"),
     (["--timeout-seconds", "0"], "timeout_seconds must be > 0"),
     (["--token-budget", "0"], "token_budget must be >= 1"),
-    (["--price-per-million-prompt-tokens", "1"], "needs the other price"),
     (["--columns", "{query: q}"], "columns needs regenerate_negatives"),
     (["--suspect-rows", "keep"], "suspect_rows needs regenerate_negatives"),
-    (["--regenerate-negatives", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
     (["--regenerate-negatives", "bad.jsonl"], "bad.jsonl:1"),
     (["--regenerate-negatives", "bad.jsonl", "--num-examples", "5"], "num_examples has no effect"),
     (["--regenerate-negatives", "bad.jsonl", "--method", "nv_embed"], "method has no effect"),
@@ -198,10 +188,3 @@ def test_bad_input_is_one_line_and_code_2_and_nothing_is_written(options, says, 
     assert line.startswith("error: ")
     assert says in line
     assert [path.name for path in work.iterdir()] == ["bad.jsonl"]
-
-
-def test_a_missing_client_is_named_with_its_extra(work, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "openai", None)
-    assert run("http://127.0.0.1:9/v1") == 2
-    assert "openai is not installed; run: pip install -e '.[synthesis]'" in capsys.readouterr().err
-    assert list(work.iterdir()) == []

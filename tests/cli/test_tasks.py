@@ -1,5 +1,4 @@
 import os
-import sys
 
 import pytest
 
@@ -59,7 +58,6 @@ def test_widths_and_instructions_reach_the_tasks(world, tmp_path, capsys):
         (["--tasks", "SciFakt"], "did you mean SciFact?"),
         (["--tasks", "SciFact"], "task SciFact: its data cannot be loaded"),
         (["--tasks", "SciFact", "--instructions", "none"], "instructions must be a table"),
-        (["--tasks", "SciFact", "--task-index", "0"], "task_index needs num_tasks"),
         (["--tasks", "broken"], "qrels.tsv:1: no document has the id 'nowhere'"),
     ],
 )
@@ -78,16 +76,3 @@ def test_an_output_that_is_no_folder_is_refused(world, tmp_path, capsys):
     assert "is a file; name a folder" in capsys.readouterr().err
     assert main(["evaluate", "--model", "m", "--tasks", "SciFact"]) == 2
     assert "output must name the folder of the tasks' results" in capsys.readouterr().err
-
-
-def test_a_prompt_beside_instructions_is_refused_before_the_model_is_looked_for(world, tmp_path, capsys):
-    options = ["--tasks", f"{world}/sets/pairs", "--instructions", "mgh", "--prompt-name", "query"]
-    assert main(["evaluate", "--model", str(tmp_path / "none"), "--output", str(tmp_path / "out"), *options]) == 2
-    assert "prompt_name has no effect beside instructions" in capsys.readouterr().err
-
-
-def test_a_missing_mteb_names_its_extra(world, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "mteb", None)
-    assert main(line(world, tmp_path / "out", "--tasks", "SciFact")) == 2
-    assert "mteb is not installed; run: pip install -e '.[eval]'" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -17,7 +17,7 @@ from embeddings.callbacks.run_record import RunRecord
 from embeddings.cli.configs import CONFIGS
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
-from embeddings.common import OptionError, TextSettings
+from embeddings.common import TextSettings
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.models import LatentAttentionPooling
 from tests.helpers.runs import backbone_folder, run_config, write_config, write_pairs
@@ -184,12 +184,6 @@ def test_another_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "is of another run: model.init_args.optimizer.init_args.lr is 0.01 there and 0.02 here" in error
     assert "nothing to resume below" in error
     assert Path(str(other.log_dir)) != Path(str(first.log_dir))
-
-
-def test_a_model_of_another_run_is_not_replaced(tmp_path: Path) -> None:
-    trainer(tmp_path, 2, emb.ExportModel(str(tmp_path / "model"))).fit(*parts(tmp_path))
-    with pytest.raises(OptionError, match="must not hold a model of another run"):
-        trainer(tmp_path, 2, emb.ExportModel(str(tmp_path / "model"))).fit(*parts(tmp_path))
 
 
 def test_options_and_callbacks_begin_as_in_base_yaml() -> None:
