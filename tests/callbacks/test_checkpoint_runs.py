@@ -20,7 +20,7 @@ from embeddings.cli.main import main
 from embeddings.common.checkpoint_file import pack, read_checkpoint, write_checkpoint
 from embeddings.modules.checkpoint import configured_module
 from tests.callbacks.preempted_runs import fit_words, preempted_config, signalled
-from tests.helpers.checkpoints import damage, save
+from tests.helpers.checkpoints import save
 from tests.helpers.disks import fake_disk
 from tests.helpers.runs import run_config, write_config
 
@@ -108,25 +108,6 @@ def test_a_disk_that_fills_up_ends_the_run_with_74_and_the_checkpoint_before(
         (path,) = folder.rglob("*.ckpt")
         assert [name for name in os.listdir(path.parent) if name.startswith(".")] == []
         assert read_checkpoint(path)["global_step"] == step
-
-
-def test_auto_goes_on_from_the_newest_whole_one_and_says_what_it_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = checkpointed(tmp_path, save_top_k=-1, filename="{step}")
-    assert fit(tmp_path, config) == 0
-    (last,) = tmp_path.rglob("last.ckpt")
-    whole = read_checkpoint(last)["state_dict"]
-    for name in ("last.ckpt", "step=4.ckpt", "step=3.ckpt"):
-        damage(last.with_name(name))
-    capsys.readouterr()
-    cli = run_trainer(["fit", "--config", write_config(tmp_path, config), "--ckpt_path", "auto"])
-    assert cli.trainer.ckpt_path == str(last.with_name("step=2.ckpt"))
-    left_out = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out: ")]
-    assert [line.partition(".ckpt")[0].rpartition("/")[2] for line in left_out] == ["last", "step=4", "step=3"]
-    resumed = read_checkpoint(cli.trainer.checkpoint_callbacks[0].last_model_path)
-    assert resumed["global_step"] == 4
-    assert [name for name in whole if not torch.equal(whole[name], resumed["state_dict"][name])] == []
 
 
 def test_a_checkpoint_gives_the_module_no_arguments(tmp_path: Path) -> None:

@@ -121,12 +121,6 @@ def test_a_command_shows_notes_and_warnings_and_leaves_the_logger_as_it_was(caps
     assert (logger.level, logger.getEffectiveLevel()) == (level, logging.WARNING)
 
 
-def test_a_name_is_loaded_from_its_module_on_first_use():
-    from embeddings.common.types import TokenBatch
-
-    assert lazy_names("embeddings.common")("TokenBatch") is TokenBatch
-
-
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         lazy_names("embeddings.common")("nothing")

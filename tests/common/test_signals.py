@@ -131,10 +131,3 @@ def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it():
         send(signal.SIGINT, signal.SIGINT)
         assert stop_request.first == 0
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-
-
-def test_ctrl_c_asks_for_no_place_in_the_queue(monkeypatch, tmp_path):
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    stop = answer(signal.SIGINT, "stopped", "a.ckpt", is_first=True)
-    assert (stop.line, stop.exit_code) == ("SIGINT: stopped; resume with --ckpt_path a.ckpt", 130)
