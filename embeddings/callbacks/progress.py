@@ -1,18 +1,17 @@
 """The progress of a run (steps, loss, time left) and its speed (pairs, tokens, arithmetic a second)."""
 
 import time
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelSummary, ProgressBar
-from torch import Tensor, nn
+from torch import nn
 
 from embeddings.common import ContrastiveBatch, OptionError, UserError
-from embeddings.common.distributed import full_shape, gather_counts
+from embeddings.common.distributed import count_values, gather_counts
 from embeddings.common.jobs import LINE_SECONDS, progress_bar
 from embeddings.common.process import logger
 from embeddings.common.protocols import RunData
@@ -122,40 +121,23 @@ class StepProgress(ProgressBar):
             self._bar = None
 
 
-def show_whole_run(trainer: L.Trainer, given: Sequence[L.Callback]) -> None:
-    """Replace the bar that Lightning chose itself by `StepProgress`; one of the config's callbacks (`given`) stays."""
-    chosen = trainer.progress_bar_callback
-    if chosen is not None and chosen not in given:
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[callbacks.index(chosen)] = StepProgress()
-
-
-class ParameterCount(ModelSummary):
+class ParameterCount(L.Callback):
     """Notes how many parameters the model has, and how many are trained, in one line."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the line, without Lightning's warning that its estimate of megabytes is inexact: it is not shown."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Precision .* is not supported by the model summary")
-            super().on_fit_start(trainer, pl_module)
-
-    @staticmethod
-    def summarize(
-        summary_data: list[tuple[str, list[str]]],
-        total_parameters: int,
-        trainable_parameters: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Write the line; Lightning gives more, such as arithmetic that it has not counted yet."""
-        logger.info("%s parameters, %s of them trained", f"{total_parameters:,}", f"{trainable_parameters:,}")
+        """Write the line."""
+        total = count_values(pl_module.parameters())
+        trained = count_values(weight for weight in pl_module.parameters() if weight.requires_grad)
+        logger.info("%s parameters, %s of them trained", f"{total:,}", f"{trained:,}")
 
 
-def count_parameters(trainer: L.Trainer, given: Sequence[L.Callback]) -> None:
-    """Replace the table of layers that Lightning chose itself by `ParameterCount`; one that the config names stays."""
+def replace_displays(trainer: L.Trainer, given: Sequence[L.Callback]) -> None:
+    """Replace the bar and the table of layers that Lightning chose itself; those of the config (`given`) stay."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for place, callback in enumerate(callbacks):
-        if isinstance(callback, ModelSummary) and callback not in given:
+        if isinstance(callback, ProgressBar) and callback not in given:
+            callbacks[place] = StepProgress()
+        elif isinstance(callback, ModelSummary) and callback not in given:
             callbacks[place] = ParameterCount()
 
 
@@ -316,17 +298,12 @@ def backbone_flops(backbone: nn.Module, positions: int, squares: int) -> float:
     # A token passes only some experts of a sparse layer.
     counts = parameter_counts(backbone)
     tables = [layer.weight for layer in backbone.modules() if isinstance(layer, nn.Embedding)]
-    weights = counts.active - _numbers(tables)
-    trained = _numbers(p for p in backbone.parameters() if p.requires_grad)
-    share = min(1.0, max(0, trained - _numbers(t for t in tables if t.requires_grad)) / max(1, weights))
+    weights = counts.active - count_values(tables)
+    trained = count_values(p for p in backbone.parameters() if p.requires_grad)
+    share = min(1.0, max(0, trained - count_values(t for t in tables if t.requires_grad)) / max(1, weights))
     config = plain_backbone(backbone).config
     attention: float = 12.0 * config.num_hidden_layers * config.hidden_size * squares
     return weights * (4.0 + 2.0 * share) * positions + attention
-
-
-def _numbers(parameters: Iterable[Tensor]) -> int:
-    """How many numbers some parameters have, over all ranks together."""
-    return sum(full_shape(parameter).numel() for parameter in parameters)
 
 
 def backbone_of(module: nn.Module) -> nn.Module | None:

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from embeddings.callbacks.checkpoints import write_none_on_exception
 from embeddings.common import OptionError, PreemptedError, UserError
-from embeddings.common.distributed import full_shape
+from embeddings.common.distributed import count_values
 from embeddings.common.errors import CHECKOUT
 from embeddings.common.io import (
     METRICS_FILE,
@@ -92,7 +92,7 @@ class RunRecord(SaveConfigCallback):
             "started": _now(),
             "parameters": {
                 **parameter_counts(pl_module)._asdict(),
-                "trained": sum(full_shape(weight).numel() for weight in pl_module.parameters() if weight.requires_grad),
+                "trained": count_values(weight for weight in pl_module.parameters() if weight.requires_grad),
             },
             "source_rows": {} if data is None else data.source_rows,
             "earlier": earlier,

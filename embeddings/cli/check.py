@@ -14,7 +14,7 @@ from embeddings.cli.fit import TrainerCLI, run_trainer
 from embeddings.cli.trainer import start_checks
 from embeddings.common import UserError
 from embeddings.common.checkpoint_file import peek_checkpoint
-from embeddings.common.distributed import planning_for
+from embeddings.common.distributed import count_values, planning_for
 from embeddings.common.text import format_table
 from embeddings.data.datamodule import PlannedDataModule
 from embeddings.data.samplers.base import run_steps
@@ -91,7 +91,7 @@ class RunCheck(TrainerCLI):
         model = plain_types(self._parser("fit"), given)["model"]["init_args"]
         name = (model.get("backbone") or {}).get("name")
         total = parameter_counts(module).total
-        trained = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
+        trained = count_values(weight for weight in module.parameters() if weight.requires_grad)
         counts = f"{total:,} parameters, {trained:,} of them trained and {total - trained:,} frozen"
         options = {option: given.trainer[option] for option in ("accelerator", "devices", "num_nodes", "strategy")}
         options |= {"precision": given.trainer.precision}

@@ -10,7 +10,7 @@ from embeddings.cli.encode import PrecisionName, load_encoder, warn_of_untrained
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import refuse_given
 from embeddings.common.io import write_json
-from embeddings.common.jobs import ArrayTask
+from embeddings.common.jobs import ArrayTask, TaskOptions
 from embeddings.evaluation import evaluate_folders, format_results
 from embeddings.evaluation.instructions import Instructions
 from embeddings.evaluation.mteb_library import load_mteb
@@ -28,8 +28,8 @@ def evaluate(
     dimensions: int | list[int] | None = None,
     context_size: int | None = None,
     context_seed: int = 0,
-    task_index: int | None = None,
-    num_tasks: int | None = None,
+    *,
+    task: TaskOptions,
 ) -> None:
     """Score a model on evaluation folders (`--data`) or on tasks of mteb (`--tasks`).
 
@@ -52,8 +52,7 @@ def evaluate(
         context_size: How many documents of each folder's or task's own corpus a contextual model reads its texts in;
             without it the model reads texts alone.
         context_seed: Seed of the draw.
-        task_index: Number of this process among those that share the tasks, from 0; in a SLURM array that of the task.
-        num_tasks: How many processes share the tasks.
+        task: Which of the tasks this process runs.
     """
     if (data is None) == (tasks is None):
         which = "neither" if data is None else "both"
@@ -62,10 +61,9 @@ def evaluate(
     settings: dict[str, Any] = {"prompt_name": prompt_name, "widths": widths}
     settings |= {"context_size": context_size, "context_seed": context_seed}
     if tasks is not None:
-        run = _planned_tasks(tasks, output, instructions, ArrayTask.resolve(task_index, num_tasks), settings)
+        run = _planned_tasks(tasks, output, instructions, task.resolve(), settings)
     else:
-        given = {"instructions": instructions, "task_index": task_index, "num_tasks": num_tasks}
-        refuse_given(given, "has no effect without --tasks")
+        refuse_given({"instructions": instructions, **asdict(task)}, "has no effect without --tasks")
         folders = data if isinstance(data, list) else [data] if data is not None else []
         if not folders:
             raise InputError("--data", "names no folder", "name one, or several as [FOLDER, FOLDER]")

@@ -28,7 +28,7 @@ import embeddings.modules  # noqa: F401 - a class that is loaded may be named wi
 from embeddings.callbacks.checkpoints import make_checkpoints_durable, model_checkpoints
 from embeddings.callbacks.export import ExportLanguageModel, ExportModel
 from embeddings.callbacks.preemption import Preemption
-from embeddings.callbacks.progress import count_parameters, show_whole_run
+from embeddings.callbacks.progress import replace_displays
 from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
 from embeddings.callbacks.run_record import RunRecord, plain_types, run_logger
 from embeddings.cli.configs import check_configs, check_functions, expand_recipe, parse_yaml, restrict_imports
@@ -40,7 +40,7 @@ from embeddings.cli.trainer import check_start, choose_folder
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.errors import program
 from embeddings.common.io import METRICS_FILE, read_metrics, row_steps_made
-from embeddings.common.process import is_first_process, is_news
+from embeddings.common.process import is_first_process
 from embeddings.common.text import one_line
 from embeddings.strategies.ranks import set_up_ranks
 
@@ -160,8 +160,7 @@ class TrainerCLI(LightningCLI):
         if precision in FLOAT16 and trainer.strategy.root_device.type == "cpu" and not self.only_checks:
             rule = "must not be float16 on a CPU"
             raise OptionError("trainer.precision", precision, rule, "bf16-mixed is the other half precision")
-        show_whole_run(trainer, callbacks)
-        count_parameters(trainer, callbacks)
+        replace_displays(trainer, callbacks)
         make_checkpoints_durable(trainer)
         if not self.only_checks:
             set_up_ranks(trainer)
@@ -350,9 +349,8 @@ class HeldNotes(L.Callback):
             yield
 
     def _hold(self, handler: logging.Handler, record: logging.LogRecord) -> bool:
-        """A filter of a handler, which passes nothing: what is not dropped is written now or later."""
-        if is_news(record):
-            self._notes.append(partial(handler.emit, record))
+        """A filter of a handler, which passes nothing: the record is written now, later or never."""
+        self._notes.append(partial(handler.emit, record))
         if self._has_begun or record.levelno >= logging.WARNING:
             self._write()
         return False

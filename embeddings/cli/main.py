@@ -1,11 +1,11 @@
 """The entry point: the commands, and what a line of arguments runs."""
 
-import importlib
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from pkgutil import resolve_name
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from embeddings import __version__
@@ -35,8 +35,7 @@ class Command:
 
     def load(self) -> Callable[..., Any]:
         """The function."""
-        module, _, name = self.target.partition(":")
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        function: Callable[..., Any] = resolve_name(self.target)
         return function
 
 

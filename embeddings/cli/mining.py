@@ -11,7 +11,7 @@ from typing import Any, Literal
 from embeddings.cli.encode import load_encoder
 from embeddings.common import OptionError
 from embeddings.common.errors import refuse_given
-from embeddings.common.jobs import ArrayTask, discard_on_user_error, require_free
+from embeddings.common.jobs import TaskOptions, discard_on_user_error, require_free
 from embeddings.common.text import format_table
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached, record_place
@@ -49,23 +49,6 @@ from embeddings.mining.features import Bm25Features, VectorFeatures, check_svd_d
 from embeddings.mining.qrels import TextQrels
 
 SuspectRows = Literal["refuse", "leave_out", "keep"]
-
-
-@dataclass(frozen=True)
-class TaskOptions:
-    """Which part of the work this process does.
-
-    Args:
-        task_index: Number of this process among those that share the work, from 0; in a SLURM array that of the task.
-        num_tasks: How many processes share the work.
-    """
-
-    task_index: int | None = None
-    num_tasks: int | None = None
-
-    def resolve(self) -> ArrayTask:
-        """The task, with the array's numbers in place of those that are not given."""
-        return ArrayTask.resolve(self.task_index, self.num_tasks)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """The parser of every command: jsonargparse with errors of one line, flags for booleans and configs read safely."""
 
-import importlib
 import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, Namespace  # type: ignore[attr-defined]
@@ -271,10 +271,7 @@ def _types(complaints: Iterable[str]) -> str:
 
 def _parameters(class_path: str) -> list[str]:
     """The arguments of a class, by its path; none where it cannot be imported, or may not be."""
-    module, _, name = class_path.rpartition(".")
-    if not may_import(class_path):
-        return []
     try:
-        return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
-    except (ImportError, AttributeError, ValueError):
+        return list(inspect.signature(resolve_name(class_path)).parameters) if may_import(class_path) else []
+    except (ImportError, AttributeError, TypeError, ValueError):
         return []

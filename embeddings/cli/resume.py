@@ -42,10 +42,6 @@ _FREE = frozenset(
 )
 
 
-class OtherRunError(InputError):
-    """A checkpoint of another run."""
-
-
 def check_checkpoint(path: str | None) -> None:
     """Check the value of `--ckpt_path`, before anything is built; a `ConfigError` where it cannot be resumed from."""
     if path is None or path == AUTO or ":" in path:
@@ -60,32 +56,28 @@ def check_checkpoint(path: str | None) -> None:
         raise ConfigError(f"--ckpt_path {error}") from error
 
 
-def check_resumable(path: Path, run: Mapping[str, Any] | None = None, global_batch_size: int | None = None) -> None:
+def check_resumable(
+    path: Path, run: Mapping[str, Any] | None = None, global_batch_size: int | None = None
+) -> str | None:
     """Check that training can be resumed from a checkpoint: first by its header, then all of its bytes.
 
-    DeepSpeed's checkpoints are folders, and are not checked.
-
-    Args:
-        path: The checkpoint.
-        run: The config of the run that it must belong to, as plain types; None for any.
-        global_batch_size: Queries of that run's batch over all ranks; None for any.
+    Returns in words by what it belongs to another run, if a run's config (plain types) or the queries of its batch over
+    all ranks are given; its bytes are then not read. DeepSpeed's checkpoints are folders, and are not checked.
 
     Raises:
         InputError: If it is damaged, not this library's, or one of the weights alone.
-        OtherRunError: If it belongs to another run.
     """
     if path.is_dir():
-        return
+        return None
     content = peek_checkpoint(path)
     missing = ", ".join(sorted(_RESUMED - content.keys()))
     if missing:
         what = f"cannot be resumed from, it holds no {missing}"
         raise InputError(str(path), what, "give a run's last.ckpt, or leave it out to start anew")
     difference = None if run is None else _difference(content, run, global_batch_size)
-    if difference is not None:
-        hint = "restore it, or name the file by --ckpt_path"
-        raise OtherRunError(str(path), f"is of another run: {difference}", hint)
-    inspect_checkpoint(path)
+    if difference is None:
+        inspect_checkpoint(path)
+    return difference
 
 
 def find_latest_checkpoint(
@@ -104,18 +96,17 @@ def find_latest_checkpoint(
     # Lightning's own spelling of the folder, by which it recognises a run's folder.
     root = os.path.normpath(os.path.expanduser(folder or "."))
     found = [path for path in Path(root).rglob("*.ckpt") if path.exists()]
-    others: list[OtherRunError] = []
-    chosen = None
+    others, chosen = list[str](), None
     for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
-            check_resumable(path, run, global_batch_size)
-        except OtherRunError as error:
-            others.append(error)
+            difference = check_resumable(path, run, global_batch_size)
         except InputError as error:
             say(f"left out: {error}")
-        else:
+            continue
+        if difference is None:
             chosen = str(path)
             break
+        others.append(f"{path}: is of another run: {difference}; restore it, or name the file by --ckpt_path")
     if others:
         more = f" (and {len(others) - 1} more of other runs)" if len(others) > 1 else ""
         say(f"left out: {others[0]}{more}")

@@ -3,7 +3,7 @@
 import io
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -117,27 +117,18 @@ def is_terminal() -> bool:
 
 
 def answer_lines(answer: Callable[[str], None]) -> None:
-    """Answer queries until the end of the input or an empty line, each with the time that it took."""
-    for query in _lines():
-        if not query.strip():
-            break
-        start = perf_counter()
-        answer(query.strip())
-        print(f"       {1000 * (perf_counter() - start):.0f} ms", flush=True)
-
-
-def _lines() -> Iterator[str]:
-    """The lines of standard input, none where it is closed; a person is shown where to type."""
+    """Answer the lines of standard input until its end or an empty one, each with the time that it took."""
     # The bytes: text is decoded ahead, and would fail on a line that is not asked for yet.
     stream = io.BytesIO() if sys.stdin is None else sys.stdin.buffer
     for number in count(1):
         if is_terminal():
             print("query> ", end="", file=sys.stderr, flush=True)
-        line = stream.readline()
-        if not line:
-            return
         try:
-            query = line.decode()
+            query = stream.readline().decode().strip()
         except UnicodeDecodeError:
             raise InputError(f"standard input:{number}", "is not valid UTF-8", "write it as UTF-8") from None
-        yield query
+        if not query:
+            break
+        start = perf_counter()
+        answer(query)
+        print(f"       {1000 * (perf_counter() - start):.0f} ms", flush=True)

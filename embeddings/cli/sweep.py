@@ -76,8 +76,8 @@ def sweep(
             raise OptionError("results", str(path), "must be the CSV file", "end it in .csv; the plot lies beside it")
         collect(plan, runs, path, file)
         return
-    chosen = runs if index is None else [runs[index]]
     if dry_run:
+        chosen = runs if index is None else [runs[index]]
         check_runs(plan, file, chosen)
         for run in chosen:
             print(f"{title(plan, run)} ({run.status})\n  {run.folder}\n  {run.line()}")
@@ -87,10 +87,7 @@ def sweep(
     if index is None and num_processes() > 1:
         rule = f"must be given where {num_processes()} processes train together"
         raise OptionError("index", None, rule, "start one process, or one job for each point")
-    if plan.search is not None and index is None:
-        train_proposed(plan, file, output)
-    else:
-        train_missing(plan, file, chosen, is_array_task=index is not None)
+    train_missing(plan, file, output, index)
 
 
 def with_proposed(plan: Sweep, file: Path, output: Path, count: int | None = None) -> Sweep:
@@ -143,34 +140,32 @@ def check_runs(plan: Sweep, file: Path, runs: Sequence[Run]) -> None:
             raise ConfigError(f"{file}: point {run.index}: {error}") from error
 
 
-def train_missing(plan: Sweep, file: Path, runs: Sequence[Run], is_array_task: bool) -> None:
-    """Train those of the runs that are not done; errors as in `train_each`."""
+def train_missing(plan: Sweep, file: Path, output: Path, index: int | None) -> None:
+    """Train the runs that are not done, or the one of `index`; errors as in `train_each`.
+
+    All are checked before the first begins. The points of a search follow each from the results of those before it, and
+    are checked in turn; a run that fails tells the search nothing, and the same line runs it again, at its point.
+    """
+    runs = runs_of(plan, output)
+    runs = runs if index is None else [runs[index]]
     missing = [run for run in runs if run.status != "done"]
     if len(missing) < len(runs):
-        print(f"{len(runs) - len(missing)} of {len(runs)} done already")
-    with handle_preemption():
-        check_runs(plan, file, missing)
-    train_each(plan, missing, is_array_task)
+        print(f"{len(runs) - len(missing)} of {plan.num_points if index is None else 1} done already")
 
-
-def train_proposed(plan: Sweep, file: Path, output: Path) -> None:
-    """Train the runs of a search one after another, each at a point that follows from the results of those before.
-
-    A run that fails tells the search nothing; the same line runs it again, at its point. Errors as in `train_each`.
-    """
-    done = [run for run in runs_of(plan, output) if run.status == "done"]
-    if done:
-        print(f"{len(done)} of {plan.num_points} done already")
-
-    def runs() -> Iterator[Run]:
+    def following() -> Iterator[Run]:
         """Each run that is not done, once its point is known."""
-        for index in range(plan.num_points):
-            run = runs_of(with_proposed(plan, file, output, index + 1), output)[index]
+        for place in range(plan.num_points):
+            run = runs_of(with_proposed(plan, file, output, place + 1), output)[place]
             if run.status != "done":
                 check_runs(plan, file, [run])
                 yield run
 
-    train_each(plan, runs(), is_array_task=False)
+    if plan.search is not None and index is None:
+        train_each(plan, following(), is_array_task=False)
+        return
+    with handle_preemption():
+        check_runs(plan, file, missing)
+    train_each(plan, missing, is_array_task=index is not None)
 
 
 def train_each(plan: Sweep, runs: Iterable[Run], is_array_task: bool) -> None:

@@ -1,6 +1,5 @@
 """A trainer for scripts: Lightning's, with what `fit` gives every run by `base.yaml` and around it."""
 
-import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +10,11 @@ from typing import Any
 import lightning as L
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
 
 from embeddings.callbacks.checkpoints import check_checkpoint_room, make_checkpoints_durable
 from embeddings.callbacks.preemption import Preemption
-from embeddings.callbacks.progress import count_parameters, show_whole_run
+from embeddings.callbacks.progress import replace_displays
 from embeddings.callbacks.run_record import RunRecord, keep_metrics, run_logger
 from embeddings.cli.configs import CONFIGS
 from embeddings.cli.resume import (
@@ -60,7 +59,8 @@ class Trainer(L.Trainer):
         own = [callbacks] if isinstance(callbacks, L.Callback) else list(callbacks or ())
         base = yaml.safe_load((CONFIGS / "base.yaml").read_text(encoding="utf-8"))["trainer"]
         kinds = {_kind(callback) for callback in own}
-        standard = [callback for callback in map(_made, base.pop("callbacks")) if _kind(callback) not in kinds]
+        made: list[L.Callback] = [instantiate_class((), entry) for entry in base.pop("callbacks")]
+        standard = [callback for callback in made if _kind(callback) not in kinds]
         if options.get("enable_checkpointing") is False:
             standard = [callback for callback in standard if not isinstance(callback, ModelCheckpoint)]
         self.given_options: dict[str, Any] = {**base, **options}
@@ -70,8 +70,7 @@ class Trainer(L.Trainer):
         with quiet_libraries():
             super().__init__(callbacks=[*chosen, Preemption(), *record], **self.given_options)
         self.given_options["callbacks"] = chosen
-        show_whole_run(self, chosen)
-        count_parameters(self, chosen)
+        replace_displays(self, chosen)
         make_checkpoints_durable(self)
         set_up_ranks(self)
 
@@ -191,10 +190,3 @@ def check_start(trainer: L.Trainer, module: L.LightningModule, data: Any, checkp
 def _kind(callback: L.Callback) -> tuple[type, object]:
     """What a callback is one of, for a run that wants one of each."""
     return type(callback), getattr(callback, "monitor", None)
-
-
-def _made(entry: dict[str, Any]) -> L.Callback:
-    """The callback that an entry of a config names."""
-    module, _, name = entry["class_path"].rpartition(".")
-    made: L.Callback = getattr(importlib.import_module(module), name)(**entry.get("init_args", {}))
-    return made

@@ -1,6 +1,6 @@
 """Ranks, and the one gather of candidates whose gradients cross them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -59,6 +59,11 @@ def full_shape(parameter: Tensor) -> torch.Size:
     unpacked = getattr(getattr(parameter, "quant_state", None), "shape", parameter.shape)
     shape: torch.Size = getattr(parameter, "ds_shape", unpacked)
     return shape
+
+
+def count_values(parameters: Iterable[Tensor]) -> int:
+    """How many numbers some parameters have, over all ranks together."""
+    return sum(full_shape(parameter).numel() for parameter in parameters)
 
 
 def gather_counts(count: int, device: torch.device | str = "cpu") -> list[int]:

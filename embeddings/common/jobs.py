@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -109,22 +109,39 @@ class ArrayTask:
         if not 0 <= self.index < self.count:
             raise OptionError("task_index", self.index, f"must lie in 0 … {self.count - 1}", "count tasks from 0")
 
-    @classmethod
-    def resolve(cls, index: int | None = None, count: int | None = None) -> Self:
-        """The task of the options `task_index` and `num_tasks`; without them that of a SLURM array, or the only task.
+    def shards(self, num_shards: int) -> range:
+        """The numbers of the task's shards."""
+        return range(self.index, num_shards, self.count)
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """Which part of the work this process does.
+
+    Args:
+        task_index: Number of this process among those that share the work, from 0; in a SLURM array that of the task.
+        num_tasks: How many processes share the work.
+    """
+
+    task_index: int | None = None
+    num_tasks: int | None = None
+
+    def resolve(self) -> ArrayTask:
+        """The task that the options name; without them that of a SLURM array, or the only task.
 
         A SLURM array may count from any number, in even steps.
 
         Raises:
             OptionError: If one option is given without the other, a number is impossible, or the array has gaps.
         """
+        index, count = self.task_index, self.num_tasks
         if index is not None and count is not None:
-            return cls(index, count)
+            return ArrayTask(index, count)
         if index is not None or count is not None:
             given, absent = ("num_tasks", "task_index") if index is None else ("task_index", "num_tasks")
             raise OptionError(given, count if index is None else index, f"needs {absent}", "give both or neither")
         if "SLURM_ARRAY_TASK_ID" not in os.environ:
-            return cls()
+            return ArrayTask()
         number, least, count, step = (
             _whole_number(f"SLURM_ARRAY_TASK_{name}", default, smallest)
             for name, default, smallest in (("ID", 0, 0), ("MIN", 0, 0), ("COUNT", 1, 1), ("STEP", 1, 1))
@@ -132,11 +149,7 @@ class ArrayTask:
         index, rest = divmod(number - least, step)
         if rest or not 0 <= index < count:
             raise OptionError("SLURM_ARRAY_TASK_ID", number, f"is not one of {count} even steps", _GIVE_TASK)
-        return cls(index, count)
-
-    def shards(self, num_shards: int) -> range:
-        """The numbers of the task's shards."""
-        return range(self.index, num_shards, self.count)
+        return ArrayTask(index, count)
 
 
 def _whole_number(name: str, default: int, smallest: int) -> int:

@@ -111,14 +111,14 @@ _ADVISERS = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilitie
 _OLD_CALLS = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
 
 
-def is_news(record: logging.LogRecord) -> bool:
+def _is_news(record: logging.LogRecord) -> bool:
     """Whether a library's log record is more than advice about the library."""
     return not any(noise in record.getMessage() for noise in _NOISE)
 
 
 # transformers loads DeepSpeed where it is installed, whichever of our modules a script imports first; DeepSpeed then
 # says on standard output that it misses an accelerator.
-logging.getLogger("DeepSpeed").addFilter(is_news)
+logging.getLogger("DeepSpeed").addFilter(_is_news)
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def quiet_libraries() -> Iterator[None]:
     """Inside, libraries give no advice about themselves or each other."""
     advisers = [logging.getLogger(name) for name in _ADVISERS]
     for adviser in advisers:
-        adviser.addFilter(is_news)
+        adviser.addFilter(_is_news)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", _OLD_CALLS, FutureWarning)
@@ -134,7 +134,7 @@ def quiet_libraries() -> Iterator[None]:
             yield
     finally:
         for adviser in advisers:
-            adviser.removeFilter(is_news)
+            adviser.removeFilter(_is_news)
 
 
 def lazy_names(package: str) -> Callable[[str], Any]:

@@ -1,4 +1,4 @@
-"""Sweeps of tiny runs, and runs that are only said to have been."""
+"""A model, sweeps of tiny runs, and runs that are only said to have been."""
 
 import json
 import os
@@ -6,7 +6,17 @@ import os
 import pytest
 import yaml
 
-from tests.helpers.runs import run_config, write_config
+from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
+from tests.helpers.runs import backbone_folder, run_config, write_config
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A model directory that mean-pools a tiny BERT."""
+    folder = tmp_path_factory.mktemp("model")
+    backbone, tokenizer = load_backbone(BackboneConfig(backbone_folder(folder / "backbone")))
+    Embedder(backbone, tokenizer, MeanPooling(32)).save_pretrained(folder / "model")
+    return str(folder / "model")
 
 
 @pytest.fixture

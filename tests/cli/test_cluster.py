@@ -8,20 +8,11 @@ from embeddings.cli.main import main
 from embeddings.data import PlanEntry, SourceConfig, open_source
 from embeddings.inference import Encoder
 from embeddings.mining.faiss_library import nearest_centroids
-from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.helpers.refusals import assert_refused
-from tests.helpers.runs import backbone_folder, write_pairs
+from tests.helpers.runs import write_pairs
 from tests.inference.models import tiny_embedder
 
 pytest.importorskip("faiss")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("surrogate")
-    backbone, tokenizer = load_backbone(BackboneConfig(backbone_folder(folder / "backbone")))
-    Embedder(backbone, tokenizer, MeanPooling(32)).save_pretrained(folder / "model")
-    return str(folder / "model")
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from tests.data.rows import pairs, write_jsonl
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import write_retrieval_folder
 from tests.helpers.tiny import wordpiece_tokenizer
-from tests.inference.models import tiny_embedder
 from tests.mining.filter_world import topic_vectors
 
 EMOTIONS = [
@@ -24,13 +23,6 @@ EMOTIONS = [
     for label, word in enumerate(("happy", "gloomy"))
     for thing in ("weather", "journey", "letter")
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("filter") / "model"
-    tiny_embedder().save_pretrained(folder)
-    return str(folder)
 
 
 def folder_of(path: Path, name: str, rows: list) -> Path:

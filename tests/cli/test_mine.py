@@ -12,20 +12,12 @@ import torch
 
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
-from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
+from embeddings.models import Embedder
 from tests.data.rows import write_jsonl
 from tests.helpers.refusals import assert_refused
-from tests.helpers.runs import WORDS, backbone_folder, run_config, write_config, write_pairs
+from tests.helpers.runs import WORDS, run_config, write_config, write_pairs
 from tests.inference.models import encode_nothing_more
 from tests.mining.test_rerank import save_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mine")
-    backbone, tokenizer = load_backbone(BackboneConfig(backbone_folder(folder / "backbone")))
-    Embedder(backbone, tokenizer, MeanPooling(32)).save_pretrained(folder / "model")
-    return str(folder / "model")
 
 
 @pytest.fixture

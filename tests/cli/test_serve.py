@@ -8,19 +8,11 @@ from embeddings.cli.encode import FormatName
 from embeddings.cli.main import main
 from embeddings.inference import Encoder
 from embeddings.inference.vectors import VECTOR_FORMATS
-from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
+from embeddings.models import Embedder
 from tests.cli.test_search import Typed
 from tests.helpers.refusals import assert_refused
-from tests.helpers.runs import backbone_folder, write_retrieval_folder
+from tests.helpers.runs import write_retrieval_folder
 from tests.models.contextual_models import tiny_contextual
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("serve")
-    backbone, tokenizer = load_backbone(BackboneConfig(backbone_folder(folder / "backbone")))
-    Embedder(backbone, tokenizer, MeanPooling(32)).save_pretrained(folder / "model")
-    return str(folder / "model")
 
 
 def test_a_corpus_file_and_its_encoded_folder_give_the_same_hits(model, tmp_path, capsys):

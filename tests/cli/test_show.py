@@ -1,45 +1,82 @@
-"""The pictures through the command line; what they show is tested beside each of them."""
+"""The pictures and a run's page through the command line; what they show is tested beside each of them."""
 
+import json
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 from embeddings.cli.main import main
-from embeddings.models import AnchorTokenPooling, MeanPooling, make_bidirectional
+from embeddings.inference import Encoder, choose_context
+from embeddings.models import AnchorTokenPooling, LatentAttentionPooling, MeanPooling, make_bidirectional
+from tests.figures.cluster_folders import write_clusters
+from tests.figures.run_folders import write_run as write_whole_run
+from tests.helpers.runs import WORDS, write_pairs
 from tests.helpers.shown import kept_drawings, save_model
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
+from tests.models.moe import tiny_moe
 
 TEXT = "the quick brown fox, one length"
+TEXTS = [TEXT, "dog"]
+HEADER = "step,train/loss,routing/load_entropy,routing/idle_experts\n"
+IDS = [row % 6 for row in range(60)]
+DRAWN = ("latent_weights", "expert_loads", "routing_curves", "contextual_shift", "clusters", "anchor_tokens")
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Model directories by what is special about them."""
     folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    pooling = LatentAttentionPooling(32, num_latents=30, num_heads=2, head_dim=8)
+    save_model(folder / "latent", tiny_bert(), wordpiece_tokenizer(), pooling)
+    save_model(folder / "mean", tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
+    save_model(folder / "sparse", tiny_moe(num_layers=4), wordpiece_tokenizer(), MeanPooling(32))
+    tiny_contextual().save_pretrained(folder / "contextual")
     decoder = tiny_mistral()
     make_bidirectional(decoder)
     anchor = AnchorTokenPooling(32, layers=(0,), per_head=True)
-    save_model(folder / "mean", tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
     save_model(folder / "anchor", decoder, sentencepiece_tokenizer(), anchor)
     save_model(folder / "causal", tiny_mistral(), sentencepiece_tokenizer(), MeanPooling(32))
-    tiny_contextual().save_pretrained(folder / "contextual")
     return folder
 
 
 @pytest.fixture
+def corpora(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = {
+        "one": [f"{word} the {number}" for number, word in enumerate(WORDS)],
+        "two": WORDS[:7],
+        "alike": ["a", "a"],
+    }
+    for name, lines in texts.items():
+        rows = (json.dumps({"_id": f"{name}{row}", "text": text}) for row, text in enumerate(lines))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "empty.jsonl").touch()
+    return texts
+
+
+@pytest.fixture
 def drawing(monkeypatch, tmp_path):
-    return kept_drawings(monkeypatch, tmp_path, "draw_anchor_tokens")
+    return kept_drawings(monkeypatch, tmp_path, *(f"draw_{name}" for name in DRAWN))
 
 
-def show(models, name, *words):
-    return main(["show", "anchor-tokens", "--model", str(models / name), *words])
+def show(kind, models, name, *words):
+    return main(["show", kind, "--model", str(models / name), *words])
 
 
 def rows_of(out):
     """Weight and token of each row of the tables."""
     rows = [line.split(maxsplit=2) for line in out.splitlines()]
     return [(float(row[0]), row[2]) for row in rows if len(row) == 3 and row[0].startswith(("0.", "1."))]
+
+
+def write_run(folder, rows="50,,0.9,1.0\n"):
+    folder.mkdir(parents=True)
+    (folder / "metrics.csv").write_text(HEADER + rows)
+    return folder
 
 
 def test_curves_go_beside_the_run_unless_named(tmp_path, capsys):
@@ -69,7 +106,7 @@ def test_a_picture_and_a_table_of_a_model_that_pools_otherwise(models, tmp_path,
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "anchor-tokens.html").write_bytes(b"old")
-    assert show(models, "mean", TEXT, "dog") == 0
+    assert show("anchor-tokens", models, "mean", TEXT, "dog") == 0
     assert (tmp_path / "anchor-tokens.html").read_bytes().startswith(b"<!DOCTYPE html>")
     out = capsys.readouterr().out
     assert out.startswith("mean (mean pooling): anchor weights as they would be\n")
@@ -88,7 +125,7 @@ def test_a_models_own_settings_hold_and_each_option_changes_one(models, drawing,
     given = [[], ["--layers", "-1"], ["--layers", "[0,-1]"], ["--axis", "query"], ["--per-head", "false"]]
     given += [["--include-first", "false"], ["--by-visible-queries", "true"], ["--layers", "0"]]
     for options in given:
-        assert show(models, "anchor", TEXT, *options) == 0
+        assert show("anchor-tokens", models, "anchor", TEXT, *options) == 0
     titles, subtitles = ([drawn[place] for drawn in drawing] for place in (1, 2))
     assert titles[0] == titles[-1] == "anchor: its own anchor weights"
     assert set(titles[1:-1]) == {"anchor: anchor weights with other settings than its own"}
@@ -111,9 +148,9 @@ def test_a_models_own_settings_hold_and_each_option_changes_one(models, drawing,
 
 
 def test_a_prompt_is_shown_without_a_weight(models, drawing, capsys):
-    assert show(models, "mean", TEXT, "--role", "query") == 0
+    assert show("anchor-tokens", models, "mean", TEXT, "--role", "query") == 0
     by_role = capsys.readouterr().out
-    assert show(models, "mean", TEXT, "--prompt_name", "query", "--output", "other.html") == 0
+    assert show("anchor-tokens", models, "mean", TEXT, "--prompt_name", "query", "--output", "other.html") == 0
     assert capsys.readouterr().out.replace("other.html", "anchor-tokens.html") == by_role
     lines = [line.split() for line in by_role.splitlines()]
     assert ["-", "-", "[CLS]"] in lines
@@ -122,36 +159,300 @@ def test_a_prompt_is_shown_without_a_weight(models, drawing, capsys):
 
 
 def test_a_causal_model_needs_the_visible_queries_or_the_other_axis(models, drawing, capsys):
-    assert show(models, "causal", TEXT) == 2
+    assert show("anchor-tokens", models, "causal", TEXT) == 2
     assert "under a causal mask" in (error := capsys.readouterr().err)
     assert "by_visible_queries: true" in error
     assert drawing == []
-    assert show(models, "causal", TEXT, "--by-visible-queries", "true") == 0
-    assert show(models, "causal", TEXT, "--axis", "query") == 0
-
-
-@pytest.mark.parametrize(
-    ("model", "words", "says"),
-    [
-        ("mean", [""], "TEXT must not be empty, got ''"),
-        ("mean", ["\x00\x00"], "TEXT must hold a token of its own"),
-        ("mean", [], "texts"),
-        ("mean", [TEXT, "--axis", "both"], "axis"),
-        ("mean", [TEXT, "--layers", "[]"], "pooling.layers must name a layer"),
-        ("mean", [TEXT, "--layers", "9"], "among the 2 attention layers"),
-        ("mean", [TEXT, "--output", "."], "--output .: is a directory; name an HTML file"),
-        ("contextual", [TEXT], "is contextual"),
-    ],
-)
-def test_what_cannot_be_shown_is_one_line_and_nothing_is_written(model, words, says, models, tmp_path, capsys, drawing):
-    assert show(models, model, *words) == 2
-    written = capsys.readouterr()
-    assert says in written.err
-    assert written.err.count("\n") == 1
-    assert (written.out, drawing, list(tmp_path.iterdir())) == ("", [], [])
+    assert show("anchor-tokens", models, "causal", TEXT, "--by-visible-queries", "true") == 0
+    assert show("anchor-tokens", models, "causal", TEXT, "--axis", "query") == 0
 
 
 def test_the_page_needs_no_matplotlib(models, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert show(models, "mean", TEXT, "--output", str(tmp_path / "a.html")) == 0
+    assert show("anchor-tokens", models, "mean", TEXT, "--output", str(tmp_path / "a.html")) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
+
+
+def test_a_picture_and_a_table_of_where_each_token_looks(models, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    assert show("latent-attention", models, "latent", TEXT, "dog") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["latent-attention.png"]
+    assert (tmp_path / "latent-attention.png").read_bytes().startswith(b"\x89PNG")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "latent: what its tokens attend to"
+    assert lines[1].startswith("Latent attention, mean of 2 heads. Columns: the 24 busiest of 30 latents")
+    rows = [line.split(maxsplit=2) for line in lines if line.endswith("%)")]
+    tokens = ["[CLS]", "the", "quick", "brown", "fox", ",", "one", "length", "[SEP]", "mean"]
+    assert [row[1] for row in rows] == [*tokens, "[CLS]", "dog", "[SEP]", "mean"]
+    for number, name, latents in rows:
+        assert 1 <= float(number) <= 30
+        shares = [float(share.strip("()%")) for share in latents.split()[1::2]]
+        assert shares == sorted(shares, reverse=True)
+        assert len(shares) == (8 if name == "mean" else 3)
+    assert lines[-1] == "wrote latent-attention.png"
+
+
+def test_the_papers_picture_is_a_row_a_text(models, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "by_text.png"
+    assert show("latent-attention", models, "latent", TEXT, "dog", "--by-text", "--output", str(output)) == 0
+    assert output.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.splitlines()[0] == "latent: what its texts attend to"
+
+
+def test_a_head_a_prompt_and_the_columns_may_be_chosen(models, drawing, capsys):
+    for options in [[], ["--head", "0"], ["--head", "1", "--num-latents", "64"], ["--role", "query"]]:
+        assert show("latent-attention", models, "latent", TEXT, *options) == 0
+    (mean,), (first,), (second,), (prompted,) = (drawn[0] for drawn in drawing)
+    np.testing.assert_allclose((first.weight_TR + second.weight_TR) / 2, mean.weight_TR, rtol=0, atol=1e-6)
+    assert abs(first.weight_TR - second.weight_TR).max() > 0.01
+    assert prompted.text == f"search_query: {TEXT}"
+    assert [drawn[1] for drawn in drawing] == [24, 24, 64, 24]
+    assert "head 1 of 2. Columns: the 30 busiest of 30" in drawing[2][3]
+
+
+def test_a_picture_and_a_table_of_where_the_tokens_go(models, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "routing.png").write_bytes(b"old")
+    assert show("routing", models, "sparse", *TEXTS) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["routing.png"]
+    assert (tmp_path / "routing.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0] == "sparse: where the tokens of 2 texts go"
+    assert lines[1].startswith("12 tokens, prompts and special tokens among them, each to 2 of 4 experts.")
+    assert lines[3].split() == ["layer", "entropy", "busiest/even", "idle", "0", "1", "2", "3"]
+    assert len({len(line) for line in lines[3:6]}) == 1
+    rows = [line.split() for line in lines[4:6]]
+    assert [row[0] for row in rows] == ["1", "3"]
+    for _, entropy, highest, idle, *shares in rows:
+        assert 0 <= float(entropy) <= 1
+        shares = [float(share.removesuffix("%")) for share in shares]
+        assert sum(shares) == pytest.approx(100, abs=0.2)
+        assert max(shares) / 25 == pytest.approx(float(highest), abs=0.01)
+        assert shares.count(0) == int(idle)
+    assert lines[-1] == "wrote routing.png"
+
+
+def test_texts_may_be_those_of_a_file_and_a_prompt_is_counted(models, drawing, tmp_path, capsys):
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, TEXTS[0]]))
+    from_file = ["--input", "texts.jsonl"]
+    by_name = [*from_file, "--prompt-name", "query", "--output", "other.png"]
+    for words in ([*TEXTS, "--role", "query"], by_name, from_file):
+        assert show("routing", models, "sparse", *words) == 0
+    by_role, by_name, plain = (drawn[0].count_YX for drawn in drawing)
+    assert by_role.tolist() == by_name.tolist() != plain.tolist()
+    assert drawing[0][0].num_tokens > drawing[2][0].num_tokens == 12
+    assert [drawn[3].name for drawn in drawing] == ["routing.png", "other.png", "routing.png"]
+    assert drawing[1][1] == drawing[0][1] == "sparse: where the tokens of 2 texts go"
+
+
+def test_runs_are_drawn_in_one_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    one, two = (write_run(tmp_path / name / "version_0") for name in ("balanced", "free"))
+    output = tmp_path / "pictures" / "runs.png"
+    assert main(["show", "routing", "--runs", f"[{one},{two}]", "--output", str(output)]) == 0
+    assert capsys.readouterr().out == f"wrote {output}\n"
+    assert output.read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_run_or_several_may_be_given(tmp_path, drawing):
+    for name in ("one", "two"):
+        write_run(tmp_path / name)
+    assert main(["show", "routing", "--runs", "one"]) == 0
+    assert main(["show", "routing", "--runs=[one, two]"]) == 0
+    assert [[str(run) for run in runs] for runs, _ in drawing] == [["one"], ["one", "two"]]
+
+
+def test_a_picture_and_a_table_of_how_documents_move(models, corpora, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    words = ["--corpus", "one.jsonl", "--num-documents", "4", "--num-contexts", "3"]
+    assert show("contextual-shift", models, "contextual", *words) == 0
+    assert (tmp_path / "contextual-shift.png").read_bytes().startswith(b"\x89PNG")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "contextual: 4 documents in 3 contexts"
+    says = f"A colour is a document of {tmp_path.name}/one.jsonl, a dot its vector behind 5 documents of a corpus."
+    assert lines[1].startswith(says)
+    rows = [line.split(maxsplit=5) for line in lines if " the " in line and ": " in line and line.startswith("  ")]
+    assert len(rows) == 4
+    for mean, least, alone, other, document_id, text in rows:
+        assert -1 <= float(least) <= float(mean) <= 1
+        assert all(-1 <= float(cosine) <= 1 for cosine in (alone, other))
+        assert corpora["one"][int(document_id.strip(":").removeprefix("one"))] == text
+    assert lines[-1] == "wrote contextual-shift.png"
+
+
+def test_contexts_are_drawn_from_each_corpus_and_documents_from_the_first(models, corpora, tmp_path, drawing):
+    words = ["--num-documents", "3", "--num-contexts", "2", "--context-size", "4", "--seed", "5"]
+    assert show("contextual-shift", models, "contextual", "--corpus", "[one.jsonl,two.jsonl]", *words) == 0
+    shift, texts, names, title, *_ = drawing[0]
+    folder = tmp_path.name
+    assert names == [f"{folder}/one.jsonl"] * 2 + [f"{folder}/two.jsonl"] * 2
+    assert title == "contextual: 3 documents in 4 contexts"
+    assert set(texts) < set(corpora["one"])
+    encoder = Encoder.from_pretrained(str(models / "contextual"), precision="float32")
+    for place, (path, seed) in enumerate([("one", 6), ("one", 7), ("two", 6), ("two", 7)]):
+        context = choose_context(encoder, f"{path}.jsonl", 4, seed)
+        expected = encoder.encode(texts, None, context, role="document")
+        np.testing.assert_allclose(shift.vector_CND[place], expected, atol=1e-5)
+
+
+def test_a_picture_and_a_table_of_how_tight_each_cluster_is(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    write_clusters(tmp_path / "found", IDS, 6)
+    assert main(["show", "clusters", "--clusters", "found", "--num-clusters", "4", "--rows-per-cluster", "5"]) == 0
+    assert (tmp_path / "clusters.png").read_bytes().startswith(b"\x89PNG")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "found: 4 of 6 clusters"
+    assert lines[1].startswith("20 of 60 rows, at most 5 of a cluster;")
+    rows = [line.split() for line in lines if line.endswith("%")]
+    assert len(rows) == 4
+    numbers = {row[0] for row in rows}
+    assert numbers < set("012345")
+    for cluster, size, drawn, cosine, nearest, between, at_home in rows:
+        assert (size, drawn, at_home) == ("10", "5", "100.0%")
+        assert nearest in numbers - {cluster}
+        assert float(between) < float(cosine) <= 1
+    assert lines[-1] == "wrote clusters.png"
+
+
+def test_vectors_may_lie_elsewhere_and_the_seed_decides(tmp_path, drawing, capsys):
+    folder, *_ = write_clusters(tmp_path / "found", IDS, 6)
+    (tmp_path / "found.vectors").rename(tmp_path / "elsewhere")
+    line = ["show", "clusters", "--clusters", str(folder), "--vectors", "elsewhere", "--rows-per-cluster", "3"]
+    for seed in ("0", "0", "1"):
+        assert main([*line, "--seed", seed]) == 0
+    one, same, other = (drawn[0].vector_ND for drawn in drawing)
+    np.testing.assert_array_equal(one, same)
+    assert not np.array_equal(one, other)
+
+
+def test_a_map_of_neighbours_is_drawn_by_its_seed_and_says_its_perplexity(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    write_clusters(tmp_path / "found", IDS, 6)
+    line = ["show", "clusters", "--clusters", "found", "--projection", "tsne", "--perplexity", "5"]
+    line += ["--rows-per-cluster", "5", "--output"]
+    for name, seed in (("a.png", "3"), ("b.png", "3"), ("c.png", "4")):
+        assert main([*line, name, "--seed", seed]) == 0
+        assert "amid their rows. Perplexity 5.\n" in capsys.readouterr().out
+    pictures = [(tmp_path / name).read_bytes() for name in ("a.png", "b.png", "c.png")]
+    assert pictures[0] == pictures[1] != pictures[2]
+
+
+def test_what_cluster_writes_is_what_is_shown(tmp_path, capsys, drawing):
+    pytest.importorskip("faiss")
+
+    save_model(tmp_path / "model", tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
+    write_pairs(tmp_path / "pairs.jsonl", 40)
+    line = ["cluster", "--input", "pairs.jsonl", "--num_iterations", "3", "--num_clusters", "5"]
+    assert main([*line, "--output", "clusters", "--model", "model", "--svd_dim", "6"]) == 0
+    assert main(["show", "clusters", "--clusters", "clusters"]) == 0
+    assert len(drawing[0][0].vector_ND) == 40
+    assert drawing[0][0].vector_ND.shape[1] == 64
+    assert main([*line, "--output", "words", "--features", "bm25"]) == 0
+    assert main(["show", "clusters", "--clusters", "words"]) == 2
+    says = "--vectors words.vectors: no such folder; name the vectors of the same source, which `cluster --model` wri"
+    assert says in capsys.readouterr().err
+    assert main(["show", "clusters", "--clusters", "words", "--vectors", "clusters.vectors"]) == 0
+
+
+def test_a_page_lies_in_the_run_unless_named(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    run = write_whole_run(tmp_path / "name" / "version_0")
+    assert main(["report", "name/version_0"]) == 0
+    assert capsys.readouterr().out == "wrote name/version_0/report.html\n"
+    assert (run / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert main(["report", str(run), "--output", "pages/one.html"]) == 0
+    assert (tmp_path / "pages" / "one.html").read_text() == (run / "report.html").read_text()
+    monkeypatch.chdir(run)
+    assert main(["report", "."]) == 0
+    assert "<h1>name/version_0</h1>" in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("anchor-tokens --model mean EMPTY", "TEXT must not be empty, got ' '"),
+        ("anchor-tokens --model mean \x00\x00", "TEXT must hold a token of its own"),
+        ("anchor-tokens --model mean", "texts"),
+        ("anchor-tokens --model mean TEXT --axis both", "axis"),
+        ("anchor-tokens --model mean TEXT --layers []", "pooling.layers must name a layer"),
+        ("anchor-tokens --model mean TEXT --layers 9", "among the 2 attention layers"),
+        ("anchor-tokens --model mean TEXT --output .", "--output .: is a directory; name an HTML file"),
+        ("anchor-tokens --model contextual TEXT", "is contextual"),
+        ("latent-attention --model mean TEXT", "the model: has mean pooling, and no latents; give one with latent-att"),
+        ("latent-attention --model latent TEXT --num-latents 65", "num_latents must be from 1 to 64"),
+        ("latent-attention --model latent TEXT --output .", "--output .: is a directory; name a PNG file"),
+        ("routing TEXT", "model or runs must be given, got 'neither'; give exactly one: --model DIR TEXT, or --runs"),
+        ("routing --model sparse --runs run TEXT", "model or runs must be given, got 'both'"),
+        ("routing --model sparse", "TEXT or input must be given, got 'neither'; give texts, or --input FILE"),
+        ("routing --model sparse --input a.jsonl TEXT", "TEXT or input must be given, got 'both'"),
+        ("routing --model sparse --input none.jsonl", "none.jsonl: "),
+        ("routing --model sparse --input blank.jsonl", "--input blank.jsonl: holds no text"),
+        ("routing --model contextual TEXT", "the model: is contextual"),
+        ("routing --runs run TEXT", "TEXT has no effect on runs"),
+        ("routing --runs run --role query", "role has no effect on runs, got 'query'"),
+        ("routing --runs []", "runs must name a run, got []; give a folder such as"),
+        ("contextual-shift --model contextual --corpus empty.jsonl", "empty.jsonl: is empty"),
+        ("contextual-shift --model contextual --corpus alike.jsonl", "corpus must hold two documents that differ"),
+        ("contextual-shift --model contextual --corpus []", "corpus must name from 1 to 6 corpora"),
+        ("contextual-shift --model contextual --corpus one.jsonl --num-documents 21", "num_documents must be from"),
+        ("contextual-shift --model contextual --corpus one.jsonl --num-contexts 1", "num_contexts must give two"),
+        ("contextual-shift --model contextual --corpus one.jsonl --context-size 6", "from 1 to the model's 5"),
+        ("clusters --clusters none", "none/manifest.json: no manifest lies beside this output"),
+        ("clusters --clusters found --num-clusters 21", "num_clusters must be at most 20"),
+        ("clusters --clusters found --perplexity 5", "perplexity has no effect without --projection tsne"),
+        ("clusters --clusters found --vectors foreign.vectors", "field 'source_key' is"),
+        ("report", "run"),
+        ("report file", "file: is no folder; give that of a run of fit"),
+        ("report other", "other/config.yaml: no such file; give the folder of a run of fit"),
+        ("report whole --output other", "--output other: is a directory; name an HTML file"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line_and_nothing_is_written(line, says, models, corpora, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    write_run(tmp_path / "run")
+    write_run(tmp_path / "plain", "50,2.0,,\n")
+    write_whole_run(tmp_path / "whole")
+    (tmp_path / "blank.jsonl").write_text('{"text": " "}\n')
+    (tmp_path / "other").mkdir()
+    (tmp_path / "file").touch()
+    if "--clusters" in line:
+        write_clusters(tmp_path / "found", IDS, 6)
+        write_clusters(tmp_path / "foreign", IDS, 6)
+        for path in (tmp_path / "foreign.vectors").rglob("manifest.json"):
+            path.write_text(path.read_text().replace('"source_key": "', '"source_key": "x'))
+    words = [{"TEXT": TEXT, "EMPTY": " "}.get(word, word) for word in line.split()]
+    words = [str(models / word) if words[place - 1] == "--model" else word for place, word in enumerate(words)]
+    before = sorted(tmp_path.rglob("*"))
+    assert main(words if words[0] == "report" else ["show", *words]) == 2
+    written = capsys.readouterr()
+    assert says in written.err
+    assert written.err.count("\n") == 1
+    assert (written.out, sorted(tmp_path.rglob("*"))) == ("", before)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "show latent-attention --model MODELS/latent text",
+        "show routing --model MODELS/sparse text",
+        "show contextual-shift --model MODELS/contextual --corpus one.jsonl",
+        "show clusters --clusters found",
+        "report whole",
+    ],
+)
+def test_without_matplotlib_no_model_is_loaded(line, models, corpora, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("embeddings.inference.Encoder.from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    write_clusters(tmp_path / "found", IDS, 6)
+    write_whole_run(tmp_path / "whole")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(line.replace("MODELS", str(models)).split()) == 2
+    assert "matplotlib is not installed; run: pip install" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before

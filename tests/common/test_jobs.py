@@ -16,6 +16,7 @@ from embeddings.common.io import file_lock, file_sha256, write_file_manifest
 from embeddings.common.jobs import (
     ArrayTask,
     ShardedJob,
+    TaskOptions,
     discard_on_user_error,
     finished_manifest,
     manifest_path,
@@ -102,16 +103,16 @@ def test_the_tasks_of_an_array_share_all_shards_out(count, num_shards):
 def test_the_task_comes_from_the_slurm_array(variables, expected, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
-    task = ArrayTask.resolve(None, None)
+    task = TaskOptions().resolve()
     assert (task.index, task.count) == expected
-    assert ArrayTask.resolve(1, 2) == ArrayTask(1, 2)
+    assert TaskOptions(1, 2).resolve() == ArrayTask(1, 2)
 
 
 def test_an_array_with_gaps_is_refused(monkeypatch):
     for name, value in {"ID": "9", "MIN": "1", "COUNT": "3"}.items():
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
     with pytest.raises(OptionError, match="SLURM_ARRAY_TASK_ID is not one of 3 even steps, got 9"):
-        ArrayTask.resolve()
+        TaskOptions().resolve()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_an_array_whose_numbers_are_none_is_refused(name, value, monkeypatch):
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
     monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
     with pytest.raises(OptionError, match=f"SLURM_ARRAY_TASK_{name} must be a whole number >= ., got '{value}'; give"):
-        ArrayTask.resolve()
+        TaskOptions().resolve()
 
 
 def test_a_job_whose_manifest_is_damaged_is_refused(tmp_path):
@@ -141,7 +142,7 @@ def test_an_impossible_task_is_refused(index, count, says):
 @pytest.mark.parametrize("given", [(1, None), (None, 2)])
 def test_index_and_count_come_together(given):
     with pytest.raises(OptionError, match="needs"):
-        ArrayTask.resolve(*given)
+        TaskOptions(*given).resolve()
 
 
 def test_a_job_is_made_finished_and_then_left_as_it_is(tmp_path):

@@ -10,7 +10,7 @@ from transformers.models.jina_embeddings_v3.configuration_jina_embeddings_v3 imp
 from transformers.models.nomic_bert.configuration_nomic_bert import NomicBertConfig
 
 from embeddings.common import OptionError
-from embeddings.common.distributed import full_shape
+from embeddings.common.distributed import count_values, full_shape
 from embeddings.models.backbone import enable_checkpointing
 from embeddings.models.moe.experts import Experts, check_routing
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig, RotaryMoeModel
@@ -140,7 +140,7 @@ def parameter_counts(model: nn.Module) -> ParameterCounts:
 
     The paper's model has 475M and 305M.
     """
-    total = sum(full_shape(parameter).numel() for parameter in model.parameters())
+    total = count_values(model.parameters())
     idle = 0
     for layer in model.modules():
         experts, router = getattr(layer, "experts", None), getattr(layer, "router", None)
