@@ -7,10 +7,8 @@ import pytest
 from embeddings.cli.main import main
 from embeddings.data import PlanEntry, SourceConfig, open_source
 from embeddings.inference import Encoder
-from embeddings.mining.faiss_library import nearest_centroids
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import write_pairs
-from tests.inference.models import tiny_embedder
 
 pytest.importorskip("faiss")
 
@@ -60,38 +58,6 @@ def test_vectors_of_hard_negatives_are_written_where_they_are_asked_for_and_chan
         np.testing.assert_allclose(source[PlanEntry(row, 0)].surrogate_negatives(2), expected, atol=1e-5)
     source = open_source(SourceConfig("a", str(pairs), surrogate_vectors=str(tmp_path / "false.vectors")))
     assert source[PlanEntry(0, 0)].surrogate_negatives is None
-
-
-def test_named_prompts_go_before_the_texts_and_vectors_of_other_prompts_are_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    write_pairs(tmp_path / "pairs.jsonl", 12)
-    tiny_embedder(prompts={"query": "a ", "ask": "quick fox ", "tell": "lazy dog "}).save_pretrained(tmp_path / "model")
-    given, encode = [], Encoder.encode
-
-    def spy(self, texts, prompt_name=None, *args, **options):
-        given.append((options.get("role"), prompt_name))
-        return encode(self, texts, prompt_name, *args, **options)
-
-    monkeypatch.setattr(Encoder, "encode", spy)
-    line = ["cluster", "--input", "pairs.jsonl", "--model", "model", "--cluster_size", "4", "--num_iterations", "2"]
-    prompts = ["--query-prompt-name", "ask", "--document-prompt-name", "tell"]
-    assert main([*line, "--output", "one", "--vectors", "shared", *prompts]) == 0
-    assert given == [("query", "ask"), ("document", "tell")] * 2
-    for folder, name in (("queries", "ask"), ("documents", "tell")):
-        assert json.loads((tmp_path / "shared" / folder / "manifest.json").read_text())["prompt_name"] == name
-    manifest = json.loads((tmp_path / "one" / "manifest.json").read_text())
-    assert (manifest["query_prompt_name"], manifest["document_prompt_name"]) == ("ask", "tell")
-    before = content(tmp_path / "shared" / "queries")
-    capsys.readouterr()
-    assert main([*line, "--output", "two", "--vectors", "shared"]) == 2
-    assert "prompt_name" in capsys.readouterr().err.strip().splitlines()[-1]
-    assert content(tmp_path / "shared" / "queries") == before
-    assert not (tmp_path / "two").exists()
-    texts = ["--query-prompt", "quick fox ", "--document-prompt", "lazy dog "]
-    assert main([*line, "--output", "given", *texts]) == 0
-    manifest = json.loads((tmp_path / "given" / "manifest.json").read_text())
-    assert manifest["query_prompt_name"] == {"text": "quick fox "}
-    assert (tmp_path / "given" / "cluster_ids.npy").read_bytes() == (tmp_path / "one" / "cluster_ids.npy").read_bytes()
 
 
 def test_tasks_share_the_work(pairs, tmp_path, capsys):
@@ -172,56 +138,3 @@ def test_after_damaged_vectors_nothing_is_left_and_the_same_line_works_once_they
     assert_refused(capsys, folder, f"error: vectors/{role}/{says}", main, line)
     path.write_bytes(whole)
     assert main(line) == 0
-
-
-@pytest.mark.parametrize("empty_folder", [False, True])
-def test_after_a_row_without_a_word_nothing_is_left_and_a_mended_file_works(
-    empty_folder, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("EMBED_CACHE", str(tmp_path.parent / f"{tmp_path.name}-cache"))
-    rows = [json.loads(text) for text in write_pairs(tmp_path / "pairs.jsonl", 12).read_text().splitlines()]
-    bad = [*rows[:5], {"query": "!", "positive": "?"}, *rows[5:]]
-    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in bad))
-    if empty_folder:
-        (tmp_path / "clusters").mkdir()
-    line = [*LINE, "--features", "bm25"]
-    assert_refused(capsys, tmp_path, "pairs.jsonl:6: what it is clustered by is zero", main, line)
-    (tmp_path / "pairs.jsonl").write_text('\n{"query": "!", "positive": "?"}\n' * 4)
-    assert_refused(capsys, tmp_path, "pairs.jsonl:2: neither it nor any other row holds a word", main, line)
-    write_pairs(tmp_path / "pairs.jsonl", 12)
-    assert main(line) == 0
-
-
-def test_what_an_earlier_run_finished_outlives_damaged_vectors(model, encoded, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("EMBED_CACHE", str(encoded.parent / "encoded-cache"))
-    folder = tmp_path / "copy"
-    shutil.copytree(encoded, folder)
-    monkeypatch.chdir(folder)
-    line = [*LINE, "--model", model, "--vectors", "vectors", "--shard_size", "4"]
-    with monkeypatch.context() as patch:
-        patch.setattr("embeddings.mining.clusters.nearest_centroids", interrupted_at(2))
-        assert main(line) == 130
-    path = folder / "vectors" / "queries" / "vectors-00000.npy"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-4])
-    before = {path: path.read_bytes() for path in (folder / "clusters").rglob("*.np?")}
-    assert {path.name for path in before} >= {"assignment-00000.npy", "run-00002.npz"}
-    assert main(line) == 2
-    assert "vectors-00000.npy: is missing, empty or damaged" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in (folder / "clusters").rglob("*.np?")} == before
-    path.write_bytes(whole)
-    assert main(line) == 0
-
-
-def interrupted_at(last_call):
-    """`nearest_centroids`, interrupted at one of its calls."""
-    calls = []
-
-    def interrupted(*args):
-        calls.append(1)
-        if len(calls) == last_call:
-            raise KeyboardInterrupt
-        return nearest_centroids(*args)
-
-    return interrupted

@@ -91,14 +91,6 @@ def test_magnitude_needs_no_texts_and_takes_any_sparsity(compress, capsys):
     assert "| pruning | magnitude, unstructured |" in Path("small/README.md").read_text()
 
 
-def test_sentence_transformers_gives_the_same_vectors(compress, model):
-    from sentence_transformers import SentenceTransformer
-
-    assert compress("--prune", "sparsegpt", "--pattern", "2:4") == 0
-    theirs = SentenceTransformer("small", device="cpu").encode(TEXTS)
-    assert np.abs(theirs - vectors("small")).max() < 1e-6
-
-
 @pytest.mark.parametrize("kind", ["corpus", "records", "both"])
 def test_texts_come_from_corpora_and_records(compress, capsys, tmp_path, kind):
     rows = [{"_id": str(row), "title": "a title", "text": text} for row, text in enumerate(some_texts(9))]

@@ -92,26 +92,6 @@ def test_a_source_is_filtered_and_the_counts_are_printed(model, tmp_path, capsys
     ]
 
 
-def test_segments_by_a_column_of_languages(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Encoder, "encode", topic_vectors)
-    # A topic has one document in each language, so its rivals are all of other languages.
-    rows = [
-        {"query": f"topic {row} q {language}", "positive": f"topic {row} d {language}", "lang": language}
-        for row in range(6)
-        for language in ("de", "fr", "sw", "en", "ja")
-    ]
-    write_jsonl(tmp_path / "pairs.jsonl", rows)
-    command = ["filter", "--model", model, "--input", "pairs.jsonl", "--top-k", "1", "--columns", "{language: lang}"]
-    removed = []
-    for name in ("source", "language"):
-        assert main([*command, "--output", f"{name}.parquet", "--segment-by", name]) == 0
-        removed.append(30 - len(pq.read_table(f"{name}.parquet")))
-    assert removed[0] > 0
-    assert removed[1] == 0
-    assert pq.read_table("language.parquet").column("language").to_pylist() == [row["lang"] for row in rows]
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -163,13 +143,3 @@ def test_labelled_texts_lose_those_of_evaluation_sets_and_are_a_source_again(con
     trainer = Trainer(accelerator="cpu", max_epochs=1, **dict.fromkeys(off, False))
     trainer.fit(module, EmbeddingDataModule(sources, batch_size=2, num_negatives=1))
     assert len({row for rows in module.rows for row in rows}) == 4
-
-
-@pytest.mark.parametrize("options", [["--near-duplicates", "0.8"], ["--top-k", "2", "--model", "MODEL"]])
-def test_rules_on_documents_are_refused_for_labelled_texts(options, model, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "train.jsonl", EMOTIONS)
-    line = ["filter", "--input", "train.jsonl", "--output", "kept.parquet", "--conversion", "class_by_example"]
-    assert main([*line, *(model if word == "MODEL" else word for word in options)]) == 2
-    assert "compares documents, which labelled texts do not have" in capsys.readouterr().err
-    assert not (tmp_path / "kept.parquet.work").exists()

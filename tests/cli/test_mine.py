@@ -178,20 +178,6 @@ def test_a_teacher_without_prompts_takes_those_given(mine, model, tmp_path, caps
     assert_refused(capsys, tmp_path / "work", says, mine, *other, "--vectors", "vectors", *given[2:])
 
 
-def test_vectors_that_encode_made_with_a_given_prompt_serve_a_job_with_that_prompt(mine, model, capsys, monkeypatch):
-    encode = ["encode", "--model", model, "--input", "pairs.jsonl", "--precision", "float32"]
-    line = [*encode, "--role", "query", "--columns", "{text: query}", "--output", "q", "--prompt", "query: "]
-    assert main(line) == 0
-    assert json.loads(Path("q/manifest.json").read_text())["prompt_name"] == {"text": "query: "}
-    assert main([*encode, "--columns", "{text: positive}", "--output", "d", "--prompt", ""]) == 0
-    taken = ["--query-vectors", "q", "--document-vectors", "d", "--precision", "float32"]
-    capsys.readouterr()
-    assert mine(*taken) == 2
-    assert "field 'prompt_name' is {'text': 'query: '}, expected None" in capsys.readouterr().err
-    encode_nothing_more(monkeypatch)
-    assert mine(*taken, "--query-prompt", "query: ", "--document-prompt", "") == 0
-
-
 def test_array_tasks_share_the_work_and_the_last_one_reports(mine, capsys, monkeypatch):
     options = ["--num-negatives", "3", "--margin", "null", "--shard-size", "5"]
     assert mine(*options, "--task-index", "1", "--num-tasks", "2") == 0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from embeddings.common import ContextualStep, ContrastiveBatch, ContrastiveStep, OptionError, TokenBatch
+from embeddings.common import ContrastiveBatch, OptionError, TokenBatch
 from embeddings.common.types import PackedRows, Prediction, plan_mini_batches, positions_in_document, take_texts
 
 
@@ -137,29 +137,3 @@ def test_taken_texts_can_be_cut_at_their_ends():
     assert cut.pooling_mask_T.tolist() == [True, False, True]
     assert cut.lengths_N.tolist() == [1, 1, 0, 1]
     assert take_texts(tokens, torch.tensor([0]), max_length=9).input_ids_T.tolist() == [1, 2, 3]
-
-
-def test_a_class_with_the_two_functions_is_a_step():
-    class Step:
-        def embed(self, tokens, context=None): ...
-
-        def loss_from_representations(self, query, candidate, batch): ...
-
-    assert isinstance(Step(), ContrastiveStep)
-    assert not isinstance(object(), ContrastiveStep)
-
-
-def test_a_step_that_embeds_a_context_too_has_two_stages():
-    class Step:
-        def embed(self, tokens, context=None): ...
-
-        def loss_from_representations(self, query, candidate, batch): ...
-
-    class Contextual(Step):
-        trains_context = True
-
-        def embed_context(self, tokens): ...
-
-    assert isinstance(Contextual(), ContextualStep)
-    assert isinstance(Contextual(), ContrastiveStep)
-    assert not isinstance(Step(), ContextualStep)
