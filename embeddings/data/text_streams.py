@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,11 +73,8 @@ class TextSource(Origin):
             require_available(package)
 
 
-class Documents:
-    """The documents of a source, in an order that the source alone decides, and what tells its content from others.
-
-    Attributes:
-        identity: Hashes of the files, the commit of the Hub data set, or the hash of the packages' files.
+class Documents(SourceInputs):
+    """The documents of a source, in an order that the source alone decides; `identity` may be the packages' hash too.
 
     Raises:
         InputError: If a file or the Hub cannot be read.
@@ -86,15 +82,11 @@ class Documents:
     """
 
     def __init__(self, source: TextSource, root: Path) -> None:
+        super().__init__(source, root)
         self.source = source
-        self._modules: list[SourceFile] = []
-        self._inputs: SourceInputs | None = None
+        self._modules = [file for package in _packages(source.packages or []) for file in find_sources(package)]
         if source.packages:
-            self._modules = [file for package in _packages(source.packages) for file in find_sources(package)]
-            self.identity: list[dict[str, Any]] = [{"packages": _digest(self._modules)}]
-        else:
-            self._inputs = SourceInputs(source, root)
-            self.identity = self._inputs.identity
+            self.identity = [{"packages": _digest(self._modules)}]
 
     def __iter__(self) -> Iterator[str]:
         """The texts, without those that are empty or white space, as many as are wanted.
@@ -102,26 +94,12 @@ class Documents:
         Raises:
             InputError: At the first record without a text in its column; the message names file and row.
         """
-        texts = _module_texts(self._modules) if self._inputs is None else self._record_texts(self._inputs)
+        texts = _module_texts(self._modules) if self.source.packages else self._record_texts()
         return islice((text for text in texts if text.strip()), self.source.max_rows)
 
-    def require_unchanged(self) -> None:
-        """Check that the files are what they were when they were hashed.
-
-        Raises:
-            InputError: If one is not.
-        """
-        if self._inputs is not None:
-            self._inputs.require_unchanged()
-
-    def remember(self) -> None:
-        """Note the files' hashes, so that the next run need not read them whole."""
-        if self._inputs is not None:
-            self._inputs.remember()
-
-    def _record_texts(self, inputs: SourceInputs) -> Iterator[str]:
+    def _record_texts(self) -> Iterator[str]:
         column = self.source.column
-        for reader in inputs.readers([column], [column]):
+        for reader in self.readers([column], [column]):
             for where, fields in reader:
                 if column not in fields:
                     names = ", ".join(map(str, fields))[:80]

@@ -35,11 +35,13 @@ class PairFeatures(ABC):
         num_rows: Rows of the source.
         embedding_dim: Width of a feature.
         fields: What decides the features, for manifests.
+        row_name: What a message calls a row, such as its file and line.
     """
 
     num_rows: int
     embedding_dim: int
     fields: dict[str, Any]
+    row_name: RowName
 
     @abstractmethod
     def fit(self) -> dict[str, NDArray[Any]]:
@@ -50,6 +52,9 @@ class PairFeatures(ABC):
         """Take what `fit` learned; before that no row can be asked for."""
 
     @abstractmethod
+    def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
+        """The query's part and the document's of the features of some rows, (n, d) float32 each."""
+
     def rows(self, rows: Int64s, swapped: bool = False) -> Vectors:
         """The features of some rows, (n, embedding_dim) float32, unit rows.
 
@@ -60,6 +65,8 @@ class PairFeatures(ABC):
         Raises:
             InputError: If a row has no direction; the message names it.
         """
+        sides = self.sides(rows)
+        return unit_features(np.concatenate(sides[::-1] if swapped else sides, axis=1), rows, self.row_name)
 
 
 class VectorFeatures(PairFeatures):
@@ -85,7 +92,7 @@ class VectorFeatures(PairFeatures):
     ) -> None:
         width = vectors.query_shards.embedding_dim
         check_svd_dim(svd_dim, width)
-        self._vectors, self._svd_dim, self._seed, self._row_name = vectors, svd_dim, seed, row_name
+        self._vectors, self._svd_dim, self._seed, self.row_name = vectors, svd_dim, seed, row_name
         self._axes: Vectors | None = None
         self.num_rows, self.embedding_dim = vectors.index.num_queries, svd_dim or 2 * width
         self.fields = {"features": "vectors", "svd_dim": svd_dim, **_vector_fields(vectors)}
@@ -99,7 +106,7 @@ class VectorFeatures(PairFeatures):
         rows = sample_rows(self.num_rows, MAX_FITTED_ROWS, derive_seed(self._seed, "axes"))
         for start in range(0, len(rows), _BLOCK):
             for swapped in (False, True):
-                block = self._concatenated(rows[start : start + _BLOCK], swapped).astype(np.float64)
+                block = super().rows(rows[start : start + _BLOCK], swapped).astype(np.float64)
                 moments += block.T @ block
         _, axes = np.linalg.eigh(moments)
         return {"axes": np.ascontiguousarray(axes[:, ::-1][:, : self._svd_dim], dtype=np.float32)}
@@ -109,18 +116,18 @@ class VectorFeatures(PairFeatures):
         self._axes = learned.get("axes")
 
     def rows(self, rows: Int64s, swapped: bool = False) -> Vectors:
-        """The features of some rows (see `PairFeatures.rows`)."""
-        vectors = self._concatenated(rows, swapped)
+        """The features of some rows (see `PairFeatures.rows`), reduced."""
+        vectors = super().rows(rows, swapped)
         if self._svd_dim is None:
             return vectors
         assert self._axes is not None, "use(fit()) comes first"
-        return unit_features(vectors @ self._axes, rows, self._row_name)
+        return unit_features(vectors @ self._axes, rows, self.row_name)
 
-    def _concatenated(self, rows: Int64s, swapped: bool) -> Vectors:
+    def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
+        """The surrogate's vectors."""
         vectors, index = self._vectors, self._vectors.index
         documents = np.asarray(index.positive_rows[index.positive_offsets[rows]], dtype=np.int64)
-        sides = [vectors.query_shards.take(rows), vectors.document_shards.take(documents)]
-        return unit_features(np.concatenate(sides[::-1] if swapped else sides, axis=1), rows, self._row_name)
+        return vectors.query_shards.take(rows), vectors.document_shards.take(documents)
 
 
 def check_svd_dim(svd_dim: int | None, embedding_dim: int) -> None:
@@ -196,7 +203,7 @@ class Bm25Features(PairFeatures):
     ) -> None:
         if source.classes is not None:
             raise InputError(str(source.folder), "the source holds labelled texts, no pairs", "use conversion: pairs")
-        self._table, self._seed, self._row_name = source.table, seed, row_name
+        self._table, self._seed, self.row_name = source.table, seed, row_name
         self.num_rows = len(source.table)
         most = min(2 * min(self.num_rows, MAX_FITTED_ROWS), _NUM_HASHES)
         if svd_dim is not None and not 1 <= svd_dim <= most:
@@ -216,7 +223,7 @@ class Bm25Features(PairFeatures):
         frequency = np.bincount(counts.indices, minlength=_NUM_HASHES)
         terms = np.flatnonzero(frequency)
         if not len(terms):
-            raise InputError(self._row_name(0), "neither it nor any other row holds a word", "use --features vectors")
+            raise InputError(self.row_name(0), "neither it nor any other row holds a word", "use --features vectors")
         num_texts = counts.shape[0]
         learned: dict[str, NDArray[Any]] = {
             "terms": terms,
@@ -235,15 +242,12 @@ class Bm25Features(PairFeatures):
         """Take the weights and axes."""
         self._learned = learned
 
-    def rows(self, rows: Int64s, swapped: bool = False) -> Vectors:
-        """The features of some rows (see `PairFeatures.rows`)."""
+    def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
+        """The reduced weights of each text, at unit length."""
         assert self._learned, "use(fit()) comes first"
-        sides = [self._reduced(texts) for texts in self._texts(rows)]
-        return unit_features(np.concatenate(sides[::-1] if swapped else sides, axis=1), rows, self._row_name)
-
-    def _reduced(self, texts: Sequence[str]) -> Vectors:
-        weights = _bm25_weights(_term_counts(texts), self._learned)
-        return unit_rows(np.asarray(weights.astype(np.float32) @ self._learned["axes"]))
+        weights = (_bm25_weights(_term_counts(texts), self._learned) for texts in self._texts(rows))
+        query_ND, document_ND = (unit_rows(np.asarray(w.astype(np.float32) @ self._learned["axes"])) for w in weights)
+        return query_ND, document_ND
 
     def _texts(self, rows: Int64s) -> tuple[list[str], list[str]]:
         stored = self._table.rows(rows)

@@ -131,8 +131,8 @@ class ExactSearch:
     missed document goes through the next one: bfloat16, float32, then every document in float64.
 
     Precision: a score is the inner product summed in float64, rounded to float32.
-    Determinism: scores and rows are the same whatever the size of shards, the number of queries in a call and the
-        device.
+    Determinism: scores and rows are the same whatever the size of shards and the number of queries in a call, and
+        should be on any device (no GPU has run it yet).
     Memory: two tiles of 48 MiB, and 12 bytes for each of (2 `top_k` + 16) documents of a query.
 
     Args:

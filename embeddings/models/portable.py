@@ -162,12 +162,18 @@ class TextTransformer(nn.Module):
         # A backbone may travel as code too; whoever runs this file has said whether that is trusted.
         asked = {**where, "trust_remote_code": loading.get("trust_remote_code", False)}
         options = {**asked, **(config_kwargs or {}), **(model_kwargs or {})}
+        own_parts = cls.load_own_parts(model_name_or_path, where, options)
         kind: Any = MODEL_MAPPING.get(type(AutoConfig.from_pretrained(model_name_or_path, **asked)), None)
         if kind is not None and "add_pooling_layer" in inspect.signature(kind).parameters:
             options.setdefault("add_pooling_layer", False)  # a layer that nothing uses, of which loading would warn
         model = AutoModel.from_pretrained(model_name_or_path, **options)
         tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **{**asked, **(processor_kwargs or {})})
-        return cls(model, tokenizer, **settings)
+        return cls(model, tokenizer, **own_parts, **settings)
+
+    @classmethod
+    def load_own_parts(cls, name: str, where: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+        """The constructor's arguments that a subclass reads beside the backbone; `options` are for a backbone."""
+        return {}
 
 
 class MaskedPooling(nn.Module):

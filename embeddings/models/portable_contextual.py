@@ -21,10 +21,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from .context_layers import ContextSlots, FirstStage, ResidualProjection, SoftPrompt, plain_model, states_behind_context
-from .portable import TEXT_FILE, TextTransformer, hub_arguments, load_tensors, read_text, save_json, save_tensors
+from .portable import TextTransformer, hub_arguments, load_tensors, read_text, save_json, save_tensors
 
 CONTEXT_FOLDER = "0_Context"
 CONTEXT_SETTINGS = "context.json"
@@ -134,33 +134,17 @@ class ContextualTransformer(TextTransformer):
         save_tensors(context_layers(self.first_stage, self.slots, self.soft_prompt), folder / CONTEXT_WEIGHTS)
 
     @classmethod
-    def load(
-        cls,
-        model_name_or_path: str,
-        subfolder: str = "",
-        model_kwargs: dict[str, Any] | None = None,
-        processor_kwargs: dict[str, Any] | None = None,
-        config_kwargs: dict[str, Any] | None = None,
-        **loading: Any,
-    ) -> Self:
-        """The module of a directory or Hub id, with the arguments that sentence-transformers passes on."""
-        where = {"subfolder": subfolder, **hub_arguments(loading)}
-        first_where = {**where, "subfolder": f"{subfolder}/{CONTEXT_FOLDER}".strip("/")}
-        # A backbone may travel as code too; whoever runs this file has said whether that is trusted.
-        trusted = {"trust_remote_code": loading.get("trust_remote_code", False)}
-        options = {**trusted, **(config_kwargs or {}), **(model_kwargs or {})}
-        model = AutoModel.from_pretrained(model_name_or_path, **{**where, **options})
-        backbone = AutoModel.from_pretrained(model_name_or_path, **{**first_where, **options})
-        reading = {**where, **trusted, **(processor_kwargs or {})}
-        tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **reading)
-        settings = json.loads(read_text(model_name_or_path, CONTEXT_SETTINGS, first_where))
+    def load_own_parts(cls, name: str, where: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+        """The first stage, the context's layers, and the prompt of its documents."""
+        first_where = {**where, "subfolder": f"{where['subfolder']}/{CONTEXT_FOLDER}".strip("/")}
+        backbone = AutoModel.from_pretrained(name, **{**options, **first_where})
+        settings = json.loads(read_text(name, CONTEXT_SETTINGS, first_where))
         parts = _context_parts(backbone, settings)
-        load_tensors(context_layers(*parts), model_name_or_path, CONTEXT_WEIGHTS, first_where)
-        text = json.loads(read_text(model_name_or_path, TEXT_FILE, where))
-        described = json.loads(read_text(model_name_or_path, "config_sentence_transformers.json", where))
+        load_tensors(context_layers(*parts), name, CONTEXT_WEIGHTS, first_where)
+        described = json.loads(read_text(name, "config_sentence_transformers.json", where))
+        own = dict(zip(("first_stage", "slots", "soft_prompt"), parts, strict=True))
         prompt = (described.get("prompts") or {}).get("document") or ""
-        has_positions = settings.get("has_positions", False)
-        return cls(model, tokenizer, *parts, has_positions=has_positions, document_prompt=prompt, **text)
+        return {**own, "has_positions": settings.get("has_positions", False), "document_prompt": prompt}
 
 
 class ResidualHead(nn.Module):
