@@ -37,9 +37,10 @@ def evaluate(
         model: A model directory or Hub id.
         data: A folder that is, or holds, evaluation folders; several as `[FOLDER, FOLDER]`. mteb scores all kinds but
             retrieval and similarity.
-        tasks: Tasks or benchmarks of mteb, groups of tasks (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), or folders
-            as for `data`, which then have their results kept; several as `[NAME, NAME]`. After a kill the same line
-            resumes at the first task that is not done.
+        tasks: Tasks or benchmarks of mteb, groups of tasks (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), sets of
+            AIR-Bench (`air-bench`, `air-bench-qa-law-en`, `air-bench-24.04`), or folders as for `data`, which then have
+            their results kept; several as `[NAME, NAME]`. After a kill the same line resumes at the first task that is
+            not done.
         prompt_name: Which of the model's prompts goes before queries (retrieval, reranking) or every text (others).
         instructions: With `tasks`, what queries (retrieval) or every text (the other kinds) is encoded with, by task:
             the published tables `nv-embed` and `mgh`, or a JSON file `{"instructions": {TASK: TEXT}}`. Not beside
@@ -89,6 +90,7 @@ def _planned_tasks(
         raise InputError(f"--output {output}", "is a file", "name a folder")
     table = None if instructions is None else Instructions.read(instructions)
     load_mteb()
+    from embeddings.evaluation.air_bench import AirBenchTask, format_domains
     from embeddings.evaluation.mteb_library import find_tasks
     from embeddings.evaluation.task_runs import TaskSettings, format_table, run_tasks
 
@@ -99,8 +101,11 @@ def _planned_tasks(
         """Run this process's tasks; the table names the number of tasks that others have left undone."""
         scores = run_tasks(encoder, model, tasks, output, chosen, task.shards(len(tasks)))
         missing = sum(not score.complete for score in scores)
+        sets = [(one, score.scores) for one, score in zip(tasks, scores, strict=True) if isinstance(one, AirBenchTask)]
+        labelled = [(one.data, known) for one, known in sets if one.data.has_labels]
+        domains = f"\n\n{format_domains(labelled)}" if labelled else ""
         others = f"\nthis process's tasks are done, {missing} others are missing" if missing else ""
-        return format_table(scores) + others
+        return format_table(scores) + domains + others
 
     return run
 

@@ -20,7 +20,7 @@ _TALKATIVE = ("mteb", "datasets", "huggingface_hub", "sentence_transformers")
 # mteb's benchmark of each group. Its English suite has only the English parts of multilingual tasks.
 _BENCHMARKS = {"mteb-english-56": "MTEB(eng, v1)", "mgh-26": "MTEB(eng, v1)", "beir": "BEIR"}
 _TASKS = {"miracl": "MIRACLRetrieval"}
-GROUPS = (*_BENCHMARKS, *_TASKS)
+GROUPS = (*_BENCHMARKS, *_TASKS, "air-bench")
 # MGH (Negative Matters), appendix C.2, which follows Springer et al. 2024.
 MGH_26 = (
     *("FiQA2018", "SCIDOCS", "SciFact", "NFCorpus"),
@@ -74,8 +74,8 @@ def quiet(keep_bars: bool = False) -> Iterator[None]:
 def find_tasks(names: str | Sequence[str]) -> list["AbsTask"]:
     """The tasks that names stand for, each once, in their order, not loaded yet.
 
-    A name is a group (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), one of mteb's benchmarks or tasks, or a folder
-    that is or holds evaluation data.
+    A name is a group (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), one of mteb's benchmarks or tasks, AIR-Bench or
+    sets of it (see `air_bench_tasks`), or a folder that is or holds evaluation data.
 
     Args:
         names: Names, or one string of them with commas between.
@@ -113,8 +113,11 @@ def _extent(task: "AbsTask") -> tuple[set[str], set[str]]:
 def _tasks_of(name: str) -> list["AbsTask"]:
     import mteb
 
+    from embeddings.evaluation.air_bench import PREFIX, air_bench_tasks
     from embeddings.evaluation.mteb_tasks import folder_tasks
 
+    if name.startswith(PREFIX):
+        return [*air_bench_tasks(name)]
     if name in _BENCHMARKS:
         tasks = _benchmark(_BENCHMARKS[name])
         return [task for task in tasks if name != "mgh-26" or task.metadata.name in MGH_26]

@@ -240,7 +240,7 @@ class TaskEncoder:
         """
         texts = [text for batch in inputs for text in batch["text"]]
         role: TextRole = "query" if prompt_type == "query" else "document"
-        prompt = self._prompt(task_metadata, prompt_type)
+        prompt = self.prompt(task_metadata, prompt_type)
         context = self._context_of(f"{task_metadata.name} {hf_subset}", texts)
         vector_ND = self._vectors(texts, prompt, role, context)
         if self.width == self.encoder.embedding_dim:
@@ -256,7 +256,8 @@ class TaskEncoder:
         """Cosines row by row."""
         return pairwise_cos_sim(embeddings1, embeddings2)
 
-    def _prompt(self, task: TaskMetadata, prompt_type: Any) -> str:
+    def prompt(self, task: TaskMetadata, prompt_type: Any) -> str:
+        """The prompt of a task's texts of a role: `query`, `document`, or None where the task has no roles."""
         text = self.encoder.embedder.text
         if prompt_type != "document":
             if self.instruction_prompt is not None:

@@ -5,6 +5,8 @@ import csv
 import io
 import json
 import math
+import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,10 +23,11 @@ from mteb.models.model_meta import ScoringFunction
 
 from embeddings.common import text as common_text
 from embeddings.common.errors import InputError, OptionError, UserError
-from embeddings.common.io import atomic_path, remove_abandoned, scratch_folder, write_json, write_text
+from embeddings.common.io import atomic_path, file_lock, remove_abandoned, scratch_folder, write_json, write_text
 from embeddings.common.jobs import progress_bar
 from embeddings.common.process import logger
 from embeddings.common.text import one_line
+from embeddings.evaluation.air_bench import AirBenchTask, pack_searches, search_set, searches_path
 from embeddings.evaluation.instructions import Instructions
 from embeddings.evaluation.mteb_library import quiet
 from embeddings.evaluation.mteb_tasks import KINDS, ContextualTaskEncoder, TaskEncoder
@@ -105,6 +108,22 @@ class TaskResults:
             return None
         return result if task.is_aggregate else result.validate_and_filter_scores(task)
 
+    def model(self, width: int) -> str:
+        """What the model is called in a submission, its settings included."""
+        meta = self.metas[width]
+        return "_".join(filter(None, (str(meta.name).rpartition("/")[2], meta.experiment_name)))
+
+    def searches(self, task: AirBenchTask, width: int) -> Path:
+        """The file of the searches of a set of AIR-Bench whose labels are private."""
+        return searches_path(self.place(width), self.model(width), task.data)
+
+    def score(self, task: AbsTask, width: int) -> float | None:
+        """The main score of a task, not a number where it was searched and its labels are private; None if not run."""
+        if isinstance(task, AirBenchTask) and not task.data.has_labels:
+            return math.nan if self.searches(task, width).is_file() else None
+        result = self.find(task, width)
+        return None if result is None else float(result.get_score())
+
     def write(self, result: TaskResult, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> None:
         """Write the result of a task, or of a part of an aggregate, atomically."""
         meta = self.place(width) / "model_meta.json"
@@ -115,7 +134,7 @@ class TaskResults:
 
 
 class TaskScore(NamedTuple):
-    """A task's main score at each width; None where it is not known yet."""
+    """A task's main score at each width; None where it was not run, not a number where its labels are private."""
 
     task: str
     kind: str
@@ -132,8 +151,7 @@ def collect_scores(results: TaskResults, tasks: Sequence[AbsTask]) -> list[TaskS
     """The scores of all tasks, in their order; None where a task has no result."""
     rows = []
     for task in tasks:
-        found = {width: results.find(task, width) for width in results.metas}
-        scores = {width: None if result is None else float(result.get_score()) for width, result in found.items()}
+        scores = {width: results.score(task, width) for width in results.metas}
         rows.append(TaskScore(task.metadata.name, task.metadata.type, task.metadata.main_score, scores))
     return rows
 
@@ -162,7 +180,7 @@ def format_table(scores: Sequence[TaskScore]) -> str:
 
 def _table(scores: Sequence[TaskScore]) -> list[tuple[str, ...]]:
     """The rows of the table under their header; a mean is over the tasks that are finished at every width."""
-    finished = [score for score in scores if score.complete]
+    finished = [score for score in scores if not any(map(_is_unknown, score.scores.values()))]
     widths = list(scores[0].scores)
     names = ["score"] if len(widths) == 1 else [f"score_{width}" for width in widths]
     rows = [("task", "type", "metric", *names)]
@@ -175,8 +193,12 @@ def _table(scores: Sequence[TaskScore]) -> list[tuple[str, ...]]:
     return rows
 
 
+def _is_unknown(score: float | None) -> bool:
+    return score is None or math.isnan(score)
+
+
 def _cell(score: float | None) -> str:
-    return "" if score is None else f"{score:.4f}"
+    return "" if score is None else "searched" if math.isnan(score) else f"{score:.4f}"
 
 
 def run_tasks(
@@ -213,7 +235,7 @@ def run_tasks(
     metas = _metas(encoder, model, settings, widths)
     adapted, results = _adapted(encoder, metas[widths[0]], settings), TaskResults(output, metas)
     own = tasks if share is None else [tasks[number] for number in share]
-    left = [task for task in own if any(results.find(task, width) is None for width in widths)]
+    left = [task for task in own if any(results.score(task, width) is None for width in widths)]
     shows = encoder.show_progress
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         _look_for_data(left, shows)
@@ -221,8 +243,16 @@ def run_tasks(
         for task in left:
             bar.set_description(task.metadata.name)
             with _kept_vectors(adapted, results.place(widths[0]) / f"{task.metadata.name}.vectors", len(widths) > 1):
-                _run(adapted, task, [width for width in widths if results.find(task, width) is None], results, settings)
+                missing = [width for width in widths if results.score(task, width) is None]
+                _run(adapted, task, missing, results, settings)
             bar.update()
+    # What a process left that was killed once all its results were written.
+    for task in own:
+        shutil.rmtree(_corpus_folder(results, task), ignore_errors=True)
+    private = [task.data for task in tasks if isinstance(task, AirBenchTask) and not task.data.has_labels]
+    for width in widths:
+        for path in pack_searches(results.place(width), results.model(width), private):
+            logger.info("searches for AIR-Bench's leaderboard: %s", path)
     return write_table(results, tasks)
 
 
@@ -299,6 +329,9 @@ def _run(
     adapted.instruction_prompt = None if table is None else table.prompt(name, task.metadata.type, text)
     if table is not None and adapted.instruction_prompt is None:
         logger.warning("%s: no instruction for this task in %s; using the model's own prompts", name, table.name)
+    if isinstance(task, AirBenchTask):
+        _run_air_bench(adapted, task, widths, results, settings)
+        return
     aggregate = task if isinstance(task, AbsTaskAggregate) else None
     for part in _parts(task):
         left = [width for width in widths if results.find(part, width, aggregate) is None]
@@ -315,6 +348,37 @@ def _run(
         found = results.find(task, width)
         assert found is not None
         logger.info("%s [%d]: %s %.4f", name, width, task.metadata.main_score, found.get_score())
+
+
+def _run_air_bench(
+    adapted: TaskEncoder, task: AirBenchTask, widths: Sequence[int], results: TaskResults, settings: TaskSettings
+) -> None:
+    """Search a set of AIR-Bench at some widths, and keep its scores, or its searches where the labels are private.
+
+    Of several processes that do this at once, one works and the others wait for it.
+    """
+    context = None if settings.context_size is None else (settings.context_size, settings.context_seed)
+    folder = _corpus_folder(results, task)
+    lock, start = folder.with_suffix(".lock"), time.perf_counter()
+    with _loaded(task, adapted.encoder.show_progress):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with file_lock(lock, optional=True):
+            left = [width for width in widths if results.score(task, width) is None]
+            for width, found in search_set(adapted, task, left, folder, context) if left else ():
+                if task.data.has_labels:
+                    results.write(task.result(found, time.perf_counter() - start), task, width)
+                else:
+                    task.write_searches(results.searches(task, width), results.model(width), found)
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+    for width in widths:
+        score = _cell(results.score(task, width))
+        logger.info("%s [%d]: %s %s", task.metadata.name, width, task.metadata.main_score, score)
+
+
+def _corpus_folder(results: TaskResults, task: AbsTask) -> Path:
+    """Where the corpus of a set of AIR-Bench is encoded, beside its result at the first width."""
+    return results.place(next(iter(results.metas))) / f"{task.metadata.name}.corpus"
 
 
 def _evaluate(adapted: TaskEncoder, task: AbsTask) -> TaskResult:

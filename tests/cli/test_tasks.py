@@ -5,6 +5,7 @@ import pytest
 from embeddings.cli.main import main
 from embeddings.inference import Encoder
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
+from tests.evaluation.air_bench_sets import stand_in
 from tests.evaluation.task_sets import write_sets
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import backbone_folder
@@ -76,3 +77,37 @@ def test_an_output_that_is_no_folder_is_refused(world, tmp_path, capsys):
     assert "is a file; name a folder" in capsys.readouterr().err
     assert main(["evaluate", "--model", "m", "--tasks", "SciFact"]) == 2
     assert "output must name the folder of the tasks' results" in capsys.readouterr().err
+
+
+def test_air_bench_is_scored_by_domain_and_searched_where_its_labels_are_private(world, tmp_path, capsys, monkeypatch):
+    stand_in(monkeypatch, tmp_path)
+    tasks = ["--tasks", "[air-bench-qa-law-en-de, air-bench-24.04-qa-law]", "--dimensions", "[32, 8]"]
+    assert main(line(world, tmp_path / "out", *tasks)) == 0
+    table = [row.split() for row in capsys.readouterr().out.splitlines()]
+    names = [row[0] for row in table[1:4]]
+    assert names == [
+        f"air-bench-{name}" for name in ("24.05-qa-law-en-dev", "24.05-qa-law-de-dev", "24.04-qa-law-en-test")
+    ]
+    assert table[3][3:] == ["searched", "searched"]
+    (mean,) = [row[-2:] for row in table if row[:4] == ["mean", "of", "2", "all"]]
+    title = next(number for number, row in enumerate(table) if row[:3] == ["AIR-Bench", "24.05", "qa"])
+    assert [row[:2] for row in table[title + 1 : title + 4]] == [["en", "[32]"], ["de", "[32]"], ["all", "[32]"]]
+    assert float(table[title + 3][-1]) == pytest.approx(100 * float(mean[0]), abs=0.01)
+    assert [row[-1] for row in table[title + 7 :]] == ["25.10", "25.00", "20.65"]
+    assert len([*(tmp_path / "out").rglob("*_NoReranker.zip")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "air-bench-loo",
+            "tasks has the unknown word 'loo', got 'air-bench-loo'; the words are 24.04, 24.05; long-doc, qa;",
+        ),
+        ("air-bench-book-de", "tasks names no data set, got 'air-bench-book-de'"),
+        ("air-bench-qa-news-bn", "task air-bench-24.05-qa-news-bn-dev: its data cannot be loaded ("),
+    ],
+)
+def test_a_set_of_air_bench_that_is_not_there_is_one_line(name, says, world, tmp_path, capfd, monkeypatch):
+    stand_in(monkeypatch, tmp_path)
+    assert_refused(capfd, tmp_path, says, main, line(world, tmp_path / "out", "--tasks", name))

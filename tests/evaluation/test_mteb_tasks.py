@@ -124,7 +124,7 @@ def names_of(tasks):
 
 def test_the_groups_hold_what_they_are_known_to_hold():
     english, beir, mgh, miracl = map(find_tasks, ("mteb-english-56", "beir", "mgh-26", "miracl"))
-    assert set(GROUPS) == {"mteb-english-56", "beir", "mgh-26", "miracl"}
+    assert set(GROUPS) == {"mteb-english-56", "beir", "mgh-26", "miracl", "air-bench"}
     assert (len(english), len(beir), len(mgh), len(miracl)) == (56, 15, 26, 1)
     kinds = [task.metadata.type for task in english]
     expected = {"Classification": 12, "Clustering": 11, "PairClassification": 3, "Reranking": 4, "Retrieval": 15}

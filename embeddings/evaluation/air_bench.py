@@ -1,0 +1,361 @@
+"""AIR-Bench: sets with public labels are scored, the others searched and written as its leaderboard takes them.
+
+A set belongs to a version, a task (`qa`, `long-doc`), a domain and a language. Version 24.05 publishes the labels of
+its development queries. Those of its test queries and all of 24.04's are private.
+
+Confirmed in the cards of the data sets and in the benchmark's repository; no set was fetched:
+
+- Corpus and queries are `AIR-Bench/{task}_{domain}_{language}`, the version is the config (`AIR-Bench_24.05`), and rows
+  are {"id", "text"}. Splits are `corpus_{dataset}` and `queries_{dataset}_{split}`; 24.04 has `queries_{dataset}`. A
+  hyphen in the name of a data set is an underscore in that of a split.
+- Labels are `AIR-Bench/qrels-{task}_{domain}_{language}-dev`, split `qrels_{dataset}_dev`, with rows {"qid", "docid",
+  "relevance"}: 1, or 0 for a hard negative.
+- A submission is a zip of `{task}/{domain}/{language}_{dataset}_{split}.json`, each with the names of model, reranker
+  and version, those of the set, and the 1,000 best documents of each query.
+
+The main score is nDCG@10 for `qa` and Recall@10 for `long-doc`. In NV-Embed's Tables 9 and 10 the score of a domain is
+the mean of its sets, and the last column the mean over all sets.
+"""
+
+import json
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetNotFoundError
+from mteb import TaskResult
+from mteb.abstasks import AbsTaskRetrieval
+from mteb.abstasks.task_metadata import TaskMetadata
+
+from embeddings.common.errors import InputError, OptionError, shown
+from embeddings.common.io import atomic_path
+from embeddings.common.text import GivenPrompt, format_table, one_line
+from embeddings.evaluation.metrics import Qrels, retrieval_metrics
+from embeddings.evaluation.mteb_library import quiet
+from embeddings.evaluation.mteb_tasks import TaskEncoder
+from embeddings.inference.context import choose_context
+from embeddings.inference.search import TopK, search_top_k
+from embeddings.inference.vector_folder import encode_corpus
+from embeddings.inference.vectors import unit_rows
+
+PREFIX = "air-bench"
+MAIN_SCORES = {"qa": "ndcg_at_10", "long-doc": "recall_at_10"}
+# What the leaderboard takes of each query.
+SUBMITTED = 1000
+_CUTOFFS = (10, 100)
+_CHANGED = "look at its page: the benchmark may have changed, or delete the cached copy and load it again"
+_METRICS = {"ndcg_at_10": "nDCG@10 x 100", "recall_at_10": "Recall@10 x 100"}
+
+
+class AirBenchSet(NamedTuple):
+    """One set of queries and where it lies."""
+
+    version: str
+    task: str
+    domain: str
+    language: str
+    dataset: str
+    split: str
+
+    @property
+    def name(self) -> str:
+        """Its name as a task: `air-bench-24.05-qa-law-en-dev`, with the data set where a domain has several."""
+        words = (PREFIX, self.version, self.task, self.domain, self.language, self.split, self.dataset)
+        return "-".join(words if self.dataset != "default" else words[:-1])
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether its labels are public."""
+        return self.split == "dev"
+
+    @property
+    def config(self) -> str:
+        """The version as the data sets and the leaderboard call it."""
+        return f"AIR-Bench_{self.version}"
+
+    @property
+    def repository(self) -> str:
+        """The data set of its corpus and queries."""
+        return f"AIR-Bench/{self.task}_{self.domain}_{self.language}"
+
+    def splits(self) -> dict[str, tuple[str, str, tuple[str, ...]]]:
+        """Where corpus, queries and, if they are public, labels lie: data set, split and columns of each."""
+        dataset = self.dataset.replace("-", "_")
+        queries = f"queries_{dataset}" if self.version == "24.04" else f"queries_{dataset}_{self.split}"
+        places: dict[str, tuple[str, str, tuple[str, ...]]] = {
+            "corpus": (self.repository, f"corpus_{dataset}", ("id", "text")),
+            "queries": (self.repository, queries, ("id", "text")),
+        }
+        if self.has_labels:
+            qrels = f"AIR-Bench/qrels-{self.task}_{self.domain}_{self.language}-dev"
+            places["qrels"] = (qrels, f"qrels_{dataset}_dev", ("qid", "docid", "relevance"))
+        return places
+
+
+@cache
+def _table() -> dict[str, Any]:
+    """The table of the sets and of the paper's scores."""
+    text = (resources.files(__package__) / "tables" / "air_bench.json").read_text(encoding="utf-8")
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+@cache
+def air_bench_sets() -> tuple[AirBenchSet, ...]:
+    """All sets of both versions."""
+    return tuple(
+        AirBenchSet(version, task, domain, language, dataset, split)
+        for version, task, domain, languages, dataset, splits in _table()["sets"]
+        for language in languages.split()
+        for split in splits.split()
+    )
+
+
+def air_bench_tasks(name: str) -> list["AirBenchTask"]:
+    """The tasks of a name: `air-bench` and any words of a version, task, domain, language and split.
+
+    Words of one kind add up, and a kind without a word is not restricted: `air-bench-qa-law-en-de` is two sets. Without
+    a word the version is 24.05, and the split the one of public labels, `dev`; 24.04 has `test` alone.
+
+    Raises:
+        OptionError: If a word is unknown, or no set has all the words.
+    """
+    kinds = ("version", "task", "domain", "language", "split")
+    known = {kind: sorted({getattr(one, kind) for one in air_bench_sets()}) for kind in kinds}
+    found = [one for one in air_bench_sets() if one.name == name]
+    words = [] if found else re.findall(r"long-doc|[^-]+", name.removeprefix(PREFIX))
+    for word in words:
+        if not any(word in some for some in known.values()):
+            fix = "; ".join(", ".join(some) for some in known.values())
+            raise OptionError("tasks", name, f"has the unknown word {shown(word)}", f"the words are {fix}")
+    chosen = {kind: [word for word in words if word in some] for kind, some in known.items()}
+    chosen["version"] = chosen["version"] or ["24.05"]
+    for one in () if found else air_bench_sets():
+        split = chosen["split"] or (["test"] if one.version == "24.04" else ["dev"])
+        fits = all(getattr(one, kind) in some for kind, some in chosen.items() if some)
+        found += [one] if fits and one.split in split else []
+    if not found:
+        raise OptionError("tasks", name, "names no data set", "leave a word out, such as air-bench-24.04-long-doc-book")
+    return [_task(one) for one in found]
+
+
+def _task(data: AirBenchSet) -> "AirBenchTask":
+    metadata = TaskMetadata(
+        name=data.name,
+        dataset={"path": data.repository, "revision": data.config},
+        description=f"AIR-Bench {data.version}: {data.task}, {data.domain}, {data.language}.",
+        type="Retrieval",
+        eval_splits=[data.split],
+        eval_langs=["und-Zyyy"],
+        main_score=MAIN_SCORES[data.task],
+    )
+    task: AirBenchTask = type("AirBenchTask", (AirBenchTask,), {"metadata": metadata, "data": data})()
+    return task
+
+
+class AirBenchTask(AbsTaskRetrieval):
+    """A set as a task whose results are kept like those of mteb's own tasks.
+
+    Attributes:
+        data: The set.
+        dataset: Once loaded, `corpus` and `queries`, their `document_ids` and `query_ids`, and `qrels`, which is None
+            where the labels are private.
+    """
+
+    data: ClassVar[AirBenchSet]
+    dataset: Any
+
+    def load_data(self, num_proc: int | None = None, **options: Any) -> None:
+        """Load corpus, queries and labels from the Hub or from the cache of `datasets`.
+
+        Raises:
+            InputError: If a data set is not accessible, lacks the version, a split or a column, or an id is unknown or
+                occurs twice.
+        """
+        if self.data_loaded:
+            return
+        loaded = {part: _load(self.data, *place, num_proc) for part, place in self.data.splits().items()}
+        ids = {part: [*map(str, _column(loaded[part], "id"))] for part in ("queries", "corpus")}
+        for part, names in ids.items():
+            if len(set(names)) < len(names):
+                where = f"{self.data.repository}, {self.data.config}"
+                raise InputError(where, f"an id of the {part} occurs twice", _CHANGED)
+        qrels = _qrels(self.data, loaded["qrels"], ids["queries"], ids["corpus"]) if self.data.has_labels else None
+        parts = {"corpus": loaded["corpus"], "queries": loaded["queries"], "qrels": qrels}
+        self.dataset = {**parts, "query_ids": ids["queries"], "document_ids": ids["corpus"]}
+        self.data_loaded = True
+
+    def result(self, found: TopK, seconds: float) -> TaskResult:
+        """The scores of a search of all queries whose labels are public."""
+        scores = retrieval_metrics(found.index_QK, self.dataset["qrels"], _CUTOFFS)
+        counts = {"num_queries": scores.num_queries, "num_documents": len(self.dataset["document_ids"])}
+        row: Any = {"main_score": scores.metrics[self.metadata.main_score], **scores.metrics, **counts}
+        return TaskResult.from_task_results(self, {self.data.split: {"default": row}}, seconds)
+
+    def write_searches(self, path: Path, model: str, found: TopK) -> None:
+        """Write a search of all queries as the leaderboard takes it, under the model's name, a query at a time."""
+        data, ids = self.data, self.dataset["document_ids"]
+        fields = {
+            "model_name": model,
+            "reranker_name": "NoReranker",
+            "benchmark_version": data.config,
+            "task_type": data.task,
+            "domain": data.domain,
+            "language": data.language,
+            "dataset_name": data.dataset,
+            "split": data.split,
+        }
+        with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+            file.write(json.dumps(fields, indent=4).removesuffix("\n}") + ',\n    "search_results": {')
+            for number, query in enumerate(self.dataset["query_ids"]):
+                pairs = zip(found.index_QK[number].tolist(), found.score_QK[number].tolist(), strict=True)
+                ranked = {ids[row]: score for row, score in pairs}
+                file.write(f"{',' if number else ''}\n        {json.dumps(query)}: {json.dumps(ranked)}")
+            file.write("\n    }\n}\n")
+
+
+def _load(data: AirBenchSet, repository: str, split: str, columns: Sequence[str], num_proc: int | None) -> Dataset:
+    where = f"{repository}, {data.config}"
+    try:
+        rows = load_dataset(repository, data.config, split=split, num_proc=num_proc)
+    except DatasetNotFoundError as error:
+        fix = "ask for access on its page and log in (hf auth login)"
+        raise InputError(where, one_line(str(error), 200).rstrip("."), fix) from error
+    # What it raises for a missing config and for a missing split.
+    except ValueError as error:
+        raise InputError(where, f"has no split {split} ({one_line(str(error), 120)})", _CHANGED) from error
+    missing = [name for name in columns if name not in rows.column_names]
+    if missing:
+        what = f"split {split} has no column {missing[0]} (found: {', '.join(rows.column_names)})"
+        raise InputError(where, what, _CHANGED)
+    return rows
+
+
+def _column(rows: Dataset, name: str) -> list[Any]:
+    """A column alone: the texts of a corpus may not fit in memory."""
+    values: list[Any] = rows.select_columns([name])[:][name]
+    return values
+
+
+def _qrels(data: AirBenchSet, labels: Dataset, query_ids: Sequence[str], document_ids: Sequence[str]) -> Qrels:
+    """The labels by rows of queries and documents."""
+    where, rows = f"{data.splits()['qrels'][0]}, {data.config}", []
+    for name, ids in (("qid", query_ids), ("docid", document_ids)):
+        row_of = {identifier: row for row, identifier in enumerate(ids)}
+        named = [*map(str, _column(labels, name))]
+        unknown = next((identifier for identifier in named if identifier not in row_of), None)
+        if unknown is not None:
+            raise InputError(where, f"a label names the unknown {name} {shown(unknown)}", _CHANGED)
+        rows.append(np.array([row_of[identifier] for identifier in named], dtype=np.int64))
+    query_J, document_J = rows
+    grade_J = np.array(_column(labels, "relevance"), dtype=np.float64)
+    if not (grade_J > 0).any():
+        raise InputError(where, "no document is relevant to any query", _CHANGED)
+    # A pair that is labelled twice would count twice.
+    _, first_J = np.unique(query_J * len(document_ids) + document_J, return_index=True)
+    return Qrels(query_J[first_J], document_J[first_J], grade_J[first_J], len(query_ids), len(document_ids))
+
+
+def search_set(
+    adapted: TaskEncoder, task: AirBenchTask, widths: Sequence[int], folder: Path, context: tuple[int, int] | None
+) -> Iterator[tuple[int, TopK]]:
+    """Each width, and the documents of a loaded set with the largest cosines of each query at it.
+
+    The corpus is encoded into a folder, once for all widths, in shards: after a kill the same call resumes at the first
+    missing one. Disk: the texts twice, and 4 bytes a document and dimension.
+
+    Args:
+        adapted: The model with the prompt of the task's queries.
+        task: The set.
+        widths: How many leading dimensions of each vector are compared.
+        folder: Where the encoded corpus lies; the caller removes it.
+        context: For a contextual model how many documents of the corpus are drawn, and the seed; None for no context.
+
+    Raises:
+        InputError: If a document cannot be used; the message names it.
+    """
+    encoder, corpus = adapted.encoder, folder / "corpus.parquet"
+    # Written again after a kill: that the vectors are of these texts is checked by their hash.
+    with atomic_path(corpus) as temporary, quiet():
+        task.dataset["corpus"].select_columns(["id", "text"]).to_parquet(temporary)
+    drawn = None if context is None else choose_context(encoder, corpus, *context)
+    of_documents = GivenPrompt(text=adapted.prompt(task.metadata, "document"))
+    vectors = encode_corpus(encoder, corpus, folder / "encoded", prompt_name=of_documents, context=drawn)
+    texts = _column(task.dataset["queries"], "text")
+    query_QD = encoder.encode(texts, context=drawn, role="query", prompt=adapted.prompt(task.metadata, "query"))
+    top_k = max(_CUTOFFS) if task.data.has_labels else SUBMITTED
+    for width in widths:
+        cut = (unit_rows(vector_ND[:, :width]) for vector_ND in vectors.directions())
+        yield width, search_top_k(unit_rows(query_QD[:, :width]), cut, top_k, encoder.device)
+
+
+def searches_path(place: Path, model: str, data: AirBenchSet) -> Path:
+    """The file of a set's searches in a folder of results."""
+    folder = place / data.config / model / "NoReranker" / data.task / data.domain
+    return folder / f"{data.language}_{data.dataset}_{data.split}.json"
+
+
+def pack_searches(place: Path, model: str, sets: Sequence[AirBenchSet]) -> list[Path]:
+    """Zip the searches of each version of these sets, once all of them are there, and return the zips.
+
+    A zip holds all searches that its folder has, also those of earlier runs.
+    """
+    packed = []
+    for version in dict.fromkeys(one.config for one in sets):
+        folder, target = place / version / model / "NoReranker", place / version / f"{model}_NoReranker.zip"
+        if not all(searches_path(place, model, one).is_file() for one in sets if one.config == version):
+            continue
+        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.json"))
+        if _names_in(target) != names:
+            with atomic_path(target) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as file:
+                for name in names:
+                    file.write(folder / name, name)
+        packed.append(target)
+    return packed
+
+
+def _names_in(path: Path) -> list[str] | None:
+    """The names in a zip, None where there is none."""
+    if not path.is_file():
+        return None
+    with zipfile.ZipFile(path) as file:
+        return sorted(file.namelist())
+
+
+def format_domains(scored: Sequence[tuple[AirBenchSet, Mapping[int, float | None]]]) -> str:
+    """The scores of sets x 100 by language and domain, a table a task, beside the paper's where English is among them.
+
+    A domain's score is the mean over its sets, and the last column the mean over all sets of the row. The paper's mean
+    stands there only beside all of its domains. Sets without a score are left out.
+    """
+    tables = []
+    for version, task in dict.fromkeys((one.version, one.task) for one, _ in scored):
+        rows = [(one, scores) for one, scores in scored if (one.version, one.task) == (version, task)]
+        domains = sorted({one.domain for one, _ in rows})
+        languages = list(dict.fromkeys(one.language for one, _ in rows))
+        table = [(f"AIR-Bench {version} {task} dev, {_METRICS[MAIN_SCORES[task]]}", *domains, "mean")]
+        widths = list(rows[0][1])
+        for width in widths:
+            for language in [*languages, "all"] if len(languages) > 1 else languages:
+                own = [(one.domain, scores[width]) for one, scores in rows if language in (one.language, "all")]
+                name = language if len(widths) == 1 else f"{language} [{width}]"
+                table.append((name, *(_mean(own, domain) for domain in domains), _mean(own, None)))
+        if "en" in languages:
+            for name, of_domain in _table()["paper"][task].items():
+                shown_of = [*domains, "mean"] if {*of_domain} <= {*domains, "mean"} else domains
+                cells = (f"{of_domain[domain]:.2f}" if domain in of_domain else "" for domain in shown_of)
+                table.append((f"{name}, 24.04 test, en", *cells))
+        tables.append(format_table(table))
+    return "\n\n".join(tables)
+
+
+def _mean(scored: Sequence[tuple[str, float | None]], domain: str | None) -> str:
+    """The mean of the scores that are known, of one domain or of all."""
+    values = [score for of, score in scored if score is not None and domain in (of, None)]
+    return f"{100 * sum(values) / len(values):.2f}" if values else ""
