@@ -1,13 +1,12 @@
 """A Lightning training that is ended and resumed, and a ledger of the rows it saw."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 LIGHTNING_WARNINGS = (
@@ -40,17 +39,17 @@ class Ledger(LightningModule):
         self.rows: list[list[int]] = []
         self.rows_of, self.tokenizer, self.asks_for_steps = rows_of, tokenizer, asks_for_steps
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.rows.append(self.rows_of(batch))
         return self.layer(torch.ones(1)).sum()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         if self.asks_for_steps:
             assert self.trainer.estimated_stepping_batches > 0
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def quiet_trainer(**options: Any) -> Trainer:
+def quiet_trainer(**options):
     """A trainer on the CPU that writes and shows nothing but what its options ask for."""
     defaults = {
         "accelerator": "cpu",
@@ -63,7 +62,7 @@ def quiet_trainer(**options: Any) -> Trainer:
     return Trainer(**defaults | options)
 
 
-def attached(data: Any, module: LightningModule) -> Any:
+def attached(data, module):
     """A data module as it is once a trainer has taken it and the module."""
     data.trainer = quiet_trainer()
     data.trainer.strategy.connect(module)
@@ -76,7 +75,7 @@ class StopBefore(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == self.step:
             raise KilledError
 
@@ -86,14 +85,14 @@ class KilledError(Exception):
 
 
 def killed_run(
-    folder: Path,
-    stops: list[int],
-    make_module: Callable[[], Ledger],
-    make_data: Callable[[], Any],
-    limits: dict[str, Any],
-) -> list[list[int]]:
+    folder,
+    stops,
+    make_module,
+    make_data,
+    limits,
+):
     """The rows of all steps of a training that is ended before each of some steps and resumed with everything new."""
-    seen: list[list[int]] = []
+    seen = []
     checkpoint = None
     for stop in [*stops, None]:
         saving = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")

@@ -2,24 +2,21 @@
 
 import gzip
 import json
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from embeddings.data import BatchSampler, SourceConfig, SourceDataset, open_source
+from embeddings.data import SourceConfig, open_source
 
 
-def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
+def write_jsonl(path, rows):
     """One JSON value a line; gzipped where the name says so."""
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return path
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write_rows(path, rows):
     """The rows as Parquet or JSON lines, as the name says."""
     if path.suffix != ".parquet":
         return write_jsonl(path, rows)
@@ -27,12 +24,12 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def pairs(count: int, prefix: str = "") -> list[dict[str, Any]]:
+def pairs(count, prefix=""):
     """Records that differ from each other."""
     return [{"query": f"{prefix}query {i}", "positive": f"{prefix}positive {i}"} for i in range(count)]
 
 
-def graded(count: int, levels: Sequence[int] = (1, 2, 3, 4)) -> list[dict[str, Any]]:
+def graded(count, levels=(1, 2, 3, 4)):
     """Records with one negative of each of some levels, which its text names."""
     return [
         record | {"negatives": [{"text": f"negative {i} of level {level}", "level": level} for level in levels]}
@@ -40,20 +37,20 @@ def graded(count: int, levels: Sequence[int] = (1, 2, 3, 4)) -> list[dict[str, A
     ]
 
 
-def labelled(*sizes: int) -> list[dict[str, Any]]:
+def labelled(*sizes):
     """Texts of classes `class a`, `class b`, … of these sizes, the classes mixed."""
     rows = [(i, code) for code, size in enumerate(sizes) for i in range(size)]
     return [{"text": f"text {i} of {chr(97 + code)}", "label": f"class {chr(97 + code)}"} for i, code in sorted(rows)]
 
 
-def dataset(folder: Path, rows: Iterable[Any], **options: Any) -> SourceDataset:
+def dataset(folder, rows, **options):
     """A source of these rows, converted in `folder`."""
     name = options.pop("name", "source")
     path = write_jsonl(folder / f"{name}.jsonl", rows)
     return open_source(SourceConfig(name, str(path), **options), folder / "cache")
 
 
-def rows_of(sampler: BatchSampler, epoch: int = 0) -> list[list[int]]:
+def rows_of(sampler, epoch=0):
     """The rows of each batch of an epoch."""
     sampler.set_epoch(epoch)
     return [[entry.row for entry in batch] for batch in sampler]

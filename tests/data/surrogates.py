@@ -1,30 +1,23 @@
 """Folders of surrogate vectors as the jobs over a corpus write them, made by hand."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from embeddings.common.io import write_manifest
-from embeddings.data.store import CachedSource
 
 
-def numbered_vectors(numbers: NDArray[np.float64], width: int) -> NDArray[np.float32]:
+def numbered_vectors(numbers, width):
     """Unit vectors in the plane of the first two axes, whose tangents are these numbers."""
     vectors = np.zeros((len(numbers), width), np.float32)
     vectors[:, 0], vectors[:, 1] = numbers / np.hypot(numbers, 1), 1 / np.hypot(numbers, 1)
     return vectors
 
 
-def number_of(vectors: Any) -> Any:
+def number_of(vectors):
     """The numbers of such vectors, NaN for NaN; rounded, since sine and cosine are."""
     return (vectors[..., 0] / vectors[..., 1]).round(decimals=4)
 
 
-def write_surrogates(
-    folder: Path, source: CachedSource, width: int = 4, shard_size: int = 3, negatives: bool = False
-) -> Path:
+def write_surrogates(folder, source, width=4, shard_size=3, negatives=False):
     """Unit vectors that tell what they are of (`number_of`): query i is `i + 0.25`, a document its number by text.
 
     Positives are numbered first, then, where they are asked for, the negatives.
@@ -32,7 +25,7 @@ def write_surrogates(
     rows = [source.table.row(index) for index in range(len(source.table))]
     texts = {"positive": [row.positives for row in rows]}
     texts |= {"negative": [row.negatives for row in rows]} if negatives else {}
-    numbers: dict[str, int] = {}
+    numbers = {}
     key = {"source_key": source.folder.name}
     (folder / "index").mkdir(parents=True)
     for kind, texts_of_rows in texts.items():

@@ -2,14 +2,12 @@
 
 import logging
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from embeddings.common import InputError, OptionError, TextSettings, instruction_prompt
 from embeddings.common.protocols import BatchNeeds
-from embeddings.data import SourceConfig, SourceDataset
+from embeddings.data import SourceConfig
 from embeddings.data.checks import (
     check_levels,
     check_negatives_asked_for,
@@ -25,17 +23,17 @@ from tests.helpers.tiny import wordpiece_tokenizer
 EVERY = (1, 2, 3, 4)
 
 
-def source(folder: Path, *rows: list[dict[str, Any]], **options: Any) -> SourceDataset:
+def source(folder, *rows, **options):
     return dataset(folder, [row for part in rows for row in part], **options)
 
 
-def test_records_with_every_level_pass_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_records_with_every_level_pass_in_silence(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="embeddings"):
         check_levels([source(tmp_path, graded(5))], EVERY, allow_missing=False)
     assert caplog.records == []
 
 
-def test_a_record_without_a_level_is_refused_by_source_and_number(tmp_path: Path) -> None:
+def test_a_record_without_a_level_is_refused_by_source_and_number(tmp_path):
     whole, partial = source(tmp_path, graded(5), name="whole"), source(tmp_path, graded(2), graded(3, (1, 2, 4)))
     says = r"source 'source': record 3 has no negative of level 3 \(3 of 5 lack one\); add it, or set .*: coarser"
     with pytest.raises(InputError, match=says) as raised:
@@ -44,9 +42,7 @@ def test_a_record_without_a_level_is_refused_by_source_and_number(tmp_path: Path
     check_levels([whole, partial], (1, 2, 4), allow_missing=False)
 
 
-def test_where_levels_stand_in_for_each_other_what_is_lacking_is_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_levels_stand_in_for_each_other_what_is_lacking_is_counted(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="embeddings"):
         check_levels([source(tmp_path, graded(2), graded(3, (1, 2, 4)), pairs(4))], EVERY, allow_missing=True)
     assert [record.getMessage() for record in caplog.records] == [
@@ -56,7 +52,7 @@ def test_where_levels_stand_in_for_each_other_what_is_lacking_is_counted(
 
 
 @pytest.mark.parametrize("allow_missing", [False, True])
-def test_a_curriculum_over_no_levels_at_all_is_refused(allow_missing: bool, tmp_path: Path) -> None:
+def test_a_curriculum_over_no_levels_at_all_is_refused(allow_missing, tmp_path):
     plain = [record | {"negatives": ["other"]} for record in pairs(4)]
     sources = [
         source(tmp_path, plain, name="plain"),
@@ -66,7 +62,7 @@ def test_a_curriculum_over_no_levels_at_all_is_refused(allow_missing: bool, tmp_
         check_levels(sources, EVERY, allow_missing=allow_missing)
 
 
-def test_a_source_that_draws_its_negatives_lacks_every_level(tmp_path: Path) -> None:
+def test_a_source_that_draws_its_negatives_lacks_every_level(tmp_path):
     classes = source(tmp_path, labelled(3, 3), name="classes", conversion="class_by_example")
     check_levels([source(tmp_path, graded(4)), classes], EVERY, allow_missing=True)
     with pytest.raises(InputError, match=r"source 'classes': record 1 has no negative of level 4 \(6 of 6"):
@@ -91,9 +87,7 @@ NEEDS = {forced: BatchNeeds(in_batch_negatives=forced) for forced in ("source", 
         ({"in_batch_negatives": False, "conversion": "binary_by_label"}, "source", 1, None),
     ],
 )
-def test_a_source_that_may_have_no_negative_is_refused_before_it_is_read(
-    options: dict[str, Any], needs: Any, num_negatives: int, message: str | None
-) -> None:
+def test_a_source_that_may_have_no_negative_is_refused_before_it_is_read(options, needs, num_negatives, message):
     sources = [SourceConfig("fine", "fine.jsonl"), SourceConfig("lonely", "lonely.jsonl", **options)][message is None :]
     if message is None:
         check_negatives_asked_for(sources, NEEDS[needs], num_negatives)
@@ -104,7 +98,7 @@ def test_a_source_that_may_have_no_negative_is_refused_before_it_is_read(
     assert "\n" not in str(raised.value)
 
 
-def test_pairs_without_any_negative_are_refused_where_they_have_no_in_batch_ones(tmp_path: Path) -> None:
+def test_pairs_without_any_negative_are_refused_where_they_have_no_in_batch_ones(tmp_path):
     lonely = source(tmp_path, pairs(3), name="lonely", in_batch_negatives=False)
     with pytest.raises(InputError, match=r"source 'lonely': has neither .*give its records `negatives`, which `mine`"):
         check_negatives_found([lonely], NEEDS["source"])
@@ -120,7 +114,7 @@ def test_pairs_without_any_negative_are_refused_where_they_have_no_in_batch_ones
     check_negatives_found([labelled_texts], NEEDS["off"])
 
 
-def test_records_that_train_nothing_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_records_that_train_nothing_are_counted(tmp_path, caplog):
     some = source(tmp_path, graded(2), pairs(3), [{**pairs(1)[0], "negatives": ["plain"]}], in_batch_negatives=False)
     check_negatives_found([some], NEEDS["source"])
     assert [record.getMessage() for record in caplog.records] == [
@@ -131,8 +125,8 @@ def test_records_that_train_nothing_are_counted(tmp_path: Path, caplog: pytest.L
 ASK, FIND = instruction_prompt("Answer"), instruction_prompt("Find")
 
 
-def config(name: str, **options: object) -> SourceConfig:
-    return SourceConfig(name, "a.jsonl", **options)  # type: ignore[arg-type]
+def config(name, **options):
+    return SourceConfig(name, "a.jsonl", **options)
 
 
 DOCUMENT = {"document_prompt": "d: "}
@@ -159,15 +153,13 @@ BOTH = ["Answer", "Find"]
         ([("a", {}), ("b", {})], {}, {}),
     ],
 )
-def test_a_saved_model_knows_the_prompts_of_its_sources(
-    sources: list[tuple[str, dict[str, Any]]], given: dict[str, str], expected: dict[str, str]
-) -> None:
+def test_a_saved_model_knows_the_prompts_of_its_sources(sources, given, expected):
     text = TextSettings(query_max_length=9, prompts=given)
     found = with_source_prompts(text, [config(name, **options) for name, options in sources])
     assert found == replace(text, prompts=expected)
 
 
-def test_prompts_that_no_encoding_uses_by_itself_are_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_that_no_encoding_uses_by_itself_are_worth_a_warning(caplog):
     differing = [config("a", instruction="Answer"), config("b", instruction="Find")]
     for sources, given, expected in ((differing, {}, 1), (differing, {"query": ASK}, 0), ([config("a")], {}, 0)):
         caplog.clear()
@@ -188,9 +180,7 @@ def test_prompts_that_no_encoding_uses_by_itself_are_worth_a_warning(caplog: pyt
         ({}, {"document": "f o x " * 4}, "document_max_length"),
     ],
 )
-def test_a_prompt_that_leaves_no_room_is_refused_before_a_text_is_read(
-    options: dict[str, object], given: dict[str, str], limit: str
-) -> None:
+def test_a_prompt_that_leaves_no_room_is_refused_before_a_text_is_read(options, given, limit):
     lengths = {"query_max_length": 64, "document_max_length": 64}
     sources = [config("short", query_prompt="q: "), config("long", **options)]
     check_prompts(TextTokenizer(wordpiece_tokenizer(), TextSettings(**lengths, prompts=given)), sources)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from embeddings.common import OptionError, TextSettings, TokenBatch
+from embeddings.common import OptionError, TextSettings
 from embeddings.common.io import text_hash
 from embeddings.common.random import derive_seed
 from embeddings.data.records import Example, Negative
@@ -15,11 +15,11 @@ from tests.helpers.tiny import wordpiece_tokenizer
 TOKENIZER = wordpiece_tokenizer()
 
 
-def make(num_negatives: int, **settings: object) -> ContrastiveCollator:
+def make(num_negatives, **settings):
     return ContrastiveCollator(TextTokenizer(TOKENIZER, TextSettings(**settings)), num_negatives)
 
 
-def examples() -> list[Example]:
+def examples():
     positives, negatives = ("sum of two", "two numbers", "return"), (Negative("jumps"),)
     labelled = Example(99, 2, 3, "sum", positives, negatives, label=5, negative_labels=(6,))
     return [
@@ -29,7 +29,7 @@ def examples() -> list[Example]:
     ]
 
 
-def test_solved_examples_of_the_same_source_stand_before_a_query() -> None:
+def test_solved_examples_of_the_same_source_stand_before_a_query():
     texts = [("fox", "the fox"), ("sum", "two"), ("dog", "lazy dog"), ("pad", "one")]
     batch = [
         Example(row=row, draw=row, source=row % 2, query=query, positives=(document,), query_prompt="find ")
@@ -54,7 +54,7 @@ def test_solved_examples_of_the_same_source_stand_before_a_query() -> None:
     assert counts == {0, 1}
 
 
-def test_solved_examples_leave_half_of_the_length_to_the_query() -> None:
+def test_solved_examples_leave_half_of_the_length_to_the_query():
     positives = ("lazy dog " * 5,)
     batch = [Example(row, row, 0, f"fox {'the ' * row}", positives, query_prompt="find ") for row in range(12)]
     collate = ContrastiveCollator(TextTokenizer(TOKENIZER, TextSettings(query_max_length=64)), 0, None, 50)
@@ -69,14 +69,14 @@ def test_solved_examples_leave_half_of_the_length_to_the_query() -> None:
         ContrastiveCollator(collate.tokenizer, 0, None, -1)
 
 
-def texts_of(tokens: TokenBatch, pooled_only: bool = False) -> list[str]:
+def texts_of(tokens, pooled_only=False):
     lengths = tokens.lengths_N.tolist()
     pairs = zip(tokens.input_ids_T.split(lengths), tokens.pooling_mask_T.split(lengths), strict=True)
     kept = [ids[mask] if pooled_only else ids for ids, mask in pairs]
     return [TOKENIZER.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in kept]
 
 
-def test_every_field_is_what_its_description_says() -> None:
+def test_every_field_is_what_its_description_says():
     batch = make(2)(examples())
     second, third = (e.positives[derive_seed(e.draw, "positive") % len(e.positives)] for e in examples()[1:])
     candidates = ["the fox", second, third, "a dog", "lazy dog", "jumps"]
@@ -101,7 +101,7 @@ def test_every_field_is_what_its_description_says() -> None:
     assert len(batch) == 3
 
 
-def test_the_draw_key_alone_chooses_the_positive_and_every_one_is_chosen() -> None:
+def test_the_draw_key_alone_chooses_the_positive_and_every_one_is_chosen():
     positives = ("the fox", "a dog", "lazy dog")
     drawn = [Example(row=0, draw=draw, source=0, query="q", positives=positives) for draw in range(60)]
     together = make(0)(drawn).candidate_hash_C.tolist()
@@ -110,14 +110,14 @@ def test_the_draw_key_alone_chooses_the_positive_and_every_one_is_chosen() -> No
     assert {text_hash(text) for text in positives} == set(together)
 
 
-def test_an_example_without_a_prompt_gets_the_settings_prompt_of_its_role() -> None:
+def test_an_example_without_a_prompt_gets_the_settings_prompt_of_its_role():
     batch = make(1, prompts={"query": "search_query: ", "document": "a: "})(examples())
     assert texts_of(batch.query) == ["search _ query : fox", "search _ query : sum", "search _ query : pad"]
     assert texts_of(batch.candidate)[0] == "a : the fox"
     assert texts_of(batch.candidate)[1].startswith("search _ document : ")
 
 
-def test_a_batch_names_the_level_of_its_examples() -> None:
+def test_a_batch_names_the_level_of_its_examples():
     assert make(1)(examples()).negative_level == 0
     batch = make(1)([replace(example, level=3) for example in examples()])
     assert (batch.negative_level, batch.to("cpu").negative_level) == (3, 3)

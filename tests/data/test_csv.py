@@ -20,7 +20,7 @@ ROWS = [
 ]
 
 
-def write_csv(path: Path, rows, **options):
+def write_csv(path, rows, **options):
     """The rows as Python's own writer writes them, gzipped where the name says so."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "wt", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), **options)

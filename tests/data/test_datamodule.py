@@ -8,7 +8,6 @@ import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +18,7 @@ from lightning import LightningDataModule
 
 from embeddings.common import BatchNeeds, ContrastiveBatch, InputError, OptionError, TextSettings, UserError
 from embeddings.data import EmbeddingDataModule, SourceConfig, TextDataModule, TextSource
-from embeddings.data.datamodule import PlannedDataModule, start_worker
+from embeddings.data.datamodule import start_worker
 from embeddings.data.samplers import (
     BlendedBatchSampler,
     ClusteredBatchSampler,
@@ -44,15 +43,15 @@ class Kind(NamedTuple):
     contents: Callable[[Any], list[int]]
     options: dict[str, Any]
 
-    def make(self, **changes: Any) -> PlannedDataModule:
+    def make(self, **changes):
         return self.module(**{**self.options, **changes})
 
-    def ledger(self, tokenizer: Any = TOKENIZER) -> Ledger:
+    def ledger(self, tokenizer=TOKENIZER):
         return Ledger(self.contents, tokenizer)
 
 
 @pytest.fixture(params=["pairs", "texts"])
-def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
+def kind(request, tmp_path):
     lines = [{"query": f"quick {row}", "positive": f"fox {row}", "text": f"the lazy dog {row}"} for row in range(12)]
     path = str(write_jsonl(tmp_path / "lines.jsonl", lines))
     options = {"batch_size": 4, "seed": 1, "cache_dir": str(tmp_path / "cache")}
@@ -73,7 +72,7 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
         ({"sources": []}, r"data\.sources must name at least one source"),
     ],
 )
-def test_impossible_options_are_refused_at_once(kind: Kind, changes: dict[str, Any], message: str) -> None:
+def test_impossible_options_are_refused_at_once(kind, changes, message):
     with pytest.raises(OptionError, match=message) as raised:
         kind.make(**changes)
     assert "\n" not in str(raised.value)
@@ -81,7 +80,7 @@ def test_impossible_options_are_refused_at_once(kind: Kind, changes: dict[str, A
         kind.make(sources=kind.options["sources"] * 2)
 
 
-def test_a_second_fit_begins_at_the_start_again(kind: Kind) -> None:
+def test_a_second_fit_begins_at_the_start_again(kind):
     data, first, second = kind.make(), kind.ledger(), kind.ledger()
     for module in (first, second):
         quiet_trainer(max_epochs=1).fit(module, data)
@@ -89,7 +88,7 @@ def test_a_second_fit_begins_at_the_start_again(kind: Kind) -> None:
     assert len(first.rows) > 1
 
 
-def test_rows_are_numbered_within_their_source(kind: Kind) -> None:
+def test_rows_are_numbered_within_their_source(kind):
     path = kind.options["sources"][0].path
     data = attached(kind.make(sources=[kind.source("first", path), kind.source("second", path)]), kind.ledger())
     data.setup()
@@ -99,7 +98,7 @@ def test_rows_are_numbered_within_their_source(kind: Kind) -> None:
     assert data.source_rows == {"first": size, "second": other}
 
 
-def test_a_batch_larger_than_the_data_and_a_module_without_tokenizer_are_refused(kind: Kind, tmp_path: Path) -> None:
+def test_a_batch_larger_than_the_data_and_a_module_without_tokenizer_are_refused(kind, tmp_path):
     with pytest.raises(OptionError, match=r"data\.batch_size must not exceed the"):
         attached(kind.make(batch_size=1000), kind.ledger()).prepare_data()
     with pytest.raises(OptionError, match=r"data\.tokenizer must be given"):
@@ -109,7 +108,7 @@ def test_a_batch_larger_than_the_data_and_a_module_without_tokenizer_are_refused
         quiet_trainer(max_epochs=1).fit(kind.ledger(None), kind.make(tokenizer=str(tmp_path)))
 
 
-def test_a_worker_collects_none_of_its_parents_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_collects_none_of_its_parents_garbage(monkeypatch):
     """Walking over inherited objects would copy their memory: 60 MiB a worker in P12."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     frozen = gc.get_freeze_count()
@@ -121,7 +120,7 @@ def test_a_worker_collects_none_of_its_parents_garbage(monkeypatch: pytest.Monke
         gc.unfreeze()
 
 
-def test_a_worker_leaves_stop_signals_to_the_run_and_obeys_its_parent(kind: Kind) -> None:
+def test_a_worker_leaves_stop_signals_to_the_run_and_obeys_its_parent(kind):
     data = attached(kind.make(num_workers=1), kind.ledger())
     data.prepare_data()
     others = multiprocessing.active_children()
@@ -138,7 +137,7 @@ def test_a_worker_leaves_stop_signals_to_the_run_and_obeys_its_parent(kind: Kind
     assert worker.exitcode == 0
 
 
-def test_a_plan_other_than_the_expected_one_is_refused_once_the_sources_are_open(kind: Kind) -> None:
+def test_a_plan_other_than_the_expected_one_is_refused_once_the_sources_are_open(kind):
     data = attached(kind.make(), kind.ledger())
     data.prepare_data()
     data.train_dataloader()
@@ -154,7 +153,7 @@ def test_a_plan_other_than_the_expected_one_is_refused_once_the_sources_are_open
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> dict[str, Any]:
+def options(tmp_path):
     for name, size in (("first", 15), ("second", 9)):
         lines = [
             {"query": f"{name} {row}", "positive": f"fox {row} {name}", "negatives": ["dog", f"lazy {row}"]}
@@ -168,12 +167,12 @@ def options(tmp_path: Path) -> dict[str, Any]:
     return {"sources": sources, "batch_size": 4, "num_negatives": 2, "cache_dir": str(tmp_path / "cache"), "seed": 1}
 
 
-def rows_in(batch: ContrastiveBatch) -> list[int]:
+def rows_in(batch):
     assert isinstance(batch, ContrastiveBatch)
     return batch.row_B.tolist()
 
 
-def plan(num_epochs: int, batch_size: int = 4, **sampler: Any) -> list[list[int]]:
+def plan(num_epochs, batch_size=4, **sampler):
     sampler = BlendedBatchSampler([15, 9], batch_size, seed=1, **sampler)
     return [rows for epoch in range(num_epochs) for rows in rows_of(sampler, epoch)]
 
@@ -184,7 +183,7 @@ class Picky(Ledger):
     batch_needs = BatchNeeds(gathers_candidates=False, sampler="ClusteredBatchSampler", without_sampler="no topics")
 
 
-def test_remarks_on_the_plan_are_logged_once(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_remarks_on_the_plan_are_logged_once(options, caplog):
     """A source too small for a batch, and a sampler that the method is not made for."""
     attached(EmbeddingDataModule(**options), Ledger(rows_in, TOKENIZER)).prepare_data()
     assert not [record for record in caplog.records if record.module == "datamodule"]
@@ -198,12 +197,12 @@ def test_remarks_on_the_plan_are_logged_once(options: dict[str, Any], caplog: py
     assert [max(batch) < 15 for batch in module.rows] == [True, True]
 
 
-def test_the_methods_name_samplers_that_there_are() -> None:
+def test_the_methods_name_samplers_that_there_are():
     assert CDEModule.made_for[0] == ClusteredBatchSampler.__name__
     assert MGHCurriculumModule.made_for[0] == CurriculumBatchSampler.__name__
 
 
-def test_a_source_without_negatives_ends_the_run_before_its_first_step(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_source_without_negatives_ends_the_run_before_its_first_step(options, tmp_path):
     module = Ledger(rows_in, TOKENIZER)
     module.batch_needs = BatchNeeds(in_batch_negatives="off")
     lonely = SourceConfig("lonely", str(write_jsonl(tmp_path / "lonely.jsonl", pairs(20))))
@@ -214,7 +213,7 @@ def test_a_source_without_negatives_ends_the_run_before_its_first_step(options: 
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches_hold_what_the_sources_say(options: dict[str, Any], tmp_path: Path, num_workers: int) -> None:
+def test_batches_hold_what_the_sources_say(options, tmp_path, num_workers):
     folder = save_backbone(str(tmp_path / "backbone"), tiny_bert(), TOKENIZER)
     data = EmbeddingDataModule(**options, tokenizer=folder, num_workers=num_workers)
     data.prepare_data()
@@ -239,16 +238,14 @@ def test_batches_hold_what_the_sources_say(options: dict[str, Any], tmp_path: Pa
         ({"max_epochs": 3, "limit_train_batches": 4}, [2, 3, 9], False),
     ],
 )
-def test_a_training_killed_three_times_sees_the_plan_once(
-    options: dict[str, Any], tmp_path: Path, limits: dict[str, int], stops: list[int], asks_for_steps: bool
-) -> None:
+def test_a_training_killed_three_times_sees_the_plan_once(options, tmp_path, limits, stops, asks_for_steps):
     make_module = lambda: Ledger(rows_in, TOKENIZER, asks_for_steps)  # noqa: E731
     seen = killed_run(tmp_path, stops, make_module, lambda: EmbeddingDataModule(**options), limits)
     taken = limits.get("limit_train_batches", 6)
     assert seen == [batch for number, batch in enumerate(plan(24 // 6 if taken == 6 else 3)) if number % 6 < taken]
 
 
-def test_resuming_at_every_epochs_end_repeats_no_row(options: dict[str, Any], tmp_path: Path) -> None:
+def test_resuming_at_every_epochs_end_repeats_no_row(options, tmp_path):
     make_data = lambda: EmbeddingDataModule(**options)  # noqa: E731
     seen = killed_run(tmp_path, [6, 12, 18], lambda: Ledger(rows_in, TOKENIZER), make_data, {"max_epochs": 4})
     # Lightning's count of epochs falls behind, so that the run may be longer; the plan continues with it.
@@ -256,7 +253,7 @@ def test_resuming_at_every_epochs_end_repeats_no_row(options: dict[str, Any], tm
     assert seen == plan(6)[: len(seen)]
 
 
-def test_a_config_names_everything(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_config_names_everything(options, tmp_path):
     parser = ArgumentParser()
     parser.add_subclass_arguments(LightningDataModule, "data")
     parser.add_argument("--config", action="config")
@@ -289,7 +286,7 @@ def test_a_config_names_everything(options: dict[str, Any], tmp_path: Path) -> N
         assert module.rows == plan(2, proportions="given", weights=[3, 1], steps_per_epoch=2)
 
 
-def test_a_config_may_leave_the_sampler_out(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_config_may_leave_the_sampler_out(tmp_path, options):
     parser = ArgumentParser()
     parser.add_subclass_arguments(LightningDataModule, "data")
     source = json.dumps([{"name": "first", "path": str(tmp_path / "first.jsonl")}])
@@ -319,9 +316,7 @@ def test_a_config_may_leave_the_sampler_out(tmp_path: Path, options: dict[str, A
         ({}, {"num_negatives": -1}, r"data\.num_negatives must be >= 0, got -1"),
     ],
 )
-def test_what_needs_no_row_is_refused_before_a_source_is_read(
-    options: dict[str, Any], first: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_what_needs_no_row_is_refused_before_a_source_is_read(options, first, changes, message, tmp_path):
     trainer, module = quiet_trainer(), Ledger(rows_in, TOKENIZER)
     EmbeddingDataModule(**options).check_run(trainer, module, None)
     options["sources"][0] = replace(options["sources"][0], **first)

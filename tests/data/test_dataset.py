@@ -306,7 +306,7 @@ def test_label_texts_are_the_rows_own_and_different_others(num_texts, num_negati
 ALL = tuple(Negative(f"{level}{name}", level) for level in (1, 2, 3, 4) for name in "ab")
 
 
-def texts(negatives: tuple[Negative, ...], level: int, cumulative: bool = False, draw: int = 0) -> list[str]:
+def texts(negatives, level, cumulative=False, draw=0):
     return [negatives[place].text for place in places_of_level(negatives, LevelRule(level, cumulative), draw)]
 
 
@@ -320,21 +320,19 @@ def texts(negatives: tuple[Negative, ...], level: int, cumulative: bool = False,
         ((), [None, None, None, None]),
     ],
 )
-def test_the_nearest_coarser_level_stands_in_and_never_a_finer_one(
-    levels: tuple[int, ...], expected: list[str | None]
-) -> None:
+def test_the_nearest_coarser_level_stands_in_and_never_a_finer_one(levels, expected):
     negatives = tuple(Negative(str(level), level) for level in levels)
     assert [texts(negatives, level) for level in (1, 2, 3, 4)] == [[] if text is None else [text] for text in expected]
 
 
 @pytest.mark.parametrize("level", [1, 2, 3, 4])
-def test_a_level_allows_its_own_negatives_in_their_order_and_cumulative_ones_all_coarser_too(level: int) -> None:
+def test_a_level_allows_its_own_negatives_in_their_order_and_cumulative_ones_all_coarser_too(level):
     assert texts(ALL, level) == [f"{level}a", f"{level}b"]
     found = texts(ALL, level, cumulative=True)
     assert sorted(found) == [f"{coarser}{name}" for coarser in range(level, 5) for name in "ab"]
 
 
-def test_the_first_of_cumulative_levels_is_drawn_by_the_key_and_evenly() -> None:
+def test_the_first_of_cumulative_levels_is_drawn_by_the_key_and_evenly():
     assert texts(ALL, 2, cumulative=True, draw=5) == texts(ALL, 2, cumulative=True, draw=5)
     first = Counter(texts(ALL, 2, cumulative=True, draw=draw)[0] for draw in range(1200))
     assert len(first) == 6
@@ -343,7 +341,7 @@ def test_the_first_of_cumulative_levels_is_drawn_by_the_key_and_evenly() -> None
 
 
 @pytest.mark.parametrize("cumulative", [False, True])
-def test_negatives_without_levels_belong_to_every_level(cumulative: bool) -> None:
+def test_negatives_without_levels_belong_to_every_level(cumulative):
     negatives = (Negative("a"), Negative("b"))
     assert sorted(places_of_level(negatives, LevelRule(3, cumulative), 0)) == [0, 1]
 

@@ -1,14 +1,12 @@
 """The loader alone: epochs, resuming, workers, and errors of the data."""
 
 import multiprocessing
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from embeddings.common import InputError, OptionError
-from embeddings.data import BlendedBatchSampler, PlanEntry, ResumableLoader
+from embeddings.data import BlendedBatchSampler, ResumableLoader
 
 
 class RowEcho:
@@ -17,27 +15,27 @@ class RowEcho:
     def __init__(self, row: int = -1, error: Exception | None = None) -> None:
         self.row, self.error = row, error
 
-    def __getitems__(self, entries: list[PlanEntry]) -> list[int]:
+    def __getitems__(self, entries):
         rows = [entry.row for entry in entries]
         if self.error is not None and self.row in rows:
             raise self.error
         return rows
 
 
-def make(batch_size: int = 4, num_workers: int = 0, rows: RowEcho | None = None, **options: Any) -> ResumableLoader:
+def make(batch_size=4, num_workers=0, rows=None, **options):
     sampler = BlendedBatchSampler([15, 9], batch_size, seed=1, **options)
     return ResumableLoader(rows or RowEcho(), sampler, torch.tensor, num_workers=num_workers)
 
 
-def epochs(loader: ResumableLoader, count: int) -> list[list[list[int]]]:
+def epochs(loader, count):
     return [[batch.tolist() for batch in loader] for _ in range(count)]
 
 
-def flat(count: int = 4) -> list[list[int]]:
+def flat(count=4):
     return [batch for epoch in epochs(make(), count) for batch in epoch]
 
 
-def take(loader: ResumableLoader, count: int) -> Iterator[list[int]]:
+def take(loader, count):
     """Some batches, from the next epoch where one ends."""
     while count:
         for batch in loader:
@@ -47,7 +45,7 @@ def take(loader: ResumableLoader, count: int) -> Iterator[list[int]]:
                 return
 
 
-def test_iterating_again_gives_the_next_epoch_with_or_without_set_epoch() -> None:
+def test_iterating_again_gives_the_next_epoch_with_or_without_set_epoch():
     torch.manual_seed(3)
     before = torch.get_rng_state()
     first, second, third = epochs(make(), 3)
@@ -62,7 +60,7 @@ def test_iterating_again_gives_the_next_epoch_with_or_without_set_epoch() -> Non
 
 
 @pytest.mark.parametrize("stops", [[1, 2, 2], [6, 1, 5], [13, 4, 3], [5, 1, 12]])
-def test_three_resumes_give_the_batches_of_one_run(stops: list[int]) -> None:
+def test_three_resumes_give_the_batches_of_one_run(stops):
     seen, state = [], None
     for stop in stops:
         loader = make()
@@ -73,7 +71,7 @@ def test_three_resumes_give_the_batches_of_one_run(stops: list[int]) -> None:
     assert seen == flat()[: sum(stops)]
 
 
-def test_workers_that_ran_ahead_do_not_count_and_change_nothing() -> None:
+def test_workers_that_ran_ahead_do_not_count_and_change_nothing():
     loader = make(num_workers=2)
     seen = list(take(loader, 8))
     state = loader.state_dict()
@@ -84,14 +82,14 @@ def test_workers_that_ran_ahead_do_not_count_and_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_epoch_is_left_in_its_middle_when_another_is_set(num_workers: int) -> None:
+def test_an_epoch_is_left_in_its_middle_when_another_is_set(num_workers):
     loader = make(num_workers=num_workers)
     list(take(loader, 2))
     loader.batch_sampler.set_epoch(1)
     assert epochs(loader, 1) == epochs(make(), 2)[1:]
 
 
-def test_a_state_loaded_after_iter_counts() -> None:
+def test_a_state_loaded_after_iter_counts():
     loader, source = make(), make()
     iterator = iter(loader)
     list(take(source, 9))
@@ -99,7 +97,7 @@ def test_a_state_loaded_after_iter_counts() -> None:
     assert next(iterator).tolist() == flat()[9]
 
 
-def test_the_state_is_the_same_on_every_rank() -> None:
+def test_the_state_is_the_same_on_every_rank():
     loaders = [make(4), *(make(2, num_replicas=2, rank=rank) for rank in (0, 1))]
     for loader in loaders:
         list(take(loader, 3))
@@ -116,9 +114,7 @@ def test_the_state_is_the_same_on_every_rank() -> None:
         ({}, {"level": 3}, r"data level must be 3 as in the checkpoint .*, got None; restore it"),
     ],
 )
-def test_a_state_of_another_plan_is_refused_by_the_field_that_differs(
-    options: dict[str, Any], saved: dict[str, Any], message: str
-) -> None:
+def test_a_state_of_another_plan_is_refused_by_the_field_that_differs(options, saved, message):
     state = make().state_dict()
     state["plan"] = {name: value for name, value in (state["plan"] | saved).items() if value is not None}
     with pytest.raises(OptionError, match=message):
@@ -126,7 +122,7 @@ def test_a_state_of_another_plan_is_refused_by_the_field_that_differs(
     make().load_state_dict(make().state_dict())
 
 
-def test_a_state_under_other_weights_is_refused_and_under_the_same_ratios_taken() -> None:
+def test_a_state_under_other_weights_is_refused_and_under_the_same_ratios_taken():
     state = make(proportions="given", weights=[1, 9]).state_dict()
     with pytest.raises(OptionError, match=r"data parts must be '0\.1,0\.9' as in the checkpoint .* got '0\.9,0\.1'"):
         make(proportions="given", weights=[9, 1]).load_state_dict(state)
@@ -141,7 +137,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "num_workers"), [(ERRORS[0], 0), *((error, 2) for error in ERRORS)])
-def test_an_error_of_the_data_arrives_from_a_worker_as_from_the_loop_itself(error: Exception, num_workers: int) -> None:
+def test_an_error_of_the_data_arrives_from_a_worker_as_from_the_loop_itself(error, num_workers):
     plan, seen = epochs(make(), 1)[0], []
     loader = make(num_workers=num_workers, rows=RowEcho(plan[3][1], error))
     others = multiprocessing.active_children()

@@ -6,7 +6,6 @@ import subprocess
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,6 @@ from embeddings.data.text_streams import (
     Documents,
     DocumentTokenizer,
     TextSource,
-    TokenStream,
     open_stream,
 )
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run, quiet_trainer
@@ -40,24 +38,24 @@ TOKENIZER = wordpiece_tokenizer()
 DOCUMENTS = ["one fox", "two foxes", " \n", "", "naïve café"]
 
 
-def documents(tmp_path: Path, **fields: Any) -> Documents:
+def documents(tmp_path, **fields):
     return Documents(TextSource("texts", **fields), tmp_path)
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> list[str]:
+def files(tmp_path):
     rows = [{"id": row, "text": text} for row, text in enumerate(DOCUMENTS)]
     return [str(write_rows(tmp_path / name, rows)) for name in ("a.jsonl", "b.jsonl.gz", "c.parquet")]
 
 
-def test_every_kind_of_file_gives_its_texts_without_blank_ones(files: list[str], tmp_path: Path) -> None:
+def test_every_kind_of_file_gives_its_texts_without_blank_ones(files, tmp_path):
     expected = ["one fox", "two foxes", "naïve café"]
     for path in files:
         assert list(documents(tmp_path, path=path)) == expected
     assert list(documents(tmp_path, path=files)) == expected * 3
 
 
-def test_inputs_follow_from_the_bytes(files: list[str], tmp_path: Path) -> None:
+def test_inputs_follow_from_the_bytes(files, tmp_path):
     one, two = documents(tmp_path, path=files[0]), documents(tmp_path, path=files[1])
     assert one.identity == documents(tmp_path, path=files[0]).identity != two.identity
     one.require_unchanged()
@@ -74,15 +72,13 @@ def test_inputs_follow_from_the_bytes(files: list[str], tmp_path: Path) -> None:
         ({"body": "x"}, "text", "2: no column 'text' among body"),
     ],
 )
-def test_a_record_without_a_text_is_named(row: dict[str, Any], column: str, says: str, tmp_path: Path) -> None:
+def test_a_record_without_a_text_is_named(row, column, says, tmp_path):
     path = write_jsonl(tmp_path / "bad.jsonl", [{"text": "fine"}, row])
     with pytest.raises(InputError, match=f"bad.jsonl:{says}"):
         list(documents(tmp_path, path=str(path), column=column))
 
 
-def test_packages_give_their_source_files_without_importing_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_give_their_source_files_without_importing_them(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     package = tmp_path / "zoo_text"
     package.mkdir()
@@ -96,7 +92,7 @@ def test_packages_give_their_source_files_without_importing_them(
     assert documents(tmp_path, packages=["zoo_text"]).identity != found.identity
 
 
-def test_a_name_stands_for_the_packages_of_the_docstring_corpus(tmp_path: Path) -> None:
+def test_a_name_stands_for_the_packages_of_the_docstring_corpus(tmp_path):
     with pytest.raises(OptionError, match="must name installed packages"):
         documents(tmp_path, packages=["no_such_package_x"])
     packages = {file.package for file in documents(tmp_path, packages=["held_out"])._modules}
@@ -116,14 +112,14 @@ def test_a_name_stands_for_the_packages_of_the_docstring_corpus(tmp_path: Path) 
         ({"path": "a", "max_rows": 0}, "max_rows must be >= 1, got 0"),
     ],
 )
-def test_a_source_that_cannot_be_is_refused(fields: dict[str, Any], says: str) -> None:
+def test_a_source_that_cannot_be_is_refused(fields, says):
     with pytest.raises(OptionError, match=says):
         TextSource("texts", **fields)
     with pytest.raises(OptionError, match="name must not be empty"):
         TextSource(" ", path="a")
 
 
-def test_a_hub_data_set_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_data_set_is_known_by_its_commit(tmp_path, monkeypatch):
     from embeddings.data import readers
     from embeddings.data.readers import Row
 
@@ -138,11 +134,11 @@ def test_a_hub_data_set_is_known_by_its_commit(tmp_path: Path, monkeypatch: pyte
 TEXTS = ["how do I pad", "the quick brown fox " * 9, "a", "one length", "return the sum of two numbers " * 4]
 
 
-def source(folder: Path, texts: list[str] = TEXTS, name: str = "texts.jsonl") -> TextSource:
+def source(folder, texts=TEXTS, name="texts.jsonl"):
     return TextSource("texts", str(write_jsonl(folder / name, [{"text": text} for text in texts])))
 
 
-def stream(folder: Path, append_eos: bool = True, texts: list[str] = TEXTS) -> tuple[TokenStream, list[list[int]]]:
+def stream(folder, append_eos=True, texts=TEXTS):
     """A stream, and the tokens of each document by the tokenizer alone."""
     tokenizer = wordpiece_tokenizer()
     found = open_stream(source(folder, texts), DocumentTokenizer(tokenizer, append_eos), folder / "cache")
@@ -150,7 +146,7 @@ def stream(folder: Path, append_eos: bool = True, texts: list[str] = TEXTS) -> t
 
 
 @pytest.mark.parametrize("row_length", [2, 7, 16, 1000])
-def test_rows_hold_every_token_once_and_in_order(row_length: int, tmp_path: Path) -> None:
+def test_rows_hold_every_token_once_and_in_order(row_length, tmp_path):
     found, expected = stream(tmp_path)
     rows = [found.row(index, row_length) for index in range(found.num_rows(row_length))]
     assert [len(ids) for ids, _ in rows[:-1]] == [row_length] * (len(rows) - 1)
@@ -167,9 +163,7 @@ def test_rows_hold_every_token_once_and_in_order(row_length: int, tmp_path: Path
     ("tokenizer", "first", "last"),
     [(wordpiece_tokenizer(), 2, 3), (sentencepiece_tokenizer(), 1, 2), (bpe_tokenizer(), None, 0)],
 )
-def test_documents_begin_and_end_as_the_tokenizer_has_it(
-    tokenizer: PreTrainedTokenizerFast, first: int | None, last: int
-) -> None:
+def test_documents_begin_and_end_as_the_tokenizer_has_it(tokenizer, first, last):
     with_eos, without = (DocumentTokenizer(tokenizer, append_eos)(["how do", "pad"]) for append_eos in (True, False))
     plain = [tokenizer(text)["input_ids"] for text in ("how do", "pad")]
     assert without == plain
@@ -180,7 +174,7 @@ def test_documents_begin_and_end_as_the_tokenizer_has_it(
         assert ids[: len(expected)] == expected
 
 
-def test_a_special_token_that_a_text_spells_out_is_plain_characters() -> None:
+def test_a_special_token_that_a_text_spells_out_is_plain_characters():
     tokenizer = sentencepiece_tokenizer()
     (ids,) = DocumentTokenizer(tokenizer, True)(["pad </s> one <s> length"])
     assert ids[0] == 1
@@ -189,14 +183,14 @@ def test_a_special_token_that_a_text_spells_out_is_plain_characters() -> None:
     assert {1, 2} & set(tokenizer("pad </s> one <s> length")["input_ids"][1:])
 
 
-def test_a_tokenizer_that_has_no_separator_is_refused() -> None:
+def test_a_tokenizer_that_has_no_separator_is_refused():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe_tokenizer().backend_tokenizer)
     with pytest.raises(OptionError, match=r"data\.append_eos needs a tokenizer with an eos_token"):
         DocumentTokenizer(tokenizer, True)
     assert DocumentTokenizer(tokenizer, False)(["pad"])[0]
 
 
-def test_a_stream_is_made_once_for_a_content_and_a_tokenizer(tmp_path: Path) -> None:
+def test_a_stream_is_made_once_for_a_content_and_a_tokenizer(tmp_path):
     one, _ = stream(tmp_path)
     stamp = (one.folder / TOKENS_FILE).stat().st_mtime_ns
     again, _ = stream(tmp_path)
@@ -210,7 +204,7 @@ def test_a_stream_is_made_once_for_a_content_and_a_tokenizer(tmp_path: Path) -> 
     assert len({found.key for found in (one, *others)}) == 4
 
 
-def test_a_stream_has_the_first_documents_that_are_wanted(tmp_path: Path) -> None:
+def test_a_stream_has_the_first_documents_that_are_wanted(tmp_path):
     texts = ["one fox", "two foxes", "naïve café", "a dog"]
     write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in ("", *texts)])
     tokenizer = DocumentTokenizer(sentencepiece_tokenizer(), True)
@@ -226,14 +220,14 @@ def test_a_stream_has_the_first_documents_that_are_wanted(tmp_path: Path) -> Non
     assert two.row(0, length)[0].tolist() == all_of_them.row(0, length)[0].tolist()
 
 
-def test_a_stream_travels_by_its_folder(tmp_path: Path) -> None:
+def test_a_stream_travels_by_its_folder(tmp_path):
     found, _ = stream(tmp_path)
     content = pickle.dumps(found)
     assert len(content) < 1000
     assert pickle.loads(content).row(1, 8)[0].tolist() == found.row(1, 8)[0].tolist()
 
 
-def test_a_source_without_text_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_source_without_text_is_refused_and_leaves_nothing(tmp_path):
     texts = source(tmp_path, ["", " \n "])
     with pytest.raises(InputError, match="source 'texts': holds no text"):
         open_stream(texts, DocumentTokenizer(wordpiece_tokenizer(), True), tmp_path / "cache")
@@ -241,7 +235,7 @@ def test_a_source_without_text_is_refused_and_leaves_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", [TOKENS_FILE, STARTS_FILE])
-def test_a_damaged_stream_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_damaged_stream_is_refused(name, tmp_path):
     found, _ = stream(tmp_path)
     content = (found.folder / name).read_bytes()
     (found.folder / name).write_bytes(content[: len(content) // 2])
@@ -250,13 +244,13 @@ def test_a_damaged_stream_is_refused(name: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> RowMixture:
+def rows(tmp_path):
     tokenizer = DocumentTokenizer(TOKENIZER, True)
     sources = [source(tmp_path, TEXTS, "a.jsonl"), source(tmp_path, TEXTS[:2], "b.jsonl")]
     return RowMixture([open_stream(one, tokenizer, tmp_path / "cache") for one in sources], 8)
 
 
-def test_the_rows_of_all_sources_follow_each_other_and_none_is_of_two(rows: RowMixture) -> None:
+def test_the_rows_of_all_sources_follow_each_other_and_none_is_of_two(rows):
     assert len(rows) == sum(rows.sizes)
     assert min(rows.sizes) > 2
     found = rows.__getitems__([PlanEntry(row, 5) for row in range(len(rows))])
@@ -268,7 +262,7 @@ def test_the_rows_of_all_sources_follow_each_other_and_none_is_of_two(rows: RowM
     assert len(pickle.loads(pickle.dumps(rows))) == len(rows)
 
 
-def test_a_batch_is_padded_on_the_right_and_knows_its_special_tokens(rows: RowMixture) -> None:
+def test_a_batch_is_padded_on_the_right_and_knows_its_special_tokens(rows):
     last = rows.sizes[0] - 1
     collate = RowCollator(TOKENIZER, 8)
     batch = collate(rows.__getitems__([PlanEntry(0, 3), PlanEntry(last, 4), PlanEntry(-1, 0)]))
@@ -285,7 +279,7 @@ def test_a_batch_is_padded_on_the_right_and_knows_its_special_tokens(rows: RowMi
     assert 0 < sum(expected[0]) < 8
 
 
-def test_padding_is_special_where_the_tokenizer_has_no_token_for_it(rows: RowMixture) -> None:
+def test_padding_is_special_where_the_tokenizer_has_no_token_for_it(rows):
     unpadded = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer, sep_token="[SEP]")
     assert unpadded.pad_token_id is None
     batch = RowCollator(unpadded, 8)(rows.__getitems__([PlanEntry(-1, 0), PlanEntry(0, 0)]))
@@ -294,17 +288,17 @@ def test_padding_is_special_where_the_tokenizer_has_no_token_for_it(rows: RowMix
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> dict[str, Any]:
+def options(tmp_path):
     sources = [source(tmp_path, TEXTS * 2, "a.jsonl"), TextSource("other", source(tmp_path, TEXTS, "b.jsonl").path)]
     return {"sources": sources, "row_length": 8, "batch_size": 4, "cache_dir": str(tmp_path / "cache"), "seed": 1}
 
 
-def content(batch: PackedRows) -> list[int]:
+def content(batch):
     """The tokens of a batch, as the ledger's rows."""
     return batch.input_ids_NL.flatten().tolist()
 
 
-def test_an_epoch_holds_every_row_once_but_for_those_that_fill_no_batch(options: dict[str, Any]) -> None:
+def test_an_epoch_holds_every_row_once_but_for_those_that_fill_no_batch(options):
     data, module = TextDataModule(**options), Ledger(content, TOKENIZER)
     quiet_trainer(max_epochs=2).fit(module, data)
     num_rows, length = len(data.rows), 8
@@ -321,7 +315,7 @@ def test_an_epoch_holds_every_row_once_but_for_those_that_fill_no_batch(options:
     assert module.rows[data.batches_per_epoch :] != first
 
 
-def test_a_training_killed_three_times_sees_the_plan_once(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_training_killed_three_times_sees_the_plan_once(options, tmp_path):
     whole = Ledger(content, TOKENIZER)
     quiet_trainer(max_epochs=3).fit(whole, TextDataModule(**options))
     stops = [2, len(whole.rows) // 3, len(whole.rows) - 1]
@@ -331,21 +325,21 @@ def test_a_training_killed_three_times_sees_the_plan_once(options: dict[str, Any
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_modules_task_is_applied_in_the_workers(options: dict[str, Any], num_workers: int) -> None:
+def test_a_modules_task_is_applied_in_the_workers(options, num_workers):
     module = Ledger(lambda batch: batch.tolist(), TOKENIZER)
-    module.task = sums  # type: ignore[assignment]
+    module.task = sums
     quiet_trainer(max_steps=3).fit(module, TextDataModule(**options, num_workers=num_workers))
     plain = Ledger(content, TOKENIZER)
     quiet_trainer(max_steps=3).fit(plain, TextDataModule(**options))
     assert module.rows == [torch.tensor(row).view(4, 8).sum(1).tolist() for row in plain.rows]
 
 
-def sums(rows: PackedRows) -> torch.Tensor:
+def sums(rows):
     return rows.input_ids_NL.sum(1)
 
 
 @pytest.mark.parametrize(("num_rows", "num_ranks"), [(1, 1), (8, 2), (9, 2), (3, 4), (17, 3)])
-def test_validation_rows_are_dealt_out_once_in_equally_many_batches(num_rows: int, num_ranks: int) -> None:
+def test_validation_rows_are_dealt_out_once_in_equally_many_batches(num_rows, num_ranks):
     dealt = [validation_batches(num_rows, 2, rank, num_ranks) for rank in range(num_ranks)]
     assert {len(batches) for batches in dealt} == {-(-num_rows // (2 * num_ranks))}
     assert {len(batch) for batches in dealt for batch in batches} == {2}
@@ -353,7 +347,7 @@ def test_validation_rows_are_dealt_out_once_in_equally_many_batches(num_rows: in
     assert sorted(row for row in rows if row >= 0) == list(range(num_rows))
 
 
-def test_validation_batches_are_the_same_every_time(options: dict[str, Any], tmp_path: Path) -> None:
+def test_validation_batches_are_the_same_every_time(options, tmp_path):
     folder = save_backbone(str(tmp_path / "backbone"), tiny_bert(), TOKENIZER)
     data = TextDataModule(**options, validation_sources=options["sources"], tokenizer=folder)
     data.setup()
@@ -364,7 +358,7 @@ def test_validation_batches_are_the_same_every_time(options: dict[str, Any], tmp
     assert TextDataModule(**options, tokenizer=folder).val_dataloader() == []
 
 
-def test_a_worker_of_validation_leaves_stop_signals_to_the_run(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_worker_of_validation_leaves_stop_signals_to_the_run(options, tmp_path):
     folder = save_backbone(str(tmp_path / "backbone"), tiny_bert(), TOKENIZER)
     data = TextDataModule(**options, validation_sources=options["sources"], tokenizer=folder, num_workers=1)
     data.setup()
@@ -379,7 +373,7 @@ def test_a_worker_of_validation_leaves_stop_signals_to_the_run(options: dict[str
     assert set(multiprocessing.active_children()) <= set(others)
 
 
-def test_what_only_texts_have_is_checked_at_once(options: dict[str, Any]) -> None:
+def test_what_only_texts_have_is_checked_at_once(options):
     with pytest.raises(OptionError, match=r"data\.row_length must be >= 2, got 1"):
         TextDataModule(**{**options, "row_length": 1})
     with pytest.raises(OptionError, match=r"data\.validation_sources must have different names"):
@@ -396,9 +390,7 @@ def test_what_only_texts_have_is_checked_at_once(options: dict[str, Any]) -> Non
         ({"tokenizer": "nowhere"}, InputError, "data.tokenizer nowhere"),
     ],
 )
-def test_a_run_is_refused_before_a_source_is_tokenised(
-    change: dict[str, Any], error: type[Exception], says: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_is_refused_before_a_source_is_tokenised(change, error, says, options, tmp_path):
     data, module = TextDataModule(**{**options, **change}), Ledger(content, TOKENIZER)
     with pytest.raises(error, match=says):
         data.check_run(quiet_trainer(), module, data)

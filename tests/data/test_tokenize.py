@@ -1,19 +1,16 @@
 """Which tokens are pooled, against the characters each token stands for, in each family of tokenizers."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from embeddings.common import OptionError, TextSettings, TokenBatch
+from embeddings.common import OptionError, TextSettings
 from embeddings.data.tokenize import TextTokenizer
 from tests.helpers.tiny import TEXTS, bpe_tokenizer, sentencepiece_tokenizer, wordpiece_tokenizer
 
 
-def roberta_tokenizer() -> PreTrainedTokenizerFast:
+def roberta_tokenizer():
     """Byte-level BPE that trims the space off a token's characters and puts the text between two special tokens."""
     tokenizer = bpe_tokenizer()
     backend = Backend.from_str(tokenizer.backend_tokenizer.to_str())
@@ -25,7 +22,7 @@ def roberta_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-FAMILIES: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
+FAMILIES = {
     "wordpiece": wordpiece_tokenizer,
     "bpe": bpe_tokenizer,
     "roberta": roberta_tokenizer,
@@ -48,29 +45,27 @@ SAMPLES = [
 
 
 @pytest.fixture(params=sorted(FAMILIES))
-def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+def tokenizer(request):
     return FAMILIES[request.param]()
 
 
-def make(tokenizer: PreTrainedTokenizerFast, **settings: Any) -> TextTokenizer:
+def make(tokenizer, **settings):
     return TextTokenizer(tokenizer, TextSettings(**settings))
 
 
-def rows_of(tokens: TokenBatch) -> list[tuple[list[int], list[bool]]]:
+def rows_of(tokens):
     lengths = tokens.lengths_N.tolist()
     ids, masks = tokens.input_ids_T.split(lengths), tokens.pooling_mask_T.split(lengths)
     return [(i.tolist(), m.tolist()) for i, m in zip(ids, masks, strict=True)]
 
 
-def pooled_ids(tokens: TokenBatch) -> list[list[int]]:
+def pooled_ids(tokens):
     return [[token for token, flag in zip(ids, mask, strict=True) if flag] for ids, mask in rows_of(tokens)]
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("append_eos", [False, True])
-def test_pooled_are_the_tokens_that_cover_the_text_and_the_special_tokens_after_it(
-    tokenizer: PreTrainedTokenizerFast, prompt: str, append_eos: bool
-) -> None:
+def test_pooled_are_the_tokens_that_cover_the_text_and_the_special_tokens_after_it(tokenizer, prompt, append_eos):
     append_eos = append_eos and tokenizer.eos_token is not None
     tokens = make(tokenizer, append_eos=append_eos)(SAMPLES, "query", prompt)
     assert len(tokens) == len(SAMPLES)
@@ -101,7 +96,7 @@ def test_pooled_are_the_tokens_that_cover_the_text_and_the_special_tokens_after_
 
 @pytest.mark.parametrize("family", ["bpe", "sentencepiece"])
 @pytest.mark.parametrize("prompt", [p for p in PROMPTS if p.endswith(" ")])
-def test_the_pooled_tokens_spell_the_text(family: str, prompt: str) -> None:
+def test_the_pooled_tokens_spell_the_text(family, prompt):
     tokenizer = FAMILIES[family]()
     texts = [text for text in SAMPLES if text.strip()]
     pooled = pooled_ids(make(tokenizer)(texts, "query", prompt))
@@ -111,7 +106,7 @@ def test_the_pooled_tokens_spell_the_text(family: str, prompt: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["how do I pad", "Ünïcödé x", "don't", "fox 7 sums", "привет мир"])
-def test_instructions_never_change_which_tokens_are_pooled(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def test_instructions_never_change_which_tokens_are_pooled(tokenizer, text):
     prompts = [prompt for prompt in PROMPTS if prompt.endswith((" ", "\n"))]
     pooled = pooled_ids(make(tokenizer)([text] * len(prompts), "query", prompts))
     assert len(pooled) >= 3
@@ -119,13 +114,13 @@ def test_instructions_never_change_which_tokens_are_pooled(tokenizer: PreTrained
     assert all(ids == pooled[0] for ids in pooled)
 
 
-def test_a_character_split_over_tokens_is_pooled_whole_or_not_at_all() -> None:
+def test_a_character_split_over_tokens_is_pooled_whole_or_not_at_all():
     ids, mask = rows_of(make(bpe_tokenizer())(["🙂"], "query", "🙂"))[0]
     assert len(ids) == 8
     assert mask == [False] * 4 + [True] * 4
 
 
-def test_special_tokens_before_the_text_are_pooled_only_without_a_prompt() -> None:
+def test_special_tokens_before_the_text_are_pooled_only_without_a_prompt():
     tokenize = make(wordpiece_tokenizer())
     assert all(rows_of(tokenize(["the fox"], "document"))[0][1])
     mask = rows_of(tokenize(["the fox"], "query", "search_query: "))[0][1]
@@ -135,8 +130,8 @@ def test_special_tokens_before_the_text_are_pooled_only_without_a_prompt() -> No
 
 
 def test_prompts_are_given_one_for_all_or_one_each_or_taken_from_the_settings(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+    tokenizer,
+):
     tokenize = make(tokenizer, prompts={"query": "search_query: "})
     texts = ["the fox", "a dog"]
     by_default, for_all, each = (tokenize(texts, "query", p) for p in (None, "search_query: ", ["search_query: "] * 2))
@@ -146,7 +141,7 @@ def test_prompts_are_given_one_for_all_or_one_each_or_taken_from_the_settings(
     assert mixed == [rows_of(tokenize(texts, "query", ""))[0], rows_of(by_default)[1]]
 
 
-def test_tokens_without_a_prompt_are_what_the_tokenizer_itself_gives(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tokens_without_a_prompt_are_what_the_tokenizer_itself_gives(tokenizer):
     texts = [text for text in SAMPLES + TEXTS if tokenizer(text)["input_ids"]]
     assert len(texts) >= 18
     assert [ids for ids, _ in rows_of(make(tokenizer)(texts, "document"))] == tokenizer(texts)["input_ids"]
@@ -154,9 +149,7 @@ def test_tokens_without_a_prompt_are_what_the_tokenizer_itself_gives(tokenizer: 
 
 @pytest.mark.parametrize("length", [8, 9, 12])
 @pytest.mark.parametrize("prompt", ["", "q: "])
-def test_truncation_keeps_the_start_and_the_closing_special_token(
-    tokenizer: PreTrainedTokenizerFast, length: int, prompt: str
-) -> None:
+def test_truncation_keeps_the_start_and_the_closing_special_token(tokenizer, length, prompt):
     text = "the quick brown fox jumps over the lazy dog or 1 2 3 4 5 6"
     tokenize = make(tokenizer, query_max_length=length, append_eos=tokenizer.eos_token is not None)
     ids, mask = rows_of(tokenize([text], "query", prompt))[0]
@@ -167,20 +160,20 @@ def test_truncation_keeps_the_start_and_the_closing_special_token(
     assert ids[:-1] == whole[: length - 1]
 
 
-def test_a_text_of_which_nothing_is_left_still_pools_one_token() -> None:
+def test_a_text_of_which_nothing_is_left_still_pools_one_token():
     backend = Backend(models.WordLevel({"[UNK]": 0, "p": 1, "x": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     tokenize = make(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]"))
     assert rows_of(tokenize(["", "x"], "query", "p p ")) == [([1, 1], [False, True]), ([1, 1, 2], [False, False, True])]
 
 
-def test_an_empty_text_is_one_end_of_sequence_token_where_the_tokenizer_adds_none() -> None:
+def test_an_empty_text_is_one_end_of_sequence_token_where_the_tokenizer_adds_none():
     tokenizer = bpe_tokenizer()
     assert rows_of(make(tokenizer)(["", "a"], "document"))[0] == ([tokenizer.eos_token_id], [True])
     assert rows_of(make(tokenizer, append_eos=True)([""], "document"))[0] == ([tokenizer.eos_token_id], [True])
 
 
-def test_the_tokenizer_given_is_not_changed_and_its_own_settings_do_not_matter() -> None:
+def test_the_tokenizer_given_is_not_changed_and_its_own_settings_do_not_matter():
     tokenizer = wordpiece_tokenizer()
     before = tokenizer.backend_tokenizer.to_str()
     tokenize = make(tokenizer, query_max_length=5)
@@ -190,14 +183,14 @@ def test_the_tokenizer_given_is_not_changed_and_its_own_settings_do_not_matter()
     assert tokenizer.backend_tokenizer.to_str() == during != before
 
 
-def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(tokenizer):
     tokenize, says = make(tokenizer, query_max_length=8), r"must exceed the \d+ tokens of the prompt.*got 8"
     with pytest.raises(OptionError, match=rf"data\.text\.query_max_length {says}"):
         tokenize(["x"], "query", PROMPTS[0])
 
 
 @pytest.mark.parametrize("append_eos", [False, True])
-def test_spans_are_of_the_same_tokens_as_ids_are_given(tokenizer: PreTrainedTokenizerFast, append_eos: bool) -> None:
+def test_spans_are_of_the_same_tokens_as_ids_are_given(tokenizer, append_eos):
     append_eos = append_eos and tokenizer.eos_token is not None
     made = make(tokenizer, append_eos=append_eos, document_max_length=10)
     texts, prompt = ["fox", "東", "how do I pad sequences to one length"], "a: "
@@ -211,7 +204,7 @@ def test_spans_are_of_the_same_tokens_as_ids_are_given(tokenizer: PreTrainedToke
     assert all(span.is_special == (span.end == 0) for row in spans for span in row)
 
 
-def test_a_suffix_stands_behind_every_text_and_is_pooled() -> None:
+def test_a_suffix_stands_behind_every_text_and_is_pooled():
     tokenizer = FAMILIES["sentencepiece"]()
     make_closed = make(tokenizer, document_max_length=12, query_max_length=64, suffix=" [/INST]", append_eos=True)
     closing = [*tokenizer("a [/INST]")["input_ids"][2:], tokenizer.eos_token_id]
@@ -224,7 +217,7 @@ def test_a_suffix_stands_behind_every_text_and_is_pooled() -> None:
     assert ids == [*tokenizer(f"{text} [/INST]")["input_ids"], tokenizer.eos_token_id]
 
 
-def test_special_tokens_before_a_text_can_be_left_out_of_the_pooling(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_special_tokens_before_a_text_can_be_left_out_of_the_pooling(tokenizer):
     plain = make(tokenizer, pool_start=False)
     prompt = "query: "
     bare, prompted = (pooled_ids(plain(["fox 7 sums"], "query", given)) for given in ("", prompt))
@@ -240,9 +233,7 @@ def test_special_tokens_before_a_text_can_be_left_out_of_the_pooling(tokenizer: 
 
 @pytest.mark.parametrize("length", [64, 10])
 @pytest.mark.parametrize("prompt", ["", "a: "])
-def test_after_colon_pools_what_stands_behind_the_first_colon(
-    tokenizer: PreTrainedTokenizerFast, prompt: str, length: int
-) -> None:
+def test_after_colon_pools_what_stands_behind_the_first_colon(tokenizer, prompt, length):
     texts = ["the fox", "sum: the fox: 7", "a:", "東京: の", "a b c d e f g h i j k l: m"]
     colon = tokenizer.convert_tokens_to_ids(":")
     tokenizer.truncation_side = "right"
@@ -264,7 +255,7 @@ def test_after_colon_pools_what_stands_behind_the_first_colon(
 
 @pytest.mark.parametrize("length", [64, 40])
 @pytest.mark.parametrize("prompt", ["", PROMPTS[0]])
-def test_instruction_count_leaves_out_as_many_tokens_as_the_prompt_has_alone(prompt: str, length: int) -> None:
+def test_instruction_count_leaves_out_as_many_tokens_as_the_prompt_has_alone(prompt, length):
     tokenizer = sentencepiece_tokenizer()
     texts = [*SAMPLES, "the quick brown fox jumps over the lazy dog " * 12]
     settings = {"append_eos": True, "query_max_length": length}
@@ -287,7 +278,7 @@ def test_instruction_count_leaves_out_as_many_tokens_as_the_prompt_has_alone(pro
     assert not {"how do I pad", "x"} & set(differs)
 
 
-def test_instruction_count_still_pools_the_last_of_an_instruction_that_is_all_that_is_left() -> None:
+def test_instruction_count_still_pools_the_last_of_an_instruction_that_is_all_that_is_left():
     tokenizer = sentencepiece_tokenizer()
     prompt = PROMPTS[0].rstrip()
     length = len(tokenizer(prompt)["input_ids"]) + 1
@@ -295,7 +286,7 @@ def test_instruction_count_still_pools_the_last_of_an_instruction_that_is_all_th
     assert [mask for _, mask in rows_of(made([""], "query", prompt))] == [[False] * (length - 2) + [True]]
 
 
-def test_a_tokenizer_without_offsets_or_a_token_that_is_needed_is_refused() -> None:
+def test_a_tokenizer_without_offsets_or_a_token_that_is_needed_is_refused():
     with pytest.raises(OptionError, match="must be a fast tokenizer"):
         TextTokenizer(object(), TextSettings())
     with pytest.raises(OptionError, match=r"data\.text\.append_eos needs a tokenizer with an eos_token"):
@@ -306,7 +297,7 @@ def test_a_tokenizer_without_offsets_or_a_token_that_is_needed_is_refused() -> N
 
 
 @pytest.mark.parametrize(("family", "suffix"), [("wordpiece", " end"), ("bpe", "how")])
-def test_a_suffix_that_cannot_be_told_from_a_text_is_refused(family: str, suffix: str) -> None:
+def test_a_suffix_that_cannot_be_told_from_a_text_is_refused(family, suffix):
     tokenizer = FAMILIES[family]()
     if family == "bpe":
         tokenizer.add_tokens([f"a{suffix}"])

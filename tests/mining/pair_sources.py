@@ -1,14 +1,8 @@
 """Converted sources of pairs, and vectors of theirs that no model made."""
 
-from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
-
 from embeddings.common.io import write_manifest
 from embeddings.data.sources import SourceConfig
-from embeddings.data.store import CachedSource, open_cached
-from embeddings.inference.vectors import VectorShards
+from embeddings.data.store import open_cached
 from embeddings.mining.pair_index import index_pairs
 from embeddings.mining.pair_vectors import PairVectors
 from tests.data.cluster_folders import unit_vectors
@@ -22,12 +16,12 @@ TOPICS = (
 )
 
 
-def topic_of(row: int) -> int:
+def topic_of(row):
     """The topic of a row of `topic_source`."""
     return row * 7 % 3
 
 
-def topic_source(folder: Path, num_rows: int = 60) -> CachedSource:
+def topic_source(folder, num_rows=60):
     """Pairs about three topics, mixed, no word shared between topics."""
     rows = []
     for row in range(num_rows):
@@ -37,26 +31,26 @@ def topic_source(folder: Path, num_rows: int = 60) -> CachedSource:
     return open_cached(SourceConfig("pairs", str(write_jsonl(folder / "pairs.jsonl", rows))))
 
 
-def write_vectors(folder: Path, vectors: NDArray[np.float32], shard_size: int, kind: str) -> VectorShards:
+def write_vectors(folder, vectors, shard_size, kind):
     """Shards of vectors with the manifest that encoding leaves beside them."""
-    made: VectorShards = shards(folder, vectors, shard_size)
+    made = shards(folder, vectors, shard_size)
     model = {"model_sha256": "none", "precision": "float32", "prompt_name": None}
     write_manifest(folder, {"kind": kind, "complete": True, **model})
     return made
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def content(folder):
     """The bytes of every file below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def made_vectors(
-    folder: Path,
-    source: CachedSource,
-    queries: NDArray[np.float32] | None = None,
-    documents: NDArray[np.float32] | None = None,
-    shard_size: int = 16,
-) -> PairVectors:
+    folder,
+    source,
+    queries=None,
+    documents=None,
+    shard_size=16,
+):
     """Pair vectors of a source: those given, or random ones."""
     index = index_pairs(source, folder / "index")
     queries = unit_vectors(index.num_queries, seed=1) if queries is None else queries

@@ -23,20 +23,20 @@ SMALL = {
 }
 
 
-def tiny_xlm_roberta() -> PreTrainedModel:
+def tiny_xlm_roberta():
     """Learned positions that begin one past the padding's."""
     torch.manual_seed(0)
     config = XLMRobertaConfig(**SMALL, max_position_embeddings=130, pad_token_id=1)
     return XLMRobertaModel(config, add_pooling_layer=False).eval()
 
 
-def tiny_nomic() -> PreTrainedModel:
+def tiny_nomic():
     """Rotary positions, bidirectional."""
     torch.manual_seed(0)
     return NomicBertModel(NomicBertConfig(**SMALL, max_position_embeddings=128), add_pooling_layer=False).eval()
 
 
-def tiny_modernbert(attention: str = "sdpa") -> PreTrainedModel:
+def tiny_modernbert(attention="sdpa"):
     """Rotary positions; every other layer sees three tokens to each side."""
     torch.manual_seed(0)
     special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
@@ -52,7 +52,7 @@ def tiny_modernbert(attention: str = "sdpa") -> PreTrainedModel:
     return model.eval()
 
 
-def tiny_decoder() -> PreTrainedModel:
+def tiny_decoder():
     """A decoder without its causal mask."""
     model = tiny_mistral()
     make_bidirectional(model)
@@ -69,11 +69,11 @@ BACKBONES = {
 }
 
 
-def tiny_contextual(kind: str = "bert", seed: int = 0, **options: object) -> ContextualEmbedder:
+def tiny_contextual(kind="bert", seed=0, **options):
     """Five context documents, three soft prompts, a residual projection that is not zero; in evaluation mode."""
     torch.manual_seed(seed)
     options = {"num_context": 5, "num_soft_prompts": 3, **options}
-    embedder = ContextualEmbedder(tiny_bert(1), BACKBONES[kind](), wordpiece_tokenizer(), **options)  # type: ignore[arg-type]
+    embedder = ContextualEmbedder(tiny_bert(1), BACKBONES[kind](), wordpiece_tokenizer(), **options)
     if embedder.residual is not None:
         for weight in embedder.residual.parameters():
             torch.nn.init.normal_(weight, std=0.2)

@@ -1,25 +1,23 @@
 """Tokens, routings and experts of small sizes, and the written-out sum over a token's experts."""
 
 import math
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import NomicBertConfig, NomicBertModel, PreTrainedModel, XLMRobertaConfig, XLMRobertaModel
+from torch import nn
+from transformers import NomicBertConfig, NomicBertModel, XLMRobertaConfig, XLMRobertaModel
 from transformers.trainer_utils import set_seed
 
 from embeddings.models.moe.experts import Experts, Router, Routing, RoutingSums
-from embeddings.models.moe.rotary_moe import RotaryMoeModel
 from embeddings.models.moe.upcycling import Upcycling, upcycle
 from embeddings.models.rotary import to_rotary
 from tests.helpers.tiny import VOCAB_SIZE
 
 HIDDEN, INNER, EXPERTS = 16, 24, 8
-SMALL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_attention_heads": 4}
+SMALL = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_attention_heads": 4}
 SMALL |= {"intermediate_size": 64, "pad_token_id": 0}
 
 
-def make_experts(inner_bias: bool = True, num_experts: int = EXPERTS, seed: int = 0) -> Experts:
+def make_experts(inner_bias=True, num_experts=EXPERTS, seed=0):
     """Random experts whose biases are not zero."""
     torch.manual_seed(seed)
     experts = Experts(HIDDEN, INNER, num_experts, inner_bias)
@@ -28,20 +26,20 @@ def make_experts(inner_bias: bool = True, num_experts: int = EXPERTS, seed: int 
     return experts
 
 
-def make_router(top_k: int = 2, num_experts: int = EXPERTS, std: float = 0.5, **options: bool | float) -> Router:
+def make_router(top_k=2, num_experts=EXPERTS, std=0.5, **options):
     """A random router that is sure enough of its choices for rounding not to change them."""
     torch.manual_seed(1)
-    router = Router(HIDDEN, num_experts, top_k, **options)  # type: ignore[arg-type]
+    router = Router(HIDDEN, num_experts, top_k, **options)
     torch.nn.init.normal_(router.weight, std=std)
     return router
 
 
-def random_tokens(num_tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def random_tokens(num_tokens, dtype=torch.float32):
     generator = torch.Generator().manual_seed(num_tokens)
     return torch.randn(num_tokens, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def routing_of(expert_TK: Tensor, dtype: torch.dtype = torch.float32, num_experts: int = EXPERTS) -> Routing:
+def routing_of(expert_TK, dtype=torch.float32, num_experts=EXPERTS):
     """A routing to given experts with random weights that need a gradient."""
     generator = torch.Generator().manual_seed(2)
     weight_TK = torch.rand(expert_TK.shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
@@ -49,11 +47,11 @@ def routing_of(expert_TK: Tensor, dtype: torch.dtype = torch.float32, num_expert
     return Routing(expert_TK, weight_TK, RoutingSums(count_X, torch.zeros(num_experts), torch.zeros(())))
 
 
-def gelu(x: Tensor) -> Tensor:
+def gelu(x):
     return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
 
 
-def written_out(experts: Experts, token_TH: Tensor, routing: Routing) -> Tensor:
+def written_out(experts, token_TH, routing):
     """Token by token, expert by expert."""
     rows = []
     for token_H, chosen_K, weight_K in zip(token_TH, routing.expert_TK.tolist(), routing.weight_TK, strict=True):
@@ -67,7 +65,7 @@ def written_out(experts: Experts, token_TH: Tensor, routing: Routing) -> Tensor:
     return torch.stack(rows)
 
 
-def tiny_rotary(seed: int = 0, dropout: float = 0.0, num_layers: int = 2) -> PreTrainedModel:
+def tiny_rotary(seed=0, dropout=0.0, num_layers=2):
     """A small random rotary encoder in float32, in evaluation mode, that attends unevenly and has biases."""
     set_seed(seed)
     dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
@@ -79,7 +77,7 @@ def tiny_rotary(seed: int = 0, dropout: float = 0.0, num_layers: int = 2) -> Pre
     return to_rotary(model)
 
 
-def tiny_nomic(seed: int = 0, num_layers: int = 2) -> PreTrainedModel:
+def tiny_nomic(seed=0, num_layers=2):
     """A small random NomicBert in float32, in evaluation mode: gated MLPs, no biases, uneven attention."""
     set_seed(seed)
     model = NomicBertModel(NomicBertConfig(**SMALL, num_hidden_layers=num_layers)).eval()
@@ -89,13 +87,13 @@ def tiny_nomic(seed: int = 0, num_layers: int = 2) -> PreTrainedModel:
     return model
 
 
-def tiny_moe(seed: int = 0, dropout: float = 0.0, num_layers: int = 2, **upcycling: object) -> RotaryMoeModel:
+def tiny_moe(seed=0, dropout=0.0, num_layers=2, **upcycling):
     """A small random sparse encoder whose experts differ and whose routers are sure of their choices."""
-    settings = Upcycling(**{"num_experts": 4, **upcycling})  # type: ignore[arg-type]
+    settings = Upcycling(**{"num_experts": 4, **upcycling})
     return stirred(upcycle(tiny_rotary(seed, dropout, num_layers), settings), seed)
 
 
-def stirred(model: RotaryMoeModel, seed: int = 0) -> RotaryMoeModel:
+def stirred(model, seed=0):
     """The model after its experts have been told apart and its routers made sure, in place."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -108,7 +106,7 @@ def stirred(model: RotaryMoeModel, seed: int = 0) -> RotaryMoeModel:
     return model
 
 
-def padded_ids(seed: int = 0) -> tuple[Tensor, Tensor]:
+def padded_ids(seed=0):
     """Ids and mask of three texts of 12, 5 and 1 tokens, (3, 12) int64 and bool."""
     ids_NL = torch.randint(5, VOCAB_SIZE, (3, 12), generator=torch.Generator().manual_seed(seed))
     mask_NL = torch.arange(12) < torch.tensor([12, 5, 1])[:, None]

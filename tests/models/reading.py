@@ -2,22 +2,20 @@
 
 import ast
 import sys
-from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from embeddings.common import PaddedTokens, TokenBatch
+from embeddings.common import TokenBatch
 
 
 def read(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: list[str],
-    prompt: str = "",
-    max_length: int = 64,
-    append_eos: bool = False,
-    pool_prompt: bool = False,
-) -> PaddedTokens:
+    tokenizer,
+    texts,
+    prompt="",
+    max_length=64,
+    append_eos=False,
+    pool_prompt=False,
+):
     """The texts behind the prompt; a token is pooled if it reaches past the prompt or stands after the text."""
     all_ids, all_masks = [], []
     for text in texts:
@@ -45,14 +43,14 @@ def read(
     return TokenBatch.from_lists(all_ids, all_masks).padded(pad_token_id=tokenizer.pad_token_id)
 
 
-def random_tokens(vocab_size: int, lengths: list[int], skip: int = 0, seed: int = 0) -> PaddedTokens:
+def random_tokens(vocab_size, lengths, skip=0, seed=0):
     """Random ids (above 3) of the given lengths; the first `skip` tokens of each text are not pooled."""
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(4, vocab_size, (length,), generator=generator).tolist() for length in lengths]
     return TokenBatch.from_lists(ids, [[i >= skip for i in range(length)] for length in lengths]).padded()
 
 
-def carried_code(folder: Path) -> set[str]:
+def carried_code(folder):
     """The names of a directory's files of code, after a check that each imports what everybody has, or another."""
     files = {path.stem for path in folder.glob("*.py")}
     # Triton comes with torch where torch has CUDA, and its import is tried.

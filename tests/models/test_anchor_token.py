@@ -7,12 +7,10 @@ import os
 import re
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from torch import Tensor
 
 from embeddings.common import OptionError, PaddedTokens, TextSettings
 from embeddings.models import (
@@ -191,7 +189,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(tmp_path):
 
 @pytest.mark.usefixtures("travelling_code")
 @pytest.mark.parametrize("kind", ["bert", "mistral"])
-def test_the_directory_gives_equal_vectors_here_and_in_sentence_transformers(kind, tmp_path: Path):
+def test_the_directory_gives_equal_vectors_here_and_in_sentence_transformers(kind, tmp_path):
     options = {"layers": (-1, 0), "per_head": True, "include_first": False}
     embedder = embedder_of(kind, **options)
     embedder.text = TextSettings(query_max_length=32, document_max_length=32, prompts={"query": "find "})
@@ -215,7 +213,7 @@ TILES = (1, 40, 200, 1 << 21)
 IS_TOKEN = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
 
 
-def attention(dtype: torch.dtype = torch.float64, is_causal: bool = False, mask: Tensor | None = None, seed: int = 0):
+def attention(dtype=torch.float64, is_causal=False, mask=None, seed=0):
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(2, 6, 7, 4, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     key = torch.randn(2, 3, 7, 4, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
@@ -294,7 +292,7 @@ def test_no_tile_is_larger_than_its_budget_and_texts_without_tokens_weigh_nothin
     assert max(sizes) == 2 * 6 * 7
 
 
-def heads_of(*patterns: Tensor) -> CapturedAttention:
+def heads_of(*patterns):
     """Attention whose softmax is each head's given matrix: one-hot queries on the matrix's logarithm as keys."""
     length = patterns[0].shape[0]
     query = torch.eye(length, dtype=torch.float64).expand(1, len(patterns), -1, -1)
@@ -302,12 +300,12 @@ def heads_of(*patterns: Tensor) -> CapturedAttention:
     return CapturedAttention(query, key, None, False, 1.0)
 
 
-def shares(captured: CapturedAttention, **options) -> Tensor:
+def shares(captured, **options):
     weight = anchor_weights(captured, torch.ones(1, captured.query_NALE.shape[2], dtype=torch.bool), **options)[0]
     return weight / weight.sum()
 
 
-def sink(length: int, place: int, share: float = 1.0) -> Tensor:
+def sink(length, place, share=1.0):
     """Every query pays one token `share`, and the others the rest in equal parts."""
     rows = torch.full((length, length), (1 - share) / (length - 1), dtype=torch.float64)
     rows[:, place] = share

@@ -2,15 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import AutoConfig, AutoModel, MambaConfig, MambaModel, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModel, MambaConfig, MambaModel, PreTrainedTokenizerFast
 
 from embeddings.common import InputError, OptionError
 from embeddings.models import (
@@ -48,16 +45,16 @@ from tests.training.test_gradcache import cached_gradient, direct_gradient, plai
 
 
 @pytest.fixture
-def bert(tmp_path: Path) -> Path:
+def bert(tmp_path):
     return Path(save_backbone(str(tmp_path / "bert"), tiny_bert(), wordpiece_tokenizer()))
 
 
 @pytest.fixture
-def mistral(tmp_path: Path) -> Path:
+def mistral(tmp_path):
     return Path(save_backbone(str(tmp_path / "mistral"), tiny_mistral(), sentencepiece_tokenizer()))
 
 
-def test_an_encoder_loads_without_a_pooling_layer_of_its_own(bert: Path) -> None:
+def test_an_encoder_loads_without_a_pooling_layer_of_its_own(bert):
     model, tokenizer = load_backbone(BackboneConfig(str(bert)))
     assert model.pooler is None
     assert model.dtype == torch.float32
@@ -67,7 +64,7 @@ def test_an_encoder_loads_without_a_pooling_layer_of_its_own(bert: Path) -> None
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_decoder_loads_in_both_directions(mistral: Path, attention: str) -> None:
+def test_a_decoder_loads_in_both_directions(mistral, attention):
     model, _ = load_backbone(BackboneConfig(str(mistral), bidirectional=True, attn_implementation=attention))
     assert model.config.is_causal is False
     assert model.config.sliding_window is None
@@ -80,7 +77,7 @@ def test_a_decoder_loads_in_both_directions(mistral: Path, attention: str) -> No
     assert moved > 1e-3
 
 
-def test_gradient_checkpointing_gives_equal_gradients(mistral: Path) -> None:
+def test_gradient_checkpointing_gives_equal_gradients(mistral):
     grads = []
     for checkpointing in (False, True):
         model, _ = load_backbone(BackboneConfig(str(mistral), gradient_checkpointing=checkpointing))
@@ -92,7 +89,7 @@ def test_gradient_checkpointing_gives_equal_gradients(mistral: Path) -> None:
         torch.testing.assert_close(plain, recomputed)
 
 
-def test_a_tokenizer_without_a_pad_token_pads_on_the_right_with_its_end_token(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_pad_token_pads_on_the_right_with_its_end_token(tmp_path):
     backend = bpe_tokenizer().backend_tokenizer
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", padding_side="left")
     folder = save_backbone(str(tmp_path), tiny_mistral(), tokenizer)
@@ -101,7 +98,7 @@ def test_a_tokenizer_without_a_pad_token_pads_on_the_right_with_its_end_token(tm
     assert loaded.padding_side == "right"
 
 
-def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     tokenizer = wordpiece_tokenizer()
     tokenizer.add_tokens([f"<extra_{i}>" for i in range(400)])
     folder = save_backbone(str(tmp_path), tiny_bert(), tokenizer)
@@ -109,7 +106,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
         load_backbone(BackboneConfig(folder))
 
 
-def test_weights_that_are_missing_are_refused_and_not_left_random(bert: Path) -> None:
+def test_weights_that_are_missing_are_refused_and_not_left_random(bert):
     state = load_file(bert / "model.safetensors")
     dropped = {name: tensor for name, tensor in state.items() if "layer.1.output.dense" not in name}
     save_file(dropped, bert / "model.safetensors", metadata={"format": "pt"})
@@ -117,7 +114,7 @@ def test_weights_that_are_missing_are_refused_and_not_left_random(bert: Path) ->
         load_backbone(BackboneConfig(str(bert)))
 
 
-def test_pickled_weights_are_refused(bert: Path) -> None:
+def test_pickled_weights_are_refused(bert):
     state = load_file(bert / "model.safetensors")
     (bert / "model.safetensors").unlink()
     torch.save(state, bert / "pytorch_model.bin")
@@ -125,7 +122,7 @@ def test_pickled_weights_are_refused(bert: Path) -> None:
         load_backbone(BackboneConfig(str(bert)))
 
 
-def test_dropout_is_the_checkpoints_own_unless_given(tmp_path: Path) -> None:
+def test_dropout_is_the_checkpoints_own_unless_given(tmp_path):
     folder = save_backbone(str(tmp_path / "bert"), tiny_bert(dropout=0.3), wordpiece_tokenizer())
     ids = torch.arange(3, 23)[None]
     for given, is_random in ((None, True), (0.2, True), (0.0, False)):
@@ -139,7 +136,7 @@ def test_dropout_is_the_checkpoints_own_unless_given(tmp_path: Path) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["bert", "nomic_bert", "qwen2"])
-def test_the_first_layers_are_taken_and_saved(tmp_path: Path, name: str) -> None:
+def test_the_first_layers_are_taken_and_saved(tmp_path, name):
     """The six layers of NomicBERT that CDE's small setting has; a decoder lists what each of its layers is."""
     options = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1} if name == "qwen2" else {}
     sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
@@ -154,7 +151,7 @@ def test_the_first_layers_are_taken_and_saved(tmp_path: Path, name: str) -> None
     states = []
     list(layers(whole))[2].register_forward_hook(lambda *call: states.append(call[2]))
     whole(ids)
-    seen: list[Any] = []
+    seen = []
     list(layers(model))[2].register_forward_hook(lambda *call: seen.append(call[2]))
     found = model(ids).last_hidden_state
     last, expected = (value[0] if isinstance(value, tuple) else value for value in (seen[0], states[0]))
@@ -171,9 +168,7 @@ def test_the_first_layers_are_taken_and_saved(tmp_path: Path, name: str) -> None
         ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "chunk size must be non-zero"),
     ],
 )
-def test_a_tokenizer_that_panics_is_one_line(
-    bert: Path, capfd: pytest.CaptureFixture[str], part: str, value: object, says: str
-) -> None:
+def test_a_tokenizer_that_panics_is_one_line(bert, capfd, part, value, says):
     file = bert / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {part: value}))
     with pytest.raises(InputError, match=f"tokenizer cannot be read: {says}"):
@@ -181,7 +176,7 @@ def test_a_tokenizer_that_panics_is_one_line(
     assert "panicked" not in capfd.readouterr().err
 
 
-def test_a_tokenizer_json_that_is_a_folder_or_missing_beside_a_vocabulary_is_one_line(bert: Path) -> None:
+def test_a_tokenizer_json_that_is_a_folder_or_missing_beside_a_vocabulary_is_one_line(bert):
     (bert / "vocab.txt").write_text('{"[PAD]": 0}')
     (bert / "tokenizer.json").unlink()
     with pytest.raises(InputError, match=r"holds vocab.txt and no tokenizer\.json; take a whole copy"):
@@ -191,13 +186,13 @@ def test_a_tokenizer_json_that_is_a_folder_or_missing_beside_a_vocabulary_is_one
         load_backbone(BackboneConfig(str(bert)))
 
 
-def test_a_tokenizer_with_neither_pad_nor_end_token_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_with_neither_pad_nor_end_token_is_refused(tmp_path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe_tokenizer().backend_tokenizer)
     with pytest.raises(InputError, match="no pad and no eos token"):
         load_backbone(BackboneConfig(save_backbone(str(tmp_path), tiny_mistral(), tokenizer)))
 
 
-def test_weights_of_another_shape_are_one_line(bert: Path) -> None:
+def test_weights_of_another_shape_are_one_line(bert):
     config = json.loads((bert / "config.json").read_text())
     (bert / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))
     with pytest.raises(InputError, match=r"has shape .*, by config\.json it has"):
@@ -216,12 +211,12 @@ def test_weights_of_another_shape_are_one_line(bert: Path) -> None:
         ),
     ],
 )
-def test_options_that_cannot_be_are_one_line(bert: Path, options: dict[str, Any], says: str) -> None:
+def test_options_that_cannot_be_are_one_line(bert, options, says):
     with pytest.raises(OptionError, match=f"^{says}"):
         load_backbone(BackboneConfig(str(bert), **options))
 
 
-def test_dropout_reaches_a_decoders_attention_and_is_refused_where_there_is_none(mistral: Path, tmp_path: Path) -> None:
+def test_dropout_reaches_a_decoders_attention_and_is_refused_where_there_is_none(mistral, tmp_path):
     model, _ = load_backbone(BackboneConfig(str(mistral), dropout=0.5))
     ids = torch.arange(3, 23)[None]
     with torch.no_grad():
@@ -232,7 +227,7 @@ def test_dropout_reaches_a_decoders_attention_and_is_refused_where_there_is_none
         load_backbone(BackboneConfig(folder, dropout=0.1))
 
 
-def test_flex_attention_with_dropout_is_one_line(tmp_path: Path) -> None:
+def test_flex_attention_with_dropout_is_one_line(tmp_path):
     folder = save_backbone(str(tmp_path / "bert"), tiny_bert(dropout=0.1), wordpiece_tokenizer())
     says = r"attn_implementation has no dropout, and the model's attention_probs_dropout_prob is 0\.1.*set dropout to 0"
     with pytest.raises(OptionError, match=says):
@@ -251,7 +246,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there i
 
 
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=needs_compiler)])
-def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def compiler(request, monkeypatch):
     """Graphs that run as they were traced, or as C++ of their own, which takes minutes."""
     monkeypatch.setattr(layers_module, "_COMPILER", EAGER if request.param == "aot_eager" else INDUCTOR)
     yield
@@ -259,30 +254,30 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def eager_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def eager_compiler(monkeypatch):
     monkeypatch.setattr(layers_module, "_COMPILER", EAGER)
     yield
     torch.compiler.reset()
 
 
-def decoder() -> nn.Module:
+def decoder():
     return add_lora(tiny_mistral(), LoraSettings(rank=4, dropout=0.1))
 
 
-def recomputed() -> nn.Module:
+def recomputed():
     model = tiny_bert(dropout=0.1)
     enable_checkpointing(model)
     return model
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS = {
     "encoder": lambda: tiny_bert(dropout=0.1),
     "encoder, recomputed": recomputed,
     "decoder with adapters": decoder,
 }
 
 
-def plain_and_compiled(model: str) -> tuple[TinyStep, TinyStep]:
+def plain_and_compiled(model):
     """Two steps of the same weights, with dropout."""
     steps = []
     for compiles in (False, True):
@@ -300,7 +295,7 @@ def plain_and_compiled(model: str) -> tuple[TinyStep, TinyStep]:
 
 @keeps_warnings
 @pytest.mark.slow
-def test_a_plain_step_has_the_gradient_of_plain_layers(eager_compiler: None) -> None:
+def test_a_plain_step_has_the_gradient_of_plain_layers(eager_compiler):
     steps, batch, found = plain_and_compiled("encoder"), random_batch(4, 2), []
     for step in (*steps, steps[0]):
         torch.manual_seed(1 + len(found) // 2)
@@ -312,7 +307,7 @@ def test_a_plain_step_has_the_gradient_of_plain_layers(eager_compiler: None) -> 
 @keeps_warnings
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_gradcache_has_it_too_and_dropout_is_replayed(model: str, compiler: None) -> None:
+def test_gradcache_has_it_too_and_dropout_is_replayed(model, compiler):
     plain, compiled = plain_and_compiled(model)
     for num_pairs in (4, 7):
         batch, engine = random_batch(num_pairs, 2), GradCache(mini_batch_tokens=30, kept_fraction=0.5)
@@ -325,7 +320,7 @@ def test_gradcache_has_it_too_and_dropout_is_replayed(model: str, compiler: None
 
 
 @keeps_warnings
-def test_texts_of_any_number_and_length_share_one_graph(eager_compiler: None) -> None:
+def test_texts_of_any_number_and_length_share_one_graph(eager_compiler):
     model = tiny_bert().train()
     compile_layers(model)
     counted = torch._dynamo.utils.counters
@@ -336,12 +331,12 @@ def test_texts_of_any_number_and_length_share_one_graph(eager_compiler: None) ->
     assert not counted["graph_break"]
 
 
-def compiled_ones(model: PreTrainedModel) -> list[bool]:
+def compiled_ones(model):
     return [is_compiled(layer) for layer in layers(model)]
 
 
 @keeps_warnings
-def test_layers_that_are_read_or_have_experts_are_left_as_they_are() -> None:
+def test_layers_that_are_read_or_have_experts_are_left_as_they_are():
     decoder = tiny_mistral()
     Embedder(
         decoder, sentencepiece_tokenizer(), AnchorTokenPooling(decoder.config.hidden_size, by_visible_queries=True)
@@ -359,7 +354,7 @@ def test_layers_that_are_read_or_have_experts_are_left_as_they_are() -> None:
 
 
 @keeps_warnings
-def test_eager_attention_is_refused() -> None:
+def test_eager_attention_is_refused():
     model = tiny_bert()
     model.set_attn_implementation("eager")
     with pytest.raises(OptionError, match=r"backbone\.compile does not go with eager attention.*sdpa"):
@@ -369,12 +364,12 @@ def test_eager_attention_is_refused() -> None:
 TOKENS = random_tokens(384, [5, 9, 3])
 
 
-def adapted(dropout: float = 0.0) -> nn.Module:
+def adapted(dropout=0.0):
     torch.manual_seed(0)
     return add_lora(tiny_mistral(), LoraSettings(rank=4, alpha=8, dropout=dropout))
 
 
-def trained(backbone: nn.Module) -> nn.Module:
+def trained(backbone):
     """Adapters away from the zero they start at."""
     with torch.no_grad():
         for name, parameter in backbone.named_parameters():
@@ -383,13 +378,13 @@ def trained(backbone: nn.Module) -> nn.Module:
     return backbone.eval()
 
 
-def states(backbone: nn.Module) -> torch.Tensor:
+def states(backbone):
     with torch.no_grad():
         output = backbone(input_ids=TOKENS.input_ids_NL, attention_mask=TOKENS.attention_mask_NL.long())
     return output.last_hidden_state * TOKENS.attention_mask_NL[..., None]
 
 
-def test_a_step_changes_every_trainable_tensor_and_no_other() -> None:
+def test_a_step_changes_every_trainable_tensor_and_no_other():
     pooling = LatentAttentionPooling(32, num_latents=4, num_heads=2, head_dim=8)
     embedder = Embedder(adapted(dropout=0.1), sentencepiece_tokenizer(), pooling)
     before = {name: tensor.clone() for name, tensor in embedder.named_parameters()}
@@ -407,7 +402,7 @@ def test_a_step_changes_every_trainable_tensor_and_no_other() -> None:
     assert changed == trainable
 
 
-def test_fresh_adapters_change_nothing_and_merging_in_place_gives_a_plain_backbone_of_equal_states() -> None:
+def test_fresh_adapters_change_nothing_and_merging_in_place_gives_a_plain_backbone_of_equal_states():
     torch.testing.assert_close(states(adapted().eval()), states(tiny_mistral()), rtol=0, atol=0)
     backbone = trained(adapted())
     expected = states(backbone)
@@ -418,7 +413,7 @@ def test_fresh_adapters_change_nothing_and_merging_in_place_gives_a_plain_backbo
 
 
 @pytest.mark.parametrize("settings", [LoraSettings(rank=4), LoraSettings(rank=4, target_modules=["query", "value"])])
-def test_merged_weights_give_the_adapted_states_and_leave_the_run_alone(settings: LoraSettings) -> None:
+def test_merged_weights_give_the_adapted_states_and_leave_the_run_alone(settings):
     backbone = trained(add_lora(tiny_bert(), settings))
     before = {name: tensor.clone() for name, tensor in backbone.state_dict().items()}
     plain = tiny_bert(seed=1)
@@ -428,20 +423,20 @@ def test_merged_weights_give_the_adapted_states_and_leave_the_run_alone(settings
     assert all(torch.equal(tensor, before[name]) for name, tensor in backbone.state_dict().items())
 
 
-def test_layers_that_are_not_there_are_refused_with_those_that_are() -> None:
+def test_layers_that_are_not_there_are_refused_with_those_that_are():
     with pytest.raises(OptionError, match=r"lora\.target_modules .* q_proj"):
         add_lora(tiny_mistral(), LoraSettings(target_modules=["no_such_layer"]))
 
 
 @pytest.mark.parametrize("options", [{"rank": 0}, {"alpha": 0}, {"dropout": 1.0}, {"dropout": -0.1}])
-def test_impossible_settings_are_refused(options: dict[str, float]) -> None:
+def test_impossible_settings_are_refused(options):
     with pytest.raises(OptionError, match=f"lora.{next(iter(options))}"):
-        LoraSettings(**options)  # type: ignore[arg-type]
+        LoraSettings(**options)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "bert", "modernbert", "rotary, sparse"])
 @torch.no_grad()
-def test_a_student_of_spread_layers_is_loaded_as_it_was_written(tmp_path: Path, name: str) -> None:
+def test_a_student_of_spread_layers_is_loaded_as_it_was_written(tmp_path, name):
     if name in FAMILIES:
         model = build(name)
     elif name == "rotary, sparse":
@@ -463,7 +458,7 @@ def test_a_student_of_spread_layers_is_loaded_as_it_was_written(tmp_path: Path, 
     torch.testing.assert_close(found, expected)
 
 
-def test_layers_are_spread_evenly_from_the_first_to_the_last() -> None:
+def test_layers_are_spread_evenly_from_the_first_to_the_last():
     assert keep_layers(build("llama"), 3) == (0, 2, 3)
     assert keep_layers(build("llama"), 4) == (0, 1, 2, 3)
     assert keep_layers(build("llama"), 1) == (0,)

@@ -3,9 +3,6 @@
 import copy
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +32,7 @@ HEAD, WINDOW = {"head_dim": 8}, {"sliding_window": 4}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 # What makes each family small, and gives it a window where it has one.
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "cohere2": HEAD | WINDOW,
     "gemma": HEAD,
     "gemma2": HEAD | WINDOW | {"query_pre_attn_scalar": 8},
@@ -57,7 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 WINDOWED = {"gemma3_text": HEAD, "olmo3": {}}
 LINEAR = {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
 LINEAR |= {f"linear_{name}": 8 for name in ("key_head_dim", "value_head_dim")}
-HYBRID: dict[str, tuple[dict[str, Any], str]] = {
+HYBRID = {
     "qwen3_next": (HEAD | LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16}, "0, 1, 2 (linear attention)"),
     "qwen3_5_text": (HEAD | LINEAR | {"num_hidden_layers": 8}, "0, 1, 2, 4 … (linear attention)"),
     "lfm2": ({"layer_types": ["conv", "full_attention", "conv", "full_attention"]}, "0, 2 (conv)"),
@@ -71,7 +68,7 @@ HYBRID: dict[str, tuple[dict[str, Any], str]] = {
 CONFIGS = ("cohere2", "llama", "mistral", "qwen2", "qwen3")
 
 
-def build(name: str, attention: str | None = None, **options: Any) -> PreTrainedModel:
+def build(name, attention=None, **options):
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**SHAPE, **FAMILIES.get(name, {}), **options})
     given = {} if attention is None else {"attn_implementation": attention}
@@ -81,7 +78,7 @@ def build(name: str, attention: str | None = None, **options: Any) -> PreTrained
 
 
 @torch.no_grad()
-def reach(model: PreTrainedModel, length: int = 20) -> float:
+def reach(model, length=20):
     """How much the last token changes the first one's state; one layer's window of 4 cannot carry it there."""
     ids = torch.arange(length)[None] % 60 + 1
     changed = ids.clone()
@@ -91,7 +88,7 @@ def reach(model: PreTrainedModel, length: int = 20) -> float:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_first_token_sees_the_last_once_the_mask_and_the_window_are_off(name: str, attention: str) -> None:
+def test_the_first_token_sees_the_last_once_the_mask_and_the_window_are_off(name, attention):
     model = build(name, attention)
     assert reach(model) == 0.0, "no layer sees a later token"
     with pytest.raises(OptionError, match="does not see the last one"):
@@ -107,7 +104,7 @@ def test_the_first_token_sees_the_last_once_the_mask_and_the_window_are_off(name
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_saving_and_loading_keeps_both_directions(tmp_path: Path, name: str, attention: str) -> None:
+def test_saving_and_loading_keeps_both_directions(tmp_path, name, attention):
     model = build(name, attention)
     make_bidirectional(model)
     model.save_pretrained(tmp_path)
@@ -122,24 +119,24 @@ def test_saving_and_loading_keeps_both_directions(tmp_path: Path, name: str, att
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_setting_only_the_flags_of_layers_is_caught(attention: str) -> None:
+def test_setting_only_the_flags_of_layers_is_caught(attention):
     model = build("mistral", attention)
-    for layer in model.layers:  # type: ignore[union-attr]
+    for layer in model.layers:
         layer.self_attn.is_causal = False
     with pytest.raises(OptionError, match=r"backbone\.bidirectional"):
         check_bidirectional(model)
 
 
-def test_padding_that_leaks_into_states_is_caught() -> None:
+def test_padding_that_leaks_into_states_is_caught():
     model = build("mistral", "sdpa")
     make_bidirectional(model)
     forward = model.forward
-    model.forward = lambda input_ids, attention_mask, **_: forward(input_ids=input_ids)  # type: ignore[method-assign]
+    model.forward = lambda input_ids, attention_mask, **_: forward(input_ids=input_ids)
     with pytest.raises(OptionError, match="padding"):
         check_bidirectional(model)
 
 
-def test_a_window_with_a_rotary_base_of_its_own_stays() -> None:
+def test_a_window_with_a_rotary_base_of_its_own_stays():
     for name, options in WINDOWED.items():
         kinds = ["sliding_attention", "full_attention"] * 2
         model = build(name, "sdpa", layer_types=kinds, sliding_window=4, **options)
@@ -149,7 +146,7 @@ def test_a_window_with_a_rotary_base_of_its_own_stays() -> None:
         assert model.config.sliding_window == 4
 
 
-def test_a_window_that_is_off_leaves_the_states_of_short_texts_alone() -> None:
+def test_a_window_that_is_off_leaves_the_states_of_short_texts_alone():
     """Cohere 2 rotates queries and keys in layers with a window alone: they must keep their type."""
     wide, off = build("cohere2", sliding_window=64), build("cohere2")
     wide.config.is_causal = False
@@ -159,19 +156,16 @@ def test_a_window_that_is_off_leaves_the_states_of_short_texts_alone() -> None:
         assert torch.equal(off(ids).last_hidden_state, wide(ids).last_hidden_state)
 
 
-def test_encoders_pass_the_check_as_they_are() -> None:
+def test_encoders_pass_the_check_as_they_are():
     check_bidirectional(tiny_bert())
 
 
 @torch.no_grad()
-def layers_that_see_the_last_token(model: PreTrainedModel, length: int = 20) -> list[bool]:
+def layers_that_see_the_last_token(model, length=20):
     """Of each layer, given states of its own, whether the last token's reach the first one's."""
     ids, found, calls = torch.arange(length)[None] % 60 + 3, [], []
-    layers: Any = model.layers
-    handles = [
-        layer.register_forward_hook(lambda *call: calls.append(call), with_kwargs=True)  # type: ignore[misc]
-        for layer in layers
-    ]
+    layers = model.layers
+    handles = [layer.register_forward_hook(lambda *call: calls.append(call), with_kwargs=True) for layer in layers]
     model(ids, use_cache=False)
     for handle in handles:
         handle.remove()
@@ -184,7 +178,7 @@ def layers_that_see_the_last_token(model: PreTrainedModel, length: int = 20) -> 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_layer_of_every_family_sees_past_its_window(tmp_path: Path, name: str) -> None:
+def test_every_layer_of_every_family_sees_past_its_window(tmp_path, name):
     model = build(name)
     assert layers_that_see_the_last_token(model) == [False] * 4
     model.save_pretrained(tmp_path)
@@ -198,7 +192,7 @@ def test_every_layer_of_every_family_sees_past_its_window(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", HYBRID)
-def test_a_layer_that_stays_causal_is_refused_by_name(name: str) -> None:
+def test_a_layer_that_stays_causal_is_refused_by_name(name):
     options, says = HYBRID[name]
     model = build(name, **options)
     make_bidirectional(model)
@@ -207,10 +201,10 @@ def test_a_layer_that_stays_causal_is_refused_by_name(name: str) -> None:
         check_bidirectional(model)
 
 
-def test_one_layer_that_keeps_its_causal_mask_is_found() -> None:
+def test_one_layer_that_keeps_its_causal_mask_is_found():
     model = build("llama", "sdpa")
     make_bidirectional(model)
-    layers: Any = model.layers
+    layers = model.layers
     forward, mask = layers[2].forward, torch.ones(12, 12, dtype=torch.bool).tril()
     layers[2].forward = lambda *args, **options: forward(
         *args, **options | {"attention_mask": mask[: args[0].shape[1], : args[0].shape[1]]}
@@ -220,11 +214,11 @@ def test_one_layer_that_keeps_its_causal_mask_is_found() -> None:
 
 
 @pytest.fixture
-def only_on_a_gpu() -> Iterator[dict[str, Any]]:
+def only_on_a_gpu():
     """An attention that runs nowhere until it is told that it lies on a GPU."""
     state = {"is_there": False}
 
-    def forward(*args: Any, **options: Any) -> Any:
+    def forward(*args, **options):
         if not state["is_there"]:
             raise RuntimeError("FlashAttention only supports CUDA tensors\nand more")
         return sdpa_attention_forward(*args, **options)
@@ -235,9 +229,7 @@ def only_on_a_gpu() -> Iterator[dict[str, Any]]:
     del AttentionInterface._global_mapping["only_gpu"], AttentionMaskInterface._global_mapping["only_gpu"]
 
 
-def test_with_a_gpu_it_is_checked_in_the_first_forward_where_it_runs(
-    only_on_a_gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_a_gpu_it_is_checked_in_the_first_forward_where_it_runs(only_on_a_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     ids = torch.arange(1, 30)[None]
     still_causal, made = build("mistral", "only_gpu"), build("mistral", "only_gpu")
@@ -257,7 +249,7 @@ def test_with_a_gpu_it_is_checked_in_the_first_forward_where_it_runs(
     assert not made._forward_pre_hooks
 
 
-def test_an_attention_of_gpus_alone_is_one_line_where_there_is_none(only_on_a_gpu: dict[str, Any]) -> None:
+def test_an_attention_of_gpus_alone_is_one_line_where_there_is_none(only_on_a_gpu):
     model = build("mistral", "only_gpu")
     make_bidirectional(model)
     says = r"does not run on the CPU \(FlashAttention only supports CUDA tensors\), got 'only_gpu'; set it to sdpa"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import MPNetConfig, MPNetModel, PreTrainedModel
+from transformers import MPNetConfig, MPNetModel
 
 from embeddings.models import LoraSettings, add_lora
 from embeddings.models.context_layers import (
@@ -22,13 +22,13 @@ from tests.models.reading import random_tokens
 LENGTHS = [7, 3, 12, 1]
 
 
-def stage(width: int = 24) -> FirstStage:
+def stage(width=24):
     torch.manual_seed(0)
     return FirstStage(tiny_bert(), 32, width).eval()
 
 
 @torch.no_grad()
-def test_vectors_equal_a_loop_over_documents() -> None:
+def test_vectors_equal_a_loop_over_documents():
     tokens, first = random_tokens(384, LENGTHS, skip=2), stage()
     vectors = first(*tokens)
     assert vectors.shape == (4, 24)
@@ -43,7 +43,7 @@ def test_vectors_equal_a_loop_over_documents() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("skip", [0, 2, 6])
-def test_a_limit_reads_the_first_tokens_and_pools_the_last_of_them(skip: int) -> None:
+def test_a_limit_reads_the_first_tokens_and_pools_the_last_of_them(skip):
     tokens, first = random_tokens(384, LENGTHS, skip=skip), stage()
     cut = [tensor[:, :5].clone() for tensor in tokens]
     for row, length in enumerate(LENGTHS):
@@ -56,7 +56,7 @@ def test_a_limit_reads_the_first_tokens_and_pools_the_last_of_them(skip: int) ->
     assert first.extra_repr() == "max_length=5"
 
 
-def test_prompts_are_pooled_too_where_the_released_model_does_so() -> None:
+def test_prompts_are_pooled_too_where_the_released_model_does_so():
     layer, tokens = stage(), random_tokens(384, LENGTHS, skip=2)
     everything = tokens._replace(pooling_mask_NL=tokens.attention_mask_NL)
     with torch.no_grad():
@@ -66,12 +66,12 @@ def test_prompts_are_pooled_too_where_the_released_model_does_so() -> None:
     assert (plain - whole).abs().max() > 1e-3
 
 
-def slots(num_context: int = 5, dropout_fraction: float = 0.0) -> ContextSlots:
+def slots(num_context=5, dropout_fraction=0.0):
     torch.manual_seed(0)
     return ContextSlots(num_context, 8, dropout_fraction)
 
 
-def test_every_text_has_the_same_context_and_empty_slots_are_null() -> None:
+def test_every_text_has_the_same_context_and_empty_slots_are_null():
     layer, context = slots().eval(), torch.randn(3, 8)
     filled = layer(context, 4)
     assert filled.shape == (4, 5, 8)
@@ -79,19 +79,19 @@ def test_every_text_has_the_same_context_and_empty_slots_are_null() -> None:
         assert torch.equal(filled[row], torch.stack([*context, layer.null_H, layer.null_H]))
 
 
-def test_no_context_is_a_null_vector_in_every_slot() -> None:
+def test_no_context_is_a_null_vector_in_every_slot():
     layer = slots().eval()
     for given in (None, torch.empty(0, 8), layer.null_H.expand(5, 8)):
         assert torch.equal(layer(given, 2), layer.null_H.expand(2, 5, 8))
 
 
 @pytest.mark.parametrize("shape", [(6, 8), (5, 9), (1, 5, 8), (8,)])
-def test_a_context_that_does_not_fit_is_refused(shape: tuple[int, ...]) -> None:
+def test_a_context_that_does_not_fit_is_refused(shape):
     with pytest.raises(ValueError, match="at most 5 vectors of width 8"):
         slots()(torch.zeros(shape), 2)
 
 
-def test_dropout_of_everything_is_no_context_and_of_nothing_the_whole_with_the_null_vector_in_the_graph() -> None:
+def test_dropout_of_everything_is_no_context_and_of_nothing_the_whole_with_the_null_vector_in_the_graph():
     """Every rank's graph holds the null vector, or gradients of several ranks would never meet."""
     context = torch.randn(5, 8)
     layer = slots(dropout_fraction=1.0).train()
@@ -104,7 +104,7 @@ def test_dropout_of_everything_is_no_context_and_of_nothing_the_whole_with_the_n
     assert abs(float(ContextSlots(1, 4096).null_H.detach().std()) - 0.01) < 1e-3
 
 
-def test_dropout_replaces_single_slots_of_single_texts_at_its_rate() -> None:
+def test_dropout_replaces_single_slots_of_single_texts_at_its_rate():
     layer, context = slots(50, 0.25).train(), torch.randn(50, 8)
     dropped = (layer(context, 200) == layer.null_H).all(-1)
     kept = ~dropped
@@ -119,7 +119,7 @@ def test_dropout_replaces_single_slots_of_single_texts_at_its_rate() -> None:
 
 
 @torch.no_grad()
-def test_soft_prompts_are_the_projection_of_ones() -> None:
+def test_soft_prompts_are_the_projection_of_ones():
     torch.manual_seed(0)
     prompt = SoftPrompt(3, 8)
     first, second = prompt.layers[0], prompt.layers[2]
@@ -131,7 +131,7 @@ def test_soft_prompts_are_the_projection_of_ones() -> None:
     assert "ones_H" not in prompt.state_dict()
 
 
-def test_the_residual_projection_starts_as_the_identity_and_learns() -> None:
+def test_the_residual_projection_starts_as_the_identity_and_learns():
     torch.manual_seed(0)
     layer, vectors = ResidualProjection(8), torch.randn(4, 8)
     assert torch.equal(layer(vectors), vectors)
@@ -148,18 +148,18 @@ TOKENS = random_tokens(384, [7, 3, 30, 1])
 IDS, SEEN = TOKENS.input_ids_NL, TOKENS.attention_mask_NL
 
 
-def prefix(num_context: int = 6, num_soft_prompts: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+def prefix(num_context=6, num_soft_prompts=3):
     torch.manual_seed(5)
     return torch.randn(4, num_context, 32), torch.randn(num_soft_prompts, 32)
 
 
-def spread(first: torch.Tensor, second: torch.Tensor) -> float:
+def spread(first, second):
     return float((first - second)[SEEN].abs().max())
 
 
 @pytest.mark.parametrize("kind", BACKBONES)
 @torch.no_grad()
-def test_the_order_of_the_context_changes_nothing_and_its_content_does(kind: str) -> None:
+def test_the_order_of_the_context_changes_nothing_and_its_content_does(kind):
     backbone, (context, soft) = BACKBONES[kind](), prefix()
     given = states_behind_context(backbone, context, soft, IDS, SEEN)
     turned = states_behind_context(backbone, context[:, [3, 5, 0, 1, 4, 2]], soft, IDS, SEEN)
@@ -169,7 +169,7 @@ def test_the_order_of_the_context_changes_nothing_and_its_content_does(kind: str
 
 @pytest.mark.parametrize("kind", BACKBONES)
 @torch.no_grad()
-def test_an_empty_prefix_leaves_the_states_of_the_backbone_itself(kind: str) -> None:
+def test_an_empty_prefix_leaves_the_states_of_the_backbone_itself(kind):
     backbone, (context, soft) = BACKBONES[kind](), prefix(0, 0)
     states = states_behind_context(backbone, context, soft, IDS, SEEN)
     usual = backbone(input_ids=IDS, attention_mask=SEEN.long()).last_hidden_state
@@ -178,7 +178,7 @@ def test_an_empty_prefix_leaves_the_states_of_the_backbone_itself(kind: str) -> 
 
 @pytest.mark.parametrize("kind", BACKBONES)
 @torch.no_grad()
-def test_padding_changes_no_state(kind: str) -> None:
+def test_padding_changes_no_state(kind):
     backbone, (context, soft) = BACKBONES[kind](), prefix()
     together = states_behind_context(backbone, context, soft, IDS, SEEN)
     for row, length in enumerate([7, 3, 30, 1]):
@@ -188,11 +188,11 @@ def test_padding_changes_no_state(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_a_context_zeroed_within_attention_as_printed_in_10_4_could_not_be_read() -> None:
+def test_a_context_zeroed_within_attention_as_printed_in_10_4_could_not_be_read():
     """Why the literal variant is not offered: in place of a context, any other would do."""
     backbone, (context, soft) = tiny_nomic(), prefix()
 
-    def zeroed(_: object, inputs: tuple[torch.Tensor, ...], options: dict[str, torch.Tensor]) -> object:
+    def zeroed(_, inputs, options):
         states = inputs[0] if inputs else options.pop("hidden_states")
         hidden = torch.cat([torch.zeros_like(states[:, :6]), states[:, 6:]], dim=1)
         return (hidden, *inputs[1:]), options
@@ -207,7 +207,7 @@ def test_a_context_zeroed_within_attention_as_printed_in_10_4_could_not_be_read(
 
 
 @torch.no_grad()
-def test_adapters_are_read_through() -> None:
+def test_adapters_are_read_through():
     context, soft = prefix()
     adapted = add_lora(tiny_bert(), LoraSettings(rank=2, dropout=0.0)).eval()
     found, expected = (states_behind_context(model, context, soft, IDS, SEEN) for model in (adapted, tiny_bert()))
@@ -217,8 +217,8 @@ def test_adapters_are_read_through() -> None:
 
 @pytest.mark.parametrize("make", [tiny_bert, tiny_xlm_roberta])
 @torch.no_grad()
-def test_learned_positions_are_added_to_the_text_alone(make: object) -> None:
-    backbone: PreTrainedModel = make()  # type: ignore[operator]
+def test_learned_positions_are_added_to_the_text_alone(make):
+    backbone = make()
     context, soft = prefix()
     table = learned_positions(backbone)
     assert table is not None
@@ -236,7 +236,7 @@ def test_learned_positions_are_added_to_the_text_alone(make: object) -> None:
 
 
 @torch.no_grad()
-def test_a_rotary_context_has_index_0_and_the_text_begins_behind_the_soft_prompt() -> None:
+def test_a_rotary_context_has_index_0_and_the_text_begins_behind_the_soft_prompt():
     backbone, (context, soft) = tiny_nomic(), prefix()
     seen = []
     backbone.rotary_emb.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
@@ -245,9 +245,9 @@ def test_a_rotary_context_has_index_0_and_the_text_begins_behind_the_soft_prompt
 
 
 @torch.no_grad()
-def test_a_window_holds_among_the_texts_tokens_and_for_no_other() -> None:
+def test_a_window_holds_among_the_texts_tokens_and_for_no_other():
     backbone, (context, soft) = tiny_modernbert(), prefix()
-    seen: list[torch.Tensor] = []
+    seen = []
     layer = next(layer for layer in backbone.layers if layer.attention_type == "sliding_attention")
     layer.register_forward_pre_hook(lambda _, inputs, options: seen.append(options["attention_mask"]), with_kwargs=True)
     states_behind_context(backbone, context, soft, IDS, SEEN)
@@ -261,14 +261,14 @@ def test_a_window_holds_among_the_texts_tokens_and_for_no_other() -> None:
                 assert bool(seen[0][row, 0, i, j]) == (near and is_token)
 
 
-def test_the_check_leaves_the_mode_and_keeps_no_gradient() -> None:
+def test_the_check_leaves_the_mode_and_keeps_no_gradient():
     backbone = tiny_bert(dropout=0.5).train()
     check_position_free(backbone)
     assert all(module.training for module in backbone.modules())
     assert all(weight.grad is None for weight in backbone.parameters())
 
 
-def test_a_backbone_that_sees_the_order_is_refused() -> None:
+def test_a_backbone_that_sees_the_order_is_refused():
     with pytest.raises(ValueError, match="read its context as a set, and sees its order"):
         check_position_free(tiny_mistral())
     config = MPNetConfig(**SMALL, max_position_embeddings=130)
@@ -282,7 +282,7 @@ def test_a_backbone_that_sees_the_order_is_refused() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["nomic", "modernbert", "decoder"])
-def test_a_context_with_positions_is_read_as_any_tokens_are(kind: str) -> None:
+def test_a_context_with_positions_is_read_as_any_tokens_are(kind):
     backbone, ids_NL = BACKBONES[kind](), torch.arange(4, 24).view(2, 10)
     mask_NL = torch.ones_like(ids_NL, dtype=torch.bool)
     mask_NL[1, 7:] = False

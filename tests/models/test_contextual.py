@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ OTHERS = random_tokens(384, [4, 9, 3, 8, 2], seed=2)
 
 @pytest.mark.parametrize("kind", BACKBONES)
 @torch.no_grad()
-def test_another_context_changes_every_vector(kind: str) -> None:
+def test_another_context_changes_every_vector(kind):
     embedder = tiny_contextual(kind)
     first, second = (embedder.embed_context(documents) for documents in (DOCUMENTS, OTHERS))
     for a, b in ((first, second), (first, None)):
@@ -41,7 +40,7 @@ def test_another_context_changes_every_vector(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bert", "nomic"])
 @torch.no_grad()
-def test_vectors_equal_a_loop_that_pools_text_alone(kind: str) -> None:
+def test_vectors_equal_a_loop_that_pools_text_alone(kind):
     embedder, tokens = tiny_contextual(kind), random_tokens(384, [9, 6, 12], skip=2)
     context = embedder.embed_context(DOCUMENTS)
     vectors = embedder(tokens, context)
@@ -58,7 +57,7 @@ def test_vectors_equal_a_loop_that_pools_text_alone(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_without_soft_prompt_and_residual_it_is_the_papers_model() -> None:
+def test_without_soft_prompt_and_residual_it_is_the_papers_model():
     embedder = tiny_contextual(num_soft_prompts=0, residual_projection=False, normalize=False)
     assert embedder.residual is None
     context = embedder.embed_context(DOCUMENTS)
@@ -70,7 +69,7 @@ def test_without_soft_prompt_and_residual_it_is_the_papers_model() -> None:
 
 
 @torch.no_grad()
-def test_a_text_beyond_the_positions_and_a_context_beyond_the_slots_are_one_line() -> None:
+def test_a_text_beyond_the_positions_and_a_context_beyond_the_slots_are_one_line():
     embedder = tiny_contextual("nomic")
     embedder(random_tokens(384, [120]))
     with pytest.raises(OptionError, match="document_max_length must leave texts of at most 120 tokens beside 8"):
@@ -79,7 +78,7 @@ def test_a_text_beyond_the_positions_and_a_context_beyond_the_slots_are_one_line
         embedder(TOKENS, torch.zeros(6, 32))
 
 
-def test_gradients_reach_every_weight_of_both_stages() -> None:
+def test_gradients_reach_every_weight_of_both_stages():
     embedder = tiny_contextual(context_dropout=0.2).train()
     embedder(TOKENS, embedder.embed_context(DOCUMENTS))[:, 0].sum().backward()
     without = [name for name, weight in embedder.named_parameters() if weight.grad is None]
@@ -89,7 +88,7 @@ def test_gradients_reach_every_weight_of_both_stages() -> None:
     assert not any(name.startswith(("slots", "soft_prompt", "residual", "first_stage.projection")) for name in zero)
 
 
-def test_gradients_of_the_context_equal_differences() -> None:
+def test_gradients_of_the_context_equal_differences():
     embedder = tiny_contextual("nomic", num_context=2, num_soft_prompts=1).double()
     context = embedder.embed_context(DOCUMENTS)[:2].detach().requires_grad_()
     tokens = random_tokens(384, [4, 2])
@@ -97,8 +96,8 @@ def test_gradients_of_the_context_equal_differences() -> None:
 
 
 @torch.no_grad()
-def test_autocast_and_bfloat16_weights_stay_near_float32() -> None:
-    def vectors(embedder: ContextualEmbedder) -> list[torch.Tensor]:
+def test_autocast_and_bfloat16_weights_stay_near_float32():
+    def vectors(embedder):
         context = embedder.embed_context(DOCUMENTS)
         return [context, embedder(TOKENS, context)]
 
@@ -113,8 +112,8 @@ def test_autocast_and_bfloat16_weights_stay_near_float32() -> None:
 
 
 def test_a_saved_model_trains_on_with_both_stages_checkpointed_and_with_the_dropout_that_is_given(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     tiny_contextual(context_dropout=0.0).save_pretrained(tmp_path / "model")
     gradients = []
     for checkpointing in (False, True):
@@ -136,7 +135,7 @@ def test_a_saved_model_trains_on_with_both_stages_checkpointed_and_with_the_drop
 
 
 @torch.no_grad()
-def test_adapters_of_both_stages_are_merged_into_what_is_saved(tmp_path: Path) -> None:
+def test_adapters_of_both_stages_are_merged_into_what_is_saved(tmp_path):
     torch.manual_seed(0)
     settings = LoraSettings(rank=4, dropout=0.0)
     first, second = add_lora(tiny_bert(1), settings), add_lora(tiny_bert(), settings)
@@ -157,7 +156,7 @@ BARE = {"num_soft_prompts": 0, "residual_projection": False, "normalize": False}
 
 @pytest.mark.parametrize(("kind", "options"), [("bert", {}), ("modernbert", {}), ("decoder", BARE)])
 @torch.no_grad()
-def test_saving_and_loading_keeps_vectors_and_settings(tmp_path: Path, kind: str, options: dict[str, object]) -> None:
+def test_saving_and_loading_keeps_vectors_and_settings(tmp_path, kind, options):
     text = TextSettings(24, 40, prompts={"query": "search_query: ", "document": "search_document: "}, pool_prompt=True)
     embedder = tiny_contextual(kind, context_dropout=0.25, text=text, **options)
     embedder.save_pretrained(tmp_path / "model")
@@ -178,7 +177,7 @@ def test_saving_and_loading_keeps_vectors_and_settings(tmp_path: Path, kind: str
     assert (again(TOKENS) - embedder(TOKENS)).abs().max() <= 1e-6
 
 
-def test_each_loader_takes_its_own_kind_and_names_the_other(tmp_path: Path) -> None:
+def test_each_loader_takes_its_own_kind_and_names_the_other(tmp_path):
     tiny_contextual().save_pretrained(tmp_path / "contextual")
     Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32)).save_pretrained(tmp_path / "plain")
     assert type(load_embedder(tmp_path / "plain")) is Embedder
@@ -202,9 +201,9 @@ def test_each_loader_takes_its_own_kind_and_names_the_other(tmp_path: Path) -> N
         ({"context_max_length": 129}, "context_max_length must be <= 128, the positions that the first stage has"),
     ],
 )
-def test_impossible_numbers_are_refused(options: dict[str, object], says: str) -> None:
+def test_impossible_numbers_are_refused(options, says):
     with pytest.raises(OptionError, match=says):
-        tiny_contextual(**options)  # type: ignore[arg-type]
+        tiny_contextual(**options)
 
 
 @pytest.mark.parametrize(
@@ -217,9 +216,7 @@ def test_impossible_numbers_are_refused(options: dict[str, object], says: str) -
         ("nomic", 119, None, 119),
     ],
 )
-def test_the_longest_document_is_what_both_stages_have_positions_for(
-    kind: str, num_positions: int, max_length: int | None, longest: int
-) -> None:
+def test_the_longest_document_is_what_both_stages_have_positions_for(kind, num_positions, max_length, longest):
     embedder = ContextualEmbedder(
         tiny_bert(num_positions=num_positions),
         BACKBONES[kind](),
@@ -233,7 +230,7 @@ def test_the_longest_document_is_what_both_stages_have_positions_for(
         embedder.check_lengths(TextSettings(query_max_length=40, document_max_length=longest + 1), "mine")
 
 
-def test_backbones_that_do_not_fit_are_refused() -> None:
+def test_backbones_that_do_not_fit_are_refused():
     with pytest.raises(OptionError, match="backbone must read its context as a set, and sees its order"):
         ContextualEmbedder(tiny_bert(), tiny_mistral(), wordpiece_tokenizer())
     small = tiny_bert()
@@ -242,25 +239,25 @@ def test_backbones_that_do_not_fit_are_refused() -> None:
         ContextualEmbedder(small, tiny_bert(), wordpiece_tokenizer())
 
 
-def test_a_context_has_positions_only_where_the_backbone_rotates_by_them() -> None:
+def test_a_context_has_positions_only_where_the_backbone_rotates_by_them():
     form = ContextForm(has_positions=True)
     assert tiny_contextual("modernbert", form=form).has_positions
     with pytest.raises(OptionError, match="backbone must rotate by index where context vectors have positions"):
         tiny_contextual("bert", form=form)
 
 
-def edit(file: Path, **changes: object) -> None:
+def edit(file, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("contextual") / "model"
     tiny_contextual().save_pretrained(folder)
     return folder
 
 
-def test_both_stages_lie_in_the_directory_with_their_code(written: Path) -> None:
+def test_both_stages_lie_in_the_directory_with_their_code(written):
     assert is_contextual(written)
     assert len(carried_code(written)) == 5
     assert sorted(str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()) == [
@@ -294,7 +291,7 @@ def test_both_stages_lie_in_the_directory_with_their_code(written: Path) -> None
     }
 
 
-def test_a_directory_that_does_not_say_a_documents_limit_has_none(tmp_path: Path) -> None:
+def test_a_directory_that_does_not_say_a_documents_limit_has_none(tmp_path):
     tiny_contextual(context_max_length=4).save_pretrained(tmp_path / "model")
     assert ContextualEmbedder.from_pretrained(tmp_path / "model").first_stage.max_length == 4
     file = tmp_path / "model/0_Context/context.json"
@@ -304,7 +301,7 @@ def test_a_directory_that_does_not_say_a_documents_limit_has_none(tmp_path: Path
     assert ContextualEmbedder.from_pretrained(tmp_path / "model").first_stage.max_length is None
 
 
-def insert_norm(folder: Path) -> None:
+def insert_norm(folder):
     """Put a layer norm behind the pooling."""
     write_norm(folder / "3_LayerNorm", nn.LayerNorm(32))
     entries = json.loads((folder / "modules.json").read_text())
@@ -330,7 +327,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_directory_is_one_line(tmp_path: Path, written: Path, damage: str) -> None:
+def test_a_damaged_directory_is_one_line(tmp_path, written, damage):
     for path in written.rglob("*"):
         if path.is_file():
             target = tmp_path / "model" / path.relative_to(written)

@@ -17,7 +17,6 @@ from torch.nn import Identity
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.inference import Encoder
 from embeddings.models import ClsPooling, Embedder, LatentAttentionPooling, MeanPooling, WeightedMeanPooling
-from embeddings.models import Pooling as OurPooling
 from embeddings.models.directory import read_head, read_norm, write_head, write_norm
 from embeddings.models.model_files import replaced_folder
 from embeddings.models.poolings import pooling_name
@@ -27,24 +26,24 @@ from tests.models.reading import random_tokens, read
 TOKENS = random_tokens(384, [7, 3, 12])
 
 
-def embedder(pooling: OurPooling | None = None, seed: int = 0, **text: object) -> Embedder:
-    settings = TextSettings(**text)  # type: ignore[arg-type]
+def embedder(pooling=None, seed=0, **text):
+    settings = TextSettings(**text)
     return Embedder(tiny_bert(seed), wordpiece_tokenizer(), pooling or MeanPooling(32), text=settings).eval()
 
 
-def latent() -> LatentAttentionPooling:
+def latent():
     return LatentAttentionPooling(32, num_latents=4, num_heads=2, head_dim=8)
 
 
-def tree(folder: Path) -> dict[str, bytes]:
+def tree(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def edit(file: Path, **changes: object) -> None:
+def edit(file, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def test_a_plain_model_is_a_plain_sentence_transformers_directory(tmp_path: Path) -> None:
+def test_a_plain_model_is_a_plain_sentence_transformers_directory(tmp_path):
     embedder(prompts={"query": "q: "}, pool_prompt=True).save_pretrained(tmp_path / "model")
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
         "1_Pooling",
@@ -63,7 +62,7 @@ def test_a_plain_model_is_a_plain_sentence_transformers_directory(tmp_path: Path
 
 @pytest.mark.usefixtures("travelling_code")
 @pytest.mark.parametrize("own_code", [False, True])
-def test_the_template_of_instructions_stays_with_a_model(tmp_path: Path, own_code: bool) -> None:
+def test_the_template_of_instructions_stays_with_a_model(tmp_path, own_code):
     settings = {"prompts": {"query": "q:"}, "pool_prompt": not own_code}
     model = embedder(**settings, instruction_template="[INST] {instruction} ")
     model.save_pretrained(tmp_path / "model")
@@ -76,7 +75,7 @@ def test_the_template_of_instructions_stays_with_a_model(tmp_path: Path, own_cod
 
 
 @pytest.mark.parametrize("pooling", [MeanPooling(32), latent()])
-def test_the_widths_that_a_model_was_trained_at_stay_with_it(tmp_path: Path, pooling: OurPooling) -> None:
+def test_the_widths_that_a_model_was_trained_at_stay_with_it(tmp_path, pooling):
     model = embedder(pooling)
     assert model.trained_widths == ()
     model.save_pretrained(tmp_path / "model")
@@ -109,9 +108,7 @@ def test_the_widths_that_a_model_was_trained_at_stay_with_it(tmp_path: Path, poo
         (latent(), {}, True),
     ],
 )
-def test_code_travels_only_where_the_library_cannot_do_it(
-    tmp_path: Path, pooling: OurPooling, text: dict[str, object], own_code: bool
-) -> None:
+def test_code_travels_only_where_the_library_cannot_do_it(tmp_path, pooling, text, own_code):
     embedder(pooling, **text).save_pretrained(tmp_path / "model")
     assert bool(list((tmp_path / "model").glob("*.py"))) is own_code
 
@@ -119,7 +116,7 @@ def test_code_travels_only_where_the_library_cannot_do_it(
 @pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken", "weightedmean"])
 @pytest.mark.parametrize("normalize", [False, True])
 @torch.no_grad()
-def test_a_directory_that_sentence_transformers_wrote_loads(tmp_path: Path, mode: str, normalize: bool) -> None:
+def test_a_directory_that_sentence_transformers_wrote_loads(tmp_path, mode, normalize):
     save_backbone(str(tmp_path / "backbone"), tiny_bert(), wordpiece_tokenizer())
     transformer = Transformer(str(tmp_path / "backbone"), max_seq_length=20)
     modules = [transformer, Pooling(32, mode), *([Normalize()] if normalize else [])]
@@ -134,7 +131,7 @@ def test_a_directory_that_sentence_transformers_wrote_loads(tmp_path: Path, mode
 
 @pytest.mark.parametrize("published", ["float32", "float16", "with decoder"])
 @torch.no_grad()
-def test_a_t5_encoder_with_a_dense_head_gives_sentence_transformers_vectors(tmp_path: Path, published: str) -> None:
+def test_a_t5_encoder_with_a_dense_head_gives_sentence_transformers_vectors(tmp_path, published):
     save_backbone(str(tmp_path / "backbone"), tiny_t5(), wordpiece_tokenizer())
     transformer = Transformer(str(tmp_path / "backbone"), max_seq_length=400)
     dense = Dense(32, 24, bias=False, activation_function=Identity())
@@ -163,7 +160,7 @@ def test_a_t5_encoder_with_a_dense_head_gives_sentence_transformers_vectors(tmp_
 
 @pytest.mark.parametrize("bias", [False, True])
 @torch.no_grad()
-def test_two_linear_layers_of_a_published_directory_become_one(tmp_path: Path, bias: bool) -> None:
+def test_two_linear_layers_of_a_published_directory_become_one(tmp_path, bias):
     save_backbone(str(tmp_path / "backbone"), tiny_bert(), wordpiece_tokenizer())
     layers = [Dense(*sizes, bias=bias, activation_function=Identity()) for sizes in ((32, 96), (96, 24))]
     modules = [Transformer(str(tmp_path / "backbone")), Pooling(32, "mean"), *layers, Normalize()]
@@ -172,7 +169,7 @@ def test_two_linear_layers_of_a_published_directory_become_one(tmp_path: Path, b
     texts = ["how do I pad", "z", "the quick brown fox"]
     ours = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32", device="cpu")
     assert np.abs(ours.encode(texts) - theirs.encode(texts)).max() <= 1e-5
-    assert (ours.embedder.head.in_features, ours.embedder.head.out_features) == (32, 24)  # type: ignore[union-attr]
+    assert (ours.embedder.head.in_features, ours.embedder.head.out_features) == (32, 24)
     shutil.rmtree(tmp_path / "model" / "3_Dense")
     write_head(tmp_path / "model" / "3_Dense", nn.Linear(95, 24))
     with pytest.raises(InputError, match="takes 95 dimensions, the layer before it gives 96"):
@@ -180,7 +177,7 @@ def test_two_linear_layers_of_a_published_directory_become_one(tmp_path: Path, b
 
 
 @torch.no_grad()
-def test_a_layer_norm_that_sentence_transformers_wrote_loads_where_it_follows_the_pooling(tmp_path: Path) -> None:
+def test_a_layer_norm_that_sentence_transformers_wrote_loads_where_it_follows_the_pooling(tmp_path):
     save_backbone(str(tmp_path / "backbone"), tiny_bert(), wordpiece_tokenizer())
     norm = LayerNorm(32)
     for parameter in norm.parameters():
@@ -201,7 +198,7 @@ def test_a_layer_norm_that_sentence_transformers_wrote_loads_where_it_follows_th
         assert (ours(read(ours.tokenizer, texts)) - torch.from_numpy(theirs.encode(texts))).abs().max() <= 1e-5
 
 
-def test_a_tokenizer_that_lower_cases_on_request_does(tmp_path: Path) -> None:
+def test_a_tokenizer_that_lower_cases_on_request_does(tmp_path):
     embedder().save_pretrained(tmp_path / "model")
     edit(tmp_path / "model" / "sentence_bert_config.json", do_lower_case=True)
     tokenizer = Embedder.from_pretrained(tmp_path / "model").tokenizer
@@ -209,7 +206,7 @@ def test_a_tokenizer_that_lower_cases_on_request_does(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_a_new_model_replaces_the_old_one_and_leaves_other_files(tmp_path: Path) -> None:
+def test_a_new_model_replaces_the_old_one_and_leaves_other_files(tmp_path):
     target = tmp_path / "model"
     embedder(latent()).save_pretrained(target)
     (target / "metrics.json").write_text("{}")
@@ -230,15 +227,15 @@ def test_a_new_model_replaces_the_old_one_and_leaves_other_files(tmp_path: Path)
 
 
 @pytest.mark.parametrize("failing", ["save_pretrained", "replace"])
-def test_a_failure_leaves_the_old_model_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+def test_a_failure_leaves_the_old_model_whole(tmp_path, monkeypatch, failing):
     target, replace = tmp_path / "model", os.replace
     embedder().save_pretrained(target)
     before, second = tree(target), embedder(seed=1)
 
-    def fail(*places: object, **_: object) -> None:
+    def fail(*places, **_):
         if failing == "save_pretrained" or Path(str(places[0])).name == "new":
             raise OSError("no space")
-        replace(*places)  # type: ignore[arg-type]
+        replace(*places)
 
     monkeypatch.setattr(second.tokenizer if failing == "save_pretrained" else os, failing, fail)
     with pytest.raises(OSError, match="no space"):
@@ -247,16 +244,14 @@ def test_a_failure_leaves_the_old_model_whole(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_an_export_that_fails_beside_another_leaves_the_others_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_that_fails_beside_another_leaves_the_others_model(tmp_path, monkeypatch):
     target, replace, seen = tmp_path / "model", os.replace, []
 
-    def export(name: str) -> None:
+    def export(name):
         with replaced_folder(target) as new:
             (new / "config.json").write_text(name)
 
-    def fail_while_another_exports(source: Path, destination: Path) -> None:
+    def fail_while_another_exports(source, destination):
         if Path(source).name == "new" and not seen:
             seen.append(other)
             other.start()
@@ -275,9 +270,7 @@ def test_an_export_that_fails_beside_another_leaves_the_others_model(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_file_that_appears_while_the_model_is_written_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_appears_while_the_model_is_written_comes_back(tmp_path, monkeypatch):
     target = tmp_path / "model"
     monkeypatch.setattr("embeddings.models.model_files._flush", lambda _: target.write_text("mine"))
     with pytest.raises(NotADirectoryError):
@@ -286,16 +279,14 @@ def test_a_file_that_appears_while_the_model_is_written_comes_back(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_files_that_cannot_be_carried_over_go_back_with_the_old_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_cannot_be_carried_over_go_back_with_the_old_model(tmp_path, monkeypatch):
     target, replace, carried = tmp_path / "model", os.replace, []
     embedder().save_pretrained(target)
     for name in ("metrics.json", "report.md"):
         (target / name).write_text(name)
     before = tree(target)
 
-    def fail_for_the_second(source: Path, destination: Path) -> None:
+    def fail_for_the_second(source, destination):
         if Path(source).parent.name == "old":
             carried.append(source)
             if len(carried) == 2:
@@ -310,7 +301,7 @@ def test_files_that_cannot_be_carried_over_go_back_with_the_old_model(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_pooling_that_cannot_travel_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+def test_a_pooling_that_cannot_travel_is_refused_and_nothing_is_written(tmp_path):
     class Own(MeanPooling):
         pass
 
@@ -346,7 +337,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_directory_is_one_line(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_directory_is_one_line(tmp_path, damage):
     embedder(latent()).save_pretrained(tmp_path / "model")
     Embedder.from_pretrained(tmp_path / "model")
     DAMAGE[damage](tmp_path / "model")
@@ -357,14 +348,14 @@ def test_a_damaged_directory_is_one_line(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"pooling_mode_max_tokens": True}, {"pooling_mode_mean_tokens": False}])
-def test_a_pooling_that_is_none_of_ours_is_one_line(tmp_path: Path, changes: dict[str, bool]) -> None:
+def test_a_pooling_that_is_none_of_ours_is_one_line(tmp_path, changes):
     embedder().save_pretrained(tmp_path / "model")
     edit(tmp_path / "model/1_Pooling/config.json", **changes)
     with pytest.raises(InputError, match=r"has (the unknown|a) pooling"):
         Embedder.from_pretrained(tmp_path / "model")
 
 
-def test_no_code_of_a_directory_runs(tmp_path: Path) -> None:
+def test_no_code_of_a_directory_runs(tmp_path):
     embedder(latent()).save_pretrained(tmp_path / "model")
     for file in (tmp_path / "model").glob("*.py"):
         file.write_text("raise SystemExit('ran')")
@@ -374,7 +365,7 @@ def test_no_code_of_a_directory_runs(tmp_path: Path) -> None:
 VECTORS = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)) * 3 + 2
 
 
-def norm(**options: bool) -> nn.LayerNorm:
+def norm(**options):
     made = nn.LayerNorm(8, **options)
     for parameter in made.parameters():
         nn.init.normal_(parameter)
@@ -382,9 +373,7 @@ def norm(**options: bool) -> nn.LayerNorm:
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}])
-def test_a_norm_gives_the_same_vectors_here_and_in_sentence_transformers(
-    tmp_path: Path, options: dict[str, bool]
-) -> None:
+def test_a_norm_gives_the_same_vectors_here_and_in_sentence_transformers(tmp_path, options):
     ours = norm(**options)
     write_norm(tmp_path / "norm", ours)
     expected = ours(VECTORS)
@@ -394,21 +383,21 @@ def test_a_norm_gives_the_same_vectors_here_and_in_sentence_transformers(
     torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-6)
 
 
-def test_a_norm_without_weights_has_none_after_reading_and_one_with_weights_has_its_own(tmp_path: Path) -> None:
+def test_a_norm_without_weights_has_none_after_reading_and_one_with_weights_has_its_own(tmp_path):
     for name, options in (("plain", {"elementwise_affine": False}), ("own", {})):
         write_norm(tmp_path / name, norm(**options))
     assert list(read_norm(tmp_path / "plain").parameters()) == []
     assert len(list(read_norm(tmp_path / "own").parameters())) == 2
 
 
-def test_an_epsilon_that_no_directory_has_room_for_is_refused(tmp_path: Path) -> None:
+def test_an_epsilon_that_no_directory_has_room_for_is_refused(tmp_path):
     with pytest.raises(OptionError, match=r"norm\.eps must be 1e-05, .* got 1e-12"):
         write_norm(tmp_path / "norm", nn.LayerNorm(8, eps=1e-12))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("changes", [{"use_residual": True}, {"activation_function": "torch.nn.Tanh"}])
-def test_more_than_a_linear_head_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_more_than_a_linear_head_is_refused(tmp_path, changes):
     write_head(tmp_path / "head", nn.Linear(8, 3))
     edit(tmp_path / "head" / "config.json", **changes)
     with pytest.raises(InputError, match="is more than a linear head"):
@@ -416,7 +405,7 @@ def test_more_than_a_linear_head_is_refused(tmp_path: Path, changes: dict[str, o
 
 
 @pytest.mark.parametrize(("dimension", "says"), [(0, "has dimension 0"), (7, "cannot be loaded")])
-def test_a_norm_of_no_or_another_width_is_one_line(tmp_path: Path, dimension: int, says: str) -> None:
+def test_a_norm_of_no_or_another_width_is_one_line(tmp_path, dimension, says):
     write_norm(tmp_path / "norm", norm())
     edit(tmp_path / "norm" / "config.json", dimension=dimension)
     with pytest.raises(InputError, match=says):

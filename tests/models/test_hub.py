@@ -1,8 +1,6 @@
 """A model directory goes to the Hub whole, with its card and nothing else; what stops it is one line."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
@@ -10,10 +8,10 @@ import yaml
 from embeddings.cli.main import main
 from embeddings.common import InputError
 from embeddings.inference import Encoder
-from embeddings.models import Embedder, push_to_hub
+from embeddings.models import push_to_hub
 from embeddings.models.hub import own_files
 from embeddings.models.model_card import write_model_card
-from tests.helpers.hub_server import OWNER, TOKEN, StoodInHub, stood_in_hub
+from tests.helpers.hub_server import OWNER, TOKEN, stood_in_hub
 from tests.helpers.refusals import assert_refused
 from tests.models.contextual_models import tiny_contextual
 from tests.models.test_model_card import FACTS, SCORES, embedder
@@ -23,13 +21,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use .content:DeprecationWarning"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[StoodInHub]:
+def server():
     with stood_in_hub() as hub:
         yield hub
 
 
 @pytest.fixture
-def hub(server: StoodInHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StoodInHub:
+def hub(server, monkeypatch, tmp_path):
     """The server, empty, as the Hub of this process, with a token that may write."""
     for state in (server.repositories, server.uploaded, server.verified, server.calls):
         state.clear()
@@ -42,7 +40,7 @@ def hub(server: StoodInHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     return server
 
 
-def written(folder: Path, model: Embedder | None = None) -> Path:
+def written(folder, model=None):
     """A model directory with a card."""
     model = model or embedder()
     model.save_pretrained(folder)
@@ -50,20 +48,18 @@ def written(folder: Path, model: Embedder | None = None) -> Path:
     return folder
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def content(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def committed(hub: StoodInHub, name: str, revision: str = "main") -> dict[str, bytes]:
+def committed(hub, name, revision="main"):
     files = dict(hub.repositories[name].branches[revision])
     del files[".gitattributes"]
     return files
 
 
 @pytest.mark.parametrize("kind", ["plain", "with code", "contextual"])
-def test_every_file_arrives_with_its_bytes_and_weights_by_the_lfs_protocol(
-    kind: str, hub: StoodInHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_file_arrives_with_its_bytes_and_weights_by_the_lfs_protocol(kind, hub, tmp_path, capsys):
     models = {"plain": embedder, "with code": lambda: embedder(prompts={"query": "q:"}), "contextual": tiny_contextual}
     folder = written(tmp_path / "model", models[kind]())
     assert main(["push", str(folder), f"{OWNER}/model", "--private", "true", "--message", "First words"]) == 0
@@ -82,9 +78,7 @@ def test_every_file_arrives_with_its_bytes_and_weights_by_the_lfs_protocol(
     assert f"{hub.url}/{OWNER}/model" in line
 
 
-def test_nothing_but_the_models_own_files_goes_up(
-    hub: StoodInHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_but_the_models_own_files_goes_up(hub, tmp_path, capsys):
     folder = written(tmp_path / "model")
     expected = content(folder)
     (folder / "LICENSE").write_text("free")
@@ -102,7 +96,7 @@ def test_nothing_but_the_models_own_files_goes_up(
     assert capsys.readouterr().out.splitlines()[-1].endswith(": data, notes.txt, tool.py")
 
 
-def test_a_link_in_the_directory_is_refused(hub: StoodInHub, tmp_path: Path) -> None:
+def test_a_link_in_the_directory_is_refused(hub, tmp_path):
     folder = written(tmp_path / "model")
     (tmp_path / "secret").write_text("{}")
     (folder / "vocab.json").symlink_to(tmp_path / "secret")
@@ -111,7 +105,7 @@ def test_a_link_in_the_directory_is_refused(hub: StoodInHub, tmp_path: Path) -> 
     assert hub.calls == []
 
 
-def test_half_a_directory_is_refused(hub: StoodInHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_half_a_directory_is_refused(hub, tmp_path, capsys):
     folder = written(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     assert_refused(capsys, tmp_path, "is missing, so the model is incomplete", main, ["push", str(folder), "model"])
@@ -119,9 +113,7 @@ def test_half_a_directory_is_refused(hub: StoodInHub, tmp_path: Path, capsys: py
     assert hub.calls == []
 
 
-def test_a_taken_name_is_refused_and_an_update_replaces_what_the_model_no_longer_has(
-    hub: StoodInHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_taken_name_is_refused_and_an_update_replaces_what_the_model_no_longer_has(hub, tmp_path, capsys):
     folder = written(tmp_path / "model")
     push_to_hub(folder, "model")
     repository = hub.repositories[f"{OWNER}/model"]
@@ -136,7 +128,7 @@ def test_a_taken_name_is_refused_and_an_update_replaces_what_the_model_no_longer
     assert repository.messages[-1] == "Again"
 
 
-def test_a_branch_is_made_where_it_is_missing(hub: StoodInHub, tmp_path: Path) -> None:
+def test_a_branch_is_made_where_it_is_missing(hub, tmp_path):
     folder = written(tmp_path / "model")
     push_to_hub(folder, "model", revision="v2")
     assert committed(hub, f"{OWNER}/model", "v2") == content(folder)
@@ -144,7 +136,7 @@ def test_a_branch_is_made_where_it_is_missing(hub: StoodInHub, tmp_path: Path) -
     push_to_hub(folder, "model", revision="v2", update=True)
 
 
-def test_the_scores_beside_a_model_are_in_the_card_that_goes_up(hub: StoodInHub, tmp_path: Path) -> None:
+def test_the_scores_beside_a_model_are_in_the_card_that_goes_up(hub, tmp_path):
     folder = written(tmp_path / "model")
     (folder / "scores.json").write_text(json.dumps(SCORES[:1]))
     push_to_hub(folder, "model")
@@ -171,13 +163,13 @@ def test_the_scores_beside_a_model_are_in_the_card_that_goes_up(hub: StoodInHub,
     ],
 )
 def test_what_the_hub_refuses_is_one_line(
-    change: dict[str, str | bool],
-    says: str,
-    hub: StoodInHub,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    change,
+    says,
+    hub,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     folder = written(tmp_path / "model")
     if "token" in change:
         monkeypatch.setenv("HF_TOKEN", str(change["token"]))
@@ -186,13 +178,13 @@ def test_what_the_hub_refuses_is_one_line(
         monkeypatch.setenv("HF_ENDPOINT", str(change["endpoint"]))
     if "offline" in change:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    hub.read_only, hub.refusal = bool(change.get("read_only")), change.get("refusal")  # type: ignore[assignment]
+    hub.read_only, hub.refusal = bool(change.get("read_only")), change.get("refusal")
     name = str(change.get("name", "model"))
     assert_refused(capsys, tmp_path, says, main, ["push", str(folder), name])
     assert all(set(each.branches["main"]) == {".gitattributes"} for each in hub.repositories.values())
 
 
-def test_an_encoder_pushes_its_directory_or_itself(hub: StoodInHub, tmp_path: Path) -> None:
+def test_an_encoder_pushes_its_directory_or_itself(hub, tmp_path):
     folder = written(tmp_path / "model")
     Encoder.from_pretrained(str(folder), device="cpu").push_to_hub("of_directory")
     assert committed(hub, f"{OWNER}/of_directory") == content(folder)
@@ -203,7 +195,7 @@ def test_an_encoder_pushes_its_directory_or_itself(hub: StoodInHub, tmp_path: Pa
     assert hub.repositories[f"{OWNER}/of_memory"].private
 
 
-def test_all_that_a_directory_is_written_with_counts_as_its_own(tmp_path: Path) -> None:
+def test_all_that_a_directory_is_written_with_counts_as_its_own(tmp_path):
     folder = written(tmp_path / "model", embedder(prompts={"query": "q:"}))
     for name in ("onnx/model.onnx", "openvino/openvino_model.xml", "adapter/adapter_config.json"):
         (folder / name).parent.mkdir()

@@ -1,7 +1,6 @@
 """A language model taken apart: its states, its head on some of them, its adapters, its directory."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ from transformers import (
     MistralModel,
     ModernBertConfig,
     ModernBertForMaskedLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
     XLMRobertaConfig,
@@ -56,7 +53,7 @@ IDS_NL = torch.randint(5, 200, (3, 12), generator=torch.Generator().manual_seed(
 DOCUMENT_NL = torch.zeros_like(IDS_NL)
 
 
-def models() -> dict[str, PreTrainedModel]:
+def models():
     sizes = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
     gemma = Gemma2Config(**sizes, intermediate_size=64, num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.5)
@@ -75,7 +72,7 @@ def models() -> dict[str, PreTrainedModel]:
 
 
 @pytest.mark.parametrize("kind", sorted(models()))
-def test_the_head_on_some_states_equals_the_whole_computation_and_so_do_gradients(kind: str) -> None:
+def test_the_head_on_some_states_equals_the_whole_computation_and_so_do_gradients(kind):
     model = models()[kind]
     read_P = torch.tensor([0, 3, 3, 17, 35])
     label_P = torch.tensor([7, 8, 9, 10, 11])
@@ -99,11 +96,11 @@ def test_the_head_on_some_states_equals_the_whole_computation_and_so_do_gradient
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_head_that_reads_more_than_the_last_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_reads_more_than_the_last_states_is_refused(monkeypatch):
     model = causal_mistral()
     forward = model.forward
 
-    def with_inputs(**inputs: Any) -> Any:
+    def with_inputs(**inputs):
         output = forward(**inputs)
         output.logits = output.logits + inputs["input_ids"][..., None]
         return output
@@ -116,7 +113,7 @@ def test_a_head_that_reads_more_than_the_last_states_is_refused(monkeypatch: pyt
         check_head(t5.eval())
 
 
-def test_the_vocabulary_is_never_computed_for_all_positions() -> None:
+def test_the_vocabulary_is_never_computed_for_all_positions():
     model, seen = causal_mistral(), []
     language_model = LanguageModel(model, sentencepiece_tokenizer(), causal=True)
     model.lm_head.register_forward_hook(lambda *call: seen.append(call[2].numel() // call[2].shape[-1]))
@@ -128,13 +125,13 @@ def test_the_vocabulary_is_never_computed_for_all_positions() -> None:
     assert language_model.head(state_PH[:0]).shape == (0, model.config.vocab_size)
 
 
-def test_a_decoder_that_sees_both_ways_stays_so_when_saved(tmp_path: Path) -> None:
+def test_a_decoder_that_sees_both_ways_stays_so_when_saved(tmp_path):
     config = BackboneConfig(language_model_folder(tmp_path / "start"), bidirectional=True)
     LanguageModel(*load_language_model(config, "causal"), causal=False).save_pretrained(tmp_path / "model")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.is_causal is False
 
 
-def test_padding_and_other_documents_are_kept_out_as_asked() -> None:
+def test_padding_and_other_documents_are_kept_out_as_asked():
     language_model = LanguageModel(masked_bert(), wordpiece_tokenizer(), causal=False).eval()
     padded_NL = DOCUMENT_NL.clone()
     padded_NL[:, 8:] = -1
@@ -150,7 +147,7 @@ def test_padding_and_other_documents_are_kept_out_as_asked() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("train_head", [False, True])
-def test_lora_trains_matrices_of_the_backbone_and_the_head_on_request(train_head: bool, tied: bool) -> None:
+def test_lora_trains_matrices_of_the_backbone_and_the_head_on_request(train_head, tied):
     model = causal_mistral(tied=tied)
     if tied and train_head:
         with pytest.raises(OptionError, match="the head's matrix is the input embedding, which LoRA freezes"):
@@ -163,7 +160,7 @@ def test_lora_trains_matrices_of_the_backbone_and_the_head_on_request(train_head
 
 
 @pytest.mark.parametrize("kind", ["mistral", "tied", "bert"])
-def test_a_saved_directory_has_the_matrices_merged_and_gives_equal_logits(kind: str, tmp_path: Path) -> None:
+def test_a_saved_directory_has_the_matrices_merged_and_gives_equal_logits(kind, tmp_path):
     tokenizer = wordpiece_tokenizer() if kind == "bert" else sentencepiece_tokenizer()
     language_model = LanguageModel(models()[kind], tokenizer, kind != "bert", LoraSettings(rank=4, dropout=0.0)).eval()
     torch.manual_seed(1)
@@ -193,7 +190,7 @@ def test_a_saved_directory_has_the_matrices_merged_and_gives_equal_logits(kind: 
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_a_checkpoint_loads_with_its_head(gradient_checkpointing: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_with_its_head(gradient_checkpointing, tmp_path):
     folder = language_model_folder(tmp_path, "bert")
     config = BackboneConfig(folder, gradient_checkpointing=gradient_checkpointing)
     model, tokenizer = load_language_model(config, "masked")
@@ -204,7 +201,7 @@ def test_a_checkpoint_loads_with_its_head(gradient_checkpointing: bool, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["bert", "mistral"])
-def test_a_head_that_is_missing_is_refused_unless_a_new_one_is_asked_for(kind: str, tmp_path: Path) -> None:
+def test_a_head_that_is_missing_is_refused_unless_a_new_one_is_asked_for(kind, tmp_path):
     bert = kind == "bert"
     backbone, tokenizer = (tiny_bert(), wordpiece_tokenizer()) if bert else (tiny_mistral(), sentencepiece_tokenizer())
     folder = Path(save_backbone(str(tmp_path), backbone, tokenizer))
@@ -224,7 +221,7 @@ def test_a_head_that_is_missing_is_refused_unless_a_new_one_is_asked_for(kind: s
         load_language_model(BackboneConfig(str(folder)), head, new_head=True)
 
 
-def test_an_architecture_without_the_objectives_head_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_architecture_without_the_objectives_head_is_refused_by_name(tmp_path):
     mistral, bert = (language_model_folder(tmp_path / kind, kind) for kind in ("mistral", "bert"))
     with pytest.raises(OptionError, match=r"model\.objective does not fit: mistral takes mntp or causal, got 'mlm'"):
         load_language_model(BackboneConfig(mistral), "masked")
@@ -239,12 +236,12 @@ def test_an_architecture_without_the_objectives_head_is_refused_by_name(tmp_path
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def folder(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> str:
+def folder(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     return str(tmp_path / "tokenizer")
 
 
-def make(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, **fields: Any) -> Any:
+def make(tmp_path, tokenizer, **fields):
     settings = {**SMALL, "num_key_value_heads": 2, **fields.pop("settings", {})}
     scratch = FromScratch(folder(tmp_path, tokenizer), settings=settings, **fields)
     torch.manual_seed(3)
@@ -254,9 +251,7 @@ def make(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, **fields: Any) -> A
 @pytest.mark.parametrize(
     ("tokenizer", "pad"), [(wordpiece_tokenizer(), 0), (sentencepiece_tokenizer(), None), (bpe_tokenizer(), None)]
 )
-def test_the_tokenizer_decides_vocabulary_and_special_tokens(
-    tokenizer: PreTrainedTokenizerFast, pad: int | None, tmp_path: Path
-) -> None:
+def test_the_tokenizer_decides_vocabulary_and_special_tokens(tokenizer, pad, tmp_path):
     """A pad token that is the separator too would never be trained, so it is not the config's."""
     model, loaded = make(tmp_path, tokenizer)
     rows = model.get_input_embeddings().weight.shape[0]
@@ -270,7 +265,7 @@ def test_the_tokenizer_decides_vocabulary_and_special_tokens(
     assert loaded.padding_side == "right"
 
 
-def test_settings_and_seed_decide_the_model(tmp_path: Path) -> None:
+def test_settings_and_seed_decide_the_model(tmp_path):
     one, _ = make(tmp_path, wordpiece_tokenizer(), settings={"tie_word_embeddings": True})
     two, _ = make(tmp_path, wordpiece_tokenizer(), settings={"tie_word_embeddings": True})
     assert len(one.model.layers) == 2
@@ -279,7 +274,7 @@ def test_settings_and_seed_decide_the_model(tmp_path: Path) -> None:
     assert not one.training
 
 
-def test_a_new_decoder_may_see_both_ways_and_an_encoder_does(tmp_path: Path) -> None:
+def test_a_new_decoder_may_see_both_ways_and_an_encoder_does(tmp_path):
     model, _ = make(tmp_path, wordpiece_tokenizer(), bidirectional=True)
     assert model.config.is_causal is False
     scratch = FromScratch(folder(tmp_path, wordpiece_tokenizer()), "bert", dict(SMALL))
@@ -287,7 +282,7 @@ def test_a_new_decoder_may_see_both_ways_and_an_encoder_does(tmp_path: Path) -> 
     assert type(encoder).__name__ == "BertForMaskedLM"
 
 
-def test_settings_that_make_no_model_and_a_tile_without_logits_are_refused(tmp_path: Path) -> None:
+def test_settings_that_make_no_model_and_a_tile_without_logits_are_refused(tmp_path):
     with pytest.raises(OptionError, match="make no model"):
         make(tmp_path, wordpiece_tokenizer(), model_type="llama", settings={"hidden_size": 33})
     with pytest.raises(OptionError, match=r"model\.head\.tile_logits must be >= 1, got 0"):
@@ -302,7 +297,7 @@ def test_settings_that_make_no_model_and_a_tile_without_logits_are_refused(tmp_p
         ({"settings": {"vocab_size": 3}}, "is no setting of mistral"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_made(fields: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_is_refused_before_anything_is_made(fields, says):
     with pytest.raises(OptionError, match=says.replace("?", r"\?")):
         FromScratch("nowhere", **fields)
 
@@ -311,7 +306,7 @@ SIZES = {"vocab_size": 200, "hidden_size": 32, "num_hidden_layers": 2, "num_atte
 DOCUMENT_NL_MASK = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1]])
 
 
-def model(kind: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def model(kind, attention="sdpa", dtype=torch.float32):
     set_seed(0)
     options = {**SIZES, "intermediate_size": 64, "attn_implementation": attention}
     if kind == "bert":
@@ -327,7 +322,7 @@ def model(kind: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "bert", "roberta"])
-def test_each_document_is_read_as_if_it_were_alone(kind: str, attention: str) -> None:
+def test_each_document_is_read_as_if_it_were_alone(kind, attention):
     backbone = model(kind, attention)
     ids_NL = torch.randint(3, 200, DOCUMENT_NL_MASK.shape)
     with torch.no_grad():
@@ -345,17 +340,17 @@ def test_each_document_is_read_as_if_it_were_alone(kind: str, attention: str) ->
     check_separation(backbone, kind == "causal")
 
 
-def test_a_model_that_takes_no_such_mask_is_refused() -> None:
+def test_a_model_that_takes_no_such_mask_is_refused():
     backbone = model("causal")
     backbone.config._attn_implementation = "flash_attention_2"
     with pytest.raises(OptionError, match=r"model\.separate_documents cannot take effect"):
         check_separation(backbone, True)
 
 
-def test_a_model_whose_documents_see_each_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_documents_see_each_other_is_refused(monkeypatch):
     from embeddings.models import language_model
 
-    def open_to_all(backbone: PreTrainedModel, document_NL: torch.Tensor, causal: bool) -> dict[str, torch.Tensor]:
+    def open_to_all(backbone, document_NL, causal):
         inputs = document_inputs(backbone, document_NL, causal)
         return {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
 

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 import yaml
@@ -50,24 +49,23 @@ SCORES = [
 ]
 
 
-def embedder(**text: object) -> Embedder:
-    settings = TextSettings(64, 32, **text)  # type: ignore[arg-type]
+def embedder(**text):
+    settings = TextSettings(64, 32, **text)
     return Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32), text=settings, trained_widths=(32, 8)).eval()
 
 
-def card(folder: Path, model: Embedder, *arguments: object, **options: object) -> str:
+def card(folder, model, *arguments, **options):
     model.save_pretrained(folder)
-    write_model_card(folder, model, *arguments, **options)  # type: ignore[arg-type]
+    write_model_card(folder, model, *arguments, **options)
     return (folder / "README.md").read_text()
 
 
-def front_matter(text: str) -> dict[str, object]:
+def front_matter(text):
     _, yaml_text, _ = text.split("---\n", 2)
-    fields: dict[str, object] = yaml.safe_load(yaml_text)
-    return fields
+    return yaml.safe_load(yaml_text)
 
 
-def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path) -> None:
+def test_the_front_matter_is_what_the_hub_reads(tmp_path):
     fields = front_matter(card(tmp_path / "model", embedder(), FACTS, licence="apache-2.0"))
     assert fields == {
         "library_name": "sentence-transformers",
@@ -80,7 +78,7 @@ def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path) -> None:
     assert front_matter(card(tmp_path / "other", embedder())).keys() == {"library_name", "pipeline_tag", "tags"}
 
 
-def test_the_card_says_what_was_trained_on_what_and_with_which_scores(tmp_path: Path) -> None:
+def test_the_card_says_what_was_trained_on_what_and_with_which_scores(tmp_path):
     text = card(tmp_path / "model", embedder(prompts={"query": "q|`: "}), FACTS, scores=SCORES)
     for part in (
         "vectors of 32 dimensions, trained to be cut to 32, 8",
@@ -104,7 +102,7 @@ def test_the_card_says_what_was_trained_on_what_and_with_which_scores(tmp_path: 
     assert "null" not in text
 
 
-def test_the_card_of_an_imported_model_says_what_it_was_made_of(tmp_path: Path) -> None:
+def test_the_card_of_an_imported_model_says_what_it_was_made_of(tmp_path):
     origin = ImportFacts(
         "org/model", "abc|", ("org/base", "/secret/place/decoder"), "LLM2Vec's adapters", None, 1234, 0
     )
@@ -137,7 +135,7 @@ def test_the_card_of_an_imported_model_says_what_it_was_made_of(tmp_path: Path) 
     assert "base_model" not in front_matter(text)
 
 
-def test_the_usage_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, travelling_code: None) -> None:
+def test_the_usage_runs(tmp_path, monkeypatch, travelling_code):
     monkeypatch.chdir(tmp_path)
     for name, model in (
         ("plain", embedder()),
@@ -154,7 +152,7 @@ def test_the_usage_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, travell
             assert "similarity" in names or names["vectors"].shape == (1, 32)
 
 
-def test_a_card_shows_the_curves_that_lie_beside_it(tmp_path: Path) -> None:
+def test_a_card_shows_the_curves_that_lie_beside_it(tmp_path):
     assert "curves.png" not in card(tmp_path / "model", embedder(), FACTS)
     (tmp_path / "model" / "curves.png").write_bytes(b"")
     write_model_card(tmp_path / "model", embedder(), FACTS)
@@ -163,7 +161,7 @@ def test_a_card_shows_the_curves_that_lie_beside_it(tmp_path: Path) -> None:
     assert "curves.png" not in card(tmp_path / "model", embedder(), FACTS)
 
 
-def test_a_card_of_ours_goes_with_its_model_and_one_by_hand_stays(tmp_path: Path) -> None:
+def test_a_card_of_ours_goes_with_its_model_and_one_by_hand_stays(tmp_path):
     model = embedder()
     card(tmp_path / "model", model, FACTS)
     assert is_own_card(tmp_path / "model" / "README.md")
@@ -176,7 +174,7 @@ def test_a_card_of_ours_goes_with_its_model_and_one_by_hand_stays(tmp_path: Path
     assert not keeps_card(tmp_path / "nowhere")
 
 
-def test_scores_are_in_the_model_index(tmp_path: Path) -> None:
+def test_scores_are_in_the_model_index(tmp_path):
     fields = front_matter(card(tmp_path / "model", embedder(), FACTS, scores=SCORES))
     (index,) = fields["model-index"]
     assert index["name"] == "model"
@@ -186,7 +184,7 @@ def test_scores_are_in_the_model_index(tmp_path: Path) -> None:
     assert found["[x](evil)"] == ("sts", [{"type": "cosine_spearman", "value": 0.5}])
 
 
-def test_the_card_says_what_was_not_measured_and_what_the_base_states(tmp_path: Path) -> None:
+def test_the_card_says_what_was_not_measured_and_what_the_base_states(tmp_path):
     base = tmp_path / "base"
     base.mkdir()
     (base / "README.md").write_text("---\nlicense: MIT\nlanguage:\n- en\n- de\n---\n# base\n")
@@ -206,14 +204,14 @@ def test_the_card_says_what_was_not_measured_and_what_the_base_states(tmp_path: 
     assert "- Measured is the validation score of the training" in card(tmp_path / "third", embedder(), FACTS)
 
 
-def test_scores_beside_a_model_enter_its_card_then_or_later(tmp_path: Path) -> None:
+def test_scores_beside_a_model_enter_its_card_then_or_later(tmp_path):
     folder = tmp_path / "model"
     model = embedder()
     model.save_pretrained(folder)
     (folder / "scores.json").write_text(json.dumps(SCORES))
     write_model_card(folder, model, FACTS, licence="mit")
     written = (folder / "README.md").read_text()
-    assert len(front_matter(written)["model-index"][0]["results"]) == 2  # type: ignore[index]
+    assert len(front_matter(written)["model-index"][0]["results"]) == 2
     (folder / "scores.json").unlink()
     write_model_card(folder, model, FACTS, licence="mit")
     assert not add_scores(folder)
@@ -230,7 +228,7 @@ def test_scores_beside_a_model_enter_its_card_then_or_later(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("header", ["license: [", "language: {a: 1}", "language: [1, en, '../x']", "- a\n- b"])
-def test_a_strange_header_of_a_base_states_nothing_strange(header: str, tmp_path: Path) -> None:
+def test_a_strange_header_of_a_base_states_nothing_strange(header, tmp_path):
     (tmp_path / "README.md").write_text(f"---\n{header}\n---\n")
     assert stated_languages(tmp_path) in ([], ["en"])
     assert stated_licence(tmp_path) is None

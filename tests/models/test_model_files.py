@@ -2,7 +2,6 @@
 
 import os
 import stat
-from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -30,7 +29,7 @@ from tests.helpers.tiny import tiny_bert
 
 
 @pytest.mark.parametrize("content", ["{", "[]", None])
-def test_json_that_cannot_be_used_is_one_line(tmp_path: Path, content: str | None) -> None:
+def test_json_that_cannot_be_used_is_one_line(tmp_path, content):
     if content is not None:
         (tmp_path / "a.json").write_text(content)
     with pytest.raises(InputError, match=r"a\.json: .*; take a complete copy of the model"):
@@ -39,14 +38,14 @@ def test_json_that_cannot_be_used_is_one_line(tmp_path: Path, content: str | Non
         read_json(tmp_path / "a.json", fix="make it again")
 
 
-def test_weights_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_are_one_line(tmp_path):
     save_tensors(nn.Linear(3, 2), tmp_path / "w.safetensors")
     for file, layer in ((tmp_path / "w.safetensors", nn.Linear(3, 4)), (tmp_path / "no.safetensors", nn.Linear(3, 2))):
         with pytest.raises(InputError, match=r"safetensors: cannot be loaded: .*; take a complete copy of the model"):
             load_weights(layer, file)
 
 
-def test_the_files_of_weights_are_the_one_there_is_or_the_shards_of_an_index(tmp_path: Path) -> None:
+def test_the_files_of_weights_are_the_one_there_is_or_the_shards_of_an_index(tmp_path):
     assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
     index = tmp_path / "model.safetensors.index.json"
     write_json(index, {"weight_map": {"a": "2.safetensors", "b": "1.safetensors", "c": "2.safetensors"}})
@@ -57,7 +56,7 @@ def test_the_files_of_weights_are_the_one_there_is_or_the_shards_of_an_index(tmp
             weight_files(tmp_path)
 
 
-def test_a_checksum_of_weights_does_not_depend_on_their_files(tmp_path: Path) -> None:
+def test_a_checksum_of_weights_does_not_depend_on_their_files(tmp_path):
     model = tiny_bert()
     model.save_pretrained(tmp_path / "one")
     model.save_pretrained(tmp_path / "several", max_shard_size="60KB")
@@ -73,12 +72,12 @@ def test_a_checksum_of_weights_does_not_depend_on_their_files(tmp_path: Path) ->
         weights_checksum(tmp_path / "other")
 
 
-def test_a_revision_of_a_directory_is_refused(tmp_path: Path) -> None:
+def test_a_revision_of_a_directory_is_refused(tmp_path):
     with pytest.raises(OptionError, match="revision"):
         resolve_model(str(tmp_path), "main")
 
 
-def test_what_another_run_is_to_write_is_not_looked_for_on_the_hub() -> None:
+def test_what_another_run_is_to_write_is_not_looked_for_on_the_hub():
     with pytest.raises(
         InputError, match=r"^checkpoints/mntp: is not there; make it first, by the line that the config"
     ):
@@ -86,10 +85,10 @@ def test_what_another_run_is_to_write_is_not_looked_for_on_the_hub() -> None:
 
 
 @pytest.fixture
-def unreachable(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
-    asked: list[tuple[str, str | None]] = []
+def unreachable(monkeypatch):
+    asked = []
 
-    def refuse(name: str, revision: str | None = None, **_: object) -> str:
+    def refuse(name, revision=None, **_):
         asked.append((name, revision))
         raise LocalEntryNotFoundError("no network\nand a long story")
 
@@ -97,7 +96,7 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]
     return asked
 
 
-def test_an_unreachable_hub_is_one_line(unreachable: list[tuple[str, str | None]]) -> None:
+def test_an_unreachable_hub_is_one_line(unreachable):
     with pytest.raises(InputError, match=r"^who/what@abc: neither a directory") as caught:
         resolve_model("who/what", "abc")
     assert unreachable == [("who/what", "abc")]
@@ -105,8 +104,8 @@ def test_an_unreachable_hub_is_one_line(unreachable: list[tuple[str, str | None]
 
 
 def test_paths_are_not_asked_of_the_hub_and_the_packaged_model_is_with_its_extra_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unreachable: list[tuple[str, str | None]]
-) -> None:
+    tmp_path, monkeypatch, unreachable
+):
     (tmp_path / "model").write_text("")
     for name in ("./nothing", "/nothing/here", "~/nothing", "a/b/c", str(tmp_path / "model")):
         with pytest.raises(InputError, match="is no directory"):
@@ -118,15 +117,15 @@ def test_paths_are_not_asked_of_the_hub_and_the_packaged_model_is_with_its_extra
     assert unreachable == [(f"sentence-transformers/{PACKAGED_NAME}", None)]
 
 
-def test_a_name_that_the_hub_cannot_have_is_one_line() -> None:
+def test_a_name_that_the_hub_cannot_have_is_one_line():
     with pytest.raises(InputError, match="neither a directory"):
         resolve_model("what??")
 
 
-def test_the_card_comes_along_and_pickles_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_card_comes_along_and_pickles_do_not(tmp_path, monkeypatch):
     names = ["README.md", "config.json", "model.safetensors", "pytorch_model.bin", "modeling.py", "onnx/model.json"]
 
-    def taken(name: str, allow_patterns: list[str], ignore_patterns: list[str], **_: object) -> str:
+    def taken(name, allow_patterns, ignore_patterns, **_):
         for found in filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
             (tmp_path / found).touch()
         return str(tmp_path)
@@ -136,7 +135,7 @@ def test_the_card_comes_along_and_pickles_do_not(tmp_path: Path, monkeypatch: py
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
-def package(folder: Path, monkeypatch: pytest.MonkeyPatch, weights: bytes | None) -> None:
+def package(folder, monkeypatch, weights):
     (folder / "stand_in" / "model").mkdir(parents=True)
     (folder / "stand_in" / "__init__.py").touch()
     if weights is not None:
@@ -146,15 +145,13 @@ def package(folder: Path, monkeypatch: pytest.MonkeyPatch, weights: bytes | None
 
 
 @pytest.mark.parametrize(("weights", "says"), [(b"other weights", "sha256 is .* 53aa51172d14"), (None, "is missing")])
-def test_packaged_weights_that_are_not_the_published_ones_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: bytes | None, says: str
-) -> None:
+def test_packaged_weights_that_are_not_the_published_ones_are_refused(tmp_path, monkeypatch, weights, says):
     package(tmp_path, monkeypatch, weights)
     with pytest.raises(InputError, match=rf"model\.safetensors: {says}"):
         resolve_model(PACKAGED_NAME)
 
 
-def test_a_folder_of_the_hubs_cache_is_a_copy_of_an_id_at_a_commit(tmp_path: Path) -> None:
+def test_a_folder_of_the_hubs_cache_is_a_copy_of_an_id_at_a_commit(tmp_path):
     cached = tmp_path / "models--who--what-1.5" / "snapshots" / "0123abc"
     assert origin_of(cached) == ("who/what-1.5", "0123abc")
     assert origin_of(tmp_path / "models--bert" / "snapshots" / "0123abc") == ("bert", "0123abc")
@@ -162,7 +159,7 @@ def test_a_folder_of_the_hubs_cache_is_a_copy_of_an_id_at_a_commit(tmp_path: Pat
         assert origin_of(other) == (str(other), None)
 
 
-def test_who_may_read_new_files_may_read_a_models_weights(tmp_path: Path) -> None:
+def test_who_may_read_new_files_may_read_a_models_weights(tmp_path):
     before = os.umask(0o027)
     try:
         with replaced_folder(tmp_path / "model") as new:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from jsonargparse import ArgumentParser
-from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from embeddings.models import (
@@ -26,11 +25,11 @@ MASK = torch.tensor(
 )
 
 
-def states(dtype: torch.dtype = torch.float32) -> Tensor:
+def states(dtype=torch.float32):
     return torch.randn(5, 5, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def by_hand(kind: type[Pooling], hidden: Tensor, mask: Tensor) -> Tensor:
+def by_hand(kind, hidden, mask):
     vectors = []
     for text, pooled in zip(hidden.double(), mask.tolist(), strict=True):
         chosen = [position for position, is_pooled in enumerate(pooled) if is_pooled]
@@ -49,7 +48,7 @@ def by_hand(kind: type[Pooling], hidden: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("autocasts", [False, True])
 @pytest.mark.parametrize("kind", SIMPLE)
-def test_poolings_equal_a_loop(kind: type[Pooling], autocasts: bool) -> None:
+def test_poolings_equal_a_loop(kind, autocasts):
     with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
         vector = kind(8)(states(), MASK)
     assert vector.dtype == torch.float32
@@ -57,7 +56,7 @@ def test_poolings_equal_a_loop(kind: type[Pooling], autocasts: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", [*SIMPLE, LatentAttentionPooling, SelfAttentionPooling])
-def test_a_text_without_a_pooled_token_gets_a_finite_vector_and_gradient(kind: type[Pooling]) -> None:
+def test_a_text_without_a_pooled_token_gets_a_finite_vector_and_gradient(kind):
     hidden = states().requires_grad_()
     mask = MASK.clone()
     mask[2] = False
@@ -71,7 +70,7 @@ def test_a_text_without_a_pooled_token_gets_a_finite_vector_and_gradient(kind: t
 
 
 @pytest.mark.parametrize("kind", [*SIMPLE, LatentAttentionPooling, SelfAttentionPooling])
-def test_what_stands_in_the_padding_never_reaches_a_vector(kind: type[Pooling]) -> None:
+def test_what_stands_in_the_padding_never_reaches_a_vector(kind):
     torch.manual_seed(0)
     pooling, mask = kind(8), torch.tensor([[1, 1, 1, 0, 0]] * 5, dtype=torch.bool)
     spoiled = states()
@@ -80,7 +79,7 @@ def test_what_stands_in_the_padding_never_reaches_a_vector(kind: type[Pooling]) 
 
 
 @pytest.mark.parametrize("kind", [*SIMPLE, LatentAttentionPooling, SelfAttentionPooling])
-def test_vectors_are_float32_for_low_precision_states_and_under_autocast(kind: type[Pooling]) -> None:
+def test_vectors_are_float32_for_low_precision_states_and_under_autocast(kind):
     pooling = kind(8)
     assert pooling(states(torch.bfloat16), MASK).dtype == torch.float32
     assert pooling.double()(states(torch.float64), MASK).dtype == torch.float64
@@ -89,7 +88,7 @@ def test_vectors_are_float32_for_low_precision_states_and_under_autocast(kind: t
 
 
 @pytest.mark.parametrize("kind", SIMPLE)
-def test_gradients_of_poolings_are_right(kind: type[Pooling]) -> None:
+def test_gradients_of_poolings_are_right(kind):
     hidden = states(torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: kind(8)(x, MASK), (hidden,))
 
@@ -113,9 +112,7 @@ class Method:
         ),
     ],
 )
-def test_a_config_names_a_pooling_by_class_and_remaining_arguments(
-    given: dict[str, object], kind: type[Pooling], latents: int | None
-) -> None:
+def test_a_config_names_a_pooling_by_class_and_remaining_arguments(given, kind, latents):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Method, "method")
     method = parser.instantiate(parser.parse_object({"method": given})).method
@@ -131,16 +128,16 @@ HIDDEN, HEADS, HEAD_DIM = 8, 2, 4
 MASK_ATTENTION = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
 
 
-def build(**options: bool) -> SelfAttentionPooling:
+def build(**options):
     torch.manual_seed(0)
     return SelfAttentionPooling(HIDDEN, HEADS, **options).double()
 
 
-def states_of_attention(mask: Tensor = MASK_ATTENTION) -> Tensor:
+def states_of_attention(mask=MASK_ATTENTION):
     return torch.randn(*mask.shape, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def by_hand_of_attention(pooling: SelfAttentionPooling, tokens: Tensor) -> Tensor:
+def by_hand_of_attention(pooling, tokens):
     """The pooled tokens of one text through the layer, head by head and token by token."""
     weights = pooling.state_dict()
     normed = layer_norm(tokens, (HIDDEN,), weights["norm.weight"], weights["norm.bias"])
@@ -152,25 +149,25 @@ def by_hand_of_attention(pooling: SelfAttentionPooling, tokens: Tensor) -> Tenso
             own = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
             powers = [math.exp(float(query[i, own] @ key[j, own]) / math.sqrt(HEAD_DIM)) for j in range(len(tokens))]
             read.append(sum(power / sum(powers) * value[j, own] for j, power in enumerate(powers)))
-        token = tokens[i] + weights["to_output.weight"] @ torch.cat(read)  # type: ignore[arg-type]
+        token = tokens[i] + weights["to_output.weight"] @ torch.cat(read)
         total += token + pooling.feed_forward(token[None])[0].detach()
     return total / len(tokens)
 
 
-def test_self_attention_equals_a_loop_over_tokens_and_heads() -> None:
+def test_self_attention_equals_a_loop_over_tokens_and_heads():
     pooling, hidden = build(), states_of_attention()
     expected = [by_hand_of_attention(pooling, hidden[row, MASK_ATTENTION[row]]) for row in range(3)]
     torch.testing.assert_close(pooling(hidden, MASK_ATTENTION), torch.stack(expected))
 
 
-def test_gradients_of_self_attention_are_right() -> None:
+def test_gradients_of_self_attention_are_right():
     pooling, hidden = build(), states_of_attention().requires_grad_()
     mask = MASK_ATTENTION.clone()
     mask[1] = False
     assert torch.autograd.gradcheck(lambda x: pooling(x, mask), (hidden,))
 
 
-def test_heads_that_do_not_divide_the_width_are_refused() -> None:
+def test_heads_that_do_not_divide_the_width_are_refused():
     for num_heads in (3, 0):
         with pytest.raises(ValueError, match=r"pooling\.num_heads must .*, got "):
             SelfAttentionPooling(8, num_heads)
@@ -179,30 +176,30 @@ def test_heads_that_do_not_divide_the_width_are_refused() -> None:
 LATENTS = 5
 
 
-def build_latent(seed: int = 0, **options: object) -> LatentAttentionPooling:
+def build_latent(seed=0, **options):
     torch.manual_seed(seed)
-    pooling = LatentAttentionPooling(HIDDEN, num_latents=LATENTS, num_heads=HEADS, **options)  # type: ignore[arg-type]
+    pooling = LatentAttentionPooling(HIDDEN, num_latents=LATENTS, num_heads=HEADS, **options)
     return pooling.double()
 
 
-def gelu(x: float) -> float:
+def gelu(x):
     return x * 0.5 * (1 + math.erf(x / math.sqrt(2)))
 
 
-def softmax(scores: list[float]) -> list[float]:
+def softmax(scores):
     powers = [math.exp(score - max(scores)) for score in scores]
     return [power / sum(powers) for power in powers]
 
 
-def norm(row: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
+def norm(row, weights, name):
     return layer_norm(row, (HIDDEN,), weights[f"{name}.weight"], weights[f"{name}.bias"])
 
 
-def released_block(token: Tensor, weights: dict[str, Tensor], head_dim: int) -> Tensor:
+def released_block(token, weights, head_dim):
     """One token through the released block, head by head and latent by latent."""
     query = weights["attention.to_query.weight"] @ norm(token, weights, "attention.norm")
     width = HEADS * head_dim
-    read: list[float] = []
+    read = []
     for head in range(HEADS):
         own = slice(head * head_dim, (head + 1) * head_dim)
         scores, values = [], []
@@ -222,9 +219,9 @@ def released_block(token: Tensor, weights: dict[str, Tensor], head_dim: int) -> 
     return token + weights["feed_forward.contract.weight"] @ gated + weights["feed_forward.contract.bias"]
 
 
-def paper_block(token: Tensor, weights: dict[str, Tensor], head_dim: int) -> Tensor:
+def paper_block(token, weights, head_dim):
     """One token through Eq. 1 with K = V = latents, split over heads, then the two-layer MLP."""
-    read: list[float] = []
+    read = []
     for head in range(HEADS):
         own = slice(head * head_dim, (head + 1) * head_dim)
         shares = softmax([float(token[own] @ latent[own]) for latent in weights["latents"]])
@@ -239,30 +236,28 @@ def paper_block(token: Tensor, weights: dict[str, Tensor], head_dim: int) -> Ten
     ("options", "block", "head_dim"),
     [({}, released_block, HIDDEN), ({"head_dim": 3}, released_block, 3), ({"paper_literal": True}, paper_block, 4)],
 )
-def test_latent_attention_equals_a_loop_over_tokens_heads_and_latents(
-    options: dict[str, object], block: object, head_dim: int
-) -> None:
+def test_latent_attention_equals_a_loop_over_tokens_heads_and_latents(options, block, head_dim):
     pooling, hidden = build_latent(**options), states_of_attention()
     weights = {name: tensor.detach() for name, tensor in pooling.state_dict().items()}
     for row, (text, pooled) in enumerate(zip(hidden, MASK_ATTENTION, strict=True)):
-        tokens = [block(token, weights, head_dim) for token in text[pooled]]  # type: ignore[operator]
+        tokens = [block(token, weights, head_dim) for token in text[pooled]]
         expected = torch.stack(tokens).mean(0)
         torch.testing.assert_close(pooling(hidden, MASK_ATTENTION)[row], expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("options", [{}, {"head_dim": 3}, {"paper_literal": True}])
-def test_gradients_of_latent_attention_are_right(options: dict[str, object]) -> None:
+def test_gradients_of_latent_attention_are_right(options):
     pooling, hidden = build_latent(**options), states_of_attention().requires_grad_()
     names, tensors = zip(*pooling.named_parameters(), strict=True)
 
-    def run(hidden: Tensor, *parameters: Tensor) -> Tensor:
+    def run(hidden, *parameters):
         return torch.func.functional_call(pooling, dict(zip(names, parameters, strict=True)), (hidden, MASK_ATTENTION))
 
     assert torch.autograd.gradcheck(run, (hidden, *tensors), atol=1e-6, fast_mode=True)
 
 
 @pytest.mark.parametrize("make", [build, build_latent])
-def test_padding_and_excluded_tokens_change_nothing(make: Callable[[], Pooling]) -> None:
+def test_padding_and_excluded_tokens_change_nothing(make):
     pooling, hidden = make(), states_of_attention()
     spoiled = hidden.clone()
     spoiled[~MASK_ATTENTION] = 1e6
@@ -272,7 +267,7 @@ def test_padding_and_excluded_tokens_change_nothing(make: Callable[[], Pooling])
     torch.testing.assert_close(pooling(hidden, MASK_ATTENTION), alone, rtol=1e-12, atol=1e-12)
 
 
-def test_only_pooled_tokens_enter_the_block_and_latents_are_projected_once() -> None:
+def test_only_pooled_tokens_enter_the_block_and_latents_are_projected_once():
     pooling, shapes = build_latent(), {}
     for name in ("to_query", "to_key_value"):
         layer = getattr(pooling.attention, name)
@@ -282,7 +277,7 @@ def test_only_pooled_tokens_enter_the_block_and_latents_are_projected_once() -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_zero_branches_start_as_plain_mean_pooling_to_the_bit(dtype: torch.dtype) -> None:
+def test_zero_branches_start_as_plain_mean_pooling_to_the_bit(dtype):
     pooling, hidden = build_latent(zero_init_residual=True).float(), states_of_attention().to(dtype)
     assert torch.equal(pooling(hidden, MASK_ATTENTION), MeanPooling(HIDDEN)(hidden, MASK_ATTENTION))
     assert not torch.equal(build_latent().float()(hidden, MASK_ATTENTION), MeanPooling(HIDDEN)(hidden, MASK_ATTENTION))
@@ -292,7 +287,7 @@ def test_zero_branches_start_as_plain_mean_pooling_to_the_bit(dtype: torch.dtype
     assert not pooling(hidden, torch.zeros_like(MASK_ATTENTION)).any()
 
 
-def test_zero_branches_learn() -> None:
+def test_zero_branches_learn():
     pooling = build_latent(zero_init_residual=True)
     before = {name: tensor.clone() for name, tensor in pooling.state_dict().items()}
     optimizer = torch.optim.SGD(pooling.parameters(), lr=0.1)
@@ -304,7 +299,7 @@ def test_zero_branches_learn() -> None:
     assert unmoved == []
 
 
-def test_the_released_size_has_740_million_parameters() -> None:
+def test_the_released_size_has_740_million_parameters():
     with torch.device("meta"):
         pooling = LatentAttentionPooling(4096)
     count = sum(parameter.numel() for parameter in pooling.parameters())
@@ -313,7 +308,7 @@ def test_the_released_size_has_740_million_parameters() -> None:
     assert count == latents + query + key_value + output + feed_forward + 6 * 4096 == 740_356_096
 
 
-def test_its_arguments_rebuild_it() -> None:
+def test_its_arguments_rebuild_it():
     pooling = build_latent(head_dim=3)
     rebuilt = LatentAttentionPooling(HIDDEN, **pooling.arguments()).double()
     rebuilt.load_state_dict(pooling.state_dict())
@@ -329,13 +324,13 @@ def test_its_arguments_rebuild_it() -> None:
         ({"num_latents": 0}, "pooling.num_latents must be >= 1, got 0"),
     ],
 )
-def test_options_that_cannot_take_effect_are_refused(options: dict[str, object], word: str) -> None:
+def test_options_that_cannot_take_effect_are_refused(options, word):
     with pytest.raises(ValueError, match=word):
-        LatentAttentionPooling(HIDDEN, **options)  # type: ignore[arg-type]
+        LatentAttentionPooling(HIDDEN, **options)
 
 
 @pytest.mark.parametrize(("options", "head_dim"), [({}, HIDDEN), ({"head_dim": 3}, 3), ({"paper_literal": True}, 4)])
-def test_the_weights_of_a_token_are_the_shares_of_the_loop(options: dict[str, object], head_dim: int) -> None:
+def test_the_weights_of_a_token_are_the_shares_of_the_loop(options, head_dim):
     pooling = build_latent(**options)
     weights = {name: value.detach() for name, value in pooling.state_dict().items()}
     token_TH = states_of_attention().flatten(0, 1)[:3]

@@ -7,10 +7,9 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from torch import nn
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from embeddings.common import TextSettings, instruction_prompt
-from embeddings.common.text import PoolingRule
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference import Encoder
 from embeddings.models import (
@@ -18,7 +17,6 @@ from embeddings.models import (
     Embedder,
     LatentAttentionPooling,
     MeanPooling,
-    Pooling,
     make_bidirectional,
 )
 from embeddings.models.directory import ContextForm
@@ -37,20 +35,20 @@ TOKENIZERS = [wordpiece_tokenizer, bpe_tokenizer, sentencepiece_tokenizer]
 pytestmark = pytest.mark.usefixtures("travelling_code")
 
 
-def decoder(pooling: Pooling, tokenizer: PreTrainedTokenizerBase, **text: object) -> Embedder:
+def decoder(pooling, tokenizer, **text):
     backbone = tiny_mistral()
     make_bidirectional(backbone)
-    settings = TextSettings(query_max_length=64, document_max_length=32, prompts={"query": QUERY}, **text)  # type: ignore[arg-type]
+    settings = TextSettings(query_max_length=64, document_max_length=32, prompts={"query": QUERY}, **text)
     return Embedder(backbone, tokenizer, pooling, text=settings).eval()
 
 
-def latent(seed: int = 0) -> LatentAttentionPooling:
+def latent(seed=0):
     torch.manual_seed(seed)
     return LatentAttentionPooling(32, num_latents=6, num_heads=4, head_dim=8)
 
 
 @pytest.mark.parametrize("name", sorted(POOLINGS))
-def test_sentence_transformers_gives_equal_vectors_of_every_pooling(tmp_path: Path, name: str) -> None:
+def test_sentence_transformers_gives_equal_vectors_of_every_pooling(tmp_path, name):
     torch.manual_seed(0)
     tokenizer = sentencepiece_tokenizer()
     pooling = latent() if name == "latent_attention" else POOLINGS[name](32)
@@ -68,7 +66,7 @@ def test_sentence_transformers_gives_equal_vectors_of_every_pooling(tmp_path: Pa
     assert (vectors - ours).abs().max() <= 1e-5
 
 
-def test_sentence_transformers_loads_plain_models_without_any_code(tmp_path: Path) -> None:
+def test_sentence_transformers_loads_plain_models_without_any_code(tmp_path):
     tokenizer = wordpiece_tokenizer()
     embedder = Embedder(tiny_bert(), tokenizer, MeanPooling(32), text=TextSettings(document_max_length=16)).eval()
     embedder.save_pretrained(tmp_path / "model")
@@ -80,13 +78,13 @@ def test_sentence_transformers_loads_plain_models_without_any_code(tmp_path: Pat
     assert (torch.from_numpy(theirs.encode_document(TEXTS)) - ours).abs().max() <= 1e-5
 
 
-def test_a_directory_without_prompts_states_no_rule_for_those_of_later_training(tmp_path: Path) -> None:
+def test_a_directory_without_prompts_states_no_rule_for_those_of_later_training(tmp_path):
     model = Embedder(tiny_mistral(), bpe_tokenizer(), MeanPooling(32), text=TextSettings())
     model.save_pretrained(tmp_path / "model")
     assert Embedder.from_pretrained(tmp_path / "model").text == model.text
 
 
-def flagged_tokenizer() -> PreTrainedTokenizerFast:
+def flagged_tokenizer():
     """One whose special tokens come from flags that are read anew whenever it is loaded, as Llama's are."""
     options = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
     backend = sentencepiece_tokenizer().backend_tokenizer
@@ -95,8 +93,8 @@ def flagged_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("pooling", ["last_token", "mean", "weighted_mean", "cls"])
 @pytest.mark.parametrize("make_tokenizer", [bpe_tokenizer, sentencepiece_tokenizer, flagged_tokenizer])
-def test_a_decoder_that_ends_every_text_needs_no_code(tmp_path: Path, make_tokenizer: object, pooling: str) -> None:
-    tokenizer = make_tokenizer()  # type: ignore[operator]
+def test_a_decoder_that_ends_every_text_needs_no_code(tmp_path, make_tokenizer, pooling):
+    tokenizer = make_tokenizer()
     ids = tokenizer("the dog")["input_ids"]
     embedder = decoder(POOLINGS[pooling](32), tokenizer, append_eos=True, pooling_rule="prompt_length")
     embedder.save_pretrained(tmp_path / "model")
@@ -119,10 +117,8 @@ def test_a_decoder_that_ends_every_text_needs_no_code(tmp_path: Path, make_token
 
 @pytest.mark.parametrize("pooling", ["mean", "weighted_mean"])
 @pytest.mark.parametrize("make_tokenizer", [*TOKENIZERS, flagged_tokenizer])
-def test_a_mean_without_the_prompt_needs_no_code_by_the_prompts_length(
-    tmp_path: Path, make_tokenizer: object, pooling: str
-) -> None:
-    tokenizer = make_tokenizer()  # type: ignore[operator]
+def test_a_mean_without_the_prompt_needs_no_code_by_the_prompts_length(tmp_path, make_tokenizer, pooling):
+    tokenizer = make_tokenizer()
     embedder = decoder(POOLINGS[pooling](32), tokenizer, pooling_rule="prompt_length")
     embedder.save_pretrained(tmp_path / "model")
     assert not list((tmp_path / "model").glob("*.py"))
@@ -139,9 +135,7 @@ def test_a_mean_without_the_prompt_needs_no_code_by_the_prompts_length(
 
 
 @pytest.mark.parametrize("pooling", [MeanPooling(32), latent()])
-def test_loading_warns_of_no_layer_that_nothing_uses(
-    tmp_path: Path, pooling: Pooling, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_loading_warns_of_no_layer_that_nothing_uses(tmp_path, pooling, capfd, caplog):
     Embedder(tiny_bert(), wordpiece_tokenizer(), pooling).save_pretrained(tmp_path / "model")
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
     shown = "".join(capfd.readouterr()) + caplog.text
@@ -150,7 +144,7 @@ def test_loading_warns_of_no_layer_that_nothing_uses(
     assert not [name for name, _ in theirs.named_parameters() if "pooler" in name]
 
 
-def test_a_released_pooling_rule_is_kept_by_both_who_save_a_directory(tmp_path: Path) -> None:
+def test_a_released_pooling_rule_is_kept_by_both_who_save_a_directory(tmp_path):
     tokenizer, texts = sentencepiece_tokenizer(), [text for text in TEXTS if text]
     embedder = decoder(MeanPooling(32), tokenizer, append_eos=True, pooling_rule="instruction_count")
     embedder.save_pretrained(tmp_path / "model")
@@ -165,7 +159,7 @@ def test_a_released_pooling_rule_is_kept_by_both_who_save_a_directory(tmp_path: 
     assert abs(Encoder(exact, precision="float32").encode(texts, role="query") - vectors).max() > 1e-3
 
 
-def test_a_model_saved_by_sentence_transformers_itself_loads_in_both_again(tmp_path: Path) -> None:
+def test_a_model_saved_by_sentence_transformers_itself_loads_in_both_again(tmp_path):
     tokenizer = sentencepiece_tokenizer()
     embedder = decoder(latent(), tokenizer)
     embedder.save_pretrained(tmp_path / "model")
@@ -181,7 +175,7 @@ def test_a_model_saved_by_sentence_transformers_itself_loads_in_both_again(tmp_p
         assert (ours(read(ours.tokenizer, TEXTS, QUERY, 64)) - expected).abs().max() <= 1e-5
 
 
-def assert_as_in_training(module: TextTransformer, settings: TextSettings, texts: list[str], prompt: str) -> None:
+def assert_as_in_training(module, settings, texts, prompt):
     """The module reads queries as training does under the same settings."""
     features = module.preprocess(texts, prompt=prompt, task="query")
     trained = TextTokenizer(module.tokenizer, settings)(texts, "query", prompt)
@@ -195,10 +189,8 @@ def assert_as_in_training(module: TextTransformer, settings: TextSettings, texts
 @pytest.mark.parametrize("pool_prompt", [False, True])
 @pytest.mark.parametrize("prompt", ["", QUERY, "q:", "naïve café – "])
 @pytest.mark.parametrize("make_tokenizer", TOKENIZERS)
-def test_travelling_tokenisation_is_the_trainings(
-    make_tokenizer: object, prompt: str, pool_prompt: bool, append_eos: bool
-) -> None:
-    tokenizer = make_tokenizer()  # type: ignore[operator]
+def test_travelling_tokenisation_is_the_trainings(make_tokenizer, prompt, pool_prompt, append_eos):
+    tokenizer = make_tokenizer()
     append_eos = append_eos and tokenizer.eos_token_id is not None
     module = TextTransformer(tiny_mistral(), tokenizer, 40, 30, append_eos=append_eos, pool_prompt=pool_prompt)
     settings = TextSettings(query_max_length=40, document_max_length=30, append_eos=append_eos, pool_prompt=pool_prompt)
@@ -208,8 +200,8 @@ def test_travelling_tokenisation_is_the_trainings(
 @pytest.mark.parametrize("rule", ["exact", "prompt_length", "after_colon", "instruction_count"])
 @pytest.mark.parametrize("prompt", ["", QUERY, "naïve café – "])
 @pytest.mark.parametrize("make_tokenizer", TOKENIZERS)
-def test_a_released_pooling_rule_travels_along(make_tokenizer: object, prompt: str, rule: PoolingRule) -> None:
-    tokenizer = make_tokenizer()  # type: ignore[operator]
+def test_a_released_pooling_rule_travels_along(make_tokenizer, prompt, rule):
+    tokenizer = make_tokenizer()
     append_eos, texts = tokenizer.eos_token_id is not None, [*TEXTS, "sum: the fox: 7", "a:"]
     module = TextTransformer(tiny_mistral(), tokenizer, 40, 30, append_eos, pool_prompt=False, pooling_rule=rule)
     settings = TextSettings(40, 30, append_eos=append_eos, pooling_rule=rule)
@@ -220,7 +212,7 @@ def test_a_released_pooling_rule_travels_along(make_tokenizer: object, prompt: s
 
 
 @pytest.mark.parametrize("prompt", ["", "[INST] ", QUERY])
-def test_what_follows_every_text_and_the_special_tokens_before_it_travel_along(prompt: str) -> None:
+def test_what_follows_every_text_and_the_special_tokens_before_it_travel_along(prompt):
     tokenizer = sentencepiece_tokenizer()
     module = TextTransformer(tiny_mistral(), tokenizer, 40, 30, True, False, suffix=" [/INST]", pool_start=False)
     settings = TextSettings(40, 30, append_eos=True, suffix=" [/INST]", pool_start=False)
@@ -228,7 +220,7 @@ def test_what_follows_every_text_and_the_special_tokens_before_it_travel_along(p
     assert not module.preprocess(TEXTS, prompt=prompt, task="query")["pooling_mask"][:, 0].any()
 
 
-def test_a_truncated_text_keeps_its_end_token_and_an_empty_one_gets_it() -> None:
+def test_a_truncated_text_keeps_its_end_token_and_an_empty_one_gets_it():
     tokenizer = bpe_tokenizer()
     module = TextTransformer(tiny_mistral(), tokenizer, 8, 6, append_eos=True, pool_prompt=False)
     features = module.preprocess(["the quick brown fox jumps over the lazy dog", ""])
@@ -249,7 +241,7 @@ CARRIED = {
 
 
 @pytest.mark.parametrize("name", sorted(CARRIED))
-def test_a_directory_carries_the_code_of_its_own_pooling_alone(name: str, tmp_path: Path) -> None:
+def test_a_directory_carries_the_code_of_its_own_pooling_alone(name, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "anchor_fused.py").write_text(
         '"""This file travels inside model directories: an older one."""'
@@ -271,7 +263,7 @@ CORPUS = ["the lazy dog", "return the sum of two numbers", "a b c d", "one lengt
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])
 @torch.no_grad()
-def test_sentence_transformers_gives_equal_vectors_with_and_without_a_context(tmp_path: Path, kind: str) -> None:
+def test_sentence_transformers_gives_equal_vectors_with_and_without_a_context(tmp_path, kind):
     settings = TextSettings(
         query_max_length=64, document_max_length=32, prompts={"query": SEARCH_QUERY, "document": SEARCH_DOCUMENT}
     )
@@ -294,7 +286,7 @@ def test_sentence_transformers_gives_equal_vectors_with_and_without_a_context(tm
     assert torch.equal(seen[0], seen[4])
 
 
-def test_sentence_transformers_reads_a_released_form_as_the_model_does(tmp_path: Path) -> None:
+def test_sentence_transformers_reads_a_released_form_as_the_model_does(tmp_path):
     form = ContextForm(adds_pooled=False, has_positions=True, pools_prompt=True)
     text = TextSettings(prompts={"query": "q: ", "document": "d: "})
     embedder = tiny_contextual("nomic", form=form, text=text)
@@ -317,7 +309,7 @@ def test_sentence_transformers_reads_a_released_form_as_the_model_does(tmp_path:
 
 
 @pytest.mark.parametrize("folder", ["model", "again"])
-def test_a_context_has_the_documents_prompt_however_it_is_given(tmp_path: Path, folder: str) -> None:
+def test_a_context_has_the_documents_prompt_however_it_is_given(tmp_path, folder):
     settings = TextSettings(prompts={"query": SEARCH_QUERY, "document": SEARCH_DOCUMENT})
     tiny_contextual(text=settings).save_pretrained(tmp_path / "model")
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
@@ -342,7 +334,7 @@ def test_a_context_has_the_documents_prompt_however_it_is_given(tmp_path: Path, 
 
 
 @torch.no_grad()
-def test_sentence_transformers_reads_as_much_of_a_context_document_as_the_model(tmp_path: Path) -> None:
+def test_sentence_transformers_reads_as_much_of_a_context_document_as_the_model(tmp_path):
     ours = tiny_contextual(context_max_length=4)
     ours.save_pretrained(tmp_path / "model")
     expected = ours.embed_context(read(ours.tokenizer, CORPUS))
@@ -354,7 +346,7 @@ def test_sentence_transformers_reads_as_much_of_a_context_document_as_the_model(
     assert (tiny_contextual().embed_context(read(ours.tokenizer, CORPUS)) - expected).abs().max() > 1e-4
 
 
-def test_vectors_that_are_no_context_are_refused(tmp_path: Path) -> None:
+def test_vectors_that_are_no_context_are_refused(tmp_path):
     tiny_contextual().save_pretrained(tmp_path / "model")
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
     with pytest.raises(ValueError, match=r"must be what model\[0\].embed_context\(documents\) gives"):
@@ -367,7 +359,7 @@ def test_vectors_that_are_no_context_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sparse", ["both", "first", "second"])
 @torch.no_grad()
-def test_a_backbone_that_travels_as_code_loads_where_code_is_trusted(tmp_path: Path, sparse: str) -> None:
+def test_a_backbone_that_travels_as_code_loads_where_code_is_trusted(tmp_path, sparse):
     first = tiny_bert() if sparse == "second" else tiny_moe()
     second = tiny_bert(1) if sparse == "first" else tiny_moe(seed=1)
     ours = ContextualEmbedder(first, second, wordpiece_tokenizer(), num_context=3, num_soft_prompts=2).eval()

@@ -1,18 +1,13 @@
 """Learned positions to rotary ones: what stays, what turns, and who can read the result."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
     BertModel,
-    PreTrainedModel,
     RobertaConfig,
     RobertaForMaskedLM,
     XLMRobertaConfig,
@@ -44,7 +39,7 @@ WITH_HEAD = {
 }
 
 
-def source(kind: str, **settings: Any) -> PreTrainedModel:
+def source(kind, **settings):
     torch.manual_seed(0)
     config, model = WITH_HEAD[kind]
     made = model(config(**SIZES | settings)).eval()
@@ -55,7 +50,7 @@ def source(kind: str, **settings: Any) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("kind", WITH_HEAD)
-def test_all_but_the_positions_stays(kind: str) -> None:
+def test_all_but_the_positions_stays(kind):
     """Without learned positions there, and with a rotation by nothing here, states and logits are equal."""
     model = source(kind)
     rotary = to_rotary(model)
@@ -68,7 +63,7 @@ def test_all_but_the_positions_stays(kind: str) -> None:
     torch.testing.assert_close(found[:, :ROWS], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_vocabulary_is_padded_to_a_multiple_of_64_by_rows_that_are_never_predicted() -> None:
+def test_the_vocabulary_is_padded_to_a_multiple_of_64_by_rows_that_are_never_predicted():
     rotary = to_rotary(source("xlm-roberta"))
     words = rotary.get_input_embeddings().weight
     assert rotary.config.vocab_size == len(words) == 384
@@ -79,7 +74,7 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_64_by_rows_that_are_never_pre
     assert shares[:, ROWS:].max() < 1e-30
 
 
-def rotated(x_HLd: Tensor, base: float = 10_000.0) -> Tensor:
+def rotated(x_HLd, base=10_000.0):
     """Each pair (i, i + d/2) of a head as a complex number, turned by position times base^(-2i/d)."""
     half = x_HLd.shape[-1] // 2
     angle = torch.arange(x_HLd.shape[1]).double()[:, None] * base ** (-torch.arange(half).double() * 2 / (2 * half))
@@ -87,7 +82,7 @@ def rotated(x_HLd: Tensor, base: float = 10_000.0) -> Tensor:
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
-def test_a_layer_is_the_written_out_one() -> None:
+def test_a_layer_is_the_written_out_one():
     model = tiny_rotary(num_layers=1).double()
     layer, words = model.layers[0], model.embeddings
     ids = torch.randint(5, 300, (9,))
@@ -101,7 +96,7 @@ def test_a_layer_is_the_written_out_one() -> None:
     torch.testing.assert_close(model(input_ids=ids[None]).last_hidden_state[0], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_written_model_is_read_as_a_backbone_and_as_a_masked_language_model(tmp_path: Path) -> None:
+def test_a_written_model_is_read_as_a_backbone_and_as_a_masked_language_model(tmp_path):
     write_rotary_model(language_model_folder(tmp_path / "bert", "bert"), tmp_path / "rotary")
     backbone, tokenizer = load_backbone(BackboneConfig(str(tmp_path / "rotary")))
     assert type(backbone).__name__ == "JinaEmbeddingsV3Model"
@@ -113,7 +108,7 @@ def test_a_written_model_is_read_as_a_backbone_and_as_a_masked_language_model(tm
     torch.testing.assert_close(inner[mask], alone[mask])
 
 
-def test_an_encoder_without_head_is_converted_and_written_alone(tmp_path: Path) -> None:
+def test_an_encoder_without_head_is_converted_and_written_alone(tmp_path):
     model = BertModel(BertConfig(**SIZES | {"vocab_size": 384}), add_pooling_layer=True).eval()
     model.save_pretrained(tmp_path / "bert")
     wordpiece_tokenizer().save_pretrained(tmp_path / "bert")
@@ -133,12 +128,12 @@ def test_an_encoder_without_head_is_converted_and_written_alone(tmp_path: Path) 
         (lambda: source("bert", num_attention_heads=32), {}, "cannot be rotated in halves, got 'heads of width 1'"),
     ],
 )
-def test_what_cannot_be_converted_is_named(model: Any, options: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_converted_is_named(model, options, says):
     with pytest.raises(OptionError, match=says):
         to_rotary(model(), **options)
 
 
-def test_2048_tokens_run_where_the_original_stops() -> None:
+def test_2048_tokens_run_where_the_original_stops():
     model, ids = source("xlm-roberta", num_hidden_layers=1), torch.randint(5, ROWS, (1, 2048))
     with pytest.raises(Exception, match=r"out of|index"):
         model(input_ids=ids)

@@ -1,13 +1,10 @@
 """The sparse encoder as a Hugging Face model: padding, precision, checkpointing, and the directory it lives in."""
 
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from torch import Tensor
 from transformers import AutoModel, XLMRobertaConfig, XLMRobertaModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -37,12 +34,12 @@ from tests.models.moe import (
 from tests.models.reading import carried_code, read
 
 
-def states(model: RotaryMoeModel, ids: Tensor, mask: Tensor) -> Tensor:
-    found: Tensor = model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+def states(model, ids, mask):
+    found = model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
     return found.detach()
 
 
-def test_padding_changes_no_state_and_is_not_counted() -> None:
+def test_padding_changes_no_state_and_is_not_counted():
     model, (ids, mask) = tiny_moe(), padded_ids()
     output = model(input_ids=ids, attention_mask=mask.long())
     parts = [model(input_ids=row[keep][None]) for row, keep in zip(ids, mask, strict=True)]
@@ -54,7 +51,7 @@ def test_padding_changes_no_state_and_is_not_counted() -> None:
         torch.testing.assert_close(getattr(output, name), sum(getattr(part, name) for part in parts))
 
 
-def test_embeddings_in_place_of_ids_and_a_mask_of_pairs_are_taken() -> None:
+def test_embeddings_in_place_of_ids_and_a_mask_of_pairs_are_taken():
     model, (ids, mask) = tiny_moe(), padded_ids()
     expected, words = states(model, ids, mask)[mask], model.get_input_embeddings()(ids)
     assert torch.equal(model(inputs_embeds=words, attention_mask=mask.long()).last_hidden_state[mask], expected)
@@ -64,7 +61,7 @@ def test_embeddings_in_place_of_ids_and_a_mask_of_pairs_are_taken() -> None:
     assert output.expert_counts.sum().item() == 2 * mask.numel()
 
 
-def test_a_recomputed_layer_has_the_same_gradients_and_counts_once() -> None:
+def test_a_recomputed_layer_has_the_same_gradients_and_counts_once():
     ids, mask = padded_ids()
     found = []
     for checkpointed in (False, True):
@@ -82,7 +79,7 @@ def test_a_recomputed_layer_has_the_same_gradients_and_counts_once() -> None:
     assert torch.equal(found[0][1], found[1][1])
 
 
-def test_a_model_directory_gives_the_same_vectors(tmp_path: Path) -> None:
+def test_a_model_directory_gives_the_same_vectors(tmp_path):
     embedder = Embedder(tiny_moe(), wordpiece_tokenizer(), MeanPooling(32), text=TextSettings(16, 32)).eval()
     embedder.save_pretrained(tmp_path / "model")
     again = Embedder.from_pretrained(tmp_path / "model")
@@ -96,7 +93,7 @@ def test_a_model_directory_gives_the_same_vectors(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("travelling_code")
-def test_the_code_in_the_directory_gives_the_same_states(tmp_path: Path) -> None:
+def test_the_code_in_the_directory_gives_the_same_states(tmp_path):
     model, (ids, mask) = tiny_moe(), padded_ids()
     model.save_pretrained(tmp_path / "model")
     kind = get_class_from_dynamic_module("rotary_moe.RotaryMoeModel", str(tmp_path / "model"))
@@ -108,10 +105,10 @@ def test_the_code_in_the_directory_gives_the_same_states(tmp_path: Path) -> None
 
 
 @pytest.fixture
-def forget(travelling_code: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def forget(travelling_code, monkeypatch):
     """Makes transformers forget our architecture, as wherever this library is not installed."""
 
-    def in_place() -> None:
+    def in_place():
         for mapping, known in ((CONFIG_MAPPING, "rotary_moe"), (MODEL_MAPPING, RotaryMoeConfig)):
             others = {name: kind for name, kind in mapping._extra_content.items() if name != known}
             assert len(others) == len(mapping._extra_content) - 1
@@ -122,9 +119,7 @@ def forget(travelling_code: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 
 @pytest.mark.parametrize("text", [TextSettings(24, 32, prompts={"query": "a query:"}), None])
 @pytest.mark.parametrize("mode", ["preserving", "release", "gated"])
-def test_sentence_transformers_gives_equal_vectors_of_an_upcycled_model(
-    mode: str, text: TextSettings | None, tmp_path: Path, forget: Callable[[], None]
-) -> None:
+def test_sentence_transformers_gives_equal_vectors_of_an_upcycled_model(mode, text, tmp_path, forget):
     tokenizer, prompted = wordpiece_tokenizer(), text is not None
     text = text or TextSettings(24, 32)
     gated = stirred(upcycle(tiny_nomic(num_layers=4), Upcycling(num_experts=4)))
@@ -149,14 +144,14 @@ def test_sentence_transformers_gives_equal_vectors_of_an_upcycled_model(
         assert (torch.from_numpy(theirs.encode_document(texts)) - documents.detach()).abs().max() <= 1e-5
 
 
-def test_the_code_of_a_directory_does_not_run_unasked(tmp_path: Path, forget: Callable[[], None]) -> None:
+def test_the_code_of_a_directory_does_not_run_unasked(tmp_path, forget):
     Embedder(tiny_moe(), wordpiece_tokenizer(), MeanPooling(32)).save_pretrained(tmp_path / "model")
     forget()
     with pytest.raises(ValueError, match="trust_remote_code"):
         SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=False)
 
 
-def test_new_weights_are_drawn_as_the_config_says() -> None:
+def test_new_weights_are_drawn_as_the_config_says():
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
     config = RotaryMoeConfig(**sizes, num_hidden_layers=2, moe_layers=[1], initializer_range=0.5, expert_bias=True)
     mlp = RotaryMoeModel(config).layers[1].mlp
@@ -167,13 +162,13 @@ def test_new_weights_are_drawn_as_the_config_says() -> None:
 
 
 @pytest.mark.parametrize("layers", [[], [2], [-1]])
-def test_layers_that_are_not_there_are_named(layers: list[int]) -> None:
+def test_layers_that_are_not_there_are_named(layers):
     config = RotaryMoeConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, moe_layers=layers)
     with torch.device("meta"), pytest.raises(ValueError, match="moe_layers must be some of the 2 layers from 0, got"):
         RotaryMoeModel(config)
 
 
-def test_padding_is_neither_routed_nor_counted() -> None:
+def test_padding_is_neither_routed_nor_counted():
     layer = MoeMlp(make_router(), make_experts())
     state_NLH = random_tokens(12).view(3, 4, HIDDEN)
     mask_NL = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0]], dtype=torch.bool)
@@ -188,7 +183,7 @@ def test_padding_is_neither_routed_nor_counted() -> None:
     assert torch.equal(again.probability_X, sums.probability_X)
 
 
-def test_the_metrics_of_two_layers() -> None:
+def test_the_metrics_of_two_layers():
     counts = torch.tensor([[5, 5, 5, 5], [20, 0, 0, 0]])
     probabilities = torch.tensor([[4.0, 4.0, 1.0, 1.0], [2.5, 2.5, 2.5, 2.5]])
     found = routing_metrics(counts, probabilities, [1, 3])
@@ -209,12 +204,12 @@ def test_the_metrics_of_two_layers() -> None:
     )
 
 
-def test_one_expert_is_always_evenly_loaded() -> None:
+def test_one_expert_is_always_evenly_loaded():
     found = routing_metrics(torch.tensor([[7]]), torch.tensor([[7.0]]), [1])
     assert found["routing/load_entropy"] == found["routing/probability_entropy_layer_1"] == 1.0
 
 
-def test_the_load_of_each_layer() -> None:
+def test_the_load_of_each_layer():
     load = load_metrics(torch.tensor([[2, 2, 2, 2], [6, 2, 0, 0], [0, 0, 0, 0]]))
     assert load.entropy_Y.tolist() == pytest.approx(
         [1.0, (0.75 * math.log(4 / 3) + 0.25 * math.log(4)) / math.log(4), 0]
@@ -223,7 +218,7 @@ def test_the_load_of_each_layer() -> None:
     assert load.idle_Y.tolist() == [0, 2, 4]
 
 
-def test_forwards_inside_are_added_up_and_others_are_not() -> None:
+def test_forwards_inside_are_added_up_and_others_are_not():
     model, (ids, mask) = tiny_moe(num_layers=4), padded_ids()
     output = model(input_ids=ids, attention_mask=mask.long())
     with read_routing(model) as sums:
@@ -239,14 +234,14 @@ def test_forwards_inside_are_added_up_and_others_are_not() -> None:
     assert moe_layers(model) == [1, 3]
 
 
-def test_a_dense_backbone_has_none() -> None:
+def test_a_dense_backbone_has_none():
     with read_routing(tiny_rotary()) as sums:
         assert sums() == {}
     assert moe_layers(tiny_rotary()) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-def test_an_adapted_backbone_is_read_too_and_its_routers_have_no_adapter() -> None:
+def test_an_adapted_backbone_is_read_too_and_its_routers_have_no_adapter():
     adapted = add_lora(tiny_moe(), LoraSettings(rank=2, alpha=4, dropout=0.0))
     assert has_experts(adapted)
     ids, mask = padded_ids()
@@ -267,7 +262,7 @@ def test_an_adapted_backbone_is_read_too_and_its_routers_have_no_adapter() -> No
         (Upcycling(first=2, every=3), [2, 5]),
     ],
 )
-def test_preserving_keeps_the_dense_output(settings: Upcycling, layers: list[int]) -> None:
+def test_preserving_keeps_the_dense_output(settings, layers):
     dense, (ids, mask) = tiny_rotary(num_layers=6), padded_ids()
     expected = dense(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
     sparse = upcycle(dense, settings)
@@ -279,7 +274,7 @@ def test_preserving_keeps_the_dense_output(settings: Upcycling, layers: list[int
     assert len(sparse.layers[layers[0]].mlp.experts.w1) == settings.num_experts
 
 
-def test_release_drops_the_biases_and_leaves_the_weights_of_a_token_as_they_come() -> None:
+def test_release_drops_the_biases_and_leaves_the_weights_of_a_token_as_they_come():
     dense, (ids, mask) = tiny_rotary(num_layers=4), padded_ids()
     first, second = (dense.layers[1].mlp.fc1.weight.clone(), dense.layers[1].mlp.fc2.weight.clone())
     expected = dense(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
@@ -300,7 +295,7 @@ def test_release_drops_the_biases_and_leaves_the_weights_of_a_token_as_they_come
     assert (found - expected).abs().max() > 1e-2
 
 
-def test_a_gated_mlp_of_the_release_mode_is_weighed_by_the_routers_own_weights() -> None:
+def test_a_gated_mlp_of_the_release_mode_is_weighed_by_the_routers_own_weights():
     dense, tokens = tiny_nomic(), torch.randn(5, 32)
     alone = dense.layers[1].mlp(tokens)
     sparse = upcycle(dense, Upcycling("release", num_experts=4)).layers[1].mlp
@@ -309,7 +304,7 @@ def test_a_gated_mlp_of_the_release_mode_is_weighed_by_the_routers_own_weights()
     torch.testing.assert_close(sparse(tokens[None])[0][0], share_T1 * alone, rtol=1e-5, atol=1e-6)
 
 
-def test_routers_are_small_and_random_and_follow_from_the_seed() -> None:
+def test_routers_are_small_and_random_and_follow_from_the_seed():
     weights = []
     for seed in (0, 0, 1):
         dense = tiny_rotary(num_layers=4)
@@ -321,7 +316,7 @@ def test_routers_are_small_and_random_and_follow_from_the_seed() -> None:
     assert float(torch.stack(weights[0]).detach().std()) == pytest.approx(0.02, rel=0.1)
 
 
-def test_upcycled_experts_share_no_memory_and_mode_dtype_dropout_and_checkpointing_go_along() -> None:
+def test_upcycled_experts_share_no_memory_and_mode_dtype_dropout_and_checkpointing_go_along():
     dense = tiny_rotary(dropout=0.3).to(torch.bfloat16).train()
     enable_checkpointing(dense)
     before = dense.layers[1].mlp.fc1.weight.clone()
@@ -339,7 +334,7 @@ def test_upcycled_experts_share_no_memory_and_mode_dtype_dropout_and_checkpointi
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_a_gated_mlp_keeps_the_dense_output(top_k: int) -> None:
+def test_a_gated_mlp_keeps_the_dense_output(top_k):
     """NomicBert, as in §7.1; in float64, so that nothing but the maths is compared."""
     dense, (ids, mask) = tiny_nomic(num_layers=4).double(), padded_ids()
     gate, up, down = (getattr(dense.layers[1].mlp, f"{name}_proj").weight.clone() for name in ("gate", "up", "down"))
@@ -357,11 +352,11 @@ def test_a_gated_mlp_keeps_the_dense_output(top_k: int) -> None:
     assert counts.total - counts.active == 2 * (4 - top_k) * 3 * 32 * 64
 
 
-def expert_matrices(mlp: MoeMlp) -> tuple[torch.Tensor, torch.Tensor]:
+def expert_matrices(mlp):
     return mlp.experts.w1, mlp.experts.w2
 
 
-def test_the_papers_model_has_475_million_parameters_of_which_305_are_active() -> None:
+def test_the_papers_model_has_475_million_parameters_of_which_305_are_active():
     config = XLMRobertaConfig(vocab_size=250_002, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5)
     with torch.device("meta"):
         dense = to_rotary(XLMRobertaModel(config, add_pooling_layer=False))
@@ -386,12 +381,12 @@ def test_the_papers_model_has_475_million_parameters_of_which_305_are_active() -
         ({"first": 2}, "upcycling.first leaves no layer to make sparse: the model has 2, counted from 0, got 2"),
     ],
 )
-def test_bad_settings_are_named(options: dict[str, object], says: str) -> None:
+def test_bad_settings_are_named(options, says):
     with pytest.raises(OptionError, match=says):
-        upcycle(tiny_rotary(), Upcycling(**options))  # type: ignore[arg-type]
+        upcycle(tiny_rotary(), Upcycling(**options))
 
 
-def test_only_a_dense_rotary_encoder_is_upcycled() -> None:
+def test_only_a_dense_rotary_encoder_is_upcycled():
     says = "upcycling needs rotary positions, got 'a bert backbone'; take NomicBert, or what `convert` makes of"
     with pytest.raises(OptionError, match=says):
         upcycle(tiny_bert(), Upcycling())

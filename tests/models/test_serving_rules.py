@@ -1,11 +1,8 @@
 """Directories that this library writes, read by the rules of other servers as docs/serving.md states them."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -17,18 +14,17 @@ from embeddings.models import (
     LastTokenPooling,
     LatentAttentionPooling,
     MeanPooling,
-    Pooling,
     WeightedMeanPooling,
 )
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 
 
-def read(path: Path) -> Any:
+def read(path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def by_text_embeddings_inference(folder: Path) -> str | None:
+def by_text_embeddings_inference(folder):
     """The pooling that text-embeddings-inference chooses; None where it refuses the model.
 
     Its config.json must have architectures and a number of positions, the tokenizer one file; the first mode in its own
@@ -48,7 +44,7 @@ def by_text_embeddings_inference(folder: Path) -> str | None:
     return next((name for mode, name in modes.items() if pooling.get(mode)), None)
 
 
-def by_vllm(folder: Path) -> tuple[str | None, bool]:
+def by_vllm(folder):
     """The pooling that vLLM takes from the files, None for its default; and whether vectors get unit length."""
     modules = read(folder / "modules.json")
     kinds = {entry["type"]: entry["path"] for entry in modules}
@@ -67,7 +63,7 @@ def by_vllm(folder: Path) -> tuple[str | None, bool]:
     return chosen, normalize
 
 
-def by_llama_cpp(folder: Path) -> str | None:
+def by_llama_cpp(folder):
     """The pooling that llama.cpp's converter writes; None where it refuses the model, "" where it finds no pooling."""
     kinds = {entry["type"]: entry["path"] for entry in read(folder / "modules.json")}
     place = kinds.get("sentence_transformers.models.Pooling")
@@ -82,7 +78,7 @@ def by_llama_cpp(folder: Path) -> str | None:
     return next((name for mode, name in modes.items() if pooling[mode]), None)
 
 
-def written(folder: Path, pooling: Pooling, **options: Any) -> Path:
+def written(folder, pooling, **options):
     """The directory of a tiny model with a pooling."""
     text = TextSettings(16, 32, prompts={"query": "how: "}, pool_prompt=True)
     Embedder(tiny_bert(), wordpiece_tokenizer(), pooling, **{"text": text, **options}).save_pretrained(folder)
@@ -98,9 +94,7 @@ def written(folder: Path, pooling: Pooling, **options: Any) -> Path:
         (WeightedMeanPooling, None, None, None),
     ],
 )
-def test_servers_choose_the_pooling_of_a_plain_model_or_say_that_they_have_none(
-    kind: type[Pooling], tei: str | None, vllm: str | None, llama: str | None, tmp_path: Path
-) -> None:
+def test_servers_choose_the_pooling_of_a_plain_model_or_say_that_they_have_none(kind, tei, vllm, llama, tmp_path):
     folder = written(tmp_path / "model", kind(32))
     assert not list(folder.glob("*.py"))
     assert by_text_embeddings_inference(folder) == tei
@@ -109,7 +103,7 @@ def test_servers_choose_the_pooling_of_a_plain_model_or_say_that_they_have_none(
     assert by_vllm(written(tmp_path / "long", kind(32), normalize=False)) == (vllm, False)
 
 
-def test_servers_find_length_prompts_and_head(tmp_path: Path) -> None:
+def test_servers_find_length_prompts_and_head(tmp_path):
     folder = written(tmp_path / "model", MeanPooling(32), head=nn.Linear(32, 8))
     lengths = read(folder / "sentence_bert_config.json")
     # vLLM reads the file only where both of these are in it; neither server knows the length of queries.
@@ -124,7 +118,7 @@ def test_servers_find_length_prompts_and_head(tmp_path: Path) -> None:
     assert (folder / "2_Dense" / "model.safetensors").is_file()
 
 
-def test_no_server_takes_a_pooling_of_our_own_for_another_one_it_knows(tmp_path: Path) -> None:
+def test_no_server_takes_a_pooling_of_our_own_for_another_one_it_knows(tmp_path):
     latent = written(tmp_path / "latent", LatentAttentionPooling(32, num_latents=4, num_heads=2, head_dim=8))
     contextual = tmp_path / "contextual"
     tiny_contextual().save_pretrained(contextual)
@@ -135,7 +129,7 @@ def test_no_server_takes_a_pooling_of_our_own_for_another_one_it_knows(tmp_path:
         assert by_llama_cpp(folder) == ""
 
 
-def test_what_servers_do_not_read_of_a_prompt_is_in_one_file(tmp_path: Path) -> None:
+def test_what_servers_do_not_read_of_a_prompt_is_in_one_file(tmp_path):
     text = TextSettings(16, 32, prompts={"query": "how: "}, pool_prompt=False)
     folder = written(tmp_path / "model", MeanPooling(32), text=text)
     assert read(folder / "1_Pooling" / "config.json")["include_prompt"] is False
@@ -143,27 +137,27 @@ def test_what_servers_do_not_read_of_a_prompt_is_in_one_file(tmp_path: Path) -> 
     assert read(written(tmp_path / "cls", ClsPooling(32), text=text) / "1_Pooling" / "config.json")["include_prompt"]
 
 
-def weights_by_text_embeddings_inference(folder: Path) -> set[str]:
+def weights_by_text_embeddings_inference(folder):
     """One file where there is one, else the files of the index, whatever their names."""
     single = [name for name in ("model.safetensors", "pytorch_model.bin") if (folder / name).exists()]
     return set(single[:1] or read(folder / "model.safetensors.index.json")["weight_map"].values())
 
 
-def weights_by_vllm(folder: Path) -> set[str]:
+def weights_by_vllm(folder):
     """All safetensors files of the folder itself; where there is an index, those that it names."""
     files, index = {path.name for path in folder.glob("*.safetensors")}, folder / "model.safetensors.index.json"
     return files & set(read(index)["weight_map"].values()) if index.exists() else files
 
 
-def weights_by_llama_cpp(folder: Path) -> set[str]:
+def weights_by_llama_cpp(folder):
     """All that are called like a model."""
     return {path.name for path in folder.glob("model*.safetensors")}
 
 
-def test_servers_find_the_weights_of_a_compressed_model_in_its_files_a_layer(tmp_path: Path) -> None:
+def test_servers_find_the_weights_of_a_compressed_model_in_its_files_a_layer(tmp_path):
     source = written(tmp_path / "model", MeanPooling(32), head=nn.Linear(32, 8))
     weights = load_file(source / "model.safetensors")
-    parts: dict[str, dict[str, torch.Tensor]] = {}
+    parts = {}
     for name, tensor in weights.items():
         parts.setdefault(name.split(".")[2] if ".layer." in name else "outside", {})[name] = tensor
     assert len(parts) == 3

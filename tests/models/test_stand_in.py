@@ -1,7 +1,5 @@
 """Architectures by name, and their tiny stand-ins."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoConfig, Qwen3Config
@@ -25,13 +23,13 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_a_known_architecture_has_the_published_number_of_weights(name: str, tmp_path: Path) -> None:
+def test_a_known_architecture_has_the_published_number_of_weights(name, tmp_path):
     architecture(name).save_pretrained(tmp_path)
     assert sum(weight.numel() for weight in model_without_weights(tmp_path).parameters()) == SIZES[name]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_stand_in_is_tiny_and_loads_as_the_model_that_it_stands_for(name: str, tmp_path: Path) -> None:
+def test_a_stand_in_is_tiny_and_loads_as_the_model_that_it_stands_for(name, tmp_path):
     found = architecture(name)
     write_stand_in(tmp_path / "tiny", tiny_architecture(found))
     model, tokenizer = load_backbone(BackboneConfig(str(tmp_path / "tiny")))
@@ -45,7 +43,7 @@ def test_a_stand_in_is_tiny_and_loads_as_the_model_that_it_stands_for(name: str,
         assert (model.config.moe_layers, model.config.num_experts) == ([1], found.num_experts)
 
 
-def test_a_stand_in_is_the_same_each_time(tmp_path: Path) -> None:
+def test_a_stand_in_is_the_same_each_time(tmp_path):
     config = tiny_architecture(architecture("checkpoints/mntp"))
     for folder in ("first", "second"):
         write_stand_in(tmp_path / folder, config)
@@ -54,7 +52,7 @@ def test_a_stand_in_is_the_same_each_time(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_a_directory_is_asked_before_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_asked_before_what_is_known(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_backbone("checkpoints/mntp", tiny_bert(), wordpiece_tokenizer())
     assert architecture("checkpoints/mntp").model_type == "bert"
@@ -63,6 +61,6 @@ def test_a_directory_is_asked_before_what_is_known(tmp_path: Path, monkeypatch: 
     assert isinstance(tiny_architecture(config), type(AutoConfig.for_model("qwen3")))
 
 
-def test_an_unknown_name_is_refused_with_what_to_do() -> None:
+def test_an_unknown_name_is_refused_with_what_to_do():
     with pytest.raises(InputError, match=r"nobody/nothing: is not here, .* --model-config"):
         architecture("nobody/nothing")

@@ -2,7 +2,6 @@
 
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -20,12 +19,12 @@ from embeddings.data.docstrings.extract import (
 QUERY = "Add two numbers with care"
 
 
-def extract(source: str | bytes) -> list[DocumentedFunction]:
+def extract(source):
     content = textwrap.dedent(source).encode() if isinstance(source, str) else source
     return list(documented_functions(content, "pkg", "pkg.mod"))
 
 
-def test_a_function_becomes_its_first_sentence_and_its_code_without_the_docstring() -> None:
+def test_a_function_becomes_its_first_sentence_and_its_code_without_the_docstring():
     source = f'''
         @cache
         def add(x, y=1):
@@ -42,7 +41,7 @@ def test_a_function_becomes_its_first_sentence_and_its_code_without_the_docstrin
     assert extract(source) == [DocumentedFunction("pkg.mod.add", "pkg", "pkg.mod", QUERY, document)]
 
 
-def test_methods_carry_their_classes_and_inner_functions_are_part_of_the_outer_one() -> None:
+def test_methods_carry_their_classes_and_inner_functions_are_part_of_the_outer_one():
     source = f'''
         class Outer:
             class Inner:
@@ -79,7 +78,7 @@ def test_methods_carry_their_classes_and_inner_functions_are_part_of_the_outer_o
         'def add():\n    ("Add two "\n     "numbers with care")\n    return 1',
     ],
 )
-def test_the_docstring_is_cut_out_wherever_it_stands(definition: str) -> None:
+def test_the_docstring_is_cut_out_wherever_it_stands(definition):
     (function,) = extract(definition.encode())
     code = function.document.partition("\n")[2]
     assert function.query == QUERY
@@ -102,11 +101,11 @@ def test_the_docstring_is_cut_out_wherever_it_stands(definition: str) -> None:
         "",
     ],
 )
-def test_functions_without_a_usable_sentence_or_without_code_are_left_out(body: str) -> None:
+def test_functions_without_a_usable_sentence_or_without_code_are_left_out(body):
     assert extract(body.encode()) == []
 
 
-def test_the_declared_encoding_is_obeyed_and_broken_text_is_passed_over() -> None:
+def test_the_declared_encoding_is_obeyed_and_broken_text_is_passed_over():
     text = f'# -*- coding: latin-1 -*-\ndef add(x="é"):\n    """{QUERY} é."""; return "é"'
     (function,) = extract(text.encode("latin-1"))
     assert function.document == 'pkg.mod.add\ndef add(x="é"):\n    return "é"'
@@ -114,7 +113,7 @@ def test_the_declared_encoding_is_obeyed_and_broken_text_is_passed_over() -> Non
     assert extract(b"# -*- coding: nonsense -*-\n") == []
 
 
-def test_other_peoples_warnings_stay_silent_and_long_code_is_cut() -> None:
+def test_other_peoples_warnings_stay_silent_and_long_code_is_cut():
     source = f'def add():\n    """{QUERY}."""\n    x = "\\d"\n' + "    x += 1\n" * 1000
     (function,) = extract(source)
     assert MAX_DOCUMENT_CHARACTERS - 20 < len(function.document) <= MAX_DOCUMENT_CHARACTERS
@@ -152,7 +151,7 @@ def test_other_peoples_warnings_stay_silent_and_long_code_is_cut() -> None:
         ("+\nFold the long headers at spaces.", "Fold the long headers at spaces"),
     ],
 )
-def test_the_first_sentence_is_found_and_cleaned(docstring: str, sentence: str | None) -> None:
+def test_the_first_sentence_is_found_and_cleaned(docstring, sentence):
     assert first_sentence(docstring) == sentence
 
 
@@ -173,12 +172,12 @@ def test_the_first_sentence_is_found_and_cleaned(docstring: str, sentence: str |
         "返回 所有 张量 的 平均 值",
     ],
 )
-def test_what_says_too_little_is_no_query(docstring: str) -> None:
+def test_what_says_too_little_is_no_query(docstring):
     assert first_sentence(docstring) is None
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in (
         *("zoo_x/__init__.py", "zoo_x/b.py", "zoo_x/a.py", "zoo_x/sub/c.py", "zoo_x/notes.txt", "zoo_x/two-part.py"),
@@ -191,7 +190,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_sources_are_sorted_without_tests_copies_and_what_cannot_be_imported(package: Path) -> None:
+def test_sources_are_sorted_without_tests_copies_and_what_cannot_be_imported(package):
     files = find_sources("zoo_x")
     assert [file.module for file in files] == ["zoo_x", "zoo_x.a", "zoo_x.b", "zoo_x.sub.c"]
     names = ("__init__.py", "a.py", "b.py", "sub/c.py")
@@ -202,14 +201,14 @@ def test_sources_are_sorted_without_tests_copies_and_what_cannot_be_imported(pac
     assert [file.module for file in find_sources("single_x")] == ["single_x"]
 
 
-def test_the_standard_library_is_a_package_without_installed_ones() -> None:
+def test_the_standard_library_is_a_package_without_installed_ones():
     modules = {file.module for file in find_sources("stdlib")}
     assert {"json.decoder", "heapq", "asyncio.queues"} <= modules
     assert not any(module.split(".")[0] in {"numpy", "torch", "site", "test"} - {"site"} for module in modules)
 
 
 @pytest.mark.parametrize("name", ["no_such_package_x", "", "json.decoder", "../etc", "sys", "zoo x"])
-def test_a_package_that_has_no_sources_is_refused_by_name(name: str) -> None:
+def test_a_package_that_has_no_sources_is_refused_by_name(name):
     assert not is_available(name)
     with pytest.raises(OptionError, match="packages must name installed packages") as raised:
         find_sources(name)
@@ -217,7 +216,7 @@ def test_a_package_that_has_no_sources_is_refused_by_name(name: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_versions_are_those_of_the_distributions(package: Path) -> None:
+def test_versions_are_those_of_the_distributions(package):
     versions = package_versions(["zoo_x", "stdlib", "sklearn"])
     assert list(versions) == ["sklearn", "stdlib", "zoo_x"]
     assert versions["stdlib"].count(".") == 2

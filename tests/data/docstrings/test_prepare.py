@@ -7,7 +7,6 @@ import logging
 import random
 import sys
 from dataclasses import astuple
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,6 @@ from embeddings.common import OptionError
 from embeddings.data.docstrings import (
     HELD_OUT_PACKAGES,
     TRAINING_PACKAGES,
-    DocstringCorpus,
     prepare,
     prepare_docstrings,
 )
@@ -37,7 +35,7 @@ VERBS = ("read", "write", "pad", "cut", "merge", "rank", "scale", "draw", "count
 NOUNS = ("graph", "tensor", "file", "page", "matrix", "string", "socket", "image", "token", "vector")
 
 
-def module(package: str, count: int) -> str:
+def module(package, count):
     generator = random.Random(package)
     names = generator.sample([(verb, noun) for verb in VERBS for noun in NOUNS], count)
     body = "    return {}\n"
@@ -49,7 +47,7 @@ def module(package: str, count: int) -> str:
 
 
 @pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def packages(tmp_path, monkeypatch):
     """Two packages to train on and one to hold out; `alpha_x` holds a copy of one of the held-out functions."""
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     for name, count in (("alpha_x", 20), ("beta_x", 20), ("gamma_x", 10)):
@@ -62,7 +60,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def prepared(output: Path, **changes: object) -> DocstringCorpus:
+def prepared(output, **changes):
     arguments = {
         "packages": ["alpha_x", "beta_x"],
         "held_out_packages": ["gamma_x"],
@@ -72,14 +70,14 @@ def prepared(output: Path, **changes: object) -> DocstringCorpus:
         "num_in_domain_queries": 4,
         "num_held_out_queries": 5,
     }
-    return prepare_docstrings(output, **{**arguments, **changes})  # type: ignore[arg-type]
+    return prepare_docstrings(output, **{**arguments, **changes})
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_no_document_or_copy_of_one_is_on_both_sides(packages: Path) -> None:
+def test_no_document_or_copy_of_one_is_on_both_sides(packages):
     corpus = prepared(packages / "out")
     evaluation = {"validation": (6, 2), "in_domain": (8, 4), "held_out": (10, 5)}
     documents = {f"{name}_documents": count for name, (count, _) in evaluation.items()}
@@ -99,8 +97,8 @@ def test_no_document_or_copy_of_one_is_on_both_sides(packages: Path) -> None:
     assert gc.isenabled()
 
 
-def test_fewer_rows_are_every_so_many_of_all_with_the_same_negatives(packages: Path) -> None:
-    def rows(folder: Path) -> list[bytes]:
+def test_fewer_rows_are_every_so_many_of_all_with_the_same_negatives(packages):
+    def rows(folder):
         return gzip.decompress((folder / "train.jsonl.gz").read_bytes()).splitlines()
 
     whole = prepared(packages / "whole")
@@ -115,13 +113,13 @@ def test_fewer_rows_are_every_so_many_of_all_with_the_same_negatives(packages: P
     assert prepared(packages / "few", max_rows=1).reused
 
 
-def test_the_order_and_repetition_of_packages_change_nothing(packages: Path) -> None:
+def test_the_order_and_repetition_of_packages_change_nothing(packages):
     first = prepared(packages / "a")
     again = prepared(packages / "b", packages=["beta_x", "alpha_x", "beta_x"])
     assert files(first.folder) == files(again.folder)
 
 
-def test_a_second_run_recognises_finished_output_and_says_so(packages: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_run_recognises_finished_output_and_says_so(packages, caplog):
     first = prepared(packages / "out")
     before = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")}
     with caplog.at_level(logging.INFO, logger="embeddings"):
@@ -154,16 +152,14 @@ def test_a_second_run_recognises_finished_output_and_says_so(packages: Path, cap
         ),
     ],
 )
-def test_impossible_arguments_are_one_line_and_nothing_is_written(
-    packages: Path, changes: dict[str, object], message: str
-) -> None:
+def test_impossible_arguments_are_one_line_and_nothing_is_written(packages, changes, message):
     with pytest.raises(OptionError, match=message) as raised:
         prepared(packages / "out", **changes)
     assert "\n" not in str(raised.value)
     assert not (packages / "out").exists()
 
 
-def test_the_default_packages_are_installed_and_never_on_both_sides() -> None:
+def test_the_default_packages_are_installed_and_never_on_both_sides():
     assert all(is_available(name) for name in HELD_OUT_PACKAGES)
     assert sum(is_available(name) for name in TRAINING_PACKAGES) >= 20
     assert not set(HELD_OUT_PACKAGES) & set(TRAINING_PACKAGES)
@@ -180,7 +176,7 @@ PARTS = ("validation", "in_domain", "held_out")
 FIELDS = {"kind": KIND, "seed": 0}
 
 
-def test_the_files_hold_training_records_and_three_folders_in_beirs_layout(tmp_path: Path) -> None:
+def test_the_files_hold_training_records_and_three_folders_in_beirs_layout(tmp_path):
     write_corpus(tmp_path / "out", SPLIT, FIELDS)
     written = files(tmp_path / "out")
     names = {f"eval/{part}/{file}" for part in PARTS for file in ("corpus.jsonl", "queries.jsonl", "qrels.tsv")}
@@ -204,13 +200,11 @@ def test_the_files_hold_training_records_and_three_folders_in_beirs_layout(tmp_p
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
-def test_a_job_that_ends_early_leaves_the_earlier_corpus_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_ends_early_leaves_the_earlier_corpus_as_it_was(tmp_path, monkeypatch):
     write_corpus(tmp_path / "out", SPLIT, FIELDS)
     before = files(tmp_path)
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(prepare, "write_manifest", fail)
@@ -221,7 +215,7 @@ def test_a_job_that_ends_early_leaves_the_earlier_corpus_as_it_was(
     assert files(tmp_path) == before
 
 
-def test_a_finished_corpus_is_known_by_its_inputs_and_intact_files(tmp_path: Path) -> None:
+def test_a_finished_corpus_is_known_by_its_inputs_and_intact_files(tmp_path):
     assert finished_manifest(tmp_path / "out", FIELDS) is None
     write_corpus(tmp_path / "out", SPLIT, {**FIELDS, "counts": {"train": 1}})
     manifest = finished_manifest(tmp_path / "out", FIELDS)
@@ -234,7 +228,7 @@ def test_a_finished_corpus_is_known_by_its_inputs_and_intact_files(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["file", "folder with files", "broken manifest", "another manifest"])
-def test_an_output_that_holds_something_else_is_refused_and_left_alone(tmp_path: Path, kind: str) -> None:
+def test_an_output_that_holds_something_else_is_refused_and_left_alone(tmp_path, kind):
     output = tmp_path / "out"
     if kind == "file":
         output.write_text("mine")
@@ -251,11 +245,11 @@ def test_an_output_that_holds_something_else_is_refused_and_left_alone(tmp_path:
 SIZES = SplitSizes(2, 1, in_domain_documents=6, in_domain_queries=3, held_out_documents=5, held_out_queries=2)
 
 
-def functions(package: str, count: int) -> list[DocumentedFunction]:
+def functions(package, count):
     return [DocumentedFunction(f"{package}.f{i:02}", package, package, f"query {i}", f"code {i}") for i in range(count)]
 
 
-def test_the_parts_are_disjoint_sorted_and_of_the_sizes_asked_for() -> None:
+def test_the_parts_are_disjoint_sorted_and_of_the_sizes_asked_for():
     given = functions("a", 10) + functions("b", 10) + functions("held", 8)
     split = split_functions(given, {"held"}, SIZES, seed=0)
     assert len(split.train) == 12
@@ -268,14 +262,14 @@ def test_the_parts_are_disjoint_sorted_and_of_the_sizes_asked_for() -> None:
         assert part == sorted(part)
 
 
-def test_the_split_depends_on_the_seed_and_not_on_the_order() -> None:
+def test_the_split_depends_on_the_seed_and_not_on_the_order():
     given = functions("a", 30) + functions("held", 8)
     shuffled = random.Random(1).sample(given, len(given))
     assert split_functions(given, {"held"}, SIZES, 0) == split_functions(shuffled, {"held"}, SIZES, 0)
     assert split_functions(given, {"held"}, SIZES, 0) != split_functions(given, {"held"}, SIZES, 1)
 
 
-def function(name: str, package: str, module: str) -> DocumentedFunction:
+def function(name, package, module):
     return DocumentedFunction(f"{module}.{name}", package, module, f"query of {name}", f"{module}.{name}")
 
 
@@ -287,7 +281,7 @@ FUNCTIONS = [
 ]
 
 
-def granularity(first: str, second: str) -> int:
+def granularity(first, second):
     """The level by eye: 1 same class or top level, 2 same module, 3 same package, 4 another."""
     if first.split(".")[0] != second.split(".")[0]:
         return 4
@@ -296,7 +290,7 @@ def granularity(first: str, second: str) -> int:
     return 1 if first.split(".")[:-1] == second.split(".")[:-1] else 2
 
 
-def test_each_level_holds_what_it_says_hardest_first() -> None:
+def test_each_level_holds_what_it_says_hardest_first():
     checked = 0
     for own, negatives in zip(FUNCTIONS, namespace_negatives(FUNCTIONS, seed=0), strict=True):
         assert [negative.level for negative in negatives] == sorted(negative.level for negative in negatives)
@@ -307,16 +301,16 @@ def test_each_level_holds_what_it_says_hardest_first() -> None:
     assert checked > 3.5 * len(FUNCTIONS)
 
 
-def coded(name: str, query: str, body: str) -> DocumentedFunction:
+def coded(name, query, body):
     return DocumentedFunction(f"p.m.{name}", "p", "p.m", query, f"p.m.{name}\n{body}")
 
 
-def words(seed: int, count: int = 60) -> str:
+def words(seed, count=60):
     generator = random.Random(seed)
     return " ".join(f"w{generator.randrange(10_000)}" for _ in range(count))
 
 
-def test_each_rule_takes_out_what_it_names() -> None:
+def test_each_rule_takes_out_what_it_names():
     common = [coded(f"common{i}", "Plot the metric's values", words(100 + i)) for i in range(4)]
     assert len(common) > BOILERPLATE_FUNCTIONS
     first, second = coded("one", "Add all the numbers", words(1)), coded("two", "Sort all the names", words(2))
@@ -346,5 +340,5 @@ def test_each_rule_takes_out_what_it_names() -> None:
         ("Pass s", "Pass", False),
     ],
 )
-def test_queries_are_one_when_only_grammar_differs(first: str, second: str, same: bool) -> None:
+def test_queries_are_one_when_only_grammar_differs(first, second, same):
     assert (normalised_query(first) == normalised_query(second)) == same

@@ -4,14 +4,13 @@ import math
 from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch import Tensor, nn
+from torch import nn
 
 from embeddings.common import OptionError
 from embeddings.data.samplers.base import (
@@ -19,7 +18,6 @@ from embeddings.data.samplers.base import (
     BatchSampler,
     KeyedPermutation,
     PlanEntry,
-    Rows,
     RunLength,
     mix_bits,
     run_steps,
@@ -33,19 +31,19 @@ class CountingSampler(BatchSampler):
     """Three steps an epoch; rows count on through steps and epochs."""
 
     @property
-    def num_steps(self) -> int:
+    def num_steps(self):
         return 3
 
-    def global_batch(self, epoch: int, step: int) -> tuple[Rows, Rows]:
+    def global_batch(self, epoch, step):
         first = (epoch * 3 + step) * self.global_batch_size
         return np.arange(first, first + self.global_batch_size), self.draw_keys(epoch, step)
 
 
-def rows_of(sampler: BatchSampler) -> list[list[int]]:
+def rows_of(sampler):
     return [[entry.row for entry in batch] for batch in sampler]
 
 
-def test_ranks_take_consecutive_slices_of_the_same_batches() -> None:
+def test_ranks_take_consecutive_slices_of_the_same_batches():
     assert rows_of(CountingSampler(4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert rows_of(CountingSampler(2, num_replicas=2, rank=0)) == [[0, 1], [4, 5], [8, 9]]
     assert rows_of(CountingSampler(2, num_replicas=2, rank=1)) == [[2, 3], [6, 7], [10, 11]]
@@ -53,7 +51,7 @@ def test_ranks_take_consecutive_slices_of_the_same_batches() -> None:
         CountingSampler(1, rank=0)
 
 
-def test_draw_keys_belong_to_the_position_whatever_the_number_of_ranks() -> None:
+def test_draw_keys_belong_to_the_position_whatever_the_number_of_ranks():
     whole = list(CountingSampler(4, seed=5))
     halves = [list(CountingSampler(2, seed=5, num_replicas=2, rank=rank)) for rank in (0, 1)]
     assert whole == [first + second for first, second in zip(*halves, strict=True)]
@@ -65,14 +63,14 @@ def test_draw_keys_belong_to_the_position_whatever_the_number_of_ranks() -> None
     assert keys.min() >= 0
 
 
-def test_iteration_begins_at_the_start_and_the_length_stays_that_of_the_epoch() -> None:
+def test_iteration_begins_at_the_start_and_the_length_stays_that_of_the_epoch():
     sampler = CountingSampler(2)
     sampler.start = 2
     assert rows_of(sampler) == [[4, 5]]
     assert len(sampler) == 3
 
 
-def test_another_epoch_begins_at_its_first_step_and_the_same_epoch_keeps_its_place() -> None:
+def test_another_epoch_begins_at_its_first_step_and_the_same_epoch_keeps_its_place():
     sampler = CountingSampler(2)
     sampler.start = 2
     sampler.set_epoch(0)
@@ -81,7 +79,7 @@ def test_another_epoch_begins_at_its_first_step_and_the_same_epoch_keeps_its_pla
     assert rows_of(sampler)[0] == [6, 7]
 
 
-def test_a_resumed_plan_goes_forward_only() -> None:
+def test_a_resumed_plan_goes_forward_only():
     sampler = CountingSampler(2)
     sampler.resume(2, 1)
     sampler.set_epoch(1)
@@ -90,7 +88,7 @@ def test_a_resumed_plan_goes_forward_only() -> None:
     assert rows_of(sampler)[0] == [18, 19]
 
 
-def test_the_place_is_that_of_the_process_group_once_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_place_is_that_of_the_process_group_once_there_is_one(monkeypatch):
     sampler = CountingSampler(2)
     assert sampler.place == (0, 1)
     for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
@@ -99,7 +97,7 @@ def test_the_place_is_that_of_the_process_group_once_there_is_one(monkeypatch: p
     assert rows_of(sampler)[0] == [2, 3]
 
 
-def test_whole_batches_are_counted_and_refused_where_no_source_fills_one() -> None:
+def test_whole_batches_are_counted_and_refused_where_no_source_fills_one():
     sampler = CountingSampler(2, num_replicas=2, rank=1)
     assert sampler.whole_batches([4, 7, 3, 8], 4) == [1, 1, 0, 2]
     with pytest.raises(OptionError, match=r"the 3 rows of the largest source \(batch_size x 2 ranks\), got 2; lower"):
@@ -108,7 +106,7 @@ def test_whole_batches_are_counted_and_refused_where_no_source_fills_one() -> No
         sampler.whole_batches([1], 2)
 
 
-def test_a_saved_plan_is_the_same_or_refused_by_the_first_field_that_differs() -> None:
+def test_a_saved_plan_is_the_same_or_refused_by_the_first_field_that_differs():
     saved = CountingSampler(4, seed=5).plan_fields()
     CountingSampler(2, seed=5, num_replicas=2, rank=1).check_same_plan(saved)
     with pytest.raises(OptionError, match=r"data seed must be 5 as in the checkpoint .*, got 6; restore it"):
@@ -122,26 +120,26 @@ SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 100, 1000, 1023, 1024, 1025, 4095, 
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("key", [0, 1, 2**63 - 1])
-def test_every_value_comes_exactly_once(n: int, key: int) -> None:
+def test_every_value_comes_exactly_once(n, key):
     values = KeyedPermutation(n, key)(np.arange(n))
     assert values.dtype == np.int64
     assert np.array_equal(np.sort(values), np.arange(n))
 
 
-def test_keys_decide_the_order_and_nothing_else_does() -> None:
+def test_keys_decide_the_order_and_nothing_else_does():
     first, again, other = (KeyedPermutation(1000, key)(np.arange(1000)) for key in (5, 5, 6))
     assert np.array_equal(first, again)
     assert (first == other).sum() < 12  # one agreement is expected of two random orders
 
 
-def test_the_order_is_the_same_on_every_machine() -> None:
+def test_the_order_is_the_same_on_every_machine():
     """Another one is another version of the plan."""
     assert PLAN_VERSION == 2
     assert KeyedPermutation(10, 42)(np.arange(10)).tolist() == [2, 9, 0, 7, 8, 5, 4, 1, 3, 6]
 
 
 @pytest.mark.parametrize("n", [3, 5, 10, 100])
-def test_each_value_is_equally_likely_at_each_position(n: int) -> None:
+def test_each_value_is_equally_likely_at_each_position(n):
     num_keys = 400
     seen = np.zeros((n, n))
     for key in range(num_keys):
@@ -154,7 +152,7 @@ def test_each_value_is_equally_likely_at_each_position(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
-def test_all_orders_of_a_few_values_are_equally_likely(n: int) -> None:
+def test_all_orders_of_a_few_values_are_equally_likely(n):
     num_orders = math.factorial(n)
     seen = Counter(tuple(KeyedPermutation(n, key)(np.arange(n)).tolist()) for key in range(15 * num_orders))
     assert len(seen) == num_orders
@@ -162,13 +160,13 @@ def test_all_orders_of_a_few_values_are_equally_likely(n: int) -> None:
     assert chi_square < num_orders + 5 * math.sqrt(2 * num_orders)
 
 
-def test_mixing_bits_loses_no_value() -> None:
+def test_mixing_bits_loses_no_value():
     values = np.arange(100_000, dtype=np.uint64)
     assert len(np.unique(mix_bits(values))) == len(values)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 1000])
-def test_a_sorted_permutation_is_a_random_order_of_its_key(n: int) -> None:
+def test_a_sorted_permutation_is_a_random_order_of_its_key(n):
     orders = [sorted_permutation(n, key) for key in (0, 1, 2**63 - 1, 2**63 - 1)]
     assert all(order.dtype == np.int64 and np.array_equal(np.sort(order), np.arange(n)) for order in orders)
     assert np.array_equal(orders[2], orders[3])
@@ -177,14 +175,14 @@ def test_a_sorted_permutation_is_a_random_order_of_its_key(n: int) -> None:
     assert sorted_permutation(5, 42).tolist() == [3, 1, 2, 0, 4]
 
 
-def test_the_temperature_is_the_exponent_of_the_sizes() -> None:
+def test_the_temperature_is_the_exponent_of_the_sizes():
     assert source_parts([100, 1], temperature=0.5) == pytest.approx([10, 1])
     large, small = source_parts([55_600, 556], temperature=0.3)
     assert large / small == pytest.approx(100**0.3) == pytest.approx(3.981, abs=1e-3)
     assert len(set(source_parts([9, 100, 3], temperature=0.0))) == 1
 
 
-def test_a_part_is_cut_to_digits_that_every_machine_agrees_on() -> None:
+def test_a_part_is_cut_to_digits_that_every_machine_agrees_on():
     (part,) = source_parts([123_456_789], temperature=0.3)
     assert part == float(f"{part:.12g}")
     assert part == pytest.approx(123_456_789**0.3, rel=1e-11)
@@ -203,12 +201,12 @@ def test_a_part_is_cut_to_digits_that_every_machine_agrees_on() -> None:
         ({"weights": [1.0, 0.0], "proportions": "given"}, "must be > 0 and finite"),
     ],
 )
-def test_what_cannot_be_or_cannot_take_effect_is_refused(options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_or_cannot_take_effect_is_refused(options, message):
     with pytest.raises(OptionError, match=message):
         source_parts([3, 4], **options)
 
 
-def trainer(**changes: Any) -> Any:
+def trainer(**changes):
     defaults = {"max_steps": -1, "max_epochs": None, "limit_train_batches": 1.0, "accumulate_grad_batches": 1}
     return SimpleNamespace(**{**defaults, "fast_dev_run": False, **changes})
 
@@ -230,17 +228,17 @@ def trainer(**changes: Any) -> Any:
         ({"max_epochs": 3, "max_steps": 70}, None, 70),
     ],
 )
-def test_the_steps_of_a_run_end_with_whatever_ends_first(changes: Any, batches: Any, expected: int | None) -> None:
+def test_the_steps_of_a_run_end_with_whatever_ends_first(changes, batches, expected):
     assert run_steps(trainer(**changes), batches) == expected
 
 
-def test_the_steps_of_a_run_whose_accumulation_changes_are_counted_epoch_by_epoch() -> None:
+def test_the_steps_of_a_run_whose_accumulation_changes_are_counted_epoch_by_epoch():
     changing = [GradientAccumulationScheduler({1: 2, 2: 3, 7: 5})]
     assert run_steps(trainer(max_epochs=5, callbacks=changing), 10) == 10 + 5 + 3 * 4
     assert RunLength.of(trainer(max_epochs=5, callbacks=changing), 10).accumulate_grad_batches is None
 
 
-def test_a_run_takes_over_what_the_trainer_says() -> None:
+def test_a_run_takes_over_what_the_trainer_says():
     found = RunLength.of(trainer(max_epochs=2, limit_train_batches=7, accumulate_grad_batches=3), 10)
     assert found == RunLength(batches_per_epoch=7, accumulate_grad_batches=3, total_steps=6, is_trial=False)
     assert RunLength.of(trainer(fast_dev_run=1), 10).is_trial
@@ -259,7 +257,7 @@ def test_a_run_takes_over_what_the_trainer_says() -> None:
         {"max_epochs": 5, "accumulate_grad_batches": 4, "max_steps": 7},
     ],
 )
-def test_every_batch_is_of_the_step_that_lightning_counts(options: dict[str, Any]) -> None:
+def test_every_batch_is_of_the_step_that_lightning_counts(options):
     module = Counting()
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     fit = Trainer(accelerator="cpu", enable_checkpointing=False, **quiet, **options)
@@ -279,9 +277,9 @@ class Counting(LightningModule):
         self.layer = nn.Linear(1, 1)
         self.seen: list[tuple[int, int, int]] = []
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.seen.append((self.current_epoch, batch_idx, self.global_step))
         return self.layer(torch.ones(1)).sum()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.0)

@@ -4,7 +4,6 @@ import random
 import time
 from collections import Counter
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +16,15 @@ from tests.data.rows import rows_of
 SIZES = [40, 7, 23, 1]
 
 
-def make(batch_size: int = 4, **options: Any) -> BlendedBatchSampler:
+def make(batch_size=4, **options):
     return BlendedBatchSampler(options.pop("sizes", SIZES), batch_size, **options)
 
 
-def source_of(row: int, sizes: list[int]) -> int:
+def source_of(row, sizes):
     return int(np.searchsorted(np.cumsum(sizes), row, side="right"))
 
 
-def test_a_natural_epoch_leaves_out_less_than_a_batch_and_another_each_time() -> None:
+def test_a_natural_epoch_leaves_out_less_than_a_batch_and_another_each_time():
     left_out = [frozenset(range(71)) - set(chain(*rows_of(make(4), epoch))) for epoch in range(20)]
     assert {len(rows) for rows in left_out} == {71 - 68}
     assert len(set(left_out)) > 10
@@ -40,9 +39,7 @@ def test_a_natural_epoch_leaves_out_less_than_a_batch_and_another_each_time() ->
         ("cooled", None, [800**0.3, 60**0.3, 139**0.3, 1]),
     ],
 )
-def test_every_stretch_of_batches_keeps_the_proportions_within_two_rows(
-    proportions: Any, weights: list[float] | None, parts: list[float]
-) -> None:
+def test_every_stretch_of_batches_keeps_the_proportions_within_two_rows(proportions, weights, parts):
     sizes = [800, 60, 139, 1]
     options = {"temperature": 0.3} if proportions == "cooled" else {"proportions": proportions}
     sampler = make(16, sizes=sizes, weights=weights, steps_per_epoch=50, **options)
@@ -54,14 +51,14 @@ def test_every_stretch_of_batches_keeps_the_proportions_within_two_rows(
             assert np.abs(drawn - expected).max() < 2
 
 
-def test_each_batch_mixes_all_sources_that_have_a_row_for_it() -> None:
+def test_each_batch_mixes_all_sources_that_have_a_row_for_it():
     sizes = [400, 300, 300]
     for batch in rows_of(make(32, sizes=sizes)):
         counts = np.bincount([source_of(row, sizes) for row in batch], minlength=3)
         assert np.abs(counts - np.array([12.8, 9.6, 9.6])).max() < 4
 
 
-def test_a_rank_sees_a_blend_too() -> None:
+def test_a_rank_sees_a_blend_too():
     sizes = [500, 500]
     shares = [
         np.mean(
@@ -72,7 +69,7 @@ def test_a_rank_sees_a_blend_too() -> None:
     assert np.abs(np.array(shares) - 0.5).max() < 0.1
 
 
-def test_a_source_is_walked_through_evenly_over_its_passes() -> None:
+def test_a_source_is_walked_through_evenly_over_its_passes():
     sampler = make(8, proportions="uniform", sizes=[100, 10], steps_per_epoch=7)
     drawn = Counter(chain(*(row for epoch in range(9) for row in rows_of(sampler, epoch))))
     small = [drawn[row] for row in range(100, 110)]
@@ -82,13 +79,13 @@ def test_a_source_is_walked_through_evenly_over_its_passes() -> None:
     assert max(large) - min(large) <= 1
 
 
-def test_one_pass_after_another_has_another_order() -> None:
+def test_one_pass_after_another_has_another_order():
     passes = rows_of(make(10, sizes=[10], steps_per_epoch=3))
     assert all(sorted(rows) == list(range(10)) for rows in passes)
     assert passes[0] != passes[1] != passes[2]
 
 
-def test_under_a_temperature_the_walks_run_on_from_epoch_to_epoch() -> None:
+def test_under_a_temperature_the_walks_run_on_from_epoch_to_epoch():
     sampler = make(8, temperature=0.3, sizes=[100, 10])
     assert len(sampler) == 110 // 8
     drawn = Counter(chain(*(row for epoch in range(9) for row in rows_of(sampler, epoch))))
@@ -97,7 +94,7 @@ def test_under_a_temperature_the_walks_run_on_from_epoch_to_epoch() -> None:
     assert max(small) - min(small) <= 1
 
 
-def test_a_far_step_of_a_large_plan_is_found_within_ten_milliseconds() -> None:
+def test_a_far_step_of_a_large_plan_is_found_within_ten_milliseconds():
     sampler = BlendedBatchSampler([60_000_000, 30_000_000, 10_000_000], 64, steps_per_epoch=2_000_000)
     sampler.start = 1_000_000
     started = time.perf_counter()
@@ -117,13 +114,13 @@ def test_a_far_step_of_a_large_plan_is_found_within_ten_milliseconds() -> None:
         ({"temperature": 1.5}, "must be from 0 to 1"),
     ],
 )
-def test_impossible_options_are_refused_in_one_line(options: dict[str, Any], message: str) -> None:
+def test_impossible_options_are_refused_in_one_line(options, message):
     with pytest.raises(OptionError, match=message) as raised:
         make(**options)
     assert "\n" not in str(raised.value)
 
 
-def test_another_temperature_is_another_plan_and_the_default_is_as_before() -> None:
+def test_another_temperature_is_another_plan_and_the_default_is_as_before():
     assert make(temperature=0.3).plan_fields() != make(temperature=0.5).plan_fields() != make().plan_fields()
     assert make(temperature=1.0).plan_fields() == make().plan_fields()
 
@@ -142,7 +139,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("weights", CASES)
-def test_counts_add_up_and_never_shrink_and_follow_the_proportions(weights: list[float]) -> None:
+def test_counts_add_up_and_never_shrink_and_follow_the_proportions(weights):
     split, total = Apportionment(weights), sum(weights)
     last = [0] * len(weights)
     for num_draws in range(1500):
@@ -153,13 +150,13 @@ def test_counts_add_up_and_never_shrink_and_follow_the_proportions(weights: list
         last = counts
 
 
-def test_whole_weights_are_exact_at_their_total_however_far_away() -> None:
+def test_whole_weights_are_exact_at_their_total_however_far_away():
     sizes = [3, 1000, 17, 280, 1]
     for times in (0, 1, 2, 10**9):
         assert Apportionment(sizes).counts(times * sum(sizes)) == [times * size for size in sizes]
 
 
-def test_random_weights_stay_within_two_far_from_the_start() -> None:
+def test_random_weights_stay_within_two_far_from_the_start():
     generator, worst = random.Random(0), 0.0
     for _ in range(60):
         weights = [generator.paretovariate(0.6) for _ in range(generator.randint(2, 40))]

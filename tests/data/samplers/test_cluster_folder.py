@@ -1,7 +1,6 @@
 """Clusters on disk: sorted by counting, refused when they are not what was written."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +12,7 @@ from tests.data.cluster_folders import nearest_lists, unit_vectors, write_cluste
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [7], [3, 4, 11], [0, 12]])
-def test_the_files_hold_the_rows_of_each_cluster_in_their_order_however_they_are_sharded(
-    cuts: list[int], tmp_path: Path
-) -> None:
+def test_the_files_hold_the_rows_of_each_cluster_in_their_order_however_they_are_sharded(cuts, tmp_path):
     ids = np.array([2, 0, 2, 4, 0, 2, 1, 1, 4, 2, 0, 4], dtype=np.int32)
     centroids = unit_vectors(5)
     fields = write_cluster_files(tmp_path, np.split(ids, cuts), centroids, nearest_lists(centroids, 3))
@@ -29,7 +26,7 @@ def test_the_files_hold_the_rows_of_each_cluster_in_their_order_however_they_are
     assert whole == fields
 
 
-def test_a_folder_is_read_back_memory_mapped(tmp_path: Path) -> None:
+def test_a_folder_is_read_back_memory_mapped(tmp_path):
     folder = write_clusters(tmp_path / "clusters", [1, 0, 1, 1], 3)
     assert (folder.num_rows, folder.num_clusters, folder.source_key) == (4, 3, "key")
     assert folder.rows_by_cluster.tolist() == [1, 0, 2, 3]
@@ -39,7 +36,7 @@ def test_a_folder_is_read_back_memory_mapped(tmp_path: Path) -> None:
     assert folder.neighbours.shape == (3, 2)
 
 
-def test_the_key_is_that_of_the_content(tmp_path: Path) -> None:
+def test_the_key_is_that_of_the_content(tmp_path):
     first, same, other = (
         write_clusters(tmp_path / name, ids, 3) for name, ids in (("a", [0, 1, 2]), ("b", [0, 1, 2]), ("c", [0, 2, 1]))
     )
@@ -48,7 +45,7 @@ def test_the_key_is_that_of_the_content(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rows_by_cluster.npy", "offsets.npy", "centroids.npy", "neighbours.npy"])
 @pytest.mark.parametrize("damage", ["cut", "gone", "shape", "dtype", "garbage"])
-def test_a_damaged_file_is_named_in_one_line(name: str, damage: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_in_one_line(name, damage, tmp_path):
     write_clusters(tmp_path / "clusters", [1, 0, 1, 1, 2, 2, 0], 3)
     path = tmp_path / "clusters" / name
     content, array = path.read_bytes(), np.load(path)
@@ -80,9 +77,7 @@ def test_a_damaged_file_is_named_in_one_line(name: str, damage: str, tmp_path: P
         ("centroids.npy", np.inf),
     ],
 )
-def test_an_entry_that_cannot_be_is_named_by_its_row(
-    name: str, value: float, block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_that_cannot_be_is_named_by_its_row(name, value, block_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr(cluster_folder, "_BLOCK_BYTES", block_bytes)
     path = write_clusters(tmp_path / "clusters", [1, 0, 1, 1, 2, 2, 0], 3).path / name
     array = np.load(path)
@@ -92,7 +87,7 @@ def test_an_entry_that_cannot_be_is_named_by_its_row(
         ClusterFolder(path.parent)
 
 
-def test_a_folder_that_is_not_there_of_another_kind_or_unfinished_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_of_another_kind_or_unfinished_is_refused(tmp_path):
     with pytest.raises(InputError, match="no manifest"):
         ClusterFolder(tmp_path / "clusters")
     path = write_clusters(tmp_path / "clusters", [0, 1], 2).path / "manifest.json"
@@ -104,15 +99,15 @@ def test_a_folder_that_is_not_there_of_another_kind_or_unfinished_is_refused(tmp
 
 
 @pytest.mark.parametrize("offsets", [[1, 1, 4], [0, 1, 3], [0, 5, 4]])
-def test_offsets_that_do_not_cover_the_rows_are_refused(offsets: list[int], tmp_path: Path) -> None:
+def test_offsets_that_do_not_cover_the_rows_are_refused(offsets, tmp_path):
     folder = write_clusters(tmp_path / "clusters", [1, 0, 1, 1], 2).path
     np.save(folder / "offsets.npy", np.array(offsets, dtype=np.int64))
     with pytest.raises(InputError, match=r"offsets\.npy"):
         ClusterFolder(folder)
 
 
-def test_a_kill_while_writing_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(*_: object) -> None:
+def test_a_kill_while_writing_leaves_no_half_file(tmp_path, monkeypatch):
+    def killed(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cluster_folder, "_sort_by_cluster", killed)

@@ -4,20 +4,16 @@ import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import chain
-from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import pytest
 from jsonargparse import ArgumentParser
 from lightning import LightningDataModule
-from numpy.typing import NDArray
 
 from embeddings.common import BatchNeeds, InputError, OptionError
 from embeddings.data.datamodule import EmbeddingDataModule
 from embeddings.data.samplers import ClusteredBatchSampler, SourceIdentity, clustered
 from embeddings.data.samplers.clustered import PackedClusters, nearest_order, random_order
-from embeddings.data.sources import SourceConfig
 from tests.data.cluster_folders import nearest_lists, unit_vectors, write_clusters
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run
 from tests.data.rows import dataset, pairs, rows_of
@@ -29,14 +25,14 @@ NAMES = list(SIZES)
 Maker = Callable[..., ClusteredBatchSampler]
 
 
-def cluster_of(name: str) -> np.ndarray:
+def cluster_of(name):
     """The cluster of each row of a source; cluster 3 of the first is empty."""
     ids = np.random.default_rng(len(name)).integers(0, NUM_CLUSTERS[name], SIZES[name])
     return np.where(ids == 3, 0, ids) if name == "first" else ids
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clusters")
     for name in NAMES:
         write_clusters(folder / name, cluster_of(name).tolist(), NUM_CLUSTERS[name], f"key of {name}")
@@ -44,8 +40,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make(root: Path) -> Maker:
-    def maker(batch_size: int = 4, **options: Any) -> ClusteredBatchSampler:
+def make(root):
+    def maker(batch_size=4, **options):
         names = options.pop("names", NAMES)
         sizes = options.pop("sizes", [SIZES[name] for name in names])
         sampler = ClusteredBatchSampler(sizes, batch_size, **{"clusters": str(root), **options})
@@ -55,18 +51,16 @@ def make(root: Path) -> Maker:
     return maker
 
 
-def source_of(row: int) -> str:
+def source_of(row):
     return NAMES[int(np.searchsorted(np.cumsum(list(SIZES.values())), row, side="right"))]
 
 
-OWN: dict[str, Any] = {"across_ranks": "own_blocks", "num_replicas": 3}
+OWN = {"across_ranks": "own_blocks", "num_replicas": 3}
 
 
 @pytest.mark.parametrize("order", ["nearest", "random"])
 @pytest.mark.parametrize("epoch", [0, 1, 5])
-def test_ranks_with_blocks_of_their_own_take_the_blocks_of_one_process_in_turn(
-    make: Maker, order: str, epoch: int
-) -> None:
+def test_ranks_with_blocks_of_their_own_take_the_blocks_of_one_process_in_turn(make, order, epoch):
     """The tour is that of one process whose batch is a rank's, dealt out step by step."""
     blocks = rows_of(make(4, order=order), epoch)
     ranks = [rows_of(make(4, order=order, rank=rank, **OWN), epoch) for rank in range(3)]
@@ -80,7 +74,7 @@ def test_ranks_with_blocks_of_their_own_take_the_blocks_of_one_process_in_turn(
     assert max(map(len, mixed)) > 1
 
 
-def test_the_modules_loss_chooses_between_the_two_ways(make: Maker) -> None:
+def test_the_modules_loss_chooses_between_the_two_ways(make):
     found = {}
     for gathers in (True, False):
         sampler = make(4, num_replicas=3, rank=1)
@@ -94,7 +88,7 @@ def test_the_modules_loss_chooses_between_the_two_ways(make: Maker) -> None:
     assert rows_of(alone) == rows_of(make(4))
 
 
-def test_a_plan_of_own_blocks_is_told_from_every_other(make: Maker) -> None:
+def test_a_plan_of_own_blocks_is_told_from_every_other(make):
     first, second = (make(4, rank=rank, **OWN).plan_fields() for rank in (0, 1))
     assert first == second
     others = [make(12), make(4, num_replicas=3, rank=0), make(6, across_ranks="own_blocks", num_replicas=2, rank=0)]
@@ -103,7 +97,7 @@ def test_a_plan_of_own_blocks_is_told_from_every_other(make: Maker) -> None:
             other.check_same_plan(first)
 
 
-def test_a_source_that_fills_no_block_is_left_out_and_named(make: Maker) -> None:
+def test_a_source_that_fills_no_block_is_left_out_and_named(make):
     sampler = make(5, num_replicas=3, rank=0)
     assert sampler.remarks() == ["sources with fewer rows than a batch of 15 are not trained on: third (12)"]
     assert {source_of(row) for batch in rows_of(sampler) for row in batch} == {"first", "second"}
@@ -113,9 +107,7 @@ def test_a_source_that_fills_no_block_is_left_out_and_named(make: Maker) -> None
 
 
 @pytest.mark.parametrize("order", ["nearest", "random"])
-def test_sources_with_the_same_clusters_are_packed_each_in_its_own_way(
-    root: Path, order: Literal["nearest", "random"]
-) -> None:
+def test_sources_with_the_same_clusters_are_packed_each_in_its_own_way(root, order):
     folder = str(root / "first")
     sampler = ClusteredBatchSampler([90, 90], 4, clusters={"left": folder, "right": folder}, order=order)
     sampler.identify([SourceIdentity(name, "key of first") for name in ("left", "right")])
@@ -126,14 +118,14 @@ def test_sources_with_the_same_clusters_are_packed_each_in_its_own_way(
     assert left != right
 
 
-def test_another_batch_size_is_packed_anew(make: Maker) -> None:
+def test_another_batch_size_is_packed_anew(make):
     sampler = make(4)
     rows_of(sampler)
     sampler.batch_size = 6
     assert rows_of(sampler) == rows_of(make(6))
 
 
-def test_sources_never_share_a_batch_and_their_batches_are_mixed(make: Maker) -> None:
+def test_sources_never_share_a_batch_and_their_batches_are_mixed(make):
     batches = [{source_of(row) for row in batch} for batch in rows_of(make(3))]
     assert all(len(sources) == 1 for sources in batches)
     names = [next(iter(sources)) for sources in batches]
@@ -143,7 +135,7 @@ def test_sources_never_share_a_batch_and_their_batches_are_mixed(make: Maker) ->
 
 
 @pytest.mark.parametrize("order", ["nearest", "random"])
-def test_a_clusters_rows_share_batches(make: Maker, order: str) -> None:
+def test_a_clusters_rows_share_batches(make, order):
     for epoch in range(5):
         batches_of_cluster = defaultdict(set)
         for step, batch in enumerate(rows_of(make(15, order=order, names=["first"]), epoch)):
@@ -154,7 +146,7 @@ def test_a_clusters_rows_share_batches(make: Maker, order: str) -> None:
         assert all(len(steps) <= -(-sizes[cluster] // 15) + 1 for cluster, steps in batches_of_cluster.items())
 
 
-def test_batches_of_a_tour_are_of_clusters_nearer_to_each_other_than_by_chance(tmp_path: Path) -> None:
+def test_batches_of_a_tour_are_of_clusters_nearer_to_each_other_than_by_chance(tmp_path):
     ids = np.random.default_rng(0).integers(0, 200, 2000)
     folder = write_clusters(tmp_path / "only", ids.tolist(), 200, num_neighbours=16)
     spread = {}
@@ -168,7 +160,7 @@ def test_batches_of_a_tour_are_of_clusters_nearer_to_each_other_than_by_chance(t
     assert spread["nearest"] > 1.2 * spread["random"]
 
 
-def test_what_the_plan_depends_on_is_plain_names_the_clusters_and_not_the_rank(make: Maker, tmp_path: Path) -> None:
+def test_what_the_plan_depends_on_is_plain_names_the_clusters_and_not_the_rank(make, tmp_path):
     first, second = (make(2, num_replicas=2, rank=rank).plan_fields() for rank in (0, 1))
     assert first == second == make(4).plan_fields()
     assert all(isinstance(value, int | str) for value in first.values())
@@ -180,9 +172,7 @@ def test_what_the_plan_depends_on_is_plain_names_the_clusters_and_not_the_rank(m
     assert make(4, order="random").plan_fields() != make(4).plan_fields()
 
 
-def test_folders_are_found_by_name_and_variables_are_filled_in(
-    make: Maker, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_are_found_by_name_and_variables_are_filled_in(make, root, monkeypatch):
     monkeypatch.setenv("CLUSTER_ROOT", str(root))
     named = {name: f"${{CLUSTER_ROOT}}/{name}" for name in reversed(NAMES)}
     assert list(make(clusters=named)) == list(make(clusters="$CLUSTER_ROOT")) == list(make())
@@ -203,13 +193,13 @@ def test_folders_are_found_by_name_and_variables_are_filled_in(
         ({"clusters": dict.fromkeys([*NAMES, "fourth"], "a")}, r"must be one of the sources .* got 'fourth'"),
     ],
 )
-def test_impossible_options_are_refused_in_one_line(make: Maker, options: dict[str, Any], message: str) -> None:
+def test_impossible_options_are_refused_in_one_line(make, options, message):
     with pytest.raises(OptionError, match=message) as raised:
         make(**options)
     assert "\n" not in str(raised.value)
 
 
-def test_clusters_of_another_data_set_are_refused_in_one_line(make: Maker, root: Path, tmp_path: Path) -> None:
+def test_clusters_of_another_data_set_are_refused_in_one_line(make, root, tmp_path):
     with pytest.raises(InputError, match="another data set than source 'second' is now; run `cluster`") as raised:
         make(clusters={name: str(root / ("first" if name == "second" else name)) for name in NAMES})
     assert "\n" not in str(raised.value)
@@ -221,7 +211,7 @@ def test_clusters_of_another_data_set_are_refused_in_one_line(make: Maker, root:
         make(clusters="$NOT_SET_ANYWHERE/clusters")
 
 
-def test_clusters_are_looked_for_by_the_names_of_the_sources_before_these_are_read(root: Path, tmp_path: Path) -> None:
+def test_clusters_are_looked_for_by_the_names_of_the_sources_before_these_are_read(root, tmp_path):
     sampler = ClusteredBatchSampler([90, 31, 12], 4, clusters=str(root))
     sampler.check_sources(NAMES)
     with pytest.raises(InputError, match=r"fourth.manifest\.json: no manifest"):
@@ -232,7 +222,7 @@ def test_clusters_are_looked_for_by_the_names_of_the_sources_before_these_are_re
 
 
 @pytest.fixture
-def sources(tmp_path: Path) -> list[SourceConfig]:
+def sources(tmp_path):
     """Two sources whose rows are clustered five by five."""
     configs = []
     for name, size in (("left", 23), ("right", 14)):
@@ -242,7 +232,7 @@ def sources(tmp_path: Path) -> list[SourceConfig]:
     return configs
 
 
-def data_module(sources: list[SourceConfig], folder: Path) -> EmbeddingDataModule:
+def data_module(sources, folder):
     parser = ArgumentParser()
     parser.add_subclass_arguments(LightningDataModule, "data")
     clustered = {"clusters": str(folder / "clusters"), "order": "nearest"}
@@ -260,9 +250,7 @@ def data_module(sources: list[SourceConfig], folder: Path) -> EmbeddingDataModul
 
 
 @pytest.mark.parametrize("gathers", [True, False])
-def test_the_data_module_asks_the_module_whether_its_ranks_share_candidates(
-    sources: list[SourceConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gathers: bool
-) -> None:
+def test_the_data_module_asks_the_module_whether_its_ranks_share_candidates(sources, tmp_path, monkeypatch, gathers):
     data, module = data_module(sources, tmp_path), Ledger(lambda batch: batch.row_B.tolist(), wordpiece_tokenizer())
     module.batch_needs = BatchNeeds(gathers_candidates=gathers)
     data.setup()
@@ -270,7 +258,7 @@ def test_the_data_module_asks_the_module_whether_its_ranks_share_candidates(
         monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
     plan = data._make_plan(data.sizes, module)
     plan.identify(data.mixture.identities)
-    across_ranks: Literal["one_block", "own_blocks"] = "one_block" if gathers else "own_blocks"
+    across_ranks = "one_block" if gathers else "own_blocks"
     expected = ClusteredBatchSampler([23, 14], 4, clusters=str(tmp_path / "clusters"), across_ranks=across_ranks)
     expected.identify(data.mixture.identities)
     assert isinstance(plan, ClusteredBatchSampler)
@@ -279,9 +267,7 @@ def test_the_data_module_asks_the_module_whether_its_ranks_share_candidates(
 
 
 @pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
-def test_a_configured_training_killed_three_times_sees_the_plan_once(
-    sources: list[SourceConfig], tmp_path: Path
-) -> None:
+def test_a_configured_training_killed_three_times_sees_the_plan_once(sources, tmp_path):
     sampler = ClusteredBatchSampler([23, 14], 4, clusters=str(tmp_path / "clusters"))
     module = data_module(sources, tmp_path)
     module.prepare_data()
@@ -294,13 +280,13 @@ def test_a_configured_training_killed_three_times_sees_the_plan_once(
     assert seen[: len(expected)] == expected
 
 
-def test_a_data_set_that_changed_is_refused_before_training(sources: list[SourceConfig], tmp_path: Path) -> None:
+def test_a_data_set_that_changed_is_refused_before_training(sources, tmp_path):
     (tmp_path / "left.jsonl").write_text((tmp_path / "left.jsonl").read_text().replace("left query 3", "changed"))
     with pytest.raises(InputError, match="another data set than source 'left' is now"):
         data_module(sources, tmp_path).prepare_data()
 
 
-def exact_tour(centroids: NDArray[np.float32], start: int) -> list[int]:
+def exact_tour(centroids, start):
     """The greedy tour, every cluster compared with all that are left."""
     visited, tour = np.zeros(len(centroids), dtype=bool), [start]
     while len(tour) < len(centroids):
@@ -309,11 +295,11 @@ def exact_tour(centroids: NDArray[np.float32], start: int) -> list[int]:
     return tour
 
 
-def tour_length(centroids: NDArray[np.float32], order: NDArray[np.int32] | list[int]) -> float:
+def tour_length(centroids, order):
     return float(np.linalg.norm(np.diff(centroids[order], axis=0), axis=1).sum())
 
 
-def nested_vectors(count: int, width: int) -> NDArray[np.float32]:
+def nested_vectors(count, width):
     """Directions around centres around centres, as topics lie."""
     draw = np.random.default_rng(0)
     tops = draw.standard_normal((count // 200, width))
@@ -324,7 +310,7 @@ def nested_vectors(count: int, width: int) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("num_clusters", [1, 2, 3, 50])
 @pytest.mark.parametrize("num_neighbours", [1, 3, 49])
-def test_a_tour_visits_each_cluster_once(num_clusters: int, num_neighbours: int) -> None:
+def test_a_tour_visits_each_cluster_once(num_clusters, num_neighbours):
     centroids = unit_vectors(num_clusters)
     lists = nearest_lists(centroids, min(num_neighbours, num_clusters - 1))
     for order in (nearest_order(centroids, lists, key=7), random_order(num_clusters, key=7)):
@@ -333,13 +319,13 @@ def test_a_tour_visits_each_cluster_once(num_clusters: int, num_neighbours: int)
 
 
 @pytest.fixture(scope="module")
-def topics() -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+def topics():
     """Centroids and their 32 nearest each."""
     centroids = nested_vectors(2000, 32)
     return centroids, nearest_lists(centroids, 32)
 
 
-def test_with_every_neighbour_listed_or_sampled_the_tour_is_the_exact_one() -> None:
+def test_with_every_neighbour_listed_or_sampled_the_tour_is_the_exact_one():
     angles = np.linspace(0.0, 1.5, 40)
     line = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     # On a line the second look finds the next cluster, and otherwise the sample holds all that are left.
@@ -349,9 +335,7 @@ def test_with_every_neighbour_listed_or_sampled_the_tour_is_the_exact_one() -> N
 
 
 @pytest.mark.parametrize(("num_neighbours", "bound"), [(32, 1.003), (16, 1.006), (8, 1.015)])
-def test_the_tour_is_hardly_longer_than_the_exact_greedy_one(
-    num_neighbours: int, bound: float, topics: tuple[NDArray[np.float32], NDArray[np.int32]]
-) -> None:
+def test_the_tour_is_hardly_longer_than_the_exact_greedy_one(num_neighbours, bound, topics):
     centroids, lists = topics
     order = nearest_order(centroids, np.ascontiguousarray(lists[:, :num_neighbours]), key=0)
     length, shortest = (tour_length(centroids, tour) for tour in (order, exact_tour(centroids, int(order[0]))))
@@ -360,7 +344,7 @@ def test_the_tour_is_hardly_longer_than_the_exact_greedy_one(
     assert length < bound * shortest
 
 
-def test_a_sample_of_what_is_left_does_where_the_lists_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_of_what_is_left_does_where_the_lists_lead_nowhere(monkeypatch):
     """Two clusters list only each other, so nearly every step samples."""
     monkeypatch.setattr(clustered, "SAMPLE", 8)
     centroids = unit_vectors(200)
@@ -370,7 +354,7 @@ def test_a_sample_of_what_is_left_does_where_the_lists_lead_nowhere(monkeypatch:
     assert tour_length(centroids, order) < 0.9 * tour_length(centroids, random_order(200, 5))
 
 
-def test_keys_decide_where_a_tour_starts_and_equal_keys_agree() -> None:
+def test_keys_decide_where_a_tour_starts_and_equal_keys_agree():
     centroids = unit_vectors(100)
     lists = nearest_lists(centroids, 4)
     starts = {int(nearest_order(centroids, lists, key)[0]) for key in range(20)}
@@ -379,7 +363,7 @@ def test_keys_decide_where_a_tour_starts_and_equal_keys_agree() -> None:
     assert random_order(100, 3).tolist() == random_order(100, 3).tolist() != random_order(100, 4).tolist()
 
 
-def test_products_are_whole_numbers_that_no_order_of_addition_changes() -> None:
+def test_products_are_whole_numbers_that_no_order_of_addition_changes():
     centroids = unit_vectors(64, width=1024)
     products = clustered._products(centroids, np.arange(64, dtype=np.int32), 0)
     shuffled = np.random.default_rng(0).permutation(1024)
@@ -388,7 +372,7 @@ def test_products_are_whole_numbers_that_no_order_of_addition_changes() -> None:
     np.testing.assert_allclose(products / 4096**2, centroids @ centroids[0], atol=1e-3)
 
 
-def packed(sizes: list[int], batch_size: int, key: int = 0, order: list[int] | None = None) -> PackedClusters:
+def packed(sizes, batch_size, key=0, order=None):
     """Row r of cluster c is 1000 c + r."""
     rows = np.concatenate([1000 * cluster + np.arange(size) for cluster, size in enumerate(sizes)])
     offsets = np.concatenate([[0], np.cumsum(sizes)])
@@ -396,16 +380,14 @@ def packed(sizes: list[int], batch_size: int, key: int = 0, order: list[int] | N
     return PackedClusters(rows.astype(np.uint32), offsets.astype(np.int64), chosen, batch_size, key)
 
 
-def batches_of(clusters: PackedClusters) -> list[list[int]]:
+def batches_of(clusters):
     return [clusters.batch(number).tolist() for number in range(clusters.num_batches)]
 
 
 @pytest.mark.parametrize("sizes", [[10], [1] * 10, [4, 0, 1, 37, 0, 0, 9, 2], [0, 5, 0], [64, 64]])
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 @pytest.mark.parametrize("longest_sorted", [3, 1000])
-def test_each_row_is_in_one_batch_or_in_the_remainder(
-    sizes: list[int], batch_size: int, longest_sorted: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_row_is_in_one_batch_or_in_the_remainder(sizes, batch_size, longest_sorted, monkeypatch):
     monkeypatch.setattr(clustered, "_SORTED", longest_sorted)
     for key in range(3):
         clusters = packed(sizes, batch_size, key)
@@ -416,7 +398,7 @@ def test_each_row_is_in_one_batch_or_in_the_remainder(
         assert set(rows) <= {1000 * cluster + row for cluster, size in enumerate(sizes) for row in range(size)}
 
 
-def test_a_batch_of_whole_clusters_holds_one_after_another_in_the_tours_order() -> None:
+def test_a_batch_of_whole_clusters_holds_one_after_another_in_the_tours_order():
     clusters = packed([2, 3, 1, 2], batch_size=4, order=[2, 1, 3, 0])
     first, second = batches_of(clusters)
     assert sorted(first) == [1000, 1001, 1002, 2000]
@@ -424,7 +406,7 @@ def test_a_batch_of_whole_clusters_holds_one_after_another_in_the_tours_order() 
     assert [row // 1000 for row in first + second] == [2, 1, 1, 1, 3, 3, 0, 0]
 
 
-def test_a_big_cluster_is_split_at_random_rows_and_a_small_one_shares() -> None:
+def test_a_big_cluster_is_split_at_random_rows_and_a_small_one_shares():
     splits = [
         [sorted(batch) for batch in batches_of(packed([6, 2], batch_size=4, key=key, order=[0, 1]))]
         for key in range(12)
@@ -435,7 +417,7 @@ def test_a_big_cluster_is_split_at_random_rows_and_a_small_one_shares() -> None:
     assert len({tuple(first) for first, _ in splits}) > 5
 
 
-def test_the_rows_left_out_are_few_and_differ_from_key_to_key() -> None:
+def test_the_rows_left_out_are_few_and_differ_from_key_to_key():
     sizes = [5] * 7
     everything = {1000 * cluster + row for cluster in range(7) for row in range(5)}
     order = list(range(7))
@@ -445,13 +427,13 @@ def test_the_rows_left_out_are_few_and_differ_from_key_to_key() -> None:
     assert len(set.union(*(set(rows) for rows in left_out))) > 9
 
 
-def test_rows_past_two_to_the_thirty_first_stay_positive() -> None:
+def test_rows_past_two_to_the_thirty_first_stay_positive():
     rows = np.array([2**32 - 1, 2**31], dtype=np.uint32)
     batch = PackedClusters(rows, np.array([0, 2]), np.zeros(1, dtype=np.int32), 2, 0).batch(0)
     assert sorted(batch.tolist()) == [2**31, 2**32 - 1]
 
 
-def test_memory_grows_with_the_clusters_and_not_with_the_rows() -> None:
+def test_memory_grows_with_the_clusters_and_not_with_the_rows():
     num_rows, offsets = 2_000_000, np.arange(0, 2_000_001, 2000)
     rows = np.broadcast_to(np.uint32(7), num_rows)
     tracemalloc.start()

@@ -7,15 +7,13 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from jsonargparse import ArgumentParser
 from lightning import LightningDataModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
-from torch import Tensor
 
-from embeddings.common import BatchNeeds, ContrastiveBatch, InputError, OptionError
+from embeddings.common import BatchNeeds, InputError, OptionError
 from embeddings.common.io import text_hash
 from embeddings.data import EmbeddingDataModule, SourceConfig
 from embeddings.data.samplers import (
@@ -25,7 +23,7 @@ from embeddings.data.samplers import (
     HomogeneousBatchSampler,
     SourceIdentity,
 )
-from embeddings.data.samplers.base import LevelRule, PlanEntry, RunLength
+from embeddings.data.samplers.base import LevelRule, RunLength
 from embeddings.data.samplers.curriculum import EQUAL_FRACTIONS, level_of, stages
 from embeddings.modules import ContrastiveModule
 from tests.data.cluster_folders import write_clusters
@@ -40,14 +38,14 @@ Maker = Callable[..., CurriculumBatchSampler]
 
 
 @pytest.fixture(scope="module")
-def clusters(tmp_path_factory: pytest.TempPathFactory) -> str:
+def clusters(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clusters")
     for name, size in zip(NAMES, SIZES, strict=True):
         write_clusters(folder / name, [row // 5 for row in range(size)], size // 5 + 1, f"key of {name}")
     return str(folder)
 
 
-def test_needs_remarks_and_kinds_are_those_of_the_other_sampler(clusters: str) -> None:
+def test_needs_remarks_and_kinds_are_those_of_the_other_sampler(clusters):
     inner = partial(ClusteredBatchSampler, clusters=clusters)
     sampler = CurriculumBatchSampler(SIZES, 11, inner=inner, num_replicas=3, rank=0)
     sampler.identify([SourceIdentity(name, f"key of {name}") for name in NAMES])
@@ -60,15 +58,15 @@ def test_needs_remarks_and_kinds_are_those_of_the_other_sampler(clusters: str) -
 
 
 @pytest.fixture(params=["blended", "clustered", "homogeneous"])
-def make(request: pytest.FixtureRequest, clusters: str) -> Maker:
+def make(request, clusters):
     """Samplers over each of the others, three epochs long."""
-    inner: Any = {
+    inner = {
         "blended": BlendedBatchSampler,
         "clustered": partial(ClusteredBatchSampler, clusters=clusters),
         "homogeneous": partial(HomogeneousBatchSampler, temperature=0.3),
     }[request.param]
 
-    def maker(batch_size: int = 4, **options: Any) -> CurriculumBatchSampler:
+    def maker(batch_size=4, **options):
         sampler = CurriculumBatchSampler(SIZES, batch_size, **{"inner": inner, **options})
         sampler.identify([SourceIdentity(name, f"key of {name}") for name in NAMES])
         sampler.set_run(RunLength(len(sampler), total_steps=3 * len(sampler)))
@@ -77,12 +75,12 @@ def make(request: pytest.FixtureRequest, clusters: str) -> Maker:
     return maker
 
 
-def entries_of(sampler: CurriculumBatchSampler | BlendedBatchSampler, epoch: int = 0) -> list[list[PlanEntry]]:
+def entries_of(sampler, epoch=0):
     sampler.set_epoch(epoch)
     return list(sampler)
 
 
-def test_the_rows_are_those_of_the_other_sampler(make: Maker) -> None:
+def test_the_rows_are_those_of_the_other_sampler(make):
     sampler = make(seed=3)
     for epoch in (0, 2):
         plain = entries_of(sampler.inner, epoch)
@@ -99,13 +97,13 @@ def test_the_rows_are_those_of_the_other_sampler(make: Maker) -> None:
         {"order": "fixed", "level": 2},
     ],
 )
-def test_a_run_under_another_curriculum_does_not_resume(make: Maker, change: dict[str, Any]) -> None:
+def test_a_run_under_another_curriculum_does_not_resume(make, change):
     with pytest.raises(OptionError, match="as in the checkpoint"):
         make(**change).check_same_plan(make().plan_fields())
 
 
-def test_a_run_that_counts_other_steps_does_not_resume() -> None:
-    def plan(**run: Any) -> CurriculumBatchSampler:
+def test_a_run_that_counts_other_steps_does_not_resume():
+    def plan(**run):
         sampler = CurriculumBatchSampler([40], 4)
         sampler.set_run(RunLength(**{"batches_per_epoch": 10, "total_steps": 20, **run}))
         return sampler
@@ -116,19 +114,19 @@ def test_a_run_that_counts_other_steps_does_not_resume() -> None:
     plan().check_same_plan(plan().plan_fields())
 
 
-def rules(run: RunLength, epochs: int, **options: Any) -> list[LevelRule]:
+def rules(run, epochs, **options):
     sampler = CurriculumBatchSampler([40], 4, **options)
     sampler.set_run(run)
     return [sampler.level_rule(epoch, batch) for epoch in range(epochs) for batch in range(run.batches_per_epoch)]
 
 
-def test_batches_of_one_update_have_one_level_and_an_epochs_last_update_may_have_fewer() -> None:
+def test_batches_of_one_update_have_one_level_and_an_epochs_last_update_may_have_fewer():
     """Ten batches in updates of four: four, four and two; six updates in all."""
     found = [rule.level for rule in rules(RunLength(10, 4, 6), 2)]
     assert found == [4] * 8 + [3] * 2 + [2] * 8 + [1] * 2
 
 
-def test_only_cumulative_levels_keep_the_coarser_ones() -> None:
+def test_only_cumulative_levels_keep_the_coarser_ones():
     run = RunLength(8, 1, 8)
     assert rules(run, 1, order="cumulative") == [LevelRule(level, True) for level in (4, 4, 3, 3, 2, 2, 1, 1)]
     assert rules(run, 1) == [LevelRule(level) for level in (4, 4, 3, 3, 2, 2, 1, 1)]
@@ -136,7 +134,7 @@ def test_only_cumulative_levels_keep_the_coarser_ones() -> None:
     assert not any(rule.cumulative for order in ("reverse", "random") for rule in rules(run, 1, order=order))
 
 
-def test_the_levels_that_records_must_have() -> None:
+def test_the_levels_that_records_must_have():
     assert CurriculumBatchSampler([8], 2).levels == (1, 2, 3, 4)
     assert CurriculumBatchSampler([8], 2, fractions=[0.5, 0, 0.5, 0]).levels == (2, 4)
     assert CurriculumBatchSampler([8], 2, order="fixed", level=3).levels == (3,)
@@ -159,7 +157,7 @@ def test_the_levels_that_records_must_have() -> None:
         ({"total_steps": 9, "order": "fixed", "level": 1}, r"total_steps cannot take effect with order fixed, got 9"),
     ],
 )
-def test_impossible_options_are_refused_in_one_line(options: dict[str, Any], message: str) -> None:
+def test_impossible_options_are_refused_in_one_line(options, message):
     with pytest.raises(OptionError, match=message) as raised:
         CurriculumBatchSampler([40], **{"batch_size": 4, **options})
     assert "\n" not in str(raised.value)
@@ -174,12 +172,12 @@ def test_impossible_options_are_refused_in_one_line(options: dict[str, Any], mes
         (RunLength(10, None, 20), {}, r"GradientAccumulationScheduler.* set trainer\.accumulate_grad_batches"),
     ],
 )
-def test_a_run_that_a_curriculum_does_not_fit_is_refused(run: RunLength, options: Any, message: str) -> None:
+def test_a_run_that_a_curriculum_does_not_fit_is_refused(run, options, message):
     with pytest.raises(OptionError, match=message):
         CurriculumBatchSampler([40], 4, **options).set_run(run)
 
 
-def test_a_fixed_level_needs_no_length_and_a_trial_run_not_every_level() -> None:
+def test_a_fixed_level_needs_no_length_and_a_trial_run_not_every_level():
     for run in (RunLength(10), RunLength(10, None, 20), RunLength(1, 1, 1)):
         sampler = CurriculumBatchSampler([40], 4, order="fixed", level=2)
         sampler.set_run(run)
@@ -188,7 +186,7 @@ def test_a_fixed_level_needs_no_length_and_a_trial_run_not_every_level() -> None
     CurriculumBatchSampler([40], 4, total_steps=4).set_run(RunLength(10))
 
 
-def test_the_other_samplers_files_are_checked_first_of_all(clusters: str) -> None:
+def test_the_other_samplers_files_are_checked_first_of_all(clusters):
     sampler = CurriculumBatchSampler(SIZES, 4, inner=partial(ClusteredBatchSampler, clusters=clusters))
     sampler.check_sources(NAMES)
     with pytest.raises(InputError, match="nowhere"):
@@ -202,7 +200,7 @@ LEVEL_OF_TEXT = {
 }
 
 
-def levels_of(batch: ContrastiveBatch) -> list[int]:
+def levels_of(batch):
     """The level that the batch names, and those of all its negatives."""
     negatives = batch.candidate_hash_C.tolist()[len(batch) :]
     return [batch.negative_level, *(LEVEL_OF_TEXT[text] for text in negatives)]
@@ -215,21 +213,21 @@ class LevelLedger(Ledger):
         super().__init__(levels_of, wordpiece_tokenizer())
         self._seed = 0
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         ContrastiveModule.on_train_batch_start(self, batch, batch_idx)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.rows[-1].insert(0, self.global_step)
         return loss
 
 
-def records_file(folder: Path, rows: list[dict[str, Any]] | None = None) -> str:
+def records_file(folder, rows=None):
     path = folder / "records.jsonl"
     return str(path if path.exists() else write_jsonl(path, rows or graded(NUM_ROWS)))
 
 
-def data_module(folder: Path, batch_size: int = 4, **options: Any) -> EmbeddingDataModule:
+def data_module(folder, batch_size=4, **options):
     return EmbeddingDataModule(
         [SourceConfig("records", records_file(folder))],
         batch_size=batch_size,
@@ -239,7 +237,7 @@ def data_module(folder: Path, batch_size: int = 4, **options: Any) -> EmbeddingD
     )
 
 
-def check_ledger(seen: list[list[int]], accumulate: int, order: Any, num_texts: int = 4) -> None:
+def check_ledger(seen, accumulate, order, num_texts=4):
     """Every optimiser step has all its batches, and each of them the level of that step."""
     steps_per_epoch = -(-6 // accumulate)
     total_steps = NUM_EPOCHS * steps_per_epoch
@@ -268,15 +266,15 @@ def check_ledger(seen: list[list[int]], accumulate: int, order: Any, num_texts: 
     ],
 )
 def test_a_training_killed_three_times_has_the_level_of_its_optimiser_step_throughout(
-    tmp_path: Path, order: Any, accumulate: int, stops: list[int]
-) -> None:
+    tmp_path, order, accumulate, stops
+):
     """Killed before a boundary, at it and after it, and at the end of an epoch whose last update is a short one."""
     limits = {"max_epochs": NUM_EPOCHS, "accumulate_grad_batches": accumulate}
     seen = killed_run(tmp_path / "run", stops, LevelLedger, lambda: data_module(tmp_path, order=order), limits)
     check_ledger(seen, accumulate, order)
 
 
-def levels_on_two_ranks(rank: int) -> dict[str, Any]:
+def levels_on_two_ranks(rank):
     """A training under DDP of batches of two on each rank and updates of four batches, killed three times."""
     os.environ["LOCAL_RANK"] = str(rank)
     folder = Path(os.environ["LEVELS_FOLDER"])
@@ -284,16 +282,14 @@ def levels_on_two_ranks(rank: int) -> dict[str, Any]:
     return {"seen": killed_run(folder / "run", [1, 4, 7], LevelLedger, lambda: data_module(folder, 2), limits)}
 
 
-def test_two_ranks_have_the_level_of_the_optimiser_step_after_three_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_have_the_level_of_the_optimiser_step_after_three_resumes(tmp_path, monkeypatch):
     monkeypatch.setenv("LEVELS_FOLDER", str(tmp_path))
     data_module(tmp_path).prepare_data()
     for result in run_on_two_ranks(levels_on_two_ranks):
         check_ledger(result["seen"], 4, "coarse_to_fine", num_texts=2)
 
 
-def test_a_config_names_the_curriculum_and_the_sampler_inside(tmp_path: Path) -> None:
+def test_a_config_names_the_curriculum_and_the_sampler_inside(tmp_path):
     parser = ArgumentParser()
     parser.add_subclass_arguments(LightningDataModule, "data")
     inner = {"class_path": "embeddings.data.BlendedBatchSampler", "init_args": {"steps_per_epoch": 5}}
@@ -314,14 +310,14 @@ def test_a_config_names_the_curriculum_and_the_sampler_inside(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
-def test_epochs_cut_short_by_the_trainer_count_the_steps_that_are_made(tmp_path: Path) -> None:
+def test_epochs_cut_short_by_the_trainer_count_the_steps_that_are_made(tmp_path):
     limits = {"max_epochs": 4, "limit_train_batches": 3, "accumulate_grad_batches": 2}
     seen = killed_run(tmp_path / "run", [3], LevelLedger, lambda: data_module(tmp_path), limits)
     assert [row[:2] for row in seen] == [[step, 4 - step // 2] for step in (0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7)]
 
 
 @pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
-def test_a_curriculum_longer_than_the_run_is_left_in_its_middle_and_resumed(tmp_path: Path) -> None:
+def test_a_curriculum_longer_than_the_run_is_left_in_its_middle_and_resumed(tmp_path):
     """With a length of its own a curriculum outlasts a run that ends early, and the next run goes on in it."""
 
     seen = []
@@ -339,7 +335,7 @@ class FailingLedger(LevelLedger):
 
     failing: tuple[int, int] | None = None
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         if (self.current_epoch, batch_idx) == self.failing:
             raise KilledError
         loss = super().training_step(batch, batch_idx)
@@ -350,9 +346,9 @@ class FailingLedger(LevelLedger):
 @pytest.mark.filterwarnings("ignore:The dirpath has changed", *LIGHTNING_WARNINGS)
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("failing", [(1, 1), (1, 5), (2, 0)])
-def test_a_run_goes_on_with_the_batch_that_failed(failing: tuple[int, int], accumulate: int, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_batch_that_failed(failing, accumulate, tmp_path):
     """The checkpoint of an exception counts neither the batch nor its step; the level goes on with the step."""
-    runs: list[list[list[int]]] = []
+    runs = []
     for folder, stop, checkpoint in (("whole", None, None), ("run", failing, None), ("again", None, "run")):
         module = FailingLedger()
         module.failing = stop
@@ -367,7 +363,7 @@ def test_a_run_goes_on_with_the_batch_that_failed(failing: tuple[int, int], accu
     assert runs[1] + runs[2] == runs[0]
 
 
-def refusal(folder: Path, rows: list[dict[str, Any]], callbacks: Any = None, **changes: Any) -> str:
+def refusal(folder, rows, callbacks=None, **changes):
     """The message that ends a run before its first step."""
     limits = {"max_epochs": 4, **changes.pop("limits", {})}
     module = LevelLedger()
@@ -380,7 +376,7 @@ def refusal(folder: Path, rows: list[dict[str, Any]], callbacks: Any = None, **c
 
 
 @pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
-def test_what_a_curriculum_cannot_use_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+def test_what_a_curriculum_cannot_use_ends_the_run_before_its_first_step(tmp_path):
     for name in "abcd":
         (tmp_path / name).mkdir()
     partial_rows = graded(20) + graded(4, (2, 3, 4))
@@ -392,7 +388,7 @@ def test_what_a_curriculum_cannot_use_ends_the_run_before_its_first_step(tmp_pat
 
 
 @pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
-def test_a_coarser_level_stands_in_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_coarser_level_stands_in_where_that_is_asked_for(tmp_path):
     rows = graded(12) + [record | {"negatives": record["negatives"][1:]} for record in graded(24)[12:]]
     records_file(tmp_path, rows)
     module = LevelLedger()
@@ -402,11 +398,11 @@ def test_a_coarser_level_stands_in_where_that_is_asked_for(tmp_path: Path) -> No
     assert all(set(negatives) == {level} for _, level, *negatives in module.rows[:-6])
 
 
-def levels(total_steps: int, **options: Any) -> list[int]:
+def levels(total_steps, **options):
     return [level_of(step, total_steps, **options) for step in range(total_steps)]
 
 
-def test_the_papers_schedule_changes_every_quarter_of_its_1600_steps() -> None:
+def test_the_papers_schedule_changes_every_quarter_of_its_1600_steps():
     boundaries = {0: 4, 399: 4, 400: 3, 799: 3, 800: 2, 1199: 2, 1200: 1, 1599: 1}
     assert {step: level_of(step, 1600) for step in boundaries} == boundaries
     assert Counter(levels(1600)) == {4: 400, 3: 400, 2: 400, 1: 400}
@@ -422,7 +418,7 @@ def test_the_papers_schedule_changes_every_quarter_of_its_1600_steps() -> None:
         (1, [3]),
     ],
 )
-def test_a_boundary_is_at_the_nearest_step(total_steps: int, expected: list[int]) -> None:
+def test_a_boundary_is_at_the_nearest_step(total_steps, expected):
     assert levels(total_steps) == expected
 
 
@@ -436,11 +432,11 @@ def test_a_boundary_is_at_the_nearest_step(total_steps: int, expected: list[int]
         ({"order": "fixed", "fixed_level": 3}, [3] * 8),
     ],
 )
-def test_every_order_gives_each_level_its_own_share(options: dict[str, Any], expected: list[int]) -> None:
+def test_every_order_gives_each_level_its_own_share(options, expected):
     assert levels(8, **options) == expected
 
 
-def test_fractions_are_the_decimals_that_they_are_written_as() -> None:
+def test_fractions_are_the_decimals_that_they_are_written_as():
     """0.1 + 0.7 is less than 0.8 in binary, and a third of three parts is no whole."""
     found = levels(10, fractions=(0.1, 0.7, 0.1, 0.1))
     assert found == [4, *[3] * 7, 2, 1]
@@ -454,7 +450,7 @@ def test_fractions_are_the_decimals_that_they_are_written_as() -> None:
 
 
 @pytest.mark.parametrize("fractions", [EQUAL_FRACTIONS, (0.4, 0.3, 0.2, 0.1), (0.5, 0, 0.5, 0)])
-def test_random_gives_each_level_its_very_share_in_another_order(fractions: tuple[float, ...]) -> None:
+def test_random_gives_each_level_its_very_share_in_another_order(fractions):
     found = levels(200, order="random", fractions=fractions, seed=1)
     assert Counter(found) == Counter(levels(200, fractions=fractions))
     assert found == levels(200, order="random", fractions=fractions, seed=1)
@@ -464,6 +460,6 @@ def test_random_gives_each_level_its_very_share_in_another_order(fractions: tupl
     assert Counter(longer) == Counter(found)
 
 
-def test_a_longer_run_stays_at_the_last_level() -> None:
+def test_a_longer_run_stays_at_the_last_level():
     for order, last in (("coarse_to_fine", 1), ("cumulative", 1), ("reverse", 4)):
         assert {level_of(step, 8, order) for step in (7, 8, 9, 1000)} == {last}

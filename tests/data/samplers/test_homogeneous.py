@@ -5,7 +5,6 @@ import tracemalloc
 from collections import Counter
 from fractions import Fraction
 from itertools import accumulate, chain
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from embeddings.data.samplers.base import source_parts
 from tests.data.rows import rows_of
 
 SIZES = [42, 9, 23, 4]
-PLANS: dict[str, dict[str, Any]] = {
+PLANS = {
     "size": {},
     "cooled": {"temperature": 0.3},
     "uniform": {"proportions": "uniform"},
@@ -24,27 +23,27 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(batch_size: int = 4, **options: Any) -> HomogeneousBatchSampler:
+def make(batch_size=4, **options):
     return HomogeneousBatchSampler(options.pop("sizes", SIZES), batch_size, **options)
 
 
-def sources_of(rows: list[int], sizes: list[int] = SIZES) -> set[int]:
+def sources_of(rows, sizes=SIZES):
     return set(np.searchsorted(np.cumsum(sizes), rows, side="right").tolist())
 
 
-def sequence(sampler: HomogeneousBatchSampler, epoch: int = 0) -> list[int]:
+def sequence(sampler, epoch=0):
     """The source of each step."""
     return [sampler.source_batch(epoch, step)[0] for step in range(len(sampler))]
 
 
-def test_another_batch_size_is_planned_anew() -> None:
+def test_another_batch_size_is_planned_anew():
     sampler = make(2)
     assert len(rows_of(sampler)) == 38
     sampler.batch_size = 4
     assert rows_of(sampler) == rows_of(make(4))
 
 
-def tick_by_tick(batches: list[int], parts: list[float]) -> list[list[int]]:
+def tick_by_tick(batches, parts):
     """The stretches of an epoch by brute force: sources emptied side by side, each at the speed of its part.
 
     Batch k of a source is due in the middle of its time; a stretch ends where a source's time is over.
@@ -61,7 +60,7 @@ def tick_by_tick(batches: list[int], parts: list[float]) -> list[list[int]]:
 
 @pytest.mark.parametrize("sizes", [SIZES, [4, 4, 4], [400, 30, 10, 5], [7]])
 @pytest.mark.parametrize("options", [*PLANS.values(), {"temperature": 0.0}, {"temperature": 0.7}])
-def test_the_sources_are_those_of_a_simulation_batch_by_batch(sizes: list[int], options: dict[str, Any]) -> None:
+def test_the_sources_are_those_of_a_simulation_batch_by_batch(sizes, options):
     if "weights" in options:
         options = {**options, "weights": options["weights"][: len(sizes)]}
     batches = [size // 4 for size in sizes]
@@ -76,14 +75,14 @@ def test_the_sources_are_those_of_a_simulation_batch_by_batch(sizes: list[int], 
     assert sorted(numbers) == [(source, number) for source, count in enumerate(batches) for number in range(count)]
 
 
-def test_with_parts_as_large_as_the_sources_all_of_them_last_until_the_end() -> None:
+def test_with_parts_as_large_as_the_sources_all_of_them_last_until_the_end():
     order = sequence(make(1, sizes=[400, 200, 100]))
     assert min(len(order) - order[::-1].index(source) for source in range(3)) > 650
     halves = [order[:350].count(source) for source in range(3)]
     assert np.abs(np.array(halves) - [200, 100, 50]).max() < 35
 
 
-def test_an_exhausted_source_leaves_until_the_epoch_ends() -> None:
+def test_an_exhausted_source_leaves_until_the_epoch_ends():
     sampler = make(1, sizes=[60, 6], proportions="uniform")
     for epoch in range(3):
         order = sequence(sampler, epoch)
@@ -91,7 +90,7 @@ def test_an_exhausted_source_leaves_until_the_epoch_ends() -> None:
         assert set(order[12:]) == {0}
 
 
-def test_a_far_step_of_a_large_plan_costs_what_a_near_one_does_and_nothing_a_row() -> None:
+def test_a_far_step_of_a_large_plan_costs_what_a_near_one_does_and_nothing_a_row():
     sizes = [6_000_000_000, 3_000_000_000, 1_000_000_000, *range(10_000, 20_000, 100)]
     seconds = {}
     for step in (10, 1_000_000):
@@ -120,14 +119,14 @@ def test_a_far_step_of_a_large_plan_costs_what_a_near_one_does_and_nothing_a_row
         ({"weights": [1, 2, 3, 4]}, "cannot take effect with proportions 'size'"),
     ],
 )
-def test_impossible_options_are_refused_in_one_line(options: dict[str, Any], message: str) -> None:
+def test_impossible_options_are_refused_in_one_line(options, message):
     with pytest.raises(OptionError, match=message) as raised:
         make(**options)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
-def test_a_source_that_fills_no_batch_is_left_out_on_every_rank_and_the_laws_hold(options: dict[str, Any]) -> None:
+def test_a_source_that_fills_no_batch_is_left_out_on_every_rank_and_the_laws_hold(options):
     """Sources of 9 and 4 rows beside batches of 12: the plan is that of the other two alone."""
     names = [SourceIdentity(name, "key") for name in ("a", "small", "c", "smaller")]
     ranks = [make(4, num_replicas=3, rank=rank, **options) for rank in range(3)]

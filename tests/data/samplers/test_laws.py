@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch.utils.data import DataLoader
 
 from embeddings.common import OptionError
-from embeddings.data import PlanEntry, ResumableLoader
+from embeddings.data import ResumableLoader
 from embeddings.data.samplers import (
     BatchSampler,
     BlendedBatchSampler,
@@ -23,7 +22,7 @@ from tests.data.cluster_folders import write_clusters
 
 Make = Callable[..., BatchSampler]
 SIZES = [50, 7, 27]
-SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {
+SAMPLERS = {
     "blended": (BlendedBatchSampler, {}),
     "homogeneous": (HomogeneousBatchSampler, {}),
     "curriculum": (CurriculumBatchSampler, {"total_steps": 24, "order": "random"}),
@@ -33,7 +32,7 @@ SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def clusters(tmp_path_factory: pytest.TempPathFactory) -> str:
+def clusters(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clusters")
     for number, size in enumerate(SIZES):
         ids = np.random.default_rng(number).integers(0, 9, size).tolist()
@@ -42,19 +41,19 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(params=SAMPLERS)
-def make(request: pytest.FixtureRequest, clusters: str) -> Make:
+def make(request, clusters):
     kind, fixed = SAMPLERS[request.param]
     fixed = fixed | ({"clusters": clusters} if kind is ClusteredBatchSampler else {})
 
-    def maker(batch_size: int = 6, sizes: list[int] = SIZES, **options: Any) -> BatchSampler:
-        sampler: BatchSampler = kind(sizes, batch_size, **fixed | options)
+    def maker(batch_size=6, sizes=SIZES, **options):
+        sampler = kind(sizes, batch_size, **fixed | options)
         sampler.identify([SourceIdentity(str(number), f"key {number}") for number in range(len(SIZES))])
         return sampler
 
     return maker
 
 
-def entries_of(sampler: BatchSampler, epoch: int = 0) -> list[list[PlanEntry]]:
+def entries_of(sampler, epoch=0):
     sampler.set_epoch(epoch)
     return list(sampler)
 
@@ -62,12 +61,12 @@ def entries_of(sampler: BatchSampler, epoch: int = 0) -> list[list[PlanEntry]]:
 class Echo:
     """A data set that answers with what it was asked for."""
 
-    def __getitems__(self, entries: list[PlanEntry]) -> list[tuple[Any, ...]]:
+    def __getitems__(self, entries):
         return [tuple(entry) for entry in entries]
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 5])
-def test_ranks_are_disjoint_and_together_one_global_batch(make: Make, epoch: int) -> None:
+def test_ranks_are_disjoint_and_together_one_global_batch(make, epoch):
     whole, ranks = make(6, num_replicas=3, rank=0), [make(6, num_replicas=3, rank=rank) for rank in range(3)]
     seen = [entries_of(sampler, epoch) for sampler in ranks]
     for step, parts in enumerate(zip(*seen, strict=True)):
@@ -81,7 +80,7 @@ def test_ranks_are_disjoint_and_together_one_global_batch(make: Make, epoch: int
         assert entries_of(make(18), epoch) == [list(chain(*parts)) for parts in zip(*seen, strict=True)]
 
 
-def test_the_length_is_exact_every_batch_is_full_and_no_row_comes_twice(make: Make) -> None:
+def test_the_length_is_exact_every_batch_is_full_and_no_row_comes_twice(make):
     for size in (1, 6, 7):
         batches = entries_of(make(size), 2)
         assert len(batches) == len(make(size))
@@ -91,13 +90,13 @@ def test_the_length_is_exact_every_batch_is_full_and_no_row_comes_twice(make: Ma
         assert sum(SIZES) - len(rows) < size * len(SIZES)
 
 
-def test_seed_and_epoch_decide_the_batches(make: Make) -> None:
+def test_seed_and_epoch_decide_the_batches(make):
     assert entries_of(make(), 1) == entries_of(make(), 1)
     assert entries_of(make(), 1) != entries_of(make(), 2)
     assert entries_of(make(seed=1), 1) != entries_of(make(), 1)
 
 
-def test_any_batch_is_found_without_the_ones_before_it(make: Make) -> None:
+def test_any_batch_is_found_without_the_ones_before_it(make):
     batches = entries_of(make(), 3)
     for step in (len(batches) - 1, 0, 4):
         sampler = make()
@@ -105,8 +104,8 @@ def test_any_batch_is_found_without_the_ones_before_it(make: Make) -> None:
         assert list(sampler) == batches[step:]
 
 
-def test_the_next_epoch_differs_through_the_call_that_lightning_makes(make: Make) -> None:
-    loader: DataLoader[Any] = DataLoader(Echo(), batch_sampler=make(), collate_fn=list)  # type: ignore[arg-type]
+def test_the_next_epoch_differs_through_the_call_that_lightning_makes(make):
+    loader = DataLoader(Echo(), batch_sampler=make(), collate_fn=list)
     first = list(loader)
     _set_sampler_epoch(loader, 1)
     assert first != list(loader)
@@ -115,7 +114,7 @@ def test_the_next_epoch_differs_through_the_call_that_lightning_makes(make: Make
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_three_resumes_and_any_number_of_workers_give_the_batches_of_one_run(make: Make, num_workers: int) -> None:
+def test_three_resumes_and_any_number_of_workers_give_the_batches_of_one_run(make, num_workers):
     whole = [list(map(tuple, batch)) for epoch in range(3) for batch in entries_of(make(), epoch)]
     length, seen, state = len(make()), [], None
     for stop in (2, length - 1, length + 3):
@@ -131,7 +130,7 @@ def test_three_resumes_and_any_number_of_workers_give_the_batches_of_one_run(mak
     assert seen == whole[: len(seen)]
 
 
-def test_plan_fields_are_plain_and_do_not_name_the_rank(make: Make) -> None:
+def test_plan_fields_are_plain_and_do_not_name_the_rank(make):
     fields = [make(3, num_replicas=2, rank=rank).plan_fields() for rank in range(2)]
     assert fields[0] == fields[1] != make(3, num_replicas=2, rank=0, seed=1).plan_fields()
     assert {type(value) for value in fields[0].values()} <= {int, str}
@@ -146,7 +145,7 @@ def test_plan_fields_are_plain_and_do_not_name_the_rank(make: Make) -> None:
         ({"num_replicas": 2}, "rank goes with num_replicas"),
     ],
 )
-def test_what_suits_no_sampler_is_refused_in_one_line(make: Make, options: dict[str, Any], message: str) -> None:
+def test_what_suits_no_sampler_is_refused_in_one_line(make, options, message):
     with pytest.raises(OptionError, match=message) as raised:
         make(**options)
     assert "\n" not in str(raised.value)
