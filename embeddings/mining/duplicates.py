@@ -247,19 +247,10 @@ def find_contaminated(
 ) -> npt.NDArray[np.uint8]:
     """For each record of a source, whether it resembles an evaluation text (see `Decontaminator`).
 
-    Args:
-        source: A converted source of pairs, or of labelled texts.
-        folder: The folder to work in.
-        rule: What the model is to be evaluated on, and how near is too near.
-        shard_size: Records of a shard.
-        task: Which shards are this process's; None for all.
-
-    Returns:
-        `KEPT`, `EQUAL` or `SIMILAR` for each record, (rows,) uint8, memory-mapped.
+    Arguments and errors as in `find_duplicates`; `rule` says what the model is to be evaluated on, and how near is too
+    near. Gives `KEPT`, `EQUAL` or `SIMILAR` for each record, (rows,) uint8, memory-mapped.
 
     Memory: 1 byte a record, and the evaluation texts.
-    Raises:
-        InputError: If the folder holds something else, or was made with other options.
     """
     table = source.table
     fields = {

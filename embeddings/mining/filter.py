@@ -197,7 +197,12 @@ def filter_pairs(
 
     with discard_on_user_error(work, folder):
         ShardedJob(work, fields, num_shards=0)
-        language_N = _languages(config, source, work) if rules.segment_by == "language" else None
+        language_N: npt.NDArray[np.uint16] | None = None
+        if rules.segment_by == "language":
+            # Read once; a run that resumes finds them.
+            if not (work / LANGUAGES).exists():
+                write_array(work / LANGUAGES, read_languages(config, source))
+            language_N = load_shard(work / LANGUAGES)
         reason_N = filter_reasons(source, work, rules, decontaminator, ranks, shard_size, task)
         counts = np.bincount(reason_N, minlength=len(RULES) + 1).tolist()
         report = FilterReport(target, len(reason_N), {RULES[rule]: counts[rule + 1] for rule in chosen})
@@ -248,15 +253,6 @@ def filter_reasons(
     if rules.top_k is not None and (reason_N == KEPT).any():
         remove(ranks(reason_N == KEPT) >= rules.top_k, 5)
     return reason_N
-
-
-def _languages(config: SourceConfig, source: CachedSource, work: Path) -> npt.NDArray[np.uint16]:
-    """The language of each record, read once and kept in the work folder."""
-    path = work / LANGUAGES
-    if not path.exists():
-        write_array(path, read_languages(config, source))
-    language_N: npt.NDArray[np.uint16] = load_shard(path)
-    return language_N
 
 
 def _chosen_rules(config: SourceConfig, rules: FilterRules, decontaminator: Decontaminator | None) -> list[int]:

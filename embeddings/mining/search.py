@@ -36,8 +36,10 @@ SLACK = 16
 _PAIR_BLOCK = 512
 # Queries compared with every document of a tile at once, where the slack was not enough.
 _DOUBTFUL_BLOCK = 64
-# Queries of one product: its scores of a tile stay at some tens of MiB.
-_PRODUCT_QUERIES = 512
+# Scores of one product of queries and a tile: 64 MiB in float32.
+_PRODUCT_SCORES = 1 << 24
+# Documents that are rounded at once.
+_ROUNDED = 512
 # Vectors count as unit vectors to a thousandth.
 _UNIT = 1.01
 
@@ -67,12 +69,12 @@ class DocumentSearch(Protocol):
 
 
 class CoarseSearch:
-    """The best documents of some queries, tile by tile, by products in float32, or in bfloat16: some CPUs are twice as
-    quick at these.
+    """The best documents of some queries, tile by tile, by scores that are nearly right: products in a quicker dtype.
 
-    With q' and d' the rounded vectors, q d - q' d' = (q - q') d + q' (d - d') is at most |q - q'| + |q'| |d - d'|; the
-    two distances are measured, and come to about 0.001 each in bfloat16, whose product is rounded once more when it is
-    stored. Float32 loses nothing but the rounding of its sums.
+    Some CPUs multiply bfloat16 twice as fast as float32. With q' and d' the rounded vectors,
+    q d - q' d' = (q - q') d + q' (d - d') is at most |q - q'| + |q'| |d - d'|; the two distances are measured, and come
+    to about 0.001 each in bfloat16, whose product is rounded once more when it is stored. Float32 loses nothing but the
+    rounding of its sums.
 
     Args:
         query_QD: Unit vectors, (Q, D) float32.
@@ -94,7 +96,7 @@ class CoarseSearch:
         """Scores and rows of a tile's best documents for a chunk of the queries."""
         if first_row != self._tile_row:
             self._take_tile(first_row, tile_TD)
-        queries = torch.split(self._query_QD[chunk], _PRODUCT_QUERIES)
+        queries = torch.split(self._query_QD[chunk], max(1, _PRODUCT_SCORES // len(tile_TD)))
         found = [topk_per_row(query_QD @ self._tile_DT, top_k) for query_QD in queries]
         return np.concatenate([scores for scores, _ in found]), np.concatenate([rows for _, rows in found]) + first_row
 
@@ -111,9 +113,9 @@ class CoarseSearch:
         tile = torch.from_numpy(tile_TD)
         if self._dtype != torch.float32:
             tile = torch.empty(tile.shape, dtype=self._dtype)
-            for start in range(0, len(tile), _PRODUCT_QUERIES):
-                piece_nD = torch.from_numpy(tile_TD[start : start + _PRODUCT_QUERIES])
-                rounded_nD = tile[start : start + _PRODUCT_QUERIES].copy_(piece_nD)
+            for start in range(0, len(tile), _ROUNDED):
+                piece_nD = torch.from_numpy(tile_TD[start : start + _ROUNDED])
+                rounded_nD = tile[start : start + _ROUNDED].copy_(piece_nD)
                 self._most_lost = max(self._most_lost, float((piece_nD - rounded_nD.float()).norm(dim=1).max()))
         self._tile_row, self._tile_DT = first_row, tile.to(self._query_QD.device).T
 
@@ -133,7 +135,7 @@ class ExactSearch:
     Precision: a score is the inner product summed in float64, rounded to float32.
     Determinism: scores and rows are the same whatever the size of shards and the number of queries in a call, and
         should be on any device (no GPU has run it yet).
-    Memory: two tiles of 48 MiB, and 12 bytes for each of (2 `top_k` + 16) documents of a query.
+    Memory: two tiles of 48 MiB, 64 MiB of scores, and 12 bytes for each of (2 `top_k` + 16) documents of a query.
 
     Args:
         documents: Unit vectors.

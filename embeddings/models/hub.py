@@ -1,8 +1,6 @@
 """A model directory on the Hugging Face Hub: which of its files go there, and what stops them."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -11,7 +9,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
-from embeddings.common import InputError, UserError
+from embeddings.common import InputError
 from embeddings.common.text import one_line
 from embeddings.models.embedder import Embedder
 from embeddings.models.model_card import add_scores, write_model_card
@@ -81,22 +79,24 @@ def push_to_hub(
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
     is_new = False
     try:
-        with _one_line_errors(name, api.endpoint):
-            page = api.create_repo(name, private=private, exist_ok=update)
-            is_new = not update
-            repository = page.repo_id
-            if revision not in (None, _MAIN):
-                api.create_branch(repository, branch=str(revision), exist_ok=True)
-            operations: list[Any] = [CommitOperationAdd(path, folder / path) for path in paths]
-            if update:
-                there = api.list_repo_files(repository, revision=revision)
-                stale = [path for path in there if path not in paths and is_model_path(PurePosixPath(path))]
-                operations += [CommitOperationDelete(path) for path in stale]
-            commit = api.create_commit(repository, operations, commit_message=message, revision=revision)
-    except UserError as error:
-        if is_new:
-            raise UserError(f"{error}; the repository was made and is empty, so use --update next time") from error
-        raise
+        page = api.create_repo(name, private=private, exist_ok=update)
+        is_new = not update
+        repository = page.repo_id
+        if revision not in (None, _MAIN):
+            api.create_branch(repository, branch=str(revision), exist_ok=True)
+        operations: list[Any] = [CommitOperationAdd(path, folder / path) for path in paths]
+        if update:
+            there = api.list_repo_files(repository, revision=revision)
+            stale = [path for path in there if path not in paths and is_model_path(PurePosixPath(path))]
+            operations += [CommitOperationDelete(path) for path in stale]
+        commit = api.create_commit(repository, operations, commit_message=message, revision=revision)
+    except Exception as error:
+        told = _told(error, api.endpoint)
+        if told is None:
+            raise
+        what, fix = told
+        is_empty = "; the repository was made and is empty, so use --update next time" if is_new else ""
+        raise InputError(name, what, fix + is_empty) from error
     num_bytes = sum((folder / path).stat().st_size for path in paths)
     return PushedModel(repository, str(page), commit.oid, tuple(paths), num_bytes, tuple(left_out))
 
@@ -145,18 +145,6 @@ def own_files(folder: Path) -> tuple[list[str], list[str]]:
             if path.is_file() and not path.name.startswith("."):
                 paths.append(path.relative_to(folder).as_posix())
     return paths, left_out
-
-
-@contextmanager
-def _one_line_errors(name: str, endpoint: str) -> Iterator[None]:
-    """Inside, an answer of the Hub that refuses, and none at all, are an `InputError` about the repository."""
-    try:
-        yield
-    except Exception as error:
-        told = _told(error, endpoint)
-        if told is None:
-            raise
-        raise InputError(name, *told) from error
 
 
 def _told(error: BaseException, endpoint: str) -> tuple[str, str] | None:

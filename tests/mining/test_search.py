@@ -66,7 +66,7 @@ def test_both_scans_lead_to_the_same_bits_without_a_second_look_at_most_queries(
 
 def test_more_queries_than_are_compared_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(knn, "QUERY_CHUNK", 3)
-    monkeypatch.setattr(knn, "_PRODUCT_QUERIES", 2)
+    monkeypatch.setattr(knn, "_PRODUCT_SCORES", 80)
     documents, queries = unit_vectors(40), unit_vectors(8, seed=1)
     found = ExactSearch(shards(tmp_path, documents, 16)).search(queries, 4)
     assert found.index_QK.tolist() == brute_force(queries, documents, 4)[1]

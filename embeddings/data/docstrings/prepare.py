@@ -129,8 +129,18 @@ def prepare_docstrings(
     # Held-out functions come first: of two copies the first one stays, and training gives way to the test.
     sources = [source for package in (*held_out, *training) for source in find_sources(package)]
     contents = [source.path.read_bytes() for source in sources]
-    inputs = _inputs(seed, sizes, held_out, training)
-    inputs |= {"max_rows": max_rows, "input_sha256": _digest(sources, contents)}
+    versions = package_versions([*held_out, *training])
+    # What decides the corpus; a manifest holds it.
+    inputs: dict[str, Any] = {
+        "kind": KIND,
+        "recipe": RECIPE,
+        "seed": seed,
+        "sizes": sizes._asdict(),
+        "held_out_packages": {name: versions[name] for name in held_out},
+        "packages": {name: versions[name] for name in training},
+        "max_rows": max_rows,
+        "input_sha256": _digest(sources, contents),
+    }
     if not force and (manifest := finished_manifest(folder, inputs)) is not None:
         logger.info("%s is already made from these packages and arguments; --force makes it again", output)
         return DocstringCorpus(folder, manifest["counts"], reused=True)
@@ -143,19 +153,6 @@ def prepare_docstrings(
     fields = {**inputs, "counts": counts, "found": len(functions), "removed": asdict(removed)}
     write_corpus(folder, split, fields, seed, step)
     return DocstringCorpus(folder, counts, reused=False)
-
-
-def _inputs(seed: int, sizes: SplitSizes, held_out: list[str], training: list[str]) -> dict[str, Any]:
-    """What decides the corpus besides the source files' text; a manifest holds it."""
-    versions = package_versions([*held_out, *training])
-    return {
-        "kind": KIND,
-        "recipe": RECIPE,
-        "seed": seed,
-        "sizes": sizes._asdict(),
-        "held_out_packages": {name: versions[name] for name in held_out},
-        "packages": {name: versions[name] for name in training},
-    }
 
 
 def _training_packages(packages: Sequence[str] | None, held_out: list[str]) -> list[str]:
