@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import pyarrow.parquet as pq
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 from mteb import TaskResult
@@ -37,7 +38,6 @@ from embeddings.common.errors import InputError, OptionError, shown
 from embeddings.common.io import atomic_path
 from embeddings.common.text import GivenPrompt, format_table, one_line
 from embeddings.evaluation.metrics import Qrels, retrieval_metrics
-from embeddings.evaluation.mteb_library import quiet
 from embeddings.evaluation.mteb_tasks import TaskEncoder
 from embeddings.inference.context import choose_context
 from embeddings.inference.search import TopK, search_top_k
@@ -282,13 +282,14 @@ def search_set(
     """
     encoder, corpus = adapted.encoder, folder / "corpus.parquet"
     # Written again after a kill: that the vectors are of these texts is checked by their hash.
-    with atomic_path(corpus) as temporary, quiet():
-        task.dataset["corpus"].select_columns(["id", "text"]).to_parquet(temporary)
+    with atomic_path(corpus) as temporary:
+        texts = task.dataset["corpus"].select_columns(["id", "text"]).with_format("arrow")[:]
+        pq.write_table(texts, temporary, row_group_size=10_000)
     drawn = None if context is None else choose_context(encoder, corpus, *context)
     of_documents = GivenPrompt(text=adapted.prompt(task.metadata, "document"))
     vectors = encode_corpus(encoder, corpus, folder / "encoded", prompt_name=of_documents, context=drawn)
-    texts = _column(task.dataset["queries"], "text")
-    query_QD = encoder.encode(texts, context=drawn, role="query", prompt=adapted.prompt(task.metadata, "query"))
+    queries = _column(task.dataset["queries"], "text")
+    query_QD = encoder.encode(queries, context=drawn, role="query", prompt=adapted.prompt(task.metadata, "query"))
     top_k = max(_CUTOFFS) if task.data.has_labels else SUBMITTED
     for width in widths:
         cut = (unit_rows(vector_ND[:, :width]) for vector_ND in vectors.directions())
