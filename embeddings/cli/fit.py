@@ -349,11 +349,12 @@ class HeldNotes(L.Callback):
             yield
 
     def _hold(self, handler: logging.Handler, record: logging.LogRecord) -> bool:
-        """A filter of a handler, which passes nothing: the record is written now, later or never."""
-        self._notes.append(partial(handler.emit, record))
-        if self._has_begun or record.levelno >= logging.WARNING:
-            self._write()
-        return False
+        """A filter of a handler, which passes nothing before the run begins."""
+        if not self._has_begun:
+            self._notes.append(partial(handler.emit, record))
+            if record.levelno >= logging.WARNING:
+                self._write()
+        return self._has_begun
 
     def _write(self) -> None:
         while self._notes:
@@ -361,8 +362,9 @@ class HeldNotes(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Write what was kept, and everything further at once."""
-        self._has_begun, warnings.showwarning = True, self._show
+        warnings.showwarning = self._show
         for warning in self._warnings:
             self._show(*warning)
         self._warnings.clear()
         self._write()
+        self._has_begun = True
