@@ -224,10 +224,8 @@ def config_paths(argv: Sequence[str]) -> list[str]:
     for word, following in zip(argv, [*argv[1:], ""], strict=False):
         if word in ("--config", "-c"):
             found.append(following)
-        elif word.startswith("--config="):
-            found.append(word.removeprefix("--config="))
-        elif word.startswith("-c"):
-            found.append(word[2:].removeprefix("="))
+        elif joined := re.match("--config=|-c=?", word):
+            found.append(word[joined.end() :])
     return [path for path in found if path]
 
 

@@ -140,24 +140,20 @@ class OneLineParser(ArgumentParser):
         `--top-k=3` becomes `--top_k=3`, `--force true` becomes `--force`, and `--force false` becomes `--no_force`.
         """
         flags = {f"--{action.dest}" for action in self._actions if isinstance(action, ActionYesNo)}
-        words, rest = list(argv), []
-        if "--" in words:
-            words, rest = words[: words.index("--")], words[words.index("--") :]
+        end = list(argv).index("--") if "--" in argv else len(argv)
         found: list[str] = []
-        while words:
-            word = words.pop(0)
-            if not word.startswith("--"):
-                found.append(word)
-                continue
+        flag = ""  # the word before, if it is one whose value may follow
+        for word in argv[:end]:
             name, equals, value = word.partition("=")
-            name = f"--{name[2:].replace('-', '_')}"
-            if name in flags and not equals and words[:1] in (["true"], ["false"]):
-                equals, value = "=", words.pop(0)
+            if name.startswith("--"):
+                name = f"--{name[2:].replace('-', '_')}"
+            if flag and word in ("true", "false"):
+                name, value = found.pop(), word
+            flag = name if name in flags and not equals + value else ""
             if name in flags and value in ("true", "false"):
-                found.append(name if value == "true" else f"--no_{name[2:]}")
-            else:
-                found.append(f"{name}{equals}{value}")
-        return found + rest
+                name, equals, value = (name if value == "true" else f"--no_{name[2:]}"), "", ""
+            found.append(f"{name}{equals}{value}")
+        return [*found, *argv[end:]]
 
 
 def _empty_keys(value: Any) -> list[str]:
