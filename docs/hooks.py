@@ -16,6 +16,9 @@ A page asks for a table by a fenced block whose language names the table and who
     ```recipes             the rows of `lightning_configs/recipes.csv`
     names: [cde]           recipes whose names begin with one of these; all if left out
     ```
+    ```sources             the public data sets of a recipe, of `lightning_configs/data/public_sources.yaml`
+    folder: nv_embed       the folder of its files
+    ```
     ```file                a file of the repository
     path: lightning_configs/base.yaml
     ```
@@ -39,6 +42,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, TRIALS = ROOT / "benchmarks" / "results.csv", ROOT / "benchmarks" / "trials.csv"
 RECIPES = ROOT / "lightning_configs" / "recipes.csv"
+DATA_CONFIGS = ROOT / "lightning_configs" / "data"
 # Pages that are copies of files outside docs/, where a forge shows them; their links are rewritten.
 ROOT_PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 ROOT_PAGES |= {"examples.md": "examples/README.md"}
@@ -229,6 +233,43 @@ def recipes_table(options: Mapping[str, Any]) -> str:
     return markdown_table(header, [[*line, row["status"]] for line, row in zip(cells, rows, strict=True)])
 
 
+def sources_table(options: Mapping[str, Any]) -> str:
+    """The sources of one folder: where each lies, what is read there, its rows, the paper's, and its licence."""
+    table = yaml.safe_load((DATA_CONFIGS / "public_sources.yaml").read_text("utf-8"))
+    groups = [group for group in table["groups"] if group["folder"] == options["folder"] and "collection" not in group]
+    require(groups, f"no group of public_sources.yaml has the folder {options['folder']}")
+    of_paper = {
+        entry["path"]: entry.get("max_rows")
+        for stage in table["stages"]
+        for entry in yaml.safe_load((DATA_CONFIGS / f"{stage['config']}.yaml").read_text("utf-8"))["data"]["init_args"][
+            "sources"
+        ]
+    }
+    rows = []
+    for entry in (group.get("defaults", {}) | entry for group in groups for entry in group["sources"]):
+        splits = [entry["split"]] if isinstance(entry.get("split", []), str) else entry.get("split", [])
+        place = ", ".join(filter(None, [entry.get("subset"), entry.get("data_files"), *splits]))
+        read = "; ".join(
+            f"{field}: {column if isinstance(column, str) else ' + '.join(column)}"
+            for field, column in entry.get("columns", {}).items()
+        )
+        every = f", 1 of {entry['every']}" if entry.get("every", 1) > 1 else ""
+        count = of_paper[f"${{EMBED_TRAIN_DATA}}/{options['folder']}/{entry['name']}.parquet"]
+        state = "cannot be fetched" if entry["kind"] is None else "" if entry["confirmed"] else "not confirmed"
+        rows.append(
+            [
+                entry["name"],
+                f"{entry['repository'] or 'none found'}{f' `{place}`' if place else ''}",
+                read or ("queries, corpus, qrels" if entry["kind"] == "beir" else ""),
+                f"{entry['rows']:,}{every}" if "rows" in entry else every.removeprefix(", "),
+                f"{count:,}" if count else "",
+                entry.get("licence", ""),
+                ". ".join(filter(None, [state, entry.get("note", "")])),
+            ]
+        )
+    return markdown_table(["source", "data set", "columns read", "rows", "the paper's", "licence", "remark"], rows)
+
+
 def file_block(options: Mapping[str, Any]) -> str:
     """A file of the repository as a block of code."""
     path = ROOT / options["path"]
@@ -240,6 +281,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "scores": scores_table,
     "trials": trials_table,
     "recipes": recipes_table,
+    "sources": sources_table,
     "file": file_block,
 }
 BLOCK = re.compile(rf"^```({'|'.join(TABLES)})\n(.*?)^```$", re.MULTILINE | re.DOTALL)

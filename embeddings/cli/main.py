@@ -41,7 +41,8 @@ class Command:
 
 # A name of two words is a command and its subcommand.
 COMMANDS = {
-    "prepare": Command("embeddings.cli.quickstart:prepare", "build a training corpus", ("corpus",)),
+    "prepare": Command("embeddings.cli.prepare:prepare", "a recipe's public data sets, ready to train", ("recipe",)),
+    "prepare docstrings": Command("embeddings.cli.quickstart:docstrings", "a training corpus of installed packages"),
     "quickstart": Command("embeddings.cli.quickstart:quickstart", "corpus, training, scores and searches in minutes"),
     "encode": Command("embeddings.cli.encode:encode", "texts of a file to vectors in a folder"),
     "index": Command("embeddings.cli.search:index", "an index of a folder of vectors, for quick searches"),

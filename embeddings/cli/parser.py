@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from keyword import iskeyword
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
@@ -137,7 +138,8 @@ class OneLineParser(ArgumentParser):
     def normalised(self, argv: Sequence[str]) -> list[str]:
         """The words with underscores in option names, and flags without values; what follows `--` stays.
 
-        `--top-k=3` becomes `--top_k=3`, `--force true` becomes `--force`, and `--force false` becomes `--no_force`.
+        `--top-k=3` becomes `--top_k=3`, `--force true` becomes `--force`, and `--force false` becomes `--no_force`. A
+        name that Python keeps for itself, as `--from`, is that of the parameter `from_`.
         """
         flags = {f"--{action.dest}" for action in self._actions if isinstance(action, ActionYesNo)}
         end = list(argv).index("--") if "--" in argv else len(argv)
@@ -146,7 +148,7 @@ class OneLineParser(ArgumentParser):
         for word in argv[:end]:
             name, equals, value = word.partition("=")
             if name.startswith("--"):
-                name = f"--{name[2:].replace('-', '_')}"
+                name = f"--{name[2:].replace('-', '_')}{'_' * iskeyword(name[2:])}"
             if flag and word in ("true", "false"):
                 name, value = found.pop(), word
             flag = name if name in flags and not equals + value else ""

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -137,19 +137,16 @@ def score_table(results: dict[str, Any]) -> str:
     return f"{format_table(rows)}\n({sizes})"
 
 
-def prepare(
-    corpus: Literal["docstrings"],
+def docstrings(
     output: Path = Path("data/docstrings"),
     force: bool = False,
     max_rows: int | None = None,
 ) -> None:
-    """Build a training corpus: `docstrings` makes query-document pairs of the installed packages' functions.
+    """Build a training corpus of the installed packages' functions: query-document pairs.
 
     Args:
-        corpus: Which corpus.
         output: The folder to write; a finished one with the same inputs is kept.
         force: Whether to build it again all the same.
         max_rows: Maximum training pairs, spread evenly over all; the evaluation folders stay whole.
     """
-    assert corpus == "docstrings"
     prepare_docstrings(output, force=force, max_rows=max_rows)

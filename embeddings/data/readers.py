@@ -350,10 +350,11 @@ def resolve_revision(name: str, revision: str | None) -> str:
     """
     if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
-    return _ask_commit(name, revision)
+    return ask_commit(name, revision)
 
 
-def _ask_commit(name: str, revision: str | None) -> str:
+def ask_commit(name: str, revision: str | None) -> str:
+    """The commit that the Hub gives for a revision; errors as of `resolve_revision`."""
     # The Hub's client is slow to import, and most runs read files.
     from huggingface_hub import HfApi
 
@@ -361,7 +362,7 @@ def _ask_commit(name: str, revision: str | None) -> str:
         commit = HfApi().dataset_info(name, revision=revision, timeout=20).sha
     # The client raises the errors of several libraries, which change with its versions.
     except Exception as error:
-        raise _unreachable(name, error) from error
+        raise unreachable(name, error) from error
     assert commit is not None
     return commit
 
@@ -379,7 +380,7 @@ class HubReader(Reader):
     def __iter__(self) -> Iterator[Row]:
         """The rows from the first."""
         # Streaming would try an unreachable Hub again for half a minute, and say so each time.
-        _ask_commit(self.name, self.commit)
+        ask_commit(self.name, self.commit)
         number = 0
         try:
             # Imported here because it is slow to load, and most runs read files.
@@ -389,12 +390,13 @@ class HubReader(Reader):
             for number, fields in enumerate(rows, start=1):
                 yield Row(f"hub:{self.name}[{self.split}]:{number}", fields)
         except Exception as error:
-            raise _unreachable(self.name, error) from error
+            raise unreachable(self.name, error) from error
         if number == 0:
             raise InputError(f"hub:{self.name}", f"split {self.split!r} holds no rows", "choose another split")
 
 
-def _unreachable(name: str, error: Exception) -> InputError:
+def unreachable(name: str, error: Exception) -> InputError:
+    """The error of a Hub data set that a library could not read."""
     reason = one_line((str(error).strip().splitlines() or [type(error).__name__])[0], 160)
     fix = "check name, split and network, or download it and give its files"
     return InputError(f"hub:{name}", f"cannot be read ({reason})", fix)

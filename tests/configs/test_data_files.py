@@ -13,6 +13,7 @@ from lightning import LightningDataModule
 from embeddings.common import TextSettings
 from embeddings.data import TextDataModule
 from embeddings.data.checks import with_source_prompts
+from embeddings.data.public import PublicTable
 from embeddings.data.sources import SourceConfig
 from embeddings.evaluation.instructions import Instructions
 from embeddings.synthesis.prompts import MGH
@@ -50,6 +51,10 @@ def table() -> dict[str, dict[str, Any]]:
     rows = read("data/nv_embed_tables")["datasets"]
     by_name = {row["name"]: row for row in rows}
     assert len(by_name) == len(rows)
+    for source in PublicTable.read().sources:
+        if source.folder == "nv_embed" and source.collection is None:
+            by_name[source.name]["source"] = source
+    assert all("source" in row for row in rows)
     return by_name
 
 
@@ -82,14 +87,12 @@ def test_sizes_add_up_to_the_draws_of_the_two_stages(table: dict[str, dict[str, 
 def test_every_source_is_confirmed_or_says_that_it_is_not(table: dict[str, dict[str, Any]]) -> None:
     for name, row in table.items():
         source = row["source"]
-        assert isinstance(source["confirmed"], bool), name
-        assert isinstance(source["named_by_paper"], bool), name
-        if source["confirmed"]:
-            assert source["repository"], name
-            assert source["evidence"], name
+        if source.confirmed:
+            assert source.repository, name
+            assert source.evidence, name
         else:
             assert row["remark"], name
-    assert {name for name, row in table.items() if not row["source"]["confirmed"]} == NOT_CONFIRMED
+    assert {name for name, row in table.items() if not row["source"].confirmed} == NOT_CONFIRMED
 
 
 def test_every_set_says_how_it_is_labelled_and_since_when_it_is_used(table: dict[str, dict[str, Any]]) -> None:
@@ -140,23 +143,11 @@ def test_configs_hold_the_sizes_instructions_and_labelling_of_the_table(
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_configs_read_from_the_hub_at_a_commit_or_below_the_data_root(
-    stage: int, table: dict[str, dict[str, Any]]
-) -> None:
+def test_configs_read_below_the_data_root(stage: int) -> None:
     listed = sources(f"nv_embed_stage{stage}")
-    hub = {name: source for name, source in listed.items() if source.path.startswith("hub:")}
-    assert len(hub) == (0 if stage == 1 else 10)
-    for name, source in hub.items():
-        public = table[name]["source"]
-        assert public["confirmed"], name
-        assert source.path == f"hub:{public['repository']}", name
-        assert source.subset == public.get("subset"), name
-        assert source.revision == public["revision"], name
-        assert re.fullmatch(r"[0-9a-f]{40}", source.revision), name
-        renamed = {field: column for field, column in public["columns"].items() if field != column}
-        assert source.columns == renamed, name
-    for name in listed.keys() - hub.keys():
-        assert listed[name].path == f"${{EMBED_TRAIN_DATA}}/nv_embed/{name}.parquet"
+    assert len(listed) == (16 if stage == 1 else 42)
+    for name, source in listed.items():
+        assert source.path == f"${{EMBED_TRAIN_DATA}}/nv_embed/{name}.parquet"
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -169,8 +160,8 @@ def test_configs_name_the_public_source_above_each_set(stage: int, table: dict[s
     assert set(notes) == set(sources(f"nv_embed_stage{stage}"))
     for name, (where, said) in notes.items():
         public = table[name]["source"]
-        assert where.split(" [")[0] == (public["repository"] or "none found"), name
-        assert said == ("confirmed" if public["confirmed"] else "not confirmed"), name
+        assert where.split(" [")[0] == (public.repository or "none found"), name
+        assert said == ("confirmed" if public.confirmed else "not confirmed"), name
 
 
 def test_misprinted_instructions_are_replaced_by_those_of_table_13(

@@ -124,7 +124,7 @@ def test_a_hub_data_set_is_known_by_its_commit(tmp_path, monkeypatch):
     from embeddings.data.readers import Row
 
     rows = [Row("hub:a/b[test]:1", {"text": "one", "n": 1}), Row("hub:a/b[test]:2", {"text": "", "n": 2})]
-    monkeypatch.setattr(readers, "_ask_commit", lambda name, revision: "c" * 40)
+    monkeypatch.setattr(readers, "ask_commit", lambda name, revision: "c" * 40)
     monkeypatch.setattr(readers.HubReader, "__iter__", lambda self: iter(rows))
     found = documents(tmp_path, path="hub:a/b", split="test")
     assert found.identity == [{"hub": "a/b", "subset": None, "split": "test", "commit": "c" * 40}]

@@ -1,0 +1,393 @@
+"""`prepare`: the sources of a recipe from public data sets, fetched, filtered, mined and clustered as it asks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from embeddings.cli.encode import PrecisionName, load_encoder
+from embeddings.cli.mining import evaluation_texts
+from embeddings.common import InputError, OptionError
+from embeddings.common.errors import program
+from embeddings.common.io import atomic_path, write_text
+from embeddings.common.jobs import manifest_path
+from embeddings.common.process import logger
+from embeddings.common.text import format_table, one_line
+from embeddings.data import SourceConfig
+from embeddings.data.public import Hub, PublicSource, PublicTable, Stage, fetch_source
+from embeddings.data.public.fetch import corpus_path
+from embeddings.data.public.table import ROOT_VARIABLE
+from embeddings.data.records import table_writer
+from embeddings.data.sources import Conversion
+from embeddings.data.store import CachedSource, open_cached, record_place
+from embeddings.inference import Encoder
+from embeddings.mining import (
+    ClusterSettings,
+    Decontaminator,
+    EncodingOptions,
+    FilterRules,
+    LevelRules,
+    NegativeRules,
+    PairVectors,
+    Teachers,
+    cluster_pairs,
+    encode_pairs,
+    filter_pairs,
+    mine_negatives,
+)
+from embeddings.mining.faiss_library import load_faiss
+from embeddings.mining.features import VectorFeatures
+
+_BATCH_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What happens to the rows after they are fetched.
+
+    Args:
+        fetch_only: Whether nothing does: no model is loaded. The same line without it resumes from there.
+        teacher: The model of every step, a directory or Hub id, in place of the recipe's: it mines, filters, clusters.
+        decontaminate: A folder that is, or holds, evaluation folders, several as `[FOLDER, FOLDER]`: the sources whose
+            recipe asks for it lose the rows that are equal to their texts.
+        bm25_threshold: Share of an evaluation text's BM25 weight from which a text is similar to it, and goes too.
+        precision: Format of matrix products of the models.
+        devices: Devices that share the encoding: how many, or their names (see `mine`).
+    """
+
+    fetch_only: bool = False
+    teacher: str | None = None
+    decontaminate: Path | list[Path] | None = None
+    bm25_threshold: float | None = None
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    devices: int | str | None = None
+
+
+def prepare(
+    recipe: Literal["docstrings", "nv-embed", "mgh", "moe", "cde"],
+    output: Path | None = None,
+    stage: str | None = None,
+    limit: int | None = None,
+    only: str | None = None,
+    from_: str | None = None,
+    unconfirmed: bool = False,
+    check: bool = False,
+    mirror: Path | None = None,
+    *,
+    steps: StepOptions,
+) -> None:
+    """Make the sources that a recipe trains on, from public data sets of the Hub; the same line resumes after a kill.
+
+    The files lie as the recipe's data config names them, below `output`. A data set that is gone, gated or changed is
+    named at the end, and the others are made.
+
+    Args:
+        recipe: Which recipe; `docstrings` is a corpus of installed packages, which needs no network and has other
+            options.
+        output: The folder to write, which `EMBED_TRAIN_DATA` then names. Each file has a manifest beside it.
+        stage: One of the recipe's stages: 1 or 2, pretrain or finetune, unsupervised or supervised. All if left out.
+        limit: Maximum rows of a source, the first ones.
+        only: Names of the sources to make, separated by commas; also of those that are left out otherwise.
+        from_: A collection that holds some of the sources with negatives, in place of their own data sets; the option
+            is `--from`.
+        unconfirmed: Whether to fetch sources too whose place is not confirmed to be that of the recipe's data.
+        check: Whether only to ask if each data set is there; nothing is written.
+        mirror: A folder that holds the data sets as `ORGANISATION/NAME`, to read in place of the Hub.
+        steps: What happens to the rows after they are fetched.
+    """
+    if recipe == "docstrings":
+        raise OptionError("recipe", recipe, "must come first", f"write: {program()} prepare docstrings --output FOLDER")
+    if limit is not None and limit < 1:
+        raise OptionError("limit", limit, "must be >= 1", "leave it out for all rows")
+    table, hub = PublicTable.read(), Hub(mirror)
+    stages = table.stages_of(recipe, stage)
+    wanted = {key: config for each in stages for key, config in each.wanted().items()}
+    _check_names(table, recipe, list(wanted), only, from_)
+    names = None if only is None else only.split(",")
+    places = {key: table.place_of(key, from_) for key in wanted if names is None or key.partition("/")[2] in names}
+    if check:
+        _check(places, hub)
+        return
+    if output is None:
+        raise OptionError("output", None, "must be given", "name the folder to write")
+    asked = names is not None or unconfirmed
+    jobs = {key: place for key, place in places.items() if place.kind and (asked or place.confirmed)}
+    left_out = {key: str(place.why_left_out) for key, place in places.items() if key not in jobs}
+    if names is not None and left_out:
+        raise OptionError("only", only, f"names what cannot be fetched ({_listed(left_out)})", "leave it out")
+    failures: dict[str, str] = {}
+    works = [StageWork(each, output, steps, jobs) for each in stages]
+    for work in works:
+        work.check_options()
+    # All that needs the network comes before what needs the devices.
+    for work in works:
+        for key in (key for key in work.keys if key not in failures):
+            with _noted(key, failures):
+                fetch_source(jobs[key], work.fetched(key), hub, limit)
+    for work in works:
+        if not steps.fetch_only:
+            for key in (key for key in work.keys if key not in failures):
+                with _noted(key, failures):
+                    work.finish(key)
+        print(work.summary(left_out))
+    if failures:
+        what = f"{len(failures)} of {len(places)} sources could not be made: {_listed(failures)}"
+        raise InputError(f"prepare {recipe}", what, "run the same line again for these, or train without them")
+
+
+@contextmanager
+def _noted(key: str, failures: dict[str, str]) -> Iterator[None]:
+    """Notes an `InputError` about one source, on which the others do not depend."""
+    try:
+        yield
+    except InputError as error:
+        failures[key] = str(error)
+        logger.warning("%s is left out: %s", key, error)
+
+
+def _check_names(
+    table: PublicTable, recipe: str, keys: Sequence[str], only: str | None, collection: str | None
+) -> None:
+    """Check that `--only` names sources and `--from` a collection."""
+    names = [key.partition("/")[2] for key in keys]
+    unknown = [name for name in (only or "").split(",") if only is not None and name not in names]
+    if unknown:
+        raise OptionError("only", only, f"must name sources of {recipe}", f"they are {one_line(', '.join(names), 400)}")
+    collections = table.collections(keys)
+    if collection is not None and collection not in collections:
+        known = f"must be {' or '.join(collections)}" if collections else f"has no effect on {recipe}"
+        raise OptionError("from", collection, known, "leave it out for each source's own data set")
+
+
+def _listed(reasons: dict[str, str]) -> str:
+    return "; ".join(f"{key.partition('/')[2]} ({reason})" for key, reason in reasons.items())
+
+
+def _check(places: dict[str, PublicSource], hub: Hub) -> None:
+    """Ask whether each data set is there, and print what is found.
+
+    Raises:
+        InputError: If one is not.
+    """
+    rows, missing, found = [], {}, dict[str, str]()
+    for key, place in places.items():
+        if place.kind is None:
+            rows.append([key, place.place, f"cannot be fetched: {place.note}"])
+            continue
+        try:
+            answer = found.get(str(place.repository)) or hub.check(place)
+            found[str(place.repository)] = answer
+            rows.append([key, place.place, answer if place.confirmed else f"{answer}, not confirmed to be the set"])
+        except InputError as error:
+            missing[key] = str(error)
+            rows.append([key, place.place, "missing"])
+    print(format_table([["source", "data set", "found"], *rows], "<<<"))
+    if missing:
+        what = f"{len(missing)} of {len(places)} data sets are not there: {_listed(missing)}"
+        raise InputError("prepare --check", what, "leave them out, or find them anew")
+
+
+class StageWork:
+    """The files of one stage: where they lie, the steps that make them, and the config that reads them.
+
+    Args:
+        stage: The stage.
+        output: The folder of all files.
+        options: What happens to the rows after they are fetched.
+        places: Where the sources lie that are made.
+    """
+
+    def __init__(self, stage: Stage, output: Path, options: StepOptions, places: dict[str, PublicSource]) -> None:
+        self.stage, self.output, self.options, self.places = stage, output, options, places
+        self.wanted = stage.wanted()
+        self.keys = [key for key in places if key in self.wanted]
+
+    def target(self, key: str) -> Path:
+        """The file that the data config names."""
+        return self.output / f"{key}.parquet"
+
+    def filters(self, key: str) -> bool:
+        """Whether rows are taken out after fetching."""
+        is_judged = self.stage.filter is not None and not self.places[key].filtered
+        return is_judged or (self.places[key].decontaminate and self.decontaminator is not None)
+
+    def mines(self, key: str) -> bool:
+        """Whether negatives are mined."""
+        is_pairs = self.wanted[key].conversion == "pairs"
+        return self.stage.mine is not None and is_pairs and not self.places[key].own_negatives
+
+    def fetched(self, key: str) -> Path:
+        """The file that is fetched: the target itself where no step follows."""
+        folder, _, name = key.partition("/")
+        steps = self.filters(key) or self.mines(key)
+        return self.output / folder / "fetched" / f"{name}.parquet" if steps else self.target(key)
+
+    @cached_property
+    def decontaminator(self) -> Decontaminator | None:
+        """What the model is to be evaluated on, or None where it is not given."""
+        if self.options.decontaminate is None:
+            if self.options.bm25_threshold is not None:
+                rule = "needs evaluation texts to compare with"
+                raise OptionError("bm25_threshold", self.options.bm25_threshold, rule, "give --decontaminate FOLDER")
+            return None
+        given = self.options.decontaminate
+        texts = evaluation_texts(given if isinstance(given, list) else [given])
+        return Decontaminator(texts, self.options.bm25_threshold)
+
+    def model(self, step: Mapping[str, Any]) -> str:
+        """The name of a step's model."""
+        return self.options.teacher or str(step["model"])
+
+    def encoder(self, step: Mapping[str, Any]) -> Encoder:
+        """The encoder of a step's model; the last one is kept."""
+        return _load(self.model(step), self.options.precision, next(iter(self.encoding({}).device_names), None))
+
+    def encoding(self, step: Mapping[str, Any]) -> EncodingOptions:
+        """How texts become vectors, with the prompts of a step."""
+        prompts = {name: step[name] for name in ("query_prompt", "document_prompt") if name in step}
+        return EncodingOptions(precision=self.options.precision, devices=self.options.devices, **prompts)
+
+    def check_options(self) -> None:
+        """Check that faiss is there where it is needed, and say what the steps leave undone."""
+        named = [self.wanted[key].name for key in self.keys if self.places[key].decontaminate]
+        if self.decontaminator is None and named:
+            logger.warning("not decontaminated, as the paper asks: %s; give --decontaminate FOLDER", ", ".join(named))
+        if not self.options.fetch_only and (self.stage.cluster or any(map(self.mines, self.keys))):
+            load_faiss()
+
+    def finish(self, key: str) -> None:
+        """Make the target of what was fetched, and what training reads beside it."""
+        path, source = self.fetched(key), self.places[key]
+        documents = corpus_path(path)
+        if self.filters(key):
+            path = self._filter(key, path)
+        if self.mines(key):
+            if "negatives" in source.columns:
+                _write_negatives(path, documents)
+            self._mine(key, path, documents if documents.exists() else None)
+        if self.stage.cluster or self.stage.vectors:
+            self._cluster(key)
+
+    def _filter(self, key: str, path: Path) -> Path:
+        """Take out what the recipe takes out; returns the file of what stays."""
+        source, output = self.places[key], self.target(key)
+        if self.mines(key):
+            output = path.with_name(f"{path.stem}.kept.parquet")
+        step, judge, top_k = self.stage.filter, dict[str, Any](), None
+        if step is not None and not source.filtered:
+            encoding, top_k = self.encoding(step), step["top_k"]
+            judge = {"encoder": self.encoder(step), **encoding.prompts, "devices": encoding.device_names}
+        kind: Conversion = "pairs" if self.wanted[key].conversion == "pairs" else "class_by_example"
+        filter_pairs(
+            SourceConfig(self.wanted[key].name, str(path), kind),
+            output,
+            FilterRules(top_k=top_k),
+            decontaminator=self.decontaminator if source.decontaminate else None,
+            **judge,
+        )
+        return output
+
+    def _mine(self, key: str, path: Path, documents: Path | None) -> None:
+        """Mine negatives with the set's instruction, for scored pairs in both directions."""
+        step, config = self.stage.mine, self.wanted[key]
+        assert step is not None
+        instruction = config.instruction if isinstance(config.instruction, str) else (config.instruction or [""])[0]
+        prompts = (
+            {"query_prompt": step["query_prompt"].format(instruction=instruction)} if "query_prompt" in step else {}
+        )
+        if config.symmetric and prompts:
+            prompts["document_prompt"] = prompts["query_prompt"]
+        encoding = self.encoding(prompts)
+        mine_negatives(
+            SourceConfig(config.name, str(path), "sts" if self.places[key].kind == "scored" else "pairs"),
+            self.target(key),
+            Teachers([self.model(step)], lambda _: self.encoder(step), **encoding.prompts),
+            NegativeRules(num_negatives=step["num_negatives"]),
+            levels=LevelRules(step["levels"]) if "levels" in step else None,
+            corpus=documents,
+            devices=encoding.device_names,
+        )
+
+    def _cluster(self, key: str) -> None:
+        """Cluster the records, and write the vectors that tell false negatives, where the data config says."""
+        folder, _, name = key.partition("/")
+        config = SourceConfig(name, str(self.target(key)))
+        source = open_cached(config)
+        encode = partial(self._encode, source)
+        if (step := self.stage.cluster) is not None:
+            vectors = encode(step, self.output / folder / "cluster_vectors" / name)
+            settings = ClusterSettings()
+            features = VectorFeatures(vectors, None, settings.seed, partial(record_place, config, source))
+            cluster_pairs(features, source, self.output / folder / "clusters" / name, settings)
+        if (step := self.stage.vectors) is not None:
+            has_negatives = self.stage.data["num_negatives"] > 0
+            encode(step, self.output / folder / "vectors" / name, negatives=has_negatives)
+
+    def _encode(self, source: CachedSource, step: Mapping[str, Any], folder: Path, **options: Any) -> PairVectors:
+        encoding = self.encoding(step)
+        return encode_pairs(
+            self.encoder(step), source, folder, **encoding.prompts, devices=encoding.device_names, **options
+        )
+
+    def made(self) -> list[str]:
+        """The sources of the stage that can be trained on."""
+        return [key for key in self.wanted if self.target(key).exists() and manifest_path(self.target(key)).exists()]
+
+    def write_config(self) -> Path:
+        """Write the data config's sources that are there, with their licences; returns the file."""
+        made = self.made()
+        table = PublicTable.read()
+        sources = []
+        for key, entry in zip(self.wanted, self.stage.data["sources"], strict=True):
+            licence = self.places.get(key, table.place_of(key, None)).licence
+            if key in made:
+                sources.append(entry | ({"licence": licence} if licence else {}))
+        path = self.output / f"{self.stage.config}.yaml"
+        counted = f"{len(sources)} of {len(self.wanted)}"
+        head = f"# The sources of {self.stage.config} that lie here, {counted}.\n#   {self.line(path)}\n"
+        arguments = {**(self.stage.data_changes or {}), "sources": sources}
+        data = {"class_path": "embeddings.data.EmbeddingDataModule", "init_args": arguments}
+        write_text(path, head + yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True, width=110))
+        return path
+
+    def line(self, path: Path) -> str:
+        """The command that trains on the sources."""
+        return f"{ROOT_VARIABLE}={self.output} {program()} fit --recipe {self.stage.run} --config {path}"
+
+    def summary(self, left_out: Mapping[str, str]) -> str:
+        """What was made and what was not, as text."""
+        made, rows = self.made(), []
+        for key in self.keys:
+            config, path = self.wanted[key], self.fetched(key) if self.options.fetch_only else self.target(key)
+            count = f"{pq.read_metadata(path).num_rows:,}" if path.exists() else "missing"
+            paper = "" if config.max_rows is None else f"{config.max_rows:,}"
+            rows.append([config.name, count, paper, self.places[key].licence or "not stated", self.places[key].place])
+        table = format_table([["source", "rows", "of the paper", "licence", "data set"], *rows], "<>><<")
+        name = f"{self.stage.recipe}{f', stage {self.stage.stage}' if self.stage.stage else ''}"
+        lines = [f"{name}: {len(made)} of {len(self.wanted)} sources can be trained on", table]
+        for key in (key for key in self.wanted if key in left_out):
+            most = self.wanted[key].max_rows
+            lines.append(f"left out: {self.wanted[key].name}{f', {most:,} rows' if most else ''}: {left_out[key]}")
+        if made:
+            lines.append(self.line(self.write_config()))
+        return "\n".join(lines)
+
+
+@lru_cache(maxsize=1)
+def _load(name: str, precision: PrecisionName, device: str | None) -> Encoder:
+    return load_encoder(name, precision, None, device)
+
+
+def _write_negatives(path: Path, documents: Path) -> None:
+    """Write the negatives that a set brings as documents to mine among."""
+    schema = pa.schema([("text", pa.string())])
+    with atomic_path(documents) as temporary, table_writer(temporary, schema) as write, pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(_BATCH_ROWS, columns=["negatives"]):
+            texts = [text for negatives in batch.column(0).to_pylist() for text in negatives or ()]
+            write(pa.table({"text": texts}, schema))

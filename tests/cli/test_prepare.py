@@ -1,0 +1,266 @@
+"""`prepare` of a recipe through the command line: from stand-ins of data sets to what its data config trains on."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from lightning import LightningDataModule
+
+from embeddings.cli.fit import run_trainer
+from embeddings.cli.main import main
+from embeddings.data.public import PublicTable
+from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
+from tests.configs.files import build
+from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, quiet_trainer
+from tests.data.public.mirror import answer, question, rows_of, write_data_set, write_mirror
+from tests.helpers.refusals import assert_refused
+from tests.helpers.runs import backbone_folder
+from tests.helpers.tiny import sentencepiece_tokenizer
+
+pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+TABLE = PublicTable.read()
+LIMIT = 30
+STAGES = {stage.config: stage for stage in TABLE.stages}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepare")
+    backbone, tokenizer = load_backbone(BackboneConfig(backbone_folder(folder / "backbone")))
+    Embedder(backbone, tokenizer, MeanPooling(32)).save_pretrained(folder / "model")
+    return str(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    return write_mirror(tmp_path_factory.mktemp("hub"), [s for s in TABLE.sources if not s.collection], 40)
+
+
+@pytest.fixture
+def prepare(model, hub, tmp_path, monkeypatch):
+    """Run `prepare` with the stand-ins and more options; returns the exit code."""
+    monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(recipe, *options, mirror=hub, output="out", limit=LIMIT):
+        words = ["--limit", str(limit), "--mirror", str(mirror), "--teacher", model]
+        return main(["prepare", recipe, *(["--output", output] if output else []), *words, *options])
+
+    return run
+
+
+def rows(path):
+    return pq.read_table(path).to_pylist()
+
+
+@pytest.mark.parametrize("config", STAGES)
+def test_each_stage_becomes_what_its_data_config_trains_on(config, prepare, monkeypatch, capsys):
+    stage = STAGES[config]
+    assert prepare(stage.recipe, *(["--stage", stage.stage] if stage.stage else [])) == 0
+    printed = capsys.readouterr().out
+    fetched = {key for key in stage.wanted() if TABLE.place_of(key, None).why_left_out is None}
+    assert f"{len(fetched)} of {len(stage.wanted())} sources can be trained on" in printed
+    assert sorted(str(path) for path in Path("out").glob("*/*.parquet")) == sorted(
+        f"out/{key}.parquet" for key in fetched
+    )
+    for key in stage.wanted().keys() - fetched:
+        assert f"left out: {key.partition('/')[2]}" in printed
+
+    # The line that it ends with, up to the model, which no test loads.
+    variable, *line = printed.strip().splitlines()[-1].split()
+    assert line[-5:] == ["fit", "--recipe", stage.run, "--config", f"out/{config}.yaml"]
+    monkeypatch.setenv(*variable.split("="))
+    with pytest.raises(SystemExit):
+        run_trainer([*line[-5:], "--print_config"])
+    data = yaml.safe_load(capsys.readouterr().out)["data"]
+    arguments = data["init_args"]
+    assert len(arguments["sources"]) == len(fetched)
+    arguments |= {"batch_size": 4, "num_workers": 0}
+    seen = Ledger(lambda batch: batch.row_B.tolist(), sentencepiece_tokenizer())
+    quiet_trainer(max_steps=4).fit(seen, build(LightningDataModule, data, "data"))
+    assert [len(step) for step in seen.rows] == [4] * 4
+
+
+def test_mined_files_hold_negatives_by_the_teacher_behind_the_sets_instruction(prepare):
+    assert prepare("nv-embed", "--stage", "1", "--only", "fiqa,miracl,nli") == 0
+    found = rows("out/nv_embed/fiqa.parquet")
+    assert [row["query"] for row in found] == [question(row) for row in range(LIMIT)]
+    assert [row["positive"] for row in found] == [[f"T{row} {answer(row)}"] for row in range(LIMIT)]
+    assert sum(len(row["negatives"] or ()) for row in found) > 5 * LIMIT
+    assert all(row["positive"][0] not in (row["negatives"] or ()) for row in found)
+    fields = json.loads(Path("out/nv_embed/fiqa.manifest.json").read_text())
+    asked = "Given a financial question, retrieve relevant passages that answer the query"
+    assert fields["query_prompt_name"] == {"text": f"Instruct: {asked}\nQuery: "}
+    assert (fields["rules"]["num_negatives"], fields["rules"]["margin"]) == (7, 0.95)
+    assert fields["corpus_sha256"]
+    # What a set brings as negatives are documents to mine among; where they are the ones to train on, they stay.
+    mined = {text for row in rows("out/nv_embed/miracl.parquet") for text in row["negatives"] or ()}
+    assert mined & {answer(row + 500) for row in range(LIMIT)}
+    assert rows("out/nv_embed/nli.parquet")[2]["negatives"] == [answer(502 + n) for n in range(7)]
+    assert not Path("out/nv_embed/fetched/nli.parquet").exists()
+
+
+def test_scored_pairs_become_records_in_both_directions(prepare):
+    assert prepare("nv-embed", "--stage", "2", "--only", "sts12") == 0
+    found = rows("out/nv_embed/sts12.parquet")
+    assert [(row["query"], row["positive"]) for row in found[:2]] == [
+        (question(0), [answer(0)]),
+        (answer(0), [question(0)]),
+    ]
+    fields = json.loads(Path("out/nv_embed/sts12.manifest.json").read_text())
+    assert fields["document_prompt_name"] == fields["query_prompt_name"]
+    assert fields["query_prompt_name"]["text"].startswith("Instruct: Retrieve semantically similar text.")
+    assert rows("out/nv_embed/fetched/sts12.parquet")[1] == {
+        "sentence1": question(1),
+        "sentence2": answer(1),
+        "score": 4.0,
+    }
+
+
+def test_web_pages_are_filtered_and_the_releases_pairs_are_not(prepare):
+    assert prepare("moe", "--stage", "pretrain", "--only", "mc4_ar,agnews") == 0
+    fields = json.loads(Path("out/moe_pretrain/mc4_ar.manifest.json").read_text())
+    assert (fields["kind"], fields["rules"]["top_k"]) == ("filtered pairs", 2)
+    assert fields["rules"]["query_prompt_name"] == {"text": "query: "}
+    assert json.loads(Path("out/moe_pretrain/agnews.manifest.json").read_text())["kind"] == "public data"
+
+
+def test_a_curriculums_negatives_have_levels(prepare):
+    assert prepare("mgh", "--only", "nq") == 0
+    levels = [negative["level"] for row in rows("out/mgh/nq.parquet") for negative in row["negatives"] or ()]
+    assert set(levels) == {1, 2, 3, 4}
+
+
+def test_contextual_batches_get_clusters_and_the_filters_vectors(prepare):
+    assert prepare("cde", "--stage", "supervised") == 0
+    for name in ("hotpotqa", "msmarco"):
+        assert Path(f"out/cde_supervised/clusters/{name}/cluster_ids.npy").exists()
+        index = json.loads(Path(f"out/cde_supervised/vectors/{name}/index/manifest.json").read_text())
+        assert index["negatives"] is True
+
+
+def test_texts_like_the_test_sets_go_where_the_recipe_asks_for_it(prepare, tmp_path, caplog):
+    folder = tmp_path / "mteb" / "emotion"
+    folder.mkdir(parents=True)
+    held_out = [{"text": f"{question(row)} 0", "label": "joy"} for row in range(5)]
+    for split in ("train", "test"):
+        texts = held_out if split == "test" else [{"text": f"other {row}", "label": str(row % 2)} for row in range(4)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    assert prepare("nv-embed", "--stage", "2", "--only", "emotion,imdb") == 0
+    assert "not decontaminated, as the paper asks: emotion; give --decontaminate FOLDER" in caplog.text
+    shutil.rmtree("out")
+    options = ["--stage", "2", "--only", "emotion,imdb", "--decontaminate", str(tmp_path / "mteb")]
+    assert prepare("nv-embed", *options) == 0
+    assert [row["text"] for row in rows("out/nv_embed/emotion.parquet")] == [
+        f"{question(row)} 0" for row in range(5, LIMIT)
+    ]
+    assert len(rows("out/nv_embed/imdb.parquet")) == LIMIT
+
+
+def test_a_set_that_is_gone_or_changed_is_named_and_the_others_are_made(prepare, hub, tmp_path, capsys):
+    mirror = tmp_path / "part"
+    shutil.copytree(hub, mirror)
+    shutil.rmtree(mirror / "mteb" / "scifact")
+    squad = TABLE.place_of("nv_embed/squad", None)
+    write_data_set(mirror / "rajpurkar" / "squad", {"default": {"train": [{"question": "a", "answer": "b"}] * 4}})
+    options = ["--stage", "1", "--only", "squad,scifact,nq"]
+    assert prepare("nv-embed", *options, mirror=mirror) == 2
+    written = capsys.readouterr()
+    last = written.err.strip().splitlines()[-1]
+    assert last.startswith(
+        "error: prepare nv-embed: 2 of 3 sources could not be made: squad (hub:rajpurkar/squad: has no"
+    )
+    assert "scifact (hub:mteb/scifact: is not in" in last
+    assert "1 of 16 sources can be trained on" in written.out
+    assert [Path(path).name for path in Path("out/nv_embed").glob("*.parquet")] == ["nq.parquet"]
+    before = Path("out/nv_embed/nq.parquet").read_bytes()
+    shutil.copytree(hub / "mteb" / "scifact", mirror / "mteb" / "scifact")
+    write_data_set(mirror / "rajpurkar" / "squad", {"default": {"train": rows_of(squad, 40)}})
+    assert prepare("nv-embed", *options, mirror=mirror) == 0
+    assert "3 of 16 sources can be trained on" in capsys.readouterr().out
+    assert Path("out/nv_embed/nq.parquet").read_bytes() == before
+
+
+def test_fetching_alone_loads_no_model_and_the_rest_follows(prepare, monkeypatch, capsys):
+    monkeypatch.setattr("embeddings.cli.prepare.load_encoder", None)
+    assert prepare("nv-embed", "--stage", "1", "--only", "nq,nli", "--fetch-only") == 0
+    printed = capsys.readouterr().out
+    assert "1 of 16 sources can be trained on" in printed
+    assert f"nq {LIMIT}" in " ".join(printed.split())
+    assert not Path("out/nv_embed/nq.parquet").exists()
+
+
+def test_what_is_not_confirmed_is_made_when_it_is_asked_for(prepare, capsys):
+    assert prepare("nv-embed", "--stage", "1", "--only", "arguana", "--fetch-only") == 0
+    assert len(rows("out/nv_embed/fetched/arguana.parquet")) == LIMIT
+    assert prepare("moe", "--stage", "finetune", "--fetch-only", "--unconfirmed") == 0
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_a_collection_brings_its_own_negatives(prepare, tmp_path):
+    held = [source for source in TABLE.sources if source.collection == "bge-full-data"]
+    mirror = write_mirror(tmp_path / "bge", [*held, TABLE.place_of("nv_embed/nli", None)], 40)
+    options = ["--stage", "1", "--from", "bge-full-data", "--only", "fever,nli"]
+    assert prepare("nv-embed", *options, mirror=mirror) == 0
+    assert rows("out/nv_embed/fever.parquet")[0]["negatives"] == [answer(500 + n) for n in range(9)]
+
+
+def test_check_asks_for_each_set_and_writes_nothing(prepare, hub, tmp_path, capsys):
+    assert prepare("nv-embed", "--check", output=None) == 0
+    printed = capsys.readouterr().out
+    assert "nv_embed/arguana" in printed
+    assert "not confirmed to be the set" in printed
+    assert "cannot be fetched: The challenge's data need a registration" in printed
+    assert not Path("out").exists()
+    assert prepare("cde", "--check", output=None, mirror=tmp_path) == 2
+    written = capsys.readouterr()
+    assert written.out.count("missing") == 4
+    assert (
+        "4 of 4 data sets are not there: reddit (hub:nomic-ai/nomic-embed-unsupervised-data: is not in" in written.err
+    )
+
+
+def test_check_asks_the_hub_for_access_and_commit(monkeypatch, capsys):
+    asked = []
+
+    class Api:
+        def auth_check(self, name, repo_type):
+            asked.append((name, repo_type))
+            if name.endswith("supervised-data") and "unsupervised" not in name:
+                raise PermissionError("Access to this dataset is restricted.\nAccept its terms.")
+
+        def dataset_info(self, name, revision, timeout):
+            return type("Info", (), {"sha": revision or "c" * 40})()
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    assert main(["prepare", "cde", "--check"]) == 2
+    written = capsys.readouterr()
+    assert written.out.count("dc9becf5b832f22f00007f14581bd73e2e6cf3aa") == 2
+    assert (
+        "2 of 4 data sets are not there: hotpotqa (hub:nomic-ai/nomic-embed-supervised-data: cannot be read"
+        in written.err
+    )
+    assert "restricted" in written.err
+    assert set(asked) == {(f"nomic-ai/nomic-embed-{kind}-data", "dataset") for kind in ("supervised", "unsupervised")}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["nv-embed", "--limit", "0"], "limit must be >= 1, got 0"),
+        (["nv-embed", "--stage", "3"], "stage must be 1 or 2, got '3'"),
+        (["mgh", "--only", "nq,nothing"], "only must name sources of mgh, got 'nq,nothing'; they are nli, dureader"),
+        (["nv-embed", "--only", "bioasq", "--output", "o"], "only names what cannot be fetched (bioasq (The challenge"),
+        (["mgh", "--from", "bge-full-data"], "from has no effect on mgh, got 'bge-full-data'"),
+        (["cde", "--from", "other"], "from must be bge-full-data, got 'other'"),
+        (["cde"], "output must be given"),
+        (["cde", "--bm25-threshold", "0.9", "--output", "o"], "bm25_threshold needs evaluation texts to compare with"),
+        (["--limit", "3", "docstrings"], "recipe must come first, got 'docstrings'; write: "),
+    ],
+)
+def test_impossible_options_are_one_line_and_nothing_is_written(options, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(capsys, tmp_path, says, main, ["prepare", *options])

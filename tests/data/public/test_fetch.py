@@ -1,0 +1,258 @@
+"""Fetching: every kind through the real library, parts that outlive a kill, and sets that are gone or changed."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from embeddings.common import InputError
+from embeddings.common.io import file_sha256
+from embeddings.data import SourceConfig
+from embeddings.data.public import Hub, PublicTable, fetch_source
+from embeddings.data.public import fetch as module
+from embeddings.data.store import open_cached
+from tests.data.public.mirror import answer, beir_tables, question, write_data_set, write_mirror
+
+TABLE = PublicTable.read()
+FETCHED = [source for source in TABLE.sources if source.kind]
+# One source of each kind, and of each way to name its files.
+CHOSEN = {
+    "pairs": "nv_embed/squad",
+    "negatives in columns": "nv_embed/nli",
+    "passages and converted files": "nv_embed/mrtydi",
+    "several splits": "mgh/miracl",
+    "first line": "moe_pretrain/mc4_sw",
+    "labelled": "nv_embed/banking77",
+    "title and abstract": "nv_embed/biorxiv_p2p",
+    "first of many labels": "nv_embed/arxiv_s2s",
+    "tags": "nv_embed/stackexchange_p2p",
+    "JSON lines": "nv_embed/reddit_p2p",
+    "scored": "nv_embed/sts22",
+    "beir": "nv_embed/scifact",
+}
+
+
+@pytest.fixture(autouse=True)
+def _caches(tmp_path, monkeypatch):
+    monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
+
+
+def place(name):
+    return TABLE.place_of(CHOSEN.get(name, name), None)
+
+
+def fetched(source, folder, num_rows=20, limit=None, **changes):
+    hub = Hub(write_mirror(folder / "hub", [source], num_rows, **changes))
+    output = folder / "out" / f"{source.name}.parquet"
+    manifest = fetch_source(source, output, hub, limit)
+    return output, manifest, pq.read_table(output).to_pylist()
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_each_kind_gives_rows_that_training_reads(name, tmp_path):
+    source = place(name)
+    output, manifest, rows = fetched(source, tmp_path)
+    count = 20 * (13 if name == "several splits" else 1)
+    assert len(rows) == manifest["rows"] == count
+    assert manifest["left_out"] == 0
+    assert manifest["output_sha256"] == file_sha256(output)
+    assert manifest["licence"] == source.licence
+    assert json.loads(output.with_suffix(".manifest.json").read_text())["source"]["repository"] == source.repository
+    if source.kind in ("labelled", "first_label"):
+        assert all(row["text"] and row["label"] for row in rows)
+        conversion = "class_by_example"
+    else:
+        conversion = "sts" if source.kind == "scored" else "pairs"
+        first = {name: rows[1][name] for name in (("sentence1", "sentence2") if conversion == "sts" else ("query",))}
+        assert first == (
+            {"sentence1": question(1), "sentence2": answer(1)} if conversion == "sts" else {"query": question(1)}
+        )
+    cached = open_cached(SourceConfig("fetched", str(output), conversion))
+    assert len(cached.table) == count * (2 if conversion == "sts" else 1)
+
+
+def test_what_each_kind_makes_of_a_row(tmp_path):
+    def first(name):
+        return fetched(place(name), tmp_path / name)[2][0]
+
+    assert first("several splits")["positive"] == [answer(0)]
+    assert first("negatives in columns")["negatives"] == [answer(500 + n) for n in range(7)]
+    assert first("passages and converted files")["positive"] == [f"A title {answer(0)}"]
+    assert first("passages and converted files")["negatives"][2] == f"Title 2 {answer(502)}"
+    assert first("first line")["positive"] == [answer(0)]
+    assert first("title and abstract") == {"text": f"{question(0)} 0 {question(0)} 1", "label": "class 0"}
+    assert first("first of many labels")["label"] == "cs.0"
+    assert first("tags") == {"text": f"{question(0)} {answer(0)}", "label": "tag0"}
+    assert first("scored") == {"sentence1": question(0), "sentence2": answer(0), "score": 5.0}
+    assert first("beir")["positive"] == [f"T0 {answer(0)}"]
+
+
+def test_every_source_of_the_table_is_fetched_from_a_set_of_its_columns(tmp_path):
+    hub = Hub(write_mirror(tmp_path / "hub", [s for s in FETCHED if s.collection is None], 3))
+    for number, source in enumerate(s for s in FETCHED if s.collection is None):
+        assert fetch_source(source, tmp_path / f"{number}.parquet", hub, limit=2)["rows"] == 2, source.key
+    assert number == 116
+
+
+def test_queries_corpus_and_judgments_are_joined_a_pair_a_judgment(tmp_path):
+    def change(source, judged):
+        return [
+            *judged,
+            {"query-id": "q0", "corpus-id": "d5", "score": 2.0},
+            {"query-id": "q1", "corpus-id": "gone", "score": 1.0},
+        ]
+
+    output, manifest, rows = fetched(place("beir"), tmp_path, change=change)
+    assert [row["query"] for row in rows] == [question(row) for row in (*range(20), 0)]
+    assert rows[-1]["positive"] == [f"T5 {answer(5)}"]
+    assert manifest["left_out"] == 1
+    documents = pq.read_table(output.with_name("scifact.corpus.parquet")).to_pylist()
+    assert [row["_id"] for row in documents] == [f"d{row}" for row in range(32)]
+    assert set(documents[0]) == {"_id", "title", "text"}
+    assert not list(output.parent.glob("*.work"))
+
+
+def test_a_limit_takes_the_first_rows_and_the_documents_that_they_name(tmp_path):
+    output, manifest, rows = fetched(place("beir"), tmp_path, limit=5)
+    assert [row["query"] for row in rows] == [question(row) for row in range(5)]
+    assert pq.read_metadata(output.with_name("scifact.corpus.parquet")).num_rows == 5
+    assert manifest["limit"] == 5
+    polarity = place("nv_embed/amazon_polarity")
+    assert len(fetched(polarity, tmp_path / "b", limit=7)[2]) == 7
+    with pytest.raises(InputError, match="field 'limit' is 7, expected 8"):
+        fetch_source(polarity, tmp_path / "b" / "out" / "amazon_polarity.parquet", Hub(tmp_path / "b" / "hub"), 8)
+
+
+def test_every_so_many_th_row_is_taken_without_a_limit(tmp_path):
+    source = place("nv_embed/amazon_reviews")
+    assert source.every == 5
+    rows = fetched(source, tmp_path)[2]
+    assert [row["text"] for row in rows] == [f"{question(row)} 0" for row in (0, 5, 10, 15)]
+    assert len(fetched(replace(place("beir"), every=3), tmp_path / "b")[2]) == 7
+
+
+def test_rows_without_a_text_are_left_out_and_counted(tmp_path, caplog):
+    def change(source, rows):
+        rows[3]["context"], rows[4]["question"], rows[5]["context"] = None, " \n", "a\x00b"
+        return rows
+
+    _, manifest, rows = fetched(place("pairs"), tmp_path, change=change)
+    assert (manifest["rows"], manifest["read"], manifest["left_out"]) == (18, 20, 2)
+    assert "row 4: positive" in manifest["left_out_first"]
+    assert rows[3]["positive"] == ["a b"]
+    assert "2 rows left out" in caplog.text
+
+
+class Killed(BaseException):
+    """Ends a process where nothing is caught."""
+
+
+def killed_after(hub, num_rows):
+    """A hub whose streams are cut off after so many rows in all."""
+    left = [num_rows]
+
+    class Cut(Hub):
+        def rows(self, *arguments):
+            stream = super().rows(*arguments)
+
+            class Stream:
+                load_state_dict, state_dict = stream.load_state_dict, stream.state_dict
+
+                def __iter__(self):
+                    for row in stream:
+                        left[0] -= 1
+                        if left[0] < 0:
+                            raise Killed
+                        yield row
+
+            return Stream()
+
+    return Cut(hub.mirror)
+
+
+@pytest.mark.parametrize("name", ["several splits", "JSON lines", "beir", "passages and converted files"])
+def test_a_killed_job_resumes_behind_its_last_part_with_the_same_bytes(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PART_ROWS", 4)
+    source = place(name)
+    whole, _, _ = fetched(source, tmp_path / "whole", num_rows=21)
+    hub, output = Hub(tmp_path / "whole" / "hub"), tmp_path / "again.parquet"
+    counts = []
+    # A join reads judgments and queries again, which are not kept in parts.
+    for _ in range(40):
+        before = len(list(tmp_path.glob("again.parquet.work/*-*.parquet")))
+        try:
+            fetch_source(source, output, killed_after(hub, 9 if name != "beir" else 42 + 9))
+        except Killed:
+            counts.append(len(list(tmp_path.glob("again.parquet.work/*-*.parquet"))) - before)
+            continue
+        break
+    # Each start came at least one part further, and the last one to the end.
+    assert 2 <= len(counts) < 40
+    assert min(counts) >= 1
+    assert output.read_bytes() == whole.read_bytes()
+    if name == "beir":
+        names = [path.with_name(f"{path.stem}.corpus.parquet") for path in (output, whole)]
+        assert names[0].read_bytes() == names[1].read_bytes()
+
+
+def test_a_part_that_is_cut_off_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PART_ROWS", 4)
+    source = place("pairs")
+    hub = Hub(write_mirror(tmp_path / "hub", [source], 20))
+    with pytest.raises(Killed):
+        fetch_source(source, tmp_path / "a.parquet", killed_after(hub, 9))
+    last = sorted(tmp_path.glob("a.parquet.work/*.parquet"))[-1]
+    last.write_bytes(last.read_bytes()[:50])
+    with pytest.raises(InputError, match="is damaged; delete it, and run again"):
+        fetch_source(source, tmp_path / "a.parquet", hub)
+    last.unlink()
+    assert fetch_source(source, tmp_path / "a.parquet", hub)["rows"] == 20
+
+
+def test_a_finished_file_is_kept_and_a_foreign_one_refused(tmp_path):
+    source = place("pairs")
+    output, manifest, _ = fetched(source, tmp_path)
+    again = fetch_source(source, output, Hub(tmp_path / "nowhere"))
+    assert again["output_sha256"] == manifest["output_sha256"]
+    output.write_bytes(b"other")
+    with pytest.raises(InputError, match="is not the file that its manifest describes"):
+        fetch_source(source, output, Hub(tmp_path / "hub"))
+
+
+def test_a_set_that_is_gone_changed_or_empty_is_one_line_and_leaves_nothing(tmp_path):
+    source = place("pairs")
+    output = tmp_path / "out.parquet"
+
+    def refusal(rows=None):
+        if rows is not None:
+            write_data_set(tmp_path / "hub" / str(source.repository), {"default": {"train": rows}})
+        with pytest.raises(InputError) as raised:
+            fetch_source(source, output, Hub(tmp_path / "hub"))
+        assert "\n" not in str(raised.value)
+        assert not list(tmp_path.glob("out*"))
+        return str(raised.value)
+
+    assert "hub:rajpurkar/squad: is not in" in refusal()
+    changed = [{"question": "a", "passage": "b"}] * 4
+    assert "has no column 'context' among question, passage; it has changed" in refusal(changed)
+    assert "has no row that can be used (row 1: positive" in refusal([{"question": "a", "context": ""}] * 4)
+    write_data_set(tmp_path / "hub" / str(source.repository), {"default": {"test": changed}})
+    with pytest.raises(InputError, match="hub:rajpurkar/squad: cannot be read"):
+        fetch_source(source, output, Hub(tmp_path / "hub"))
+
+
+def test_a_column_that_only_a_later_table_lacks_is_named_too(tmp_path):
+    source = place("beir")
+    tables = beir_tables(4)
+    corpus = [{"_id": row["_id"], "body": row["text"]} for row in tables["corpus"]]
+    subsets = {
+        "queries": {"queries": tables["queries"]},
+        "corpus": {"corpus": corpus},
+        "default": {"train": tables["default"]},
+    }
+    write_data_set(tmp_path / str(source.repository), subsets)
+    with pytest.raises(InputError, match="has no column 'text' among _id, body"):
+        fetch_source(source, tmp_path / "out.parquet", Hub(tmp_path))
+    assert not Path(tmp_path / "out.parquet.work").exists()

@@ -1,0 +1,101 @@
+"""The table of public data sets: complete for every recipe, and in the words of the cards."""
+
+from collections import Counter
+
+import pytest
+
+from embeddings.cli.configs import read_recipes
+from embeddings.common import OptionError
+from embeddings.data.public import KINDS, PublicTable
+
+TABLE = PublicTable.read()
+# The columns of each data set as its card lists them, typed from the cards a second time.
+CARDS = {
+    "nomic-ai/nomic-embed-unsupervised-data": "query document dataset shard",
+    "cfli/bge-full-data": "query pos neg category type prompt pos_scores neg_scores",
+    "cfli/bge-e5data": "query pos neg category type prompt pos_scores neg_scores",
+    "sentence-transformers/quora-duplicates": "anchor positive",
+    "sentence-transformers/trivia-qa": "query answer",
+    "intfloat/multilingual_cc_news": "title maintext url date_publish",
+    "castorini/mr-tydi": "query_id query positive_passages negative_passages",
+}
+# Rows that the cards state.
+ROWS = {
+    "moe_pretrain/reddit_title_body": 66_204_599,
+    "moe_pretrain/agnews": 420_288,
+    "moe_finetune/miracl_ru": 4_683,
+    "mgh/dureader": 80_416,
+    "mgh/t2ranking": 90_467,
+    "mgh/quora": 149_263,
+}
+STAGES = {"nv-embed": 2, "mgh": 1, "moe": 2, "cde": 2}
+
+
+def test_every_source_of_every_data_config_has_a_place_and_no_place_is_left_over():
+    wanted = {key for stage in TABLE.stages for key in stage.wanted()}
+    assert Counter(stage.recipe for stage in TABLE.stages) == STAGES
+    assert len(wanted) == 42 + 14 + 39 + 22 + 4
+    assert {source.key for source in TABLE.sources if source.collection is None} == wanted
+    assert {source.key for source in TABLE.sources} == wanted
+    recipes = read_recipes()
+    for stage in TABLE.stages:
+        assert f"lightning_configs/data/{stage.config}.yaml" in recipes[stage.run]["configs"].split()
+
+
+def test_what_cannot_be_fetched_says_why_and_few_sources_are():
+    left_out = {source.key: source.why_left_out for source in TABLE.sources if source.why_left_out}
+    own = {key for key in left_out if TABLE.place_of(key, None).why_left_out}
+    assert {key for key in own if TABLE.place_of(key, None).kind is None} == {
+        *("nv_embed/bioasq", "nv_embed/hover", "nv_embed/reddit_s2s", "nv_embed/stackexchange_s2s")
+    }
+    assert own - {key for key in own if TABLE.place_of(key, None).kind is None} == {
+        *("nv_embed/arguana", "nv_embed/stackexchange"),
+        *("moe_finetune/miracl_id", "moe_finetune/miracl_ja", "moe_finetune/miracl_ko"),
+    }
+    for source in TABLE.sources:
+        assert source.evidence or not source.confirmed, source.key
+
+
+def test_columns_and_rows_are_those_of_the_cards():
+    compared = 0
+    for source in TABLE.sources:
+        if source.repository in CARDS:
+            names = [
+                name for names in source.columns.values() for name in ([names] if isinstance(names, str) else names)
+            ]
+            assert set(names) <= set(CARDS[source.repository].split()), source.key
+            compared += 1
+    assert compared > 70
+    assert {key: TABLE.place_of(key, None).rows for key in ROWS} == ROWS
+
+
+def test_a_kind_writes_what_the_data_config_reads():
+    """A file of labelled texts for a conversion by class, records or scored pairs for the others."""
+    read_as = {"pairs": {"pairs", "beir", "first_line", "scored"}}
+    labelled = {"labelled", "first_label"}
+    compared = 0
+    for stage in TABLE.stages:
+        for key, config in stage.wanted().items():
+            place = TABLE.place_of(key, None)
+            if place.kind:
+                assert place.kind in read_as.get(config.conversion, labelled), key
+                assert config.columns == {}, key
+                compared += 1
+    assert compared == 14 + 38 + 14 + 39 + 22 + 4
+    assert set(KINDS) == {source.kind for source in TABLE.sources if source.kind}
+
+
+def test_a_stage_that_is_not_there_is_refused():
+    assert [stage.stage for stage in TABLE.stages_of("moe", None)] == ["pretrain", "finetune"]
+    with pytest.raises(OptionError, match="stage must be 1 or 2, got '3'"):
+        TABLE.stages_of("nv-embed", "3")
+    with pytest.raises(OptionError, match="has no effect on mgh, which has one stage"):
+        TABLE.stages_of("mgh", "1")
+
+
+def test_a_collection_takes_the_place_of_the_sources_that_it_holds():
+    assert TABLE.place_of("nv_embed/fever", "bge-full-data").split == "fever"
+    assert TABLE.place_of("nv_embed/fever", None).repository == "mteb/fever"
+    assert TABLE.place_of("nv_embed/scifact", "bge-full-data").repository == "mteb/scifact"
+    assert TABLE.collections(["nv_embed/fever", "mgh/fever"]) == ["bge-full-data"]
+    assert TABLE.collections(["mgh/fever"]) == []
