@@ -17,7 +17,7 @@ from tests.configs.files import build
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, quiet_trainer
 from tests.data.public.mirror import answer, question, rows_of, write_data_set, write_mirror
 from tests.helpers.refusals import assert_refused
-from tests.helpers.runs import backbone_folder
+from tests.helpers.runs import backbone_folder, write_retrieval_folder
 from tests.helpers.tiny import sentencepiece_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
@@ -82,6 +82,19 @@ def test_each_stage_becomes_what_its_data_config_trains_on(config, prepare, monk
     seen = Ledger(lambda batch: batch.row_B.tolist(), sentencepiece_tokenizer())
     quiet_trainer(max_steps=4).fit(seen, build(LightningDataModule, data, "data"))
     assert [len(step) for step in seen.rows] == [4] * 4
+
+
+def test_data_sets_become_a_scored_stand_in_in_two_lines(prepare, monkeypatch, capsys):
+    assert prepare("nv-embed", "--stage", "1", "--only", "nq,fiqa") == 0
+    variable, *line = capsys.readouterr().out.strip().splitlines()[-1].split()
+    monkeypatch.setenv(*variable.split("="))
+    assert main([*line[-5:], "--stand-in", "tiny", "--limit-data", "20"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    (model,) = (line.removeprefix("model: ") for line in said if line.startswith("model: "))
+    assert "fiqa" in Path(model, "README.md").read_text()
+    folder = write_retrieval_folder(Path("validation"))
+    assert main(["evaluate", "--model", model, "--data", str(folder), "--output", "s.json"]) == 0
+    assert 0 <= json.loads(Path("s.json").read_text())[0]["metrics"]["ndcg_at_10"] <= 1
 
 
 def test_mined_files_hold_negatives_by_the_teacher_behind_the_sets_instruction(prepare):
