@@ -224,6 +224,19 @@ def test_a_killed_search_resumes_in_the_corpus(encoder, world, tmp_path, monkeyp
     assert not left.exists()
 
 
+def test_one_corpus_at_a_time_lies_on_the_disk(encoder, world, tmp_path, monkeypatch):
+    encode, places = Encoder.encode, []
+
+    def spy(self, *args, **options):
+        places.append({path.name for path in tmp_path.rglob("*.corpus")})
+        return encode(self, *args, **options)
+
+    monkeypatch.setattr(Encoder, "encode", spy)
+    run(encoder, "air-bench-qa-law-en-de", tmp_path / "out")
+    assert {len(names) for names in places} == {1}
+    assert len(set().union(*places)) == 2
+
+
 def test_private_sets_are_searched_and_zipped_for_the_leaderboard(encoder, world, tmp_path, monkeypatch):
     monkeypatch.setattr(air_bench, "SUBMITTED", 15)
     monkeypatch.setattr(air_bench, "encode_corpus", partial(encode_corpus, shard_size=16))
