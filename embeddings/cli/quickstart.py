@@ -15,9 +15,12 @@ from embeddings.common.errors import program
 from embeddings.common.io import write_json
 from embeddings.common.process import tune_malloc
 from embeddings.common.text import format_table
+from embeddings.data import SourceConfig
 from embeddings.data.docstrings import prepare_docstrings
+from embeddings.data.store import open_cached
 from embeddings.evaluation import RetrievalFolder, read_retrieval_folder, retrieval_metrics, score_retrieval
 from embeddings.inference import BM25, Encoder, search_top_k
+from embeddings.mining import Bm25Features, ClusterSettings, cluster_pairs
 from embeddings.models import Embedder
 
 Folders = dict[str, RetrievalFolder]
@@ -25,6 +28,9 @@ Vectors = npt.NDArray[np.float32]
 
 CONFIG = "lightning_configs/quickstart.yaml"
 CORPUS, OUTPUT = Path("data/docstrings"), Path("checkpoints/quickstart")
+# In the corpus, so that they go when that is made anew.
+CLUSTERS = CORPUS / "clusters"
+NUM_PHASES = 6
 SPLITS = ("in_domain", "held_out")
 METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
 EXAMPLES = (
@@ -37,23 +43,27 @@ EXAMPLES = (
 def quickstart() -> None:
     """Build the docstring corpus, train on it, and show what it brought.
 
-    A finished corpus in `data/docstrings` is reused. `checkpoints/quickstart` is then a model directory, with
-    `curves.png` and `metrics.json` in it. Both places are those of lightning_configs/quickstart.yaml, which trains.
+    A finished corpus in `data/docstrings` and its clusters are reused. `checkpoints/quickstart` is then a model
+    directory, with `curves.png` and `metrics.json` in it. Both places are those of lightning_configs/quickstart.yaml,
+    which trains.
     """
     seconds: dict[str, float] = {}
     with phase(1, "the docstring corpus", seconds, "corpus"):
         prepare_docstrings(CORPUS)
 
+    with phase(2, "clusters of pairs that share words: a batch each", seconds, "clusters"):
+        cluster_corpus()
+
     data = {split: read_retrieval_folder(CORPUS / "eval" / split) for split in SPLITS}
     results: dict[str, Any] = {}
-    with phase(2, "scores before training: BM25, and the model as it comes", seconds, "before"):
+    with phase(3, "scores before training: BM25, and the model as it comes", seconds, "before"):
         results["bm25"] = score_bm25(data)
         results["before"], _ = score_model("all-MiniLM-L6-v2", data)
-    with phase(3, "training", seconds, "train"):
+    with phase(4, "training", seconds, "train"):
         run = train()
-    with phase(4, "scores after training", seconds, "after"):
+    with phase(5, "scores after training", seconds, "after"):
         results["after"], document_ND = score_model(str(OUTPUT), data)
-    with phase(5, "three searches over the held-out packages", seconds, "search"):
+    with phase(6, "three searches over the held-out packages", seconds, "search"):
         show_searches(OUTPUT, data["held_out"], document_ND)
     results["seconds"] = {name: round(value, 1) for name, value in seconds.items()}
     results["seconds"]["total"] = round(sum(seconds.values()), 1)
@@ -69,10 +79,19 @@ def quickstart() -> None:
 @contextmanager
 def phase(number: int, title: str, seconds: dict[str, float], name: str) -> Iterator[None]:
     """Announce a phase and record how long it took."""
-    print(f"\n[{number}/5] {title}", flush=True)
+    print(f"\n[{number}/{NUM_PHASES}] {title}", flush=True)
     start = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - start
+
+
+def cluster_corpus() -> None:
+    """Cluster the training pairs by their words, as lightning_configs/quickstart.yaml reads them."""
+    source = open_cached(SourceConfig("docstrings", str(CORPUS / "train.jsonl.gz")))
+    settings = ClusterSettings(cluster_size=32, num_iterations=10, num_runs=1)
+    found = cluster_pairs(Bm25Features(source), source, CLUSTERS, settings)
+    assert found is not None
+    print(f"  {found.num_clusters} clusters of {found.num_rows} pairs in {CLUSTERS}")
 
 
 def score_bm25(data: Folders) -> dict[str, Any]:
