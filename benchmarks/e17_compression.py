@@ -1,8 +1,8 @@
 """E17: NV-Embed's Tables 6 to 8 in miniature: a model pruned to half, retrained, retrained by its teacher, quantised.
 
 The model is E18's teacher, all-MiniLM-L6-v2 trained on the docstring corpus. A trial prunes it by one method in one
-pattern, trains it with LoRA that keeps the zeros, with and without the states of the model before pruning, and stores
-the last one in INT8, E4M3 and E5M2.
+pattern and trains it with LoRA that keeps the zeros, with and without the states of the model before pruning. As in the
+paper, SparseGPT's last model is then stored in INT8, E4M3 and E5M2.
 """
 
 import shutil
@@ -33,7 +33,7 @@ from embeddings.training.optim import Schedule
 
 Pattern = Literal["2:4", "4:8", "unstructured"]
 NUMBERS: tuple[NumberName, ...] = ("int8", "fp8_e4m3", "fp8_e5m2")
-STAGES = ("pruned", "retrained", "retrained by the teacher", *NUMBERS)
+STAGES = ("pruned", "retrained", "retrained by the teacher")
 PAGE = "held-out packages"
 
 
@@ -48,12 +48,14 @@ class Recipe(TrainingRecipe):
         alpha: Weight of the teacher's states.
     """
 
-    num_steps: int = 20
-    learning_rate: float = 2e-4
+    # Small steps, no dropout: 20 steps of 32 pairs with dropout left the 2:4 model at 0.750, these at 0.757 (seed 0).
+    num_steps: int = 80
+    batch_size: int = 8
+    learning_rate: float = 1e-3
     method: PruningMethod = "sparsegpt"
     pattern: Pattern = "2:4"
     num_texts: int = 128
-    alpha: float = 1.0
+    alpha: float = 100.0
 
 
 RECIPES = {
@@ -89,7 +91,7 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
             with timed(found, stage):
                 last = retrained(world, recipe, trial.seed, pruned, teacher, folder / stage.replace(" ", "-"))
             found |= measured(world, last, stage, recipe)
-        for number in NUMBERS:
+        for number in NUMBERS if recipe.method == "sparsegpt" else ():
             with timed(found, number):
                 small = compressed(last, folder / number, quantization=QuantizationOptions(number), texts=texts)
             found |= measured(world, small, number, recipe)
@@ -133,7 +135,7 @@ def compressed(
 def retrained(world: Classroom, recipe: Recipe, seed: int, pruned: Path, teacher: Path | None, output: Path) -> Path:
     """The pruned model after LoRA that keeps its zeros, with the teacher's states where there is one."""
     module = NVEmbedModule(
-        BackboneConfig(str(pruned)),
+        BackboneConfig(str(pruned), dropout=0.0),
         MeanPooling,
         lora=LoraSettings(rank=16, alpha=32, dropout=0.0, keep_zeros=True),
         loss=InfoNCE(temperature=0.05),
@@ -144,7 +146,8 @@ def retrained(world: Classroom, recipe: Recipe, seed: int, pruned: Path, teacher
         distillation=None if teacher is None else LayerDistillation(str(teacher), recipe.alpha),
     )
     source = replace(world.pairs(rows_of(world.tiny)), surrogate_vectors=None)
-    rows = replace(rows_of(world.tiny), num_steps=recipe.num_steps, max_length=recipe.max_length)
+    sizes = {"num_steps": recipe.num_steps, "max_length": recipe.max_length, "batch_size": recipe.batch_size}
+    rows = replace(rows_of(world.tiny), **sizes)  # type: ignore[arg-type]
     fit(world, module, data_of(rows, source, seed), recipe.num_steps)
     module.embedder.save_pretrained(output)
     return output
@@ -162,8 +165,10 @@ def main() -> None:
     """Compress by each method in each pattern; print the table of scores after each stage."""
     chosen = trial_options(__doc__)
     scores = run(chosen, RECIPES)
-    metrics = [f"{stage}, {PAGE}" for stage in ("dense", *STAGES)]
-    print(f"E17, nDCG@10\n{table(scores, metrics)}")
+    trained = [f"{stage}, {PAGE}" for stage in ("dense", *STAGES)]
+    print(f"E17, nDCG@10\n{table(scores, trained)}")
+    stored = [one for one in scores if one.variant.startswith("sparsegpt")]
+    print(table(stored, [f"{number}, {PAGE}" for number in NUMBERS]))
 
 
 if __name__ == "__main__":
