@@ -17,6 +17,9 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 quickstart: $(STAMP)
 	$(BIN)/python main.py quickstart
 
+# Before anything is imported: the hub library reads it once, earlier than tests/conftest.py runs.
+test test-all: export HF_HUB_OFFLINE = 1
+
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not gpu and not multi_gpu and not network"
 
