@@ -15,7 +15,7 @@ from embeddings.cli.encode import PrecisionName, load_encoder
 from embeddings.cli.mining import evaluation_texts
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import program
-from embeddings.common.io import atomic_path, write_text
+from embeddings.common.io import atomic_path, check_manifest, write_text
 from embeddings.common.jobs import manifest_path
 from embeddings.common.process import logger
 from embeddings.common.text import format_table, one_line
@@ -337,7 +337,16 @@ class StageWork:
 
     def made(self) -> list[str]:
         """The sources of the stage that can be trained on."""
-        return [key for key in self.wanted if self.target(key).exists() and manifest_path(self.target(key)).exists()]
+        return [key for key in self.wanted if manifest_path(self.target(key)).exists() and self._is_whole(key)]
+
+    def _is_whole(self, key: str) -> bool:
+        """Whether the file is there, and what training reads beside it."""
+        folder, _, name = key.partition("/")
+        beside = [self.output / folder / "clusters" / name] if self.stage.cluster else []
+        beside += [self.output / folder / "vectors" / name / "documents"] if self.stage.vectors else []
+        return self.target(key).exists() and all(
+            (part / "manifest.json").exists() and bool(check_manifest(part, {}).get("complete")) for part in beside
+        )
 
     def write_config(self) -> Path:
         """Write the data config's sources that are there, with their licences; returns the file."""

@@ -77,7 +77,8 @@ def test_each_stage_becomes_what_its_data_config_trains_on(config, prepare, monk
         run_trainer([*line[-5:], "--print_config"])
     data = yaml.safe_load(capsys.readouterr().out)["data"]
     arguments = data["init_args"]
-    assert len(arguments["sources"]) == len(fetched)
+    licences = {key.partition("/")[2]: TABLE.place_of(key, None).licence for key in fetched}
+    assert {source["name"]: source["licence"] for source in arguments["sources"]} == licences
     arguments |= {"batch_size": 4, "num_workers": 0}
     seen = Ledger(lambda batch: batch.row_B.tolist(), sentencepiece_tokenizer())
     quiet_trainer(max_steps=4).fit(seen, build(LightningDataModule, data, "data"))
@@ -147,8 +148,11 @@ def test_a_curriculums_negatives_have_levels(prepare):
     assert set(levels) == {1, 2, 3, 4}
 
 
-def test_contextual_batches_get_clusters_and_the_filters_vectors(prepare):
+def test_contextual_batches_get_clusters_and_the_filters_vectors(prepare, capsys):
+    assert prepare("cde", "--stage", "supervised", "--fetch-only") == 0
+    assert "0 of 2 sources can be trained on" in capsys.readouterr().out
     assert prepare("cde", "--stage", "supervised") == 0
+    assert "2 of 2 sources can be trained on" in capsys.readouterr().out
     for name in ("hotpotqa", "msmarco"):
         assert Path(f"out/cde_supervised/clusters/{name}/cluster_ids.npy").exists()
         index = json.loads(Path(f"out/cde_supervised/vectors/{name}/index/manifest.json").read_text())

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from embeddings.common import InputError
-from embeddings.common.io import file_sha256
+from embeddings.common.io import atomic_path, file_sha256
 from embeddings.data import SourceConfig
 from embeddings.data.public import Hub, PublicTable, fetch_source
 from embeddings.data.public import fetch as module
@@ -87,6 +87,15 @@ def test_what_each_kind_makes_of_a_row(tmp_path):
     assert first("tags") == {"text": f"{question(0)} {answer(0)}", "label": "tag0"}
     assert first("scored") == {"sentence1": question(0), "sentence2": answer(0), "score": 5.0}
     assert first("beir")["positive"] == [f"T0 {answer(0)}"]
+
+
+def test_a_sets_negative_that_is_the_query_or_a_positive_is_none(tmp_path):
+    def change(source, rows):
+        rows[2]["negative_1"], rows[2]["negative_4"] = answer(2), question(2)
+        return rows
+
+    rows = fetched(place("negatives in columns"), tmp_path, change=change)[2]
+    assert [len(row["negatives"]) for row in rows[1:4]] == [7, 5, 7]
 
 
 def test_every_source_of_the_table_is_fetched_from_a_set_of_its_columns(tmp_path):
@@ -195,6 +204,25 @@ def test_a_killed_job_resumes_behind_its_last_part_with_the_same_bytes(name, tmp
     if name == "beir":
         names = [path.with_name(f"{path.stem}.corpus.parquet") for path in (output, whole)]
         assert names[0].read_bytes() == names[1].read_bytes()
+
+
+def test_a_join_that_is_killed_while_it_writes_pairs_resumes_behind_the_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PART_ROWS", 4)
+    whole, _, _ = fetched(place("beir"), tmp_path)
+    output, hub = tmp_path / "again.parquet", Hub(tmp_path / "hub")
+
+    def write(path):
+        if path.name == "rows-00002.parquet":
+            raise Killed
+        return atomic_path(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "atomic_path", write)
+        with pytest.raises(Killed):
+            fetch_source(place("beir"), output, hub)
+    assert len(list(tmp_path.glob("again.parquet.work/rows-*"))) == 2
+    assert fetch_source(place("beir"), output, hub)["rows"] == 20
+    assert output.read_bytes() == whole.read_bytes()
 
 
 def test_a_part_that_is_cut_off_is_named(tmp_path, monkeypatch):
