@@ -321,11 +321,14 @@ def command_parser(name: str) -> Any:
     raise RuntimeError(f"{name} built no parser")
 
 
-def fit_parser() -> Any:
-    """The parser of `fit`."""
+def fit_parser(name: str = "fit") -> Any:
+    """The parser of `fit`, or of `plan`, which has more options."""
     from embeddings.cli.fit import TrainerCLI, make_cli
+    from embeddings.cli.plan import PlanCLI
 
-    class Stopping(TrainerCLI):
+    kind: Any = PlanCLI if name == "plan" else TrainerCLI
+
+    class Stopping(kind):
         def parse_arguments(self, parser: Any, args: Any) -> None:
             raise _Built(self._parser("fit"))
 
@@ -398,12 +401,16 @@ def command_line_page() -> str:
     links = [[f"[`{name}`](#{name.replace(' ', '-')})", summaries[name]] for name in names]
     parts.append(markdown_table(["command", "what it does"], links))
     for name in names:
-        parser = fit_parser() if name in TRAINER_COMMANDS else command_parser(name)
+        parser = fit_parser(name) if name in TRAINER_COMMANDS else command_parser(name)
         positions = " ".join(action.dest.upper() for action in parser._actions if not action.option_strings)
         parts.append(f"## {name}")
         parts.append(f"`python main.py {name}{' ' + positions if positions else ''} [options]`: {summaries[name]}.")
         parts += paragraphs(name)
-        parts.append(markdown_table(header, option_rows(parser)))
+        rows = option_rows(parser)
+        if name == "plan":
+            shared = option_rows(fit_parser())
+            rows = [row for row in rows if row not in shared]
+        parts.append(markdown_table(header, rows))
     return "\n\n".join(parts) + "\n"
 
 
@@ -411,7 +418,9 @@ def paragraphs(name: str) -> list[str]:
     """What a command's docstring says before its arguments; of `fit`, how its configs are read."""
     from embeddings.cli.main import COMMANDS
 
-    if name not in COMMANDS:
+    if name == "plan":
+        text = "It takes the options of [`fit`](#fit), and these."
+    elif name not in COMMANDS:
         text = (
             "The options of `model` and `data` are those of the class that is chosen; "
             "`python main.py fit --model.help CLASS` lists them."

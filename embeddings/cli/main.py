@@ -82,7 +82,10 @@ COMMANDS = {
     "show clusters": Command("embeddings.cli.show:clusters", "a picture of the rows of some clusters"),
     "show sparsity": Command("embeddings.cli.show:sparsity", "a picture of the zeros in each matrix of a model"),
 }
-TRAINER_COMMANDS = {"fit": "train a model from configs (--config FILE, or --recipe NAME)"}
+TRAINER_COMMANDS = {
+    "fit": "train a model from configs (--config FILE, or --recipe NAME)",
+    "plan": "what such a training needs: memory, arithmetic, hours, disk",
+}
 # Lightning's other loops, which no module has, and the command that does their work.
 OTHER_LOOPS = {"validate": "evaluate", "test": "evaluate", "predict": "encode"}
 # What commands are called elsewhere.
@@ -134,7 +137,11 @@ def dispatch(argv: list[str]) -> None:
         check_variables()
         with handle_preemption():
             # Lightning and torch load only for the commands that train.
-            if "--check" in argv:
+            if name == "plan":
+                from embeddings.cli.plan import plan
+
+                plan(argv[1:])
+            elif "--check" in argv:
                 from embeddings.cli.check import check_run
 
                 check_run(argv)

@@ -196,6 +196,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The Hugging Face model of a local folder, without a pooling layer; of an encoder with a decoder, the encoder.
 
+    Under `torch.device("meta")` it is made of its config alone, and no weights are read.
+
     Args as in `BackboneConfig`, and: `auto_class` chooses the model's class, `new_head` leaves weights random that the
     checkpoint lacks outside the backbone, `unused` collects the names of tensors that the model has no use for,
     `is_4bit` keeps linear layers in 4 bits, on this process's GPU where there is one.
@@ -217,6 +219,8 @@ def load_model(
     if (folder / "adapter_config.json").is_file():
         raise InputError(str(folder), "holds adapters of another model", "merge them into it and give the result")
     weight_files(folder)
+    if torch.get_default_device().type == "meta":
+        return _without_weights(folder, model_config, dtype, attn_implementation, auto_class)
     options: dict[str, Any] = {"config": model_config, "dtype": dtype, "use_safetensors": True}
     options["trust_remote_code"] = False
     options["ignore_mismatched_sizes"] = True  # so that they are reported by name; below they are refused
@@ -296,11 +300,23 @@ def model_without_weights(folder: Path) -> PreTrainedModel:
     Raises:
         InputError: If there is no config, or its architecture is unknown or has no such model.
     """
-    config = read_config(folder)
-    auto_class, options = text_class(config)
+    return _without_weights(folder, read_config(folder), torch.float32)
+
+
+def _without_weights(
+    folder: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype | str,
+    attention: str | None = None,
+    auto_class: Any = AutoModel,
+) -> PreTrainedModel:
+    """The model of a folder's config on the meta device; args as in `load_model`."""
+    auto_class, options = text_class(config) if auto_class is AutoModel else (auto_class, {})
+    options |= {} if attention is None else {"attn_implementation": attention}
+    dtype = dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None) or torch.float32
     try:
         with torch.device("meta"), quiet_transformers():
-            model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False, **options)
+            model = auto_class.from_config(config, dtype=dtype, trust_remote_code=False, **options)
     except Exception as error:  # a config that fits no model raises anything in transformers
         what = f"cannot be built: {_first_line(error)}"
         raise InputError(str(folder), what, "take a complete copy") from error

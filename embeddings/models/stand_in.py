@@ -130,6 +130,13 @@ def write_stand_in(folder: Path, config: PretrainedConfig, head: HeadKind | None
         stand_in_tokenizer(config).save_pretrained(new)
 
 
+def write_structure(folder: Path, config: PretrainedConfig) -> None:
+    """Write a directory of a config and a tokenizer, without weights: what a model on the meta device is made of."""
+    folder.mkdir(parents=True)
+    config.save_pretrained(folder)
+    stand_in_tokenizer(config).save_pretrained(folder)
+
+
 def stand_in_tokenizer(config: PretrainedConfig) -> PreTrainedTokenizerFast:
     """A tokenizer of a few hundred tokens: BERT's kind for an encoder, Mistral's for a decoder."""
     is_decoder = isinstance(getattr(config, "num_key_value_heads", None), int)

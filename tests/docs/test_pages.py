@@ -9,6 +9,7 @@ import pytest
 
 from embeddings.cli import main as command_line
 from embeddings.cli.fit import check_arguments
+from embeddings.cli.plan import OPTIONS
 from embeddings.data import EmbeddingDataModule
 from tests.docs.pages import (
     LINK,
@@ -28,8 +29,8 @@ from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 
 GENERATED = {"cli.md", "api/index.md", *(f"api/{package}.md" for package in hooks.packages())}
 COMMANDS = commands()
-FIT = [(page, words) for page, words in COMMANDS if words[0] == "fit"]
-OTHERS = [(page, words) for page, words in COMMANDS if words[0] != "fit"]
+FIT = [(page, words) for page, words in COMMANDS if words[0] in ("fit", "plan")]
+OTHERS = [(page, words) for page, words in COMMANDS if words[0] not in ("fit", "plan")]
 
 
 def test_the_pages_are_found():
@@ -95,7 +96,10 @@ def test_a_training_command_parses(page, words, tmp_path, monkeypatch):
     assert "mine.yaml" in write_configs(tmp_path)
     monkeypatch.chdir(tmp_path)
     names = {word.partition("=")[0].lstrip("-") for word in words if word.startswith("--")}
-    if words[:2] == ["fit", "--recipe"] and len(words) == 3:  # the lines of recipes are parsed in tests/configs
+    if words[:2] == ["plan", "--recipe"]:
+        assert words[2] in {row["recipe"] for row in hooks.read_rows(hooks.RECIPES)}
+        assert {name.replace("-", "_") for name in names} <= {"recipe", *OPTIONS}
+    elif words[:2] == ["fit", "--recipe"] and len(words) == 3:  # the lines of recipes are parsed in tests/configs
         assert words[2] in {row["recipe"] for row in hooks.read_rows(hooks.RECIPES)} | {"NAME"}
     elif any(re.fullmatch("[A-Z_]+", word) for word in words):  # a pattern in prose, whose options alone are real
         known = " ".join(row[0] for row in hooks.option_rows(hooks.fit_parser())) + " model. data. trainer.callbacks"

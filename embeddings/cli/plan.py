@@ -1,0 +1,313 @@
+"""`plan`: what a training needs before it is paid for, as one table."""
+
+import shutil
+from argparse import SUPPRESS
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser
+
+from embeddings.cli.check import num_devices
+from embeddings.cli.fit import TrainerCLI, run_trainer
+from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.common.text import format_table
+from embeddings.losses import InfoNCE
+from embeddings.models.backbone import read_config
+from embeddings.models.stand_in import architecture, write_structure
+from embeddings.modules.base import BaseModule, ContrastiveModule
+from embeddings.modules.masked_lm import MaskedLMModule
+from embeddings.training.plan import (
+    LossSize,
+    Plan,
+    Setting,
+    StrategyName,
+    Texts,
+    plan_step,
+    trace,
+    trace_embedder,
+    without_data,
+)
+
+GIB, GB = 2**30, 1e9
+# What CUDA, NCCL and fragmentation leave of a GPU's memory.
+USABLE = 0.9
+# Bytes of a token on disk: of packed rows as they are stored, of English text about as many.
+BYTES_A_TOKEN = 4
+OPTIONS: dict[str, tuple[type, Any, str]] = {
+    "gpus": (int, None, "GPUs of the run, in place of those of its configs"),
+    "gpu": (str, "H100 SXM", "what the GPU is called"),
+    "gpu_memory_gb": (float, 80.0, "memory of a GPU in 10^9 bytes"),
+    "peak_tflops": (float, 989.0, "dense bfloat16 operations of a GPU a second, in 10^12"),
+    "peak_share": (float, 0.4, "share of the peak that a run reaches"),
+    "pairs": (int, None, "training pairs of an epoch, or tokens of plain texts"),
+    "query_tokens": (int, None, "tokens of a query; the maximum where it is left out"),
+    "document_tokens": (int, None, "tokens of a document; the maximum where it is left out"),
+    "model_config": (str, None, "a config.json, in place of the backbone's own"),
+}
+
+
+class Parsed(Exception):
+    """The options are parsed, with what parses them; nothing is built."""
+
+
+class PlanCLI(TrainerCLI):
+    """`fit` up to its parsed options, with those of a plan."""
+
+    only_checks = True
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the options of a plan."""
+        super().add_arguments_to_parser(parser)
+        for name, (kind, default, help_text) in OPTIONS.items():
+            shown = help_text if default is None else f"{help_text} (default: {default})"
+            parser.add_argument(f"--{name}", type=kind, default=SUPPRESS, help=shown)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the options and stop by raising `Parsed`."""
+        super().parse_arguments(parser, args)
+        given = {name: self.config.fit.pop(name, default) for name, (_, default, _) in OPTIONS.items()}
+        raise Parsed(parser, self.config, given)
+
+
+def plan(argv: Sequence[str]) -> None:
+    """Print what a run needs: parameters, memory of a GPU, arithmetic of a step, hours and disk.
+
+    The model is built of its config alone, on the meta device, and one step is traced on tensors without content. No
+    weights, data or GPU are needed.
+
+    Args:
+        argv: Options of `fit`, and those of a plan.
+
+    Raises:
+        UserError: If the options do not parse, or the backbone's architecture is not known.
+    """
+    try:
+        run_trainer(["fit", *argv], PlanCLI)
+    except Parsed as parsed:
+        parser, config, given = parsed.args
+    else:
+        return
+    check_given(given)
+    with TemporaryDirectory() as folder:
+        module = build(parser, config, given["model_config"], Path(folder))
+    run = config.fit
+    setting = setting_of(run, given["gpus"])
+    is_quantised = bool((run.model.init_args.get("backbone") or {}).get("quantization"))
+    with without_data(module):
+        texts, loss = trace_run(module, run, setting, given)
+    found = plan_step(module, texts, loss, setting, module.state_per_weight())
+    print("\n".join(lines(module, found, texts, run, setting, given)))
+    if is_quantised:
+        print("note: weights in 4 bits are counted in bfloat16")
+
+
+def check_given(given: dict[str, Any]) -> None:
+    """Check the options of a plan.
+
+    Raises:
+        OptionError: If a number is not positive, or the share above 1.
+    """
+    for name in ("gpus", "gpu_memory_gb", "peak_tflops", "peak_share", "pairs", "query_tokens", "document_tokens"):
+        value = given[name]
+        if value is not None and not 0 < value < float("inf"):
+            raise OptionError(name, value, "must be > 0", "leave it out for the default")
+    if given["peak_share"] > 1:
+        raise OptionError("peak_share", given["peak_share"], "must be <= 1", "0.4 is usual for a well fed GPU")
+
+
+def build(parser: LightningArgumentParser, config: Namespace, model_config: str | None, folder: Path) -> BaseModule:
+    """The run's module on the meta device, of the backbones' configs alone.
+
+    Raises:
+        InputError: If an architecture is not known, or the method trains no such module.
+    """
+    model: Any = config.fit.model.init_args
+    start = model.pop("initial_model", None)
+    for name in ("backbone", "first_stage_backbone"):
+        if model.get(name) is None:
+            continue
+        place = folder / name
+        if model_config is None:
+            found = architecture(start or model[name].name)
+        else:
+            own = folder / "given"
+            own.mkdir(exist_ok=True)
+            if not Path(model_config).is_file():
+                raise InputError(model_config, "is no file", "give the backbone's config.json")
+            shutil.copy(model_config, own / "config.json")
+            found = read_config(own)
+        write_structure(place, found)
+        for option, value in {"name": str(place), "revision": None, "compile": False, "quantization": None}.items():
+            model[name][option] = value
+    if model.get("masking") is not None:
+        # What hides a token is one of the structure's own tokenizer.
+        model.masking.mask_token = "_" if model.objective == "mntp" else None
+    # Callbacks and strategies may need what is not here.
+    only_model = Namespace(fit=Namespace(model=config.fit.model))  # type: ignore[no-untyped-call]
+    with torch.device("meta"):
+        module = parser.instantiate_classes(only_model).fit.model
+    assert isinstance(module, BaseModule)
+    return module
+
+
+def setting_of(run: Any, gpus: int | None) -> Setting:
+    """How the run's step is run."""
+    trainer = run.trainer
+    ranks = gpus or (num_devices(trainer.devices) or 1) * trainer.num_nodes
+    caches = [each for each in trainer.callbacks or () if each.class_path.endswith("GradCacheCallback")]
+    found: Any = caches[-1].init_args if caches else {}
+    kept = found.get("kept_gib")
+    half = any(str(trainer.precision).startswith(kind) for kind in ("bf16", "16"))
+    return Setting(
+        num_ranks=ranks,
+        strategy=strategy_name(trainer.strategy, ranks),
+        half_products=half,
+        mini_batch_tokens=found.get("mini_batch_tokens"),
+        mini_batch_texts=found.get("mini_batch_texts"),
+        # What `auto` keeps follows from what is free.
+        kept_gib=float(kept) if isinstance(kept, int | float) else 0.0,
+        accumulated=int(trainer.accumulate_grad_batches),
+    )
+
+
+def strategy_name(strategy: Any, num_ranks: int) -> StrategyName:
+    """What the ranks share, by the option of the trainer."""
+    if isinstance(strategy, Namespace):
+        name, options = str(strategy.class_path), strategy.get("init_args") or {}
+        if name.endswith("ZeroStrategy"):
+            stages: tuple[StrategyName, ...] = ("zero1", "zero2", "zero3")
+            return stages[int(options.get("stage", 2)) - 1]
+        if name.endswith("FSDP2Strategy"):
+            return "fsdp2"
+    return "ddp" if num_ranks > 1 else "single"
+
+
+def trace_run(module: BaseModule, run: Any, setting: Setting, given: dict[str, Any]) -> tuple[list[Texts], LossSize]:
+    """The texts of one rank's batch with what they cost, and its loss; inside `without_data`.
+
+    Raises:
+        OptionError: If the module is neither contrastive nor a language model.
+    """
+    data, half = run.data.init_args, setting.half_products
+    if isinstance(module, MaskedLMModule):
+        language_model, length = module.language_model, int(data.row_length)
+
+        def states(count: int) -> torch.Tensor:
+            ids_NL = torch.zeros(count, length, dtype=torch.int64)
+            found: torch.Tensor = language_model(ids_NL, ids_NL, module.task.separate_documents, False)
+            return found
+
+        masking = run.model.init_args.masking
+        share = 1.0 if module.task.objective == "causal" else float(0.15 if masking is None else masking.probability)
+        cost = trace(language_model, states, half)
+        width, columns = int(language_model.model.config.hidden_size), language_model.vocab_size
+        rows = round(share * data.batch_size * length)
+        tile = int(run.model.init_args.head.tile_logits)
+        return [Texts("rows", data.batch_size, length, cost)], LossSize(rows, columns, width, tile)
+    if not isinstance(module, ContrastiveModule):
+        raise OptionError("model", type(module).__name__, "is not planned", "plan a contrastive or a language model")
+    queries, text = int(data.batch_size), data.text or TextSettings()
+    documents = queries * (1 + int(data.num_negatives))
+    query_tokens = given["query_tokens"] or int(text.query_max_length)
+    document_tokens = given["document_tokens"] or int(text.document_max_length)
+    texts = trace_embedder(module.embedder, queries, documents, query_tokens, document_tokens, half)
+    loss: InfoNCE = module.loss
+    gathers = loss.gather_across_devices and loss.in_batch_negatives != "off"
+    width = sum(loss.widths or (module.embedder.embedding_dim,))
+    columns = documents * (setting.num_ranks if gathers else 1)
+    return texts, LossSize(queries, columns, width, loss.tile_size, queries + documents)
+
+
+def num_steps(run: Any, setting: Setting, pairs: int | None) -> tuple[float | None, str]:
+    """The optimiser steps of the run, None where they follow from data that are not known, and why so many."""
+    data, trainer = run.data.init_args, run.trainer
+    a_step = data.batch_size * setting.num_ranks * setting.accumulated
+    if trainer.max_steps > 0:
+        return trainer.max_steps, "trainer.max_steps"
+    rows = [source.max_rows for source in data.get("sources") or ()]
+    if pairs is None and rows and all(rows):
+        pairs = sum(rows)
+    if pairs is None or not trainer.max_epochs or trainer.max_epochs < 0:
+        return None, "give --pairs, the training pairs of an epoch" if pairs is None else "the run has no end"
+    if data.get("row_length"):
+        pairs = pairs // int(data.row_length)
+    return trainer.max_epochs * (pairs // a_step), f"{trainer.max_epochs} x {pairs:,} pairs"
+
+
+def lines(
+    module: BaseModule, found: Plan, texts: Sequence[Texts], run: Any, setting: Setting, given: dict[str, Any]
+) -> list[str]:
+    """The table, and a warning where the run does not fit."""
+    total, gpu_gb = sum(found.memory.values()) / GB, given["gpu_memory_gb"]
+    towers = ", ".join(f"{text.count:,} {text.name} of {text.tokens}" for text in texts)
+    rows: list[list[str]] = [
+        ["model", type(module).__name__],
+        ["GPUs", f"{setting.num_ranks} x {given['gpu']}, {setting.strategy}, {run.trainer.precision}"],
+        ["parameters trained", f"{found.trained:,}"],
+        ["parameters frozen", f"{found.frozen:,}"],
+        ["batch of a GPU", f"{towers} tokens"],
+    ]
+    if setting.mini_batch_tokens is not None:
+        cached = f"{found.num_mini_batches} mini-batches, {found.kept:.0%} of the graphs kept"
+        rows.append(["GradCache", cached])
+    rows.append(["memory of a GPU at its peak, GB", ""])
+    rows += [[f"  {part}", _amount(size / GB)] for part, size in found.memory.items() if size]
+    rows.append(["  total", f"{total:.1f} of {gpu_gb:g}"])
+    operations = sum(found.operations.values())
+    seconds = operations / (given["peak_tflops"] * 1e12 * given["peak_share"])
+    rows.append(["operations of a GPU a step, 10^12", ""])
+    rows += [[f"  {part}", _amount(size / 1e12)] for part, size in found.operations.items()]
+    rows += [["  total", _amount(operations / 1e12)]]
+    rows.append(["a step, seconds", f"{seconds:.3g} at {given['peak_share']:g} of {given['peak_tflops']:g} TFLOP/s"])
+    rows += run_rows(module, texts, run, setting, given, seconds, found)
+    table = format_table(rows, align="<<")
+    if total <= USABLE * gpu_gb:
+        return [table]
+    fix = "lower data.batch_size or GradCache's mini_batch_tokens and kept_gib, or shard with FSDP2 or ZeRO"
+    largest = max(found.memory, key=lambda part: found.memory[part])
+    what = f"{total:.1f} GB do not fit: {USABLE:.0%} of {gpu_gb:g} GB are usable, and most are {largest}"
+    return [table, f"warning: {what}; {fix}"]
+
+
+def run_rows(
+    module: BaseModule,
+    texts: Sequence[Texts],
+    run: Any,
+    setting: Setting,
+    given: dict[str, Any],
+    seconds: float,
+    found: Plan,
+) -> list[list[str]]:
+    """The rows of the table about the whole run: steps, pairs, tokens, hours and disk."""
+    pairs = run.data.init_args.batch_size * setting.num_ranks * setting.accumulated
+    # A context's documents are among the batch's own.
+    read = sum(text.count * text.tokens for text in texts if text.name != "context documents")
+    tokens = read * setting.num_ranks * setting.accumulated
+    steps, why = num_steps(run, setting, given["pairs"])
+    unit = "rows" if isinstance(module, MaskedLMModule) else "pairs"
+    rows = [[f"{unit} a step", f"{pairs:,}"], ["tokens a step, at most", f"{tokens:,}"]]
+    if steps is None:
+        rows.append(["steps", f"not known: {why}"])
+    else:
+        hours = steps * seconds / 3600
+        rows += [["steps", f"{steps:,} ({why})"], [f"{unit} in all", f"{steps * pairs:,}"]]
+        rows.append(["hours", f"{_amount(hours)}, {_amount(hours * setting.num_ranks)} of a GPU"])
+        data = min(steps * pairs, given["pairs"] or steps * pairs) / pairs * tokens * BYTES_A_TOKEN
+        rows.append(["disk: converted data, GB", f"{_amount(data / GB)} at most"])
+    weights = {id(weight): weight for weight in module.parameters()}.values()
+    kept = found.trained * 4 * (1 + module.state_per_weight())
+    frozen = [] if module.frozen_base is not None else [weight for weight in weights if not weight.requires_grad]
+    left = sum(weight.numel() * weight.element_size() for weight in frozen)
+    rows.append(["disk: a checkpoint, GB", _amount((kept + left) / GB)])
+    size = sum(weight.numel() * weight.element_size() for weight in weights)
+    rows.append(["disk: the model's directory, GB", _amount(size / GB)])
+    return rows
+
+
+def _amount(value: float) -> str:
+    """A number with two decimals, or with two digits where it is small."""
+    return f"{value:,.2f}" if value >= 1 else f"{value:.2g}"

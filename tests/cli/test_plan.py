@@ -1,0 +1,131 @@
+"""`plan` on recipes and on small runs."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embeddings.cli.configs import read_recipes
+from embeddings.cli.main import main
+from tests.configs.files import CONFIGS
+from tests.helpers.runs import component, run_config, write_config
+
+RECIPES = read_recipes()
+# Their data files have a few sources; parsing forty takes seconds.
+QUICK = ["mgh_docstrings", "small_decoder_mntp"]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
+    """The table of a plan by the names of its rows, and the warning."""
+    capsys.readouterr()
+    assert main(["plan", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [re.split(r" {2,}|: (?=\d+\.\d GB do)", line.strip(), maxsplit=1) for line in lines]
+    return {row[0]: row[-1] for row in rows}
+
+
+def small(folder: Path, kind: str = "bert", **trainer: Any) -> str:
+    """A small run's config."""
+    config = run_config(folder, kind)
+    config["trainer"] |= trainer
+    return write_config(folder, config)
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in RECIPES]
+)
+def test_every_recipe_is_planned_without_its_model_data_and_gpus(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EMBED_TRAIN_DATA", "data")
+    before = sorted(tmp_path.rglob("*"))
+    table = planned(capsys, "--recipe", recipe, "--pairs", "10000000")
+    assert sorted(tmp_path.rglob("*")) == before
+    ranks = int(found[1]) if (found := re.search(r"h100x(\d+)$", recipe)) else 1
+    assert table["GPUs"].startswith(f"{ranks} x H100 SXM, {'ddp' if ranks > 1 else 'single'}, ")
+    trained, frozen = (int(table[f"parameters {kind}"].replace(",", "")) for kind in ("trained", "frozen"))
+    assert trained > 0
+    assert (frozen > 0) == recipe.startswith(("nv_embed", "mgh_h", "mgh_public", "mntp"))
+    assert float(table["total"].split()[0].replace(",", "")) > 0
+    assert "hours" in table
+    assert not table["steps"].startswith("not known")
+
+
+def test_published_sizes_are_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of Nomic Embed v2: 475 M parameters (arXiv:2502.07972, §4.1)."""
+    monkeypatch.setenv("EMBED_TRAIN_DATA", "data")
+    files = ["base", "methods/moe_pretrain", "scales/h100x16_batch16384"]
+    data = ["--data.num_negatives=0", "--data.sources", "[{name: a, path: a.jsonl}]"]
+    table = planned(capsys, *(f"--config={CONFIGS}/{name}.yaml" for name in files), *data)
+    assert table["batch of a GPU"] == "1,024 queries of 512, 1,024 documents of 512 tokens"
+    assert round(int(table["parameters trained"].replace(",", "")) / 1e6) == 475
+
+
+def test_options_of_a_plan_change_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ["--config", small(tmp_path)]
+    table = planned(capsys, *config)
+    assert table["batch of a GPU"] == "8 queries of 16, 24 documents of 16 tokens"
+    assert (table["steps"], table["pairs in all"]) == ("4 (trainer.max_steps)", "32")
+    # 3 products of 8 x 24 scores of width 32.
+    assert table["loss"] == "3.7e-08"
+    more = planned(capsys, *config, "--gpus", "4", "--gpu", "A100", "--query-tokens=4", "--peak-tflops", "312")
+    assert more["GPUs"].startswith("4 x A100, ddp, ")
+    assert more["batch of a GPU"] == "8 queries of 4, 24 documents of 16 tokens"
+    assert more["pairs in all"] == "128"
+    assert more["a step, seconds"].endswith("at 0.4 of 312 TFLOP/s")
+    epochs = planned(capsys, *config, "--trainer.max_steps=-1", "--trainer.max_epochs=3", "--pairs=100")
+    assert epochs["steps"] == "36 (3 x 100 pairs)"
+    unknown = planned(capsys, *config, "--trainer.max_steps=-1", "--trainer.max_epochs=3")
+    assert unknown["steps"] == "not known: give --pairs, the training pairs of an epoch"
+    assert "hours" not in unknown
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
+def test_a_strategy_of_a_config_is_known(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kinds: dict[str, Any] = {"ddp": "ddp", "fsdp2": component("embeddings.strategies.FSDP2Strategy")}
+    kinds |= {f"zero{n}": component("embeddings.strategies.ZeroStrategy", stage=n) for n in (1, 2, 3)}
+    config = small(tmp_path, strategy=kinds[strategy], precision="bf16-mixed")
+    assert planned(capsys, "--config", config, "--gpus=2")["GPUs"] == f"2 x H100 SXM, {strategy}, bf16-mixed"
+
+
+def test_a_run_that_does_not_fit_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = planned(capsys, "--config", small(tmp_path), "--gpu-memory-gb", "0.001")
+    warning = next(value for name, value in table.items() if name.startswith("warning"))
+    assert "do not fit: 90% of 0.001 GB are usable, and most are activations" in warning
+    assert "shard with FSDP2 or ZeRO" in warning
+    assert not any(name.startswith("warning") for name in planned(capsys, "--config", small(tmp_path)))
+
+
+def test_gradcache_and_a_config_of_the_model_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = component("GradCacheCallback", mini_batch_tokens=64)
+    config = ["--config", small(tmp_path, callbacks=[cache]), "--model.backbone.name", "nobody/nothing"]
+    table = planned(capsys, *config, "--model-config", str(tmp_path / "backbone" / "config.json"))
+    assert table["GradCache"] == "8 mini-batches, 12% of the graphs kept"
+    assert main(["plan", *config]) == 2
+    assert "nobody/nothing: is not here, and its architecture is not known" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--gpus", "0"), "gpus must be > 0, got 0"),
+        (("--gpus", "x"), "gpus"),
+        (("--peak-share", "1.5"), "peak_share must be <= 1, got 1.5"),
+        (("--pairs=-1",), "pairs must be > 0, got -1"),
+        (("--gpu-memory-gb", "-2"), "gpu_memory_gb must be > 0, got -2.0"),
+        (("--model-config", "no.json"), "no.json: is no file; give the backbone's config.json"),
+        (("--recipe", "nothing"), "there is no recipe"),
+    ],
+)
+def test_a_bad_option_is_refused_in_a_line(
+    words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small(tmp_path)
+    capsys.readouterr()
+    assert main(["plan", "--config", config, *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.strip().splitlines()[-1].startswith("error: ")
+    assert says in said.err

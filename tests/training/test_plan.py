@@ -1,0 +1,293 @@
+"""What a plan says of a step against the step itself, in small: operations and memory within a tenth."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from embeddings.common import ContrastiveBatch
+from embeddings.common.types import take_texts
+from embeddings.losses import InfoNCE
+from embeddings.models import BackboneConfig, LatentAttentionPooling, LoraSettings, MeanPooling, Upcycling
+from embeddings.modules import CDEModule, MoEEmbedModule, NVEmbedModule
+from embeddings.modules.base import ContrastiveModule
+from embeddings.modules.cde import ContextSettings
+from embeddings.training import GradCache
+from embeddings.training.gradcache import plain_step
+from embeddings.training.plan import (
+    Cost,
+    Linear,
+    LossSize,
+    Plan,
+    Setting,
+    Texts,
+    counted,
+    plan_step,
+    trace_embedder,
+    without_data,
+)
+from tests.helpers.contrastive import Record, batch_of
+from tests.helpers.runs import backbone_folder
+from tests.modules.moe_modules import dense_folder
+
+QUERIES, CANDIDATES, QUERY_TOKENS, DOCUMENT_TOKENS, CONTEXT = 8, 16, 12, 20, 8
+LOSS = InfoNCE(temperature=0.1)
+Make = Callable[[str, bool], ContrastiveModule]
+
+
+def full(name: str, checkpointing: bool) -> ContrastiveModule:
+    backbone = BackboneConfig(name, gradient_checkpointing=checkpointing)
+    return NVEmbedModule(backbone, pooling=MeanPooling, lora=None, loss=LOSS)
+
+
+def lora(name: str, checkpointing: bool) -> ContrastiveModule:
+    backbone = BackboneConfig(name, bidirectional=True, dtype="bfloat16", gradient_checkpointing=checkpointing)
+    settings = LoraSettings(rank=4, alpha=8, dropout=0.1)
+
+    def pooling(hidden_size: int) -> LatentAttentionPooling:
+        return LatentAttentionPooling(hidden_size, num_latents=16, num_heads=2, head_dim=16)
+
+    return NVEmbedModule(backbone, pooling=pooling, lora=settings, loss=LOSS)
+
+
+def moe(name: str, checkpointing: bool) -> ContrastiveModule:
+    backbone = BackboneConfig(name, gradient_checkpointing=checkpointing)
+    return MoEEmbedModule(backbone, upcycling=Upcycling(num_experts=4, top_k=2), loss=LOSS)
+
+
+def cde(name: str, checkpointing: bool) -> ContrastiveModule:
+    backbone = BackboneConfig(name, gradient_checkpointing=checkpointing)
+    return CDEModule(backbone, context=ContextSettings(num_context=CONTEXT, num_soft_prompts=2), loss=LOSS)
+
+
+MODELS: dict[str, Make] = {"full": full, "lora": lora, "moe": moe, "cde": cde}
+
+
+def two_of(name: str, folder: Path, checkpointing: bool = False) -> tuple[ContrastiveModule, ContrastiveModule]:
+    """A module in training mode, and one of the meta device."""
+    kind = "mistral" if name == "lora" else "bert"
+    backbone = dense_folder(folder) if name == "moe" else backbone_folder(folder, kind)
+    with torch.device("meta"):
+        structure = MODELS[name](backbone, checkpointing)
+    return MODELS[name](backbone, checkpointing).train(), structure
+
+
+def batch_for(module: ContrastiveModule) -> ContrastiveBatch:
+    """Texts of two lengths, and the first documents as context where the module reads one."""
+    records = [
+        Record([5 + row] * QUERY_TOKENS, [20 + row] * DOCUMENT_TOKENS, [[40 + row] * DOCUMENT_TOKENS])
+        for row in range(QUERIES)
+    ]
+    batch = batch_of(records)
+    assert (len(batch.query), len(batch.candidate)) == (QUERIES, CANDIDATES)
+    if isinstance(module, CDEModule):
+        context = take_texts(batch.candidate, torch.arange(CONTEXT))
+        batch = replace(batch, context=context, num_extra_tokens=module.embedder.num_extra_tokens)
+    return batch
+
+
+def planned(module: ContrastiveModule, setting: Setting) -> tuple[Plan, list[Texts]]:
+    """The plan of a module's step over `batch_for`, and what each tower costs."""
+    sizes = (QUERIES, CANDIDATES, QUERY_TOKENS, DOCUMENT_TOKENS)
+    with without_data(module):
+        texts = trace_embedder(module.embedder, *sizes, setting.half_products)
+    width = module.embedder.pooling.hidden_size
+    loss = LossSize(QUERIES, CANDIDATES, width, module.loss.tile_size, QUERIES + CANDIDATES)
+    return plan_step(module, texts, loss, setting, module.state_per_weight()), texts
+
+
+class Saved:
+    """Bytes that graphs hold at most at one time, each storage once, without those of parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.left_out = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+        self.held: Counter[int] = Counter()
+        self.now = self.most = 0
+
+    def pack(self, tensor: Tensor) -> "_Held":
+        return _Held(self, tensor)
+
+
+class _Held:
+    """A tensor that a graph holds."""
+
+    def __init__(self, saved: Saved, tensor: Tensor) -> None:
+        self.saved, self.tensor, storage = saved, tensor, tensor.untyped_storage()
+        self.key, self.size = storage._cdata, storage.nbytes()
+        if self.key not in saved.left_out:
+            saved.now += 0 if saved.held[self.key] else self.size
+            saved.held[self.key] += 1
+            saved.most = max(saved.most, saved.now)
+
+    def __del__(self) -> None:
+        if self.key not in self.saved.left_out:
+            self.saved.held[self.key] -= 1
+            self.saved.now -= 0 if self.saved.held[self.key] else self.size
+
+
+def tensor_of(held: _Held) -> Tensor:
+    return held.tensor
+
+
+def step(module: ContrastiveModule, setting: Setting) -> None:
+    """A step over the batch, as the setting says."""
+    batch = batch_for(module)
+    with torch.autocast("cpu", torch.bfloat16, enabled=setting.half_products):
+        if setting.mini_batch_tokens is None:
+            loss = plain_step(module, batch).loss
+            with torch.autocast("cpu", enabled=False):
+                loss.backward()
+            return
+        engine = GradCache(setting.mini_batch_tokens, kept_gib=setting.kept_gib or None)
+        engine.step(module, batch)
+
+
+SETTINGS = {
+    "plain": Setting(half_products=False),
+    "plain in 16 bits": Setting(),
+    "GradCache": Setting(half_products=False, mini_batch_tokens=120),
+    "GradCache in 16 bits": Setting(mini_batch_tokens=120),
+}
+
+
+# The others take half a minute together.
+QUICK = ["plain", "GradCache in 16 bits"]
+
+
+@pytest.mark.parametrize(
+    "setting", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SETTINGS]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_is_within_a_tenth_of_the_step(name: str, setting: str, tmp_path: Path) -> None:
+    if name == "lora" and not SETTINGS[setting].half_products:
+        pytest.skip("its frozen weights are in bfloat16")
+    module, structure = two_of(name, tmp_path / "backbone")
+    plan, _ = planned(structure, SETTINGS[setting])
+    weights = list(module.parameters())
+    assert plan.trained == sum(weight.numel() for weight in weights if weight.requires_grad) > 0
+    assert plan.frozen == sum(weight.numel() for weight in weights if not weight.requires_grad)
+    assert (plan.frozen > 0) == (name == "lora")
+
+    saved = Saved(module)
+    with counted() as counter, torch.autograd.graph.saved_tensors_hooks(saved.pack, tensor_of):
+        step(module, SETTINGS[setting])
+    assert sum(plan.operations.values()) == pytest.approx(counter.get_total_flops(), rel=0.1)
+    if setting == "plain":
+        # Nothing is cast; what the texts share are a few rows of constants.
+        assert plan.memory["casts of weights, shared by graphs"] < 0.001 * plan.memory["activations"]
+    predicted = plan.memory["activations"] + plan.memory.get("casts of weights, shared by graphs", 0)
+    assert predicted == pytest.approx(saved.most, rel=0.1)
+
+    optimizer = torch.optim.AdamW([weight for weight in weights if weight.requires_grad])
+    optimizer.step()
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    for part, tensors in {"weights": weights, "gradients": gradients, "optimiser state": state}.items():
+        measured = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        assert plan.memory[part] == pytest.approx(measured, rel=0.1)
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages that operations have made and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given | self._known:
+                storage = leaf.untyped_storage()
+                self._known.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+        return result
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpointed_layers_keep_their_inputs_and_compute_once_more(name: str, tmp_path: Path) -> None:
+    setting = Setting(half_products=name == "lora")
+    plans, operations, kept = [], [], []
+    for checkpointing in (False, True):
+        module, structure = two_of(name, tmp_path / str(checkpointing), checkpointing)
+        plan, texts = planned(structure, setting)
+        plans.append(plan)
+        with counted() as counter:
+            step(module, setting)
+        operations.append(counter.get_total_flops())
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=setting.half_products, cache_enabled=False), Live() as live:
+            output = plain_step(module, batch_for(module))
+        kept.append(live.now)
+        del output
+    assert operations[1] > 1.15 * operations[0]
+    assert sum(plans[1].operations.values()) == pytest.approx(operations[1], rel=0.1)
+    assert kept[1] < 0.7 * kept[0]
+    assert plans[1].memory["activations"] < 0.75 * plans[0].memory["activations"]
+    assert sum(text.cost.graph.of(text.count) for text in texts) == pytest.approx(kept[1], rel=0.1)
+
+
+def test_strategies_share_what_zero_shares() -> None:
+    """By hand: two layers of 100 weights and a head of 50, of which 4 GPUs share."""
+    model = nn.Sequential(
+        nn.ModuleList([nn.Linear(10, 10, bias=False) for _ in range(2)]), nn.Linear(10, 5, bias=False)
+    )
+    nothing = Linear()
+    texts = [Texts("queries", 4, 8, Cost(Linear(each=100.0), Linear(each=200.0), Linear(3.0, 7.0), nothing, nothing))]
+
+    def memory(name: Any, half: bool) -> list[float]:
+        setting = Setting(4, name, half)
+        found = plan_step(model, texts, LossSize(0, 0, 0, 0), setting).memory
+        rest = sum(value for part, value in found.items() if part not in ("weights", "gradients", "optimiser state"))
+        return [found["weights"], found["gradients"], found["optimiser state"], rest - 28]
+
+    assert memory("single", True) == [1000, 1000, 2000, 0]
+    assert memory("ddp", True) == [1000, 1000, 2000, 1000]
+    # ZeRO under autocast: weights and gradients in 2 bytes; a float32 copy and two moments in 12.
+    assert memory("zero1", True) == [500, 500, 3000 / 4, 0]
+    assert memory("zero2", True) == [500, 500 / 4, 3000 / 4, 0]
+    assert memory("zero3", True) == [500 / 4, 500 / 4, 3000 / 4, 400]
+    assert memory("zero2", False) == [1000, 1000 / 4, 2000 / 4, 0]
+    # Two layers of 100 weights are gathered, in 2 bytes each under autocast.
+    assert memory("fsdp2", True) == [1000 / 4, 1000 / 4, 2000 / 4, 400]
+    assert memory("fsdp2", False) == [1000 / 4, 1000 / 4, 2000 / 4, 800]
+
+
+def test_gradcache_costs_a_second_forward_of_what_is_not_kept() -> None:
+    """By hand: 8 texts of 10 tokens, each with 2 GiB of graph and 5 operations forward, in mini-batches of two."""
+    cost = Cost(Linear(each=5.0), Linear(each=10.0), Linear(each=2 * 2.0**30), Linear(each=1.0), Linear(9.0, 0.0))
+    found = {}
+    for kept in (0.0, 8.0, 100.0):
+        setting = Setting(mini_batch_tokens=20, kept_gib=kept, accumulated=3)
+        plan = plan_step(nn.Linear(2, 2), [Texts("queries", 8, 10, cost)], LossSize(0, 0, 0, 0), setting)
+        assert plan.num_mini_batches == 4
+        assert (plan.operations["forward"], plan.operations["backward"]) == (3 * 40, 3 * 80)
+        again = plan.operations.get("GradCache's second forward", 0)
+        found[kept] = (plan.memory["activations"] - 2, plan.kept, again)
+        assert plan.memory["casts of weights, shared by graphs"] == 9
+    # Without a budget the last of the four graphs is kept.
+    assert found[0.0] == (4 * 2**30, 0.25, 3 * 30)
+    assert found[8.0] == (8 * 2**30, 0.5, 3 * 20)
+    assert found[100.0] == (16 * 2**30, 1.0, 0)
+
+
+def test_a_loss_has_three_products_and_one_tile() -> None:
+    """By hand: 64 queries against 1,000 candidates of width 8, of which 2,000 scores, or 32 rows, exist at once."""
+    size = LossSize(64, 1000, 8, 2000, stored=128)
+    assert size.operations == 3 * 2 * 64 * 1000 * 8
+    assert size.num_bytes == 8 * 8 * (128 + 1000) + 9 * 32_000
