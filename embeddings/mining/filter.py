@@ -134,8 +134,7 @@ def filter_pairs(
     be deleted once the file is there; its `reasons.npy` holds for each record the number of the rule that took it out,
     from 1, and 0 for none.
 
-    A killed run resumes at the first missing shard. The tasks of an array share the shards, and one of them writes the
-    file: all ways lead to the same bytes.
+    A killed run resumes at the first missing shard, and the tasks of an array share the shards: the bytes are the same.
 
     Args:
         config: A source of pairs, or of labelled texts, for which there are the rules on copies and evaluation texts.
@@ -154,8 +153,7 @@ def filter_pairs(
         task: Which shards are this process's; None for all.
         cache_dir: Folder of converted sources.
 
-    Memory: 2 bytes a record, as many for its language, and what the rules need, one after the other
-    (`find_duplicates`, `rank_pairs`).
+    Memory: 2 bytes a record, 2 for its language, and what each rule needs in turn (`find_duplicates`, `rank_pairs`).
 
     Raises:
         OptionError: If an option is impossible or cannot take effect, or no rule is asked for.
@@ -197,12 +195,11 @@ def filter_pairs(
 
     with discard_on_user_error(work, folder):
         ShardedJob(work, fields, num_shards=0)
-        language_N: npt.NDArray[np.uint16] | None = None
-        if rules.segment_by == "language":
-            # Read once; a run that resumes finds them.
-            if not (work / LANGUAGES).exists():
-                write_array(work / LANGUAGES, read_languages(config, source))
-            language_N = load_shard(work / LANGUAGES)
+        by_language = rules.segment_by == "language"
+        # Read once; a run that resumes finds them.
+        if by_language and not (work / LANGUAGES).exists():
+            write_array(work / LANGUAGES, read_languages(config, source))
+        language_N = load_shard(work / LANGUAGES) if by_language else None
         reason_N = filter_reasons(source, work, rules, decontaminator, ranks, shard_size, task)
         counts = np.bincount(reason_N, minlength=len(RULES) + 1).tolist()
         report = FilterReport(target, len(reason_N), {RULES[rule]: counts[rule + 1] for rule in chosen})

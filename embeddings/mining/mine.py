@@ -248,9 +248,8 @@ def mine_negatives(
             return None
         with file_lock(work / ".merge.lock"):
             # Another task may have been here first.
-            report = _finished(target, fields)
             records = (record for _, record in read_records(config, source))
-            report = report or _merge(job, scoring, target, records, encoded, fields)
+            report = _finished(target, fields) or _merge(job, scoring, target, records, encoded, fields)
         job.finish()
         if scoring is not None:
             scoring.finish()
