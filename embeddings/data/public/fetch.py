@@ -144,7 +144,7 @@ class RowStream:
 
 
 class Parts:
-    """The parts of one file: rows of ours, and with each the place up to which their source was read.
+    """The parts of one file: converted rows, and with each part the place up to which the source was read.
 
     Args:
         folder: The folder of the parts.
@@ -189,8 +189,8 @@ class Parts:
             rows: The rows behind the last part's.
             state: Where reading has come.
             source: The source, whose columns are read; each `every`-th row is taken.
-            limit: Maximum rows of ours.
-            keep: Which of our rows are kept; None for all.
+            limit: Maximum rows written.
+            keep: Which converted rows are written; None for all.
         """
         note, remaining = self.note, iter(rows)
         total = source.rows and -(-source.rows // source.every)
