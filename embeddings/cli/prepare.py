@@ -1,5 +1,6 @@
 """`prepare`: the sources of a recipe from public data sets, fetched, filtered, mined and clustered as it asks."""
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import yaml
 from embeddings.cli.encode import PrecisionName, load_encoder
 from embeddings.cli.mining import evaluation_texts
 from embeddings.common import InputError, OptionError
-from embeddings.common.errors import program
+from embeddings.common.errors import program, refuse_given
 from embeddings.common.io import atomic_path, check_manifest, write_text
 from embeddings.common.jobs import manifest_path
 from embeddings.common.process import logger
@@ -121,6 +122,8 @@ def prepare(
     left_out = {key: str(place.why_left_out) for key, place in places.items() if key not in jobs}
     if names is not None and left_out:
         raise OptionError("only", only, f"names what cannot be fetched ({_listed(left_out)})", "leave it out")
+    if not any(place.decontaminate for place in jobs.values()):
+        refuse_given({"decontaminate": steps.decontaminate}, "has no effect on sources whose paper asks for none")
     failures: dict[str, str] = {}
     works = [StageWork(each, output, steps, jobs) for each in stages]
     for work in works:
@@ -367,7 +370,8 @@ class StageWork:
 
     def line(self, path: Path) -> str:
         """The command that trains on the sources."""
-        return f"{ROOT_VARIABLE}={self.output} {program()} fit --recipe {self.stage.run} --config {path}"
+        output, config = shlex.quote(str(self.output)), shlex.quote(str(path))
+        return f"{ROOT_VARIABLE}={output} {program()} fit --recipe {self.stage.run} --config {config}"
 
     def summary(self, left_out: Mapping[str, str]) -> str:
         """What was made and what was not, as text."""

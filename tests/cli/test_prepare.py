@@ -1,6 +1,7 @@
 """`prepare` of a recipe through the command line: from stand-ins of data sets to what its data config trains on."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -86,8 +87,8 @@ def test_each_stage_becomes_what_its_data_config_trains_on(config, prepare, monk
 
 
 def test_data_sets_become_a_scored_stand_in_in_two_lines(prepare, monkeypatch, capsys):
-    assert prepare("nv-embed", "--stage", "1", "--only", "nq,fiqa") == 0
-    variable, *line = capsys.readouterr().out.strip().splitlines()[-1].split()
+    assert prepare("nv-embed", "--stage", "1", "--only", "nq,fiqa", output="my data") == 0
+    variable, *line = shlex.split(capsys.readouterr().out.strip().splitlines()[-1])
     monkeypatch.setenv(*variable.split("="))
     assert main([*line[-5:], "--stand-in", "tiny", "--limit-data", "20"]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -275,6 +276,7 @@ def test_check_asks_the_hub_for_access_and_commit(monkeypatch, capsys):
         (["cde", "--from", "other"], "from must be bge-full-data, got 'other'"),
         (["cde"], "output must be given"),
         (["cde", "--bm25-threshold", "0.9", "--output", "o"], "bm25_threshold needs evaluation texts to compare with"),
+        (["mgh", "--decontaminate", "o", "--output", "o"], "decontaminate has no effect on sources whose paper asks"),
         (["--limit", "3", "docstrings"], "recipe must come first, got 'docstrings'; write: "),
     ],
 )
