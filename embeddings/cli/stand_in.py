@@ -37,17 +37,18 @@ class Changes:
 
     Attributes:
         lines: One line a change.
+        given: Keys that the command line gives.
     """
 
     def __init__(self, run: Namespace, argv: Sequence[str]) -> None:
         self.run, self.lines = run, list[str]()
-        self._given = {_plain(word.partition("=")[0].removeprefix("--")) for word in argv if word.startswith("--")}
+        self.given = {_plain(word.partition("=")[0].removeprefix("--")) for word in argv if word.startswith("--")}
 
     def set(self, key: str, value: Any, owner: Any = None, name: str = "") -> None:
         """Set the value of a key of the run, or of the part of it that is given with the key's full name."""
         owner, name = self.run if owner is None else owner, name or _plain(key)
         found = owner.get(key, value)
-        if name not in self._given and found != value:
+        if name not in self.given and found != value:
             self.lines.append(f"{name}: {_shown(found)} -> {_shown(value)}")
             owner[key] = value
 
@@ -130,6 +131,8 @@ def _replace_backbone(changes: Changes, name: str, folder: Path) -> None:
     place = folder / f"tiny_{found.model_type}"
     write_stand_in(place, tiny_architecture(found), _HEADS.get(model.get("objective", "")))
     key = f"model.init_args.{name}"
+    # A name on the command line says what the stand-in is made of.
+    changes.given.discard(f"model.{name}.name")
     changes.set(f"{key}.name", str(place))
     for option, value in (("revision", None), ("num_layers", None), ("compile", False), ("quantization", None)):
         changes.set(f"{key}.{option}", value)

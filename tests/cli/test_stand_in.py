@@ -39,6 +39,11 @@ def test_what_the_command_line_gives_stays(tmp_path: Path, capsys: pytest.Captur
     words = ("--stand-in=tiny", "--trainer.max_steps=7", "--data.batch_size", "5", "--check")
     code, changes = small(tmp_path, capsys, *words)
     assert (code, [line.partition(":")[0] for line in changes]) == (0, ["model.backbone.name"])
+    # A model that is given is what the stand-in is made of.
+    words = ("--stand-in", "tiny", "--model.backbone.name", str(tmp_path / "backbone"), "--check")
+    code, changes = small(tmp_path, capsys, *words)
+    assert code == 0
+    assert changes[0].startswith(f"model.backbone.name: {tmp_path / 'backbone'} -> ")
 
 
 def test_a_check_of_a_small_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
