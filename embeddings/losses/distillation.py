@@ -1,8 +1,8 @@
 """Losses that follow a teacher's scores: in-batch similarities by divergence, margins of hard negatives by squares.
 
-Each adds its term to `InfoNCE`. The teacher's scores are inner products of the vectors that the batch carries: made
-once by `cluster` or `mine` (`data.sources[].surrogate_vectors`), or in each step by the model that the option `teacher`
-names. Margins also follow the records' own `scores` (made once by `mine --reranker`).
+Each adds its term to `InfoNCE`. The teacher's scores are inner products of the vectors that the batch carries. These
+are made once by `cluster` or `mine` (`data.sources[].surrogate_vectors`), or in each step by the model that the option
+`teacher` names. Margins also follow the records' own `scores` (made once by `mine --reranker`).
 """
 
 import math

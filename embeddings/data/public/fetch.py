@@ -239,9 +239,9 @@ class Parts:
 def fetch_source(source: PublicSource, output: Path, hub: Hub, limit: int | None = None) -> dict[str, Any]:
     """Write one source's rows to a Parquet file that training or mining reads; the manifest beside it is returned.
 
-    The rows come streamed and are written in parts, each with the place where the next one begins, so that a killed
-    process costs one part and a resumed one gives the same bytes. Rows without a text, or that the reader of the file
-    would refuse, are left out and counted. A set of `beir` gets the file `NAME.corpus.parquet` too, its documents.
+    The rows come streamed and are written in parts, each with the place where the next one begins. A kill costs one
+    part, and a resumed process gives the same bytes. Rows without a text, or that the reader of the file would refuse,
+    are left out and counted. A set of `beir` gets the file `NAME.corpus.parquet` too, its documents.
 
     Args:
         source: Where the rows lie, and how they become ours.
@@ -251,8 +251,8 @@ def fetch_source(source: PublicSource, output: Path, hub: Hub, limit: int | None
 
     Memory: one part, and for `beir` the judgments with the texts that they name.
     Raises:
-        InputError: If the data set is gone, gated or changed, has no usable row, or something else lies at `output`;
-            parts that were written stay, and the next call resumes behind them.
+        InputError: If the data set is gone, gated or changed, has no usable row, or something else lies at `output`.
+            Parts that were written stay, and the next call resumes behind them.
     """
     assert source.kind is not None
     kind = KINDS[source.kind]
