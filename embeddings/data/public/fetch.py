@@ -210,7 +210,8 @@ class Parts:
                     try:
                         ours = self.kind.convert(row, source.columns)
                         self.kind.check(ours, {}, f"row {note['read']}")
-                    except InputError as fault:
+                    # Those of Python are of a cell of another type, such as a score that is no number.
+                    except (InputError, TypeError, ValueError) as fault:
                         note |= {
                             "left_out": note["left_out"] + 1,
                             "left_out_first": note["left_out_first"] or str(fault),
@@ -302,7 +303,7 @@ def _join(
     judged = (
         (str(row["query-id"]), str(row["corpus-id"]))
         for row in stream("default", [split], ("query-id", "corpus-id", "score"))
-        if row["score"] > 0
+        if float(row["score"]) > 0
     )
     pairs = list(islice(judged, 0, limit, source.every))
     queries, wanted = {}, {query for query, _ in pairs}

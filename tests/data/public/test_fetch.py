@@ -154,6 +154,22 @@ def test_rows_without_a_text_are_left_out_and_counted(tmp_path, caplog):
     assert "2 rows left out" in caplog.text
 
 
+def test_cells_of_another_type_are_left_out_or_read_as_what_they_say(tmp_path):
+    source = place("scored")
+
+    def change(_, rows):
+        return [{**row, source.columns["score"]: "n/a" if number == 2 else "4.5"} for number, row in enumerate(rows)]
+
+    _, manifest, rows = fetched(source, tmp_path, change=change)
+    assert (manifest["rows"], manifest["left_out"]) == (19, 1)
+    assert "could not convert string to float: 'n/a'" in manifest["left_out_first"]
+    assert {row["score"] for row in rows} == {4.5}
+    judged = fetched(
+        place("beir"), tmp_path / "b", change=lambda _, rows: [{**r, "score": str(r["score"])} for r in rows]
+    )
+    assert len(judged[2]) == 20
+
+
 class Killed(BaseException):
     """Ends a process where nothing is caught."""
 
