@@ -305,7 +305,7 @@ def searches_path(place: Path, model: str, data: AirBenchSet) -> Path:
 def pack_searches(place: Path, model: str, sets: Sequence[AirBenchSet]) -> list[Path]:
     """Zip the searches of each version of these sets, once all of them are there, and return the zips.
 
-    A zip holds all searches that its folder has, also those of earlier runs.
+    A zip holds all searches of its folder, also those of earlier runs, and is written anew where one has changed.
     """
     packed = []
     for version in dict.fromkeys(one.config for one in sets):
@@ -313,7 +313,8 @@ def pack_searches(place: Path, model: str, sets: Sequence[AirBenchSet]) -> list[
         if not all(searches_path(place, model, one).is_file() for one in sets if one.config == version):
             continue
         names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.json"))
-        if _names_in(target) != names:
+        newest = max((folder / name).stat().st_mtime_ns for name in names)
+        if not target.is_file() or target.stat().st_mtime_ns < newest or _names_in(target) != names:
             with atomic_path(target) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as file:
                 for name in names:
                     file.write(folder / name, name)
@@ -321,10 +322,7 @@ def pack_searches(place: Path, model: str, sets: Sequence[AirBenchSet]) -> list[
     return packed
 
 
-def _names_in(path: Path) -> list[str] | None:
-    """The names in a zip, None where there is none."""
-    if not path.is_file():
-        return None
+def _names_in(path: Path) -> list[str]:
     with zipfile.ZipFile(path) as file:
         return sorted(file.namelist())
 

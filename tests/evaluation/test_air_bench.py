@@ -293,6 +293,13 @@ def test_a_zip_takes_in_later_searches_and_other_settings_have_their_own(encoder
         "model_NoReranker.zip": ["qa/finance/en_default_test.json", "qa/law/en_default_test.json"],
         "model_dimensions_8_NoReranker.zip": ["qa/law/en_default_test.json"],
     }
+    # A search that is deleted is made again, and goes into the zip.
+    (law,) = (tmp_path / "out").rglob("model/NoReranker/qa/law/en_default_test.json")
+    (target,) = (tmp_path / "out").rglob("model_NoReranker.zip")
+    law.unlink()
+    before = target.stat().st_mtime_ns
+    run(encoder, PRIVATE[1], tmp_path / "out")
+    assert target.stat().st_mtime_ns > before
 
 
 def test_searches_have_no_part_in_a_mean():
