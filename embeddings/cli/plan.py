@@ -139,7 +139,10 @@ def build(parser: LightningArgumentParser, config: Namespace, model_config: str 
             if not Path(model_config).is_file():
                 raise InputError(model_config, "is no file", "give the backbone's config.json")
             shutil.copy(model_config, own / "config.json")
-            found = read_config(own)
+            try:
+                found = read_config(own)
+            except InputError as error:
+                raise InputError(model_config, "is no model's config", "give the backbone's config.json") from error
         write_structure(place, found)
         for option, value in {"name": str(place), "revision": None, "compile": False, "quantization": None}.items():
             model[name][option] = value

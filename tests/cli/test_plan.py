@@ -116,6 +116,7 @@ def test_gradcache_and_a_config_of_the_model_are_read(tmp_path: Path, capsys: py
         (("--pairs=-1",), "pairs must be > 0, got -1"),
         (("--gpu-memory-gb", "-2"), "gpu_memory_gb must be > 0, got -2.0"),
         (("--model-config", "no.json"), "no.json: is no file; give the backbone's config.json"),
+        (("--model-config", __file__), f"{__file__}: is no model's config; give the backbone's config.json"),
         (("--recipe", "nothing"), "there is no recipe"),
     ],
 )
