@@ -208,7 +208,7 @@ def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Tra
         named = [value for word in words if (value := word.rpartition("=")[2]).endswith("DataModule")]
         words = ["fit", "--data.help", *(named[-1:] or ["EmbeddingDataModule"]), SOURCES_HELP]
     expanded = expand_recipe(words)
-    if expanded != words:
+    if expanded != words and not kind.only_checks:
         print(" ".join([program(), *expanded]), file=sys.stderr)
     check_configs(expanded)
     try:
