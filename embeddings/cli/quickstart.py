@@ -30,6 +30,7 @@ CONFIG = "lightning_configs/quickstart.yaml"
 CORPUS, OUTPUT = Path("data/docstrings"), Path("checkpoints/quickstart")
 # In the corpus, so that they go when that is made anew.
 CLUSTERS = CORPUS / "clusters"
+CLUSTERING = ClusterSettings(cluster_size=32, num_iterations=10, num_runs=1)
 NUM_PHASES = 6
 SPLITS = ("in_domain", "held_out")
 METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
@@ -88,8 +89,7 @@ def phase(number: int, title: str, seconds: dict[str, float], name: str) -> Iter
 def cluster_corpus() -> None:
     """Cluster the training pairs by their words, as lightning_configs/quickstart.yaml reads them."""
     source = open_cached(SourceConfig("docstrings", str(CORPUS / "train.jsonl.gz")))
-    settings = ClusterSettings(cluster_size=32, num_iterations=10, num_runs=1)
-    found = cluster_pairs(Bm25Features(source), source, CLUSTERS, settings)
+    found = cluster_pairs(Bm25Features(source), source, CLUSTERS, CLUSTERING)
     assert found is not None
     print(f"  {found.num_clusters} clusters of {found.num_rows} pairs in {CLUSTERS}")
 
