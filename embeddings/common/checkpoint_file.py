@@ -256,7 +256,10 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content with empty tensors in the place of tensors; every byte is checked as by `read_checkpoint`."""
+    """The content with empty tensors in the place of tensors; every byte is checked as by `read_checkpoint`.
+
+    Memory: the largest tensor of the file, since one is read at a time.
+    """
     return _checked(Path(path), partial(_read, is_kept=False))
 
 
