@@ -145,7 +145,10 @@ class _Shards:
         if found.shape != expected or found.dtype != np.float32:
             what = f"holds {found.dtype} of shape {found.shape}, expected float32 of shape {expected}"
             raise InputError(str(path), what, _FIX)
-        return path.stat().st_mtime_ns < self._checked_ns
+        status = path.stat()
+        if status.st_size != found.offset + found.nbytes:
+            raise InputError(str(path), f"holds more than its {expected[0]} vectors", _FIX)
+        return status.st_mtime_ns < self._checked_ns
 
 
 def _file(shard: int) -> str:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
 from embeddings.callbacks.export import embedder_of
+from embeddings.callbacks.run_record import MODEL_RUN_FILE
 from embeddings.cli.fit import run_trainer
 from embeddings.common import OptionError, UserError, instruction_prompt
 from embeddings.common.checkpoint_file import read_checkpoint
@@ -120,6 +121,10 @@ def test_a_model_of_another_run_is_replaced_only_on_request(tmp_path):
     assert trainer.global_step == 5
     resumed = exported(tmp_path)
     assert any(not torch.equal(resumed[name], before[name]) for name in before)
+    # A model that does not say which run wrote it is another's.
+    (tmp_path / "model" / MODEL_RUN_FILE).unlink()
+    with pytest.raises(OptionError, match=r"ExportModel\.output must not hold a model of another run, got "):
+        run_trainer([*words, "--ckpt_path=auto", "--trainer.max_steps=6"])
     config = yaml.safe_load((tmp_path / "config.yaml").read_text())
     config["trainer"]["callbacks"][2]["init_args"]["replace"] = True
     run_trainer(["fit", "--config", write_config(tmp_path, config), "--seed_everything=5"])

@@ -130,3 +130,5 @@ def test_a_bad_option_is_refused_in_a_line(
     assert said.out == ""
     assert said.err.strip().splitlines()[-1].startswith("error: ")
     assert says in said.err
+    # The advice names this command, not the one that trains.
+    assert " fit --config " not in said.err

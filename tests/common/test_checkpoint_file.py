@@ -59,6 +59,10 @@ def test_tensors_come_back_bit_for_bit(dtype, tmp_path):
         assert bits(found[name]) == bits(expected)
 
 
+def test_not_a_number_comes_back(tmp_path):
+    assert math.isnan(read_checkpoint(write({"loss": math.nan}, tmp_path / "x.ckpt"))["loss"])
+
+
 def test_what_is_read_is_nobody_elses_memory(tmp_path):
     path = write(small(), tmp_path / "x.ckpt")
     found = read_checkpoint(path)

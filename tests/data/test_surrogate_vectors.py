@@ -165,12 +165,14 @@ def test_vectors_of_another_source_and_an_encoding_that_is_not_complete_are_refu
 
 
 @pytest.mark.parametrize("role", ["queries", "documents"])
-@pytest.mark.parametrize("damage", ["wider", "short", "float64", "no rows", "cut", "empty", "text"])
+@pytest.mark.parametrize("damage", ["wider", "short", "float64", "no rows", "cut", "long", "empty", "text"])
 def test_a_damaged_shard_is_named_at_the_start_and_no_vector_is_read(role, damage, plain, tmp_path, monkeypatch):
     path = write_surrogates(tmp_path / "s", plain.cached) / role / "vectors-00002.npy"
     vectors = np.load(path)
-    if damage in ("cut", "empty", "text"):
-        path.write_bytes({"cut": path.read_bytes()[:-4], "empty": b"", "text": b"vectors"}[damage])
+    whole = path.read_bytes()
+    contents = {"cut": whole[:-4], "long": whole + whole[-4:], "empty": b"", "text": b"vectors"}
+    if damage in contents:
+        path.write_bytes(contents[damage])
     else:
         damaged = {"wider": np.pad(vectors, ((0, 0), (0, 1))), "short": vectors[1:], "no rows": vectors[:0]}
         np.save(path, damaged.get(damage, vectors.astype(np.float64)))
