@@ -112,7 +112,7 @@ def mine(
     """
     models = [model] if isinstance(model, str) else model
     encoded = encoding.encoded(len(models))
-    load_faiss(search.gpu)
+    search.check()
     levels, judgments, judged = judge.levels, judge.judgments, None
     if judgments is not None:
         judged, corpus = _judged_texts(judgments, levels, corpus)

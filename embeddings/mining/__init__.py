@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from embeddings.mining.faiss_library import KMeans, spherical_kmeans
     from embeddings.mining.features import Bm25Features, PairFeatures, VectorFeatures
     from embeddings.mining.filter import FilterReport, FilterRules, filter_pairs
+    from embeddings.mining.gpu_search import GpuSearch
     from embeddings.mining.mine import MiningReport, SearchOptions, Teachers, mine_negatives
     from embeddings.mining.negatives import LevelRules, NegativeRules, choose_negatives
     from embeddings.mining.pair_index import PairIndex, index_pairs
@@ -39,6 +40,7 @@ __all__ = [
     "ExactSearch",
     "FilterReport",
     "FilterRules",
+    "GpuSearch",
     "IvfSearch",
     "KMeans",
     "LevelRules",

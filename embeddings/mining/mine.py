@@ -29,6 +29,7 @@ from embeddings.data.store import CachedSource, open_cached, read_records
 from embeddings.inference.encoder import embedder_sha256
 from embeddings.inference.vector_folder import SHARD_SIZE
 from embeddings.mining.faiss_library import faiss_version, load_faiss
+from embeddings.mining.gpu_search import MEMORY_GIB, GpuSearch, require_gpu
 from embeddings.mining.mined_shards import (
     ByLevel,
     ShardMiner,
@@ -93,7 +94,9 @@ class SearchOptions:
         index: `exact` compares every query with every document; `ivf` only with the documents of the nearest lists.
         num_probes: Lists that `ivf` searches for a query; None for 32, or all where there are fewer.
         num_lists: Lists of `ivf`, or None for a number that suits the documents (see `build_ivf`).
-        gpu: Whether faiss searches on the first GPU.
+        gpu: Whether the first GPU searches; `ivf` needs faiss's build for GPUs (the extra `gpu`).
+        gpu_memory_gib: Memory of the GPU that the exact search may use, in GiB; None for 16. Documents that do not fit
+            stream through it.
 
     Raises:
         OptionError: If a value is impossible or cannot take effect.
@@ -103,6 +106,7 @@ class SearchOptions:
     num_probes: int | None = None
     num_lists: int | None = None
     gpu: bool = False
+    gpu_memory_gib: float | None = None
 
     def __post_init__(self) -> None:
         if self.index not in ("exact", "ivf"):
@@ -113,12 +117,33 @@ class SearchOptions:
                 raise OptionError(name, value, "has no effect on the exact search", "leave it out, or use --index ivf")
             if value is not None and value < 1:
                 raise OptionError(name, value, "must be >= 1", "leave it out for the default")
+        memory = self.gpu_memory_gib
+        if memory is not None and not (self.gpu and self.index == "exact"):
+            raise OptionError("gpu_memory_gib", memory, "is for the exact search on a GPU", "leave it out")
+        if memory is not None and not 0 < memory < float("inf"):
+            raise OptionError("gpu_memory_gib", memory, "must be a finite number > 0", "leave it out for 16")
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What decides the result, as JSON types."""
+        return {name: value for name, value in asdict(self).items() if name != "gpu_memory_gib"}
+
+    def check(self) -> None:
+        """Check that what searches is there.
+
+        Raises:
+            MissingExtraError: If faiss is not installed.
+            OptionError: If a GPU is asked for and there is none, or faiss's build has none.
+        """
+        load_faiss(self.gpu and self.index == "ivf")
+        if self.gpu:
+            require_gpu()
 
     def over(self, vectors: PairVectors, folder: Path, seed: int, task: ArrayTask | None) -> DocumentSearch:
         """The search over the documents of a teacher; `ivf` keeps its lists in `folder`."""
         shards = vectors.document_shards
         if self.index == "exact":
-            return ExactSearch(shards, self.gpu)
+            return GpuSearch(shards, self.gpu_memory_gib or MEMORY_GIB) if self.gpu else ExactSearch(shards)
         lists = {"num_probes": self.num_probes, "num_lists": self.num_lists}
         return build_ivf(shards, folder, **lists, seed=seed, gpu=self.gpu, task=task)
 
@@ -205,7 +230,7 @@ def mine_negatives(
         OptionError: If an option is impossible or cannot take effect.
     """
     search = search or SearchOptions()
-    load_faiss(search.gpu)
+    search.check()
     require_shard_size(shard_size)
     is_json_lines(Path(output))
     if config.conversion not in ("pairs", "sts"):
@@ -280,7 +305,7 @@ def _manifest_fields(
         "query_prompt_name": teachers.query_prompt_name,
         "document_prompt_name": teachers.document_prompt_name,
         "rules": asdict(rules),
-        "search": {**asdict(search), "seed": rules.seed},
+        "search": {**search.fields, "seed": rules.seed},
         "levels": None if levels is None else levels.fields,
         "shard_size": shard_size,
         "faiss": faiss_version(),

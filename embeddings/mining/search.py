@@ -64,7 +64,7 @@ class DocumentSearch(Protocol):
 
         Raises:
             InputError: If a vector is zero, not finite or not of unit length, or the widths differ.
-            OptionError: If `top_k` is not positive, or more than faiss on a GPU returns.
+            OptionError: If `top_k` is not positive, or more than a GPU has memory for or faiss on a GPU returns.
         """
 
 
@@ -79,12 +79,11 @@ class CoarseSearch:
     Args:
         query_QD: Unit vectors, (Q, D) float32.
         dtype: Dtype of the products.
-        device: Where they are computed.
     """
 
-    def __init__(self, query_QD: Floats, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, query_QD: Floats, dtype: torch.dtype) -> None:
         query = torch.from_numpy(query_QD)
-        self._query_QD, self._dtype = query.to(device, dtype), dtype
+        self._query_QD, self._dtype = query.to(dtype), dtype
         self._lost_Q = (query - query.to(dtype).float()).norm(dim=1).numpy()
         self._most_lost, self._tile_row, self._tile_DT = 0.0, -1, torch.empty(0)
 
@@ -98,15 +97,12 @@ class CoarseSearch:
             self._take_tile(first_row, tile_TD)
         queries = torch.split(self._query_QD[chunk], max(1, _PRODUCT_SCORES // len(tile_TD)))
         found = [topk_per_row(query_QD @ self._tile_DT, top_k) for query_QD in queries]
-        return np.concatenate([scores for scores, _ in found]), np.concatenate([rows for _, rows in found]) + first_row
+        score_QK, place_QK = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
+        return score_QK, place_QK + first_row
 
     def bound(self, last_Q: Floats) -> Floats:
         """The most that a document can truly score whose score here is at most `last_Q`, (Q,)."""
-        lost_Q = self._lost_Q + (1 + self._lost_Q) * self._most_lost
-        stored_Q = np.abs(last_Q) * np.float32(2.0**-8 if self._dtype == torch.bfloat16 else 0)
-        rounding = np.float32(rounding_error(self._query_QD.shape[1]))
-        bound_Q: Floats = last_Q + stored_Q + np.float32(_UNIT) * lost_Q + rounding
-        return bound_Q
+        return score_bound(last_Q, self._lost_Q, self._most_lost, self._query_QD.shape[1], self._dtype)
 
     def _take_tile(self, first_row: int, tile_TD: Floats) -> None:
         """Round a tile, a piece at a time, and measure what is lost."""
@@ -117,7 +113,26 @@ class CoarseSearch:
                 piece_nD = torch.from_numpy(tile_TD[start : start + _ROUNDED])
                 rounded_nD = tile[start : start + _ROUNDED].copy_(piece_nD)
                 self._most_lost = max(self._most_lost, float((piece_nD - rounded_nD.float()).norm(dim=1).max()))
-        self._tile_row, self._tile_DT = first_row, tile.to(self._query_QD.device).T
+        self._tile_row, self._tile_DT = first_row, tile.T
+
+
+def score_bound(
+    last_Q: Floats, lost_Q: Floats | float, most_lost: float, embedding_dim: int, dtype: torch.dtype
+) -> Floats:
+    """The most that a document can truly score whose product of rounded vectors is at most `last_Q`.
+
+    Args:
+        last_Q: Scores, (Q,), stored in `dtype`.
+        lost_Q: How far each query lies from its rounded one.
+        most_lost: The same of any document.
+        embedding_dim: Width of the vectors.
+        dtype: Dtype of the products, which are summed in float32.
+    """
+    # Half a unit in the last place; float32 stores its sums as they are.
+    stored = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    lost = np.float32(_UNIT) * (lost_Q + (1 + lost_Q) * most_lost)
+    bound_Q: Floats = last_Q + np.abs(last_Q) * np.float32(stored) + lost + np.float32(rounding_error(embedding_dim))
+    return bound_Q.astype(np.float32, copy=False)
 
 
 def rounding_error(width: int) -> float:
@@ -133,23 +148,18 @@ class ExactSearch:
     missed document goes through the next one: bfloat16, float32, then every document in float64.
 
     Precision: a score is the inner product summed in float64, rounded to float32.
-    Determinism: scores and rows are the same whatever the size of shards and the number of queries in a call, and
-        should be on any device (no GPU has run it yet).
+    Determinism: scores and rows are the same whatever the size of shards and the number of queries in a call.
     Memory: two tiles of 48 MiB, 64 MiB of scores, and 12 bytes for each of (2 `top_k` + 16) documents of a query.
 
     Args:
         documents: Unit vectors.
-        gpu: Whether the coarse search runs on the first GPU.
 
-    Raises:
-        OptionError: If a GPU is asked for and there is none.
+    Related: `GpuSearch`, which does the same on a GPU.
     """
 
-    def __init__(self, documents: VectorShards, gpu: bool = False) -> None:
-        if gpu and not torch.cuda.is_available():
-            raise OptionError("gpu", True, "needs a CUDA device", "leave it out, or check the driver")
-        self.documents, self._device = documents, torch.device("cuda:0" if gpu else "cpu")
-        quick = [torch.bfloat16] if not gpu and has_native_bfloat16(self._device) else []
+    def __init__(self, documents: VectorShards) -> None:
+        self.documents = documents
+        quick = [torch.bfloat16] if has_native_bfloat16(torch.device("cpu")) else []
         self._dtypes = [*quick, torch.float32]
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
@@ -171,7 +181,7 @@ class ExactSearch:
 
     def _scanned(self, dtype: torch.dtype, query_QD: Floats, top_k: int) -> tuple[TopK, npt.NDArray[np.bool_]]:
         """The best of what a coarse search keeps, and for which queries it may have missed a better one."""
-        scan = CoarseSearch(query_QD, dtype, self._device)
+        scan = CoarseSearch(query_QD, dtype)
         width = min(scan.width(top_k), self.documents.num_rows)
         found = best_of_tiles(self.documents, len(query_QD), width, scan)
         best = in_order(query_QD, found.index_QK, self.documents, top_k)
@@ -215,11 +225,31 @@ def tiles(documents: VectorShards) -> Iterator[tuple[int, Floats]]:
     """
     size = max(1, TILE_BYTES // (4 * documents.embedding_dim))
     tile_TD = np.empty((min(size, documents.num_rows), documents.embedding_dim), np.float32)
-    first_row = filled = 0
-    for shard, vector_ND in enumerate(documents):
+
+    def check(part_nD: Floats, shard: int, start: int) -> None:
+        check_vectors(part_nD, str(documents.path(shard)), start, unit=True)
+
+    return fill(tile_TD, documents, check)
+
+
+def fill(
+    tile_TD: npt.NDArray[Any], documents: VectorShards, check: Callable[[Floats, int, int], None] | None = None
+) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """All vectors in pieces that fill an array of float32 or float16, each with its first row.
+
+    Args:
+        tile_TD: The array; it has a piece until the next one.
+        documents: The vectors.
+        check: Is called with parts of each shard, the shard, and the part's first row in it.
+    """
+    size, first_row, filled = len(tile_TD), 0, 0
+    for shard in range(documents.num_shards):
+        stored = documents.stored(shard)
+        vector_ND = stored if stored.dtype == tile_TD.dtype else documents.load(shard)
         for start in range(0, len(vector_ND), size):
             part_nD = vector_ND[start : start + size]
-            check_vectors(part_nD, str(documents.path(shard)), start, unit=True)
+            if check is not None:
+                check(part_nD, shard, start)
             while len(part_nD):
                 taken = min(len(part_nD), size - filled)
                 tile_TD[filled : filled + taken] = part_nD[:taken]
@@ -285,40 +315,42 @@ def dot_pairs(query_QD: Floats, query_P: Rows, vector_ND: Floats, row_P: Rows) -
 _STRIPES = 16
 
 
-def topk_per_row(score_QT: Tensor, top_k: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+def topk_per_row(score_QT: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The `top_k` largest values of each row, in no order.
 
     A row is laid out in stripes, one below the other. The columns whose largest values are the `top_k` largest of all
     columns hold the `top_k` largest values of the row: each of them has one that no other column exceeds.
 
     Args:
-        score_QT: Values, (Q, T), without NaN.
+        score_QT: Values, (Q, T), without NaN, on any device.
         top_k: How many, 1 to T.
 
     Returns:
-        The values and their places in the row, (Q, `top_k`). Of equal values any may be among them.
+        The values in float32 and their places in the row, (Q, `top_k`). Of equal values any may be among them.
     """
-    if score_QT.is_cuda:
-        values, places = score_QT.float().topk(top_k, dim=1, sorted=False)
-        return values.cpu().numpy(), places.cpu().numpy()
     num_columns = score_QT.shape[1] // _STRIPES
     if num_columns <= top_k:
-        return _of_few(score_QT.float().numpy(), top_k)
+        return _of_few(score_QT, top_k)
     striped = score_QT[:, : _STRIPES * num_columns].view(-1, _STRIPES, num_columns)
-    _, column_QK = _of_few(striped.amax(dim=1).float().numpy(), top_k)
-    taken_QSK = torch.from_numpy(column_QK)[:, None, :].expand(-1, _STRIPES, -1)
+    _, column_QK = _of_few(striped.amax(dim=1), top_k)
+    taken_QSK = column_QK[:, None, :].expand(-1, _STRIPES, -1)
     score_QC = torch.cat([striped.gather(2, taken_QSK).flatten(1), score_QT[:, _STRIPES * num_columns :]], dim=1)
-    value_QK, candidate_QK = _of_few(score_QC.float().numpy(), top_k)
-    stripe_QK, place_QK = np.divmod(candidate_QK, top_k)
-    column_QK = np.take_along_axis(column_QK, place_QK, axis=1)
+    value_QK, candidate_QK = _of_few(score_QC, top_k)
+    column_QK = column_QK.gather(1, candidate_QK % top_k)
     # Behind the candidates of the stripes come the values of an incomplete last stripe, in their order.
     rest_QK = candidate_QK - _STRIPES * top_k
-    return value_QK, np.where(rest_QK < 0, stripe_QK * num_columns + column_QK, _STRIPES * num_columns + rest_QK)
+    stripe_QK = candidate_QK // top_k
+    return value_QK, torch.where(rest_QK < 0, stripe_QK * num_columns + column_QK, _STRIPES * num_columns + rest_QK)
 
 
-def _of_few(value_QN: npt.NDArray[np.float32], top_k: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    place_QK = np.argpartition(value_QN, -top_k, axis=1)[:, -top_k:]
-    return np.take_along_axis(value_QN, place_QK, axis=1), place_QK
+def _of_few(value_QN: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    if value_QN.is_cuda:
+        value_QK, place_QK = value_QN.float().topk(top_k, dim=1, sorted=False)
+        return value_QK, place_QK
+    # Several times as fast on a CPU.
+    value_QN = value_QN.float()
+    place_QK = torch.from_numpy(np.argpartition(value_QN.numpy(), -top_k, axis=1)[:, -top_k:])
+    return value_QN.gather(1, place_QK), place_QK
 
 
 MAX_LISTS = 4096

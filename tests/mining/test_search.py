@@ -72,20 +72,6 @@ def test_more_queries_than_are_compared_at_once(tmp_path, monkeypatch):
     assert found.index_QK.tolist() == brute_force(queries, documents, 4)[1]
 
 
-@pytest.mark.gpu
-def test_a_gpu_finds_the_same_bits(tmp_path):
-    documents, queries = shards(tmp_path, unit_vectors(3000, 64), 999), unit_vectors(50, 64, seed=1)
-    here, there = (ExactSearch(documents, gpu).search(queries, 20) for gpu in (False, True))
-    np.testing.assert_array_equal(there.index_QK, here.index_QK)
-    np.testing.assert_array_equal(there.score_QK, here.score_QK)
-
-
-def test_a_gpu_that_is_not_there_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(OptionError, match="gpu needs a CUDA device"):
-        ExactSearch(shards(tmp_path, unit_vectors(10), 4), gpu=True)
-
-
 @pytest.mark.parametrize(
     ("value", "kind"), [(0, "zero"), (np.nan, "not finite"), (np.inf, "not finite"), (2, "of length")]
 )
@@ -110,7 +96,7 @@ def test_queries_that_do_not_fit_are_refused(tmp_path):
 @pytest.mark.parametrize("width", [1, 8, 100, 384])
 def test_no_document_scores_above_the_bound_of_its_score(dtype, width):
     queries, documents = unit_vectors(20, width), unit_vectors(600, width, seed=1)
-    scan = CoarseSearch(queries, dtype, torch.device("cpu"))
+    scan = CoarseSearch(queries, dtype)
     true_QN = queries.astype(np.float64) @ documents.T.astype(np.float64)
     looseness = []
     for first_row in (0, 300):
