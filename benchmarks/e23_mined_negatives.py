@@ -1,0 +1,257 @@
+"""E23: which mined negatives help: the margin that they keep below the positive, their number, and their teacher.
+
+MiniLM trains on 3,200 pairs of the docstring corpus, every second of them with a planted near-copy. No function of that
+corpus copies another, so a pair's near-copy is the one candidate that is known to be a false negative. A teacher scores
+every document for every query; a candidate is refused at `margin` times the positive's score (TopK-PercPos), and the
+highest that are left are the negatives. One thing varies at a time around margin 0.95, four negatives, MiniLM itself.
+"""
+
+import gzip
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.docstring_trials import World, fit, near_copy, score
+from benchmarks.trials import (
+    Metrics,
+    Scores,
+    TrainingRecipe,
+    Trial,
+    difference,
+    replaced,
+    run_recipes,
+    sized,
+    table,
+    trial_options,
+)
+from embeddings.callbacks import ExportModel
+from embeddings.common.io import atomic_path, text_hash, write_text
+from embeddings.data import BlendedBatchSampler, EmbeddingDataModule, SourceConfig
+from embeddings.evaluation import retrieval_metrics
+from embeddings.inference import BM25, Encoder
+from embeddings.losses import InfoNCE
+from embeddings.mining import NegativeRules, choose_negatives
+from embeddings.mining.negatives import MinedQueries, ScoredCandidates
+from embeddings.models import BackboneConfig, Embedder, MeanPooling
+from embeddings.modules import NVEmbedModule
+from embeddings.training.optim import Schedule
+
+TeacherName = Literal["BM25", "MiniLM", "MiniLM, trained"]
+Floats = npt.NDArray[np.float32]
+# As many as any variant trains with, and the candidates that they are chosen from.
+MAX_NEGATIVES, NUM_CANDIDATES = 7, 100
+TEACHER_SEED = 1000
+PAGES = ("held-out packages", "held-out functions")
+MINED = ("refused candidates", "false negatives", "negatives of the same name")
+
+
+@dataclass(frozen=True)
+class Recipe(TrainingRecipe):
+    """How a model is trained.
+
+    Args:
+        margin: Share of the positive's score that negatives stay below, or None.
+        num_negatives: Hard negatives of a pair.
+        teacher: What scores the candidates.
+        num_rows: Pairs of the training set, their near-copies not counted.
+    """
+
+    num_steps: int = 16
+    batch_size: int = 16
+    max_length: int = 32
+    margin: float | None = 0.95
+    num_negatives: int = 4
+    teacher: TeacherName = "MiniLM"
+    num_rows: int = 3200
+
+
+TEACHER = Recipe(num_steps=60, batch_size=32, max_length=64, num_negatives=0)
+BEFORE = {"before training": Recipe(num_steps=0)}
+RECIPES = {
+    "margin 0.95, 4 negatives, MiniLM": Recipe(),
+    "margin 0.90": Recipe(margin=0.9),
+    "margin 0.98": Recipe(margin=0.98),
+    "no margin": Recipe(margin=None),
+    "0 negatives": Recipe(num_negatives=0),
+    "1 negative": Recipe(num_negatives=1),
+    "7 negatives": Recipe(num_negatives=7),
+    "BM25": Recipe(teacher="BM25"),
+    "MiniLM, trained": Recipe(teacher="MiniLM, trained"),
+}
+
+
+class Quarry(World):
+    """The corpora, the teachers, and what each of them mined; what is there already is kept."""
+
+    @property
+    def trained_teacher(self) -> Path:
+        """The model directory of MiniLM after some steps on the corpus."""
+        return self.folder / f"mining-teacher-{TEACHER.num_steps}"
+
+    def mined(self, recipe: Recipe) -> Path:
+        """The training pairs with a teacher's negatives below a margin."""
+        return self.folder / "mined" / f"{recipe.num_rows}-{recipe.teacher.replace(', ', '-')}-{recipe.margin}.jsonl"
+
+    def mine(self, recipes: list[Recipe]) -> None:
+        """Train the teacher, and mine for each recipe."""
+        corpus, pairs = self.folder / "corpus" / "train.jsonl.gz", training_pairs(self, recipes[0].num_rows)
+        if not self.trained_teacher.exists():
+            taught = TEACHER.tiny() if self.tiny else TEACHER
+            train(self, taught, SourceConfig("docstrings", str(corpus)), TEACHER_SEED, self.trained_teacher)
+        for name in dict.fromkeys(recipe.teacher for recipe in recipes):
+            todo = [recipe for recipe in recipes if recipe.teacher == name and not self.mined(recipe).exists()]
+            score_QN = self._scores(name, recipes[0], pairs) if todo else np.empty((0, 0), np.float32)
+            for recipe in todo:
+                if not self.mined(recipe).exists():
+                    write_mined(self.mined(recipe), pairs, score_QN, recipe.margin)
+
+    def encoder(self, name: TeacherName, recipe: Recipe) -> Encoder:
+        """A teacher that is a model."""
+        embedder = Embedder.from_pretrained(self.model if name == "MiniLM" else self.trained_teacher)
+        embedder.text = recipe.text
+        return Encoder(embedder)
+
+    def _scores(self, name: TeacherName, recipe: Recipe, pairs: list[dict[str, str]]) -> Floats:
+        """A teacher's score of each query with each positive, (Q, Q) float32."""
+        queries, documents = [pair["query"] for pair in pairs], [pair["positive"] for pair in pairs]
+        if name != "BM25":
+            encoder = self.encoder(name, recipe)
+            return encoder.similarity(encoder.encode_query(queries), encoder.encode_document(documents))
+        index_QN, found_QN = BM25(documents).search(queries, len(documents))
+        score_QN = np.empty_like(found_QN)
+        np.put_along_axis(score_QN, index_QN, found_QN, axis=1)
+        return score_QN
+
+
+def training_pairs(world: World, num_rows: int) -> list[dict[str, str]]:
+    """Pairs from all over the corpus; every second one is followed by its near-copy, and both name the other's text."""
+    with gzip.open(world.folder / "corpus" / "train.jsonl.gz", "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    found: list[dict[str, str]] = []
+    for number, row in enumerate(rows[:: max(1, len(rows) // num_rows)]):
+        pair = {"query": row["query"], "positive": row["positive"]}
+        if number % 2:
+            found.append(pair)
+        else:
+            copy = near_copy(pair)
+            found += [{**pair, "copy": copy["positive"]}, {**copy, "copy": pair["positive"]}]
+    return found
+
+
+def write_mined(path: Path, pairs: list[dict[str, str]], score_QN: Floats, margin: float | None) -> None:
+    """Write the pairs with their negatives, hardest first, and beside them the share of candidates refused."""
+    rows = np.arange(len(pairs))
+    hash_N = np.array([text_hash(pair["positive"]) for pair in pairs])
+    row_QC = np.argsort(-score_QN, axis=1, kind="stable")[:, : NUM_CANDIDATES + 1].astype(np.int64)
+    candidates = ScoredCandidates(row_QC, hash_N[row_QC], np.take_along_axis(score_QN, row_QC, axis=1)[None])
+    hash_Q, own_Q = np.array([text_hash(pair["query"]) for pair in pairs]), score_QN[rows, rows]
+    queries = MinedQueries(rows, hash_Q, rows, rows, rows, hash_N, own_Q[None])
+    chosen = choose_negatives(candidates, queries, NegativeRules(MAX_NEGATIVES, margin, last_rank=NUM_CANDIDATES))
+    refused = chosen.removed["margin"] / (chosen.removed["margin"] + chosen.num_left)
+    write_text(path.with_suffix(".json"), json.dumps({"refused candidates": refused}))
+    with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        for pair, row_N in zip(pairs, chosen.row_QN.tolist(), strict=True):
+            negatives = [pairs[row]["positive"] for row in row_N if row >= 0]
+            file.write(json.dumps({**pair, "negatives": negatives}) + "\n")
+
+
+def mining_metrics(path: Path, num_negatives: int) -> Metrics:
+    """Of the pairs with a near-copy how many have it as a negative; of all other negatives how many share a name."""
+    with open(path, encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    copied = [row["copy"] in row["negatives"][:num_negatives] for row in rows if "copy" in row]
+    same = [
+        _name(text) == _name(row["positive"])
+        for row in rows
+        for text in row["negatives"][:num_negatives]
+        if text != row.get("copy")
+    ]
+    shares = {"false negatives": np.mean(copied), "negatives of the same name": np.mean(same) if same else 0.0}
+    shares["negatives of a pair"] = (len(same) + sum(copied)) / len(rows)
+    refused: Metrics = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    return {**refused, **{name: float(share) for name, share in shares.items()}}
+
+
+def _name(document: str) -> str:
+    """The name of a document's function, without its package, module and class."""
+    return document.partition("\n")[0].rpartition(".")[2]
+
+
+def train(world: World, recipe: Recipe, source: SourceConfig, seed: int, export: Path | None = None) -> NVEmbedModule:
+    """Train MiniLM on a source, by the same rows in the same order for all recipes of a seed."""
+    module = NVEmbedModule(
+        BackboneConfig(world.model),
+        MeanPooling,
+        loss=InfoNCE(temperature=0.05),
+        optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
+        schedule=Schedule(warmup_steps=recipe.num_steps // 10, decay="linear"),
+        seed=seed,
+    )
+    data = EmbeddingDataModule(
+        [source], recipe.text, recipe.batch_size, recipe.num_negatives, BlendedBatchSampler, seed=seed
+    )
+    if recipe.num_steps:
+        fit(world, module, data, recipe.num_steps, [] if export is None else [ExportModel(export)])
+    return module
+
+
+def bm25_score(world: World) -> float:
+    """nDCG@10 of BM25 over the queries of the held-out packages, each searched separately."""
+    folders = list(world.domains().values())
+    ranked = [BM25(folder.documents).search(folder.queries, 100)[0] for folder in folders]
+    found = [
+        retrieval_metrics(index_QK, folder.qrels).metrics["ndcg_at_10"]
+        for index_QK, folder in zip(ranked, folders, strict=True)
+    ]
+    return float(np.average(found, weights=[len(folder.queries) for folder in folders]))
+
+
+def run(chosen: Namespace, recipes: Mapping[str, Recipe]) -> list[Scores]:
+    """Mine for each recipe, train and score; arguments as of `run_recipes`."""
+    recipes = sized(chosen, recipes)
+    world = Quarry(chosen.work, chosen.tiny)
+    with world.alone():
+        world.prepare([])
+        world.mine(list(recipes.values()))
+    return run_recipes(chosen, "E23", recipes, run_trial)
+
+
+def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
+    """Train by the trial's recipe, and score the model; without steps score the teachers too."""
+    world, recipe = Quarry(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
+    module = train(world, recipe, SourceConfig("docstrings", str(world.mined(recipe))), trial.seed)
+    module.embedder.text = recipe.text
+    found = score(world, module.embedder, others=False)
+    if recipe.num_steps:
+        return {**found, **mining_metrics(world.mined(recipe), recipe.num_negatives)}
+    teacher = score(world, world.encoder("MiniLM, trained", recipe).embedder, others=False)
+    return {**found, "BM25": bm25_score(world), "MiniLM, trained": teacher["held-out packages"]}
+
+
+def main() -> None:
+    """Train with each kind of negatives; print the tables and what each brings over the middle."""
+    chosen = trial_options(__doc__)
+    # No seed enters a model that is not trained.
+    (before,) = run(replaced(chosen, seeds=1), BEFORE)
+    middle, *others = run(chosen, RECIPES)
+    print(f"E23, nDCG@10\n{table([before, middle, *others], PAGES)}")
+    print(f"shares\n{table([middle, *others], [*MINED, 'negatives of a pair'])}")
+    print(
+        "teachers on held-out packages: "
+        + ", ".join(f"{x} {before.values(x)[0]:.4f}" for x in ("BM25", "MiniLM, trained"))
+    )
+    for page in PAGES:
+        for one in others:
+            print(difference(one, middle, page))
+
+
+if __name__ == "__main__":
+    main()
