@@ -16,6 +16,7 @@ from embeddings.cli.fit import TrainerCLI, run_trainer
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.common.text import format_table
 from embeddings.losses import InfoNCE
+from embeddings.losses.tiles import scores_at_once
 from embeddings.models.backbone import read_config
 from embeddings.models.stand_in import architecture, write_structure
 from embeddings.modules.base import BaseModule, ContrastiveModule
@@ -222,7 +223,9 @@ def trace_run(module: BaseModule, run: Any, setting: Setting, given: dict[str, A
     gathers = loss.gather_across_devices and loss.in_batch_negatives != "off"
     width = sum(loss.widths or (module.embedder.embedding_dim,))
     columns = documents * (setting.num_ranks if gathers else 1)
-    return texts, LossSize(queries, columns, width, loss.tile_size, queries + documents)
+    # A plan is of GPUs, wherever it is made.
+    tile = scores_at_once(loss.tile_size, "cuda")
+    return texts, LossSize(queries, columns, width, tile, queries + documents)
 
 
 def num_steps(run: Any, setting: Setting, pairs: int | None) -> tuple[float | None, str]:

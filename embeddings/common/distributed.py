@@ -73,7 +73,8 @@ def gather_counts(count: int, device: torch.device | str = "cpu") -> list[int]:
     mine = torch.tensor([count], dtype=torch.int64, device=device)
     counts = [torch.empty_like(mine) for _ in range(world_size())]
     dist.all_gather(counts, mine)
-    return [int(other) for other in torch.cat(counts)]
+    found: list[int] = torch.cat(counts).tolist()
+    return found
 
 
 def gather_rows(value_N: Tensor, counts: list[int]) -> Tensor:

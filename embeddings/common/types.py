@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from embeddings.common.devices import moved
 from embeddings.common.errors import OptionError
 
 
@@ -63,6 +64,7 @@ class TokenBatch(_Movable):
         input_ids_T: Token ids of all texts one after another, (T,) int64.
         pooling_mask_T: True where a token enters the pooling, (T,) bool.
         lengths_N: Tokens of each text, (N,) int64, always on the CPU: planning costs no synchronisation.
+        device_lengths_N: The same numbers where the tokens are, (N,) int64; None for tokens in host memory.
     """
 
     _ON_CPU = ("lengths_N",)
@@ -70,6 +72,7 @@ class TokenBatch(_Movable):
     input_ids_T: Tensor
     pooling_mask_T: Tensor
     lengths_N: Tensor
+    device_lengths_N: Tensor | None = None
 
     def __len__(self) -> int:
         """Number of texts, N."""
@@ -94,6 +97,13 @@ class TokenBatch(_Movable):
             torch.tensor([len(text) for text in input_ids], dtype=torch.int64),
         )
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """The same on `device`, which then knows the lengths too."""
+        found = _Movable.to(self, device, non_blocking)
+        if found.device_lengths_N is None and found.device.type != "cpu":
+            found.device_lengths_N = moved(self.lengths_N, found.device)
+        return found
+
     def padded(self, rows_N: Tensor | None = None, pad_token_id: int = 0) -> PaddedTokens:
         """Some texts (all when `rows_N` is None), in the order given, padded on the right to the longest of them.
 
@@ -102,17 +112,34 @@ class TokenBatch(_Movable):
             pad_token_id: Id that fills the padding.
         """
         lengths_n = self.lengths_N if rows_N is None else self.lengths_N[rows_N]
-        starts_N = torch.cumsum(self.lengths_N, 0) - self.lengths_N
-        starts_n = starts_N if rows_N is None else starts_N[rows_N]
-        position_L = torch.arange(int(lengths_n.max()) if len(lengths_n) else 0)
-        attention_NL = position_L[None, :] < lengths_n[:, None]
+        starts_n, placed_n = self.placed(rows_N)
+        position_L = torch.arange(int(lengths_n.max()) if len(lengths_n) else 0, device=self.device)
+        attention_NL = position_L[None, :] < placed_n[:, None]
         index_NL = torch.where(attention_NL, starts_n[:, None] + position_L[None, :], 0)
-        attention_NL, index_NL = attention_NL.to(self.device), index_NL.to(self.device)
         if self.num_tokens == 0:
             empty = torch.full(attention_NL.shape, pad_token_id, dtype=torch.int64, device=self.device)
             return PaddedTokens(empty, attention_NL, attention_NL)
         ids_NL = torch.where(attention_NL, self.input_ids_T[index_NL], pad_token_id)
         return PaddedTokens(ids_NL, attention_NL, self.pooling_mask_T[index_NL] & attention_NL)
+
+    def placed(self, rows_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The first token and the number of tokens of some texts (all when None), where the tokens are, (n,) int64.
+
+        Nothing waits for a device: what it lacks is moved from page-locked memory. `rows_N` are on the CPU.
+        """
+        lengths_N = moved(self.lengths_N, self.device) if self.device_lengths_N is None else self.device_lengths_N
+        starts_N = torch.cumsum(lengths_N, 0) - lengths_N
+        if rows_N is None:
+            return starts_N, lengths_N
+        rows_n = moved(rows_N, self.device)
+        return starts_N[rows_n], lengths_N[rows_n]
+
+    def run_of_texts(self, first: int, count: int) -> "TokenBatch":
+        """Neighbouring texts, from one on: views of the same memory."""
+        start, num_tokens = (int(self.lengths_N[part].sum()) for part in (slice(first), slice(first, first + count)))
+        tokens, texts = slice(start, start + num_tokens), slice(first, first + count)
+        placed_N = None if self.device_lengths_N is None else self.device_lengths_N[texts]
+        return TokenBatch(self.input_ids_T[tokens], self.pooling_mask_T[tokens], self.lengths_N[texts], placed_N)
 
 
 @dataclass(slots=True, eq=False)
@@ -304,10 +331,11 @@ def take_texts(tokens: TokenBatch, rows_n: Tensor, max_length: int | None = None
         max_length: Most tokens of a text, from its start; None cuts nothing. A cut text may lose all pooled tokens.
     """
     lengths_n = tokens.lengths_N[rows_n]
+    starts_n, placed_n = tokens.placed(rows_n)
     if max_length is not None:
-        lengths_n = lengths_n.clamp(max=max_length)
-    starts_n = (torch.cumsum(tokens.lengths_N, 0) - tokens.lengths_N)[rows_n]
-    shift_n = starts_n - (torch.cumsum(lengths_n, 0) - lengths_n)
-    index_T = torch.arange(int(lengths_n.sum())) + torch.repeat_interleave(shift_n, lengths_n)
-    index_T = index_T.to(tokens.device, non_blocking=True)
-    return TokenBatch(tokens.input_ids_T[index_T], tokens.pooling_mask_T[index_T], lengths_n)
+        lengths_n, placed_n = lengths_n.clamp(max=max_length), placed_n.clamp(max=max_length)
+    shift_n, num_tokens = starts_n - (torch.cumsum(placed_n, 0) - placed_n), int(lengths_n.sum())
+    # With the size given a device need not be asked for the sum.
+    shift_T = torch.repeat_interleave(shift_n, placed_n, output_size=num_tokens)
+    index_T = torch.arange(num_tokens, device=tokens.device) + shift_T
+    return TokenBatch(tokens.input_ids_T[index_T], tokens.pooling_mask_T[index_T], lengths_n, placed_n)

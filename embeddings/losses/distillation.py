@@ -16,7 +16,7 @@ from embeddings.common import ContrastiveBatch, LossOutput, OptionError
 from embeddings.common.distributed import gather_candidates, gather_rows
 from embeddings.losses.info_nce import InfoNCE
 from embeddings.losses.masks import surrogate_vectors, without_teacher
-from embeddings.losses.tiles import comparable
+from embeddings.losses.tiles import comparable, scores_at_once
 
 
 class Distillation(InfoNCE):
@@ -129,7 +129,7 @@ class SimilarityDistillation(Distillation):
             gap_rC = (log_teacher_rC - log_student_rC).masked_fill(~competes_rC, 0)
             return (log_teacher_rC.exp() * gap_rC).where(is_known_r1, 0).sum()
 
-        size = max(32, self.tile_size // max(1, len(all_CD)))
+        size = max(32, scores_at_once(self.tile_size, all_CD.device) // max(1, len(all_CD)))
         total = query_BD.new_zeros(())
         for start in range(0, len(query_BD), size):
             rows = slice(start, min(start + size, len(query_BD)))

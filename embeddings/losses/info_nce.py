@@ -44,7 +44,7 @@ class InfoNCE(KeepsArguments, nn.Module):
         directions: `query_to_document`, or `both` for the mean with documents contrasted against queries.
         gather_across_devices: Whether the candidates of all ranks compete.
         similarity: `cosine` or `dot`.
-        tile_size: Scores held at once, at least 32 rows of them. 2^21 are 8 MB; a GPU likes 2^26.
+        tile_size: Scores held at once, at least 32 rows of them; None for 2^21 (8 MB) on a CPU, 2^26 on a GPU.
         false_negative_filter: Masks candidates that another model scores too high, by vectors that the batch carries;
             None for no filter. It makes a second product of the size of the scores, and as large a tile.
         mask_same_text: Whether a candidate is masked whose text is the query's or one of its known positives, or that
@@ -75,7 +75,7 @@ class InfoNCE(KeepsArguments, nn.Module):
         directions: Literal["query_to_document", "both"] = "query_to_document",
         gather_across_devices: bool = True,
         similarity: Similarity = "cosine",
-        tile_size: int = 2**21,
+        tile_size: int | None = None,
         false_negative_filter: SurrogateFilter | None = None,
         mask_same_text: bool = True,
         mask_same_class: bool = True,
@@ -84,7 +84,7 @@ class InfoNCE(KeepsArguments, nn.Module):
         if not 0 < temperature < math.inf:
             fix = "see lightning_configs/methods/nv_embed_stage1.yaml for a value that trains"
             raise OptionError("temperature", temperature, "must be > 0", fix)
-        if tile_size < 1:
+        if tile_size is not None and tile_size < 1:
             raise OptionError("tile_size", tile_size, "must be >= 1", "leave it out for the default")
         self.in_batch_negatives = in_batch_negatives
         self.directions = directions
@@ -176,7 +176,8 @@ class InfoNCE(KeepsArguments, nn.Module):
     def _scale(self, like: Tensor) -> Tensor:
         """1 / temperature, () in the working dtype."""
         if self.log_temperature is None:
-            return like.new_tensor(1.0 / self.temperature)
+            # Filled where it lies: a tensor made of a number would be copied there, and waited for.
+            return like.new_full((), 1.0 / self.temperature)
         return torch.exp(-self.log_temperature.to(like.dtype))
 
     def _masking(self, batch: ContrastiveBatch) -> "_Masking":

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from embeddings.common import ContrastiveBatch, OptionError
+from embeddings.common.devices import queues_work
 from embeddings.common.distributed import gather_rows, reduce_int
 
 # A class is (source, label) in one number.
@@ -150,8 +151,9 @@ def is_negative_mask(query: QueryKeys, candidate: CandidateKeys, positive_index_
 def exclude_candidates_(score_QC: Tensor, query: QueryKeys, candidate: CandidateKeys, positive_index_Q: Tensor) -> None:
     """Set to minus infinity, in place, the score of every candidate that is neither negative nor the own positive.
 
-    Equal to filling where `is_negative_mask` is False, but only candidates that share a key with one of these queries
-    are compared with them, a handful of C; a label that all texts share costs the full comparison.
+    Equal to filling where `is_negative_mask` is False, but on a CPU only candidates that share a key with one of these
+    queries are compared with them, a handful of C; a label that all texts share costs the full comparison. A device
+    compares all, at a byte or two a score: it would have to be asked which they are.
 
     Args:
         score_QC: A tile of scores, (Q, C) float.
@@ -159,6 +161,11 @@ def exclude_candidates_(score_QC: Tensor, query: QueryKeys, candidate: Candidate
         candidate: Keys of all candidates.
         positive_index_Q: Row of each query's positive among the candidates, (Q,) int64.
     """
+    if queues_work(score_QC.device):
+        is_false_QC = false_negatives(query, candidate)
+        is_foreign_QC = candidate.owner_C != query.index_Q[:, None]
+        _fill_whole_(score_QC, positive_index_Q, is_false_QC, ~query.in_batch_Q, is_foreign_QC)
+        return
     keys = torch.cat([query.hash_Q, query.known_positive_hash_QP.flatten()])
     is_suspect_C = torch.isin(candidate.hash_C, keys) | torch.isin(candidate.answers_C, query.hash_Q)
     is_suspect_C |= torch.isin(candidate.class_C, query.class_Q)
@@ -181,12 +188,17 @@ def exclude_queries_(score_CQ: Tensor, candidate: CandidateKeys, query: QueryKey
         query: Keys of all queries.
         own_index_C: Row of each document's own query among the queries, (C,) int64.
     """
+    is_barred_C = ~query.in_batch_Q[own_index_C]
+    if queues_work(score_CQ.device):
+        is_foreign_CQ = query.index_Q != candidate.owner_C[:, None]
+        _fill_whole_(score_CQ, own_index_C, false_negatives(query, candidate).T, is_barred_C, is_foreign_CQ)
+        return
     is_suspect_Q = torch.isin(query.hash_Q, torch.cat([candidate.hash_C, candidate.answers_C]))
     is_suspect_Q |= torch.isin(query.known_positive_hash_QP, candidate.hash_C).any(1)
     is_suspect_Q |= torch.isin(query.class_Q, candidate.class_C)
     suspect_S = is_suspect_Q.nonzero().squeeze(1)
     is_false_CS = false_negatives(query[suspect_S], candidate).T
-    barred_C = (~query.in_batch_Q[own_index_C]).nonzero().squeeze(1)
+    barred_C = is_barred_C.nonzero().squeeze(1)
     is_foreign_CQ = query.index_Q != candidate.owner_C[barred_C, None]
     _fill_(score_CQ, own_index_C, suspect_S, is_false_CS, barred_C, is_foreign_CQ)
 
@@ -202,6 +214,14 @@ def _fill_(
     if barred_R.numel():
         score_RC[barred_R] = score_RC[barred_R].masked_fill_(is_foreign_RC, -torch.inf)
     score_RC.scatter_(1, own_R[:, None], own_score_R1)
+
+
+def _fill_whole_(
+    score_RC: Tensor, own_R: Tensor, is_false_RC: Tensor, is_barred_R: Tensor, is_foreign_RC: Tensor
+) -> None:
+    """The same from whole masks, of sizes that are known without asking for a value."""
+    is_excluded_RC = is_false_RC | (is_barred_R[:, None] & is_foreign_RC)
+    score_RC.masked_fill_(is_excluded_RC.scatter_(1, own_R[:, None], False), -torch.inf)
 
 
 def _class(source_N: Tensor, label_N: Tensor, no_key: int, compared: bool) -> Tensor:

@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from embeddings.common.devices import queues_work
+
 Similarity = Literal["cosine", "dot"]
 # (tile of scores, its rows) → None: sets scores that do not compete to minus infinity, in place.
 ExcludeInPlace = Callable[[Tensor, slice], None]
 # Fewer rows than this make slow matrix products.
 _MIN_TILE_ROWS = 32
+# Scores of a tile where none are asked for: 8 MB, about a CPU's cache, and 256 MB where each tile starts kernels.
+_TILE_SIZE_OF_HOST, _TILE_SIZE_OF_DEVICE = 2**21, 2**26
 
 
 def working_dtype(vector_ND: Tensor) -> torch.dtype:
@@ -78,13 +82,20 @@ class _UnitNorm(torch.autograd.Function):
         return torch.addcmul(gradient_ND, unit_ND, along_N1, value=-1).mul_(inverse_N1)
 
 
+def scores_at_once(tile_size: int | None, device: torch.device | str) -> int:
+    """Scores that a tile holds on a device: as many as asked for or, where that is None, 2^21 on a CPU and 2^26."""
+    if tile_size is not None:
+        return tile_size
+    return _TILE_SIZE_OF_DEVICE if queues_work(device) else _TILE_SIZE_OF_HOST
+
+
 def tiled_cross_entropy(
     row_RD: Tensor,
     column_CD: Tensor,
     scale: Tensor,
     target_R: Tensor,
     exclude_: ExcludeInPlace | None = None,
-    tile_size: int = 2**21,
+    tile_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The mean cross-entropy of scaled inner products, made in tiles of whole rows.
 
@@ -98,7 +109,7 @@ def tiled_cross_entropy(
         scale: Factor of all products, (), same dtype; may need a gradient.
         target_R: Column of each row's right answer, (R,) int64.
         exclude_: Sets scores of a tile to minus infinity in place, never a right answer's; None excludes nothing.
-        tile_size: Scores held at once; at least 32 rows of them are.
+        tile_size: Scores held at once, at least 32 rows of them; None for as many as suit the device.
 
     Returns:
         The loss (), and without a gradient the share of rows whose right answer scores above all others () and the
@@ -132,7 +143,7 @@ def tiled_cross_entropies(
     scale: Tensor,
     target_R: Tensor,
     exclude_: ExcludeInPlace | None = None,
-    tile_size: int = 2**21,
+    tile_size: int | None = None,
 ) -> WidthScores:
     """`tiled_cross_entropy` of the same texts at several widths, which share targets and exclusions.
 
@@ -142,7 +153,8 @@ def tiled_cross_entropies(
     vectors = [*row_WRD, *column_WCD]
     if not torch.is_grad_enabled():
         vectors, scale = [vector_ND.detach() for vector_ND in vectors], scale.detach()
-    outputs = _TiledCrossEntropy.apply(scale, target_R, exclude_, tile_size, *vectors)  # type: ignore[no-untyped-call]
+    size = scores_at_once(tile_size, target_R.device)
+    outputs = _TiledCrossEntropy.apply(scale, target_R, exclude_, size, *vectors)  # type: ignore[no-untyped-call]
     return WidthScores(*outputs)
 
 
@@ -225,10 +237,12 @@ class _TiledCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factor_W: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the forward pass times the factor of each width's loss."""
         of_scale_W, *gradients = ctx.saved_tensors
-        # GradCache and a plain backward pass 1: the gradients are handed on without a second copy.
+        # GradCache and a plain backward pass 1: on a CPU the gradients are then handed on without a second copy. Asking
+        # a device for the factor would cost more than the copy.
+        factors = list(factor_W.unbind()) if queues_work(factor_W.device) else factor_W.tolist()
         scaled = (
-            gradient if gradient is None or factor == 1.0 else gradient * factor
-            for gradient, factor in zip(gradients, factor_W.tolist() * 2, strict=True)
+            gradient if gradient is None or (isinstance(factor, float) and factor == 1.0) else gradient * factor
+            for gradient, factor in zip(gradients, factors * 2, strict=True)
         )
         return (None if of_scale_W is None else of_scale_W @ factor_W, None, None, None, *scaled)
 

@@ -14,7 +14,8 @@ forward, is decided by `GraphBudget` in `training.graphs`.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from embeddings.common import (
     Representations,
     TokenBatch,
 )
+from embeddings.common.devices import moved
 from embeddings.common.distributed import is_distributed, reduce_int
 from embeddings.common.types import plan_mini_batches, take_texts
 from embeddings.models.moe.experts import shared_casts
@@ -48,12 +50,14 @@ class MiniBatch:
     Attributes:
         tower: `QUERY`, `CANDIDATE` or `CONTEXT`.
         rows_n: Their rows in the tower, (n,) int64 on the CPU.
+        first: The place of the first of them among the tower's texts in the order of the plan, the longest first.
         longest: Tokens of the longest text; a query or candidate counts its context as one token a document.
         is_filler: Whether it only gives all ranks the same number of forwards: it is embedded, its gradient is zero.
     """
 
     tower: int
     rows_n: Tensor
+    first: int
     longest: int
     is_filler: bool = False
 
@@ -71,7 +75,8 @@ def plan_stages(batch: ContrastiveBatch, mini_batch_tokens: int, mini_batch_text
 
     def of_tower(tower: int) -> list[MiniBatch]:
         rows = plan_mini_batches(lengths_read(batch, tower), mini_batch_tokens, mini_batch_texts)
-        return [_mini_batch(batch, tower, rows_n) for rows_n in rows]
+        firsts = accumulate(map(len, rows), initial=0)
+        return [_mini_batch(batch, tower, rows_n, first) for rows_n, first in zip(rows, firsts, strict=False)]
 
     texts = _longest_first(of_tower(QUERY) + of_tower(CANDIDATE))
     return [_longest_first(of_tower(CONTEXT)), texts] if has_context(batch) else [texts]
@@ -85,12 +90,13 @@ def extend_plan(plan: list[MiniBatch], count: int, batch: ContrastiveBatch) -> l
     plan = list(plan)
     while len(plan) < count:
         largest = max(range(len(plan)), key=lambda index: (len(plan[index].rows_n) > 1) * plan[index].num_tokens)
-        rows_n, tower = plan[largest].rows_n, plan[largest].tower
+        rows_n, tower, first = plan[largest].rows_n, plan[largest].tower, plan[largest].first
         if len(rows_n) == 1:
             plan += [replace(plan[-1], is_filler=True)] * (count - len(plan))
             break
         half = (len(rows_n) + 1) // 2
-        plan[largest : largest + 1] = [_mini_batch(batch, tower, part_n) for part_n in (rows_n[:half], rows_n[half:])]
+        parts = (rows_n[:half], first), (rows_n[half:], first + half)
+        plan[largest : largest + 1] = [_mini_batch(batch, tower, part_n, start) for part_n, start in parts]
     return _longest_first(plan)
 
 
@@ -113,8 +119,8 @@ def has_context(batch: ContrastiveBatch) -> bool:
     return batch.context is not None and len(batch.context) > 0
 
 
-def _mini_batch(batch: ContrastiveBatch, tower: int, rows_n: Tensor) -> MiniBatch:
-    return MiniBatch(tower, rows_n, int(lengths_read(batch, tower)[rows_n].max()))
+def _mini_batch(batch: ContrastiveBatch, tower: int, rows_n: Tensor, first: int) -> MiniBatch:
+    return MiniBatch(tower, rows_n, first, int(lengths_read(batch, tower)[rows_n].max()))
 
 
 def _longest_first(plan: list[MiniBatch]) -> list[MiniBatch]:
@@ -347,6 +353,25 @@ class _Visit:
     graph: Representations | None
 
 
+class _PlannedTexts(NamedTuple):
+    """A tower's texts as both passes read them: each mini-batch is a run of neighbours, moved once a step.
+
+    Attributes:
+        tokens: The texts, the longest first.
+        row_N: The row of each in the tower, (N,) int64 where the tokens are.
+    """
+
+    tokens: TokenBatch
+    row_N: Tensor
+
+    @classmethod
+    def of(cls, tokens: TokenBatch, plan: Sequence[MiniBatch]) -> "_PlannedTexts":
+        """The texts in the order of all mini-batches of their tower."""
+        by_place = {mini_batch.first: mini_batch.rows_n for mini_batch in plan}
+        row_N = torch.cat([by_place[first] for first in sorted(by_place)])
+        return cls(take_texts(tokens, row_N), moved(row_N, tokens.device))
+
+
 class _TwoPasses:
     """One step: what the first pass found, and what the second pass does with it."""
 
@@ -357,6 +382,11 @@ class _TwoPasses:
         self.step, self.batch, self.device = step, batch, batch.query.device
         self.keeps_last, self.syncs_each = keeps_last, syncs_each
         self.stages = engine.plan(batch)
+        plan = [mini_batch for stage in self.stages for mini_batch in stage]
+        self.planned = {
+            tower: _PlannedTexts.of(tower_tokens(batch, tower), [found for found in plan if found.tower == tower])
+            for tower in sorted({mini_batch.tower for mini_batch in plan})
+        }
         self.stage_tokens = [[mini_batch.num_tokens for mini_batch in stage] for stage in self.stages]
         # The first stage whose mini-batches have a second pass.
         self.first_trained = int(len(self.stages) > 1 and not _contextual(step).trains_context)
@@ -455,11 +485,15 @@ class _TwoPasses:
             # A weight that autocast cast without a graph would be used again here, and get no gradient.
             torch.clear_autocast_cache()
         self.casts_have_graph = with_graph
-        tokens = take_texts(tower_tokens(self.batch, mini_batch.tower), mini_batch.rows_n)
+        tokens = self.planned[mini_batch.tower].tokens.run_of_texts(mini_batch.first, len(mini_batch.rows_n))
         with torch.set_grad_enabled(with_graph):
             if mini_batch.tower == CONTEXT:
                 return Representations(_contextual(self.step).embed_context(tokens))
             return self.step.embed(tokens, self.context)
+
+    def _rows(self, mini_batch: MiniBatch) -> Tensor:
+        """A mini-batch's rows in its tower, (n,) int64 on the device."""
+        return self.planned[mini_batch.tower].row_N[mini_batch.first : mini_batch.first + len(mini_batch.rows_n)]
 
     def _outputs_and_gradients(self, visit: _Visit) -> tuple[list[Tensor], list[Tensor]]:
         """A mini-batch's representations with their graph, recomputed unless kept, and the gradient of each."""
@@ -474,7 +508,7 @@ class _TwoPasses:
                 continue
             gradient = self.gradient_of[leaves[name]]
             if name == _VECTOR:
-                gradient = gradient[visit.mini_batch.rows_n.to(self.device)].to(output.dtype)
+                gradient = gradient[self._rows(visit.mini_batch)].to(output.dtype)
             outputs.append(output)
             gradients.append(torch.zeros_like(output) if visit.mini_batch.is_filler else gradient)
         return outputs, gradients
@@ -500,7 +534,7 @@ class _TwoPasses:
             zeros = {name: torch.zeros_like(value) for name, value in found.statistics.items()}
             tower = Representations(found.vector_ND.new_empty(num_texts, found.vector_ND.shape[1]), zeros)
             self.towers[mini_batch.tower] = tower
-        tower.vector_ND[mini_batch.rows_n.to(self.device)] = found.vector_ND.detach()
+        tower.vector_ND[self._rows(mini_batch)] = found.vector_ND.detach()
         for name, value in found.statistics.items():
             tower.statistics[name].add_(value.detach())
 

@@ -123,7 +123,7 @@ def test_its_record_has_every_argument(tmp_path: Path) -> None:
     assert model["backbone"]["name"] == str(tmp_path / "backbone")
     assert model["pooling"]["init_args"] == {"num_latents": 4, "num_heads": 2, "head_dim": 8}
     assert model["loss"]["init_args"]["temperature"] == 0.1
-    assert model["loss"]["init_args"]["tile_size"] == 2**21
+    assert model["loss"]["init_args"]["tile_size"] is None
     assert model["optimizer"]["class_path"] == "torch.optim.AdamW"
     assert model["optimizer"]["init_args"].items() >= {"lr": 0.01, "weight_decay": 0.03, "betas": [0.9, 0.999]}.items()
     assert model["schedule"] == {"warmup_steps": 1, "decay": "linear", "total_steps": 4}

@@ -37,6 +37,7 @@ def test_lengths_stay_on_the_cpu_when_tokens_move():
     assert (len(tokens), tokens.num_tokens) == (2, 3)
     assert tokens.input_ids_T.device.type == tokens.pooling_mask_T.device.type == "meta"
     assert tokens.lengths_N.device.type == "cpu"
+    assert tokens.device_lengths_N.device.type == "meta"
 
 
 def test_a_batch_moves_whole():
@@ -128,6 +129,20 @@ def test_texts_are_taken_whole_in_the_order_given() -> None:
 def test_taking_no_text_leaves_an_empty_batch() -> None:
     taken = take_texts(TokenBatch.from_lists([[1, 2]], [[True, True]]), torch.empty(0, dtype=torch.int64))
     assert (len(taken), taken.num_tokens) == (0, 0)
+
+
+def test_neighbouring_texts_are_views_of_the_same_tokens() -> None:
+    texts, masks = [[1, 2, 3], [], [4], [5, 6]], [[True, False, True], [], [False], [True, True]]
+    whole = take_texts(TokenBatch.from_lists(texts, masks), torch.arange(4))
+    for tokens in (whole, TokenBatch.from_lists(texts, masks)):
+        for first in range(4):
+            for count in range(1, 5 - first):
+                run, rows = tokens.run_of_texts(first, count), torch.arange(first, first + count)
+                expected = take_texts(tokens, rows)
+                assert run.lengths_N.tolist() == expected.lengths_N.tolist() == tokens.lengths_N[rows].tolist()
+                assert torch.equal(run.input_ids_T, expected.input_ids_T)
+                assert all(map(torch.equal, run.padded(), expected.padded()))
+                assert run.input_ids_T.untyped_storage()._cdata == tokens.input_ids_T.untyped_storage()._cdata
 
 
 def test_taken_texts_can_be_cut_at_their_ends():

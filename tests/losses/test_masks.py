@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embeddings.common import ContrastiveBatch, OptionError
 from embeddings.common.types import take_texts
-from embeddings.losses import InfoNCE, SurrogateFilter
+from embeddings.losses import InfoNCE, SurrogateFilter, masks
 from embeddings.losses.masks import (
     CandidateKeys,
     QueryKeys,
@@ -129,6 +129,21 @@ def test_the_other_direction_is_the_same_rule_turned_round(height: int) -> None:
         rows = slice(start, start + height)
         exclude_queries_(score[rows], candidate[: len(batch)][rows], query, torch.arange(len(batch))[rows])
     assert torch.equal(score, expected)
+
+
+@pytest.mark.parametrize("directions", ["query_to_document", "both"])
+def test_a_device_masks_the_same_scores_without_asking_which(directions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of(tangled_records())
+    query, candidate = torch.randn(len(batch), 4), torch.randn(len(batch.candidate), 4)
+    loss = InfoNCE(0.1, directions=directions, tile_size=1)
+    expected = loss(query, candidate, batch)
+    monkeypatch.setattr(masks, "queues_work", lambda device: True)
+    monkeypatch.setattr(Tensor, "nonzero", lambda *_: pytest.fail("the host asks for places"))
+    found = loss(query, candidate, batch)
+    assert torch.equal(found.loss, expected.loss)
+    assert found.terms == expected.terms
+    unmasked = InfoNCE(0.1, directions=directions, mask_same_text=False, mask_same_class=False)
+    assert not torch.equal(found.loss, unmasked(query, candidate, batch).loss)
 
 
 FILTERS = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from embeddings.losses import similarity_matrix, tiled_cross_entropy
-from embeddings.losses.tiles import _tiles, comparable, tiled_cross_entropies
+from embeddings.losses import similarity_matrix, tiled_cross_entropy, tiles
+from embeddings.losses.tiles import _tiles, comparable, scores_at_once, tiled_cross_entropies
 from tests.helpers.contrastive import relative_error
 
 
@@ -85,6 +85,27 @@ def test_tiles_cover_every_row_once_and_hold_whole_rows() -> None:
     for num_rows, num_columns, tile_size in [(1, 1, 1), (100, 7, 1), (100, 7, 350), (64, 10, 640), (3, 10**9, 8)]:
         tiles = list(_tiles(num_rows, num_columns, tile_size))
         assert [row for rows in tiles for row in range(num_rows)[rows]] == list(range(num_rows))
+
+
+def test_a_tile_has_the_size_asked_for_or_what_suits_the_device() -> None:
+    assert [scores_at_once(None, device) for device in ("cpu", "cuda", "cuda:1")] == [2**21, 2**26, 2**26]
+    assert [scores_at_once(7, device) for device in ("cpu", "cuda")] == [7, 7]
+
+
+@pytest.mark.parametrize("factor", [1.0, -2.0])
+def test_a_device_has_the_gradients_of_the_host_without_asking_for_the_factor(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, column = torch.randn(40, 5, requires_grad=True), torch.randn(50, 5, requires_grad=True)
+
+    def gradients() -> list[Tensor]:
+        loss, _, _ = tiled_cross_entropy(row, column, torch.tensor(3.0), torch.arange(40))
+        return list(torch.autograd.grad(loss * factor, [row, column]))
+
+    expected = gradients()
+    monkeypatch.setattr(tiles, "queues_work", lambda device: True)
+    monkeypatch.setattr(Tensor, "tolist", lambda *_: pytest.fail("the host asks for a value"))
+    assert all(map(torch.equal, gradients(), expected))
 
 
 def test_without_gradients_none_are_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from embeddings.common import ContrastiveBatch, LossOutput, OptionError, Representations, TokenBatch
+from embeddings.common import ContrastiveBatch, LossOutput, OptionError, Representations, TokenBatch, types
 from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE
-from embeddings.training import GradCache
+from embeddings.training import GradCache, gradcache
 from embeddings.training.gradcache import RandomState
 from embeddings.training.graphs import GraphMemory
 from tests.helpers.contrastive import (
@@ -101,6 +101,24 @@ def test_gradients_equal_the_plain_step_with_each_mask_switched_off(switches: tu
         assert relative_error(gradient, plain) <= 1e-12
         gradients.append(plain)
     assert relative_error(*gradients) > 1e-3
+
+
+@pytest.mark.parametrize("texts", [1, 2, 100])
+def test_what_a_step_moves_to_a_device_does_not_grow_with_its_mini_batches(
+    texts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, made = random_batch(6, 1), []
+
+    def moved(tensor: Tensor, device: torch.device) -> Tensor:
+        """What a device would be sent."""
+        made.append(len(tensor))
+        return tensor
+
+    for module in (gradcache, types):
+        monkeypatch.setattr(module, "moved", moved)
+    GradCache(mini_batch_tokens=10_000, mini_batch_texts=texts).step(TinyStep(tiny_bert()), batch)
+    # For each tower its lengths, its order for the tokens and its order for the vectors.
+    assert made == [6, 6, 6, 12, 12, 12]
 
 
 # Mini-batches as they are cut and kept where random numbers have to come again.

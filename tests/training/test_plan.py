@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from embeddings.common import ContrastiveBatch
 from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE
+from embeddings.losses.tiles import scores_at_once
 from embeddings.models import BackboneConfig, LatentAttentionPooling, LoraSettings, MeanPooling, Upcycling
 from embeddings.modules import CDEModule, MoEEmbedModule, NVEmbedModule
 from embeddings.modules.base import ContrastiveModule
@@ -100,7 +101,7 @@ def planned(module: ContrastiveModule, setting: Setting) -> tuple[Plan, list[Tex
     with without_data(module):
         texts = trace_embedder(module.embedder, *sizes, setting.half_products)
     width = module.embedder.pooling.hidden_size
-    loss = LossSize(QUERIES, CANDIDATES, width, module.loss.tile_size, QUERIES + CANDIDATES)
+    loss = LossSize(QUERIES, CANDIDATES, width, scores_at_once(module.loss.tile_size, "cpu"), QUERIES + CANDIDATES)
     return plan_step(module, texts, loss, setting, module.state_per_weight()), texts
 
 
