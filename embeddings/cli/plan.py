@@ -34,6 +34,8 @@ from embeddings.training.plan import (
 )
 
 GIB, GB = 2**30, 1e9
+# An H100's NVLink sends 450 GB/s to the GPUs of its node, and its network card 400 Gb/s to other nodes.
+GPUS_OF_A_NODE, NVLINK_GB, NETWORK_GB = 8, 450.0, 50.0
 # What CUDA, NCCL and fragmentation leave of a GPU's memory.
 USABLE = 0.9
 # Bytes of a token on disk: of packed rows as they are stored, of English text about as many.
@@ -43,7 +45,8 @@ OPTIONS: dict[str, tuple[type, Any, str]] = {
     "gpu": (str, "H100 SXM", "what the GPU is called"),
     "gpu_memory_gb": (float, 80.0, "memory of a GPU in 10^9 bytes"),
     "peak_tflops": (float, 989.0, "dense bfloat16 operations of a GPU a second, in 10^12"),
-    "peak_share": (float, 0.4, "share of the peak that a run reaches"),
+    "peak_share": (float, 0.4, "share of the peak that a run's arithmetic reaches"),
+    "link_gb": (float, None, "10^9 bytes a second that a GPU sends; 450 up to 8 GPUs (NVLink), else 50 (400 Gb/s)"),
     "pairs": (int, None, "training pairs of an epoch, or tokens of plain texts"),
     "query_tokens": (int, None, "tokens of a query; the maximum where it is left out"),
     "document_tokens": (int, None, "tokens of a document; the maximum where it is left out"),
@@ -112,9 +115,8 @@ def check_given(given: dict[str, Any]) -> None:
     Raises:
         OptionError: If a number is not positive, or the share above 1.
     """
-    for name in ("gpus", "gpu_memory_gb", "peak_tflops", "peak_share", "pairs", "query_tokens", "document_tokens"):
-        value = given[name]
-        if value is not None and not 0 < value < float("inf"):
+    for name, value in given.items():
+        if isinstance(value, int | float) and not 0 < value < float("inf"):
             raise OptionError(name, value, "must be > 0", "leave it out for the default")
     if given["peak_share"] > 1:
         raise OptionError("peak_share", given["peak_share"], "must be <= 1", "0.4 is usual for a well fed GPU")
@@ -225,7 +227,8 @@ def trace_run(module: BaseModule, run: Any, setting: Setting, given: dict[str, A
     columns = documents * (setting.num_ranks if gathers else 1)
     # A plan is of GPUs, wherever it is made.
     tile = scores_at_once(loss.tile_size, "cuda")
-    return texts, LossSize(queries, columns, width, tile, queries + documents)
+    gathered = columns if gathers else 0
+    return texts, LossSize(queries, columns, width, tile, queries + documents, gathered)
 
 
 def num_steps(run: Any, setting: Setting, pairs: int | None) -> tuple[float | None, str]:
@@ -269,6 +272,9 @@ def lines(
     rows += [[f"  {part}", _amount(size / 1e12)] for part, size in found.operations.items()]
     rows += [["  total", _amount(operations / 1e12)]]
     rows.append(["a step, seconds", f"{seconds:.3g} at {given['peak_share']:g} of {given['peak_tflops']:g} TFLOP/s"])
+    if found.sent:
+        rows += sent_rows(found, setting, given, seconds)
+        seconds = max(seconds, sending_seconds(found, setting, given))
     rows += run_rows(module, texts, run, setting, given, seconds, found)
     table = format_table(rows, align="<<")
     if total <= USABLE * gpu_gb:
@@ -277,6 +283,29 @@ def lines(
     largest = max(found.memory, key=lambda part: found.memory[part])
     what = f"{total:.1f} GB do not fit: {USABLE:.0%} of {gpu_gb:g} GB are usable, and most are {largest}"
     return [table, f"warning: {what}; {fix}"]
+
+
+def link_gb(setting: Setting, given: dict[str, Any]) -> float:
+    """What a GPU sends in a second, in 10^9 bytes."""
+    return float(given["link_gb"] or (NVLINK_GB if setting.num_ranks <= GPUS_OF_A_NODE else NETWORK_GB))
+
+
+def sending_seconds(found: Plan, setting: Setting, given: dict[str, Any]) -> float:
+    """The time that sending alone takes in a step."""
+    return sum(found.sent.values()) / (link_gb(setting, given) * 1e9)
+
+
+def sent_rows(found: Plan, setting: Setting, given: dict[str, Any], seconds: float) -> list[list[str]]:
+    """The rows of the table about what a GPU sends in a step, and what of the step's time that is."""
+    sending, peak_share = sending_seconds(found, setting, given), given["peak_share"]
+    rows = [["sent by a GPU a step, GB", ""]]
+    rows += [[f"  {part}", _amount(size / GB)] for part, size in found.sent.items()]
+    rows.append(["  total", _amount(sum(found.sent.values()) / GB)])
+    rows.append(["sending it, seconds", f"{sending:.3g} at {link_gb(setting, given):g} GB/s"])
+    # Arithmetic at its share of the peak, and the same work in the time of both.
+    least, most = (peak_share * seconds / time for time in (seconds + sending, max(seconds, sending)))
+    rows.append(["share of the peak", f"{most:.2f} if sending hides behind arithmetic, {least:.2f} if it does not"])
+    return [*rows, ["limits the step", "arithmetic" if seconds >= sending else "sending"]]
 
 
 def run_rows(

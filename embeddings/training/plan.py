@@ -124,6 +124,7 @@ class LossSize:
         width: Width of the vectors that are compared; the sum of several.
         tile: Scores that exist at once.
         stored: Vectors of this rank that are kept with their gradients.
+        gathered: Candidates of all ranks that are sent to each of them; 0 where the ranks compare their own.
     """
 
     num_rows: int
@@ -131,6 +132,7 @@ class LossSize:
     width: int
     tile: int
     stored: int = 0
+    gathered: int = 0
 
     @property
     def operations(self) -> float:
@@ -153,8 +155,9 @@ class Plan:
         frozen: Parameters that are not.
         memory: Bytes of a GPU by part, at the step's peak.
         operations: Operations of a GPU in an optimiser step by part.
-        num_mini_batches: GradCache's mini-batches of a batch; 1 without it.
+        num_mini_batches: GradCache's mini-batches of a batch; without it the towers.
         kept: Share of the graphs that need no second forward.
+        sent: Bytes that a GPU sends in an optimiser step by part (see `sent_bytes`).
     """
 
     trained: int
@@ -163,6 +166,7 @@ class Plan:
     operations: dict[str, float]
     num_mini_batches: int
     kept: float
+    sent: dict[str, float]
 
 
 def plan_step(
@@ -209,7 +213,72 @@ def plan_step(
     operations = {"forward": forward, "GradCache's second forward": (1 - kept) * forward, "backward": backward}
     operations["loss"] = loss.operations
     scaled = {part: setting.accumulated * value for part, value in operations.items() if value}
-    return Plan(trained, total - trained, memory, scaled, num_mini_batches, kept)
+    sent = sent_bytes(module, setting, loss, num_mini_batches, kept)
+    return Plan(trained, total - trained, memory, scaled, num_mini_batches, kept, sent)
+
+
+def sent_bytes(
+    module: nn.Module, setting: Setting, loss: LossSize, num_mini_batches: int, kept: float
+) -> dict[str, float]:
+    """What a GPU sends in an optimiser step, in bytes by part.
+
+    Of S bytes that are gathered by R ranks in a ring, or reduced and scattered, a rank sends (R - 1) / R; of S bytes
+    that are all-reduced twice as many. With n mini-batches of which a share k keeps its graph, there are n (2 - k)
+    forwards and n backwards; without GradCache one of each for each tower, and one reduction of gradients for both.
+
+        DDP      gradients once a step, in the last backward
+        ZeRO-1   gradients once a step; trained weights after the update
+        ZeRO-2   gradients in every backward; trained weights after the update
+        ZeRO-3   gradients in every backward; all weights in every forward and backward
+        FSDP2    gradients in every backward; a layer's weights in every forward and backward, and the others, which
+                 stay until their gradient is reduced, once for each reduction
+
+    Sums over ranks of a few numbers, hashes of texts, and what padding adds are not counted.
+
+    Args:
+        module: What is trained.
+        setting: How the step is run.
+        loss: The loss on one rank.
+        num_mini_batches: n, or the towers without GradCache.
+        kept: k, 1 without GradCache.
+
+    Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, §7, and Patarasuk and Yuan 2009 for the ring.
+    """
+    name, ranks, half = setting.strategy, setting.num_ranks, setting.half_products
+    if ranks == 1:
+        return {}
+    weights = {id(weight): weight for weight in module.parameters()}
+    in_layers = {id(weight) for layer in layers(module) for weight in layer.parameters()}
+
+    def size(weight: Tensor, as_half: bool) -> float:
+        return float(weight.numel() * (min(2, weight.element_size()) if as_half else weight.element_size()))
+
+    def total(as_half: bool, kept_ids: Callable[[int], bool] = lambda _: True, trained: bool = False) -> float:
+        chosen = (each for number, each in weights.items() if kept_ids(number))
+        return sum(size(each, as_half) for each in chosen if each.requires_grad or not trained)
+
+    share, backwards = (ranks - 1) / ranks, setting.accumulated
+    if setting.mini_batch_tokens is not None:
+        backwards *= num_mini_batches
+    passes = setting.accumulated * num_mini_batches * (3 - kept)
+    is_zero = name in _ZERO and half
+    gradients = share * total(is_zero, trained=True)
+    sent = {"gradients": gradients * backwards}
+    match name:
+        case "ddp" | "single":
+            sent["gradients"] = 2 * gradients
+        case "zero1":
+            sent = {"gradients": gradients, "weights": share * total(is_zero, trained=True)}
+        case "zero2":
+            sent["weights"] = share * total(is_zero, trained=True)
+        case "zero3":
+            sent["weights"] = share * passes * total(is_zero)
+        case "fsdp2":
+            others = total(False, lambda number: number not in in_layers)
+            sent["weights"] = share * (passes * total(half, in_layers.__contains__) + backwards * others)
+    if loss.gathered:
+        sent["candidates and their gradients"] = 8.0 * share * setting.accumulated * loss.gathered * loss.width
+    return sent
 
 
 def _state_bytes(module: nn.Module, weights: Any, setting: Setting, state_per_weight: float) -> dict[str, float]:

@@ -82,6 +82,22 @@ def test_options_of_a_plan_change_what_it_says(tmp_path: Path, capsys: pytest.Ca
     assert "hours" not in unknown
 
 
+def test_a_slow_link_limits_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ["--config", small(tmp_path)]
+    assert "limits the step" not in planned(capsys, *config)
+    for gpus, link in (("2", "450"), ("8", "450"), ("16", "50")):
+        assert planned(capsys, *config, "--gpus", gpus)["sending it, seconds"].endswith(f" at {link} GB/s")
+    fast = planned(capsys, *config, "--gpus=2", "--link-gb=1e9")
+    assert fast["limits the step"] == "arithmetic"
+    assert fast["share of the peak"] == "0.40 if sending hides behind arithmetic, 0.40 if it does not"
+    slow = planned(capsys, *config, "--gpus=2", "--link-gb=1e-5")
+    assert slow["limits the step"] == "sending"
+    assert slow["share of the peak"].startswith("0.00 if")
+    seconds, hours = (float(slow[name].split()[0].strip(",")) for name in ("sending it, seconds", "hours"))
+    # Four steps; the table has two digits.
+    assert hours == pytest.approx(4 * seconds / 3600, rel=0.06)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
 def test_a_strategy_of_a_config_is_known(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kinds: dict[str, Any] = {"ddp": "ddp", "fsdp2": component("embeddings.strategies.FSDP2Strategy")}
@@ -114,6 +130,7 @@ def test_gradcache_and_a_config_of_the_model_are_read(tmp_path: Path, capsys: py
         (("--gpus", "x"), "gpus"),
         (("--peak-share", "1.5"), "peak_share must be <= 1, got 1.5"),
         (("--pairs=-1",), "pairs must be > 0, got -1"),
+        (("--link-gb=0",), "link_gb must be > 0, got 0"),
         (("--gpu-memory-gb", "-2"), "gpu_memory_gb must be > 0, got -2.0"),
         (("--model-config", "no.json"), "no.json: is no file; give the backbone's config.json"),
         (("--model-config", __file__), f"{__file__}: is no model's config; give the backbone's config.json"),
