@@ -1,6 +1,9 @@
 """What can only be seen on a CUDA device; skipped, saying so, where there is none."""
 
 import copy
+import re
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from tests.compression.models import build
 from tests.compression.test_layerwise import Pruned, some_tokens
 from tests.helpers.contrastive import TinyStep, random_batch
 from tests.helpers.tiny import tiny_bert, tiny_mistral
+from tests.helpers.waits import declared
+from tests.strategies.fits import batches, methods, write_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -44,6 +49,24 @@ def test_gradcache_under_bf16_autocast_leaves_no_parameter_without_its_gradient(
             assert cosine > 0.99
             compared += 1
     assert compared > 5
+
+
+@pytest.mark.parametrize("method", ["nv-embed", "mgh", "moe"])
+def test_a_step_waits_for_the_gpu_only_where_the_table_says(method, tmp_path):
+    write_models(tmp_path)
+    module, batch = methods(tmp_path)[method]().train().cuda(), batches(method, None)[0].to("cuda")
+    engine = GradCache(mini_batch_tokens=60, kept_fraction=0.4)
+    # What is loaded, compiled and checked at its first use may wait.
+    engine.step(module, batch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            engine.step(module, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    files = {Path(warning.filename).name for warning in caught if "synchroniz" in str(warning.message)}
+    assert files <= {re.findall(r"\w+\.py", place)[-1] for place in declared(method)}
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert", "qwen3"])

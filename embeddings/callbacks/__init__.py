@@ -1,6 +1,7 @@
 """Floor 4: callbacks of training runs."""
 
 from embeddings.callbacks.checkpoints import DurableCheckpointIO
+from embeddings.callbacks.device_settings import DeviceSettings
 from embeddings.callbacks.export import ExportLanguageModel, ExportModel
 from embeddings.callbacks.gradcache import GradCacheCallback
 from embeddings.callbacks.preemption import Preemption
@@ -10,6 +11,7 @@ from embeddings.callbacks.run_health import RoutingStatistics, RunHealth
 from embeddings.callbacks.run_record import RunRecord
 
 __all__ = [
+    "DeviceSettings",
     "DurableCheckpointIO",
     "ExportLanguageModel",
     "ExportModel",

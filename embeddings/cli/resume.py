@@ -32,6 +32,7 @@ _FREE = frozenset(
         "cache_dir",
         "compile",
         "expert_backend",
+        "fused",
         "gradient_checkpointing",
         "licence",
         "num_workers",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError
 from embeddings.common.arguments import KeepsArguments
+from embeddings.common.devices import moved
 from embeddings.common.distributed import gather_candidates, gather_counts, gather_rows, rank
 from embeddings.losses.masks import (
     CandidateKeys,
@@ -319,7 +320,8 @@ class MatryoshkaInfoNCE(InfoNCE):
             terms[f"loss_{width}"] = scores.loss_W.detach()[index]
             terms[f"accuracy_{width}"] = scores.accuracy_W[index]
         with torch.autocast(query_BD.device.type, enabled=False):
-            return LossOutput(scores.loss_W @ scores.loss_W.new_tensor(self.weights), terms)
+            weight_W = torch.tensor(self.weights, dtype=scores.loss_W.dtype)
+            return LossOutput(scores.loss_W @ moved(weight_W, scores.loss_W.device), terms)
 
     def _check_fits(self, embedding_dim: int) -> None:
         """Check that vectors are as wide as the widest width."""

@@ -108,11 +108,13 @@ class WordPrediction(nn.Module):
         """
         device, num_texts = vector_NH.device, len(tokens)
         self.table_VH, self.is_word_V = self.table_VH.to(device), self.is_word_V.to(device)
-        text_T = torch.repeat_interleave(torch.arange(num_texts, device=device), tokens.lengths_N.to(device))
+        _, lengths_N = tokens.placed()
+        text_N = torch.arange(num_texts, device=device)
+        text_T = torch.repeat_interleave(text_N, lengths_N, output_size=tokens.num_tokens)
         is_target_T = tokens.pooling_mask_T & self.is_word_V[tokens.input_ids_T]
         distinct_2W: Tensor = torch.stack([text_T, tokens.input_ids_T])[:, is_target_T]
         text_W, word_W = torch.unique(distinct_2W, dim=1)
-        count_N = torch.bincount(text_W, minlength=num_texts)
+        count_N = _counted(text_W, num_texts)
         self._count(word_W)
         with torch.autocast(device.type, enabled=False):
             unit_NH = F.normalize(vector_NH.to(working_dtype(vector_NH)), dim=-1)
@@ -130,7 +132,7 @@ class WordPrediction(nn.Module):
 
     def _count(self, word_W: Tensor) -> None:
         """Count the words of the ranks' texts, each once a text."""
-        new_V = torch.bincount(word_W, minlength=len(self.count_V)).to(self.count_V.dtype)
+        new_V = _counted(word_W, len(self.count_V)).to(self.count_V.dtype)
         if is_distributed():
             torch.distributed.all_reduce(new_V)
         self.count_V += new_V
@@ -139,3 +141,9 @@ class WordPrediction(nn.Module):
         """The logarithm of the sum of all words' exponentials, (n,)."""
         logit_nV = scaled_nH @ self.table_VH.T.to(scaled_nH.dtype) + prior_V
         return logit_nV.logsumexp(dim=1)
+
+
+def _counted(index_P: Tensor, number: int) -> Tensor:
+    """How often each index below a number occurs, (number,) int64: `torch.bincount` waits for a GPU."""
+    count = torch.zeros(number, dtype=torch.int64, device=index_P.device)
+    return count.scatter_add_(0, index_P, torch.ones_like(index_P))

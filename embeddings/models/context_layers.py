@@ -251,7 +251,7 @@ def states_behind_context(
         else:
             first = first_position(learned)
             position_T = (position_T - num_prefix).clamp(min=0) + first
-            prefix_NPH = prefix_NPH - learned(torch.tensor([first], device=device))
+            prefix_NPH = prefix_NPH - learned(position_T.new_full((1,), first))
         mask = _attention_mask(model, seen_NT, num_prefix, word_NLH.dtype)
         inputs = {"attention_mask": mask, "position_ids": position_T[None]}
     output = backbone(inputs_embeds=torch.cat([prefix_NPH, word_NLH], dim=1), **inputs)

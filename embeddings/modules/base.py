@@ -319,6 +319,9 @@ class BaseModule(KeepsArguments, L.LightningModule):
         for name, value in optimizer.defaults.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise InputError("model.optimizer", f"Invalid {name}: {value}", fix)
+        if optimizer.defaults.get("fused"):
+            # It could undo a loss scale by itself, and Lightning would refuse to clip what it has not undone.
+            vars(optimizer)["_step_supports_amp_scaling"] = False
         return optimizer
 
     def _check_schedule(self, trainer: L.Trainer, steps: int | None) -> None:

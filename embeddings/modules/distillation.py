@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from embeddings.common import ContrastiveBatch, OptionError, PaddedTokens, TokenBatch
+from embeddings.common.devices import moved
 from embeddings.common.distributed import sum_over_ranks
 from embeddings.common.types import plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer
@@ -142,13 +143,16 @@ class LayerTeacher:
         attended_NL, pooled_NL = tokens.attention_mask_NL, tokens.pooling_mask_NL
         if self.embedder.device != attended_NL.device:
             self.embedder.to(attended_NL.device)
+        # The places once for all layers: a device is asked for each, and the host waits.
+        attended_T, pooled_T = (mask_NL.flatten().nonzero().squeeze(1) for mask_NL in (attended_NL, pooled_NL))
         with torch.no_grad(), captured_states(self.embedder) as teacher:
             self.embedder(tokens)
-            output_TH = self.embedder.pooling.token_states(teacher[_LAST][pooled_NL])
-        inner = [student[own][attended_NL] for own, _ in self.pairs]
-        *inner, last = maps([*inner, pooling.token_states(student[_LAST][pooled_NL])])
+            output_TH = self.embedder.pooling.token_states(teacher[_LAST].flatten(0, 1)[pooled_T])
+        inner = [student[own].flatten(0, 1)[attended_T] for own, _ in self.pairs]
+        *inner, last = maps([*inner, pooling.token_states(student[_LAST].flatten(0, 1)[pooled_T])])
         errors = [
-            squared_error(own, teacher[other][attended_NL]) for own, (_, other) in zip(inner, self.pairs, strict=True)
+            squared_error(own, teacher[other].flatten(0, 1)[attended_T])
+            for own, (_, other) in zip(inner, self.pairs, strict=True)
         ]
         output = squared_error(last, output_TH)
         total = torch.stack(errors).sum() if errors else output.new_zeros(())
@@ -202,7 +206,7 @@ class VectorTeacher:
             self.embedder.to(tokens.device)
         plan = plan_mini_batches(tokens.lengths_N, MINI_BATCH_TOKENS)
         sorted_NS = torch.cat([self.embedder(tokens.padded(rows_n, self.embedder.pad_token_id)) for rows_n in plan])
-        return torch.empty_like(sorted_NS).index_copy_(0, torch.cat(plan).to(tokens.device), sorted_NS)
+        return torch.empty_like(sorted_NS).index_copy_(0, moved(torch.cat(plan), tokens.device), sorted_NS)
 
 
 def squared_error(state_TH: Tensor, target_TH: Tensor) -> Tensor:

@@ -80,7 +80,8 @@ def shard(
     """Shard a module by FSDP2: each repeated layer is a group of its own, the other weights are one group.
 
     A layer's weights are gathered when its forward or backward begins and freed after it; its gradient is averaged over
-    the ranks, and scattered, by every backward.
+    the ranks, and scattered, by every backward. While one layer is computed the next one's weights are gathered: in the
+    backward FSDP2 asks for them early, and in the forward the host runs ahead, as nothing in a layer waits for a value.
 
     With a `product_dtype` the layers' matrices are cast before they are gathered, which halves the traffic, and the
     gradients are averaged in float32. Autocast would cast them afterwards, to the same values; only the bias that

@@ -331,6 +331,25 @@ def test_texts_of_any_number_and_length_share_one_graph(eager_compiler):
     assert not counted["graph_break"]
 
 
+@keeps_warnings
+def test_mini_batches_of_many_sizes_add_no_graph(eager_compiler):
+    """One graph each with and without padding, in GradCache's passes without and with a graph: four in all."""
+    model, counted, found = tiny_bert().train(), torch._dynamo.utils.counters, []
+    compile_layers(model)
+    counted.clear()
+    for num_texts, length in ((4, 16), (7, 24), (3, 9), (12, 5), (2, 31), (30, 3), (8, 40)):
+        mask_NL = torch.ones(num_texts, length, dtype=torch.int64)
+        padded_NL = mask_NL.clone()
+        padded_NL[0, length // 2 :] = 0
+        for attention_NL in (mask_NL, padded_NL):
+            with torch.no_grad():
+                model(mask_NL, attention_mask=attention_NL)
+            model(mask_NL, attention_mask=attention_NL).last_hidden_state.sum().backward()
+        found.append(counted["stats"]["unique_graphs"])
+    assert found == [4] * len(found)
+    assert not counted["graph_break"]
+
+
 def compiled_ones(model):
     return [is_compiled(layer) for layer in layers(model)]
 

@@ -165,6 +165,7 @@ def test_bfloat16_and_autocast_are_near_float32(backend):
 
 # dynamo looks at what it is handed where a graph was broken.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'>:DeprecationWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_layer_compiles(dtype):

@@ -255,6 +255,19 @@ def test_head_and_layer_norm_of_the_initial_model_are_kept(mistral: str, tmp_pat
     assert two.state_dict().keys() == headed.state_dict().keys()
 
 
+@pytest.mark.parametrize("scaled", [False, True], ids=["bf16-mixed", "16-mixed"])
+def test_a_fused_optimiser_clips_and_updates_as_the_plain_one(scaled: bool, tmp_path: Path) -> None:
+    weights = []
+    for fused in (False, True):
+        config = run_config(tmp_path / str(fused))
+        config["trainer"] |= {"gradient_clip_val": 1e-2} | ({} if scaled else {"precision": "bf16-mixed"})
+        config["model"]["init_args"]["optimizer"]["init_args"] |= {"lr": 1e-3, "fused": fused}
+        trained = fit(tmp_path / str(fused), float16_on_cpu(config) if scaled else config)
+        assert trained.trainer.optimizers[0].defaults["fused"] == fused
+        weights.append(torch.cat([weight.detach().flatten() for weight in trained.model.parameters()]))
+    assert relative_error(*weights) < 1e-4
+
+
 def test_another_pooling_than_the_initial_models_is_refused(mistral: str, tmp_path: Path) -> None:
     make(mistral).save_pretrained(tmp_path / "one")
     with pytest.raises(OptionError, match=r"model\.pooling must be what .*AnchorTokenPooling .*got 'MeanPooling"):

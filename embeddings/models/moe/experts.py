@@ -291,14 +291,61 @@ def sorted_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights, m
     """The same sum over tokens sorted by expert, (T, H), float32 or better.
 
     The T K pairs of token and expert are sorted by expert, so that each expert's rows are contiguous; `mlps` runs over
-    them, and each row is added, weighted, to its token's output.
+    them, and each token's output is the weighted sum of its K rows. Every sum over them, forward and backward, gathers
+    them: nothing is added by index, which a GPU does one by one and in any order.
     """
     order_P = routing.expert_TK.flatten().sort(stable=True).indices
     token_P = order_P // routing.expert_TK.shape[1]
-    output_PH = mlps(token_TH.index_select(0, token_P), routing.sums.count_X, weights)
+    # Where each token's rows lie, in the order of their experts.
+    place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
+    row_TK = place_P.view(routing.expert_TK.shape).sort(dim=1).values
+    sorted_PH: Tensor = _RowsOfTokens.apply(token_TH, token_P, row_TK)  # type: ignore[no-untyped-call]
+    output_PH = mlps(sorted_PH, routing.sums.count_X, weights)
     weight_P1 = routing.weight_TK.flatten().index_select(0, order_P)[:, None]
-    sum_TH = token_TH.new_zeros(token_TH.shape, dtype=weight_P1.dtype)
-    return sum_TH.index_add(0, token_P, output_PH * weight_P1)
+    sum_TH: Tensor = _SumsOfRows.apply(output_PH * weight_P1, token_P, row_TK)  # type: ignore[no-untyped-call]
+    return sum_TH
+
+
+class _RowsOfTokens(torch.autograd.Function):
+    """Each token's state in all of its K rows, (P, H)."""
+
+    @staticmethod
+    def forward(ctx: Any, token_TH: Tensor, token_P: Tensor, row_TK: Tensor) -> Tensor:
+        """Copy."""
+        ctx.save_for_backward(row_TK)
+        return token_TH.index_select(0, token_P)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_PH: Tensor) -> tuple[Tensor, None, None]:
+        """The sum over each token's rows."""
+        return _sum_of_rows(grad_PH, *ctx.saved_tensors), None, None
+
+
+class _SumsOfRows(torch.autograd.Function):
+    """The sum of each token's K rows, (T, H)."""
+
+    @staticmethod
+    def forward(ctx: Any, row_PH: Tensor, token_P: Tensor, row_TK: Tensor) -> Tensor:
+        """Gather and add."""
+        ctx.save_for_backward(token_P)
+        return _sum_of_rows(row_PH, row_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None]:
+        """Each row has its token's."""
+        (token_P,) = ctx.saved_tensors
+        return grad_TH.index_select(0, token_P), None, None
+
+
+def _sum_of_rows(row_PH: Tensor, row_TK: Tensor) -> Tensor:
+    """Each token's rows one after another, (T, H), so that no copy of all is made."""
+    first_T, *others = row_TK.unbind(1)
+    sum_TH = row_PH.index_select(0, first_T)
+    for row_T in others:
+        sum_TH += row_PH.index_select(0, row_T)
+    return sum_TH
 
 
 def grouped_mlps(row_PH: Tensor, count_X: Tensor, weights: ExpertWeights, product: GroupedProduct) -> Tensor:

@@ -1,0 +1,118 @@
+"""What the host asks of a device in one step of every method, against the table of the documentation."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+
+from embeddings.callbacks import GradCacheCallback
+from embeddings.modules import CDEModule, FirstStageTraining
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.waits import PretendedDevice, as_on_device, declared, of_host
+from tests.strategies import fits
+
+METHODS = ["nv-embed", "mgh", "moe", "cde", "cde, words", "language model"]
+# What crosses to the device does so from page-locked memory, and nothing waits for it.
+MOVED = "common/devices.py moved"
+
+
+class CountedStep(L.Callback):
+    """Watches the third step: what happens in the first two alone does not count."""
+
+    def __init__(self) -> None:
+        self.device = PretendedDevice()
+        self.forwards = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Begin."""
+        if trainer.global_step == 2:
+            models = [part for part in pl_module.modules() if isinstance(part, PreTrainedModel)]
+            # A model with a head has another inside.
+            for model in models:
+                if sum(isinstance(part, PreTrainedModel) for part in model.modules()) == 1:
+                    model.register_forward_hook(self._count)
+            self.device.__enter__()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """End."""
+        if trainer.global_step == 3:
+            self.device.__exit__(None, None, None)
+
+    def _count(self, *_: Any) -> None:
+        self.forwards += 1
+
+
+def counted_step(method: str, cached: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> CountedStep:
+    monkeypatch.setattr(fits, "RATE", 1e-3)
+    fits.write_models(folder)
+    make: Any = fits.methods(folder)[method]
+    if method == "cde":
+        make = partial(CDEModule, *make.args, **make.keywords)
+    if method == "cde, words":
+        make = partial(make, first_stage_training=FirstStageTraining(word_steps=9))
+    data = [fits.batches(method, None)[number % 2] for number in range(3)]
+    for batch in data:
+        of_host(batch)
+    step = CountedStep()
+    cache = [GradCacheCallback(mini_batch_tokens=60, kept_fraction=0.4)] if cached else []
+    trainer = quiet_trainer(callbacks=[step, *cache], max_steps=3, use_distributed_sampler=False, gradient_clip_val=1.0)
+    with as_on_device(monkeypatch):
+        trainer.fit(make().train(), DataLoader(data, batch_size=None))
+    return step
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["plain", "gradcache"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_a_step_waits_for_a_device_where_the_table_says(
+    method: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cached and method == "language model":
+        pytest.skip("GradCache is for contrastive methods")
+    step = counted_step(method, cached, tmp_path, monkeypatch)
+    assert step.device.reads == declared(method, step.forwards)
+    assert step.forwards == 1 if method == "language model" else step.forwards >= (10 if cached else 2)
+    assert set(step.device.copies) <= {MOVED}
+    assert step.device.copies[MOVED] <= (10 if cached else 4)
+
+
+def test_the_pretended_device_tells_what_is_asked_of_it_from_what_the_host_knows() -> None:
+    held, device = torch.tensor([1, 0, 2]), torch.device("cpu")
+
+    def moved() -> Tensor:
+        return torch.arange(3).to(device)
+
+    asking = {
+        "item": lambda: held[0].item(),
+        "truth": lambda: bool(held[0]),
+        "list": lambda: held.tolist(),
+        "number": lambda: [0, 1][held[1]],
+        "places": lambda: held.nonzero(),
+        "mask": lambda: held[held > 0],
+        "moved": lambda: moved().tolist(),
+        "made there": lambda: torch.arange(3, device=device).tolist(),
+        "derived": lambda: float((held * 2).sum()),
+    }
+    silent = {
+        "host's own": lambda: torch.arange(3).sum().item(),
+        "shape": lambda: held.shape[0] + len(held),
+        "filled": lambda: held.clone().__setitem__(held > 0, 1),
+        "chosen": lambda: torch.where(held > 0, held, 0),
+        "sized": lambda: torch.repeat_interleave(held, held, output_size=3),
+    }
+    for name, work in asking.items() | silent.items():
+        pretended = PretendedDevice()
+        with pretended:
+            work()
+        assert sum(pretended.reads.values()) == (name in asking), name
+    with PretendedDevice() as pretended:
+        held[torch.tensor([0, 2])]
+        torch.tensor([1.0], device=device)
+        moved()
+    assert sum(pretended.copies.values()) == 3
