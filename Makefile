@@ -12,19 +12,25 @@ PIP_OPTIONS = --quiet --disable-pip-version-check --no-compile
 JOBS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: quickstart test test-all slurm-test lint docs bench bench-tiny canary wheel clean
+.PHONY: quickstart test test-all test-gpu slurm-test lint docs bench bench-tiny canary wheel clean
 
 quickstart: $(STAMP)
 	$(BIN)/python main.py quickstart
 
 # Before anything is imported: the hub library reads it once, earlier than tests/conftest.py runs.
-test test-all: export HF_HUB_OFFLINE = 1
+test test-all test-gpu: export HF_HUB_OFFLINE = 1
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not gpu and not multi_gpu and not network"
 
 test-all: $(STAMP)
 	$(PYTEST)
+
+# On a machine with a CUDA GPU, whose build of torch must be there (TORCH=torch of its index): what it offers and what is
+# skipped without it, then the tests marked gpu, which compare every fused path with the CPU.
+test-gpu: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu --check
+	$(BIN)/python -m pytest -m gpu -rs tests
 
 # A real SLURM of one node, from the system's packages where they are there.
 slurm-test: $(STAMP)

@@ -139,7 +139,13 @@ def peak_growth_bytes(chosen: argparse.Namespace, function: Callable[..., Any], 
 
 
 def record(
-    chosen: argparse.Namespace, claim: str, ratio: Ratio | float, unit: str, target: str, peer: str = "none"
+    chosen: argparse.Namespace,
+    claim: str,
+    ratio: Ratio | float,
+    unit: str,
+    target: str,
+    peer: str = "none",
+    device: str | None = None,
 ) -> None:
     """Print a result, and append its row unless the sizes were tiny.
 
@@ -150,12 +156,13 @@ def record(
         unit: Unit of the value.
         target: What was promised.
         peer: Package names whose versions belong beside the result, comma-separated.
+        device: What ran it, where that is not the CPU.
     """
     if not isinstance(ratio, Ratio):
         ratio = Ratio(ratio, ratio, ratio, float("nan"))
     row = Row(
         claim, round(ratio.median, 4), unit, round(ratio.low, 4), round(ratio.high, 4), round(ratio.control, 4), target,
-        _versions(peer), hardware(), chosen.threads, commit(), datetime.date.today().isoformat(),
+        _versions(peer), device or hardware(), chosen.threads, commit(), datetime.date.today().isoformat(),
     )  # fmt: skip
     print(f"{claim}: {row.value} {unit} ({row.low} to {row.high}), target {target}, control {row.control}")
     if chosen.tiny:

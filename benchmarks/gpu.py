@@ -1,0 +1,322 @@
+"""G1 to G13: what a training run does on one GPU, in at most ten minutes: `python -m benchmarks.gpu`.
+
+Weights, texts and vectors are random, so nothing is downloaded. The claims go in groups, each in a process of its own
+with a limit of time: one that fails or takes too long costs its own rows alone. Rows are written as they come.
+
+    python -m benchmarks.gpu --check        what the machine offers, and what would be skipped
+    python -m benchmarks.gpu --only G5,G10  some claims, with the others of their groups
+    python -m benchmarks.gpu --tiny         on the CPU, with tiny sizes: see that it works, no row, no verdict
+
+Each claim has its value with a target, the limit that the device sets (operations or bytes over the rate measured in
+the same process), and its time over a peer's that computes the same.
+"""
+
+import argparse
+import importlib.util
+import math
+import multiprocessing
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Action, Ratio, compare, record
+
+GIB = 2**30
+MINUTES = 10.0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is claimed of a GPU.
+
+    Attributes:
+        what: What is measured.
+        unit: Unit of the value.
+        target: What is promised, on one H200.
+        limit: What bounds the value, for the row beside it.
+        peer: What the time is compared with.
+    """
+
+    what: str
+    unit: str
+    target: str
+    limit: str
+    peer: str
+
+
+PRODUCTS = "its operations at the measured rate of 16-bit products"
+CLAIMS = {
+    "G1": Claim("7B LoRA and latent pooling, training", "tokens/s", ">=14000", PRODUCTS, "the backbone alone"),
+    "G2": Claim("GradCache over the same mini-batches", "ratio", "<=1.55", "a second forward", "each trained once"),
+    "G3": Claim("mixture of experts, training", "tokens/s", ">=400000", PRODUCTS, "dense MLP of equal operations"),
+    "G4": Claim("137M encoder, training", "tokens/s", ">=530000", PRODUCTS, "transformers' model alone"),
+    "G5": Claim("tiled InfoNCE, forward and backward", "ms", "<=120", "three products", "the dense matrix"),
+    "G6": Claim("growth of peak memory with the batch", "ratio", "<=1.02", "the vectors' own", "plain step"),
+    "G7": Claim("anchor-token-aware pooling, 7B", "ratio", "<=1.003", "the last layer's scores again", "mean pooling"),
+    "G8": Claim("latent pooling's share of a forward", "fraction", "<=0.05", PRODUCTS, "mean pooling"),
+    "G9": Claim("spherical k-means", "s", "<=40", "products of rows and centroids", "faiss.Kmeans"),
+    "G10": Claim(
+        "exact search, top 200", "s a million queries", "<=120", "products of all pairs", "products and top k"
+    ),
+    "G11": Claim("encoding, 110M, 128 tokens", "tokens/s", ">=1200000", PRODUCTS, "the model alone, on the device"),
+    "G12": Claim("stall of an asynchronous checkpoint", "s", "<=2", "the copy to main memory", "torch.save and fsync"),
+    "G13": Claim("ZeRO-2 and GradCache against plain", "1e-6 of the update", "<=10", "float32", "a plain step"),
+}
+
+
+@dataclass
+class Bench:
+    """Where claims are measured, and how.
+
+    Attributes:
+        chosen: The command line.
+    """
+
+    chosen: argparse.Namespace
+
+    @property
+    def tiny(self) -> bool:
+        """Whether sizes are tiny."""
+        return bool(self.chosen.tiny)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return torch.device("cpu" if self.tiny else "cuda")
+
+    def of(self, tiny: Any, full: Any) -> Any:
+        """A size."""
+        return tiny if self.tiny else full
+
+    def claim(
+        self,
+        key: str,
+        sizes: str,
+        value: Ratio | float,
+        limit: float,
+        peer: Ratio | float | None = None,
+        target: str | None = None,
+    ) -> None:
+        """Record a claim's value, its limit, and its time over the peer's unless the value itself is that."""
+        claim = CLAIMS[key]
+        self.row(f"{key} {claim.what}, {sizes}", value, claim.unit, target or claim.target)
+        self.row(f"{key} limit of it: {claim.limit}, {sizes}", limit, claim.unit)
+        if peer is not None:
+            self.row(f"{key} time over that of {claim.peer}, {sizes}", peer, "ratio")
+
+    def row(self, claim: str, value: Ratio | float, unit: str, target: str = "none") -> None:
+        """Record one row, unless its value is not known."""
+        if math.isnan(value.median if isinstance(value, Ratio) else value):
+            print(f"{claim}: not measured, no row", flush=True)
+            return
+        record(self.chosen, claim, value, unit, target, "torch", device_name(self.device))
+
+    def skip(self, keys: str, why: str) -> None:
+        """Say that claims have no rows, and why."""
+        print(f"skipped {keys}: {why}", flush=True)
+
+    def waits(self, action: Action) -> Action:
+        """The action, then what the device still has to do."""
+
+        def run() -> None:
+            action()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+
+        return run
+
+    def seconds(self, action: Action, rounds: int = 3) -> float:
+        """The median time of an action, after one to warm up."""
+        run, taken = self.waits(action), []
+        for _ in range(1 if self.tiny else 1 + rounds):
+            start = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken[1:] or taken)
+
+    def once(self, action: Action) -> float:
+        """The time of one run, with none to warm up."""
+        start = time.perf_counter()
+        self.waits(action)()
+        return time.perf_counter() - start
+
+    def over(self, ours: Action, peer: Action, least_seconds: float = 0.2) -> Ratio:
+        """Our time over the peer's; see `harness.compare`. Not a number where the comparison was void."""
+        try:
+            return compare(self.waits(ours), self.waits(peer), self.chosen, least_seconds)
+        except RuntimeError as error:
+            if not str(error).startswith("void"):
+                raise
+            print(error, flush=True)
+            return Ratio(*4 * [math.nan])
+
+    def peak_bytes(self, action: Action) -> int:
+        """The most memory of the device that an action takes beyond what is taken before; of a CPU 0, not measured."""
+        if self.device.type != "cuda":
+            action()
+            return 0
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.waits(action)()
+        return int(torch.cuda.max_memory_allocated() - before)
+
+    def largest(self, sizes: list[int], run: Callable[[int], object]) -> int:
+        """The first of some sizes that fits, the largest first."""
+        for size in sizes:
+            try:
+                self.waits(lambda size=size: run(size))()  # type: ignore[misc]
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+            else:
+                return size
+        raise RuntimeError(f"not even {sizes[-1]} fit into the memory")
+
+    @cached_property
+    def products(self) -> float:
+        """The operations a second of 16-bit products of 8,192 x 8,192 matrices, as measured."""
+        return self.product_rate(torch.bfloat16)
+
+    def product_rate(self, dtype: torch.dtype) -> float:
+        """The operations a second of square products."""
+        size = self.of(128, 8192)
+        left, right = torch.randn(2, size, size, device=self.device).to(dtype)
+        repeats = self.of(1, 20)
+
+        def multiply() -> None:
+            for _ in range(repeats):
+                left @ right
+
+        return float(repeats * 2 * size**3 / self.seconds(multiply))
+
+
+def device_name(device: torch.device) -> str | None:
+    """What a GPU is called, and its memory; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    facts = torch.cuda.get_device_properties(device)
+    return f"1 x {facts.name}, {facts.total_memory / 1e9:.0f} GB"
+
+
+def driver() -> str:
+    """The driver's version, as nvidia-smi says it."""
+    if shutil.which("nvidia-smi") is None:
+        return "version not known"
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return said.strip().splitlines()[0] if said.strip() else "version not known"
+
+
+def offers() -> dict[str, str]:
+    """What the machine offers, by name; empty where something is not there."""
+    found = dict.fromkeys(("GPU", "driver", "bfloat16", "float8", "triton", "faiss for GPUs", "deepspeed"), "")
+    for module, name in (("triton", "triton"), ("deepspeed", "deepspeed")):
+        found[name] = "yes" if importlib.util.find_spec(module) else ""
+    if importlib.util.find_spec("faiss"):
+        import faiss
+
+        # Its build for CPUs has no such class.
+        found["faiss for GPUs"] = "yes" if "StandardGpuResources" in vars(faiss) and faiss.get_num_gpus() else ""
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        found["GPU"] = f"{device_name(torch.device('cuda'))}, {torch.cuda.mem_get_info()[0] / 1e9:.0f} GB free"
+        found["driver"] = f"{driver()}, CUDA {torch.version.cuda}, compute capability {capability[0]}.{capability[1]}"
+        found["bfloat16"] = "yes" if torch.cuda.is_bf16_supported(including_emulation=False) else ""
+        found["float8"] = "yes, used by nothing here" if capability >= (8, 9) else ""
+    return found
+
+
+def report(found: dict[str, str]) -> list[str]:
+    """The lines that say what the machine offers, and what is skipped without it."""
+    needs = {"GPU": "every claim", "bfloat16": "every claim", "faiss for GPUs": "G9", "deepspeed": "G13"}
+    needs |= {"triton": "the fused kernels of G7, which then runs tiled"}
+    lines = [f"{name}: {value or 'none'}" for name, value in found.items()]
+    return lines + [f"without {name} skipped: {what}" for name, what in needs.items() if not found[name]]
+
+
+def run_group(name: str, chosen: argparse.Namespace) -> None:
+    """Measure a group of claims in this process."""
+    from benchmarks import gpu_claims
+
+    torch.set_num_threads(chosen.threads)
+    gpu_claims.GROUPS[name].run(Bench(chosen))
+
+
+def run_here_or_in_a_process(name: str, chosen: argparse.Namespace, seconds: float) -> bool:
+    """Run a group in a process of its own, tiny ones in this one; returns whether it ended well and in time."""
+    start = time.monotonic()
+    print(f"== {name}, at most {seconds:.0f} s", flush=True)
+    if chosen.tiny:
+        try:
+            run_group(name, chosen)
+        except Exception:
+            traceback.print_exc()
+            return False
+        return True
+    child = multiprocessing.get_context("spawn").Process(target=run_group, args=(name, chosen))
+    child.start()
+    child.join(seconds)
+    if child.is_alive():
+        child.kill()
+        child.join()
+        print(f"{name}: out of time; its rows so far are kept", flush=True)
+        return False
+    print(f"{name}: {time.monotonic() - start:.0f} s, exit code {child.exitcode}", flush=True)
+    return child.exitcode == 0
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="say what the machine offers, and end")
+    parser.add_argument("--tiny", action="store_true", help="on the CPU, tiny sizes: no row, no verdict")
+    parser.add_argument("--only", default=",".join(CLAIMS), help="claims, such as G1,G7")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all")
+    parser.add_argument("--pairs", type=int, default=5, help="interleaved pairs")
+    parser.add_argument("--threads", type=int, default=0, help="threads of the CPU; 0 for all but one")
+    chosen = parser.parse_args()
+    chosen.only = [name.strip() for name in chosen.only.split(",")]
+    if unknown := set(chosen.only) - set(CLAIMS):
+        parser.error(f"no such claim: {', '.join(sorted(unknown))}; there are G1 to G{len(CLAIMS)}")
+    chosen.threads = 1 if chosen.tiny else chosen.threads or max(2, torch.get_num_threads() - 1)
+    return chosen
+
+
+def main() -> int:
+    """Check the machine, then measure group after group until the time is over; returns 1 if one failed."""
+    chosen = options()
+    found = offers()
+    print("\n".join(report(found)), flush=True)
+    if chosen.check:
+        return 0
+    if not chosen.tiny and not (found["GPU"] and found["bfloat16"]):
+        print("error: needs a CUDA GPU with bfloat16; --tiny runs on a CPU", file=sys.stderr)
+        return 2
+    from benchmarks.gpu_claims import GROUPS
+
+    end, failed = time.monotonic() + 60 * chosen.minutes, []
+    for name, group in GROUPS.items():
+        if not set(group.claims) & set(chosen.only):
+            continue
+        left = end - time.monotonic()
+        if left <= 0:
+            print(f"{name}: no time left for {', '.join(group.claims)}", flush=True)
+            failed.append(name)
+        elif not run_here_or_in_a_process(name, chosen, min(left, group.seconds)):
+            failed.append(name)
+    if failed:
+        print(f"error: not whole: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

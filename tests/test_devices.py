@@ -1,0 +1,113 @@
+"""Each part that computes otherwise on a GPU gives there what a CPU gives in float64; here a CPU in float32 does."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from embeddings.losses import InfoNCE, MatryoshkaInfoNCE
+from embeddings.models import AnchorTokenPooling, LatentAttentionPooling, MeanPooling, SelfAttentionPooling
+from embeddings.models.anchor_weights import CapturedAttention
+from embeddings.models.moe.experts import Experts, Router, loop_experts
+from embeddings.models.moe.rotary_moe import MoeMlp
+from tests.helpers.contrastive import random_batch
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+# What a part gives: its results, with gradients of their sum for what is listed after them.
+Part = Callable[[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]]
+WIDTH = 32
+
+
+def drawn(*shape: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """The same random numbers on every device, which want a gradient."""
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(device, dtype).requires_grad_()
+
+
+def on(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """A module with the same random weights on every device."""
+    generator = torch.Generator().manual_seed(1)
+    for weight in module.parameters():
+        weight.data = 0.2 * torch.randn(weight.shape, generator=generator)
+    return module.to(device, dtype)
+
+
+def mask(device: torch.device) -> Tensor:
+    """Texts of 9, 5 and 1 tokens."""
+    return torch.arange(9, device=device) < torch.tensor([[9], [5], [1]], device=device)
+
+
+def pooled(make: Callable[[int], nn.Module]) -> Part:
+    def part(device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        pooling, state_NLH = on(make(WIDTH), device, dtype), drawn(3, 9, WIDTH, device=device, dtype=dtype)
+        return [pooling(state_NLH, mask(device))], [state_NLH, *pooling.parameters()]
+
+    return part
+
+
+def anchored(per_head: bool) -> Part:
+    def part(device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        state_NLH = drawn(3, 9, WIDTH, device=device, dtype=dtype)
+        query_NALE = drawn(3, 4, 9, 16, device=device, dtype=dtype, seed=2)
+        key_NGLE = drawn(3, 2, 9, 16, device=device, dtype=dtype, seed=3)
+        attention = [CapturedAttention(query_NALE, key_NGLE, None, False, 0.25)]
+        pooling = AnchorTokenPooling(WIDTH, per_head=per_head)
+        return [pooling(state_NLH, mask(device), mask(device), attention)], [state_NLH, query_NALE, key_NGLE]
+
+    return part
+
+
+def experts(gated: bool) -> Part:
+    """In float64 expert by expert, which is the reference of the grouped products."""
+
+    def part(device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        backend = loop_experts if dtype == torch.float64 else None
+        layer = on(MoeMlp(Router(WIDTH, 4, 2), Experts(WIDTH, 64, 4, gated=gated, backend=backend)), device, dtype)
+        state_NLH = drawn(3, 9, WIDTH, device=device, dtype=dtype)
+        output, sums = layer(state_NLH, mask(device).flatten().nonzero()[:, 0])
+        return [output, sums.probability_X, sums.squared_logsumexp], [state_NLH, *layer.parameters()]
+
+    return part
+
+
+def loss(make: Callable[[], nn.Module]) -> Part:
+    def part(device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        query_BD, candidate_CD = (
+            drawn(6, WIDTH, device=device, dtype=dtype),
+            drawn(18, WIDTH, device=device, dtype=dtype, seed=4),
+        )
+        output = make().to(device)(query_BD, candidate_CD, random_batch(6, 2).to(device))
+        return [output.loss], [query_BD, candidate_CD]
+
+    return part
+
+
+PARTS: dict[str, Part] = {
+    "mean": pooled(MeanPooling),
+    "self-attention": pooled(SelfAttentionPooling),
+    "latents": pooled(lambda width: LatentAttentionPooling(width, num_latents=8, num_heads=2, head_dim=16)),
+    "latents as printed": pooled(lambda width: LatentAttentionPooling(width, 8, 2, paper_literal=True)),
+    "anchor tokens": anchored(False),
+    "anchor tokens per head": anchored(True),
+    "experts": experts(False),
+    "gated experts": experts(True),
+    "InfoNCE": loss(lambda: InfoNCE(0.1)),
+    "InfoNCE in tiles, both ways": loss(lambda: InfoNCE(0.1, directions="both", tile_size=32)),
+    "Matryoshka": loss(lambda: MatryoshkaInfoNCE([32, 8], temperature=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_a_device_computes_what_a_cpu_does(device: str, name: str) -> None:
+    """In float32, with its gradients, as a CPU in float64."""
+    found, expected = [], []
+    for values, place, dtype in ((found, device, torch.float32), (expected, "cpu", torch.float64)):
+        results, leaves = PARTS[name](torch.device(place), dtype)
+        weighted = [result * torch.linspace(1, 2, result.numel(), device=place).view_as(result) for result in results]
+        gradients = torch.autograd.grad(sum((each.sum() for each in weighted), torch.zeros((), device=place)), leaves)
+        values += [each.detach().cpu().double() for each in (*results, *gradients)]
+    assert all(each.abs().max() > 0 for each in expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
