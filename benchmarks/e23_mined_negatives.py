@@ -3,7 +3,8 @@
 MiniLM trains on 3,200 pairs of the docstring corpus, every second of them with a planted near-copy. No function of that
 corpus copies another, so a pair's near-copy is the one candidate that is known to be a false negative. A teacher scores
 every document for every query; a candidate is refused at `margin` times the positive's score (TopK-PercPos), and the
-highest that are left are the negatives. One thing varies at a time around margin 0.95, four negatives, MiniLM itself.
+highest that are left are the negatives. What each teacher and margin refuse and let in is counted over all pairs. Then
+one thing varies at a time around margin 0.95, four negatives, MiniLM itself, in trainings.
 """
 
 import gzip
@@ -13,13 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from benchmarks.docstring_trials import World, fit, near_copy, score
+from benchmarks.harness import record
 from benchmarks.trials import (
     Metrics,
     Scores,
@@ -46,11 +48,12 @@ from embeddings.training.optim import Schedule
 
 TeacherName = Literal["BM25", "MiniLM", "MiniLM, trained"]
 Floats = npt.NDArray[np.float32]
-# As many as any variant trains with, and the candidates that they are chosen from.
-MAX_NEGATIVES, NUM_CANDIDATES = 7, 100
+NUM_ROWS = 3200
+# Hard negatives that variants train with, and the candidates that they are chosen from.
+NUMBERS, NUM_CANDIDATES = (1, 4, 7), 100
+MARGINS = (0.9, 0.95, 0.98, None)
 TEACHER_SEED = 1000
 PAGES = ("held-out packages", "held-out functions")
-MINED = ("refused candidates", "false negatives", "negatives of the same name")
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Recipe(TrainingRecipe):
     margin: float | None = 0.95
     num_negatives: int = 4
     teacher: TeacherName = "MiniLM"
-    num_rows: int = 3200
+    num_rows: int = NUM_ROWS
 
 
 TEACHER = Recipe(num_steps=60, batch_size=32, max_length=64, num_negatives=0)
@@ -96,34 +99,35 @@ class Quarry(World):
         """The model directory of MiniLM after some steps on the corpus."""
         return self.folder / f"mining-teacher-{TEACHER.num_steps}"
 
-    def mined(self, recipe: Recipe) -> Path:
+    def mined(self, teacher: TeacherName, margin: float | None) -> Path:
         """The training pairs with a teacher's negatives below a margin."""
-        return self.folder / "mined" / f"{recipe.num_rows}-{recipe.teacher.replace(', ', '-')}-{recipe.margin}.jsonl"
+        return self.folder / "mined" / f"{NUM_ROWS}-{teacher.replace(', ', '-')}-{margin}.jsonl"
 
-    def mine(self, recipes: list[Recipe]) -> None:
-        """Train the teacher, and mine for each recipe."""
-        corpus, pairs = self.folder / "corpus" / "train.jsonl.gz", training_pairs(self, recipes[0].num_rows)
+    def mine(self) -> None:
+        """Train the teacher, and mine by each teacher below each margin."""
         if not self.trained_teacher.exists():
+            corpus = SourceConfig("docstrings", str(self.folder / "corpus" / "train.jsonl.gz"))
             taught = TEACHER.tiny() if self.tiny else TEACHER
-            train(self, taught, SourceConfig("docstrings", str(corpus)), TEACHER_SEED, self.trained_teacher)
-        for name in dict.fromkeys(recipe.teacher for recipe in recipes):
-            todo = [recipe for recipe in recipes if recipe.teacher == name and not self.mined(recipe).exists()]
-            score_QN = self._scores(name, recipes[0], pairs) if todo else np.empty((0, 0), np.float32)
-            for recipe in todo:
-                if not self.mined(recipe).exists():
-                    write_mined(self.mined(recipe), pairs, score_QN, recipe.margin)
+            train(self, taught, corpus, TEACHER_SEED, self.trained_teacher)
+        pairs = training_pairs(self)
+        for teacher in get_args(TeacherName):
+            todo = [margin for margin in MARGINS if not self.mined(teacher, margin).exists()]
+            if todo:
+                score_QN = self._scores(teacher, pairs)
+                for margin in todo:
+                    write_mined(self.mined(teacher, margin), pairs, score_QN, margin)
 
-    def encoder(self, name: TeacherName, recipe: Recipe) -> Encoder:
+    def encoder(self, name: TeacherName) -> Encoder:
         """A teacher that is a model."""
         embedder = Embedder.from_pretrained(self.model if name == "MiniLM" else self.trained_teacher)
-        embedder.text = recipe.text
+        embedder.text = (Recipe().tiny() if self.tiny else Recipe()).text
         return Encoder(embedder)
 
-    def _scores(self, name: TeacherName, recipe: Recipe, pairs: list[dict[str, str]]) -> Floats:
+    def _scores(self, name: TeacherName, pairs: list[dict[str, str]]) -> Floats:
         """A teacher's score of each query with each positive, (Q, Q) float32."""
         queries, documents = [pair["query"] for pair in pairs], [pair["positive"] for pair in pairs]
         if name != "BM25":
-            encoder = self.encoder(name, recipe)
+            encoder = self.encoder(name)
             return encoder.similarity(encoder.encode_query(queries), encoder.encode_document(documents))
         index_QN, found_QN = BM25(documents).search(queries, len(documents))
         score_QN = np.empty_like(found_QN)
@@ -131,12 +135,12 @@ class Quarry(World):
         return score_QN
 
 
-def training_pairs(world: World, num_rows: int) -> list[dict[str, str]]:
+def training_pairs(world: World) -> list[dict[str, str]]:
     """Pairs from all over the corpus; every second one is followed by its near-copy, and both name the other's text."""
     with gzip.open(world.folder / "corpus" / "train.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     found: list[dict[str, str]] = []
-    for number, row in enumerate(rows[:: max(1, len(rows) // num_rows)]):
+    for number, row in enumerate(rows[:: max(1, len(rows) // NUM_ROWS)]):
         pair = {"query": row["query"], "positive": row["positive"]}
         if number % 2:
             found.append(pair)
@@ -154,7 +158,7 @@ def write_mined(path: Path, pairs: list[dict[str, str]], score_QN: Floats, margi
     candidates = ScoredCandidates(row_QC, hash_N[row_QC], np.take_along_axis(score_QN, row_QC, axis=1)[None])
     hash_Q, own_Q = np.array([text_hash(pair["query"]) for pair in pairs]), score_QN[rows, rows]
     queries = MinedQueries(rows, hash_Q, rows, rows, rows, hash_N, own_Q[None])
-    chosen = choose_negatives(candidates, queries, NegativeRules(MAX_NEGATIVES, margin, last_rank=NUM_CANDIDATES))
+    chosen = choose_negatives(candidates, queries, NegativeRules(max(NUMBERS), margin, last_rank=NUM_CANDIDATES))
     refused = chosen.removed["margin"] / (chosen.removed["margin"] + chosen.num_left)
     write_text(path.with_suffix(".json"), json.dumps({"refused candidates": refused}))
     with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
@@ -163,21 +167,21 @@ def write_mined(path: Path, pairs: list[dict[str, str]], score_QN: Floats, margi
             file.write(json.dumps({**pair, "negatives": negatives}) + "\n")
 
 
-def mining_metrics(path: Path, num_negatives: int) -> Metrics:
-    """Of the pairs with a near-copy how many have it as a negative; of all other negatives how many share a name."""
+def mining_shares(path: Path) -> Metrics:
+    """What a margin refuses and lets in.
+
+    Of all candidates the share refused; of the pairs with a near-copy the share that has it among so many negatives; of
+    the first four negatives that are no near-copy the share whose function has the positive's name.
+    """
     with open(path, encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
-    copied = [row["copy"] in row["negatives"][:num_negatives] for row in rows if "copy" in row]
-    same = [
-        _name(text) == _name(row["positive"])
-        for row in rows
-        for text in row["negatives"][:num_negatives]
-        if text != row.get("copy")
-    ]
-    shares = {"false negatives": np.mean(copied), "negatives of the same name": np.mean(same) if same else 0.0}
-    shares["negatives of a pair"] = (len(same) + sum(copied)) / len(rows)
-    refused: Metrics = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    return {**refused, **{name: float(share) for name, share in shares.items()}}
+    found: Metrics = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    for number in NUMBERS:
+        copied = [row["copy"] in row["negatives"][:number] for row in rows if "copy" in row]
+        found[f"near-copies among {number}"] = float(np.mean(copied))
+    others = [(row["positive"], text) for row in rows for text in row["negatives"][:4] if text != row.get("copy")]
+    same = [_name(positive) == _name(text) for positive, text in others]
+    return {**found, "of the same name": float(np.mean(same)) if same else 0.0}
 
 
 def _name(document: str) -> str:
@@ -215,39 +219,46 @@ def bm25_score(world: World) -> float:
 
 
 def run(chosen: Namespace, recipes: Mapping[str, Recipe]) -> list[Scores]:
-    """Mine for each recipe, train and score; arguments as of `run_recipes`."""
-    recipes = sized(chosen, recipes)
-    world = Quarry(chosen.work, chosen.tiny)
-    with world.alone():
-        world.prepare([])
-        world.mine(list(recipes.values()))
-    return run_recipes(chosen, "E23", recipes, run_trial)
+    """Train by each recipe and score; arguments as of `run_recipes`."""
+    return run_recipes(chosen, "E23", sized(chosen, recipes), run_trial)
 
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train by the trial's recipe, and score the model; without steps score the teachers too."""
     world, recipe = Quarry(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
-    module = train(world, recipe, SourceConfig("docstrings", str(world.mined(recipe))), trial.seed)
+    source = SourceConfig("docstrings", str(world.mined(recipe.teacher, recipe.margin)))
+    module = train(world, recipe, source, trial.seed)
     module.embedder.text = recipe.text
     found = score(world, module.embedder, others=False)
     if recipe.num_steps:
-        return {**found, **mining_metrics(world.mined(recipe), recipe.num_negatives)}
-    teacher = score(world, world.encoder("MiniLM, trained", recipe).embedder, others=False)
+        return found
+    teacher = score(world, world.encoder("MiniLM, trained").embedder, others=False)
     return {**found, "BM25": bm25_score(world), "MiniLM, trained": teacher["held-out packages"]}
 
 
+def measure(chosen: Namespace) -> None:
+    """Mine by each teacher below each margin, and record what is refused and let in."""
+    world = Quarry(chosen.work, chosen.tiny)
+    with world.alone():
+        world.prepare([])
+        world.mine()
+    for teacher in get_args(TeacherName):
+        for margin in MARGINS:
+            below = "no margin" if margin is None else f"margin {margin:.2f}"
+            for name, share in mining_shares(world.mined(teacher, margin)).items():
+                record(replaced(chosen, threads=1), f"E23 {name}, {teacher}; {below}", share, "fraction", "none")
+
+
 def main() -> None:
-    """Train with each kind of negatives; print the tables and what each brings over the middle."""
+    """Count what is mined, train with each kind of negatives; print the table and what each brings over the middle."""
     chosen = trial_options(__doc__)
+    measure(chosen)
     # No seed enters a model that is not trained.
     (before,) = run(replaced(chosen, seeds=1), BEFORE)
     middle, *others = run(chosen, RECIPES)
     print(f"E23, nDCG@10\n{table([before, middle, *others], PAGES)}")
-    print(f"shares\n{table([middle, *others], [*MINED, 'negatives of a pair'])}")
-    print(
-        "teachers on held-out packages: "
-        + ", ".join(f"{x} {before.values(x)[0]:.4f}" for x in ("BM25", "MiniLM, trained"))
-    )
+    teachers = ", ".join(f"{name} {before.values(name)[0]:.4f}" for name in ("BM25", "MiniLM, trained"))
+    print(f"teachers on held-out packages: {teachers}")
     for page in PAGES:
         for one in others:
             print(difference(one, middle, page))
