@@ -1,10 +1,10 @@
-"""E5: five poolings on a small decoder, with its causal mask, without it, and without it after an adaptation.
+"""E5: six poolings on a small decoder, with its causal mask, without it, and without it after an adaptation.
 
 The decoder is that of `lightning_configs/small_decoder.yaml`, pre-trained here on source code, and the adaptation that
 of `small_decoder_mntp.yaml`, masked next-token prediction, which both run first where their directories are missing.
-NV-Embed finds the mask's removal and latent attention better (arXiv:2405.17428, Tables 2 and 3); MGH finds pooling by
-received attention a little better still (MTEB 65.87 against 65.80, 65.41 for mean and 64.97 for last-token pooling;
-"Negative Matters", Table 3).
+NV-Embed finds the mask's removal and latent attention better, and self-attention no better than the mean
+(arXiv:2405.17428, Tables 2 and 3); MGH finds pooling by received attention a little better still (MTEB 65.87 against
+65.80, 65.41 for mean and 64.97 for last-token pooling; "Negative Matters", Table 3).
 """
 
 import subprocess

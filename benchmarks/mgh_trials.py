@@ -27,11 +27,12 @@ from embeddings.models import (
     LastTokenPooling,
     LatentAttentionPooling,
     MeanPooling,
+    SelfAttentionPooling,
 )
 from embeddings.modules import MGHCurriculumModule
 from embeddings.training.optim import Schedule
 
-PoolingName = Literal["mean", "last", "latent", "anchor, key axis", "anchor, query axis"]
+PoolingName = Literal["mean", "last", "latent", "self-attention", "anchor, key axis", "anchor, query axis"]
 PAGES = ("held-out packages", "held-out functions")
 
 
@@ -114,6 +115,7 @@ def pooling_of(recipe: Recipe) -> Any:
         "mean": MeanPooling,
         "last": LastTokenPooling,
         "latent": partial(LatentAttentionPooling, num_latents=64, num_heads=4),
+        "self-attention": partial(SelfAttentionPooling, num_heads=4),
         "anchor, key axis": partial(AnchorTokenPooling, by_visible_queries=not (is_encoder or recipe.bidirectional)),
         "anchor, query axis": partial(AnchorTokenPooling, axis="query"),
     }
