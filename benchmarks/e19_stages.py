@@ -1,0 +1,244 @@
+"""E19: NV-Embed's two stages and its labels by example, in miniature (arXiv:2405.17428, Tables 4 and 5).
+
+MiniLM trains on questions with passages and mined negatives (`squad_sentence_pairs`, `nq_pairs`), on classification
+(`banking77`, `trec_questions`), clustering (`searchsnippets`, `stackoverflow_titles`) and similarity (`stsb`), all in
+the folder EMBED_DATA. Every variant has the same number of steps. The six classes of TREC always stand as label texts,
+as few-class sets do in the paper; the other labelled sets by example or by text.
+"""
+
+import gzip
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any, Literal
+
+import torch
+
+from benchmarks.docstring_trials import World, fit
+from benchmarks.moe_trials import data_folder
+from benchmarks.trials import (
+    Metrics,
+    Scores,
+    TrainingRecipe,
+    Trial,
+    difference,
+    replaced,
+    run_recipes,
+    sized,
+    table,
+    trial_options,
+)
+from embeddings.common.io import write_text
+from embeddings.data import BlendedBatchSampler, EmbeddingDataModule, SourceConfig
+from embeddings.evaluation import EvaluationFolder, evaluate_folder, read_evaluation_folder
+from embeddings.evaluation.folders import ClusteringFolder
+from embeddings.inference import Encoder
+from embeddings.losses import InfoNCE
+from embeddings.mining import NegativeRules, Teachers, mine_negatives
+from embeddings.models import BackboneConfig, Embedder, MeanPooling
+from embeddings.modules import NVEmbedModule
+from embeddings.training.optim import Schedule
+
+Stage = Literal["retrieval in-batch", "all in-batch", "all in-batch masked", "all own"]
+Labels = Literal["examples", "texts"]
+RETRIEVAL, CLUSTERING = ("squad_sentence_pairs", "nq_pairs"), ("searchsnippets", "stackoverflow_titles")
+# Rows of a set of pairs, of a set of texts to cluster when it is scored, and hard negatives of a query.
+NUM_PAIRS, NUM_CLUSTERED, NUM_NEGATIVES = 1500, 2000, 4
+# The texts of labels that are no words: of `searchsnippets` in the order of their numbers, and of TREC's.
+DOMAINS = ("business", "computers", "culture and arts", "education and science", "engineering", "health", "politics")
+DOMAINS = (*DOMAINS, "sports")
+QUESTIONS = {"ABBR": "abbreviation", "DESC": "description", "ENTY": "entity", "HUM": "human being"}
+QUESTIONS |= {"LOC": "location", "NUM": "numeric value"}
+SCORED = {
+    "retrieval": ("cranfield", "xquad/en"),
+    "classification": ("banking77", "trec_questions"),
+    "clustering": CLUSTERING,
+    "similarity": ("stsb",),
+}
+
+
+@dataclass(frozen=True)
+class Recipe(TrainingRecipe):
+    """How a model is trained.
+
+    Args:
+        num_steps: Steps of all stages together.
+        stages: What each stage trains on, and which candidates are negatives: a query's own, or those of the batch.
+        labels: What stands for a class of the sets that are not always by label text.
+    """
+
+    num_steps: int = 32
+    stages: tuple[Stage, ...] = ("retrieval in-batch", "all own")
+    labels: Labels = "examples"
+
+
+BEFORE = {"before training": Recipe(num_steps=0)}
+RECIPES = {
+    "two stages": Recipe(),
+    "reversed": Recipe(stages=("all own", "retrieval in-batch")),
+    "single stage, in-batch": Recipe(stages=("all in-batch",)),
+    "single stage, in-batch, masked": Recipe(stages=("all in-batch masked",)),
+    "single stage, own negatives": Recipe(stages=("all own",)),
+    "two stages, label texts": Recipe(labels="texts"),
+}
+
+
+class Library(World):
+    """The training sets in a folder of work, with mined negatives; what is there already is kept."""
+
+    def pairs(self, name: str) -> Path:
+        """The mined pairs of a set."""
+        return self.folder / "stages" / f"{name}.jsonl"
+
+    def half(self, name: str) -> Path:
+        """The half of a clustering set's rows that is trained on."""
+        return self.folder / "stages" / f"{name}-half.jsonl"
+
+    def make(self, recipe: Recipe) -> None:
+        """Mine negatives for the pairs, and take a half of the clustering sets."""
+        for name in CLUSTERING:
+            write_text(self.half(name), _lines(_rows(name, "test")[:: 40 if self.tiny else 2]))
+        embedder = Embedder.from_pretrained(self.model)
+        embedder.text = recipe.text
+        teachers = Teachers([self.model], lambda _: Encoder(embedder))
+        rules = NegativeRules(NUM_NEGATIVES)
+        for name in (*RETRIEVAL, "stsb"):
+            rows, most = _rows(name, "train"), 60 if self.tiny else NUM_PAIRS
+            kept = rows if name == "stsb" and not self.tiny else rows[:: len(rows) // most]
+            source = self.folder / "stages" / f"{name}-bare.jsonl"
+            write_text(source, _lines(kept))
+            config = SourceConfig(name, str(source), "sts" if name == "stsb" else "pairs")
+            mine_negatives(config, self.pairs(name), teachers, rules)
+
+    def sources(self, stage: Stage, labels: Labels) -> list[SourceConfig]:
+        """What a stage trains on."""
+        found = [SourceConfig(name, str(self.pairs(name))) for name in RETRIEVAL]
+        if stage.startswith("retrieval"):
+            return found
+        banking = sorted({row["label"] for row in _rows("banking77", "train")})
+        texts = {
+            "banking77": {label: label.replace("_", " ") for label in banking},
+            "trec_questions": QUESTIONS,
+            "searchsnippets": {str(number): text for number, text in enumerate(DOMAINS, 1)},
+            "stackoverflow_titles": {},
+        }
+        for name, label_texts in texts.items():
+            path = str(self.half(name) if name in CLUSTERING else _file(name, "train"))
+            options: dict[str, Any] = {"conversion": "class_by_example"}
+            if labels == "texts" or name == "trec_questions":
+                options = {"conversion": "class_by_label", "label_texts": label_texts}
+            found.append(SourceConfig(name, path, num_negatives=NUM_NEGATIVES, **options))
+        return [*found, SourceConfig("stsb", str(self.pairs("stsb")))]
+
+    def scored(self, name: str) -> EvaluationFolder:
+        """What a set is scored on: for clustering the rows that are not trained on."""
+        if name not in CLUSTERING:
+            return read_evaluation_folder(data_folder() / name)
+        rest = _rows(name, "test")[1::2]
+        rows = rest[:: len(rest) // NUM_CLUSTERED]
+        return ClusteringFolder([row["text"] for row in rows], [row["label"] for row in rows])
+
+
+def _file(name: str, split: str) -> Path:
+    """The file of a set's split, zipped or not."""
+    (path,) = (data_folder() / name).glob(f"{split}.jsonl*")
+    return path
+
+
+def _rows(name: str, split: str) -> list[dict[str, Any]]:
+    path = _file(name, split)
+    content = path.read_bytes()
+    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).decode().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def loss_of(stage: Stage) -> InfoNCE:
+    """The loss of a stage: the paper's single stage has no mask of candidates that answer the query."""
+    masks = stage != "all in-batch"
+    in_batch: Literal["on", "off"] = "off" if stage == "all own" else "on"
+    return InfoNCE(0.05, in_batch_negatives=in_batch, mask_same_text=masks, mask_same_class=masks)
+
+
+def train(world: Library, recipe: Recipe, seed: int) -> Embedder:
+    """Train by the stages one after another, each with a new optimizer and schedule from the last one's model."""
+    steps = recipe.num_steps // len(recipe.stages)
+    trained: Embedder | None = None
+    for number, stage in enumerate(recipe.stages):
+        module = NVEmbedModule(
+            BackboneConfig(world.model),
+            MeanPooling,
+            loss=loss_of(stage),
+            optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
+            schedule=Schedule(warmup_steps=steps // 10, decay="linear"),
+            seed=seed,
+        )
+        if trained is not None:
+            module.embedder.load_state_dict(trained.state_dict())
+        trained = module.embedder
+        sampler = partial(BlendedBatchSampler, proportions="uniform")
+        sources = world.sources(stage, recipe.labels)
+        # Another seed for each stage, so that the second one sees other rows of the sets that both have.
+        data_seed = seed + 1000 * number
+        data = EmbeddingDataModule(sources, recipe.text, recipe.batch_size, NUM_NEGATIVES, sampler, seed=data_seed)
+        if steps:
+            fit(world, module, data, steps)
+    assert trained is not None
+    trained.text = recipe.text
+    return trained
+
+
+def score(world: Library, embedder: Embedder) -> Metrics:
+    """The main metric of each set, the mean of each kind's sets, and that of the kinds."""
+    encoder, found, kinds = Encoder(embedder), {}, {}
+    # Loading mteb, which scores classification and clustering, takes longer than all of a tiny run.
+    for kind, names in SCORED.items() if not world.tiny else [("similarity", SCORED["similarity"])]:
+        for name in names:
+            result = evaluate_folder(encoder, world.scored(name))
+            found[name] = result.metrics[result.main_metric]
+        kinds[kind] = mean(found[name] for name in names)
+    return {**found, **kinds, "mean of the kinds": mean(kinds.values())}
+
+
+def run(chosen: Namespace, recipes: Mapping[str, Recipe]) -> list[Scores]:
+    """Prepare the sets, train and score; arguments as of `run_recipes`."""
+    recipes = sized(chosen, recipes)
+    world = Library(chosen.work, chosen.tiny)
+    with world.alone():
+        world.prepare([])
+        world.make(next(iter(recipes.values())))
+    return run_recipes(chosen, "E19", recipes, run_trial)
+
+
+def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
+    """Train by the trial's recipe, and score the model."""
+    world = Library(work, tiny)
+    recipe = Recipe(**{**trial.settings, "stages": tuple(trial.settings["stages"])})  # type: ignore
+    return score(world, train(world, recipe, trial.seed))
+
+
+def main() -> None:
+    """Train by each order of stages and with each kind of label; print the table and what two stages bring."""
+    chosen = trial_options(__doc__)
+    if not all((data_folder() / name).is_dir() for name in ("banking77", *RETRIEVAL, *CLUSTERING)):
+        print("E19 skipped: no training sets (EMBED_DATA names their folder)")
+        return
+    # No seed enters a model that is not trained.
+    (before,) = run(replaced(chosen, seeds=1), BEFORE)
+    two_stages, *others = run(chosen, RECIPES)
+    metrics = [name for name in (*SCORED, "mean of the kinds") if name in before.metrics]
+    print(f"E19\n{table([before, two_stages, *others], metrics)}")
+    for metric in metrics:
+        for other in others:
+            print(difference(two_stages, other, metric))
+
+
+if __name__ == "__main__":
+    main()
