@@ -1,10 +1,10 @@
 """E23: which mined negatives help: the margin that they keep below the positive, their number, and their teacher.
 
-MiniLM trains on 3,200 pairs of the docstring corpus, every second of them with a planted near-copy. No function of that
-corpus copies another, so a pair's near-copy is the one candidate that is known to be a false negative. A teacher scores
-every document for every query; a candidate is refused at `margin` times the positive's score (TopK-PercPos), and the
-highest that are left are the negatives. What each teacher and margin refuse and let in is counted over all pairs. Then
-one thing varies at a time around margin 0.95, four negatives, MiniLM itself, in trainings.
+MiniLM trains on some 3,200 pairs of the docstring corpus, every second of them with a planted near-copy. No function of
+that corpus copies another, so a pair's near-copy is the one candidate that is known to be a false negative. A teacher
+scores every document for every query; a candidate is refused at `margin` times the positive's score (TopK-PercPos), and
+the highest that are left are the negatives. What each teacher and margin refuse and let in is counted over all pairs.
+Then one thing varies at a time around margin 0.95, four negatives, MiniLM itself, in trainings.
 """
 
 import gzip
