@@ -15,9 +15,10 @@ from embeddings.models import check_bidirectional, make_bidirectional
 from embeddings.training.gradcache import GradCache
 from tests.compression.models import build
 from tests.compression.test_layerwise import Pruned, some_tokens
-from tests.helpers.contrastive import TinyStep, random_batch
+from tests.helpers.contrastive import TinyStep, gradient_vector, random_batch
 from tests.helpers.tiny import tiny_bert, tiny_mistral
 from tests.helpers.waits import declared
+from tests.models.test_unpadded import BACKBONES, embedder_of, texts
 from tests.strategies.fits import batches, methods, write_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -80,3 +81,22 @@ def test_a_gpu_prunes_nearly_the_same_weights(tmp_path, name):
         found[device] = {key: tensor for file in job.files for key, tensor in load_file(file).items()}
     same = [(found["cpu"][key] == 0) == (found["cuda"][key] == 0) for key in found["cpu"]]
     assert float(torch.cat([each.flatten() for each in same]).float().mean()) > 0.99
+
+
+@pytest.mark.parametrize("name", ["bert", "mistral", "mistral, both ways", "modernbert", "gemma3, both ways"])
+def test_texts_without_padding_have_nearly_the_vectors_and_gradients_of_padded_ones(name):
+    """By torch's kernel, which `auto` takes in half precision."""
+    embedder, tokens = embedder_of(BACKBONES[name]()).cuda(), texts().to("cuda")
+    found = []
+    for mode in (False, "auto"):
+        embedder.unpad(mode)
+        embedder.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            assert (embedder.unpadding is not None and embedder.unpadding.takes(embedder.backbone, tokens)) is bool(
+                mode
+            )
+            vectors = embedder(tokens)
+        (vectors[:-1] * vectors[1:].detach()).sum().backward()
+        found.append((vectors.detach().flatten(), gradient_vector(embedder)))
+    for padded, unpadded in zip(*found, strict=True):
+        assert torch.nn.functional.cosine_similarity(padded, unpadded, dim=0) > 0.99

@@ -23,7 +23,7 @@ from embeddings.common.errors import InputError, NumericError, OptionError
 from embeddings.common.io import atomic_path, check_manifest, file_sha256, load_array
 from embeddings.common.jobs import progress_bar, save_array
 from embeddings.common.text import PromptChoice, TextRole
-from embeddings.common.types import PaddedTokens, TokenBatch, plan_mini_batches
+from embeddings.common.types import TokenBatch, plan_mini_batches, take_texts
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.precision import Int8Products, Precision, resolve_precision
 from embeddings.inference.vectors import unit_rows
@@ -354,7 +354,7 @@ class Encoder:
         texts: Sequence[str] | TokenisedTexts,
         preparation: TextPreparation,
         width: int,
-        compute: Callable[[PaddedTokens], Tensor],
+        compute: Callable[[TokenBatch], Tensor],
         title: str,
         extra_tokens: int = 0,
     ) -> npt.NDArray[np.float32]:
@@ -375,7 +375,7 @@ class Encoder:
         self._check_finite(vector_ND, unique)
         return vector_ND if row_N is None else vector_ND[row_N]
 
-    def _vectors(self, tokens: PaddedTokens, context_MH: Tensor | None) -> Tensor:
+    def _vectors(self, tokens: TokenBatch, context_MH: Tensor | None) -> Tensor:
         """The vectors of a mini-batch, (n, D) float32, cut to `dimensions`."""
         arguments = {} if context_MH is None else {"context": context_MH}
         vector_nD: Tensor = self.embedder(tokens, **arguments).float()
@@ -396,14 +396,13 @@ class Encoder:
         return torch.from_numpy(np.array(vectors, dtype=np.float32)).to(self.device)
 
     def _encode_block(
-        self, tokens: TokenBatch, compute: Callable[[PaddedTokens], Tensor], bar: "tqdm[Any]", extra_tokens: int
+        self, tokens: TokenBatch, compute: Callable[[TokenBatch], Tensor], bar: "tqdm[Any]", extra_tokens: int
     ) -> npt.NDArray[np.float32]:
         plan = plan_mini_batches(tokens.lengths_N + extra_tokens, self.mini_batch_tokens)
         on_device = tokens.to(self.device, non_blocking=True)
         vectors: list[Tensor] = []
         for rows_n in plan:
-            padded = on_device.padded(rows_n, self.embedder.pad_token_id)
-            vectors.append(compute(padded).float())
+            vectors.append(compute(take_texts(on_device, rows_n)).float())
             bar.update(int(tokens.lengths_N[rows_n].sum()))
         # One copy a block: a copy a mini-batch would make the GPU wait each time.
         sorted_ND = torch.cat(vectors).cpu()

@@ -7,13 +7,13 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .anchor_weights import Axis, CapturedAttention, Sums, anchor_weights, tiled_sums
-from .pooling import Pooling
+from .pooling import Pooling, TextPlaces
 
 
 class AnchorTokenPooling(Pooling):
@@ -94,6 +94,19 @@ class AnchorTokenPooling(Pooling):
         with torch.autocast(state_NLH.device.type, enabled=False):
             return (weight_NL[:, None] @ state_NLH)[:, 0]
 
+    def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
+        """The same; the last states and the captured queries and keys are padded, since weights are L x L per text.
+
+        Args:
+            hidden_TH: States of the last layer, (T, H) float.
+            pooling_mask_T: True where a token enters the pooling, (T,) bool.
+            places: Where the texts lie.
+            attention: One sequence of the captured layers' queries and keys, of one text as long as the row.
+        """
+        is_token_NL = places.padded(torch.ones_like(pooling_mask_T))
+        layers = [_of_texts(layer, places) for layer in attention[0]]
+        return self(places.padded(hidden_TH), places.padded(pooling_mask_T), is_token_NL, layers)  # type: ignore[no-any-return]
+
     def weights(
         self, pooling_mask_NL: Tensor, attention_mask_NL: Tensor | None, attention: Sequence[CapturedAttention]
     ) -> Tensor:
@@ -112,6 +125,12 @@ class AnchorTokenPooling(Pooling):
             shares.append(weight_NL / total_N1.clamp(min=torch.finfo(weight_NL.dtype).tiny))
         weight_NL = shares[0] if len(shares) == 1 else torch.stack(shares).mean(dim=0)
         return weight_NL.detach() if self.detach else weight_NL
+
+
+def _of_texts(layer: CapturedAttention, places: TextPlaces) -> CapturedAttention:
+    """The queries and keys of one row of texts, (1, A, T, E), text by text, (N, A, L, E)."""
+    query, key = (places.padded(side[0].transpose(0, 1)).transpose(1, 2) for side in (layer.query_NALE, layer.key_NGLE))
+    return replace(layer, query_NALE=query, key_NGLE=key)
 
 
 def _without_first(pooling_mask_NL: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ siblings.
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -135,17 +135,36 @@ def _captured_attention(
     is_causal = arguments.get("is_causal")
     is_causal = module.is_causal if is_causal is None else is_causal
     scaling = arguments.get("scaling")
-    # Where there is a mask it says all; two-dimensional ones, of flash attention, are padding alone.
-    mask = None if attention_mask is None or attention_mask.dim() == 2 else attention_mask
+    # Where there is a mask it says all; two-dimensional ones, of flash attention, are padding alone. What comes with
+    # texts without padding says nothing.
+    is_row = arguments.get("cu_seq_lens_q") is not None
+    mask = None if attention_mask is None or attention_mask.dim() == 2 or is_row else attention_mask
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     is_causal, window = bool(is_causal) and mask is None, arguments.get("sliding_window") if mask is None else None
+    if is_row and attention_mask is not None:
+        is_causal, window = visible_range(module, arguments)
     if capture.found is not None:
         capture.found[id(module)] = CapturedAttention(query, key, mask, is_causal, scaling, window)
-    if inner == "eager":
-        run = sys.modules[type(module).__module__].eager_attention_forward
-    else:
-        run = ALL_ATTENTION_FUNCTIONS[inner]
-    return run(module, query, key, value, attention_mask, **arguments)
+    return own_attention(module, inner)(module, query, key, value, attention_mask, **arguments)
+
+
+def own_attention(module: nn.Module, name: str) -> Callable[..., Any]:
+    """The attention function that a layer has under this name."""
+    if name == "eager":
+        eager: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
+        return eager
+    return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
+
+
+def visible_range(module: Any, arguments: Mapping[str, Any]) -> tuple[bool, int | None]:
+    """Whether a layer is causal, and the number of places from which on its queries see no key, None for no window.
+
+    What transformers' masks say of the same call. A decoder whose config turned the causal mask off sees its window's
+    last place too; encoders and causal layers do not.
+    """
+    called, window = arguments.get("is_causal"), arguments.get("sliding_window")
+    is_causal = bool(module.is_causal if called is None else called)
+    return is_causal, None if window is None else int(window) + (called is False)
 
 
 class CapturingTransformer(TextTransformer):

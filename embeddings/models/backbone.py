@@ -65,6 +65,10 @@ class BackboneConfig:
         quantization: `nf4` keeps the linear layers in 4 bits (QLoRA, arXiv:2305.14314), with their scales in 8 bits and
             products in bfloat16: for weights that stay, under LoRA, on a CUDA GPU. Needs the extra `qlora` and
             `dtype: bfloat16`. A model directory is written with the weights that were trained on, in bfloat16.
+        unpadded: Whether the model reads a mini-batch as one row of tokens without padding, each text attending to
+            itself alone; vectors and gradients are the same to rounding. `auto` does so on a GPU in half precision,
+            where the model can, its attention has no dropout and its layers are not compiled. `true` does so
+            everywhere, on a CPU in a loop over texts, and refuses a model that cannot. `false` never does.
 
     Raises:
         OptionError: If dropout is outside 0 to 1, there is no layer, the attention is code of a repository, or 4 bits
@@ -81,6 +85,7 @@ class BackboneConfig:
     num_layers: int | None = None
     compile: bool = False
     quantization: Literal["nf4"] | None = None
+    unpadded: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         check_attention(self.attn_implementation, "backbone")
@@ -91,6 +96,11 @@ class BackboneConfig:
             raise OptionError("backbone.dropout", self.dropout, "must be >= 0 and < 1", "0 switches it off")
         if self.num_layers is not None and self.num_layers < 1:
             raise OptionError("backbone.num_layers", self.num_layers, "must be >= 1", "leave it out for all")
+
+    @property
+    def unpadded_mode(self) -> bool | Literal["auto"]:
+        """`unpadded`, where `auto` is false for compiled layers, which have not been tried without padding."""
+        return False if self.compile and self.unpadded == "auto" else self.unpadded
 
 
 def check_attention(name: str | None, owner: str) -> None:
@@ -110,7 +120,7 @@ def check_flex(config: PretrainedConfig, name: str | None) -> None:
     Raises:
         OptionError: If it is.
     """
-    names = [field for field, value in _dropouts(config).items() if field.startswith("att") and value > 0]
+    names = [field for field, value in attention_dropouts(config).items() if value > 0]
     if name == "flex_attention" and names:
         rule = f"has no dropout, and the model's {names[0]} is {getattr(config, names[0])}"
         fix = "set dropout to 0, or attn_implementation to sdpa"
@@ -478,6 +488,11 @@ def _dropouts(config: PretrainedConfig) -> dict[str, float]:
         for name, value in vars(config).items()
         if ("dropout" in name or name.endswith("pdrop")) and type(value) in (int, float)
     }
+
+
+def attention_dropouts(config: PretrainedConfig) -> dict[str, float]:
+    """The fields of a config that are probabilities of dropout within the attention."""
+    return {name: value for name, value in _dropouts(config).items() if name.startswith("att")}
 
 
 def has_pooling_layer(config: PretrainedConfig) -> bool:

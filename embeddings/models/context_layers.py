@@ -68,7 +68,10 @@ class FirstStage(nn.Module):
             pooling_mask_ML.scatter_(1, last_M1, True)
         output = self.backbone(input_ids=input_ids_ML, attention_mask=attention_mask_ML.long())
         pooled_ML = attention_mask_ML.bool() if self.pools_prompt else pooling_mask_ML
-        pooled_MH = self.pooling(output.last_hidden_state, pooled_ML)
+        return self.project(self.pooling(output.last_hidden_state, pooled_ML))
+
+    def project(self, pooled_MH: Tensor) -> Tensor:
+        """The vectors of pooled states, (M, H) float32 or better."""
         first: nn.Module = self.projection[0]
         vector_MH: Tensor = self.projection(pooled_MH.to(next(first.parameters()).dtype))
         return vector_MH.to(torch.promote_types(vector_MH.dtype, torch.float32))
@@ -244,19 +247,33 @@ def states_behind_context(
     seen_NT = torch.cat([attention_mask_NL.new_ones(num_texts, num_prefix), attention_mask_NL], dim=1).bool()
     inputs: dict[str, Any] = {"attention_mask": seen_NT.long()}
     if not has_positions:
-        position_T = torch.arange(num_prefix + length, device=device)
-        learned = learned_positions(model)
-        if learned is None:
-            position_T = position_T.masked_fill(position_T < num_context, 0)
-        else:
-            first = first_position(learned)
-            position_T = (position_T - num_prefix).clamp(min=0) + first
-            prefix_NPH = prefix_NPH - learned(position_T.new_full((1,), first))
+        position_T, prefix_NPH = without_positions(
+            model, torch.arange(num_prefix + length, device=device), prefix_NPH, num_context
+        )
         mask = _attention_mask(model, seen_NT, num_prefix, word_NLH.dtype)
         inputs = {"attention_mask": mask, "position_ids": position_T[None]}
     output = backbone(inputs_embeds=torch.cat([prefix_NPH, word_NLH], dim=1), **inputs)
     states: Tensor = output.last_hidden_state
     return states[:, num_prefix:]
+
+
+def without_positions(
+    model: PreTrainedModel, index_T: Tensor, prefix_NPH: Tensor, num_context: int
+) -> tuple[Tensor, Tensor]:
+    """The positions of tokens behind a prefix that has none, and the prefix as the model is to be given it.
+
+    Args:
+        model: The Hugging Face model.
+        index_T: Each token's place behind the start of its prefix, from 0, (T,) int64.
+        prefix_NPH: Context and soft prompt, (N, P, H).
+        num_context: How many of the P are context.
+    """
+    learned = learned_positions(model)
+    if learned is None:
+        return index_T.masked_fill(index_T < num_context, 0), prefix_NPH
+    first = first_position(learned)
+    position_T = (index_T - prefix_NPH.shape[1]).clamp(min=0) + first
+    return position_T, prefix_NPH - learned(index_T.new_full((1,), first))
 
 
 @contextmanager

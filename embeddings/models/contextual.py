@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings
+from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings, TokenBatch
+from embeddings.common.types import take_texts
 from embeddings.models.backbone import BackboneConfig, enable_checkpointing, highest_id, load_model
 from embeddings.models.context_layers import (
     ContextSlots,
@@ -36,6 +37,7 @@ from embeddings.models.lora import plain_backbone
 from embeddings.models.model_files import resolve_model
 from embeddings.models.pooling import MeanPooling
 from embeddings.models.portable_contextual import CONTEXT_FOLDER
+from embeddings.models.unpadded import UnpaddedMode, Unpadding, has_window, unpadding_of
 
 
 class ContextualEmbedder(Embedder):
@@ -111,7 +113,29 @@ class ContextualEmbedder(Embedder):
         self.slots = ContextSlots(num_context, self.context_size, context_dropout)
         self.soft_prompt = SoftPrompt(num_soft_prompts, self.context_size)
         self.residual = ResidualProjection(hidden_size, form.adds_pooled) if residual_projection else None
+        self.first_unpadding: Unpadding | None = None
+        self.unpad()
         self.train()
+
+    def unpad(self, mode: UnpaddedMode = "auto", first_stage: UnpaddedMode | None = None) -> None:
+        """Choose whether a `TokenBatch` is read without padding, by the first stage too.
+
+        Args:
+            mode: As in `BackboneConfig.unpadded`, of the second stage.
+            first_stage: The same of the first stage, like the second one's if None.
+
+        Raises:
+            OptionError: If it must be and cannot. A window that a context without positions reaches across is in no
+                kernel, so such a backbone is padded.
+        """
+        if not self.has_positions and has_window(self.backbone):
+            if mode is True:
+                rule = "cannot be: layers with a window see the whole context"
+                raise OptionError("backbone.unpadded", mode, rule, "leave it out")
+            super().unpad(False)
+        else:
+            super().unpad(mode)
+        self.first_unpadding = unpadding_of(self.first_stage.backbone, mode if first_stage is None else first_stage)
 
     @property
     def num_context(self) -> int:
@@ -148,23 +172,37 @@ class ContextualEmbedder(Embedder):
         """What decides the vectors beside the weights."""
         return "has_positions=True" if self.has_positions else ""
 
-    def embed_context(self, tokens: PaddedTokens) -> Tensor:
+    def embed_context(self, tokens: PaddedTokens | TokenBatch) -> Tensor:
         """The vectors of context documents: the first stage.
 
         Args:
-            tokens: M documents padded on the right.
+            tokens: M documents padded on the right, or as they are, which `unpad` then chooses the way to read.
 
         Returns:
             Vectors, (M, H) float32, not normalised; H is the width of the second stage's word embeddings.
         """
+        if isinstance(tokens, TokenBatch):
+            if self.first_unpadding is not None and self.first_unpadding.takes(self.first_stage.backbone, tokens):
+                return self._first_stage_unpadded(self.first_unpadding, tokens)
+            tokens = tokens.padded(pad_token_id=self.pad_token_id)
         vector_MH: Tensor = self.first_stage(tokens.input_ids_NL, tokens.attention_mask_NL, tokens.pooling_mask_NL)
         return vector_MH
 
-    def forward(self, tokens: PaddedTokens, context: Tensor | None = None) -> Tensor:
+    def _first_stage_unpadded(self, unpadding: Unpadding, tokens: TokenBatch) -> Tensor:
+        """The vectors of context documents, (M, H), read without padding; cut and pooled as `FirstStage` does."""
+        first, limit = self.first_stage, self.first_stage.max_length
+        if limit is not None and int(tokens.lengths_N.max()) > limit:
+            tokens = take_texts(tokens, torch.arange(len(tokens)), limit)
+            tokens.pooling_mask_T[sum(tokens.placed()) - 1] = True
+        state_TH, places = unpadding.states(first.backbone, tokens)
+        pooled_T = torch.ones_like(tokens.pooling_mask_T) if first.pools_prompt else tokens.pooling_mask_T
+        return first.project(first.pooling.of_unpadded(state_TH, pooled_T, places))
+
+    def forward(self, tokens: PaddedTokens | TokenBatch, context: Tensor | None = None) -> Tensor:
         """One vector a text.
 
         Args:
-            tokens: N texts padded on the right.
+            tokens: N texts padded on the right, or as they are, which `unpad` then chooses the way to read.
             context: Vectors of `embed_context`, (M, H) with M <= J, shared by all texts; missing ones are null
                 vectors, and None is a context of only null vectors.
 
@@ -176,24 +214,37 @@ class ContextualEmbedder(Embedder):
         Raises:
             OptionError: If there are more context vectors than J, or a text is longer than the backbone has positions.
         """
-        ids_NL = tokens.input_ids_NL
+        if isinstance(tokens, TokenBatch):
+            num_texts, longest = len(tokens), int(tokens.lengths_N.max())
+            if self.unpadding is None or not self.unpadding.takes(self.backbone, tokens):
+                tokens = tokens.padded(pad_token_id=self.pad_token_id)
+        else:
+            num_texts, longest = tokens.input_ids_NL.shape
         limit = longest_text(self.backbone, self.num_extra_tokens)
-        if limit is not None and ids_NL.shape[1] > limit:
+        if limit is not None and longest > limit:
             rule = f"must leave texts of at most {limit} tokens beside {self.num_extra_tokens} of context and prompt"
-            raise OptionError("data.text.document_max_length", ids_NL.shape[1], rule, "lower it or num_context")
+            raise OptionError("data.text.document_max_length", longest, rule, "lower it or num_context")
         try:
-            context_NJH = self.slots(context, len(ids_NL))
+            context_NJH = self.slots(context, num_texts)
         except ValueError as error:
             given = () if context is None else tuple(context.shape)
             raise OptionError("context", given, f"does not fit the model: {error}", "give fewer documents") from error
-        state_NLH = states_behind_context(
-            self.backbone, context_NJH, self.soft_prompt(), ids_NL, tokens.attention_mask_NL, self.has_positions
-        )
-        vector_ND: Tensor = self.pooling(state_NLH, tokens.pooling_mask_NL)
+        vector_ND = self._pooled_behind_context(tokens, context_NJH)
         if self.residual is not None:
             vector_ND = self.residual(vector_ND)
         vector_ND = vector_ND.to(torch.promote_types(vector_ND.dtype, torch.float32))
         return F.normalize(vector_ND, dim=-1) if self.normalize else vector_ND
+
+    def _pooled_behind_context(self, tokens: PaddedTokens | TokenBatch, context_NJH: Tensor) -> Tensor:
+        """The mean states of texts behind their context, (N, H), which are padded or to be read without."""
+        given = self.backbone, context_NJH, self.soft_prompt()
+        if isinstance(tokens, TokenBatch):
+            assert self.unpadding is not None
+            state_TH, places = self.unpadding.states_behind_context(*given, tokens, self.has_positions)
+            return self.pooling.of_unpadded(state_TH, tokens.pooling_mask_T, places)
+        state_NLH = states_behind_context(*given, tokens.input_ids_NL, tokens.attention_mask_NL, self.has_positions)
+        vector_NH: Tensor = self.pooling(state_NLH, tokens.pooling_mask_NL)
+        return vector_NH
 
     @classmethod
     def from_config(cls, config: BackboneConfig) -> Self:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings
+from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings, TokenBatch
 from embeddings.models.attention_capture import AttentionCapture
 from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer
 from embeddings.models.context_layers import first_position, learned_positions
@@ -19,6 +19,7 @@ from embeddings.models.directory import ModelParts, read_model_directory, write_
 from embeddings.models.lora import plain_backbone, without_cache
 from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.models.pooling import Pooling
+from embeddings.models.unpadded import UnpaddedMode, Unpadding, unpadding_of
 
 
 class Embedder(nn.Module):
@@ -83,13 +84,31 @@ class Embedder(nn.Module):
         # The model under LoRA matrices, where its files hold the same weights.
         self.frozen_base: FrozenBase | None = None
         self.embedding_dim = self.hidden_size if head is None else head.out_features
+        self.unpadding: Unpadding | None = None
+        Embedder.unpad(self)
         self.train()
 
-    def forward(self, tokens: PaddedTokens) -> Tensor:
+    def unpad(self, mode: UnpaddedMode = "auto") -> None:
+        """Choose whether a `TokenBatch` is read without padding; `mode` as in `BackboneConfig.unpadded`.
+
+        Raises:
+            OptionError: If it must be and cannot.
+        """
+        if self.capture is None:
+            self.unpadding = unpadding_of(self.backbone, mode)
+            return
+        # The capture's function is to stay around the one that reads texts without padding.
+        self.capture.detach()
+        try:
+            self.unpadding = unpadding_of(self.backbone, mode)
+        finally:
+            self.capture.attach()
+
+    def forward(self, tokens: PaddedTokens | TokenBatch) -> Tensor:
         """One vector a text.
 
         Args:
-            tokens: N texts padded on the right.
+            tokens: N texts padded on the right, or as they are, which `unpad` then chooses the way to read.
 
         Returns:
             Vectors, (N, D) float32, of unit length if `normalize`.
@@ -105,8 +124,12 @@ class Embedder(nn.Module):
         result: Tensor = F.normalize(vector_ND, dim=-1) if self.normalize else vector_ND
         return result
 
-    def _pooled(self, tokens: PaddedTokens) -> Tensor:
+    def _pooled(self, tokens: PaddedTokens | TokenBatch) -> Tensor:
         """The pooled states, (N, H); a pooling by attention is given that of its layers."""
+        if isinstance(tokens, TokenBatch):
+            if self.unpadding is not None and self.unpadding.takes(self.backbone, tokens):
+                return self._pooled_unpadded(self.unpadding, tokens)
+            tokens = tokens.padded(pad_token_id=self.pad_token_id)
         attention_NL = tokens.attention_mask_NL
         with nullcontext() if self.capture is None else self.capture.open() as captured:
             inputs = {"input_ids": tokens.input_ids_NL, "attention_mask": attention_NL.long()}
@@ -114,6 +137,13 @@ class Embedder(nn.Module):
         attention = () if captured is None else (attention_NL, captured())
         vector_NH: Tensor = self.pooling(output.last_hidden_state, tokens.pooling_mask_NL, *attention)
         return vector_NH
+
+    def _pooled_unpadded(self, unpadding: Unpadding, tokens: TokenBatch) -> Tensor:
+        """The pooled states, (N, H), of texts without padding."""
+        with nullcontext() if self.capture is None else self.capture.open() as captured:
+            state_TH, places = unpadding.states(self.backbone, tokens)
+        attention = () if captured is None else (captured(),)
+        return self.pooling.of_unpadded(state_TH, tokens.pooling_mask_T, places, *attention)
 
     @property
     def pad_token_id(self) -> int:
@@ -178,7 +208,10 @@ class Embedder(nn.Module):
             InputError: If the model cannot be had, a file of it is damaged, or its parts do not fit together.
         """
         backbone, tokenizer = load_backbone(config)
-        return cls._of_directory(resolve_model(config.name, config.revision), backbone, tokenizer, config.dropout)
+        folder = resolve_model(config.name, config.revision)
+        embedder = cls._of_directory(folder, backbone, tokenizer, config.dropout)
+        embedder.unpad(config.unpadded_mode)
+        return embedder
 
     @classmethod
     def _of_directory(

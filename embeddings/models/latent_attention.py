@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .pooling import GatedFeedForward, Pooling, mean_of_sum, zero_parameters
+from .pooling import GatedFeedForward, Pooling, TextPlaces, mean_of_sum, zero_parameters
 
 
 class LatentAttentionPooling(Pooling):
@@ -87,6 +87,14 @@ class LatentAttentionPooling(Pooling):
         # Copied back into rows and summed, not added with atomics: the sum is the same in every run.
         state_SH = token_TH.new_zeros(pooling_mask_NL.numel(), self.hidden_size).index_copy(0, index_T, token_TH)
         return mean_of_sum(state_SH.view(*pooling_mask_NL.shape, -1).sum(dim=1), pooling_mask_NL)
+
+    def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
+        """The same by sums over the texts' tokens; here too only pooled tokens enter the block."""
+        index_T = pooling_mask_T.nonzero().squeeze(1)
+        token_TH = self.token_states(hidden_TH.index_select(0, index_T))
+        token_TH = token_TH.to(torch.promote_types(token_TH.dtype, torch.float32))
+        all_TH = token_TH.new_zeros(len(pooling_mask_T), self.hidden_size).index_copy(0, index_T, token_TH)
+        return places.means(all_TH, pooling_mask_T)
 
     def weights(self, token_TH: Tensor) -> Tensor:
         """How much each token attends to each latent, (A, T, R) float32: in each head 1 over the latents.

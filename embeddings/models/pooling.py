@@ -4,11 +4,53 @@ This file travels inside model directories: it imports nothing but torch.
 """
 
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+
+class TextPlaces(NamedTuple):
+    """Where texts lie in a row of tokens without padding, one text after another.
+
+    Attributes:
+        length_N: Tokens of each text, at least 1, (N,) int64.
+        start_N: The place of each text's first token in the row, (N,) int64.
+        text_T: Which text each token is of, (T,) int64.
+        position_T: Tokens of the same text before each token, (T,) int64.
+        longest: Tokens of the longest text, L.
+    """
+
+    length_N: Tensor
+    start_N: Tensor
+    text_T: Tensor
+    position_T: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, length_N: Tensor, num_tokens: int, longest: int) -> Self:
+        """The places of texts of these lengths, (N,) int64; sum and maximum are given, so that no device is asked."""
+        start_N = length_N.cumsum(0) - length_N
+        text_T = torch.arange(len(length_N), device=length_N.device)
+        text_T = text_T.repeat_interleave(length_N, output_size=num_tokens)
+        position_T = torch.arange(num_tokens, device=length_N.device) - start_N[text_T]
+        return cls(length_N, start_N, text_T, position_T, longest)
+
+    def padded(self, value_T: Tensor) -> Tensor:
+        """Values of the tokens, (T, …), as (N, L, …) with zeros after each text."""
+        zeros_NL = value_T.new_zeros(len(self.length_N), self.longest, *value_T.shape[1:])
+        return zeros_NL.index_put((self.text_T, self.position_T), value_T)
+
+    def sums(self, value_T: Tensor) -> Tensor:
+        """The sum over each text's tokens, (N, …), in the dtype and in the same order in every run."""
+        return torch.segment_reduce(value_T, "sum", lengths=self.length_N, unsafe=True)
+
+    def means(self, state_TH: Tensor, pooling_mask_T: Tensor) -> Tensor:
+        """The mean over each text's pooled tokens, (N, H) float32 or better; zero where there is none."""
+        state_TH = _at_least_float32(state_TH).masked_fill(~pooling_mask_T.unsqueeze(-1), 0.0)
+        count_N = self.sums(pooling_mask_T.to(state_TH.dtype))
+        return self.sums(state_TH) / count_N.clamp(min=1).unsqueeze(-1)
 
 
 class Pooling(nn.Module):
@@ -38,6 +80,18 @@ class Pooling(nn.Module):
         """
         raise NotImplementedError
 
+    def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
+        """What `forward` gives, from states without padding; a pooling that does not say how has them padded here.
+
+        Args:
+            hidden_TH: States of the last layer, (T, H) float.
+            pooling_mask_T: True where a token enters the pooling, (T,) bool.
+            places: Where the texts lie.
+            attention: Queries and keys of the captured layers, for a pooling that asks for them.
+        """
+        vector_NH: Tensor = self(places.padded(hidden_TH), places.padded(pooling_mask_T), *attention)
+        return vector_NH
+
     def token_states(self, token_TH: Tensor) -> Tensor:
         """The pooled tokens' states that the vector is made of, (T, H): a block's output, or as they are."""
         return token_TH
@@ -66,6 +120,10 @@ class MeanPooling(Pooling):
         state_NLH = _at_least_float32(hidden_NLH).masked_fill(~pooling_mask_NL.unsqueeze(-1), 0.0)
         return mean_of_sum(state_NLH.sum(dim=1), pooling_mask_NL)
 
+    def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
+        """The same by sums over the texts' tokens."""
+        return places.means(hidden_TH, pooling_mask_T)
+
 
 class ClsPooling(Pooling):
     """The state of the first token, be it pooled or not.
@@ -77,6 +135,10 @@ class ClsPooling(Pooling):
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
         """The first token's state, (N, H) float32."""
         return _at_least_float32(hidden_NLH[:, 0])
+
+    def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
+        """The same, read at the texts' starts."""
+        return _at_least_float32(hidden_TH[places.start_N])
 
 
 class LastTokenPooling(Pooling):
@@ -91,6 +153,12 @@ class LastTokenPooling(Pooling):
         last_N = (position_L * pooling_mask_NL).amax(dim=1)
         row_N = torch.arange(hidden_NLH.shape[0], device=hidden_NLH.device)
         return _at_least_float32(hidden_NLH[row_N, last_N])
+
+    def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
+        """The same, read at each text's largest pooled place."""
+        last_N = torch.zeros_like(places.start_N)
+        last_N = last_N.scatter_reduce(0, places.text_T, places.position_T * pooling_mask_T, "amax")
+        return _at_least_float32(hidden_TH[places.start_N + last_N])
 
 
 class WeightedMeanPooling(Pooling):
@@ -111,6 +179,13 @@ class WeightedMeanPooling(Pooling):
         weight_NL = position_L * pooling_mask_NL
         total_N = weight_NL.sum(dim=1, keepdim=True).clamp(min=1.0)
         return (state_NLH * (weight_NL / total_N).unsqueeze(-1)).sum(dim=1)
+
+    def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
+        """The same by sums over the texts' tokens."""
+        state_TH = _at_least_float32(hidden_TH).masked_fill(~pooling_mask_T.unsqueeze(-1), 0.0)
+        weight_T = (places.position_T + 1).to(state_TH.dtype) * pooling_mask_T
+        share_T = weight_T / places.sums(weight_T).clamp(min=1.0)[places.text_T]
+        return places.sums(state_TH * share_T.unsqueeze(-1))
 
 
 def mean_of_sum(sum_NH: Tensor, pooling_mask_NL: Tensor) -> Tensor:

@@ -423,7 +423,7 @@ class ContrastiveModule(BaseModule):
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
         """Vectors of all texts in their order, (N, D) float32, unit norm where the embedder normalises."""
-        return Representations(self.embedder(tokens.padded(pad_token_id=self.embedder.pad_token_id)))
+        return Representations(self.embedder(tokens))
 
     def loss_from_representations(
         self, query: Representations, candidate: Representations, batch: ContrastiveBatch
@@ -524,6 +524,7 @@ def build_embedder(
         changed = model if change is None else change(model)
         adapted = changed if lora is None else add_lora(changed, lora)
     embedder = Embedder(adapted, tokenizer, made, normalize=normalize, **parts)
+    embedder.unpad(backbone.unpadded_mode)
     if lora is not None and changed is model:
         embedder.frozen_base = FrozenBase(source.name, resolve_model(source.name, source.revision))
     if backbone.compile:

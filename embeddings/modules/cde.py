@@ -185,6 +185,7 @@ class CDEModule(ContrastiveModule):
                 embedder = ContextualEmbedder.from_config(replace(backbone, name=initial_model, revision=None))
                 _check_architecture(embedder, context, initial_model)
         _check_max_length(embedder, context.max_length)
+        embedder.unpad(backbone.unpadded_mode, (first_stage_backbone or backbone).unpadded_mode)
         if backbone.compile:
             compile_layers(embedder.backbone)
         if (first_stage_backbone or backbone).compile:
@@ -231,7 +232,7 @@ class CDEModule(ContrastiveModule):
     def embed_context(self, tokens: TokenBatch) -> Tensor:
         """The first stage's vectors of all documents in their order, (M, H) float32; no gradient while it is frozen."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_context):
-            return self.embedder.embed_context(tokens.padded(pad_token_id=self.embedder.pad_token_id))
+            return self.embedder.embed_context(tokens)
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
         """Vectors of all texts with a context, (M, H) with M <= J, or with null vectors where it is None.
@@ -241,7 +242,7 @@ class CDEModule(ContrastiveModule):
         if self._phase == "words":
             return Representations(self.embed_context(tokens))
         self._context_MH = None if context is None else context.detach()
-        return Representations(self.embedder(tokens.padded(pad_token_id=self.embedder.pad_token_id), context))
+        return Representations(self.embedder(tokens, context))
 
     def loss_from_representations(
         self, query: Representations, candidate: Representations, batch: ContrastiveBatch

@@ -192,6 +192,9 @@ def _source(
         raise OptionError("model.backbone", given, "or model.from_scratch must be given", "give exactly one of the two")
     source = backbone or from_scratch
     assert source is not None
+    if backbone is not None and backbone.unpadded is True:
+        rule = "has no effect here, where rows are packed"
+        raise OptionError("model.backbone.unpadded", True, rule, "leave it out")
     if objective == "causal" and masking is not None:
         raise OptionError("model.masking", masking, "has no effect on objective causal", "leave it out")
     if source.bidirectional != (objective == "mntp"):

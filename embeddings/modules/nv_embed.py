@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from embeddings.common import ContrastiveBatch, LossOutput, Representations, TokenBatch
+from embeddings.common import ContrastiveBatch, LossOutput, OptionError, Representations, TokenBatch
 from embeddings.common.random import run_seed
 from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig, LatentAttentionPooling, LoraSettings
@@ -66,6 +66,9 @@ class NVEmbedModule(ContrastiveModule):
         seed: int | None = None,
         distillation: LayerDistillation | None = None,
     ) -> None:
+        if distillation is not None and backbone.unpadded is True:
+            rule = "has no effect beside distillation, which compares padded states"
+            raise OptionError("model.backbone.unpadded", True, rule, "leave it out")
         usual = "NV-Embed uses 512 latents and 8 heads"
         embedder = build_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual)
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)

@@ -56,7 +56,7 @@ def test_empty_texts_have_finite_vectors():
 def test_a_text_that_occurs_twice_is_computed_once():
     embedder, texts = tiny_embedder(), some_texts(5)
     seen = []
-    embedder.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0].input_ids_NL)))
+    embedder.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
     repeated = [texts[row] for row in (0, 1, 0, 2, 2, 3, 4, 0)]
     vectors = Encoder(embedder, precision="float32").encode(repeated)
     assert sum(seen) == 5

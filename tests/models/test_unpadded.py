@@ -1,0 +1,280 @@
+"""Texts without padding: the states, vectors and gradients of padded texts, for every kind of backbone."""
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+
+from embeddings.common import OptionError, TokenBatch
+from embeddings.models import (
+    AnchorTokenPooling,
+    BackboneConfig,
+    ClsPooling,
+    Embedder,
+    LastTokenPooling,
+    LatentAttentionPooling,
+    MeanPooling,
+    SelfAttentionPooling,
+    WeightedMeanPooling,
+    make_bidirectional,
+    unpadded,
+)
+from embeddings.models.attention_capture import attention_layers
+from embeddings.modules import CDEModule, MaskedLMModule, NVEmbedModule
+from embeddings.modules.distillation import LayerDistillation
+from tests.helpers.tiny import save_backbone, tiny_bert, tiny_t5, wordpiece_tokenizer
+from tests.models.contextual_models import tiny_contextual, tiny_modernbert, tiny_nomic, tiny_xlm_roberta
+from tests.models.moe import tiny_rotary
+from tests.models.test_bidirectional import build
+
+LENGTHS = (12, 5, 5, 1, 9)
+
+
+def both_ways(name, **options):
+    model = build(name, **options)
+    make_bidirectional(model)
+    return model
+
+
+# A window of four tokens wherever an architecture has one; two heads share a key in every decoder.
+BACKBONES = {
+    "bert": tiny_bert,
+    "xlm_roberta": tiny_xlm_roberta,
+    "rotary": tiny_rotary,
+    "nomic": tiny_nomic,
+    "modernbert": tiny_modernbert,
+    "modernbert, eager": lambda: tiny_modernbert("eager"),
+    "mistral": lambda: build("mistral"),
+    "mistral, both ways": lambda: both_ways("mistral"),
+    "mistral, eager": lambda: build("mistral", "eager"),
+    "llama": lambda: build("llama"),
+    "llama, both ways": lambda: both_ways("llama"),
+    "qwen3": lambda: build("qwen3"),
+    "qwen3, both ways": lambda: both_ways("qwen3"),
+    "gemma": lambda: build("gemma"),
+    "gemma, both ways": lambda: both_ways("gemma"),
+    "gemma3": lambda: build("gemma3_text", head_dim=8, sliding_window=4),
+    "gemma3, both ways": lambda: both_ways("gemma3_text", head_dim=8, sliding_window=4),
+    "gemma3, made both ways": lambda: build(
+        "gemma3_text", head_dim=8, sliding_window=6, use_bidirectional_attention=True
+    ),
+}
+POOLINGS = {
+    "mean": MeanPooling,
+    "cls": ClsPooling,
+    "last_token": LastTokenPooling,
+    "weighted_mean": WeightedMeanPooling,
+    "latent_attention": lambda size: LatentAttentionPooling(size, num_latents=6, num_heads=4),
+    "self_attention": lambda size: SelfAttentionPooling(size, num_heads=4),
+    "anchor_token": AnchorTokenPooling,
+}
+
+
+def texts(lengths=LENGTHS, seed=0, skip=2):
+    """Random tokens; the first two of each text are not pooled, so that one text has none that is."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(5, 60, (length,), generator=generator).tolist() for length in lengths]
+    return TokenBatch.from_lists(ids, [[place >= skip for place in range(length)] for length in lengths])
+
+
+def embedder_of(backbone, pooling=MeanPooling):
+    torch.manual_seed(1)
+    return Embedder(backbone, wordpiece_tokenizer(), pooling(32)).eval()
+
+
+@torch.no_grad()
+def both_vectors(embedder, tokens):
+    """Padded and unpadded."""
+    padded = embedder(tokens)
+    embedder.unpad(True)
+    return padded, embedder(tokens)
+
+
+@pytest.fixture
+def loops(monkeypatch):
+    """The tokens that went through the attention of texts in a row, a call an entry."""
+    calls, loop = [], unpadded._by_loop
+
+    def counted(query, *arguments):
+        calls.append(query.shape[2])
+        return loop(query, *arguments)
+
+    monkeypatch.setattr(unpadded, "_by_loop", counted)
+    return calls
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_the_vectors_of_every_backbone_are_those_of_padded_texts(name, loops):
+    backbone = BACKBONES[name]()
+    tokens = texts()
+    expected, found = both_vectors(embedder_of(backbone), tokens)
+    assert loops.count(tokens.num_tokens) == backbone.config.num_hidden_layers
+    assert float((found - expected).abs().max()) <= 1e-6
+    assert float((found[:1] - found[1:]).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["bert", "mistral, both ways"])
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_every_pooling_makes_the_vectors_of_padded_texts(pooling, kind):
+    expected, found = both_vectors(embedder_of(BACKBONES[kind](), POOLINGS[pooling]), texts())
+    assert float((found - expected).abs().max()) <= 1e-6
+    assert float(expected.norm(dim=1).max()) > 0.9
+
+
+def test_a_batch_with_an_empty_text_is_padded(loops):
+    embedder = embedder_of(tiny_bert())
+    embedder.unpad(True)
+    loops.clear()
+    assert embedder(texts((3, 0))).shape == (2, 32)
+    assert loops == []
+
+
+def test_a_model_that_cannot_is_refused_in_one_line_and_otherwise_padded(monkeypatch):
+    for backbone, reason in ((tiny_t5(), "T5EncoderModel"), (build("gemma2", head_dim=8), "attention with softcap")):
+        embedder = embedder_of(backbone)
+        with pytest.raises(OptionError, match=rf"backbone.unpadded cannot be: .*{reason}.*leave it out") as refused:
+            embedder.unpad(True)
+        assert "\n" not in str(refused.value)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.cuda, "is_available", lambda: True)
+            embedder.unpad("auto")
+        assert embedder.unpadding is None
+        assert embedder(texts()).isfinite().all()
+
+
+def test_an_attention_with_masks_of_its_own_is_refused():
+    embedder = embedder_of(tiny_bert())
+    embedder.backbone.config._attn_implementation_internal = "flex_attention"
+    with pytest.raises(OptionError, match="flex_attention reads padded texts alone"):
+        embedder.unpad(True)
+
+
+def test_attention_across_texts_is_noticed(monkeypatch):
+    loop = unpadded._by_loop
+    monkeypatch.setattr(unpadded, "_by_loop", lambda *given: loop(*given[:3], given[3][[0, -1]], *given[4:]))
+    with pytest.raises(OptionError, match="BertModel reads texts without padding otherwise, by"):
+        embedder_of(tiny_bert()).unpad(True)
+
+
+@torch.no_grad()
+def test_padded_texts_are_read_as_before_by_a_backbone_that_was_prepared():
+    for name in ("bert", "mistral, eager", "modernbert"):
+        embedder, tokens = embedder_of(BACKBONES[name]()), texts().padded()
+        before, attention = embedder(tokens), embedder.backbone.config._attn_implementation
+        embedder.unpad(True)
+        assert torch.equal(embedder(tokens), before)
+        assert embedder.backbone.config._attn_implementation == attention
+
+
+def test_on_a_cpu_nothing_is_prepared_unless_it_is_asked_for(loops):
+    embedder = embedder_of(tiny_bert())
+    assert embedder.unpadding is None
+    embedder(texts())
+    assert loops == []
+    before = [module.config for module in attention_layers(embedder.backbone)]
+    embedder.unpad(True)
+    embedder.unpad(False)
+    loops.clear()
+    embedder(texts())
+    assert loops == []
+    after = [module.config for module in attention_layers(embedder.backbone)]
+    assert len(before) == 2
+    assert all(old is new for old, new in zip(before, after, strict=True))
+
+
+def kernel(query, key, value, start, other, longest, longest_key, *, scale, window_size, enable_gqa=False):
+    """torch's `varlen_attn` as it is documented, token by token."""
+    assert (longest, len(query), enable_gqa) == (longest_key, int(start[-1]), query.shape[1] > key.shape[1])
+    assert start is other
+    assert start.dtype == torch.int32
+    shared = query.shape[1] // key.shape[1]
+    key, value = (side.repeat_interleave(shared, dim=1) for side in (key, value))
+    left, right = (len(query) if size < 0 else size for size in window_size)
+    rows = []
+    for begin, end in zip(start[:-1].tolist(), start[1:].tolist(), strict=True):
+        for place in range(begin, end):
+            seen = slice(max(begin, place - left), min(end, place + right + 1))
+            score = torch.einsum("ae,tae->at", query[place], key[seen]) * scale
+            rows.append(torch.einsum("at,tae->ae", score.softmax(-1), value[seen]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_the_kernel_is_told_the_window_the_scale_and_the_shared_keys(name, monkeypatch):
+    """Against a stand-in of the kernel, which only a GPU has."""
+    monkeypatch.setattr(unpadded, "_takes", lambda *_: True)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    expected, found = both_vectors(embedder_of(BACKBONES[name]()), texts())
+    assert float((found - expected).abs().max()) <= 1e-6
+
+
+def test_keys_are_copied_where_a_release_of_torch_does_not_share_them(monkeypatch):
+    monkeypatch.setattr(unpadded, "_takes", lambda *_: True)
+
+    def older(query, key, value, start, other, longest, longest_key, *, scale, window_size):
+        assert query.shape == key.shape
+        return kernel(query, key, value, start, other, longest, longest_key, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(varlen, "varlen_attn", older)
+    expected, found = both_vectors(embedder_of(build("mistral")), texts())
+    assert float((found - expected).abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dropout", "capability", "expected"),
+    [
+        (torch.bfloat16, 0.0, (8, 0), True),
+        (torch.float32, 0.0, (8, 0), False),
+        (torch.bfloat16, 0.1, (8, 0), False),
+        (torch.bfloat16, 0.0, (7, 5), False),
+    ],
+)
+def test_a_gpu_reads_without_padding_where_its_kernel_can(monkeypatch, dtype, dropout, capability, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    unpadded._has_kernel.cache_clear()
+    try:
+        embedder = embedder_of(tiny_bert(dropout=dropout).to(dtype)).train()
+        assert embedder.unpadding is not None
+        assert embedder.unpadding._is_quick(embedder.backbone) is expected
+        assert not embedder.unpadding.takes(embedder.backbone, texts())
+        assert embedder.eval().unpadding._is_quick(embedder.backbone) is (expected or dropout > 0)
+    finally:
+        unpadded._has_kernel.cache_clear()
+
+
+@pytest.mark.parametrize("limit", [None, 6])
+@pytest.mark.parametrize("kind", ["bert", "xlm_roberta", "nomic", "decoder"])
+@torch.no_grad()
+def test_a_context_stands_before_each_text_and_has_no_position(kind, limit):
+    embedder, tokens = tiny_contextual(kind), texts()
+    embedder.first_stage.max_length = limit
+    expected = embedder.embed_context(tokens), embedder(tokens, embedder.embed_context(tokens)), embedder(tokens)
+    embedder.unpad(True)
+    context = embedder.embed_context(tokens)
+    for found, vectors in zip((context, embedder(tokens, context), embedder(tokens)), expected, strict=True):
+        assert float((found - vectors).abs().max()) <= 1e-6
+    assert float((expected[1] - expected[2]).abs().max()) > 1e-3
+
+
+def test_a_window_behind_a_context_is_refused_and_otherwise_padded():
+    embedder = tiny_contextual("modernbert")
+    with pytest.raises(OptionError, match=r"backbone\.unpadded cannot be: layers with a window see the whole context"):
+        embedder.unpad(True)
+    embedder.unpad("auto", first_stage=True)
+    assert embedder.unpadding is None
+    assert embedder.first_unpadding is not None
+
+
+def test_a_method_takes_the_switch_of_its_backbone(tmp_path):
+    folder = save_backbone(str(tmp_path), tiny_bert(), wordpiece_tokenizer())
+    for given, expected in ((True, True), ("auto", False), (False, False)):
+        backbone = BackboneConfig(folder, unpadded=given)
+        for module in (NVEmbedModule(backbone, MeanPooling), CDEModule(backbone)):
+            assert (module.embedder.unpadding is not None) is expected
+    assert BackboneConfig(folder, compile=True).unpadded_mode is False
+    assert BackboneConfig(folder, compile=True, unpadded=True).unpadded_mode is True
+    with pytest.raises(OptionError, match="unpadded has no effect beside distillation"):
+        NVEmbedModule(BackboneConfig(folder, unpadded=True), distillation=LayerDistillation(folder))
+    with pytest.raises(OptionError, match="unpadded has no effect here, where rows are packed"):
+        MaskedLMModule("mlm", BackboneConfig(folder, unpadded=True))

@@ -1,0 +1,217 @@
+"""Gradients of texts without padding: those of padded texts, plain or under GradCache, whatever is trained."""
+
+import pytest
+import torch
+
+from embeddings.common import Representations
+from embeddings.losses import InfoNCE
+from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
+from embeddings.models.attention_capture import attention_layers
+from embeddings.models.backbone import enable_checkpointing
+from embeddings.models.moe.routing import COUNTS, PROBABILITIES
+from embeddings.training import GradCache
+from embeddings.training.gradcache import plain_step
+from tests.helpers.contrastive import (
+    TinyStep,
+    batch_of,
+    gradient_vector,
+    random_batch,
+    random_records,
+    relative_error,
+    with_context,
+)
+from tests.helpers.ranks import run_on_two_ranks
+from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
+from tests.models.contextual_models import tiny_contextual
+from tests.models.test_unpadded import BACKBONES, POOLINGS
+from tests.modules.moe_modules import dense_folder, moe_module
+from tests.training.test_gradcache import TOLERANCE
+from tests.training.test_gradcache_two_ranks import under_ddp
+
+ENGINES = {
+    "plain": None,
+    "one text": GradCache(mini_batch_texts=1),
+    "uneven": GradCache(mini_batch_tokens=30),
+    "half kept": GradCache(mini_batch_tokens=30, kept_fraction=0.5),
+}
+
+
+@pytest.fixture(autouse=True)
+def _norms_in_float64(monkeypatch):
+    """Gemma's norms sum the gradients of their weights in float32 whatever the precision."""
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else x.to(torch.float32))
+
+
+class EmbedderStep(TinyStep):
+    """The vectors of an embedder, InfoNCE."""
+
+    def __init__(self, embedder: Embedder) -> None:
+        super().__init__(embedder.backbone, InfoNCE(temperature=0.05))
+        self.embedder = embedder
+
+    def embed(self, tokens, context=None):
+        return Representations(self.embedder(tokens))
+
+
+def gradient(step, batch, engine=None):
+    step.zero_grad()
+    if engine is None:
+        step.plain_loss(batch).loss.backward()
+    else:
+        engine.step(step, batch)
+    return gradient_vector(step)
+
+
+def step_of(backbone, dtype, pooling=MeanPooling):
+    torch.manual_seed(1)
+    return EmbedderStep(Embedder(backbone.to(dtype), wordpiece_tokenizer(), pooling(32)).to(dtype)).eval()
+
+
+def error(backbone, engine, dtype, pooling=MeanPooling, training=False):
+    """Of the gradient without padding to the padded plain step's."""
+    step = step_of(backbone, dtype, pooling).train(training)
+    batch = batch_of(random_records(5, 2, vocabulary=60))
+    expected = gradient(step, batch)
+    step.embedder.unpad(True)
+    assert step.embedder.unpadding is not None
+    return relative_error(gradient(step, batch, engine), expected)
+
+
+# transformers' eager attention makes NaN of padding behind a window in float64.
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", [name for name in BACKBONES if "eager" not in name])
+def test_gradients_equal_those_of_padded_texts(name, dtype):
+    assert error(BACKBONES[name](), None, dtype) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["bert", "mistral, both ways"])
+def test_gradcache_gives_the_gradients_of_padded_texts(name, engine, dtype):
+    assert error(BACKBONES[name](), ENGINES[engine], dtype) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("engine", ["plain", "uneven"])
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_every_pooling_gives_the_gradients_of_padded_texts(pooling, engine, dtype):
+    assert error(BACKBONES["llama, both ways"](), ENGINES[engine], dtype, POOLINGS[pooling]) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("engine", ["plain", "uneven"])
+@pytest.mark.parametrize("name", ["bert", "mistral", "modernbert"])
+def test_lora_has_the_gradients_of_padded_texts(name, engine, dtype):
+    torch.manual_seed(3)
+    adapted = add_lora(BACKBONES[name](), LoraSettings(rank=4, alpha=8, dropout=0.0))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            # With larger ones float32's padded gradient is itself 1.4e-6 away from float64's.
+            torch.nn.init.normal_(parameter, std=0.02)
+    assert error(adapted, ENGINES[engine], dtype) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("engine", ["plain", "uneven"])
+@pytest.mark.parametrize("name", ["bert", "mistral, both ways"])
+def test_checkpointed_layers_have_the_gradients_of_padded_texts(name, engine, dtype):
+    backbone = BACKBONES[name]()
+    enable_checkpointing(backbone)
+    forwards = []
+    attention_layers(backbone)[0].register_forward_pre_hook(lambda *_: forwards.append(1))
+    assert error(backbone, ENGINES[engine], dtype, training=True) <= TOLERANCE[dtype]
+    assert len(forwards) > 8
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("engine", ["one text", "uneven"])
+def test_dropout_is_replayed(engine, dtype):
+    """Against the same mini-batches with every graph kept, from the same random state."""
+    batch, found = batch_of(random_records(6, 1)), []
+    for kept_fraction in (None, 1.0):
+        step = step_of(tiny_bert(dropout=0.1), dtype).train()
+        step.embedder.unpad(True)
+        torch.manual_seed(3)
+        engine_of = ENGINES[engine]
+        replayed = GradCache(engine_of.mini_batch_tokens, engine_of.mini_batch_texts, kept_fraction=kept_fraction)
+        found.append(gradient(step, batch, replayed))
+    assert relative_error(*found) <= TOLERANCE[dtype]
+    torch.manual_seed(4)
+    assert relative_error(gradient(step, batch, replayed), found[1]) > 1e-2
+
+
+def cde_gradient(kind, dtype, engine=None, unpad=False):
+    """Of both stages."""
+    embedder = tiny_contextual(kind).to(dtype)
+    embedder.first_stage.max_length = 9
+    if unpad:
+        embedder.unpad(True)
+        assert embedder.unpadding is not None
+        assert embedder.first_unpadding is not None
+    step = ContextualEmbedderStep(embedder)
+    return gradient(step, with_context(batch_of(random_records(5, 2))), engine)
+
+
+class ContextualEmbedderStep(EmbedderStep):
+    """Texts behind the documents of their batch."""
+
+    trains_context = True
+
+    def embed_context(self, tokens):
+        return self.embedder.embed_context(tokens)
+
+    def embed(self, tokens, context=None):
+        return Representations(self.embedder(tokens, context))
+
+    def plain_loss(self, batch):
+        return plain_step(self, batch)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("engine", ["plain", "uneven"])
+@pytest.mark.parametrize("kind", ["bert", "xlm_roberta", "nomic", "decoder"])
+def test_two_stages_have_the_gradients_of_padded_texts(kind, engine, dtype):
+    expected = cde_gradient(kind, dtype)
+    assert relative_error(cde_gradient(kind, dtype, ENGINES[engine], unpad=True), expected) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("engine", ["plain", "uneven"])
+def test_experts_have_the_gradients_of_padded_texts(tmp_path, engine, dtype):
+    """With the balancing loss, whose counts and probabilities leave padding out."""
+    batch, folder, found = random_batch(5, 2), dense_folder(tmp_path), []
+    for unpadded in (False, True):
+        module = moe_module(folder).to(dtype)
+        module.embedder.unpad(unpadded)
+        if unpadded and ENGINES[engine] is not None:
+            ENGINES[engine].step(module, batch)
+        else:
+            plain_step(module, batch).loss.backward()
+        found.append(gradient_vector(module))
+        sums = module.embed(batch.query).statistics
+        found.append(torch.cat([sums[name].detach().double().flatten() for name in (COUNTS, PROBABILITIES)]))
+    assert relative_error(found[2], found[0]) <= TOLERANCE[dtype]
+    assert relative_error(found[3], found[1]) <= TOLERANCE[dtype]
+
+
+def two_rank_errors(rank):
+    """Of two ranks without padding to one process with both halves of the batch, padded."""
+    everything, found = random_records(8, 1, vocabulary=60), {}
+    for name, engine in (("plain", None), ("uneven", GradCache(mini_batch_tokens=30))):
+        for dtype in TOLERANCE:
+            steps = [step_of(BACKBONES["mistral, both ways"](), dtype) for _ in range(2)]
+            for step, gathers in zip(steps, (True, False), strict=True):
+                step.loss = InfoNCE(temperature=0.05, gather_across_devices=gathers)
+            steps[0].embedder.unpad(True)
+            found[name, dtype] = relative_error(
+                under_ddp(steps[0], engine, batch_of(everything[4 * rank : 4 * rank + 4])),
+                gradient(steps[1], batch_of(everything)),
+            )
+    return found
+
+
+def test_two_ranks_have_the_gradients_of_padded_texts():
+    for result in run_on_two_ranks(two_rank_errors):
+        assert len(result) == 4
+        for (name, dtype), found in result.items():
+            assert found <= TOLERANCE[dtype], name
