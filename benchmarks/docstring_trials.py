@@ -38,7 +38,6 @@ from embeddings.mining import ClusterSettings, VectorFeatures, cluster_pairs, en
 from embeddings.models import BackboneConfig, Embedder, MeanPooling
 from embeddings.modules import CDEModule, ContextSettings, FirstStageTraining, NVEmbedModule
 from embeddings.modules.base import ContrastiveModule
-from embeddings.modules.cde import context_spread
 from embeddings.training.optim import Schedule
 
 MODEL = "all-MiniLM-L6-v2"
@@ -103,25 +102,23 @@ class WordsFirst(Recipe):
         return 0 if self.warmup_steps else self.word_steps
 
 
-def run(
-    chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe], others: Sequence[str] = OTHER_DOMAINS
-) -> list[Scores]:
-    """Train and score by each recipe with each seed; arguments as of `run_recipes` and `score`."""
+def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> list[Scores]:
+    """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
     recipes = sized(chosen, recipes)
     world = World(chosen.work, chosen.tiny)
     with world.alone():
         world.prepare(list(recipes.values()))
-    return run_recipes(chosen, experiment, recipes, partial(run_trial, others=others))
+    return run_recipes(chosen, experiment, recipes, run_trial)
 
 
-def run_trial(trial: Trial, work: Path, tiny: bool, others: Sequence[str] = OTHER_DOMAINS) -> Metrics:
+def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train by the trial's recipe, and score the model."""
     kind = WordsFirst if "word_steps" in trial.settings else Recipe
     world, recipe = World(work, tiny), kind(**trial.settings)  # type: ignore[arg-type]
     start = time.perf_counter()
     module = train(world, recipe, trial.seed)
     seconds = time.perf_counter() - start
-    scores = score(world, module.embedder, others)
+    scores = score(world, module.embedder)
     return {**scores, "batch difficulty": batch_difficulty(world, recipe, trial.seed), "training seconds": seconds}
 
 
@@ -177,8 +174,7 @@ class World:
             return None
         kind = "contextual" if recipe.contextual else "biencoder"
         words = f"-words-{recipe.word_steps}" if isinstance(recipe, WordsFirst) else ""
-        size = f"-context-{recipe.num_context}" if recipe.contextual else ""
-        return str(self.folder / f"start-{kind}-{recipe.warmup_steps}-{recipe.learning_rate}{words}{size}")
+        return str(self.folder / f"start-{kind}-{recipe.warmup_steps}-{recipe.learning_rate}{words}")
 
     def domains(self) -> dict[str, RetrievalFolder]:
         """The held-out packages, each a corpus of its own with its queries."""
@@ -341,23 +337,20 @@ def batch_difficulty(world: World, recipe: Recipe, seed: int) -> float:
     return float(np.mean(missed))
 
 
-def score(world: World, embedder: Embedder, others: Sequence[str] = ()) -> Metrics:
+def score(world: World, embedder: Embedder, others: bool = True) -> Metrics:
     """nDCG@10 of a model, where it is contextual behind documents of the corpus, of another one, and behind none.
 
     Args:
         world: The corpora.
         embedder: The model.
-        others: Collections of other kinds that are searched too, where the folder EMBED_DATA holds them.
+        others: Whether collections of other kinds are searched too.
     """
     encoder = Encoder(embedder)
     packages, functions = world.domains(), world.in_domain()
     scores = {"held-out functions": _ndcg(encoder, functions, functions.documents)}
-    if encoder.num_context:
-        vector_MH = sample_context(encoder, functions.documents, seed=0).vector_MH
-        scores["context spread"] = float(context_spread(torch.from_numpy(vector_MH)))
     sets = {"held-out packages": packages}
-    if not world.tiny:
-        sets |= {name: {name: folder} for name, folder in other_domains(others).items()}
+    if others and not world.tiny:
+        sets |= {name: {name: folder} for name, folder in other_domains().items()}
     foreign = next(iter(packages.values())).documents
     for name, folders in sets.items():
         for kind in CONTEXTS if encoder.num_context else ("no",):
@@ -367,10 +360,10 @@ def score(world: World, embedder: Embedder, others: Sequence[str] = ()) -> Metri
     return scores
 
 
-def other_domains(names: Sequence[str]) -> dict[str, RetrievalFolder]:
+def other_domains() -> dict[str, RetrievalFolder]:
     """Real collections of other kinds, where the folder EMBED_DATA holds them."""
     root = Path(os.environ.get("EMBED_DATA", "../shared/data"))
-    return {name: read_retrieval_folder(root / name) for name in names if (root / name).is_dir()}
+    return {name: read_retrieval_folder(root / name) for name in OTHER_DOMAINS if (root / name).is_dir()}
 
 
 def _mean_over(encoder: Encoder, folders: dict[str, RetrievalFolder], kind: str, foreign: list[str]) -> float:
