@@ -38,6 +38,7 @@ from embeddings.mining import ClusterSettings, VectorFeatures, cluster_pairs, en
 from embeddings.models import BackboneConfig, Embedder, MeanPooling
 from embeddings.modules import CDEModule, ContextSettings, FirstStageTraining, NVEmbedModule
 from embeddings.modules.base import ContrastiveModule
+from embeddings.modules.cde import context_spread
 from embeddings.training.optim import Schedule
 
 MODEL = "all-MiniLM-L6-v2"
@@ -102,23 +103,25 @@ class WordsFirst(Recipe):
         return 0 if self.warmup_steps else self.word_steps
 
 
-def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> list[Scores]:
-    """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
+def run(
+    chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe], others: Sequence[str] = OTHER_DOMAINS
+) -> list[Scores]:
+    """Train and score by each recipe with each seed; arguments as of `run_recipes` and `score`."""
     recipes = sized(chosen, recipes)
     world = World(chosen.work, chosen.tiny)
     with world.alone():
         world.prepare(list(recipes.values()))
-    return run_recipes(chosen, experiment, recipes, run_trial)
+    return run_recipes(chosen, experiment, recipes, partial(run_trial, others=others))
 
 
-def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
+def run_trial(trial: Trial, work: Path, tiny: bool, others: Sequence[str] = OTHER_DOMAINS) -> Metrics:
     """Train by the trial's recipe, and score the model."""
     kind = WordsFirst if "word_steps" in trial.settings else Recipe
     world, recipe = World(work, tiny), kind(**trial.settings)  # type: ignore[arg-type]
     start = time.perf_counter()
     module = train(world, recipe, trial.seed)
     seconds = time.perf_counter() - start
-    scores = score(world, module.embedder)
+    scores = score(world, module.embedder, others)
     return {**scores, "batch difficulty": batch_difficulty(world, recipe, trial.seed), "training seconds": seconds}
 
 
@@ -174,7 +177,8 @@ class World:
             return None
         kind = "contextual" if recipe.contextual else "biencoder"
         words = f"-words-{recipe.word_steps}" if isinstance(recipe, WordsFirst) else ""
-        return str(self.folder / f"start-{kind}-{recipe.warmup_steps}-{recipe.learning_rate}{words}")
+        size = f"-context-{recipe.num_context}" if recipe.contextual else ""
+        return str(self.folder / f"start-{kind}-{recipe.warmup_steps}-{recipe.learning_rate}{words}{size}")
 
     def domains(self) -> dict[str, RetrievalFolder]:
         """The held-out packages, each a corpus of its own with its queries."""
@@ -337,20 +341,23 @@ def batch_difficulty(world: World, recipe: Recipe, seed: int) -> float:
     return float(np.mean(missed))
 
 
-def score(world: World, embedder: Embedder, others: bool = True) -> Metrics:
+def score(world: World, embedder: Embedder, others: Sequence[str] = ()) -> Metrics:
     """nDCG@10 of a model, where it is contextual behind documents of the corpus, of another one, and behind none.
 
     Args:
         world: The corpora.
         embedder: The model.
-        others: Whether collections of other kinds are searched too.
+        others: Collections of other kinds that are searched too, where the folder EMBED_DATA holds them.
     """
     encoder = Encoder(embedder)
     packages, functions = world.domains(), world.in_domain()
     scores = {"held-out functions": _ndcg(encoder, functions, functions.documents)}
+    if encoder.num_context:
+        vector_MH = sample_context(encoder, functions.documents, seed=0).vector_MH
+        scores["context spread"] = float(context_spread(torch.from_numpy(vector_MH)))
     sets = {"held-out packages": packages}
-    if others and not world.tiny:
-        sets |= {name: {name: folder} for name, folder in other_domains().items()}
+    if not world.tiny:
+        sets |= {name: {name: folder} for name, folder in other_domains(others).items()}
     foreign = next(iter(packages.values())).documents
     for name, folders in sets.items():
         for kind in CONTEXTS if encoder.num_context else ("no",):
@@ -360,10 +367,10 @@ def score(world: World, embedder: Embedder, others: bool = True) -> Metrics:
     return scores
 
 
-def other_domains() -> dict[str, RetrievalFolder]:
+def other_domains(names: Sequence[str]) -> dict[str, RetrievalFolder]:
     """Real collections of other kinds, where the folder EMBED_DATA holds them."""
     root = Path(os.environ.get("EMBED_DATA", "../shared/data"))
-    return {name: read_retrieval_folder(root / name) for name in OTHER_DOMAINS if (root / name).is_dir()}
+    return {name: read_retrieval_folder(root / name) for name in names if (root / name).is_dir()}
 
 
 def _mean_over(encoder: Encoder, folders: dict[str, RetrievalFolder], kind: str, foreign: list[str]) -> float:

@@ -157,7 +157,7 @@ def measured(world: Classroom, model: Path, stage: str, recipe: Recipe) -> Metri
     """nDCG@10 of a model directory, and the bytes of its weights."""
     embedder = Embedder.from_pretrained(model)
     embedder.text = recipe.text
-    scores = {f"{stage}, {name}": value for name, value in score(world, embedder, others=False).items()}
+    scores = {f"{stage}, {name}": value for name, value in score(world, embedder).items()}
     return scores | {f"{stage}, bytes": float(sum(file.stat().st_size for file in weight_files(model)))}
 
 

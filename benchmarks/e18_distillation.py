@@ -172,9 +172,9 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     else:
         teacher = Embedder.from_pretrained(world.teacher)
         teacher.text = recipe.text
-        found = {f"teacher, {name}": value for name, value in score(world, teacher, others=False).items()}
+        found = {f"teacher, {name}": value for name, value in score(world, teacher).items()}
     module.embedder.text = recipe.text
-    return {**score(world, module.embedder, others=False), **found}
+    return {**score(world, module.embedder), **found}
 
 
 def main() -> None:

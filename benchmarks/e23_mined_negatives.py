@@ -229,10 +229,10 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     source = SourceConfig("docstrings", str(world.mined(recipe.teacher, recipe.margin)))
     module = train(world, recipe, source, trial.seed)
     module.embedder.text = recipe.text
-    found = score(world, module.embedder, others=False)
+    found = score(world, module.embedder)
     if recipe.num_steps:
         return found
-    teacher = score(world, world.encoder("MiniLM, trained").embedder, others=False)
+    teacher = score(world, world.encoder("MiniLM, trained").embedder)
     return {**found, "BM25": bm25_score(world), "MiniLM, trained": teacher["held-out packages"]}
 
 

@@ -75,7 +75,7 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
         found = {"last training loss": train(world, recipe, trial.seed, module)}
         found["training seconds"] = time.perf_counter() - start
     module.embedder.text = recipe.text
-    return {**score(world, module.embedder, others=False), **found}
+    return {**score(world, module.embedder), **found}
 
 
 def train(world: World, recipe: Recipe, seed: int, module: MGHCurriculumModule) -> float:
