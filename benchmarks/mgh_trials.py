@@ -80,14 +80,19 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
 
 def train(world: World, recipe: Recipe, seed: int, module: MGHCurriculumModule) -> float:
     """Train a model by a recipe; returns the mean loss of its last ten steps."""
-    losses = _Losses()
-    fit(world, module, data_of(world, recipe, seed), recipe.num_steps, [losses])
-    return sum(losses.values[-10:]) / len(losses.values[-10:])
+    losses = Losses()
+    fit(world, module, data_of(recipe, pairs_of(world), seed), recipe.num_steps, [losses])
+    return losses.last_mean
 
 
-def data_of(world: World, recipe: Recipe, seed: int) -> EmbeddingDataModule:
+def pairs_of(world: World) -> Path:
+    """The training pairs with their levels by namespace."""
+    return world.folder / "corpus" / "train.jsonl.gz"
+
+
+def data_of(recipe: Recipe, pairs: Path, seed: int) -> EmbeddingDataModule:
     """The batches of a recipe, the same rows in the same order for all recipes of a seed."""
-    source = SourceConfig("docstrings", str(world.folder / "corpus" / "train.jsonl.gz"))
+    source = SourceConfig("docstrings", str(pairs))
     if recipe.order is None:
         return EmbeddingDataModule([source], recipe.text, recipe.batch_size, 0, BlendedBatchSampler, seed=seed)
     sampler = partial(CurriculumBatchSampler, order=recipe.order, level=recipe.level, missing_level="coarser")
@@ -122,11 +127,16 @@ def pooling_of(recipe: Recipe) -> Any:
     return makers[recipe.pooling]
 
 
-class _Losses(L.Callback):
+class Losses(L.Callback):
     """Keeps the loss of each step."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
+
+    @property
+    def last_mean(self) -> float:
+        """The mean loss of the last ten steps."""
+        return sum(self.values[-10:]) / len(self.values[-10:])
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
         self.values.append(float(trainer.callback_metrics["train/loss"]))
