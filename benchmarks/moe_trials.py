@@ -76,7 +76,7 @@ def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> li
     with world.alone():
         world.prepare([])
         for recipe in recipes.values():
-            _make_start(world, recipe)
+            make_start(world, recipe)
         if any(recipe.corpus == "languages" for recipe in recipes.values()):
             _split_by_language(world)
     return run_recipes(chosen, experiment, recipes, run_trial)
@@ -171,10 +171,10 @@ def languages() -> dict[str, RetrievalFolder]:
 
 def start_folder(world: World, recipe: Recipe) -> Path:
     """The dense model that a recipe starts from."""
-    return world.folder / f"start-rotary-{recipe.warmup_steps}-{recipe.learning_rate}"
+    return world.folder / f"start-rotary-{recipe.warmup_steps}-{recipe.learning_rate}-{recipe.max_length}"
 
 
-def _make_start(world: World, recipe: Recipe) -> None:
+def make_start(world: World, recipe: Recipe) -> None:
     """Make the start where it is not there: MiniLM with rotary positions, trained for its warm-up."""
     folder, rotary = start_folder(world, recipe), world.folder / "rotary"
     if folder.exists():

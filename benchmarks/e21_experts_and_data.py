@@ -1,0 +1,150 @@
+"""E21: experts against the dense model at equal active parameters, by how many pairs of many languages they train on.
+
+Nomic Embed v2 finds the multilingual experts behind the dense model with 100M pairs and ahead with more
+(arXiv:2502.07972, §7.2). Here the pairs are Tatoeba sentences of 36 languages with their English translations, one pass
+over 1,024 to 8,192 of them; the smaller sets are parts of the larger ones. Scored is the search for the translation
+among the English sentences that no training pair has. Needs EMBED_DATA.
+"""
+
+import json
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from benchmarks.docstring_trials import World
+from benchmarks.moe_trials import Recipe, data_folder, make_start, module_of, runs_folder, train
+from benchmarks.trials import Metrics, Scores, Trial, difference, run_recipes, sized, table, trial_options
+from embeddings.common.io import text_hash, write_text
+from embeddings.data import BlendedBatchSampler, EmbeddingDataModule, SourceConfig
+from embeddings.evaluation import Qrels, RetrievalFolder, score_retrieval
+from embeddings.inference import Encoder
+from embeddings.models.moe.upcycling import parameter_counts
+
+# One English sentence in so many is held out, with all its translations.
+HELD_OUT = 10
+NUM_PAIRS = (1024, 2048, 4096, 8192)
+# Languages in Latin letters, most of which the model's word pieces spell in few tokens.
+LATIN = (
+    *("afr", "deu", "est", "eus", "fin", "fra", "hun", "ind", "ita"),
+    *("jav", "nld", "por", "spa", "swh", "tgl", "tur", "vie"),
+)
+PAGES = ("Latin letters", "other letters")
+
+
+@dataclass(frozen=True)
+class ScaledRecipe(Recipe):
+    """How a model is trained: one pass over some pairs.
+
+    Args:
+        num_pairs: How many.
+    """
+
+    max_length: int = 24
+    num_pairs: int = 1024
+
+    def tiny(self) -> Self:
+        """The same over a few short texts, to see that it works."""
+        return replace(super().tiny(), num_pairs=16)
+
+
+class Translation(NamedTuple):
+    """A sentence, its language, and its English translation."""
+
+    language: str
+    sentence: str
+    english: str
+
+
+def recipe_of(num_pairs: int, top_k: int | None) -> ScaledRecipe:
+    """One pass over some pairs; with `top_k` by experts."""
+    return ScaledRecipe(num_steps=num_pairs // ScaledRecipe.batch_size, num_pairs=num_pairs, top_k=top_k)
+
+
+RECIPES = {
+    f"{name}, {num_pairs} pairs": recipe_of(num_pairs, top_k)
+    for num_pairs in NUM_PAIRS
+    for name, top_k in (("dense", None), ("8 experts, top 1", 1))
+}
+
+
+def run(chosen: Namespace, recipes: Mapping[str, ScaledRecipe]) -> list[Scores]:
+    """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
+    recipes = sized(chosen, recipes)
+    world = World(chosen.work, chosen.tiny)
+    with world.alone():
+        world.prepare([])
+        trained, _ = translations()
+        for recipe in recipes.values():
+            make_start(world, recipe)
+            lines = [json.dumps({"query": row.sentence, "positive": row.english}) for row in trained]
+            write_text(pairs_of(world, recipe), "\n".join(lines[: recipe.num_pairs]) + "\n")
+    return run_recipes(chosen, "E21", recipes, run_trial)
+
+
+def pairs_of(world: World, recipe: ScaledRecipe) -> Path:
+    """The training pairs of a recipe."""
+    return world.folder / f"translations-{recipe.num_pairs}.jsonl"
+
+
+def translations() -> tuple[list[Translation], list[Translation]]:
+    """The pairs to train on, in random order, and those whose English sentence is held out."""
+    rows = []
+    for path in sorted((data_folder() / "tatoeba").glob("*-eng.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            pair = json.loads(line)
+            rows.append(Translation(path.name[:3], pair["sentence1"], pair["sentence2"]))
+    order = np.random.default_rng(0).permutation(len(rows)).tolist()
+    is_held_out = [text_hash(row.english) % HELD_OUT == 0 for row in rows]
+    return [rows[row] for row in order if not is_held_out[row]], [rows[row] for row in order if is_held_out[row]]
+
+
+def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
+    """Train by the trial's recipe, and search for the held-out translations."""
+    world, recipe = World(work, tiny), ScaledRecipe(**trial.settings)  # type: ignore[arg-type]
+    start, module = time.perf_counter(), module_of(world, recipe, trial.seed)
+    counts = parameter_counts(module.embedder.backbone)
+    source = SourceConfig("translations", str(pairs_of(world, recipe)))
+    data = EmbeddingDataModule([source], recipe.text, recipe.batch_size, 0, BlendedBatchSampler, seed=trial.seed)
+    folder = runs_folder(world, "E21") / f"{trial.variant.replace(' ', '_')}-seed{trial.seed}"
+    found = train(world, module, data, recipe.num_steps, folder)
+    found |= {"total parameters": counts.total, "active parameters": counts.active}
+    found["training seconds"] = time.perf_counter() - start
+    module.embedder.text = recipe.text
+    held_out = translations()[1][: 40 if tiny else None]
+    parts = ([row for row in held_out if (row.language in LATIN) == is_latin] for is_latin in (True, False))
+    for page, rows in zip(PAGES, parts, strict=True):
+        folder_of_page = retrieval_folder(rows, held_out)
+        found[page] = score_retrieval(Encoder(module.embedder), folder_of_page).metrics["ndcg_at_10"]
+    return found
+
+
+def retrieval_folder(rows: Sequence[Translation], held_out: Sequence[Translation]) -> RetrievalFolder:
+    """Some sentences as queries, each with its translation among all English sentences that are held out."""
+    documents = sorted({row.english for row in held_out})
+    place_of = {document: place for place, document in enumerate(documents)}
+    ids, numbers = [str(place) for place in range(len(documents))], np.arange(len(rows))
+    judged = np.array([place_of[row.english] for row in rows])
+    qrels = Qrels(numbers, judged, np.ones(len(rows)), len(rows), len(documents))
+    return RetrievalFolder(documents, ids, [row.sentence for row in rows], [str(n) for n in numbers], qrels, 0)
+
+
+def main() -> None:
+    """Train both models on each number of pairs; print the scores, and how far the experts lie above the dense one."""
+    chosen = trial_options(__doc__)
+    if not (data_folder() / "tatoeba").is_dir():
+        print(f"E21 left out: {data_folder()} does not hold tatoeba (EMBED_DATA names the folder)")
+        return
+    scores = run(chosen, RECIPES)
+    print(f"E21, nDCG@10\n{table(scores, [*PAGES, 'total parameters', 'active parameters'])}")
+    for dense, experts in zip(scores[::2], scores[1::2], strict=True):
+        for page in PAGES:
+            print(difference(experts, dense, page))
+
+
+if __name__ == "__main__":
+    main()
