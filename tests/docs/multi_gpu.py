@@ -9,10 +9,14 @@ from embeddings.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 NUM_GPUS = (8, 16)
-# A decoder under LoRA, and an encoder with experts.
+# Decoders under LoRA, contextual encoders, and encoders with experts.
 RECIPES = [
+    "nv_embed_stage1_h100x8",
     "nv_embed_stage2_h100x8",
+    "cde_unsupervised_h100x8",
+    "cde_supervised_h100x8",
     "moe_pretrain_h100x16",
+    "moe_finetune_h100x8",
 ]
 SCALES = ["h100x8_fsdp2", "h100x16_zero3"]
 _FILES = [f"--config=lightning_configs/{name}.yaml" for name in ("base", "methods/nv_embed_stage2")]
