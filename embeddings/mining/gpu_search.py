@@ -180,7 +180,7 @@ class GpuSearch(ExactSearch):
                 score_QW[chunk], best_QW = both_QK.topk(width, dim=1, sorted=False)
                 row_QW[chunk] = torch.cat([row_QW[chunk], place_QK + first_row], dim=1).gather(1, best_QW)
         last_Q = score_QW.amin(dim=1)
-        # Each query's rows in order, so that equal scores will be in theirs.
+        # Each query's rows in order, which equal scores then keep.
         row_QW = row_QW.sort(dim=1).values
         for first_row, tile_TD in self._tiles(sizes):
             query_P, place_P = ((row_QW >= first_row) & (row_QW < first_row + len(tile_TD))).nonzero(as_tuple=True)
