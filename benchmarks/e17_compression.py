@@ -98,7 +98,9 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
             with timed(found, stage):
                 last = retrained(world, recipe, trial.seed, pruned, teacher, folder / stage.replace(" ", "-"))
             found |= measured(world, last, stage, recipe)
-        for number in NUMBERS if recipe.method == "sparsegpt" and trial.variant != LONGER else ():
+        # Tiny trials of all lengths are one and the same.
+        is_stored = recipe.method == "sparsegpt" and recipe.num_steps <= Recipe.num_steps
+        for number in NUMBERS if is_stored else ():
             with timed(found, number):
                 small = compressed(last, folder / number, quantization=QuantizationOptions(number), texts=texts)
             found |= measured(world, small, number, recipe)
