@@ -36,8 +36,8 @@ SLACK = 16
 _PAIR_BLOCK = 512
 # Queries compared with every document of a tile at once, where the slack was not enough.
 _DOUBTFUL_BLOCK = 64
-# Scores of one product of queries and a tile: 64 MiB in float32.
-_PRODUCT_SCORES = 1 << 24
+# Scores of one product of queries and a tile: 32 MiB in float32.
+_PRODUCT_SCORES = 1 << 23
 # Documents that are rounded at once.
 _ROUNDED = 512
 # Vectors count as unit vectors to a thousandth.
@@ -149,7 +149,7 @@ class ExactSearch:
 
     Precision: a score is the inner product summed in float64, rounded to float32.
     Determinism: scores and rows are the same whatever the size of shards and the number of queries in a call.
-    Memory: two tiles of 48 MiB, 64 MiB of scores, and 12 bytes for each of (2 `top_k` + 16) documents of a query.
+    Memory: two tiles of 48 MiB, 32 MiB of scores, and 12 bytes for each of (2 `top_k` + 16) documents of a query.
 
     Args:
         documents: Unit vectors.
