@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -54,7 +55,13 @@ def test_a_group_runs_at_a_tiny_size_and_writes_no_row(name, capsys):
         assert CLAIMS[key].peer in printed or key in ("G2", "G7", "G13")
 
 
-def test_a_group_that_takes_too_long_costs_its_own_rows_alone(capsys):
+def takes_too_long(name, chosen):
+    """Stands in for a group, in a process of its own."""
+    time.sleep(60)
+
+
+def test_a_group_that_takes_too_long_costs_its_own_rows_alone(monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "run_group", takes_too_long)
     assert not run_here_or_in_a_process("loss", Namespace(tiny=False, threads=2, pairs=1), 0.05)
     assert "loss: out of time; its rows so far are kept" in capsys.readouterr().out
 
