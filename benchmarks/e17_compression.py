@@ -1,8 +1,9 @@
 """E17: NV-Embed's Tables 6 to 8 in miniature: a model pruned to half, retrained, retrained by its teacher, quantised.
 
-The model is E18's teacher, all-MiniLM-L6-v2 trained on the docstring corpus. A trial prunes it by one method in one
-pattern and trains it with LoRA that keeps the zeros, with and without the states of the model before pruning. As in the
-paper, SparseGPT's last model is then stored in INT8, E4M3 and E5M2.
+The model is E18's teacher, all-MiniLM-L6-v2 trained on the docstring corpus, or E5's small decoder, trained on it
+without its causal mask. A trial prunes it by one method in one pattern and trains it with LoRA that keeps the zeros,
+with and without the states of the model before pruning. As in the paper, SparseGPT's last model is then stored in INT8,
+E4M3 and E5M2.
 """
 
 import json
@@ -20,9 +21,14 @@ from typing import Literal
 import torch
 
 from benchmarks.docstring_trials import fit, score
-from benchmarks.e18_distillation import Classroom, data_of
+from benchmarks.e5_pooling_and_mask import decoder
+from benchmarks.e18_distillation import TEACHER_SEED, Classroom, data_of
 from benchmarks.e18_distillation import Recipe as TeacherRecipe
+from benchmarks.mgh_trials import Recipe as PairsRecipe
+from benchmarks.mgh_trials import data_of as pairs_data_of
+from benchmarks.mgh_trials import module_of, pairs_of
 from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized, table, trial_options
+from embeddings.callbacks import ExportModel
 from embeddings.common.io import write_json
 from embeddings.compression import CalibrationOptions, Compression, PruningOptions, QuantizationOptions
 from embeddings.compression.pruning import PruningMethod
@@ -37,6 +43,7 @@ Pattern = Literal["2:4", "4:8", "unstructured"]
 NUMBERS: tuple[NumberName, ...] = ("int8", "fp8_e4m3", "fp8_e5m2")
 STAGES = ("pruned", "retrained", "retrained by the teacher")
 PAGE = "held-out packages"
+DECODER_STEPS = 400
 
 
 @dataclass(frozen=True)
@@ -65,26 +72,72 @@ RECIPES = {
     for pattern in ("2:4", "4:8", "unstructured")
     for method in ("magnitude", "wanda", "sparsegpt")
 }
+
+
+@dataclass(frozen=True)
+class DecoderRecipe(Recipe):
+    """How the small decoder is compressed.
+
+    Args:
+        decoder: What it is before it trains on pairs.
+    """
+
+    max_length: int = 32
+    decoder: str = "small_decoder"
+
+
+DECODERS = {
+    f"decoder, {name}": DecoderRecipe(method=recipe.method, pattern=recipe.pattern) for name, recipe in RECIPES.items()
+}
 # How much of what SparseGPT loses comes back with more steps.
 LONGER = "sparsegpt, 2:4, 240 steps"
 RECIPES[LONGER] = Recipe(num_steps=240)
 
 
+class DecoderClassroom(Classroom):
+    """The corpora, and the small decoder after its training on pairs."""
+
+    @property
+    def teacher(self) -> Path:
+        """The model before pruning."""
+        return self.folder / "compression-decoder"
+
+    def make(self, recipe: TeacherRecipe) -> None:
+        """Select the pairs of retraining, and train the decoder on all pairs."""
+        self.select(recipe)
+        if not self.teacher.exists():
+            start = decoder(self.folder.parent, self.tiny, DecoderRecipe.decoder)
+            taught = PairsRecipe(
+                DECODER_STEPS, 64, 32, 2e-3, backbone=start, bidirectional=True, pooling="mean", order=None
+            )
+            taught = taught.tiny() if self.tiny else taught
+            module = module_of(self, taught, TEACHER_SEED)
+            data = pairs_data_of(taught, pairs_of(self), TEACHER_SEED)
+            fit(self, module, data, taught.num_steps, [ExportModel(self.teacher)])
+
+
+def classroom_of(recipe: Recipe, work: Path, tiny: bool) -> Classroom:
+    """The corpora with the model that a recipe compresses."""
+    return (DecoderClassroom if isinstance(recipe, DecoderRecipe) else Classroom)(work, tiny)
+
+
 def run(chosen: Namespace, recipes: Mapping[str, Recipe]) -> list[Scores]:
     """Compress by each recipe with each seed; arguments as of `run_recipes`."""
     recipes = sized(chosen, recipes)
-    world, taught = Classroom(chosen.work, chosen.tiny), TeacherRecipe()
+    first = next(iter(recipes.values()))
+    world = classroom_of(first, chosen.work, chosen.tiny)
     with world.alone():
         world.prepare([])
-        world.make(taught.tiny() if chosen.tiny else taught)
+        world.make(rows_of(chosen.tiny))
         if not dense_scores(world).exists():
-            write_json(dense_scores(world), measured(world, world.teacher, "dense", next(iter(recipes.values()))))
+            write_json(dense_scores(world), measured(world, world.teacher, "dense", first))
     return run_recipes(chosen, "E17", recipes, run_trial)
 
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """The scores of the model after each stage, its weights in bytes, and the seconds of each."""
-    world, recipe = Classroom(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
+    recipe = (DecoderRecipe if "decoder" in trial.settings else Recipe)(**trial.settings)  # type: ignore[arg-type]
+    world = classroom_of(recipe, work, tiny)
     texts = CalibrationOptions(str(world.rows(rows_of(tiny))), recipe.num_texts, recipe.max_length, trial.seed)
     reads_texts = recipe.method != "magnitude"
     found: Metrics = json.loads(dense_scores(world).read_text())
@@ -109,7 +162,7 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
 
 def dense_scores(world: Classroom) -> Path:
     """The file with the scores of the model before pruning, the same in every trial."""
-    return world.folder / "distillation-teacher-scores.json"
+    return world.teacher.with_name(f"{world.teacher.name}-scores.json")
 
 
 def rows_of(tiny: bool) -> TeacherRecipe:
@@ -149,7 +202,7 @@ def compressed(
 def retrained(world: Classroom, recipe: Recipe, seed: int, pruned: Path, teacher: Path | None, output: Path) -> Path:
     """The pruned model after LoRA that keeps its zeros, with the teacher's states where there is one."""
     module = NVEmbedModule(
-        BackboneConfig(str(pruned), dropout=0.0),
+        BackboneConfig(str(pruned), dropout=0.0, bidirectional=isinstance(recipe, DecoderRecipe)),
         MeanPooling,
         lora=LoraSettings(rank=16, alpha=32, dropout=0.0, keep_zeros=True),
         loss=InfoNCE(temperature=0.05),
@@ -178,11 +231,12 @@ def measured(world: Classroom, model: Path, stage: str, recipe: Recipe) -> Metri
 def main() -> None:
     """Compress by each method in each pattern; print the table of scores after each stage."""
     chosen = trial_options(__doc__)
-    scores = run(chosen, RECIPES)
-    trained = [f"{stage}, {PAGE}" for stage in ("dense", *STAGES)]
-    print(f"E17, nDCG@10\n{table(scores, trained)}")
-    stored = [one for one in scores if one.variant.startswith("sparsegpt") and one.variant != LONGER]
-    print(table(stored, [f"{number}, {PAGE}" for number in NUMBERS]))
+    for recipes in (RECIPES, DECODERS):
+        scores = run(chosen, recipes)
+        trained = [f"{stage}, {PAGE}" for stage in ("dense", *STAGES)]
+        print(f"E17, nDCG@10\n{table(scores, trained)}")
+        stored = [one for one in scores if "sparsegpt" in one.variant and one.variant != LONGER]
+        print(table(stored, [f"{number}, {PAGE}" for number in NUMBERS]))
 
 
 if __name__ == "__main__":

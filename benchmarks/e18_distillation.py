@@ -88,12 +88,7 @@ class Classroom(World):
 
     def make(self, recipe: Recipe) -> None:
         """Train the teacher, encode by it, and take its layers."""
-        if not self.rows(recipe).exists():
-            with gzip.open(self.folder / "corpus" / "train.jsonl.gz", "rt", encoding="utf-8") as file:
-                rows = [json.loads(line) for line in file]
-            kept = [row for row in rows[:: max(1, len(rows) // recipe.num_rows)] if row.get("negatives")]
-            with atomic_path(self.rows(recipe)) as temporary:
-                temporary.write_text("".join(json.dumps(_plain(row)) + "\n" for row in kept), encoding="utf-8")
+        self.select(recipe)
         if not self.teacher.exists():
             # Read alone, not its vectors, which this teacher makes.
             source = replace(self.pairs(recipe), surrogate_vectors=None)
@@ -110,6 +105,15 @@ class Classroom(World):
         source = replace(self.pairs(recipe), surrogate_vectors=None)
         encoder = Encoder(embedder, show_progress=not self.tiny)
         encode_pairs(encoder, open_cached(source), str(self.pairs(recipe).surrogate_vectors), negatives=True)
+
+    def select(self, recipe: Recipe) -> None:
+        """Write the training pairs where they are not there."""
+        if not self.rows(recipe).exists():
+            with gzip.open(self.folder / "corpus" / "train.jsonl.gz", "rt", encoding="utf-8") as file:
+                rows = [json.loads(line) for line in file]
+            kept = [row for row in rows[:: max(1, len(rows) // recipe.num_rows)] if row.get("negatives")]
+            with atomic_path(self.rows(recipe)) as temporary:
+                temporary.write_text("".join(json.dumps(_plain(row)) + "\n" for row in kept), encoding="utf-8")
 
     def rows(self, recipe: Recipe) -> Path:
         """The file of training pairs."""

@@ -9,7 +9,6 @@ NV-Embed finds the mask's removal and latent attention better, and self-attentio
 
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import get_args
 
@@ -25,7 +24,11 @@ CAUSAL, OPEN, ADAPTED = "causal", "both ways", "both ways, adapted"
 def main() -> None:
     """Train with each pooling and mask; print the table, and what poolings and masks bring."""
     chosen = trial_options(__doc__)
-    scores = run(chosen, "E5", recipes(decoder(chosen, "small_decoder"), decoder(chosen, "small_decoder_mntp")))
+    scores = run(
+        chosen,
+        "E5",
+        recipes(*(decoder(chosen.work, chosen.tiny, name) for name in ("small_decoder", "small_decoder_mntp"))),
+    )
     print(f"E5, nDCG@10\n{table(scores, [*PAGES, 'last training loss', 'training seconds'])}")
     found = {score.variant: score for score in scores}
     poolings = get_args(PoolingName)
@@ -58,15 +61,15 @@ def recipes(decoder: str, adapted: str) -> dict[str, Recipe]:
     }
 
 
-def decoder(chosen: Namespace, name: str) -> str:
+def decoder(work: Path, tiny: bool, name: str) -> str:
     """The directory of a decoder, which is trained where there is none; a tiny one has random weights."""
-    if not chosen.tiny:
+    if not tiny:
         folder = f"checkpoints/{name}"
         if not Path(folder).is_dir():
             config = str(CONFIGS / f"{name}.yaml")
             subprocess.run([sys.executable, "main.py", "fit", "--config", config], cwd=CONFIGS.parent, check=True)
         return folder
-    folder = str((chosen.work / "tiny" / name).absolute())
+    folder = str((work / "tiny" / name).absolute())
     sizes: dict[str, bool | int | float | str | None] = {
         "hidden_size": 32,
         "intermediate_size": 32,

@@ -48,7 +48,7 @@ class Case:
 def main() -> None:
     """Look at each model; print the shares of weight and of tokens."""
     chosen = trial_options(__doc__)
-    small, adapted = decoder(chosen, "small_decoder"), decoder(chosen, "small_decoder_mntp")
+    small, adapted = (decoder(chosen.work, chosen.tiny, name) for name in ("small_decoder", "small_decoder_mntp"))
     cases = {
         "MiniLM": Case(MODEL),
         "MiniLM after MGH": Case(trained(chosen)),
