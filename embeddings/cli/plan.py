@@ -15,8 +15,12 @@ from embeddings.cli.check import num_devices
 from embeddings.cli.fit import TrainerCLI, run_trainer
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.common.text import format_table
+from embeddings.inference.vector_folder import SHARD_SIZE
 from embeddings.losses import InfoNCE
 from embeddings.losses.tiles import scores_at_once
+from embeddings.mining.clusters import CLUSTER_SIZE
+from embeddings.mining.gpu_search import MEMORY_GIB, kept_documents, search_sizes
+from embeddings.mining.negatives import NegativeRules
 from embeddings.models.backbone import read_config
 from embeddings.models.stand_in import architecture, write_structure
 from embeddings.modules.base import BaseModule, ContrastiveModule
@@ -340,7 +344,23 @@ def run_rows(
     rows.append(["disk: a checkpoint, GB", _amount((kept + left) / GB)])
     size = sum(weight.numel() * weight.element_size() for weight in weights)
     rows.append(["disk: the model's directory, GB", _amount(size / GB)])
+    if given["pairs"] is not None and isinstance(module, ContrastiveModule):
+        rows += search_rows(int(given["pairs"]), module.embedder.embedding_dim)
     return rows
+
+
+def search_rows(num_pairs: int, width: int) -> list[list[str]]:
+    """The rows about mining and clustering all pairs on a GPU, by a teacher of the model's width, in its defaults."""
+    kept = kept_documents(NegativeRules.last_rank + 1)
+    sizes = search_sizes(num_pairs, width, 4, min(kept, num_pairs), SHARD_SIZE, MEMORY_GIB)
+    vectors = f"{_amount(4 * num_pairs * width / GB)} GB of vectors"
+    how = "stay on it" if sizes.is_resident else "stream through it"
+    clusters = -(-num_pairs // CLUSTER_SIZE)
+    held = f"{_amount(4 * clusters * width / GIB)} for {clusters:,} centroids; {vectors} stay in main memory"
+    return [
+        ["mine --gpu, GiB", f"{_amount(sizes.num_bytes / GIB)} of {MEMORY_GIB:g}; {vectors} {how}"],
+        ["cluster --gpu, GiB", held],
+    ]
 
 
 def _amount(value: float) -> str:

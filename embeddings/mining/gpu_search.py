@@ -145,7 +145,7 @@ class GpuSearch(ExactSearch):
     def sizes(self, num_queries: int, top_k: int) -> SearchSizes:
         """How a search is cut."""
         kind, documents = self._stored.itemsize, self.documents
-        width = min(_width(top_k), documents.num_rows)
+        width = min(kept_documents(top_k), documents.num_rows)
         return search_sizes(documents.num_rows, documents.embedding_dim, kind, width, num_queries, self._memory_gib)
 
     def _scanned(self, dtype: torch.dtype, query_QD: Floats, top_k: int) -> tuple[TopK, npt.NDArray[np.bool_]]:
@@ -157,7 +157,7 @@ class GpuSearch(ExactSearch):
                 parts.append(self._pass(query_nD, dtype, top_k, sizes))
         score_QK, row_QK, last_Q = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         best = TopK(score_QK, row_QK)
-        if _width(top_k) >= self.documents.num_rows:
+        if kept_documents(top_k) >= self.documents.num_rows:
             return best, np.zeros(len(query_QD), np.bool_)
         lost = _most_lost(self.documents.embedding_dim) if dtype == torch.float16 else 0.0
         lost_document = 0.0 if self._stored == dtype else lost
@@ -168,7 +168,7 @@ class GpuSearch(ExactSearch):
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Scores and rows of the best documents of some queries, (Q, K), and the least coarse score kept, (Q,)."""
         num_rows = self.documents.num_rows
-        width, rounded_QD = min(_width(top_k), num_rows), query_QD.to(dtype)
+        width, rounded_QD = min(kept_documents(top_k), num_rows), query_QD.to(dtype)
         score_QW = torch.full((len(query_QD), width), -math.inf, device=self._device)
         row_QW = torch.full((len(query_QD), width), -1, dtype=torch.int64, device=self._device)
         for first_row, tile_TD in self._tiles(sizes):
@@ -219,7 +219,7 @@ class GpuSearch(ExactSearch):
             self.documents.take(bad_n.cpu().numpy() + first_row)
 
 
-def _width(top_k: int) -> int:
+def kept_documents(top_k: int) -> int:
     """How many documents the coarse search keeps, so that the true top k are nearly always among them."""
     return top_k + top_k // 4 + SLACK
 

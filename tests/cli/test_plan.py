@@ -78,8 +78,29 @@ def test_options_of_a_plan_change_what_it_says(tmp_path: Path, capsys: pytest.Ca
     epochs = planned(capsys, *config, "--trainer.max_steps=-1", "--trainer.max_epochs=3", "--pairs=100")
     assert epochs["steps"] == "36 (3 x 100 pairs)"
     unknown = planned(capsys, *config, "--trainer.max_steps=-1", "--trainer.max_epochs=3")
+    assert "mine --gpu, GiB" not in unknown
     assert unknown["steps"] == "not known: give --pairs, the training pairs of an epoch"
     assert "hours" not in unknown
+
+
+def test_the_memory_of_a_search_on_a_gpu_is_that_of_the_search_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """100M vectors of width 32 are 12.8 GB, which three quarters of 16 GiB hold; ten times as many stream."""
+    config, sizes = ["--config", small(tmp_path)], []
+    for pairs, vectors, clusters, how in (
+        (10**8, "12.80", "0.023 for 195,313", "stay on it"),
+        (10**9, "128.00", "0.23 for 1,953,125", "stream through it"),
+    ):
+        table = planned(capsys, *config, f"--pairs={pairs}")
+        found = re.fullmatch(r"([\d.]+) of 16; ([\d.]+) GB of vectors (.*)", table["mine --gpu, GiB"])
+        assert found is not None
+        assert found.groups()[1:] == (vectors, how)
+        sizes.append(float(found[1]))
+        memory = table["cluster --gpu, GiB"]
+        assert memory == f"{clusters} centroids; {vectors} GB of vectors stay in main memory"
+    assert 12.8e9 / 2**30 < sizes[0] <= 16
+    assert sizes[1] < 4
 
 
 def test_a_slow_link_limits_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

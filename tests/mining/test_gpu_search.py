@@ -123,8 +123,9 @@ def test_products_are_exact_inside_only():
 )
 def test_the_sizes_that_the_documentation_states(millions, dtype, memory, stays):
     """100M documents of width 768 take 154 GB in float16."""
-    vectors = millions * 10**6 * 768 * np.dtype(dtype).itemsize
-    sizes = search_sizes(millions * 10**6, 768, np.dtype(dtype).itemsize, gpu_search._width(200), 65_536, memory)
+    size, width = np.dtype(dtype).itemsize, gpu_search.kept_documents(200)
+    vectors = millions * 10**6 * 768 * size
+    sizes = search_sizes(millions * 10**6, 768, size, width, 65_536, memory)
     assert sizes.is_resident == stays
     assert vectors * stays < sizes.num_bytes <= memory * 2**30
     assert 2000 < sizes.product_queries < 65_535
