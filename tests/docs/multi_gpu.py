@@ -9,10 +9,11 @@ from embeddings.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 NUM_GPUS = (8, 16)
-# Decoders under LoRA, contextual encoders, and encoders with experts.
+# Decoders under LoRA, MGH's with its one GPU's batch on each, contextual encoders, and encoders with experts.
 RECIPES = [
     "nv_embed_stage1_h100x8",
     "nv_embed_stage2_h100x8",
+    "mgh_h100x1",
     "cde_unsupervised_h100x8",
     "cde_supervised_h100x8",
     "moe_pretrain_h100x16",
