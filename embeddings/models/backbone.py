@@ -31,7 +31,6 @@ from embeddings.models.bidirectional import layers, make_bidirectional_config, r
 from embeddings.models.compressed import QUANTIZATION, check_readable, dequantised_weights, quantization_of
 from embeddings.models.lora import plain_backbone
 from embeddings.models.model_files import read_json, resolve_model, weight_files
-from embeddings.models.moe.experts import Experts
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig, RotaryMoeModel
 
 DtypeName = Literal["float32", "bfloat16", "auto"]
@@ -60,8 +59,7 @@ class BackboneConfig:
         num_layers: Take the first so many layers of the checkpoint, such as six of NomicBERT's twelve (CDE §5); None
             for all. What is saved has as many.
         compile: Compile each layer with torch.compile, which takes minutes at the start of a run; it changes how the
-            numbers are rounded, not what is computed. Layers with experts stay as they are, and those whose attention
-            a pooling reads.
+            numbers are rounded, not what is computed. Layers whose attention a pooling reads stay as they are.
         quantization: `nf4` keeps the linear layers in 4 bits (QLoRA, arXiv:2305.14314), with their scales in 8 bits and
             products in bfloat16: for weights that stay, under LoRA, on a CUDA GPU. Needs the extra `qlora` and
             `dtype: bfloat16`. A model directory is written with the weights that were trained on, in bfloat16.
@@ -99,7 +97,7 @@ class BackboneConfig:
 
     @property
     def unpadded_mode(self) -> bool | Literal["auto"]:
-        """`unpadded`, where `auto` is false for compiled layers, which have not been tried without padding."""
+        """`unpadded`, where `auto` is false for compiled layers: a GPU's kernel has not been tried in a graph."""
         return False if self.compile and self.unpadded == "auto" else self.unpadded
 
 
@@ -542,8 +540,8 @@ _MAX_GRAPHS = 64
 def compile_layers(backbone: nn.Module) -> None:
     """Have each layer compiled by torch.compile when it first runs, for any number and length of texts.
 
-    The modules stay as they are, and the names of their weights; layers of one kind share their graphs. Left out are
-    layers with experts, in which the sizes follow from the routing, and those whose attention a pooling reads.
+    The modules stay as they are, and the names of their weights; layers of one kind share their graphs. In layers with
+    experts the graph breaks around them, but in bfloat16. Left out are layers whose attention a pooling reads.
 
     Args:
         backbone: A Hugging Face model with all that is put into its layers: adapters, experts, a pooling's capture.
@@ -556,9 +554,9 @@ def compile_layers(backbone: nn.Module) -> None:
     if model.config._attn_implementation == "eager":
         rule = "does not go with eager attention, which the compiler would replace by one of other dropout"
         raise OptionError("model.backbone.compile", True, rule, "set attn_implementation to sdpa")
-    suitable = [layer for layer in layers(backbone) if not any(map(_is_eager, layer.modules()))]
+    suitable = [layer for layer in layers(backbone) if not any(map(_is_read, layer.modules()))]
     if not suitable:
-        rule = "compiles no layer of this model: each has experts, or the pooling reads its attention"
+        rule = "compiles no layer of this model: the pooling reads the attention of each"
         raise OptionError("model.backbone.compile", True, rule, "leave it out")
     from torch._dynamo import config  # the compiler takes seconds to load
 
@@ -572,5 +570,5 @@ def is_compiled(module: nn.Module) -> bool:
     return any(part._compiled_call_impl is not None for part in module.modules())
 
 
-def _is_eager(part: nn.Module) -> bool:
-    return isinstance(part, Experts) or hasattr(part, "embeddings_capture")
+def _is_read(part: nn.Module) -> bool:
+    return hasattr(part, "embeddings_capture")

@@ -355,7 +355,7 @@ def compiled_ones(model):
 
 
 @keeps_warnings
-def test_layers_that_are_read_or_have_experts_are_left_as_they_are():
+def test_layers_that_a_pooling_reads_are_left_as_they_are():
     decoder = tiny_mistral()
     Embedder(
         decoder, sentencepiece_tokenizer(), AnchorTokenPooling(decoder.config.hidden_size, by_visible_queries=True)
@@ -365,11 +365,13 @@ def test_layers_that_are_read_or_have_experts_are_left_as_they_are():
     assert others
     assert all(others)
     assert not last
-    sparse = upcycle(tiny_rotary(num_layers=4), Upcycling(num_experts=2))
-    compile_layers(sparse)
-    assert compiled_ones(sparse) == [True, False, True, False]
-    with pytest.raises(OptionError, match=r"backbone\.compile compiles no layer of this model: each has experts, or"):
-        compile_layers(upcycle(tiny_rotary(), Upcycling(num_experts=2, first=0, every=1)))
+    whole = tiny_mistral()
+    pooling = AnchorTokenPooling(
+        whole.config.hidden_size, layers=range(whole.config.num_hidden_layers), by_visible_queries=True
+    )
+    Embedder(whole, sentencepiece_tokenizer(), pooling)
+    with pytest.raises(OptionError, match=r"backbone\.compile compiles no layer of this model: the pooling reads"):
+        compile_layers(whole)
 
 
 @keeps_warnings

@@ -222,8 +222,9 @@ class Experts(nn.Module):
         device = token_TH.device.type
         # No grouped product is on autocast's list, so its casts are made here, alike for every back end.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else token_TH.dtype
-        bias_XF = None if self.bias1 is None else _cast(self.bias1, dtype)
-        weights = ExpertWeights(_cast(self.w1, dtype), _cast(self.w2, dtype), bias_XF, self.activation)
+        cast = _cast if _casts is None or self.w1.dtype == dtype else _uncompiled_cast
+        bias_XF = None if self.bias1 is None else cast(self.bias1, dtype)
+        weights = ExpertWeights(cast(self.w1, dtype), cast(self.w2, dtype), bias_XF, self.activation)
         with torch.autocast(device, enabled=False):
             sum_TH = self.backend(token_TH.to(dtype), routing, weights)
             return (sum_TH + self.bias2).to(dtype)
@@ -257,6 +258,10 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
             cast = weight.to(dtype)
         _casts[id(weight), dtype] = (weight, weight._version, cast)
     return cast
+
+
+# A compiled layer would be compiled again for each step's own copies.
+_uncompiled_cast: Callable[[Tensor, torch.dtype], Tensor] = torch.compiler.disable(_cast)  # type: ignore[no-untyped-call]
 
 
 def loop_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
