@@ -5,13 +5,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import varlen
 
 from embeddings.losses import InfoNCE, MatryoshkaInfoNCE
-from embeddings.models import AnchorTokenPooling, LatentAttentionPooling, MeanPooling, SelfAttentionPooling
+from embeddings.models import AnchorTokenPooling, LatentAttentionPooling, MeanPooling, SelfAttentionPooling, unpadded
 from embeddings.models.anchor_weights import CapturedAttention
 from embeddings.models.moe.experts import Experts, Router, loop_experts
 from embeddings.models.moe.rotary_moe import MoeMlp
-from tests.helpers.contrastive import random_batch
+from tests.helpers.contrastive import random_batch, relative_error
+from tests.models.test_unpadded import kernel
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 # What a part gives: its results, with gradients of their sum for what is listed after them.
@@ -111,3 +113,34 @@ def test_a_device_computes_what_a_cpu_does(device: str, name: str) -> None:
     assert all(each.abs().max() > 0 for each in expected)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_keys", [4, 2])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_the_attention_of_texts_in_a_row_is_that_of_a_cpu(
+    device: str, is_causal: bool, window: int | None, num_keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's kernel in bfloat16, which a GPU alone has, and its gradients, against the loop over texts in float64."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    if device == "cpu":
+        monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    lengths, found = [9, 5, 1, 70], []
+    start_N1 = torch.tensor([0, *lengths]).cumsum(0).int()
+    for place, kind in ((device, dtype), ("cpu", torch.float64)):
+        heads = (4, num_keys, num_keys)
+        sides = [
+            drawn(1, count, sum(lengths), 16, device=torch.device(place), dtype=kind, seed=count + index)
+            for index, count in enumerate(heads)
+        ]
+        starts, scaling = start_N1.to(place), 0.25
+        if kind == torch.float64:
+            read = unpadded._by_loop(*sides, starts, is_causal, window, 0.0, scaling)
+        else:
+            read = unpadded._by_kernel(*sides, starts, max(lengths), is_causal, window, scaling)
+        weight = torch.linspace(1, 2, read.numel(), device=place).view_as(read)
+        found.append([read, *torch.autograd.grad((read * weight).sum(), sides)])
+    for one, other in zip(*found, strict=True):
+        error = relative_error(one.detach().cpu().double(), other.detach())
+        assert error < (0.02 if device == "cuda" else 1e-5)
