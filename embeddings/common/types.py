@@ -104,16 +104,19 @@ class TokenBatch(_Movable):
             found.device_lengths_N = moved(self.lengths_N, found.device)
         return found
 
-    def padded(self, rows_N: Tensor | None = None, pad_token_id: int = 0) -> PaddedTokens:
-        """Some texts (all when `rows_N` is None), in the order given, padded on the right to the longest of them.
+    def padded(self, rows_N: Tensor | None = None, pad_token_id: int = 0, length: int | None = None) -> PaddedTokens:
+        """Some texts (all when `rows_N` is None), in the order given, padded on the right to one length.
 
         Args:
             rows_N: Indices of texts, (n,) int64 on the CPU.
             pad_token_id: Id that fills the padding.
+            length: Tokens to pad to, at least those of the longest text, which it is if None.
         """
         lengths_n = self.lengths_N if rows_N is None else self.lengths_N[rows_N]
         starts_n, placed_n = self.placed(rows_N)
-        position_L = torch.arange(int(lengths_n.max()) if len(lengths_n) else 0, device=self.device)
+        if length is None:
+            length = int(lengths_n.max()) if len(lengths_n) else 0
+        position_L = torch.arange(length, device=self.device)
         attention_NL = position_L[None, :] < placed_n[:, None]
         index_NL = torch.where(attention_NL, starts_n[:, None] + position_L[None, :], 0)
         if self.num_tokens == 0:

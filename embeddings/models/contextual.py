@@ -37,7 +37,7 @@ from embeddings.models.lora import plain_backbone
 from embeddings.models.model_files import resolve_model
 from embeddings.models.pooling import MeanPooling
 from embeddings.models.portable_contextual import CONTEXT_FOLDER
-from embeddings.models.unpadded import UnpaddedMode, Unpadding, has_window, unpadding_of
+from embeddings.models.unpadded import UnpaddedMode, Unpadding, has_window, padded, unpadding_of
 
 
 class ContextualEmbedder(Embedder):
@@ -114,7 +114,6 @@ class ContextualEmbedder(Embedder):
         self.soft_prompt = SoftPrompt(num_soft_prompts, self.context_size)
         self.residual = ResidualProjection(hidden_size, form.adds_pooled) if residual_projection else None
         self.first_unpadding: Unpadding | None = None
-        self.unpad()
         self.train()
 
     def unpad(self, mode: UnpaddedMode = "auto", first_stage: UnpaddedMode | None = None) -> None:
@@ -184,7 +183,8 @@ class ContextualEmbedder(Embedder):
         if isinstance(tokens, TokenBatch):
             if self.first_unpadding is not None and self.first_unpadding.takes(self.first_stage.backbone, tokens):
                 return self._first_stage_unpadded(self.first_unpadding, tokens)
-            tokens = tokens.padded(pad_token_id=self.pad_token_id)
+            limit = self.longest_context_document
+            tokens = padded(tokens, self.first_stage.backbone, self.pad_token_id, limit)
         vector_MH: Tensor = self.first_stage(tokens.input_ids_NL, tokens.attention_mask_NL, tokens.pooling_mask_NL)
         return vector_MH
 
@@ -217,7 +217,8 @@ class ContextualEmbedder(Embedder):
         if isinstance(tokens, TokenBatch):
             num_texts, longest = len(tokens), int(tokens.lengths_N.max())
             if self.unpadding is None or not self.unpadding.takes(self.backbone, tokens):
-                tokens = tokens.padded(pad_token_id=self.pad_token_id)
+                num_prefix = self.num_extra_tokens
+                tokens = padded(tokens, self.backbone, self.pad_token_id, self.longest_text, num_prefix)
         else:
             num_texts, longest = tokens.input_ids_NL.shape
         limit = longest_text(self.backbone, self.num_extra_tokens)

@@ -19,14 +19,15 @@ from embeddings.models.directory import ModelParts, read_model_directory, write_
 from embeddings.models.lora import plain_backbone, without_cache
 from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.models.pooling import Pooling
-from embeddings.models.unpadded import UnpaddedMode, Unpadding, unpadding_of
+from embeddings.models.unpadded import UnpaddedMode, Unpadding, padded, unpadding_of
 
 
 class Embedder(nn.Module):
     """Tokens to vectors: backbone, pooling, an optional layer norm, an optional head, unit length.
 
     A new one is in training mode with all its parts, as every new module is (Hugging Face gives a backbone in
-    evaluation mode, which would silently switch dropout off); `from_pretrained` returns it in evaluation mode.
+    evaluation mode, which would silently switch dropout off); `from_pretrained` returns it in evaluation mode. A new
+    one pads texts; `from_pretrained` and the training modules choose by `unpad` how they are read.
 
     Args:
         backbone: A Hugging Face encoder or decoder, adapted by peft or not.
@@ -85,7 +86,6 @@ class Embedder(nn.Module):
         self.frozen_base: FrozenBase | None = None
         self.embedding_dim = self.hidden_size if head is None else head.out_features
         self.unpadding: Unpadding | None = None
-        Embedder.unpad(self)
         self.train()
 
     def unpad(self, mode: UnpaddedMode = "auto") -> None:
@@ -129,7 +129,7 @@ class Embedder(nn.Module):
         if isinstance(tokens, TokenBatch):
             if self.unpadding is not None and self.unpadding.takes(self.backbone, tokens):
                 return self._pooled_unpadded(self.unpadding, tokens)
-            tokens = tokens.padded(pad_token_id=self.pad_token_id)
+            tokens = padded(tokens, self.backbone, self.pad_token_id, self.longest_text)
         attention_NL = tokens.attention_mask_NL
         with nullcontext() if self.capture is None else self.capture.open() as captured:
             inputs = {"input_ids": tokens.input_ids_NL, "attention_mask": attention_NL.long()}
@@ -196,7 +196,10 @@ class Embedder(nn.Module):
         folder = resolve_model(os.fspath(name), revision)
         backbone = load_model(folder, "auto" if dtype is None else dtype)
         embedder = cls._of_directory(folder, backbone, load_tokenizer(folder, backbone))
-        return embedder.eval() if device is None else embedder.to(device).eval()
+        if device is not None:
+            embedder.to(device)
+        embedder.unpad()
+        return embedder.eval()
 
     @classmethod
     def from_config(cls, config: BackboneConfig) -> Self:

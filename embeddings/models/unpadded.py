@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
-from embeddings.common import OptionError, TokenBatch
+from embeddings.common import OptionError, PaddedTokens, TokenBatch
 from embeddings.common.text import one_line
 from embeddings.models.attention_capture import own_attention, visible_range
 from embeddings.models.backbone import attention_dropouts
@@ -30,6 +30,8 @@ NAME = "embeddings_unpadded"
 # What torch's kernel takes.
 _HALF = (torch.float16, torch.bfloat16)
 _MAX_HEAD_WIDTH = 256
+# Lengths of padded texts on a GPU in half precision.
+_MULTIPLE = 8
 # Tokens of the texts that a backbone is tried with.
 _TRIAL_LENGTHS = (5, 3, 1)
 
@@ -155,7 +157,7 @@ class Unpadding:
 
     def _is_quick(self, plain: PreTrainedModel) -> bool:
         """Whether a kernel for texts without padding takes what this model computes on a GPU now."""
-        if not (torch.is_autocast_enabled("cuda") or plain.dtype in _HALF):
+        if not _in_half_precision(plain):
             return False
         if self._is_flash:
             return True
@@ -171,10 +173,10 @@ class Unpadding:
         lengths_N = torch.tensor(_TRIAL_LENGTHS)
         id_T = torch.arange(int(lengths_N.sum())) % (int(plain.config.vocab_size) - 4) + 3
         tokens = TokenBatch(id_T, torch.ones_like(id_T, dtype=torch.bool), lengths_N).to(plain.device)
-        padded, kind = tokens.padded(), type(plain).__name__
-        inputs = {"input_ids": padded.input_ids_NL, "attention_mask": padded.attention_mask_NL.long()}
+        usual, kind = tokens.padded(), type(plain).__name__
+        inputs = {"input_ids": usual.input_ids_NL, "attention_mask": usual.attention_mask_NL.long()}
         with evaluating(backbone):
-            usual_TH = backbone(**inputs, **without_cache(backbone)).last_hidden_state[padded.attention_mask_NL].float()
+            usual_TH = backbone(**inputs, **without_cache(backbone)).last_hidden_state[usual.attention_mask_NL].float()
             try:
                 found_TH = self.states(backbone, tokens)[0].float()
             except Exception as error:  # an architecture that does not take its positions raises anything
@@ -189,6 +191,37 @@ def _places(tokens: TokenBatch, num_prefix: int = 0) -> TextPlaces:
     """Where texts lie, each with a prefix of so many tokens."""
     num_tokens, longest = tokens.num_tokens + num_prefix * len(tokens), int(tokens.lengths_N.max()) + num_prefix
     return TextPlaces.of(tokens.placed()[1] + num_prefix, num_tokens, longest)
+
+
+def padded(
+    tokens: TokenBatch, backbone: nn.Module, pad_token_id: int, longest: int | None = None, num_prefix: int = 0
+) -> PaddedTokens:
+    """Texts padded on the right to the longest of them, on a GPU in half precision to a multiple of 8.
+
+    Attention with a mask is quickest there at such lengths. A mini-batch then has up to 7 tokens a text more than
+    `mini_batch_tokens` counts.
+
+    Args:
+        tokens: N texts, on the backbone's device.
+        backbone: The model that reads them.
+        pad_token_id: Id that fills the padding.
+        longest: Maximum tokens that the backbone has positions for, which the padding keeps to; None for no limit.
+        num_prefix: What the backbone reads before each text, part of the multiple.
+    """
+    length = int(tokens.lengths_N.max()) if len(tokens) else 0
+    if _is_half_on_gpu(tokens, plain_backbone(backbone)):
+        rounded = length + -(length + num_prefix) % _MULTIPLE
+        length = rounded if longest is None else max(length, min(rounded, longest))
+    return tokens.padded(pad_token_id=pad_token_id, length=length)
+
+
+def _is_half_on_gpu(tokens: TokenBatch, plain: PreTrainedModel) -> bool:
+    return tokens.device.type == "cuda" and _in_half_precision(plain)
+
+
+def _in_half_precision(plain: PreTrainedModel) -> bool:
+    """Whether the products of a model on a GPU are in half precision now."""
+    return torch.is_autocast_enabled("cuda") or plain.dtype in _HALF
 
 
 def has_window(backbone: nn.Module) -> bool:

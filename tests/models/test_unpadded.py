@@ -18,9 +18,11 @@ from embeddings.models import (
     make_bidirectional,
     unpadded,
 )
+from embeddings.models import backbone as layers_module
 from embeddings.models.attention_capture import attention_layers
 from embeddings.modules import CDEModule, MaskedLMModule, NVEmbedModule
 from embeddings.modules.distillation import LayerDistillation
+from tests.helpers.contrastive import gradient_vector, relative_error
 from tests.helpers.tiny import save_backbone, tiny_bert, tiny_t5, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual, tiny_modernbert, tiny_nomic, tiny_xlm_roberta
 from tests.models.moe import tiny_rotary
@@ -235,12 +237,70 @@ def test_a_gpu_reads_without_padding_where_its_kernel_can(monkeypatch, dtype, dr
     unpadded._has_kernel.cache_clear()
     try:
         embedder = embedder_of(tiny_bert(dropout=dropout).to(dtype)).train()
+        embedder.unpad()
         assert embedder.unpadding is not None
         assert embedder.unpadding._is_quick(embedder.backbone) is expected
         assert not embedder.unpadding.takes(embedder.backbone, texts())
         assert embedder.eval().unpadding._is_quick(embedder.backbone) is (expected or dropout > 0)
     finally:
         unpadded._has_kernel.cache_clear()
+
+
+# The compiler looks at things of which torch warns.
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["bert", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_compiled_layers_read_texts_without_padding_too(name, monkeypatch):
+    """With the gradients of plain layers, and no new graph after the second mini-batch."""
+    monkeypatch.setattr(layers_module, "_COMPILER", {"backend": "aot_eager"})
+    plain, compiled = (embedder_of(BACKBONES[name]()) for _ in range(2))
+    compiled.load_state_dict(plain.state_dict())
+    for embedder in (plain, compiled):
+        embedder.unpad(True)
+    layers_module.compile_layers(compiled.backbone)
+    num_graphs = []
+    for lengths in (LENGTHS, (3, 3, 7), (20, 1, 2, 2, 8, 9), (30, 4, 3, 2, 2, 1)):
+        found = []
+        for embedder in (plain, compiled):
+            embedder.zero_grad()
+            vector_ND = embedder(texts(lengths))
+            (vector_ND * torch.linspace(0, 1, vector_ND.numel()).view_as(vector_ND)).sum().backward()
+            found.append((vector_ND.detach(), gradient_vector(embedder)))
+        assert float((found[1][0] - found[0][0]).abs().max()) <= 1e-6
+        assert relative_error(found[1][1], found[0][1]) <= 1e-6
+        num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    torch.compiler.reset()
+    assert num_graphs[1:] == num_graphs[1:2] * 3
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "longest", "num_prefix", "expected"),
+    [(True, None, 0, 16), (True, None, 5, 19), (True, 14, 0, 14), (True, 10, 0, 12), (False, None, 0, 12)],
+)
+def test_a_gpu_in_half_precision_pads_to_a_multiple_of_8_as_far_as_there_are_positions(
+    on_gpu, longest, num_prefix, expected, monkeypatch
+):
+    monkeypatch.setattr(unpadded, "_is_half_on_gpu", lambda *_: on_gpu)
+    tokens = texts()
+    found, usual = unpadded.padded(tokens, tiny_bert(), 7, longest, num_prefix), tokens.padded(pad_token_id=7)
+    assert found.input_ids_NL.shape == (5, expected)
+    for wide, narrow, fill in zip(found, usual, (7, False, False), strict=True):
+        assert torch.equal(wide[:, :12], narrow)
+        assert (wide[:, 12:] == fill).all()
+
+
+@torch.no_grad()
+def test_longer_padding_changes_no_vector_and_passes_no_position(monkeypatch):
+    """Of a BERT with positions for the longest text alone, and of both stages of a contextual model."""
+    tokens, contextual = texts(), tiny_contextual("bert")
+    short = embedder_of(tiny_bert(num_positions=12))
+
+    def vectors():
+        return short(tokens), contextual.embed_context(tokens), contextual(tokens)
+
+    usual = vectors()
+    monkeypatch.setattr(unpadded, "_is_half_on_gpu", lambda *_: True)
+    for found, expected in zip(vectors(), usual, strict=True):
+        assert float((found - expected).abs().max()) <= 1e-6
 
 
 @pytest.mark.parametrize("limit", [None, 6])
