@@ -326,6 +326,13 @@ def test_a_window_behind_a_context_is_refused_and_otherwise_padded():
     assert embedder.first_unpadding is not None
 
 
+def test_a_model_that_is_loaded_goes_unpadded_by_itself_where_there_is_a_gpu(tmp_path, monkeypatch):
+    embedder_of(tiny_bert()).save_pretrained(tmp_path)
+    assert Embedder.from_pretrained(tmp_path).unpadding is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert Embedder.from_pretrained(tmp_path).unpadding is not None
+
+
 def test_a_method_takes_the_switch_of_its_backbone(tmp_path):
     folder = save_backbone(str(tmp_path), tiny_bert(), wordpiece_tokenizer())
     for given, expected in ((True, True), ("auto", False), (False, False)):
