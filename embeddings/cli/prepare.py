@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,7 +125,8 @@ def prepare(
     if not any(place.decontaminate for place in jobs.values()):
         refuse_given({"decontaminate": steps.decontaminate}, "has no effect on sources whose paper asks for none")
     failures: dict[str, str] = {}
-    works = [StageWork(each, output, steps, jobs) for each in stages]
+    decontaminator = _decontaminator(steps)
+    works = [StageWork(each, output, steps, jobs, decontaminator) for each in stages]
     for work in works:
         work.check_options()
     # All that needs the network comes before what needs the devices.
@@ -142,6 +143,17 @@ def prepare(
     if failures:
         what = f"{len(failures)} of {len(places)} sources could not be made: {_listed(failures)}"
         raise InputError(f"prepare {recipe}", what, "run the same line again for these, or train without them")
+
+
+def _decontaminator(options: StepOptions) -> Decontaminator | None:
+    """What the model is to be evaluated on, or None where it is not given."""
+    if options.decontaminate is None:
+        if options.bm25_threshold is not None:
+            rule = "needs evaluation texts to compare with"
+            raise OptionError("bm25_threshold", options.bm25_threshold, rule, "give --decontaminate FOLDER")
+        return None
+    given = options.decontaminate
+    return Decontaminator(evaluation_texts(given if isinstance(given, list) else [given]), options.bm25_threshold)
 
 
 @contextmanager
@@ -204,10 +216,19 @@ class StageWork:
         output: The folder of all files.
         options: What happens to the rows after they are fetched.
         places: Where the sources lie that are made.
+        decontaminator: Knows what the model is to be evaluated on, or None where it is not given.
     """
 
-    def __init__(self, stage: Stage, output: Path, options: StepOptions, places: dict[str, PublicSource]) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        output: Path,
+        options: StepOptions,
+        places: dict[str, PublicSource],
+        decontaminator: Decontaminator | None,
+    ) -> None:
         self.stage, self.output, self.options, self.places = stage, output, options, places
+        self.decontaminator = decontaminator
         self.wanted = stage.wanted()
         self.keys = [key for key in places if key in self.wanted]
 
@@ -230,18 +251,6 @@ class StageWork:
         folder, _, name = key.partition("/")
         steps = self.filters(key) or self.mines(key)
         return self.output / folder / "fetched" / f"{name}.parquet" if steps else self.target(key)
-
-    @cached_property
-    def decontaminator(self) -> Decontaminator | None:
-        """What the model is to be evaluated on, or None where it is not given."""
-        if self.options.decontaminate is None:
-            if self.options.bm25_threshold is not None:
-                rule = "needs evaluation texts to compare with"
-                raise OptionError("bm25_threshold", self.options.bm25_threshold, rule, "give --decontaminate FOLDER")
-            return None
-        given = self.options.decontaminate
-        texts = evaluation_texts(given if isinstance(given, list) else [given])
-        return Decontaminator(texts, self.options.bm25_threshold)
 
     def model(self, step: Mapping[str, Any]) -> str:
         """The name of a step's model."""
