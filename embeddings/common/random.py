@@ -1,11 +1,17 @@
-"""Seeds: one number for each (seed, stream, …) that never depends on ranks, workers or what ran before."""
+"""Seeds and random orders, each a function of (seed, stream, …) alone, whatever the rank or the worker."""
 
 import hashlib
+import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
+NUM_ROUNDS = 6
+_MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
+_HALF = np.uint64(32)
 
 
 def derive_seed(seed: int, *stream: int | str) -> int:
@@ -37,3 +43,81 @@ def fork_rng(device: torch.device) -> AbstractContextManager[None]:
     if device.type == "cpu":
         return torch.random.fork_rng(devices=[])
     return nullcontext()
+
+
+def mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scramble each 64-bit value by a fixed bijection (two xor-shift-multiply rounds), so that neighbours part ways."""
+    mixed = (values ^ (values >> _HALF)) * _MULTIPLIER
+    mixed = (mixed ^ (mixed >> _HALF)) * _MULTIPLIER
+    return mixed ^ (mixed >> _HALF)
+
+
+def sorted_permutation(n: int, key: int) -> NDArray[np.int64]:
+    """A random order of 0 … n-1 by sorting keyed hashes, (n,) int64: the quicker one where all of few are wanted.
+
+    Determinism: (n, key) → the whole order, on every machine and numpy.
+    """
+    return np.argsort(mix_bits(np.arange(n, dtype=np.uint64) + np.uint64(key)), kind="stable")
+
+
+def _keyed_shift(values: NDArray[np.uint64], key: np.uint64, size: np.uint64) -> NDArray[np.uint64]:
+    """A number below `size` (at most 2^31) for each value below 2^32, by a hash of it under the key."""
+    hashed = (values ^ key) * _MULTIPLIER
+    hashed ^= hashed >> _HALF
+    hashed *= _MULTIPLIER
+    hashed >>= _HALF
+    hashed *= size
+    hashed >>= _HALF
+    return hashed
+
+
+class KeyedPermutation:
+    """A permutation of 0 … n-1 that is a pure function of (n, key) and takes no memory.
+
+    A Feistel network over a grid of rows and columns that is as near to square as holds n places: in turn a place's row
+    and its column are shifted around by a keyed hash of the other. A value that lands at n or above goes through again
+    until it falls below (cycle walking). The grid has fewer than sqrt(n) + 1 places too many, so hardly any value does.
+
+    Args:
+        n: Number of values, >= 1.
+        key: Any integer; different keys give independent orders.
+
+    Determinism: (n, key) → the whole order, on every machine and numpy; position i is found without the ones before it.
+    """
+
+    def __init__(self, n: int, key: int) -> None:
+        assert 1 <= n <= 2**62
+        self.n = n
+        num_rows = math.isqrt(n - 1) + 1
+        self._num_rows, self._num_columns = np.uint64(num_rows), np.uint64(-(-n // num_rows))
+        # Hashes below a small number are few, so a small range needs more rounds to reach all its orders evenly.
+        num_rounds = max(NUM_ROUNDS, 20 - (n - 1).bit_length())
+        self._round_keys = [np.uint64(derive_seed(key, "round", index)) for index in range(num_rounds)]
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The values, (k,) int64 in 0 … n-1, at some positions of the order, (k,) int64 in 0 … n-1."""
+        values = self._encipher(positions.astype(np.uint64))
+        limit = np.uint64(self.n)
+        outside = values >= limit
+        while outside.any():
+            values[outside] = self._encipher(values[outside])
+            outside = values >= limit
+        return values.astype(np.int64)
+
+    def _encipher(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        row = values // self._num_columns
+        column = values - row * self._num_columns
+        for index, key in enumerate(self._round_keys):
+            if index % 2 == 0:
+                row = _shifted(row, _keyed_shift(column, key, self._num_rows), self._num_rows)
+            else:
+                column = _shifted(column, _keyed_shift(row, key, self._num_columns), self._num_columns)
+        return row * self._num_columns + column
+
+
+def _shifted(values: NDArray[np.uint64], shift: NDArray[np.uint64], size: np.uint64) -> NDArray[np.uint64]:
+    """(values + shift) mod size for both below size; the sum is overwritten."""
+    shift += values
+    # Below size the difference wraps round to a huge number.
+    shifted: NDArray[np.uint64] = np.minimum(shift, shift - size)
+    return shifted

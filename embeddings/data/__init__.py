@@ -8,8 +8,7 @@ if TYPE_CHECKING:
     from embeddings.data.datamodule import EmbeddingDataModule, ResumableLoader
     from embeddings.data.dataset import Mixture, SourceDataset, open_source, source_from_rows
     from embeddings.data.records import Example, Negative, Record, parse_record
-    from embeddings.data.samplers.base import BatchSampler, PlanEntry
-    from embeddings.data.samplers.blended import BlendedBatchSampler
+    from embeddings.data.samplers.base import BatchSampler, BlendedBatchSampler, PlanEntry
     from embeddings.data.samplers.clustered import ClusteredBatchSampler
     from embeddings.data.samplers.curriculum import CurriculumBatchSampler
     from embeddings.data.samplers.homogeneous import HomogeneousBatchSampler

@@ -38,8 +38,14 @@ from embeddings.data.checks import (
     with_source_prompts,
 )
 from embeddings.data.dataset import Mixture, open_source
-from embeddings.data.samplers.base import BatchSampler, PlanEntry, RunLength, SamplerFactory, SourceIdentity
-from embeddings.data.samplers.blended import BlendedBatchSampler
+from embeddings.data.samplers.base import (
+    BatchSampler,
+    BlendedBatchSampler,
+    PlanEntry,
+    RunLength,
+    SamplerFactory,
+    SourceIdentity,
+)
 from embeddings.data.samplers.curriculum import CurriculumBatchSampler
 from embeddings.data.sources import Origin, SourceConfig, check_files, check_names, fill_path
 from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer

@@ -12,8 +12,7 @@ import numpy.typing as npt
 from embeddings.common.errors import OptionError
 from embeddings.common.io import text_hash
 from embeddings.common.jobs import progress_bar
-from embeddings.common.random import numpy_generator
-from embeddings.data.samplers.base import mix_bits
+from embeddings.common.random import mix_bits, numpy_generator
 
 Shingle = Literal["word", "character"]
 SHINGLE_SIZES: dict[Shingle, int] = {"word": 3, "character": 5}

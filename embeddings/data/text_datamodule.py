@@ -16,8 +16,7 @@ from embeddings.common.distributed import rank, world_size
 from embeddings.common.protocols import RowTaskModule
 from embeddings.common.types import PackedRows
 from embeddings.data.datamodule import PlannedDataModule, ResumableLoader, ShieldedLoader, check_minimum, start_worker
-from embeddings.data.samplers.base import PlanEntry, SamplerFactory, SourceIdentity
-from embeddings.data.samplers.blended import BlendedBatchSampler
+from embeddings.data.samplers.base import BlendedBatchSampler, PlanEntry, SamplerFactory, SourceIdentity
 from embeddings.data.sources import check_files, check_names
 from embeddings.data.text_streams import DocumentTokenizer, TextSource, TokenStream, open_stream
 

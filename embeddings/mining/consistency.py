@@ -17,8 +17,7 @@ from torch import Tensor
 from embeddings.common.errors import OptionError
 from embeddings.common.io import check_manifest
 from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array, write_array
-from embeddings.common.random import derive_seed
-from embeddings.data.samplers.base import KeyedPermutation
+from embeddings.common.random import KeyedPermutation, derive_seed
 from embeddings.inference.vectors import VectorShards
 from embeddings.mining.pair_index import PairIndex, concatenated_ranges
 from embeddings.mining.pair_vectors import PairVectors

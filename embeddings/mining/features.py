@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import check_manifest
-from embeddings.common.random import derive_seed
-from embeddings.data.samplers.base import KeyedPermutation
+from embeddings.common.random import KeyedPermutation, derive_seed
 from embeddings.data.store import CachedSource
 from embeddings.inference.vectors import unit_rows
 from embeddings.mining.pair_vectors import PairVectors

@@ -8,9 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import OptionError
-from embeddings.common.random import derive_seed
+from embeddings.common.random import derive_seed, mix_bits
 from embeddings.data.records import NUM_LEVELS
-from embeddings.data.samplers.base import mix_bits
 from embeddings.mining.pair_index import PairIndex
 from embeddings.mining.qrels import IRRELEVANT_LEVEL, DocumentQrels, TextQrels
 

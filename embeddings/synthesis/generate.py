@@ -13,7 +13,7 @@ from embeddings.common.io import file_sha256
 from embeddings.common.process import logger
 from embeddings.data.readers import open_reader
 from embeddings.data.records import Record
-from embeddings.data.samplers.blended import Apportionment
+from embeddings.data.samplers.base import Apportionment
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_records
 from embeddings.synthesis.client import ChatClient, Sampling, make_request

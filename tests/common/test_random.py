@@ -1,6 +1,19 @@
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
 import torch
 
-from embeddings.common.random import derive_seed, fork_rng, numpy_generator
+from embeddings.common.random import (
+    KeyedPermutation,
+    derive_seed,
+    fork_rng,
+    mix_bits,
+    numpy_generator,
+    sorted_permutation,
+)
+from embeddings.data.samplers.base import PLAN_VERSION
 
 
 def test_a_seed_is_the_same_number_on_every_machine():
@@ -28,3 +41,63 @@ def test_fork_rng_leaves_the_state_as_it_was():
     with fork_rng(torch.device("cpu")):
         torch.rand(100)
     assert torch.equal(torch.rand(2), expected)
+
+
+SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 100, 1000, 1023, 1024, 1025, 4095, 4097, 2**17 - 1, 2**17 + 1]
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("key", [0, 1, 2**63 - 1])
+def test_every_value_comes_exactly_once(n, key):
+    values = KeyedPermutation(n, key)(np.arange(n))
+    assert values.dtype == np.int64
+    assert np.array_equal(np.sort(values), np.arange(n))
+
+
+def test_keys_decide_the_order_and_nothing_else_does():
+    first, again, other = (KeyedPermutation(1000, key)(np.arange(1000)) for key in (5, 5, 6))
+    assert np.array_equal(first, again)
+    assert (first == other).sum() < 12  # one agreement is expected of two random orders
+
+
+def test_the_order_is_the_same_on_every_machine():
+    """Another one is another version of the plan."""
+    assert PLAN_VERSION == 2
+    assert KeyedPermutation(10, 42)(np.arange(10)).tolist() == [2, 9, 0, 7, 8, 5, 4, 1, 3, 6]
+
+
+@pytest.mark.parametrize("n", [3, 5, 10, 100])
+def test_each_value_is_equally_likely_at_each_position(n):
+    num_keys = 400
+    seen = np.zeros((n, n))
+    for key in range(num_keys):
+        seen[np.arange(n), KeyedPermutation(n, key)(np.arange(n))] += 1
+    expected = num_keys / n
+    # Rows and columns of counts of permutations have fixed sums, which stretches the statistic by n / (n - 1).
+    chi_square = ((seen - expected) ** 2 / expected).sum() * (n - 1) / n
+    freedom = (n - 1) ** 2
+    assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_all_orders_of_a_few_values_are_equally_likely(n):
+    num_orders = math.factorial(n)
+    seen = Counter(tuple(KeyedPermutation(n, key)(np.arange(n)).tolist()) for key in range(15 * num_orders))
+    assert len(seen) == num_orders
+    chi_square = sum((count - 15) ** 2 / 15 for count in seen.values())
+    assert chi_square < num_orders + 5 * math.sqrt(2 * num_orders)
+
+
+def test_mixing_bits_loses_no_value():
+    values = np.arange(100_000, dtype=np.uint64)
+    assert len(np.unique(mix_bits(values))) == len(values)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 1000])
+def test_a_sorted_permutation_is_a_random_order_of_its_key(n):
+    orders = [sorted_permutation(n, key) for key in (0, 1, 2**63 - 1, 2**63 - 1)]
+    assert all(order.dtype == np.int64 and np.array_equal(np.sort(order), np.arange(n)) for order in orders)
+    assert np.array_equal(orders[2], orders[3])
+    if n == 1000:
+        assert (orders[0] == orders[2]).sum() < 12
+    assert sorted_permutation(5, 42).tolist() == [3, 1, 2, 0, 4]

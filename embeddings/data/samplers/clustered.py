@@ -13,15 +13,8 @@ from numpy.typing import NDArray
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import check_manifest
 from embeddings.common.protocols import BatchNeeds
-from embeddings.common.random import derive_seed
-from embeddings.data.samplers.base import (
-    BatchSampler,
-    KeyedPermutation,
-    Rows,
-    SourceIdentity,
-    first_rows,
-    sorted_permutation,
-)
+from embeddings.common.random import KeyedPermutation, derive_seed, sorted_permutation
+from embeddings.data.samplers.base import BatchSampler, Rows, SourceIdentity, first_rows
 from embeddings.data.samplers.cluster_folder import KIND, ClusterFolder
 from embeddings.data.sources import fill_path
 

@@ -10,18 +10,17 @@ import numpy as np
 
 from embeddings.common.errors import OptionError
 from embeddings.common.protocols import BatchNeeds
-from embeddings.common.random import derive_seed
+from embeddings.common.random import KeyedPermutation, derive_seed
 from embeddings.data.records import NUM_LEVELS
 from embeddings.data.samplers.base import (
     BatchSampler,
-    KeyedPermutation,
+    BlendedBatchSampler,
     LevelRule,
     Rows,
     RunLength,
     SamplerFactory,
     SourceIdentity,
 )
-from embeddings.data.samplers.blended import BlendedBatchSampler
 
 MissingLevel = Literal["refuse", "coarser"]
 LevelOrder = Literal["coarse_to_fine", "cumulative", "reverse", "random", "fixed"]

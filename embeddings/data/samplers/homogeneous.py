@@ -7,16 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from embeddings.common.random import derive_seed
-from embeddings.data.samplers.base import (
-    BatchSampler,
-    KeyedPermutation,
-    Proportions,
-    Rows,
-    SourceIdentity,
-    first_rows,
-    source_parts,
-)
+from embeddings.common.random import KeyedPermutation, derive_seed
+from embeddings.data.samplers.base import BatchSampler, Proportions, Rows, SourceIdentity, first_rows, source_parts
 
 
 class HomogeneousBatchSampler(BatchSampler):

@@ -10,7 +10,7 @@ import pytest
 
 from embeddings.common import OptionError
 from embeddings.data.samplers import BlendedBatchSampler
-from embeddings.data.samplers.blended import Apportionment
+from embeddings.data.samplers.base import Apportionment
 from tests.data.rows import rows_of
 
 SIZES = [40, 7, 23, 1]
