@@ -17,6 +17,9 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 quickstart: $(STAMP)
 	$(BIN)/python main.py quickstart
 
+# Processes that are started again and again compile nothing twice.
+export PYTHONDONTWRITEBYTECODE =
+
 # Before anything is imported: the hub library reads it once, earlier than tests/conftest.py runs.
 test test-all test-gpu: export HF_HUB_OFFLINE = 1
 

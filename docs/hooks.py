@@ -33,6 +33,7 @@ import posixpath
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,8 +51,9 @@ ROOT_PAGES |= {"examples.md": "examples/README.md"}
 Row = dict[str, str]
 
 
+@cache
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV file in their order."""
+    """The rows of a CSV file in their order, read once."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 

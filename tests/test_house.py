@@ -6,6 +6,7 @@ import graphlib
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -88,23 +89,27 @@ def names(requirements: str) -> set[str]:
     return {re.split(r"[\[<>=~! ]", line)[0].lower() for line in lines if line and not line.startswith("#")}
 
 
+@cache
+def imports() -> dict[str, set[str]]:
+    """The modules that each file of the library imports, by its path in the package."""
+    package = ROOT / "embeddings"
+    return {
+        str(path.relative_to(package)): set(imported(ast.parse(path.read_text("utf-8"))))
+        for path in package.rglob("*.py")
+    }
+
+
 @pytest.mark.parametrize("library", CONFINED)
 def test_a_library_is_imported_only_where_it_belongs(library):
-    package = ROOT / "embeddings"
-    found = {
-        str(path.relative_to(package))
-        for path in package.rglob("*.py")
-        if library in {name.partition(".")[0] for name in imported(ast.parse(path.read_text("utf-8")))}
-    }
+    found = {path for path, names in imports().items() if library in {name.partition(".")[0] for name in names}}
     places = {place for place in CONFINED[library] if any(name.startswith(place) for name in found)}
     assert places == CONFINED[library]
     assert {name for name in found if not name.startswith(tuple(places))} == set()
 
 
 def test_what_is_imported_is_what_is_required():
-    sources = list((ROOT / "embeddings").rglob("*.py"))
-    assert len(sources) > 100
-    found = {name.partition(".")[0] for path in sources for name in imported(ast.parse(path.read_text("utf-8")))}
+    assert len(imports()) > 100
+    found = {name.partition(".")[0] for names in imports().values() for name in names}
     found -= {*sys.stdlib_module_names, "embeddings", *NOT_REQUIRED}
     distributions = {DISTRIBUTIONS.get(name, name).lower() for name in found}
     config = configparser.ConfigParser()

@@ -58,11 +58,11 @@ class RunRecord(SaveConfigCallback):
         parser: The parser that read the config.
         config: What it read.
         command: The words of the command line.
-        **kwargs: As in Lightning's `SaveConfigCallback`.
     """
 
-    def __init__(self, parser: LightningArgumentParser, config: Any, command: list[str], **kwargs: Any) -> None:
-        super().__init__(parser, config, **kwargs)
+    def __init__(self, parser: LightningArgumentParser, config: Any, command: list[str]) -> None:
+        # Lightning would check the whole config once more to save it.
+        super().__init__(parser, config, save_to_log_dir=False)
         self.command = command
         self.log_dir = Path()
         self._record: dict[str, Any] = {}
@@ -75,7 +75,10 @@ class RunRecord(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Write `run.json` beside `config.yaml`, on rank 0."""
+        """Write `config.yaml` and `run.json`, on rank 0."""
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(self.plain_config, sort_keys=False, allow_unicode=True)
+        write_text(self.log_dir / "config.yaml", text)
         logger, data, path = run_logger(trainer), run_data(trainer), self.log_dir / "run.json"
         is_resumed = logger is not None and logger.resumed is not None and path.is_file()
         previous = json.loads(path.read_bytes()) if is_resumed else {}

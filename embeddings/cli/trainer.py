@@ -29,7 +29,6 @@ from embeddings.cli.resume import (
 )
 from embeddings.common import PreemptedError
 from embeddings.common.arguments import as_config
-from embeddings.common.io import write_text
 from embeddings.common.process import is_first_process, logger, quiet_libraries
 from embeddings.common.protocols import ChecksRun, RunData
 from embeddings.modules.base import BaseModule
@@ -130,14 +129,7 @@ class ScriptRecord(RunRecord):
     """The record of a run that a script makes; `plain_config` is set to what its parts were made with."""
 
     def __init__(self) -> None:
-        super().__init__(LightningArgumentParser(), {}, ["python", *sys.argv], save_to_log_dir=False)
-
-    def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Write `config.yaml`, and `run.json` beside it, on rank 0."""
-        text = yaml.safe_dump(self.plain_config, sort_keys=False, allow_unicode=True)
-        self.log_dir.mkdir(parents=True, exist_ok=True)
-        write_text(self.log_dir / "config.yaml", text)
-        super().save_config(trainer, pl_module, stage)
+        super().__init__(LightningArgumentParser(), {}, ["python", *sys.argv])
 
 
 def choose_folder(trainer: L.Trainer, run: dict[str, Any], found: str | None, batch_size: int | None) -> str | None:

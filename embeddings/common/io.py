@@ -13,6 +13,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -208,8 +209,9 @@ def text_hash(text: str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
+@cache
 def package_versions() -> dict[str, str]:
-    """The versions of Python and of the packages that decide a job's output."""
+    """The versions of Python and of the packages that decide a job's output, looked up once."""
     found = {"python": platform.python_version(), "embeddings": __version__}
     for name in VERSIONED_PACKAGES:
         try:

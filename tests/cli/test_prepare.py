@@ -8,13 +8,14 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from jsonargparse import ArgumentParser
 from lightning import LightningDataModule
 
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
+from embeddings.data import SourceConfig
 from embeddings.data.public import PublicTable
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
-from tests.configs.files import build
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, quiet_trainer
 from tests.data.public.mirror import answer, question, rows_of, write_data_set, write_mirror
 from tests.helpers.refusals import assert_refused
@@ -53,6 +54,16 @@ def prepare(model, hub, tmp_path, monkeypatch):
     return run
 
 
+def build_with_sources(data, sources):
+    """The data module of a config's section, with sources that were parsed before: forty take jsonargparse seconds."""
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    init_args = data["init_args"] | {"sources": data["init_args"]["sources"][:1]}
+    parsed = parser.parse_object({"data": data | {"init_args": init_args}})
+    parsed.data.init_args.sources = sources
+    return parser.instantiate_classes(parsed).data
+
+
 def rows(path):
     return pq.read_table(path).to_pylist()
 
@@ -81,8 +92,9 @@ def test_each_stage_becomes_what_its_data_config_trains_on(config, prepare, monk
     licences = {key.partition("/")[2]: TABLE.place_of(key, None).licence for key in fetched}
     assert {source["name"]: source["licence"] for source in arguments["sources"]} == licences
     arguments |= {"batch_size": 4, "num_workers": 0}
+    module = build_with_sources(data, [SourceConfig(**source) for source in arguments["sources"]])
     seen = Ledger(lambda batch: batch.row_B.tolist(), sentencepiece_tokenizer())
-    quiet_trainer(max_steps=4).fit(seen, build(LightningDataModule, data, "data"))
+    quiet_trainer(max_steps=4).fit(seen, module)
     assert [len(step) for step in seen.rows] == [4] * 4
 
 

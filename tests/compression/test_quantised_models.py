@@ -1,6 +1,7 @@
 """Quantised model directories: what lies in them, who loads them, and what becomes of them."""
 
 import json
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -81,8 +82,7 @@ def test_matrices_are_stored_in_their_type_with_scales(quantise, capsys, name, g
     assert cosines.min() > {"int8": 0.999, "fp8_e4m3": 0.99, "fp8_e5m2": 0.97}[name]
 
 
-@pytest.mark.parametrize("name", FORMAT_OF)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), list(zip(FAMILIES, cycle(FORMAT_OF))))
 def test_transformers_and_sentence_transformers_load_the_same_weights(quantise, family, name):
     pytest.importorskip("compressed_tensors")
     from sentence_transformers import SentenceTransformer
@@ -212,6 +212,7 @@ def test_quantised_models_are_not_compressed_again_and_other_methods_not_read(qu
             load_model(small)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [("--prune", "wanda", "--pattern", "2:4"), ("--quantize", "int8")])
 def test_onnx_graphs_of_a_compressed_model_give_its_states(quantise, options):
     pytest.importorskip("onnxscript")

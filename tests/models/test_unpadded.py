@@ -248,7 +248,8 @@ def test_a_gpu_reads_without_padding_where_its_kernel_can(monkeypatch, dtype, dr
 
 # The compiler looks at things of which torch warns.
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", ["bert", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "gemma3"])
 def test_compiled_layers_read_texts_without_padding_too(name, monkeypatch):
     """With the gradients of plain layers, and no new graph after the second mini-batch."""
     monkeypatch.setattr(layers_module, "_COMPILER", {"backend": "aot_eager"})

@@ -84,7 +84,10 @@ CASES = [
     *table(
         FIT,
         {
-            "an unknown section": (at("", trainr={"max_steps": 3}), "trainr"),
+            "an unknown section": (
+                at("", trainr={"max_steps": 3}),
+                "Subcommand 'fit' does not accept option 'trainr.max_steps'; did you",
+            ),
             "an unknown option of the trainer": (at("trainer", max_stepz=3), "did you mean trainer.max_steps?"),
             "an unknown option of the loss": (at(LOSS, temprature=1), "did you mean temperature?"),
             "an unknown option of a source": (source(instructions="find"), "did you mean instruction?"),

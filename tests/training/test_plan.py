@@ -220,7 +220,9 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["lora", "cde", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "moe"))]
+)
 def test_checkpointed_layers_keep_their_inputs_and_compute_once_more(name: str, tmp_path: Path) -> None:
     setting = Setting(half_products=name == "lora")
     plans, operations, kept = [], [], []

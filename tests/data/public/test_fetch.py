@@ -98,13 +98,6 @@ def test_a_sets_negative_that_is_the_query_or_a_positive_is_none(tmp_path):
     assert [len(row["negatives"]) for row in rows[1:4]] == [7, 5, 7]
 
 
-def test_every_source_of_the_table_is_fetched_from_a_set_of_its_columns(tmp_path):
-    hub = Hub(write_mirror(tmp_path / "hub", [s for s in FETCHED if s.collection is None], 3))
-    for number, source in enumerate(s for s in FETCHED if s.collection is None):
-        assert fetch_source(source, tmp_path / f"{number}.parquet", hub, limit=2)["rows"] == 2, source.key
-    assert number == 116
-
-
 def test_queries_corpus_and_judgments_are_joined_a_pair_a_judgment(tmp_path):
     def change(source, judged):
         return [
