@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
+from glob import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,6 @@ def atomic_path(
         temporary.unlink(missing_ok=True)
 
 
-_LOCK = ".lock"
-
-
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside `target`; on leaving without an error it is flushed to disk and becomes `target`.
@@ -89,7 +87,6 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     try:
         with scratch_folder(target) as folder:
             yield folder
-            (folder / _LOCK).unlink()
             for path in (*folder.iterdir(), folder):
                 fsync_path(path)
             try:
@@ -114,22 +111,26 @@ def scratch_folder(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(target)
     folder = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
-    folder.mkdir()
+    # The lock lies beside the folder: in it, another process could make it anew where it was just taken out.
+    lock_path = folder.with_name(f"{folder.name}.lock")
     try:
-        # The lock is held before it gets its name: a folder without a named lock is left alone by others.
-        with file_lock(folder / f"{_LOCK}.new"):
-            os.rename(folder / f"{_LOCK}.new", folder / _LOCK)
-            yield folder
+        with file_lock(lock_path):
+            try:
+                folder.mkdir()
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        lock_path.unlink(missing_ok=True)
 
 
 def remove_abandoned(target: Path) -> None:
     """Remove the temporary folders beside `target` whose processes were killed."""
-    for lock_path in target.parent.glob(f".{target.name}.*.tmp/{_LOCK}"):
+    for lock_path in target.parent.glob(f".{escape(target.name)}.*.tmp.lock"):
         with suppress(OSError), file_lock(lock_path, wait=False) as is_abandoned:
             if is_abandoned:
-                shutil.rmtree(lock_path.parent, ignore_errors=True)
+                shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
+                lock_path.unlink(missing_ok=True)
 
 
 # What a file system without locks answers; filelock itself replaces a call that is missing (ENOSYS).

@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -45,7 +46,7 @@ def test_a_killed_writer_leaves_no_target_and_the_next_one_tidies_up(tmp_path):
     with Command(["-c", HANGING, str(tmp_path / "target")], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         with atomic_folder(tmp_path / "other"):
-            assert len(os.listdir(tmp_path)) == 2
+            assert len(os.listdir(tmp_path)) == 4
         process.send_signal(signal.SIGKILL)
     assert not (tmp_path / "target").exists()
     assert any(name.startswith(".target.") for name in os.listdir(tmp_path))
@@ -72,3 +73,23 @@ def test_a_scratch_folder_is_one_processs_own_and_gone_afterwards(tmp_path):
         remove_abandoned(tmp_path / "deep" / "target")
         assert (first / "file").exists()
     assert os.listdir(tmp_path / "deep") == []
+
+
+def _write_each(parent, barrier):
+    for index in range(100):
+        barrier.wait()
+        with atomic_folder(parent / str(index)) as folder:
+            (folder / "file").write_text("content")
+
+
+def test_processes_that_write_the_same_folders_at_once_leave_each_others_alone(tmp_path):
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(3, timeout=60)
+    writers = [context.Process(target=_write_each, args=(tmp_path, barrier)) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0, 0]
+    assert sorted(os.listdir(tmp_path), key=int) == [str(index) for index in range(100)]
+    assert all(os.listdir(tmp_path / str(index)) == ["file"] for index in range(100))

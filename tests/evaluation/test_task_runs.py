@@ -183,8 +183,8 @@ def test_vectors_for_several_widths_lie_in_the_output_as_long_as_they_are_needed
     for widths in ([32, 8], [32]):
         next(tmp_path.rglob("pairs.json")).unlink()
         place.mkdir()
-        for name in ("0.npy", ".lock"):
-            (place / name).write_text("half a file")
+        (place / "0.npy").write_text("half a file")
+        place.with_name(f"{place.name}.lock").touch()
         run_tasks(encoder, "m", find_tasks(str(sets / "pairs")), tmp_path, TaskSettings(widths=widths))
         assert not place.exists()
     assert len({*places}) == 2
