@@ -1,8 +1,8 @@
 """Losses that follow a teacher's scores: in-batch similarities by divergence, margins of hard negatives by squares.
 
-Each adds its term to `InfoNCE`. The teacher's scores are inner products of the vectors that the batch carries. These
-are made once by `cluster` or `mine` (`data.sources[].surrogate_vectors`), or in each step by the model that the option
-`teacher` names. Margins also follow the records' own `scores` (made once by `mine --reranker`).
+Each adds its term to `InfoNCE`. The teacher's scores are inner products of vectors that the batch carries, made once by
+`cluster` or `mine` (`data.sources[].surrogate_vectors`), or in each step by the model that `teacher` names. Margins
+also follow the records' own `scores` (made once by `mine --reranker`).
 """
 
 import math
@@ -16,7 +16,7 @@ from embeddings.common import ContrastiveBatch, LossOutput, OptionError
 from embeddings.common.distributed import gather_candidates, gather_rows
 from embeddings.losses.info_nce import InfoNCE
 from embeddings.losses.masks import surrogate_vectors, without_teacher
-from embeddings.losses.tiles import comparable, scores_at_once
+from embeddings.losses.tiles import comparable, row_tiles, scores_at_once
 
 
 class Distillation(InfoNCE):
@@ -25,9 +25,8 @@ class Distillation(InfoNCE):
     Args:
         alpha: Weight of the teacher's term, > 0.
         contrastive_weight: Weight w of InfoNCE, >= 0; 0 learns from the teacher alone.
-        teacher: A model directory or Hub id whose vectors are followed, of any width and tokenizer. The module loads it
-            when a run starts and runs it in each step, without a graph, by its own prompts and lengths. None for the
-            vectors or scores that the data carry.
+        teacher: A model directory or Hub id whose vectors are followed, of any width and tokenizer. It runs in each
+            step, without a graph, by its own prompts and lengths. None for the vectors or scores that the data carry.
         options: What `InfoNCE` takes.
 
     Raises:
@@ -47,11 +46,7 @@ class Distillation(InfoNCE):
         self.alpha, self.contrastive_weight, self.teacher = alpha, contrastive_weight, teacher
 
     def check_teacher(self, has_surrogates: bool, has_scores: bool | None) -> None:
-        """Check that there is one teacher to follow; arguments as in `InfoNCE`.
-
-        Raises:
-            OptionError: If there is none, or data carry what another one made.
-        """
+        """Check that there is exactly one teacher to follow; arguments as in `InfoNCE`."""
         if self.teacher is None:
             super().check_teacher(has_surrogates, has_scores)
         elif has_surrogates or (self.takes_scores and has_scores):
@@ -60,12 +55,7 @@ class Distillation(InfoNCE):
             raise OptionError("model.loss.teacher", self.teacher, rule, "leave one of them out")
 
     def forward(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> LossOutput:
-        """The loss of this rank's queries, (B, D) and (C, D) float as in `InfoNCE`.
-
-        Returns:
-            LossOutput: `loss` () fp32 mean over B; terms of `InfoNCE`, and `contrastive` and `distillation`, the two
-            parts before their weights.
-        """
+        """The loss of this rank's queries, as in `InfoNCE`; terms `contrastive` and `distillation` are its parts."""
         contrastive, terms = super().forward(query_BD, candidate_CD, batch)
         with torch.autocast(query_BD.device.type, enabled=False):
             distillation = self.divergence(query_BD, candidate_CD, batch)
@@ -84,7 +74,7 @@ class SimilarityDistillation(Distillation):
     divergence = mean over B of  sum over c of p_t(c) · (log p_t(c) - log p_s(c)), with p_s = softmax(s(q, c) / t) over
     the candidates that compete for the query, t the temperature of InfoNCE, and p_t = softmax(f(q, c) / t_t) of the
     teacher's cosines f. Candidates that InfoNCE masks are in neither softmax. A query without a teacher's vector adds
-    nothing; a candidate without one competes in neither.
+    nothing; a candidate without one does not compete.
 
     Args:
         teacher_temperature: Temperature t_t of the teacher's scores, > 0. Lower is closer to the teacher's order alone.
@@ -106,7 +96,6 @@ class SimilarityDistillation(Distillation):
         self.teacher_temperature = teacher_temperature
 
     def divergence(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> Tensor:
-        """The mean divergence over this rank's queries."""
         query_BD, candidate_CD = comparable(query_BD, self.similarity), comparable(candidate_CD, self.similarity)
         masking, scale = self._masking(batch), self._scale(query_BD)
         all_CD = gather_candidates(candidate_CD, masking.candidate_counts)
@@ -129,10 +118,8 @@ class SimilarityDistillation(Distillation):
             gap_rC = (log_teacher_rC - log_student_rC).masked_fill(~competes_rC, 0)
             return (log_teacher_rC.exp() * gap_rC).where(is_known_r1, 0).sum()
 
-        size = max(32, scores_at_once(self.tile_size, all_CD.device) // max(1, len(all_CD)))
         total = query_BD.new_zeros(())
-        for start in range(0, len(query_BD), size):
-            rows = slice(start, min(start + size, len(query_BD)))
+        for rows in row_tiles(len(query_BD), len(all_CD), scores_at_once(self.tile_size, all_CD.device)):
             total = total + checkpoint(of_tile, query_BD[rows], all_CD, scale, rows, use_reentrant=False)
         return total / len(query_BD)
 
@@ -142,9 +129,9 @@ class MarginMSE(Distillation):
 
     divergence = mean over B of the mean over the query's hard negatives n of
         ( k·(s(q, d+) - s(q, n)) - (f(q, d+) - f(q, n)) )²,
-    with s the student's similarity, k its scale and f the teacher's score. A query without hard negatives adds nothing.
-    f is the records' `scores` where a source of the run has any, else the cosine of the surrogate's vectors. A text
-    without a score is left out, and so is a query whose positive has none.
+    with s the student's similarity, k its scale and f the teacher's score: the records' `scores` where a source of the
+    run has any, else the cosine of the surrogate's vectors. A query without hard negatives adds nothing; a text without
+    a score is left out, and so is a query whose positive has none.
 
     Args:
         score_scale: Factor k of the student's similarities: 1 for a teacher of cosines; for logits of a cross-encoder
@@ -167,7 +154,6 @@ class MarginMSE(Distillation):
         self.score_scale = score_scale
 
     def divergence(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> Tensor:
-        """The mean squared error of margins over this rank's queries."""
         query_BD, candidate_CD = comparable(query_BD, self.similarity), comparable(candidate_CD, self.similarity)
         owner_C, positive_B = batch.owner_C, batch.positive_index_B
         student_C = self.score_scale * torch.linalg.vecdot(query_BD[owner_C], candidate_CD)
@@ -183,12 +169,9 @@ class MarginMSE(Distillation):
 
 
 def teacher_scores(batch: ContrastiveBatch, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The teacher's score of each candidate with the query it was drawn for, (C,) `dtype`; NaN where there is none.
+    """The teacher's score of each candidate with the query it was drawn for, (C,); NaN where there is none.
 
     It is the batch's own score where the batch has scores, else the cosine of the surrogate's vectors.
-
-    Raises:
-        OptionError: If the batch carries none.
     """
     if batch.teacher_score_C is not None:
         return batch.teacher_score_C.to(dtype)

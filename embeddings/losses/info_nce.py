@@ -32,28 +32,27 @@ class InfoNCE(KeepsArguments, nn.Module):
     """The contrastive loss: each query's positive against its negatives.
 
     loss = mean over B of  -log( exp(s(q, d+)/t) / (exp(s(q, d+)/t) + sum over negatives exp(s(q, d)/t)) ), with s the
-    similarity and t the temperature. Negatives are the hard negatives drawn for the query and, where its source
-    allows them, the candidates of all other queries of all ranks; candidates that may answer the query are masked
-    (see `masks.false_negatives`). Scores are made in tiles of whole rows, each tile giving its share of the gradient
-    before the next one is made, so nothing is computed twice and memory grows with B + C.
+    similarity and t the temperature. Negatives are the query's hard negatives and, where its source allows them, the
+    candidates of all other queries of all ranks. Candidates that may answer the query are masked (see
+    `masks.false_negatives`). Scores are made in tiles of whole rows, and each tile gives its share of the gradient
+    before the next one is made: nothing is computed twice, and memory grows with B + C.
 
     Args:
-        temperature: Softmax temperature, > 0, no unit (scale = 1 / temperature). NV-Embed does not state one; 0.02 is
-            what most recipes of its family use.
-        learnable_temperature: Whether the logarithm of the temperature is a parameter.
+        temperature: Softmax temperature t, > 0. NV-Embed states none; 0.02 is usual in its family.
+        learnable_temperature: Whether log t is a parameter.
         in_batch_negatives: `source` follows each query's source; `on` and `off` force it for all.
         directions: `query_to_document`, or `both` for the mean with documents contrasted against queries.
         gather_across_devices: Whether the candidates of all ranks compete.
         similarity: `cosine` or `dot`.
         tile_size: Scores held at once, at least 32 rows of them; None for 2^21 (8 MB) on a CPU, 2^26 on a GPU.
-        false_negative_filter: Masks candidates that another model scores too high, by vectors that the batch carries;
-            None for no filter. It makes a second product of the size of the scores, and as large a tile.
+        false_negative_filter: Masks candidates that another model scores too high, by vectors in the batch; None for
+            no filter. It needs a second product and tile of the size of the scores.
         mask_same_text: Whether a candidate is masked whose text is the query's or one of its known positives, or that
-            answers a query of the same text. NV-Embed's paper describes no such mask.
+            answers a query of the same text. NV-Embed's paper has no such mask.
         mask_same_class: Whether a candidate is masked that has the query's label in the query's source. Without it
-            in-batch negatives push texts of one class apart, which is why NV-Embed's second stage has none (§3.3).
+            in-batch negatives push texts of one class apart, so NV-Embed's second stage has none (§3.3).
 
-    Precision: scores, softmax and gradients of it in float32 (float64 where the input is), autocast or not.
+    Precision: scores, softmax and their gradients in float32 (float64 where the input is), autocast or not.
     Distributed: see `gather_candidates`: each rank its own queries, gradients cross ranks, no world-size factor.
     Raises:
         OptionError: If the temperature is not > 0, or the tile size not >= 1.
@@ -98,18 +97,14 @@ class InfoNCE(KeepsArguments, nn.Module):
         self.temperature = temperature
 
     def forward(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> LossOutput:
-        """The loss of this rank's queries.
-
-        Args:
-            query_BD: Query embeddings, (B, D) float.
-            candidate_CD: Candidate embeddings, (C, D) float, in the batch's order.
-            batch: What is known of each text.
+        """The loss of this rank's queries, (B, D), against its candidates, (C, D), both float and in the batch's order.
 
         Returns:
-            LossOutput: `loss` () fp32 mean over B; terms `accuracy` (share of queries whose positive scores higher
-            than all that competes; a tie is a miss), `positive_score` (mean similarity of query and positive),
-            `no_negative_fraction` (share of queries that have no negative, whose loss is 0 and accuracy 1) and, where
-            it is learnt, `temperature`.
+            LossOutput: `loss` () fp32 mean over B; terms `accuracy` (share of queries whose positive scores above all
+                that
+            competes; a tie is a miss), `positive_score` (mean similarity of query and positive), `no_negative_fraction`
+                (share
+            of queries without a negative: loss 0, accuracy 1) and a learnt `temperature`.
         """
         found = self.at_widths(query_BD, candidate_CD, batch, (query_BD.shape[1],))
         return LossOutput(found.loss_W[0], self._terms(found, 0))
@@ -135,15 +130,14 @@ class InfoNCE(KeepsArguments, nn.Module):
             raise without_teacher()
 
     def check_width(self, embedding_dim: int) -> None:
-        """Check that the loss suits vectors of a model; this one suits any."""
+        """Check that the loss suits vectors of this width; InfoNCE suits any."""
 
     def at_widths(
         self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch, widths: Sequence[int]
     ) -> WidthScores:
-        """The loss at W widths from 1 to D: vectors are truncated to their first dimensions before they are compared.
+        """The loss at W widths: vectors are cut to their first dimensions before they are compared.
 
-        The other arguments are those of `forward`. The texts' keys are gathered once, and a tile's masks are made once
-        for all widths.
+        Keys are gathered once, and a tile's masks are made once for all widths.
 
         Distributed: one gather of candidates a width, of that width.
         """
@@ -167,7 +161,6 @@ class InfoNCE(KeepsArguments, nn.Module):
             return scores._replace(loss_W=(scores.loss_W + documents.loss_W) / 2)
 
     def _terms(self, scores: WidthScores, index: int) -> dict[str, Tensor]:
-        """What is logged of one of the widths, and of the temperature."""
         terms = {"accuracy": scores.accuracy_W[index], "positive_score": scores.positive_score_W[index]}
         terms["no_negative_fraction"] = scores.alone_W[index]
         if self.log_temperature is not None:
@@ -182,7 +175,6 @@ class InfoNCE(KeepsArguments, nn.Module):
         return torch.exp(-self.log_temperature.to(like.dtype))
 
     def _masking(self, batch: ContrastiveBatch) -> "_Masking":
-        """What the masks compare, gathered over the ranks where candidates are."""
         gather = self.gather_across_devices and self.in_batch_negatives != "off"
         device = batch.in_batch_B.device
         query_counts = gather_counts(len(batch), device) if gather else [len(batch)]
@@ -204,7 +196,7 @@ class InfoNCE(KeepsArguments, nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Surrogate:
-    """The filter and the vectors of this rank's queries, its candidates, and the candidates of all ranks."""
+    """The filter, and the vectors of this rank's queries, of its candidates, and of all ranks' candidates."""
 
     rule: SurrogateFilter
     query: SurrogateQueries
@@ -214,7 +206,7 @@ class _Surrogate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Masking:
-    """What the masks of a batch compare; counts are those of each rank."""
+    """What the masks of a batch compare; counts are by rank."""
 
     query_counts: list[int]
     candidate_counts: list[int]
@@ -225,7 +217,7 @@ class _Masking:
     surrogate: _Surrogate | None
 
     def exclude_candidates_(self, score_rC: Tensor, rows: slice) -> None:
-        """Set the scores of candidates that may answer these queries to -inf."""
+        """Set the scores of candidates that may answer these queries to minus infinity."""
         query, positive_index_r = self.query[rows], self.positive_index_B[rows]
         exclude_candidates_(score_rC, query, self.candidate, positive_index_r)
         if self.surrogate is not None:
@@ -240,7 +232,6 @@ class _Masking:
         all_surrogates = None if surrogate is None else surrogate.query.gathered(self.query_counts)
 
         def exclude_(score_rQ: Tensor, rows: slice) -> None:
-            """Set the scores of queries that these positives may answer to -inf."""
             exclude_queries_(score_rQ, positive[rows], all_queries, own_index_B[rows])
             if surrogate is not None and all_surrogates is not None:
                 vector_rS = surrogate.own_candidate_CS[batch.positive_index_B[rows]]
@@ -255,11 +246,10 @@ class _Masking:
 class MatryoshkaInfoNCE(InfoNCE):
     """The weighted mean of InfoNCE over widths: vectors truncated to their first m dimensions work as vectors too.
 
-    loss = sum over m of  w_m · InfoNCE(q[:m], d[:m]) / sum over m of w_m. The cosine normalises the truncated vectors
-    again. Keys are gathered, and masks made, once for all widths.
+    loss = sum over m of  w_m · InfoNCE(q[:m], d[:m]) / sum over m of w_m. The cosine normalises truncated vectors.
 
     Args:
-        widths: Widths m, each from 1 to that of the vectors, none twice. The widest must be the model's: dimensions
+        widths: Widths m, all different, from 1 to that of the vectors. The widest must be the model's: dimensions
             beyond it would not be trained.
         weights: Weight w_m of each width, > 0; None for equal ones.
         options: What `InfoNCE` takes.
@@ -292,11 +282,7 @@ class MatryoshkaInfoNCE(InfoNCE):
         self.weights = tuple(weight / sum(weights) for weight in weights)
 
     def check_width(self, embedding_dim: int) -> None:
-        """Check that the widest width is that of a model's vectors.
-
-        Raises:
-            OptionError: If it is larger, or leaves a part of them untrained.
-        """
+        """Check that the widest width is that of the model's vectors."""
         self._check_fits(embedding_dim)
         if max(self.widths) < embedding_dim:
             rule = f"leave the last of the model's {embedding_dim} dimensions untrained"
@@ -304,14 +290,11 @@ class MatryoshkaInfoNCE(InfoNCE):
             raise OptionError("widths", list(self.widths), rule, fix)
 
     def forward(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> LossOutput:
-        """The loss of this rank's queries, (B, D) and (C, D) float as in `InfoNCE`.
+        """The loss of this rank's queries, as in `InfoNCE`.
 
         Returns:
             LossOutput: `loss` () fp32 mean over B and the widths; terms `loss_m` and `accuracy_m` for each width m, and
             `InfoNCE`'s at the widest.
-
-        Raises:
-            OptionError: If a width is larger than D.
         """
         self._check_fits(query_BD.shape[1])
         scores = self.at_widths(query_BD, candidate_CD, batch, self.widths)
@@ -324,7 +307,6 @@ class MatryoshkaInfoNCE(InfoNCE):
             return LossOutput(scores.loss_W @ moved(weight_W, scores.loss_W.device), terms)
 
     def _check_fits(self, embedding_dim: int) -> None:
-        """Check that vectors are as wide as the widest width."""
         if max(self.widths) > embedding_dim:
             rule = f"must not exceed the {embedding_dim} dimensions of a vector"
             raise OptionError("widths", list(self.widths), rule, f"start from {embedding_dim}")

@@ -16,8 +16,7 @@ class LoadBalancing:
     """How much the routing's losses weigh, and how they are scaled.
 
     Args:
-        coefficient: Weight of the load-balancing loss, alpha. The paper: 1 in pre-training; its released fine-tuning
-            config: 0.
+        coefficient: Weight alpha of the load-balancing loss. The paper: 1 in pre-training; released for fine-tuning: 0.
         normalization: Which of the published scales it has (see `load_balancing_loss`).
         z_coefficient: Weight of the router's z-loss. The paper has none; ST-MoE uses 0.001.
 
@@ -42,7 +41,7 @@ class LoadBalancing:
 def load_balancing_loss(
     count_YX: Tensor, probability_YX: Tensor, top_k: int, normalization: Normalization = "balanced"
 ) -> Tensor:
-    """How unevenly experts are loaded: smallest where all are alike. A coefficient comes on top.
+    """How unevenly experts are loaded, () float32: smallest where all are alike, zero without a token.
 
     With c the tokens given to an expert, P the sum of its router probabilities, over T tokens, K experts a token and
     Y layers of X experts:
@@ -60,9 +59,6 @@ def load_balancing_loss(
         top_k: Experts a token, K.
         normalization: Which of the three.
 
-    Returns:
-        The loss, () float32. Without a token it is zero.
-
     Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, Eq. 1, whose printed form is `paper`. `balanced` is that of
         megablocks, which the released model was trained with: only there does a coefficient of 1 mean 1. `transformers`
         is the library's Mixtral loss, which takes the means over layers before the product. Differs: released code adds
@@ -79,14 +75,11 @@ def load_balancing_loss(
 
 
 def router_z_loss(squared_logsumexp_Y: Tensor, num_tokens: Tensor) -> Tensor:
-    """The mean over tokens and layers of logsumexp(router logits)^2, which keeps the logits from growing.
+    """The mean over tokens and layers of logsumexp(router logits)^2, () float32, which keeps the logits from growing.
 
     Args:
         squared_logsumexp_Y: Sums over tokens, (Y,) float32.
         num_tokens: Tokens that each layer routed, T, ().
-
-    Returns:
-        The loss, () float32.
 
     Source: Zoph 2022 (ST-MoE), arXiv:2202.08906, Eq. 5.
     """

@@ -28,7 +28,7 @@ class QueryKeys:
     Attributes:
         index_Q: Number of the query over all ranks, (Q,) int64.
         hash_Q: Hash of its text, (Q,) int64.
-        class_Q: Its source and label in one number, negative where it has no label, (Q,) int64.
+        class_Q: Its source and label in one number, negative without a label, (Q,) int64.
         in_batch_Q: Whether candidates of other queries may be its negatives, (Q,) bool.
         known_positive_hash_QP: Hashes of all its known positives, (Q, P) int64.
     """
@@ -49,7 +49,6 @@ class QueryKeys:
         return cls(index_B, hash_B, class_B, batch.in_batch_B, known_BP)
 
     def __getitem__(self, rows: slice | Tensor) -> "QueryKeys":
-        """The keys of some queries."""
         return QueryKeys(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
     def gathered(self, counts: list[int]) -> "QueryKeys":
@@ -72,7 +71,7 @@ class CandidateKeys:
     Attributes:
         owner_C: Number over all ranks of the query it was drawn for, (C,) int64.
         hash_C: Hash of its text, (C,) int64.
-        class_C: Its source and label in one number, negative where it has no label, (C,) int64.
+        class_C: Its source and label in one number, negative without a label, (C,) int64.
         answers_C: Hash of the text of the query whose positive it is; a hard negative's own hash, (C,) int64.
     """
 
@@ -85,7 +84,7 @@ class CandidateKeys:
     def of(
         cls, batch: ContrastiveBatch, index_B: Tensor, by_text: bool = True, by_class: bool = True
     ) -> "CandidateKeys":
-        """The keys of this rank's candidates, its queries numbered `index_B`; texts and classes where they count."""
+        """The keys of this rank's candidates, as in `QueryKeys.of`."""
         hash_C = batch.candidate_hash_C
         answers_C = hash_C.index_copy(0, batch.positive_index_B, batch.query_hash_B)
         if not by_text:
@@ -94,7 +93,6 @@ class CandidateKeys:
         return cls(index_B[batch.owner_C], hash_C, class_C, answers_C)
 
     def __getitem__(self, rows: slice | Tensor) -> "CandidateKeys":
-        """The keys of some candidates."""
         return CandidateKeys(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
     def gathered(self, counts: list[int]) -> "CandidateKeys":
@@ -110,18 +108,11 @@ def query_index(batch: ContrastiveBatch, counts: list[int], rank: int) -> Tensor
 
 
 def false_negatives(query: QueryKeys, candidate: CandidateKeys) -> Tensor:
-    """Candidates that may answer a query, so that calling them negatives would teach the opposite.
+    """Candidates that may answer a query, so that calling them negatives would teach the opposite, (Q, C) bool.
 
-    A candidate is a false negative of a query if its text is one of the query's known positives, if its text is the
-    query's own, if it is the positive of a query with the same text, or if both have the same label in the same source.
-    The query's own positive is one by this rule: the caller restores it.
-
-    Args:
-        query: Keys of Q queries.
-        candidate: Keys of C candidates.
-
-    Returns:
-        is_false_QC: (Q, C) bool.
+    A candidate is a false negative if its text is the query's or one of the query's known positives, if it is the
+    positive of a query with the same text, or if both have the same label in the same source. The query's own positive
+    is one by this rule: the caller restores it.
     """
     is_false_QC = candidate.hash_C == query.hash_Q[:, None]
     is_false_QC |= candidate.answers_C == query.hash_Q[:, None]
@@ -140,8 +131,8 @@ def is_negative_mask(query: QueryKeys, candidate: CandidateKeys, positive_index_
         positive_index_Q: Row of each query's positive among the candidates, (Q,) int64.
 
     Returns:
-        is_negative_QC: (Q, C) bool. The query's own positive is no negative, nor is any false one; a query whose
-        source allows no in-batch negatives has only candidates drawn for itself.
+        is_negative_QC: (Q, C) bool. Neither the own positive nor a false negative is one; a query whose source allows
+        no in-batch negatives has only candidates drawn for itself.
     """
     is_negative_QC = ~false_negatives(query, candidate)
     is_negative_QC &= query.in_batch_Q[:, None] | (candidate.owner_C == query.index_Q[:, None])
@@ -149,79 +140,65 @@ def is_negative_mask(query: QueryKeys, candidate: CandidateKeys, positive_index_
 
 
 def exclude_candidates_(score_QC: Tensor, query: QueryKeys, candidate: CandidateKeys, positive_index_Q: Tensor) -> None:
-    """Set to minus infinity, in place, the score of every candidate that is neither negative nor the own positive.
+    """Set to minus infinity the scores (Q, C) of candidates that are neither negative nor the own positive, in place.
 
-    Equal to filling where `is_negative_mask` is False, but on a CPU only candidates that share a key with one of these
-    queries are compared with them, a handful of C; a label that all texts share costs the full comparison. A device
-    compares all, at a byte or two a score: it would have to be asked which they are.
-
-    Args:
-        score_QC: A tile of scores, (Q, C) float.
-        query: Keys of the tile's queries.
-        candidate: Keys of all candidates.
-        positive_index_Q: Row of each query's positive among the candidates, (Q,) int64.
+    Equal to filling where `is_negative_mask` is False. On a CPU only the few candidates that share a key with one of
+    these queries are compared with them; a label that all texts share costs the full comparison. A device compares all,
+    at a byte or two a score: asking it which they are would make the host wait.
     """
-    if queues_work(score_QC.device):
-        is_false_QC = false_negatives(query, candidate)
-        is_foreign_QC = candidate.owner_C != query.index_Q[:, None]
-        _fill_whole_(score_QC, positive_index_Q, is_false_QC, ~query.in_batch_Q, is_foreign_QC)
-        return
-    keys = torch.cat([query.hash_Q, query.known_positive_hash_QP.flatten()])
-    is_suspect_C = torch.isin(candidate.hash_C, keys) | torch.isin(candidate.answers_C, query.hash_Q)
-    is_suspect_C |= torch.isin(candidate.class_C, query.class_Q)
-    suspect_S = is_suspect_C.nonzero().squeeze(1)
-    is_false_QS = false_negatives(query, candidate[suspect_S])
-    barred_Q = (~query.in_batch_Q).nonzero().squeeze(1)
-    is_foreign_QC = candidate.owner_C != query.index_Q[barred_Q, None]
-    _fill_(score_QC, positive_index_Q, suspect_S, is_false_QS, barred_Q, is_foreign_QC)
+    suspect_S = None
+    if not queues_work(score_QC.device):
+        keys = torch.cat([query.hash_Q, query.known_positive_hash_QP.flatten()])
+        is_suspect_C = torch.isin(candidate.hash_C, keys) | torch.isin(candidate.answers_C, query.hash_Q)
+        is_suspect_C |= torch.isin(candidate.class_C, query.class_Q)
+        suspect_S = is_suspect_C.nonzero().squeeze(1)
+    is_false_QS = false_negatives(query, candidate if suspect_S is None else candidate[suspect_S])
+    _fill_(score_QC, positive_index_Q, suspect_S, is_false_QS, ~query.in_batch_Q, query.index_Q, candidate.owner_C)
 
 
 def exclude_queries_(score_CQ: Tensor, candidate: CandidateKeys, query: QueryKeys, own_index_C: Tensor) -> None:
-    """The same for documents that are contrasted with queries: the second of the two directions.
+    """The same for documents contrasted with queries, scores (C, Q); `own_index_C` is each document's own query.
 
     A query that a document may answer is no negative of it. A document has no negatives at all where the source of its
     own query allows no in-batch negatives.
-
-    Args:
-        score_CQ: A tile of scores, (C, Q) float.
-        candidate: Keys of the tile's documents, each its owner's positive.
-        query: Keys of all queries.
-        own_index_C: Row of each document's own query among the queries, (C,) int64.
     """
+    suspect_S = None
+    if not queues_work(score_CQ.device):
+        is_suspect_Q = torch.isin(query.hash_Q, torch.cat([candidate.hash_C, candidate.answers_C]))
+        is_suspect_Q |= torch.isin(query.known_positive_hash_QP, candidate.hash_C).any(1)
+        is_suspect_Q |= torch.isin(query.class_Q, candidate.class_C)
+        suspect_S = is_suspect_Q.nonzero().squeeze(1)
+    is_false_CS = false_negatives(query if suspect_S is None else query[suspect_S], candidate).T
     is_barred_C = ~query.in_batch_Q[own_index_C]
-    if queues_work(score_CQ.device):
-        is_foreign_CQ = query.index_Q != candidate.owner_C[:, None]
-        _fill_whole_(score_CQ, own_index_C, false_negatives(query, candidate).T, is_barred_C, is_foreign_CQ)
-        return
-    is_suspect_Q = torch.isin(query.hash_Q, torch.cat([candidate.hash_C, candidate.answers_C]))
-    is_suspect_Q |= torch.isin(query.known_positive_hash_QP, candidate.hash_C).any(1)
-    is_suspect_Q |= torch.isin(query.class_Q, candidate.class_C)
-    suspect_S = is_suspect_Q.nonzero().squeeze(1)
-    is_false_CS = false_negatives(query[suspect_S], candidate).T
-    barred_C = is_barred_C.nonzero().squeeze(1)
-    is_foreign_CQ = query.index_Q != candidate.owner_C[barred_C, None]
-    _fill_(score_CQ, own_index_C, suspect_S, is_false_CS, barred_C, is_foreign_CQ)
+    _fill_(score_CQ, own_index_C, suspect_S, is_false_CS, is_barred_C, candidate.owner_C, query.index_Q)
 
 
 def _fill_(
-    score_RC: Tensor, own_R: Tensor, suspect_S: Tensor, is_false_RS: Tensor, barred_R: Tensor, is_foreign_RC: Tensor
+    score_RC: Tensor,
+    own_R: Tensor,
+    suspect_S: Tensor | None,
+    is_false_RS: Tensor,
+    is_barred_R: Tensor,
+    query_R: Tensor,
+    query_C: Tensor,
 ) -> None:
-    """Fill false columns of all rows, and foreign ones of barred rows; each row's own column keeps its score."""
+    """Fill false columns of all rows, and columns of other queries in barred rows; each row's own keeps its score.
+
+    Without `suspect_S` the false columns are of all C, and no size follows from a value.
+    """
+    if suspect_S is None:
+        is_excluded_RC = is_false_RS | (is_barred_R[:, None] & (query_C != query_R[:, None]))
+        score_RC.masked_fill_(is_excluded_RC.scatter_(1, own_R[:, None], False), -torch.inf)
+        return
     own_score_R1 = score_RC.gather(1, own_R[:, None])
     if suspect_S.numel():
         score_RS = score_RC[:, suspect_S].masked_fill_(is_false_RS, -torch.inf)
         score_RC.index_copy_(1, suspect_S, score_RS)
+    barred_R = is_barred_R.nonzero().squeeze(1)
     if barred_R.numel():
+        is_foreign_RC = query_C != query_R[barred_R, None]
         score_RC[barred_R] = score_RC[barred_R].masked_fill_(is_foreign_RC, -torch.inf)
     score_RC.scatter_(1, own_R[:, None], own_score_R1)
-
-
-def _fill_whole_(
-    score_RC: Tensor, own_R: Tensor, is_false_RC: Tensor, is_barred_R: Tensor, is_foreign_RC: Tensor
-) -> None:
-    """The same from whole masks, of sizes that are known without asking for a value."""
-    is_excluded_RC = is_false_RC | (is_barred_R[:, None] & is_foreign_RC)
-    score_RC.masked_fill_(is_excluded_RC.scatter_(1, own_R[:, None], False), -torch.inf)
 
 
 def _class(source_N: Tensor, label_N: Tensor, no_key: int, compared: bool) -> Tensor:
@@ -233,21 +210,20 @@ class SurrogateFilter:
     """Which candidates a surrogate's scores take out of a query's negatives.
 
     With f the cosine of the surrogate's vectors, candidate d' is no negative of query q with the positive d if
-    f(q, d') >= f(q, d) + margin or f(q, d') >= threshold. Hard negatives of any query are candidates like all others
-    (but see `spare_own_negatives`). A text without a vector is never taken out, and where the own positive has none,
-    the margin takes nothing out.
+    f(q, d') >= f(q, d) + margin or f(q, d') >= threshold. Hard negatives are candidates like all others (but see
+    `spare_own_negatives`). A text without a vector is never taken out; where the own positive has none, the margin
+    takes nothing out.
 
     Args:
-        margin: The boundary term of the paper, relative to the own positive's score, no unit; None for no such rule.
-            The released code uses 0.
+        margin: The paper's boundary term, relative to the own positive's score; None for no such rule. Released: 0.
         threshold: Absolute score, -1 to 1; None for no such rule.
-        spare_own_negatives: Whether the hard negatives drawn for a query stay its negatives, as released, where its
-            source allows in-batch negatives.
+        spare_own_negatives: Whether a query keeps its own hard negatives, as released, where its source allows in-batch
+            negatives.
 
     Raises:
         OptionError: If there is no rule at all, or a bound that is no cosine's.
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.1, Eq. 4, which takes any document of the batch out, hard
-        negatives too; threshold and the sparing of the query's own hard negatives as released.
+        negatives too; threshold and the sparing of own hard negatives as released.
     """
 
     margin: float | None = 0.0
@@ -266,31 +242,20 @@ class SurrogateFilter:
 
 
 class SurrogateQueries(NamedTuple):
-    """What the filter compares of each query.
-
-    Attributes:
-        vector_QS: Its unit vector, (Q, S) float32; NaN where it has none.
-        own_score_Q: Its cosine with its own positive, (Q,) float32.
-    """
+    """The unit vectors of queries, (Q, S) float32 or NaN, and their cosines with their own positives, (Q,)."""
 
     vector_QS: Tensor
     own_score_Q: Tensor
 
     def rows(self, rows: slice) -> "SurrogateQueries":
-        """Some of the queries."""
         return SurrogateQueries(self.vector_QS[rows], self.own_score_Q[rows])
 
     def gathered(self, counts: list[int]) -> "SurrogateQueries":
-        """The queries of all ranks."""
         return SurrogateQueries(gather_rows(self.vector_QS, counts), gather_rows(self.own_score_Q, counts))
 
 
 def surrogate_vectors(batch: ContrastiveBatch) -> tuple[SurrogateQueries, Tensor]:
-    """The surrogate's vectors of this rank's queries, and of its candidates, (C, S) float32 of unit length.
-
-    Raises:
-        OptionError: If the batch has none, so that the filter could not take effect.
-    """
+    """The surrogate's vectors of this rank's queries, and of its candidates, (C, S) float32 of unit length."""
     if batch.surrogate_query_BS is None or batch.surrogate_candidate_CS is None:
         raise without_surrogates()
     query_BS = F.normalize(batch.surrogate_query_BS.float(), dim=-1)
@@ -316,19 +281,10 @@ def without_teacher() -> OptionError:
 def surrogate_false_negatives(
     rule: SurrogateFilter, query: QueryKeys, candidate: CandidateKeys, surrogate: SurrogateQueries, candidate_CS: Tensor
 ) -> Tensor:
-    """Candidates that the surrogate's scores take out of each query's negatives.
+    """Candidates that the surrogate's scores take out of each query's negatives, (Q, C) bool.
 
-    The own positive is one of them by this rule where the margin is 0: the caller restores it.
-
-    Args:
-        rule: The bounds.
-        query: Keys of Q queries.
-        candidate: Keys of C candidates.
-        surrogate: The queries' vectors and own scores.
-        candidate_CS: The candidates' unit vectors, (C, S) float32, NaN where there is none.
-
-    Returns:
-        is_false_QC: (Q, C) bool.
+    `candidate_CS` are the candidates' unit vectors, NaN where there is none. Where the margin is 0 the own positive is
+    one of them by this rule: the caller restores it.
 
     Precision: scores in float32; one within 1e-6 of a bound counts as having reached it, so that two copies of one
         vector are equal.

@@ -17,22 +17,18 @@ Head = Callable[[Tensor], Tensor]
 def token_cross_entropy(
     state_PH: Tensor, label_P: Tensor, head: Head, tile_positions: int, num_targets: float | None = None
 ) -> LossOutput:
-    """The mean cross-entropy of P tokens, each predicted from one state.
+    """The mean cross-entropy of P tokens, each predicted from one state, with the terms `perplexity` and `accuracy`.
 
-    The states were gathered before the head, so logits exist for them alone; and only for one tile of them at a time:
-    where there are several, each tile's logits are computed again in the backward pass.
+    Logits exist for these states alone, one tile of them at a time. Where there are several tiles, the backward pass
+    computes their logits again. With P = 0 the loss is zero, with a zero gradient for every weight.
 
     Args:
-        state_PH: The state that predicts each token, (P, H) float. P may be 0: the loss is then zero, with a zero
-            gradient for every weight.
+        state_PH: The state that predicts each token, (P, H) float.
         label_P: The tokens, (P,) int64.
         head: States, (p, H), to logits over the vocabulary, (p, V); without random choices.
         tile_positions: Maximum states whose logits exist at once, >= 1.
         num_targets: What the sum is divided by: the mean number of targets over the ranks, so that the average of
             the ranks' gradients is that of all targets together; None for P.
-
-    Returns:
-        `loss`, () float32; `terms`: `perplexity` (exp of this rank's own mean) and `accuracy`.
 
     Precision: softmax and sums in float32 (float64 where the logits are), whatever the head's dtype.
     """
@@ -67,7 +63,7 @@ _UNSEEN = 0.01
 
 
 class WordPrediction(nn.Module):
-    """The cross entropy between a text's distinct tokens, each weighted alike, and a softmax over the vocabulary.
+    """The cross-entropy between a text's distinct tokens, each weighted alike, and a softmax over the vocabulary.
 
     The logit of token v is 3 sqrt(W) cos(text's vector, v's row of a fixed table) + log(texts so far that had v), W
     being the text's distinct tokens: no vector has a higher cosine than 1 / sqrt(W) with all of W orthogonal rows.
@@ -97,7 +93,7 @@ class WordPrediction(nn.Module):
         self.register_buffer("count_V", torch.zeros(len(table_VH)))
 
     def forward(self, vector_NH: Tensor, tokens: TokenBatch) -> Tensor:
-        """The mean cross entropy, (), over the texts that have a target; their words are counted first.
+        """The mean cross-entropy, (), over the texts that have a target; their words are counted first.
 
         Args:
             vector_NH: A vector for each text, (N, H) float.
@@ -131,14 +127,13 @@ class WordPrediction(nn.Module):
             return loss_N.sum() / has_target_N.sum().clamp(min=1)
 
     def _count(self, word_W: Tensor) -> None:
-        """Count the words of the ranks' texts, each once a text."""
+        """Count the words of all ranks' texts, each once a text."""
         new_V = _counted(word_W, len(self.count_V)).to(self.count_V.dtype)
         if is_distributed():
             torch.distributed.all_reduce(new_V)
         self.count_V += new_V
 
     def _log_sum(self, scaled_nH: Tensor, prior_V: Tensor) -> Tensor:
-        """The logarithm of the sum of all words' exponentials, (n,)."""
         logit_nV = scaled_nH @ self.table_VH.T.to(scaled_nH.dtype) + prior_V
         return logit_nV.logsumexp(dim=1)
 

@@ -24,16 +24,11 @@ def working_dtype(vector_ND: Tensor) -> torch.dtype:
 
 
 def comparable(vector_ND: Tensor, similarity: Similarity = "cosine") -> Tensor:
-    """Vectors whose inner products are the similarities: of unit norm for the cosine, as they are for the dot product.
+    """Vectors (N, D) whose inner products are the similarities: of unit norm for the cosine, as they are for `dot`.
 
-    Args:
-        vector_ND: Embeddings, (N, D) float. A zero vector stays zero: its cosine with anything is 0.
-        similarity: Which similarity.
+    A zero vector stays zero: its cosine with anything is 0. For the gradient only the result and the norms are kept.
 
-    Returns:
-        Vectors, (N, D) float32 (float64 where the input is); for the gradient only they and their norms are kept.
-
-    Precision: norms in float32 whatever the input dtype, autocast or not.
+    Precision: float32 (float64 where the input is), autocast or not.
     """
     vector_ND = vector_ND.to(working_dtype(vector_ND))
     if similarity == "dot":
@@ -43,19 +38,17 @@ def comparable(vector_ND: Tensor, similarity: Similarity = "cosine") -> Tensor:
 
 
 def similarity_matrix(query_BD: Tensor, candidate_CD: Tensor, similarity: Similarity = "cosine") -> Tensor:
-    """The similarity of every query with every candidate, whole.
-
-    For small sets (evaluation, tests); the losses go in tiles.
+    """The similarity of every query with every candidate, whole: for small sets (evaluation, tests).
 
     Args:
         query_BD: (B, D) float.
         candidate_CD: (C, D) float.
-        similarity: Which similarity.
+        similarity: `cosine` or `dot`.
 
     Returns:
         score_BC: (B, C) float32 (float64 where the input is).
 
-    Precision: the products in float32 whatever the input dtype, autocast or not.
+    Precision: products in float32 whatever the input dtype, autocast or not.
     """
     with torch.autocast(query_BD.device.type, enabled=False):
         return comparable(query_BD, similarity) @ comparable(candidate_CD, similarity).T
@@ -66,7 +59,6 @@ class _UnitNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, vector_ND: Tensor) -> Tensor:
-        """The unit vectors, (N, D)."""
         norm_N1 = torch.linalg.vector_norm(vector_ND, dim=-1, keepdim=True)
         inverse_N1 = torch.where(norm_N1 > 1e-12, 1 / norm_N1, 0)
         unit_ND = vector_ND * inverse_N1
@@ -83,7 +75,7 @@ class _UnitNorm(torch.autograd.Function):
 
 
 def scores_at_once(tile_size: int | None, device: torch.device | str) -> int:
-    """Scores that a tile holds on a device: as many as asked for or, where that is None, 2^21 on a CPU and 2^26."""
+    """Scores that a tile holds on a device, where `tile_size` asks for none: 2^21 on a CPU, 2^26 elsewhere."""
     if tile_size is not None:
         return tile_size
     return _TILE_SIZE_OF_DEVICE if queues_work(device) else _TILE_SIZE_OF_HOST
@@ -100,20 +92,20 @@ def tiled_cross_entropy(
     """The mean cross-entropy of scaled inner products, made in tiles of whole rows.
 
     loss = mean over R of  -log softmax(scale * row @ column^T)[target]. The loss is one number, so a tile's gradient is
-    known up to a factor as soon as its softmax is: each tile adds its share before it is dropped, in three matrix
-    products, as many as the dense path.
+    known up to a factor as soon as its softmax is. Each tile adds its share before it is dropped, in three matrix
+    products, as many as the dense path needs.
 
     Args:
         row_RD: (R, D) float32 or float64.
         column_CD: (C, D), same dtype.
         scale: Factor of all products, (), same dtype; may need a gradient.
         target_R: Column of each row's right answer, (R,) int64.
-        exclude_: Sets scores of a tile to minus infinity in place, never a right answer's; None excludes nothing.
+        exclude_: Sets scores of a tile to minus infinity in place, never a right answer's.
         tile_size: Scores held at once, at least 32 rows of them; None for as many as suit the device.
 
     Returns:
-        The loss (), and without a gradient the share of rows whose right answer scores above all others () and the
-        mean unscaled score of right answers ().
+        The loss (); without a gradient the share of rows whose right answer scores above all others (), and the mean
+        unscaled score of right answers ().
 
     Precision: the dtype of the inputs; call it outside autocast.
     """
@@ -122,13 +114,13 @@ def tiled_cross_entropy(
 
 
 class WidthScores(NamedTuple):
-    """What `tiled_cross_entropy` returns, for W widths of the same texts.
+    """What `tiled_cross_entropies` returns for W widths; only the loss has a gradient.
 
     Attributes:
         loss_W: Mean cross-entropies, (W,).
-        accuracy_W: Shares of rows whose right answer scores above all others, (W,), without a gradient.
-        positive_score_W: Mean unscaled scores of right answers, (W,), without a gradient.
-        alone_W: Shares of rows whose right answer is the only one that competes, (W,), without a gradient.
+        accuracy_W: Shares of rows whose right answer scores above all others, (W,).
+        positive_score_W: Mean unscaled scores of right answers, (W,).
+        alone_W: Shares of rows whose right answer is the only one that competes, (W,).
     """
 
     loss_W: Tensor
@@ -145,10 +137,10 @@ def tiled_cross_entropies(
     exclude_: ExcludeInPlace | None = None,
     tile_size: int | None = None,
 ) -> WidthScores:
-    """`tiled_cross_entropy` of the same texts at several widths, which share targets and exclusions.
+    """`tiled_cross_entropy` of the same texts at W widths, which share targets and exclusions.
 
     One tile of one width is in memory at a time. Exclusions are computed at the first width, and kept for the others at
-    one byte a score. Arguments are those of `tiled_cross_entropy`, with vectors for each of W widths.
+    one byte a score.
     """
     vectors = [*row_WRD, *column_WCD]
     if not torch.is_grad_enabled():
@@ -168,7 +160,7 @@ class _Width:
         self.loss, self.num_right, self.target_score, self.num_alone = (row_RD.new_zeros(()) for _ in range(4))
 
     def add_tile(self, rows: slice, scale: Tensor, target_r1: Tensor, exclude_: Callable[[Tensor], None]) -> None:
-        """Compute the scores of some rows, and add their losses and gradients."""
+        """Add the losses and gradients of some rows."""
         row_rD = self.row_RD[rows] * scale
         weight_rC = row_rD @ self.column_CD.T
         exclude_(weight_rC)
@@ -191,7 +183,7 @@ class _Width:
             self.column_gradient_CD.addmm_(weight_rC.T, row_rD / total_r1)
 
     def scale_gradient(self, num_rows: int) -> Tensor:
-        """The gradient of the scale, (), before `finish`."""
+        """The gradient of the scale, (); call it before `finish`."""
         assert self.row_gradient_RD is not None
         # d(scale * x)/d(scale) summed over all scores is the gradient of the unscaled rows met with the rows.
         gradient: Tensor = torch.linalg.vecdot(self.row_RD, self.row_gradient_RD).sum() / num_rows
@@ -210,14 +202,14 @@ class _TiledCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, scale: Tensor, target_R: Tensor, exclude_: ExcludeInPlace | None, tile_size: int, *vectors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Losses and what goes with them; the gradients too, tile by tile, while the scores are at hand."""
+        """Losses, and the gradients too, tile by tile, while the scores are at hand."""
         num_rows, num_widths = max(1, len(target_R)), len(vectors) // 2
         wants_scale, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         widths = [
             _Width(vectors[w], vectors[num_widths + w], wants[w] or wants_scale, wants[num_widths + w])
             for w in range(num_widths)
         ]
-        for rows in _tiles(len(target_R), len(vectors[-1]), tile_size):
+        for rows in row_tiles(len(target_R), len(vectors[-1]), tile_size):
             exclude_in_tile_ = _excluding(exclude_, rows, keep=num_widths > 1)
             for width in widths:
                 width.add_tile(rows, scale, target_R[rows, None], exclude_in_tile_)
@@ -235,7 +227,6 @@ class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor_W: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the forward pass times the factor of each width's loss."""
         of_scale_W, *gradients = ctx.saved_tensors
         # GradCache and a plain backward pass 1: on a CPU the gradients are then handed on without a second copy. Asking
         # a device for the factor would cost more than the copy.
@@ -247,7 +238,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
         return (None if of_scale_W is None else of_scale_W @ factor_W, None, None, None, *scaled)
 
 
-def _tiles(num_rows: int, num_columns: int, tile_size: int) -> Iterator[slice]:
+def row_tiles(num_rows: int, num_columns: int, tile_size: int) -> Iterator[slice]:
+    """Slices of whole rows, each of about `tile_size` scores and at least 32 rows."""
     height = max(_MIN_TILE_ROWS, tile_size // max(1, num_columns))
     return (slice(start, start + height) for start in range(0, num_rows, height))
 
@@ -257,7 +249,6 @@ def _excluding(exclude_: ExcludeInPlace | None, rows: slice, keep: bool) -> Call
     kept: list[Tensor] = []
 
     def apply_(score_rC: Tensor) -> None:
-        """Set the scores of the tile that do not compete to minus infinity."""
         if kept:
             score_rC.masked_fill_(kept[0], -torch.inf)
         elif exclude_ is not None:

@@ -64,15 +64,13 @@ _WEIGHTS = ("state_dict", "current_model_state")
 class BaseModule(KeepsArguments, L.LightningModule):
     """What all trained modules share: optimiser, schedule, seeds of a step, checks of a run, checkpoints.
 
-    Optimisation is Lightning's automatic one over the trainable parameters.
-
     Determinism: every random choice of a step (dropout) follows from (seed, epoch, batch, rank), so a resumed run
     draws what the uninterrupted run would have drawn.
 
     Args:
-        optimizer: Makes the optimiser from parameter groups.
+        optimizer: Makes the optimiser from groups of the trainable parameters.
         schedule: Learning-rate schedule in optimiser steps.
-        seed: Seed of the step's random choices, None for the run's (`seed_everything`).
+        seed: Seed of the step's random choices; None for `seed_everything`'s.
     """
 
     def __init__(self, optimizer: OptimizerFactory, schedule: Schedule, seed: int | None) -> None:
@@ -82,6 +80,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
         self._optimizer: OptimizerFactory = lambda groups: optimizer(groups)
         self._schedule = schedule
         self._seed = run_seed(seed)
+        # The base whose weights a checkpoint leaves out, beside LoRA.
         self.frozen_base: FrozenBase | None = None
         self._found_rate: float | None = None
 
@@ -163,12 +162,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
         torch.manual_seed(derive_seed(self._seed, "step", self.current_epoch, batch_idx, self.global_rank))
 
     def check_loss(self, loss: Tensor) -> None:
-        """Stop all ranks before an update where the loss of any rank is NaN or infinite.
-
-        Distributed: one all-reduce of a number.
-        Raises:
-            NumericError: If a loss is NaN or infinite.
-        """
+        """Stop all ranks before an update where the loss of any is NaN or infinite, by one all-reduce."""
         is_finite = bool(torch.isfinite(loss))
         if reduce_int(int(is_finite), "min", loss.device):
             return
@@ -176,13 +170,11 @@ class BaseModule(KeepsArguments, L.LightningModule):
         raise NumericError(f"{whose} at step {self.global_step}: no update was made")
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Stop before an update by a gradient that is NaN or infinite; the gradient is the same on all ranks.
+        """Stop before an update by a gradient that is NaN or infinite (`NumericError`); all ranks have the same
+        gradient.
 
         Loss scaling of float16 finds such gradients itself and skips the update. Under ZeRO gradients are not averaged
         yet here, so its engine's step checks them.
-
-        Raises:
-            NumericError: If a gradient is NaN or infinite.
         """
         if self._loss_scaler() is not None or training_strategy(self.trainer.strategy).checks_gradients:
             return
@@ -209,10 +201,10 @@ class BaseModule(KeepsArguments, L.LightningModule):
         left_out = self.frozen_names()
         # What bitsandbytes keeps beside a weight in 4 bits has longer names.
         below = tuple(f"{name}." for name in left_out)
-        for key in _WEIGHTS if left_out else ():
-            if key in checkpoint:
-                kept = {name: value for name, value in checkpoint[key].items() if name not in left_out}
-                checkpoint[key] = {name: value for name, value in kept.items() if not name.startswith(below)}
+        for key in _WEIGHTS:
+            if left_out and key in checkpoint:
+                weights = checkpoint[key].items()
+                checkpoint[key] = {n: value for n, value in weights if n not in left_out and not n.startswith(below)}
         if self.frozen_base is not None and self.trainer.is_global_zero:
             checkpoint["frozen_base"] = self.frozen_base.to_dict()
         num_batches, data = batches_since_step(self.trainer), self.trainer.datamodule  # type: ignore[attr-defined]
@@ -220,18 +212,13 @@ class BaseModule(KeepsArguments, L.LightningModule):
             rewind(checkpoint, type(data).__qualname__, num_batches)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the frozen base's weights, which this module has from its files, to those of a checkpoint.
-
-        Raises:
-            InputError: If the checkpoint was trained on another base.
-        """
+        """Add the frozen base's weights, which this module has from its files; another base is an `InputError`."""
         saved = checkpoint.get("frozen_base")
-        if saved is None or self.frozen_base is None:
-            return
-        self.frozen_base.check(saved)
-        state, names = self.state_dict(), self.frozen_names()
-        own = {name: state[name] for name in names}
-        checkpoint |= {key: own | checkpoint[key] for key in _WEIGHTS if key in checkpoint}
+        if saved is not None and self.frozen_base is not None:
+            self.frozen_base.check(saved)
+            state = self.state_dict()
+            own = {name: state[name] for name in self.frozen_names()}
+            checkpoint |= {key: own | checkpoint[key] for key in _WEIGHTS if key in checkpoint}
 
     def frozen_names(self) -> set[str]:
         """The weights that a checkpoint leaves out, since the files of the frozen base hold them."""
@@ -247,14 +234,14 @@ class BaseModule(KeepsArguments, L.LightningModule):
         weights_only: bool | None = None,
         **arguments: Any,
     ) -> Self:
-        """The module of a checkpoint with its weights.
+        """The module of a checkpoint with its weights, as Lightning's; reading a checkpoint never runs code.
 
         Args:
             checkpoint_path: A file that `fit` wrote.
             map_location: The device, None for the CPU.
             hparams_file: Refused: a checkpoint has its configuration inside.
             strict: Whether the checkpoint must have exactly the module's weights; None for yes.
-            weights_only: Without effect: reading a checkpoint never runs code.
+            weights_only: Without effect.
             arguments: All arguments of the module; none for the configuration inside the checkpoint.
 
         Raises:
@@ -292,8 +279,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
         keeps_copy = training_strategy(strategy).keeps_float32_weights and precision != "32-true"
         if half and not keeps_copy and not precision.endswith("16-true"):
             rule = "loses most updates of weights that are trained in it"
-            fix = "set float32 with trainer.precision bf16-mixed, or add lora"
-            fix = f"{fix}; bf16-true trains in bfloat16 all the same"
+            fix = "set float32 with trainer.precision bf16-mixed, or add lora; bf16-true trains in it all the same"
             raise OptionError("model.backbone.dtype", half.pop(), rule, fix)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, BaseFinetuning):
@@ -388,9 +374,8 @@ class ContrastiveModule(BaseModule):
         """Check loss, lengths, optimiser and schedule against the trainer and the data, and that teachers can be had.
 
         Raises:
-            OptionError: If the loss does not fit the dimensions of the vectors, what it filters by or follows (vectors
-                or scores of another model) is not there, a text is longer than the backbone has positions, the
-                schedule does not fit the run, or a teacher does not fit.
+            OptionError: If the loss does not fit the vectors, the data lack what it filters by or follows, a text is
+                longer than the backbone has positions, the schedule does not fit the run, or a teacher does not fit.
             InputError: If the optimiser refuses its options, or a teacher cannot be had.
         """
         has_surrogates, has_scores = (False, False) if data is None else (data.has_surrogates, data.has_scores)
@@ -407,13 +392,12 @@ class ContrastiveModule(BaseModule):
             self.vector_teacher = VectorTeacher(self.loss.teacher)
 
     def sharded_parts(self) -> Sequence[tuple[nn.Module, Sequence[str]]]:
-        """The embedder."""
         return [(self.embedder, self.embedder.entries)]
 
     def setup(self, stage: str) -> None:
         """Take the text settings from the data module, so that a saved model encodes as trained; open ones stay.
 
-        Every rank has its teachers from here on; Lightning checks a run on the first rank of a machine only.
+        Every rank has its teachers from here on: Lightning checks a run on the first rank of a machine only.
         """
         if stage == "fit":
             self.load_teachers()
@@ -469,12 +453,10 @@ class ContrastiveModule(BaseModule):
             optimizer.zero_grad()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the text settings beside the weights."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["text_settings"] = self.embedder.text.to_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the text settings."""
         super().on_load_checkpoint(checkpoint)
         if "text_settings" in checkpoint:
             self.embedder.text = TextSettings.from_dict(checkpoint["text_settings"])
@@ -503,7 +485,7 @@ def build_embedder(
     Args:
         backbone, pooling, lora, initial_model, normalize, seed: The method's options.
         usual_pooling: What the method's paper uses, for the error about an impossible pooling.
-        change: Changes the loaded backbone before adapters are added, such as upcycling; None for no change.
+        change: Changes the loaded backbone before adapters are added, such as upcycling.
 
     Raises:
         UserError: If the pooling is impossible, or differs from that of `initial_model`, or no layer can be compiled.
@@ -517,7 +499,10 @@ def build_embedder(
         # The parts, since an embedder would already hook the backbone for a pooling by attention.
         found = None if initial_model is None else read_model_directory(resolve_model(initial_model), model, tokenizer)
         hidden_size = model.config.hidden_size if found is None else found.pooling.hidden_size
-        made = _make_pooling(pooling, hidden_size, usual_pooling)
+        try:
+            made = pooling(hidden_size)
+        except ValueError as error:
+            raise UserError(f"model.{error}; {usual_pooling}") from error
         if found is not None:
             _check_pooling(found.pooling, made, source.name)
             made, parts = found.pooling, {name: getattr(found, name) for name in ("norm", "head", "text")}
@@ -530,13 +515,6 @@ def build_embedder(
     if backbone.compile:
         compile_layers(embedder.backbone)
     return embedder
-
-
-def _make_pooling(pooling: PoolingFactory, hidden_size: int, usual: str) -> Pooling:
-    try:
-        return pooling(hidden_size)
-    except ValueError as error:
-        raise UserError(f"model.{error}; {usual}") from error
 
 
 def _check_pooling(found: Pooling, asked: Pooling, initial_model: str) -> None:

@@ -125,9 +125,9 @@ class CDEModule(ContrastiveModule):
     step's context and with that of the step before. One warning where the spread falls below 0.05.
 
     Determinism: a step's context follows from (seed, epoch, batch, rank), with GradCache or without.
-    Distributed: each rank's context is its own documents, as released. Candidates that are gathered from other ranks
-        were embedded beside another context, which a model can learn to tell (§10.3), so a loss for several ranks
-        does well with `gather_across_devices: false`, as the paper did (§1).
+    Distributed: each rank's context is its own documents, as released. Candidates gathered from other ranks were
+        embedded beside another context, which a model can learn to tell (§10.3), so a loss for several ranks does well
+        with `gather_across_devices: false`, as the paper did (§1).
 
     Args:
         backbone: The second stage's encoder. The paper starts both stages from NomicBERT.
@@ -140,8 +140,7 @@ class CDEModule(ContrastiveModule):
         initial_model: A model directory to start from, such as the unsupervised phase's; it replaces the weights of
             both stages, and must have the architecture that `context` asks for.
         normalize: Whether vectors have unit norm. The loss takes cosines either way.
-        seed: Seed of random initial weights, of dropout, and of each step's context; None for the run's
-            (`seed_everything`).
+        seed: Seed of random initial weights, of dropout, and of each step's context; None for `seed_everything`'s.
 
     Attributes:
         read_batch: The batch of the last training step with its context; in steps of word prediction its texts as the
@@ -173,23 +172,32 @@ class CDEModule(ContrastiveModule):
         normalize: bool = True,
         seed: int | None = None,
     ) -> None:
+        first_stage = first_stage_backbone or backbone
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(run_seed(seed))
             if initial_model is None:
-                first, (second, tokenizer) = load_backbone(first_stage_backbone or backbone)[0], load_backbone(backbone)
-                options: dict[str, Any] = {"num_context": context.num_context, "normalize": normalize}
-                options |= {name: getattr(context, name) for name in ("num_soft_prompts", "residual_projection")}
-                options["context_dropout"] = context.dropout_fraction
-                embedder = ContextualEmbedder(first, second, tokenizer, **options)
+                first, (second, tokenizer) = load_backbone(first_stage)[0], load_backbone(backbone)
+                embedder = ContextualEmbedder(
+                    first,
+                    second,
+                    tokenizer,
+                    num_context=context.num_context,
+                    num_soft_prompts=context.num_soft_prompts,
+                    residual_projection=context.residual_projection,
+                    context_dropout=context.dropout_fraction,
+                    normalize=normalize,
+                )
             else:
                 embedder = ContextualEmbedder.from_config(replace(backbone, name=initial_model, revision=None))
                 _check_architecture(embedder, context, initial_model)
-        _check_max_length(embedder, context.max_length)
-        embedder.unpad(backbone.unpadded_mode, (first_stage_backbone or backbone).unpadded_mode)
-        if backbone.compile:
-            compile_layers(embedder.backbone)
-        if (first_stage_backbone or backbone).compile:
-            compile_layers(embedder.first_stage.backbone)
+        limit = embedder.longest_context_document
+        if limit is not None and context.max_length is not None and context.max_length > limit:
+            rule = f"must be <= {limit}, the positions that the first stage has"
+            raise OptionError("model.context.max_length", context.max_length, rule, "lower it")
+        embedder.unpad(backbone.unpadded_mode, first_stage.unpadded_mode)
+        for config, model in ((backbone, embedder.backbone), (first_stage, embedder.first_stage.backbone)):
+            if config.compile:
+                compile_layers(model)
         embedder.slots.dropout_fraction = context.dropout_fraction
         embedder.first_stage.max_length = context.max_length
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)
@@ -210,7 +218,6 @@ class CDEModule(ContrastiveModule):
 
     @property
     def trains_context(self) -> bool:
-        """Whether the current step trains the first stage."""
         return self._phase != "frozen"
 
     def parts_of_own_rate(self) -> Mapping[str, nn.Module]:
@@ -257,7 +264,6 @@ class CDEModule(ContrastiveModule):
         return LossOutput(loss, {"word_loss": loss.detach()})
 
     def training_step(self, batch: ContrastiveBatch, batch_idx: int) -> Tensor:
-        """The loss of one batch with its own documents as context, or of predicting its texts' words."""
         self._phase = self.first_stage_training.phase(self.global_step)
         if self._phase == "words":
             query, candidate = self._documents(batch.query), self._documents(batch.candidate)
@@ -344,11 +350,7 @@ class CDEModule(ContrastiveModule):
 
 
 def context_spread(context_MH: Tensor) -> Tensor:
-    """One minus the mean cosine between two different vectors, () float32: 0 where all directions are equal.
-
-    Args:
-        context_MH: At least two vectors, (M, H).
-    """
+    """One minus the mean cosine between two different vectors of (M, H), () float32: 0 where all directions agree."""
     unit_MH = F.normalize(context_MH.float(), dim=-1)
     num_vectors = len(unit_MH)
     # |sum of unit vectors|^2 counts each pair twice and each vector with itself.
@@ -357,15 +359,12 @@ def context_spread(context_MH: Tensor) -> Tensor:
 
 
 def _check_architecture(embedder: ContextualEmbedder, context: ContextSettings, initial_model: str) -> None:
-    found = {"num_context": embedder.num_context, "num_soft_prompts": embedder.soft_prompt.num_soft_prompts}
-    for name, value in {**found, "residual_projection": embedder.residual is not None}.items():
+    found = {
+        "num_context": embedder.num_context,
+        "num_soft_prompts": embedder.soft_prompt.num_soft_prompts,
+        "residual_projection": embedder.residual is not None,
+    }
+    for name, value in found.items():
         if (asked := getattr(context, name)) != value:
             rule = f"must be what {initial_model} was trained with: {value}"
             raise OptionError(f"model.context.{name}", asked, rule, "repeat that value")
-
-
-def _check_max_length(embedder: ContextualEmbedder, max_length: int | None) -> None:
-    limit = embedder.longest_context_document
-    if limit is not None and max_length is not None and max_length > limit:
-        rule = f"must be <= {limit}, the positions that the first stage has"
-        raise OptionError("model.context.max_length", max_length, rule, "lower it")

@@ -16,11 +16,7 @@ ALLOWED_CLASSES = ("embeddings.", "torch.optim.")
 def configured_module(
     content: Mapping[str, Any], source: str, explain: Callable[[str], str] = str
 ) -> L.LightningModule:
-    """The module that the configuration inside a checkpoint makes, without its weights; `explain` shortens a message.
-
-    Raises:
-        InputError: If there is no configuration, it does not make a module, or it names a class that is not allowed.
-    """
+    """The module that the configuration inside a checkpoint makes, without its weights; `explain` shortens errors."""
     config = content.get("run_config")
     if not isinstance(config, dict) or "model" not in config:
         raise InputError(source, "holds no run_config", "give one that `fit` wrote, or the module's arguments")
@@ -39,11 +35,7 @@ def configured_module(
 
 
 def set_weights(module: L.LightningModule, content: dict[str, Any], source: str, strict: bool = True) -> None:
-    """Give a module the weights of a checkpoint, those of a frozen base from its files.
-
-    Raises:
-        InputError: If they do not fit the module, or its base has other weights.
-    """
+    """Give a module the weights of a checkpoint, those of a frozen base from its files."""
     try:
         module.on_load_checkpoint(content)
         module.load_state_dict(content["state_dict"], strict=strict)

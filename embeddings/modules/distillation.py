@@ -71,34 +71,21 @@ class LayerDistillation:
 
 
 class WidthMaps(nn.Module):
-    """One linear map for each of the student's states that follow the teacher's.
-
-    Args:
-        number: How many.
-        width, teacher_width: From which width to which.
-    """
+    """One linear map for each of the student's states (T, H) that follow the teacher's."""
 
     def __init__(self, number: int, width: int, teacher_width: int) -> None:
         super().__init__()
         self.maps = nn.ModuleList(nn.Linear(width, teacher_width) for _ in range(number))
 
     def forward(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """The states (T, H) in the teacher's width, in their order."""
         return [change(state) for change, state in zip(self.maps, states, strict=True)]
 
 
 class LayerTeacher:
-    """A frozen teacher beside a student. It is no part of the module that trains: neither saved, sharded nor copied.
+    """A frozen teacher beside a student; it loads itself where none is given.
 
-    Args:
-        settings: How it is followed.
-        student: The model that trains.
-        teacher: The frozen model; None loads it.
-
-    Raises:
-        OptionError: If teacher and student do not fit: another tokenizer, another width without a map, a layer that one
-            of them does not have.
-        InputError: If the teacher cannot be had.
+    It is no part of the module that trains: neither saved, sharded nor copied. An `OptionError` tells that teacher and
+    student do not fit: another tokenizer, another width without a map, a layer that one of them does not have.
     """
 
     def __init__(self, settings: LayerDistillation, student: Embedder, teacher: Embedder | None = None) -> None:
@@ -164,19 +151,10 @@ class VectorTeacher:
     """A frozen teacher that gives a loss the vectors of each batch (`Distillation.teacher`).
 
     Like `LayerTeacher` it is no part of the module that trains. It reads the texts by its own tokenizer, prompts and
-    lengths, as `encode` does without options, so its vectors are those that `surrogate_vectors` would hold.
-
-    Args:
-        name: A model directory or Hub id. A contextual model reads no context.
-        teacher: The frozen model; None loads it.
-
-    Attributes:
-        tokens: Tokenises texts for it, in the data workers.
+    lengths, as `encode` does without options, so its vectors are those that `surrogate_vectors` would hold; `tokens`
+    tokenises them in the data workers. A contextual model reads no context.
 
     Precision: its weights as stored, under autocast where the run is; vectors in float32 at least.
-    Raises:
-        InputError: If the teacher cannot be had.
-        OptionError: If its tokenizer cannot be used.
     """
 
     def __init__(self, name: str, teacher: Embedder | None = None) -> None:
@@ -188,11 +166,7 @@ class VectorTeacher:
         return self
 
     def taught(self, batch: ContrastiveBatch) -> ContrastiveBatch:
-        """The batch with the teacher's vectors of its queries, (B, S), and candidates, (C, S).
-
-        Raises:
-            OptionError: If the batch does not have its texts as the teacher reads them.
-        """
+        """The batch with the teacher's vectors of its queries, (B, S), and candidates, (C, S)."""
         if batch.teacher_query is None or batch.teacher_candidate is None:
             rule = "needs batches that have their texts in its tokens too"
             raise OptionError("model.loss.teacher", self.name, rule, "train with an EmbeddingDataModule")
@@ -226,11 +200,7 @@ def distillation_loss(query: dict[str, Tensor], candidate: dict[str, Tensor]) ->
 
 
 def layer_pairs(depth: int, teacher_depth: int, asked: Sequence[tuple[int, int]] | None) -> list[tuple[int, int]]:
-    """Which layer of the student follows which of the teacher, both from 1; the last ones follow by their output.
-
-    Raises:
-        OptionError: If one of them has no such layer.
-    """
+    """Which layer of the student follows which of the teacher, both from 1; the last ones follow by their output."""
     if asked is None:
         followed = spread_layers(depth, teacher_depth)
         return [(own, other + 1) for own, other in enumerate(followed[:-1], start=1)]

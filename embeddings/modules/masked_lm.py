@@ -37,7 +37,6 @@ from embeddings.training.optim import Schedule
 class MaskedLMModule(BaseModule):
     """Trains an encoder or a decoder to predict tokens of plain texts, which `TextDataModule` packs into rows.
 
-    Uses:
     - `mntp` on a decoder without its causal mask, with LoRA: LLM2Vec's first step. The exported directory, with the
       matrices merged, is the `backbone` that MGH starts from; new matrices are added there.
     - `mlm` on an encoder, all weights: what adapts XLM-R to other positions and texts before *MoE* training.
@@ -54,8 +53,7 @@ class MaskedLMModule(BaseModule):
             otherwise a row is one text, as in the published recipes. It needs sdpa or eager attention.
         optimizer: Makes the optimiser. LLM2Vec: AdamW with a learning rate of 5e-5 and no weight decay.
         schedule: Learning-rate schedule in optimiser steps.
-        seed: Seed of random initial weights, of the choice of hidden tokens, and of dropout, None for the run's
-            (`seed_everything`).
+        seed: Seed of initial weights, of the choice of hidden tokens, and of dropout; None for `seed_everything`'s.
 
     Metrics: `train/` and `val/` `loss` (mean cross-entropy in nats over the predicted tokens), `perplexity`,
         `accuracy`. Hidden tokens of a validation row are the same in every epoch.
@@ -114,12 +112,7 @@ class MaskedLMModule(BaseModule):
         return self.language_model.tokenizer
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Check the length of the rows, the optimiser and the schedule.
-
-        Raises:
-            OptionError: If the rows are longer than the model's positions, or the schedule does not fit the run.
-            InputError: If the optimiser refuses its options.
-        """
+        """Check the length of the rows, the optimiser and the schedule."""
         if data is not None and data.row_length is not None:
             self._check_row_length(data.row_length)
         super().check_run(trainer, module, data)
@@ -147,11 +140,9 @@ class MaskedLMModule(BaseModule):
         return token_cross_entropy(state_PH, batch.label_P, self.language_model.head, self._tile_positions, num_targets)
 
     def on_validation_epoch_start(self) -> None:
-        """Reset the sums."""
         self._sums = [0.0, 0.0, 0.0]
 
     def validation_step(self, batch: Prediction, batch_idx: int) -> None:
-        """Add a batch's losses and correct predictions."""
         output = self.score(batch)
         means = (float(output.loss), float(output.terms["accuracy"]), 1.0)
         self._sums = [total + mean * len(batch) for total, mean in zip(self._sums, means, strict=True)]
@@ -204,7 +195,6 @@ def _source(
 
 
 def _mask_id(tokenizer: PreTrainedTokenizerBase, masking: Masking) -> int:
-    """The id of the mask token."""
     name = masking.mask_token if masking.mask_token is not None else tokenizer.mask_token
     if name is None:
         rule = "must be set: the tokenizer has no mask token"

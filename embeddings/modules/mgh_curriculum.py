@@ -30,7 +30,7 @@ class MGHCurriculumModule(ContrastiveModule):
         initial_model: A model directory to start from; it replaces the weights of `backbone` and `pooling`, whose LoRA
             has been merged, and fresh LoRA matrices are added.
         normalize: Whether vectors have unit norm. The loss takes cosines either way.
-        seed: Seed of random initial weights and of dropout, None for the run's (`seed_everything`).
+        seed: Seed of random initial weights and of dropout; None for `seed_everything`'s.
 
     Raises:
         OptionError: If the backbone is causal where the pooling needs to see both ways.

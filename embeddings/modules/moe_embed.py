@@ -30,10 +30,10 @@ from embeddings.training.optim import Schedule
 class MoEEmbedModule(ContrastiveModule):
     """A rotary encoder with experts in some of its MLPs, trained with InfoNCE; its dense twin is trained by it too.
 
-    The load-balancing loss is of the full global batch. What it is made of, tokens and sums of probabilities of each
-    expert, are sums over mini-batches (`Representations.statistics`) and over ranks, so its value and gradient are the
-    plain full batch's under GradCache, gradient checkpointing and any number of ranks. Published code adds a loss for
-    each mini-batch, which multiplies the coefficient by their number.
+    The load-balancing loss is of the full global batch. It is made of sums over mini-batches
+    (`Representations.statistics`) and over ranks, of tokens and probabilities of each expert, so its value and gradient
+    are the plain full batch's under GradCache, gradient checkpointing and any number of ranks. Published code adds a
+    loss for each mini-batch, which multiplies the coefficient by their number.
 
     Args:
         backbone: Which model: a dense rotary encoder (`convert` makes one of XLM-R, `MaskedLMModule` adapts
@@ -52,7 +52,7 @@ class MoEEmbedModule(ContrastiveModule):
         initial_model: A model directory to start from, such as pre-training's; it replaces the weights of `backbone`
             and `pooling`.
         normalize: Whether vectors have unit norm. The loss takes cosines either way.
-        seed: Seed of random initial weights and of dropout, None for the run's (`seed_everything`).
+        seed: Seed of random initial weights and of dropout; None for `seed_everything`'s.
 
     Metrics: `train/contrastive`, `train/load_balancing` and, where it has a weight, `train/router_z`: the loss's parts
         before their coefficients. `routing` holds the last step's sums, for callbacks.
@@ -104,11 +104,7 @@ class MoEEmbedModule(ContrastiveModule):
     def loss_from_representations(
         self, query: Representations, candidate: Representations, batch: ContrastiveBatch
     ) -> LossOutput:
-        """InfoNCE, and the routing's losses over all tokens of queries and candidates of all ranks.
-
-        Raises:
-            NumericError: If the probabilities of a layer's router are not finite.
-        """
+        """InfoNCE, and the routing's losses over all tokens of queries and candidates of all ranks."""
         output = super().loss_from_representations(query, candidate, batch)
         settings = self.load_balancing
         if settings is None:

@@ -41,7 +41,7 @@ class NVEmbedModule(ContrastiveModule):
         initial_model: A model directory to start from, such as stage 1's; it replaces the weights of `backbone`
             and `pooling`, whose LoRA has been merged, and fresh LoRA matrices are added.
         normalize: Whether vectors have unit norm. The loss takes cosines either way.
-        seed: Seed of random initial weights and of dropout, None for the run's (`seed_everything`).
+        seed: Seed of random initial weights and of dropout; None for `seed_everything`'s.
         distillation: A teacher whose states the model learns too (Appendix A), or None. It is loaded when a run starts,
             runs beside the student without a graph, twice a step under GradCache, and lies whole on every rank.
 
@@ -82,12 +82,7 @@ class NVEmbedModule(ContrastiveModule):
                 self.width_maps = WidthMaps(number, embedder.hidden_size, distillation.teacher_width)
 
     def load_teachers(self) -> None:
-        """Load the teachers of vectors and of states, once.
-
-        Raises:
-            OptionError: If teacher and student do not fit.
-            InputError: If a teacher cannot be had.
-        """
+        """Load the teachers of vectors and of states, once."""
         super().load_teachers()
         if self.distillation is not None and self.teacher is None:
             self.teacher = LayerTeacher(self.distillation, self.embedder)

@@ -7,8 +7,8 @@
 3. Embed each mini-batch again, from its random state and with a graph, and pass its share of that gradient backwards.
 
 `plan_stages` cuts a batch into mini-batches, `RandomState` replays dropout, `attach_gradient` hands a mini-batch its
-gradient, and `plain_step` is what all of this equals. Which graphs of the first pass are kept, and need no second
-forward, is decided by `GraphBudget` in `training.graphs`.
+gradient, and `plain_step` is what all of this equals. `GraphBudget` in `training.graphs` decides which graphs of the
+first pass are kept, and need no second forward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -101,7 +101,6 @@ def extend_plan(plan: list[MiniBatch], count: int, batch: ContrastiveBatch) -> l
 
 
 def tower_tokens(batch: ContrastiveBatch, tower: int) -> TokenBatch:
-    """The texts of a tower."""
     tokens = (batch.query, batch.candidate, batch.context)[tower]
     assert tokens is not None
     return tokens
@@ -115,7 +114,6 @@ def lengths_read(batch: ContrastiveBatch, tower: int) -> Tensor:
 
 
 def has_context(batch: ContrastiveBatch) -> bool:
-    """Whether a step over the batch has a context stage."""
     return batch.context is not None and len(batch.context) > 0
 
 
@@ -137,7 +135,6 @@ class RandomState:
 
     @classmethod
     def capture(cls, device: torch.device) -> "RandomState":
-        """The states now; the device may be the CPU."""
         device_state = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         return cls(device, torch.get_rng_state(), device_state)
 
@@ -180,16 +177,10 @@ def _contextual(step: ContrastiveStep) -> ContextualStep:
 def attach_gradient(
     value: Tensor, outputs: Sequence[Tensor], gradients: Sequence[Tensor], untouched: Sequence[Tensor] = ()
 ) -> Tensor:
-    """A scalar with a given value, and with given gradients with respect to given tensors.
+    """A scalar of the given value whose backward hands each of `outputs` its gradient: GradCache's surrogate loss.
 
-    This is GradCache's surrogate loss. No sum of products is computed, so nothing can overflow in half precision, and a
-    loss scale multiplies the gradients in float32 before they take the outputs' dtype.
-
-    Args:
-        value: Its value, ().
-        outputs: Tensors with a graph behind them, or leaves.
-        gradients: For each output its gradient, of its shape.
-        untouched: Leaves that its backward reaches with a gradient of zero, without using memory.
+    No sum of products is computed, so nothing can overflow in half precision, and a loss scale multiplies the gradients
+    in float32 before they take the outputs' dtype. Leaves in `untouched` are reached with a zero that uses no memory.
     """
     attached: Tensor = _AttachGradient.apply(  # type: ignore[no-untyped-call]
         value.detach(), len(outputs), *gradients, *outputs, *untouched
@@ -236,8 +227,8 @@ class GradCache:
         equal_mini_batches: Whether all ranks run the same number of mini-batches and keep the same number of graphs,
             as strategies need that gather parameters in each forward (FSDP, ZeRO-3).
 
-    Precision: representations keep their dtype, and so do their gradients; the context's gradient is summed over
-        mini-batches in float32 or better. The backward runs outside autocast.
+    Precision: representations and their gradients keep their dtype; the context's gradient is summed over mini-batches
+        in float32 or better. The backward runs outside autocast.
     Distributed: one gradient synchronisation a step, by the last backward, which is the first stage's. A parameter
         that only earlier mini-batches, a later stage or the loss reached takes part in it. Each rank has its own
         context; only candidates cross ranks, in the loss.
@@ -300,26 +291,23 @@ class GradCache:
     ) -> LossOutput:
         """Run everything but the last backward, which the caller runs.
 
-        The returned loss has the value of the full batch and the graph of the last mini-batch. A caller whose framework
-        runs one backward a step (Lightning's automatic optimisation) returns it like a plain loss. Where gradients are
-        disabled it is the loss without a graph.
+        The returned loss has the value of the full batch and the graph of the last mini-batch, so a caller whose
+        framework runs one backward a step (Lightning) returns it like a plain loss. Where gradients are disabled it has
+        no graph.
 
         Args:
             step: The method.
             batch: The batch.
             backward: Runs a backward from a scalar, without a factor of its own; it is called outside autocast for
                 each mini-batch but the last.
-            no_sync: Makes a context in which backwards do not synchronise gradients. Give it where the step's forward
-                goes through the wrapper that synchronises (DDP, FSDP); forwards and early backwards run inside it, and
-                the last mini-batch is recomputed outside. Encoders of two stages must share one wrapper. None where
-                the wrapper is around the caller.
+            no_sync: Makes a context in which backwards do not synchronise gradients, for a step whose forward goes
+                through the wrapper that synchronises (DDP, FSDP): forwards and early backwards run inside it, and the
+                last mini-batch is recomputed outside. Encoders of two stages must share one wrapper. None where the
+                wrapper is around the caller.
             scale: Factor of the early backwards' gradients. The caller's own backward of the returned loss must apply
                 the same (Lightning divides by the number of accumulated batches; an fp16 scaler multiplies).
             syncs_each: Whether every backward averages the gradients of its own leaves over the ranks (FSDP2, ZeRO).
                 Otherwise the last one does so for all, and each parameter of the step takes part in it (DDP).
-
-        Returns:
-            LossOutput: `loss` () with the last graph behind it; `terms` detached.
         """
         passes = _TwoPasses(self, step, batch, keeps_last=no_sync is None, syncs_each=syncs_each)
         # Sharded weights are gathered for one layer at a time, so their casts cannot be shared.
@@ -354,11 +342,8 @@ class _Visit:
 
 
 class _PlannedTexts(NamedTuple):
-    """A tower's texts as both passes read them: each mini-batch is a run of neighbours, moved once a step.
-
-    Attributes:
-        tokens: The texts, the longest first.
-        row_N: The row of each in the tower, (N,) int64 where the tokens are.
+    """A tower's texts, the longest first, and the row of each: each mini-batch is a run of neighbours, moved once a
+    step.
     """
 
     tokens: TokenBatch
@@ -366,7 +351,6 @@ class _PlannedTexts(NamedTuple):
 
     @classmethod
     def of(cls, tokens: TokenBatch, plan: Sequence[MiniBatch]) -> "_PlannedTexts":
-        """The texts in the order of all mini-batches of their tower."""
         by_place = {mini_batch.first: mini_batch.rows_n for mini_batch in plan}
         row_N = torch.cat([by_place[first] for first in sorted(by_place)])
         return cls(take_texts(tokens, row_N), moved(row_N, tokens.device))
@@ -402,6 +386,9 @@ class _TwoPasses:
         """The leaf that the second stage reads, (M, H), once the first stage has run."""
         return self.towers[CONTEXT].vector_ND if CONTEXT in self.towers else None
 
+    def _leaves(self) -> list[Tensor]:
+        return [leaf for tower in self.towers.values() for leaf in _tensors(tower).values()]
+
     def embed_all(self) -> None:
         """The first pass: the representations of every mini-batch, and the graphs that are kept."""
         for stage in range(len(self.stages)):
@@ -411,7 +398,6 @@ class _TwoPasses:
                 leaf.requires_grad_(torch.is_grad_enabled() and leaf.is_floating_point() and is_trained)
 
     def loss(self) -> LossOutput:
-        """The loss of the full batch."""
         return self.step.loss_from_representations(self.towers[QUERY], self.towers[CANDIDATE], self.batch)
 
     def find_gradients(self, loss: Tensor) -> None:
@@ -463,7 +449,10 @@ class _TwoPasses:
             visit.graph = self._embed_and_measure(stage, mini_batch, measures, keeps)
             self._store(mini_batch, visit.graph)
             if index == 0 and builds_graphs:
-                self.num_kept[stage] = self._agreed_num_kept(stage)
+                # Now the memory of the stage's first graph may be known.
+                num_kept = self.budget.num_kept(self.stage_tokens, self.num_kept[:stage])
+                equal = self.engine.equal_mini_batches
+                self.num_kept[stage] = reduce_int(num_kept, "min", self.device) if equal else num_kept
                 keeps = keeps and self._keeps(stage, 0)
             if not keeps:
                 visit.graph = None
@@ -520,10 +509,6 @@ class _TwoPasses:
             self.gradient_of[context].add_(context.grad, alpha=1.0 / scale)
             context.grad = None
 
-    def _leaves(self) -> list[Tensor]:
-        """The vectors and statistics of all towers."""
-        return [leaf for tower in self.towers.values() for leaf in _tensors(tower).values()]
-
     def _store(self, mini_batch: MiniBatch, found: Representations) -> None:
         """Put a mini-batch's vectors into their tower's rows, and add its statistics to the tower's."""
         if mini_batch.is_filler:
@@ -549,11 +534,6 @@ class _TwoPasses:
         # The last forward's graph fits where no kept graphs fill a memory budget.
         is_last_forward = stage == len(self.stages) - 1
         return is_counted or (is_last_forward and (not self.budget.measures or sum(self.num_kept) == 0))
-
-    def _agreed_num_kept(self, stage: int) -> int:
-        """How many graphs a stage keeps, now that the memory of its first one may be known."""
-        num_kept = self.budget.num_kept(self.stage_tokens, self.num_kept[:stage])
-        return reduce_int(num_kept, "min", self.device) if self.engine.equal_mini_batches else num_kept
 
 
 _VECTOR = "the vectors"

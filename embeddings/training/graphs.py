@@ -36,11 +36,7 @@ def _nodes(roots: Iterable[Tensor]) -> list[Any]:
 
 
 class GraphMemory:
-    """Bytes that graphs built while `measured` was active keep alive.
-
-    Attributes:
-        num_bytes: The bytes, complete once the context is left.
-    """
+    """Bytes that graphs built while `measured` was active keep alive; `num_bytes` is complete once it is left."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -48,15 +44,11 @@ class GraphMemory:
 
     @contextmanager
     def measured(self, device: torch.device, parameters: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
-        """Measure the graphs built inside.
+        """Measure the graphs built inside; `parameters` returns the tensors that exist anyway.
 
         On a CUDA device it is the memory that the allocator hands out and does not get back. Elsewhere it is the
         storages that autograd saves, each once; the input of a checkpointed layer is not counted there. Parameters are
         left out, and so are gathered weights of a sharded layer, which have been freed by the end.
-
-        Args:
-            device: Where the graph is.
-            parameters: Returns the tensors that exist anyway.
         """
         if device.type == "cuda":
             before = torch.cuda.memory_allocated(device)
@@ -66,7 +58,6 @@ class GraphMemory:
         saved: dict[int, torch.UntypedStorage] = {}
 
         def remember(tensor: Tensor) -> Tensor:
-            """Keep a saved tensor's storage, once."""
             storage = tensor.untyped_storage()
             saved[storage._cdata] = storage
             return tensor
@@ -97,11 +88,7 @@ def free_memory_bytes(device: torch.device, root: Path = Path("/")) -> int:
     """Bytes that a process can still take, beyond what it has needed at most so far; 0 where nothing tells.
 
     On a CUDA device they are the driver's free memory and the allocator's, without the peak of this process. Elsewhere
-    they are `MemAvailable` or what the process's cgroup leaves, whichever is less.
-
-    Args:
-        device: Where the memory is.
-        root: Folder below which `proc` and `sys` lie.
+    they are `MemAvailable` or what the process's cgroup leaves, whichever is less; `root` has `proc` and `sys`.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -136,17 +123,10 @@ def _text(path: Path) -> str:
 
 
 class GraphBudget:
-    """How many mini-batches of each stage keep their graphs, from a share of tokens and a limit of memory.
+    """How many mini-batches of each stage keep their graphs; limits and errors as in `GradCache`.
 
     The memory that a token needs is learnt from the first graph of each stage. Stages are asked for in the order in
     which they run, and a later stage has what the earlier ones left. Without either limit nothing is kept.
-
-    Args:
-        kept_fraction: Share of a step's padded tokens, 0 to 1, whose graphs may be kept; None leaves it to `kept_gib`.
-        kept_gib: Memory that kept graphs may hold together, in GiB; None leaves it to `kept_fraction`.
-
-    Raises:
-        OptionError: If a limit is impossible.
     """
 
     def __init__(self, kept_fraction: float | None = None, kept_gib: float | None = None) -> None:
@@ -169,9 +149,7 @@ class GraphBudget:
     def num_kept(self, stage_tokens: Sequence[Sequence[int]], kept: Sequence[int] = ()) -> int:
         """How many mini-batches from the start of the next stage keep their graphs, by what is known of their memory.
 
-        Args:
-            stage_tokens: Padded tokens of each mini-batch of every stage of the step, in the order in which they run.
-            kept: How many of each earlier stage keep their graph: the stage asked for is the one after these.
+        `stage_tokens` are the padded tokens of each mini-batch of all stages, `kept` the numbers of the earlier stages.
         """
         fraction = self.kept_fraction
         if fraction is None:

@@ -15,15 +15,12 @@ Objective = Literal["mlm", "mntp", "causal"]
 
 @dataclass(frozen=True)
 class Masking:
-    """How tokens are hidden.
-
-    Each token that may be hidden is chosen with the same probability. A chosen token becomes the mask token, a random
-    token, or stays, and is a target in each case.
+    """How tokens are hidden: each with the same probability; one that is chosen is a target, whatever it becomes.
 
     Args:
         probability: Probability that a token is chosen, above 0 and below 1. BERT: 0.15; LLM2Vec: 0.8 for Mistral.
         mask_fraction: Share of the chosen tokens that become the mask token. BERT: 0.8; LLM2Vec: 1.
-        random_fraction: Share that become another token. BERT: 0.1; LLM2Vec: 0.
+        random_fraction: Share that become another token; the rest stay. BERT: 0.1; LLM2Vec: 0.
         mask_token: A token of the vocabulary that stands for a hidden one; None for the tokenizer's own mask token,
             which decoders lack. LLM2Vec uses "_".
 
@@ -64,12 +61,9 @@ class LanguageTask:
     document. A causal model learns to predict separators too.
 
     Args:
-        objective: Which of the three.
         masking: How tokens are hidden; None for `causal`.
-        mask_id: Id of the mask token.
         ordinary_ids_V: Ids that may stand for a hidden token, (V,) int64.
         separate_documents: Whether documents of a row do not attend to each other.
-        seed: Seed of the choice of tokens.
 
     Determinism: a row's targets follow from (seed, the row's draw key), not from rank, worker or batch.
     Source: BehnamGhader et al. 2024, arXiv:2404.05961, §2.2 and the released `run_mntp.py`. Differs: the release may
@@ -86,60 +80,33 @@ class LanguageTask:
     def __call__(self, rows: PackedRows) -> Prediction:
         """The model's input and its targets, in the order of the rows."""
         shift = 0 if self.objective == "mlm" else 1
-        target_NL = _predictable(rows.document_NL, shift, self.separate_documents)
-        input_ids_NL = rows.input_ids_NL
-        if self.objective != "causal":
-            assert self.masking is not None
-            may_mask_NL = target_NL & ~rows.special_NL & (rows.input_ids_NL != self.mask_id)
-            key_N = torch.tensor([derive_seed(self.seed, "mask", draw) for draw in rows.draw_N.tolist()])
-            input_ids_NL, target_NL = mask_tokens(
-                rows.input_ids_NL, may_mask_NL, key_N, self.masking, self.mask_id, self.ordinary_ids_V
-            )
+        input_ids_NL, document_NL = rows.input_ids_NL, rows.document_NL
+        target_NL = document_NL >= 0
+        if shift:
+            # The state that predicts a token lies in the same row (and document).
+            target_NL[:, 0] = False
+            if self.separate_documents:
+                target_NL[:, 1:] &= document_NL[:, 1:] == document_NL[:, :-1]
+        if self.masking is not None:
+            target_NL &= ~rows.special_NL & (input_ids_NL != self.mask_id)
+            input_ids_NL, target_NL = self._hide(rows, target_NL, self.masking)
         target_P = target_NL.flatten().nonzero().flatten()
         label_P = rows.input_ids_NL.flatten()[target_P]
-        has_padding = bool((rows.document_NL < 0).any())
-        return Prediction(input_ids_NL, rows.document_NL, target_P - shift, label_P, has_padding, rows.row_N)
+        has_padding = bool((document_NL < 0).any())
+        return Prediction(input_ids_NL, document_NL, target_P - shift, label_P, has_padding, rows.row_N)
 
-
-def mask_tokens(
-    input_ids_NL: Tensor, may_mask_NL: Tensor, key_N: Tensor, masking: Masking, mask_id: int, ordinary_ids_V: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Token ids with some of them hidden, and which.
-
-    Args:
-        input_ids_NL: Token ids, (N, L) int64 on the CPU.
-        may_mask_NL: True where a token may be chosen, (N, L) bool.
-        key_N: Key of each row's random choices, (N,) int64.
-        masking: How tokens are hidden.
-        mask_id: Id of the mask token.
-        ordinary_ids_V: Ids from which random tokens are drawn, (V,) int64.
-
-    Returns:
-        The model's input ids, (N, L) int64, and True at the chosen tokens, (N, L) bool.
-
-    Determinism: a row's choices follow from its key and length alone, not from the other rows.
-    """
-    masked_NL, chosen_NL = input_ids_NL.clone(), torch.zeros_like(may_mask_NL)
-    for row, key in enumerate(key_N.tolist()):
-        generator = torch.Generator().manual_seed(key)
-        length = input_ids_NL.shape[1]
-        chosen_L = (torch.rand(length, generator=generator) < masking.probability) & may_mask_NL[row]
-        kind_L = torch.rand(length, generator=generator)
-        random_L = ordinary_ids_V[torch.randint(len(ordinary_ids_V), (length,), generator=generator)]
-        becomes_mask_L = chosen_L & (kind_L < masking.mask_fraction)
-        becomes_random_L = chosen_L & ~becomes_mask_L & (kind_L < masking.mask_fraction + masking.random_fraction)
-        masked_NL[row][becomes_mask_L] = mask_id
-        masked_NL[row][becomes_random_L] = random_L[becomes_random_L]
-        chosen_NL[row] = chosen_L
-    return masked_NL, chosen_NL
-
-
-def _predictable(document_NL: Tensor, shift: int, separate_documents: bool) -> Tensor:
-    """True where there is a token whose predicting state belongs to the same row (and document), (N, L) bool."""
-    known_NL = document_NL >= 0
-    if shift == 0:
-        return known_NL
-    known_NL[:, 0] = False
-    if separate_documents:
-        known_NL[:, 1:] &= document_NL[:, 1:] == document_NL[:, :-1]
-    return known_NL
+    def _hide(self, rows: PackedRows, may_hide_NL: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
+        """Token ids with some of them hidden, (N, L), and which; a row's choices follow from its draw key alone."""
+        hidden_NL, chosen_NL = rows.input_ids_NL.clone(), torch.zeros_like(may_hide_NL)
+        length = hidden_NL.shape[1]
+        for row, draw in enumerate(rows.draw_N.tolist()):
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, "mask", draw))
+            chosen_L = (torch.rand(length, generator=generator) < masking.probability) & may_hide_NL[row]
+            kind_L = torch.rand(length, generator=generator)
+            random_L = self.ordinary_ids_V[torch.randint(len(self.ordinary_ids_V), (length,), generator=generator)]
+            becomes_mask_L = chosen_L & (kind_L < masking.mask_fraction)
+            becomes_random_L = chosen_L & ~becomes_mask_L & (kind_L < masking.mask_fraction + masking.random_fraction)
+            hidden_NL[row][becomes_mask_L] = self.mask_id
+            hidden_NL[row][becomes_random_L] = random_L[becomes_random_L]
+            chosen_NL[row] = chosen_L
+        return hidden_NL, chosen_NL

@@ -17,12 +17,8 @@ def parameter_groups(module: nn.Module, parts: Mapping[str, nn.Module] | None = 
     """The trainable parameters in two groups: matrices, and vectors and scalars without weight decay.
 
     Weight decay pulls biases, norm weights and temperatures to zero without any gain, so their group sets
-    `weight_decay` to 0; the matrices take the optimiser's own value.
-
-    Args:
-        module: The module.
-        parts: Modules inside it with two groups of their own, whose `part` is the name here; the groups of all other
-            parameters have no `part`.
+    `weight_decay` to 0; the matrices take the optimiser's own value. Modules in `parts` have two groups of their own,
+    whose `part` is the name there.
 
     Raises:
         ValueError: If nothing is trainable.
@@ -88,7 +84,6 @@ class Schedule:
             raise OptionError("model.schedule.total_steps", self.total_steps, "must be >= 1", "leave it out")
 
     def num_warmup_steps(self, total_steps: int) -> int:
-        """Optimiser steps of the warm-up in a run of `total_steps`."""
         return int(self.warmup_steps * (total_steps if self.warmup_steps < 1 else 1))
 
     def factor(self, step: int, total_steps: int) -> float:
@@ -107,9 +102,9 @@ class Schedule:
     def scheduler(
         self, optimizer: Optimizer, trainer_steps: int | None, part_factor: PartFactor | None = None
     ) -> LambdaLR:
-        """The schedule as a PyTorch scheduler that is stepped once an optimiser step, from the optimiser's peak rates.
+        """A PyTorch scheduler that is stepped once an optimiser step, from the optimiser's peak rates.
 
-        `trainer_steps` are used where `total_steps` is None. `part_factor` replaces `factor`; its first argument is a
+        `trainer_steps` count where `total_steps` is None. `part_factor` replaces `factor`; its first argument is a
         group's `part`, or None.
         """
         steps = self._length(trainer_steps) or int(self.warmup_steps) + 1
@@ -120,11 +115,7 @@ class Schedule:
         return LambdaLR(optimizer, [of_group(group.get("part")) for group in optimizer.param_groups])
 
     def check(self, trainer_steps: int | None) -> None:
-        """Check that a decaying schedule has a last step, and that the warm-up is shorter than the run.
-
-        Raises:
-            OptionError: If not.
-        """
+        """Check that a decaying schedule has a last step, and that the warm-up is shorter than the run."""
         total_steps = self._length(trainer_steps)
         if total_steps is not None and 0 < self.warmup_steps >= total_steps:
             rule = f"must be below the run's {total_steps} optimiser steps"

@@ -1,6 +1,7 @@
 """What a run needs before it is paid for: memory, arithmetic and disk, counted on a model that has no weights."""
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +38,6 @@ class Linear:
     each: float = 0.0
 
     def of(self, count: float) -> float:
-        """The cost of so many texts."""
         return self.shared + self.each * count
 
     @classmethod
@@ -68,15 +68,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts of one tower on one rank.
-
-    Args:
-        name: What they are, in the table.
-        count: Texts.
-        tokens: Tokens of each, without context and soft prompt.
-        cost: What embedding them costs.
-        extra: Slots of context and soft prompt that each is read behind.
-    """
+    """Texts of one tower on one rank, each of `tokens` tokens behind `extra` slots of context and soft prompt."""
 
     name: str
     count: int
@@ -95,12 +87,9 @@ class Texts:
 class Setting:
     """How a step is run.
 
-    Args:
-        num_ranks: GPUs.
-        strategy: What they share.
+    Attributes:
         half_products: Whether autocast computes products in 16 bits.
-        mini_batch_tokens: GradCache's limit, None without GradCache.
-        mini_batch_texts: GradCache's other limit.
+        mini_batch_tokens: GradCache's limit; None without GradCache.
         kept_gib: GradCache's memory for kept graphs, in GiB.
         accumulated: Batches of an optimiser step.
     """
@@ -118,7 +107,7 @@ class Setting:
 class LossSize:
     """The sizes of a loss on one rank.
 
-    Args:
+    Attributes:
         num_rows: Rows of scores: queries, or predicted tokens.
         num_columns: Their columns: candidates of all ranks, or the vocabulary.
         width: Width of the vectors that are compared; the sum of several.
@@ -148,16 +137,11 @@ class LossSize:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one GPU does and holds.
+    """What one GPU holds and does: bytes at the peak, operations, and bytes sent in an optimiser step, each by part.
 
     Attributes:
-        trained: Parameters that are trained.
-        frozen: Parameters that are not.
-        memory: Bytes of a GPU by part, at the step's peak.
-        operations: Operations of a GPU in an optimiser step by part.
         num_mini_batches: GradCache's mini-batches of a batch; without it the towers.
         kept: Share of the graphs that need no second forward.
-        sent: Bytes that a GPU sends in an optimiser step by part (see `sent_bytes`).
     """
 
     trained: int
@@ -174,47 +158,39 @@ def plan_step(
 ) -> Plan:
     """The memory and arithmetic of an optimiser step on one GPU.
 
-    What is not counted: the CUDA context, NCCL's buffers, fragmentation, and the intermediate results of a single
-    operation. Optimiser, norms, activations and masks do no counted operations: matrix products and attention do.
-
-    Args:
-        module: What is trained, on any device, the meta device included.
-        texts: The towers of one rank's batch.
-        loss: The loss on that rank.
-        setting: How the step is run.
-        state_per_weight: Numbers that the optimiser keeps for each trained weight; 2 for Adam.
+    Not counted are the CUDA context, NCCL's buffers, fragmentation, and intermediate results of a single operation.
+    Operations are those of matrix products and attention. `module` may be on the meta device.
 
     Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, §3 and §5, for what the stages share.
     """
-    weights = {id(weight): weight for weight in module.parameters()}.values()
+    weights = list(module.parameters())
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    total = sum(weight.numel() for weight in weights)
+    frozen = sum(weight.numel() for weight in weights if not weight.requires_grad)
+    # The texts of each tower, how many of them a mini-batch has, and how many mini-batches they make.
     sizes = [text.per_mini_batch(setting.mini_batch_tokens, setting.mini_batch_texts) for text in texts]
-    counts = [text.count / size for text, size in zip(texts, sizes, strict=True)]
-    num_mini_batches = round(sum(-(-text.count // size) for text, size in zip(texts, sizes, strict=True)))
-    chunks = [text.cost.graph.each * size for text, size in zip(texts, sizes, strict=True)]
-    again = max(text.cost.again.each * size for text, size in zip(texts, sizes, strict=True))
-    whole = sum(chunk * count for chunk, count in zip(chunks, counts, strict=True))
+    towers = [(text, size, text.count / size) for text, size in zip(texts, sizes, strict=True)]
+    num_mini_batches = sum(math.ceil(count) for _, _, count in towers)
+    chunks = [text.cost.graph.each * size for text, size, _ in towers]
+    again = max(text.cost.again.each * size for text, size, _ in towers)
+    whole = sum(chunk * count for chunk, (_, _, count) in zip(chunks, towers, strict=True))
     kept = 1.0
     if setting.mini_batch_tokens is not None:
         budget = setting.kept_gib * 2**30
         # Without a budget the last graph is kept all the same.
         kept = min(1.0, max(budget / whole, 1 / num_mini_batches)) if whole else 1.0
-    memory = _state_bytes(module, weights, setting, state_per_weight)
+    memory = _state_bytes(module, setting, state_per_weight)
     # Under FSDP2 and ZeRO the weights themselves are in 16 bits where they are used.
-    if setting.strategy not in (*_ZERO, "fsdp2"):
+    if setting.strategy not in _SHARES_STATE:
         memory["casts of weights, shared by graphs"] = max(text.cost.unchecked.shared for text in texts)
     memory["activations"] = max(kept * whole, max(chunks)) + again
     memory["vectors, candidates and loss tiles"] = loss.num_bytes
-    forward, backward = (
-        sum(count * getattr(text.cost, part).of(size) for text, size, count in zip(texts, sizes, counts, strict=True))
-        for part in ("forward", "backward")
-    )
+    forward = sum(count * text.cost.forward.of(size) for text, size, count in towers)
+    backward = sum(count * text.cost.backward.of(size) for text, size, count in towers)
     operations = {"forward": forward, "GradCache's second forward": (1 - kept) * forward, "backward": backward}
     operations["loss"] = loss.operations
     scaled = {part: setting.accumulated * value for part, value in operations.items() if value}
     sent = sent_bytes(module, setting, loss, num_mini_batches, kept)
-    return Plan(trained, total - trained, memory, scaled, num_mini_batches, kept, sent)
+    return Plan(trained, frozen, memory, scaled, num_mini_batches, kept, sent)
 
 
 def sent_bytes(
@@ -235,67 +211,55 @@ def sent_bytes(
 
     Sums over ranks of a few numbers, hashes of texts, and what padding adds are not counted.
 
-    Args:
-        module: What is trained.
-        setting: How the step is run.
-        loss: The loss on one rank.
-        num_mini_batches: n, or the towers without GradCache.
-        kept: k, 1 without GradCache.
-
     Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, §7, and Patarasuk and Yuan 2009 for the ring.
     """
     name, ranks, half = setting.strategy, setting.num_ranks, setting.half_products
     if ranks == 1:
         return {}
-    weights = {id(weight): weight for weight in module.parameters()}
-    in_layers = {id(weight) for layer in layers(module) for weight in layer.parameters()}
-
-    def size(weight: Tensor, as_half: bool) -> float:
-        return float(weight.numel() * (min(2, weight.element_size()) if as_half else weight.element_size()))
-
-    def total(as_half: bool, kept_ids: Callable[[int], bool] = lambda _: True, trained: bool = False) -> float:
-        chosen = (each for number, each in weights.items() if kept_ids(number))
-        return sum(size(each, as_half) for each in chosen if each.requires_grad or not trained)
-
+    weights = list(module.parameters())
+    is_half = name in _ZERO and half
     share, backwards = (ranks - 1) / ranks, setting.accumulated
     if setting.mini_batch_tokens is not None:
         backwards *= num_mini_batches
     passes = setting.accumulated * num_mini_batches * (3 - kept)
-    is_zero = name in _ZERO and half
-    gradients = share * total(is_zero, trained=True)
-    sent = {"gradients": gradients * backwards}
+    # Trained weights are as large as their gradients.
+    trained = share * _num_bytes((weight for weight in weights if weight.requires_grad), is_half)
+    sent = {"gradients": trained * backwards}
     match name:
         case "ddp" | "single":
-            sent["gradients"] = 2 * gradients
+            sent["gradients"] = 2 * trained
         case "zero1":
-            sent = {"gradients": gradients, "weights": share * total(is_zero, trained=True)}
+            sent = {"gradients": trained, "weights": trained}
         case "zero2":
-            sent["weights"] = share * total(is_zero, trained=True)
+            sent["weights"] = trained
         case "zero3":
-            sent["weights"] = share * passes * total(is_zero)
+            sent["weights"] = share * passes * _num_bytes(weights, is_half)
         case "fsdp2":
-            others = total(False, lambda number: number not in in_layers)
-            sent["weights"] = share * (passes * total(half, in_layers.__contains__) + backwards * others)
+            in_layers = {id(weight) for layer in layers(module) for weight in layer.parameters()}
+            inner = _num_bytes((weight for weight in weights if id(weight) in in_layers), half)
+            others = _num_bytes((weight for weight in weights if id(weight) not in in_layers), False)
+            sent["weights"] = share * (passes * inner + backwards * others)
     if loss.gathered:
         sent["candidates and their gradients"] = 8.0 * share * setting.accumulated * loss.gathered * loss.width
     return sent
 
 
-def _state_bytes(module: nn.Module, weights: Any, setting: Setting, state_per_weight: float) -> dict[str, float]:
+def _num_bytes(weights: Iterable[Tensor], as_half: bool) -> float:
+    """The size of some weights, at most two bytes a number where they are used in 16 bits."""
+    return float(sum(weight.numel() * min(2 if as_half else 8, weight.element_size()) for weight in weights))
+
+
+def _state_bytes(module: nn.Module, setting: Setting, state_per_weight: float) -> dict[str, float]:
     """Weights, gradients and the optimiser's state of one GPU."""
     name, ranks = setting.strategy, setting.num_ranks
     as_half = name in _ZERO and setting.half_products
-
-    def size(weight: Tensor) -> int:
-        return weight.numel() * (2 if as_half else weight.element_size())
-
-    trained = [weight for weight in weights if weight.requires_grad]
+    trained = [weight for weight in module.parameters() if weight.requires_grad]
     state = sum(state_per_weight * weight.numel() * (4 if as_half else weight.element_size()) for weight in trained)
     if as_half:
         # ZeRO updates a copy in float32.
         state += 4 * sum(weight.numel() for weight in trained)
-    gradients = float(sum(map(size, trained)))
-    found = {"weights": sum(map(size, weights)) / (ranks if name in _SHARES_WEIGHTS else 1)}
+    gradients = _num_bytes(trained, as_half)
+    found = {"weights": _num_bytes(module.parameters(), as_half) / (ranks if name in _SHARES_WEIGHTS else 1)}
     found["gradients"] = gradients / (ranks if name in _SHARES_GRADIENTS else 1)
     found["optimiser state"] = state / (ranks if name in _SHARES_STATE else 1)
     if name == "ddp":
@@ -307,16 +271,10 @@ def _state_bytes(module: nn.Module, weights: Any, setting: Setting, state_per_we
     return found
 
 
-Run = Callable[[int], Tensor]
-
-
-def trace(module: nn.Module, run: Run, half_products: bool = True) -> Cost:
+def trace(module: nn.Module, run: Callable[[int], Tensor], half_products: bool = True) -> Cost:
     """Count what embedding texts costs, forward and backward, without computing anything.
 
-    Args:
-        module: A module inside `without_data`, in training mode.
-        run: Embeds so many texts, all of one length and without padding, by the module.
-        half_products: Whether autocast computes products in bfloat16.
+    `module` is inside `without_data`, in training mode; `run` embeds so many texts, all of one length, without padding.
     """
     values: list[tuple[float, ...]] = []
     for count in _TRACED:
@@ -378,7 +336,7 @@ def _graph_bytes(module: nn.Module, run: Callable[[], Tensor]) -> tuple[float, f
 
 
 def counted() -> FlopCounterMode:
-    """Counts operations of products and attention inside, those of a CPU's kernels too."""
+    """A counter of the operations of products and attention inside, those of a CPU's kernels too."""
     counter = FlopCounterMode(display=False, custom_mapping=_KERNELS)
     # By module it would count with hooks that GradCache's `autograd.grad` does not allow.
     counter.mod_tracker = _Everything()  # type: ignore[assignment]
@@ -416,7 +374,6 @@ class _NoPadding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what follows from values, which are not there: every mask is true everywhere."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, or give the result that it has where nothing is padding."""
         if func is _ATEN.nonzero.default:
             return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         if func is _ATEN._local_scalar_dense.default:
@@ -461,15 +418,8 @@ def _even_mlps(row_PH: Tensor, _: Tensor, weights: ExpertWeights) -> Tensor:
 def trace_embedder(
     embedder: Embedder, num_queries: int, num_candidates: int, query_tokens: int, document_tokens: int, half: bool
 ) -> list[Texts]:
-    """The towers of a contrastive batch on one rank, traced inside `without_data`.
-
-    Args:
-        embedder: The model, contextual or not.
-        num_queries: Queries, B.
-        num_candidates: Positives and hard negatives, C.
-        query_tokens: Tokens of a query.
-        document_tokens: Tokens of a candidate.
-        half: Whether autocast computes products in bfloat16.
+    """The towers of a contrastive batch on one rank, traced inside `without_data`; `half` computes products in
+    bfloat16.
     """
     found, context, extra = [], None, 0
     if isinstance(embedder, ContextualEmbedder):

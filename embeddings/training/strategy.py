@@ -48,47 +48,38 @@ class TrainingStrategy:
     def gradcache_step(
         self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, scale: float, is_last: bool
     ) -> LossOutput:
-        """GradCache's step but for the last backward, which Lightning runs.
-
-        Args:
-            engine: GradCache.
-            step: The module.
-            batch: The batch.
-            scale: As in `GradCache.forward_backward`.
-            is_last: Whether the optimiser steps after this batch.
+        """GradCache's step but for the last backward, which Lightning runs; `is_last` where the optimiser steps after
+        it.
         """
         return engine.forward_backward(step, batch, scale=scale, syncs_each=self.equal_mini_batches)
 
 
-class _LightningStrategy(TrainingStrategy):
-    """One of Lightning's own strategies, of which GradCache and durable checkpoints support one device and DDP."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        is_covered = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
-        self.single_file_checkpoints = self.supports_gradcache = is_covered
-        self.is_sharded = isinstance(strategy, ModelParallelStrategy)
-
-
 def training_strategy(strategy: Strategy) -> TrainingStrategy:
-    """What a trainer's strategy offers."""
-    return strategy if isinstance(strategy, TrainingStrategy) else _LightningStrategy(strategy)
+    """What a trainer's strategy offers; of Lightning's own, one device and DDP support GradCache and single files."""
+    if isinstance(strategy, TrainingStrategy):
+        return strategy
+    found = TrainingStrategy()
+    found.single_file_checkpoints = found.supports_gradcache = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
+    found.is_sharded = isinstance(strategy, ModelParallelStrategy)
+    return found
 
 
 def shard(
     module: nn.Module, mesh: DeviceMesh, entries: Sequence[str] = (), product_dtype: torch.dtype | None = None
 ) -> None:
-    """Shard a module by FSDP2: each repeated layer is a group of its own, the other weights are one group.
+    """Shard a module by FSDP2, in place: each repeated layer is a group of its own, the other weights are one group.
 
-    A layer's weights are gathered when its forward or backward begins and freed after it; its gradient is averaged over
-    the ranks, and scattered, by every backward. While one layer is computed the next one's weights are gathered: in the
+    A layer's weights are gathered when its forward or backward begins and freed after it. Every backward averages its
+    gradient over the ranks, and scatters it. While one layer is computed the next one's weights are gathered: in the
     backward FSDP2 asks for them early, and in the forward the host runs ahead, as nothing in a layer waits for a value.
 
-    With a `product_dtype` the layers' matrices are cast before they are gathered, which halves the traffic, and the
-    gradients are averaged in float32. Autocast would cast them afterwards, to the same values; only the bias that
-    experts share is rounded too. Weights that autocast leaves in float32 (norms, routers) are a group of their own.
+    With a `product_dtype`, that of autocast, the layers' matrices are cast before they are gathered, which halves the
+    traffic, and gradients are averaged in float32. Autocast would cast them afterwards, to the same values; only the
+    bias that experts share is rounded too. Weights that autocast leaves in float32 (norms, routers) are a group of
+    their own.
 
     Args:
-        module: The module, whose calls are its forward; it becomes an `FSDPModule` in place.
+        module: The module, whose calls are its forward.
         mesh: The ranks, one dimension.
         entries: Methods other than `forward` that use its weights.
         product_dtype: The dtype in which autocast computes products, None without autocast.
@@ -126,9 +117,7 @@ def make_contiguous(module: nn.Module) -> None:
 def full_parameters(module: nn.Module, keep: bool) -> Iterator[None]:
     """A context with full parameters in CPU memory in place of sharded ones; no forward may run inside.
 
-    Args:
-        module: The sharded module.
-        keep: Whether this rank wants them; it takes part in the gathers all the same.
+    A rank that does not want them (`keep`) takes part in the gathers all the same.
 
     Distributed: an all-gather a parameter, one after another.
     """
@@ -171,10 +160,7 @@ def full_state(state: Any, keep: bool) -> Any:
 
 
 def sharded_like(full: Any, sharded: Any) -> Any:
-    """A state dict of full tensors, the same on all ranks, sharded as another one is.
-
-    Each rank takes its own part, so nothing is sent; `sharded` has a sharded tensor wherever the result has one.
-    """
+    """A state dict of full tensors, the same on all ranks, sharded as another one is; nothing is sent."""
     if isinstance(full, dict):
         return {key: sharded_like(value, sharded.get(key)) for key, value in full.items()}
     if isinstance(sharded, DTensor):

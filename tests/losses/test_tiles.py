@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from embeddings.losses import similarity_matrix, tiled_cross_entropy, tiles
-from embeddings.losses.tiles import _tiles, comparable, scores_at_once, tiled_cross_entropies
+from embeddings.losses.tiles import comparable, row_tiles, scores_at_once, tiled_cross_entropies
 from tests.helpers.contrastive import relative_error
 
 
@@ -83,7 +83,7 @@ def test_widths_share_targets_and_exclusions_and_each_has_a_gradient_of_its_own(
 
 def test_tiles_cover_every_row_once_and_hold_whole_rows() -> None:
     for num_rows, num_columns, tile_size in [(1, 1, 1), (100, 7, 1), (100, 7, 350), (64, 10, 640), (3, 10**9, 8)]:
-        tiles = list(_tiles(num_rows, num_columns, tile_size))
+        tiles = list(row_tiles(num_rows, num_columns, tile_size))
         assert [row for rows in tiles for row in range(num_rows)[rows]] == list(range(num_rows))
 
 
