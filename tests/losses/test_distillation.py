@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from embeddings.common import ContrastiveBatch, OptionError
@@ -53,30 +54,25 @@ def softmax(scores: list[float]) -> list[float]:
     return [math.exp(score) / sum(math.exp(other) for other in scores) for score in scores]
 
 
+def teacher_score(batch: Any, row: int, place: int) -> float:
+    if batch.teacher_score_C is not None:
+        return float(batch.teacher_score_C[place])
+    return cosine(batch.surrogate_query_BS[row].tolist(), batch.surrogate_candidate_CS[place].tolist())
+
+
 def divergence_reference(student: list[Tensor], batch: ContrastiveBatch, t: float, teacher_t: float) -> float:
     """The formula of the docstring, a query and a candidate at a time."""
-    assert batch.surrogate_query_BS is not None
-    assert batch.surrogate_candidate_CS is not None
     query, candidate = (vector.tolist() for vector in student)
-    teacher_query, teacher_candidate = batch.surrogate_query_BS.tolist(), batch.surrogate_candidate_CS.tolist()
     negatives, total = mask_of(batch).tolist(), 0.0
     for row in range(len(batch)):
         used = [c for c in range(len(candidate)) if c == row or negatives[row][c]]
-        used = [c for c in used if not math.isnan(cosine(teacher_query[row], teacher_candidate[c]))]
+        used = [c for c in used if not math.isnan(teacher_score(batch, row, c))]
         if row not in used:
             continue
-        p_teacher = softmax([cosine(teacher_query[row], teacher_candidate[c]) / teacher_t for c in used])
+        p_teacher = softmax([teacher_score(batch, row, c) / teacher_t for c in used])
         p_student = softmax([cosine(query[row], candidate[c]) / t for c in used])
         total += sum(a * (math.log(a) - math.log(b)) for a, b in zip(p_teacher, p_student, strict=True))
     return total / len(batch)
-
-
-def teacher_score(batch: ContrastiveBatch, row: int, place: int) -> float:
-    if batch.teacher_score_C is not None:
-        return batch.teacher_score_C[place].item()
-    assert batch.surrogate_query_BS is not None
-    assert batch.surrogate_candidate_CS is not None
-    return cosine(batch.surrogate_query_BS[row].tolist(), batch.surrogate_candidate_CS[place].tolist())
 
 
 def margin_reference(student: list[Tensor], batch: ContrastiveBatch, scale: float) -> float:
@@ -131,22 +127,6 @@ def test_gradients_are_those_of_finite_differences(options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
-def test_a_student_like_its_teacher_has_nothing_to_learn(options: dict[str, Any]) -> None:
-    batch = with_surrogates(random_batch(9, 2), missing=False)
-    assert batch.surrogate_query_BS is not None
-    assert batch.surrogate_candidate_CS is not None
-    if options.get("with_scores"):
-        query_CS = batch.surrogate_query_BS[batch.owner_C]
-        score_C = torch.cosine_similarity(query_CS.double(), batch.surrogate_candidate_CS.double())
-        batch = replace(batch, teacher_score_C=score_C)
-    loss = loss_of(**{**options, "score_scale": 1.0} if options["kind"] is MarginMSE else options)
-    if isinstance(loss, SimilarityDistillation):
-        loss.teacher_temperature = 0.1
-    student = [batch.surrogate_query_BS.double(), batch.surrogate_candidate_CS.double()]
-    assert loss(*student, batch).terms["distillation"].item() == pytest.approx(0, abs=1e-7)
-
-
-@pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("engine", [GradCache(mini_batch_texts=1), GradCache(mini_batch_tokens=30, kept_fraction=0.5)])
 def test_gradcache_gives_the_gradient_of_the_plain_step(engine: GradCache, options: dict[str, Any]) -> None:
     batch = taught(random_batch(6, 2), options)
@@ -159,25 +139,16 @@ def test_gradcache_gives_the_gradient_of_the_plain_step(engine: GradCache, optio
 
 def errors_on_two_ranks(rank: int) -> dict[str, float]:
     """How far the mean of the ranks' gradients is from that of one process with the whole batch."""
-    import torch.distributed as dist
-
     everything, results = random_records(8, 2, seed=5), {}
-    whole = with_scores(with_surrogates(batch_of(everything)))
-    own = batch_of(everything[4 * rank : 4 * rank + 4])
-    texts = torch.cat([torch.arange(4 * rank, 4 * rank + 4), 8 + torch.arange(8 * rank, 8 * rank + 8)])
-    assert whole.surrogate_query_BS is not None
-    assert whole.surrogate_candidate_CS is not None
-    assert whole.teacher_score_C is not None
-    own = replace(
-        own,
-        surrogate_query_BS=whole.surrogate_query_BS[4 * rank : 4 * rank + 4],
-        surrogate_candidate_CS=whole.surrogate_candidate_CS[texts],
+    queries, texts = (
+        [*range(4 * rank, 4 * rank + 4)],
+        [*range(4 * rank, 4 * rank + 4), *range(8 + 8 * rank, 16 + 8 * rank)],
     )
-    whole_scores, own_scores = whole.teacher_score_C, whole.teacher_score_C[texts]
+    rows = {"surrogate_query_BS": queries, "surrogate_candidate_CS": texts, "teacher_score_C": texts}
     for name, options in LOSSES.items():
-        scored = bool(options.get("with_scores"))
-        whole = replace(whole, teacher_score_C=whole_scores if scored else None)
-        own = replace(own, teacher_score_C=own_scores if scored else None)
+        whole = taught(batch_of(everything), options)
+        given = {part: getattr(whole, part)[own] for part, own in rows.items() if getattr(whole, part) is not None}
+        own = replace(batch_of(everything[4 * rank : 4 * rank + 4]), **given)
         step = TinyStep(tiny_bert().double(), loss_of(**options))
         GradCache(mini_batch_tokens=30).step(step, own)
         found = gradient_vector(step)
@@ -218,11 +189,8 @@ def test_a_batch_without_a_teacher_is_refused(options: dict[str, Any]) -> None:
         with pytest.raises(OptionError, match="surrogate_vectors") if is_refused else nullcontext() as error:
             loss.check_teacher(False, has_scores)
         assert ("mine --reranker" in str(error)) == (takes_scores and is_refused)
-
-
-def test_a_filter_of_false_negatives_needs_vectors_where_there_are_scores() -> None:
     with pytest.raises(OptionError, match="surrogate_vectors"):
-        MarginMSE(false_negative_filter=SurrogateFilter()).check_teacher(False, True)
+        loss_of(**options, false_negative_filter=SurrogateFilter()).check_teacher(False, True)
 
 
 @pytest.mark.parametrize(

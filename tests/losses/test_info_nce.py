@@ -94,17 +94,6 @@ def test_gradients_equal_finite_differences(directions: Any) -> None:
     assert torch.autograd.gradcheck(loss, (query, candidate, log_temperature))
 
 
-def test_both_directions_are_the_mean_of_rows_and_columns() -> None:
-    records = [Record([row], [row + 50]) for row in range(40)]
-    batch = batch_of(records)
-    query, candidate = vectors(batch)
-    loss = InfoNCE(temperature=0.1, directions="both", tile_size=1)(query, candidate, batch).loss
-    score, targets = similarity_matrix(query, candidate) / 0.1, torch.arange(40)
-    cross_entropy = torch.nn.functional.cross_entropy
-    expected = (cross_entropy(score, targets) + cross_entropy(score.T, targets)) / 2
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-
-
 @pytest.mark.parametrize("temperature", [0.02, 1e-4])
 @pytest.mark.parametrize("tile_size", [1, 2**21])
 def test_the_share_of_queries_without_a_negative_is_told(tile_size: int, temperature: float) -> None:
@@ -133,39 +122,25 @@ def switched_records(num_queries: int) -> list[Record]:
     return records
 
 
-@pytest.mark.parametrize("switches", [(True, True), (True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("tile_size", [1, 2**21])
-def test_masks_by_text_and_by_class_are_switched_one_by_one(switches: tuple[bool, bool], tile_size: int) -> None:
+@pytest.mark.parametrize("directions", ["query_to_document", "both"])
+@pytest.mark.parametrize("switches", test_masks.SWITCHES)
+def test_masks_by_text_and_by_class_are_switched_one_by_one(switches: tuple[bool, bool], directions: Any) -> None:
     """Against the rule on the records themselves; a source of labels is trained so in NV-Embed's single stage."""
     records = switched_records(70)
-    batch, mask = batch_of(records), loop_mask(records, *switches)
+    if directions == "both":
+        records = [replace(record, negatives=[]) for record in records]
+    batch, targets = batch_of(records), torch.arange(70)
     query, candidate = vectors(batch)
     options: dict[str, Any] = dict(zip(("mask_same_text", "mask_same_class"), switches, strict=True))
-    found = InfoNCE(temperature=0.1, tile_size=tile_size, **options)(query, candidate, batch).loss
-    score = similarity_matrix(query, candidate) / 0.1
-    total = 0.0
-    for row, row_mask in enumerate(mask):
-        others = [math.exp(score[row, column].item()) for column, used in enumerate(row_mask) if used]
-        positive = math.exp(score[row, row].item())
-        total -= math.log(positive / (positive + sum(others)))
-    assert found.item() == pytest.approx(total / 70, rel=1e-12)
-    if switches != (True, True):
-        both = InfoNCE(temperature=0.1)(query, candidate, batch).loss
-        assert found.item() != pytest.approx(both.item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("switches", [(True, False), (False, True), (False, False)])
-def test_the_switches_hold_in_the_other_direction_too(switches: tuple[bool, bool]) -> None:
-    records = [replace(record, negatives=[]) for record in switched_records(12)]
-    batch, mask = batch_of(records), torch.tensor(loop_mask(records, *switches))
-    query, candidate = vectors(batch)
-    options: dict[str, Any] = dict(zip(("mask_same_text", "mask_same_class"), switches, strict=True))
-    found = InfoNCE(temperature=0.1, directions="both", **options)(query, candidate, batch).loss
-    competes, targets = mask | torch.eye(12, dtype=torch.bool), torch.arange(12)
+    found = InfoNCE(0.1, directions=directions, tile_size=1, **options)(query, candidate, batch).loss
+    competes = torch.tensor(loop_mask(records, *switches)).scatter(1, targets[:, None], True)
     score = (similarity_matrix(query, candidate) / 0.1).masked_fill(~competes, -torch.inf)
-    cross_entropy = torch.nn.functional.cross_entropy
-    expected = (cross_entropy(score, targets) + cross_entropy(score.T, targets)) / 2
+    sides = [score] if directions == "query_to_document" else [score, score.T]
+    expected = sum(torch.nn.functional.cross_entropy(side, targets) for side in sides) / len(sides)
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    if switches != (True, True):
+        both = InfoNCE(0.1, directions=directions)(query, candidate, batch).loss
+        assert found.item() != pytest.approx(both.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("forced", ["on", "off"])
@@ -226,43 +201,15 @@ def test_far_apart_scores_overflow_nothing() -> None:
     assert query.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
-def test_an_impossible_temperature_is_refused(temperature: float) -> None:
-    with pytest.raises(OptionError, match=r"temperature must be > 0, got .*; see lightning_configs/"):
-        InfoNCE(temperature=temperature)
-    with pytest.raises(OptionError, match="tile_size must be >= 1, got 0"):
-        InfoNCE(tile_size=0)
-
-
 WIDTHS = (6, 3, 1)
 WEIGHTS = (1.0, 2.0, 0.5)
 
 
-@pytest.mark.parametrize("weights", [None, WEIGHTS])
-def test_the_loss_and_its_gradients_equal_a_loop_over_the_widths(weights: Any) -> None:
-    batch = random_batch(40, 2)
-    query, candidate = vectors(batch)
-    module = MatryoshkaInfoNCE(WIDTHS, weights, temperature=0.1, tile_size=1)
-    output = module(query, candidate, batch)
-    expected, total = torch.zeros((), dtype=torch.float64), 0.0
-    for width, weight in zip(WIDTHS, weights or (1.0, 1.0, 1.0), strict=True):
-        cut = [
-            vector_ND[:, :width] / vector_ND[:, :width].norm(dim=1, keepdim=True) for vector_ND in (query, candidate)
-        ]
-        of_width = dense_loss(*cut, batch, 0.1)
-        assert output.terms[f"loss_{width}"].item() == pytest.approx(of_width.item(), rel=1e-12)
-        expected, total = expected + weight * of_width, total + weight
-    expected = expected / total
-    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    found = torch.autograd.grad(output.loss, [query, candidate])
-    for found_ND, expected_ND in zip(found, torch.autograd.grad(expected, [query, candidate]), strict=True):
-        assert relative_error(found_ND, expected_ND) <= 1e-12
-
-
 @pytest.mark.parametrize("directions", ["query_to_document", "both"])
-@pytest.mark.parametrize("surrogate", [False, True])
-def test_filter_and_directions_hold_at_every_width(directions: Any, surrogate: bool) -> None:
-    """InfoNCE of the cut vectors, one width after another, with the same options."""
+@pytest.mark.parametrize(("surrogate", "weights"), [(False, None), (False, WEIGHTS), (True, WEIGHTS)])
+def test_the_loss_and_its_gradients_are_the_mean_of_info_nce_over_the_widths(
+    directions: Any, surrogate: bool, weights: Any
+) -> None:
     batch = test_masks.with_surrogates(random_batch(40, 2))
     query, candidate = vectors(batch)
     options: dict[str, Any] = {
@@ -272,10 +219,11 @@ def test_filter_and_directions_hold_at_every_width(directions: Any, surrogate: b
         "learnable_temperature": True,
         "false_negative_filter": SurrogateFilter(margin=-0.2) if surrogate else None,
     }
-    module, plain = MatryoshkaInfoNCE(WIDTHS, WEIGHTS, **options).double(), InfoNCE(**options).double()
+    module, plain = MatryoshkaInfoNCE(WIDTHS, weights, **options).double(), InfoNCE(**options).double()
     outputs = [plain(query[:, :width], candidate[:, :width], batch) for width in WIDTHS]
     output = module(query, candidate, batch)
-    expected = sum(weight * one.loss for weight, one in zip(WEIGHTS, outputs, strict=True)) / sum(WEIGHTS)
+    weights = weights or (1.0, 1.0, 1.0)
+    expected = sum(weight * one.loss for weight, one in zip(weights, outputs, strict=True)) / sum(weights)
     assert output.loss.item() == pytest.approx(expected.item(), rel=1e-12)
     found = torch.autograd.grad(output.loss, [query, candidate, module.log_temperature])
     loop = torch.autograd.grad(expected, [query, candidate, plain.log_temperature])
@@ -304,14 +252,6 @@ def test_one_width_that_is_the_vectors_own_is_plain_info_nce_to_the_bit(directio
     assert all(torch.equal(found.terms[name], value) for name, value in expected.terms.items())
 
 
-def test_what_lies_beyond_the_widest_width_gets_no_gradient() -> None:
-    batch = random_batch(5, 1)
-    query, candidate = vectors(batch)
-    MatryoshkaInfoNCE((4, 2))(query, candidate, batch).loss.backward()
-    assert query.grad[:, 4:].abs().max() == 0
-    assert query.grad[:, 3].abs().min() > 0
-
-
 def test_the_masks_of_a_tile_are_made_once_for_all_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     exclude_ = info_nce.exclude_candidates_
@@ -337,13 +277,17 @@ def test_gradcache_equals_the_plain_step_with_dropout(options: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        *(
+            ({"temperature": value}, "temperature must be > 0, got .*; see ")
+            for value in (0.0, -1.0, math.nan, math.inf)
+        ),
+        ({"tile_size": 0}, "tile_size must be >= 1, got 0"),
         ({"widths": []}, r"widths must each be >= 1, got \[\]"),
         ({"widths": [6, 0]}, r"widths must each be >= 1, got \[6, 0\]"),
         ({"widths": [6, 3, 6]}, "widths must differ"),
         ({"widths": [6, 3], "weights": [1.0]}, "weights must be one for each of the 2 widths"),
         ({"widths": [6, 3], "weights": [1.0, 0.0]}, "weights must each be > 0 and finite"),
         ({"widths": [6, 3], "weights": [1.0, math.nan]}, "weights must each be > 0 and finite"),
-        ({"temperature": 0.0}, "temperature must be > 0"),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:

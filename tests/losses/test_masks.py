@@ -92,12 +92,7 @@ def test_the_mask_equals_the_rule_on_records(compared: tuple[bool, bool]) -> Non
     found, expected = negatives(records, *compared), loop_reference(records, *compared)
     assert found == expected
     assert 0 < sum(map(sum, expected)) < len(expected) * (len(expected[0]) - 1)
-
-
-def test_each_switch_gives_back_the_candidates_that_its_facts_mask() -> None:
-    counts = [sum(map(sum, negatives(tangled_records(), *compared))) for compared in SWITCHES]
-    all_masks, without_class, without_text, without_both = counts
-    assert all_masks < min(without_class, without_text) <= max(without_class, without_text) < without_both
+    assert compared == (True, True) or expected != loop_reference(records)
 
 
 @pytest.mark.parametrize("compared", SWITCHES)
@@ -305,17 +300,12 @@ def test_impossible_bounds_are_refused(options: dict[str, Any], message: str) ->
 
 
 def losses_of_two_ranks(rank: int) -> dict[str, Any]:
-    """The mean loss of two ranks' queries and the gradient of this rank's candidates, with the filter on."""
+    """The loss of this rank's queries with the filter on, and that of all in one process."""
     results: dict[str, Any] = {}
-    whole = with_surrogates(batch_of([Record([row], [row + 50]) for row in range(8)]), seed=3)
-    assert whole.surrogate_query_BS is not None
-    assert whole.surrogate_candidate_CS is not None
-    rows = slice(4 * rank, 4 * rank + 4)
-    shard = replace(
-        batch_of([Record([row], [row + 50]) for row in range(8)][rows]),
-        surrogate_query_BS=whole.surrogate_query_BS[rows],
-        surrogate_candidate_CS=whole.surrogate_candidate_CS[rows],
-    )
+    records, rows = [Record([row], [row + 50]) for row in range(8)], slice(4 * rank, 4 * rank + 4)
+    whole = with_surrogates(batch_of(records), seed=3)
+    vectors = {name: getattr(whole, name)[rows] for name in ("surrogate_query_BS", "surrogate_candidate_CS")}
+    shard = replace(batch_of(records[rows]), **vectors)
     generator = torch.Generator().manual_seed(1)
     query, candidate = (torch.randn(8, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     directions: Any

@@ -1,19 +1,11 @@
 """Sparse embedding modules of tiny encoders, whose experts differ and whose routers are sure of their choices."""
 
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from embeddings.common import ContrastiveBatch, Representations
-from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig, RotaryMoeModel, Upcycling
 from embeddings.modules import MoEEmbedModule
-from embeddings.training import GradCache
-from tests.helpers.contrastive import gradient_vector
 from tests.helpers.runs import component, run_config
 from tests.helpers.tiny import save_backbone, wordpiece_tokenizer
 from tests.models.moe import stirred, tiny_rotary
@@ -39,25 +31,6 @@ def moe_module(
     assert isinstance(backbone, RotaryMoeModel)
     stirred(backbone)
     return module.train()
-
-
-def direct_gradient(module: MoEEmbedModule, batch: ContrastiveBatch, engine: GradCache) -> Tensor:
-    """The plain step over the same mini-batches in the same order, so that dropout draws the same numbers."""
-    module.zero_grad()
-    vectors: list[dict[int, Tensor]] = [{}, {}]
-    sums: list[dict[str, Tensor]] = [{}, {}]
-    for mini_batch in chain.from_iterable(engine.plan(batch)):
-        found = module.embed(take_texts((batch.query, batch.candidate)[mini_batch.tower], mini_batch.rows_n))
-        vectors[mini_batch.tower].update(zip(mini_batch.rows_n.tolist(), found.vector_ND, strict=True))
-        of_tower = sums[mini_batch.tower]
-        for name, value in found.statistics.items():
-            of_tower[name] = of_tower[name] + value if name in of_tower else value
-    query, candidate = (
-        Representations(torch.stack([tower[row] for row in sorted(tower)]), of_tower)
-        for tower, of_tower in zip(vectors, sums, strict=True)
-    )
-    module.loss_from_representations(query, candidate, batch).loss.backward()
-    return gradient_vector(module)
 
 
 def moe_config(folder: Path) -> dict[str, Any]:

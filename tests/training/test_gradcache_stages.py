@@ -1,6 +1,5 @@
 """GradCache over two stages: both encoders get the plain step's gradient, and each way to lose it is caught."""
 
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -8,9 +7,8 @@ import torch
 from torch import Tensor
 
 from embeddings.common import ContrastiveBatch, Representations, TokenBatch
-from embeddings.common.types import take_texts
 from embeddings.training import GradCache, gradcache
-from embeddings.training.gradcache import CANDIDATE, CONTEXT, QUERY, tower_tokens
+from embeddings.training.gradcache import CONTEXT, QUERY
 from tests.helpers.contrastive import (
     Record,
     TinyContextualStep,
@@ -21,7 +19,7 @@ from tests.helpers.contrastive import (
     with_context,
 )
 from tests.helpers.tiny import tiny_bert
-from tests.training.test_gradcache import REPLAYED, TOLERANCE, Unreplayed, lora
+from tests.training.test_gradcache import REPLAYED, TOLERANCE, Unreplayed, direct_gradient, lora
 
 
 def make_step(dtype: torch.dtype = torch.float64, dropout: float = 0.0, kind: Any = TinyContextualStep) -> Any:
@@ -33,9 +31,9 @@ def batch_with_context(num_queries: int = 6, num_negatives: int = 2, num_context
     return with_context(random_batch(num_queries, num_negatives), num_context)
 
 
-def errors(step: TinyContextualStep, expected: tuple[Tensor, Tensor]) -> tuple[float, float]:
+def errors(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> tuple[float, float]:
     """How far the gradients of the first and of the second encoder are from the expected ones."""
-    return relative_error(gradients(step)[0], expected[0]), relative_error(gradients(step)[1], expected[1])
+    return relative_error(found[0], expected[0]), relative_error(found[1], expected[1])
 
 
 def gradients(step: TinyContextualStep) -> tuple[Tensor, Tensor]:
@@ -49,22 +47,16 @@ def plain_gradients(step: TinyContextualStep, batch: ContrastiveBatch) -> tuple[
 
 
 def direct_gradients(step: TinyContextualStep, batch: ContrastiveBatch, engine: GradCache) -> tuple[Tensor, Tensor]:
-    """The plain step over the same mini-batches in the same order, so that dropout draws the same numbers."""
-    step.zero_grad()
-    found: dict[int, list[Any]] = {QUERY: [], CANDIDATE: [], CONTEXT: []}
-    for mini_batch in chain.from_iterable(engine.plan(batch)):
-        tokens = take_texts(tower_tokens(batch, mini_batch.tower), mini_batch.rows_n)
-        context = in_order(found[CONTEXT])
-        embeds_context = mini_batch.tower == CONTEXT
-        vectors = step.embed_context(tokens) if embeds_context else step.embed(tokens, context).vector_ND
-        found[mini_batch.tower].extend(zip(mini_batch.rows_n.tolist(), vectors, strict=True))
-    query, candidate = Representations(in_order(found[QUERY])), Representations(in_order(found[CANDIDATE]))
-    step.loss_from_representations(query, candidate, batch).loss.backward()
+    direct_gradient(step, batch, engine)
     return gradients(step)
 
 
-def in_order(rows: list[tuple[int, Tensor]]) -> Any:
-    return torch.stack([vector for _, vector in sorted(rows, key=lambda pair: pair[0])]) if rows else None
+def cached_gradients(
+    step: TinyContextualStep, batch: ContrastiveBatch, engine: GradCache, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    step.zero_grad()
+    engine.step(step, batch, scale=scale)
+    return gradients(step)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -85,12 +77,10 @@ def test_gradients_of_both_encoders_equal_the_plain_step(
     dtype: torch.dtype, num_negatives: int, options: dict[str, Any]
 ) -> None:
     step, batch = make_step(dtype), batch_with_context(5, num_negatives)
-    expected = plain_gradients(step, batch)
+    expected, engine = plain_gradients(step, batch), GradCache(**options)
+    assert max(errors(cached_gradients(step, batch, engine), expected)) <= TOLERANCE[dtype]
     plain_loss = step.plain_loss(batch).loss.item()
-    step.zero_grad()
-    output = GradCache(**options).step(step, batch)
-    assert output.loss.item() == pytest.approx(plain_loss, rel=1e-6)
-    assert max(errors(step, expected)) <= TOLERANCE[dtype]
+    assert engine.step(step, batch).loss.item() == pytest.approx(plain_loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -104,14 +94,11 @@ def test_dropout_of_both_stages_and_of_the_context_is_replayed(
     torch.manual_seed(1)
     expected = direct_gradients(step, batch, engine)
     after = torch.rand(3)
-    step.zero_grad()
     torch.manual_seed(1)
-    engine.step(step, batch)
+    found = cached_gradients(step, batch, engine)
     assert torch.equal(after, torch.rand(3))
-    assert max(errors(step, expected)) <= TOLERANCE[dtype]
-    step.zero_grad()
-    engine.step(step, batch)
-    assert min(errors(step, expected)) > 1e-3
+    assert max(errors(found, expected)) <= TOLERANCE[dtype]
+    assert min(errors(cached_gradients(step, batch, engine), expected)) > 1e-3
 
 
 # peft 0.21 reads a name that transformers 5.23 deprecates.
@@ -127,10 +114,8 @@ def test_the_adapters_of_both_encoders_get_the_gradient(
     engine = GradCache(**options)
     torch.manual_seed(1)
     expected = direct_gradients(step, batch, engine) if dropout else plain_gradients(step, batch)
-    step.zero_grad()
     torch.manual_seed(1)
-    engine.step(step, batch)
-    assert max(errors(step, expected)) <= TOLERANCE[dtype]
+    assert max(errors(cached_gradients(step, batch, engine), expected)) <= TOLERANCE[dtype]
 
 
 class LastMiniBatch(gradcache._TwoPasses):
@@ -193,23 +178,18 @@ def test_a_wrong_gradient_of_the_context_is_caught(mutant: Any, monkeypatch: pyt
     torch.manual_seed(1)
     expected = direct_gradients(step, batch, engine)
     monkeypatch.setattr(gradcache, "_TwoPasses", mutant)
-    step.zero_grad()
     torch.manual_seed(1)
-    engine.step(step, batch, scale=0.5)
-    for parameter in step.parameters():
-        if parameter.grad is not None:
-            parameter.grad *= 2
-    first, second = errors(step, expected)
+    one, two = cached_gradients(step, batch, engine, scale=0.5)
+    first, second = errors((2 * one, 2 * two), expected)
     assert first > 1e-2
     assert second <= 1e-12
 
 
 def test_a_detached_context_is_caught() -> None:
     batch, step = batch_with_context(), make_step(kind=DetachedContext)
-    expected = plain_gradients(make_step(), batch)
-    GradCache(mini_batch_tokens=40).step(step, batch)
-    assert gradient_vector(step.first).norm() == 0
-    assert errors(step, expected)[1] <= 1e-12
+    found = cached_gradients(step, batch, GradCache(mini_batch_tokens=40))
+    assert found[0].norm() == 0
+    assert errors(found, plain_gradients(make_step(), batch))[1] <= 1e-12
 
 
 def test_the_last_backward_is_the_first_stages_and_only_that_is_left_to_the_caller() -> None:
@@ -227,9 +207,9 @@ def test_the_last_backward_is_the_first_stages_and_only_that_is_left_to_the_call
     assert len(early) == sum(map(len, engine.plan(batch))) - 1
     # No backward of the second stage reaches the first encoder.
     assert early[: len(stages[1]) + 1] == [0.0] * (len(stages[1]) + 1)
-    assert errors(step, expected)[1] <= 1e-12
+    assert errors(gradients(step), expected)[1] <= 1e-12
     output.loss.backward()
-    assert max(errors(step, expected)) <= 1e-12
+    assert max(errors(gradients(step), expected)) <= 1e-12
 
 
 def test_two_forwards_before_the_last_backwards_keep_apart() -> None:
@@ -239,7 +219,7 @@ def test_two_forwards_before_the_last_backwards_keep_apart() -> None:
     step.zero_grad()
     losses = [engine.forward_backward(step, batch).loss for batch in batches]
     torch.stack(losses).sum().backward()
-    assert max(errors(step, (one[0] + two[0], one[1] + two[1]))) <= 1e-12
+    assert max(errors(gradients(step), (one[0] + two[0], one[1] + two[1]))) <= 1e-12
 
 
 def test_without_gradients_it_is_just_the_loss() -> None:
@@ -254,18 +234,15 @@ def test_without_gradients_it_is_just_the_loss() -> None:
 def test_a_loss_scale_multiplies_the_gradients_of_both_encoders_once(scale: float) -> None:
     step, batch = make_step(), batch_with_context()
     first, second = plain_gradients(step, batch)
-    step.zero_grad()
-    GradCache(mini_batch_tokens=40).step(step, batch, scale=scale)
-    assert max(errors(step, (first * scale, second * scale))) <= 1e-12
+    found = cached_gradients(step, batch, GradCache(mini_batch_tokens=40), scale)
+    assert max(errors(found, (first * scale, second * scale))) <= 1e-12
 
 
 @pytest.mark.parametrize("num_context", [1, 20])
 def test_a_context_of_one_document_and_one_of_all_of_them(num_context: int) -> None:
     step, batch = make_step(), batch_with_context(4, 1, num_context)
     expected = plain_gradients(step, batch)
-    step.zero_grad()
-    GradCache(mini_batch_tokens=40).step(step, batch)
-    assert max(errors(step, expected)) <= 1e-12
+    assert max(errors(cached_gradients(step, batch, GradCache(mini_batch_tokens=40)), expected)) <= 1e-12
 
 
 @pytest.mark.parametrize("frozen", ["first", "backbone"])
@@ -284,8 +261,7 @@ def test_a_frozen_stage_leaves_the_other_ones_gradient(frozen: str) -> None:
 def test_bfloat16_autocast_trains_both_encoders_as_the_plain_step_does() -> None:
     step, batch = make_step(torch.float32), batch_with_context(8, 1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        GradCache(40).step(step, batch)
-    found = gradients(step)
+        found = cached_gradients(step, batch, GradCache(40))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = step.plain_loss(batch)
     step.zero_grad()
@@ -301,17 +277,8 @@ def test_bfloat16_autocast_trains_both_encoders_as_the_plain_step_does() -> None
 def test_kept_graphs_of_both_stages_are_not_recomputed(options: dict[str, Any], num_recomputed: int) -> None:
     """Two mini-batches of context (24 tokens), six of both towers (120 tokens); half the tokens keep 2 + 2 graphs."""
     batch = with_context(batch_of([Record([7] * 4, [8] * 4) for _ in range(6)]), 6)
-    step, counts = make_step(), {True: 0, False: 0}
-    engine = GradCache(mini_batch_tokens=20, **options)
-    original = step.backbone.forward, step.first.forward
-
-    def counted(forward: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[torch.is_grad_enabled()] += 1
-            return forward(*args, **kwargs)
-
-        return call
-
-    step.backbone.forward, step.first.forward = map(counted, original)
+    step, engine, forwards = make_step(), GradCache(mini_batch_tokens=20, **options), []
+    for encoder in (step.backbone, step.first):
+        encoder.register_forward_hook(lambda *_: forwards.append(1))
     engine.step(step, batch)
-    assert sum(counts.values()) == sum(map(len, engine.plan(batch))) + num_recomputed
+    assert len(forwards) == sum(map(len, engine.plan(batch))) + num_recomputed

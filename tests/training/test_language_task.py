@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from embeddings.common import OptionError
 from embeddings.common.types import PackedRows, Prediction
-from embeddings.training.language_task import LanguageTask, Masking, mask_tokens
+from embeddings.training.language_task import LanguageTask, Masking
 
 MASK, BOS, EOS, PAD = 4, 1, 2, 0
 ORDINARY = torch.arange(5, 60)
@@ -96,16 +95,6 @@ def test_targets_follow_from_seed_and_draw_key_and_not_from_the_batch() -> None:
     assert pairs(task("mntp")(redrawn)) != pairs(one)
 
 
-MASK, ORDINARY = 4, torch.arange(5, 105)
-
-
-def masked(masking: Masking, num_rows: int = 40, length: int = 500, may_mask: Tensor | None = None, key: int = 0):
-    ids_NL = torch.randint(5, 105, (num_rows, length), generator=torch.Generator().manual_seed(1))
-    may_mask_NL = torch.ones_like(ids_NL, dtype=torch.bool) if may_mask is None else may_mask
-    key_N = torch.arange(key, key + num_rows)
-    return ids_NL, *mask_tokens(ids_NL, may_mask_NL, key_N, masking, MASK, ORDINARY)
-
-
 @pytest.mark.parametrize(
     ("probability", "mask_fraction", "random_fraction"), [(0.15, 0.8, 0.1), (0.8, 1.0, 0.0), (0.3, 0.0, 1.0)]
 )
@@ -113,58 +102,31 @@ def test_tokens_are_hidden_in_the_shares_asked_for(
     probability: float, mask_fraction: float, random_fraction: float
 ) -> None:
     """20,000 tokens: four standard deviations of each share."""
-    ids_NL, masked_NL, chosen_NL = masked(Masking(probability, mask_fraction, random_fraction))
-    count, total = int(chosen_NL.sum()), chosen_NL.numel()
+    ids_NL, zeros_NL = torch.randint(5, 60, (40, 500)), torch.zeros(40, 500, dtype=torch.int64)
+    masking = Masking(probability, mask_fraction, random_fraction)
+    hide = LanguageTask("mlm", masking, MASK, ORDINARY)
+    found = hide(PackedRows(ids_NL, zeros_NL, zeros_NL.bool(), torch.arange(40), torch.arange(40)))
+    count, total = len(found), ids_NL.numel()
     assert abs(count / total - probability) < 4 * (probability * (1 - probability) / total) ** 0.5
-    assert torch.equal(masked_NL[~chosen_NL], ids_NL[~chosen_NL])
-    is_mask = masked_NL[chosen_NL] == MASK
-    changed = (masked_NL[chosen_NL] != ids_NL[chosen_NL]) & ~is_mask
+    hidden_P = found.input_ids_NL.flatten()[found.read_P]
+    assert int((found.input_ids_NL != ids_NL).sum()) == int((hidden_P != found.label_P).sum())
+    is_mask_P = hidden_P == MASK
+    is_changed_P = (hidden_P != found.label_P) & ~is_mask_P
     # A random token is by chance the one that was there.
-    for found, expected in ((is_mask, mask_fraction), (changed, random_fraction * (1 - 1 / len(ORDINARY)))):
-        assert abs(float(found.double().mean()) - expected) <= 4 * (expected * (1 - expected) / count) ** 0.5
-    drawn = masked_NL[chosen_NL][changed]
-    assert drawn.numel() == 0 or (int(drawn.min()) == 5 and int(drawn.max()) == 104)
-
-
-def test_what_may_not_be_hidden_stays() -> None:
-    may_mask_NL = torch.rand(40, 500, generator=torch.Generator().manual_seed(2)) < 0.5
-    ids_NL, masked_NL, chosen_NL = masked(Masking(0.9, 0.8, 0.1), may_mask=may_mask_NL)
-    assert not (chosen_NL & ~may_mask_NL).any()
-    assert torch.equal(masked_NL[~may_mask_NL], ids_NL[~may_mask_NL])
-    assert chosen_NL.sum() > 0.8 * may_mask_NL.sum()
-
-
-def test_a_rows_choices_follow_from_its_key_alone() -> None:
-    """Row 3 of keys 0 … 39 is row 0 of keys 3 …, and other keys choose otherwise."""
-    _, first, _ = masked(Masking(0.5, 1.0, 0.0))
-    _, again, _ = masked(Masking(0.5, 1.0, 0.0))
-    assert torch.equal(first, again)
-    ids_NL = torch.full((1, 500), 7)
-    may_NL = torch.ones_like(ids_NL, dtype=torch.bool)
-    alone, beside, other = (
-        mask_tokens(
-            ids_NL.expand(len(keys), -1), may_NL.expand(len(keys), -1), torch.tensor(keys), Masking(), 4, ORDINARY
-        )
-        for keys in ([3], [1, 3], [5])
-    )
-    assert torch.equal(alone[0][0], beside[0][1])
-    assert not torch.equal(alone[0][0], beside[0][0])
-    assert not torch.equal(alone[0], other[0])
-
-
-@pytest.mark.parametrize("probability", [0.0, 1.0, -0.1, float("nan")])
-def test_a_probability_that_hides_nothing_or_all_is_refused(probability: float) -> None:
-    with pytest.raises(OptionError, match=r"model\.masking\.probability must be above 0 and below 1"):
-        Masking(probability)
+    for is_found_P, expected in ((is_mask_P, mask_fraction), (is_changed_P, random_fraction * (1 - 1 / len(ORDINARY)))):
+        assert abs(float(is_found_P.double().mean()) - expected) <= 4 * (expected * (1 - expected) / count) ** 0.5
+    drawn = set(hidden_P[is_changed_P].tolist())
+    assert not drawn or (min(drawn), max(drawn)) == (5, 59)
 
 
 @pytest.mark.parametrize(
-    ("shares", "says"),
+    ("options", "says"),
     [
+        *(({"probability": bad}, "probability must be above 0 and below 1") for bad in (0.0, 1.0, -0.1, float("nan"))),
         ({"mask_fraction": 0.9, "random_fraction": 0.2}, r"must be at most 1 together with mask_fraction 0\.9"),
         ({"mask_fraction": -0.1}, "mask_fraction must be 0 to 1"),
     ],
 )
-def test_shares_that_are_none_or_exceed_the_whole_are_refused(shares: dict[str, float], says: str) -> None:
+def test_impossible_shares_are_refused(options: dict[str, float], says: str) -> None:
     with pytest.raises(OptionError, match=says):
-        Masking(**shares)
+        Masking(**options)

@@ -1,5 +1,6 @@
 """Mini-batches of a GradCache step: their plan, their random states, and a context that both towers read."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -36,18 +37,12 @@ def check(plan: list[MiniBatch], batch: ContrastiveBatch) -> None:
     assert [part.longest for part in plan] == sorted((part.longest for part in plan), reverse=True)
 
 
-def test_both_towers_are_covered_from_the_longest_text_to_the_shortest() -> None:
-    batch = random_batch(9, 2)
-    plan = plan_stages(batch, 30, None)[0]
-    check(plan, batch)
-    assert {part.tower for part in plan} == {0, 1}
-    assert all(part.num_tokens <= 30 for part in plan)
-
-
 @pytest.mark.parametrize("missing", [0, 1, 5])
 def test_a_plan_is_extended_by_halving_its_largest_mini_batches(missing: int) -> None:
     batch = random_batch(9, 2)
-    plan = plan_stages(batch, 30, None)[0]
+    (plan,) = plan_stages(batch, 30, None)
+    check(plan, batch)
+    assert all(part.num_tokens <= 30 for part in plan)
     extended = extend_plan(plan, len(plan) + missing, batch)
     assert len(extended) == len(plan) + missing
     assert not any(part.is_filler for part in extended)
@@ -75,10 +70,8 @@ def test_a_context_is_a_stage_before_the_towers_and_lengthens_their_texts() -> N
     assert {part.tower for part in extended} == {CONTEXT}
 
 
-@pytest.mark.parametrize("num_context", [None, 0])
-def test_without_a_context_there_is_one_stage(num_context: int | None) -> None:
-    batch = random_batch(3, 1)
-    batch = batch if num_context is None else with_context(batch, num_context)
+def test_an_empty_context_is_no_stage() -> None:
+    batch = with_context(random_batch(3, 1), 0)
     (towers,) = plan_stages(batch, 30, None)
     check(towers, batch)
 
@@ -94,51 +87,24 @@ def test_empty_slots_and_soft_prompts_lengthen_texts_too() -> None:
             assert all(part.num_tokens <= 60 or len(part.rows_n) == 1 for part in plan)
 
 
-def test_a_replayed_state_draws_the_same_and_leaves_no_trace() -> None:
-    torch.manual_seed(0)
-    state = RandomState.capture(torch.device("cpu"))
-    first, second = torch.rand(4), torch.rand(4)
-    with state.replayed():
-        assert torch.equal(torch.rand(4), first)
-    torch.manual_seed(0)
-    torch.rand(8)
-    expected = torch.rand(4)
-    torch.manual_seed(0)
-    torch.rand(8)
-    with state.replayed():
-        torch.rand(100)
-    assert torch.equal(torch.rand(4), expected)
-    assert not torch.equal(first, second)
-
-
-def test_an_error_inside_restores_the_state_outside() -> None:
+def test_an_error_inside_a_replayed_state_restores_the_one_outside() -> None:
     state = RandomState.capture(torch.device("cpu"))
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    try:
-        with state.replayed():
-            torch.rand(3)
-            raise KeyError
-    except KeyError:
-        pass
+    with suppress(KeyError), state.replayed():
+        torch.rand(3)
+        raise KeyError
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_without_a_context_it_is_the_loss_of_both_towers() -> None:
-    step, batch = TinyStep(tiny_bert()), random_batch(4, 1)
-    assert torch.equal(plain_step(step, batch).loss, step.plain_loss(batch).loss)
-
-
 def test_both_towers_read_one_context_that_is_embedded_once() -> None:
-    step, batch = TinyContextualStep(tiny_bert(1), tiny_bert(2)), with_context(random_batch(4, 1), 3)
-    calls = []
+    plain, batch = TinyStep(tiny_bert()), random_batch(4, 1)
+    assert torch.equal(plain_step(plain, batch).loss, plain.plain_loss(batch).loss)
+    with pytest.raises(AssertionError, match="a step that embeds it"):
+        plain_step(plain, with_context(batch, 3))
+    step, batch, calls = TinyContextualStep(tiny_bert(1), tiny_bert(2)), with_context(batch, 3), []
     step.first.register_forward_hook(lambda *_: calls.append(None))
     loss = plain_step(step, batch).loss
     assert len(calls) == 1
     assert torch.equal(loss, step.plain_loss(batch).loss)
     assert not torch.equal(loss, plain_step(step, with_context(batch, 0)).loss)
-
-
-def test_a_context_that_the_step_does_not_embed_is_refused() -> None:
-    with pytest.raises(AssertionError, match="a step that embeds it"):
-        plain_step(TinyStep(tiny_bert()), with_context(random_batch(4, 1), 3))

@@ -1,5 +1,6 @@
 """Parameter groups, what an optimiser keeps, and schedules of the learning rate."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -10,20 +11,15 @@ from embeddings.common import OptionError
 from embeddings.training.optim import Schedule, parameter_groups, scale_rates, state_per_weight
 
 
-def test_vectors_are_not_decayed():
+def test_vectors_are_not_decayed_and_frozen_parameters_are_left_out():
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     matrices, vectors = parameter_groups(model)
     assert [p.shape for p in matrices["params"]] == [(4, 3)]
     assert "weight_decay" not in matrices
     assert vectors["weight_decay"] == 0.0
     assert len(vectors["params"]) == 3
-
-
-def test_frozen_parameters_are_left_out():
-    model = nn.Linear(3, 4, bias=False)
-    model.weight.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter is trainable"):
-        parameter_groups(model)
+        parameter_groups(model.requires_grad_(False))
 
 
 @pytest.mark.parametrize(
@@ -42,26 +38,16 @@ def test_what_an_optimiser_keeps_is_tried(kind, options, kept):
     assert state_per_weight(partial(kind, lr=0.1, **options)) == kept
 
 
-def test_warm_up_is_linear_and_wastes_no_step():
-    schedule = Schedule(warmup_steps=4, decay="linear")
-    assert [schedule.factor(step, 8) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-
-
-def test_linear_decay_reaches_zero_at_the_end():
-    schedule = Schedule(warmup_steps=2, decay="linear")
-    assert [schedule.factor(step, 6) for step in range(2, 8)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
-
-
-def test_cosine_decay_is_half_way_at_half_time():
-    schedule = Schedule(warmup_steps=0, decay="cosine")
-    assert schedule.factor(5, 10) == pytest.approx(0.5)
-    assert schedule.factor(10, 10) == pytest.approx(0.0)
-
-
-def test_constant_needs_no_end():
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    scheduler = Schedule(warmup_steps=0, decay="constant").scheduler(optimizer, None)
-    assert scheduler.get_last_lr() == [1.0]
+@pytest.mark.parametrize(
+    ("schedule", "total_steps", "expected"),
+    [
+        (Schedule(warmup_steps=4), 8, [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25, 0, 0]),
+        (Schedule(warmup_steps=0, decay="cosine"), 4, [1, 0.5 + 0.125**0.5, 0.5, 0.5 - 0.125**0.5, 0]),
+        (Schedule(warmup_steps=2, decay="constant"), 4, [0.5, 1, 1, 1, 1]),
+    ],
+)
+def test_the_share_of_the_peak_at_each_step(schedule, total_steps, expected):
+    assert [schedule.factor(step, total_steps) for step in range(len(expected))] == pytest.approx(expected)
 
 
 def test_the_scheduler_gives_the_rates_of_the_factor():
@@ -83,8 +69,6 @@ def test_a_share_of_the_run_is_a_warm_up_of_so_many_steps(total_steps, num_warmu
     steps = range(total_steps)
     assert [share.factor(step, total_steps) for step in steps] == [whole.factor(step, total_steps) for step in steps]
     share.check(total_steps)
-    with pytest.raises(OptionError, match="must be known for a warm-up that is a share of it"):
-        Schedule(decay="constant").check(None)
 
 
 @pytest.mark.parametrize("options", [{"warmup_steps": -1}, {"warmup_steps": 1.5}, {"total_steps": 0}])
@@ -93,23 +77,26 @@ def test_impossible_counts_are_refused(options):
         Schedule(**options)
 
 
-def test_a_warm_up_longer_than_the_run_is_refused():
-    Schedule(warmup_steps=49).check(50)
-    with pytest.raises(OptionError, match="must be below the run's 50 optimiser steps"):
-        Schedule(warmup_steps=50).check(50)
-    Schedule(warmup_steps=50, total_steps=60).check(50)
-    with pytest.raises(OptionError, match="must be below the run's 40 optimiser steps"):
-        Schedule(warmup_steps=45, total_steps=40).check(50)
-
-
-def test_a_decay_without_an_end_is_refused():
+@pytest.mark.parametrize(
+    ("schedule", "steps", "says"),
+    [
+        (Schedule(warmup_steps=49), 50, None),
+        (Schedule(warmup_steps=50), 50, "must be below the run's 50 optimiser steps"),
+        (Schedule(warmup_steps=50, total_steps=60), 50, None),
+        (Schedule(warmup_steps=45, total_steps=40), 50, "must be below the run's 40 optimiser steps"),
+        (Schedule(), None, r"must be known to decay, got None; set trainer\.max_steps"),
+        (Schedule(decay="constant"), None, "must be known for a warm-up that is a share of it"),
+        (Schedule(warmup_steps=50, decay="constant"), None, None),
+        (Schedule(total_steps=60), None, None),
+    ],
+)
+def test_a_schedule_that_does_not_fit_the_run_is_refused(schedule, steps, says):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    with pytest.raises(OptionError, match=r"set trainer\.max_steps"):
-        Schedule().scheduler(optimizer, None)
-    with pytest.raises(OptionError, match=r"set trainer\.max_steps"):
-        Schedule().check(None)
-    Schedule(warmup_steps=50, decay="constant").check(None)
-    Schedule(total_steps=60).check(None)
+    with pytest.raises(OptionError, match=says) if says else nullcontext():
+        schedule.check(steps)
+    if steps is None:
+        with pytest.raises(OptionError, match=says) if says else nullcontext():
+            schedule.scheduler(optimizer, None)
 
 
 def test_rates_are_scaled_together_wherever_the_schedule_is() -> None:

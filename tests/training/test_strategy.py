@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from embeddings.models.bidirectional import layers
-from embeddings.training.strategy import full_parameters, full_state, make_contiguous, shard, sharded_like
+from embeddings.training.strategy import full_parameters, full_state, shard, sharded_like
 from tests.helpers.tiny import tiny_bert
 from tests.models.moe import padded_ids, tiny_moe
 
@@ -33,17 +33,12 @@ def tied() -> nn.Module:
     return module
 
 
-def test_layers_are_the_members_of_the_outermost_lists() -> None:
-    bert = tiny_bert()
-    assert list(layers(bert)) == list(bert.encoder.layer)
-    module = tied()
-    assert list(layers(module)) == [module.outer[0]]
-
-
 def test_a_shard_has_a_group_a_layer_and_one_for_the_rest(mesh: DeviceMesh) -> None:
     bert = tiny_bert()
     ids_NL, expected = torch.arange(5, 11).view(2, 3), tiny_bert()(torch.arange(5, 11).view(2, 3)).last_hidden_state
     shard(bert, mesh)
+    module = tied()
+    assert list(layers(module)) == [module.outer[0]]
     groups = [part for part in bert.modules() if isinstance(part, FSDPModule)]
     assert groups == [bert, *bert.encoder.layer]
     assert all(isinstance(parameter, DTensor) for parameter in bert.parameters())
@@ -61,18 +56,10 @@ def test_a_method_beside_forward_has_whole_weights_too(mesh: DeviceMesh) -> None
     torch.testing.assert_close(module.twice(torch.eye(2)), weight * 2)
 
 
-def test_parameters_are_laid_out_row_by_row() -> None:
-    module = nn.Linear(2, 3)
-    expected = module.weight.detach().clone()
-    module.weight.data = expected.T.contiguous().T
-    make_contiguous(module)
-    assert module.weight.is_contiguous()
-    assert torch.equal(module.weight, expected)
-
-
 @pytest.mark.parametrize("keep", [True, False])
 def test_whole_parameters_take_the_place_of_cut_ones_and_stay_tied(keep: bool, mesh: DeviceMesh) -> None:
     module = tied()
+    module.outer[0][0][0].weight.data = module.outer[0][0][0].weight.data.T.contiguous().T
     expected = {name: value.clone() for name, value in module.state_dict().items()}
     shard(module, mesh)
     before = dict(module.named_parameters())
