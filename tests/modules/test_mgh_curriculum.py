@@ -19,7 +19,8 @@ from embeddings.training import GradCache
 from embeddings.training.gradcache import plain_step
 from tests.helpers.contrastive import Record, batch_of, gradient_vector, random_records, relative_error
 from tests.helpers.runs import WORDS, backbone_folder, component, fit, run_config
-from tests.training.test_gradcache import direct_gradient
+from tests.modules.test_checkpoints import differences_after_resuming
+from tests.training.test_gradcache import REPLAYED, direct_gradient
 
 CACHE = component("GradCacheCallback", mini_batch_tokens=24)
 LORA = LoraSettings(rank=4, alpha=8, dropout=0.0)
@@ -43,18 +44,14 @@ def test_the_model_is_anchor_token_pooling_over_a_decoder_that_looks_both_ways(m
     tokens = [TokenBatch.from_lists([ids], [[True] * len(ids)]).padded() for ids in ([5, 6, 7], [5, 6, 99])]
     states = [module.embedder.backbone(input_ids=one.input_ids_NL).last_hidden_state for one in tokens]
     assert (states[0] - states[1])[0, 0].abs().max() > 1e-4
+    trained = [name for name, value in module.named_parameters() if value.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
 
 
 def test_a_causal_decoder_is_refused_with_the_way_out(mistral: str) -> None:
     with pytest.raises(OptionError, match=r"weighs early tokens more under a causal mask.* bidirectional: true"):
         MGHCurriculumModule(BackboneConfig(mistral))
-
-
-def test_the_adapter_alone_is_trained(mistral: str) -> None:
-    module = MGHCurriculumModule(BackboneConfig(mistral, bidirectional=True), lora=LORA)
-    trained = [name for name, value in module.named_parameters() if value.requires_grad]
-    assert trained
-    assert all("lora_" in name for name in trained)
 
 
 def test_the_factor_that_the_paper_prints_leaves_a_loss_of_2_9_at_the_least() -> None:
@@ -74,26 +71,17 @@ def leveled_batch() -> ContrastiveBatch:
     return batch_of(records)
 
 
-MINI_BATCHES = [
-    {"mini_batch_tokens": 10_000, "mini_batch_texts": 1},
-    {"mini_batch_tokens": 30},
-    {"mini_batch_tokens": 10_000},
-    {"mini_batch_tokens": 30, "kept_fraction": 0.5},
-]
-
-
-@pytest.mark.parametrize("options", MINI_BATCHES, ids=["one text", "uneven", "whole", "half kept"])
+@pytest.mark.parametrize("options", REPLAYED.values(), ids=REPLAYED)
 def test_gradcache_gives_the_gradient_of_the_plain_step(options: dict[str, Any], bert: str) -> None:
-    module = MGHCurriculumModule(BackboneConfig(bert, dropout=0.0)).double()
-    batch, found = leveled_batch(), []
-    for run in (lambda: plain_step(module, batch).loss.backward(), lambda: GradCache(**options).step(module, batch)):
-        module.zero_grad()
-        run()
-        found.append(gradient_vector(module))
-    assert relative_error(found[1], found[0]) <= 1e-12
+    module, batch = MGHCurriculumModule(BackboneConfig(bert, dropout=0.0)).double(), leveled_batch()
+    plain_step(module, batch).loss.backward()
+    expected = gradient_vector(module)
+    module.zero_grad()
+    GradCache(**options).step(module, batch)
+    assert relative_error(gradient_vector(module), expected) <= 1e-12
 
 
-@pytest.mark.parametrize("options", MINI_BATCHES, ids=["one text", "uneven", "whole", "half kept"])
+@pytest.mark.parametrize("options", REPLAYED.values(), ids=REPLAYED)
 def test_gradcache_replays_dropout_under_the_weights_of_the_attention(options: dict[str, Any], bert: str) -> None:
     module, batch, engine = MGHCurriculumModule(BackboneConfig(bert)).double(), leveled_batch(), GradCache(**options)
     torch.manual_seed(1)
@@ -117,53 +105,32 @@ def mgh_config(folder: Path, kind: str = "mistral", dropout: float = 0.0, **samp
     )
     records = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
     for row, record in enumerate(records):
-        negatives = [
-            {"text": f"{WORDS[(row + 5 * level) % len(WORDS)]} {row}", "level": level} for level in range(1, 5)
-        ]
-        record["negatives"] = negatives
-    write_records(folder, records)
+        texts = {level: f"{WORDS[(row + 5 * level) % len(WORDS)]} {row}" for level in range(1, 5)}
+        record["negatives"] = [{"text": text, "level": level} for level, text in texts.items()]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return config
 
 
-def write_records(folder: Path, records: list[dict[str, Any]]) -> None:
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def logged_levels(cli: Any) -> dict[int, float]:
-    """The level of each optimiser step, from the run's metrics."""
-    with open(Path(cli.trainer.log_dir) / "metrics.csv", newline="") as file:
-        return {int(row["step"]): float(row["train/level"]) for row in csv.DictReader(file) if row["train/level"]}
-
-
-@pytest.mark.parametrize("accumulate", [2])
-def test_the_level_of_each_step_is_logged(accumulate: int, tmp_path: Path) -> None:
+def test_the_level_of_each_step_is_logged(tmp_path: Path) -> None:
     config = mgh_config(tmp_path)
-    config["trainer"] |= {"accumulate_grad_batches": accumulate, "callbacks": [CACHE]}
+    config["trainer"] |= {"accumulate_grad_batches": 2, "callbacks": [CACHE]}
     cli = fit(tmp_path, config)
-    assert cli.trainer.global_step == 8
-    assert logged_levels(cli) == {0: 4, 1: 4, 2: 3, 3: 3, 4: 2, 5: 2, 6: 1, 7: 1}
+    with open(Path(cli.trainer.log_dir) / "metrics.csv", newline="") as file:
+        levels = [float(row["train/level"]) for row in csv.DictReader(file) if row["train/level"]]
+    assert levels == [4, 4, 3, 3, 2, 2, 1, 1]
 
 
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_run_resumed_across_a_boundary_ends_with_the_same_bits(tmp_path: Path) -> None:
     config = mgh_config(tmp_path, dropout=0.1)
-    checkpoint = {"every_n_train_steps": 3, "save_top_k": -1}
-    config["trainer"]["callbacks"] = [CACHE, component("ModelCheckpoint", **checkpoint)]
-    whole = fit(tmp_path, config)
-    (first,) = Path(whole.trainer.log_dir).rglob("*step=3.ckpt")
-    resumed = fit(tmp_path, config, "--ckpt_path", str(first))
-    expected, found = whole.model.state_dict(), resumed.model.state_dict()
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
-    assert logged_levels(resumed) == {step: level for step, level in logged_levels(whole).items() if step >= 3}
+    config["trainer"]["callbacks"] = [CACHE]
+    assert differences_after_resuming(tmp_path, config, 3) == {}
 
 
 def test_eight_pairs_are_learnt_by_heart_and_the_exported_model_gives_the_same_vectors(tmp_path: Path) -> None:
     config = mgh_config(tmp_path, "bert")
-    records = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
-    write_records(tmp_path, records[:8])
-    config["trainer"]["max_steps"] = 40
-    export = component("ExportModel", output=str(tmp_path / "model"))
-    config["trainer"]["callbacks"] = [export]
+    lines = (tmp_path / "pairs.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "pairs.jsonl").write_text("".join(lines[:8]))
+    config["trainer"] |= {"max_steps": 40, "callbacks": [component("ExportModel", output=str(tmp_path / "model"))]}
     cli = fit(tmp_path, config)
     assert cli.trainer.callback_metrics["train/accuracy"] == 1.0
     assert cli.trainer.callback_metrics["train/loss"] < 0.1

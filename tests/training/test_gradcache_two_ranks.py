@@ -197,7 +197,7 @@ def errors_of_equal_steps(rank: int, dtype: torch.dtype) -> dict[str, float]:
     results = {"plain": error(rank, None, dtype=dtype)}
     results |= {name: error(rank, engine, dtype=dtype) for name, engine in ENGINES.items()}
     results["0 negatives"] = error(rank, ENGINES["uneven"], 0, dtype=dtype)
-    # In float32 the plain step of one process is itself 1.7e-6 away from float64's here, so it is no reference.
+    # In float32 one process is itself 1.7e-6 away from float64 here: it is the reference in float64 only.
     results["7 negatives"] = error_to_the_plain_step(rank, dtype, ENGINES["uneven"], 7)
     results["7 negatives, one process"] = error(rank, ENGINES["uneven"], 7)
     engine = ENGINES["half kept"]
