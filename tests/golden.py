@@ -42,8 +42,8 @@ import embeddings
 from embeddings.cli.main import main
 from tests.helpers.runs import run_config
 from tests.modules.cde_runs import cde_config
+from tests.modules.mgh_runs import mgh_config
 from tests.modules.moe_modules import moe_config
-from tests.modules.test_mgh_curriculum import mgh_config
 
 Values = dict[str, Any]
 Case = Callable[[Path, Path], Values]  # (the record's folder, a folder to write to) → values by name

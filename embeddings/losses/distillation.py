@@ -64,7 +64,7 @@ class Distillation(InfoNCE):
         return LossOutput(loss, terms)
 
     def divergence(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> Tensor:
-        """How far the student is from its teacher, () float32; called outside autocast."""
+        """How far the student is from its teacher, mean over the queries, () float32; called outside autocast."""
         raise NotImplementedError
 
 
@@ -157,7 +157,14 @@ class MarginMSE(Distillation):
         query_BD, candidate_CD = comparable(query_BD, self.similarity), comparable(candidate_CD, self.similarity)
         owner_C, positive_B = batch.owner_C, batch.positive_index_B
         student_C = self.score_scale * torch.linalg.vecdot(query_BD[owner_C], candidate_CD)
-        teacher_C = teacher_scores(batch, student_C.dtype)
+        teacher_C = batch.teacher_score_C
+        if teacher_C is None:
+            if batch.surrogate_query_BS is None and batch.surrogate_candidate_CS is None:
+                raise without_teacher()
+            teacher, own_CS = surrogate_vectors(batch)
+            teacher_QS, teacher_CS = teacher.vector_QS.to(student_C.dtype), own_CS.to(student_C.dtype)
+            teacher_C = torch.linalg.vecdot(teacher_QS[owner_C], teacher_CS)
+        teacher_C = teacher_C.to(student_C.dtype)
         error_C = (student_C[positive_B][owner_C] - student_C) - (teacher_C[positive_B][owner_C] - teacher_C)
         counts_C = torch.ones_like(owner_C, dtype=torch.bool)
         counts_C[positive_B] = False
@@ -166,17 +173,3 @@ class MarginMSE(Distillation):
         number_B = torch.zeros_like(query_BD[:, 0]).index_add(0, owner_C, counts_C.to(square_C.dtype))
         mean: Tensor = (square_C / number_B.clamp(min=1)[owner_C]).sum() / len(query_BD)
         return mean
-
-
-def teacher_scores(batch: ContrastiveBatch, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The teacher's score of each candidate with the query it was drawn for, (C,); NaN where there is none.
-
-    It is the batch's own score where the batch has scores, else the cosine of the surrogate's vectors.
-    """
-    if batch.teacher_score_C is not None:
-        return batch.teacher_score_C.to(dtype)
-    if batch.surrogate_query_BS is None and batch.surrogate_candidate_CS is None:
-        raise without_teacher()
-    queries, candidate_CS = surrogate_vectors(batch)
-    score_C: Tensor = torch.linalg.vecdot(queries.vector_QS[batch.owner_C].to(dtype), candidate_CS.to(dtype))
-    return score_C

@@ -66,11 +66,6 @@ class BaseModule(KeepsArguments, L.LightningModule):
 
     Determinism: every random choice of a step (dropout) follows from (seed, epoch, batch, rank), so a resumed run
     draws what the uninterrupted run would have drawn.
-
-    Args:
-        optimizer: Makes the optimiser from groups of the trainable parameters.
-        schedule: Learning-rate schedule in optimiser steps.
-        seed: Seed of the step's random choices; None for `seed_everything`'s.
     """
 
     def __init__(self, optimizer: OptimizerFactory, schedule: Schedule, seed: int | None) -> None:
@@ -102,13 +97,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
         self._found_rate = rate
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Check optimiser and schedule against the trainer and the data.
-
-        Raises:
-            OptionError: If the schedule does not fit the run, the strategy cannot shard a parameter, weights in half
-                precision would lose their updates, or layers are to be compiled and there is no compiler.
-            InputError: If the optimiser refuses its options.
-        """
+        """Check optimiser, schedule, strategy, precision and compiler against the trainer and the data."""
         self._check_trainer(trainer)
         self._make_optimizer()
         if trainer.max_steps > 0 or trainer.max_epochs == -1:
@@ -170,8 +159,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
         raise NumericError(f"{whose} at step {self.global_step}: no update was made")
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Stop before an update by a gradient that is NaN or infinite (`NumericError`); all ranks have the same
-        gradient.
+        """Stop before an update by a gradient that is NaN or infinite, which all ranks have.
 
         Loss scaling of float16 finds such gradients itself and skips the update. Under ZeRO gradients are not averaged
         yet here, so its engine's step checks them.
@@ -194,8 +182,8 @@ class BaseModule(KeepsArguments, L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave out the weights of a frozen base, and gradients that are being accumulated.
 
-        A checkpoint within an accumulation resumes at the first batch of it, and one from the end of training in the
-        epoch that it ended in (see `reopen_epoch`).
+        A checkpoint within an accumulation resumes at its first batch, one from the end of training in the epoch that
+        it ended in (see `reopen_epoch`).
         """
         reopen_epoch(checkpoint)
         left_out = self.frozen_names()
@@ -234,7 +222,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
         weights_only: bool | None = None,
         **arguments: Any,
     ) -> Self:
-        """The module of a checkpoint with its weights, as Lightning's; reading a checkpoint never runs code.
+        """The module of a checkpoint with its weights; reading a checkpoint never runs code.
 
         Args:
             checkpoint_path: A file that `fit` wrote.
@@ -262,7 +250,6 @@ class BaseModule(KeepsArguments, L.LightningModule):
         return state_per_weight(self._optimizer)
 
     def _check_trainer(self, trainer: L.Trainer) -> None:
-        """Check that strategy, precision, callbacks and compiler can train these weights."""
         strategy, precision = trainer.strategy, str(trainer.precision)
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and any(map(is_four_bit, self.parameters())):
             rule = "cannot take weights in 4 bits"
@@ -330,7 +317,9 @@ class ContrastiveModule(BaseModule):
     Args:
         embedder: The model that is trained and saved.
         loss: The contrastive loss.
-        optimizer, schedule, seed: As in `BaseModule`.
+        optimizer: Makes the optimiser from groups of the trainable parameters.
+        schedule: Learning-rate schedule in optimiser steps.
+        seed: Seed of the step's random choices; None for `seed_everything`'s.
     """
 
     # The batch sampler that a method needs, and what it loses with another one (`BatchNeeds`); empty where any will do.
@@ -371,13 +360,7 @@ class ContrastiveModule(BaseModule):
         return self.embedder.text
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Check loss, lengths, optimiser and schedule against the trainer and the data, and that teachers can be had.
-
-        Raises:
-            OptionError: If the loss does not fit the vectors, the data lack what it filters by or follows, a text is
-                longer than the backbone has positions, the schedule does not fit the run, or a teacher does not fit.
-            InputError: If the optimiser refuses its options, or a teacher cannot be had.
-        """
+        """As in `BaseModule`; check too that loss, lengths and teachers fit the model and the data."""
         has_surrogates, has_scores = (False, False) if data is None else (data.has_surrogates, data.has_scores)
         self.loss.check_teacher(has_surrogates, has_scores)
         self.loss.check_width(self.embedder.embedding_dim)
@@ -480,15 +463,10 @@ def build_embedder(
 ) -> Embedder:
     """The model of a method with one pooling on one backbone: new or from a model directory, with or without LoRA.
 
+    The arguments are the method's options. `usual_pooling` is named where the pooling is impossible; `change` changes
+    the loaded backbone before adapters are added, such as upcycling.
+
     Determinism: random initial weights follow from the seed; the global random state does not change.
-
-    Args:
-        backbone, pooling, lora, initial_model, normalize, seed: The method's options.
-        usual_pooling: What the method's paper uses, for the error about an impossible pooling.
-        change: Changes the loaded backbone before adapters are added, such as upcycling.
-
-    Raises:
-        UserError: If the pooling is impossible, or differs from that of `initial_model`, or no layer can be compiled.
     """
     source = backbone if initial_model is None else replace(backbone, name=initial_model, revision=None)
     parts: dict[str, Any] = {}

@@ -119,11 +119,8 @@ class LayerTeacher:
     ) -> dict[str, Tensor]:
         """The squared errors of a student's states, as sums over tokens, and the numbers of tokens.
 
-        Args:
-            student: What `captured_states` caught of the same tokens.
-            pooling: The student's; where it has a block, that block's output follows the teacher's.
-            tokens: N texts.
-            maps: Takes the student's states, each (T, H), to the teacher's width.
+        `student` is what `captured_states` caught of the same tokens; `maps` takes states (T, H) to the teacher's
+        width. Where the student's pooling has a block, that block's output follows the teacher's.
 
         Precision: the teacher as the student, under autocast or not; differences and sums in float32 at least.
         """

@@ -76,13 +76,7 @@ def shard(
     With a `product_dtype`, that of autocast, the layers' matrices are cast before they are gathered, which halves the
     traffic, and gradients are averaged in float32. Autocast would cast them afterwards, to the same values; only the
     bias that experts share is rounded too. Weights that autocast leaves in float32 (norms, routers) are a group of
-    their own.
-
-    Args:
-        module: The module, whose calls are its forward.
-        mesh: The ranks, one dimension.
-        entries: Methods other than `forward` that use its weights.
-        product_dtype: The dtype in which autocast computes products, None without autocast.
+    their own. `entries` are methods other than `forward` that use the weights.
     """
     make_contiguous(module)
     for layer in layers(module):
@@ -145,10 +139,7 @@ def full_parameters(module: nn.Module, keep: bool) -> Iterator[None]:
 
 
 def full_state(state: Any, keep: bool) -> Any:
-    """A state dict, nested dicts and lists, in CPU memory with every sharded tensor gathered; `keep` as above.
-
-    Distributed: an all-gather a sharded tensor, one after another.
-    """
+    """A state dict, nested dicts and lists, in CPU memory with every sharded tensor gathered; `keep` as above."""
     if isinstance(state, Tensor):
         full = state.full_tensor() if isinstance(state, DTensor) else state
         return full.detach().cpu() if keep else None

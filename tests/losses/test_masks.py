@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embeddings.common import ContrastiveBatch, OptionError
 from embeddings.common.types import take_texts
-from embeddings.losses import InfoNCE, SurrogateFilter, masks
+from embeddings.losses import InfoNCE, SurrogateFilter, masks, similarity_matrix
 from embeddings.losses.masks import (
     CandidateKeys,
     QueryKeys,
@@ -199,20 +199,18 @@ def test_the_filter_equals_the_rule_in_words(rule: SurrogateFilter) -> None:
 
 
 def dense_loss(query: Tensor, candidate: Tensor, batch: ContrastiveBatch, rule: SurrogateFilter, both: bool) -> Tensor:
-    index_B = query_index(batch, [len(batch)], 0)
-    facts = keys(batch)
-    is_filtered = torch.tensor(filter_reference(batch, rule))
-    competes = (is_negative_mask(*facts, batch.positive_index_B) & ~is_filtered).scatter(1, index_B[:, None], True)
-    score = torch.nn.functional.normalize(query) @ torch.nn.functional.normalize(candidate).T / 0.1
-    loss = torch.nn.functional.cross_entropy(score.masked_fill(~competes, -torch.inf), index_B)
+    (facts, other), count = keys(batch), len(batch)
+    may_compete = ~torch.tensor(filter_reference(batch, rule))
+    competes = (is_negative_mask(facts, other, batch.positive_index_B) & may_compete).fill_diagonal_(True)
+    score = similarity_matrix(query, candidate) / 0.1
+    loss = torch.nn.functional.cross_entropy(score.masked_fill(~competes, -torch.inf), batch.positive_index_B)
     if not both:
         return loss
-    count = len(batch)
-    everybody = replace(facts[0], in_batch_Q=torch.ones_like(batch.in_batch_B))
-    competes = is_negative_mask(everybody, facts[1], batch.positive_index_B)[:, :count] & ~is_filtered[:, :count]
-    competes = (competes.T & batch.in_batch_B[:, None]).fill_diagonal_(True)
+    everybody = replace(facts, in_batch_Q=torch.ones_like(batch.in_batch_B))
+    competes = (is_negative_mask(everybody, other, batch.positive_index_B) & may_compete)[:, :count].T
+    competes = (competes & batch.in_batch_B[:, None]).fill_diagonal_(True)
     score = score[:, :count].T.masked_fill(~competes, -torch.inf)
-    return (loss + torch.nn.functional.cross_entropy(score, index_B)) / 2
+    return (loss + torch.nn.functional.cross_entropy(score, batch.positive_index_B)) / 2
 
 
 @pytest.mark.parametrize("both", [False, True])

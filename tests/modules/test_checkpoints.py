@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.cli.parser import reason
 from embeddings.common import InputError, NumericError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
-from embeddings.models import BackboneConfig, Embedder, backbone
+from embeddings.models import BackboneConfig, Embedder
+from embeddings.models import backbone as layers_module
 from embeddings.models.lora import frozen_weights
 from embeddings.modules import ContrastiveModule, MGHCurriculumModule, NVEmbedModule
 from embeddings.modules.base import BaseModule
-from embeddings.modules.checkpoint import class_paths, configured_module
+from embeddings.modules.checkpoint import configured_module
 from embeddings.training.optim import Schedule
 from tests.helpers.checkpoints import save
-from tests.helpers.runs import float16_on_cpu, run_config, write_config
+from tests.helpers.runs import component, fit, float16_on_cpu, run_config, write_config
 from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_mistral
 from tests.modules.language_runs import language_config
 from tests.modules.moe_modules import moe_config
@@ -27,7 +27,7 @@ from tests.reliability.kills import CLOCK, differences
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:Checkpoint directory")
 
-CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 40}}
+CACHE = component("GradCacheCallback", mini_batch_tokens=40)
 
 
 class Line(BaseModule):
@@ -39,11 +39,6 @@ class Line(BaseModule):
 
     def forward(self, value: Tensor) -> Tensor:
         return self.layer(value)
-
-
-def test_vectors_have_no_weight_decay() -> None:
-    matrices, vectors = Line()._make_optimizer().param_groups
-    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.5, 0.0)
 
 
 def test_an_optimiser_that_cannot_be_is_one_line() -> None:
@@ -66,11 +61,11 @@ class Weights(L.Callback):
 
 def changes(folder: Path, config: dict[str, Any], batch: int) -> list[bool]:
     """Whether each batch of a run changed the weights, where one batch's gradient is infinite."""
-    poison = {"class_path": "tests.helpers.poison.PoisonBackward", "init_args": {"rank": 0, "batch": batch}}
-    config["trainer"]["callbacks"] += [poison, {"class_path": f"{__name__}.Weights"}]
+    poison = component("tests.helpers.poison.PoisonBackward", rank=0, batch=batch)
+    config["trainer"]["callbacks"] += [poison, component(f"{__name__}.Weights")]
     # The first update is of a learning rate that is not zero.
     config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
-    trainer = run_trainer(["fit", "--config", write_config(folder, config)]).trainer
+    trainer = fit(folder, config).trainer
     seen = next(callback.seen for callback in trainer.callbacks if isinstance(callback, Weights))
     assert all(bool(value.isfinite().all()) for value in seen[-1].values())
     return [any(not torch.equal(old[name], new[name]) for name in old) for old, new in pairwise(seen)]
@@ -108,20 +103,19 @@ class SavesAfter(L.Callback):
 def differences_after_resuming(folder: Path, config: dict[str, Any], *after: int) -> dict[int, list[str]]:
     """Where runs that are resumed from checkpoints after so many batches differ from the run that wrote them."""
 
-    def fit(*words: str, after: tuple[int, ...] = ()) -> dict[str, Any]:
-        saving = {"class_path": f"{__name__}.SavesAfter", "init_args": {"folder": str(folder), "after": [*after]}}
+    def run(*words: str, after: tuple[int, ...] = ()) -> dict[str, Any]:
+        saving = component(f"{__name__}.SavesAfter", folder=str(folder), after=[*after])
         callbacks = [*config["trainer"]["callbacks"], saving]
         options = {"callbacks": callbacks, "logger": False, "enable_checkpointing": False}
-        given = config | {"trainer": config["trainer"] | options}
-        run_trainer(["fit", "--config", write_config(folder, given), *words])
+        fit(folder, config | {"trainer": config["trainer"] | options}, *words)
         content = read_checkpoint(folder / "whole.ckpt")
         return {name: value for name, value in content.items() if name not in CLOCK}
 
-    whole, found = fit(after=after), {}
+    whole, found = run(after=after), {}
     for num_batches in after:
         path = folder / f"cut-{num_batches}.ckpt"
         assert read_checkpoint(path)["global_step"] < whole["global_step"]
-        found[num_batches] = differences(fit("--ckpt_path", str(path)), whole)
+        found[num_batches] = differences(run("--ckpt_path", str(path)), whole)
     return {num_batches: names for num_batches, names in found.items() if names}
 
 
@@ -135,8 +129,7 @@ def test_a_run_stopped_within_an_accumulation_resumes_to_the_same_bits(tmp_path:
 @pytest.mark.filterwarnings("ignore:When using `Trainer.accumulate_grad_batches")
 def test_a_run_whose_accumulation_changes_resumes_to_the_same_bits(tmp_path: Path) -> None:
     config = run_config(tmp_path, dropout=0.1)
-    changing = {"class_path": "lightning.pytorch.callbacks.GradientAccumulationScheduler"}
-    changing["init_args"] = {"scheduling": {0: 1, 1: 2, 2: 3}}
+    changing = component("GradientAccumulationScheduler", scheduling={0: 1, 1: 2, 2: 3})
     config["trainer"] |= {"max_epochs": 3, "max_steps": -1, "callbacks": [changing]}
     assert differences_after_resuming(tmp_path, config, 8, 11, 22) == {}
     assert read_checkpoint(tmp_path / "whole.ckpt")["global_step"] == 8 + 4 + 3
@@ -147,7 +140,7 @@ def test_the_length_of_a_run_counts_optimiser_steps(batches, accumulate, limit, 
     config = run_config(tmp_path)
     config["trainer"] |= {"max_epochs": 2, "accumulate_grad_batches": accumulate, "limit_train_batches": limit}
     config["trainer"]["max_steps"] = -1
-    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    cli = fit(tmp_path, config)
     assert cli.datamodule.batches_per_epoch == batches
     assert cli.model._trainer_steps() == steps == cli.trainer.global_step
 
@@ -158,29 +151,25 @@ def test_layers_are_compiled_only_where_there_is_a_compiler(tmp_path: Path, monk
     config["model"]["init_args"]["backbone"]["compile"] = True
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(OptionError, match=r"model\.backbone\.compile needs no-such-compiler on a CPU"):
-        run_trainer(["fit", "--config", write_config(tmp_path, config)])
+        fit(tmp_path, config)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_compiled_run_goes_on_and_is_exported_as_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backbone, "_COMPILER", {"backend": "aot_eager"})
+    monkeypatch.setattr(layers_module, "_COMPILER", {"backend": "aot_eager"})
     config = run_config(tmp_path)
     keep = {"dirpath": str(tmp_path / "run" / "kept"), "every_n_train_steps": 2, "save_last": True, "save_top_k": 0}
-    export = {"output": str(tmp_path / "model"), "replace": True}
-    config["trainer"]["callbacks"] = [
-        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep},
-        {"class_path": "embeddings.callbacks.ExportModel", "init_args": export},
-    ]
-    words = ["fit", "--config", write_config(tmp_path, config), "--ckpt_path=auto"]
-    length = "--model.init_args.schedule.total_steps=4"
-    run_trainer([*words, "--model.init_args.backbone.compile=true", "--trainer.max_steps=2", length])
+    export = component("ExportModel", output=str(tmp_path / "model"), replace=True)
+    config["trainer"]["callbacks"] = [component("ModelCheckpoint", **keep), export]
+    is_compiled, goes_on = "--model.init_args.backbone.compile=true", "--ckpt_path=auto"
+    fit(tmp_path, config, goes_on, is_compiled, "--trainer.max_steps=2", "--model.init_args.schedule.total_steps=4")
     (compiled,) = tmp_path.rglob("last.ckpt")
-    trainer = run_trainer(words).trainer
+    trainer = fit(tmp_path, config, goes_on).trainer
     assert (trainer.ckpt_path, trainer.global_step) == (str(compiled), 4)
     plain = Embedder.from_pretrained(tmp_path / "model")
-    run_trainer([*words[:-1], "--model.init_args.backbone.compile=true"])
+    fit(tmp_path, config, is_compiled)
     again = Embedder.from_pretrained(tmp_path / "model")
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=1e-5)
@@ -214,9 +203,9 @@ def stopped_run(folder: Path, **changes: Any) -> tuple[dict[str, Any], Path]:
     """The config of a run with LoRA, and its last checkpoint."""
     config = run_config(folder, "mistral")
     config["model"]["init_args"] |= changes
-    stopping = {"class_path": f"{__name__}.SavesAfter", "init_args": {"folder": str(folder), "after": []}}
+    stopping = component(f"{__name__}.SavesAfter", folder=str(folder), after=[])
     config["trainer"] |= {"callbacks": [stopping], "max_steps": 2}
-    run_trainer(["fit", "--config", write_config(folder, config)])
+    fit(folder, config)
     config["trainer"] |= {"callbacks": [], "max_steps": 3}
     return config, folder / "whole.ckpt"
 
@@ -243,7 +232,7 @@ def test_a_checkpoint_that_holds_everything_loads_as_well(tmp_path: Path) -> Non
     whole = NVEmbedModule.load_from_checkpoint(checkpoint).state_dict()
     del content["frozen_base"]
     path = save(content | {"state_dict": whole}, tmp_path / "full.ckpt")
-    run_trainer(["fit", "--config", write_config(tmp_path, config), "--ckpt_path", path])
+    fit(tmp_path, config, "--ckpt_path", path)
     again = NVEmbedModule.load_from_checkpoint(path).state_dict()
     assert [name for name in whole if not torch.equal(whole[name], again[name])] == []
 
@@ -254,9 +243,10 @@ def test_a_module_is_loaded_by_the_config_in_its_checkpoint_or_by_its_arguments(
     assert type(found) is NVEmbedModule
     module = configured_module({"run_config": config}, "config")
     assert isinstance(module, NVEmbedModule)
-    options = {"pooling": type(module.embedder.pooling), "lora": None}
+    backbone = BackboneConfig(**config["model"]["init_args"]["backbone"])
+    options = {"backbone": backbone, "pooling": type(module.embedder.pooling), "lora": None}
     with pytest.raises(InputError, match="its content does not fit its config"):
-        NVEmbedModule.load_from_checkpoint(checkpoint, backbone=backbone_of(config), **options)
+        NVEmbedModule.load_from_checkpoint(checkpoint, **options)
     with pytest.raises(InputError, match=r"holds a NVEmbedModule, not a MGHCurriculumModule; call NVEmbedModule\.load"):
         MGHCurriculumModule.load_from_checkpoint(checkpoint)
     content = read_checkpoint(checkpoint)
@@ -270,24 +260,12 @@ def test_a_module_is_loaded_by_the_config_in_its_checkpoint_or_by_its_arguments(
     assert torch.equal(Line.load_from_checkpoint(path, lr=0.5).layer.weight, line.layer.weight)
 
 
-def backbone_of(config: dict[str, Any]) -> BackboneConfig:
-    return BackboneConfig(**config["model"]["init_args"]["backbone"])
-
-
-def test_every_class_path_of_nested_types_is_found():
-    config = {"class_path": "a.B", "init_args": {"x": [{"class_path": "c.D"}, 3], "y": {"class_path": "e.F"}}}
-    assert class_paths(config) == ["a.B", "c.D", "e.F"]
-
-
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ({"class_path": "embeddings.modules.Nothing"}, "module 'embeddings.modules' has no attribute 'Nothing'"),
-        (
-            {"class_path": "embeddings.modules.NVEmbedModule", "init_args": {"colour": "red"}},
-            "Option 'colour' is not accepted",
-        ),
-        ({"class_path": "embeddings.modules.NVEmbedModule", "init_args": {}}, "backbone"),
+        (component("embeddings.modules.Nothing"), "module 'embeddings.modules' has no attribute 'Nothing'"),
+        (component("embeddings.modules.NVEmbedModule", colour="red"), "Option 'colour' is not accepted"),
+        (component("embeddings.modules.NVEmbedModule"), "backbone"),
     ],
 )
 def test_a_config_that_makes_no_module_is_one_line(model, says):

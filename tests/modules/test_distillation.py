@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,13 +30,10 @@ from tests.helpers.contrastive import batch_of, gradient_vector, random_batch, r
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.runs import backbone_folder, fit, run_config
 from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
+from tests.training.test_gradcache import REPLAYED
 
 SETTINGS = LayerDistillation(teacher="given", alpha=0.3)
-ENGINES = {
-    "one text": GradCache(mini_batch_texts=1),
-    "uneven": GradCache(mini_batch_tokens=30),
-    "half kept": GradCache(mini_batch_tokens=30, kept_fraction=0.5),
-}
+ENGINES = {name: GradCache(**REPLAYED[name]) for name in ("one text", "uneven", "half kept")}
 
 
 def latent_teacher(hidden_size: int = 32) -> Embedder:
@@ -46,9 +44,8 @@ def latent_teacher(hidden_size: int = 32) -> Embedder:
 
 def student(folder: str, settings: LayerDistillation = SETTINGS, width: int = 32, **options: Any) -> NVEmbedModule:
     loss = InfoNCE(temperature=0.1, **options)
-    module = (
-        NVEmbedModule(BackboneConfig(folder), MeanPooling, loss=loss, distillation=settings, seed=1).double().eval()
-    )
+    module = NVEmbedModule(BackboneConfig(folder), MeanPooling, loss=loss, distillation=settings, seed=1)
+    module.double().eval()
     module.teacher = LayerTeacher(settings, module.embedder, latent_teacher(width))
     return module
 
@@ -72,6 +69,8 @@ def test_the_distillation_is_the_papers_sum(bert: str) -> None:
             own, other = (plain_backbone(model.backbone)(ids_1L, output_hidden_states=True) for model in models)
             squares["layer 1"] += [*(own.hidden_states[1] - other.hidden_states[1])[0].square().mean(1)]
             block = models[1].pooling.token_states(other.last_hidden_state[0])
+            vector_1H = models[1].pooling(other.last_hidden_state, torch.ones_like(ids_1L, dtype=torch.bool))
+            torch.testing.assert_close(block.mean(0), vector_1H[0], rtol=1e-10, atol=1e-12)
             squares["output"] += [*(own.last_hidden_state[0] - block).square().mean(1)]
     expected = sum(torch.stack(values).mean() for values in squares.values())
     torch.testing.assert_close(found.terms["distillation"], expected.detach(), rtol=1e-10, atol=0)
@@ -87,12 +86,6 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path: Path) -> N
     module.double().eval()
     module.teacher = LayerTeacher(SETTINGS, module.embedder, teacher)
     assert plain_step(module, random_batch(3, 1)).terms["distillation"].item() < 1e-12
-
-
-def test_the_mean_of_a_block_is_its_poolings_vector() -> None:
-    pooling, state_1LH = latent_teacher().pooling, torch.randn(1, 6, 32, dtype=torch.float64)
-    vector_1H = pooling(state_1LH, torch.ones(1, 6, dtype=torch.bool))
-    torch.testing.assert_close(pooling.token_states(state_1LH[0]).mean(0), vector_1H[0], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("width", [32, 48])
@@ -124,17 +117,11 @@ def errors_on_two_ranks(rank: int) -> dict[str, float]:
         found = gradient_vector(module)
         dist.all_reduce(found)
         reference = student(folder, gather_across_devices=False)
-        with alone():
+        # Sums are of this rank alone.
+        with patch("embeddings.modules.distillation.sum_over_ranks", lambda value: value):
             plain_step(reference, batch_of(everything)).loss.backward()
         results[name] = relative_error(found / 2, gradient_vector(reference))
     return results
-
-
-def alone() -> Any:
-    """A context in which sums are of this rank alone."""
-    from unittest.mock import patch
-
-    return patch("embeddings.modules.distillation.sum_over_ranks", lambda value: value)
 
 
 def test_two_ranks_give_the_gradient_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,11 +166,7 @@ def test_a_run_follows_its_teacher_and_leaves_it_out_of_its_checkpoint(tmp_path:
     # Exporting or resuming does not need the teacher before a run starts.
     (tmp_path / "teacher").rename(tmp_path / "gone")
     loaded = NVEmbedModule.load_from_checkpoint(tmp_path / "run.ckpt")
-    assert torch.equal(gradient_free(loaded), gradient_free(run.model))
-
-
-def gradient_free(module: nn.Module) -> Tensor:
-    return torch.cat([value.flatten() for value in module.parameters()]).detach()
+    assert all(map(torch.equal, loaded.parameters(), run.model.parameters()))
 
 
 def sparse(model: nn.Module) -> nn.Module:

@@ -21,13 +21,13 @@ from embeddings.modules.cde import context_spread
 from embeddings.training import gradcache
 from embeddings.training.optim import Schedule
 from tests.helpers.contrastive import random_batch
-from tests.helpers.runs import backbone_folder, component, fit, quiet_trainer
+from tests.helpers.runs import backbone_folder, fit, quiet_trainer
 from tests.losses.test_prediction import by_loops
 from tests.modules.cde_runs import CACHE, CONTEXT, cde_config
+from tests.modules.test_checkpoints import Weights, differences_after_resuming
 
 WORDS_THEN_FROZEN = {"word_steps": 2, "frozen_steps": None}
 ALL_PHASES = {"word_steps": 2, "frozen_steps": 2, "learning_rate_factor": 0.1}
-OPTIONS = [WORDS_THEN_FROZEN, ALL_PHASES, {"frozen_steps": None}, {"learning_rate_factor": 0.1}]
 
 
 @pytest.fixture(scope="module")
@@ -47,24 +47,11 @@ def make(bert: str, rate: float = 1e-2, **training: Any) -> CDEModule:
     )
 
 
-class Kept(L.Callback):
-    """Keeps the weights after each step."""
-
-    def __init__(self) -> None:
-        self.states: list[dict[str, Tensor]] = []
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.states.append({name: value.detach().clone() for name, value in pl_module.named_parameters()})
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self.on_train_start(trainer, pl_module)
-
-
 def train(module: CDEModule, batches: list[ContrastiveBatch]) -> list[dict[str, Tensor]]:
-    kept = Kept()
+    kept = Weights()
     trainer = quiet_trainer(max_steps=len(batches), callbacks=[kept])
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return kept.states
+    return kept.seen
 
 
 def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
@@ -96,6 +83,8 @@ def test_each_step_moves_the_stages_of_its_phase_and_no_weight_of_the_other(
 
 
 def test_the_factor_acts_on_the_groups_of_the_first_stage_alone(bert: str) -> None:
+    # The paper's training has the groups of any module.
+    assert [group.get("part") for group in make(bert)._make_optimizer().param_groups] == [None, None]
     module = make(bert, rate=2.0, learning_rate_factor=0.25, word_steps=20, frozen_steps=5)
     module._schedule = Schedule(warmup_steps=10, decay="linear")
     module.trainer = L.Trainer(accelerator="cpu", max_steps=125, logger=False, enable_checkpointing=False)
@@ -118,12 +107,6 @@ def test_the_factor_acts_on_the_groups_of_the_first_stage_alone(bert: str) -> No
         assert rates(step)[0] == rates(step)[1] == pytest.approx(2.0 * plain.factor(step - 20, 105))
     for step in (25, 80, 124):
         assert rates(step)[2] == rates(step)[3] == pytest.approx(0.25 * rates(step)[0])
-
-
-def test_the_papers_training_has_the_groups_of_any_module(bert: str) -> None:
-    optimizer = make(bert)._make_optimizer()
-    assert [group.get("part") for group in optimizer.param_groups] == [None, None]
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(make(bert).parameters()))
 
 
 def test_a_word_step_is_the_mean_over_all_texts_as_the_first_stage_reads_them(bert: str) -> None:
@@ -203,18 +186,11 @@ def test_gradcache_embeds_a_frozen_first_stage_once_and_without_a_graph(
     assert sum(-count for count in counts[0] if count < 0) == 6
 
 
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_run_resumed_at_any_boundary_ends_with_the_same_bits(tmp_path: Path) -> None:
     config = cde_config(tmp_path, dropout=0.1)
     config["model"]["init_args"]["first_stage_training"] = ALL_PHASES
-    callback = component("ModelCheckpoint", every_n_train_steps=1, save_top_k=-1)
-    config["trainer"] |= {"callbacks": [CACHE, callback], "max_steps": 6}
-    whole = fit(tmp_path, config)
-    expected = whole.model.state_dict()
-    for step in (1, 2, 3, 4, 5):
-        (saved,) = Path(whole.trainer.log_dir).rglob(f"*step={step}.ckpt")
-        resumed = fit(tmp_path, config, "--ckpt_path", str(saved)).model.state_dict()
-        assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
+    config["trainer"] |= {"callbacks": [CACHE], "max_steps": 6}
+    assert differences_after_resuming(tmp_path, config, 1, 2, 3, 4, 5) == {}
 
 
 def test_the_spread_is_one_minus_the_mean_cosine_of_all_pairs() -> None:

@@ -6,8 +6,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -80,39 +78,3 @@ def test_a_step_waits_for_a_device_where_the_table_says(
     assert step.forwards == 1 if method == "language model" else step.forwards >= (10 if cached else 2)
     assert set(step.device.copies) <= {MOVED}
     assert step.device.copies[MOVED] <= (10 if cached else 4)
-
-
-def test_the_pretended_device_tells_what_is_asked_of_it_from_what_the_host_knows() -> None:
-    held, device = torch.tensor([1, 0, 2]), torch.device("cpu")
-
-    def moved() -> Tensor:
-        return torch.arange(3).to(device)
-
-    asking = {
-        "item": lambda: held[0].item(),
-        "truth": lambda: bool(held[0]),
-        "list": lambda: held.tolist(),
-        "number": lambda: [0, 1][held[1]],
-        "places": lambda: held.nonzero(),
-        "mask": lambda: held[held > 0],
-        "moved": lambda: moved().tolist(),
-        "made there": lambda: torch.arange(3, device=device).tolist(),
-        "derived": lambda: float((held * 2).sum()),
-    }
-    silent = {
-        "host's own": lambda: torch.arange(3).sum().item(),
-        "shape": lambda: held.shape[0] + len(held),
-        "filled": lambda: held.clone().__setitem__(held > 0, 1),
-        "chosen": lambda: torch.where(held > 0, held, 0),
-        "sized": lambda: torch.repeat_interleave(held, held, output_size=3),
-    }
-    for name, work in asking.items() | silent.items():
-        pretended = PretendedDevice()
-        with pretended:
-            work()
-        assert sum(pretended.reads.values()) == (name in asking), name
-    with PretendedDevice() as pretended:
-        held[torch.tensor([0, 2])]
-        torch.tensor([1.0], device=device)
-        moved()
-    assert sum(pretended.copies.values()) == 3

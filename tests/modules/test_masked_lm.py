@@ -28,7 +28,6 @@ SETTINGS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, 
 SETTINGS |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
 SCRATCH = {"model_type": "mistral", "settings": SETTINGS}
 UNDERSCORE = Masking(0.5, 1.0, 0.0, mask_token="_")
-PARTS = (slice(0, 1), slice(1, 4))
 
 
 def logged(cli: Any, name: str) -> list[float]:
@@ -110,8 +109,8 @@ def test_a_checkpoint_is_exported_by_the_command(tmp_path: Path, capsys: pytest.
     config = language_config(tmp_path, "causal", lora={"rank": 2, "alpha": 4, "dropout": 0.0})
     config["trainer"]["max_steps"] = 2
     config["trainer"]["callbacks"] = [
-        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"save_last": True}},
-        {"class_path": "embeddings.callbacks.ExportLanguageModel", "init_args": {"output": str(tmp_path / "one")}},
+        component("ModelCheckpoint", save_last=True),
+        component("ExportLanguageModel", output=str(tmp_path / "one")),
     ]
     cli = fit(tmp_path, config)
     last = Path(cli.trainer.log_dir) / "checkpoints" / "last.ckpt"
@@ -147,8 +146,9 @@ def test_one_document_changes_anothers_logits_only_where_they_are_not_apart(
     objective: Any, separate: bool, mistral: str
 ) -> None:
     masking = UNDERSCORE if objective == "mntp" else None
-    backbone = BackboneConfig(mistral, bidirectional=objective == "mntp")
-    module = MaskedLMModule(objective, backbone, masking=masking, separate_documents=separate).eval()
+    backbone, head = BackboneConfig(mistral, bidirectional=objective == "mntp"), HeadSettings(tile_logits=3000)
+    module = MaskedLMModule(objective, backbone, masking=masking, separate_documents=separate, head=head).eval()
+    assert module._tile_positions == 3000 // module.language_model.vocab_size == 5
     ids_NL = torch.randint(10, 300, (2, 20))
     document_NL = (torch.arange(20) >= 8).long().expand(2, -1)
     changed_NL = torch.where(document_NL == 0, ids_NL + 5, ids_NL)
@@ -160,27 +160,6 @@ def test_one_document_changes_anothers_logits_only_where_they_are_not_apart(
     with torch.no_grad():
         difference = (logits_of_second(ids_NL) - logits_of_second(changed_NL)).abs().max()
     assert (float(difference) == 0.0) is separate
-
-
-def test_the_loss_over_tiles_and_over_parts_of_a_batch_is_the_same(mistral: str) -> None:
-    one = MaskedLMModule("causal", BackboneConfig(mistral)).eval()
-    tiled = MaskedLMModule("causal", BackboneConfig(mistral), head=HeadSettings(tile_logits=3000)).eval()
-    assert tiled._tile_positions == 3000 // tiled.language_model.vocab_size == 5
-    ids_NL, zeros_NL = torch.randint(10, 300, (4, 20)), torch.zeros(4, 20, dtype=torch.int64)
-    rows = PackedRows(ids_NL, zeros_NL, zeros_NL.bool(), torch.arange(4), torch.arange(4))
-    with torch.no_grad():
-        assert tiled.score(tiled.task(rows)).loss.item() == pytest.approx(one.score(one.task(rows)).loss.item())
-        # Two ranks, each with half the rows: the mean of their losses is that of the whole.
-        number_N = torch.arange(4)
-        halves = [
-            PackedRows(ids_NL[part], zeros_NL[part], zeros_NL[part].bool(), number_N[part], number_N[part])
-            for part in PARTS
-        ]
-        predictions = [one.task(half) for half in halves]
-        mean = sum(map(len, predictions)) / 2
-        losses = [one.score(prediction, num_targets=mean).loss.item() for prediction in predictions]
-    assert len(predictions[0]) != len(predictions[1])
-    assert sum(losses) / 2 == pytest.approx(one.score(one.task(rows)).loss.item())
 
 
 def test_validation_hides_the_same_tokens_each_time_and_counts_every_target_once(tmp_path: Path) -> None:
@@ -215,7 +194,7 @@ def test_random_initial_weights_follow_from_the_seed_and_leave_the_random_state_
     assert not torch.equal(first["language_model.model.lm_head.weight"], third["language_model.model.lm_head.weight"])
 
 
-def test_what_may_stand_for_a_hidden_token_is_no_special_one(bert: str, mistral: str) -> None:
+def test_what_may_stand_for_a_hidden_token_is_no_special_one(bert: str) -> None:
     module = MaskedLMModule("mlm", BackboneConfig(bert))
     vocabulary, special = set(module.tokenizer.get_vocab().values()), set(module.tokenizer.all_special_ids)
     assert set(module.task.ordinary_ids_V.tolist()) == vocabulary - special

@@ -1,7 +1,6 @@
 """MGH on tiny stand-ins: what its model is, the gradient that GradCache gives it, and its levels in a whole run."""
 
 import csv
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from embeddings.modules import MGHCurriculumModule
 from embeddings.training import GradCache
 from embeddings.training.gradcache import plain_step
 from tests.helpers.contrastive import Record, batch_of, gradient_vector, random_records, relative_error
-from tests.helpers.runs import WORDS, backbone_folder, component, fit, run_config
+from tests.helpers.runs import backbone_folder, component, fit
+from tests.modules.mgh_runs import mgh_config
 from tests.modules.test_checkpoints import differences_after_resuming
 from tests.training.test_gradcache import REPLAYED, direct_gradient
 
@@ -91,24 +91,6 @@ def test_gradcache_replays_dropout_under_the_weights_of_the_attention(options: d
     torch.manual_seed(1)
     assert relative_error(found, direct_gradient(module, batch, engine)[1]) <= 1e-12
     assert relative_error(found, direct_gradient(module, batch, engine)[1]) > 1e-3
-
-
-def mgh_config(folder: Path, kind: str = "mistral", dropout: float = 0.0, **sampler: Any) -> dict[str, Any]:
-    """Eight steps of eight pairs, each with one hard negative of the step's level."""
-    config = run_config(folder, kind, dropout)
-    config["trainer"]["max_steps"] = 8
-    config["model"]["class_path"] = "embeddings.modules.MGHCurriculumModule"
-    config["model"]["init_args"]["pooling"] = {"class_path": "embeddings.models.AnchorTokenPooling"}
-    config["data"]["init_args"]["num_negatives"] = 1
-    config["data"]["init_args"]["sampler"] = component(
-        "embeddings.data.CurriculumBatchSampler", inner={"class_path": "embeddings.data.BlendedBatchSampler"}, **sampler
-    )
-    records = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
-    for row, record in enumerate(records):
-        texts = {level: f"{WORDS[(row + 5 * level) % len(WORDS)]} {row}" for level in range(1, 5)}
-        record["negatives"] = [{"text": text, "level": level} for level, text in texts.items()]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return config
 
 
 def test_the_level_of_each_step_is_logged(tmp_path: Path) -> None:

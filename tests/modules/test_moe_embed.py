@@ -3,13 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from embeddings.cli.fit import run_trainer
 from embeddings.common import ContrastiveStep, LossOutput, NumericError, OptionError
-from embeddings.inference import Encoder
 from embeddings.losses import LoadBalancing, load_balancing_loss
 from embeddings.models import BackboneConfig, LoraSettings, RotaryMoeModel, Upcycling
 from embeddings.models import backbone as layers_module
@@ -18,11 +15,10 @@ from embeddings.modules import MoEEmbedModule
 from embeddings.training import GradCache
 from embeddings.training.gradcache import plain_step
 from tests.helpers.contrastive import gradient_vector, random_batch, relative_error
-from tests.helpers.runs import write_config
 from tests.helpers.tiny import save_backbone, wordpiece_tokenizer
 from tests.models.moe import tiny_nomic
 from tests.models.test_experts import Casts
-from tests.modules.moe_modules import dense_folder, moe_config, moe_module
+from tests.modules.moe_modules import dense_folder, moe_module
 from tests.training.test_gradcache import REPLAYED, direct_gradient
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -228,19 +224,3 @@ def test_with_lora_experts_and_routers_stay_as_they_are(dense: str) -> None:
     module.zero_grad()
     GradCache(mini_batch_tokens=30).step(module, random_batch(6, 2, seed=3))
     assert relative_error(gradient_vector(module), expected) <= 1e-12
-
-
-def test_a_whole_run_exports_a_model_that_fine_tuning_starts_from(tmp_path: Path) -> None:
-    config = moe_config(tmp_path)
-    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
-    metrics = cli.trainer.callback_metrics
-    assert {"train/loss", "train/contrastive", "train/load_balancing", "train/accuracy"} <= set(metrics)
-    assert metrics["train/loss"] == pytest.approx(float(metrics["train/contrastive"] + metrics["train/load_balancing"]))
-    texts = ["pad the fox", "two numbers"]
-    trained = Encoder(cli.model.embedder, precision="float32").encode(texts)
-    exported = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32").encode(texts)
-    assert np.abs(trained - exported).max() <= 1e-5
-    backbone = BackboneConfig(str(tmp_path / "model"))
-    assert MoEEmbedModule(backbone, initial_model=str(tmp_path / "model")).moe_layers == [1]
-    with pytest.raises(OptionError, match="upcycling needs a dense backbone, and this one has experts"):
-        MoEEmbedModule(backbone, upcycling=Upcycling())

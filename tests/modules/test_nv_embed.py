@@ -28,11 +28,8 @@ def test_a_later_token_changes_the_first_state_once_the_mask_is_off(mistral, lor
     module = NVEmbedModule(BackboneConfig(mistral, bidirectional=True), MeanPooling, lora=lora)
     difference = states(module, [5, 6, 7])[0, 0] - states(module, [5, 6, 99])[0, 0]
     assert difference.abs().max() > 1e-4
-
-
-def test_a_causal_backbone_stays_causal_without_the_switch(mistral):
-    module = NVEmbedModule(BackboneConfig(mistral), MeanPooling)
-    assert torch.equal(states(module, [5, 6, 7])[0, 0], states(module, [5, 6, 99])[0, 0])
+    causal = NVEmbedModule(BackboneConfig(mistral), MeanPooling, lora=lora)
+    assert torch.equal(states(causal, [5, 6, 7])[0, 0], states(causal, [5, 6, 99])[0, 0])
 
 
 def test_lora_freezes_the_backbone_and_trains_the_whole_pooling(mistral):
@@ -72,13 +69,10 @@ def changed_share(mistral, precision, **options):
     return changed / sum(start[name].numel() for name in names), after[names[0]].dtype
 
 
-def test_a_backbone_trained_whole_has_float32_weights_which_small_updates_reach(mistral):
+def test_small_updates_reach_float32_weights_and_in_bfloat16_whole_training_is_refused_unless_asked_for(mistral):
     share, dtype = changed_share(mistral, "bf16-mixed")
     assert share > 0.99
     assert dtype == torch.float32
-
-
-def test_whole_training_in_bfloat16_is_refused_unless_the_precision_says_so(mistral):
     with pytest.raises(OptionError, match=r"backbone\.dtype loses most updates .*, got 'bfloat16'; set float32 with"):
         changed_share(mistral, "bf16-mixed", dtype="bfloat16")
     share, dtype = changed_share(mistral, "bf16-true", dtype="bfloat16")
@@ -88,6 +82,5 @@ def test_whole_training_in_bfloat16_is_refused_unless_the_precision_says_so(mist
 
 def test_beside_a_bfloat16_base_the_adapters_are_in_float32(mistral):
     module = NVEmbedModule(BackboneConfig(mistral, dtype="bfloat16"), MeanPooling, lora=LoraSettings(rank=4))
-    trained = [weight for weight in module.parameters() if weight.requires_grad]
-    assert {weight.dtype for weight in trained} == {torch.float32}
+    assert {weight.dtype for weight in module.parameters() if weight.requires_grad} == {torch.float32}
     module._check_trainer(L.Trainer(accelerator="cpu", precision="bf16-mixed", logger=False))

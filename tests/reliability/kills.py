@@ -29,8 +29,8 @@ from embeddings.common.checkpoint_file import read_checkpoint
 from tests.helpers.runs import run_config, write_config
 from tests.modules.cde_runs import cde_config
 from tests.modules.language_runs import language_config
+from tests.modules.mgh_runs import mgh_config
 from tests.modules.moe_modules import moe_config
-from tests.modules.test_mgh_curriculum import mgh_config
 
 STEPS = 12
 CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 80}}

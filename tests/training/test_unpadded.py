@@ -27,15 +27,10 @@ from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 from tests.models.test_unpadded import BACKBONES, POOLINGS
 from tests.modules.moe_modules import dense_folder, moe_module
-from tests.training.test_gradcache import TOLERANCE
+from tests.training.test_gradcache import REPLAYED, TOLERANCE
 from tests.training.test_gradcache_two_ranks import under_ddp
 
-ENGINES = {
-    "plain": None,
-    "one text": GradCache(mini_batch_texts=1),
-    "uneven": GradCache(mini_batch_tokens=30),
-    "half kept": GradCache(mini_batch_tokens=30, kept_fraction=0.5),
-}
+ENGINES = {"plain": None} | {name: GradCache(**REPLAYED[name]) for name in ("one text", "uneven", "half kept")}
 QUICK = ["plain", "uneven"]
 
 
