@@ -45,8 +45,7 @@ class ContextSettings:
 
     Args:
         num_context: Context documents, J. The paper uses 512, and 64 in its small setting (§5).
-        max_length: Maximum of tokens of a context document, in training and in the saved model; None for the lengths
-            of the data config.
+        max_length: Maximum of tokens of a context document, in training and in the model; None for the data's lengths.
         include_negatives: Whether a batch's hard negatives may be context too, as released.
         dropout_fraction: Probability of a null vector in place of a context vector, drawn for each text (§5: 0.005).
         num_soft_prompts: Soft-prompt vectors: 8 as released, 0 for the paper's model.
@@ -81,7 +80,7 @@ class FirstStageTraining:
             vector (`WordPrediction`). Their rate rises over a tenth of them to the optimiser's own and decays to zero;
             the schedule begins after them.
         frozen_steps: Optimiser steps after those in which the first stage is frozen; None for the rest of the run.
-        learning_rate_factor: Factor of the first stage's learning rate while it is trained with the second stage.
+        learning_rate_factor: Factor of the first stage's learning rate while both stages are trained.
 
     Raises:
         OptionError: If a number is impossible, or the factor applies to no step.
@@ -120,33 +119,30 @@ class CDEModule(ContrastiveModule):
     the batch's own documents in random order, and serves all texts of the step. Where a batch has fewer, null vectors
     fill the other places. The sampler puts neighbours into one batch (§4.1).
 
-    Logged: `train/context_spread`, one minus the mean cosine between the context vectors of a step. Once in 50 steps,
-    unless weights are sharded, `train/context_sensitivity`, one minus the mean cosine between texts' vectors with this
-    step's context and with that of the step before. One warning where the spread falls below 0.05.
-
-    Determinism: a step's context follows from (seed, epoch, batch, rank), with GradCache or without.
-    Distributed: each rank's context is its own documents, as released. Candidates gathered from other ranks were
-        embedded beside another context, which a model can learn to tell (§10.3), so a loss for several ranks does well
-        with `gather_across_devices: false`, as the paper did (§1).
-
     Args:
         backbone: The second stage's encoder. The paper starts both stages from NomicBERT.
         first_stage_backbone: The first stage's encoder, of the same tokenizer; None for another copy of `backbone`.
         context: Which documents are context, and how the model reads them.
         first_stage_training: When and how fast the first stage is trained, and by what; by default as in the paper.
-        loss: InfoNCE. The paper uses a temperature of 0.02, and a false-negative filter (Eq. 4).
-        optimizer: Makes the optimiser. CDE: Adam with a learning rate of 2e-5.
-        schedule: CDE: 1,000 warm-up steps, then linear decay to zero.
-        initial_model: A model directory to start from, such as the unsupervised phase's; it replaces the weights of
-            both stages, and must have the architecture that `context` asks for.
+        loss: InfoNCE. The paper: temperature 0.02 and a false-negative filter (Eq. 4).
+        optimizer: Makes the optimiser. The paper: Adam with a learning rate of 2e-5.
+        schedule: The paper: 1,000 warm-up steps, then linear decay to zero.
+        initial_model: A model directory whose weights both stages start from, such as the unsupervised phase's, with
+            the architecture that `context` asks for.
         normalize: Whether vectors have unit norm. The loss takes cosines either way.
-        seed: Seed of random initial weights, of dropout, and of each step's context; None for `seed_everything`'s.
+        seed: Seed of initial weights, of dropout, and of each step's context; None for `seed_everything`'s.
 
     Attributes:
-        read_batch: The batch of the last training step with its context; in steps of word prediction its texts as the
-            first stage reads them, without a context.
-        trains_context: Whether the current step trains the first stage.
+        read_batch: The last step's batch with its context; in steps of word prediction its texts as the first stage
+            reads them, without a context.
 
+    Metrics: `train/context_spread`, one minus the mean cosine between the context vectors of a step; below 0.05 it
+        warns once. In each 50th step, unless weights are sharded, `train/context_sensitivity`, one minus the mean
+        cosine between texts' vectors with this step's context and with that of the step before.
+    Determinism: a step's context follows from (seed, epoch, batch, rank), with GradCache or without.
+    Distributed: each rank's context is its own documents, as released. Candidates gathered from other ranks were
+        embedded beside another context, which a model can learn to tell (§10.3), so a loss for several ranks does well
+        with `gather_across_devices: false`, as the paper did (§1).
     Raises:
         OptionError: If the backbones do not fit together, the first one has fewer positions than the context's
             `max_length`, or `initial_model` is of another architecture.

@@ -38,7 +38,7 @@ class MaskedLMModule(BaseModule):
     """Trains an encoder or a decoder to predict tokens of plain texts, which `TextDataModule` packs into rows.
 
     - `mntp` on a decoder without its causal mask, with LoRA: LLM2Vec's first step. The exported directory, with the
-      matrices merged, is the `backbone` that MGH starts from; new matrices are added there.
+      matrices merged, is the `backbone` that MGH starts from.
     - `mlm` on an encoder, all weights: what adapts XLM-R to other positions and texts before *MoE* training.
     - `causal` with `from_scratch`: a small decoder with some pre-training for experiments that start from one.
 

@@ -13,24 +13,22 @@ class MGHCurriculumModule(ContrastiveModule):
 
     A decoder's causal mask is switched off, its last states are averaged with the weights of Eq. 3 to 5, and InfoNCE
     (Eq. 1) takes the candidates of the batch and each query's own hard negative as negatives. Which granularity that
-    negative has, from N4, the easiest, to N1, is decided by `CurriculumBatchSampler` in the data config. The step's
-    level is logged as `train/level`.
+    negative has, from N4, the easiest, to N1, is decided by `CurriculumBatchSampler` in the data config, and logged as
+    `train/level`.
 
     Args:
-        backbone: Which model, and whether its causal mask is switched off: pooling by received attention needs it off.
-            The paper starts from Mistral-7B-Instruct-v0.2 after LLM2Vec's masked next-token training, its adapter
-            merged (§3.2): name a directory with those weights.
+        backbone: Which model, with its causal mask off. The paper: Mistral-7B-Instruct-v0.2 after LLM2Vec's masked
+            next-token training, its adapter merged (§3.2): name a directory with those weights.
         pooling: Makes the pooling from the hidden size: any class of `embeddings.models` pooling.
-        lora: LoRA settings, or None to train the full backbone. The paper: rank 16, alpha 32 (Table 5).
+        lora: LoRA settings, or None to train all weights. The paper: rank 16, alpha 32 (Table 5).
         loss: InfoNCE. The paper prints a factor of 1 before the cosine (Eq. 1), which is `temperature: 1`; with it the
             loss of 128 candidates cannot fall below log(1 + 127 e^-2) = 2.90, so 0.02 is our default.
         optimizer: Makes the optimiser. The paper: Adam with a learning rate of 2e-5 (Table 5).
-        schedule: The paper: 300 warm-up steps of 1,600, 200 of 600 on synthetic data alone (Table 5); what follows the
-            warm-up is not stated, linear decay to zero is ours.
-        initial_model: A model directory to start from; it replaces the weights of `backbone` and `pooling`, whose LoRA
-            has been merged, and fresh LoRA matrices are added.
+        schedule: The paper: 300 warm-up steps of 1,600, 200 of 600 on synthetic data alone (Table 5); linear decay to
+            zero is ours.
+        initial_model: A model directory to start from in place of `backbone`'s weights; fresh LoRA matrices are added.
         normalize: Whether vectors have unit norm. The loss takes cosines either way.
-        seed: Seed of random initial weights and of dropout; None for `seed_everything`'s.
+        seed: Seed of initial weights and of dropout; None for `seed_everything`'s.
 
     Raises:
         OptionError: If the backbone is causal where the pooling needs to see both ways.

@@ -36,23 +36,22 @@ class MoEEmbedModule(ContrastiveModule):
     loss for each mini-batch, which multiplies the coefficient by their number.
 
     Args:
-        backbone: Which model: a dense rotary encoder (`convert` makes one of XLM-R, `MaskedLMModule` adapts
-            it), or a sparse one. The paper: XLM-R base, adapted at 2,048 tokens.
+        backbone: A dense rotary encoder (`convert` makes one of XLM-R, `MaskedLMModule` adapts it), or a sparse one.
+            The paper: XLM-R base, adapted at 2,048 tokens.
         pooling: Makes the pooling from the hidden size. The paper: the mean.
-        lora: LoRA settings, or None to train the full backbone, as the paper does. Routers and experts have no
-            adapters: with LoRA they stay as they are.
+        lora: LoRA settings, or None to train all weights, as the paper does. With LoRA routers and experts stay as they
+            are.
         upcycling: How a dense encoder becomes sparse, or None to take the backbone as it is.
-        load_balancing: Weight and scale of the routing's losses; None for a dense model. The paper's coefficient is 1
-            in pre-training; fine-tuning sets `{coefficient: 0}`.
+        load_balancing: Weight and scale of the routing's losses, None for a dense model. The paper's coefficient is 1
+            in pre-training, 0 in fine-tuning.
         expert_backend: What computes the experts (see `set_expert_backend`).
         loss: InfoNCE. The paper: temperature 0.02.
-        optimizer: Makes the optimiser. The paper: a learning rate of 8e-5 in pre-training, 2e-5 in fine-tuning; AdamW
-            with weight decay 0.01 is the released config's.
-        schedule: The paper: 1,000 warm-up steps and cosine decay, 400 and linear in fine-tuning.
-        initial_model: A model directory to start from, such as pre-training's; it replaces the weights of `backbone`
-            and `pooling`.
+        optimizer: Makes the optimiser. The paper: a learning rate of 8e-5, 2e-5 in fine-tuning; released: AdamW with
+            weight decay 0.01.
+        schedule: The paper: 1,000 warm-up steps and cosine decay; 400 and linear in fine-tuning.
+        initial_model: A model directory to start from, such as pre-training's, in place of `backbone`'s weights.
         normalize: Whether vectors have unit norm. The loss takes cosines either way.
-        seed: Seed of random initial weights and of dropout; None for `seed_everything`'s.
+        seed: Seed of initial weights and of dropout; None for `seed_everything`'s.
 
     Metrics: `train/contrastive`, `train/load_balancing` and, where it has a weight, `train/router_z`: the loss's parts
         before their coefficients. `routing` holds the last step's sums, for callbacks.

@@ -26,22 +26,22 @@ class NVEmbedModule(ContrastiveModule):
     """NV-Embed on any Hugging Face decoder or encoder.
 
     A decoder's causal mask is switched off (§3.1), a latent-attention block pools its states (§3.2, Eq. 1), and InfoNCE
-    with hard negatives trains LoRA matrices and all of the pooling block. Stage 1 uses in-batch negatives; stage 2
-    starts from stage 1's model directory with a new optimiser and schedule and without in-batch negatives (§3.3): that
-    is a second run with `initial_model` set, and each data source says whether in-batch negatives hold for it.
+    with hard negatives trains LoRA matrices and all of the pooling block. Stage 1 uses in-batch negatives. Stage 2 is a
+    second run from stage 1's model directory (`initial_model`) with a new optimiser and schedule, without in-batch
+    negatives (§3.3); each data source says whether in-batch negatives hold for it.
 
     Args:
         backbone: Which model, and whether its causal mask is switched off.
         pooling: Makes the pooling from the hidden size: any class of `embeddings.models` pooling.
-        lora: LoRA settings, or None to train the full backbone. NV-Embed: rank 16, alpha 32, dropout 0.1 (Table 11).
+        lora: LoRA settings, or None to train all weights. NV-Embed: rank 16, alpha 32, dropout 0.1 (Table 11).
         loss: InfoNCE. The paper states no temperature; 0.02 is our default.
         optimizer: Makes the optimiser. NV-Embed: Adam with weight decay 0.03 (decoupled is our reading), learning
             rate 2e-5 in stage 1 and 1.5e-5 in stage 2.
         schedule: NV-Embed: 50 warm-up steps, then linear decay to zero.
-        initial_model: A model directory to start from, such as stage 1's; it replaces the weights of `backbone`
-            and `pooling`, whose LoRA has been merged, and fresh LoRA matrices are added.
+        initial_model: A model directory to start from, such as stage 1's, in place of `backbone`'s weights; its LoRA
+            has been merged, and fresh matrices are added.
         normalize: Whether vectors have unit norm. The loss takes cosines either way.
-        seed: Seed of random initial weights and of dropout; None for `seed_everything`'s.
+        seed: Seed of initial weights and of dropout; None for `seed_everything`'s.
         distillation: A teacher whose states the model learns too (Appendix A), or None. It is loaded when a run starts,
             runs beside the student without a graph, twice a step under GradCache, and lies whole on every rank.
 

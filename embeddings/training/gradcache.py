@@ -1,14 +1,12 @@
 """GradCache: the exact gradient of a batch that does not fit in memory, computed in mini-batches.
 
-`GradCache` is the engine. A step of it (`_TwoPasses`) goes over the mini-batches twice:
+`GradCache` is the engine. A step of it (`_TwoPasses`) goes over the mini-batches of `plan_stages` twice:
 
 1. Embed every mini-batch, most of them without a graph, and note the random state before each.
 2. Compute the loss of all representations together, and its gradient with respect to each of them.
 3. Embed each mini-batch again, from its random state and with a graph, and pass its share of that gradient backwards.
 
-`plan_stages` cuts a batch into mini-batches, `RandomState` replays dropout, `attach_gradient` hands a mini-batch its
-gradient, and `plain_step` is what all of this equals. `GraphBudget` in `training.graphs` decides which graphs of the
-first pass are kept, and need no second forward.
+All of this equals `plain_step`. `GraphBudget` decides which graphs of the first pass are kept, and need no third step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -221,11 +219,11 @@ class GradCache:
         mini_batch_tokens: Maximum of padded tokens of a mini-batch, a text's context included. A longer text is alone.
         mini_batch_texts: Maximum of texts of a mini-batch; None for no limit.
         kept_fraction: Share of all padded tokens, 0 to 1, whose graphs may be kept; None leaves it to `kept_gib`.
-        kept_gib: Memory that kept graphs may hold together, in GiB on this rank; None leaves it to `kept_fraction`.
-            The longest mini-batch of a stage is measured, the others are taken to need as much a token. With both
-            options both limits hold; without either only the last graph is kept.
-        equal_mini_batches: Whether all ranks run the same number of mini-batches and keep the same number of graphs,
-            as strategies need that gather parameters in each forward (FSDP, ZeRO-3).
+        kept_gib: Memory that kept graphs may hold together, in GiB on this rank; None leaves it to `kept_fraction`. The
+            longest mini-batch of a stage is measured, the others are taken to need as much a token. With both options
+            both limits hold; without either only the last graph is kept.
+        equal_mini_batches: Whether all ranks run as many mini-batches and keep as many graphs, as strategies need that
+            gather parameters in each forward (FSDP, ZeRO-3).
 
     Precision: representations and their gradients keep their dtype; the context's gradient is summed over mini-batches
         in float32 or better. The backward runs outside autocast.
@@ -342,9 +340,7 @@ class _Visit:
 
 
 class _PlannedTexts(NamedTuple):
-    """A tower's texts, the longest first, and the row of each: each mini-batch is a run of neighbours, moved once a
-    step.
-    """
+    """A tower's texts, the longest first, and the row of each: a mini-batch is a run of them, moved once a step."""
 
     tokens: TokenBatch
     row_N: Tensor

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from embeddings.common import PaddedTokens
 from embeddings.models import ContextualEmbedder, Embedder
 from embeddings.models.bidirectional import layers
-from embeddings.models.moe.experts import Experts, ExpertWeights, Routing, sorted_experts
+from embeddings.models.moe.experts import Experts, ExpertWeights, sorted_experts
 
 StrategyName = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 # What the ranks of a strategy share.
@@ -271,14 +271,15 @@ def _state_bytes(module: nn.Module, setting: Setting, state_per_weight: float) -
     return found
 
 
-def trace(module: nn.Module, run: Callable[[int], Tensor], half_products: bool = True) -> Cost:
+def trace(module: nn.Module, run: Callable[[int], Tensor], half: bool) -> Cost:
     """Count what embedding texts costs, forward and backward, without computing anything.
 
     `module` is inside `without_data`, in training mode; `run` embeds so many texts, all of one length, without padding.
+    With `half` autocast computes products in bfloat16.
     """
     values: list[tuple[float, ...]] = []
     for count in _TRACED:
-        autocast = torch.autocast("cpu", torch.bfloat16, enabled=half_products)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=half)
         with autocast, counted() as forward:
             vectors = run(count)
         with counted() as backward:
@@ -394,15 +395,11 @@ def without_data(module: nn.Module) -> Iterator[None]:
             module.to_empty(device="cpu")
             for part in module.modules():
                 if isinstance(part, Experts):
-                    part.backend = _even_experts
+                    part.backend = partial(sorted_experts, mlps=_even_mlps)
             module.train()
             yield
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(before)
-
-
-def _even_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
-    return sorted_experts(token_TH, routing, weights, _even_mlps)
 
 
 def _even_mlps(row_PH: Tensor, _: Tensor, weights: ExpertWeights) -> Tensor:
@@ -418,9 +415,7 @@ def _even_mlps(row_PH: Tensor, _: Tensor, weights: ExpertWeights) -> Tensor:
 def trace_embedder(
     embedder: Embedder, num_queries: int, num_candidates: int, query_tokens: int, document_tokens: int, half: bool
 ) -> list[Texts]:
-    """The towers of a contrastive batch on one rank, traced inside `without_data`; `half` computes products in
-    bfloat16.
-    """
+    """The towers of a contrastive batch on one rank, traced inside `without_data`; `half` as in `trace`."""
     found, context, extra = [], None, 0
     if isinstance(embedder, ContextualEmbedder):
         num_context, extra = min(embedder.num_context, num_candidates), embedder.num_extra_tokens
