@@ -48,7 +48,7 @@ class TrainingStrategy:
     def gradcache_step(
         self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, scale: float, is_last: bool
     ) -> LossOutput:
-        """GradCache's step but for the last backward, which Lightning runs; the optimiser steps after it if `is_last`."""
+        """GradCache's step but for the last backward, which Lightning runs; the optimiser steps next if `is_last`."""
         return engine.forward_backward(step, batch, scale=scale, syncs_each=self.equal_mini_batches)
 
 

@@ -11,7 +11,7 @@ from embeddings.losses import InfoNCE, MatryoshkaInfoNCE, SurrogateFilter
 from embeddings.losses.load_balancing import LoadBalancing
 from embeddings.models import LatentAttentionPooling, MeanPooling
 from embeddings.modules import CDEModule, ContrastiveModule, MaskedLMModule, MoEEmbedModule, NVEmbedModule
-from embeddings.training.language_task import Masking
+from embeddings.modules.masked_lm import Masking
 from tests.configs.files import CONFIGS, build, check_texts, init_args, method, read
 from tests.helpers.runs import backbone_folder
 from tests.helpers.tiny import save_backbone, wordpiece_tokenizer

@@ -84,14 +84,11 @@ def test_gradients_equal_finite_differences(directions: Any) -> None:
     batch = random_batch(6, 2)
     query, candidate = vectors(batch, width=3)
     module = InfoNCE(temperature=0.3, learnable_temperature=True, directions=directions).double()
-    log_temperature = module.log_temperature
-    assert log_temperature is not None
 
     def loss(query: Tensor, candidate: Tensor, _: Tensor) -> Tensor:
-        value: Tensor = module(query, candidate, batch).loss
-        return value
+        return module(query, candidate, batch).loss
 
-    assert torch.autograd.gradcheck(loss, (query, candidate, log_temperature))
+    assert torch.autograd.gradcheck(loss, (query, candidate, module.log_temperature))
 
 
 @pytest.mark.parametrize("temperature", [0.02, 1e-4])

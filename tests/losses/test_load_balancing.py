@@ -54,7 +54,6 @@ def test_a_loaded_expert_is_what_the_gradient_pushes_away_from() -> None:
     probability = torch.full((1, 4), 5.0, requires_grad=True)
     loss = load_balancing_loss(count, probability, 2)
     loss.backward()
-    assert probability.grad is not None
     torch.testing.assert_close(probability.grad, 4 * count / (2 * 20 * 20))
 
 

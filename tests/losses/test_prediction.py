@@ -28,8 +28,7 @@ def test_the_loss_and_its_gradients_are_those_of_a_loop(tile_positions: int, num
 
     def watched(state_pH: Tensor) -> Tensor:
         seen.append(len(state_pH))
-        logits: Tensor = head(state_pH)
-        return logits
+        return head(state_pH)
 
     total, right = torch.zeros((), dtype=torch.float64), 0
     for state_H, label in zip(state_PH, label_P, strict=True):
@@ -96,7 +95,6 @@ def test_value_and_gradient_are_those_of_loops_and_a_text_without_words_has_no_p
     expected.backward()
     # The table is kept in float32.
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert first.grad is not None
     assert second.grad.abs().max() > 1e-2
     torch.testing.assert_close(first.grad, second.grad, rtol=1e-5, atol=1e-7)
     assert torch.equal(first.grad[2], torch.zeros(6).double())
@@ -116,8 +114,7 @@ def test_the_sum_of_a_texts_words_is_told_from_any_other_and_what_all_share_cost
     def loss(vector: Tensor) -> Tensor:
         words = WordPrediction(table, SPECIAL)
         words.count_V += 1
-        value: Tensor = words(vector, text)
-        return value
+        return words(vector, text)
 
     table, text = torch.eye(12, 12), tokens([[1, 5, 7, 9, 2]])
     own = table[[5, 7, 9]].sum(dim=0, keepdim=True)

@@ -19,7 +19,7 @@ from embeddings.modules import ContrastiveModule
 from embeddings.modules.base import PoolingFactory, build_embedder
 from tests.data.rows import write_jsonl
 from tests.helpers.contrastive import relative_error
-from tests.helpers.runs import backbone_folder, component, fit, float16_on_cpu, run_config
+from tests.helpers.runs import component, fit, float16_on_cpu, run_config
 from tests.models.reading import random_tokens
 
 
@@ -178,11 +178,6 @@ def test_a_run_logs_the_share_of_queries_without_a_negative(tmp_path):
 
 
 TOKENS = random_tokens(384, [7, 3, 12], skip=1)
-
-
-@pytest.fixture(scope="module")
-def mistral(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return backbone_folder(tmp_path_factory.mktemp("backbone"), "mistral")
 
 
 def make(

@@ -19,14 +19,9 @@ from embeddings.models import BackboneConfig, ContextualEmbedder
 from embeddings.modules import CDEModule, ContextSettings
 from tests.data.surrogates import write_surrogates
 from tests.helpers.contrastive import Record, batch_of, random_batch
-from tests.helpers.runs import backbone_folder, component, fit, write_config, write_retrieval_folder
+from tests.helpers.runs import component, fit, write_config, write_retrieval_folder
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 from tests.modules.cde_runs import CACHE, CONTEXT, cde_config
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return backbone_folder(tmp_path_factory.mktemp("backbone"))
 
 
 def make(bert: str, seed: int = 0, **context: Any) -> CDEModule:

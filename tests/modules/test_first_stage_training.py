@@ -21,18 +21,13 @@ from embeddings.modules.cde import context_spread
 from embeddings.training import gradcache
 from embeddings.training.optim import Schedule
 from tests.helpers.contrastive import random_batch
-from tests.helpers.runs import backbone_folder, fit, quiet_trainer
+from tests.helpers.runs import fit, quiet_trainer
 from tests.losses.test_prediction import by_loops
 from tests.modules.cde_runs import CACHE, CONTEXT, cde_config
 from tests.modules.test_checkpoints import Weights, differences_after_resuming
 
 WORDS_THEN_FROZEN = {"word_steps": 2, "frozen_steps": None}
 ALL_PHASES = {"word_steps": 2, "frozen_steps": 2, "learning_rate_factor": 0.1}
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return backbone_folder(tmp_path_factory.mktemp("backbone"))
 
 
 def make(bert: str, rate: float = 1e-2, **training: Any) -> CDEModule:
@@ -165,25 +160,24 @@ def test_gradcache_trains_to_the_weights_of_the_plain_step_in_every_phase(
 def test_gradcache_embeds_a_frozen_first_stage_once_and_without_a_graph(
     kept: dict[str, float], bert: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts = {}
+    embed_context, seen = CDEModule.embed_context, []
+
+    def noted(self: CDEModule, tokens: TokenBatch) -> Tensor:
+        vectors = embed_context(self, tokens)
+        seen.append((len(tokens), vectors.requires_grad))
+        return vectors
+
+    monkeypatch.setattr(CDEModule, "embed_context", noted)
     for frozen in (0, None):
-        module, seen = make(bert, frozen_steps=frozen), []
+        seen.clear()
+        module, batch = make(bert, frozen_steps=frozen), random_batch(6, 1)
         module._phase = module.first_stage_training.phase(0)
-        found = CDEModule.embed_context
-
-        def noted(self: CDEModule, tokens: TokenBatch, seen: list[int] = seen, found: Any = found) -> Tensor:
-            vectors: Tensor = found(self, tokens)
-            seen.append(len(tokens) if not vectors.requires_grad else -len(tokens))
-            return vectors
-
-        with monkeypatch.context() as patch:
-            patch.setattr(CDEModule, "embed_context", noted)
-            batch = random_batch(6, 1)
-            batch = replace(batch, context=module.choose_context(batch, 0), num_extra_tokens=8)
-            gradcache.GradCache(mini_batch_tokens=10_000, mini_batch_texts=2, **kept).step(module, batch)
-        counts[frozen] = seen
-    assert counts[None] == [2, 2, 2]
-    assert sum(-count for count in counts[0] if count < 0) == 6
+        batch = replace(batch, context=module.choose_context(batch, 0), num_extra_tokens=8)
+        gradcache.GradCache(mini_batch_tokens=10_000, mini_batch_texts=2, **kept).step(module, batch)
+        if frozen is None:
+            assert seen == [(2, False)] * 3
+        else:
+            assert sum(count for count, has_graph in seen if has_graph) == 6
 
 
 def test_a_run_resumed_at_any_boundary_ends_with_the_same_bits(tmp_path: Path) -> None:

@@ -27,13 +27,8 @@ LORA = LoraSettings(rank=4, alpha=8, dropout=0.0)
 
 
 @pytest.fixture(scope="module")
-def mistral(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return backbone_folder(tmp_path_factory.mktemp("mistral"), "mistral")
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return backbone_folder(tmp_path_factory.mktemp("bert"), dropout=0.1)
+def dropping(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return backbone_folder(tmp_path_factory.mktemp("dropping"), dropout=0.1)
 
 
 def test_the_model_is_anchor_token_pooling_over_a_decoder_that_looks_both_ways(mistral: str) -> None:
@@ -73,7 +68,7 @@ def leveled_batch() -> ContrastiveBatch:
 
 @pytest.mark.parametrize("options", REPLAYED.values(), ids=REPLAYED)
 def test_gradcache_gives_the_gradient_of_the_plain_step(options: dict[str, Any], bert: str) -> None:
-    module, batch = MGHCurriculumModule(BackboneConfig(bert, dropout=0.0)).double(), leveled_batch()
+    module, batch = MGHCurriculumModule(BackboneConfig(bert)).double(), leveled_batch()
     plain_step(module, batch).loss.backward()
     expected = gradient_vector(module)
     module.zero_grad()
@@ -82,8 +77,12 @@ def test_gradcache_gives_the_gradient_of_the_plain_step(options: dict[str, Any],
 
 
 @pytest.mark.parametrize("options", REPLAYED.values(), ids=REPLAYED)
-def test_gradcache_replays_dropout_under_the_weights_of_the_attention(options: dict[str, Any], bert: str) -> None:
-    module, batch, engine = MGHCurriculumModule(BackboneConfig(bert)).double(), leveled_batch(), GradCache(**options)
+def test_gradcache_replays_dropout_under_the_weights_of_the_attention(options: dict[str, Any], dropping: str) -> None:
+    module, batch, engine = (
+        MGHCurriculumModule(BackboneConfig(dropping)).double(),
+        leveled_batch(),
+        GradCache(**options),
+    )
     torch.manual_seed(1)
     module.zero_grad()
     engine.step(module, batch)

@@ -8,13 +8,7 @@ from embeddings.common import OptionError, TokenBatch
 from embeddings.models import BackboneConfig, LoraSettings, MeanPooling
 from embeddings.modules import NVEmbedModule
 from embeddings.training.optim import Schedule
-from tests.helpers.runs import backbone_folder
 from tests.strategies.fits import batches, train
-
-
-@pytest.fixture(scope="module")
-def mistral(tmp_path_factory):
-    return backbone_folder(tmp_path_factory.mktemp("backbone"), "mistral")
 
 
 def states(module, ids):
