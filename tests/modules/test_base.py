@@ -1,6 +1,5 @@
 """What is in the model that a method trains; the methods' own tests go through it too."""
 
-import csv
 from pathlib import Path
 
 import pytest
@@ -159,22 +158,6 @@ def test_a_source_that_would_train_nothing_ends_the_run_before_its_data_are_read
     with pytest.raises(InputError, match="source 'sts': has neither in-batch nor hard negatives, so its loss is 0"):
         fit(tmp_path, config)
     assert not (tmp_path / "cache").exists()
-
-
-def test_a_run_logs_the_share_of_queries_without_a_negative(tmp_path):
-    """Half of the pairs have no negative of their own, and none of them takes others'."""
-    rows = [{"query": f"fox {row}", "positive": f"a dog {row}"} for row in range(64)]
-    for row in rows[::2]:
-        row["negatives"] = ["lazy", "brown"]
-    config = run_config(tmp_path)
-    config["trainer"]["max_epochs"], config["trainer"]["max_steps"] = 1, -1
-    source = {"name": "half", "path": str(write_jsonl(tmp_path / "half.jsonl", rows)), "in_batch_negatives": False}
-    config["data"]["init_args"]["sources"] = [source]
-    run = fit(tmp_path, config)
-    (metrics,) = (tmp_path / "run").rglob("metrics.csv")
-    shares = [float(row["train/no_negative_fraction"]) for row in csv.DictReader(metrics.read_text().splitlines())]
-    assert run.trainer.global_step == len(shares) == 8
-    assert sum(shares) / 8 == 0.5
 
 
 TOKENS = random_tokens(384, [7, 3, 12], skip=1)
