@@ -16,6 +16,7 @@ from embeddings.common import OptionError
 from embeddings.models.moe.experts import (
     ROWS_BY_EXPERT,
     Experts,
+    ExpertWeights,
     Router,
     grouped_experts,
     loop_experts,
@@ -284,7 +285,7 @@ def inputs(with_bias=True):
 
 
 def passed(row, w1, w2, bias=None):
-    return pass_experts(row, SIZES, w1, w2, bias, F.gelu)
+    return pass_experts(row, SIZES, ExpertWeights(w1, w2, bias, F.gelu))
 
 
 def looped_mlps(row, w1, w2, bias=None):

@@ -203,14 +203,14 @@ def kernel(query, key, value, start, other, longest, longest_key, *, scale, wind
 @pytest.mark.parametrize("name", BACKBONES)
 def test_the_kernel_is_told_the_window_the_scale_and_the_shared_keys(name, monkeypatch):
     """Against a stand-in of the kernel, which only a GPU has."""
-    monkeypatch.setattr(unpadded, "_takes", lambda *_: True)
+    monkeypatch.setattr(unpadded, "_kernel_takes", lambda *_: True)
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     expected, found = both_vectors(embedder_of(BACKBONES[name]()), texts())
     assert float((found - expected).abs().max()) <= 1e-6
 
 
 def test_keys_are_copied_where_a_release_of_torch_does_not_share_them(monkeypatch):
-    monkeypatch.setattr(unpadded, "_takes", lambda *_: True)
+    monkeypatch.setattr(unpadded, "_kernel_takes", lambda *_: True)
 
     def older(query, key, value, start, other, longest, longest_key, *, scale, window_size):
         assert query.shape == key.shape
