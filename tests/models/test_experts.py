@@ -131,7 +131,7 @@ def test_identical_experts_are_the_dense_mlp(backend, renormalize):
             stacked.copy_(stacked[:1].expand_as(stacked))
     experts.backend = BACKENDS[backend]
     routing = router(tokens)
-    inner = torch.nn.functional.gelu(tokens @ experts.w1[0].T + experts.bias1[0])
+    inner = F.gelu(tokens @ experts.w1[0].T + experts.bias1[0])
     dense = inner @ experts.w2[0] * routing.weight_TK.sum(1, keepdim=True) + experts.bias2
     assert (routing.weight_TK.sum(1) - 1).abs().max() < 1e-6 or not renormalize
     torch.testing.assert_close(experts(tokens, routing), dense, rtol=1e-5, atol=1e-6)
@@ -249,7 +249,7 @@ def test_kept_graphs_share_the_casts_and_a_changed_weight_is_cast_anew():
 @pytest.mark.parametrize("num_tokens", [7, 4096])
 def test_gated_experts_have_the_gradients_of_the_loop(num_tokens):
     """4,096 tokens go expert by expert, each backward computing the gate again."""
-    experts = Experts(HIDDEN, INNER, 4, activation=torch.nn.functional.silu, gated=True)
+    experts = Experts(HIDDEN, INNER, 4, activation=F.silu, gated=True)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     assert experts.w1.shape == (4, 2 * INNER, HIDDEN)
@@ -265,7 +265,7 @@ def test_gated_experts_have_the_gradients_of_the_loop(num_tokens):
     for one, two in zip(*found, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
     gate_F, value_F = (tokens[0] @ experts.w1[0].T).chunk(2)
-    by_hand = (torch.nn.functional.silu(gate_F) * value_F) @ experts.w2[0]
+    by_hand = (F.silu(gate_F) * value_F) @ experts.w2[0]
     one_H = Experts.forward(experts, tokens[:1], routing_of(torch.tensor([[0]]), num_experts=4)) - experts.bias2
     weight = routing_of(torch.tensor([[0]]), num_experts=4).weight_TK[0, 0]
     torch.testing.assert_close(one_H[0], weight * by_hand, rtol=1e-4, atol=1e-5)
@@ -323,10 +323,6 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(frozen):
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
-def test_it_passes_gradcheck():
-    assert torch.autograd.gradcheck(passed, inputs(), fast_mode=True)
-
-
 def kept_numbers(experts, state, routing):
     """How many numbers a pass keeps for the backward one, beside the parameters."""
     kept = {}
@@ -368,20 +364,13 @@ def test_a_back_end_is_set_for_all_experts_of_a_model():
     assert model[0].backend is model[1][0].backend is grouped_experts
 
 
-def test_an_unknown_back_end_is_refused():
+def test_an_unknown_back_end_and_a_megablocks_that_is_missing_are_refused(monkeypatch):
     with pytest.raises(OptionError, match="expert_backend must be grouped_mm, loop or megablocks, got 'triton'"):
         set_expert_backend(nn.Sequential(), "triton")
-
-
-def test_a_megablocks_that_is_missing_is_refused_with_the_reason(monkeypatch):
     monkeypatch.delitem(sys.modules, "megablocks", raising=False)
     monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(OptionError) as refused:
+    with pytest.raises(OptionError, match=r"No module named 'megablocks': its newest release.* got 'megablocks'"):
         set_expert_backend(make_experts(), "megablocks")
-    assert str(refused.value) == (
-        "expert_backend must be grouped_mm or loop here (No module named 'megablocks': its newest release, 0.10.0, "
-        "requires torch<2.7.1, and this library torch>=2.11), got 'megablocks'; leave it out for grouped_mm"
-    )
 
 
 def stand_in(available=True):
@@ -406,6 +395,9 @@ def install(monkeypatch, util):
 
 
 def test_a_grouped_product_of_megablocks_kind_gives_the_same_sum(monkeypatch):
+    install(monkeypatch, stand_in(available=False))
+    with pytest.raises(OptionError, match="lacks its grouped product"):
+        set_expert_backend(make_experts(), "megablocks")
     install(monkeypatch, stand_in())
     experts, tokens = make_experts().bfloat16(), random_tokens(40, torch.bfloat16)
     routing = make_router()(tokens.float())
@@ -414,12 +406,6 @@ def test_a_grouped_product_of_megablocks_kind_gives_the_same_sum(monkeypatch):
     torch.testing.assert_close(experts(tokens, routing), expected)
     with pytest.raises(OptionError, match="computes only in bfloat16, got 'megablocks in torch"):
         experts.float()(tokens.float(), routing)
-
-
-def test_a_megablocks_without_its_product_is_refused(monkeypatch):
-    install(monkeypatch, stand_in(available=False))
-    with pytest.raises(OptionError, match="lacks its grouped product"):
-        set_expert_backend(make_experts(), "megablocks")
 
 
 def softmax(logits):
@@ -434,9 +420,7 @@ def test_the_most_probable_experts_are_chosen_and_weighed(top_k, renormalize):
     routing = router(tokens)
     assert routing.expert_TK.shape == routing.weight_TK.shape == (12, top_k)
     for token, experts, weights in zip(tokens, routing.expert_TK.tolist(), routing.weight_TK.tolist(), strict=True):
-        shares = softmax(
-            [sum(w * t for w, t in zip(row, token.tolist(), strict=True)) for row in router.weight.tolist()]
-        )
+        shares = softmax((router.weight.detach().double() @ token.double()).tolist())
         best = sorted(range(EXPERTS), key=lambda expert: -shares[expert])[:top_k]
         assert experts == best
         total = sum(shares[expert] for expert in best) if renormalize else 1.0
@@ -456,40 +440,28 @@ def test_the_sums_are_those_of_the_tokens():
     torch.testing.assert_close(sums.squared_logsumexp, logits.exp().sum(1).log().square().sum())
 
 
-def test_the_router_learns_from_what_its_experts_do():
-    router, tokens = make_router(), random_tokens(5).requires_grad_()
-    router(tokens).weight_TK[:, 0].sum().backward()
+def test_the_router_learns_from_what_its_experts_do_but_for_one_renormalised_expert():
+    router, alone = make_router(), make_router(1, renormalize=True)
+    for one in (router, alone):
+        one(random_tokens(5)).weight_TK[:, 0].sum().backward()
     assert router.weight.grad.abs().max() > 1e-3
-    assert tokens.grad.abs().max() > 1e-3
+    assert alone.weight.grad.abs().max() < 1e-7
 
 
-def test_one_renormalised_expert_teaches_the_router_nothing():
-    router = make_router(1, renormalize=True)
-    router(random_tokens(5)).weight_TK.sum().backward()
-    assert router.weight.grad.abs().max() < 1e-7
-
-
-def test_probabilities_are_float32_under_autocast_and_for_bfloat16_weights():
-    router, tokens = make_router(), random_tokens(20)
-    exact = router(tokens)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(router(tokens).weight_TK, exact.weight_TK)
-    assert router.bfloat16()(tokens.bfloat16()).weight_TK.dtype == torch.float32
-
-
-def test_noise_is_drawn_in_training_alone():
+def test_noise_is_drawn_in_training_alone_and_probabilities_are_float32():
     router, tokens = make_router(noise=0.5), random_tokens(20)
-    exact = make_router()(tokens).weight_TK
-    assert torch.equal(router.eval()(tokens).weight_TK, exact)
+    exact = make_router().train()(tokens).weight_TK
     assert not torch.equal(router.train()(tokens).weight_TK, exact)
-    assert torch.equal(make_router().train()(tokens).weight_TK, exact)
+    assert torch.equal(router.eval()(tokens).weight_TK, exact)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(router(tokens).weight_TK, exact)
+    assert router.bfloat16()(tokens.bfloat16()).weight_TK.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"num_experts": 0, "top_k": 1}, "num_experts must be >= 1, got 0"),
-        ({"num_experts": 4, "top_k": 5}, "top_k must be from 1 to the 4 experts there are, got 5"),
         ({"num_experts": 4, "top_k": 0}, "top_k must be from 1 to the 4 experts there are, got 0"),
         ({"num_experts": 4, "top_k": 2, "noise": 1.0}, "noise must be >= 0 and < 1, got 1.0"),
     ],
