@@ -433,12 +433,14 @@ CASES = {
     "bool mask": {"mask_dtype": torch.bool},
     "added mask": {"mask_dtype": torch.float32},
     "shared keys": {"num_shared": 3},
+    # The interpreter knows no bfloat16 arithmetic; the tests marked gpu have it.
+    "half precision": {"dtype": torch.float16},
 }
 
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """The kernels as the interpreter runs them, with small tiles."""
+    """The kernels as the interpreter runs them, with small tiles and closer limits."""
     if torch.cuda.is_available():
         pytest.skip("the tests marked gpu run the compiled kernels")
     pytest.importorskip("triton", reason="triton, which comes with a CUDA build of torch, is not here")
@@ -446,29 +448,12 @@ def interpreter(monkeypatch):
         pytest.skip("Triton interprets where TRITON_INTERPRET=1 was set before python began")
     monkeypatch.setattr("embeddings.models.anchor_kernels.TILE", TILE)
     monkeypatch.setattr(anchor_token, "_TRIAL_LENGTH", LENGTH)
+    monkeypatch.setattr(anchor_token, "_WEIGHT_TOLERANCE", 2e-6)
+    monkeypatch.setattr(anchor_token, "_GRADIENT_TOLERANCE", {torch.float32: 2e-6, torch.float16: 5e-4})
 
 
 def problem(dtype=torch.float32, num_shared=1, width=20, is_causal=False, has_window=False, mask_dtype=None):
-    device = torch.device("cpu")
-    return anchor_token._trial(ProblemKind(device, dtype, width, num_shared, is_causal, has_window, mask_dtype))
-
-
-def solved(way, captured, is_token, axis, per_head=False):
-    weight = way(captured, is_token, axis, per_head)
-    direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
-    return weight.detach(), *torch.autograd.grad((weight * direction).sum(), (captured.query_NALE, captured.key_NGLE))
-
-
-def assert_alike(captured, is_token, axis, limit=2e-6, **options):
-    for found, expected in zip(
-        solved(fused_sums, captured, is_token, axis, **options),
-        solved(tiled_sums, captured, is_token, axis, **options),
-        strict=True,
-    ):
-        assert found.shape == expected.shape
-        assert found.dtype == expected.dtype
-        assert expected.norm() > 0
-        assert float((found.double() - expected.double()).norm() / expected.double().norm()) <= limit
+    return anchor_token._trial(ProblemKind(CPU, dtype, width, num_shared, is_causal, has_window, mask_dtype))
 
 
 def test_a_machine_without_triton_has_no_kernels():
@@ -484,30 +469,16 @@ def test_a_machine_without_triton_has_no_kernels():
 def test_weights_and_gradients_equal_the_tiled_ones(case, axis):
     captured, is_token = problem(**CASES[case])
     assert captured.query_NALE.shape[2] == LENGTH
-    assert_alike(captured, is_token, axis, per_head=case == "shared keys")
+    assert anchor_token._disagreement(fused_sums, captured, is_token, axis) is None
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_half_precision_inputs_are_summed_in_float32():
-    """The interpreter knows no bfloat16 arithmetic; the tests marked gpu have it."""
-    captured, is_token = problem(torch.float16)
-    assert_alike(captured, is_token, "key", 5e-4)
-    found, expected = (way(captured, is_token, "key", False) for way in (fused_sums, tiled_sums))
-    assert float(((found - expected).norm() / expected.norm()).detach()) <= 2e-6
-
-
-@pytest.mark.usefixtures("interpreter")
-def test_a_text_without_tokens_and_a_query_that_sees_nothing_weigh_nothing():
+def test_a_mask_over_keys_alone_is_spread_and_a_text_or_query_that_sees_nothing_weighs_nothing():
     captured, is_token = problem(mask_dtype=torch.bool)
+    over_keys = replace(captured, mask=captured.mask[:, :, :1].clone())
+    assert anchor_token._disagreement(fused_sums, over_keys, is_token, "key") is None
     captured.mask[0, 0, 7] = False
     is_token[1] = False
-    assert_alike(captured, is_token, "key")
+    assert anchor_token._disagreement(fused_sums, captured, is_token, "key") is None
     assert fused_sums(captured, is_token, "key", False)[1].eq(0).all()
     assert fused_sums(captured, is_token, "query", False)[0, 7] == 0
-
-
-@pytest.mark.usefixtures("interpreter")
-def test_a_mask_over_keys_alone_is_spread_over_heads_and_queries():
-    captured, is_token = problem()
-    seen = torch.rand(2, 1, 1, LENGTH, generator=torch.Generator().manual_seed(4)) > 0.3
-    assert_alike(CapturedAttention(captured.query_NALE, captured.key_NGLE, seen, False, 0.3), is_token, "key")
