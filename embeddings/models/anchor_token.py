@@ -85,7 +85,7 @@ class AnchorTokenPooling(Pooling):
             return (weight_NL[:, None] @ state_NLH)[:, 0]
 
     def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
-        """The same of padded states, queries and keys, since weights are L x L per text."""
+        """The same of padded states, queries and keys: weights are L x L per text."""
         is_token_NL = places.padded(torch.ones_like(pooling_mask_T))
         layers = [_of_texts(layer, places) for layer in attention[0]]
         return self(places.padded(hidden_TH), places.padded(pooling_mask_T), is_token_NL, layers)  # type: ignore[no-any-return]
@@ -139,7 +139,9 @@ def fastest_sums(
     Before the first problem of its kind in a process both ways solve a small random one, gradients included. Where they
     disagree or the kernels do not run, a warning says so once, and the kind stays with the tiled way.
     """
-    if attention.query_NALE.device.type != "cuda" or not _is_supported(attention):
+    query, key = attention.query_NALE, attention.key_NGLE
+    is_supported = query.dtype == key.dtype and query.dtype in _GRADIENT_TOLERANCE
+    if query.device.type != "cuda" or not is_supported or query.shape[-1] > _MAX_HEAD_WIDTH:
         return tiled_sums(attention, is_token_NL, axis, per_head)
     return checked_sums(fused_sums, ProblemKind.of(attention), axis)(attention, is_token_NL, axis, per_head)
 
@@ -195,12 +197,6 @@ def checked_sums(fused: Sums, kind: ProblemKind, axis: Axis) -> Sums:
         *(kind.device, kind.dtype, kind.width, kind.num_shared, axis, error),
     )
     return tiled_sums
-
-
-def _is_supported(attention: CapturedAttention) -> bool:
-    """Whether the kernels are written for such a problem."""
-    query, key = attention.query_NALE, attention.key_NGLE
-    return query.dtype in _GRADIENT_TOLERANCE and key.dtype == query.dtype and query.shape[-1] <= _MAX_HEAD_WIDTH
 
 
 def _trial(kind: ProblemKind) -> tuple[CapturedAttention, Tensor]:

@@ -65,13 +65,10 @@ def anchor_weights(
         query axis:  w_i = sum over heads and keys j of log(K a_ij + 1)       how evenly token i looks about
 
     Args:
-        attention: Queries and keys of a layer.
         is_token_NL: False at padding, (N, L) bool. Padding neither receives nor adds weight.
-        axis: The key axis, or the query axis as Eq. 3 is printed.
         per_head: Whether each head's weights are first divided by their sum, so that heads count alike; else a head
             of uniform attention counts several times as much as one with a sink.
         by_visible_queries: Whether a token's weight is divided by the number of queries that see it.
-        sums: What computes the sums.
 
     Returns:
         weight_NL: (N, L) float32 (float64 where the states are), >= 0, 0 at padding.
@@ -120,7 +117,9 @@ class _AnchorWeights(torch.autograd.Function):
         shape = (num_texts, num_heads, length) if per_head else (num_texts, length)
         weight = query_NALE.new_zeros(shape, dtype=dtype)
         count_N = is_token_NL.sum(dim=1)
-        groups = 1 if per_head else _heads_in_one_logarithm(int(count_N.amax()) if len(count_N) else 1)
+        max_tokens = int(count_N.amax()) if len(count_N) else 0
+        # Heads whose gains, each at most K + 1, multiply without overflow.
+        groups = 1 if per_head or not max_tokens else max(1, int(_MAX_LOG / math.log(max_tokens + 1.0)))
         for rows in _tiles(attention):
             gain = _attention(attention, is_token_NL, rows).mul_(count_N.to(dtype)[:, None, None, None]).add_(1.0)
             if per_head:
@@ -163,11 +162,6 @@ def _tiles(attention: CapturedAttention) -> list[slice]:
     num_texts, num_heads, length, _ = attention.query_NALE.shape
     rows = max(1, TILE_SCORES // max(1, num_texts * num_heads * length))
     return [slice(start, min(start + rows, length)) for start in range(0, length, rows)]
-
-
-def _heads_in_one_logarithm(max_tokens: int) -> int:
-    """Heads whose gains, each at most K + 1, multiply without overflow."""
-    return max(1, int(_MAX_LOG / math.log(max_tokens + 1.0))) if max_tokens else 1
 
 
 def _attention(attention: CapturedAttention, is_token_NL: Tensor, rows: slice) -> Tensor:

@@ -1,7 +1,6 @@
 """The queries and keys of chosen attention layers, read where the layer hands them to its attention function.
 
-This file travels inside model directories: it imports nothing but torch, transformers and its
-siblings.
+This file travels inside model directories: it imports nothing but torch, transformers and its siblings.
 """
 
 import copy
@@ -27,13 +26,7 @@ class AttentionCapture:
     Each layer gets its own copy of the backbone's config, which names a function that notes what it is given and calls
     the backbone's own. The model's config, weights and saved files stay as they are. A layer that runs again for the
     backward pass, when the capture is closed, notes nothing. `found` holds what each layer was given, by its `id`.
-
-    Args:
-        backbone: A Hugging Face model, adapted by peft or not, whose attention goes through transformers' interface.
-        layers: Which of its attention layers, counted from 0 or, negative, from the last.
-
-    Raises:
-        ValueError: If the backbone has no such layer, a layer is named twice, or its attention cannot be read.
+    Layers are counted from 0 or, negative, from the last; impossible ones are a `ValueError`.
     """
 
     def __init__(self, backbone: nn.Module, layers: Sequence[int]) -> None:

@@ -132,8 +132,6 @@ class LanguageModel(nn.Module):
     compares them with the full forward's.
 
     Args:
-        model: The model.
-        tokenizer: Its tokenizer.
         causal: Whether a token sees only those before it.
         lora: LoRA settings of the backbone, or None to train all weights.
         train_head: Whether the head is trained beside LoRA matrices.

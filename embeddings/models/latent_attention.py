@@ -113,7 +113,8 @@ class LatentAttentionPooling(Pooling):
             paper_TH: Tensor = self.mlp(_join_heads(read_ATE))
             return paper_TH
         token_TH = token_TH + self.attention(token_TH, self.latents)
-        return token_TH + self.feed_forward(token_TH)
+        branch_TH: Tensor = self.feed_forward(token_TH)
+        return token_TH + branch_TH
 
 
 class LatentAttention(nn.Module):

@@ -63,13 +63,8 @@ class Unpadding:
     torch's `varlen_attn`; a backbone that was loaded with a flash attention keeps it. Elsewhere it is a loop over runs
     of equally long texts. Dropout draws other numbers than over padded texts, and the same ones when replayed.
 
-    Args:
-        backbone: A Hugging Face model, adapted by peft or not, which is tried out on three short texts.
-        always: Whether texts are read so wherever they can be; else only where it is quicker: on a GPU in half
-            precision, without dropout in the attention.
-
-    Raises:
-        ValueError: If the attention is of another kind, or the states differ from those of padded texts.
+    A new one tries the backbone out on three short texts and refuses it by a `ValueError`. Without `always` texts are
+    read so only where it is quicker: on a GPU in half precision, without dropout in the attention.
     """
 
     def __init__(self, backbone: nn.Module, always: bool = False) -> None:

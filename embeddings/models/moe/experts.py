@@ -33,9 +33,6 @@ class Router(nn.Module):
     """Top-k routing by a linear layer without bias:  p = softmax(W x),  the K largest of p choose and weigh experts.
 
     Args:
-        hidden_size: Width of the states, H.
-        num_experts: Experts, X.
-        top_k: Experts a token, K.
         renormalize: Whether the K weights are divided by their sum. With K = 1 the weight is then always 1, and the
             router learns from the balancing loss alone.
         noise: Half the width of the uniform factor around 1 that a state is multiplied by before it is scored, in
@@ -137,9 +134,7 @@ class Experts(nn.Module):
     Dropless: however uneven the load, every token passes all of its experts.
 
     Args:
-        hidden_size: Width of the states, H.
         intermediate_size: Inner width of each expert, F.
-        num_experts: Experts, X.
         inner_bias: Whether each expert has a bias b1; the released model has none.
         activation: What follows the first matrix, GELU as released.
         backend: How the sum is computed: `grouped_experts` or `loop_experts`, which give the same values.

@@ -96,11 +96,7 @@ class RotaryMoeLayer(JinaEmbeddingsV3Layer):  # type: ignore[no-untyped-call]
         row_T: Tensor | None = None,
         **attention_options: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The next states, (N, L, H), and the routing's three sums.
-
-        They are outputs like the states and no side effect, so a layer that is recomputed for the backward pass counts
-        nothing twice.
-        """
+        """The next states, (N, L, H), and the routing's three sums: a layer that is recomputed counts nothing twice."""
         attended, _ = self.self_attn(
             hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **attention_options
         )
@@ -114,9 +110,6 @@ class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[no-untype
 
     Padding is told from tokens by a two-dimensional attention mask. A mask of every pair of tokens, as packed rows
     have, says nothing of padding: every position is then routed and counted.
-
-    Args:
-        config: What it is made of.
 
     Raises:
         ValueError: If the config's experts or layers cannot be.
@@ -165,14 +158,7 @@ class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[no-untype
         return_dict: bool | None = None,
         **attention_options: Any,
     ) -> RotaryMoeOutput | tuple[Any, ...]:
-        """The states of the last layer, and the routing's sums.
-
-        Args:
-            input_ids: Token ids, (N, L) int64, or `inputs_embeds`, (N, L, H).
-            attention_mask: Non-zero where there is a token, (N, L); or for every pair of tokens, (N, 1, L, L).
-            position_ids: Indices that queries and keys are rotated by, (N, L) or (1, L) int64; from 0 on if None.
-            attention_options: Handed on to the attention function.
-        """
+        """The states of the last layer, and the routing's sums; arguments as transformers' encoders take them."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         states_NLH = self.embeddings(

@@ -31,8 +31,6 @@ class Upcycling:
         every: Sparse layers come every so many. The paper: 2, every other.
         noise: Half the width of the factor that states are multiplied by for the router, in training; 0 for none.
 
-    Raises:
-        OptionError: If a number is impossible.
     Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §4.3; Komatsuzaki 2023, arXiv:2212.05055, for the method.
     """
 
@@ -74,9 +72,8 @@ def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
     told them apart in training. The router is drawn from N(0, 0.02) by torch's random state.
 
     Args:
-        dense: A rotary encoder without head (see `embeddings.models.rotary`), or a NomicBert; it shares the weights
-            that stay as they are with the result and should not be used afterwards.
-        settings: Which layers, and how.
+        dense: A rotary encoder without head (see `embeddings.models.rotary`), or a NomicBert. It shares weights with
+            the result and should not be used afterwards.
 
     Raises:
         OptionError: If the model is another architecture or sparse already, or no layer is chosen.
