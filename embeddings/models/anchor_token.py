@@ -27,18 +27,16 @@ class AnchorTokenPooling(Pooling):
         axis: `key`: what a token receives. `query`: Eq. 3 as it is printed: how evenly a token looks about.
         layers: Whose attention counts, from 0 or, negative, from the last; the weights of several are averaged.
         per_head: Whether heads count alike; else, as in the paper, each by its own sum.
-        include_first: Whether the text's first token, often a sink of attention, may be pooled. Prompts are left out of
-            the pooling by the text settings.
+        include_first: Whether the text's first token, often a sink of attention, may be pooled.
         detach: Whether the weights are constants for the gradient; the paper does not say.
         by_visible_queries: Whether a token's weight is divided by the number of queries that see it: what the key axis
             needs under a causal mask, where early tokens are seen by more.
 
     Precision: weights and sums in float32 whatever the input dtype, under autocast too.
     Memory: linear in the length (see `anchor_weights`); on a GPU by fused kernels where they pass a check at their
-        first use (see `anchor_fused`).
+        first use (see `fastest_sums`).
     Raises:
         ValueError: If the axis is unknown or there is no layer.
-
     Source: MGH, §2.2, Eq. 3 to 5. Differs: the key axis by default, for which see `anchor_weights`.
     """
 
@@ -66,7 +64,6 @@ class AnchorTokenPooling(Pooling):
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
-        """The layers whose queries and keys `forward` is to be given."""
         return self.layers
 
     @property
@@ -81,28 +78,14 @@ class AnchorTokenPooling(Pooling):
         attention_mask_NL: Tensor | None = None,
         attention: Sequence[CapturedAttention] = (),
     ) -> Tensor:
-        """The weighted mean over the pooled tokens, (N, H) float32.
-
-        Args:
-            hidden_NLH: States of the last layer, (N, L, H) float, padded on the right.
-            pooling_mask_NL: True where a token enters the pooling, (N, L) bool.
-            attention_mask_NL: False at padding, (N, L) bool.
-            attention: Queries and keys of the captured layers.
-        """
+        """The weighted mean, (N, H) float32; `attention_mask_NL` is False at padding."""
         weight_NL = self.weights(pooling_mask_NL, attention_mask_NL, attention)
         state_NLH = hidden_NLH.to(weight_NL.dtype).masked_fill(~pooling_mask_NL.unsqueeze(-1), 0.0)
         with torch.autocast(state_NLH.device.type, enabled=False):
             return (weight_NL[:, None] @ state_NLH)[:, 0]
 
     def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
-        """The same; the last states and the captured queries and keys are padded, since weights are L x L per text.
-
-        Args:
-            hidden_TH: States of the last layer, (T, H) float.
-            pooling_mask_T: True where a token enters the pooling, (T,) bool.
-            places: Where the texts lie.
-            attention: One sequence of the captured layers' queries and keys, of one text as long as the row.
-        """
+        """The same of padded states, queries and keys: weights are L x L per text."""
         is_token_NL = places.padded(torch.ones_like(pooling_mask_T))
         layers = [_of_texts(layer, places) for layer in attention[0]]
         return self(places.padded(hidden_TH), places.padded(pooling_mask_T), is_token_NL, layers)  # type: ignore[no-any-return]
@@ -110,7 +93,7 @@ class AnchorTokenPooling(Pooling):
     def weights(
         self, pooling_mask_NL: Tensor, attention_mask_NL: Tensor | None, attention: Sequence[CapturedAttention]
     ) -> Tensor:
-        """The weight of each token, (N, L) float32: 0 where it is not pooled, 1 over the text; arguments as above."""
+        """The weight of each token, (N, L) float32: 0 where it is not pooled, 1 over the text."""
         if len(attention) != len(self.layers):
             raise ValueError(f"needs the attention of {len(self.layers)} layers, got {len(attention)}")
         is_token_NL = pooling_mask_NL if attention_mask_NL is None else attention_mask_NL.bool()
@@ -153,21 +136,21 @@ def fastest_sums(
 ) -> Tensor:
     """The fused sums on a CUDA device, else the tiled ones; arguments and result of `tiled_sums`.
 
-    The first problem of its kind in a process (device, dtype, shape of the heads, axis, mask) is preceded by a small
-    random one that both ways solve, gradients included. Where they disagree or the kernels do not run, a warning says
-    so once, and the kind stays with the tiled way.
+    Before the first problem of its kind in a process both ways solve a small random one, gradients included. Where they
+    disagree or the kernels do not run, a warning says so once, and the kind stays with the tiled way.
     """
-    if attention.query_NALE.device.type != "cuda" or not _is_supported(attention):
+    query, key = attention.query_NALE, attention.key_NGLE
+    is_supported = query.dtype == key.dtype and query.dtype in _GRADIENT_TOLERANCE
+    if query.device.type != "cuda" or not is_supported or query.shape[-1] > _MAX_HEAD_WIDTH:
         return tiled_sums(attention, is_token_NL, axis, per_head)
-    sums = checked_sums(fused_sums, ProblemKind.of(attention), axis)
-    return sums(attention, is_token_NL, axis, per_head)
+    return checked_sums(fused_sums, ProblemKind.of(attention), axis)(attention, is_token_NL, axis, per_head)
 
 
 def fused_sums(attention: CapturedAttention, is_token_NL: Tensor, axis: Axis = "key", per_head: bool = False) -> Tensor:
     """The sums of logarithms by Triton kernels; arguments, result and gradients of `tiled_sums`.
 
-    Memory: (N, A, L) and the inputs' own size; no score leaves the chip. Precision: float32, never TF32. No atomic
-    additions, so the result is the same in every run. Raises ImportError without triton.
+    Memory: (N, A, L) and the inputs' own size; no score leaves the chip. Precision: float32, never TF32. Nothing is
+    added atomically, so the result is the same in every run.
     """
     from .anchor_kernels import FusedSums
 
@@ -191,7 +174,6 @@ class ProblemKind(NamedTuple):
 
     @classmethod
     def of(cls, attention: CapturedAttention) -> "ProblemKind":
-        """The kind of a problem."""
         query, mask = attention.query_NALE, attention.mask
         shape = (query.shape[-1], query.shape[1] // attention.key_NGLE.shape[1])
         mask_dtype = None if mask is None else mask.dtype
@@ -215,12 +197,6 @@ def checked_sums(fused: Sums, kind: ProblemKind, axis: Axis) -> Sums:
         *(kind.device, kind.dtype, kind.width, kind.num_shared, axis, error),
     )
     return tiled_sums
-
-
-def _is_supported(attention: CapturedAttention) -> bool:
-    """Whether the kernels are written for such a problem."""
-    query, key = attention.query_NALE, attention.key_NGLE
-    return query.dtype in _GRADIENT_TOLERANCE and key.dtype == query.dtype and query.shape[-1] <= _MAX_HEAD_WIDTH
 
 
 def _trial(kind: ProblemKind) -> tuple[CapturedAttention, Tensor]:

@@ -21,24 +21,18 @@ _MAX_LOG = 87.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedAttention:
-    """The queries and keys of one attention layer, as they enter the softmax.
+    """The queries and keys of one attention layer, as they enter the softmax, after rotation; a head is E wide.
 
-    Attributes:
-        query_NALE: Queries after rotation, (N, A, L, E); E is the width of a head.
-        key_NGLE: Keys after rotation, (N, G, L, E); G divides A, and A / G heads share one (grouped-query attention).
-        mask: What the layer masks beside padding: a bool tensor that is True where a query sees a key, or a float one
-            that is added to the scores, broadcastable to (N, A, L, L); None for nothing.
-        is_causal: Whether a query sees no later key, where `mask` does not say so.
-        scaling: Factor of the inner products.
-        window: A query sees no key this many places away or more, on either side, where `mask` does not say so; None
-            for no limit.
+    `mask` is what the layer masks beside padding, broadcastable to (N, A, L, L): bool, True where a query sees a key,
+    or added to the scores. Where it does not say so, `is_causal` tells whether queries see no later key, and `window`
+    that they see no key so many places away or more.
     """
 
     query_NALE: Tensor
-    key_NGLE: Tensor
+    key_NGLE: Tensor  # G divides A, and A / G heads share a key (grouped-query attention)
     mask: Tensor | None
     is_causal: bool
-    scaling: float
+    scaling: float  # factor of the inner products
     window: int | None = None
 
 
@@ -71,13 +65,10 @@ def anchor_weights(
         query axis:  w_i = sum over heads and keys j of log(K a_ij + 1)       how evenly token i looks about
 
     Args:
-        attention: Queries and keys of a layer.
         is_token_NL: False at padding, (N, L) bool. Padding neither receives nor adds weight.
-        axis: The key axis, or the query axis as Eq. 3 is printed.
         per_head: Whether each head's weights are first divided by their sum, so that heads count alike; else a head
-            whose attention is uniform brings several times as much as one with a sink.
+            of uniform attention counts several times as much as one with a sink.
         by_visible_queries: Whether a token's weight is divided by the number of queries that see it.
-        sums: What computes the sums.
 
     Returns:
         weight_NL: (N, L) float32 (float64 where the states are), >= 0, 0 at padding.
@@ -126,7 +117,9 @@ class _AnchorWeights(torch.autograd.Function):
         shape = (num_texts, num_heads, length) if per_head else (num_texts, length)
         weight = query_NALE.new_zeros(shape, dtype=dtype)
         count_N = is_token_NL.sum(dim=1)
-        groups = 1 if per_head else _heads_in_one_logarithm(int(count_N.amax()) if len(count_N) else 1)
+        max_tokens = int(count_N.amax()) if len(count_N) else 0
+        # Heads whose gains, each at most K + 1, multiply without overflow.
+        groups = 1 if per_head or not max_tokens else max(1, int(_MAX_LOG / math.log(max_tokens + 1.0)))
         for rows in _tiles(attention):
             gain = _attention(attention, is_token_NL, rows).mul_(count_N.to(dtype)[:, None, None, None]).add_(1.0)
             if per_head:
@@ -150,7 +143,7 @@ class _AnchorWeights(torch.autograd.Function):
         gradient = gradients[0] if per_head else gradients[0][:, None]
         num_shared = query_NALE.shape[1] // key_NGLE.shape[1]
         to_query, to_key = torch.zeros_like(query_NALE), torch.zeros_like(key_NGLE, dtype=gradient.dtype)
-        key_NALE = _spread_heads(key_NGLE, num_shared).to(gradient.dtype)
+        key_NALE = key_NGLE.repeat_interleave(num_shared, dim=1).to(gradient.dtype)
         count_N111 = is_token_NL.sum(dim=1).to(gradient.dtype)[:, None, None, None]
         for rows in _tiles(attention):
             attention_NArL = _attention(attention, is_token_NL, rows)
@@ -169,11 +162,6 @@ def _tiles(attention: CapturedAttention) -> list[slice]:
     num_texts, num_heads, length, _ = attention.query_NALE.shape
     rows = max(1, TILE_SCORES // max(1, num_texts * num_heads * length))
     return [slice(start, min(start + rows, length)) for start in range(0, length, rows)]
-
-
-def _heads_in_one_logarithm(max_tokens: int) -> int:
-    """Heads whose gains, each at most K + 1, multiply without overflow."""
-    return max(1, int(_MAX_LOG / math.log(max_tokens + 1.0))) if max_tokens else 1
 
 
 def _attention(attention: CapturedAttention, is_token_NL: Tensor, rows: slice) -> Tensor:
@@ -217,7 +205,3 @@ def _visible(attention: CapturedAttention, is_token_NL: Tensor, rows: slice) -> 
 
 def _rows_of(mask: Tensor, rows: slice) -> Tensor:
     return mask if mask.shape[-2] == 1 else mask[..., rows, :]
-
-
-def _spread_heads(key_NGLE: Tensor, num_shared: int) -> Tensor:
-    return key_NGLE.repeat_interleave(num_shared, dim=1) if num_shared > 1 else key_NGLE

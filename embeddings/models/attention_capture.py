@@ -1,7 +1,6 @@
 """The queries and keys of chosen attention layers, read where the layer hands them to its attention function.
 
-This file travels inside model directories: it imports nothing but torch, transformers and its
-siblings.
+This file travels inside model directories: it imports nothing but torch, transformers and its siblings.
 """
 
 import copy
@@ -24,21 +23,10 @@ NAME = "embeddings_capture"
 class AttentionCapture:
     """Reads the queries and keys of some layers of a backbone, while `open`.
 
-    No attention matrix is asked for, so the backbone keeps the attention function that it has. A layer is reached
-    through its own copy of the backbone's config, which names a function that notes what it is given and calls the
-    backbone's own. Nothing of the model's own config, weights or saved files changes.
-
-    Gradient checkpointing: a layer that runs again for the backward pass, when the capture is closed, notes nothing.
-
-    Attributes:
-        found: What each layer was given, by its module's `id`, while open; else None.
-
-    Args:
-        backbone: A Hugging Face model, adapted by peft or not, whose attention goes through transformers' interface.
-        layers: Which of its attention layers, counted from 0 or, negative, from the last.
-
-    Raises:
-        ValueError: If the backbone has no such layer, a layer is named twice, or its attention cannot be read.
+    Each layer gets its own copy of the backbone's config, which names a function that notes what it is given and calls
+    the backbone's own. The model's config, weights and saved files stay as they are. A layer that runs again for the
+    backward pass, when the capture is closed, notes nothing. `found` holds what each layer was given, by its `id`.
+    Layers are counted from 0 or, negative, from the last; impossible ones are a `ValueError`.
     """
 
     def __init__(self, backbone: nn.Module, layers: Sequence[int]) -> None:
@@ -54,7 +42,7 @@ class AttentionCapture:
         self.attach()
 
     def attach(self) -> None:
-        """Reach the layers, as a new capture does; a `ValueError` if another capture has one of them."""
+        """Reach the layers, as a new capture does, unless another capture has one of them."""
         if any(module.config._attn_implementation == NAME for module in self._modules):
             raise ValueError("another pooling reads this backbone's attention already")
         self._own_configs = [module.config for module in self._modules]
@@ -66,18 +54,14 @@ class AttentionCapture:
             object.__setattr__(module, "embeddings_capture", (self, own._attn_implementation))
 
     def detach(self) -> None:
-        """Leave the layers as they were found, so that another capture can have them; `attach` comes back."""
+        """Leave the layers as they were found, until `attach`."""
         for module, own in zip(self._modules, self._own_configs, strict=True):
             module.config = own
             object.__delattr__(module, "embeddings_capture")
 
     @contextmanager
     def open(self) -> Iterator[Callable[[], list[CapturedAttention]]]:
-        """Read what one forward pass of the backbone does.
-
-        Yields:
-            A function that gives the layers' queries and keys in the order asked for, once the backbone has run.
-        """
+        """Inside, the backbone runs once, then the function given has the layers' queries and keys in order."""
         found: dict[int, CapturedAttention] = {}
         self.found = found
 
@@ -157,10 +141,9 @@ def own_attention(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 def visible_range(module: Any, arguments: Mapping[str, Any]) -> tuple[bool, int | None]:
-    """Whether a layer is causal, and the number of places from which on its queries see no key, None for no window.
+    """Whether a layer is causal, and how many places away its queries see no key: what transformers' masks say.
 
-    What transformers' masks say of the same call. A decoder whose config turned the causal mask off sees its window's
-    last place too; encoders and causal layers do not.
+    A decoder whose config turned the causal mask off sees its window's last place too.
     """
     called, window = arguments.get("is_causal"), arguments.get("sliding_window")
     is_causal = bool(module.is_causal if called is None else called)
@@ -168,14 +151,9 @@ def visible_range(module: Any, arguments: Mapping[str, Any]) -> tuple[bool, int 
 
 
 class CapturingTransformer(TextTransformer):
-    """Texts to token states and the queries and keys of some layers: the first module of a pipeline whose pooling reads
-    attention.
+    """Texts to token states and the attention of some layers: the first module of a pipeline whose pooling reads it.
 
-    Args:
-        model: The backbone.
-        tokenizer: Its tokenizer, padding on the right.
-        tapped_layers: Layers whose queries and keys the pooling is given, by their name in `text_settings.json`.
-        text: The arguments of `TextTransformer` past the tokenizer.
+    `tapped_layers` is their name in `text_settings.json`; `text` are the arguments of `TextTransformer`.
     """
 
     def __init__(
@@ -186,10 +164,8 @@ class CapturingTransformer(TextTransformer):
         self.capture = AttentionCapture(model, tapped_layers)
 
     def settings(self) -> dict[str, Any]:
-        """The constructor's arguments past the tokenizer, as plain types."""
         return {**super().settings(), "tapped_layers": self.captured_layers}
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-        """The features with the states of the last layer and the captured attention added."""
         with self.capture.open() as captured:
             return {**super().forward(features), "captured_attention": captured()}

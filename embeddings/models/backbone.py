@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -58,19 +58,15 @@ class BackboneConfig:
         dropout: Probability for all of the model's dropout, attention's included; None is the checkpoint's own.
         num_layers: Take the first so many layers of the checkpoint, such as six of NomicBERT's twelve (CDE §5); None
             for all. What is saved has as many.
-        compile: Compile each layer with torch.compile, which takes minutes at the start of a run; it changes how the
-            numbers are rounded, not what is computed. Layers whose attention a pooling reads stay as they are.
+        compile: Compile each layer with torch.compile, which takes minutes at the start of a run and changes only how
+            numbers are rounded. Layers whose attention a pooling reads stay as they are.
         quantization: `nf4` keeps the linear layers in 4 bits (QLoRA, arXiv:2305.14314), with their scales in 8 bits and
             products in bfloat16: for weights that stay, under LoRA, on a CUDA GPU. Needs the extra `qlora` and
             `dtype: bfloat16`. A model directory is written with the weights that were trained on, in bfloat16.
-        unpadded: Whether the model reads a mini-batch as one row of tokens without padding, each text attending to
-            itself alone; vectors and gradients are the same to rounding. `auto` does so on a GPU in half precision,
-            where the model can, its attention has no dropout and its layers are not compiled. `true` does so
-            everywhere, on a CPU in a loop over texts, and refuses a model that cannot. `false` never does.
-
-    Raises:
-        OptionError: If dropout is outside 0 to 1, there is no layer, the attention is code of a repository, or 4 bits
-            stand beside another dtype than bfloat16.
+        unpadded: Whether a mini-batch is read as one row of tokens without padding, each text attending to itself
+            alone; vectors and gradients are the same to rounding. `auto`: on a GPU in half precision, where the model
+            can, has no dropout in its attention and is not compiled. `true`: everywhere, on a CPU in a loop over
+            texts; a model that cannot is refused. `false`: never.
     """
 
     name: str
@@ -102,22 +98,14 @@ class BackboneConfig:
 
 
 def check_attention(name: str | None, owner: str) -> None:
-    """Check that an attention is named and not a repository, whose code transformers would fetch and run.
-
-    Raises:
-        OptionError: If it is one.
-    """
+    """Refuse an attention that names a repository, whose code transformers would fetch and run."""
     if name is not None and not re.fullmatch(r"\w+", name):
         rule = "must be a name, since no code of a repository is run"
         raise OptionError(f"{owner}.attn_implementation", name, rule, "try sdpa or eager")
 
 
 def check_flex(config: PretrainedConfig, name: str | None) -> None:
-    """Check that flex attention is not asked for dropout, which it lacks and would refuse in the first step.
-
-    Raises:
-        OptionError: If it is.
-    """
+    """Refuse flex attention where the config has dropout, which the attention would refuse in the first step."""
     names = [field for field, value in attention_dropouts(config).items() if value > 0]
     if name == "flex_attention" and names:
         rule = f"has no dropout, and the model's {names[0]} is {getattr(config, names[0])}"
@@ -126,34 +114,26 @@ def check_flex(config: PretrainedConfig, name: str | None) -> None:
 
 
 def check_quantization(config: BackboneConfig, has_lora: bool) -> None:
-    """Check that weights in 4 bits are frozen under LoRA, and can be had here.
-
-    Raises:
-        OptionError: If there are no LoRA matrices, or no CUDA GPU.
-        MissingExtraError: If bitsandbytes is not installed.
-    """
+    """Refuse weights in 4 bits without LoRA matrices, a CUDA GPU and bitsandbytes."""
     if config.quantization is None:
         return
-    option = "backbone.quantization"
+    option, value = "backbone.quantization", config.quantization
     if not has_lora:
-        raise OptionError(
-            option, config.quantization, "is for weights under LoRA matrices", "add lora, or leave it out"
-        )
+        raise OptionError(option, value, "is for weights under LoRA matrices", "add lora, or leave it out")
     if not torch.cuda.is_available():
-        raise OptionError(option, config.quantization, "needs a CUDA GPU", "leave it out on a CPU")
+        raise OptionError(option, value, "needs a CUDA GPU", "leave it out on a CPU")
     require("bitsandbytes", "qlora")
 
 
 def load_backbone(config: BackboneConfig, has_lora: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The backbone, in evaluation mode as Hugging Face gives it, and its tokenizer.
+    """The backbone in evaluation mode, without a pooling layer of its own, and its tokenizer, which pads on the right.
 
-    No pooling layer of the checkpoint's own, padding on the right with a pad token (the end-of-sequence token where
-    there is none), weights from safetensors only, and no code from the model's repository. Weights in 4 bits lie on
-    this process's GPU; `has_lora` says that LoRA matrices follow, without which they are refused.
+    Weights come from safetensors alone, and no code of the model's repository runs. Without a pad token the
+    end-of-sequence token pads. `has_lora` says that LoRA matrices follow, without which weights in 4 bits are refused.
 
     Raises:
         InputError: If the model cannot be had, a file of it is damaged, or weights are missing from it.
-        OptionError: If the attention cannot be made bidirectional, or 4 bits cannot be had (see `check_quantization`).
+        OptionError: If the attention cannot be made bidirectional, or 4 bits cannot be had.
     """
     folder = resolve_model(config.name, config.revision)
     model = load_configured(folder, config, has_lora=has_lora)
@@ -163,7 +143,7 @@ def load_backbone(config: BackboneConfig, has_lora: bool = False) -> tuple[PreTr
 def load_configured(
     folder: Path, config: BackboneConfig, auto_class: Any = AutoModel, new_head: bool = False, has_lora: bool = False
 ) -> PreTrainedModel:
-    """The model of a local folder as a config says, checked to be bidirectional if it is to be; see `load_model`."""
+    """The model of a local folder as `load_model` gives it, checked to be bidirectional if it is to be."""
     check_quantization(config, has_lora)
     model = load_model(
         folder,
@@ -204,16 +184,9 @@ def load_model(
 ) -> PreTrainedModel:
     """The Hugging Face model of a local folder, without a pooling layer; of an encoder with a decoder, the encoder.
 
-    Under `torch.device("meta")` it is made of its config alone, and no weights are read.
-
-    Args as in `BackboneConfig`, and: `auto_class` chooses the model's class, `new_head` leaves weights random that the
-    checkpoint lacks outside the backbone, `unused` collects the names of tensors that the model has no use for,
-    `is_4bit` keeps linear layers in 4 bits, on this process's GPU where there is one.
-
-    Raises:
-        OptionError: If dropout, number of layers or attention are impossible for the model.
-        InputError: If a file is missing or damaged, or the weights do not fit the config; where some are missing, a
-            `MissingWeightsError`.
+    Arguments are as in `BackboneConfig`. `new_head` leaves weights random that the checkpoint lacks outside the
+    backbone, `unused` collects the names of tensors that the model does not use. Under `torch.device("meta")` the model
+    is made of its config, and no weights are read. Missing weights are a `MissingWeightsError`.
     """
     model_config = read_config(folder)
     if make_bidirectional:
@@ -221,7 +194,10 @@ def load_model(
     if dropout is not None:
         _set_dropout(model_config, dropout)
     if num_layers is not None:
-        _take_layers(model_config, num_layers)
+        if num_layers > (total := int(model_config.num_hidden_layers)):
+            rule = f"must be <= {total}, the model's"
+            raise OptionError("backbone.num_layers", num_layers, rule, "leave it out for all")
+        _choose_layers(model_config, range(num_layers))
     check_flex(model_config, attn_implementation)
     # The weights must be the folder's own and safetensors, before transformers follows a reference elsewhere.
     if (folder / "adapter_config.json").is_file():
@@ -230,20 +206,21 @@ def load_model(
     if torch.get_default_device().type == "meta":
         return _without_weights(folder, model_config, dtype, attn_implementation, auto_class)
     options: dict[str, Any] = {"config": model_config, "dtype": dtype, "use_safetensors": True}
-    options["trust_remote_code"] = False
-    options["ignore_mismatched_sizes"] = True  # so that they are reported by name; below they are refused
+    # Mismatched sizes are reported by name then; below they are refused.
+    options |= {"trust_remote_code": False, "ignore_mismatched_sizes": True}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     if is_4bit:
         options |= four_bit_options()
-    source: Path | None = folder
-    if getattr(model_config, QUANTIZATION, None) is not None:
-        # Multiplied out here: for transformers to do it takes another library.
-        options["state_dict"], source = _multiplied_out(folder, model_config), None
     if auto_class is AutoModel:
         auto_class, more = text_class(model_config)
         options |= more
-    if source is None:
+    source: Path | None = folder
+    if getattr(model_config, QUANTIZATION, None) is not None:
+        # Multiplied out here: for transformers to do it takes another library.
+        check_readable(folder, quantization_of(folder) or {})
+        delattr(model_config, QUANTIZATION)
+        options["state_dict"], source = dequantised_weights(folder), None
         # Without a folder the automatic classes do not know where to look for code.
         auto_class = auto_class._model_mapping[type(model_config)]
     try:
@@ -289,25 +266,15 @@ def four_bit_options() -> dict[str, Any]:
 
 def text_class(config: PretrainedConfig) -> tuple[Any, dict[str, Any]]:
     """The automatic class of a config's model that reads texts alone, and what it is built with; the config follows."""
-    if _is_encoder_of_two(config):
+    kind: Any = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), PreTrainedModel)
+    if kind.__name__.endswith("EncoderModel"):  # T5, as in GTR
         config.is_encoder_decoder = False
         return AutoModelForTextEncoding, {}
     return AutoModel, {"add_pooling_layer": False} if has_pooling_layer(config) else {}
 
 
-def _multiplied_out(folder: Path, config: PretrainedConfig) -> dict[str, Tensor]:
-    """The weights of a folder that holds quantised ones; the config no longer says that they are."""
-    check_readable(folder, quantization_of(folder) or {})
-    delattr(config, QUANTIZATION)
-    return dequantised_weights(folder)
-
-
 def model_without_weights(folder: Path) -> PreTrainedModel:
-    """The structure of a local folder's model on the meta device, in float32 and evaluation mode, without weights.
-
-    Raises:
-        InputError: If there is no config, or its architecture is unknown or has no such model.
-    """
+    """The structure of a local folder's model on the meta device, in float32 and evaluation mode, without weights."""
     return _without_weights(folder, read_config(folder), torch.float32)
 
 
@@ -334,11 +301,7 @@ def _without_weights(
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The config of a local folder's model; no code of the folder runs.
-
-    Raises:
-        InputError: If there is none, its architecture is unknown, or it asks for code.
-    """
+    """The config of a local folder's model; one that asks for code is refused."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # Each architecture checks its fields in its own way.
@@ -361,12 +324,7 @@ def _implementations(fields: Any) -> Iterator[tuple[str, str]]:
 
 
 def load_tokenizer(folder: Path, model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder, padding on the right.
-
-    Raises:
-        InputError: If there is none, it has neither a pad nor an end-of-sequence token, or it has ids that the model
-            has no embedding for.
-    """
+    """The tokenizer of a local folder, padding on the right, if the model has an embedding for each of its ids."""
     tokenizer = read_tokenizer(folder)
     embeddings = model.get_input_embeddings().weight
     assert isinstance(embeddings, torch.Tensor)
@@ -383,11 +341,7 @@ def highest_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def read_tokenizer(folder: Path, kind: Any = AutoTokenizer) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder, padding on the right; `kind` reads it, by default the class that its files name.
-
-    Raises:
-        InputError: If there is none, it is incomplete, or it has neither a pad nor an end-of-sequence token.
-    """
+    """The tokenizer of a local folder, padding on the right; `kind` reads it, by default the class that it names."""
     check_tokenizer_files(folder)
     if not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
         # transformers would make an empty one and continue.
@@ -420,14 +374,6 @@ def _set_dropout(config: PretrainedConfig, dropout: float) -> None:
         setattr(config, name, dropout)
 
 
-def _take_layers(config: PretrainedConfig, num_layers: int) -> None:
-    """Have a config say that the model has the first so many of its layers."""
-    total = int(config.num_hidden_layers)
-    if num_layers > total:
-        raise OptionError("backbone.num_layers", num_layers, f"must be <= {total}, the model's", "leave it out for all")
-    _choose_layers(config, range(num_layers))
-
-
 def _choose_layers(config: PretrainedConfig, chosen: Sequence[int]) -> None:
     """Have a config say that the model has some of its layers alone, also where it lists them one by one."""
     total = int(config.num_hidden_layers)
@@ -448,10 +394,7 @@ def spread_layers(number: int, total: int) -> tuple[int, ...]:
 
 
 def keep_layers(model: PreTrainedModel, num_layers: int) -> tuple[int, ...]:
-    """Keep some of a model's layers, evenly spread from the first to the last, in place: a student of fewer layers.
-
-    Returns:
-        Their numbers, from 0.
+    """Keep some of a model's layers, evenly spread from the first to the last, in place; gives their numbers from 0.
 
     Raises:
         OptionError: If there are fewer layers, or the layers are not alike and the config does not list them.
@@ -499,12 +442,6 @@ def has_pooling_layer(config: PretrainedConfig) -> bool:
     return "add_pooling_layer" in inspect.signature(kind).parameters
 
 
-def _is_encoder_of_two(config: PretrainedConfig) -> bool:
-    """Whether the architecture is an encoder with a decoder whose encoder embeds texts alone (T5, as in GTR)."""
-    kind: Any = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), PreTrainedModel)
-    return bool(kind.__name__.endswith("EncoderModel"))
-
-
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Inside, transformers neither reports weights left out on purpose nor draws progress bars of its own."""
@@ -540,21 +477,15 @@ _MAX_GRAPHS = 64
 def compile_layers(backbone: nn.Module) -> None:
     """Have each layer compiled by torch.compile when it first runs, for any number and length of texts.
 
-    The modules stay as they are, and the names of their weights; layers of one kind share their graphs. In layers with
-    experts the graph breaks around them, but in bfloat16. Left out are layers whose attention a pooling reads.
-
-    Args:
-        backbone: A Hugging Face model with all that is put into its layers: adapters, experts, a pooling's capture.
-
-    Raises:
-        OptionError: If no layer is left, or the attention is eager: where there is a graph the compiler puts another in
-            its place, whose dropout GradCache could not replay.
+    Layers of one kind share their graphs. The graph breaks around experts, except in bfloat16. Layers whose attention a
+    pooling reads are left out. Adapters, experts and captures must be in the backbone already.
     """
-    model = plain_backbone(backbone)
-    if model.config._attn_implementation == "eager":
+    # The compiler puts another attention in eager's place, whose dropout GradCache cannot replay.
+    if plain_backbone(backbone).config._attn_implementation == "eager":
         rule = "does not go with eager attention, which the compiler would replace by one of other dropout"
         raise OptionError("model.backbone.compile", True, rule, "set attn_implementation to sdpa")
-    suitable = [layer for layer in layers(backbone) if not any(map(_is_read, layer.modules()))]
+    read = [part for part in backbone.modules() if hasattr(part, "embeddings_capture")]
+    suitable = [layer for layer in layers(backbone) if not any(part in read for part in layer.modules())]
     if not suitable:
         rule = "compiles no layer of this model: the pooling reads the attention of each"
         raise OptionError("model.backbone.compile", True, rule, "leave it out")
@@ -568,7 +499,3 @@ def compile_layers(backbone: nn.Module) -> None:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a part of a module is compiled."""
     return any(part._compiled_call_impl is not None for part in module.modules())
-
-
-def _is_read(part: nn.Module) -> bool:
-    return hasattr(part, "embeddings_capture")

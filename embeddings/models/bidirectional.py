@@ -21,12 +21,10 @@ _NO_WINDOW = 2**30
 def make_bidirectional_config(config: PretrainedConfig) -> None:
     """Switch a decoder's config to attention in both directions without a window; it stays so when saved and reloaded.
 
-    transformers builds its mask from `config.is_causal`. The flag of a single layer is not enough: the eager path
-    never reads it, and the others lose it as soon as a batch has padding.
-
-    Where layers with and without a window differ in their rotary base (Gemma 3, OLMo 3) the window is part of what was
-    trained, so it stays, in both directions. Elsewhere the layers keep their types and the window is wider than any
-    text, unless the architecture can do without one (Mistral, Qwen).
+    transformers builds its mask from `config.is_causal`: the eager path never reads the flag of a single layer, and the
+    others lose it as soon as a batch has padding. Where layers with and without a window differ in their rotary base
+    (Gemma 3, OLMo 3) the window is part of what was trained, so it stays, in both directions. Elsewhere the layers keep
+    their types and the window is wider than any text, unless the architecture can do without one (Mistral, Qwen).
     """
     config.is_causal = False
     rope = getattr(config, "rope_parameters", None)
@@ -64,11 +62,7 @@ def make_bidirectional(model: PreTrainedModel) -> None:
 
 
 def require_bidirectional(model: PreTrainedModel) -> None:
-    """Check a new model as `check_bidirectional` does: now, or in its first forward where only a GPU has its attention.
-
-    Raises:
-        OptionError: If it is not bidirectional, or its attention does not run here and there is no GPU.
-    """
+    """Check a new model as `check_bidirectional` does: now, or in its first forward where only a GPU runs it."""
     if model.device.type == "meta":  # a plan's model, which has no weights
         return
     try:
@@ -108,15 +102,13 @@ def check_bidirectional(model: PreTrainedModel) -> None:
     then called again, alone, with another state of the last token: no later layer can hide that it is causal.
 
     Raises:
-        OptionError: If a layer is causal still, or padding changes a state; the message names the model, its attention
-            implementation and the layers.
+        OptionError: If a layer is causal still, or padding changes a state.
     """
-    vocab_size = int(model.config.vocab_size)
-    ids_NL = torch.arange(24).view(2, 12) % (vocab_size - 4) + 3
-    attention_NL = torch.ones(2, 12, dtype=torch.int64)
+    ids_NL = trial_ids(model, 2, 12)
+    attention_NL = torch.ones_like(ids_NL)
     attention_NL[1, 9:] = 0
     changed_NL = ids_NL.clone()
-    changed_NL[[0, 1], [11, 8]] = vocab_size - 1
+    changed_NL[[0, 1], [11, 8]] = int(model.config.vocab_size) - 1
     with evaluating(model):
         with _recorded(model) as calls:
             first_NH = _states(model, ids_NL, attention_NL)[:, 0]
@@ -130,10 +122,26 @@ def check_bidirectional(model: PreTrainedModel) -> None:
     if causal:
         rule = f"cannot take effect: {_named(model, causal)} read from left to right"
         raise OptionError("backbone.bidirectional", name, rule, "take a decoder with attention in every layer")
-    spread = float((alone_LH[0] - first_NH[1]).abs().max() / alone_LH[0].abs().max().clamp(min=1e-6))
-    exact = model.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(model.device.type)
-    if spread > (1e-3 if exact else 0.1):
+    spread = relative_difference(first_NH[1], alone_LH[0])
+    if not spread <= tolerated_difference(model):
         raise OptionError("backbone.bidirectional", name, f"lets padding change a state (by {spread:.1e})", _FIX)
+
+
+def trial_ids(model: PreTrainedModel, num_texts: int, length: int) -> Tensor:
+    """Ids of the short texts that a model is tried with, (N, L) int64 on its device."""
+    ids = torch.arange(num_texts * length, device=model.device) % (int(model.config.vocab_size) - 4) + 3
+    return ids.view(num_texts, length)
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """The largest difference of two tensors of states, over the largest state expected; NaN where a state is."""
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+
+
+def tolerated_difference(model: PreTrainedModel) -> float:
+    """How far two ways to the same states may differ by rounding."""
+    is_exact = model.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(model.device.type)
+    return 1e-3 if is_exact else 0.1
 
 
 class _Call(NamedTuple):
@@ -209,28 +217,22 @@ def _named(model: PreTrainedModel, causal: list[int]) -> str:
 
 @torch.no_grad()
 def check_causal(model: PreTrainedModel) -> None:
-    """Check that a text's first token does not see its last one: what a model is to predict would be given away.
-
-    Raises:
-        OptionError: If it does.
-    """
+    """Check that a text's first token does not see its last one: what a model is to predict would be given away."""
     if model.device.type == "meta":
         return
-    ids_NL = (torch.arange(12, device=model.device)[None] % (int(model.config.vocab_size) - 4)) + 3
+    ids_NL = trial_ids(model, 1, 12)
     changed_NL = ids_NL.clone()
     changed_NL[0, -1] = int(model.config.vocab_size) - 1
-    all_NL = torch.ones_like(ids_NL)
     with evaluating(model):
-        first_H, other_H = (_states(model, ids, all_NL)[0, 0] for ids in (ids_NL, changed_NL))
+        first_H, other_H = (_states(model, ids, torch.ones_like(ids))[0, 0] for ids in (ids_NL, changed_NL))
     if float((first_H - other_H).abs().max()) > 1e-5 * float(first_H.abs().max()):
         rule = "needs a causal mask: here the first token sees the last one"
         raise OptionError("model.objective", "causal", rule, "take a decoder that was saved with its mask, or mntp")
 
 
 def _states(model: PreTrainedModel, ids_NL: Tensor, attention_NL: Tensor) -> Tensor:
-    device = model.device
     # A cache would hand a layer that is called again the tokens of its first call.
-    output = model(input_ids=ids_NL.to(device), attention_mask=attention_NL.to(device), **without_cache(model))
+    output = model(input_ids=ids_NL, attention_mask=attention_NL, **without_cache(model))
     states: Tensor = output.last_hidden_state
     return states.float()
 

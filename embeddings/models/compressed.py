@@ -32,11 +32,7 @@ def quantization_of(folder: Path) -> Mapping[str, Any] | None:
 
 
 def check_readable(folder: Path, fields: Mapping[str, Any]) -> None:
-    """Check that quantised weights are of the kind that is read here.
-
-    Raises:
-        InputError: If another method wrote them, or numbers of fewer bits are packed.
-    """
+    """Refuse quantised weights of another method, or of fewer bits that are packed."""
     method, form = fields.get("quant_method"), fields.get("format")
     if method != METHOD or form not in FORMATS.values():
         what = f"is quantised by {shown(method)} in the format {shown(form)}"
@@ -45,11 +41,9 @@ def check_readable(folder: Path, fields: Mapping[str, Any]) -> None:
 
 
 def dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with each quantised weight multiplied out, in the dtype of its scale; scales are left out.
+    """Tensors with each quantised weight multiplied out in float32, rounded once to its scale's dtype; no scales.
 
     A scale, (O, G), counts for I / G neighbouring inputs of an output.
-
-    Precision: products in float32, rounded once.
     """
     found = {}
     for name, tensor in tensors.items():
@@ -63,11 +57,7 @@ def dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dequantised_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of a folder with quantised ones multiplied out, by their names in the files.
-
-    Raises:
-        InputError: If a file is missing or damaged.
-    """
+    """The weights of a folder with quantised ones multiplied out, by their names in the files."""
     tensors = chain.from_iterable(map(read_tensors, weight_files(folder)))
     # Copies: a file is closed once all of it is read.
     return dequantised({name: tensor.clone() for name, tensor in tensors})
@@ -75,14 +65,7 @@ def dequantised_weights(folder: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class MatrixZeros:
-    """The zeros of one matrix of one layer.
-
-    Attributes:
-        layer: The layer, from 0.
-        name: The matrix within the layer, `attention.self.query`.
-        num_zeros: Weights that are zero.
-        num_weights: Weights.
-    """
+    """The zeros of one matrix, such as `attention.self.query`, of one layer, counted from 0."""
 
     layer: int
     name: str
@@ -96,13 +79,7 @@ class MatrixZeros:
 
 
 def zeros_by_matrix(folder: Path) -> list[MatrixZeros]:
-    """The zeros of every matrix in the layers of a model directory's backbone, in the order of layers and names.
-
-    One matrix is in memory at a time.
-
-    Raises:
-        InputError: If a file is missing or damaged.
-    """
+    """The zeros of each matrix in the layers of a model directory's backbone, by layer and name, read one at a time."""
     found = []
     for name, tensor in chain.from_iterable(read_tensors(file, _MATRIX.search) for file in weight_files(folder)):
         place = _MATRIX.search(name)

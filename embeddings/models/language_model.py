@@ -20,7 +20,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_outputs import MoeModelOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 from embeddings.common import OptionError
 from embeddings.common.text import one_line
@@ -36,15 +35,20 @@ from embeddings.models.backbone import (
     read_config,
     read_tokenizer,
 )
-from embeddings.models.bidirectional import make_bidirectional_config, require_bidirectional
+from embeddings.models.bidirectional import (
+    make_bidirectional_config,
+    relative_difference,
+    require_bidirectional,
+    tolerated_difference,
+    trial_ids,
+)
 from embeddings.models.context_layers import evaluating, first_position, learned_positions
 from embeddings.models.lora import LoraSettings, add_lora, merged_state_dict, plain_backbone, without_cache
 from embeddings.models.model_files import replaced_folder, resolve_model
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig
 
 HeadKind = Literal["masked", "causal"]
-_MAPPINGS = {"masked": MODEL_FOR_MASKED_LM_MAPPING, "causal": MODEL_FOR_CAUSAL_LM_MAPPING}
-AUTO_CLASSES = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM}
+AUTO_CLASSES: dict[str, Any] = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM}
 _OBJECTIVES = {"masked": "mlm", "causal": "mntp or causal"}
 # The embedding matrix has a multiple of this many rows.
 VOCABULARY_STEP = 64
@@ -59,9 +63,6 @@ class HeadSettings:
         train_beside_lora: Whether the head is trained in full where the backbone has LoRA matrices. LLM2Vec's script
             leaves it trainable and does not keep it; without LoRA it is always trained.
         tile_logits: Maximum logits (predicted tokens x vocabulary) that exist at once, in values of four bytes.
-
-    Raises:
-        OptionError: If `tile_logits` is not positive.
     """
 
     new: bool = False
@@ -84,9 +85,6 @@ class FromScratch:
             Vocabulary size and the ids of special tokens follow from the tokenizer.
         bidirectional: Turn a decoder's causal mask off.
         attn_implementation: "eager", "sdpa", …; None is transformers' choice.
-
-    Raises:
-        OptionError: If there is no such architecture or field.
     """
 
     tokenizer: str
@@ -114,11 +112,7 @@ def load_language_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model with an encoder's (`masked`) or a decoder's (`causal`) head, in evaluation mode, and its tokenizer.
 
-    With `new_head` a head that the checkpoint lacks is left random; `has_lora` as in `load_backbone`.
-
-    Raises:
-        InputError: If the model cannot be had, a file of it is damaged, or weights are missing from it.
-        OptionError: If the architecture has no such head, or its attention cannot be made bidirectional.
+    With `new_head` a head that the checkpoint lacks is left random; `has_lora` and errors are as in `load_backbone`.
     """
     auto_class = AUTO_CLASSES[kind]
     if isinstance(config, FromScratch):
@@ -133,20 +127,17 @@ def load_language_model(
 class LanguageModel(nn.Module):
     """A Hugging Face model with a language-model head, taken apart into states and logits.
 
-    The head is whatever the model's own forward does with its backbone's states (transforms, biases, scales, caps):
-    the same forward runs with the states put in the backbone's place. So logits can be computed of some states only,
-    for any architecture; a check at start-up compares with the full forward.
+    The head is whatever the model's own forward does with its backbone's states (transforms, biases, scales, caps): it
+    runs with states in the backbone's place, so that logits can be computed of some states only. A check at start-up
+    compares them with the full forward's.
 
     Args:
-        model: The model.
-        tokenizer: Its tokenizer.
         causal: Whether a token sees only those before it.
         lora: LoRA settings of the backbone, or None to train all weights.
         train_head: Whether the head is trained beside LoRA matrices.
 
     Raises:
-        OptionError: If the head cannot be told from the backbone, or is the backbone's own embedding and is to be
-            trained where the backbone is frozen.
+        OptionError: If the head cannot be told from the backbone, or to train it would train a frozen embedding.
     """
 
     def __init__(
@@ -171,16 +162,10 @@ class LanguageModel(nn.Module):
         return _backbone(self.model)
 
     def forward(self, input_ids_NL: Tensor, document_NL: Tensor, separate_documents: bool, has_padding: bool) -> Tensor:
-        """The last layer's states of packed rows.
+        """The last layer's states of packed rows, (N, L, H), in the model's dtype.
 
-        Args:
-            input_ids_NL: Token ids, (N, L) int64.
-            document_NL: Which document of its row a token is of, -1 for padding, (N, L) int64.
-            separate_documents: Whether each document is read as if it were alone.
-            has_padding: Whether any token is padding.
-
-        Returns:
-            States, (N, L, H), in the model's dtype.
+        `document_NL`, (N, L) int64, says which document of its row a token is of, -1 for padding; with
+        `separate_documents` each is read as if it were alone.
         """
         plain = plain_backbone(self.backbone)
         inputs = {"attention_mask": (document_NL >= 0).long()} if has_padding else {}
@@ -194,12 +179,9 @@ class LanguageModel(nn.Module):
         return head_logits(self.model, state_PH)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write a Hugging Face directory, atomically, with adapters merged into the weights.
+        """Write a Hugging Face directory with the head, atomically, and with adapters merged into the weights.
 
-        It holds the head too: training can continue from it; `BackboneConfig(name=folder)` takes only the backbone.
-
-        Raises:
-            OptionError: If the path leads to a file.
+        Training can continue from it; `BackboneConfig(name=folder)` takes only the backbone.
         """
         prefix = self.model.base_model_prefix
         state = {name: value for name, value in self.model.state_dict().items() if not name.startswith(f"{prefix}.")}
@@ -235,18 +217,14 @@ def head_logits(model: PreTrainedModel, state_PH: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Check on a tiny text that the head on the backbone's states gives the model's own logits.
-
-    Raises:
-        OptionError: If it does not, or the model has no backbone of its own.
-    """
+    """Check on a tiny text that the head on the backbone's states gives the model's own logits."""
     fix = "use an architecture whose head reads the last layer's states"
     name = type(model).__name__
     if model.base_model_prefix not in model._modules:
         raise OptionError("model.backbone", name, "has no backbone apart from its head", fix)
     if model.device.type == "meta":  # a plan's model, which has no weights
         return
-    ids_NL = (torch.arange(16, device=model.device).view(2, 8) * 3) % (int(model.config.vocab_size) - 4) + 3
+    ids_NL = trial_ids(model, 2, 8)
     try:
         with evaluating(model):
             whole_NLV = model(input_ids=ids_NL).logits
@@ -260,14 +238,13 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 class _Given(nn.Module):
-    """Stands where a backbone stands and returns states that are known already."""
+    """Stands where a backbone stands and returns known states, with every field that a head may look for."""
 
     def __init__(self, state_1PH: Tensor) -> None:
         super().__init__()
         self._state_1PH = state_1PH
 
     def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
-        """The states, with every field that a head's forward may look for."""
         return MoeModelOutputWithPast(last_hidden_state=self._state_1PH)
 
 
@@ -288,7 +265,7 @@ def _backbone(model: PreTrainedModel) -> nn.Module:
 
 def _check_kind(config: PretrainedConfig, kind: HeadKind) -> None:
     """Check that an architecture has the head that an objective needs; one that has both is an encoder."""
-    masked, causal = (type(config) in _MAPPINGS[name] for name in ("masked", "causal"))
+    masked, causal = (type(config) in AUTO_CLASSES[name]._model_mapping for name in ("masked", "causal"))
     if masked if kind == "masked" else causal and not masked:
         return
     what, fix = f"takes {_OBJECTIVES['masked' if masked else 'causal']}", "change it"
@@ -300,11 +277,7 @@ def _check_kind(config: PretrainedConfig, kind: HeadKind) -> None:
 
 
 def new_model(scratch: FromScratch, auto_class: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model with random weights in float32, in evaluation mode, and its tokenizer; torch's random state decides.
-
-    Raises:
-        OptionError: If the settings make no model, or its attention cannot be made bidirectional.
-    """
+    """A model with random weights in float32, in evaluation mode, and its tokenizer; torch's random state decides."""
     tokenizer = read_tokenizer(resolve_model(scratch.tokenizer))
     options = {} if scratch.attn_implementation is None else {"attn_implementation": scratch.attn_implementation}
     try:
@@ -334,16 +307,11 @@ def _of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
     return {"vocab_size": rows, "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": None if pad == eos else pad}
 
 
-# The others take no mask that says which token sees which.
-_ATTENTIONS = ("eager", "sdpa")
-
-
 def document_inputs(model: PreTrainedModel, document_NL: Tensor, causal: bool) -> dict[str, Tensor]:
     """Mask and positions with which a model reads each document of a row as if it were alone.
 
-    `document_NL`, (N, L) int64, says which document of its row a token is of, -1 for padding; padding sees padding, so
-    no row of the mask is empty. Gives `attention_mask`, (N, 1, L, L), bool for sdpa and additive for eager, and
-    `position_ids`, (N, L) int64, counted from each document's start. Memory: L values a token.
+    `attention_mask` is (N, 1, L, L), bool for sdpa and additive for eager; padding sees padding, so that no row is
+    empty. `position_ids`, (N, L) int64, count from each document's start.
     """
     sees_NLL = document_NL[:, :, None] == document_NL[:, None, :]
     if causal:
@@ -370,20 +338,15 @@ def window(config: PretrainedConfig) -> int | None:
 
 @torch.no_grad()
 def check_separation(model: PreTrainedModel, causal: bool) -> None:
-    """Check that each document of a packed row has the states that it has alone.
-
-    Runs three tiny forward passes.
-
-    Raises:
-        OptionError: If it has not, or the model takes neither such a mask nor positions.
-    """
+    """Check by three tiny forward passes that each document of a packed row has the states that it has alone."""
     name = f"{type(model).__name__} with {model.config._attn_implementation} attention"
     option, fix = "model.separate_documents", "set it to false, or use sdpa or eager attention"
-    if model.config._attn_implementation not in _ATTENTIONS:
+    # The others take no mask that says which token sees which.
+    if model.config._attn_implementation not in ("eager", "sdpa"):
         raise OptionError(option, name, "cannot take effect", fix)
     if model.device.type == "meta":
         return
-    ids_NL = ((torch.arange(12) * 5) % (int(model.config.vocab_size) - 4) + 3)[None].to(model.device)
+    ids_NL = trial_ids(model, 1, 12)
     document_NL = torch.tensor([[0] * 5 + [1] * 7], device=model.device)
     inputs = document_inputs(model, document_NL, causal)
     try:
@@ -392,7 +355,6 @@ def check_separation(model: PreTrainedModel, causal: bool) -> None:
             alone = [model(input_ids=part).last_hidden_state[0].float() for part in (ids_NL[:, :5], ids_NL[:, 5:])]
     except (TypeError, ValueError, RuntimeError) as error:
         raise OptionError(option, name, "cannot take effect", fix) from error
-    alone_LH = torch.cat(alone)
-    spread = float((packed_LH - alone_LH).abs().max() / alone_LH.abs().max().clamp(min=1e-6))
-    if spread > (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1):
+    spread = relative_difference(packed_LH, torch.cat(alone))
+    if not spread <= tolerated_difference(model):
         raise OptionError(option, name, f"does not keep documents apart (states differ by {spread:.1e})", fix)

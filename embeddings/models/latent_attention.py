@@ -21,8 +21,8 @@ class LatentAttentionPooling(Pooling):
         h <- h + W_2 (a * GELU(g)) + b_2,   (a, g) = W_1 LN(h) + b_1               GEGLU, four times as wide
         vector = mean of h over the pooled tokens
 
-    The latents are parameters, so their keys and values are projected once a call, not once a text. Only pooled
-    tokens enter the block: neither padding nor excluded prompts cost anything.
+    Keys and values of the latents are projected once a call. Only pooled tokens enter the block. A text without a
+    pooled token gets the zero vector.
 
     Args:
         hidden_size: Width of the states, H.
@@ -32,11 +32,10 @@ class LatentAttentionPooling(Pooling):
             H / A in the paper's form.
         paper_literal: The paper's form instead of the released one: Eq. 1 with K = V = Z and no projection, scale, norm
             or residual, then a two-layer GELU MLP (its inner width, four times H, is ours: the paper gives none).
-        zero_init_residual: Start the output layers of both residual branches at zero, so that the pooling starts as
-            plain mean pooling and a pretrained encoder keeps what it knows. Released form only.
+        zero_init_residual: Start the output layers of both residual branches at zero: as plain mean pooling, so that a
+            pretrained encoder keeps what it knows. Released form only.
 
-    Precision: the block runs in the parameters' dtype or autocast's, its softmax accumulates in float32, the
-        mean is summed in float32.
+    Precision: the block runs in the parameters' dtype or autocast's, its softmax and the mean sum in float32.
     Released names: `cross_attend_blocks.0.{norm, norm_context, fn.to_q, fn.to_kv, fn.to_out}` are here
         `attention.{norm, norm_latents, to_query, to_key_value, to_output}`, `cross_attend_blocks.1.{norm, fn.net.0,
         fn.net.2}` are `feed_forward.{norm, expand, contract}`; shapes and the order inside fused layers are the same.
@@ -65,8 +64,7 @@ class LatentAttentionPooling(Pooling):
         if paper_literal and hidden_size % num_heads:
             raise ValueError(f"pooling.num_heads must divide the hidden size {hidden_size}, got {num_heads}")
         self.num_latents, self.num_heads, self.head_dim = num_latents, num_heads, head_dim
-        self.paper_literal = paper_literal
-        self.zero_init_residual = zero_init_residual
+        self.paper_literal, self.zero_init_residual = paper_literal, zero_init_residual
         self.latents = nn.Parameter(torch.randn(num_latents, hidden_size))
         if paper_literal:
             self.mlp = nn.Sequential(
@@ -80,7 +78,6 @@ class LatentAttentionPooling(Pooling):
                     zero_parameters(layer)
 
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
-        """The mean over the pooled tokens after the block, (N, H) float32; zero for a text without one."""
         index_T = pooling_mask_NL.flatten().nonzero().squeeze(1)
         token_TH = self.token_states(hidden_NLH.flatten(0, 1).index_select(0, index_T))
         token_TH = token_TH.to(torch.promote_types(token_TH.dtype, torch.float32))
@@ -89,7 +86,6 @@ class LatentAttentionPooling(Pooling):
         return mean_of_sum(state_SH.view(*pooling_mask_NL.shape, -1).sum(dim=1), pooling_mask_NL)
 
     def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
-        """The same by sums over the texts' tokens; here too only pooled tokens enter the block."""
         index_T = pooling_mask_T.nonzero().squeeze(1)
         token_TH = self.token_states(hidden_TH.index_select(0, index_T))
         token_TH = token_TH.to(torch.promote_types(token_TH.dtype, torch.float32))
@@ -97,15 +93,7 @@ class LatentAttentionPooling(Pooling):
         return places.means(all_TH, pooling_mask_T)
 
     def weights(self, token_TH: Tensor) -> Tensor:
-        """How much each token attends to each latent, (A, T, R) float32: in each head 1 over the latents.
-
-        What `forward` computes inside its fused attention, for whoever wants to see it.
-
-        Args:
-            token_TH: States of the pooled tokens, (T, H).
-
-        Source: NV-Embed, appendix D, Fig. 2.
-        """
+        """How much each of T pooled tokens attends to each latent, (A, T, R) float32; NV-Embed, appendix D, Fig. 2."""
         token_TH = token_TH.to(self.latents.dtype)
         if self.paper_literal:
             query_ATE, key_ARE = (_split_heads(part, self.num_heads) for part in (token_TH, self.latents))
@@ -122,19 +110,15 @@ class LatentAttentionPooling(Pooling):
         if self.paper_literal:
             latent_ARE = _split_heads(self.latents, self.num_heads)
             read_ATE = _attend(_split_heads(token_TH, self.num_heads), latent_ARE, latent_ARE, scale=1.0)
-            return _as_tensor(self.mlp(_join_heads(read_ATE)))
+            paper_TH: Tensor = self.mlp(_join_heads(read_ATE))
+            return paper_TH
         token_TH = token_TH + self.attention(token_TH, self.latents)
-        return token_TH + _as_tensor(self.feed_forward(token_TH))
+        branch_TH: Tensor = self.feed_forward(token_TH)
+        return token_TH + branch_TH
 
 
 class LatentAttention(nn.Module):
-    """Pre-normed cross-attention from tokens to latents, without biases; the residual is the caller's.
-
-    Args:
-        hidden_size: Width of tokens and latents, H.
-        num_heads: Attention heads, A.
-        head_dim: Width of each head, E.
-    """
+    """Pre-normed cross-attention from tokens to latents, without biases; the residual is the caller's."""
 
     def __init__(self, hidden_size: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -147,7 +131,8 @@ class LatentAttention(nn.Module):
 
     def forward(self, token_TH: Tensor, latent_RH: Tensor) -> Tensor:
         """What each token reads from the latents, (T, H)."""
-        return _as_tensor(self.to_output(_join_heads(_attend(*self.project(token_TH, latent_RH)))))
+        read_TH: Tensor = self.to_output(_join_heads(_attend(*self.project(token_TH, latent_RH))))
+        return read_TH
 
     def project(self, token_TH: Tensor, latent_RH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The queries of the tokens, (A, T, E), and the keys and values of the latents, (A, R, E)."""
@@ -169,9 +154,3 @@ def _split_heads(state: Tensor, num_heads: int) -> Tensor:
 
 def _join_heads(state: Tensor) -> Tensor:
     return state.transpose(0, 1).flatten(1)
-
-
-def _as_tensor(value: Any) -> Tensor:
-    # A module's call is untyped.
-    assert isinstance(value, Tensor)
-    return value

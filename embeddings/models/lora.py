@@ -32,10 +32,10 @@ class LoraSettings:
         alpha: Scale of the update is alpha / rank. NV-Embed uses 32.
         dropout: Fraction of an adapter's inputs dropped in training. NV-Embed uses 0.1.
         target_modules: Names of the linear layers to adapt, or "all-linear". The paper names none.
-        keep_zeros: Whether the update of a weight that is zero is zero, so that a pruned model stays as sparse as it is
-            while it trains and once it is merged: W + M * (alpha / rank) B A with M = 1 where W is not zero. An update
-            is then as large as its matrix, and is kept for the backward pass; dropout adds a second product. NV-Embed,
-            Appendix A, retrains so; how its merged weights stay zero it does not say.
+        keep_zeros: Keep weights at zero that are zero, so that a pruned model stays sparse in training and once merged:
+            W + M * (alpha / rank) B A with M = 1 where W is not zero. An update is then as large as its matrix and kept
+            for the backward pass; dropout adds a second product. NV-Embed, Appendix A, retrains so; how its merged
+            weights stay zero it does not say.
     """
 
     rank: int = 16
@@ -54,9 +54,7 @@ class LoraSettings:
 
 
 def add_lora(backbone: PreTrainedModel, settings: LoraSettings) -> "PeftModel":
-    """The backbone with trainable adapters, all its own weights frozen.
-
-    Only the backbone is touched: a pooling or head beside it is no part of it, so new layers train in full.
+    """The backbone with trainable adapters, all its own weights frozen; a pooling or head beside it trains in full.
 
     Raises:
         OptionError: If no layer has a name among the target modules.
@@ -129,19 +127,21 @@ def merged_state_dict(backbone: nn.Module) -> dict[str, Tensor]:
 
     Merging in place and undoing it would leave rounding errors in the weights of a run that continues.
 
-    Precision: updates are added in float32 and rounded once to the dtype of the weight; to weights of 4 bits, which are
-    bfloat16 here, as they were computed with.
+    Precision: updates are added in float32 and rounded once to the weight's dtype, bfloat16 for weights of 4 bits.
     """
     plain = plain_backbone(backbone)
     if plain is backbone:
         return plain.state_dict()
     from peft.tuners.lora import LoraLayer
 
-    own = {name: tensor for name, tensor in plain.state_dict().items() if ".lora_" not in name}
     small = four_bit_weights(plain)
-    beside = tuple(f"{name}." for name in small)
-    own = {name: tensor for name, tensor in own.items() if not name.startswith(beside)} | small
-    merged = {name.replace(".base_layer.", "."): tensor for name, tensor in own.items()}
+    left_out = tuple(f"{name}." for name in small)
+    own = {
+        name: tensor
+        for name, tensor in plain.state_dict().items()
+        if ".lora_" not in name and not name.startswith(left_out)
+    }
+    merged = {name.replace(".base_layer.", "."): tensor for name, tensor in (own | small).items()}
     for name, layer in plain.named_modules():
         if isinstance(layer, LoraLayer):
             weight = merged[f"{name}.weight"].float()
@@ -184,10 +184,7 @@ def frozen_weights(module: nn.Module) -> set[str]:
 
 
 def save_adapters(backbone: nn.Module, folder: Path, base: str, revision: str | None) -> None:
-    """Write the LoRA matrices of `add_lora` unmerged in peft's layout, for `PeftModel.from_pretrained(base, folder)`.
-
-    `revision` is the commit of a base of the Hub.
-    """
+    """Write the LoRA matrices unmerged in peft's layout, for `PeftModel.from_pretrained(base, folder)`."""
     from peft import get_peft_model_state_dict
 
     adapted: Any = backbone

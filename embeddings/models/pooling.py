@@ -12,25 +12,17 @@ from torch.nn import functional as F
 
 
 class TextPlaces(NamedTuple):
-    """Where texts lie in a row of tokens without padding, one text after another.
+    """Where texts lie in a row of tokens without padding, one text after another."""
 
-    Attributes:
-        length_N: Tokens of each text, at least 1, (N,) int64.
-        start_N: The place of each text's first token in the row, (N,) int64.
-        text_T: Which text each token is of, (T,) int64.
-        position_T: Tokens of the same text before each token, (T,) int64.
-        longest: Tokens of the longest text, L.
-    """
-
-    length_N: Tensor
-    start_N: Tensor
-    text_T: Tensor
-    position_T: Tensor
-    longest: int
+    length_N: Tensor  # tokens of each text, at least 1, (N,) int64
+    start_N: Tensor  # the place of each text's first token in the row, (N,) int64
+    text_T: Tensor  # which text each token is of, (T,) int64
+    position_T: Tensor  # tokens of the same text before each token, (T,) int64
+    longest: int  # tokens of the longest text, L
 
     @classmethod
     def of(cls, length_N: Tensor, num_tokens: int, longest: int) -> Self:
-        """The places of texts of these lengths, (N,) int64; sum and maximum are given, so that no device is asked."""
+        """The places of texts of these lengths; sum and maximum are given, so that no device is asked."""
         start_N = length_N.cumsum(0) - length_N
         text_T = torch.arange(len(length_N), device=length_N.device)
         text_T = text_T.repeat_interleave(length_N, output_size=num_tokens)
@@ -54,14 +46,10 @@ class TextPlaces(NamedTuple):
 
 
 class Pooling(nn.Module):
-    """What turns the states of a text's tokens into one vector; the base of every pooling.
+    """What turns the states of a text's tokens into one vector as wide; the base of every pooling.
 
-    A config names a class and the arguments past the first (`Callable[[int], Pooling]`), since the hidden size is
-    known only when the backbone is there. Each of them is an attribute of its name. A pooling that travels in a model
-    directory imports nothing but torch and its siblings here.
-
-    Args:
-        hidden_size: Width of the states, H. The vectors are as wide.
+    A config names a class and the arguments past `hidden_size`, H, which is known once the backbone is there
+    (`Callable[[int], Pooling]`). Each argument is an attribute of its name.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -81,13 +69,9 @@ class Pooling(nn.Module):
         raise NotImplementedError
 
     def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
-        """What `forward` gives, from states without padding; a pooling that does not say how has them padded here.
+        """What `forward` gives, from the states of T tokens without padding, which are padded here unless overridden.
 
-        Args:
-            hidden_TH: States of the last layer, (T, H) float.
-            pooling_mask_T: True where a token enters the pooling, (T,) bool.
-            places: Where the texts lie.
-            attention: Queries and keys of the captured layers, for a pooling that asks for them.
+        `attention` is that of the captured layers, for a pooling that asks for them.
         """
         vector_NH: Tensor = self(places.padded(hidden_TH), places.padded(pooling_mask_T), *attention)
         return vector_NH
@@ -108,72 +92,55 @@ class Pooling(nn.Module):
 
 
 class MeanPooling(Pooling):
-    """The mean of the pooled tokens' states.
-
-    A text without a pooled token gets the zero vector.
+    """The mean of the pooled tokens' states; zero for a text without a pooled token.
 
     Precision: sums in float32 whatever the input dtype, under autocast too.
     """
 
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
-        """The mean over the pooled tokens, (N, H) float32."""
         state_NLH = _at_least_float32(hidden_NLH).masked_fill(~pooling_mask_NL.unsqueeze(-1), 0.0)
         return mean_of_sum(state_NLH.sum(dim=1), pooling_mask_NL)
 
     def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
-        """The same by sums over the texts' tokens."""
         return places.means(hidden_TH, pooling_mask_T)
 
 
 class ClsPooling(Pooling):
-    """The state of the first token, be it pooled or not.
-
-    An encoder trained this way gathers the text in its [CLS] token, so a prompt left out of the pooling changes
-    nothing here.
-    """
+    """The state of the first token, such as [CLS], whether it is pooled or not."""
 
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
-        """The first token's state, (N, H) float32."""
         return _at_least_float32(hidden_NLH[:, 0])
 
     def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
-        """The same, read at the texts' starts."""
         return _at_least_float32(hidden_TH[places.start_N])
 
 
 class LastTokenPooling(Pooling):
-    """The state of the last pooled token: the end-of-sequence token where one is appended.
-
-    A text without a pooled token gets its first token's state.
-    """
+    """The state of the last pooled token, or the first token's where none is pooled."""
 
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
-        """The last pooled token's state, (N, H) float32."""
         position_L = torch.arange(hidden_NLH.shape[1], device=hidden_NLH.device)
         last_N = (position_L * pooling_mask_NL).amax(dim=1)
         row_N = torch.arange(hidden_NLH.shape[0], device=hidden_NLH.device)
         return _at_least_float32(hidden_NLH[row_N, last_N])
 
     def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
-        """The same, read at each text's largest pooled place."""
         last_N = torch.zeros_like(places.start_N)
         last_N = last_N.scatter_reduce(0, places.text_T, places.position_T * pooling_mask_T, "amax")
         return _at_least_float32(hidden_TH[places.start_N + last_N])
 
 
 class WeightedMeanPooling(Pooling):
-    """The mean of the pooled tokens' states, weighted by position: token i (from 1) weighs i.
+    """The mean of the pooled tokens' states, weighted by position: token i (from 1) weighs i; zero if none is pooled.
 
-    Made for causal decoders, whose later tokens have seen more. Positions count from the text's first token, so
-    leaving a prompt out of the pooling keeps the weights of the tokens after it. A text without a pooled token gets
-    the zero vector.
+    Made for causal decoders, whose later tokens have seen more. Positions count from the text's first token, pooled or
+    not.
 
     Precision: sums in float32 whatever the input dtype, under autocast too.
     Source: Muennighoff 2022, arXiv:2202.08904, Eq. 2.
     """
 
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
-        """The position-weighted mean over the pooled tokens, (N, H) float32."""
         state_NLH = _at_least_float32(hidden_NLH).masked_fill(~pooling_mask_NL.unsqueeze(-1), 0.0)
         position_L = torch.arange(1, state_NLH.shape[1] + 1, device=state_NLH.device, dtype=state_NLH.dtype)
         weight_NL = position_L * pooling_mask_NL
@@ -181,7 +148,6 @@ class WeightedMeanPooling(Pooling):
         return (state_NLH * (weight_NL / total_N).unsqueeze(-1)).sum(dim=1)
 
     def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
-        """The same by sums over the texts' tokens."""
         state_TH = _at_least_float32(hidden_TH).masked_fill(~pooling_mask_T.unsqueeze(-1), 0.0)
         weight_T = (places.position_T + 1).to(state_TH.dtype) * pooling_mask_T
         share_T = weight_T / places.sums(weight_T).clamp(min=1.0)[places.text_T]
@@ -200,18 +166,15 @@ def _at_least_float32(state: Tensor) -> Tensor:
 class SelfAttentionPooling(Pooling):
     """The mean of the pooled tokens' states after one more self-attention layer and its MLP.
 
-    The baseline that NV-Embed compares its latent attention with. The block is the released latent attention's,
-    pre-norms, residuals and GEGLU included, with the text's own pooled tokens in the latents' place, so that the
-    comparison is of what is attended to. Tokens attend to pooled tokens of the same text only.
+    The baseline that NV-Embed compares its latent attention with: the released block, with the text's own pooled tokens
+    in the latents' place. A text without a pooled token gets the zero vector.
 
     Args:
         hidden_size: Width of the states, H.
         num_heads: Attention heads, A; each is H / A wide.
-        zero_init_residual: Start the output layers of both residual branches at zero, so that the pooling starts as
-            plain mean pooling.
+        zero_init_residual: Start the output layers of both residual branches at zero: as plain mean pooling.
 
-    Precision: the block runs in the parameters' dtype or autocast's, its softmax accumulates in float32, the
-        mean is summed in float32.
+    Precision: the block runs in the parameters' dtype or autocast's, its softmax and the mean sum in float32.
     Raises:
         ValueError: If there is no head, or the heads do not divide the hidden size.
     Source: Lee 2024, arXiv:2405.17428, §5.2.3, Tables 2 and 3. The layer's inner form is ours: the paper gives none.
@@ -235,7 +198,6 @@ class SelfAttentionPooling(Pooling):
                 zero_parameters(layer)
 
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
-        """The mean over the pooled tokens after the layer, (N, H) float32; zero for a text without one."""
         # What stands at a token that is not pooled (NaN, at worst) must not reach a pooled one.
         outside_NL1 = ~pooling_mask_NL.unsqueeze(-1)
         state_NLH = hidden_NLH.to(self.norm.weight.dtype).masked_fill(outside_NL1, 0.0)
@@ -253,11 +215,7 @@ class SelfAttentionPooling(Pooling):
 
 
 class GatedFeedForward(nn.Module):
-    """Pre-normed GEGLU, four times as wide as its input, with the exact GELU; the residual is the caller's.
-
-    Args:
-        hidden_size: Width of the tokens, H.
-    """
+    """Pre-normed GEGLU, (…, H) to (…, H), 4 H wide, with the exact GELU; the residual is the caller's."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -266,13 +224,11 @@ class GatedFeedForward(nn.Module):
         self.contract = nn.Linear(4 * hidden_size, hidden_size)
 
     def forward(self, token: Tensor) -> Tensor:
-        """The branch's output, shaped as its input (…, H)."""
         value, gate = self.expand(self.norm(token)).chunk(2, dim=-1)
         output: Tensor = self.contract(value * F.gelu(gate))
         return output
 
 
 def zero_parameters(layer: nn.Module) -> None:
-    """Set every parameter of a layer to zero."""
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)

@@ -22,11 +22,7 @@ POOLINGS: dict[str, type[Pooling]] = {
 
 
 def pooling_name(pooling: Pooling) -> str:
-    """The name of a pooling in the table.
-
-    Raises:
-        OptionError: If its class is not in the table.
-    """
+    """The name of a pooling in the table, or an `OptionError`."""
     for name, kind in POOLINGS.items():
         if type(pooling) is kind:
             return name

@@ -51,36 +51,38 @@ _LAYER = re.compile(r"encoder\.layer\.(\d+)\.(.+)\.(weight|bias)")
 def to_rotary(model: PreTrainedModel, num_positions: int = 2048, rope_theta: float = 10_000.0) -> PreTrainedModel:
     """The rotary encoder of an encoder's weights: its position table goes, queries and keys are rotated instead.
 
-    Everything else stays, the language-model head included, so the states differ from the encoder's own until it has
-    been adapted. The vocabulary is padded with rows of zeros to a multiple of 64, which no token has. The result is
-    transformers' `JinaEmbeddingsV3Model`, or its masked language model; `rotary_moe` says why.
+    Everything else stays, the language-model head included; the states differ until the model has been adapted. The
+    vocabulary is padded with rows of zeros to a multiple of 64. The result is transformers' `JinaEmbeddingsV3Model` or
+    its masked language model, in evaluation mode, of the same dtype and attention.
 
     Args:
         model: XLM-R, RoBERTa or BERT, with its masked-language-model head or without.
         num_positions: Tokens that the model is meant for; a mark in its config, no table. The paper trains on 2,048.
         rope_theta: Base of the rotation's angles. The paper: 10,000; larger ones did worse.
 
-    Returns:
-        The model in evaluation mode, of the same dtype and attention.
-
     Raises:
         OptionError: If the model is of another kind, or a number is impossible.
     Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §4.1. Differs: none known; the paper pads its vocabulary
         without saying with what.
     """
-    config = _rotary_config(model, num_positions, rope_theta)
+    _check_conversion(model.config, num_positions, rope_theta)
+    num_rows = -(-int(model.config.vocab_size) // VOCABULARY_STEP) * VOCABULARY_STEP
+    config = JinaEmbeddingsV3Config(
+        **{name: getattr(model.config, name) for name in _COPIED},
+        vocab_size=num_rows,
+        max_position_embeddings=num_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+    )
     state, prefix = _renamed(model)
-    has_head = bool(prefix)
-    if has_head and model.config.hidden_act != "gelu":
+    if prefix and model.config.hidden_act != "gelu":
         rule = "must be gelu, which the rotary model's head is made with"
         raise OptionError("hidden_act", model.config.hidden_act, rule, "convert the encoder without its head")
     options: dict[str, Any] = {"attn_implementation": model.config._attn_implementation, "dtype": model.dtype}
-    if not has_head:
-        options["add_pooling_layer"] = False
-    auto_class: Any = AutoModelForMaskedLM if has_head else AutoModel
+    options |= {} if prefix else {"add_pooling_layer": False}
+    auto_class: Any = AutoModelForMaskedLM if prefix else AutoModel
     rotary = auto_class.from_config(config, **options)
     assert isinstance(rotary, PreTrainedModel)
-    rotary.load_state_dict({name: _padded(name, value, config.vocab_size) for name, value in state.items()})
+    rotary.load_state_dict({name: _padded(name, value, num_rows) for name, value in state.items()})
     rotary.tie_weights()
     rotary.train(False)
     return rotary
@@ -101,9 +103,7 @@ def write_rotary_model(
     rope_theta: float = 10_000.0,
     keep_head: bool = True,
 ) -> Conversion:
-    """Write a checkpoint's rotary model as a Hugging Face directory, atomically.
-
-    An existing model is replaced once the new one is complete, as in every model directory.
+    """Write a checkpoint's rotary model as a Hugging Face directory, atomically; an older model is replaced.
 
     Args:
         source: A directory or Hub id of XLM-R, RoBERTa or BERT.
@@ -144,21 +144,8 @@ def _check_conversion(found: PretrainedConfig, num_positions: int, rope_theta: f
         raise OptionError("num_positions", num_positions, "must be >= 1", "the paper trains on 2,048")
     if not rope_theta > 1:
         raise OptionError("rope_theta", rope_theta, "must be > 1", "the paper uses 10,000")
-    if found.hidden_size // found.num_attention_heads % 2:
-        width = found.hidden_size // found.num_attention_heads
+    if (width := found.hidden_size // found.num_attention_heads) % 2:
         raise OptionError("model", f"heads of width {width}", "cannot be rotated in halves", "convert another")
-
-
-def _rotary_config(model: PreTrainedModel, num_positions: int, rope_theta: float) -> JinaEmbeddingsV3Config:
-    found = model.config
-    _check_conversion(found, num_positions, rope_theta)
-    rows = -(-int(found.vocab_size) // VOCABULARY_STEP) * VOCABULARY_STEP
-    return JinaEmbeddingsV3Config(
-        **{name: getattr(found, name) for name in _COPIED},
-        vocab_size=rows,
-        max_position_embeddings=num_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-    )
 
 
 def _renamed(model: PreTrainedModel) -> tuple[dict[str, Tensor], str]:
@@ -168,9 +155,8 @@ def _renamed(model: PreTrainedModel) -> tuple[dict[str, Tensor], str]:
     prefix = "roberta." if any(name.startswith(old) for name in state) else ""
     renamed: dict[str, Tensor] = {}
     for name, value in state.items():
-        in_encoder = not prefix or name.startswith(old)
-        inner = name.removeprefix(old) if prefix else name
-        if not in_encoder:
+        inner = name.removeprefix(old)
+        if prefix and inner == name:
             stem, _, kind = name.rpartition(".")
             renamed[f"{_IN_HEAD.get(stem, stem)}.{kind}"] = value
         elif found := _LAYER.fullmatch(inner):

@@ -70,13 +70,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def architecture(name: str) -> PretrainedConfig:
-    """The config of a model by its name, without its weights and without a network.
-
-    It is a directory's own, the one in the Hub's cache, or known here (`ARCHITECTURES`).
-
-    Raises:
-        InputError: If it is none of these.
-    """
+    """The config of a model by its name, offline: a directory's, the Hub cache's, or one of `ARCHITECTURES`."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return read_config(folder)
@@ -113,13 +107,7 @@ def tiny_architecture(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def write_stand_in(folder: Path, config: PretrainedConfig, head: HeadKind | None = None) -> None:
-    """Write a directory of random weights and a tokenizer, atomically; the weights are the same each time.
-
-    Args:
-        folder: Where to; a model that is there is replaced.
-        config: What it is made of, for the tokenizer of `stand_in_tokenizer`.
-        head: The language-model head, None for none.
-    """
+    """Write a directory of random weights, the same each time, and a tokenizer, atomically; replaces an older one."""
     auto_class, options = text_class(config) if head is None else (AUTO_CLASSES[head], {})
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(0)

@@ -20,6 +20,7 @@ from embeddings.common import OptionError, PaddedTokens, TokenBatch
 from embeddings.common.text import one_line
 from embeddings.models.attention_capture import own_attention, visible_range
 from embeddings.models.backbone import attention_dropouts
+from embeddings.models.bidirectional import relative_difference, tolerated_difference, trial_ids
 from embeddings.models.context_layers import evaluating, first_position, learned_positions, without_positions
 from embeddings.models.lora import plain_backbone, without_cache
 from embeddings.models.pooling import TextPlaces
@@ -37,15 +38,9 @@ _TRIAL_LENGTHS = (5, 3, 1)
 
 
 def unpadding_of(backbone: nn.Module, mode: UnpaddedMode) -> "Unpadding | None":
-    """How a backbone reads texts without padding, or None where it never does.
+    """How a backbone reads texts without padding, or None where it never does; `mode` as in `BackboneConfig.unpadded`.
 
-    Args:
-        backbone: A Hugging Face model, adapted by peft or not.
-        mode: `auto`, true or false, as in `BackboneConfig.unpadded`. Where the result is None, the backbone's layers
-            have their own attention alone.
-
-    Raises:
-        OptionError: If it must (`mode` is true) and cannot.
+    Where the result is None, the backbone's layers have their own attention. An `OptionError` if it must and cannot.
     """
     plain = plain_backbone(backbone)
     _restore(plain)
@@ -66,19 +61,10 @@ class Unpadding:
 
     The states of the tokens are those of padded texts, to rounding. On a GPU in half precision attention is one call of
     torch's `varlen_attn`; a backbone that was loaded with a flash attention keeps it. Elsewhere it is a loop over runs
-    of equally long texts. Dropout draws other numbers than over padded texts, and the same ones each time it is
-    replayed.
+    of equally long texts. Dropout draws other numbers than over padded texts, and the same ones when replayed.
 
-    A new one tries the backbone out on three short texts, except where its attention is flash attention's.
-
-    Args:
-        backbone: A Hugging Face model, adapted by peft or not.
-        always: Whether texts are read so wherever they can be; else where it is quicker, which is on a GPU in half
-            precision, without dropout in the attention.
-
-    Raises:
-        ValueError: If the backbone has another attention than eager, sdpa or flash attention's, one that does not go
-            through transformers' interface, or states that differ from those of padded texts.
+    A new one tries the backbone out on three short texts and refuses it by a `ValueError`. Without `always` texts are
+    read so only where it is quicker: on a GPU in half precision, without dropout in the attention.
     """
 
     def __init__(self, backbone: nn.Module, always: bool = False) -> None:
@@ -116,9 +102,9 @@ class Unpadding:
     ) -> tuple[Tensor, TextPlaces]:
         """The states of the texts' tokens behind their context, (T, H), and where the texts lie without it.
 
-        Arguments as in `context_layers.states_behind_context`; each text is given its context and soft prompt itself.
+        Arguments are as in `context_layers.states_behind_context`.
         """
-        model, device = plain_backbone(backbone), tokens.device
+        model = plain_backbone(backbone)
         words: Any = model.get_input_embeddings()
         word_TH = words(tokens.input_ids_T)
         soft_prompt_NSH = soft_prompt_SH.expand(len(tokens), -1, -1)
@@ -134,17 +120,13 @@ class Unpadding:
         source_U = torch.where(whole.position_T < num_prefix, of_prefix_U, of_word_U)
         input_UH = torch.cat([prefix_NPH.flatten(0, 1), word_TH]).index_select(0, source_U)
         state_UH = self.run(backbone, whole, position_U, inputs_embeds=input_UH[None])
-        own_T = torch.arange(len(word_TH), device=device) + (texts.text_T + 1) * num_prefix
+        own_T = torch.arange(len(word_TH), device=tokens.device) + (texts.text_T + 1) * num_prefix
         return state_UH.index_select(0, own_T), texts
 
     def run(self, backbone: nn.Module, places: TextPlaces, position_T: Tensor, **inputs: Tensor) -> Tensor:
-        """The states of the last layer, (T, H).
+        """The states of the last layer, (T, H), of `input_ids`, (1, T), or `inputs_embeds`, (1, T, H).
 
-        Args:
-            backbone: The model that was prepared.
-            places: Where the texts lie.
-            position_T: Positions as the backbone counts them, (T,) int64.
-            inputs: `input_ids`, (1, T), or `inputs_embeds`, (1, T, H).
+        `position_T`, (T,) int64, are positions as the backbone counts them.
         """
         start_N1 = F.pad(places.length_N.cumsum(0), (1, 0)).int()
         given: dict[str, Any] = {"cu_seq_lens_q": start_N1, "cu_seq_lens_k": start_N1, **inputs}
@@ -164,15 +146,15 @@ class Unpadding:
         config = plain.config
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         drops = plain.training and any(attention_dropouts(config).values())
-        return not drops and _takes_width(width) and _has_kernel(plain.device)
+        return not drops and _has_kernel(plain.device, width)
 
     @torch.no_grad()
     def _try(self, backbone: nn.Module) -> None:
         """Compare the states of three short texts with those that padded texts have."""
         plain = plain_backbone(backbone)
-        lengths_N = torch.tensor(_TRIAL_LENGTHS)
-        id_T = torch.arange(int(lengths_N.sum())) % (int(plain.config.vocab_size) - 4) + 3
-        tokens = TokenBatch(id_T, torch.ones_like(id_T, dtype=torch.bool), lengths_N).to(plain.device)
+        id_T = trial_ids(plain, 1, sum(_TRIAL_LENGTHS))[0].cpu()
+        tokens = TokenBatch(id_T, torch.ones_like(id_T, dtype=torch.bool), torch.tensor(_TRIAL_LENGTHS))
+        tokens = tokens.to(plain.device)
         usual, kind = tokens.padded(), type(plain).__name__
         inputs = {"input_ids": usual.input_ids_NL, "attention_mask": usual.attention_mask_NL.long()}
         with evaluating(backbone):
@@ -181,9 +163,9 @@ class Unpadding:
                 found_TH = self.states(backbone, tokens)[0].float()
             except Exception as error:  # an architecture that does not take its positions raises anything
                 raise ValueError(f"{kind} does not read texts without padding ({one_line(str(error), 80)})") from error
-        spread = float((found_TH - usual_TH).abs().max() / usual_TH.abs().max().clamp(min=1e-6))
+        spread = relative_difference(found_TH, usual_TH)
         # Written so that NaN is refused.
-        if not spread <= (1e-3 if plain.dtype in (torch.float32, torch.float64) else 0.1):
+        if not spread <= tolerated_difference(plain):
             raise ValueError(f"{kind} reads texts without padding otherwise, by {spread:.0e}")
 
 
@@ -199,14 +181,8 @@ def padded(
     """Texts padded on the right to the longest of them, on a GPU in half precision to a multiple of 8.
 
     Attention with a mask is quickest there at such lengths. A mini-batch then has up to 7 tokens a text more than
-    `mini_batch_tokens` counts.
-
-    Args:
-        tokens: N texts, on the backbone's device.
-        backbone: The model that reads them.
-        pad_token_id: Id that fills the padding.
-        longest: Maximum tokens that the backbone has positions for, which the padding keeps to; None for no limit.
-        num_prefix: What the backbone reads before each text, part of the multiple.
+    `mini_batch_tokens` counts. `longest` is the backbone's number of positions, which padding keeps to; `num_prefix`
+    tokens that it reads before each text are part of the multiple.
     """
     length = int(tokens.lengths_N.max()) if len(tokens) else 0
     if _is_half_on_gpu(tokens, plain_backbone(backbone)):
@@ -253,19 +229,9 @@ def _restore(plain: PreTrainedModel) -> None:
 def _row_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, own: str, **arguments: Any
 ) -> Any:
-    """The attention of texts that lie in one row, or, given padded texts, what the layer's own function makes of them.
+    """What each token of texts in one row reads, (1, T, A, E); for padded texts the layer's own function, named `own`.
 
-    Args:
-        module: The attention layer.
-        query: Queries, (1, A, T, E).
-        key: Keys, (1, G, T, E); G divides A.
-        value: Values, as the keys.
-        attention_mask: Not read for texts in a row.
-        own: The name of the layer's own function.
-        arguments: What transformers gives beside them.
-
-    Returns:
-        What every token reads, (1, T, A, E), and no weights.
+    Queries are (1, A, T, E), keys and values (1, G, T, E) with G a divisor of A. A row has no mask.
     """
     start_N1, longest = arguments.get("cu_seq_lens_q"), arguments.get("max_length_q")
     if start_N1 is None or longest is None:
@@ -276,30 +242,26 @@ def _row_attention(
     is_causal, window = visible_range(module, arguments)
     window = None if window is None or window >= longest else window
     dropout, scaling = float(arguments.get("dropout") or 0.0), arguments.get("scaling")
-    if _takes(query, value, dropout):
+    if _kernel_takes(query, value, dropout):
         return _by_kernel(query, key, value, start_N1, longest, is_causal, window, scaling), None
     return _by_loop(query, key, value, start_N1, is_causal, window, dropout, scaling), None
 
 
-def _takes(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether torch's kernel takes them."""
+def _kernel_takes(query: Tensor, value: Tensor, dropout: float) -> bool:
     is_half = torch.is_autocast_enabled(query.device.type) or query.dtype in _HALF
-    widths = query.shape[-1], value.shape[-1]
-    same = widths[0] == widths[1] and _takes_width(widths[0])
-    return query.device.type == "cuda" and is_half and dropout == 0.0 and same and _has_kernel(query.device)
-
-
-def _takes_width(width: int) -> bool:
-    return width % 8 == 0 and width <= _MAX_HEAD_WIDTH
+    if query.device.type != "cuda" or not is_half or dropout > 0 or query.shape[-1] != value.shape[-1]:
+        return False
+    return _has_kernel(query.device, query.shape[-1])
 
 
 @functools.cache
-def _has_kernel(device: torch.device) -> bool:
-    """Whether torch has its kernel for this GPU, with windows."""
+def _has_kernel(device: torch.device, width: int) -> bool:
+    """Whether torch has its kernel for this GPU, with windows, and for heads of this width."""
     from torch.nn.attention.varlen import varlen_attn
 
     is_new = torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
-    return is_new and "window_size" in inspect.signature(varlen_attn).parameters
+    takes_width = width % 8 == 0 and width <= _MAX_HEAD_WIDTH
+    return is_new and takes_width and "window_size" in inspect.signature(varlen_attn).parameters
 
 
 def _by_kernel(
@@ -312,14 +274,14 @@ def _by_kernel(
     window: int | None,
     scaling: float | None,
 ) -> Tensor:
-    """What every token reads, (1, T, A, E), by torch's kernel; arguments as in `_row_attention`."""
+    """The result of `_row_attention` by torch's kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
     run: Any = varlen_attn  # whose signature is not the same in every release
-    device, dtype = query.device.type, query.dtype
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    num_shared, options = query.shape[1] // key.shape[1], {}
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    num_shared = query.shape[1] // key.shape[1]
+    options: dict[str, Any] = {}
     if num_shared > 1:
         # Where the option is missing, heads that share a key get a copy of it.
         if "enable_gqa" in inspect.signature(run).parameters:
@@ -328,16 +290,8 @@ def _by_kernel(
             key, value = (side.repeat_interleave(num_shared, dim=1) for side in (key, value))
     rows = (side[0].transpose(0, 1).to(dtype) for side in (query, key, value))
     left = -1 if window is None else window - 1
-    read_TAE: Tensor = run(
-        *rows,
-        start_N1,
-        start_N1,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(left, 0 if is_causal else left),
-        **options,
-    )
+    options |= {"scale": scaling, "window_size": (left, 0 if is_causal else left)}
+    read_TAE: Tensor = run(*rows, start_N1, start_N1, longest, longest, **options)
     return read_TAE[None]
 
 
@@ -351,7 +305,7 @@ def _by_loop(
     dropout: float,
     scaling: float | None,
 ) -> Tensor:
-    """What every token reads, (1, T, A, E), run by run of equally long texts; arguments as in `_row_attention`."""
+    """The result of `_row_attention`, run by run of equally long texts."""
     parts, start = [], 0
     for length, run in groupby(start_N1.diff().tolist()):
         count = len(list(run))
@@ -365,15 +319,9 @@ def _by_loop(
             distance_LL = place_L[:, None] - place_L
             mask = (distance_LL if is_causal else distance_LL.abs()) < window
             mask &= (distance_LL >= 0) | (not is_causal)
+        shares_keys, causal = query.shape[1] != key.shape[1], is_causal and mask is None
         read_nALE = F.scaled_dot_product_attention(
-            query_nALE,
-            key_nGLE,
-            value_nGLE,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=is_causal and mask is None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            query_nALE, key_nGLE, value_nGLE, mask, dropout, causal, scale=scaling, enable_gqa=shares_keys
         )
         parts.append(read_nALE.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)[None]

@@ -17,10 +17,10 @@ SMALL = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_attention_heads": 4}
 SMALL |= {"intermediate_size": 64, "pad_token_id": 0}
 
 
-def make_experts(inner_bias=True, num_experts=EXPERTS, seed=0):
+def make_experts(inner_bias=True, num_experts=EXPERTS, gated=False):
     """Random experts whose biases are not zero."""
-    torch.manual_seed(seed)
-    experts = Experts(HIDDEN, INNER, num_experts, inner_bias)
+    torch.manual_seed(0)
+    experts = Experts(HIDDEN, INNER, num_experts, inner_bias, gated=gated)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return experts
@@ -60,7 +60,9 @@ def written_out(experts, token_TH, routing):
             inner_F = experts.w1[expert] @ token_H
             if experts.bias1 is not None:
                 inner_F = inner_F + experts.bias1[expert]
-            row_H = row_H + weight * (gelu(inner_F) @ experts.w2[expert])
+            gate_F, value_F = inner_F[: experts.w2.shape[1]], inner_F[experts.w2.shape[1] :]
+            active_F = gelu(gate_F) * value_F if len(value_F) else gelu(gate_F)
+            row_H = row_H + weight * (active_F @ experts.w2[expert])
         rows.append(row_H)
     return torch.stack(rows)
 

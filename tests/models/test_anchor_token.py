@@ -18,7 +18,6 @@ from embeddings.models import (
     BackboneConfig,
     Embedder,
     LoraSettings,
-    MeanPooling,
     add_lora,
     anchor_token,
     load_backbone,
@@ -67,37 +66,22 @@ def expected_vectors(kind, causal=False, layers=(-1,), by_visible=False, backbon
 
 @torch.no_grad()
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
-@pytest.mark.parametrize("kind", ["bert", "mistral"])
-def test_vectors_equal_those_from_the_backbones_own_attention_matrices(kind, attn):
-    torch.testing.assert_close(embedder_of(kind, attn)(TOKENS), expected_vectors(kind), rtol=0, atol=1e-6)
-
-
-@torch.no_grad()
-def test_several_layers_are_averaged():
-    layers = (-1, 0)
-    torch.testing.assert_close(
-        embedder_of("mistral", layers=layers)(TOKENS), expected_vectors("mistral", layers=layers), rtol=0, atol=1e-6
-    )
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("attn", ["eager", "sdpa"])
-def test_a_causal_mask_is_respected_where_it_is_allowed(attn):
-    found = embedder_of("mistral", attn, causal=True, by_visible_queries=True)(TOKENS)
-    expected = expected_vectors("mistral", causal=True, by_visible=True)
+@pytest.mark.parametrize(
+    ("kind", "causal", "layers"),
+    [("bert", False, (-1,)), ("mistral", False, (-1,)), ("mistral", False, (-1, 0)), ("mistral", True, (-1,))],
+)
+def test_vectors_equal_those_from_the_backbones_own_attention_matrices(kind, causal, layers, attn):
+    found = embedder_of(kind, attn, causal, layers=layers, by_visible_queries=causal)(TOKENS)
+    expected = expected_vectors(kind, causal, layers, by_visible=causal)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-def test_the_key_axis_under_a_causal_mask_is_refused_with_its_two_ways_out():
-    for attn in ("eager", "sdpa"):
-        with pytest.raises(OptionError, match=r"bidirectional: true .* by_visible_queries: true"):
-            embedder_of("mistral", attn, causal=True)
-    embedder_of("mistral", causal=True, axis="query")
-    # A refused backbone is left without a capture.
-    backbone = backbone_of("mistral", causal=True)
-    with pytest.raises(OptionError, match="causal mask"):
-        Embedder(backbone, sentencepiece_tokenizer(), AnchorTokenPooling(32))
-    Embedder(backbone, sentencepiece_tokenizer(), AnchorTokenPooling(32, by_visible_queries=True))
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+def test_the_key_axis_under_a_causal_mask_is_refused_and_leaves_no_capture(attn):
+    backbone, tokenizer = backbone_of("mistral", attn, causal=True), sentencepiece_tokenizer()
+    with pytest.raises(OptionError, match=r"causal mask.* bidirectional: true .* by_visible_queries: true"):
+        Embedder(backbone, tokenizer, AnchorTokenPooling(32))
+    Embedder(backbone, tokenizer, AnchorTokenPooling(32, axis="query"))
 
 
 def test_layers_and_axes_that_are_not_there_are_refused():
@@ -126,28 +110,21 @@ def test_a_text_with_nothing_but_its_first_token_keeps_it():
 
 
 @torch.no_grad()
-def test_the_capture_changes_no_state_of_the_backbone_and_its_config_stays():
-    for kind in ("bert", "mistral"):
-        with_tap, without = embedder_of(kind), backbone_of(kind)
-        arguments = {"input_ids": TOKENS.input_ids_NL, "attention_mask": TOKENS.attention_mask_NL.long()}
-        found, expected = (model(**arguments).last_hidden_state for model in (with_tap.backbone, without))
-        assert torch.equal(found, expected)
-        assert with_tap.backbone.config.to_dict() == without.config.to_dict()
-        assert with_tap.backbone.config._attn_implementation == "sdpa"
-        assert with_tap.backbone.state_dict().keys() == without.state_dict().keys()
+@pytest.mark.parametrize("kind", ["bert", "mistral"])
+def test_the_capture_changes_no_state_of_the_backbone_and_its_config_stays(kind):
+    found, expected = embedder_of(kind).backbone, backbone_of(kind)
+    arguments = {"input_ids": TOKENS.input_ids_NL, "attention_mask": TOKENS.attention_mask_NL.long()}
+    assert torch.equal(found(**arguments).last_hidden_state, expected(**arguments).last_hidden_state)
+    assert found.config.to_dict() == expected.config.to_dict()
+    assert found.config._attn_implementation == "sdpa"
+    assert found.state_dict().keys() == expected.state_dict().keys()
 
 
 @torch.no_grad()
 def test_weights_sum_to_one_over_the_pooled_tokens_whatever_the_padding():
-    embedder = embedder_of("mistral")
-    assert embedder.capture is not None
-    found = []
+    embedder, found = embedder_of("mistral"), []
     for extra in (0, 9):
-        padded = PaddedTokens(
-            *(torch.nn.functional.pad(part, (0, extra)) for part in (
-                TOKENS.input_ids_NL, TOKENS.attention_mask_NL, TOKENS.pooling_mask_NL,
-            ))
-        )  # fmt: skip
+        padded = PaddedTokens(*(torch.nn.functional.pad(part, (0, extra)) for part in TOKENS))
         with embedder.capture.open() as captured:
             embedder.backbone(input_ids=padded.input_ids_NL, attention_mask=padded.attention_mask_NL.long())
         weight = embedder.pooling.weights(padded.pooling_mask_NL, padded.attention_mask_NL, captured())
@@ -203,9 +180,6 @@ def test_the_directory_gives_equal_vectors_here_and_in_sentence_transformers(kin
         expected = embedder(read(embedder.tokenizer, texts, "find ", 32))
         assert torch.equal(again(read(again.tokenizer, texts, "find ", 32)), expected)
     assert (torch.from_numpy(theirs.encode_query(texts)) - expected).abs().max() <= 1e-5
-    mean = Embedder(embedder.backbone, embedder.tokenizer, MeanPooling(32), text=embedder.text).eval()
-    with torch.no_grad():
-        assert (mean(read(mean.tokenizer, texts, "find ", 32)) - expected).abs().max() > 1e-5
 
 
 # No tile divides the length; the last holds all.
@@ -290,61 +264,6 @@ def test_no_tile_is_larger_than_its_budget_and_texts_without_tokens_weigh_nothin
     assert len(sizes) == 14
     # One query of each of 2 texts and 6 heads is the least that a tile can hold.
     assert max(sizes) == 2 * 6 * 7
-
-
-def heads_of(*patterns):
-    """Attention whose softmax is each head's given matrix: one-hot queries on the matrix's logarithm as keys."""
-    length = patterns[0].shape[0]
-    query = torch.eye(length, dtype=torch.float64).expand(1, len(patterns), -1, -1)
-    key = torch.stack([pattern.double().clamp(min=1e-300).log().T for pattern in patterns])[None]
-    return CapturedAttention(query, key, None, False, 1.0)
-
-
-def shares(captured, **options):
-    weight = anchor_weights(captured, torch.ones(1, captured.query_NALE.shape[2], dtype=torch.bool), **options)[0]
-    return weight / weight.sum()
-
-
-def sink(length, place, share=1.0):
-    """Every query pays one token `share`, and the others the rest in equal parts."""
-    rows = torch.full((length, length), (1 - share) / (length - 1), dtype=torch.float64)
-    rows[:, place] = share
-    return rows
-
-
-def test_the_key_axis_finds_a_sink_and_the_query_axis_an_even_look():
-    pattern = sink(16, 5, 0.9)
-    pattern[9] = 1 / 16
-    by_key, by_query = shares(heads_of(pattern)), shares(heads_of(pattern), axis="query")
-    assert by_key.argmax() == 5
-    assert by_key[5] > 0.5
-    # Read to the letter, the sink weighs less than a token of an even share, and the diffuse query most.
-    assert by_query[5] < 1 / 16
-    assert by_query.argmax() == 9
-    assert by_query[9] > 0.13
-
-
-def test_a_uniform_head_dilutes_the_anchor_unless_heads_count_alike():
-    length = 32
-    uniform = torch.full((length, length), 1 / length)
-    patterns = [sink(length, 3), torch.eye(length), uniform]
-    mass = [float(anchor_weights(heads_of(one), torch.ones(1, length, dtype=torch.bool)).sum()) for one in patterns]
-    assert mass[:2] == pytest.approx([length * math.log(length + 1)] * 2)
-    assert mass[2] == pytest.approx(length**2 * math.log(2))
-    assert mass[2] / mass[0] == pytest.approx(6.3, abs=0.05)
-    assert float(shares(heads_of(*patterns))[3]) == pytest.approx(0.147, abs=5e-4)
-    assert float(shares(heads_of(*patterns), per_head=True)[3]) == pytest.approx(0.354, abs=5e-4)
-
-
-def test_under_a_causal_mask_the_key_axis_favours_early_tokens_unless_divided_by_the_queries_that_see_them():
-    zeros = torch.zeros(1, 1, 32, 4, dtype=torch.float64)
-    captured = CapturedAttention(zeros, zeros, None, True, 1.0)
-    biased, mended = shares(captured), shares(captured, by_visible_queries=True)
-    assert float(biased[0]) == pytest.approx(0.0805, abs=5e-5)
-    assert float(biased[-1]) == pytest.approx(0.0013, abs=5e-5)
-    assert float(mended.max() / mended.min()) < 2.1
-    is_token = torch.ones(1, 32, dtype=torch.bool)
-    assert visible_queries(captured, is_token)[0].tolist() == list(range(32, 0, -1))
 
 
 @pytest.mark.parametrize("num_heads", [1, 13, 40])
@@ -513,12 +432,15 @@ CASES = {
     "causal window": {"is_causal": True, "has_window": True},
     "bool mask": {"mask_dtype": torch.bool},
     "added mask": {"mask_dtype": torch.float32},
+    "shared keys": {"num_shared": 3},
+    # The interpreter knows no bfloat16 arithmetic; the tests marked gpu have it.
+    "half precision": {"dtype": torch.float16},
 }
 
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """The kernels as the interpreter runs them, with small tiles."""
+    """The kernels as the interpreter runs them, with small tiles and closer limits."""
     if torch.cuda.is_available():
         pytest.skip("the tests marked gpu run the compiled kernels")
     pytest.importorskip("triton", reason="triton, which comes with a CUDA build of torch, is not here")
@@ -526,29 +448,12 @@ def interpreter(monkeypatch):
         pytest.skip("Triton interprets where TRITON_INTERPRET=1 was set before python began")
     monkeypatch.setattr("embeddings.models.anchor_kernels.TILE", TILE)
     monkeypatch.setattr(anchor_token, "_TRIAL_LENGTH", LENGTH)
+    monkeypatch.setattr(anchor_token, "_WEIGHT_TOLERANCE", 2e-6)
+    monkeypatch.setattr(anchor_token, "_GRADIENT_TOLERANCE", {torch.float32: 2e-6, torch.float16: 5e-4})
 
 
 def problem(dtype=torch.float32, num_shared=1, width=20, is_causal=False, has_window=False, mask_dtype=None):
-    device = torch.device("cpu")
-    return anchor_token._trial(ProblemKind(device, dtype, width, num_shared, is_causal, has_window, mask_dtype))
-
-
-def solved(way, captured, is_token, axis, per_head=False):
-    weight = way(captured, is_token, axis, per_head)
-    direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
-    return weight.detach(), *torch.autograd.grad((weight * direction).sum(), (captured.query_NALE, captured.key_NGLE))
-
-
-def assert_alike(captured, is_token, axis, limit=2e-6, **options):
-    for found, expected in zip(
-        solved(fused_sums, captured, is_token, axis, **options),
-        solved(tiled_sums, captured, is_token, axis, **options),
-        strict=True,
-    ):
-        assert found.shape == expected.shape
-        assert found.dtype == expected.dtype
-        assert expected.norm() > 0
-        assert float((found.double() - expected.double()).norm() / expected.double().norm()) <= limit
+    return anchor_token._trial(ProblemKind(CPU, dtype, width, num_shared, is_causal, has_window, mask_dtype))
 
 
 def test_a_machine_without_triton_has_no_kernels():
@@ -564,36 +469,16 @@ def test_a_machine_without_triton_has_no_kernels():
 def test_weights_and_gradients_equal_the_tiled_ones(case, axis):
     captured, is_token = problem(**CASES[case])
     assert captured.query_NALE.shape[2] == LENGTH
-    assert_alike(captured, is_token, axis)
-
-
-@pytest.mark.parametrize("axis", ["key", "query"])
-@pytest.mark.usefixtures("interpreter")
-def test_heads_that_share_a_key_and_heads_told_apart(axis):
-    assert_alike(*problem(num_shared=3), axis, per_head=True)
+    assert anchor_token._disagreement(fused_sums, captured, is_token, axis) is None
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_half_precision_inputs_are_summed_in_float32():
-    """The interpreter knows no bfloat16 arithmetic; the tests marked gpu have it."""
-    captured, is_token = problem(torch.float16)
-    assert_alike(captured, is_token, "key", 5e-4)
-    found, expected = (way(captured, is_token, "key", False) for way in (fused_sums, tiled_sums))
-    assert float(((found - expected).norm() / expected.norm()).detach()) <= 2e-6
-
-
-@pytest.mark.usefixtures("interpreter")
-def test_a_text_without_tokens_and_a_query_that_sees_nothing_weigh_nothing():
+def test_a_mask_over_keys_alone_is_spread_and_a_text_or_query_that_sees_nothing_weighs_nothing():
     captured, is_token = problem(mask_dtype=torch.bool)
+    over_keys = replace(captured, mask=captured.mask[:, :, :1].clone())
+    assert anchor_token._disagreement(fused_sums, over_keys, is_token, "key") is None
     captured.mask[0, 0, 7] = False
     is_token[1] = False
-    assert_alike(captured, is_token, "key")
+    assert anchor_token._disagreement(fused_sums, captured, is_token, "key") is None
     assert fused_sums(captured, is_token, "key", False)[1].eq(0).all()
     assert fused_sums(captured, is_token, "query", False)[0, 7] == 0
-
-
-@pytest.mark.usefixtures("interpreter")
-def test_a_mask_over_keys_alone_is_spread_over_heads_and_queries():
-    captured, is_token = problem()
-    seen = torch.rand(2, 1, 1, LENGTH, generator=torch.Generator().manual_seed(4)) > 0.3
-    assert_alike(CapturedAttention(captured.query_NALE, captured.key_NGLE, seen, False, 0.3), is_token, "key")

@@ -18,30 +18,15 @@ def run(backbone):
 @torch.no_grad()
 def test_queries_and_keys_are_those_that_the_layers_own_products_make():
     backbone = tiny_bert()
-    capture = AttentionCapture(backbone, (0,))
-    with capture.open() as captured:
+    with AttentionCapture(backbone, (-1, 0)).open() as captured:
         run(backbone)
-        (layer,) = captured()
+        _, layer = captured()
     attention = backbone.encoder.layer[0].attention.self
     state = backbone.embeddings(input_ids=IDS)
     assert torch.equal(layer.query_NALE.transpose(1, 2).flatten(2), attention.query(state))
     assert torch.equal(layer.key_NGLE.transpose(1, 2).flatten(2), attention.key(state))
     assert layer.scaling == 8**-0.5
     assert not layer.is_causal
-
-
-@torch.no_grad()
-def test_layers_come_in_the_order_asked_for_with_their_shared_keys():
-    found = {}
-    for layers in ((0, -1), (-1, 0)):
-        backbone = tiny_mistral()
-        with AttentionCapture(backbone, layers).open() as captured:
-            run(backbone)
-            found[layers] = captured()
-    first, last = found[0, -1]
-    assert torch.equal(first.query_NALE, found[-1, 0][1].query_NALE)
-    assert not torch.equal(first.query_NALE, last.query_NALE)
-    assert (first.query_NALE.shape, first.key_NGLE.shape) == ((2, 4, 5, 8), (2, 2, 5, 8))
 
 
 def test_a_backbone_has_one_capture_and_a_refused_one_leaves_every_layer_as_it_was():

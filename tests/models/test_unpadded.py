@@ -37,6 +37,9 @@ def both_ways(name, **options):
     return model
 
 
+GEMMA3 = {"head_dim": 8, "sliding_window": 4}
+
+
 # A window of four tokens wherever an architecture has one; two heads share a key in every decoder.
 BACKBONES = {
     "bert": tiny_bert,
@@ -54,11 +57,9 @@ BACKBONES = {
     "qwen3, both ways": lambda: both_ways("qwen3"),
     "gemma": lambda: build("gemma"),
     "gemma, both ways": lambda: both_ways("gemma"),
-    "gemma3": lambda: build("gemma3_text", head_dim=8, sliding_window=4),
-    "gemma3, both ways": lambda: both_ways("gemma3_text", head_dim=8, sliding_window=4),
-    "gemma3, made both ways": lambda: build(
-        "gemma3_text", head_dim=8, sliding_window=6, use_bidirectional_attention=True
-    ),
+    "gemma3": lambda: build("gemma3_text", **GEMMA3),
+    "gemma3, both ways": lambda: both_ways("gemma3_text", **GEMMA3),
+    "gemma3, made both ways": lambda: build("gemma3_text", **GEMMA3, use_bidirectional_attention=True),
 }
 POOLINGS = {
     "mean": MeanPooling,
@@ -122,14 +123,6 @@ def test_every_pooling_makes_the_vectors_of_padded_texts(pooling, kind):
     assert float(expected.norm(dim=1).max()) > 0.9
 
 
-def test_a_batch_with_an_empty_text_is_padded(loops):
-    embedder = embedder_of(tiny_bert())
-    embedder.unpad(True)
-    loops.clear()
-    assert embedder(texts((3, 0))).shape == (2, 32)
-    assert loops == []
-
-
 def test_a_model_that_cannot_is_refused_in_one_line_and_otherwise_padded(monkeypatch):
     for backbone, reason in ((tiny_t5(), "T5EncoderModel"), (build("gemma2", head_dim=8), "attention with softcap")):
         embedder = embedder_of(backbone)
@@ -143,18 +136,14 @@ def test_a_model_that_cannot_is_refused_in_one_line_and_otherwise_padded(monkeyp
         assert embedder(texts()).isfinite().all()
 
 
-def test_an_attention_with_masks_of_its_own_is_refused():
-    embedder = embedder_of(tiny_bert())
+def test_attention_across_texts_or_with_masks_of_its_own_is_refused(monkeypatch):
+    loop, embedder = unpadded._by_loop, embedder_of(tiny_bert())
+    monkeypatch.setattr(unpadded, "_by_loop", lambda *given: loop(*given[:3], given[3][[0, -1]], *given[4:]))
+    with pytest.raises(OptionError, match="BertModel reads texts without padding otherwise, by"):
+        embedder.unpad(True)
     embedder.backbone.config._attn_implementation_internal = "flex_attention"
     with pytest.raises(OptionError, match="flex_attention reads padded texts alone"):
         embedder.unpad(True)
-
-
-def test_attention_across_texts_is_noticed(monkeypatch):
-    loop = unpadded._by_loop
-    monkeypatch.setattr(unpadded, "_by_loop", lambda *given: loop(*given[:3], given[3][[0, -1]], *given[4:]))
-    with pytest.raises(OptionError, match="BertModel reads texts without padding otherwise, by"):
-        embedder_of(tiny_bert()).unpad(True)
 
 
 @torch.no_grad()
@@ -167,17 +156,15 @@ def test_padded_texts_are_read_as_before_by_a_backbone_that_was_prepared():
         assert embedder.backbone.config._attn_implementation == attention
 
 
-def test_on_a_cpu_nothing_is_prepared_unless_it_is_asked_for(loops):
+def test_nothing_is_prepared_unless_it_is_asked_for_and_an_empty_text_is_padded(loops):
     embedder = embedder_of(tiny_bert())
     assert embedder.unpadding is None
-    embedder(texts())
-    assert loops == []
     before = [module.config for module in attention_layers(embedder.backbone)]
-    embedder.unpad(True)
-    embedder.unpad(False)
-    loops.clear()
-    embedder(texts())
-    assert loops == []
+    for mode, lengths in ((True, (3, 0)), (False, LENGTHS)):
+        embedder.unpad(mode)
+        loops.clear()
+        assert embedder(texts(lengths)).shape == (len(lengths), 32)
+        assert loops == []
     after = [module.config for module in attention_layers(embedder.backbone)]
     assert len(before) == 2
     assert all(old is new for old, new in zip(before, after, strict=True))
@@ -200,24 +187,17 @@ def kernel(query, key, value, start, other, longest, longest_key, *, scale, wind
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("name", BACKBONES)
-def test_the_kernel_is_told_the_window_the_scale_and_the_shared_keys(name, monkeypatch):
+def older_kernel(query, key, value, start, other, longest, longest_key, *, scale, window_size):
+    """The same of a release of torch in which heads do not share keys."""
+    return kernel(query, key, value, start, other, longest, longest_key, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize(("name", "attend"), [*((name, kernel) for name in BACKBONES), ("mistral", older_kernel)])
+def test_the_kernel_is_told_the_window_the_scale_and_the_shared_keys(name, attend, monkeypatch):
     """Against a stand-in of the kernel, which only a GPU has."""
-    monkeypatch.setattr(unpadded, "_takes", lambda *_: True)
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(unpadded, "_kernel_takes", lambda *_: True)
+    monkeypatch.setattr(varlen, "varlen_attn", attend)
     expected, found = both_vectors(embedder_of(BACKBONES[name]()), texts())
-    assert float((found - expected).abs().max()) <= 1e-6
-
-
-def test_keys_are_copied_where_a_release_of_torch_does_not_share_them(monkeypatch):
-    monkeypatch.setattr(unpadded, "_takes", lambda *_: True)
-
-    def older(query, key, value, start, other, longest, longest_key, *, scale, window_size):
-        assert query.shape == key.shape
-        return kernel(query, key, value, start, other, longest, longest_key, scale=scale, window_size=window_size)
-
-    monkeypatch.setattr(varlen, "varlen_attn", older)
-    expected, found = both_vectors(embedder_of(build("mistral")), texts())
     assert float((found - expected).abs().max()) <= 1e-6
 
 

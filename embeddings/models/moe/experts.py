@@ -14,30 +14,18 @@ from torch.nn import functional as F
 
 
 class RoutingSums(NamedTuple):
-    """What a layer's routing adds up to over its tokens; sums of two sets of tokens are those of both together.
+    """What a layer's routing adds up to over its T tokens; sums of two sets of tokens are those of both together."""
 
-    Attributes:
-        count_X: How many of the T tokens each expert was given, (X,) int64; the sum over experts is T K.
-        probability_X: Sum over tokens of the softmax over all experts, (X,) float32, with gradient.
-        squared_logsumexp: Sum over tokens of logsumexp(logits)^2, () float32, with gradient.
-    """
-
-    count_X: Tensor
-    probability_X: Tensor
-    squared_logsumexp: Tensor
+    count_X: Tensor  # tokens that each expert was given, (X,) int64, T K in all
+    probability_X: Tensor  # sum of the softmax over all experts, (X,) float32, with gradient
+    squared_logsumexp: Tensor  # sum of logsumexp(logits)^2, () float32, with gradient
 
 
 class Routing(NamedTuple):
-    """Where each token goes.
+    """Where each token goes."""
 
-    Attributes:
-        expert_TK: The experts of each token, the most probable first, (T, K) int64.
-        weight_TK: The weight of each of them in the token's output, (T, K) float32.
-        sums: What the routing adds up to.
-    """
-
-    expert_TK: Tensor
-    weight_TK: Tensor
+    expert_TK: Tensor  # the experts of each token, the most probable first, (T, K) int64
+    weight_TK: Tensor  # the weight of each of them in the token's output, (T, K) float32
     sums: RoutingSums
 
 
@@ -45,9 +33,6 @@ class Router(nn.Module):
     """Top-k routing by a linear layer without bias:  p = softmax(W x),  the K largest of p choose and weigh experts.
 
     Args:
-        hidden_size: Width of the states, H.
-        num_experts: Experts, X.
-        top_k: Experts a token, K.
         renormalize: Whether the K weights are divided by their sum. With K = 1 the weight is then always 1, and the
             router learns from the balancing loss alone.
         noise: Half the width of the uniform factor around 1 that a state is multiplied by before it is scored, in
@@ -73,15 +58,10 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Draw the weights from N(0, std)."""
         nn.init.normal_(self.weight, std=std)
 
     def forward(self, token_TH: Tensor) -> Routing:
-        """The routing of T tokens.
-
-        Args:
-            token_TH: States of tokens without padding, (T, H) float.
-        """
+        """The routing of T tokens without padding, (T, H) float."""
         with torch.autocast(token_TH.device.type, enabled=False):
             scored_TH = token_TH.to(torch.promote_types(token_TH.dtype, torch.float32))
             if self.training and self.noise > 0:
@@ -100,11 +80,7 @@ class Router(nn.Module):
 
 
 def check_routing(num_experts: int, top_k: int, noise: float = 0.0) -> None:
-    """Check that a routing can be.
-
-    Raises:
-        ValueError: If it cannot; the message names the number and shows it.
-    """
+    """Refuse impossible numbers by a `ValueError` that names the number and shows it."""
     if num_experts < 1:
         raise ValueError(f"num_experts must be >= 1, got {num_experts}")
     if not 1 <= top_k <= num_experts:
@@ -124,37 +100,25 @@ SortedMlps = Callable[[Tensor, Tensor, "ExpertWeights"], Tensor]
 
 
 class ExpertWeights(NamedTuple):
-    """What a back end computes with, in the dtype it computes in.
+    """What a back end computes with, in the dtype it computes in."""
 
-    Attributes:
-        w1_XFH: Each expert's first matrix, (X, F, H), or (X, 2F, H) where it is gated.
-        w2_XFH: Each expert's second matrix, (X, F, H).
-        bias_XF: Each expert's bias after the first matrix, as many numbers as that has rows, or None.
-        activation: What follows the first matrix, the gate included.
-    """
-
-    w1_XFH: Tensor
-    w2_XFH: Tensor
-    bias_XF: Tensor | None
-    activation: Activation
+    w1_XFH: Tensor  # (X, F, H), or (X, 2F, H) where it is gated
+    w2_XFH: Tensor  # (X, F, H)
+    bias_XF: Tensor | None  # after the first matrix, as many numbers as that has rows
+    activation: Activation  # the gate included
 
 
 Backend = Callable[[Tensor, Routing, ExpertWeights], Tensor]
 
 
 class Gate(nn.Module):
-    """act(g) * u of numbers g and u that lie end to end, (…, 2F) to (…, F).
-
-    Args:
-        activation: What the gate's half passes.
-    """
+    """act(g) * u of numbers g and u that lie end to end, (…, 2F) to (…, F)."""
 
     def __init__(self, activation: Activation) -> None:
         super().__init__()
         self.activation = activation
 
     def forward(self, both: Tensor) -> Tensor:
-        """The gated half."""
         gate, value = both.chunk(2, dim=-1)
         return self.activation(gate) * value
 
@@ -170,9 +134,7 @@ class Experts(nn.Module):
     Dropless: however uneven the load, every token passes all of its experts.
 
     Args:
-        hidden_size: Width of the states, H.
         intermediate_size: Inner width of each expert, F.
-        num_experts: Experts, X.
         inner_bias: Whether each expert has a bias b1; the released model has none.
         activation: What follows the first matrix, GELU as released.
         backend: How the sum is computed: `grouped_experts` or `loop_experts`, which give the same values.
@@ -205,7 +167,6 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Draw the matrices from N(0, std) and set the biases to zero."""
         for matrix in (self.w1, self.w2):
             nn.init.normal_(matrix, std=std)
         for bias in (self.bias1, self.bias2):
@@ -213,12 +174,7 @@ class Experts(nn.Module):
                 nn.init.zeros_(bias)
 
     def forward(self, token_TH: Tensor, routing: Routing) -> Tensor:
-        """The output of T tokens, (T, H) in the dtype it is computed in.
-
-        Args:
-            token_TH: States of tokens without padding, (T, H) float.
-            routing: Where each of them goes.
-        """
+        """The output of T tokens without padding, (T, H), in the dtype it is computed in."""
         device = token_TH.device.type
         # No grouped product is on autocast's list, so its casts are made here, alike for every back end.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else token_TH.dtype
@@ -237,8 +193,8 @@ _casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] | None = None
 def shared_casts() -> Iterator[None]:
     """Inside, experts' weights are cast to autocast's dtype once, as autocast does for the products on its list.
 
-    For one training step, in which the weights do not change: the mini-batches and their kept graphs then share one
-    copy of each weight, and each graph's backward reaches the weight itself through it.
+    For one training step, in which the weights do not change: all mini-batches and kept graphs share one copy of each
+    weight, through which each graph's backward reaches the weight.
     """
     global _casts
     before, _casts = _casts, {}
@@ -280,24 +236,61 @@ def loop_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> 
 def grouped_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     """The same sum over tokens sorted by expert, by two grouped products; neither loops nor waits in Python.
 
-    On a CPU large loads in float32 go expert by expert instead, with the same values (`pass_experts`).
-
-    float64 goes through the loop, which `torch.nn.functional.grouped_mm` does not take; so do widths whose rows are no
-    multiple of 16 bytes. Under torch.compile float32 breaks the graph: the product is traced in bfloat16 alone.
+    On a CPU large loads in float32 go expert by expert, with the same values (`pass_experts`). The loop takes what
+    `grouped_mm` does not: float64, and widths whose rows are no multiple of 16 bytes. Under torch.compile float32
+    breaks the graph: the product is traced in bfloat16 alone.
     """
     if not _takes(weights):
         return _uncompiled_loop(token_TH, routing, weights)
     if torch.compiler.is_compiling() and token_TH.dtype != torch.bfloat16:
         return _uncompiled_sorted(token_TH, routing, weights)
-    return _sorted_quickly(token_TH, routing, weights)
+    return sorted_experts(token_TH, routing, weights)
 
 
-def sorted_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights, mlps: SortedMlps) -> Tensor:
+def _takes(weights: ExpertWeights) -> bool:
+    """Whether torch's grouped product takes such matrices."""
+    _, inner, hidden = weights.w2_XFH.shape
+    size = weights.w1_XFH.element_size()
+    return weights.w1_XFH.dtype != torch.float64 and inner * size % 16 == 0 and hidden * size % 16 == 0
+
+
+def grouped_mm(row_PI: Tensor, matrix_XIO: Tensor, end_X: Tensor) -> Tensor:
+    """The product of each expert's own rows, up to its end, with its matrix, (P, O)."""
+    if len(row_PI) == 0:
+        # The experts keep a gradient of zero where there is no token.
+        return row_PI @ matrix_XIO.sum(0)
+    return F.grouped_mm(row_PI, matrix_XIO, offs=end_X)
+
+
+def grouped_mlps(
+    row_PH: Tensor, count_X: Tensor, weights: ExpertWeights, product: GroupedProduct = grouped_mm
+) -> Tensor:
+    """Each expert's MLP over its own rows, (P, H), by two grouped products; `count_X` are the experts' rows."""
+    end_X = count_X.cumsum(0).to(torch.int32)
+    inner_PF = product(row_PH, weights.w1_XFH.transpose(1, 2), end_X)
+    if weights.bias_XF is not None:
+        # As a product its gradient is one too: a sum over rows in a fixed order, without atomic additions.
+        row_P1 = torch.arange(len(row_PH), device=end_X.device)[:, None]
+        is_own_PX = (row_P1 < end_X) & (row_P1 >= end_X - count_X)
+        inner_PF = torch.addmm(inner_PF, is_own_PX.to(inner_PF.dtype), weights.bias_XF)
+    return product(weights.activation(inner_PF), weights.w2_XFH, end_X)
+
+
+def _quickest_mlps(row_PH: Tensor, count_X: Tensor, weights: ExpertWeights) -> Tensor:
+    is_large, activation = len(row_PH) >= ROWS_BY_EXPERT * len(count_X), weights.activation
+    learns = isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None
+    if row_PH.device.type == "cpu" and is_large and row_PH.dtype == torch.float32 and not learns:
+        return pass_experts(row_PH, count_X.tolist(), weights)
+    return grouped_mlps(row_PH, count_X, weights)
+
+
+def sorted_experts(
+    token_TH: Tensor, routing: Routing, weights: ExpertWeights, mlps: SortedMlps = _quickest_mlps
+) -> Tensor:
     """The same sum over tokens sorted by expert, (T, H), float32 or better.
 
-    The T K pairs of token and expert are sorted by expert, so that each expert's rows are contiguous; `mlps` runs over
-    them, and each token's output is the weighted sum of its K rows. Every sum over them, forward and backward, gathers
-    them: nothing is added by index, which a GPU does one by one and in any order.
+    The P = T K pairs of token and expert are sorted by expert; `mlps` runs over each expert's contiguous rows. Sums of
+    a token's K rows, forward and backward, gather them: a GPU adds by index one by one and in any order.
     """
     order_P = routing.expert_TK.flatten().sort(stable=True).indices
     token_P = order_P // routing.expert_TK.shape[1]
@@ -316,14 +309,12 @@ class _RowsOfTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, token_TH: Tensor, token_P: Tensor, row_TK: Tensor) -> Tensor:
-        """Copy."""
         ctx.save_for_backward(row_TK)
         return token_TH.index_select(0, token_P)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_PH: Tensor) -> tuple[Tensor, None, None]:
-        """The sum over each token's rows."""
         return _sum_of_rows(grad_PH, *ctx.saved_tensors), None, None
 
 
@@ -332,14 +323,12 @@ class _SumsOfRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, row_PH: Tensor, token_P: Tensor, row_TK: Tensor) -> Tensor:
-        """Gather and add."""
         ctx.save_for_backward(token_P)
         return _sum_of_rows(row_PH, row_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None]:
-        """Each row has its token's."""
         (token_P,) = ctx.saved_tensors
         return grad_TH.index_select(0, token_P), None, None
 
@@ -353,63 +342,17 @@ def _sum_of_rows(row_PH: Tensor, row_TK: Tensor) -> Tensor:
     return sum_TH
 
 
-def grouped_mlps(row_PH: Tensor, count_X: Tensor, weights: ExpertWeights, product: GroupedProduct) -> Tensor:
-    """Each expert's MLP over its own rows, (P, H), by two grouped products; `count_X` are the experts' rows."""
-    end_X = count_X.cumsum(0).to(torch.int32)
-    inner_PF = product(row_PH, weights.w1_XFH.transpose(1, 2), end_X)
-    if weights.bias_XF is not None:
-        # As a product its gradient is one too: a sum over rows in a fixed order, without atomic additions.
-        row_P1 = torch.arange(len(row_PH), device=end_X.device)[:, None]
-        is_own_PX = (row_P1 < end_X) & (row_P1 >= end_X - count_X)
-        inner_PF = torch.addmm(inner_PF, is_own_PX.to(inner_PF.dtype), weights.bias_XF)
-    return product(weights.activation(inner_PF), weights.w2_XFH, end_X)
-
-
-def _takes(weights: ExpertWeights) -> bool:
-    """Whether torch's grouped product takes such matrices."""
-    _, inner, hidden = weights.w2_XFH.shape
-    size = weights.w1_XFH.element_size()
-    return weights.w1_XFH.dtype != torch.float64 and inner * size % 16 == 0 and hidden * size % 16 == 0
-
-
-def _grouped_mm(row_PI: Tensor, matrix_XIO: Tensor, end_X: Tensor) -> Tensor:
-    if len(row_PI) == 0:
-        # The experts keep a gradient of zero where there is no token.
-        return row_PI @ matrix_XIO.sum(0)
-    return F.grouped_mm(row_PI, matrix_XIO, offs=end_X)
-
-
-def _quick_mlps(row_PH: Tensor, count_X: Tensor, weights: ExpertWeights) -> Tensor:
-    is_large, activation = len(row_PH) >= ROWS_BY_EXPERT * len(count_X), weights.activation
-    learns = isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None
-    if row_PH.device.type == "cpu" and is_large and row_PH.dtype == torch.float32 and not learns:
-        return pass_experts(row_PH, count_X.tolist(), *weights)
-    return grouped_mlps(row_PH, count_X, weights, _grouped_mm)
-
-
-def _sorted_quickly(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
-    return sorted_experts(token_TH, routing, weights, _quick_mlps)
-
-
-_uncompiled_sorted: Backend = torch.compiler.disable(_sorted_quickly)  # type: ignore[no-untyped-call]
+_uncompiled_sorted: Backend = torch.compiler.disable(sorted_experts)  # type: ignore[no-untyped-call]
 _uncompiled_loop: Backend = torch.compiler.disable(loop_experts)  # type: ignore[no-untyped-call]
 
 
-def pass_experts(
-    row_PH: Tensor,
-    size_X: Sequence[int],
-    w1_XFH: Tensor,
-    w2_XFH: Tensor,
-    bias_XF: Tensor | None,
-    activation: Callable[[Tensor], Tensor],
-) -> Tensor:
+def pass_experts(row_PH: Tensor, size_X: Sequence[int], weights: ExpertWeights) -> Tensor:
     """Each expert's MLP over its own rows, (P, H):  o = act(x W1_e^T + b1_e) W2_e.
 
-    The values of two grouped products, with half the memory for the backward pass: P (F + H) values beside the
-    matrices. It keeps each expert's input of the activation, computes the activation again, and writes gradients in
-    place. `activation` must have no parameters: they would get no gradient.
+    The values of two grouped products, with half the memory for the backward pass: it keeps each expert's input of the
+    activation and computes the activation again, which must have no parameters: they would get no gradient.
     """
-    output_PH: Tensor = _ExpertPasses.apply(row_PH, w1_XFH, w2_XFH, bias_XF, size_X, activation)  # type: ignore[no-untyped-call]
+    output_PH: Tensor = _ExpertPasses.apply(row_PH, *weights, size_X)  # type: ignore[no-untyped-call]
     return output_PH
 
 
@@ -423,10 +366,9 @@ class _ExpertPasses(torch.autograd.Function):
         w1_XFH: Tensor,
         w2_XFH: Tensor,
         bias_XF: Tensor | None,
+        activation: Activation,
         size_X: Sequence[int],
-        activation: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """The outputs, (P, H); keeps the rows and what each expert's activation is given."""
         output_PH = torch.empty_like(row_PH)
         inner_X = []
         for expert, rows in enumerate(_slices(size_X)):
@@ -442,7 +384,6 @@ class _ExpertPasses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_PH: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of what needs one, from that of the outputs, (P, H)."""
         row_PH, w1_XFH, w2_XFH, *inner_X = ctx.saved_tensors
         shapes = row_PH.shape, w1_XFH.shape, w2_XFH.shape, w1_XFH.shape[:2]
         of_row_PH, of_w1_XFH, of_w2_XFH, of_bias_XF = (

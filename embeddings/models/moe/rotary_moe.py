@@ -30,14 +30,7 @@ from .experts import Experts, Router, RoutingSums
 
 
 class MoeMlp(nn.Module):
-    """Routes each token to its experts and adds their outputs up; padding is neither routed nor counted.
-
-    Args:
-        router: Chooses and weighs experts.
-        experts: The experts.
-
-    Related: `embeddings.models.moe.upcycling`, which makes one of a dense MLP.
-    """
+    """Routes each token to its experts and adds their outputs up; padding is neither routed nor counted."""
 
     def __init__(self, router: Router, experts: Experts) -> None:
         super().__init__()
@@ -45,14 +38,9 @@ class MoeMlp(nn.Module):
         self.experts = experts
 
     def forward(self, state_NLH: Tensor, row_T: Tensor | None = None) -> tuple[Tensor, RoutingSums]:
-        """The layer's output and what its routing adds up to.
+        """The output, (N, L, H), zero at padding, and what the routing adds up to over the T tokens.
 
-        Args:
-            state_NLH: States, (N, L, H) float.
-            row_T: Rows of the flattened states that are tokens, (T,) int64; None where all are.
-
-        Returns:
-            Output, (N, L, H), zero at padding; sums over the T tokens.
+        `row_T`, (T,) int64, are the rows of the flattened states that are tokens; None where all are.
         """
         state_RH = state_NLH.flatten(0, 1)
         token_TH = state_RH if row_T is None else state_RH.index_select(0, row_T)
@@ -64,43 +52,27 @@ class MoeMlp(nn.Module):
 
 
 class RotaryMoeConfig(JinaEmbeddingsV3Config):  # type: ignore[no-untyped-call]
-    """The dense encoder's config and, beside it, which layers have experts, and what kind.
-
-    Attributes:
-        moe_layers: Indices of the layers with experts, from 0, in order.
-        num_experts: Experts a layer, X.
-        experts_per_token: Experts a token, K.
-        renormalize_experts: Whether the K weights of a token are divided by their sum.
-        expert_bias: Whether each expert has a bias after its first matrix.
-        router_noise: Half the width of the factor that states are multiplied by for the router, in training.
-        gated_mlp: Whether layers are NomicBert's: gated MLPs, experts or not, and no biases.
-    """
+    """The dense encoder's config and, beside it, which layers have experts, and what kind."""
 
     model_type = "rotary_moe"
     _auto_class = "AutoConfig"
 
-    moe_layers: list[int] = field(default_factory=list)
-    num_experts: int = 8
-    experts_per_token: int = 2
-    renormalize_experts: bool = False
-    expert_bias: bool = False
-    router_noise: float = 0.0
-    gated_mlp: bool = False
+    moe_layers: list[int] = field(default_factory=list)  # indices of the layers with experts, from 0, in order
+    num_experts: int = 8  # experts a layer, X
+    experts_per_token: int = 2  # K
+    renormalize_experts: bool = False  # whether the K weights of a token are divided by their sum
+    expert_bias: bool = False  # whether each expert has a bias after its first matrix
+    router_noise: float = 0.0  # as `noise` of `Router`
+    gated_mlp: bool = False  # whether layers are NomicBert's: gated MLPs, experts or not, and no biases
 
 
 @dataclass
 class RotaryMoeOutput(BaseModelOutput):
-    """The last states and what the routing of all Y sparse layers adds up to over the tokens, padding left out.
+    """The last states and the `RoutingSums` of all Y sparse layers over the tokens, padding left out."""
 
-    Attributes:
-        expert_counts: Tokens that each expert was given, (Y, X) int64.
-        expert_probabilities: Sums of router probabilities, (Y, X) float32, with gradient.
-        router_squared_logsumexp: Sums of squared logsumexp of router logits, (Y,) float32, with gradient.
-    """
-
-    expert_counts: Tensor | None = None
-    expert_probabilities: Tensor | None = None
-    router_squared_logsumexp: Tensor | None = None
+    expert_counts: Tensor | None = None  # (Y, X) int64
+    expert_probabilities: Tensor | None = None  # (Y, X) float32, with gradient
+    router_squared_logsumexp: Tensor | None = None  # (Y,) float32, with gradient
 
 
 class RotaryMoeLayer(JinaEmbeddingsV3Layer):  # type: ignore[no-untyped-call]
@@ -124,11 +96,7 @@ class RotaryMoeLayer(JinaEmbeddingsV3Layer):  # type: ignore[no-untyped-call]
         row_T: Tensor | None = None,
         **attention_options: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The next states, (N, L, H), and the routing's three sums.
-
-        They are outputs like the states and no side effect, so a layer that is recomputed for the backward pass counts
-        nothing twice.
-        """
+        """The next states, (N, L, H), and the routing's three sums: a layer that is recomputed counts nothing twice."""
         attended, _ = self.self_attn(
             hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **attention_options
         )
@@ -143,9 +111,6 @@ class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[no-untype
     Padding is told from tokens by a two-dimensional attention mask. A mask of every pair of tokens, as packed rows
     have, says nothing of padding: every position is then routed and counted.
 
-    Args:
-        config: What it is made of.
-
     Raises:
         ValueError: If the config's experts or layers cannot be.
     Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §4.1 and §4.3.
@@ -154,6 +119,7 @@ class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[no-untype
     config_class = RotaryMoeConfig
     config: RotaryMoeConfig
     _auto_class = "AutoModel"
+    _input_embed_layer = "word_embeddings"
     _no_split_modules = ["JinaEmbeddingsV3Embeddings", "JinaEmbeddingsV3Layer", "NomicBertLayer", "RotaryMoeLayer"]  # noqa: RUF012
 
     def __init__(self, config: RotaryMoeConfig) -> None:
@@ -168,15 +134,6 @@ class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[no-untype
         dense: Any = NomicBertLayer if config.gated_mlp else JinaEmbeddingsV3Layer
         self.layers = nn.ModuleList([RotaryMoeLayer(config) if layer in sparse else dense(config) for layer in layers])
         self.post_init()  # type: ignore[no-untyped-call]
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        """The word embeddings."""
-        words: nn.Embedding = self.embeddings.word_embeddings
-        return words
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Put other word embeddings in their place."""
-        self.embeddings.word_embeddings = value  # type: ignore[assignment]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -201,17 +158,7 @@ class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[no-untype
         return_dict: bool | None = None,
         **attention_options: Any,
     ) -> RotaryMoeOutput | tuple[Any, ...]:
-        """The states of the last layer, and the routing's sums.
-
-        Args:
-            input_ids: Token ids, (N, L) int64, or `inputs_embeds`, (N, L, H).
-            attention_mask: Non-zero where there is a token, (N, L); or for every pair of tokens, (N, 1, L, L).
-            token_type_ids: Kinds of tokens, (N, L) int64, zero if None.
-            position_ids: Indices that queries and keys are rotated by, (N, L) or (1, L) int64; from 0 on if None.
-            inputs_embeds: Word embeddings in place of ids.
-            return_dict: Whether the output has names; True if None.
-            attention_options: Handed on to the attention function.
-        """
+        """The states of the last layer, and the routing's sums; arguments as transformers' encoders take them."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         states_NLH = self.embeddings(
@@ -241,7 +188,7 @@ class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[no-untype
 
 
 def _token_rows(attention_mask: Tensor | None) -> Tensor | None:
-    """Rows of the flattened states that are tokens, or None where all are, or none is told from padding."""
+    """Rows of the flattened states that are tokens, or None where all are or the mask does not say."""
     if attention_mask is None or attention_mask.dim() != 2:
         return None
     row_T = attention_mask.flatten().nonzero().squeeze(1)

@@ -39,14 +39,10 @@ def moe_layers(backbone: nn.Module) -> list[int]:
 
 @contextmanager
 def read_routing(backbone: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]]]:
-    """Read the sums of the forward passes that a backbone runs inside.
+    """Inside, the function given has the sums of the forward passes so far, by the names in `RotaryMoeOutput`.
 
-    They are outputs of the backbone like its states (`RotaryMoeOutput`) and part of the same graph; a layer that runs
-    again for the backward pass adds nothing.
-
-    Yields:
-        A function that gives the sums by name: `expert_counts` (Y, X) int64, `expert_probabilities` (Y, X) and
-        `router_squared_logsumexp` (Y,), Y sparse layers; empty where the backbone is dense.
+    They are outputs of the backbone like its states and part of the same graph: a layer that runs again for the
+    backward pass adds nothing. A dense backbone has none.
     """
     found: dict[str, Tensor] = {}
 
@@ -67,35 +63,20 @@ def read_routing(backbone: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]
 
 
 class LoadMetrics(NamedTuple):
-    """How evenly the tokens of Y sparse layers are spread over X experts.
+    """How evenly the tokens of Y sparse layers are spread over X experts."""
 
-    Attributes:
-        entropy_Y: Entropy of the experts' shares over its largest value, (Y,) float64, 0 to 1; 1 where all are loaded
-            alike.
-        highest_Y: Tokens of the busiest expert over an even share, (Y,) float32; 1 where all are loaded alike, X where
-            one expert has all.
-        idle_Y: Experts that were given no token, (Y,) int64.
-    """
-
-    entropy_Y: Tensor
-    highest_Y: Tensor
-    idle_Y: Tensor
+    entropy_Y: Tensor  # entropy of the experts' shares over its largest value, (Y,) float64, 0 to 1; 1 for an even load
+    highest_Y: Tensor  # tokens of the busiest expert over an even share, (Y,) float32, from 1 to X
+    idle_Y: Tensor  # experts that were given no token, (Y,) int64
 
 
 def load_metrics(count_YX: Tensor) -> LoadMetrics:
-    """The metrics of the tokens given to each expert of each sparse layer, (Y, X) int64."""
     highest_Y = count_YX.amax(dim=1) * count_YX.shape[1] / count_YX.sum(dim=1).clamp(min=1)
     return LoadMetrics(relative_entropy(count_YX), highest_Y, (count_YX == 0).sum(dim=1))
 
 
 def routing_metrics(count_YX: Tensor, probability_YX: Tensor, layers: list[int]) -> dict[str, float]:
-    """The metrics of one step by the names they are logged under (see `RoutingStatistics`).
-
-    Args:
-        count_YX: Tokens given to each expert of each sparse layer, (Y, X) int64.
-        probability_YX: Sums of router probabilities, (Y, X) float.
-        layers: The layers' indices.
-    """
+    """The metrics of one step by the names they are logged under, from tokens and sums of probabilities by expert."""
     load = load_metrics(count_YX)
     by_name = {
         "load_entropy": load.entropy_Y,
@@ -130,13 +111,10 @@ def set_expert_backend(model: nn.Module, name: BackendName) -> None:
         model: A model with sparse layers, or without any.
         name: `grouped_mm`, torch's grouped product over tokens sorted by expert; `loop`, one expert after another, the
             reference; `megablocks`, the same order as `grouped_mm` with that library's product, only bfloat16 on CUDA.
-
-    Raises:
-        OptionError: If there is no such back end, or megablocks is asked for and not installed.
     """
     if name not in get_args(BackendName):
-        fix = "leave it out for grouped_mm"
-        raise OptionError("expert_backend", name, "must be grouped_mm, loop or megablocks", fix)
+        rule = "must be grouped_mm, loop or megablocks"
+        raise OptionError("expert_backend", name, rule, "leave it out for grouped_mm")
     known: dict[str, Backend] = {"grouped_mm": grouped_experts, "loop": loop_experts}
     backend = known[name] if name in known else MegablocksExperts()
     for module in model.modules():
@@ -150,11 +128,7 @@ _MEGABLOCKS_PIN = "its newest release, 0.10.0, requires torch<2.7.1, and this li
 class MegablocksExperts:
     """The experts' sum with the grouped product of megablocks (its `gg` extra, CUTLASS), bfloat16 on CUDA.
 
-    It has been tried against a stand-in of that product only, never against megablocks itself: its releases pin a
-    torch older than this library's oldest.
-
-    Raises:
-        OptionError: If megablocks is not installed, or was built without its CUDA extension or its grouped product.
+    It has been tried against a stand-in of that product only: releases of megablocks pin a torch that is too old here.
     """
 
     def __init__(self) -> None:
@@ -168,11 +142,7 @@ class MegablocksExperts:
         self._gmm: Any = util.ops.gmm
 
     def __call__(self, token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
-        """The weighted sum over each token's experts, (T, H) float32.
-
-        Raises:
-            OptionError: If the states are not bfloat16.
-        """
+        """The weighted sum over each token's experts, (T, H) float32."""
         if token_TH.dtype != torch.bfloat16:
             rule, fix = "computes only in bfloat16", "train with precision bf16-mixed or bf16-true, or use grouped_mm"
             raise OptionError("expert_backend", f"megablocks in {token_TH.dtype}", rule, fix)

@@ -31,8 +31,6 @@ class Upcycling:
         every: Sparse layers come every so many. The paper: 2, every other.
         noise: Half the width of the factor that states are multiplied by for the router, in training; 0 for none.
 
-    Raises:
-        OptionError: If a number is impossible.
     Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §4.3; Komatsuzaki 2023, arXiv:2212.05055, for the method.
     """
 
@@ -55,16 +53,11 @@ class Upcycling:
         except ValueError as error:
             name, _, rest = str(error).partition(" ")
             rule = rest.partition(", got")[0]
-            raise OptionError(
-                f"upcycling.{name}", getattr(self, name), rule, "the paper has 8 experts, top 2"
-            ) from error
+            fix = "the paper has 8 experts, top 2"
+            raise OptionError(f"upcycling.{name}", getattr(self, name), rule, fix) from error
 
     def layers(self, num_layers: int) -> list[int]:
-        """The sparse layers of a model, in order.
-
-        Raises:
-            OptionError: If there is none.
-        """
+        """The sparse layers of a model, in order; an `OptionError` if there is none."""
         chosen = list(range(self.first, num_layers, self.every))
         if not chosen:
             rule = f"leaves no layer to make sparse: the model has {num_layers}, counted from 0"
@@ -73,20 +66,14 @@ class Upcycling:
 
 
 def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
-    """A dense rotary encoder with experts in place of chosen MLPs.
+    """A dense rotary encoder with experts in place of chosen MLPs, of the same dtype, attention and mode.
 
     Each expert is a copy of the layer's MLP, gated (NomicBert, §7.1) or not, so they differ only once the router has
-    told them apart in training. The router is drawn from N(0, 0.02).
-
-    Determinism: the router's weights follow from torch's random state.
+    told them apart in training. The router is drawn from N(0, 0.02) by torch's random state.
 
     Args:
-        dense: A rotary encoder without head (see `embeddings.models.rotary`), or a NomicBert; it shares the weights
-            that stay as they are with the result and should not be used afterwards.
-        settings: Which layers, and how.
-
-    Returns:
-        The model, of the same dtype, attention, mode and gradient checkpointing.
+        dense: A rotary encoder without head (see `embeddings.models.rotary`), or a NomicBert. It shares weights with
+            the result and should not be used afterwards.
 
     Raises:
         OptionError: If the model is another architecture or sparse already, or no layer is chosen.
@@ -121,7 +108,10 @@ def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
         mlp = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
         state |= {f"layers.{layer}.mlp.{name}": value for name, value in _experts_of(mlp, settings).items()}
     sparse.load_state_dict(state, assign=True)
-    _take_buffers(sparse, dense)
+    # No state dict holds the buffers; the new model's are on the meta device.
+    for name, buffer in dense.named_buffers():
+        owner, _, own_name = name.rpartition(".")
+        setattr(sparse.get_submodule(owner), own_name, buffer)
     sparse.train(dense.training)
     if any(getattr(module, "gradient_checkpointing", False) for module in dense.modules()):
         enable_checkpointing(sparse)
@@ -164,10 +154,3 @@ def _experts_of(mlp: dict[str, Tensor], settings: Upcycling) -> dict[str, Tensor
     if gated or settings.mode == "release":
         return made | {"experts.bias2": second.new_zeros(len(second))}
     return made | {"experts.bias1": copies(mlp["fc1.bias"]), "experts.bias2": mlp["fc2.bias"]}
-
-
-def _take_buffers(sparse: RotaryMoeModel, dense: PreTrainedModel) -> None:
-    """Put the dense model's buffers, which no state dict holds, in the place of the new model's empty ones."""
-    for name, buffer in dense.named_buffers():
-        owner, _, own_name = name.rpartition(".")
-        setattr(sparse.get_submodule(owner), own_name, buffer)
