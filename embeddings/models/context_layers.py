@@ -17,14 +17,13 @@ from .pooling import MeanPooling
 class FirstStage(nn.Module):
     """Context documents to the vectors that stand in front of a text: encoder, mean pooling, Linear-GELU-Linear.
 
-    The vectors are not normalised: they are inputs of the second stage, beside its word embeddings. Queries and
-    documents share one first stage, whose weights are not the second stage's.
+    The vectors are not normalised: they are inputs of the second stage, beside its word embeddings.
 
     Args:
         backbone: A Hugging Face encoder or decoder, adapted by peft or not.
         backbone_size: Width of the backbone's states.
         context_size: Width of the second stage's word embeddings, H.
-        max_length: Maximum number of tokens that are read of a document, its first ones; None for all.
+        max_length: Maximum tokens that are read of a document; None for all.
         pools_prompt: Whether all tokens of a document are pooled, whatever the caller leaves out.
 
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2; the projection is the released code's, not the paper's.
@@ -48,17 +47,10 @@ class FirstStage(nn.Module):
         )
 
     def forward(self, input_ids_ML: Tensor, attention_mask_ML: Tensor, pooling_mask_ML: Tensor) -> Tensor:
-        """One vector a context document.
+        """One vector a context document, (M, H), of ids padded on the right and boolean masks.
 
-        Args:
-            input_ids_ML: Token ids, (M, L) int64, padded on the right.
-            attention_mask_ML: True where there is a token, (M, L) bool.
-            pooling_mask_ML: True where a token enters the pooling, (M, L) bool.
-
-        Returns:
-            Vectors, (M, H) float32 (float64 where the weights are).
-
-        Precision: pooling sums in float32; the result is float32 under autocast and for bfloat16 weights too.
+        Precision: pooling sums in float32; the result is float32 under autocast and for bfloat16 weights too, and
+            float64 where the weights are.
         """
         if self.max_length is not None and input_ids_ML.shape[1] > self.max_length:
             parts = (input_ids_ML, attention_mask_ML, pooling_mask_ML.clone())
@@ -88,14 +80,13 @@ NULL_CONTEXT_STD = 0.01
 class ContextSlots(nn.Module):
     """The context vectors of each text of a call: one shared context, thinned by dropout, filled with a null vector.
 
-    In training each slot of each text is replaced by the null vector with probability `dropout_fraction`, so that a
-    model learns to work with any number of documents, none included. A context of fewer documents than slots is
-    filled with null vectors, and no context at all is null in every slot.
+    A context of fewer documents than slots is filled with null vectors, and no context is null in every slot.
 
     Args:
-        num_context: Slots, J. The paper uses 512, and 64 in its small setting.
+        num_context: Slots, J.
         context_size: Width of a context vector, H.
-        dropout_fraction: Probability of replacing one slot of one text in training. The released training uses 0.005.
+        dropout_fraction: Probability of replacing one slot of one text by the null vector in training, so that a model
+            learns to work with any number of documents. The released training uses 0.005.
 
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 (sequence dropout), §5 (its fraction) and Figure 16; the null
         vector's start, N(0, 0.01), is the released code's.
@@ -108,18 +99,7 @@ class ContextSlots(nn.Module):
         self.null_H = nn.Parameter(torch.randn(context_size) * NULL_CONTEXT_STD)
 
     def forward(self, context_MH: Tensor | None, num_texts: int) -> Tensor:
-        """The context vectors of every text.
-
-        Args:
-            context_MH: Vectors of the context documents, (M, H) with M <= J, or None for no context.
-            num_texts: Texts of the call, N.
-
-        Returns:
-            (N, J, H); every text has the same but for dropout.
-
-        Raises:
-            ValueError: If there are more vectors than slots, or of another width.
-        """
+        """The context vectors of N texts, (N, J, H), of M <= J vectors or None; a `ValueError` if these do not fit."""
         width = len(self.null_H)
         context_MH = self.null_H.new_empty(0, width) if context_MH is None else context_MH
         if context_MH.ndim != 2 or context_MH.shape[1] != width or len(context_MH) > self.num_context:
@@ -141,13 +121,9 @@ class ContextSlots(nn.Module):
 
 
 class SoftPrompt(nn.Module):
-    """Learned vectors between context and text: Linear-ReLU-Linear of a constant vector of ones.
+    """Learned vectors between context and text, (S, H): Linear-ReLU-Linear of a constant vector of ones.
 
-    Args:
-        num_soft_prompts: Vectors, S; 0 for the paper's model, which has none. The released models have 8.
-        context_size: Width of a vector, H.
-
-    Source: the released code of arXiv:2410.02525; the paper has none.
+    Source: the released code of arXiv:2410.02525, with S = 8; the paper has none.
     """
 
     def __init__(self, num_soft_prompts: int, context_size: int) -> None:
@@ -170,9 +146,7 @@ class SoftPrompt(nn.Module):
 
 
 class ResidualProjection(nn.Module):
-    """A vector plus Linear-ReLU-Linear of it; the identity, to the bit, until it is trained.
-
-    The last layer starts at zero, so a pretrained encoder's pooled states leave as they came.
+    """A vector plus Linear-ReLU-Linear of it, whose last layer starts at zero: the identity until it is trained.
 
     Args:
         hidden_size: Width of the vectors, H.
@@ -216,10 +190,9 @@ def states_behind_context(
 ) -> Tensor:
     """The states of a text's tokens, computed with M context vectors and S soft-prompt vectors in front of them.
 
-    A backbone that rotates queries and keys by index gets index 0 for every context vector; soft prompt and text are
-    numbered from M on. One that adds learned position vectors gets them for the text alone, from its own first
-    position on: the position vector that it would add to a prefix vector is taken off beforehand. In layers with a
-    window the prefix sees and is seen by everything, and the window holds among the text's tokens.
+    A backbone that rotates by index gets index 0 for every context vector; soft prompt and text are numbered from M on.
+    One that adds learned position vectors adds them to the text alone, from its own first position on. In layers with
+    a window the prefix sees and is seen by everything, and the window holds among the text's tokens.
 
     Args:
         backbone: A Hugging Face encoder, or a decoder without its causal mask, adapted by peft or not.
@@ -262,11 +235,8 @@ def without_positions(
 ) -> tuple[Tensor, Tensor]:
     """The positions of tokens behind a prefix that has none, and the prefix as the model is to be given it.
 
-    Args:
-        model: The Hugging Face model.
-        index_T: Each token's place behind the start of its prefix, from 0, (T,) int64.
-        prefix_NPH: Context and soft prompt, (N, P, H).
-        num_context: How many of the P are context.
+    `index_T` is each token's place from the start of its prefix, of whose P vectors `num_context` are context. A
+    position vector that the model would add to a prefix vector is taken off beforehand.
     """
     learned = learned_positions(model)
     if learned is None:
@@ -306,14 +276,12 @@ def first_position(table: nn.Embedding) -> int:
 
 
 def longest_text(backbone: nn.Module, num_prefix: int) -> int | None:
-    """Longest text in tokens behind a prefix that the backbone has positions for, or None where it sets no limit.
-
-    Learned positions are the text's alone; the indices of a rotary model count the prefix too.
-    """
+    """Maximum tokens behind a prefix that the backbone has positions for, or None where it sets no limit."""
     model = plain_model(backbone)
     table = learned_positions(model)
     if table is not None:
         return table.num_embeddings - first_position(table)
+    # The indices of a rotary model count the prefix too.
     limit = getattr(model.config, "max_position_embeddings", None)
     return None if limit is None else int(limit) - num_prefix
 
@@ -322,8 +290,7 @@ def longest_text(backbone: nn.Module, num_prefix: int) -> int | None:
 def check_position_free(backbone: nn.Module) -> None:
     """Check, by four tiny forward passes, that a backbone reads a context as a set and a text alone as always.
 
-    Raises:
-        ValueError: If it does not, or positions cannot be left out; the message is the rule that was broken.
+    The message of its `ValueError` is the rule that was broken.
     """
     model = plain_model(backbone)
     attention = model.config._attn_implementation

@@ -24,7 +24,6 @@ from embeddings.models.context_layers import (
 )
 from embeddings.models.directory import (
     ContextForm,
-    ContextParts,
     ModelParts,
     is_contextual,
     load_context_weights,
@@ -36,7 +35,7 @@ from embeddings.models.embedder import Embedder, num_positions
 from embeddings.models.lora import plain_backbone
 from embeddings.models.model_files import resolve_model
 from embeddings.models.pooling import MeanPooling
-from embeddings.models.portable_contextual import CONTEXT_FOLDER
+from embeddings.models.portable_contextual import CONTEXT_FOLDER, ContextParts
 from embeddings.models.unpadded import UnpaddedMode, Unpadding, has_window, padded, unpadding_of
 
 
@@ -45,15 +44,11 @@ class ContextualEmbedder(Embedder):
 
     The first stage makes one vector of each context document. The second stage reads [J context vectors | S soft-prompt
     vectors | word embeddings] with attention over all, pools only the states of the text's tokens, and adds a residual
-    projection. Context vectors have no position, so their order changes nothing. Queries and documents share the
-    weights, the two stages do not.
-
-    What keeps a pretrained encoder as it is at the start: the residual projection, exactly (its last layer is zero).
-    Context and soft prompt are new inputs that every token attends to, so vectors differ from the pretrained encoder's
-    from the first step on.
+    projection, which starts as the identity. Context vectors have no position, so their order changes nothing. Queries
+    and documents share the weights, the two stages do not.
 
     Args:
-        first_stage_backbone: The encoder of context documents; it reads the tokens of the same tokenizer.
+        first_stage_backbone: The encoder of context documents, of the same tokenizer.
         backbone: The encoder of texts behind their context; a decoder must have no causal mask.
         tokenizer: The tokenizer of both, padding on the right.
         num_context: Context vectors in front of each text, J. The paper uses 512, and 64 in its small setting.
@@ -102,10 +97,9 @@ class ContextualEmbedder(Embedder):
         words: Any = plain.get_input_embeddings()
         self.context_size = int(words.weight.shape[1])
         first = plain_backbone(first_stage_backbone)
-        _check_vocabulary(first.get_input_embeddings(), tokenizer)
         form = ContextForm() if form is None else form
+        _check_first_stage(first, tokenizer, context_max_length)
         _check_positions_of_context(backbone, form)
-        _check_positions(first, context_max_length)
         first_size = int(first.config.hidden_size)
         self.has_positions = form.has_positions
         size, limit = self.context_size, context_max_length
@@ -117,15 +111,12 @@ class ContextualEmbedder(Embedder):
         self.train()
 
     def unpad(self, mode: UnpaddedMode = "auto", first_stage: UnpaddedMode | None = None) -> None:
-        """Choose whether a `TokenBatch` is read without padding, by the first stage too.
+        """Choose how a `TokenBatch` is read, by the first stage too; None for that of the second.
 
-        Args:
-            mode: As in `BackboneConfig.unpadded`, of the second stage.
-            first_stage: The same of the first stage, like the second one's if None.
+        A window that a context without positions reaches across is in no kernel, so such a backbone is padded.
 
         Raises:
-            OptionError: If it must be and cannot. A window that a context without positions reaches across is in no
-                kernel, so such a backbone is padded.
+            OptionError: If it must be read without padding and cannot.
         """
         if not self.has_positions and has_window(self.backbone):
             if mode is True:
@@ -221,7 +212,7 @@ class ContextualEmbedder(Embedder):
                 tokens = padded(tokens, self.backbone, self.pad_token_id, self.longest_text, num_prefix)
         else:
             num_texts, longest = tokens.input_ids_NL.shape
-        limit = longest_text(self.backbone, self.num_extra_tokens)
+        limit = self.longest_text
         if limit is not None and longest > limit:
             rule = f"must leave texts of at most {limit} tokens beside {self.num_extra_tokens} of context and prompt"
             raise OptionError("data.text.document_max_length", longest, rule, "lower it or num_context")
@@ -249,11 +240,7 @@ class ContextualEmbedder(Embedder):
 
     @classmethod
     def from_config(cls, config: BackboneConfig) -> Self:
-        """The contextual model of a directory to train on, as `Embedder.from_config`, with both backbones as it says.
-
-        Raises:
-            InputError: If the model cannot be had, a file of it is damaged, or it is no contextual model.
-        """
+        """The contextual model of a directory to train on, with both backbones as the config says."""
         embedder = super().from_config(config)
         if config.gradient_checkpointing:
             enable_checkpointing(plain_backbone(embedder.first_stage.backbone))
@@ -279,17 +266,13 @@ class ContextualEmbedder(Embedder):
         return embedder
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write a sentence-transformers directory with both stages, atomically; adapters are merged.
-
-        The directory carries its own code, which sentence-transformers runs under `trust_remote_code=True` and our
-        loaders never do.
-        """
+        """Write a sentence-transformers directory with both stages and their code, atomically; adapters are merged."""
         context, widths = self._context_parts(), self.trained_widths
         parts = ModelParts(self.pooling, None, self.normalize, self.text, context, widths)
         write_model_directory(folder, self.backbone, self.tokenizer, parts)
 
     def _context_parts(self) -> ContextParts:
-        return ContextParts(self.first_stage, self.slots, self.soft_prompt, self.residual, self.has_positions)
+        return ContextParts(self.first_stage, self.slots, self.soft_prompt, self.has_positions, self.residual)
 
 
 def load_embedder(
@@ -298,13 +281,7 @@ def load_embedder(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Embedder:
-    """The model of a directory or Hub id, contextual or not, in evaluation mode; no code of the directory runs.
-
-    Arguments as in `Embedder.from_pretrained`. A contextual model's directory gives a `ContextualEmbedder`.
-
-    Raises:
-        InputError: If the model cannot be had, a file of it is damaged, or its parts do not fit together.
-    """
+    """The model of a directory or Hub id, a `ContextualEmbedder` if it is contextual, as `Embedder.from_pretrained`."""
     kind = ContextualEmbedder if is_contextual(resolve_model(os.fspath(name), revision)) else Embedder
     return kind.from_pretrained(name, revision, device, dtype)
 
@@ -337,15 +314,13 @@ def _check_positions_of_context(backbone: nn.Module, form: ContextForm) -> None:
         raise OptionError("backbone", kind, str(error), fix) from error
 
 
-def _check_positions(first_stage_backbone: nn.Module, context_max_length: int | None) -> None:
-    limit = num_positions(first_stage_backbone)
-    if limit is not None and context_max_length is not None and context_max_length > limit:
-        rule = f"must be <= {limit}, the positions that the first stage has"
-        raise OptionError("context_max_length", context_max_length, rule, "lower it")
-
-
-def _check_vocabulary(words: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    highest, rows = highest_id(tokenizer), words.weight.shape[0]
+def _check_first_stage(first: Any, tokenizer: PreTrainedTokenizerBase, context_max_length: int | None) -> None:
+    """Check that the first stage reads the tokens of the tokenizer, as many as are asked for."""
+    highest, rows = highest_id(tokenizer), first.get_input_embeddings().weight.shape[0]
     if highest >= rows:
         rule = f"must read the tokens of the second stage's tokenizer, whose highest id is {highest}"
         raise OptionError("first_stage_backbone", f"{rows} embeddings", rule, "take two backbones of one tokenizer")
+    limit = num_positions(first)
+    if limit is not None and context_max_length is not None and context_max_length > limit:
+        rule = f"must be <= {limit}, the positions that the first stage has"
+        raise OptionError("context_max_length", context_max_length, rule, "lower it")

@@ -1,8 +1,8 @@
 """The modules that a saved model directory brings along, for sentence-transformers to load.
 
-sentence-transformers' own modules do for most models. They cannot leave a prompt's tokens out of the pooling exactly
-(the prompt is measured apart from the text, which is off by one for most tokenizers), keep the end-of-sequence token
-under truncation, or pool by attention. A directory that needs one of these carries this file and its siblings.
+Its own modules cannot leave a prompt's tokens out of the pooling exactly (they measure the prompt apart from the text),
+keep the end-of-sequence token under truncation, or pool by attention. A directory that needs one of these carries this
+file and its siblings.
 
 This file travels inside model directories: it imports nothing but torch, transformers (with its safetensors) and
 its siblings.
@@ -31,12 +31,9 @@ class TextTransformer(nn.Module):
     """Texts to token states, with the mask of the tokens that enter the pooling.
 
     The first module of a sentence-transformers pipeline. `encode_query` takes the query length, everything else the
-    document length.
+    document length; prompt and special tokens count.
 
     Args:
-        model: The backbone.
-        tokenizer: Its tokenizer, padding on the right.
-        query_max_length, document_max_length: Maximum tokens of a text, prompt and special tokens included.
         append_eos: Whether every text ends in the end-of-sequence token, truncated ones too.
         pool_prompt: Whether a prompt's tokens enter the pooling.
         suffix: Text behind every text, under truncation too.
@@ -90,10 +87,9 @@ class TextTransformer(nn.Module):
     def tokenize_exactly(self, texts: Sequence[str], prompt: str, max_length: int) -> tuple[list[list[int]], list[int]]:
         """Ids of each text behind its prompt, and the index of its first token that enters the pooling.
 
-        Prompt and text are tokenised as one string. A token that ends within the prompt is left out, and so are the
-        special tokens before it; one that reaches into the text belongs to the text. Another `pooling_rule` may say
-        otherwise. Where nothing of the text is left, the special tokens after it are pooled, or else the last token.
-        A text has at most `max_length` tokens.
+        Prompt and text are tokenised as one string. Left out are tokens that end within the prompt and the special
+        tokens before it, unless `pooling_rule` says otherwise. Where nothing of the text is left, the special tokens
+        after it are pooled, or else the last token.
         """
         probe = self.tokenizer("a", return_special_tokens_mask=True)
         num_trailing = probe["special_tokens_mask"][::-1].index(0)
@@ -115,7 +111,7 @@ class TextTransformer(nn.Module):
         for row, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
             first, end_of_text = 0, len(row) - num_trailing
             if self.pool_prompt:
-                first = 0
+                pass
             elif self.pooling_rule == "after_colon":
                 first = row.index(colon) + 1 if colon in row else 0
             elif self.pooling_rule == "instruction_count":
@@ -177,14 +173,7 @@ class TextTransformer(nn.Module):
 
 
 class MaskedPooling(nn.Module):
-    """One vector a text from the states of its pooled tokens.
-
-    Args:
-        name: Which pooling (`mean`, `cls`, `last_token`, `weighted_mean`, `latent_attention`, `self_attention`,
-            `anchor_token`).
-        hidden_size: Width of the states.
-        arguments: The pooling's own arguments.
-    """
+    """One vector a text from the states of its pooled tokens, by the pooling of a name in `POOLINGS`."""
 
     def __init__(self, name: str, hidden_size: int, arguments: dict[str, Any]) -> None:
         super().__init__()
@@ -219,9 +208,8 @@ class MaskedPooling(nn.Module):
 
 def save_pooling(folder: str | os.PathLike[str], name: str, pooling: Pooling) -> None:
     """Write a pooling's name and arguments, and its weights where it has any, into an existing folder."""
-    save_json(
-        {"name": name, "hidden_size": pooling.hidden_size, "arguments": pooling.arguments()}, folder, "config.json"
-    )
+    settings = {"name": name, "hidden_size": pooling.hidden_size, "arguments": pooling.arguments()}
+    save_json(settings, folder, "config.json")
     if pooling.state_dict():
         save_tensors(pooling, Path(folder, "model.safetensors"))
 
