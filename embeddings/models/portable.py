@@ -126,12 +126,10 @@ class TextTransformer(nn.Module):
         return ids, firsts
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-        """The features with the states of the last layer added."""
         output = self.model(**{name: features[name] for name in ("input_ids", "attention_mask")})
         return {**features, "token_embeddings": output.last_hidden_state}
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
-        """Write the backbone, the tokenizer and the text settings."""
         self.model.save_pretrained(output_path)
         self.tokenizer.save_pretrained(output_path)
         save_json(self.settings(), output_path, TEXT_FILE)
@@ -189,11 +187,9 @@ class MaskedPooling(nn.Module):
         return {**features, "sentence_embedding": self.pooling(state_NLH, pooling_NL, *captured)}
 
     def get_embedding_dimension(self) -> int:
-        """Width of the vectors."""
         return self.pooling.hidden_size
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
-        """Write the pooling's arguments, and its weights where it has any."""
         save_pooling(output_path, self.name, self.pooling)
 
     @classmethod
@@ -215,18 +211,15 @@ def save_pooling(folder: str | os.PathLike[str], name: str, pooling: Pooling) ->
 
 
 def save_tensors(module: nn.Module, file: Path, prefix: str = "") -> None:
-    """Write a module's tensors as safetensors, `prefix` before their names."""
     state = {f"{prefix}{name}": tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
     save_file(state, file, metadata={"format": "pt"})
 
 
 def save_json(value: dict[str, Any], *place: str | os.PathLike[str]) -> None:
-    """Write a value as indented JSON."""
     Path(*place).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def load_tensors(module: nn.Module, model_name_or_path: str, filename: str, where: dict[str, Any]) -> None:
-    """Load a safetensors file of a directory or Hub id into a module."""
     file = cached_file(model_name_or_path, filename, **where)
     assert file is not None
     module.load_state_dict(load_file(file))
@@ -239,7 +232,6 @@ def hub_arguments(loading: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_text(model_name_or_path: str, filename: str, where: dict[str, Any]) -> str:
-    """The content of a file of a directory or Hub id."""
     path = cached_file(model_name_or_path, filename, **where)
     assert path is not None
     return Path(path).read_text(encoding="utf-8")

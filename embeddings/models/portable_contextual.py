@@ -83,13 +83,7 @@ class ContextualTransformer(TextTransformer):
     """Texts behind a context to token states, with the mask of the tokens that enter the pooling.
 
     The first module of a sentence-transformers pipeline. Without a context every slot holds the null vector.
-
-    Args:
-        model: The second stage's backbone.
-        tokenizer: The tokenizer of both stages.
-        context: The first stage and the layers between it and the second.
-        document_prompt: What goes before a context document where nothing else is given.
-        text: The arguments of `TextTransformer` past the tokenizer.
+    `document_prompt` goes before a context document where nothing else is given.
     """
 
     # What `encode` passes on to `forward`.
@@ -115,12 +109,7 @@ class ContextualTransformer(TextTransformer):
 
     @torch.no_grad()
     def embed_context(self, texts: Sequence[str], prompt: str | None = None) -> Tensor:
-        """The vectors of context documents, (M, H) float32, not normalised.
-
-        Args:
-            texts: Documents of the corpus, never queries; at most as many as the model has slots.
-            prompt: Put before each; None for the model's prompt of documents.
-        """
+        """The vectors of context documents, (M, H) float32, not normalised; `prompt` is the documents' own if None."""
         prompt = self.document_prompt if prompt is None else prompt
         if not texts:
             raise ValueError("a context is at least one document")
@@ -174,15 +163,12 @@ class ResidualHead(nn.Module):
         self.residual = ResidualProjection(hidden_size, adds_pooled)
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-        """The features with the projected vectors, (N, H)."""
         return {**features, "sentence_embedding": self.residual(features["sentence_embedding"])}
 
     def get_embedding_dimension(self) -> int:
-        """Width of the vectors."""
         return self.residual.hidden_size
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
-        """Write the width and the weights."""
         save_residual(self.residual, Path(output_path))
 
     @classmethod

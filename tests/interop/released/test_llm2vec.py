@@ -7,7 +7,7 @@ import torch
 
 from embeddings.common import InputError, OptionError
 from embeddings.interop.released import import_released
-from embeddings.interop.released.llm2vec import load
+from embeddings.interop.released.llm2vec import adapter_chain, load
 from embeddings.models import BackboneConfig, Embedder
 from tests.helpers.tiny import sentencepiece_tokenizer
 from tests.interop.released.decoder import FIELDS, HIDDEN, LAYERS, ROWS, decoder_shapes, decoder_states
@@ -147,8 +147,9 @@ def test_bases_that_cannot_be_are_refused(tmp_path):
     adapter(tmp_path / "adapter", str(tmp_path / "adapter"), seed=1)
     with pytest.raises(InputError, match="which is itself"):
         load(tmp_path / "adapter")
-    with pytest.raises(OptionError, match="base names more than there are adapters"):
-        load(tmp_path / "adapter", [str(tmp_path / "decoder"), "more"])
+    for folder, base in (("adapter", [str(tmp_path / "decoder"), "more"]), ("decoder", ["more"])):
+        with pytest.raises(OptionError, match="base names more than there are adapters"):
+            adapter_chain(tmp_path / folder, base)
 
 
 def test_no_folder_that_is_read_is_written_to(tmp_path):
