@@ -1,6 +1,7 @@
 """What is read of a published folder: fields, numbers that none states, tensors, tokenizer; and what fits no model."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -65,10 +66,8 @@ def test_a_number_that_cannot_be_assumed_is_one_line(given, says, tmp_path):
     ],
 )
 def test_a_field_of_another_kind_is_one_line(ask, says, tmp_path):
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=rf"config\.json: {says}"):
         ask(config(tmp_path, size=3, inner={"rate": 0.5}, flag=True))
-    assert says in str(error.value)
-    assert "config.json: " in str(error.value)
 
 
 def test_fields_are_read_as_what_they_are(tmp_path):
@@ -168,6 +167,5 @@ def test_what_is_left_on_purpose_is_named(tmp_path):
 )
 def test_what_does_not_fit_is_one_line(changed, says, tmp_path):
     found, _ = weights(tmp_path, **changed)
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=re.escape(says)):
         take_tensors(found, EXPECTED, "toys", NAMES, ("block.{n}.table",))
-    assert says in str(error.value)
