@@ -168,6 +168,10 @@ class ResidualProjection(nn.Module):
         branch_NH: Tensor = self.layers(vector_NH.to(next(first.parameters()).dtype))
         return vector_NH + branch_NH if self.adds_pooled else branch_NH
 
+    def settings(self) -> dict[str, Any]:
+        """The constructor's arguments, as plain types."""
+        return {"hidden_size": self.hidden_size, "adds_pooled": self.adds_pooled}
+
     def extra_repr(self) -> str:
         return "" if self.adds_pooled else "adds_pooled=False"
 

@@ -31,14 +31,13 @@ from embeddings.models.lora import merged_state_dict, plain_backbone
 from embeddings.models.model_files import load_weights, read_json, replaced_folder
 from embeddings.models.pooling import Pooling
 from embeddings.models.poolings import POOLINGS, pooling_name
-from embeddings.models.portable import TEXT_FILE, save_pooling, save_tensors
+from embeddings.models.portable import TEXT_FILE, pooling_settings, save_layer
 from embeddings.models.portable_contextual import (
     CONTEXT_FOLDER,
     CONTEXT_SETTINGS,
     CONTEXT_WEIGHTS,
     RESIDUAL_FOLDER,
     ContextParts,
-    save_residual,
 )
 
 # The key of config_sentence_transformers.json for the trained widths; sentence-transformers ignores it.
@@ -211,7 +210,7 @@ def _write_own_pooling(folder: Path, name: str, parts: ModelParts) -> tuple[str,
     first = "portable.TextTransformer" if parts.context is None else "portable_contextual.ContextualTransformer"
     if pooling.captured_layers:
         first, settings["tapped_layers"] = "attention_capture.CapturingTransformer", list(pooling.captured_layers)
-    save_pooling(folder / "1_Pooling", name, pooling)
+    save_layer(pooling, pooling_settings(name, pooling), folder / "1_Pooling")
     write_json(folder / TEXT_FILE, settings)
     module, kind = type(pooling).__module__.rpartition(".")[2], type(pooling).__name__
     for file in _with_siblings(["portable", module, first.partition(".")[0]]):
@@ -395,10 +394,9 @@ def write_norm(folder: Path, norm: nn.LayerNorm) -> None:
         rule = f"must be {_EPSILON}, the only one that a model directory can carry"
         raise OptionError("norm.eps", norm.eps, rule, "build the norm with that")
     folder.mkdir()
-    write_json(folder / "config.json", {"dimension": norm.normalized_shape[0]})
     written = nn.LayerNorm(norm.normalized_shape)
     written.load_state_dict(norm.state_dict(), strict=False)
-    save_tensors(written, folder / "model.safetensors", prefix="norm.")
+    save_layer(written, {"dimension": norm.normalized_shape[0]}, folder, prefix="norm.")
 
 
 def read_norm(folder: Path) -> nn.LayerNorm:
@@ -417,8 +415,7 @@ def write_head(folder: Path, head: nn.Linear) -> None:
     folder.mkdir()
     identity = "torch.nn.modules.linear.Identity"
     shape = {"in_features": head.in_features, "out_features": head.out_features, "bias": head.bias is not None}
-    write_json(folder / "config.json", {**shape, "activation_function": identity})
-    save_tensors(head, folder / "model.safetensors", prefix="linear.")
+    save_layer(head, {**shape, "activation_function": identity}, folder, prefix="linear.")
 
 
 def read_head(folder: Path) -> nn.Linear:
@@ -462,7 +459,7 @@ def _write_context(folder: Path, parts: ContextParts) -> None:
     parts.save(target)
     if parts.residual is not None:
         (folder / RESIDUAL_FOLDER).mkdir()
-        save_residual(parts.residual, folder / RESIDUAL_FOLDER)
+        save_layer(parts.residual, parts.residual.settings(), folder / RESIDUAL_FOLDER)
 
 
 def read_context_options(folder: Path) -> dict[str, Any]:

@@ -170,44 +170,65 @@ class TextTransformer(nn.Module):
         return {}
 
 
-class MaskedPooling(nn.Module):
-    """One vector a text from the states of its pooled tokens, by the pooling of a name in `POOLINGS`."""
+class SavedLayer(nn.Module):
+    """A module around one layer, which lies in its folder as `config.json` and weights where it has any."""
 
-    def __init__(self, name: str, hidden_size: int, arguments: dict[str, Any]) -> None:
-        super().__init__()
-        self.name = name
-        self.pooling = POOLINGS[name](hidden_size, **arguments)
+    layer: Any
 
-    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-        """The features with the vectors added, (N, H) float32."""
-        state_NLH, pooling_NL = features["token_embeddings"], features["pooling_mask"]
-        captured: tuple[Any, ...] = ()
-        if self.pooling.captured_layers:
-            captured = (features["attention_mask"].bool(), features["captured_attention"])
-        return {**features, "sentence_embedding": self.pooling(state_NLH, pooling_NL, *captured)}
+    def settings(self) -> dict[str, Any]:
+        """The constructor's arguments, as plain types."""
+        found: dict[str, Any] = self.layer.settings()
+        return found
 
     def get_embedding_dimension(self) -> int:
-        return self.pooling.hidden_size
+        """Width of the vectors."""
+        return int(self.layer.hidden_size)
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
-        save_pooling(output_path, self.name, self.pooling)
+        """Write the arguments and the weights into an existing folder."""
+        save_layer(self.layer, self.settings(), Path(output_path))
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **loading: Any) -> Self:
         """The module of a directory or Hub id, with the arguments that sentence-transformers passes on."""
         where = {"subfolder": subfolder, **hub_arguments(loading)}
         module = cls(**json.loads(read_text(model_name_or_path, "config.json", where)))
-        if module.pooling.state_dict():
-            load_tensors(module.pooling, model_name_or_path, "model.safetensors", where)
+        if module.layer.state_dict():
+            load_tensors(module.layer, model_name_or_path, "model.safetensors", where)
         return module
 
 
-def save_pooling(folder: str | os.PathLike[str], name: str, pooling: Pooling) -> None:
-    """Write a pooling's name and arguments, and its weights where it has any, into an existing folder."""
-    settings = {"name": name, "hidden_size": pooling.hidden_size, "arguments": pooling.arguments()}
+class MaskedPooling(SavedLayer):
+    """One vector a text from the states of its pooled tokens, by the pooling of a name in `POOLINGS`."""
+
+    def __init__(self, name: str, hidden_size: int, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.name = name
+        self.layer = POOLINGS[name](hidden_size, **arguments)
+
+    def settings(self) -> dict[str, Any]:
+        """The constructor's arguments, as plain types."""
+        return pooling_settings(self.name, self.layer)
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        """The features with the vectors added, (N, H) float32."""
+        state_NLH, pooling_NL = features["token_embeddings"], features["pooling_mask"]
+        captured: tuple[Any, ...] = ()
+        if self.layer.captured_layers:
+            captured = (features["attention_mask"].bool(), features["captured_attention"])
+        return {**features, "sentence_embedding": self.layer(state_NLH, pooling_NL, *captured)}
+
+
+def pooling_settings(name: str, pooling: Pooling) -> dict[str, Any]:
+    """What the pooling of a directory is built from."""
+    return {"name": name, "hidden_size": pooling.hidden_size, "arguments": pooling.arguments()}
+
+
+def save_layer(layer: nn.Module, settings: dict[str, Any], folder: Path, prefix: str = "") -> None:
+    """Write a layer's settings, and its weights where it has any, into an existing folder."""
     save_json(settings, folder, "config.json")
-    if pooling.state_dict():
-        save_tensors(pooling, Path(folder, "model.safetensors"))
+    if layer.state_dict():
+        save_tensors(layer, folder / "model.safetensors", prefix)
 
 
 def save_tensors(module: nn.Module, file: Path, prefix: str = "") -> None:

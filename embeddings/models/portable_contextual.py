@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from .context_layers import ContextSlots, FirstStage, ResidualProjection, SoftPrompt, plain_model, states_behind_context
-from .portable import TextTransformer, hub_arguments, load_tensors, read_text, save_json, save_tensors
+from .portable import SavedLayer, TextTransformer, load_tensors, read_text, save_json, save_tensors
 
 CONTEXT_FOLDER = "0_Context"
 CONTEXT_SETTINGS = "context.json"
@@ -155,33 +155,13 @@ class ContextualTransformer(TextTransformer):
         return {"context": parts, "document_prompt": (described.get("prompts") or {}).get("document") or ""}
 
 
-class ResidualHead(nn.Module):
+class ResidualHead(SavedLayer):
     """The residual projection after the pooling; see `ResidualProjection`."""
 
     def __init__(self, hidden_size: int, adds_pooled: bool = True) -> None:
         super().__init__()
-        self.residual = ResidualProjection(hidden_size, adds_pooled)
+        self.layer = ResidualProjection(hidden_size, adds_pooled)
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-        return {**features, "sentence_embedding": self.residual(features["sentence_embedding"])}
-
-    def get_embedding_dimension(self) -> int:
-        return self.residual.hidden_size
-
-    def save(self, output_path: str, *_: Any, **__: Any) -> None:
-        save_residual(self.residual, Path(output_path))
-
-    @classmethod
-    def load(cls, model_name_or_path: str, subfolder: str = "", **loading: Any) -> Self:
-        """The module of a directory or Hub id, with the arguments that sentence-transformers passes on."""
-        where = {"subfolder": subfolder, **hub_arguments(loading)}
-        module = cls(**json.loads(read_text(model_name_or_path, "config.json", where)))
-        load_tensors(module.residual, model_name_or_path, "model.safetensors", where)
-        return module
-
-
-def save_residual(residual: ResidualProjection, folder: Path) -> None:
-    """Write what a residual projection is built from, and its weights."""
-    settings = {"hidden_size": residual.hidden_size, "adds_pooled": residual.adds_pooled}
-    save_json(settings, folder, "config.json")
-    save_tensors(residual, folder / "model.safetensors")
+        """The features with the projected vectors, (N, H)."""
+        return {**features, "sentence_embedding": self.layer(features["sentence_embedding"])}

@@ -207,20 +207,31 @@ def test_a_new_model_replaces_the_old_one_and_leaves_other_files(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("failing", ["save_pretrained", "replace"])
+@pytest.mark.parametrize("failing", ["save_pretrained", "into place", "carrying files over"])
 def test_a_failure_leaves_the_old_model_whole(tmp_path, monkeypatch, failing):
-    target, replace = tmp_path / "model", os.replace
+    target, replace, carried = tmp_path / "model", os.replace, []
     embedder().save_pretrained(target)
+    for name in ("metrics.json", "report.md"):
+        (target / name).write_text(name)
     before, second = tree(target), embedder(seed=1)
 
-    def fail(*places, **_):
-        if failing == "save_pretrained" or Path(str(places[0])).name == "new":
-            raise OSError("no space")
-        replace(*places)
+    def fail(*_, **__):
+        raise OSError("no space")
 
-    monkeypatch.setattr(second.tokenizer if failing == "save_pretrained" else os, failing, fail)
+    def replace_or_fail(source, destination):
+        is_carried = Path(source).parent.name == "old"
+        carried.extend([source] * is_carried)
+        if (Path(source).name == "new" and failing == "into place") or (is_carried and len(carried) == 2):
+            fail()
+        replace(source, destination)
+
+    if failing == "save_pretrained":
+        monkeypatch.setattr(second.tokenizer, failing, fail)
+    else:
+        monkeypatch.setattr(os, "replace", replace_or_fail)
     with pytest.raises(OSError, match="no space"):
         second.save_pretrained(target)
+    assert len(carried) == (2 if failing == "carrying files over" else 0)
     assert tree(target) == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -257,28 +268,6 @@ def test_a_file_that_appears_while_the_model_is_written_comes_back(tmp_path, mon
     with pytest.raises(NotADirectoryError):
         embedder().save_pretrained(target)
     assert target.read_text() == "mine"
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_files_that_cannot_be_carried_over_go_back_with_the_old_model(tmp_path, monkeypatch):
-    target, replace, carried = tmp_path / "model", os.replace, []
-    embedder().save_pretrained(target)
-    for name in ("metrics.json", "report.md"):
-        (target / name).write_text(name)
-    before = tree(target)
-
-    def fail_for_the_second(source, destination):
-        if Path(source).parent.name == "old":
-            carried.append(source)
-            if len(carried) == 2:
-                raise OSError("no space")
-        replace(source, destination)
-
-    monkeypatch.setattr(os, "replace", fail_for_the_second)
-    with pytest.raises(OSError, match="no space"):
-        embedder(seed=1).save_pretrained(target)
-    assert len(carried) == 2
-    assert tree(target) == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

@@ -1,7 +1,7 @@
 """A published checkpoint: config.json, tensors and tokenizer, and the key map to our model."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from transformers import (
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.common.errors import shown
 from embeddings.common.text import one_line
-from embeddings.models.backbone import quiet_transformers, read_tokenizer
+from embeddings.models.backbone import load_model, quiet_transformers, read_tokenizer
 from embeddings.models.directory import read_model_directory
 from embeddings.models.embedder import Embedder
 from embeddings.models.language_model import LanguageModel
@@ -287,11 +287,15 @@ def take_parts(
     return states, report
 
 
-def names_in(model: PreTrainedModel, published: Iterable[str]) -> dict[str, list[str]]:
-    """Each published tensor that transformers itself read into a model, and the model's own name of it."""
+def loaded_model(folder: Path, **options: Any) -> tuple[PreTrainedModel, KeyReport]:
+    """The backbone of a folder whose tensors transformers itself renames, and what became of them."""
+    published, unused = ReleasedWeights(folder).shapes, list[str]()
+    model = load_model(folder, unused=unused, **options)
     # A checkpoint with a head has the backbone's name in front of its tensors, which the backbone does not have.
     own, prefix = model.state_dict().keys(), f"{model.base_model_prefix}."
-    return {name: [name if name in own else name.removeprefix(prefix)] for name in published}
+    used = [name for name in published if name not in unused]
+    names = {name: [name if name in own else name.removeprefix(prefix)] for name in used}
+    return model, KeyReport(names, sorted(unused))
 
 
 def described_embedder(

@@ -18,13 +18,11 @@ from embeddings.interop.released import cde, llm2vec, nomic, nv_embed
 from embeddings.interop.released.checkpoint import (
     Assumed,
     Imported,
-    KeyReport,
     ReleasedConfig,
-    ReleasedWeights,
     described_embedder,
-    names_in,
+    loaded_model,
 )
-from embeddings.models.backbone import load_model, load_tokenizer
+from embeddings.models.backbone import load_tokenizer
 from embeddings.models.directory import is_contextual
 from embeddings.models.embedder import Embedder
 from embeddings.models.language_model import LanguageModel
@@ -174,12 +172,9 @@ def load_directory(folder: Path, assumed: Assumed | None = None) -> Imported:
     """The model of a sentence-transformers directory; transformers itself renames the tensors of its architectures."""
     if is_contextual(folder):
         raise InputError(str(folder), "is a model directory of this library already", "use it as it is")
-    names = ReleasedWeights(folder).shapes
-    unused: list[str] = []
-    backbone = load_model(folder, unused=unused)
+    backbone, report = loaded_model(folder)
     embedder = described_embedder(folder, backbone, load_tokenizer(folder, backbone), {})
-    used = names_in(backbone, (name for name in names if name not in unused))
-    return Imported("a sentence-transformers directory", embedder, KeyReport(used, sorted(unused)))
+    return Imported("a sentence-transformers directory", embedder, report)
 
 
 def loader_of(folder: Path) -> Callable[..., Imported]:

@@ -15,14 +15,13 @@ from embeddings.interop.released.checkpoint import (
     KeyReport,
     ReleasedConfig,
     ReleasedWeights,
-    names_in,
+    loaded_model,
     released_tokenizer,
     take_tensors,
 )
-from embeddings.models.backbone import load_model
 from embeddings.models.bidirectional import check_bidirectional
 from embeddings.models.embedder import Embedder
-from embeddings.models.model_files import origin_of, resolve_model
+from embeddings.models.model_files import origin_of, read_json, resolve_model
 from embeddings.models.pooling import MeanPooling
 
 FAMILY = "LLM2Vec's adapters"
@@ -55,12 +54,13 @@ def load(folder: Path, base: Sequence[str] = (), assumed: Assumed | None = None)
 
     """
     *adapters, decoder = adapter_chain(folder, base)
-    settings = _settings(folder, assumed)
-    unused: list[str] = []
-    names = ReleasedWeights(decoder).shapes
-    model = load_model(decoder, make_bidirectional=True, unused=unused)
+    # The published code's own settings, where the folder has none.
+    path = folder / "llm2vec_config.json"
+    given = read_json(path) if path.is_file() else {}
+    settings = ReleasedConfig(path, {"pooling_mode": "mean", "skip_instruction": True, **given}, assumed=assumed)
+    settings.require(pooling_mode="mean")
+    model, report = loaded_model(decoder, make_bidirectional=True)
     check_bidirectional(model)
-    report = KeyReport(names_in(model, (name for name in names if name not in unused)), sorted(unused))
     for adapter in reversed(adapters):
         report |= merge_adapter(model, adapter)
     innermost = ReleasedConfig(adapters[-1] / ADAPTER_CONFIG)
@@ -134,13 +134,3 @@ def adapter_chain(folder: Path, base: Sequence[str] = ()) -> list[Path]:
     if named:
         raise OptionError("base", list(base), "names more than there are adapters", f"leave {named[0]} out")
     return folders
-
-
-def _settings(folder: Path, assumed: Assumed | None) -> ReleasedConfig:
-    """The published settings of texts and pooling, or the published code's own where there are none."""
-    path = folder / "llm2vec_config.json"
-    defaults = {"pooling_mode": "mean", "skip_instruction": True}
-    given = ReleasedConfig(path).fields if path.is_file() else {}
-    settings = ReleasedConfig(path, defaults | given, assumed=assumed)
-    settings.require(pooling_mode="mean")
-    return settings

@@ -153,9 +153,7 @@ def test_the_family_is_told_by_the_config(config, is_directory, load, tmp_path):
 
 def test_another_family_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(
-        InputError, match="model_type 'bert' belongs to no published family that is known here; import one"
-    ):
+    with pytest.raises(InputError, match="model_type 'bert' belongs to no published family that is known here; import"):
         loader_of(tmp_path)
 
 
