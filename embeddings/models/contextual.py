@@ -26,16 +26,15 @@ from embeddings.models.directory import (
     ContextForm,
     ModelParts,
     is_contextual,
-    load_context_weights,
     read_context_options,
     read_model_directory,
     write_model_directory,
 )
 from embeddings.models.embedder import Embedder, num_positions
 from embeddings.models.lora import plain_backbone
-from embeddings.models.model_files import resolve_model
+from embeddings.models.model_files import load_weights, resolve_model
 from embeddings.models.pooling import MeanPooling
-from embeddings.models.portable_contextual import CONTEXT_FOLDER, ContextParts
+from embeddings.models.portable_contextual import CONTEXT_FOLDER, CONTEXT_WEIGHTS, RESIDUAL_FOLDER, ContextParts
 from embeddings.models.unpadded import UnpaddedMode, Unpadding, has_window, padded, unpadding_of
 
 
@@ -53,13 +52,11 @@ class ContextualEmbedder(Embedder):
         tokenizer: The tokenizer of both, padding on the right.
         num_context: Context vectors in front of each text, J. The paper uses 512, and 64 in its small setting.
         num_soft_prompts: Soft-prompt vectors, S; 0 for the paper's model, 8 as released.
-        residual_projection: Whether pooled + Linear-ReLU-Linear(pooled) follows the pooling, as released; the paper
-            has none.
+        residual_projection: Whether a residual projection follows the pooling, as released; the paper has none.
         context_dropout: Probability of replacing a context vector of a text by the null vector in training.
         context_max_length: Maximum tokens that the first stage reads of a context document; None for all.
         normalize: Whether vectors have unit length.
-        text: Lengths, prompts and special tokens of the texts this model reads. Lengths are the text's own: context
-            and soft prompt do not shorten it.
+        text: How texts are read; context and soft prompt do not count in its lengths.
         form: What the released models do otherwise.
 
     Raises:
@@ -261,7 +258,9 @@ class ContextualEmbedder(Embedder):
         except OptionError as error:
             raise InputError(str(folder), f"its parts do not fit: {error}", "export the model again") from error
         embedder.trained_widths = parts.trained_widths
-        load_context_weights(folder, embedder.context_parts())
+        load_weights(embedder.context_parts().layers(), folder / CONTEXT_FOLDER / CONTEXT_WEIGHTS)
+        if embedder.residual is not None:
+            load_weights(embedder.residual, folder / RESIDUAL_FOLDER / "model.safetensors")
         return embedder
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:

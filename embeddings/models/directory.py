@@ -35,7 +35,6 @@ from embeddings.models.portable import TEXT_FILE, pooling_settings, save_layer
 from embeddings.models.portable_contextual import (
     CONTEXT_FOLDER,
     CONTEXT_SETTINGS,
-    CONTEXT_WEIGHTS,
     RESIDUAL_FOLDER,
     ContextParts,
 )
@@ -119,8 +118,14 @@ def write_model_directory(
             write_json(new / "sentence_bert_config.json", _standard_lengths(text, plain_backbone(backbone).config))
         modules = [(first, ""), (second, "1_Pooling")]
         if context is not None:
-            _write_context(new, context)
-            modules += [("portable_contextual.ResidualHead", RESIDUAL_FOLDER)] if context.residual is not None else []
+            first_stage = context.first_stage.backbone
+            weights = merged_state_dict(first_stage)
+            plain_backbone(first_stage).save_pretrained(new / CONTEXT_FOLDER, state_dict=weights)
+            context.save(new / CONTEXT_FOLDER)
+            if context.residual is not None:
+                modules.append(("portable_contextual.ResidualHead", RESIDUAL_FOLDER))
+                (new / RESIDUAL_FOLDER).mkdir()
+                save_layer(context.residual, context.residual.settings(), new / RESIDUAL_FOLDER)
         if parts.norm is not None:
             modules.append((f"{_LIBRARY}LayerNorm", f"{len(modules)}_LayerNorm"))
             write_norm(new / modules[-1][1], parts.norm)
@@ -453,15 +458,6 @@ def is_contextual(folder: Path) -> bool:
     return (folder / CONTEXT_FOLDER / CONTEXT_SETTINGS).is_file()
 
 
-def _write_context(folder: Path, parts: ContextParts) -> None:
-    target, backbone = folder / CONTEXT_FOLDER, parts.first_stage.backbone
-    plain_backbone(backbone).save_pretrained(target, state_dict=merged_state_dict(backbone))
-    parts.save(target)
-    if parts.residual is not None:
-        (folder / RESIDUAL_FOLDER).mkdir()
-        save_layer(parts.residual, parts.residual.settings(), folder / RESIDUAL_FOLDER)
-
-
 def read_context_options(folder: Path) -> dict[str, Any]:
     """The arguments of `ContextualEmbedder` that a contextual model's directory keeps."""
     if not is_contextual(folder):
@@ -479,10 +475,3 @@ def read_context_options(folder: Path) -> dict[str, Any]:
     flags = {name: settings.get(name) is True for name in ("has_positions", "pools_prompt")}
     form = ContextForm(adds_pooled=residual.get("adds_pooled") is not False, **flags)
     return {**options, "residual_projection": has_residual, "form": form}
-
-
-def load_context_weights(folder: Path, parts: ContextParts) -> None:
-    """Load the weights beside those of the two backbones."""
-    load_weights(parts.layers(), folder / CONTEXT_FOLDER / CONTEXT_WEIGHTS)
-    if parts.residual is not None:
-        load_weights(parts.residual, folder / RESIDUAL_FOLDER / "model.safetensors")

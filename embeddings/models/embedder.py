@@ -25,21 +25,18 @@ from embeddings.models.unpadded import UnpaddedMode, Unpadding, padded, unpaddin
 class Embedder(nn.Module):
     """Tokens to vectors: backbone, pooling, an optional layer norm, an optional head, unit length.
 
-    A new one is in training mode with all its parts, as every new module is (Hugging Face gives a backbone in
-    evaluation mode, which would silently switch dropout off); `from_pretrained` returns it in evaluation mode. A new
-    one pads texts; `from_pretrained` and the training modules choose by `unpad` how they are read.
+    A new one is in training mode with all its parts (Hugging Face gives a backbone in evaluation mode, which would
+    silently switch dropout off), and pads texts; `from_pretrained` returns it in evaluation mode.
 
     Args:
         backbone: A Hugging Face encoder or decoder, adapted by peft or not.
         tokenizer: Its tokenizer, padding on the right.
         pooling: States of a text's tokens to one vector.
-        norm: A layer norm of the pooled vector, (H), or None. Without weights it centres all dimensions, before
-            vectors are cut: nomic-embed-text-v1.5 is trained so.
+        norm: A layer norm of the pooled vector, (H), before vectors are cut, or None.
         head: A linear layer from the hidden size to the embedding width, D, or None for D = H.
         normalize: Whether vectors have unit length.
         text: Lengths, prompts and special tokens of the texts this model reads.
-        trained_widths: Widths that its vectors may be cut to, the widest first, as `MatryoshkaInfoNCE` trained them;
-            empty where it was trained on full vectors, or does not say.
+        trained_widths: Widths that its vectors may be cut to, the widest first; empty for full vectors, or unknown.
 
     Raises:
         OptionError: If pooling, norm or head do not fit the backbone's hidden size, or the pooling cannot have the

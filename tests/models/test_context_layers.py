@@ -171,25 +171,6 @@ def test_an_empty_prefix_leaves_the_states_of_the_backbone_and_padding_changes_n
 
 
 @torch.no_grad()
-def test_a_context_zeroed_within_attention_as_printed_in_10_4_could_not_be_read():
-    """Why the literal variant is not offered: in place of a context, any other would do."""
-    backbone, (context, soft) = tiny_nomic(), prefix()
-
-    def zeroed(_, inputs, options):
-        states = inputs[0] if inputs else options.pop("hidden_states")
-        hidden = torch.cat([torch.zeros_like(states[:, :6]), states[:, 6:]], dim=1)
-        return (hidden, *inputs[1:]), options
-
-    other = context.roll(1, 2)
-    as_released = [states_behind_context(backbone, each, soft, IDS, SEEN) for each in (context, other)]
-    for layer in backbone.layers:
-        layer.self_attn.register_forward_pre_hook(zeroed, with_kwargs=True)
-    as_printed = [states_behind_context(backbone, each, soft, IDS, SEEN) for each in (context, other)]
-    assert spread(*as_printed) == 0
-    assert spread(*as_released) > 1e-3
-
-
-@torch.no_grad()
 def test_adapters_are_read_through():
     context, soft = prefix()
     adapted = add_lora(tiny_bert(), LoraSettings(rank=2, dropout=0.0)).eval()

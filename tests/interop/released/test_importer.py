@@ -21,7 +21,7 @@ from embeddings.models.model_card import stated_licence
 from embeddings.models.model_files import IMPORT_FILE
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 from tests.interop.released import nomic
-from tests.interop.released.nomic import DENSE, HIDDEN, MOE, nomic_folder
+from tests.interop.released.nomic import DENSE, MOE, nomic_folder
 from tests.interop.released.published import TEXTS, assert_same, describe, encoded, write_checkpoint
 from tests.models.contextual_models import tiny_contextual
 
@@ -82,17 +82,6 @@ def test_a_card_names_the_source_and_its_licence_and_copies_nothing(tmp_path):
     (tmp_path / "ours" / "README.md").write_text("mine\n")
     import_released(str(folder), tmp_path / "ours")
     assert (tmp_path / "ours" / "README.md").read_text() == "mine\n"
-
-
-def test_a_language_model_has_a_record_and_no_card(tmp_path):
-    config = DENSE | {"architectures": ["NomicBertForPreTraining"]}
-    folder, state, _ = nomic_folder(tmp_path / "published", config, prefix="bert.")
-    head = {"cls.predictions.transform.dense.weight": torch.zeros(HIDDEN, HIDDEN)}
-    head |= {f"cls.predictions.transform.layer_norm.{kind}": torch.ones(HIDDEN) for kind in ("weight", "bias")}
-    write_checkpoint(folder, config, state | head)
-    import_released(str(folder), tmp_path / "ours")
-    assert (tmp_path / "ours" / IMPORT_FILE).is_file()
-    assert not (tmp_path / "ours" / "README.md").exists()
 
 
 @pytest.mark.parametrize("is_first", [True, False])

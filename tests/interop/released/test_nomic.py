@@ -11,11 +11,11 @@ from transformers import NomicBertModel
 from embeddings.common import InputError
 from embeddings.evaluation.mteb_library import load_mteb
 from embeddings.inference import Encoder
+from embeddings.interop.released import import_released
 from embeddings.interop.released.checkpoint import ReleasedConfig
 from embeddings.interop.released.nomic import PROMPTS, encoder_fields, load_dense, load_moe
 from embeddings.models import BackboneConfig, Embedder, LanguageModel, RotaryMoeModel, load_backbone
 from embeddings.models.language_model import load_language_model
-from embeddings.modules import MoEEmbedModule
 from tests.helpers.tiny import wordpiece_tokenizer
 from tests.interop.released.nomic import DENSE, HIDDEN, MOE, nomic_folder, nomic_states
 from tests.interop.released.published import (
@@ -29,7 +29,6 @@ from tests.interop.released.published import (
     random_state,
     write_checkpoint,
 )
-from tests.models.reading import random_tokens
 
 
 def fields(folder, **changed):
@@ -98,7 +97,7 @@ def test_a_text_that_is_longer_than_those_of_training_is_cut_and_changes_no_othe
         torch.testing.assert_close(found, expected[chosen], rtol=1e-5, atol=1e-5)
 
 
-def test_the_masked_language_model_comes_with_its_head(tmp_path):
+def test_the_masked_language_model_comes_with_its_head_and_a_record_but_no_card(tmp_path):
     config = DENSE | {"architectures": ["NomicBertForPreTraining"]}
     folder, state, tokenizer = nomic_folder(tmp_path / "published", config, prefix="bert.")
     transform = "cls.predictions.transform."
@@ -106,10 +105,11 @@ def test_the_masked_language_model_comes_with_its_head(tmp_path):
     head = random_state({f"{transform}{name}": shape for name, shape in shapes.items()}, seed=1)
     words = state["bert.embeddings.word_embeddings.weight"]
     write_checkpoint(folder, config, state | head | {"cls.predictions.decoder.weight": words.clone()})
-    made = load_dense(folder)
+    made = import_released(str(folder), tmp_path / "ours")
     assert isinstance(made.model, LanguageModel)
     assert made.report.left == ["cls.predictions.decoder.weight"]
-    made.model.save_pretrained(tmp_path / "ours")
+    assert (tmp_path / "ours" / "import.json").is_file()
+    assert not (tmp_path / "ours" / "README.md").exists()
     model, _ = load_language_model(BackboneConfig(str(tmp_path / "ours")), "masked")
     ids = torch.tensor(tokenizer("the quick brown fox")["input_ids"])
     bare = {name.removeprefix("bert."): tensor for name, tensor in state.items()}
@@ -138,17 +138,6 @@ def test_a_config_that_does_not_fit_is_one_line(fields, says, tmp_path):
     changed_config(folder, **fields)
     with pytest.raises(InputError, match=re.escape(says)):
         load_dense(folder)
-
-
-def test_the_imported_model_is_trained_with_its_experts(tmp_path):
-    folder, state, _ = nomic_folder(tmp_path / "published", MOE)
-    load_moe(folder).model.save_pretrained(tmp_path / "ours")
-    module = MoEEmbedModule(BackboneConfig(str(tmp_path / "ours")), initial_model=str(tmp_path / "ours"))
-    assert module.moe_layers == [1, 3]
-    router = module.embedder.backbone.layers[1].mlp.router.weight
-    assert torch.equal(router.detach(), state["encoder.layers.1.mlp.router.layer.weight"])
-    module.embedder(random_tokens(384, [5, 9]))[:, 0].sum().backward()
-    assert router.grad.abs().max() > 0
 
 
 def test_what_the_folder_says_of_texts_and_length_goes_along(tmp_path):

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from embeddings.common import InputError
 from embeddings.inference import Encoder
 from embeddings.interop.released.nv_embed import load
-from embeddings.models import BackboneConfig, Embedder, LatentAttentionPooling, LoraSettings, check_bidirectional
-from embeddings.modules import NVEmbedModule
+from embeddings.models import Embedder, check_bidirectional
 from tests.helpers.tiny import sentencepiece_tokenizer
 from tests.interop.released.decoder import FIELDS, HIDDEN, decoder_shapes, decoder_states
 from tests.interop.released.published import (
@@ -24,7 +23,6 @@ from tests.interop.released.published import (
     random_state,
     write_checkpoint,
 )
-from tests.models.reading import random_tokens
 
 LATENTS, HEADS, WIDTH = 6, 2, 12
 PROMPT = "Instruct: Given a question, retrieve passages that answer the question\nQuery: "
@@ -140,22 +138,6 @@ def test_the_imported_model_gives_the_published_vectors(cut, tmp_path):
             embedder.text = replace(embedder.text, pooling_rule="exact")
             found = torch.from_numpy(Encoder(embedder, precision="float32").encode(texts, role=role))
             assert ((found - expected).abs().amax(1) > 1e-3).sum() >= (3 if prompt else 1)
-
-
-def test_the_imported_model_is_a_start_for_training(tmp_path):
-    folder, state, _ = published(tmp_path / "published")
-    load(folder).model.save_pretrained(tmp_path / "ours")
-
-    def pooling(hidden_size):
-        return LatentAttentionPooling(hidden_size, LATENTS, HEADS, WIDTH)
-
-    backbone = BackboneConfig(str(tmp_path / "ours"), bidirectional=True)
-    module = NVEmbedModule(backbone, pooling, lora=LoraSettings(rank=2), initial_model=str(tmp_path / "ours"))
-    assert module.text.pooling_rule == "instruction_count"
-    latents = module.embedder.pooling.latents
-    assert torch.equal(latents.detach(), state["latent_attention_model.latents"])
-    module.embedder(random_tokens(512, [5, 9]))[:, 0].sum().backward()
-    assert latents.grad.abs().max() > 0
 
 
 @pytest.mark.parametrize(
