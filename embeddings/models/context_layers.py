@@ -176,10 +176,6 @@ class ResidualProjection(nn.Module):
         return "" if self.adds_pooled else "adds_pooled=False"
 
 
-# The others build their masks and their packing from indices, which context tokens do not have.
-_ATTENTIONS = ("eager", "sdpa")
-
-
 def states_behind_context(
     backbone: nn.Module,
     context_NMH: Tensor,
@@ -272,49 +268,6 @@ def first_position(table: nn.Embedding) -> int:
     return 0 if table.padding_idx is None else table.padding_idx + 1
 
 
-def longest_text(backbone: nn.Module, num_prefix: int) -> int | None:
-    """Maximum tokens behind a prefix that the backbone has positions for, or None where it sets no limit."""
-    model = plain_model(backbone)
-    table = learned_positions(model)
-    if table is not None:
-        return table.num_embeddings - first_position(table)
-    # The indices of a rotary model count the prefix too.
-    limit = getattr(model.config, "max_position_embeddings", None)
-    return None if limit is None else int(limit) - num_prefix
-
-
-@torch.no_grad()
-def check_position_free(backbone: nn.Module) -> None:
-    """Check, by four tiny forward passes, that a backbone reads a context as a set and a text alone as always.
-
-    The message of its `ValueError` is the rule that was broken.
-    """
-    model = plain_model(backbone)
-    attention = model.config._attn_implementation
-    if attention not in _ATTENTIONS:
-        raise ValueError(f"must be loaded with {' or '.join(_ATTENTIONS)} attention, not {attention}")
-    if getattr(model.config, "relative_attention_num_buckets", None) is not None:
-        raise ValueError("must not weigh tokens by their distance, from which no token can be left out")
-    if model.device.type == "meta":  # a plan's model, which has no weights
-        return
-    words: Any = model.get_input_embeddings()
-    ids_NL = (torch.arange(24, device=model.device).view(2, 12) % (int(model.config.vocab_size) - 4)) + 3
-    mask_NL = torch.ones_like(ids_NL, dtype=torch.bool)
-    mask_NL[1, 9:] = False
-    context_NMH, none_SH = words(ids_NL[:, 3:6]), words.weight.new_zeros(0, words.weight.shape[1])
-    contexts = (context_NMH, context_NMH.flip(1), context_NMH[:, :0])
-    with evaluating(backbone):
-        given, turned, alone = (states_behind_context(backbone, c, none_SH, ids_NL, mask_NL) for c in contexts)
-        usual = backbone(input_ids=ids_NL, attention_mask=mask_NL.long()).last_hidden_state
-    tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1
-    if _spread(given, turned, mask_NL) > tolerance:
-        raise ValueError("must read its context as a set, and sees its order")
-    if _spread(alone, usual, mask_NL) > tolerance:
-        raise ValueError("must read a text by its embeddings as it does by its tokens")
-    if torch.equal(given[mask_NL], alone[mask_NL]):
-        raise ValueError("must see what stands before a text")
-
-
 def _attention_mask(model: PreTrainedModel, seen_NT: Tensor, num_prefix: int, dtype: torch.dtype) -> Any:
     """What the backbone takes as its mask: one for each kind of layer where some layers have a window."""
     if "sliding_attention" not in (getattr(model.config, "layer_types", None) or ()):
@@ -329,9 +282,3 @@ def _attention_mask(model: PreTrainedModel, seen_NT: Tensor, num_prefix: int, dt
         masked = torch.finfo(dtype).min
         return {kind: torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, masked) for kind, mask in masks.items()}
     return masks
-
-
-def _spread(first: Tensor, second: Tensor, mask_NL: Tensor) -> float:
-    """The largest difference of the text's states, relative to the largest state."""
-    first, second = first[mask_NL].float(), second[mask_NL].float()
-    return float((first - second).abs().max() / first.abs().max().clamp(min=1e-6))

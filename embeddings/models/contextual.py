@@ -17,9 +17,8 @@ from embeddings.models.context_layers import (
     FirstStage,
     ResidualProjection,
     SoftPrompt,
-    check_position_free,
+    evaluating,
     learned_positions,
-    longest_text,
     states_behind_context,
 )
 from embeddings.models.directory import (
@@ -137,7 +136,10 @@ class ContextualEmbedder(Embedder):
     @property
     def longest_text(self) -> int | None:
         """Maximum tokens of a text that the second stage has positions for behind a context; None for no limit."""
-        return longest_text(self.backbone, self.num_extra_tokens)
+        learned = num_positions(self.backbone)
+        # The indices of a rotary model count the prefix too.
+        limit = getattr(plain_backbone(self.backbone).config, "max_position_embeddings", None)
+        return learned if learned is not None or limit is None else int(limit) - self.num_extra_tokens
 
     @property
     def longest_context_document(self) -> int | None:
@@ -300,17 +302,48 @@ def _check_options(
 
 def _check_positions_of_context(backbone: nn.Module, form: ContextForm) -> None:
     """Check that a backbone reads context vectors as their form has it."""
-    kind = type(plain_backbone(backbone)).__name__
-    if form.has_positions:
-        if learned_positions(plain_backbone(backbone)) is not None:
-            rule = "must rotate by index where context vectors have positions"
-            raise OptionError("backbone", kind, rule, "leave form.has_positions out")
-        return
-    try:
-        check_position_free(backbone)
-    except ValueError as error:
-        fix = "take an encoder, or a decoder with `bidirectional: true`"
-        raise OptionError("backbone", kind, str(error), fix) from error
+    kind, fix = type(plain_backbone(backbone)).__name__, "take an encoder, or a decoder with `bidirectional: true`"
+    rule = None if form.has_positions else broken_rule(backbone)
+    if form.has_positions and learned_positions(plain_backbone(backbone)) is not None:
+        rule, fix = "must rotate by index where context vectors have positions", "leave form.has_positions out"
+    if rule is not None:
+        raise OptionError("backbone", kind, rule, fix)
+
+
+# The others build their masks and their packing from indices, which context tokens do not have.
+_ATTENTIONS = ("eager", "sdpa")
+
+
+@torch.no_grad()
+def broken_rule(backbone: nn.Module) -> str | None:
+    """The rule for a context without positions that a backbone breaks, by four tiny forward passes; None for none."""
+    model = plain_backbone(backbone)
+    attention = model.config._attn_implementation
+    if attention not in _ATTENTIONS:
+        return f"must be loaded with {' or '.join(_ATTENTIONS)} attention, not {attention}"
+    if getattr(model.config, "relative_attention_num_buckets", None) is not None:
+        return "must not weigh tokens by their distance, from which no token can be left out"
+    if model.device.type == "meta":  # a plan's model, which has no weights
+        return None
+    words: Any = model.get_input_embeddings()
+    ids_NL = (torch.arange(24, device=model.device).view(2, 12) % (int(model.config.vocab_size) - 4)) + 3
+    mask_NL = torch.ones_like(ids_NL, dtype=torch.bool)
+    mask_NL[1, 9:] = False
+    context_NMH, none_SH = words(ids_NL[:, 3:6]), words.weight.new_zeros(0, words.weight.shape[1])
+    contexts = (context_NMH, context_NMH.flip(1), context_NMH[:, :0])
+    with evaluating(backbone):
+        given, turned, alone = (states_behind_context(backbone, c, none_SH, ids_NL, mask_NL)[mask_NL] for c in contexts)
+        usual = backbone(input_ids=ids_NL, attention_mask=mask_NL.long()).last_hidden_state[mask_NL]
+    # Relative to the largest state.
+    tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1
+    rules = {
+        "must read its context as a set, and sees its order": (given.float(), turned.float()),
+        "must read a text by its embeddings as it does by its tokens": (alone.float(), usual.float()),
+    }
+    for rule, (found, expected) in rules.items():
+        if (found - expected).abs().max() > tolerance * found.abs().max().clamp(min=1e-6):
+            return rule
+    return "must see what stands before a text" if torch.equal(given, alone) else None
 
 
 def _check_first_stage(first: Any, tokenizer: PreTrainedTokenizerBase, context_max_length: int | None) -> None:
