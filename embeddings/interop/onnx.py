@@ -34,12 +34,9 @@ _MAX_LENGTH = 4098
 
 
 class Comparison(NamedTuple):
-    """How a graph was compared with torch.
+    """The largest difference of a graph's and torch's states, and the longest text that was compared, in tokens.
 
-    Attributes:
-        difference: The largest difference of their states, on the tokens of texts.
-        longest: Tokens of the longest text that was compared.
-        beyond: Lengths in tokens, longer than that, past which the model computes otherwise: not compared.
+    `beyond` are lengths past which the model computes otherwise, too long to be compared.
     """
 
     difference: float
@@ -47,19 +44,13 @@ class Comparison(NamedTuple):
     beyond: tuple[int, ...]
 
     def __str__(self) -> str:
-        """The same in words."""
         words = f"within {self.difference:.0e} of torch's states on texts of up to {self.longest:,} tokens"
         lengths = " and ".join(f"{length:,}" for length in self.beyond)
         return words + (f"; past {lengths} tokens, where the model computes otherwise, not compared" if lengths else "")
 
 
 def check_onnx(embedder: Embedder) -> None:
-    """Refuse a model whose directory sentence-transformers would not read a graph from, before anything is written.
-
-    Raises:
-        OptionError: If the directory brings code of its own, or the model is too large for one file.
-        MissingExtraError: If the extra `onnx` is not installed.
-    """
+    """Refuse a model whose directory sentence-transformers would not read a graph from, before anything is written."""
     for package in ("onnx", "onnxruntime", "onnxscript"):
         require(package, "onnx")
     travels = hasattr(embedder, "embed_context") or isinstance(plain_backbone(embedder.backbone), RotaryMoeModel)
@@ -74,14 +65,8 @@ def check_onnx(embedder: Embedder) -> None:
 def write_onnx(folder: Path) -> Comparison:
     """Write the graph of a model directory's backbone as `onnx/model.onnx`, with any number of texts and tokens.
 
-    Both are compared on short texts, and on texts just past each length from which the model computes otherwise (its
-    window, or where its rotary angles change), as far as that is no more than 4,096 tokens.
-
-    Returns:
-        How far it is from torch's states, and on which lengths.
-
-    Raises:
-        OptionError: If torch cannot make a graph of it, or the graph's states differ by more than 1e-5.
+    Its states may differ from torch's by 1e-5, on short texts and just past each length from which the model computes
+    otherwise (its window, or where its rotary angles change), up to 4,096 tokens.
     """
     model = load_model(folder, torch.float32)
     (folder / GRAPH_FILE).parent.mkdir(exist_ok=True)
@@ -95,14 +80,11 @@ def write_onnx(folder: Path) -> Comparison:
 
 
 class _States(nn.Module):
-    """Ids and mask to the states of the last layer."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The states, (N, L, H)."""
         states: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         return states
 
@@ -127,7 +109,6 @@ def open_graph(path: Path) -> Callable[[tuple[Tensor, Tensor]], npt.NDArray[np.f
     session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
 
     def states(inputs: tuple[Tensor, Tensor]) -> npt.NDArray[np.float32]:
-        """The states of one batch."""
         (found_NLH,) = session.run(None, {name: tensor.numpy() for name, tensor in zip(_INPUTS, inputs, strict=True)})
         return np.asarray(found_NLH, np.float32)
 
@@ -171,16 +152,15 @@ def example_inputs(config: PretrainedConfig, num_texts: int, length: int) -> tup
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back what the exporter tells of its own parts."""
-    logger: Any = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Hold back what the exporter tells of its own parts, and the preparation that onnxruntime proposes."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        logging.disable(before)
 
 
 # The file name that sentence-transformers gives: signed weights of 8 bits, for CPUs that sum their products in 32.
@@ -191,24 +171,14 @@ def write_int8_onnx(folder: Path) -> float:
     """Write a model directory's graph once more, its weights rounded to 8 bits and its inputs rounded as they come.
 
     Each weight row has one scale. The input of a layer has one too, which onnxruntime computes at each call: a
-    text's vector depends a little on the texts beside it.
-
-    Returns:
-        The least cosine between a text's mean state in both graphs, over texts of random tokens.
-
-    Raises:
-        OptionError: If the rounded graph's states are not finite.
+    text's vector depends a little on the texts beside it. Returns the least cosine between a text's mean state in both
+    graphs, over texts of random tokens.
     """
     quantization = require("onnxruntime.quantization", "onnx")
     with atomic_path(folder / INT8_GRAPH_FILE) as temporary:
-        # onnxruntime proposes a preparation that these graphs do not need.
-        before = logging.root.manager.disable
-        logging.disable(max(before, logging.WARNING))
-        try:
+        with _quiet():
             signed = quantization.QuantType.QInt8
             quantization.quantize_dynamic(folder / GRAPH_FILE, temporary, weight_type=signed, per_channel=True)
-        finally:
-            logging.disable(before)
         cosine = _least_cosine(folder, folder / GRAPH_FILE, temporary)
         if not np.isfinite(cosine):
             rule = "must give finite states: this model's values are too large for one scale a layer"

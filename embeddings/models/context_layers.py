@@ -17,14 +17,13 @@ from .pooling import MeanPooling
 class FirstStage(nn.Module):
     """Context documents to the vectors that stand in front of a text: encoder, mean pooling, Linear-GELU-Linear.
 
-    The vectors are not normalised: they are inputs of the second stage, beside its word embeddings. Queries and
-    documents share one first stage, whose weights are not the second stage's.
+    The vectors are not normalised: they are inputs of the second stage, beside its word embeddings.
 
     Args:
         backbone: A Hugging Face encoder or decoder, adapted by peft or not.
         backbone_size: Width of the backbone's states.
         context_size: Width of the second stage's word embeddings, H.
-        max_length: Maximum number of tokens that are read of a document, its first ones; None for all.
+        max_length: Maximum tokens that are read of a document; None for all.
         pools_prompt: Whether all tokens of a document are pooled, whatever the caller leaves out.
 
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2; the projection is the released code's, not the paper's.
@@ -48,17 +47,10 @@ class FirstStage(nn.Module):
         )
 
     def forward(self, input_ids_ML: Tensor, attention_mask_ML: Tensor, pooling_mask_ML: Tensor) -> Tensor:
-        """One vector a context document.
+        """One vector a context document, (M, H), of ids padded on the right and boolean masks.
 
-        Args:
-            input_ids_ML: Token ids, (M, L) int64, padded on the right.
-            attention_mask_ML: True where there is a token, (M, L) bool.
-            pooling_mask_ML: True where a token enters the pooling, (M, L) bool.
-
-        Returns:
-            Vectors, (M, H) float32 (float64 where the weights are).
-
-        Precision: pooling sums in float32; the result is float32 under autocast and for bfloat16 weights too.
+        Precision: pooling sums in float32; the result is float32 under autocast and for bfloat16 weights too, and
+            float64 where the weights are.
         """
         if self.max_length is not None and input_ids_ML.shape[1] > self.max_length:
             parts = (input_ids_ML, attention_mask_ML, pooling_mask_ML.clone())
@@ -77,7 +69,6 @@ class FirstStage(nn.Module):
         return vector_MH.to(torch.promote_types(vector_MH.dtype, torch.float32))
 
     def extra_repr(self) -> str:
-        """What decides the vectors beside the weights."""
         length = [] if self.max_length is None else [f"max_length={self.max_length}"]
         return ", ".join([*length, *(["pools_prompt=True"] if self.pools_prompt else [])])
 
@@ -88,14 +79,13 @@ NULL_CONTEXT_STD = 0.01
 class ContextSlots(nn.Module):
     """The context vectors of each text of a call: one shared context, thinned by dropout, filled with a null vector.
 
-    In training each slot of each text is replaced by the null vector with probability `dropout_fraction`, so that a
-    model learns to work with any number of documents, none included. A context of fewer documents than slots is
-    filled with null vectors, and no context at all is null in every slot.
+    A context of fewer documents than slots is filled with null vectors, and no context is null in every slot.
 
     Args:
-        num_context: Slots, J. The paper uses 512, and 64 in its small setting.
+        num_context: Slots, J.
         context_size: Width of a context vector, H.
-        dropout_fraction: Probability of replacing one slot of one text in training. The released training uses 0.005.
+        dropout_fraction: Probability of replacing one slot of one text by the null vector in training, so that a model
+            learns to work with any number of documents. The released training uses 0.005.
 
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 (sequence dropout), §5 (its fraction) and Figure 16; the null
         vector's start, N(0, 0.01), is the released code's.
@@ -108,18 +98,7 @@ class ContextSlots(nn.Module):
         self.null_H = nn.Parameter(torch.randn(context_size) * NULL_CONTEXT_STD)
 
     def forward(self, context_MH: Tensor | None, num_texts: int) -> Tensor:
-        """The context vectors of every text.
-
-        Args:
-            context_MH: Vectors of the context documents, (M, H) with M <= J, or None for no context.
-            num_texts: Texts of the call, N.
-
-        Returns:
-            (N, J, H); every text has the same but for dropout.
-
-        Raises:
-            ValueError: If there are more vectors than slots, or of another width.
-        """
+        """The context vectors of N texts, (N, J, H), of M <= J vectors or None; a `ValueError` if these do not fit."""
         width = len(self.null_H)
         context_MH = self.null_H.new_empty(0, width) if context_MH is None else context_MH
         if context_MH.ndim != 2 or context_MH.shape[1] != width or len(context_MH) > self.num_context:
@@ -136,18 +115,13 @@ class ContextSlots(nn.Module):
         return torch.where(dropped_NJ[:, :, None], null_NJH, full_NJH)
 
     def extra_repr(self) -> str:
-        """What decides the vectors beside the weights."""
         return f"num_context={self.num_context}, dropout_fraction={self.dropout_fraction}"
 
 
 class SoftPrompt(nn.Module):
-    """Learned vectors between context and text: Linear-ReLU-Linear of a constant vector of ones.
+    """Learned vectors between context and text, (S, H): Linear-ReLU-Linear of a constant vector of ones.
 
-    Args:
-        num_soft_prompts: Vectors, S; 0 for the paper's model, which has none. The released models have 8.
-        context_size: Width of a vector, H.
-
-    Source: the released code of arXiv:2410.02525; the paper has none.
+    Source: the released code of arXiv:2410.02525, with S = 8; the paper has none.
     """
 
     def __init__(self, num_soft_prompts: int, context_size: int) -> None:
@@ -161,7 +135,6 @@ class SoftPrompt(nn.Module):
         self.register_buffer("ones_H", torch.ones(context_size), persistent=False)
 
     def forward(self) -> Tensor:
-        """The vectors, (S, H)."""
         assert isinstance(self.ones_H, Tensor)
         if not self.num_soft_prompts:
             return self.ones_H.new_empty(0, self.context_size)
@@ -170,9 +143,7 @@ class SoftPrompt(nn.Module):
 
 
 class ResidualProjection(nn.Module):
-    """A vector plus Linear-ReLU-Linear of it; the identity, to the bit, until it is trained.
-
-    The last layer starts at zero, so a pretrained encoder's pooled states leave as they came.
+    """A vector plus Linear-ReLU-Linear of it, whose last layer starts at zero: the identity until it is trained.
 
     Args:
         hidden_size: Width of the vectors, H.
@@ -197,13 +168,12 @@ class ResidualProjection(nn.Module):
         branch_NH: Tensor = self.layers(vector_NH.to(next(first.parameters()).dtype))
         return vector_NH + branch_NH if self.adds_pooled else branch_NH
 
+    def settings(self) -> dict[str, Any]:
+        """The constructor's arguments, as plain types."""
+        return {"hidden_size": self.hidden_size, "adds_pooled": self.adds_pooled}
+
     def extra_repr(self) -> str:
-        """What decides the vectors beside the weights."""
         return "" if self.adds_pooled else "adds_pooled=False"
-
-
-# The others build their masks and their packing from indices, which context tokens do not have.
-_ATTENTIONS = ("eager", "sdpa")
 
 
 def states_behind_context(
@@ -214,23 +184,19 @@ def states_behind_context(
     attention_mask_NL: Tensor,
     has_positions: bool = False,
 ) -> Tensor:
-    """The states of a text's tokens, computed with M context vectors and S soft-prompt vectors in front of them.
+    """The states of a text's tokens, (N, L, H), with M context vectors and S soft-prompt vectors in front of them.
 
-    A backbone that rotates queries and keys by index gets index 0 for every context vector; soft prompt and text are
-    numbered from M on. One that adds learned position vectors gets them for the text alone, from its own first
-    position on: the position vector that it would add to a prefix vector is taken off beforehand. In layers with a
-    window the prefix sees and is seen by everything, and the window holds among the text's tokens.
+    A backbone that rotates by index gets index 0 for every context vector; soft prompt and text are numbered from M on.
+    One that adds learned position vectors adds them to the text alone, from its own first position on. In layers with
+    a window the prefix sees and is seen by everything, and the window holds among the text's tokens.
 
     Args:
         backbone: A Hugging Face encoder, or a decoder without its causal mask, adapted by peft or not.
-        context_NMH: Context vectors of each text, (N, M, H) float.
-        soft_prompt_SH: Learned vectors between context and text, (S, H) float; S may be 0.
-        input_ids_NL: Token ids, (N, L) int64, padded on the right.
-        attention_mask_NL: True where there is a token, (N, L) bool.
+        context_NMH: Context vectors of each text.
+        soft_prompt_SH: Learned vectors between context and text; S may be 0.
+        input_ids_NL: Token ids, padded on the right.
+        attention_mask_NL: True where there is a token.
         has_positions: Whether the prefix is read as any tokens are, each at its own index.
-
-    Returns:
-        States of the last layer at the text's tokens, (N, L, H).
 
     Precision: the prefix takes the dtype of the word embeddings; leaving learned positions out is exact to rounding.
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 and §10.4; the released rotary code, which leaves context
@@ -262,11 +228,8 @@ def without_positions(
 ) -> tuple[Tensor, Tensor]:
     """The positions of tokens behind a prefix that has none, and the prefix as the model is to be given it.
 
-    Args:
-        model: The Hugging Face model.
-        index_T: Each token's place behind the start of its prefix, from 0, (T,) int64.
-        prefix_NPH: Context and soft prompt, (N, P, H).
-        num_context: How many of the P are context.
+    `index_T` is each token's place from the start of its prefix, of whose P vectors `num_context` are context. A
+    position vector that the model would add to a prefix vector is taken off beforehand.
     """
     learned = learned_positions(model)
     if learned is None:
@@ -305,52 +268,6 @@ def first_position(table: nn.Embedding) -> int:
     return 0 if table.padding_idx is None else table.padding_idx + 1
 
 
-def longest_text(backbone: nn.Module, num_prefix: int) -> int | None:
-    """Longest text in tokens behind a prefix that the backbone has positions for, or None where it sets no limit.
-
-    Learned positions are the text's alone; the indices of a rotary model count the prefix too.
-    """
-    model = plain_model(backbone)
-    table = learned_positions(model)
-    if table is not None:
-        return table.num_embeddings - first_position(table)
-    limit = getattr(model.config, "max_position_embeddings", None)
-    return None if limit is None else int(limit) - num_prefix
-
-
-@torch.no_grad()
-def check_position_free(backbone: nn.Module) -> None:
-    """Check, by four tiny forward passes, that a backbone reads a context as a set and a text alone as always.
-
-    Raises:
-        ValueError: If it does not, or positions cannot be left out; the message is the rule that was broken.
-    """
-    model = plain_model(backbone)
-    attention = model.config._attn_implementation
-    if attention not in _ATTENTIONS:
-        raise ValueError(f"must be loaded with {' or '.join(_ATTENTIONS)} attention, not {attention}")
-    if getattr(model.config, "relative_attention_num_buckets", None) is not None:
-        raise ValueError("must not weigh tokens by their distance, from which no token can be left out")
-    if model.device.type == "meta":  # a plan's model, which has no weights
-        return
-    words: Any = model.get_input_embeddings()
-    ids_NL = (torch.arange(24, device=model.device).view(2, 12) % (int(model.config.vocab_size) - 4)) + 3
-    mask_NL = torch.ones_like(ids_NL, dtype=torch.bool)
-    mask_NL[1, 9:] = False
-    context_NMH, none_SH = words(ids_NL[:, 3:6]), words.weight.new_zeros(0, words.weight.shape[1])
-    contexts = (context_NMH, context_NMH.flip(1), context_NMH[:, :0])
-    with evaluating(backbone):
-        given, turned, alone = (states_behind_context(backbone, c, none_SH, ids_NL, mask_NL) for c in contexts)
-        usual = backbone(input_ids=ids_NL, attention_mask=mask_NL.long()).last_hidden_state
-    tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1
-    if _spread(given, turned, mask_NL) > tolerance:
-        raise ValueError("must read its context as a set, and sees its order")
-    if _spread(alone, usual, mask_NL) > tolerance:
-        raise ValueError("must read a text by its embeddings as it does by its tokens")
-    if torch.equal(given[mask_NL], alone[mask_NL]):
-        raise ValueError("must see what stands before a text")
-
-
 def _attention_mask(model: PreTrainedModel, seen_NT: Tensor, num_prefix: int, dtype: torch.dtype) -> Any:
     """What the backbone takes as its mask: one for each kind of layer where some layers have a window."""
     if "sliding_attention" not in (getattr(model.config, "layer_types", None) or ()):
@@ -365,9 +282,3 @@ def _attention_mask(model: PreTrainedModel, seen_NT: Tensor, num_prefix: int, dt
         masked = torch.finfo(dtype).min
         return {kind: torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, masked) for kind, mask in masks.items()}
     return masks
-
-
-def _spread(first: Tensor, second: Tensor, mask_NL: Tensor) -> float:
-    """The largest difference of the text's states, relative to the largest state."""
-    first, second = first[mask_NL].float(), second[mask_NL].float()
-    return float((first - second).abs().max() / first.abs().max().clamp(min=1e-6))

@@ -17,26 +17,23 @@ from embeddings.models.context_layers import (
     FirstStage,
     ResidualProjection,
     SoftPrompt,
-    check_position_free,
+    evaluating,
     learned_positions,
-    longest_text,
     states_behind_context,
 )
 from embeddings.models.directory import (
     ContextForm,
-    ContextParts,
     ModelParts,
     is_contextual,
-    load_context_weights,
     read_context_options,
     read_model_directory,
     write_model_directory,
 )
 from embeddings.models.embedder import Embedder, num_positions
 from embeddings.models.lora import plain_backbone
-from embeddings.models.model_files import resolve_model
+from embeddings.models.model_files import load_weights, resolve_model
 from embeddings.models.pooling import MeanPooling
-from embeddings.models.portable_contextual import CONTEXT_FOLDER
+from embeddings.models.portable_contextual import CONTEXT_FOLDER, CONTEXT_WEIGHTS, RESIDUAL_FOLDER, ContextParts
 from embeddings.models.unpadded import UnpaddedMode, Unpadding, has_window, padded, unpadding_of
 
 
@@ -45,26 +42,20 @@ class ContextualEmbedder(Embedder):
 
     The first stage makes one vector of each context document. The second stage reads [J context vectors | S soft-prompt
     vectors | word embeddings] with attention over all, pools only the states of the text's tokens, and adds a residual
-    projection. Context vectors have no position, so their order changes nothing. Queries and documents share the
-    weights, the two stages do not.
-
-    What keeps a pretrained encoder as it is at the start: the residual projection, exactly (its last layer is zero).
-    Context and soft prompt are new inputs that every token attends to, so vectors differ from the pretrained encoder's
-    from the first step on.
+    projection, which starts as the identity. Context vectors have no position, so their order changes nothing. Queries
+    and documents share the weights, the two stages do not.
 
     Args:
-        first_stage_backbone: The encoder of context documents; it reads the tokens of the same tokenizer.
+        first_stage_backbone: The encoder of context documents, of the same tokenizer.
         backbone: The encoder of texts behind their context; a decoder must have no causal mask.
         tokenizer: The tokenizer of both, padding on the right.
         num_context: Context vectors in front of each text, J. The paper uses 512, and 64 in its small setting.
         num_soft_prompts: Soft-prompt vectors, S; 0 for the paper's model, 8 as released.
-        residual_projection: Whether pooled + Linear-ReLU-Linear(pooled) follows the pooling, as released; the paper
-            has none.
+        residual_projection: Whether a residual projection follows the pooling, as released; the paper has none.
         context_dropout: Probability of replacing a context vector of a text by the null vector in training.
         context_max_length: Maximum tokens that the first stage reads of a context document; None for all.
         normalize: Whether vectors have unit length.
-        text: Lengths, prompts and special tokens of the texts this model reads. Lengths are the text's own: context
-            and soft prompt do not shorten it.
+        text: How texts are read; context and soft prompt do not count in its lengths.
         form: What the released models do otherwise.
 
     Raises:
@@ -102,10 +93,9 @@ class ContextualEmbedder(Embedder):
         words: Any = plain.get_input_embeddings()
         self.context_size = int(words.weight.shape[1])
         first = plain_backbone(first_stage_backbone)
-        _check_vocabulary(first.get_input_embeddings(), tokenizer)
         form = ContextForm() if form is None else form
+        _check_first_stage(first, tokenizer, context_max_length)
         _check_positions_of_context(backbone, form)
-        _check_positions(first, context_max_length)
         first_size = int(first.config.hidden_size)
         self.has_positions = form.has_positions
         size, limit = self.context_size, context_max_length
@@ -117,15 +107,12 @@ class ContextualEmbedder(Embedder):
         self.train()
 
     def unpad(self, mode: UnpaddedMode = "auto", first_stage: UnpaddedMode | None = None) -> None:
-        """Choose whether a `TokenBatch` is read without padding, by the first stage too.
+        """Choose how a `TokenBatch` is read, by the first stage too; None for that of the second.
 
-        Args:
-            mode: As in `BackboneConfig.unpadded`, of the second stage.
-            first_stage: The same of the first stage, like the second one's if None.
+        A window that a context without positions reaches across is in no kernel, so such a backbone is padded.
 
         Raises:
-            OptionError: If it must be and cannot. A window that a context without positions reaches across is in no
-                kernel, so such a backbone is padded.
+            OptionError: If it must be read without padding and cannot.
         """
         if not self.has_positions and has_window(self.backbone):
             if mode is True:
@@ -149,7 +136,10 @@ class ContextualEmbedder(Embedder):
     @property
     def longest_text(self) -> int | None:
         """Maximum tokens of a text that the second stage has positions for behind a context; None for no limit."""
-        return longest_text(self.backbone, self.num_extra_tokens)
+        learned = num_positions(self.backbone)
+        # The indices of a rotary model count the prefix too.
+        limit = getattr(plain_backbone(self.backbone).config, "max_position_embeddings", None)
+        return learned if learned is not None or limit is None else int(limit) - self.num_extra_tokens
 
     @property
     def longest_context_document(self) -> int | None:
@@ -168,7 +158,6 @@ class ContextualEmbedder(Embedder):
             raise OptionError(f"{owner}.document_max_length", text.document_max_length, rule, fix)
 
     def extra_repr(self) -> str:
-        """What decides the vectors beside the weights."""
         return "has_positions=True" if self.has_positions else ""
 
     def embed_context(self, tokens: PaddedTokens | TokenBatch) -> Tensor:
@@ -221,7 +210,7 @@ class ContextualEmbedder(Embedder):
                 tokens = padded(tokens, self.backbone, self.pad_token_id, self.longest_text, num_prefix)
         else:
             num_texts, longest = tokens.input_ids_NL.shape
-        limit = longest_text(self.backbone, self.num_extra_tokens)
+        limit = self.longest_text
         if limit is not None and longest > limit:
             rule = f"must leave texts of at most {limit} tokens beside {self.num_extra_tokens} of context and prompt"
             raise OptionError("data.text.document_max_length", longest, rule, "lower it or num_context")
@@ -249,11 +238,7 @@ class ContextualEmbedder(Embedder):
 
     @classmethod
     def from_config(cls, config: BackboneConfig) -> Self:
-        """The contextual model of a directory to train on, as `Embedder.from_config`, with both backbones as it says.
-
-        Raises:
-            InputError: If the model cannot be had, a file of it is damaged, or it is no contextual model.
-        """
+        """The contextual model of a directory to train on, with both backbones as the config says."""
         embedder = super().from_config(config)
         if config.gradient_checkpointing:
             enable_checkpointing(plain_backbone(embedder.first_stage.backbone))
@@ -275,21 +260,20 @@ class ContextualEmbedder(Embedder):
         except OptionError as error:
             raise InputError(str(folder), f"its parts do not fit: {error}", "export the model again") from error
         embedder.trained_widths = parts.trained_widths
-        load_context_weights(folder, embedder._context_parts())
+        load_weights(embedder.context_parts().layers(), folder / CONTEXT_FOLDER / CONTEXT_WEIGHTS)
+        if embedder.residual is not None:
+            load_weights(embedder.residual, folder / RESIDUAL_FOLDER / "model.safetensors")
         return embedder
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write a sentence-transformers directory with both stages, atomically; adapters are merged.
-
-        The directory carries its own code, which sentence-transformers runs under `trust_remote_code=True` and our
-        loaders never do.
-        """
-        context, widths = self._context_parts(), self.trained_widths
+        """Write a sentence-transformers directory with both stages and their code, atomically; adapters are merged."""
+        context, widths = self.context_parts(), self.trained_widths
         parts = ModelParts(self.pooling, None, self.normalize, self.text, context, widths)
         write_model_directory(folder, self.backbone, self.tokenizer, parts)
 
-    def _context_parts(self) -> ContextParts:
-        return ContextParts(self.first_stage, self.slots, self.soft_prompt, self.residual, self.has_positions)
+    def context_parts(self) -> ContextParts:
+        """What it has beside a plain model."""
+        return ContextParts(self.first_stage, self.slots, self.soft_prompt, self.has_positions, self.residual)
 
 
 def load_embedder(
@@ -298,13 +282,7 @@ def load_embedder(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Embedder:
-    """The model of a directory or Hub id, contextual or not, in evaluation mode; no code of the directory runs.
-
-    Arguments as in `Embedder.from_pretrained`. A contextual model's directory gives a `ContextualEmbedder`.
-
-    Raises:
-        InputError: If the model cannot be had, a file of it is damaged, or its parts do not fit together.
-    """
+    """The model of a directory or Hub id, a `ContextualEmbedder` if it is contextual, as `Embedder.from_pretrained`."""
     kind = ContextualEmbedder if is_contextual(resolve_model(os.fspath(name), revision)) else Embedder
     return kind.from_pretrained(name, revision, device, dtype)
 
@@ -324,28 +302,57 @@ def _check_options(
 
 def _check_positions_of_context(backbone: nn.Module, form: ContextForm) -> None:
     """Check that a backbone reads context vectors as their form has it."""
-    kind = type(plain_backbone(backbone)).__name__
-    if form.has_positions:
-        if learned_positions(plain_backbone(backbone)) is not None:
-            rule = "must rotate by index where context vectors have positions"
-            raise OptionError("backbone", kind, rule, "leave form.has_positions out")
-        return
-    try:
-        check_position_free(backbone)
-    except ValueError as error:
-        fix = "take an encoder, or a decoder with `bidirectional: true`"
-        raise OptionError("backbone", kind, str(error), fix) from error
+    kind, fix = type(plain_backbone(backbone)).__name__, "take an encoder, or a decoder with `bidirectional: true`"
+    rule = None if form.has_positions else broken_rule(backbone)
+    if form.has_positions and learned_positions(plain_backbone(backbone)) is not None:
+        rule, fix = "must rotate by index where context vectors have positions", "leave form.has_positions out"
+    if rule is not None:
+        raise OptionError("backbone", kind, rule, fix)
 
 
-def _check_positions(first_stage_backbone: nn.Module, context_max_length: int | None) -> None:
-    limit = num_positions(first_stage_backbone)
-    if limit is not None and context_max_length is not None and context_max_length > limit:
-        rule = f"must be <= {limit}, the positions that the first stage has"
-        raise OptionError("context_max_length", context_max_length, rule, "lower it")
+# The others build their masks and their packing from indices, which context tokens do not have.
+_ATTENTIONS = ("eager", "sdpa")
 
 
-def _check_vocabulary(words: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    highest, rows = highest_id(tokenizer), words.weight.shape[0]
+@torch.no_grad()
+def broken_rule(backbone: nn.Module) -> str | None:
+    """The rule for a context without positions that a backbone breaks, by four tiny forward passes; None for none."""
+    model = plain_backbone(backbone)
+    attention = model.config._attn_implementation
+    if attention not in _ATTENTIONS:
+        return f"must be loaded with {' or '.join(_ATTENTIONS)} attention, not {attention}"
+    if getattr(model.config, "relative_attention_num_buckets", None) is not None:
+        return "must not weigh tokens by their distance, from which no token can be left out"
+    if model.device.type == "meta":  # a plan's model, which has no weights
+        return None
+    words: Any = model.get_input_embeddings()
+    ids_NL = (torch.arange(24, device=model.device).view(2, 12) % (int(model.config.vocab_size) - 4)) + 3
+    mask_NL = torch.ones_like(ids_NL, dtype=torch.bool)
+    mask_NL[1, 9:] = False
+    context_NMH, none_SH = words(ids_NL[:, 3:6]), words.weight.new_zeros(0, words.weight.shape[1])
+    contexts = (context_NMH, context_NMH.flip(1), context_NMH[:, :0])
+    with evaluating(backbone):
+        given, turned, alone = (states_behind_context(backbone, c, none_SH, ids_NL, mask_NL)[mask_NL] for c in contexts)
+        usual = backbone(input_ids=ids_NL, attention_mask=mask_NL.long()).last_hidden_state[mask_NL]
+    # Relative to the largest state.
+    tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1
+    rules = {
+        "must read its context as a set, and sees its order": (given.float(), turned.float()),
+        "must read a text by its embeddings as it does by its tokens": (alone.float(), usual.float()),
+    }
+    for rule, (found, expected) in rules.items():
+        if (found - expected).abs().max() > tolerance * found.abs().max().clamp(min=1e-6):
+            return rule
+    return "must see what stands before a text" if torch.equal(given, alone) else None
+
+
+def _check_first_stage(first: Any, tokenizer: PreTrainedTokenizerBase, context_max_length: int | None) -> None:
+    """Check that the first stage reads the tokens of the tokenizer, as many as are asked for."""
+    highest, rows = highest_id(tokenizer), first.get_input_embeddings().weight.shape[0]
     if highest >= rows:
         rule = f"must read the tokens of the second stage's tokenizer, whose highest id is {highest}"
         raise OptionError("first_stage_backbone", f"{rows} embeddings", rule, "take two backbones of one tokenizer")
+    limit = num_positions(first)
+    if limit is not None and context_max_length is not None and context_max_length > limit:
+        rule = f"must be <= {limit}, the positions that the first stage has"
+        raise OptionError("context_max_length", context_max_length, rule, "lower it")

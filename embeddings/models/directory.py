@@ -1,14 +1,13 @@
 """A model on disk: what a sentence-transformers directory holds beside the backbone, written and read.
 
-sentence-transformers' own modules are named where they give the same vectors; an end-of-sequence token goes into the
-tokenizer for them. Else the directory carries the code that
-its pooling needs, and nothing else: `portable.py`, the pooling's file with the siblings that it imports, and a table of
-poolings (`poolings.py`) with that one entry.
+sentence-transformers' own modules are named where they give the same vectors. Else the directory carries the code that
+its pooling needs: `portable.py`, the pooling's file with its siblings, and a `poolings.py` with that one entry.
 """
 
 import copy
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -28,21 +27,16 @@ from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.common.io import write_json
 from embeddings.common.text import INSTRUCTION_TEMPLATE
 from embeddings.models.backbone import has_pooling_layer, quiet_transformers
-from embeddings.models.context_layers import ContextSlots, FirstStage, ResidualProjection, SoftPrompt
 from embeddings.models.lora import merged_state_dict, plain_backbone
 from embeddings.models.model_files import load_weights, read_json, replaced_folder
 from embeddings.models.pooling import Pooling
 from embeddings.models.poolings import POOLINGS, pooling_name
-from embeddings.models.portable import TEXT_FILE, save_pooling, save_tensors
+from embeddings.models.portable import TEXT_FILE, pooling_settings, save_layer
 from embeddings.models.portable_contextual import (
     CONTEXT_FOLDER,
     CONTEXT_SETTINGS,
-    CONTEXT_WEIGHTS,
     RESIDUAL_FOLDER,
-    code_to_root,
-    context_layers,
-    context_settings,
-    residual_settings,
+    ContextParts,
 )
 
 # The key of config_sentence_transformers.json for the trained widths; sentence-transformers ignores it.
@@ -76,26 +70,14 @@ class ContextForm:
 
     Args:
         adds_pooled: Whether the residual projection adds the pooled states to its output. False in cde-small-v1.
-        has_positions: Whether context vectors have the positions 0 to J - 1, as all other tokens have, and
-            windows hold for them too; their order then matters. True in cde-small-v2.
-        pools_prompt: Whether the first stage pools the prompt of a context document too, whatever the second does. True
+        has_positions: Whether context vectors have positions 0 to J - 1 and windows, so that their order matters. True
             in cde-small-v2.
+        pools_prompt: Whether the first stage always pools a context document's prompt. True in cde-small-v2.
     """
 
     adds_pooled: bool = True
     has_positions: bool = False
     pools_prompt: bool = False
-
-
-@dataclass(frozen=True)
-class ContextParts:
-    """What a contextual model has beside a plain one."""
-
-    first_stage: FirstStage
-    slots: ContextSlots
-    soft_prompt: SoftPrompt
-    residual: ResidualProjection | None
-    has_positions: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,9 +103,6 @@ def write_model_directory(
 
     Adapters are merged into the written weights; the backbone itself is not changed. A directory with code of its own
     needs `trust_remote_code=True` there. An existing model is replaced, other files of the folder stay.
-
-    Raises:
-        OptionError: If the pooling has no name in the table, or the path leads to a file.
     """
     name, text, context = pooling_name(parts.pooling), parts.text, parts.context
     with replaced_folder(Path(folder)) as new, quiet_transformers():
@@ -132,27 +111,31 @@ def write_model_directory(
         plain = plain_tokenizer(parts.pooling, text, tokenizer) if context is None else None
         (plain or tokenizer).save_pretrained(new)
         if plain is None:
-            modules = _write_own_pooling(new, name, parts)
+            first, second = _write_own_pooling(new, name, parts)
         else:
-            modules = [f"{_LIBRARY}Transformer", f"{_LIBRARY}Pooling"]
+            first, second = f"{_LIBRARY}Transformer", f"{_LIBRARY}Pooling"
             write_json(new / "1_Pooling" / "config.json", _standard_pooling_config(name, parts))
             write_json(new / "sentence_bert_config.json", _standard_lengths(text, plain_backbone(backbone).config))
-        paths = ["", "1_Pooling"]
+        modules = [(first, ""), (second, "1_Pooling")]
         if context is not None:
-            _write_context(new, context)
-            modules += ["portable_contextual.ResidualHead"] if context.residual is not None else []
+            first_stage = context.first_stage.backbone
+            weights = merged_state_dict(first_stage)
+            plain_backbone(first_stage).save_pretrained(new / CONTEXT_FOLDER, state_dict=weights)
+            context.save(new / CONTEXT_FOLDER)
+            if context.residual is not None:
+                modules.append(("portable_contextual.ResidualHead", RESIDUAL_FOLDER))
+                (new / RESIDUAL_FOLDER).mkdir()
+                save_layer(context.residual, context.residual.settings(), new / RESIDUAL_FOLDER)
         if parts.norm is not None:
-            modules.append(f"{_LIBRARY}LayerNorm")
-            write_norm(new / f"{len(modules) - 1}_LayerNorm", parts.norm)
+            modules.append((f"{_LIBRARY}LayerNorm", f"{len(modules)}_LayerNorm"))
+            write_norm(new / modules[-1][1], parts.norm)
         if parts.head is not None:
-            modules.append(f"{_LIBRARY}Dense")
-            write_head(new / f"{len(modules) - 1}_Dense", parts.head)
+            modules.append((f"{_LIBRARY}Dense", f"{len(modules)}_Dense"))
+            write_head(new / modules[-1][1], parts.head)
         if parts.normalize:
-            modules.append(f"{_LIBRARY}Normalize")
-            (new / f"{len(modules) - 1}_Normalize").mkdir()
-        paths += [f"{index}_{kind.rpartition('.')[2]}" for index, kind in enumerate(modules) if index > 1]
-        entries = enumerate(zip(modules, paths, strict=True))
-        rows = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (kind, path) in entries]
+            modules.append((f"{_LIBRARY}Normalize", f"{len(modules)}_Normalize"))
+            (new / modules[-1][1]).mkdir()
+        rows = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (kind, path) in enumerate(modules)]
         write_json(new / "modules.json", rows)
         config: dict[str, Any] = {"prompts": text.prompts}
         config |= {TEMPLATE_KEY: text.instruction_template} if text.instruction_template != INSTRUCTION_TEMPLATE else {}
@@ -167,10 +150,9 @@ def plain_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer with which sentence-transformers' own modules give these vectors; None where no tokenizer does.
 
-    They have modules for mean, weighted mean, first and last token. They measure a prompt's tokens by the prompt alone,
-    so leaving it out of a mean is right for them by the rule `prompt_length`, or where no token can reach from a prompt
-    into a text. An end-of-sequence token that training appends becomes part of the tokenizer, once a saved and loaded
-    copy has been seen to append it under truncation too.
+    They measure a prompt by itself, so leaving it out of a mean is right for them by the rule `prompt_length`, or where
+    no token can reach from a prompt into a text. An end-of-sequence token that training appends becomes part of the
+    tokenizer, once a saved and loaded copy has been seen to append it under truncation too.
     """
     name = pooling_name(pooling)
     prompts = [] if text.pool_prompt or name in _PROMPT_BLIND else [p for p in text.prompts.values() if p]
@@ -226,20 +208,20 @@ def _appending_eos(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
     return changed
 
 
-def _write_own_pooling(folder: Path, name: str, parts: ModelParts) -> list[str]:
+def _write_own_pooling(folder: Path, name: str, parts: ModelParts) -> tuple[str, str]:
     """Write pooling, text settings and their code; returns the classes of the first two modules."""
     pooling = parts.pooling
     settings = _without(parts.text.to_dict(), "prompts", TEMPLATE_KEY)
     first = "portable.TextTransformer" if parts.context is None else "portable_contextual.ContextualTransformer"
     if pooling.captured_layers:
         first, settings["tapped_layers"] = "attention_capture.CapturingTransformer", list(pooling.captured_layers)
-    save_pooling(folder / "1_Pooling", name, pooling)
+    save_layer(pooling, pooling_settings(name, pooling), folder / "1_Pooling")
     write_json(folder / TEXT_FILE, settings)
     module, kind = type(pooling).__module__.rpartition(".")[2], type(pooling).__name__
     for file in _with_siblings(["portable", module, first.partition(".")[0]]):
         shutil.copyfile(Path(__file__).with_name(f"{file}.py"), folder / f"{file}.py")
     (folder / "poolings.py").write_text(_TABLE.format(module=module, kind=kind, name=name), encoding="utf-8")
-    return [first, "portable.MaskedPooling"]
+    return first, "portable.MaskedPooling"
 
 
 def _with_siblings(modules: Iterable[str]) -> set[str]:
@@ -275,9 +257,6 @@ def read_model_directory(
     """What a sentence-transformers directory holds beside its backbone; no code of the directory runs.
 
     With `contextual` the caller reads the other parts of a contextual model itself (see `read_context_options`).
-
-    Raises:
-        InputError: If it is no such directory, a file of it is damaged, or it has a module that an `Embedder` has not.
     """
     path = folder / "modules.json"
     if not path.is_file():
@@ -360,15 +339,13 @@ def _read_lengths(path: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
 
 
 def _read_prompts(path: Path, fields: dict[str, Any]) -> dict[str, str]:
-    """The prompts of a directory that are not empty."""
     saved = fields.get("prompts") or {}
     if not isinstance(saved, dict):
         raise InputError(str(path), "has prompts that are no object", _EXPORT_AGAIN)
     for name, prompt in saved.items():
-        if prompt is not None and not isinstance(prompt, str):
+        # Half of a surrogate pair is no text either.
+        if not isinstance(prompt, str | None) or re.search("[\ud800-\udfff]", prompt or ""):
             raise InputError(str(path), f"has a prompt {name!r} that is no text", _EXPORT_AGAIN)
-        if any("\ud800" <= letter <= "\udfff" for letter in prompt or ""):
-            raise InputError(str(path), f"has half of a character in prompt {name!r}", _EXPORT_AGAIN)
     return {name: prompt for name, prompt in saved.items() if prompt}
 
 
@@ -417,27 +394,18 @@ def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def write_norm(folder: Path, norm: nn.LayerNorm) -> None:
-    """Write a layer norm as a new folder; one without weights is written with ones and zeros.
-
-    Raises:
-        OptionError: If it has another epsilon than sentence-transformers' module.
-    """
+    """Write a layer norm as a new folder; one without weights is written with ones and zeros."""
     if norm.eps != _EPSILON:
         rule = f"must be {_EPSILON}, the only one that a model directory can carry"
         raise OptionError("norm.eps", norm.eps, rule, "build the norm with that")
     folder.mkdir()
-    write_json(folder / "config.json", {"dimension": norm.normalized_shape[0]})
     written = nn.LayerNorm(norm.normalized_shape)
     written.load_state_dict(norm.state_dict(), strict=False)
-    save_tensors(written, folder / "model.safetensors", prefix="norm.")
+    save_layer(written, {"dimension": norm.normalized_shape[0]}, folder, prefix="norm.")
 
 
 def read_norm(folder: Path) -> nn.LayerNorm:
-    """The layer norm of a folder; ones and zeros are read as no weights, so that no training moves them.
-
-    Raises:
-        InputError: If a file is missing or damaged.
-    """
+    """The layer norm of a folder; ones and zeros are read as no weights, so that no training moves them."""
     width = read_json(folder / "config.json").get("dimension")
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
         what = f"has dimension {width!r:.40}, expected a whole number >= 1"
@@ -449,20 +417,14 @@ def read_norm(folder: Path) -> nn.LayerNorm:
 
 
 def write_head(folder: Path, head: nn.Linear) -> None:
-    """Write a linear head as a new folder."""
     folder.mkdir()
     identity = "torch.nn.modules.linear.Identity"
     shape = {"in_features": head.in_features, "out_features": head.out_features, "bias": head.bias is not None}
-    write_json(folder / "config.json", {**shape, "activation_function": identity})
-    save_tensors(head, folder / "model.safetensors", prefix="linear.")
+    save_layer(head, {**shape, "activation_function": identity}, folder, prefix="linear.")
 
 
 def read_head(folder: Path) -> nn.Linear:
-    """The linear head of a folder.
-
-    Raises:
-        InputError: If a file is missing or damaged, or it is more than a linear head.
-    """
+    """The linear head of a folder, which may be no more than that."""
     config = read_json(folder / "config.json")
     if not str(config.get("activation_function", "")).endswith("Identity") or config.get("use_residual"):
         what = "is more than a linear head"
@@ -493,56 +455,23 @@ def _one_layer(first: nn.Linear, second: nn.Linear, place: Path) -> nn.Linear:
 
 
 def is_contextual(folder: Path) -> bool:
-    """Whether a model directory is a contextual model's."""
     return (folder / CONTEXT_FOLDER / CONTEXT_SETTINGS).is_file()
 
 
-def _write_context(folder: Path, parts: ContextParts) -> None:
-    """Write what a contextual model has beside a plain one; adapters are merged into the written weights."""
-    target, backbone = folder / CONTEXT_FOLDER, parts.first_stage.backbone
-    plain_backbone(backbone).save_pretrained(target, state_dict=merged_state_dict(backbone))
-    code_to_root(target)
-    settings = context_settings(parts.first_stage, parts.slots, parts.soft_prompt, parts.has_positions)
-    write_json(target / CONTEXT_SETTINGS, settings)
-    save_tensors(context_layers(parts.first_stage, parts.slots, parts.soft_prompt), target / CONTEXT_WEIGHTS)
-    if parts.residual is not None:
-        (folder / RESIDUAL_FOLDER).mkdir()
-        write_json(folder / RESIDUAL_FOLDER / "config.json", residual_settings(parts.residual))
-        save_tensors(parts.residual, folder / RESIDUAL_FOLDER / "model.safetensors")
-
-
 def read_context_options(folder: Path) -> dict[str, Any]:
-    """The arguments of `ContextualEmbedder` that a directory keeps.
-
-    Raises:
-        InputError: If the directory is no contextual model's, or its settings are damaged.
-    """
+    """The arguments of `ContextualEmbedder` that a contextual model's directory keeps."""
     if not is_contextual(folder):
         raise InputError(str(folder), "is no contextual model", "load it with embeddings.models.load_embedder")
     path = folder / CONTEXT_FOLDER / CONTEXT_SETTINGS
     settings = read_json(path)
-    missing = [name for name in _CONTEXT_OPTIONS if not isinstance(settings.get(name), int | float)]
-    if missing:
-        raise InputError(str(path), f"does not say {missing[0]}", _EXPORT_AGAIN)
     # Older directories state neither a limit nor a form.
-    max_length = settings.get("context_max_length")
-    if max_length is not None and (not isinstance(max_length, int) or isinstance(max_length, bool)):
-        raise InputError(str(path), f"has context_max_length {max_length!r}, no number", _EXPORT_AGAIN)
+    options = {name: settings.get(name) for name in (*_CONTEXT_OPTIONS, "context_max_length")}
+    for name, value in options.items():
+        is_number = type(value) is int or (type(value) is float and name == "context_dropout")
+        if not is_number and (name != "context_max_length" or value is not None):
+            raise InputError(str(path), f"has {name} {value!r}, expected a number", _EXPORT_AGAIN)
     has_residual = any("ResidualHead" in str(entry) for entry in read_json(folder / "modules.json", list))
     residual = read_json(folder / RESIDUAL_FOLDER / "config.json") if has_residual else {}
     flags = {name: settings.get(name) is True for name in ("has_positions", "pools_prompt")}
     form = ContextForm(adds_pooled=residual.get("adds_pooled") is not False, **flags)
-    options = {name: settings[name] for name in _CONTEXT_OPTIONS}
-    return {**options, "context_max_length": max_length, "residual_projection": has_residual, "form": form}
-
-
-def load_context_weights(folder: Path, parts: ContextParts) -> None:
-    """Load the weights of the context layers and the residual projection; the first stage's backbone has its own.
-
-    Raises:
-        InputError: If a file is missing or damaged, or does not fit the settings.
-    """
-    layers = context_layers(parts.first_stage, parts.slots, parts.soft_prompt)
-    load_weights(layers, folder / CONTEXT_FOLDER / CONTEXT_WEIGHTS)
-    if parts.residual is not None:
-        load_weights(parts.residual, folder / RESIDUAL_FOLDER / "model.safetensors")
+    return {**options, "residual_projection": has_residual, "form": form}

@@ -25,21 +25,18 @@ from embeddings.models.unpadded import UnpaddedMode, Unpadding, padded, unpaddin
 class Embedder(nn.Module):
     """Tokens to vectors: backbone, pooling, an optional layer norm, an optional head, unit length.
 
-    A new one is in training mode with all its parts, as every new module is (Hugging Face gives a backbone in
-    evaluation mode, which would silently switch dropout off); `from_pretrained` returns it in evaluation mode. A new
-    one pads texts; `from_pretrained` and the training modules choose by `unpad` how they are read.
+    A new one is in training mode with all its parts (Hugging Face gives a backbone in evaluation mode, which would
+    silently switch dropout off), and pads texts; `from_pretrained` returns it in evaluation mode.
 
     Args:
         backbone: A Hugging Face encoder or decoder, adapted by peft or not.
         tokenizer: Its tokenizer, padding on the right.
         pooling: States of a text's tokens to one vector.
-        norm: A layer norm of the pooled vector, (H), or None. Without weights it centres all dimensions, before
-            vectors are cut: nomic-embed-text-v1.5 is trained so.
+        norm: A layer norm of the pooled vector, (H), before vectors are cut, or None.
         head: A linear layer from the hidden size to the embedding width, D, or None for D = H.
         normalize: Whether vectors have unit length.
         text: Lengths, prompts and special tokens of the texts this model reads.
-        trained_widths: Widths that its vectors may be cut to, the widest first, as `MatryoshkaInfoNCE` trained them;
-            empty where it was trained on full vectors, or does not say.
+        trained_widths: Widths that its vectors may be cut to, the widest first; empty for full vectors, or unknown.
 
     Raises:
         OptionError: If pooling, norm or head do not fit the backbone's hidden size, or the pooling cannot have the
@@ -89,11 +86,7 @@ class Embedder(nn.Module):
         self.train()
 
     def unpad(self, mode: UnpaddedMode = "auto") -> None:
-        """Choose whether a `TokenBatch` is read without padding; `mode` as in `BackboneConfig.unpadded`.
-
-        Raises:
-            OptionError: If it must be and cannot.
-        """
+        """Choose how a `TokenBatch` is read, by `BackboneConfig.unpadded`; an `OptionError` if that cannot be."""
         if self.capture is None:
             self.unpadding = unpadding_of(self.backbone, mode)
             return
@@ -139,7 +132,7 @@ class Embedder(nn.Module):
         return vector_NH
 
     def _pooled_unpadded(self, unpadding: Unpadding, tokens: TokenBatch) -> Tensor:
-        """The pooled states, (N, H), of texts without padding."""
+        """The same of texts that are read without padding."""
         with nullcontext() if self.capture is None else self.capture.open() as captured:
             state_TH, places = unpadding.states(self.backbone, tokens)
         attention = () if captured is None else (captured(),)
@@ -161,7 +154,7 @@ class Embedder(nn.Module):
         """Check that the backbone has positions for texts of these lengths, which are options of `owner`.
 
         Raises:
-            OptionError: If a length is too large; the message names it and the limit.
+            OptionError: If a length is too large.
         """
         limit = self.longest_text
         for name in ("query_max_length", "document_max_length"):
@@ -203,13 +196,7 @@ class Embedder(nn.Module):
 
     @classmethod
     def from_config(cls, config: BackboneConfig) -> Self:
-        """The model of a sentence-transformers directory to train on, in training mode.
-
-        The config's `name` is the directory, and its backbone is loaded as the config says.
-
-        Raises:
-            InputError: If the model cannot be had, a file of it is damaged, or its parts do not fit together.
-        """
+        """The model of the directory that a config names, its backbone loaded as the config says, in training mode."""
         backbone, tokenizer = load_backbone(config)
         folder = resolve_model(config.name, config.revision)
         embedder = cls._of_directory(folder, backbone, tokenizer, config.dropout)
@@ -220,18 +207,14 @@ class Embedder(nn.Module):
     def _of_directory(
         cls, folder: Path, backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dropout: float | None = None
     ) -> Self:
-        """The embedder around a backbone that was loaded with this dropout; None for the directory's own."""
+        """The embedder around a loaded backbone; `dropout` is for the other backbones that a directory may hold."""
         return cls.of_parts(folder, backbone, tokenizer, read_model_directory(folder, backbone, tokenizer))
 
     @classmethod
     def of_parts(
         cls, folder: Path, backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, parts: ModelParts
     ) -> Self:
-        """The embedder of a directory's parts.
-
-        Raises:
-            InputError: If they do not fit together.
-        """
+        """The embedder of a directory's parts; an `InputError` if they do not fit together."""
         options = {name: getattr(parts, name) for name in ("norm", "head", "normalize", "text", "trained_widths")}
         try:
             return cls(backbone, tokenizer, parts.pooling, **options)
@@ -257,12 +240,7 @@ def num_positions(backbone: nn.Module) -> int | None:
 
 
 def capture_of(backbone: nn.Module, pooling: Pooling) -> AttentionCapture | None:
-    """What reads the attention that a pooling needs, or None where it needs none.
-
-    Raises:
-        OptionError: If the backbone has no such layer, its attention cannot be read, or is causal where the pooling
-            needs to see both ways.
-    """
+    """What reads the attention that a pooling needs, or None; an `OptionError` if it cannot be read, or is causal."""
     if not pooling.captured_layers:
         return None
     try:

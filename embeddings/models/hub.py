@@ -22,15 +22,9 @@ _MAIN = "main"
 
 @dataclass(frozen=True)
 class PushedModel:
-    """What a push has done.
+    """What a push has done: the repository `OWNER/NAME`, its page, and the commit with its files and their bytes.
 
-    Attributes:
-        name: The repository, `OWNER/NAME`.
-        url: Its page.
-        commit: The commit on the Hub.
-        files: Paths of the files that the commit has, in order.
-        num_bytes: Their size in bytes.
-        left_out: Entries of the directory that are no files of the model, and stayed.
+    `left_out` are the entries of the directory that are no files of the model, and stayed.
     """
 
     name: str
@@ -66,8 +60,7 @@ def push_to_hub(
         token: A token with write access; None for `HF_TOKEN`, or for what `hf auth login` stored.
 
     Raises:
-        InputError: If the directory holds no complete model or a link, the name is taken or impossible, there is no
-            token or one without access, or the Hub cannot be reached.
+        InputError: If the directory holds no complete model or a link, or the Hub refuses it.
     """
     folder = Path(folder).expanduser()
     paths, left_out = own_files(folder)
@@ -102,16 +95,7 @@ def push_to_hub(
 
 
 def push_embedder(embedder: Embedder, name: str, **options: Any) -> PushedModel:
-    """Upload a model that lies in no directory, with a card that says how to use it and nothing of a training.
-
-    Args:
-        embedder: The model.
-        name: The repository, `OWNER/NAME`.
-        options: As in `push_to_hub`.
-
-    Raises:
-        InputError: As in `push_to_hub`.
-    """
+    """Upload a model that lies in no directory, with a card of its use alone; `options` as in `push_to_hub`."""
     with TemporaryDirectory() as place:
         folder = Path(place, "model")
         embedder.save_pretrained(folder)
@@ -120,11 +104,7 @@ def push_embedder(embedder: Embedder, name: str, **options: Any) -> PushedModel:
 
 
 def own_files(folder: Path) -> tuple[list[str], list[str]]:
-    """The paths of a model directory's own files, and its entries that are none; hidden ones are in neither.
-
-    Raises:
-        InputError: If it is no complete model directory, or one of its files is a link.
-    """
+    """The paths of a model directory's own files, and its entries that are none; hidden ones are in neither."""
     if not (folder / "config.json").is_file():
         fix = "give one that training, export or import wrote"
         raise InputError(str(folder), "is no model directory, it has no config.json", fix)

@@ -47,11 +47,7 @@ _TAKE_ANOTHER = "take a complete copy of the model"
 
 
 def read_json(path: Path, kind: type = dict, fix: str = _TAKE_ANOTHER) -> Any:
-    """The content of a JSON file, a value of one kind; `fix` says what to do where it is damaged.
-
-    Raises:
-        InputError: If it cannot be read, or holds another kind of value.
-    """
+    """The content of a JSON file, which must be a value of one kind; `fix` is the hint where it is not."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -63,11 +59,7 @@ def read_json(path: Path, kind: type = dict, fix: str = _TAKE_ANOTHER) -> Any:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder's weights: the shards that its index names, or the one file there is.
-
-    Raises:
-        InputError: If the index is damaged, or names other files than safetensors beside it.
-    """
+    """The safetensors files of a folder's weights: the shards that its index names, or the one file there is."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return [folder / "model.safetensors"]
@@ -79,11 +71,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_tensors(file: Path, wanted: Callable[[str], object] = bool) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a safetensors file with their names, one after another: all, or those `wanted` by their name.
-
-    Raises:
-        InputError: If the file is missing or damaged.
-    """
+    """The tensors of a safetensors file with their names, one after another: all, or those `wanted` by name."""
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - the file is no mapping
@@ -94,11 +82,7 @@ def read_tensors(file: Path, wanted: Callable[[str], object] = bool) -> Iterator
 
 
 def load_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
-    """Load a safetensors file into a module, its tensors' names less `prefix`, in the dtype of the file.
-
-    Raises:
-        InputError: If the file is missing or damaged, or does not fit the module.
-    """
+    """Load a safetensors file into a module, its tensors' names less `prefix`, in the dtype of the file."""
     try:
         state = {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
         module.load_state_dict(state, assign=True)
@@ -107,11 +91,7 @@ def load_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
 
 
 def weights_checksum(folder: Path) -> str:
-    """A checksum of a folder's weights by their names, whatever files they lie in.
-
-    Raises:
-        InputError: If a file is missing or damaged.
-    """
+    """A checksum of a folder's weights by their names, whatever files they lie in."""
     found: dict[str, str] = {}
     for name, tensor in chain.from_iterable(map(read_tensors, weight_files(folder))):
         checksum = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
@@ -139,25 +119,20 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         revision: Commit, tag or branch of a Hub id.
 
     Raises:
-        InputError: If there is no such directory, the packaged weights are not the published ones, or the Hub does not
-            give the model.
+        InputError: If the model cannot be had, or the packaged weights are not the published ones.
         OptionError: If a revision is asked of what has none.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
-        _refuse_revision(name, revision)
-        return path
+    folder = path if path.is_dir() else _packaged_folder() if name == PACKAGED_NAME else None
+    if folder is not None and revision is not None:
+        raise OptionError("revision", revision, f"cannot apply to {name}, which is no Hub id", "leave it out")
+    if folder is not None:
+        return folder
     if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise InputError(name, "is no directory", "give a model directory or a Hub id")
     if name.startswith("checkpoints/"):
         raise InputError(name, "is not there", "make it first, by the line that the config's header names")
-    if name == PACKAGED_NAME:
-        folder = _packaged_folder()
-        if folder is not None:
-            _refuse_revision(name, revision)
-            return folder
-        name = f"sentence-transformers/{PACKAGED_NAME}"
-    return _download(name, revision)
+    return _download(f"sentence-transformers/{name}" if name == PACKAGED_NAME else name, revision)
 
 
 class Origin(NamedTuple):
@@ -184,24 +159,17 @@ class FrozenBase:
 
     @cached_property
     def checksum(self) -> str:
-        """The checksum of its weights (see `weights_checksum`)."""
         return weights_checksum(self.folder)
 
     def origin(self) -> Origin:
-        """Its Hub id with the commit, or the name that the config gives."""
         origin = origin_of(self.folder)
         return origin if origin.commit is not None else Origin(self.name, None)
 
     def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint says of it."""
         return {**self.origin()._asdict(), "xxh3_128": self.checksum}
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Check that a checkpoint's matrices were trained on these weights.
-
-        Raises:
-            InputError: If they were trained on others.
-        """
+        """Refuse a checkpoint whose matrices were trained on other weights."""
         if saved["xxh3_128"] == self.checksum:
             return
         where = f"{saved['name']}@{saved['commit']}" if saved["commit"] else str(saved["name"])
@@ -240,17 +208,8 @@ def _download(name: str, revision: str | None) -> Path:
     return Path(os.fspath(folder))
 
 
-def _refuse_revision(name: str, revision: str | None) -> None:
-    if revision is not None:
-        raise OptionError("revision", revision, f"cannot apply to {name}, which is no Hub id", "leave it out")
-
-
 def require_folder_or_nothing(target: str | os.PathLike[str]) -> None:
-    """Refuse to write a model to a path that is not a folder.
-
-    Raises:
-        OptionError: If the path, or one of its parents, is a file.
-    """
+    """Refuse to write a model to a path that is a file, or leads through one."""
     path = Path(target).expanduser()
     for place in (path, *path.parents):
         if place.exists() or place.is_symlink():
@@ -261,10 +220,9 @@ def require_folder_or_nothing(target: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def replaced_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside `target` that takes its place on leaving without an error.
+    """A new folder beside `target` that takes its place, and its other files, on leaving without an error.
 
-    At every moment either the old or the new model is complete on disk. Other files of the old folder are carried over;
-    where that fails, everything is put back.
+    At every moment either the old or the new model is complete on disk.
     """
     require_folder_or_nothing(target)
     target = target.expanduser().resolve()
@@ -328,7 +286,7 @@ def is_model_file(entry: Path) -> bool:
 
 
 def is_model_path(path: PurePosixPath) -> bool:
-    """Whether a path within a model directory is one of the model by its name; code and the card have other marks."""
+    """Whether a path within a model directory is the model's by its name; code and the card have other marks."""
     if len(path.parts) == 1:
         return any(path.match(pattern) for pattern in _MODEL_PATTERNS)
     number, _, kind = path.parts[0].partition("_")
@@ -336,7 +294,6 @@ def is_model_path(path: PurePosixPath) -> bool:
 
 
 def _flush(folder: Path) -> None:
-    """Have everything in a folder written to disk."""
     for path in [*folder.rglob("*"), folder]:
         with suppress(PermissionError):
             fsync_path(path)

@@ -1,8 +1,8 @@
 """The modules that a saved model directory brings along, for sentence-transformers to load.
 
-sentence-transformers' own modules do for most models. They cannot leave a prompt's tokens out of the pooling exactly
-(the prompt is measured apart from the text, which is off by one for most tokenizers), keep the end-of-sequence token
-under truncation, or pool by attention. A directory that needs one of these carries this file and its siblings.
+Its own modules cannot leave a prompt's tokens out of the pooling exactly (they measure the prompt apart from the text),
+keep the end-of-sequence token under truncation, or pool by attention. A directory that needs one of these carries this
+file and its siblings.
 
 This file travels inside model directories: it imports nothing but torch, transformers (with its safetensors) and
 its siblings.
@@ -31,12 +31,9 @@ class TextTransformer(nn.Module):
     """Texts to token states, with the mask of the tokens that enter the pooling.
 
     The first module of a sentence-transformers pipeline. `encode_query` takes the query length, everything else the
-    document length.
+    document length; prompt and special tokens count.
 
     Args:
-        model: The backbone.
-        tokenizer: Its tokenizer, padding on the right.
-        query_max_length, document_max_length: Maximum tokens of a text, prompt and special tokens included.
         append_eos: Whether every text ends in the end-of-sequence token, truncated ones too.
         pool_prompt: Whether a prompt's tokens enter the pooling.
         suffix: Text behind every text, under truncation too.
@@ -90,10 +87,9 @@ class TextTransformer(nn.Module):
     def tokenize_exactly(self, texts: Sequence[str], prompt: str, max_length: int) -> tuple[list[list[int]], list[int]]:
         """Ids of each text behind its prompt, and the index of its first token that enters the pooling.
 
-        Prompt and text are tokenised as one string. A token that ends within the prompt is left out, and so are the
-        special tokens before it; one that reaches into the text belongs to the text. Another `pooling_rule` may say
-        otherwise. Where nothing of the text is left, the special tokens after it are pooled, or else the last token.
-        A text has at most `max_length` tokens.
+        Prompt and text are tokenised as one string. Left out are tokens that end within the prompt and the special
+        tokens before it, unless `pooling_rule` says otherwise. Where nothing of the text is left, the special tokens
+        after it are pooled, or else the last token.
         """
         probe = self.tokenizer("a", return_special_tokens_mask=True)
         num_trailing = probe["special_tokens_mask"][::-1].index(0)
@@ -115,7 +111,7 @@ class TextTransformer(nn.Module):
         for row, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
             first, end_of_text = 0, len(row) - num_trailing
             if self.pool_prompt:
-                first = 0
+                pass
             elif self.pooling_rule == "after_colon":
                 first = row.index(colon) + 1 if colon in row else 0
             elif self.pooling_rule == "instruction_count":
@@ -130,12 +126,10 @@ class TextTransformer(nn.Module):
         return ids, firsts
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-        """The features with the states of the last layer added."""
         output = self.model(**{name: features[name] for name in ("input_ids", "attention_mask")})
         return {**features, "token_embeddings": output.last_hidden_state}
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
-        """Write the backbone, the tokenizer and the text settings."""
         self.model.save_pretrained(output_path)
         self.tokenizer.save_pretrained(output_path)
         save_json(self.settings(), output_path, TEXT_FILE)
@@ -176,69 +170,77 @@ class TextTransformer(nn.Module):
         return {}
 
 
-class MaskedPooling(nn.Module):
-    """One vector a text from the states of its pooled tokens.
+class SavedLayer(nn.Module):
+    """A module around one layer, which lies in its folder as `config.json` and weights where it has any."""
 
-    Args:
-        name: Which pooling (`mean`, `cls`, `last_token`, `weighted_mean`, `latent_attention`, `self_attention`,
-            `anchor_token`).
-        hidden_size: Width of the states.
-        arguments: The pooling's own arguments.
-    """
+    layer: Any
 
-    def __init__(self, name: str, hidden_size: int, arguments: dict[str, Any]) -> None:
-        super().__init__()
-        self.name = name
-        self.pooling = POOLINGS[name](hidden_size, **arguments)
-
-    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-        """The features with the vectors added, (N, H) float32."""
-        state_NLH, pooling_NL = features["token_embeddings"], features["pooling_mask"]
-        captured: tuple[Any, ...] = ()
-        if self.pooling.captured_layers:
-            captured = (features["attention_mask"].bool(), features["captured_attention"])
-        return {**features, "sentence_embedding": self.pooling(state_NLH, pooling_NL, *captured)}
+    def settings(self) -> dict[str, Any]:
+        """The constructor's arguments, as plain types."""
+        found: dict[str, Any] = self.layer.settings()
+        return found
 
     def get_embedding_dimension(self) -> int:
         """Width of the vectors."""
-        return self.pooling.hidden_size
+        return int(self.layer.hidden_size)
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
-        """Write the pooling's arguments, and its weights where it has any."""
-        save_pooling(output_path, self.name, self.pooling)
+        """Write the arguments and the weights into an existing folder."""
+        save_layer(self.layer, self.settings(), Path(output_path))
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **loading: Any) -> Self:
         """The module of a directory or Hub id, with the arguments that sentence-transformers passes on."""
         where = {"subfolder": subfolder, **hub_arguments(loading)}
         module = cls(**json.loads(read_text(model_name_or_path, "config.json", where)))
-        if module.pooling.state_dict():
-            load_tensors(module.pooling, model_name_or_path, "model.safetensors", where)
+        if module.layer.state_dict():
+            load_tensors(module.layer, model_name_or_path, "model.safetensors", where)
         return module
 
 
-def save_pooling(folder: str | os.PathLike[str], name: str, pooling: Pooling) -> None:
-    """Write a pooling's name and arguments, and its weights where it has any, into an existing folder."""
-    save_json(
-        {"name": name, "hidden_size": pooling.hidden_size, "arguments": pooling.arguments()}, folder, "config.json"
-    )
-    if pooling.state_dict():
-        save_tensors(pooling, Path(folder, "model.safetensors"))
+class MaskedPooling(SavedLayer):
+    """One vector a text from the states of its pooled tokens, by the pooling of a name in `POOLINGS`."""
+
+    def __init__(self, name: str, hidden_size: int, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.name = name
+        self.layer = POOLINGS[name](hidden_size, **arguments)
+
+    def settings(self) -> dict[str, Any]:
+        """The constructor's arguments, as plain types."""
+        return pooling_settings(self.name, self.layer)
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        """The features with the vectors added, (N, H) float32."""
+        state_NLH, pooling_NL = features["token_embeddings"], features["pooling_mask"]
+        captured: tuple[Any, ...] = ()
+        if self.layer.captured_layers:
+            captured = (features["attention_mask"].bool(), features["captured_attention"])
+        return {**features, "sentence_embedding": self.layer(state_NLH, pooling_NL, *captured)}
+
+
+def pooling_settings(name: str, pooling: Pooling) -> dict[str, Any]:
+    """What the pooling of a directory is built from."""
+    return {"name": name, "hidden_size": pooling.hidden_size, "arguments": pooling.arguments()}
+
+
+def save_layer(layer: nn.Module, settings: dict[str, Any], folder: Path, prefix: str = "") -> None:
+    """Write a layer's settings, and its weights where it has any, into an existing folder."""
+    save_json(settings, folder, "config.json")
+    if layer.state_dict():
+        save_tensors(layer, folder / "model.safetensors", prefix)
 
 
 def save_tensors(module: nn.Module, file: Path, prefix: str = "") -> None:
-    """Write a module's tensors as safetensors, `prefix` before their names."""
     state = {f"{prefix}{name}": tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
     save_file(state, file, metadata={"format": "pt"})
 
 
 def save_json(value: dict[str, Any], *place: str | os.PathLike[str]) -> None:
-    """Write a value as indented JSON."""
     Path(*place).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def load_tensors(module: nn.Module, model_name_or_path: str, filename: str, where: dict[str, Any]) -> None:
-    """Load a safetensors file of a directory or Hub id into a module."""
     file = cached_file(model_name_or_path, filename, **where)
     assert file is not None
     module.load_state_dict(load_file(file))
@@ -251,7 +253,6 @@ def hub_arguments(loading: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_text(model_name_or_path: str, filename: str, where: dict[str, Any]) -> str:
-    """The content of a file of a directory or Hub id."""
     path = cached_file(model_name_or_path, filename, **where)
     assert path is not None
     return Path(path).read_text(encoding="utf-8")

@@ -45,19 +45,10 @@ def edit(file, **changes):
 
 def test_a_plain_model_is_a_plain_sentence_transformers_directory(tmp_path):
     embedder(prompts={"query": "q: "}, pool_prompt=True).save_pretrained(tmp_path / "model")
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
-        "1_Pooling",
-        "2_Normalize",
-        "config.json",
-        "config_sentence_transformers.json",
-        "model.safetensors",
-        "modules.json",
-        "sentence_bert_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
-    general = json.loads((tmp_path / "model" / "config_sentence_transformers.json").read_text())
-    assert general["prompts"] == {"query": "q: "}
+    configs = {"config.json", "config_sentence_transformers.json", "sentence_bert_config.json", "tokenizer_config.json"}
+    folders = {"1_Pooling", "2_Normalize"}
+    others = {"model.safetensors", "modules.json", "tokenizer.json"}
+    assert {path.name for path in (tmp_path / "model").iterdir()} == configs | folders | others
 
 
 @pytest.mark.usefixtures("travelling_code")
@@ -76,17 +67,13 @@ def test_the_template_of_instructions_stays_with_a_model(tmp_path, own_code):
 
 @pytest.mark.parametrize("pooling", [MeanPooling(32), latent()])
 def test_the_widths_that_a_model_was_trained_at_stay_with_it(tmp_path, pooling):
-    model = embedder(pooling)
-    assert model.trained_widths == ()
-    model.save_pretrained(tmp_path / "model")
-    assert "matryoshka" not in (tmp_path / "model" / "config_sentence_transformers.json").read_text()
-    assert Embedder.from_pretrained(tmp_path / "model").trained_widths == ()
-    model.trained_widths = (32, 8)
-    model.save_pretrained(tmp_path / "model")
-    assert Embedder.from_pretrained(tmp_path / "model").trained_widths == (32, 8)
-    if isinstance(pooling, MeanPooling):
-        theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", truncate_dim=8)
-        assert theirs.encode(["the dog"]).shape == (1, 8)
+    for widths in ((), (32, 8)):
+        model = embedder(pooling)
+        model.trained_widths = widths
+        model.save_pretrained(tmp_path / "model")
+        config = json.loads((tmp_path / "model" / "config_sentence_transformers.json").read_text())
+        assert config.get("matryoshka_dimensions", []) == list(widths)
+        assert Embedder.from_pretrained(tmp_path / "model").trained_widths == widths
 
 
 @pytest.mark.parametrize(
@@ -179,23 +166,20 @@ def test_two_linear_layers_of_a_published_directory_become_one(tmp_path, bias):
 @torch.no_grad()
 def test_a_layer_norm_that_sentence_transformers_wrote_loads_where_it_follows_the_pooling(tmp_path):
     save_backbone(str(tmp_path / "backbone"), tiny_bert(), wordpiece_tokenizer())
-    norm = LayerNorm(32)
+    norm, texts = LayerNorm(32), ["how do I pad", "z"]
     for parameter in norm.parameters():
         torch.nn.init.normal_(parameter)
-    for name, tail in (
-        ("in_place", [norm, Dense(32, 8, activation_function=Identity())]),
-        ("late", [Normalize(), norm]),
-    ):
+    tails = {"in_place": [norm, Dense(32, 8, activation_function=Identity())], "late": [Normalize(), norm]}
+    for name, tail in tails.items():
         modules = [Transformer(str(tmp_path / "backbone")), Pooling(32, "mean"), *tail]
         theirs = SentenceTransformer(modules=modules, device="cpu")
         theirs.save_pretrained(str(tmp_path / name), create_model_card=False)
-        if name == "late":
-            with pytest.raises(InputError, match="has a LayerNorm behind its head or Normalize"):
-                Embedder.from_pretrained(tmp_path / name)
-            continue
-        ours = Embedder.from_pretrained(tmp_path / name)
-        texts = ["how do I pad", "z"]
-        assert (ours(read(ours.tokenizer, texts)) - torch.from_numpy(theirs.encode(texts))).abs().max() <= 1e-5
+        vectors = torch.from_numpy(theirs.encode(texts))
+        if name == "in_place":
+            ours = Embedder.from_pretrained(tmp_path / name)
+            assert (ours(read(ours.tokenizer, texts)) - vectors).abs().max() <= 1e-5
+    with pytest.raises(InputError, match="has a LayerNorm behind its head or Normalize"):
+        Embedder.from_pretrained(tmp_path / "late")
 
 
 def test_a_tokenizer_that_lower_cases_on_request_does(tmp_path):
@@ -209,37 +193,45 @@ def test_a_tokenizer_that_lower_cases_on_request_does(tmp_path):
 def test_a_new_model_replaces_the_old_one_and_leaves_other_files(tmp_path):
     target = tmp_path / "model"
     embedder(latent()).save_pretrained(target)
-    (target / "metrics.json").write_text("{}")
-    (target / "plots").mkdir()
-    (target / "plots" / "loss.png").write_bytes(b"png")
-    (target / "2024_plots").mkdir()
-    (target / "2024_plots" / "a.png").write_text("mine")
     (target / "2_Dense").mkdir()
+    others = {"metrics.json": b"{}", "plots/loss.png": b"png", "2024_plots/a.png": b"mine"}
+    for name, content in others.items():
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_bytes(content)
     second = embedder(seed=1)
     second.save_pretrained(target)
-    assert (target / "metrics.json").read_text() == "{}"
-    assert (target / "plots" / "loss.png").read_bytes() == b"png"
-    assert (target / "2024_plots" / "a.png").read_text() == "mine"
+    assert {name: (target / name).read_bytes() for name in others} == others
     assert not (target / "2_Dense").exists()
     assert not list(target.glob("*.py"))
     assert torch.equal(Embedder.from_pretrained(target)(TOKENS), second(TOKENS))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("failing", ["save_pretrained", "replace"])
+@pytest.mark.parametrize("failing", ["save_pretrained", "into place", "carrying files over"])
 def test_a_failure_leaves_the_old_model_whole(tmp_path, monkeypatch, failing):
-    target, replace = tmp_path / "model", os.replace
+    target, replace, carried = tmp_path / "model", os.replace, []
     embedder().save_pretrained(target)
+    for name in ("metrics.json", "report.md"):
+        (target / name).write_text(name)
     before, second = tree(target), embedder(seed=1)
 
-    def fail(*places, **_):
-        if failing == "save_pretrained" or Path(str(places[0])).name == "new":
-            raise OSError("no space")
-        replace(*places)
+    def fail(*_, **__):
+        raise OSError("no space")
 
-    monkeypatch.setattr(second.tokenizer if failing == "save_pretrained" else os, failing, fail)
+    def replace_or_fail(source, destination):
+        is_carried = Path(source).parent.name == "old"
+        carried.extend([source] * is_carried)
+        if (Path(source).name == "new" and failing == "into place") or (is_carried and len(carried) == 2):
+            fail()
+        replace(source, destination)
+
+    if failing == "save_pretrained":
+        monkeypatch.setattr(second.tokenizer, failing, fail)
+    else:
+        monkeypatch.setattr(os, "replace", replace_or_fail)
     with pytest.raises(OSError, match="no space"):
         second.save_pretrained(target)
+    assert len(carried) == (2 if failing == "carrying files over" else 0)
     assert tree(target) == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -276,28 +268,6 @@ def test_a_file_that_appears_while_the_model_is_written_comes_back(tmp_path, mon
     with pytest.raises(NotADirectoryError):
         embedder().save_pretrained(target)
     assert target.read_text() == "mine"
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_files_that_cannot_be_carried_over_go_back_with_the_old_model(tmp_path, monkeypatch):
-    target, replace, carried = tmp_path / "model", os.replace, []
-    embedder().save_pretrained(target)
-    for name in ("metrics.json", "report.md"):
-        (target / name).write_text(name)
-    before = tree(target)
-
-    def fail_for_the_second(source, destination):
-        if Path(source).parent.name == "old":
-            carried.append(source)
-            if len(carried) == 2:
-                raise OSError("no space")
-        replace(source, destination)
-
-    monkeypatch.setattr(os, "replace", fail_for_the_second)
-    with pytest.raises(OSError, match="no space"):
-        embedder(seed=1).save_pretrained(target)
-    assert len(carried) == 2
-    assert tree(target) == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -378,16 +348,12 @@ def test_a_norm_gives_the_same_vectors_here_and_in_sentence_transformers(tmp_pat
     write_norm(tmp_path / "norm", ours)
     expected = ours(VECTORS)
     assert (expected - VECTORS).abs().max() > 1
-    torch.testing.assert_close(read_norm(tmp_path / "norm")(VECTORS), expected, rtol=0, atol=1e-6)
+    again = read_norm(tmp_path / "norm")
+    torch.testing.assert_close(again(VECTORS), expected, rtol=0, atol=1e-6)
+    # One without weights has none after reading, so that no training moves them.
+    assert len(list(again.parameters())) == (2 if list(ours.parameters()) else 0)
     theirs = LayerNorm.load(str(tmp_path / "norm"))({"sentence_embedding": VECTORS})["sentence_embedding"]
     torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-6)
-
-
-def test_a_norm_without_weights_has_none_after_reading_and_one_with_weights_has_its_own(tmp_path):
-    for name, options in (("plain", {"elementwise_affine": False}), ("own", {})):
-        write_norm(tmp_path / name, norm(**options))
-    assert list(read_norm(tmp_path / "plain").parameters()) == []
-    assert len(list(read_norm(tmp_path / "own").parameters())) == 2
 
 
 def test_an_epsilon_that_no_directory_has_room_for_is_refused(tmp_path):
@@ -396,17 +362,17 @@ def test_an_epsilon_that_no_directory_has_room_for_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("changes", [{"use_residual": True}, {"activation_function": "torch.nn.Tanh"}])
-def test_more_than_a_linear_head_is_refused(tmp_path, changes):
-    write_head(tmp_path / "head", nn.Linear(8, 3))
-    edit(tmp_path / "head" / "config.json", **changes)
-    with pytest.raises(InputError, match="is more than a linear head"):
-        read_head(tmp_path / "head")
-
-
-@pytest.mark.parametrize(("dimension", "says"), [(0, "has dimension 0"), (7, "cannot be loaded")])
-def test_a_norm_of_no_or_another_width_is_one_line(tmp_path, dimension, says):
-    write_norm(tmp_path / "norm", norm())
-    edit(tmp_path / "norm" / "config.json", dimension=dimension)
+@pytest.mark.parametrize(
+    ("write", "read", "changes", "says"),
+    [
+        (write_head, read_head, {"use_residual": True}, "is more than a linear head"),
+        (write_head, read_head, {"activation_function": "torch.nn.Tanh"}, "is more than a linear head"),
+        (write_norm, read_norm, {"dimension": 0}, "has dimension 0"),
+        (write_norm, read_norm, {"dimension": 7}, "cannot be loaded"),
+    ],
+)
+def test_a_layer_that_is_another_is_one_line(tmp_path, write, read, changes, says):
+    write(tmp_path / "layer", nn.Linear(8, 3) if write is write_head else norm())
+    edit(tmp_path / "layer" / "config.json", **changes)
     with pytest.raises(InputError, match=says):
-        read_norm(tmp_path / "norm")
+        read(tmp_path / "layer")

@@ -95,9 +95,7 @@ def test_a_new_embedder_is_in_training_mode_throughout():
 def test_texts_longer_than_the_positions_are_refused_by_their_option(name):
     lengths = {"query_max_length": 128, "document_max_length": 128}
     build().check_lengths(TextSettings(**lengths))
-    with pytest.raises(
-        OptionError, match=rf"^mine\.{name} must be <= 128, the positions that the backbone has, got 129"
-    ):
+    with pytest.raises(OptionError, match=rf"^mine\.{name} must be <= 128, the positions that the backbone has, got"):
         build().check_lengths(TextSettings(**{**lengths, name: 129}), "mine")
 
 

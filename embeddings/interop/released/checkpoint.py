@@ -1,11 +1,11 @@
 """A published checkpoint: config.json, tensors and tokenizer, and the key map to our model."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,43 +19,43 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from embeddings.common import InputError, OptionError
+from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.common.errors import shown
 from embeddings.common.text import one_line
-from embeddings.models.backbone import quiet_transformers, read_tokenizer
+from embeddings.models.backbone import load_model, quiet_transformers, read_tokenizer
+from embeddings.models.directory import read_model_directory
 from embeddings.models.embedder import Embedder
 from embeddings.models.language_model import LanguageModel
 from embeddings.models.model_files import read_json, weight_files
+from embeddings.models.pooling import MeanPooling
 
 _ONE_SOURCE, _WHOLE_COPY = "take config.json and weights from one checkpoint", "take a complete copy of the checkpoint"
+# The type of the usual value says which kind of number is meant.
+Number = TypeVar("Number", int, float)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class Assumed:
-    """The numbers that a model needs but no file of its checkpoint states; an impossible one is an `OptionError`.
+    """The numbers that a model needs but no file of its checkpoint states: the user's, or the published models'.
 
-    Args:
-        given: What the user says they are, by name.
-
-    Attributes:
-        values: What was taken, by name: the user's, or else what the published models have.
+    `values` are those that were taken, by name; an impossible one is an `OptionError`.
     """
 
     def __init__(self, given: Mapping[str, float] | None = None) -> None:
         self._given = dict(given or {})
         self.values: dict[str, float] = {}
 
-    def take(self, name: str, usual: float) -> float:
+    def take(self, name: str, usual: Number) -> Number:
         """The number of a name, above 0 and of the type of the usual one."""
         value = self._given.get(name, usual)
         if name in self._given and (not value > 0 or (isinstance(usual, int) and value != int(value))):
             kind = "a whole number" if isinstance(usual, int) else "a number"
             raise OptionError(f"assume.{name}", value, f"must be {kind} above 0", f"the published models have {usual}")
-        self.values[name] = type(usual)(value)
-        return self.values[name]
+        taken = type(usual)(value)
+        self.values[name] = taken
+        return taken
 
     def check_all_taken(self) -> None:
-        """Refuse numbers that were given and not asked for."""
         for name in self._given.keys() - self.values.keys():
             rule = "is stated by the checkpoint, or unknown"
             fix = f"it leaves open {', '.join(self.values)}" if self.values else "it leaves no number open"
@@ -63,15 +63,10 @@ class Assumed:
 
 
 class ReleasedConfig:
-    """The fields of a published config.json, or of an object inside it.
+    """The fields of a published config.json, or of an object inside it whose name is the `prefix`.
 
-    Every method refuses a field that is missing or damaged by an `InputError` that names file, field and value.
-
-    Args:
-        path: The file.
-        fields: What it holds; None to read it.
-        prefix: Where inside the file the fields are, for messages.
-        assumed: Where `assume` notes what the file does not state; None for a note that nobody reads.
+    Every method refuses a field that is missing or damaged by an `InputError` that names file, field and value;
+    `assumed` notes what the file does not state.
     """
 
     def __init__(
@@ -83,35 +78,28 @@ class ReleasedConfig:
         self._prefix = prefix
 
     def part(self, name: str) -> "ReleasedConfig":
-        """The fields of an object inside this one."""
         value = self.fields.get(name)
         if not isinstance(value, dict):
             raise self._error(name, "an object")
         return ReleasedConfig(self.path, value, f"{self._prefix}{name}.", self.assumed)
 
     def integer(self, name: str, least: int = 1, default: int | None = None) -> int:
-        """A field that is a whole number from `least` on."""
         value = self.fields.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self._error(name, f"a whole number >= {least}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A field that is a number."""
         value = self.fields.get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._error(name, "a number")
         return value
 
-    def assume(self, name: str, usual: int, least: int = 1) -> int:
-        """A whole number that the file may leave open: then the user's, or what the published models have."""
+    def assume(self, name: str, usual: Number, least: int = 1) -> Number:
+        """A number that the file may leave open: then the user's, or what the published models have."""
         if self.fields.get(name) is None:
-            return int(self.assumed.take(name, usual))
-        return self.integer(name, least)
-
-    def assume_number(self, name: str, usual: float) -> float:
-        """The same of any number."""
-        return self.assumed.take(name, usual) if self.fields.get(name) is None else float(self.number(name))
+            return self.assumed.take(name, usual)
+        return type(usual)(self.integer(name, least) if isinstance(usual, int) else self.number(name))
 
     def require(self, **values: Any) -> None:
         """Check that fields which decide the arithmetic have the one value that is known here, or are left out."""
@@ -130,12 +118,7 @@ class ReleasedConfig:
 class ReleasedWeights:
     """The tensors of a checkpoint's safetensors: names and shapes at once, values when they are asked for.
 
-    Args:
-        folder: Where its files lie.
-        file: A file of weights in place of those that belong to a model.
-
-    Raises:
-        InputError: If there is no such file, or one is damaged.
+    `file` names a file of weights in place of those that belong to a model.
     """
 
     def __init__(self, folder: Path, file: str | None = None) -> None:
@@ -144,7 +127,10 @@ class ReleasedWeights:
         self._files: dict[str, Path] = {}
         for path in weight_files(folder) if file is None else [folder / file]:
             if not path.is_file():
-                raise InputError(str(folder), _what_is_missing(folder, path), "take a complete copy with safetensors")
+                pickles = sorted(found.name for pattern in _PICKLES for found in folder.glob(pattern))
+                pickle = f", and {pickles[0]} is a pickle, which could run code when it is read" if pickles else ""
+                what = f"holds no {path.name}{pickle}"
+                raise InputError(str(folder), what, "take a complete copy with safetensors")
             try:
                 with safe_open(path, framework="pt") as opened:
                     found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
@@ -155,7 +141,6 @@ class ReleasedWeights:
             self._files |= dict.fromkeys(found, path)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, in the dtype of the file."""
         with safe_open(self._files[name], framework="pt") as opened:
             tensor: Tensor = opened.get_tensor(name)
         return tensor
@@ -170,20 +155,13 @@ def released_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return read_tokenizer(folder, PreTrainedTokenizerFast if is_fast else AutoTokenizer)
 
 
-def _what_is_missing(folder: Path, path: Path) -> str:
-    pickles = sorted(found.name for pattern in _PICKLES for found in folder.glob(pattern))
-    pickle = f", and {pickles[0]} is a pickle, which could run code when it is read" if pickles else ""
-    return f"holds no {path.name}{pickle}"
-
-
 @dataclass(frozen=True)
 class Published:
     """Where one of our tensors lies in a published checkpoint.
 
     Args:
         name: Its name there. Words in braces stand for what the same words matched in our name.
-        part: Which of its equal parts along the first dimension ours is.
-        parts: Into how many parts it is cut.
+        part, parts: Which of how many equal parts along the first dimension ours is.
         stacked: Whether our first two dimensions are laid end to end there.
     """
 
@@ -193,7 +171,6 @@ class Published:
     stacked: bool = False
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """The published shape of a tensor that is of this shape here."""
         if self.stacked:
             return (ours[0] * ours[1], *ours[2:])
         return (ours[0] * self.parts, *ours[1:])
@@ -207,12 +184,7 @@ class Published:
 
 @dataclass(frozen=True)
 class KeyReport:
-    """What became of the tensors of a checkpoint; none that was needed was missing.
-
-    Attributes:
-        used: Each published tensor that was read, and ours that it went to.
-        left: Published tensors that the model has no use for.
-    """
+    """What became of a checkpoint's tensors: those used, each with ours that it went to, and those left out."""
 
     used: dict[str, list[str]]
     left: list[str]
@@ -222,65 +194,43 @@ class KeyReport:
         return KeyReport(self.used | other.used, self.left + other.left)
 
 
-class KeyMap:
-    """The names of a family of checkpoints.
+def take_tensors(
+    weights: ReleasedWeights,
+    expected: Mapping[str, Tensor],
+    family: str,
+    places: Mapping[str, str | Published],
+    left: Sequence[str] = (),
+) -> tuple[dict[str, Tensor], KeyReport]:
+    """The published tensors under our names, of the shapes of those that are expected by name.
 
-    Args:
-        family: What the checkpoints are called in messages.
-        places: Our names, and where each lies: its name there, or a `Published`. `{n}` matches a number and any other
-            word in braces anything; the first name that matches counts.
-        left: Names of published tensors that are left out on purpose, written alike.
+    `places` is the key map: our names, and where each lies. `{n}` matches a number, any other word in braces anything,
+    and the first name that matches counts. `left` are tensors that are left out on purpose, written alike.
     """
-
-    def __init__(self, family: str, places: Mapping[str, str | Published], left: Sequence[str] = ()) -> None:
-        self.family = family
-        found = {ours: Published(place) if isinstance(place, str) else place for ours, place in places.items()}
-        self._places = [(_pattern(ours), place) for ours, place in found.items()]
-        self._left = [_pattern(name) for name in left]
-
-    def place_of(self, ours: str) -> Published:
-        """Where one of our tensors lies."""
-        for pattern, place in self._places:
-            if found := pattern.fullmatch(ours):
-                return replace(place, name=place.name.format(**found.groupdict()))
-        raise AssertionError(f"the key map of {self.family} has no place for {ours}")
-
-    def leaves(self, published: str) -> bool:
-        """Whether a published tensor is left out on purpose."""
-        return any(pattern.fullmatch(published) for pattern in self._left)
-
-    def take(self, weights: ReleasedWeights, expected: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], KeyReport]:
-        """The published tensors under our names; `expected` has a tensor of the right shape for each, on any device.
-
-        Raises:
-            InputError: If the checkpoint lacks a tensor, has one that is not known, or one is of another shape.
-        """
-        places = {ours: self.place_of(ours) for ours in expected}
-        used: dict[str, list[str]] = {}
-        for ours, place in places.items():
-            used.setdefault(place.name, []).append(ours)
-        left = self._check_names(weights, used)
-        shapes = {ours: tuple(expected[ours].shape) for ours in places}
-        for ours, place in places.items():
-            shape = place.shape(shapes[ours])
-            if weights.shapes[place.name] != shape:
-                what = f"{place.name} has shape {weights.shapes[place.name]}, by config.json it has {shape}"
-                raise InputError(str(weights.folder), what, _ONE_SOURCE)
-        state = {ours: place.take(weights.tensor(place.name), shapes[ours]) for ours, place in places.items()}
-        return state, KeyReport(used, left)
-
-    def _check_names(self, weights: ReleasedWeights, used: Mapping[str, list[str]]) -> list[str]:
-        """The tensors that are left out on purpose; all others must be known, and none missing."""
-        missing = sorted(used.keys() - weights.shapes.keys())
-        if missing:
-            what = f"lacks {len(missing)} of the {len(used)} tensors of {self.family}, {missing[0]} first"
-            raise InputError(str(weights.folder), what, _WHOLE_COPY)
-        others = sorted(weights.shapes.keys() - used.keys())
-        unknown = [name for name in others if not self.leaves(name)]
-        if unknown:
-            what = f"has {len(unknown)} tensors that {self.family} has no place for, {unknown[0]} first"
-            raise InputError(str(weights.folder), what, "import a checkpoint of only this family")
-        return others
+    patterns = [(_pattern(ours), Published(at) if isinstance(at, str) else at) for ours, at in places.items()]
+    found_at: dict[str, Published] = {}
+    used: dict[str, list[str]] = {}
+    for ours in expected:
+        matches = ((pattern.fullmatch(ours), place) for pattern, place in patterns)
+        match, place = next((match, place) for match, place in matches if match)
+        found_at[ours] = replace(place, name=place.name.format(**match.groupdict()))
+        used.setdefault(found_at[ours].name, []).append(ours)
+    missing = sorted(used.keys() - weights.shapes.keys())
+    if missing:
+        what = f"lacks {len(missing)} of the {len(used)} tensors of {family}, {missing[0]} first"
+        raise InputError(str(weights.folder), what, _WHOLE_COPY)
+    others, on_purpose = sorted(weights.shapes.keys() - used.keys()), list(map(_pattern, left))
+    unknown = [name for name in others if not any(pattern.fullmatch(name) for pattern in on_purpose)]
+    if unknown:
+        what = f"has {len(unknown)} tensors that {family} has no place for, {unknown[0]} first"
+        raise InputError(str(weights.folder), what, "import a checkpoint of only this family")
+    shapes = {ours: tuple(tensor.shape) for ours, tensor in expected.items()}
+    for ours, place in found_at.items():
+        found, shape = weights.shapes[place.name], place.shape(shapes[ours])
+        if found != shape:
+            what = f"{place.name} has shape {found}, by config.json it has {shape}"
+            raise InputError(str(weights.folder), what, _ONE_SOURCE)
+    state = {ours: place.take(weights.tensor(place.name), shapes[ours]) for ours, place in found_at.items()}
+    return state, KeyReport(used, others)
 
 
 def _pattern(name: str) -> re.Pattern[str]:
@@ -292,14 +242,9 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 class Imported(NamedTuple):
-    """A published checkpoint as a model of this library.
+    """A published checkpoint as a model of this library, and what became of its tensors.
 
-    Attributes:
-        family: What kind of checkpoint it was.
-        model: The model, which can be saved as a directory.
-        report: What became of its tensors.
-        used_as: The published model whose card decides more than the files do (see `usage`), or None.
-        assumed: Numbers that no file states, and what was taken for them (see `Assumed`).
+    `used_as` is the published model whose card decides more than the files do; `assumed` are numbers that none states.
     """
 
     family: str
@@ -329,12 +274,12 @@ def filled_model(empty: PreTrainedModel, state: dict[str, Tensor]) -> PreTrained
 
 
 def take_parts(
-    key_map: KeyMap, weights: ReleasedWeights, parts: Mapping[str, nn.Module]
+    weights: ReleasedWeights, parts: Mapping[str, nn.Module], *names: Any
 ) -> tuple[dict[str, dict[str, Tensor]], KeyReport]:
-    """The tensors of a model in parts, each part's under its own names; our names in the map begin with the part's."""
+    """The tensors of a model in parts, by `take_tensors`; our names in the key map begin with the part's."""
     of_each = {part: module.state_dict() for part, module in parts.items()}
     expected = {f"{part}.{name}": tensor for part, tensors in of_each.items() for name, tensor in tensors.items()}
-    taken, report = key_map.take(weights, expected)
+    taken, report = take_tensors(weights, expected, *names)
     states: dict[str, dict[str, Tensor]] = {part: {} for part in parts}
     for name, tensor in taken.items():
         part, _, inner = name.partition(".")
@@ -342,10 +287,36 @@ def take_parts(
     return states, report
 
 
-def names_in(model: PreTrainedModel, published: Iterable[str]) -> dict[str, list[str]]:
-    """Each published tensor that transformers itself read into a model, and the model's own name of it.
-
-    A checkpoint with a head has the backbone's name in front of its tensors, which the backbone does not have.
-    """
+def loaded_model(folder: Path, **options: Any) -> tuple[PreTrainedModel, KeyReport]:
+    """The backbone of a folder whose tensors transformers itself renames, and what became of them."""
+    published, unused = ReleasedWeights(folder).shapes, list[str]()
+    model = load_model(folder, unused=unused, **options)
+    # A checkpoint with a head has the backbone's name in front of its tensors, which the backbone does not have.
     own, prefix = model.state_dict().keys(), f"{model.base_model_prefix}."
-    return {name: [name if name in own else name.removeprefix(prefix)] for name in published}
+    used = [name for name in published if name not in unused]
+    names = {name: [name if name in own else name.removeprefix(prefix)] for name in used}
+    return model, KeyReport(names, sorted(unused))
+
+
+def described_embedder(
+    folder: Path,
+    backbone: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Mapping[str, str],
+    longest: int | None = None,
+) -> Embedder:
+    """The embedding model around a backbone, with pooling and texts as a sentence-transformers directory says.
+
+    Where the folder is none: the mean of all tokens, unit length, texts as long as tokenizer and positions allow.
+    `prompts` are those that the folder need not name, `longest` a limit of length whatever the folder says.
+    """
+    if not (folder / "modules.json").is_file():
+        limit = min(tokenizer.model_max_length, getattr(backbone.config, "max_position_embeddings", 512))
+        text = TextSettings(limit, limit, dict(prompts), pool_prompt=True)
+        return Embedder(backbone, tokenizer, MeanPooling(int(backbone.config.hidden_size)), text=text)
+    parts = read_model_directory(folder, backbone, tokenizer)
+    text = replace(parts.text, prompts={**prompts, **parts.text.prompts})
+    if longest is not None:
+        lengths = {name: min(getattr(text, name), longest) for name in ("query_max_length", "document_max_length")}
+        text = replace(text, **lengths)
+    return Embedder.of_parts(folder, backbone, tokenizer, replace(parts, text=text))

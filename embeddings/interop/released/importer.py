@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,16 @@ from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.io import write_json
 from embeddings.common.process import logger
 from embeddings.common.text import one_line
-from embeddings.interop.released import cde, llm2vec, nomic, nv_embed, sentence_transformers
-from embeddings.interop.released.checkpoint import Assumed, Imported, ReleasedConfig
+from embeddings.interop.released import cde, llm2vec, nomic, nv_embed
+from embeddings.interop.released.checkpoint import (
+    Assumed,
+    Imported,
+    ReleasedConfig,
+    described_embedder,
+    loaded_model,
+)
+from embeddings.models.backbone import load_tokenizer
+from embeddings.models.directory import is_contextual
 from embeddings.models.embedder import Embedder
 from embeddings.models.language_model import LanguageModel
 from embeddings.models.lora import plain_backbone
@@ -42,29 +49,29 @@ def import_released(
 ) -> Imported:
     """Write a published checkpoint as a model directory, atomically; no code of it runs.
 
-    Beside the model lies a record of which published tensor each of its tensors came from, and what was left, and an
-    embedding model's card; both are in the directory before it is put in its place. The record's `revision` is the
-    commit that was read, wherever the Hub named one. Where a published card uses the vectors in a way that the files do
-    not state (see `USAGES`), the model does so too. Numbers that no file states are in the record too.
+    Beside the model lie an embedding model's card and a record: which published tensor each of its tensors came from,
+    what was left, the commit that was read, and the numbers that no file states. Where a published card uses the
+    vectors in a way that the files do not state (see `USAGES`), the model does so too.
 
     Args:
         source: A directory or Hub id.
         output: The directory to write; one that is there is replaced once the new one is whole.
         revision: Commit, tag or branch of a Hub id.
-        base: What an adapter adapts, where its own files do not say it; see `llm2vec.load`.
+        base: What an adapter adapts, where its own files do not say it; see `llm2vec.adapter_chain`.
         known_as: The published name of a model whose directory has another; see `usage_name`.
-        assume: Numbers that no file states, by name, in place of those of the published models; see `Assumed`.
+        assume: Numbers that no file states, by name, in place of those of the published models.
 
     Raises:
         InputError: If the checkpoint cannot be had, is of no known family, or is incomplete.
-        OptionError: If the output is a file, the source itself or what it adapts, `known_as` is another model, or a
-            number is given that the checkpoint does not leave open.
+        OptionError: If the output is a file or one of the folders that are read, or an option does not fit.
     """
     require_folder_or_nothing(output)
-    check_name(known_as)
+    if known_as is not None and known_as not in USAGES:
+        rule = "must be a published model that is used in a way of its own"
+        raise OptionError("known_as", known_as, rule, f"give one of {', '.join(USAGES)}, or leave it out")
     folder = resolve_model(source, revision)
     target = Path(output).expanduser()
-    folders = folders_of(folder, base)
+    folders = llm2vec.adapter_chain(folder, base)
     if target.resolve() in [read.resolve() for read in folders]:
         rule = "must not be the source or its base, which it would replace"
         raise OptionError("output", str(output), rule, "name a new folder")
@@ -87,10 +94,16 @@ def import_released(
 
 def _used(imported: Imported, source: str, known_as: str | None) -> Imported:
     """A checkpoint whose model gives the vectors of its published card, where one is known to say more than files."""
-    name = usage_name(imported.model, source, known_as)
-    if name is not None and isinstance(imported.model, Embedder):
-        return imported._replace(model=as_used(imported.model, USAGES[name]), used_as=name)
-    if may_want_norm(imported.model):
+    name, model = usage_name(imported.model, source, known_as), imported.model
+    if not isinstance(model, Embedder):
+        return imported
+    if name is not None:
+        usage, parts = USAGES[name], (model.backbone, model.tokenizer, model.pooling)
+        norm = nn.LayerNorm(model.hidden_size, elementwise_affine=False) if usage.layer_norm else model.norm
+        used = Embedder(*parts, norm=norm, head=model.head, text=model.text, trained_widths=usage.widths)
+        return imported._replace(model=used, used_as=name)
+    is_dense = _model_type(model) == NomicBertConfig.model_type and type(model.pooling) is MeanPooling
+    if is_dense and not model.normalize and model.norm is None:
         warning = "%s has the files of nomic-embed-text-v1.5, whose card norms vectors before it cuts them: if it is a "
         logger.warning(warning + "copy, add --known-as nomic-embed-text-v1.5", source)
     return imported
@@ -99,7 +112,10 @@ def _used(imported: Imported, source: str, known_as: str | None) -> Imported:
 def _load(folder: Path, base: Sequence[str], assumed: Assumed) -> Imported:
     """The model of a folder; each architecture checks the fields of a config in its own way."""
     try:
-        imported = loader_of(folder, base)(folder, assumed=assumed)
+        if (folder / llm2vec.ADAPTER_CONFIG).is_file():
+            imported = llm2vec.load(folder, base, assumed)
+        else:
+            imported = loader_of(folder)(folder, assumed=assumed)
         assumed.check_all_taken()
         return imported._replace(assumed=assumed.values)
     except UserError:
@@ -111,12 +127,9 @@ def _load(folder: Path, base: Sequence[str], assumed: Assumed) -> Imported:
 
 @dataclass(frozen=True)
 class Usage:
-    """How a published model's vectors are used.
+    """How a published model's vectors are used: the widths to cut them to, the full one first, after a norm or not.
 
-    Args:
-        model_type: What the config of its backbone says here.
-        widths: Widths that it was trained to be cut to, the full width first.
-        layer_norm: Whether vectors pass a layer norm without weights before they are cut.
+    `model_type` is what the config of its backbone says here.
     """
 
     model_type: str
@@ -131,20 +144,14 @@ USAGES: Mapping[str, Usage] = {
 }
 
 
-def check_name(known_as: str | None) -> None:
-    """Refuse a name that is none of `USAGES`."""
-    if known_as is not None and known_as not in USAGES:
-        rule = "must be a published model that is used in a way of its own"
-        raise OptionError("known_as", known_as, rule, f"give one of {', '.join(USAGES)}, or leave it out")
-
-
 def usage_name(model: Embedder | LanguageModel, source: str, known_as: str | None = None) -> str | None:
     """Which one of `USAGES` an imported model is, None for none.
 
     No file tells v1.5 from a model trained on from it, so the name decides: `known_as`, else the last part of the Hub
-    id or directory, in the Hub's cache the repository's. Backbone and width must agree, else `known_as` is refused.
+    id or directory. Backbone and width must agree, else `known_as` is refused.
     """
-    name = _published_name(source) if known_as is None else known_as
+    # In the Hub's cache the folder's name is the commit.
+    name = Path(origin_of(Path(source).expanduser().absolute()).name).name if known_as is None else known_as
     usage = USAGES.get(name)
     if usage is not None and _model_type(model) == usage.model_type:
         assert isinstance(model, Embedder)
@@ -156,54 +163,22 @@ def usage_name(model: Embedder | LanguageModel, source: str, known_as: str | Non
     return None
 
 
-def as_used(model: Embedder, usage: Usage) -> Embedder:
-    """The model with the vectors of its card: of unit length, and brought there again after a cut to any width."""
-    norm = nn.LayerNorm(model.hidden_size, elementwise_affine=False) if usage.layer_norm else model.norm
-    parts = (model.backbone, model.tokenizer, model.pooling)
-    return Embedder(*parts, norm=norm, head=model.head, text=model.text, trained_widths=usage.widths)
-
-
-def may_want_norm(model: Embedder | LanguageModel) -> bool:
-    """Whether a model of no known usage has the files of nomic-embed-text-v1.5, so that it may be a copy of it."""
-    if _model_type(model) != NomicBertConfig.model_type:
-        return False
-    assert isinstance(model, Embedder)
-    return not model.normalize and model.norm is None and type(model.pooling) is MeanPooling
-
-
 def _model_type(model: Embedder | LanguageModel) -> str | None:
     """What the config of a plain embedding model's backbone says; None for any other model."""
     return str(plain_backbone(model.backbone).config.model_type) if type(model) is Embedder else None
 
 
-def _published_name(source: str) -> str:
-    path = Path(source).expanduser().absolute()
-    # The Hub's cache: models--OWNER--NAME/snapshots/COMMIT.
-    return path.parents[1].name.rpartition("--")[2] if path.parent.name == "snapshots" else path.name
+def load_directory(folder: Path, assumed: Assumed | None = None) -> Imported:
+    """The model of a sentence-transformers directory; transformers itself renames the tensors of its architectures."""
+    if is_contextual(folder):
+        raise InputError(str(folder), "is a model directory of this library already", "use it as it is")
+    backbone, report = loaded_model(folder)
+    embedder = described_embedder(folder, backbone, load_tokenizer(folder, backbone), {})
+    return Imported("a sentence-transformers directory", embedder, report)
 
 
-KNOWN = "nvembed, nomic_bert, cde-small, adapters of LLM2Vec, or a sentence-transformers directory"
-
-
-def folders_of(folder: Path, base: Sequence[str] = ()) -> list[Path]:
-    """The folders that a checkpoint is read from: its own, and for an adapter those of what it adapts."""
-    if not (folder / llm2vec.ADAPTER_CONFIG).is_file():
-        return [folder]
-    adapters, decoder = llm2vec.adapter_chain(folder, base)
-    return [*adapters, decoder]
-
-
-def loader_of(folder: Path, base: Sequence[str] = ()) -> Callable[..., Imported]:
-    """What loads the checkpoint of a folder: called with it, and with `assumed` as in `ReleasedConfig`.
-
-    Raises:
-        InputError: If it is of no family that is known here.
-        OptionError: If `base` names what adapters adapt, and the folder is no adapter.
-    """
-    if (folder / llm2vec.ADAPTER_CONFIG).is_file():
-        return partial(llm2vec.load, base=base)
-    if base:
-        raise OptionError("base", list(base), f"cannot apply: {folder} is no adapter", "leave it out")
+def loader_of(folder: Path) -> Callable[..., Imported]:
+    """What loads the checkpoint of a folder: called with it, and with `assumed` as in `ReleasedConfig`."""
     config = ReleasedConfig(folder / "config.json")
     model_type = config.fields.get("model_type")
     if model_type == "nvembed":
@@ -214,6 +189,7 @@ def loader_of(folder: Path, base: Sequence[str] = ()) -> Callable[..., Imported]
     if model_type == "nomic_bert" and "n_embd" in config.fields:
         return nomic.load_moe if (config.fields.get("moe_every_n_layers") or 0) > 0 else nomic.load_dense
     if (folder / "modules.json").is_file():
-        return sentence_transformers.load
+        return load_directory
     what = f"model_type {model_type!r} belongs to no published family that is known here"
-    raise InputError(str(config.path), what, f"import one of {KNOWN}")
+    known = "nvembed, nomic_bert, cde-small, adapters of LLM2Vec, or a sentence-transformers directory"
+    raise InputError(str(config.path), what, f"import one of {known}")

@@ -12,17 +12,16 @@ from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.interop.released.checkpoint import (
     Assumed,
     Imported,
-    KeyMap,
     KeyReport,
     ReleasedConfig,
     ReleasedWeights,
-    names_in,
+    loaded_model,
     released_tokenizer,
+    take_tensors,
 )
-from embeddings.models.backbone import load_model
 from embeddings.models.bidirectional import check_bidirectional
 from embeddings.models.embedder import Embedder
-from embeddings.models.model_files import origin_of, resolve_model
+from embeddings.models.model_files import origin_of, read_json, resolve_model
 from embeddings.models.pooling import MeanPooling
 
 FAMILY = "LLM2Vec's adapters"
@@ -53,23 +52,15 @@ def load(folder: Path, base: Sequence[str] = (), assumed: Assumed | None = None)
     Vectors are the mean over the text's own tokens and what the template puts behind it, of unit length. The published
     code cuts a text longer than 400 tokens between words; here it is cut as any text, to the whole length.
 
-    Args:
-        folder: The adapter.
-        base: Directories or Hub ids of what it adapts, the outermost first; what is not named is taken from the
-            adapters' own files. An adapter that was trained on a merged one names only the decoder: name both.
-        assumed: What is taken for the longest text, where no file states it.
-
-    Raises:
-        InputError: If an adapter or the decoder is incomplete, or one is of a kind that is not known here.
-        OptionError: If more is named than there are adapters.
     """
-    adapters, decoder = adapter_chain(folder, base)
-    settings = _settings(folder, assumed)
-    unused: list[str] = []
-    names = ReleasedWeights(decoder).shapes
-    model = load_model(decoder, make_bidirectional=True, unused=unused)
+    *adapters, decoder = adapter_chain(folder, base)
+    # The published code's own settings, where the folder has none.
+    path = folder / "llm2vec_config.json"
+    given = read_json(path) if path.is_file() else {}
+    settings = ReleasedConfig(path, {"pooling_mode": "mean", "skip_instruction": True, **given}, assumed=assumed)
+    settings.require(pooling_mode="mean")
+    model, report = loaded_model(decoder, make_bidirectional=True)
     check_bidirectional(model)
-    report = KeyReport(names_in(model, (name for name in names if name not in unused)), sorted(unused))
     for adapter in reversed(adapters):
         report |= merge_adapter(model, adapter)
     innermost = ReleasedConfig(adapters[-1] / ADAPTER_CONFIG)
@@ -92,15 +83,20 @@ def load(folder: Path, base: Sequence[str] = (), assumed: Assumed | None = None)
 def merge_adapter(model: PreTrainedModel, folder: Path) -> KeyReport:
     """Add an adapter's updates to a model's weights in place: in float32, rounded once to the weight's dtype.
 
-    The report names the weight that each tensor went into, and the adapter in front of the tensor. An adapter that is
-    incomplete, of another kind, or of another model is an `InputError`.
+    The report names the weight that each tensor went into, and the adapter in front of the tensor.
     """
     config = ReleasedConfig(folder / ADAPTER_CONFIG)
     config.require(peft_type="LORA", bias="none", fan_in_fan_out=False, use_dora=False)
     config.require(modules_to_save=None, layers_to_transform=None, rank_pattern={}, alpha_pattern={})
     rank, alpha = config.integer("r"), config.number("lora_alpha")
     scale = alpha / (rank**0.5 if config.fields.get("use_rslora") else rank)
-    layers = _targets(model, config)
+    targets = config.fields.get("target_modules")
+    names = targets if isinstance(targets, list) else []
+    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    layers = {name: layer for name, layer in linear.items() if name.rpartition(".")[2] in names}
+    if not layers:
+        what = f"names no layer of {type(model).__name__} (target_modules)"
+        raise InputError(str(config.path), what, "give the decoder that it was trained on, by --base")
     expected = {}
     for name, layer in layers.items():
         expected[f"{name}.lora_A"] = torch.empty(rank, layer.in_features, device="meta")
@@ -110,7 +106,7 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> KeyReport:
     # A decoder with its head has one name more on the way.
     outer += "model." if any(name.startswith(f"{outer}model.") for name in weights.shapes) else ""
     places = {"{layer}.lora_{side}": f"{outer}{{layer}}.lora_{{side}}.weight"}
-    state, report = KeyMap(FAMILY, places).take(weights, expected)
+    state, report = take_tensors(weights, expected, FAMILY, places)
     for name, layer in layers.items():
         update = state[f"{name}.lora_B"].float() @ state[f"{name}.lora_A"].float() * scale
         layer.weight.copy_((layer.weight.float() + update).to(layer.weight.dtype))
@@ -119,42 +115,22 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> KeyReport:
     return KeyReport(into, report.left)
 
 
-def _targets(model: PreTrainedModel, config: ReleasedConfig) -> dict[str, nn.Linear]:
-    """The linear layers that an adapter is of, by name."""
-    targets = config.fields.get("target_modules")
-    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    names = targets if isinstance(targets, list) else []
-    found = {name: layer for name, layer in linear.items() if name.rpartition(".")[2] in names}
-    if not found:
-        what = f"names no layer of {type(model).__name__} (target_modules)"
-        raise InputError(str(config.path), what, "give the decoder that it was trained on, by --base")
-    return found
+def adapter_chain(folder: Path, base: Sequence[str] = ()) -> list[Path]:
+    """The folders that a checkpoint is read from: adapters, the outermost first, then the decoder; else its own alone.
 
-
-def adapter_chain(folder: Path, base: Sequence[str]) -> tuple[list[Path], Path]:
-    """The adapters, the outermost first, and the folder of the decoder; `base` and errors as in `load`."""
-    adapters, named = [folder], list(base)
-    while True:
-        config = ReleasedConfig(adapters[-1] / ADAPTER_CONFIG)
+    `base` are directories or Hub ids of what is adapted, the outermost first; what is not named is taken from the
+    adapters' own files. An adapter that was trained on a merged one names only the decoder: name both.
+    """
+    folders, named = [folder], list(base)
+    while (folders[-1] / ADAPTER_CONFIG).is_file():
+        config = ReleasedConfig(folders[-1] / ADAPTER_CONFIG)
         name = named.pop(0) if named else config.fields.get("base_model_name_or_path")
         if not isinstance(name, str):
             raise InputError(str(config.path), "does not say what it adapts", "name it by --base")
         found = resolve_model(name)
-        if not (found / ADAPTER_CONFIG).is_file():
-            break
-        if found in adapters:
+        if found in folders:
             raise InputError(str(config.path), f"adapts {name}, which is itself", "name the decoder by --base")
-        adapters.append(found)
+        folders.append(found)
     if named:
         raise OptionError("base", list(base), "names more than there are adapters", f"leave {named[0]} out")
-    return adapters, found
-
-
-def _settings(folder: Path, assumed: Assumed | None) -> ReleasedConfig:
-    """The published settings of texts and pooling, or the published code's own where there are none."""
-    path = folder / "llm2vec_config.json"
-    defaults = {"pooling_mode": "mean", "skip_instruction": True}
-    given = ReleasedConfig(path).fields if path.is_file() else {}
-    settings = ReleasedConfig(path, defaults | given, assumed=assumed)
-    settings.require(pooling_mode="mean")
-    return settings
+    return folders

@@ -12,16 +12,16 @@ from embeddings.common.process import logger
 from embeddings.interop.released.checkpoint import (
     Assumed,
     Imported,
-    KeyMap,
     KeyReport,
     Published,
     ReleasedConfig,
     ReleasedWeights,
+    described_embedder,
     empty_model,
     filled_model,
     released_tokenizer,
+    take_tensors,
 )
-from embeddings.interop.released.sentence_transformers import described_embedder
 from embeddings.models.language_model import LanguageModel
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig
 
@@ -66,7 +66,7 @@ def encoder_fields(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -
     off = ("prenorm", "parallel_block", "causal", "use_rms_norm", "rotary_emb_interleaved")
     config.require(**dict.fromkeys(off, False), rotary_emb_fraction=1.0, rotary_emb_scale_base=None)
     step, rows = config.integer("pad_vocab_size_multiple", default=1), config.integer("vocab_size")
-    trained = _trained_positions(config)
+    trained = config.assume("max_trained_positions", 2048)
     positions = longest_text(config) or max(trained, config.integer("n_positions", default=trained))
     width, num_heads = config.integer("n_embd"), config.integer("n_head")
     if width % (2 * num_heads):
@@ -99,10 +99,6 @@ def longest_text(config: ReleasedConfig) -> int | None:
     if config.fields.get("rotary_scaling_factor") is None:
         return None
     config.number("rotary_scaling_factor")
-    return _trained_positions(config)
-
-
-def _trained_positions(config: ReleasedConfig) -> int:
     return config.assume("max_trained_positions", 2048)
 
 
@@ -115,7 +111,7 @@ _HEAD = "cls.predictions."
 def load_dense(folder: Path, assumed: Assumed | None = None) -> Imported:
     """The embedding model of a folder, or the masked language model where it holds one.
 
-    The layer norm of v1.5's vectors is stated by no file, and so no part of the model yet: see `usage`.
+    The layer norm of v1.5's vectors is stated by no file, and so no part of the model yet: see `importer.USAGES`.
     """
     config = ReleasedConfig(folder / "config.json", assumed=assumed)
     tokenizer = released_tokenizer(folder)
@@ -124,8 +120,8 @@ def load_dense(folder: Path, assumed: Assumed | None = None) -> Imported:
     if any("ForPreTraining" in str(name) for name in config.fields.get("architectures") or ()):
         return Imported(_DENSE_FAMILY, *_language_model(ours, weights, tokenizer, prefix))
     empty = empty_model(ours)
-    key_map = KeyMap(_DENSE_FAMILY, dense_names(prefix), (*LEFT, f"{_HEAD}{{rest}}"))
-    state, report = key_map.take(weights, empty.state_dict())
+    left = (*LEFT, f"{_HEAD}{{rest}}")
+    state, report = take_tensors(weights, empty.state_dict(), _DENSE_FAMILY, dense_names(prefix), left)
     model, longest = filled_model(empty, state), longest_text(config)
     if longest is not None:
         logger.warning("%s: rotary_scaling_factor is left out, so texts are cut at %d tokens", folder, longest)
@@ -146,7 +142,7 @@ def dense_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def dense_names(prefix: str = "") -> dict[str, str | Published]:
-    """Our names, and where each lies."""
+    """The key map: our names, and where each lies."""
     mlp = f"{prefix}encoder.layers.{{n}}.mlp."
     gated = {"up": "fc11", "gate": "fc12", "down": "fc2"}
     places = {f"layers.{{n}}.mlp.{own}_proj.weight": f"{mlp}{name}.weight" for own, name in gated.items()}
@@ -168,7 +164,7 @@ def _language_model(
     expected = empty.state_dict()
     biases = {name: expected.pop(name) for name in _HEAD_BIASES if name in expected}
     left = (*(f"{prefix}{name}" for name in LEFT), f"{_HEAD}decoder.weight")
-    state, report = KeyMap(_DENSE_FAMILY, places, left).take(weights, expected)
+    state, report = take_tensors(weights, expected, _DENSE_FAMILY, places, left)
     for name, bias in biases.items():
         state[name] = torch.zeros(bias.shape, dtype=state[f"{_HEAD}decoder.weight"].dtype)
     return LanguageModel(filled_model(empty, state), tokenizer, causal=False), report
@@ -178,7 +174,6 @@ _HEAD_BIASES = (f"{_HEAD}bias", f"{_HEAD}decoder.bias", f"{_HEAD}transform.dense
 
 
 _MOE_FAMILY = "Nomic's encoder with experts"
-_MLP = "encoder.layers.{n}.mlp."
 
 
 def load_moe(folder: Path, assumed: Assumed | None = None) -> Imported:
@@ -186,7 +181,7 @@ def load_moe(folder: Path, assumed: Assumed | None = None) -> Imported:
     config = ReleasedConfig(folder / "config.json", assumed=assumed)
     tokenizer = released_tokenizer(folder)
     empty = empty_model(moe_config(config, tokenizer))
-    state, report = KeyMap(_MOE_FAMILY, _names(), LEFT).take(ReleasedWeights(folder), empty.state_dict())
+    state, report = take_tensors(ReleasedWeights(folder), empty.state_dict(), _MOE_FAMILY, _moe_names(), LEFT)
     return Imported(_MOE_FAMILY, described_embedder(folder, filled_model(empty, state), tokenizer, PROMPTS), report)
 
 
@@ -206,12 +201,12 @@ def moe_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> Ro
     )
 
 
-def _names() -> dict[str, str | Published]:
-    """Our names, and where each lies."""
+def _moe_names() -> dict[str, str | Published]:
+    mlp = "encoder.layers.{n}.mlp."
     return {
         **encoder_names(),
-        "layers.{n}.mlp.router.weight": f"{_MLP}router.layer.weight",
-        "layers.{n}.mlp.experts.bias2": f"{_MLP}experts.bias",
-        "layers.{n}.mlp.experts.{matrix}": Published(f"{_MLP}experts.mlp.{{matrix}}", stacked=True),
-        "layers.{n}.mlp.{layer}": f"{_MLP}{{layer}}",
+        "layers.{n}.mlp.router.weight": f"{mlp}router.layer.weight",
+        "layers.{n}.mlp.experts.bias2": f"{mlp}experts.bias",
+        "layers.{n}.mlp.experts.{matrix}": Published(f"{mlp}experts.mlp.{{matrix}}", stacked=True),
+        "layers.{n}.mlp.{layer}": f"{mlp}{{layer}}",
     }

@@ -11,7 +11,6 @@ from embeddings.common.text import instruction_prompt
 from embeddings.interop.released.checkpoint import (
     Assumed,
     Imported,
-    KeyMap,
     ReleasedConfig,
     ReleasedWeights,
     empty_model,
@@ -43,13 +42,8 @@ _NAMES = {
     "pooling.feed_forward.contract.{kind}": f"{_BLOCK}.1.fn.net.2.{{kind}}",
 }
 _WHOLE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
 )
 
 
@@ -58,9 +52,6 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
 
     Vectors have unit length, as the model card's are. Tokens are pooled by the release's own rule, and a text that is
     cut loses its end-of-sequence token as there; a text of which nothing is left to pool has a vector here.
-
-    Raises:
-        InputError: If the folder does not hold a complete checkpoint of this family.
     """
     config = ReleasedConfig(folder / "config.json", assumed=assumed)
     config.require(padding_side="right", add_eos=True, mask_type="b")
@@ -68,7 +59,7 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     with torch.device("meta"):
         pooling = _pooling(config.part("latent_attention_config"), int(empty.config.hidden_size))
     parts = {"backbone": empty, "pooling": pooling}
-    states, report = take_parts(KeyMap(FAMILY, _NAMES), ReleasedWeights(folder), parts)
+    states, report = take_parts(ReleasedWeights(folder), parts, FAMILY, _NAMES)
     pooling.load_state_dict(states["pooling"], assign=True)
     backbone = filled_model(empty, states["backbone"])
     check_bidirectional(backbone)

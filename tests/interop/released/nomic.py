@@ -12,10 +12,10 @@ from tests.helpers.tiny import wordpiece_tokenizer
 from tests.interop.released.published import State, random_state, write_checkpoint
 
 HIDDEN, HEADS, LAYERS, EXPERTS, INNER = 32, 4, 4, 4, 24
+OFF = ("rotary_emb_interleaved", "prenorm", "parallel_block", "causal")
 COMMON = {
     "model_type": "nomic_bert",
     "architectures": ["NomicBertModel"],
-    "auto_map": {"AutoModel": "nomic-ai/some-code--modeling.NomicBertModel"},
     "n_embd": HIDDEN,
     "n_head": HEADS,
     "n_layer": LAYERS,
@@ -25,33 +25,23 @@ COMMON = {
     "vocab_size": 380,
     "pad_vocab_size_multiple": 64,
     "rotary_emb_fraction": 1.0,
-    "rotary_emb_interleaved": False,
-    "rotary_emb_scale_base": None,
-    "rotary_scaling_factor": None,
-    "prenorm": False,
-    "parallel_block": False,
-    "causal": False,
-    "use_rms_norm": None,
-    "resid_pdrop": 0.0,
-    "attn_pdrop": 0.0,
+    **dict.fromkeys(OFF, False),
+    **dict.fromkeys(("rotary_emb_scale_base", "rotary_scaling_factor", "use_rms_norm")),
 }
+BIASES = ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias")
 DENSE = COMMON | {
     "rotary_emb_base": 1000,
     "layer_norm_epsilon": 1e-12,
     "activation_function": "swiglu",
     "type_vocab_size": 2,
-    "qkv_proj_bias": False,
-    "mlp_fc1_bias": False,
-    "mlp_fc2_bias": False,
+    **dict.fromkeys(BIASES, False),
 }
 MOE = COMMON | {
     "rotary_emb_base": 10000,
     "layer_norm_epsilon": 1e-5,
     "activation_function": "gelu",
     "type_vocab_size": 1,
-    "qkv_proj_bias": True,
-    "mlp_fc1_bias": True,
-    "mlp_fc2_bias": True,
+    **dict.fromkeys(BIASES, True),
     "moe_every_n_layers": 2,
     "num_experts": EXPERTS,
     "moe_top_k": 2,

@@ -44,12 +44,12 @@ def stages(width, backbone):
     shapes = {}
     for prefix in ("first_stage_model.embedder.", "second_stage_model.backbone."):
         shapes |= {f"{prefix}{name}": shape for name, shape in backbone.items()}
-    for name, rows in (("first_stage_model.mlp", width), ("second_stage_model.output_projection", width)):
+    second = "second_stage_model."
+    outputs = {"first_stage_model.mlp": 1, f"{second}output_projection": 1, f"{second}prompt_projection": SOFT}
+    for name, times in outputs.items():
         shapes |= {f"{name}.0.weight": (width, width), f"{name}.0.bias": (width,)}
-        shapes |= {f"{name}.2.weight": (rows, width), f"{name}.2.bias": (rows,)}
-    name = "second_stage_model.prompt_projection"
-    shapes |= {f"{name}.0.weight": (width, width), f"{name}.0.bias": (width,)}
-    return shapes | {f"{name}.2.weight": (SOFT * width, width), f"{name}.2.bias": (SOFT * width,)}
+        shapes |= {f"{name}.2.weight": (times * width, width), f"{name}.2.bias": (times * width,)}
+    return shapes
 
 
 def of_stage(state, prefix):
@@ -290,9 +290,8 @@ def test_the_imported_model_is_a_start_for_training(tmp_path):
 def test_a_config_that_does_not_fit_is_one_line(fields, says, tmp_path, monkeypatch):
     folder, _, _ = published_v1(tmp_path, monkeypatch)
     changed_config(folder, **fields)
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=says):
         load(folder)
-    assert says in str(error.value)
 
 
 def test_a_stage_that_is_missing_and_a_width_that_no_usual_heads_divide_are_one_line(tmp_path, monkeypatch):
