@@ -12,14 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.reliability.cases import (
-    FIT,
-    Make,
-    both,
-    put,
-    run,
-    table,
-)
+from tests.reliability.cases import FIT, Make, both, cases, put, run
 from tests.reliability.checkpoints import SEARCH, content, edited, model
 from tests.reliability.world import Place
 
@@ -114,11 +107,10 @@ def remote_tokenizer(folder: Path) -> None:
     (folder / "canary_module.py").write_text(MODULE)
 
 
-CASES = [
-    # Pickles in a model's directory.
-    *table(
-        SEARCH,
-        {
+CASES = cases(
+    {
+        SEARCH: {
+            # Pickles in a model's directory.
             "a pickle for weights": (model(content("model.safetensors", PICKLE)), "model: cannot be loaded: "),
             "a pickle for a tokenizer": (model(content("tokenizer.json", PICKLE)), "model: tokenizer cannot be read: "),
             "a pickle for a config": (model(content("config.json", PICKLE)), "model/config.json: "),
@@ -175,12 +167,7 @@ CASES = [
                 ),
                 "model: holds adapters of another model",
             ),
-        },
-    ),
-    # What lies in a model's directory and is of no use to it.
-    *table(
-        SEARCH,
-        {
+            # What lies in a model's directory and is of no use to it.
             "more pickles beside the weights": (
                 model(
                     both_of(
@@ -188,12 +175,14 @@ CASES = [
                     )
                 ),
                 "",
+                0,
             ),
             "a config that asks for the code beside it": (
                 model(remote(AutoConfig="canary_module.Thing", AutoModel="canary_module.Thing")),
                 "",
+                0,
             ),
-            "a tokenizer that asks for the code beside it": (model(remote_tokenizer), ""),
+            "a tokenizer that asks for the code beside it": (model(remote_tokenizer), "", 0),
             "a chat template that calls": (
                 model(
                     edited(
@@ -202,15 +191,12 @@ CASES = [
                     )
                 ),
                 "",
+                0,
             ),
-            "portable code that was changed": (model(content("portable.py", MODULE), "latent"), ""),
+            "portable code that was changed": (model(content("portable.py", MODULE), "latent"), "", 0),
         },
-        code=0,
-    ),
-    # Checkpoints.
-    *table(
-        EXPORT,
-        {
+        EXPORT: {
+            # Checkpoints.
             "a checkpoint that is a pickle": (put("last.ckpt", PICKLE), "last.ckpt: "),
             "a checkpoint in an archive in an archive": (put("last.ckpt", nested_archive()), "last.ckpt: "),
             "a checkpoint that names an instantiator": (
@@ -231,11 +217,8 @@ CASES = [
                 "last.ckpt: ",
             ),
         },
-    ),
-    *table(
-        RESUME,
-        {
+        RESUME: {
             "a pickle to go on from": (both(run(), put("last.ckpt", PICKLE)), "last.ckpt: "),
         },
-    ),
-]
+    }
+)

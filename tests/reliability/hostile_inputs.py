@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from tests.reliability.cases import EVALUATE, FILTER, FIT, Case, Make, both, copied, put, rows, run, table
+from tests.reliability.cases import EVALUATE, FILTER, FIT, Make, both, cases, copied, put, rows, run
 from tests.reliability.checkpoints import SEARCH, content
 from tests.reliability.config import at, callback, chosen
 from tests.reliability.hostile import CANARY, COMMAND, MODULE, PICKLE, Payload, deep
@@ -82,11 +82,10 @@ def linked(name: str) -> Make:
     return make
 
 
-CASES = [
-    # Configs.
-    *table(
-        FIT,
-        {
+CASES = cases(
+    {
+        FIT: {
+            # Configs.
             "a tag that calls": (put("config.yaml", f"trainer: {PYTHON}\n"), "config.yaml: not a YAML file"),
             "a tag that names a function": (
                 put("config.yaml", "a: !!python/name:os.system\n"),
@@ -123,99 +122,74 @@ CASES = [
                 at("data.init_args", sources=[{"name": "a\x1b[2J\x1b]0;title\x07", "path": "gone.jsonl"}] * 2),
                 "must have different names",
             ),
+            "an index of shards that leads outside": (
+                shards("../canary.safetensors"),
+                "names the shard '../canary.safetensors'",
+            ),
         },
-    ),
-    *table(
-        f"{FILTER} --config job.yaml",
-        {
+        FILTER + " --config job.yaml": {
             "a tag that calls, for a job": (put("job.yaml", f"columns: {PYTHON}\n"), "job.yaml: not a YAML file"),
             "a module for a mapping": (
                 with_module(put("job.yaml", "columns: {class_path: canary_module.Thing}\n")),
                 "columns",
             ),
         },
-    ),
-    *table(
-        "sweep sweep.yaml --count",
-        {
+        "sweep sweep.yaml --count": {
             "a config of a sweep that leads elsewhere": (
                 put("sweep.yaml", "configs: [/proc/self/environ]\nparameters: {a: [1]}\n"),
                 "/proc/self/environ",
             ),
         },
-    ),
-    Case(
-        "os.system in a sweep",
-        both(
-            run(),
-            put("sweep.yaml", f"configs: [config.yaml]\nparameters: {{{OPTIMIZER}: [{{class_path: os.system}}]}}\n"),
-        ),
-        "sweep sweep.yaml --dry-run",
-        "may not name os.system",
-    ),
-    # Data.
-    *table(
-        FILTER,
-        {
+        "sweep sweep.yaml --dry-run": {
+            "os.system in a sweep": (
+                both(
+                    run(),
+                    put(
+                        "sweep.yaml",
+                        f"configs: [config.yaml]\nparameters: {{{OPTIMIZER}: [{{class_path: os.system}}]}}\n",
+                    ),
+                ),
+                "may not name os.system",
+            ),
+        },
+        FILTER: {
+            # Data.
             "a pickle for records": (put("pairs.jsonl", PICKLE), "pairs.jsonl:1: "),
             "a tar archive with a way out": (put("pairs.jsonl", tar_of("../../canary")), "pairs.jsonl:1: "),
             "a column of pickles": (pickled_column, "pairs.jsonl:1: query is bytes, expected text"),
             "records nested deep": (put("pairs.jsonl", deep()), "pairs.jsonl:1: the JSON is nested too deep"),
+            "a column that asks to be unpickled": (extension_column, "", 0),
+            "a script beside the records": (
+                both(rows("pairs.jsonl", {"query": "a", "positive": "b"}), put("pairs.py", MODULE)),
+                "",
+                0,
+            ),
+            "a link for a lock": (
+                both(rows("pairs.jsonl", {"query": "a", "positive": "b"}), linked("out.parquet.work/.lock")),
+                "out.parquet.work/.lock: ",
+                74,
+            ),
         },
-    ),
-    Case("a column that asks to be unpickled", extension_column, FILTER, "", 0),
-    Case(
-        "a script beside the records",
-        both(rows("pairs.jsonl", {"query": "a", "positive": "b"}), put("pairs.py", MODULE)),
-        FILTER,
-        "",
-        0,
-    ),
-    Case(
-        "a data set that is a folder with a script",
-        put("data/data.py", MODULE),
-        FILTER.replace("pairs.jsonl", "hub:data"),
-        "hub:data: cannot be read",
-    ),
-    Case(
-        "an id that a terminal obeys",
-        rows("corpus.jsonl", {"_id": "a\x1b]0;x\x07", "text": "b\x1b[2J"}),
-        SEARCH.replace("model model", "model MODEL"),
-        "",
-        0,
-    ),
-    # Vectors and folders of work.
-    Case(
-        "vectors that are objects",
-        vectors(object_array),
-        "search --model MODEL --corpus vectors fox",
-        "vectors/vectors-00000.npy: is missing, empty or damaged",
-    ),
-    Case(
-        "a manifest nested deep",
-        vectors(content("manifest.json", deep())),
-        "search --model MODEL --corpus vectors fox",
-        "vectors/manifest.json: is empty or damaged",
-    ),
-    Case(
-        "an index of shards that leads outside",
-        shards("../canary.safetensors"),
-        FIT,
-        "names the shard '../canary.safetensors'",
-    ),
-    # Links in place of what is written.
-    Case(
-        "a link where scores are to lie",
-        both(copied("eval", lambda folder: None), linked("scores.json")),
-        EVALUATE,
-        "",
-        0,
-    ),
-    Case(
-        "a link for a lock",
-        both(rows("pairs.jsonl", {"query": "a", "positive": "b"}), linked("out.parquet.work/.lock")),
-        FILTER,
-        "out.parquet.work/.lock: ",
-        74,
-    ),
-]
+        FILTER.replace("pairs.jsonl", "hub:data"): {
+            "a data set that is a folder with a script": (put("data/data.py", MODULE), "hub:data: cannot be read"),
+        },
+        SEARCH.replace("model model", "model MODEL"): {
+            "an id that a terminal obeys": (rows("corpus.jsonl", {"_id": "a\x1b]0;x\x07", "text": "b\x1b[2J"}), "", 0),
+        },
+        "search --model MODEL --corpus vectors fox": {
+            # Vectors and folders of work.
+            "vectors that are objects": (
+                vectors(object_array),
+                "vectors/vectors-00000.npy: is missing, empty or damaged",
+            ),
+            "a manifest nested deep": (
+                vectors(content("manifest.json", deep())),
+                "vectors/manifest.json: is empty or damaged",
+            ),
+        },
+        EVALUATE: {
+            # Links in place of what is written.
+            "a link where scores are to lie": (both(copied("eval", lambda folder: None), linked("scores.json")), "", 0),
+        },
+    }
+)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.reliability.cases import FIT, MINE, Case, Make, both, copied, rows, table
+from tests.reliability.cases import FIT, MINE, Make, both, cases, copied, rows
 from tests.reliability.checkpoints import content, edited
 from tests.reliability.relations import clustered_on
 from tests.reliability.texts import source
@@ -64,10 +64,9 @@ def few(*texts: str) -> Make:
 
 MINED = MINE.replace("out.parquet", "out.parquet --vectors vectors --precision float32")
 SHARD = "vectors-00000.npy"
-CASES = [
-    *table(
-        SEARCH,
-        {
+CASES = cases(
+    {
+        SEARCH: {
             "a shard of vectors that is missing": (
                 vectors(lambda folder: (folder / SECOND).unlink()),
                 f"vectors/{SECOND}: is missing, empty or damaged",
@@ -109,28 +108,25 @@ CASES = [
                 "vectors/",
             ),
         },
-    ),
-    Case(
-        "documents that are missing",
-        vectors(lambda folder: (folder / "documents-00001.jsonl").unlink()),
-        SEARCH.replace("fox", "fox --top-k 8"),
-        "vectors/documents-00001.jsonl: is missing or damaged",
-    ),
-    Case(
-        "vectors by another model",
-        vectors(lambda folder: None),
-        SEARCH.replace("MODEL", "OTHER"),
-        "vectors/manifest.json: field 'model_sha256' is",
-    ),
-    Case(
-        "vectors of other options",
-        vectors(lambda folder: None),
-        "encode --model MODEL --input vectors/documents-00000.jsonl --output vectors",
-        "vectors/manifest.json: field 'corpus_sha256' is",
-    ),
-    *table(
-        MINED,
-        {
+        SEARCH.replace("fox", "fox --top-k 8"): {
+            "documents that are missing": (
+                vectors(lambda folder: (folder / "documents-00001.jsonl").unlink()),
+                "vectors/documents-00001.jsonl: is missing or damaged",
+            ),
+        },
+        SEARCH.replace("MODEL", "OTHER"): {
+            "vectors by another model": (
+                vectors(lambda folder: None),
+                "vectors/manifest.json: field 'model_sha256' is",
+            ),
+        },
+        "encode --model MODEL --input vectors/documents-00000.jsonl --output vectors": {
+            "vectors of other options": (
+                vectors(lambda folder: None),
+                "vectors/manifest.json: field 'corpus_sha256' is",
+            ),
+        },
+        MINED: {
             "a vector to mine from that is NaN": (
                 mined("documents", changed(SHARD, filled(np.nan))),
                 f"vectors/documents/{SHARD}:1: the vector is not finite",
@@ -140,16 +136,13 @@ CASES = [
                 "vectors/index/manifest.json: field 'source_key' is",
             ),
         },
-    ),
-    Case(
-        "vectors by encode in another role",
-        both(few("one", "two", "three"), vectors(lambda folder: None)),
-        MINE + " --query-vectors vectors --precision float32",
-        "vectors/manifest.json: field 'role' is 'document', expected 'query'",
-    ),
-    *table(
-        FIT,
-        {
+        MINE + " --query-vectors vectors --precision float32": {
+            "vectors by encode in another role": (
+                both(few("one", "two", "three"), vectors(lambda folder: None)),
+                "vectors/manifest.json: field 'role' is 'document', expected 'query'",
+            ),
+        },
+        FIT: {
             "clusters that are cut off": (
                 clustered_on(lambda folder: (folder / "centroids.npy").write_bytes(b"\x93NUMPY")),
                 "clusters/centroids.npy: is missing or not what was written",
@@ -163,5 +156,5 @@ CASES = [
                 "gone/index/manifest.json: no manifest",
             ),
         },
-    ),
-]
+    }
+)
