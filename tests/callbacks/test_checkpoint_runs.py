@@ -157,21 +157,10 @@ def test_a_stop_waits_for_the_thread_and_the_run_goes_on_to_the_same_bits(
     assert found == ["epoch=1-step=6.ckpt", "last.ckpt"]
 
 
-def kept_config(folder: Path, **options: Any) -> dict[str, Any]:
-    config = run_config(folder)
-    keep = {"every_n_train_steps": 1, "save_last": True, "save_top_k": 0, **options}
-    callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep}
-    config["trainer"] |= {"callbacks": [callback], "max_steps": 2}
-    return config
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
-@pytest.mark.parametrize("optimizer", [{"class_path": "torch.optim.AdamW"}])
 def test_a_disk_with_too_little_room_is_refused_before_anything_is_written(
-    optimizer: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = kept_config(tmp_path, dirpath=str(tmp_path / "kept"))
-    config["model"]["init_args"]["optimizer"] = {**optimizer, "init_args": {"lr": 0.01}}
+    config = checkpointed(tmp_path, dirpath=str(tmp_path / "kept"))
     words = ["fit", "--config", write_config(tmp_path, config)]
     cli = run_trainer(words)
     (last,) = tmp_path.rglob("last.ckpt")

@@ -66,7 +66,7 @@ def method(name: str, **arguments: object) -> Make:
     return run(change)
 
 
-CHECKPOINT = "lightning.pytorch.callbacks.ModelCheckpoint"
+CHECKPOINT, EXPORT = "lightning.pytorch.callbacks.ModelCheckpoint", "embeddings.callbacks.ExportModel"
 LOSS, OPTIMIZER = "model.init_args.loss.init_args", "model.init_args.optimizer.init_args"
 DATA, SCHEDULE = "data.init_args", "model.init_args.schedule"
 CASES = cases(
@@ -77,6 +77,8 @@ CASES = cases(
                 "Subcommand 'fit' does not accept option 'trainr.max_steps'; did you",
             ),
             "an unknown option of the trainer": (at("trainer", max_stepz=3), "did you mean trainer.max_steps?"),
+            "an unknown option over an empty mapping": (at("trainer", max_stepz={}), "did you mean trainer.max_steps?"),
+            "an unknown argument over an empty mapping": (at("model.init_args", shedule={}), "did you mean schedule?"),
             "an unknown option of the loss": (at(LOSS, temprature=1), "did you mean temperature?"),
             "an unknown option of a source": (source(instructions="find"), "did you mean instruction?"),
             "a word for a number": (at(DATA, batch_size="many"), "data.batch_size: expected int, got many"),
@@ -143,6 +145,19 @@ CASES = cases(
                 at(DATA, sources=[{"name": "a", "path": "pairs.jsonl"}] * 2),
                 "data.sources must have different names, got 'a'",
             ),
+            "a weight without effect": (
+                at(DATA, sources=[{"name": name, "path": "pairs.jsonl", "weight": 2} for name in "ab"]),
+                "weight cannot take effect with",
+            ),
+            "a model where a file lies": (callback(EXPORT, output="pairs.jsonl"), "which is no folder"),
+            "a model of longer texts than it has positions": (
+                callback(EXPORT, output="model", document_max_length=129),
+                "ExportModel.document_max_length must be <= 128, the positions that the backbone has, got 129",
+            ),
+            "a filter without vectors": (
+                at(LOSS, false_negative_filter={"margin": 0.0}),
+                "model.loss needs a source with surrogate_vectors",
+            ),
             "a source without weight": (
                 source(weight=0),
                 "data.sources[pairs].weight must be a finite number > 0, got 0",
@@ -184,6 +199,9 @@ CASES = cases(
                 sweep(method="random", num_runs=2, parameters={"seed_everything": {"low": 1}}),
                 "parameters.seed_everything.high: must be a number, got None",
             ),
+        },
+        FIT + " --model.init_args.optimizer.init_args.lr=nan": {
+            "a number that is none": (run(), "model.optimizer.lr: expected float, got nan"),
         },
         "fit --recipe nope": {
             "an unknown recipe": (nothing, "recipe"),

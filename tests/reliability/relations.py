@@ -114,6 +114,7 @@ CASES = cases(
                 both(several(3), run()),
                 "data.batch_size must not exceed the 3 training rows",
             ),
+            "clusters that are not there": (run(clustered), "clusters/manifest.json: no manifest"),
             "clusters of another source": (both(several(12), clustered_on(lambda folder: None)), "clusters"),
             "vectors of another source": (
                 lambda place: both(
