@@ -146,7 +146,9 @@ CASES = cases(
                 "data.sources must have different names, got 'a'",
             ),
             "a weight without effect": (
-                at(DATA, sources=[{"name": name, "path": "pairs.jsonl", "weight": 2} for name in "ab"]),
+                at(
+                    DATA, sources=[{"name": f"w{weight}", "path": "pairs.jsonl", "weight": weight} for weight in (1, 2)]
+                ),
                 "weight cannot take effect with",
             ),
             "a model where a file lies": (callback(EXPORT, output="pairs.jsonl"), "which is no folder"),

@@ -1,6 +1,5 @@
 """Vectors, clusters and mined shards that are damaged, or of something else."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.reliability.cases import FIT, MINE, Make, both, cases, copied, rows
-from tests.reliability.checkpoints import content, edited
+from tests.reliability.checkpoints import bytes_of, edited
 from tests.reliability.relations import clustered_on
 from tests.reliability.texts import source
 from tests.reliability.world import Place
@@ -89,18 +88,7 @@ CASES = cases(
                 "vectors/manifest.json: field 'complete' is False, expected True",
             ),
             "a manifest without a field": (
-                vectors(
-                    lambda folder: content(
-                        "manifest.json",
-                        json.dumps(
-                            {
-                                name: value
-                                for name, value in json.loads((folder / "manifest.json").read_text()).items()
-                                if name != "shard_size"
-                            }
-                        ),
-                    )(folder)
-                ),
+                vectors(bytes_of("manifest.json", lambda text: text.replace(b"shard_size", b"size_of_shard"))),
                 "vectors/manifest.json: ",
             ),
             "a manifest of more documents than there are": (
