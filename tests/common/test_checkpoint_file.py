@@ -401,12 +401,6 @@ def test_keys_other_tensors_and_depth_are_refused_by_their_place():
         pack(deep)
 
 
-@pytest.mark.parametrize("tree", [{"!tensor": "no"}, {"!no": 1}, {"!dict": [[[], 1]]}, {"!dict": 3}, {"!bytes": "a"}])
-def test_a_tree_that_nobody_made_is_a_value_error(tree):
-    with pytest.raises(ValueError, match=r"."):
-        unpack(type(pack(0))(tree, {}))
-
-
 def test_a_copy_is_apart_and_its_memory_is_used_again():
     weight, step = torch.arange(6.0).view(2, 3).T, torch.tensor(1.0)
     packed = pack({"weight": weight, "tied": weight, "step": step})

@@ -23,11 +23,7 @@ NUM_PAIRS = 12
 
 
 class World:
-    """Good files under one folder, which nobody writes to. A name in capitals in a command line is one of them.
-
-    Args:
-        root: An empty folder.
-    """
+    """Good files under one folder, which nobody writes to. A name in capitals in a command line is one of them."""
 
     def __init__(self, root: Path) -> None:
         root.mkdir(exist_ok=True)
@@ -60,13 +56,7 @@ class World:
 
 
 class Place:
-    """The folder that a case is made in, which is also where its command runs.
-
-    Args:
-        folder: The folder.
-        world: Where copies come from.
-        patch: What undoes changes of the environment and of libraries after the case.
-    """
+    """The folder that a case is made in, which is also where its command runs."""
 
     def __init__(self, folder: Path, world: World, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.world, self.patch = folder, world, patch
