@@ -60,7 +60,9 @@ def test_the_best_or_the_last_weights_are_written_with_a_card_and_a_length_of_th
     found = exported(tmp_path)
     assert len(found) > 10
     assert all(torch.equal(value, states[best][f"embedder.backbone.{name}"]) for name, value in found.items())
-    assert any(not torch.equal(value, states[not best][f"embedder.backbone.{name}"]) for name, value in found.items())
+    # The best ones are the module's too once they are loaded.
+    if not best:
+        assert any(not torch.equal(value, states[1][f"embedder.backbone.{name}"]) for name, value in found.items())
     text = (tmp_path / "model" / "README.md").read_text()
     assert f"| optimiser steps | {steps[best]} |" in text
     assert "| pairs | files | 64 | unknown |" in text

@@ -33,12 +33,12 @@ pytestmark = pytest.mark.filterwarnings(
 LONG = pytest.mark.timeout(1200 + 600 * PREEMPTIONS)
 
 
-def start(folder: Path, config: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
+def start(folder: Path, config: dict[str, Any]) -> subprocess.Popen[str]:
     """A run in a process group of its own, as a job's task."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PYTEST_"))}
     clean |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "77"}
     words = [sys.executable, str(ROOT / "main.py"), *fit_words(folder, config)]
-    return subprocess.Popen(words, env=clean | environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(words, env=clean, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def lines_of(path: Path) -> list[str]:
