@@ -21,19 +21,15 @@ from embeddings.training.strategy import training_strategy
 class DurableCheckpointIO(CheckpointIO):
     """Writes a checkpoint to a temporary file, waits for the disk, reads it back, and renames it only then.
 
-    After a crash at any point the path holds the old checkpoint or the complete new one; Lightning removes older ones
-    afterwards. A checkpoint is never a pickle: see `embeddings.common.checkpoint_file`. Remote paths (`s3://…`) get a
-    file that was written and checked locally.
+    After a crash at any point the path holds the old checkpoint or the complete new one. A checkpoint is never a
+    pickle: see `embeddings.common.checkpoint_file`. Remote paths (`s3://…`) get a file that was checked locally.
 
-    With `asynchronous`, training waits only while the state is copied in main memory. A thread writes one file at a
-    time, and older checkpoints are removed once the new one is complete. The next save or the end of the run raises an
-    error of the thread. The copy's memory, as large as the checkpoint, is kept for the next one.
+    With `asynchronous`, training waits only while the state is copied in main memory, which is kept for the next copy.
+    A thread writes one file at a time, and older checkpoints are removed once the new one is complete. The next save or
+    the end of the run raises an error of the thread.
 
     Args:
         asynchronous: Whether training continues while a checkpoint is written.
-
-    Attributes:
-        on_stage: Called before each stage of `write_checkpoint`, and with "prune" and "pruned" around each removal.
 
     Raises:
         InputError: If the checkpoint holds anything but tensors and plain types; the message names where.
@@ -42,6 +38,7 @@ class DurableCheckpointIO(CheckpointIO):
 
     def __init__(self, asynchronous: bool = False) -> None:
         self.asynchronous = asynchronous
+        # Called before each stage of `write_checkpoint`, and with "prune" and "pruned" around each removal.
         self.on_stage: Stage = unnoticed
         self._thread: ThreadPoolExecutor | None = None
         # The current write, and the removals that wait for it.
@@ -79,11 +76,7 @@ class DurableCheckpointIO(CheckpointIO):
             self._remove(path)
 
     def wait(self) -> None:
-        """Wait until all saved checkpoints are on disk.
-
-        Raises:
-            OSError: If one could not be written; raised once.
-        """
+        """Wait until all saved checkpoints are on disk; an `OSError` of the thread is raised once."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.result()
@@ -118,11 +111,7 @@ class DurableCheckpointIO(CheckpointIO):
 
 
 def make_checkpoints_durable(trainer: L.Trainer) -> None:
-    """Give a trainer whose checkpoints are single files a `DurableCheckpointIO`.
-
-    Raises:
-        OptionError: If another `CheckpointIO` was chosen, whose files this library could not read.
-    """
+    """Give a trainer whose checkpoints are single files a `DurableCheckpointIO`; another choice is refused."""
     strategy = trainer.strategy
     is_covered = training_strategy(strategy).single_file_checkpoints
     if is_covered and type(strategy.checkpoint_io) is TorchCheckpointIO:
@@ -134,7 +123,7 @@ def make_checkpoints_durable(trainer: L.Trainer) -> None:
 
 
 def finish_writing(trainer: L.Trainer) -> None:
-    """Wait until the checkpoints that this rank has saved are on disk; an `OSError` if one could not be written."""
+    """Wait until the checkpoints that this rank has saved are on disk."""
     if isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO):
         trainer.strategy.checkpoint_io.wait()
 
@@ -147,24 +136,15 @@ _CHECKPOINTS = 2.2
 class _TrainedModule(Protocol):
     """What a `BaseModule` knows of the size of its checkpoints."""
 
-    def state_per_weight(self) -> float:
-        """How many numbers the optimiser keeps for each trained weight."""
-        ...
+    def state_per_weight(self) -> float: ...
 
-    def frozen_names(self) -> set[str]:
-        """The weights that a checkpoint leaves out."""
-        ...
+    def frozen_names(self) -> set[str]: ...
 
 
 def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed: str | None = None) -> None:
-    """Check on rank 0, which writes, that two checkpoints fit on the disk of each folder of checkpoints.
+    """Check on rank 0 that two checkpoints fit on the disk of each local folder of checkpoints.
 
-    Their size is estimated from the weights, not yet sharded, and the optimiser's state. Remote paths, and more than
-    two checkpoints of a run that keeps many, are left out. Of a checkpoint that is `resumed` in its own folder, which
-    is one of the two, the place will be free again.
-
-    Raises:
-        OSError: If they do not fit.
+    A checkpoint that is `resumed` in its own folder is one of the two. Weights are not sharded yet.
     """
     kept = model_checkpoints(trainer)
     if not kept or trainer.fast_dev_run or not is_first_process():  # type: ignore[attr-defined]
@@ -179,7 +159,7 @@ def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed
 
 
 def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
-    """The approximate size of a run's checkpoint; the module is not sharded, and has not taken `precision` yet."""
+    """The approximate size of a run's checkpoint; the module has not taken `precision` yet."""
     halves = precision in ("bf16-true", "16-true")
     per_weight, left_out = 0.0, set[str]()
     if isinstance(module, _TrainedModule):
@@ -192,14 +172,7 @@ def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
 
 
 def load_best(trainer: L.Trainer, module: L.LightningModule) -> int:
-    """Load the best checkpoint of the first `ModelCheckpoint` with a `monitor` into the module, if there is one.
-
-    Without such a checkpoint the module keeps its last weights. Where weights are sharded, each rank loads its own
-    part.
-
-    Returns:
-        The optimiser steps that the module's weights have taken.
-    """
+    """Load the best checkpoint of the first `ModelCheckpoint` with a `monitor`; the optimiser steps of the weights."""
     monitored = [kept for kept in model_checkpoints(trainer) if kept.monitor is not None]
     path = monitored[0].best_model_path if monitored else ""
     finish_writing(trainer)
@@ -219,11 +192,10 @@ def load_best(trainer: L.Trainer, module: L.LightningModule) -> int:
 
 
 def write_none_on_exception(trainer: L.Trainer) -> None:
-    """Keep every `ModelCheckpoint` from saving at the current exception; all are called after other callbacks."""
+    """Keep every `ModelCheckpoint`, which are called after other callbacks, from saving at the current exception."""
     for kept in model_checkpoints(trainer):
         kept.save_on_exception = False
 
 
 def model_checkpoints(trainer: L.Trainer) -> list[ModelCheckpoint]:
-    """The trainer's `ModelCheckpoint` callbacks."""
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]

@@ -24,9 +24,6 @@ class DeviceSettings(Callback):
         expandable_segments: Whether a segment of memory grows where it lies, so that mini-batches of many sizes leave
             fewer holes. Settings in the environment come first. Without effect once the process has used the GPU, as it
             has where a backbone is loaded in 4 bits.
-
-    Raises:
-        OptionError: If there is no such precision.
     """
 
     def __init__(self, float32_products: Float32Products = "highest", expandable_segments: bool = False) -> None:
@@ -38,7 +35,6 @@ class DeviceSettings(Callback):
         self._before = ""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Set both; no weight has been moved yet."""
         self._before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(self.float32_products)
         if self.expandable_segments:
@@ -48,5 +44,4 @@ class DeviceSettings(Callback):
                 os.environ[name] = ",".join([*filter(None, [given]), "expandable_segments:True"])
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Go back to the precision of before; memory stays as it was taken."""
         torch.set_float32_matmul_precision(self._before)

@@ -18,11 +18,7 @@ from embeddings.training.strategy import training_strategy
 
 
 def embedder_of(module: L.LightningModule, callback: L.Callback) -> Embedder:
-    """The module's `embedder`.
-
-    Raises:
-        UserError: If the module trains none; the message names the callback that needs it.
-    """
+    """The module's `embedder`, which a callback needs."""
     embedder = getattr(module, "embedder", None)
     if not isinstance(embedder, Embedder):
         name = type(callback).__name__
@@ -37,17 +33,14 @@ class _Export(L.Callback):
         self.output, self.best, self.replace = output, best, replace
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Check the place of the directory."""
         replace = self.replace or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         check_output(trainer, self.output, type(self).__name__, replace)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Check the run before training."""
         if stage == "fit":
             self.check_run(trainer, pl_module, run_data(trainer))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the directory."""
         strategy = training_strategy(trainer.strategy)
         if trainer.fast_dev_run or not (trainer.is_global_zero or strategy.is_sharded):  # type: ignore[attr-defined]
             return
@@ -60,27 +53,23 @@ class _Export(L.Callback):
                 logger.info("model directory: %s", self.output)
 
     def _write(self, trainer: L.Trainer, module: L.LightningModule, folder: Path, num_steps: int) -> None:
-        """Write the files, for weights that have taken so many optimiser steps."""
         raise NotImplementedError
 
 
 class ExportModel(_Export):
     """Writes the trained model as a sentence-transformers directory with its card when training ends.
 
-    With `best` the weights are those of the best checkpoint that a `ModelCheckpoint` kept, not the last ones.
-
     Args:
-        output: The directory to write, once training has ended. A model of the same run that is there is replaced.
-        best: Whether to take the best checkpoint where one was kept by a monitored metric: that of the first
-            `ModelCheckpoint` that has a `monitor`.
-        query_max_length: Maximum of tokens of a query that the written model reads; None for the length in training.
+        output: The directory to write. A model of the same run that is there is replaced.
+        best: Whether to take the best checkpoint of the first `ModelCheckpoint` that has a `monitor`, where there is
+            one, and not the last weights.
+        query_max_length: Maximum of tokens of a query that the written model reads, >= 4; None for that in training.
         document_max_length: The same of a document.
         replace: Whether a model of another run is replaced too.
         licence: The model's licence for the card, as the Hub names it (`apache-2.0`).
 
     Raises:
-        OptionError: If a length is below 4 tokens or above the positions of the model, or another run's model or
-            anything but a folder is at `output`.
+        OptionError: If a length is impossible, or another run's model or anything but a folder is at `output`.
         UserError: If the module trains no embedder.
     """
 
@@ -101,7 +90,7 @@ class ExportModel(_Export):
         self._with_lengths(TextSettings())
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Check the place, and that the model has positions for the lengths that it is to be written with."""
+        """Check the place, and that the model has positions for its lengths."""
         super().check_run(trainer, module, data)
         embedder = embedder_of(module, self)
         text = None if data is None else data.text
@@ -127,8 +116,9 @@ class ExportLanguageModel(_Export):
     `backbone: {name: OUTPUT}` of any method starts from it.
 
     Args:
-        output: The directory to write, once training has ended. A model of the same run that is there is replaced.
-        best: Whether to take the best checkpoint where one was kept by a monitored metric, such as `val/loss`.
+        output: The directory to write. A model of the same run that is there is replaced.
+        best: Whether to take the best checkpoint of the first `ModelCheckpoint` that has a `monitor`, such as
+            `val/loss`.
         replace: Whether a model of another run is replaced too.
 
     Raises:
@@ -140,7 +130,6 @@ class ExportLanguageModel(_Export):
         super().__init__(output, best, replace)
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Check the place and the module."""
         self._language_model(module)
         super().check_run(trainer, module, data)
 

@@ -20,31 +20,25 @@ _MEBIBYTE = 2**20
 class GradCacheCallback(L.Callback):
     """Trains any contrastive module in mini-batches with the gradient of the full batch.
 
-    The size of the batch is then limited by its vectors, not by the encoder's activations. Precision, gradient
-    clipping, accumulation, schedules and logging work as in a plain step, because the module stays under automatic
-    optimisation: its `training_step` runs every backward pass but the last one, and returns the batch's loss with the
-    rest of the gradient.
+    The size of the batch is then limited by its vectors, not by the encoder's activations. The module stays under
+    automatic optimisation: its `training_step` runs every backward pass but the last one.
 
     Args:
-        mini_batch_tokens: Maximum of padded tokens of a mini-batch. A text's context counts as one token a slot, and
-            soft prompts count too.
+        mini_batch_tokens: Maximum of padded tokens of a mini-batch; context slots and soft prompts count too.
         mini_batch_texts: Maximum of texts of a mini-batch; None for no limit.
         kept_fraction: Share of all padded tokens, 0 to 1, whose graphs may be kept instead of recomputed.
-        kept_gib: Memory that kept graphs may hold together, in GiB on a rank; 0 or None keeps no more than the last
-            graph. `auto` is half of the memory that the first optimiser step left free, so that a batch that fits is
-            computed without a second forward from then on; with `kept_fraction` it is None.
-        equal_mini_batches: Whether all ranks run equally many mini-batches; always where every backward has
-            collectives (FSDP2, ZeRO-2 and 3).
+        kept_gib: Memory for kept graphs, in GiB on a rank; 0 or None keeps no more than the last graph. `auto` is half
+            of the memory that the first optimiser step left free, on the rank with the least; with `kept_fraction` it
+            is None.
+        equal_mini_batches: Whether all ranks run equally many mini-batches; always under FSDP2, ZeRO-2 and 3.
 
-    With `auto` the number is that of the rank with the least memory, and is part of checkpoints: which graphs are kept
-    changes the order of sums, and a resumed run continues with the same bits. It is measured anew where a resumed run
-    finds less memory than that.
+    Which graphs are kept changes the order of sums. So checkpoints hold the number of `auto`, and a resumed run
+    continues with the same bits unless it has less memory.
 
     Distributed: with `auto` one all-reduce, after the first optimiser step.
     Raises:
         OptionError: If an option is impossible.
-        UserError: If the module is not contrastive, or the strategy synchronises gradients in a way that is not
-            supported.
+        UserError: If the module is not contrastive, or the strategy is not supported.
     Related: `training.gradcache.GradCache`, the engine without Lightning.
     """
 
@@ -65,7 +59,6 @@ class GradCacheCallback(L.Callback):
         self._first_step = 0
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Check that module and strategy support GradCache."""
         if not isinstance(module, GradCacheModule):
             name = type(module).__name__
             raise UserError(f"GradCacheCallback needs a contrastive module, got {name}; remove the callback")
@@ -79,7 +72,6 @@ class GradCacheCallback(L.Callback):
             raise UserError(f"GradCacheCallback: {what}; set trainer.strategy.init_args.stage to 2")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Hand the engine to the module."""
         self.check_run(trainer, pl_module, run_data(trainer))
         assert isinstance(pl_module, GradCacheModule)
         self.engine.equal_mini_batches |= training_strategy(trainer.strategy).equal_mini_batches
@@ -88,11 +80,9 @@ class GradCacheCallback(L.Callback):
             self._measured_gib, self.engine.budget.kept_gib = None, 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """The measured number, where it is known."""
         return {} if self._measured_gib is None else {"kept_gib": self._measured_gib}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the number that the run had."""
         if self._is_auto and "kept_gib" in state_dict:
             self._measured_gib = self.engine.budget.kept_gib = float(state_dict["kept_gib"])
 
@@ -121,6 +111,5 @@ class GradCacheCallback(L.Callback):
         return reduce_int(int(free // _MEBIBYTE), "min", module.device) / 1024
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Take it away again."""
         assert isinstance(pl_module, GradCacheModule)
         pl_module.grad_cache = None

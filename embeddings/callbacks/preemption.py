@@ -18,16 +18,14 @@ class Preemption(L.Callback):
     """Stops training at SIGUSR1, SIGTERM or Ctrl-C, and has SLURM queue the job again after the first two.
 
     The handler only notes the signal. At the end of an optimiser step, after all other callbacks, the ranks agree,
-    write one checkpoint (`last.ckpt` beside the run's others, or over its own), and end with a `PreemptedError`. Under
-    SLURM the first rank calls `scontrol requeue` once before. A run that has taken its last step finishes. The step is
-    logged; a validation loop that is due after it is skipped. A second Ctrl-C ends the run at once, without a
-    checkpoint.
+    write one checkpoint (`last.ckpt` beside the run's others, or over its own), and end with a `PreemptedError`. The
+    step is logged; a validation loop that is due after it is skipped. A run that has taken its last step finishes. A
+    second Ctrl-C ends the run at once, without a checkpoint.
 
     Lightning's own handlers, which save and communicate inside a signal handler, are never installed. The command line
     adds this callback to every run.
 
-    Distributed: one all-reduce of an integer an optimiser step. It waits for the device, as Lightning does once a batch
-    on several ranks.
+    Distributed: one all-reduce of an integer an optimiser step.
     Raises:
         OptionError: If the strategy has Python start the ranks (`ddp_spawn`, `ddp_fork`, `ddp_notebook`).
     """
@@ -36,7 +34,7 @@ class Preemption(L.Callback):
         self._is_listener, self._step = False, -1
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Check that each rank handles signals itself: a parent that only starts ranks would ignore its own."""
+        """Refuse a launcher whose parent only starts the ranks, and would ignore its own signals."""
         launcher: Any = trainer.strategy.launcher
         if isinstance(launcher, _MultiProcessingLauncher):
             given = f"{type(trainer.strategy).__name__} with {launcher._start_method}"
@@ -60,14 +58,12 @@ class Preemption(L.Callback):
         any_trainer.callbacks = [*(callback for callback in any_trainer.callbacks if callback is not self), self]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop before the first step if there was a signal."""
         self._step = trainer.global_step
         self._stop_if_asked(trainer, f"stopped at step {self._step}, where it began", is_in_step=False)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop at the end of an optimiser step if any rank has had a signal."""
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
@@ -75,11 +71,9 @@ class Preemption(L.Callback):
             self._stop_if_asked(trainer, f"stopped after step {self._step}", is_in_step=True)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Restore the signal handlers."""
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Restore the signal handlers."""
         if self._is_listener:
             stop_request.leave()
         self._is_listener = False

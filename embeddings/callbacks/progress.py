@@ -40,15 +40,12 @@ _SMOOTHING = 0.0
 class StepProgress(ProgressBar):
     """Shows the steps of the full run, also those before a resume; Lightning's bars show the batches of one epoch.
 
-    In a terminal it is one bar on stderr. Elsewhere, as in the log of a job, it is a line every `every_seconds`, at the
-    first step and at the last. The time left follows from the mean pace of this process. Metrics that modules and
-    callbacks log with `prog_bar=True` follow. Only rank 0 shows it.
+    In a terminal it is one bar on stderr. Elsewhere it is a line every `every_seconds`, at the first step and at the
+    last. The time left follows from the mean pace of this process. Metrics that are logged with `prog_bar=True` follow.
+    Only rank 0 shows it.
 
     Args:
         every_seconds: Seconds between two lines where stderr is no terminal, >= 0.
-
-    Raises:
-        OptionError: If `every_seconds` is negative.
     """
 
     def __init__(self, every_seconds: float = LINE_SECONDS) -> None:
@@ -60,15 +57,12 @@ class StepProgress(ProgressBar):
         self._bar: tqdm[Any] | None = None
 
     def disable(self) -> None:
-        """Show nothing from now on."""
         self._enabled = False
 
     def enable(self) -> None:
-        """Show it again."""
         self._enabled = True
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin at the step that the run has reached."""
         total = trainer.estimated_stepping_batches
         self._bar = progress_bar(
             int(total) if 0 <= total < float("inf") else None,
@@ -87,24 +81,21 @@ class StepProgress(ProgressBar):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the optimiser step, if this batch ended one."""
         if self._bar is None or trainer.global_step == self._bar.n:
             return
         self._bar.set_postfix(self.get_metrics(trainer, pl_module), refresh=False)
         self._bar.update(trainer.global_step - self._bar.n)
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-        """The metrics logged for it, and the epoch where there are several; not the version of the run's folder."""
+        """The metrics logged for it, and the epoch where there are several; not the number of the run's folder."""
         shown = super().get_metrics(trainer, pl_module)
         shown.pop("v_num", None)
         return shown if trainer.max_epochs == 1 else {"epoch": trainer.current_epoch, **shown}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the last step."""
         self._close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """End the line of the last step."""
         self._close()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -125,7 +116,6 @@ class ParameterCount(L.Callback):
     """Notes how many parameters the model has, and how many are trained, in one line."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the line."""
         total = count_values(pl_module.parameters())
         trained = count_values(weight for weight in pl_module.parameters() if weight.requires_grad)
         logger.info("%s parameters, %s of them trained", f"{total:,}", f"{trained:,}")
@@ -154,9 +144,9 @@ class Work:
         tokens: Tokens of their texts and of context documents.
         computed: Positions that encoders computed for them, with padding.
         read: Positions of the texts without padding: tokens, and the slots and soft prompts before them.
-        squares: The sum over texts of squared lengths, in such positions, for the cost of attention.
+        squares: The sum over texts of squared positions, for the cost of attention.
         context: Tokens of context documents, which the first stage read.
-        context_squares: The sum over context documents of squared lengths.
+        context_squares: The sum over context documents of squared tokens.
     """
 
     pairs: int = 0
@@ -168,7 +158,6 @@ class Work:
     context_squares: int = 0
 
     def add(self, other: "Work") -> None:
-        """Add another's numbers."""
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -198,7 +187,6 @@ class Throughput(L.Callback):
 
     Distributed: an all-gather of two numbers every `every_n_steps` optimiser steps.
     Raises:
-        OptionError: If `every_n_steps` is not positive.
         UserError: If the module trains no backbone whose arithmetic can be counted.
     """
 
@@ -211,13 +199,11 @@ class Throughput(L.Callback):
         self._peak = float("nan")
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Check that there is a backbone."""
         if backbone_of(module) is None:
             name = type(module).__name__
             raise UserError(f"Throughput needs a module with a backbone, got {name}; remove the callback")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Measure a matrix product, and start counting."""
         self.check_run(trainer, pl_module, None)
         self._peak = matmul_tflops(pl_module.device, dtype_of(str(trainer.precision)))
         self._work, self._logged_step, self._busy = Work(), trainer.global_step, 0.0
@@ -226,13 +212,11 @@ class Throughput(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note when the step begins."""
         self._batch_start = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: Any, batch_idx: int
     ) -> None:
-        """Count the step, and log a row when it is due."""
         self._busy += time.perf_counter() - self._batch_start
         read = pl_module.read_batch if isinstance(pl_module, _ReadsAnotherBatch) else batch
         self._work.add(work_of(read, pl_module.grad_cache if isinstance(pl_module, GradCacheModule) else None))
@@ -260,7 +244,7 @@ class Throughput(L.Callback):
 
 
 def work_of(batch: Any, engine: GradCache | None = None) -> Work:
-    """The size of a contrastive batch, in `engine`'s mini-batches or padded to its longest texts, or of packed rows."""
+    """The size of packed rows, or of a contrastive batch: in `engine`'s mini-batches or padded to its longest texts."""
     if isinstance(batch, Prediction):
         rows, length = batch.input_ids_NL.shape
         tokens = int((batch.document_NL >= 0).sum()) if batch.has_padding else rows * length
@@ -283,10 +267,10 @@ def flops(module: nn.Module, work: Work) -> float:
     """Operations of training on some texts; a multiplication and an addition count as two."""
     backbone, first_stage = backbone_of(module), getattr(getattr(module, "embedder", None), "first_stage", None)
     assert backbone is not None
-    of_context = 0.0
+    total = backbone_flops(backbone, work.read, work.squares)
     if first_stage is not None:
-        of_context = backbone_flops(first_stage.backbone, work.context, work.context_squares)
-    return backbone_flops(backbone, work.read, work.squares) + of_context
+        total += backbone_flops(first_stage.backbone, work.context, work.context_squares)
+    return total
 
 
 def backbone_flops(backbone: nn.Module, positions: int, squares: int) -> float:
@@ -314,7 +298,6 @@ def backbone_of(module: nn.Module) -> nn.Module | None:
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """The dtype of products under one of Lightning's precisions."""
     dtypes = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
     return dtypes.get(precision.partition("-")[0], torch.float32)
 

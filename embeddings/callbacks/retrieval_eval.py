@@ -15,23 +15,20 @@ METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
 class RetrievalEvaluation(L.Callback):
     """Scores the model on a retrieval folder every so many optimiser steps and logs `val/ndcg_at_10` and its siblings.
 
-    With `every_n_steps: null` it is scored at the end of each epoch, before `EarlyStopping` and `ModelCheckpoint` look
-    at the scores. A model that is trained at several dimensions is scored at each, from the same vectors: fewer than
-    all dimensions are logged as `val/ndcg_at_10_128` and so on. A `ModelCheckpoint` with `monitor: val/ndcg_at_10`,
-    `mode: max` and the same `every_n_train_steps` keeps the best. The folder is read before training, so a mistake in
-    it ends the run before any file is written.
+    A model that is trained at several dimensions is scored at each: fewer than all are logged as `val/ndcg_at_10_128`
+    and so on. A `ModelCheckpoint` with `monitor: val/ndcg_at_10`, `mode: max` and the same `every_n_train_steps` keeps
+    the best. The folder is read before training, so a mistake in it ends the run before any file is written.
 
     Args:
         folder: A retrieval folder (`corpus.jsonl[.gz]`, `queries.jsonl`, `qrels.tsv`).
-        every_n_steps: Optimiser steps between two scorings, > 0; None scores at the end of each epoch.
+        every_n_steps: Optimiser steps between two scorings, > 0; None scores at the end of each epoch, before
+            `EarlyStopping` and `ModelCheckpoint` look at the scores.
         name: Prefix of the logged metrics.
         at_start: Whether the model is also scored before its first step.
-        context_size: Documents of the folder, drawn once, that are the context of a contextual model; None for as many
-            as it has slots, 0 for none.
+        context_size: How many documents of the folder, drawn once, are the context of a contextual model; None for as
+            many as it has slots, 0 for none.
 
     Distributed: rank 0 scores while the others wait; the scores are broadcast.
-    Raises:
-        OptionError: If `every_n_steps` is not positive, or the model takes no context of this size.
     """
 
     def __init__(
@@ -53,7 +50,6 @@ class RetrievalEvaluation(L.Callback):
         self._scored_step = -1
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Read and check the folder."""
         encoder = Encoder(embedder_of(module, self))
         if self.context_size:
             require_context_size(encoder, self.context_size)
@@ -61,7 +57,6 @@ class RetrievalEvaluation(L.Callback):
             self._data = read_retrieval_folder(self.folder)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Check the same before training."""
         if stage == "fit":
             self.check_run(trainer, pl_module, run_data(trainer))
 
@@ -74,12 +69,10 @@ class RetrievalEvaluation(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Score after every `every_n_steps` optimiser steps."""
         if self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0:
             self._score_and_log(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Score after an epoch, where no number of steps is given."""
         if self.every_n_steps is None:
             self._score_and_log(trainer, pl_module)
 

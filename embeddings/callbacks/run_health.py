@@ -23,19 +23,18 @@ class RunHealth(L.Callback):
     """Compares the ranks' weights every so many steps, and records the examples of a step with a numeric error.
 
     A module of this library stops on all ranks before an update where a loss or a gradient is NaN or infinite (the loss
-    scaler of `16-mixed` skips an update by such a gradient instead, and the run continues). This callback then writes
-    `numeric-error-rank-R.json` into the run's folder, one file a rank: the step, the message, and the rows of each
-    source that the rank read since the last update. No checkpoint is written at that exception.
+    scaler of `16-mixed` skips the update instead). Each rank then writes `numeric-error-rank-R.json` into the run's
+    folder: the step, the message, and the rows of each source that it read since the last update. No checkpoint is
+    written at that exception.
 
     Under DDP all ranks hold the same weights, unless memory is faulty or only some ranks made an update. Their
-    checksums are compared, and a difference ends the run. Sharded weights are not compared.
+    checksums are compared; sharded weights are not.
 
     Args:
-        compare_every_n_steps: Optimiser steps between two comparisons of the weights; None compares nothing.
+        compare_every_n_steps: Optimiser steps between two comparisons of the weights, > 0; None compares nothing.
 
     Distributed: an all-gather of one number every `compare_every_n_steps` optimiser steps.
     Raises:
-        OptionError: If `compare_every_n_steps` is not positive.
         NumericError: After a step, on all ranks, if a rank's weights differ from rank 0's.
     """
 
@@ -48,23 +47,20 @@ class RunHealth(L.Callback):
         self._step = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Find the run's folder; all ranks take part, because the trainer broadcasts it."""
+        # All ranks take part, because the trainer broadcasts its folder.
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin at the step that the run has reached."""
         self._step, self._read = trainer.global_step, []
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note which rows the batch has."""
         self._read.append({"batch": batch_idx, "rows": getattr(batch, "row_B", getattr(batch, "row_N", None))})
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Forget the rows after an update, and compare the weights when it is due."""
         if trainer.global_step == self._step:
             return
         self._step, self._read = trainer.global_step, []
@@ -73,7 +69,6 @@ class RunHealth(L.Callback):
             self._compare(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """At a numeric error write which rows were read, and no checkpoint."""
         if not isinstance(exception, NumericError):
             return
         write_none_on_exception(trainer)
@@ -98,10 +93,9 @@ class RunHealth(L.Callback):
 
 
 def weights_checksum(module: nn.Module) -> int:
-    """An integer checksum of the weights, which one flipped bit changes.
+    """An integer checksum of the weights, which one flipped bit changes; two of one parameter may cancel out.
 
-    A parameter's bits are added up as integers, times an odd number from its name. Two flipped bits of one parameter
-    may cancel out; one cannot.
+    A parameter's bits are added up as integers, times an odd number from its name.
     """
     parameters = dict(module.named_parameters())
     sums = [
@@ -118,16 +112,10 @@ def weights_checksum(module: nn.Module) -> int:
 
 @runtime_checkable
 class RoutedModule(Protocol):
-    """A module that keeps the routing sums of its last step.
-
-    Attributes:
-        moe_layers: Indices of the sparse layers.
-        load_balancing: None where no sums are kept.
-        routing: Counts and probabilities by name, each (sparse layers, experts), over all ranks.
-    """
+    """A module that keeps the routing sums of its last step by name, each (sparse layers, experts), over all ranks."""
 
     moe_layers: list[int]
-    load_balancing: object | None
+    load_balancing: object | None  # None where no sums are kept
     routing: dict[str, Tensor]
 
 
@@ -145,9 +133,7 @@ class RoutingStatistics(L.Callback):
     Args:
         every_n_steps: Optimiser steps between two rows, > 0.
 
-    Distributed: the module's sums are over all ranks already.
     Raises:
-        OptionError: If `every_n_steps` is not positive.
         UserError: If the module has no sparse layers, or no sums of their routing.
     """
 
@@ -158,25 +144,21 @@ class RoutingStatistics(L.Callback):
         self._logged_step = -1
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Check that the module has routing statistics."""
         if not isinstance(module, RoutedModule) or not module.moe_layers or module.load_balancing is None:
             name = type(module).__name__
             needed = "a module with experts and load_balancing"
             raise UserError(f"RoutingStatistics needs {needed}, got {name}; remove the callback")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Check the same before training."""
         if stage == "fit":
             self.check_run(trainer, pl_module, run_data(trainer))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin at the step that the run has reached."""
         self._logged_step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Log a row after every `every_n_steps` optimiser steps."""
         step = trainer.global_step
         if step == self._logged_step or step % self.every_n_steps:
             return

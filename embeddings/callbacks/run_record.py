@@ -48,11 +48,10 @@ MODEL_RUN_FILE = "training_run.json"
 
 
 class RunRecord(SaveConfigCallback):
-    """Writes `config.yaml` and `run.json` into the run's folder, and the config into every checkpoint.
+    """Writes `config.yaml` and `run.json` into the run's folder, and config and run into every checkpoint.
 
-    A checkpoint therefore contains how its module is built, which `export` needs, and which run wrote it. `run.json`
-    gets an `end` when the run ends; a run without one was killed, or still runs. A process that resumes a run in its
-    folder keeps the run's `id`, and puts the records of earlier processes into `earlier`.
+    `run.json` gets an `end` when the run ends; a run without one was killed, or still runs. A process that resumes a
+    run in its folder keeps the run's `id`, and puts the records of earlier processes into `earlier`.
 
     Args:
         parser: The parser that read the config.
@@ -68,14 +67,13 @@ class RunRecord(SaveConfigCallback):
         self._record: dict[str, Any] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Write the record once; all ranks take part, because the trainer broadcasts its folder."""
+        # All ranks take part, because the trainer broadcasts its folder.
         log_dir = trainer.log_dir
         assert log_dir is not None
         self.log_dir = Path(log_dir)
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Write `config.yaml` and `run.json`, on rank 0."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self.plain_config, sort_keys=False, allow_unicode=True)
         write_text(self.log_dir / "config.yaml", text)
@@ -103,25 +101,22 @@ class RunRecord(SaveConfigCallback):
         write_json(path, self._record)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note that the run is finished."""
         self._note_end(trainer, "finished", "")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Note how the run failed or was stopped; an error of the disk does not replace the exception."""
         if self.log_dir != Path():
             # The command line writes the traceback there.
             exception.run_folder = str(self.log_dir)  # type: ignore[attr-defined]
         # A second Ctrl-C ends the run at once, so no callback may write a checkpoint.
         if isinstance(exception, KeyboardInterrupt):
             write_none_on_exception(trainer)
-        with suppress(OSError):
+        with suppress(OSError):  # an error of the disk does not replace the exception
             if isinstance(exception, PreemptedError | KeyboardInterrupt):
                 self._note_end(trainer, "interrupted", getattr(exception, "line", ""))
             else:
                 self._note_end(trainer, "failed", f"{type(exception).__name__}: {exception}")
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Put the merged config into the checkpoint as plain types, and which run it belongs to."""
         checkpoint["run_config"] = self.plain_config
         checkpoint["run"] = {"id": self.id, "folder": str(self.log_dir)}
 
@@ -132,12 +127,11 @@ class RunRecord(SaveConfigCallback):
 
     @staticmethod
     def of(trainer: L.Trainer) -> "RunRecord | None":
-        """The trainer's record; None where it has none."""
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         return next((callback for callback in callbacks if isinstance(callback, RunRecord)), None)
 
     def facts(self, num_steps: int) -> TrainingFacts:
-        """The facts of the run for a model card, for weights that have taken so many optimiser steps; on rank 0."""
+        """The run's facts for the card of a model whose weights have taken so many optimiser steps; on rank 0."""
         return TrainingFacts(self.plain_config, num_steps, self._record)
 
     @cached_property
@@ -153,11 +147,7 @@ class RunRecord(SaveConfigCallback):
 
 
 def check_output(trainer: L.Trainer, output: str, option: str, replace: bool) -> None:
-    """Check the path of a model directory of callback `option`; another run's model needs `replace` to be replaced.
-
-    Raises:
-        OptionError: If another run's model or anything but a folder is there.
-    """
+    """Refuse a path where anything but a folder is, or, without `replace`, another run's model."""
     require_folder_or_nothing(output)
     place, logger = Path(output).expanduser(), run_logger(trainer)
     # Without a record runs cannot be distinguished.
@@ -184,7 +174,7 @@ def plain_types(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The commit of this package's clone, else of the working folder; with `+` if files have changed, None for none."""
+    """The commit of this package's clone, else of the working folder, with `+` if files have changed; or None."""
     clone = CHECKOUT if CHECKOUT is not None and (CHECKOUT / ".git").exists() else None
     run = partial(subprocess.run, cwd=clone, capture_output=True, text=True, check=True, timeout=10)
     try:
@@ -202,7 +192,7 @@ LOCK_FILE = ".lock"
 
 
 class ResumedRun(NamedTuple):
-    """A run that a new process resumes in its own folder, and the optimiser steps that its checkpoint has made."""
+    """A run that is resumed in its own folder, and the optimiser steps that its checkpoint has made."""
 
     folder: Path
     step: int
@@ -212,12 +202,8 @@ class RunLogger(CSVLogger):
     """Writes `metrics.csv` into the run's folder, and decides which folder that is.
 
     A new run makes the next `version_N`, so two runs that start together get two folders. A resumed run appends to its
-    own `metrics.csv`, from which rows of later steps than its checkpoint's are removed. A lock holds the folder while
-    the process lives, and ends with a killed process. Rows are on disk whenever a `ModelCheckpoint` has saved.
-
-    Args:
-        resumed: The run that is resumed, or None for a new one.
-        **options: As in Lightning's `CSVLogger`.
+    own `metrics.csv`, from which rows of later steps than its checkpoint's are removed. A lock, which ends with the
+    process, holds the folder. Rows are on disk whenever a `ModelCheckpoint` has saved.
     """
 
     def __init__(self, resumed: ResumedRun | None = None, **options: Any) -> None:
@@ -234,11 +220,7 @@ class RunLogger(CSVLogger):
             self._version = resumed.folder.name
 
     def hold(self) -> None:
-        """Lock the folder, on the first process.
-
-        Raises:
-            UserError: If another process writes to the folder.
-        """
+        """Lock the folder, on the first process; a `UserError` where another process writes to it."""
         if self._lock is not None or "://" in self.log_dir:
             return
         path, lock = Path(self.log_dir) / LOCK_FILE, ExitStack()
@@ -317,8 +299,8 @@ class _Appender(ExperimentWriter):
 def keep_metrics(trainer: L.Trainer, resumed: ResumedRun | None = None) -> None:
     """Put a `RunLogger` first among the trainer's loggers, so that `trainer.log_dir` is the run's folder.
 
-    It replaces the first `CSVLogger`, or shares the folder of the first `TensorBoardLogger`. Otherwise the folder is
-    `lightning_logs/version_N` below `default_root_dir`. A run with `fast_dev_run` logs nothing.
+    It replaces the first `CSVLogger`, or shares the folder of the first `TensorBoardLogger`; else the folder is
+    `lightning_logs/version_N` below `default_root_dir`.
     """
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
@@ -338,7 +320,6 @@ def keep_metrics(trainer: L.Trainer, resumed: ResumedRun | None = None) -> None:
 
 
 def run_logger(trainer: L.Trainer) -> RunLogger | None:
-    """The trainer's `RunLogger`; None where it has none."""
     return next((logger for logger in trainer.loggers if isinstance(logger, RunLogger)), None)
 
 

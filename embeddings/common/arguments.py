@@ -9,30 +9,26 @@ from os import PathLike
 from typing import Any, NamedTuple, Self
 
 _PLAIN = (bool, int, float, str)
+# The packages whose objects have their arguments as attributes.
+_OPEN = ("embeddings.", "lightning.", "pytorch_lightning.")
 
 
 class Given(NamedTuple):
-    """Positional and named arguments. A copy of their owner shares them: a factory among them may hold a parser."""
+    """Positional and named arguments; a copy of their owner shares them, since a factory may hold a parser."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Itself."""
         return self
 
 
 class KeepsArguments:
-    """A class whose objects know the arguments they were made with, so that a run made in Python can record them.
-
-    Attributes:
-        given_arguments: What the class was called with; defaults are not among them.
-    """
+    """A class whose objects keep the arguments that they were made with, so that a run made in Python records them."""
 
     given_arguments: Given
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """A new object with its arguments."""
         made = super().__new__(cls)
         # Not by the object's own way, which a module has only once it is made.
         object.__setattr__(made, "given_arguments", Given(args, kwargs))
@@ -40,11 +36,9 @@ class KeepsArguments:
 
 
 def as_config(value: Any) -> Any:
-    """A value as a config has it.
+    """A value as a config has it: a class, a `partial` or an object by `class_path` and `init_args`.
 
-    A class, a `partial` of one and an object that keeps its arguments become `class_path` and `init_args`, a dataclass
-    its fields. Of any other object that has attributes named like its arguments these are taken. A function, and data
-    in memory, become a text in round brackets that says what they are.
+    A function, or data in memory, becomes a text in round brackets that says what it is.
     """
     if value is None or isinstance(value, _PLAIN):
         return value
@@ -65,19 +59,15 @@ def as_config(value: Any) -> Any:
         return {field.name: as_config(getattr(value, field.name)) for field in fields(value) if field.init}
     if inspect.isroutine(value) or isinstance(value, partial):
         return f"(function {getattr(value, '__qualname__', 'of parts')})"
-    names = [] if not type(value).__module__.startswith(_OPEN) else list(inspect.signature(type(value)).parameters)
-    known = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    if known or type(value).__module__.startswith(_OPEN):
+    if type(value).__module__.startswith(_OPEN):
+        names = inspect.signature(type(value)).parameters
+        known = {name: getattr(value, name) for name in names if hasattr(value, name)}
         return _component(type(value), {name: item for name, item in known.items() if _is_plain(item)})
     return f"({type(value).__name__} in memory)"
 
 
-# The packages whose objects have their arguments as attributes.
-_OPEN = ("embeddings.", "lightning.", "pytorch_lightning.")
-
-
 def _arguments(value: object, given: Given) -> dict[str, Any]:
-    """All arguments of an object by name; of its defaults those that are plain."""
+    """The arguments that were given, and the defaults that are plain, by name."""
     kind = type(value)
     bound = inspect.signature(kind).bind(*given.args, **given.kwargs)
     chosen = set(bound.arguments)
@@ -87,7 +77,6 @@ def _arguments(value: object, given: Given) -> dict[str, Any]:
 
 
 def _flat(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with those of `**options` among the others."""
     parameters = inspect.signature(kind).parameters
     found: dict[str, Any] = {}
     for name, item in arguments.items():
@@ -96,7 +85,6 @@ def _flat(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _component(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A class path with arguments; without any, the path alone."""
     config: dict[str, Any] = {"class_path": _path(kind)}
     return config | ({"init_args": as_config(arguments)} if arguments else {})
 

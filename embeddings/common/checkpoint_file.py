@@ -1,8 +1,7 @@
 """The one file that a checkpoint is: safetensors, with everything that is no tensor as JSON in the header.
 
-Reading it runs no code, whoever wrote it. A checksum stands beside each tensor and beside the JSON, so a file that was
-cut or has changed is known. Any program that reads safetensors finds the tensors, each under its path
-(`state_dict/embedder.backbone…`, `optimizer_states/0/state/0/exp_avg`).
+Reading it runs no code. Checksums of each tensor and of the JSON show a file that was cut or changed. Any reader of
+safetensors finds the tensors under their paths (`state_dict/embedder.backbone…`, `optimizer_states/0/state/0/exp_avg`).
 """
 
 import base64
@@ -41,46 +40,36 @@ _TAGS = {kind: tag for tag, kind in _MAPPINGS.items()}
 
 @dataclass(frozen=True)
 class PackedContent:
-    """A content taken apart.
-
-    Args:
-        tree: The content as JSON can hold it. Values that JSON lacks are mappings with one key that begins with `!`,
-            such as `{"!tuple": […]}` and `{"!tensor": NAME}`.
-        tensors: The tensors by their path in the content, each once, wherever they lie.
-    """
+    """A content as JSON, and its tensors by their path; what JSON lacks is tagged: `{"!tuple": […]}`."""
 
     tree: Any
     tensors: dict[str, Tensor]
 
     def copied(self, earlier: "PackedContent | None" = None) -> "PackedContent":
-        """The same content with its tensors in main memory that nobody else writes to.
-
-        The memory of `earlier`, a copy that is not needed any more, is used again where shapes and dtypes are equal.
-        """
+        """The same with its tensors copied to main memory: that of `earlier`, where shapes and dtypes are equal."""
         memory = earlier.tensors if earlier is not None else {}
-        return PackedContent(self.tree, {name: _copied(x, memory.get(name)) for name, x in self.tensors.items()})
+        copies = {}
+        for name, tensor in self.tensors.items():
+            own = memory.get(name)
+            if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
+                own = torch.empty(tensor.shape, dtype=tensor.dtype)
+            copies[name] = own.copy_(tensor)
+        return PackedContent(self.tree, copies)
 
 
 def pack(content: Any) -> PackedContent:
-    """Take a content apart; nothing is copied but the plain values.
+    """Take a content apart; no tensor is copied.
 
     None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict and Counter (keys: str and int), dense tensors
-    and numpy arrays come back as they were, bit for bit. Tensors that are one (tied weights) stay one; other views of
-    one memory, and parameters, come back as tensors of their own.
-
-    Raises:
-        InputError: If anything else is there; the message names where.
+    and numpy arrays come back bit for bit. Tied weights stay one tensor; other views of one memory become tensors of
+    their own. An `InputError` names the place of anything else.
     """
     packer = _Packer()
     return PackedContent(packer.pack(content, ()), packer.tensors)
 
 
 def unpack(packed: PackedContent) -> Any:
-    """The content that was taken apart.
-
-    Raises:
-        ValueError: If the tree is none that `pack` makes.
-    """
+    """The content that was taken apart; a `ValueError` for a tree that `pack` does not make."""
     try:
         return _unpacked(packed.tree, packed.tensors)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -159,12 +148,6 @@ def _unpacked(tree: Any, tensors: dict[str, Tensor]) -> Any:
     return makers[tag](tree[tag])
 
 
-def _copied(tensor: Tensor, memory: Tensor | None) -> Tensor:
-    if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
-        memory = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return memory.copy_(tensor)
-
-
 def _refusal(path: tuple[str, ...], what: str) -> InputError:
     hint = "keep tensors, numbers, strings, lists and dicts of them in what is saved"
     return InputError(f"checkpoint[{']['.join(path)}]", what, hint)
@@ -215,15 +198,11 @@ class _Entry(NamedTuple):
 
 
 def write_checkpoint(packed: PackedContent, path: str | os.PathLike[str], on_stage: Stage = unnoticed) -> None:
-    """Write a checkpoint beside its place, wait for the disk, read it back, and only then give it its name.
+    """Write a checkpoint to a temporary file, wait for the disk, read it back, and only then rename it to `path`.
 
-    After a crash at any point `path` holds either the old checkpoint or the complete new one. Nothing is written where
-    the disk has no room for the file and a thousandth more. `on_stage` is told what comes next: "write" (a temporary
-    file), "header" (its last bytes), and then the stages of `atomic_path`.
-
-    Raises:
-        InputError: If the content is none that the file can hold.
-        OSError: If it cannot be written, or what is read back differs; the old file is left, and no other.
+    After a crash or an `OSError` at any point `path` holds either the old checkpoint or the complete new one. The disk
+    must have room for the file and a thousandth more. `on_stage` is told what comes next: "write", "header", and then
+    the stages of `atomic_path`. An `InputError` names what the file cannot hold.
     """
     path = Path(path)
     entries = _entries(packed.tensors)
@@ -246,25 +225,20 @@ def write_checkpoint(packed: PackedContent, path: str | os.PathLike[str], on_sta
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a checkpoint, its tensors in main memory, every byte checked.
+    """The content of a checkpoint, its tensors in main memory; every byte is checked.
 
-    Raises:
-        InputError: If the file is no checkpoint of this library, of a later version, cut or damaged.
-        OSError: If it cannot be read.
+    An `InputError` refuses a file that is no checkpoint of this library, of a later version, cut or damaged.
     """
     return _checked(Path(path), partial(_read, is_kept=True))
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content with empty tensors in the place of tensors; every byte is checked as by `read_checkpoint`.
-
-    Memory: the largest tensor of the file, since one is read at a time.
-    """
+    """The content with empty tensors, every byte checked; memory holds one tensor at a time."""
     return _checked(Path(path), partial(_read, is_kept=False))
 
 
 def peek_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content with empty tensors in the place of tensors; only the header is read, and checked."""
+    """The content with empty tensors; only the header is read and checked."""
     return _checked(Path(path), lambda file, path: _read_header(path)[2])
 
 

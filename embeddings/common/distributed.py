@@ -52,10 +52,7 @@ def reduce_int(value: int, operation: str, device: torch.device | str = "cpu") -
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
-    """The shape of a parameter that may be cut over the ranks, or kept in 4 bits.
-
-    ZeRO-3 leaves an empty one, FSDP2 one that says so, and bitsandbytes one of packed bytes.
-    """
+    """A parameter's shape over all ranks; ZeRO-3 leaves an empty parameter, bitsandbytes one of packed bytes."""
     unpacked = getattr(getattr(parameter, "quant_state", None), "shape", parameter.shape)
     shape: torch.Size = getattr(parameter, "ds_shape", unpacked)
     return shape
@@ -78,27 +75,20 @@ def gather_counts(count: int, device: torch.device | str = "cpu") -> list[int]:
 
 
 def gather_rows(value_N: Tensor, counts: list[int]) -> Tensor:
-    """The rows of all ranks, (N, ...), one rank after another, without a gradient: for hashes, labels and other facts.
-
-    `counts` are `gather_counts` of N; the ranks may differ.
-    """
+    """The rows of all ranks, (N, ...), in rank order, without a gradient; `counts` are `gather_counts` of N."""
     return value_N if len(counts) == 1 else _all_gather(value_N, counts)
 
 
 def gather_candidates(candidate_CD: Tensor, counts: list[int]) -> Tensor:
-    """The candidates of all ranks, one rank after another; gradients flow back to the rank each came from.
+    """The candidates of all ranks, (sum of counts, D), in rank order; gradients flow back to each one's own rank.
 
-    Where every rank averages its loss over its own B queries against these candidates, and the strategy averages
-    parameter gradients over the ranks (DDP, FSDP and DeepSpeed all do), the step equals one process with the whole
-    batch: the backward sums what all ranks' losses say of a candidate, and the average over ranks turns the sum of R
-    mean losses into the mean over R x B queries. So no world-size factor belongs anywhere.
+    The backward sums the gradients of all ranks' losses. Where each rank's loss is the mean over its B queries, and the
+    strategy averages parameter gradients (DDP, FSDP and DeepSpeed do), the step equals one process with all R x B
+    queries. So no world-size factor belongs anywhere.
 
     Args:
         candidate_CD: This rank's candidates, (C, D) float.
         counts: `gather_counts` of C; the ranks may differ.
-
-    Returns:
-        All candidates, (sum of counts, D), same dtype.
 
     Distributed: all-gather forward; reduce-scatter (sum) backward. Every rank must run both.
     """
@@ -109,11 +99,9 @@ def gather_candidates(candidate_CD: Tensor, counts: list[int]) -> Tensor:
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:
-    """The sum of all ranks' values, of any shape and dtype, the same on all ranks; gradients flow back to every rank.
+    """The sum of all ranks' values, of any shape and dtype; the backward sums the gradients of all ranks' losses.
 
-    The convention is that of `gather_candidates`: where each rank's loss has a share in the mean over ranks, the
-    backward sums what all ranks' losses say of the sum. So a loss of sums that every rank computes alike has, once the
-    strategy has averaged parameter gradients over the ranks, the gradient of one process with the whole batch.
+    As with `gather_candidates`, averaging parameter gradients over the ranks then gives one process's gradient.
 
     Distributed: all-reduce (sum) forward, and backward where there is a gradient. Every rank must run both.
     """
@@ -133,7 +121,6 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
-        """The sum of all ranks' gradients."""
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total
@@ -148,7 +135,6 @@ class _GatherCandidates(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, gradient_CD: Tensor) -> tuple[Tensor, None]:
-        """Each rank's rows of the gradient, summed over all ranks."""
         counts: list[int] = ctx.counts  # type: ignore[attr-defined]
         parts = [_padded(part, max(counts)) for part in torch.split(gradient_CD, counts)]
         mine = torch.empty_like(parts[0])

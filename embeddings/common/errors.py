@@ -28,17 +28,16 @@ def pip_install(extra: str) -> str:
 
 
 class UserError(ValueError):
-    """A mistake that a person can mend: one line that says what is wrong, where, and a hint.
+    """A mistake that a person can mend; the command line prints its one line and exits with `exit_code`.
 
-    The command line prints the message as one line on standard error and exits with `exit_code`; nothing is written.
     Raise it at the border where a human wrote the value; inside the library trust the types.
     """
 
     exit_code = 2
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The class and the finished line: a process that gets the error has no parts to make the line of."""
-        return _from_line, (type(self), *self.args)
+        # A process that gets the error has no parts to make the line of.
+        return UserError.__new__, (type(self), *self.args)
 
 
 class InputError(UserError):
@@ -95,15 +94,11 @@ class WorkerError(RuntimeError):
 
 
 class PreemptedError(SystemExit):
-    """A run that a signal ended before its time.
-
-    Uncaught it ends the process with its code. It is no `Exception`, so that what tries one thing after another does
-    not take it for a failure.
+    """A run that a signal ended early; no `Exception`, so that retries do not take it for a failure.
 
     Args:
-        line: What was kept and how to resume, for standard error; empty on ranks that leave it to the first.
-        code: 75 where the job is queued again or the signal says that it will be, 130 after Ctrl-C, 143 after a plain
-            SIGTERM.
+        line: What was kept and how to resume, for standard error; empty on all ranks but the first.
+        code: 75 where the job is queued again or the signal says that it will be, 130 after Ctrl-C, 143 after SIGTERM.
     """
 
     def __init__(self, line: str, code: int) -> None:
@@ -118,10 +113,9 @@ def is_panic(error: BaseException) -> bool:
 
 @contextmanager
 def rust_panics_as_errors() -> Iterator[None]:
-    """Inside, a panic of a library written in Rust is a RuntimeError.
+    """Inside, a panic of a library written in Rust is a RuntimeError, and its backtrace on stderr is dropped.
 
-    What such a library writes to standard error meanwhile, a backtrace of some forty lines, is dropped; whatever else
-    is written there comes afterwards.
+    Standard error is held back meanwhile; without a panic it follows afterwards.
     """
     try:
         standard_error = os.dup(2)
@@ -153,11 +147,6 @@ def shown(value: object, most: int = 60) -> str:
     """A value in a message: of a long one the beginning."""
     text = repr(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-def _from_line(kind: type[UserError], *line: str) -> UserError:
-    """An error that arrives from another process, as it was there."""
-    return kind.__new__(kind, *line)
 
 
 def require(library: str, extra: str) -> ModuleType:

@@ -51,9 +51,8 @@ def atomic_path(
 ) -> Iterator[Path]:
     """A temporary path beside `path`; on leaving without an error it is flushed to disk and renamed to `path`.
 
-    After a crash at any point `path` holds either its old content or the complete new one. `verify` is called with the
-    temporary path once it is on disk; if it raises, `path` keeps its old content. `on_stage` is told what comes next:
-    "sync", "verify", "rename", "sync folder" and "done".
+    After a crash, or an error of `verify` (called once the file is on disk), `path` holds its old content or the
+    complete new one. `on_stage` is told what comes next: "sync", "verify", "rename", "sync folder" and "done".
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +105,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 def scratch_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside `target`, of this process alone, which is gone on leaving.
 
-    What a killed process left behind is removed by the next one; its lock, which dies with it, tells the living apart.
+    The next process removes what a killed one left: its lock, which dies with it, tells it from a living one.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(target)
@@ -141,8 +140,8 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP)
 def file_lock(path: Path, wait: bool = True, optional: bool = False) -> Iterator[bool]:
     """An exclusive lock between processes, which ends with the process that holds it; yields whether it is held.
 
-    Whoever unlinks the file under the lock makes those that wait for it take a new one. With `wait` another holder is
-    waited for; with `optional` work continues without a lock on a file system that has none.
+    Whoever unlinks the file under the lock makes those that wait for it take a new one. With `optional` work continues
+    on a file system without locks.
     """
     lock, is_held = FileLock(path, blocking=wait), True
     try:
@@ -159,12 +158,9 @@ def file_lock(path: Path, wait: bool = True, optional: bool = False) -> Iterator
 
 
 def check_disk_space(path: str | os.PathLike[str], num_bytes: int, spare_bytes: int = 0) -> None:
-    """Check that the disk has room for so many bytes at a place, which need not be there yet.
+    """Check that a disk has room at a path, which need not exist yet; an `OSError` where it has not.
 
-    `spare_bytes` are those of the file that it replaces in the end. Quotas are met only by writing.
-
-    Raises:
-        OSError: If the disk has no such room.
+    `spare_bytes` are those of the file that is replaced in the end. A quota shows only in writing.
     """
     places = (Path(path), *Path(path).absolute().parents)
     usage = shutil.disk_usage(next(place for place in places if place.exists()))
@@ -174,7 +170,6 @@ def check_disk_space(path: str | os.PathLike[str], num_bytes: int, spare_bytes: 
 
 
 def disk_full_message(reason: str, num_bytes: int, free_bytes: int) -> str:
-    """The line on a disk that is full."""
     return f"{reason}: {num_bytes:,} bytes are needed and {free_bytes:,} available"
 
 
@@ -190,7 +185,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
-    """The mapping that a JSON file holds; empty where the file is missing or damaged."""
+    """The mapping of a JSON file; empty where the file is missing or damaged."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -240,11 +235,10 @@ class Manifest(dict[str, Any]):
         self.path, self.hint = path, hint
 
     def __missing__(self, field: str) -> Any:
-        """Refuse it."""
         raise InputError(str(self.path), f"has no field {field!r}", self.hint)
 
     def integer(self, field: str, least: int = 0) -> int:
-        """A field that is an integer from `least` on; an `InputError` where it is none."""
+        """A field that must be an integer >= `least`."""
         value = self[field]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             what = f"field {field!r} is {shown(value)}, expected a whole number >= {least}"
@@ -253,18 +247,14 @@ class Manifest(dict[str, Any]):
 
 
 def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) -> Manifest:
-    """Check that every expected field of `folder/manifest.json` has the expected value; returns all its fields.
-
-    An `InputError` where it is missing or damaged, or a field differs, names the field and both values.
-    """
+    """The manifest of a folder; an `InputError` where it is missing or damaged, or an expected field differs."""
     return check_file_manifest(Path(folder) / "manifest.json", expected)
 
 
 def check_file_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any], hint: str = _MAKE_AGAIN) -> Manifest:
-    """The same of a manifest with a name of its own, and a hint of its own."""
+    """The same of a manifest with a name of its own."""
     path = Path(path)
     if not path.is_file():
-        # What the folder is not, where its kind is one command's.
         command = _COMMANDS.get(expected.get("kind", ""))
         what = f", so it is no folder that `{command}` wrote" if command else ""
         if command and hint == _MAKE_AGAIN:
@@ -285,7 +275,7 @@ def check_file_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any
 
 
 def _difference(field: str, found: Any, expected: Any) -> str:
-    """Where a field differs: of a mapping the first entry, of two hashes what they stand for."""
+    """How a field differs: of a mapping the first entry, of two hashes what they stand for."""
     if isinstance(found, dict) and isinstance(expected, dict):
         name = next(name for name in [*expected, *found] if found.get(name) != expected.get(name))
         return _difference(f"{field}.{name}", found.get(name), expected.get(name))
@@ -305,7 +295,7 @@ def fsync_path(path: Path) -> None:
 
 
 def share_files(folder: Path) -> None:
-    """Give the files of a folder, at any depth, the mode of new ones: safetensors' can be read by their owner alone."""
+    """Give all files of a folder the mode of new ones: only their owner can read those that safetensors writes."""
     mode = 0o666 & ~_umask()
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
@@ -319,11 +309,9 @@ def _umask() -> int:
 
 
 def load_array(path: Path, hint: str, mapped: bool = False) -> Any:
-    """The array of a `.npy` file, mapped into memory on request, or the archive of arrays of a `.npz` file.
+    """The array of a `.npy` file, or the archive of a `.npz` file.
 
-    Raises:
-        InputError: With `hint`, if the file is missing or damaged, holds objects in place of numbers, or has the other
-            format.
+    An `InputError` with `hint` where it is missing or damaged, holds objects, or has the other format.
     """
     damaged = InputError(str(path), "is missing, empty or damaged", hint)
     try:
@@ -338,8 +326,9 @@ def load_array(path: Path, hint: str, mapped: bool = False) -> Any:
     # A header is read as Python's literals, and fails in all the ways that these do.
     except Exception as error:
         raise damaged from error
-    if isinstance(found, np.ndarray) == (path.suffix == ".npz"):
-        if not isinstance(found, np.ndarray):
+    is_array = isinstance(found, np.ndarray)
+    if is_array == (path.suffix == ".npz"):
+        if not is_array:
             found.close()
         raise damaged
     return found
@@ -358,17 +347,9 @@ def check_vectors(
     unit: bool = False,
     row_N: npt.NDArray[np.int64] | None = None,
 ) -> None:
-    """Check that every vector has a direction: its length is finite and not zero, or 1 where `unit` is set.
+    """Check that the length of every vector, (N, D), is finite and not zero, or is 1 where `unit` is set.
 
-    Args:
-        vector_ND: (n, D) float32.
-        where: What the message calls their file.
-        first_row: Row of the first vector in that file; the others follow it, unless `row_N` has the row of each.
-        unit: Whether they must be of unit length.
-        row_N: (n,) int64, or None.
-
-    Raises:
-        InputError: At the first vector that is not so; the message names `where` and the row.
+    An `InputError` names the first other vector by `where` and its row: in `row_N`, or counted from `first_row`.
     """
     square_N = np.einsum("nd,nd->n", vector_ND, vector_ND)
     usable_N = np.isfinite(square_N) & (square_N > 0)
@@ -388,16 +369,14 @@ _OF_A_STEP = ("train/", "lr-")
 
 
 def read_metrics(path: Path) -> "csv.DictReader[str]":
-    """A reader of the complete rows, in which what was not logged is empty or None.
-
-    A kill may cut the last line short, even inside a number: a line without its end is left out.
-    """
+    """A reader of the complete rows, in which what was not logged is empty or None."""
+    # A kill may cut the last line short, even inside a number.
     text = path.read_bytes().decode("utf-8", "replace")
     return csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
 
 
 def steps_made(column: str, step: int) -> int:
-    """How many optimiser steps were made when a value was measured, by its column and the step it was logged under."""
+    """How many optimiser steps were made when a value was measured."""
     return step + column.startswith(_OF_A_STEP)
 
 

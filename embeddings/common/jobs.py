@@ -45,15 +45,9 @@ def progress_bar(
     every_seconds: float = LINE_SECONDS,
     **options: Any,
 ) -> "tqdm[Any]":
-    """The progress of work on standard error, with the time left: a bar in a terminal, lines in a log.
+    """A tqdm bar on standard error, with the time left; where it is no terminal, a line every so many seconds.
 
-    Args:
-        total: Units of all of the work; None where that is not known, or `iterable` among the options knows it.
-        title: What the work is called.
-        unit: What is counted.
-        delay: Seconds before anything is shown; two if left out.
-        every_seconds: Seconds between two lines of a log; the last line closes the work.
-        options: Further options of tqdm.
+    Nothing is shown for `delay` seconds, two if left out.
     """
     options |= {"total": total, "desc": title, "unit": unit}
     options["delay"] = PROGRESS_DELAY_SECONDS if delay is None else delay
@@ -70,20 +64,18 @@ class _LineBar(tqdm):  # type: ignore[type-arg]
         super().__init__(**options)
 
     def refresh(self, *arguments: Any, **options: Any) -> None:
-        """Show the bar if it is time."""
         if not self.disable and (now := time.time()) - self._shown_at >= self.mininterval:
             self._shown_at = now
             super().refresh(*arguments, **options)
 
 
 class _Lines:
-    """A stream on which a bar is written as one line after another, each once, instead of overwriting one line."""
+    """A stream on which each state of a bar is a line of its own, written once."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream, self._last = stream, ""
 
     def write(self, text: str) -> None:
-        """Write the bar's line, unless its step was written last."""
         # tqdm shows the last step twice, with other seconds.
         line = text.strip()
         if line and line.partition("[")[0] != self._last.partition("[")[0] and self._stream is not None:
@@ -91,7 +83,6 @@ class _Lines:
             self._last = line
 
     def flush(self) -> None:
-        """Pass it on."""
         if self._stream is not None:
             self._stream.flush()
 
@@ -110,7 +101,6 @@ class ArrayTask:
             raise OptionError("task_index", self.index, f"must lie in 0 … {self.count - 1}", "count tasks from 0")
 
     def shards(self, num_shards: int) -> range:
-        """The numbers of the task's shards."""
         return range(self.index, num_shards, self.count)
 
 
@@ -127,13 +117,7 @@ class TaskOptions:
     num_tasks: int | None = None
 
     def resolve(self) -> ArrayTask:
-        """The task that the options name; without them that of a SLURM array, or the only task.
-
-        A SLURM array may count from any number, in even steps.
-
-        Raises:
-            OptionError: If one option is given without the other, a number is impossible, or the array has gaps.
-        """
+        """The task that the options name; without them that of a SLURM array (in even steps), or the only task."""
         index, count = self.task_index, self.num_tasks
         if index is not None and count is not None:
             return ArrayTask(index, count)
@@ -153,7 +137,6 @@ class TaskOptions:
 
 
 def _whole_number(name: str, default: int, smallest: int) -> int:
-    """The integer that an environment variable holds."""
     value = os.environ.get(name, str(default))
     if not (value.isascii() and value.isdigit()) or int(value) < smallest:
         raise OptionError(name, value, f"must be a whole number >= {smallest}", _GIVE_TASK)
@@ -163,13 +146,12 @@ def _whole_number(name: str, default: int, smallest: int) -> int:
 class JobFolder:
     """A folder that one resumable job writes; `manifest.json` says what decides its bytes, and whether it is complete.
 
+    An `InputError` refuses a folder that holds something else, or a job with other fields.
+
     Args:
         folder: The folder; it is made if there is none.
-        fields: What decides the bytes: kind, hashes of the inputs, arguments, seed. JSON types.
-        defaults: Fields that the first process decides: the others, and later calls, take them from the manifest.
-
-    Raises:
-        InputError: If the folder holds something else, or a job with other fields; the message names the field.
+        fields: What decides the bytes (JSON types): kind, hashes of the inputs, arguments, seed.
+        defaults: Fields that the first process decides: the others take them from the manifest.
     """
 
     def __init__(
@@ -193,28 +175,22 @@ class JobFolder:
 
     @property
     def complete(self) -> bool:
-        """Whether the job has been finished."""
         return bool(check_manifest(self.folder, {}).get("complete"))
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """The lock under which the job is finished, held by one process at a time.
-
-        Its file is removed once the job is complete, and not before: a process that comes later takes a new one, and
-        must find that nothing is left to do.
-        """
+        """The lock under which the job is finished."""
         path = self.folder / ".lock"
         with file_lock(path):
             yield
+            # Not before: a process that comes later takes a new lock, and must find that nothing is left to do.
             if self.complete:
                 path.unlink(missing_ok=True)
 
     def finish(self, merge: Callable[[], Mapping[str, Any]] = dict) -> bool:
-        """Run `merge` once, and note in the manifest that the job is complete, with the fields that it returns.
+        """Have one process run `merge`, whose fields the manifest gets, and mark the job complete; whether it is.
 
-        Of several processes that call this at once, one merges and the others wait for it. After a kill in `merge` the
-        next process merges again, so `merge` must write its files atomically, and the same ones each time. Returns
-        whether the job is complete.
+        After a kill the next process merges again, so `merge` must write the same files each time, atomically.
         """
         if self.complete:
             return True
@@ -230,17 +206,10 @@ class JobFolder:
 
 
 class ShardedJob(JobFolder):
-    """A job in shards, each a file that is written atomically, by any number of processes.
+    """A job in shards, each a file that is written atomically, by any number of processes (see `JobFolder`).
 
-    A process killed at any moment costs at most the shard that it was making; the same call resumes at the next one. A
-    shard is made under a lock that dies with its process, so two processes do not make the same one; where a file
-    system has no such locks they do, and write the same bytes.
-
-    Args:
-        folder: See `JobFolder`, and so `fields`, `defaults` and errors.
-        num_shards: Number of shards.
-        stem: Name of a shard's file before its number.
-        suffix: Name of a shard's file after its number.
+    A killed process costs at most the shard that it was making; the same call resumes at the next one. A shard is made
+    under a lock that dies with its process. Shard files are named `STEM-00000SUFFIX`.
     """
 
     def __init__(
@@ -257,22 +226,18 @@ class ShardedJob(JobFolder):
         self.num_shards, self.stem, self.suffix = num_shards, stem, suffix
 
     def path(self, shard: int) -> Path:
-        """The file of a shard."""
         return self.folder / f"{self.stem}-{shard:05d}{self.suffix}"
 
     def missing(self) -> list[int]:
-        """The shards that are not there yet; none once the job is finished."""
+        """The shards still to make; none once the job is complete."""
         if self.complete:
             return []
         return [shard for shard in range(self.num_shards) if not self.path(shard).exists()]
 
     def run(self, make: MakeShard, task: ArrayTask | None = None, take_over: bool = False) -> None:
-        """Make the task's shards that are not there yet, with progress and the time left on standard error.
+        """Make the task's missing shards (None: all) by `make(shard, temporary path)`.
 
-        Args:
-            make: Writes shard `s` to a temporary path: `make(s, path)`. Its bytes follow from `s` and the job's fields.
-            task: Which shards are this process's; None for all.
-            take_over: Whether to make, or to wait for, the other tasks' shards too, so that none is missing on return.
+        With `take_over` the other tasks' shards are then made, or waited for, so that none is missing on return.
         """
         if self.complete:
             return
@@ -306,12 +271,12 @@ class ShardedJob(JobFolder):
         return True
 
     def finish(self, merge: Callable[[], Mapping[str, Any]] = dict) -> bool:
-        """Finish the job (see `JobFolder.finish`) once no shard is missing; False if other tasks have some left."""
+        """As `JobFolder.finish`; False while shards are missing."""
         return not self.missing() and super().finish(merge)
 
 
 def require_free(folder: Path) -> None:
-    """Check that a job may begin in a folder, or has begun there; an `InputError` where something else lies there."""
+    """Refuse a folder that holds anything but a job."""
     if (folder / "manifest.json").exists() or not folder.exists():
         return
     # Hidden files are what other processes leave while they work.
@@ -320,18 +285,16 @@ def require_free(folder: Path) -> None:
 
 
 def require_shard_size(shard_size: int) -> None:
-    """Check the number of records of a shard; an `OptionError` where it is not positive."""
     if shard_size < 1:
         raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
 
 
 def shard_rows(shard: int, shard_size: int, num_rows: int) -> range:
-    """The rows of a shard."""
     return range(shard * shard_size, min((shard + 1) * shard_size, num_rows))
 
 
 def save_array(path: Path, array: npt.NDArray[Any]) -> None:
-    """Write an array as `.npy` to exactly this path."""
+    """Write an array as `.npy` to exactly this path; `np.save` would add a suffix."""
     with open(path, "wb") as file:
         np.save(file, array)
 
@@ -343,7 +306,6 @@ def write_array(path: Path, array: npt.NDArray[Any]) -> None:
 
 
 def load_shard(path: Path, mapped: bool = False) -> Any:
-    """The array of a shard, or of what was made of all shards (see `load_array`)."""
     return load_array(path, "delete its folder and run again", mapped)
 
 
@@ -351,14 +313,13 @@ def load_shard(path: Path, mapped: bool = False) -> Any:
 
 
 def manifest_path(output: Path) -> Path:
-    """The path of a file's manifest: `NAME.manifest.json`."""
     return output.with_suffix(".manifest.json")
 
 
 def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The manifest of a file that is there already, or None; an `InputError` where `fields` make another file.
+    """The manifest of a file that was made of `fields` already, None where there is no file.
 
-    The manifest holds `fields`, as JSON types, and the file's `output_sha256`.
+    An `InputError` refuses a file that was made of others, or that its manifest's `output_sha256` does not describe.
     """
     if not output.exists():
         return None
@@ -372,9 +333,9 @@ def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any]
 
 @contextmanager
 def discard_on_user_error(*folders: Path, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Remove folders that were not there before, or empty those that were empty, if a `UserError` ends the block.
+    """Remove folders that were new, and empty those that were empty, if a `UserError` ends the block.
 
-    A folder that held something before stays as it is, and so do all where `unless` then returns True.
+    All stay as they are where `unless` then returns True.
     """
     made = [folder for folder in folders if not folder.exists()]
     emptied = [folder for folder in folders if folder.is_dir() and not any(folder.iterdir())]

@@ -39,7 +39,7 @@ def job_id() -> str | None:
 
 
 def check_variables() -> None:
-    """Check what the environment says of this run's processes; a `UserError` names the first that is no integer."""
+    """Refuse a variable about this run's processes that is no integer."""
     for name in _NUMBERS:
         value = os.environ.get(name)
         if value is not None and not (value.isascii() and value.isdecimal()):
@@ -47,28 +47,24 @@ def check_variables() -> None:
 
 
 def process_rank() -> str:
-    """This process's rank among a run's, or among a node's, where nothing but its environment can tell yet."""
+    """This process's rank among a run's, or among a node's, as its environment says."""
     ranks = (os.environ.get(name, "0") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
     return next((rank for rank in ranks if rank != "0"), "0")
 
 
 def is_first_process() -> bool:
-    """Whether this is the first of a run's processes."""
     return process_rank() == "0"
 
 
 def num_processes() -> int:
-    """How many processes srun or torchrun has started for this run, as its environment says; 1 without them."""
+    """How many processes srun or torchrun has started for this run; 1 without them."""
     check_variables()
     # SLURM_NTASKS is the whole job's too, in a batch script that starts one process without srun.
     return max(int(os.environ.get(name) or 1) for name in ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE"))
 
 
 def requeue(job: str) -> str:
-    """Ask SLURM to run the job again from its beginning; returns why it would not, or nothing.
-
-    The question goes out in a session of its own: a signal to the run's process group does not end it half-way.
-    """
+    """Ask SLURM to run the job again from its beginning; returns why it would not, or nothing."""
     try:
         asked = subprocess.run(
             ["scontrol", "requeue", job],
@@ -76,6 +72,7 @@ def requeue(job: str) -> str:
             capture_output=True,
             text=True,
             timeout=TIMEOUT_SECONDS,
+            # A signal to the run's process group must not end the request half-way.
             start_new_session=True,
         )
     except OSError as error:
@@ -112,7 +109,6 @@ _OLD_CALLS = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a library's log record is more than advice about the library."""
     return not any(noise in record.getMessage() for noise in _NOISE)
 
 
@@ -138,15 +134,13 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def lazy_names(package: str) -> Callable[[str], Any]:
-    """A module-level `__getattr__` (PEP 562) for a package: each name that it imports for type checkers, on first use.
+    """A package's `__getattr__` (PEP 562) that loads the names under its `if TYPE_CHECKING:` on first use.
 
-    The block `if TYPE_CHECKING:` of its `__init__.py` is the only place that says which module a name comes from. It
-    is read from the source, as type checkers and editors read it.
+    That block is read from the source, so no second list says which module a name comes from.
     """
 
     @cache
     def modules() -> dict[str, str]:
-        """The module of each name."""
         spec = sys.modules[package].__spec__
         assert spec is not None
         assert isinstance(spec.loader, InspectLoader)
@@ -175,7 +169,6 @@ def cpu_name() -> str:
 
 
 def device_name(device: "torch.device") -> str:
-    """The name of a GPU, or the CPUs."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
@@ -190,14 +183,11 @@ _MAX_KEPT = 1024**3
 
 @cache
 def tune_malloc() -> bool:
-    """Keep up to 1 GiB of freed memory, for the rest of the process; the first call decides.
+    """Have this process keep up to 1 GiB of freed memory; returns whether it does.
 
-    glibc hands the memory of a freed tensor back, and the next layer's tensor gets fresh pages, which the system clears
-    one by one as they are touched: MiniLM met up to 470,000 page faults in 4 s of encoding in int8 and up to 310,000 in
-    8 s in float32; where memory is kept mostly 1, and 17,000 at most.
-
-    Returns:
-        Whether it is kept: not without glibc, nor where the environment decides (`MALLOC_…`, `GLIBC_TUNABLES`).
+    glibc returns the memory of a freed tensor, and the system clears fresh pages for the next one: MiniLM met up to
+    470,000 page faults in 4 s of encoding in int8; where memory is kept mostly 1, and 17,000 at most. Nothing is
+    changed without glibc, or where the environment decides (`MALLOC_…`, `GLIBC_TUNABLES`).
     """
     decided = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     if decided or platform.libc_ver()[0] != "glibc":

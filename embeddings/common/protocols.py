@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchNeeds:
-    """What a module says of the batches that it trains on, for the data module to plan and to check by.
+    """What a module says of the batches that it trains on; the data module plans and checks by it.
 
     Attributes:
         in_batch_negatives: Whether other queries' candidates are negatives: as each source says, or for all alike.
         gathers_candidates: Whether the candidates of all ranks compete with each other.
-        sampler: Name of the batch sampler that the method is made for, None where any serves.
-        without_sampler: What the method loses by another, and what to do, for a warning.
-        teacher_tokens: Tokenises texts in a role for a teacher that the module runs; None where it runs none.
+        sampler: The batch sampler that the method is made for, None where any serves.
+        without_sampler: A warning: what the method loses by another sampler, and what to do.
+        teacher_tokens: Tokenises texts in a role for the module's teacher; None without one.
     """
 
     in_batch_negatives: Literal["source", "on", "off"] = "source"
@@ -38,9 +38,7 @@ class NeedsBatches(Protocol):
     """A module that says what its batches are to be like; of others nothing is asked."""
 
     @property
-    def batch_needs(self) -> BatchNeeds:
-        """What the module needs."""
-        ...
+    def batch_needs(self) -> BatchNeeds: ...
 
 
 class RunData(ABC):
@@ -48,10 +46,10 @@ class RunData(ABC):
 
     Attributes:
         batch_size: Entries of one rank's batch.
-        text: How texts become tokens, None where documents are packed into rows.
-        row_length: Tokens of a packed row, None where texts are not packed.
+        text: How texts become tokens, None for packed rows.
+        row_length: Tokens of a packed row, None for texts.
         has_surrogates: Whether batches carry another model's vectors.
-        has_scores: Whether batches carry a teacher's scores; None as long as the sources are not open.
+        has_scores: Whether batches carry a teacher's scores; None before the sources are open.
     """
 
     batch_size: int
@@ -63,12 +61,12 @@ class RunData(ABC):
     @property
     @abstractmethod
     def batches_per_epoch(self) -> int:
-        """Batches of one rank in an epoch of the plan; `setup` comes first."""
+        """Batches of one rank in an epoch, after `setup`."""
 
     @property
     @abstractmethod
     def source_rows(self) -> dict[str, int]:
-        """The number of rows of each source, by its name; `setup` comes first."""
+        """The number of rows of each source by its name, after `setup`."""
 
     @abstractmethod
     def located(self, rows: Iterable[int]) -> dict[str, list[int]]:
@@ -87,12 +85,10 @@ def run_data(trainer: Any) -> RunData | None:
 
 @runtime_checkable
 class TokenizedModule(Protocol):
-    """A module that brings the tokenizer of its texts."""
+    """A module that brings the fast tokenizer of its texts."""
 
     @property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """A fast tokenizer."""
-        ...
+    def tokenizer(self) -> "PreTrainedTokenizerBase": ...
 
 
 @runtime_checkable
@@ -100,9 +96,7 @@ class TextModule(TokenizedModule, Protocol):
     """A module that starts from a model with text settings of its own."""
 
     @property
-    def text(self) -> TextSettings:
-        """The model's settings."""
-        ...
+    def text(self) -> TextSettings: ...
 
 
 @runtime_checkable
@@ -114,10 +108,9 @@ class RowTaskModule(TokenizedModule, Protocol):
 
 @runtime_checkable
 class ContrastiveStep(Protocol):
-    """Two functions from which the plain step and GradCache are both built.
+    """Two functions of which the plain step and GradCache are both built, with the same gradient.
 
-    The plain step is `loss_from_representations(embed(query), embed(candidate), batch)`. GradCache is the same two
-    functions in another order, so a method written once trains both ways with the same gradient.
+    The plain step is `loss_from_representations(embed(query), embed(candidate), batch)`.
     """
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
@@ -133,17 +126,13 @@ class ContrastiveStep(Protocol):
 
 @runtime_checkable
 class ContextualStep(ContrastiveStep, Protocol):
-    """A step of two stages: what the first makes of a batch's `context` is what the second reads every text beside.
+    """A step of two stages: `context = embed_context(batch.context)`, then `embed(tokens, context)` of every text.
 
-    The plain step is `context = embed_context(batch.context)`, then `ContrastiveStep`'s with
-    `embed(tokens, context)`. GradCache runs each stage in mini-batches of its own, so a text's vector may depend on
-    other texts through the context and in no other way.
+    GradCache cuts each stage into mini-batches, so a text's vector may depend on other texts only through the context.
     """
 
     @property
-    def trains_context(self) -> bool:
-        """Whether the first stage gets a gradient."""
-        ...
+    def trains_context(self) -> bool: ...
 
     def embed_context(self, tokens: TokenBatch) -> Tensor:
         """The first stage's vectors of all documents of `tokens`, (M, H) float, in their order."""
@@ -155,9 +144,5 @@ class ChecksRun(Protocol):
     """A module, data module or callback that checks a run before data are read, ranks start or files are written."""
 
     def check_run(self, trainer: Any, module: Any, data: Any) -> None:
-        """Check this part against the trainer and the other parts.
-
-        Raises:
-            UserError: If the run cannot work; the message says what to change.
-        """
+        """Check this part against the trainer and the other parts; a `UserError` says what to change."""
         ...

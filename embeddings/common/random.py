@@ -24,10 +24,7 @@ def derive_seed(seed: int, *stream: int | str) -> int:
 
 
 def run_seed(seed: int | None) -> int:
-    """A seed as it was given, or else the run's: what Lightning's `seed_everything` was last called with, 0 if never.
-
-    Distributed: ranks that Lightning starts are told the number by the first.
-    """
+    """A given seed, or else what Lightning's `seed_everything` was last called with, 0 if never; equal on all ranks."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
 
 
@@ -53,9 +50,9 @@ def mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def sorted_permutation(n: int, key: int) -> NDArray[np.int64]:
-    """A random order of 0 … n-1 by sorting keyed hashes, (n,) int64: the quicker one where all of few are wanted.
+    """A random order of 0 … n-1 by sorting keyed hashes, (n,) int64, the same on every machine and numpy.
 
-    Determinism: (n, key) → the whole order, on every machine and numpy.
+    Quicker than `KeyedPermutation` where all of few values are wanted.
     """
     return np.argsort(mix_bits(np.arange(n, dtype=np.uint64) + np.uint64(key)), kind="stable")
 
@@ -72,17 +69,13 @@ def _keyed_shift(values: NDArray[np.uint64], key: np.uint64, size: np.uint64) ->
 
 
 class KeyedPermutation:
-    """A permutation of 0 … n-1 that is a pure function of (n, key) and takes no memory.
+    """A permutation of n >= 1 values, 0 … n-1, that takes no memory; different keys give independent orders.
 
-    A Feistel network over a grid of rows and columns that is as near to square as holds n places: in turn a place's row
-    and its column are shifted around by a keyed hash of the other. A value that lands at n or above goes through again
-    until it falls below (cycle walking). The grid has fewer than sqrt(n) + 1 places too many, so hardly any value does.
+    A Feistel network over a nearly square grid of at least n places: in turn a place's row and its column are shifted
+    by a keyed hash of the other. A value >= n goes through again until it falls below (cycle walking); the grid has
+    fewer than sqrt(n) + 1 places too many.
 
-    Args:
-        n: Number of values, >= 1.
-        key: Any integer; different keys give independent orders.
-
-    Determinism: (n, key) → the whole order, on every machine and numpy; position i is found without the ones before it.
+    Determinism: (n, key) → the whole order, on every machine and numpy; each position is found without the others.
     """
 
     def __init__(self, n: int, key: int) -> None:
@@ -95,7 +88,7 @@ class KeyedPermutation:
         self._round_keys = [np.uint64(derive_seed(key, "round", index)) for index in range(num_rounds)]
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The values, (k,) int64 in 0 … n-1, at some positions of the order, (k,) int64 in 0 … n-1."""
+        """The values at some positions of the order, both (k,) int64 in 0 … n-1."""
         values = self._encipher(positions.astype(np.uint64))
         limit = np.uint64(self.n)
         outside = values >= limit

@@ -20,19 +20,14 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 class StopRequest:
-    """The first stop signal that this process got.
+    """The first stop signal (`first`, 0 for none) that this process got while `listening`.
 
-    Before training there is nothing to keep, so the handler ends the run where it is, as Ctrl-C would. Once `deferred`
-    is set it only notes the signal, and training looks here between two steps. One of several ranks notes it from the
-    beginning: the others would wait for it, and the first may be ended while it asks for a place in the queue.
+    Before training the handler ends the run where it is. Once `deferred` is set it only notes the signal, and training
+    looks here between two steps. One of several ranks notes it from the beginning: the others would wait for it, and
+    the first may be ended while it asks for a place in the queue.
 
-    A second Ctrl-C ends the process at once. One that ignores Ctrl-C from the beginning, as a shell's background jobs
-    do, keeps ignoring it.
-
-    Attributes:
-        first: The first signal, 0 as long as there is none.
-        deferred: Whether signals are noted only.
-        listening: Whether the handlers are in place.
+    A second Ctrl-C ends the process at once. A process that ignored Ctrl-C before, as a shell's background jobs do,
+    keeps ignoring it.
     """
 
     def __init__(self) -> None:
@@ -82,11 +77,7 @@ stop_request = StopRequest()
 
 @contextmanager
 def handle_preemption() -> Iterator[None]:
-    """Listen to the stop signals while a run lasts.
-
-    Raises:
-        PreemptedError: If one came before training; the job is then in the queue again where SLURM runs it.
-    """
+    """Listen to the stop signals while a run lasts; one before training is a `PreemptedError`, after a requeue."""
     stop_request.listen()
     ignored = False
     try:
@@ -104,17 +95,13 @@ def handle_preemption() -> Iterator[None]:
 
 
 def ignore_stop_signals() -> None:
-    """Hear no stop signal any more."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def block_signals(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
-    """Keep signals from the processes and threads that are started meanwhile, for good.
-
-    This process hears them all the same, if not at once.
-    """
+    """Keep signals from what is started meanwhile, for good; this process hears them afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -123,10 +110,9 @@ def block_signals(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[
 
 
 def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> PreemptedError:
-    """Ask SLURM to queue the job again, where it runs this process, and say how the run ends.
+    """Have the run's first process ask SLURM to queue the job again, and say how the run ends.
 
-    `where` says in words at which point signal `number` stopped the run, and `checkpoint` what it resumes from, if
-    anything. The run's first process asks and speaks for all.
+    `where` says in words at which point signal `number` stopped the run, and `checkpoint` what it resumes from.
     """
     # Who presses Ctrl-C does not want the job in the queue again.
     job = None if number == signal.SIGINT else job_id()

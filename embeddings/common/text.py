@@ -22,9 +22,7 @@ INSTRUCTION = "{instruction}"
 class GivenPrompt(TypedDict):
     """A prompt that is given as a text, in place of one of the model's; manifests hold it as it is.
 
-    Attributes:
-        text: What is put before each text, empty for nothing. A record's own instruction takes the place of
-            `{instruction}`, in jobs that encode the queries of records.
+    In jobs that encode the queries of records, a record's own instruction takes the place of `{instruction}`.
     """
 
     text: str
@@ -39,26 +37,24 @@ class TextSettings:
     """Lengths, prompts and special tokens of an embedding model's texts.
 
     Args:
-        query_max_length: Most tokens of a query, its prompt and special tokens included. NV-Embed uses 512.
+        query_max_length: Maximum of tokens of a query with prompt and special tokens, >= 4. NV-Embed uses 512.
         document_max_length: The same of a document.
-        prompts: Text put before a text, by name; `query` and `document` are what encoding uses when none is named.
-        append_eos: Whether every text ends in the tokenizer's end-of-sequence token, truncated ones too.
+        prompts: Texts put before a text, by name; encoding uses `query` and `document` where none is named.
+        append_eos: Whether every text, truncated or not, ends in the tokenizer's end-of-sequence token.
         pool_prompt: Whether the prompt's tokens enter the pooling. NV-Embed leaves them out.
         suffix: Text put behind every text, under truncation too, and pooled. LLM2Vec closes a text of a chat model so.
         pool_start: Whether the special tokens before a text without a prompt enter the pooling. LLM2Vec's do not.
-        instruction_template: The prompt that an instruction becomes, whether a source, a record or an evaluation task
-            gives it. The default is NV-Embed's (Eq. 2); MGH puts the chat template's `[INST] ` before it.
-        pooling_rule: How the prompt's tokens are told from the text's, where `pool_prompt` is off. `exact`: by the
-            characters that each token covers. `prompt_length`: as many tokens are left out as the prompt alone has,
-            special tokens before it included, as sentence-transformers' `Pooling(include_prompt=False)` has it; mean
-            pooling then needs no code of its own there. `after_colon`: the text begins behind its first token `:`, with
-            a prompt or without, as cde-small-v2 has it. `instruction_count`: as many tokens as the prompt alone has are
-            left out, and the end-of-sequence token is cut off as any other, as NV-Embed's code has it. None: as the
-            model that training starts from, `exact` for any but an imported one.
+        instruction_template: The prompt that a source's, a record's or a task's instruction becomes. The default is
+            NV-Embed's (Eq. 2); MGH puts the chat template's `[INST] ` before it.
+        pooling_rule: Which tokens are the prompt's, where `pool_prompt` is off. `exact`: by the characters that each
+            token covers. `prompt_length`: as many as the prompt alone has, special tokens before it included
+            (sentence-transformers' `Pooling(include_prompt=False)`). `after_colon`: all up to the first token `:`, with
+            a prompt or without (cde-small-v2). `instruction_count`: as many as the prompt alone has, and the
+            end-of-sequence token is cut off as any other (NV-Embed's code). None: as the model that training starts
+            from, `exact` for any but an imported one.
 
     Raises:
-        OptionError: If a length is below 4, the template does not hold `{instruction}` once, or the pooling rule is
-            unknown or does not go with the other settings.
+        OptionError: If a setting is impossible or does not go with the others.
     """
 
     query_max_length: int = 512
@@ -86,15 +82,10 @@ class TextSettings:
             raise OptionError("data.text.pooling_rule", self.pooling_rule, rule, "set suffix '' and pool_start true")
 
     def max_length(self, role: TextRole) -> int:
-        """Most tokens of a text in this role."""
         return self.query_max_length if role == "query" else self.document_max_length
 
     def prompt(self, name: PromptChoice, role: TextRole) -> str:
-        """The prompt of this name, or the one given; without either the one named like the role, or none.
-
-        Raises:
-            OptionError: If there is no prompt of this name, or a given one wants the instruction of a record.
-        """
+        """The prompt of this name, or the one given; without either the one named like the role, or none."""
         if name is None:
             return self.prompts.get(role, "")
         if isinstance(name, dict):
@@ -108,7 +99,6 @@ class TextSettings:
         return self.prompts[name]
 
     def instruction_prompt(self, instruction: str) -> str:
-        """The prompt of an instruction: the template filled with it."""
         return instruction_prompt(instruction, self.instruction_template)
 
     def following(self, model: "TextSettings") -> Self:
@@ -116,10 +106,8 @@ class TextSettings:
         return self if self.pooling_rule is not None else replace(self, pooling_rule=model.pooling_rule)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types, as a checkpoint or a model directory holds them.
-
-        What an earlier version did not know is left out where it is the default: a model's hash stays what it was.
-        """
+        """Plain types, as a checkpoint or a model directory holds them."""
+        # Left out where they are the default, so that hashes of models of earlier versions stay what they were.
         later = {"pooling_rule": None, "instruction_template": INSTRUCTION_TEMPLATE}
         return {name: value for name, value in asdict(self).items() if name not in later or value != later[name]}
 
@@ -130,9 +118,9 @@ class TextSettings:
 
 
 def in_context_prompt(prompt: str, examples: Sequence[tuple[str, str, str]]) -> str:
-    """A prompt behind solved examples of its task, each (its own prompt, its query, a document that answers it).
+    """A prompt behind solved examples of its task: each one's prompt, query, and document that answers it.
 
-    Source: Li et al. 2024 (bge-en-icl), arXiv:2409.15700, whose layout this follows with the line `Response:`.
+    Source: Li et al. 2024 (bge-en-icl), arXiv:2409.15700.
     """
     return "".join(f"{own}{query}\nResponse: {document}\n\n" for own, query, document in examples) + prompt
 
@@ -143,7 +131,7 @@ def instruction_prompt(instruction: str, template: str = INSTRUCTION_TEMPLATE) -
 
 
 def check_tokenizer_files(folder: Path) -> None:
-    """Check that a local folder's tokenizer is its tokenizer.json; the library makes another one of other files."""
+    """Refuse a folder without tokenizer.json: the library would make another tokenizer of its other files."""
     file, hint = folder / "tokenizer.json", "take a whole copy, or save the tokenizer again"
     if file.is_dir():
         raise InputError(str(file), "is a folder", hint)
@@ -153,14 +141,11 @@ def check_tokenizer_files(folder: Path) -> None:
 
 
 def one_line(message: str, limit: int = 300) -> str:
-    """The message as one printable line of at most `limit` characters.
-
-    Of a longer one the first third and the last two thirds are kept: it begins with what failed and ends with why. What
-    a terminal would obey is written as an escape.
-    """
+    """The message as one printable line; of one above `limit` characters the first third and last two thirds."""
     line = printable(re.sub(r"\s+", " ", message).strip())
     if len(line) <= limit:
         return line
+    # It begins with what failed and ends with why.
     first = (limit - 3) // 3
     return f"{line[:first]}...{line[first + 3 - limit :]}"
 
@@ -172,15 +157,12 @@ def shorten(text: str, length: int) -> str:
 
 
 def printable(text: str) -> str:
-    """A text with what a terminal would obey as escapes."""
+    """A text with control characters as escapes, which a terminal does not obey."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def choose_prompt(option: str, name: str | None, text: str | None) -> PromptChoice:
-    """The prompt that two options choose: one of the model's by its name, or the text itself.
-
-    `option` names the option of the text, for the error where both are given; the other one ends in `_name`.
-    """
+    """The prompt that option `NAME_name` or the text of option `NAME` chooses; both together are refused."""
     if text is None:
         return name
     if name is not None:
@@ -189,11 +171,9 @@ def choose_prompt(option: str, name: str | None, text: str | None) -> PromptChoi
 
 
 def format_table(rows: Sequence[Sequence[object]], align: str = "<>") -> str:
-    """Rows of cells as lines of aligned columns, two spaces apart.
+    """Rows, the names of the columns first, as lines of aligned columns; a short row leaves its last columns empty.
 
-    Args:
-        rows: The cells, the names of the columns first; a short row leaves its last columns empty.
-        align: `<` or `>` for each column; the last letter counts for all further columns.
+    `align` has `<` or `>` for each column; its last letter counts for all further columns.
     """
     num_columns = max(map(len, rows))
     texts = [[*map(str, row), *[""] * (num_columns - len(row))] for row in rows]

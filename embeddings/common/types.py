@@ -23,7 +23,7 @@ class PaddedTokens(NamedTuple):
     Attributes:
         input_ids_NL: Token ids, (N, L) int64.
         attention_mask_NL: True where there is a token, (N, L) bool.
-        pooling_mask_NL: True where a token enters the pooling (no padding, no excluded prompt), (N, L) bool.
+        pooling_mask_NL: True where a token enters the pooling, (N, L) bool.
     """
 
     input_ids_NL: Tensor
@@ -39,11 +39,9 @@ class _Movable:
     _ON_CPU: ClassVar[tuple[str, ...]] = ()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same on `device`."""
         return self._each(lambda value: value.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """The same in page-locked memory."""
         return self._each(lambda value: value.pin_memory())
 
     def _each(self, change: Callable[[Any], Any]) -> Self:
@@ -58,7 +56,7 @@ class _Movable:
 class TokenBatch(_Movable):
     """Texts as one ragged row of tokens: nothing is padded until a mini-batch is cut.
 
-    Never changed once made; it is not frozen only because Lightning refuses to walk frozen dataclasses.
+    Never changed once made; not frozen only because Lightning refuses to walk frozen dataclasses.
 
     Attributes:
         input_ids_T: Token ids of all texts one after another, (T,) int64.
@@ -80,12 +78,10 @@ class TokenBatch(_Movable):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens over all texts, T."""
         return int(self.input_ids_T.numel())
 
     @property
     def device(self) -> torch.device:
-        """Where the tokens lie."""
         return self.input_ids_T.device
 
     @classmethod
@@ -105,13 +101,7 @@ class TokenBatch(_Movable):
         return found
 
     def padded(self, rows_N: Tensor | None = None, pad_token_id: int = 0, length: int | None = None) -> PaddedTokens:
-        """Some texts (all when `rows_N` is None), in the order given, padded on the right to one length.
-
-        Args:
-            rows_N: Indices of texts, (n,) int64 on the CPU.
-            pad_token_id: Id that fills the padding.
-            length: Tokens to pad to, at least those of the longest text, which it is if None.
-        """
+        """Texts `rows_N`, (n,) int64 on the CPU, or all, padded on the right to `length` or the longest one's."""
         lengths_n = self.lengths_N if rows_N is None else self.lengths_N[rows_N]
         starts_n, placed_n = self.placed(rows_N)
         if length is None:
@@ -126,9 +116,9 @@ class TokenBatch(_Movable):
         return PaddedTokens(ids_NL, attention_NL, self.pooling_mask_T[index_NL] & attention_NL)
 
     def placed(self, rows_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The first token and the number of tokens of some texts (all when None), where the tokens are, (n,) int64.
+        """The first token and the number of tokens of texts `rows_N`, or all, (n,) int64 where the tokens are.
 
-        Nothing waits for a device: what it lacks is moved from page-locked memory. `rows_N` are on the CPU.
+        Nothing waits for a device.
         """
         lengths_N = moved(self.lengths_N, self.device) if self.device_lengths_N is None else self.device_lengths_N
         starts_N = torch.cumsum(lengths_N, 0) - lengths_N
@@ -138,7 +128,7 @@ class TokenBatch(_Movable):
         return starts_N[rows_n], lengths_N[rows_n]
 
     def run_of_texts(self, first: int, count: int) -> "TokenBatch":
-        """Neighbouring texts, from one on: views of the same memory."""
+        """Neighbouring texts: views of the same memory."""
         start, num_tokens = (int(self.lengths_N[part].sum()) for part in (slice(first), slice(first, first + count)))
         tokens, texts = slice(start, start + num_tokens), slice(first, first + count)
         placed_N = None if self.device_lengths_N is None else self.device_lengths_N[texts]
@@ -158,22 +148,21 @@ class ContrastiveBatch(_Movable):
         candidate_hash_C: The same of each candidate, (C,) int64.
         known_positive_hash_BP: Hashes of every known positive of each query, the first repeated to fill, (B, P) int64.
         source_B: Index of the data source of each query, (B,) int64; a candidate has its owner's.
-        query_label_B: Class of each query within its source, -1 where it has none, (B,) int64.
-        candidate_label_C: Class of each candidate within its source, -1 where it has none, (C,) int64.
+        query_label_B: Class of each query within its source, -1 for none, (B,) int64.
+        candidate_label_C: The same of each candidate, (C,) int64.
         in_batch_B: True where the query's source allows candidates of other queries as negatives, (B,) bool.
-        row_B: Row of each query in the mixture, (B,) int64: what a ledger of consumed examples records.
-        context: Documents that every text of the batch is read beside, M texts; None where a method has no such stage.
-        surrogate_query_BS: Vector of each query by another model, NaN where its source has none, (B, S) float32; None
-            where no source has.
+        row_B: Row of each query in the mixture, (B,) int64.
+        context: Documents that every text is read beside, M texts; None where a method has no such stage.
+        surrogate_query_BS: Another model's vector of each query, (B, S) float32, NaN where its source has none; or
+            None.
         surrogate_candidate_CS: The same of each candidate, (C, S) float32.
-        teacher_query: The queries as a teacher that runs beside the method reads them, B texts; None without one.
+        num_extra_tokens: Positions that the encoder reads before each text, of context slots (filled or not) and soft
+            prompts; mini-batches are cut by them too.
+        negative_level: The curriculum's level of hard negatives, 1 (hardest) to 4 (easiest); 0 without one.
+        teacher_score_C: A teacher's score of each candidate with its owner, (C,) float32, NaN where it gave none; or
+            None.
+        teacher_query: The queries as a teacher beside the method reads them, B texts; or None.
         teacher_candidate: The same of the candidates, C texts.
-        num_extra_tokens: Positions that the encoder reads before each text beside its tokens: every slot of a context,
-            filled or not, and soft prompts. What mini-batches are cut by.
-        teacher_score_C: A teacher's score of each candidate with the query that it was drawn for, NaN where the teacher
-            gave none, (C,) float32; None where no source has scores.
-        negative_level: Level of hard negatives that a curriculum asks for at this step, 1 (hardest) to 4 (easiest); 0
-            where there is no curriculum.
     """
 
     query: TokenBatch
@@ -198,7 +187,6 @@ class ContrastiveBatch(_Movable):
     teacher_candidate: TokenBatch | None = None
 
     def __len__(self) -> int:
-        """Number of queries, B."""
         return len(self.query)
 
 
@@ -208,7 +196,7 @@ class Representations:
 
     Attributes:
         vector_ND: One vector a text, (N, D) float; concatenated over mini-batches.
-        statistics: Tensors that are summed over mini-batches, such as router counts; empty for most methods.
+        statistics: Tensors that are summed over mini-batches, such as router counts.
     """
 
     vector_ND: Tensor
@@ -250,7 +238,6 @@ class PackedRows(_Movable):
     row_N: Tensor
 
     def __len__(self) -> int:
-        """Number of rows, N."""
         return len(self.input_ids_NL)
 
 
@@ -277,15 +264,12 @@ class Prediction(_Movable):
     row_N: Tensor
 
     def __len__(self) -> int:
-        """Number of tokens to predict, P."""
+        """Number of targets, P."""
         return len(self.label_P)
 
 
 def positions_in_document(document_NL: Tensor) -> Tensor:
-    """How many tokens of its own document stand before each token in its row, (N, L) int64.
-
-    A document that began in an earlier row counts from 0 again: what lies there is not seen.
-    """
+    """How many tokens of its own document stand before each token in its row, (N, L) int64."""
     index_L = torch.arange(document_NL.shape[1], device=document_NL.device)
     begins_NL = torch.ones_like(document_NL, dtype=torch.bool)
     begins_NL[:, 1:] = document_NL[:, 1:] != document_NL[:, :-1]
@@ -294,21 +278,15 @@ def positions_in_document(document_NL: Tensor) -> Tensor:
 
 
 def plan_mini_batches(lengths_N: Tensor, mini_batch_tokens: int, max_texts: int | None = None) -> list[Tensor]:
-    """Cut texts into mini-batches whose padded size stays within a token budget.
+    """Cut texts into mini-batches of limited padded size (texts x longest text); the rows of each, (n,) int64.
 
-    Texts are taken from the longest to the shortest (ties in their order), so the first mini-batch needs the most
-    memory: a run that does not fit fails at once, not hours later. Each text is in exactly one mini-batch.
+    Texts are taken from the longest to the shortest (ties in their order): a run that does not fit fails at its first
+    mini-batch. A text above the budget is alone.
 
     Args:
         lengths_N: Tokens of each text, (N,) int64 on the CPU.
-        mini_batch_tokens: Most padded tokens (texts x longest text) of a mini-batch. A text longer than this is alone.
-        max_texts: Most texts of a mini-batch, or None for no such limit.
-
-    Returns:
-        For each mini-batch the rows of its texts, (n,) int64.
-
-    Raises:
-        OptionError: If a limit is not positive.
+        mini_batch_tokens: Maximum of padded tokens of a mini-batch, >= 1.
+        max_texts: Maximum of texts of a mini-batch, >= 1; None for no limit.
     """
     for name, limit in (("mini_batch_tokens", mini_batch_tokens), ("max_texts", max_texts)):
         if limit is not None and limit < 1:
@@ -326,12 +304,9 @@ def plan_mini_batches(lengths_N: Tensor, mini_batch_tokens: int, max_texts: int 
 
 
 def take_texts(tokens: TokenBatch, rows_n: Tensor, max_length: int | None = None) -> TokenBatch:
-    """Some texts of a token batch as a token batch, in the order given.
+    """Texts `rows_n`, (n,) int64 on the CPU, in the order given, each cut behind `max_length` tokens.
 
-    Args:
-        tokens: N texts.
-        rows_n: Indices of texts, (n,) int64 on the CPU.
-        max_length: Most tokens of a text, from its start; None cuts nothing. A cut text may lose all pooled tokens.
+    A cut text may lose all pooled tokens.
     """
     lengths_n = tokens.lengths_N[rows_n]
     starts_n, placed_n = tokens.placed(rows_n)

@@ -27,20 +27,20 @@ _KEPT = "what is finished is kept"
 def spread(
     makers: Mapping[str, Callable[[], Callable[[Item], Result]]], items: Iterable[Item]
 ) -> Generator[Result, None, None]:
-    """Have each item worked on by one of several processes.
+    """Have each item worked on by one of several processes; results come in the order in which they are done.
 
-    Results come in the order in which they are done. An item is read once a process has room for it, and no process
-    works ahead of whoever takes the results by more than two items. Where one fails, the others finish what they have
-    before the error is raised. The processes end with this iterator, and where this process is killed by themselves.
+    An item is read once a process has room for it; no process is more than two items ahead of the results that were
+    taken. Where one fails, the others finish what they have before the error is raised. The processes end with this
+    iterator, or by themselves where this process is killed.
 
     Args:
-        makers: For each process, by its name in messages, what makes its work there. It is called once, in the new
-            process (`spawn`); it, items and results are pickled.
+        makers: For each process, by its name in messages, what makes its work. It is called in the new process
+            (`spawn`); it, items and results are pickled.
         items: What there is to do.
 
     Raises:
-        WorkerError: If a process died, or met an error that is none of a person's, a disk's or a NaN's: these are
-            raised as they were there, unless they cannot be pickled.
+        WorkerError: If a process died, or met an error that no one foresaw. `UserError`, `NumericError` and `OSError`
+            are raised as they were there, where they can be pickled.
     """
     with ExitStack() as stack:
         workers = [stack.enter_context(_Worker(name, make)) for name, make in makers.items()]
@@ -102,11 +102,10 @@ class _Worker(Generic[Item, Result]):
         self.connection.close()
 
     def tell_to_end(self) -> None:
-        """Have the process leave what it is at."""
         self._process.terminate()
 
     def send(self, item: Item) -> None:
-        """Hand over an item; that the process is dead is told by `receive`."""
+        """Hand over an item; `receive` tells if the process is dead."""
         self.num_items += 1
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send_bytes(pickle.dumps(item))
@@ -129,7 +128,6 @@ class _Worker(Generic[Item, Result]):
 
 
 def _serve(connection: Connection, name: str, make: Callable[[], Callable[[Any], Any]]) -> None:
-    """What a process does: its work on one item after another, until it is told to end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Files that it was writing are taken away.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -18,12 +18,11 @@ from embeddings.training.strategy import TrainingStrategy, full_parameters, full
 class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
     """Shards weights, gradients and optimiser state over all ranks; a layer is gathered only while it is computed.
 
-    For a model that does not fit on one device together with its optimiser. The gradient equals DDP's; precision is the
-    trainer's, and under `bf16-mixed` the layers' matrices are gathered in bfloat16. A module says in `configure_model`
-    what is sharded (see `training.strategy.shard`).
+    The gradient equals DDP's; under `bf16-mixed` the layers' matrices are gathered in bfloat16. A module says in
+    `configure_model` what is sharded (see `training.strategy.shard`).
 
-    A checkpoint is one file with full tensors, as a single process writes it: any strategy resumes it, on any number of
-    ranks. The first rank's memory has to hold it.
+    A checkpoint is one file with full tensors, which rank 0's memory has to hold: any strategy resumes it, on any
+    number of ranks.
 
     Args:
         process_group_backend: "nccl", "gloo" …; None for what suits the device.
@@ -45,31 +44,26 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
         super().setup_environment()
 
     def full_weights(self) -> AbstractContextManager[None]:
-        """A context in which rank 0 has all weights, for writing them; no forward may run inside."""
         assert self.model is not None
         return full_parameters(self.model, keep=self.is_global_zero)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The full weights on rank 0; None in their place on the others."""
         assert self.model is not None
         state: dict[str, Any] = full_state(self.model.state_dict(), keep=self.is_global_zero)
         return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's part of the weights."""
         assert self.model is not None
         state = sharded_like(dict(checkpoint["state_dict"]), self.model.state_dict())
         self.model.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimiser's full state on rank 0, as a single process has it."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         state: dict[str, Any] = full_state(optimizer.state_dict(), keep=self.is_global_zero)
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this rank's part of each optimiser's state."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(_sharded_optimizer_state(optimizer, state))
 

@@ -33,12 +33,9 @@ _parent = os.getppid()
 
 
 def set_up_ranks(trainer: L.Trainer) -> None:
-    """Check that the ranks can meet, limit how long they wait for each other, and watch those that Lightning starts.
+    """Check that the ranks can meet, and watch those that Lightning starts.
 
     They wait ten minutes in a collective unless the config says otherwise; torch waits thirty.
-
-    Raises:
-        OptionError: If there are several nodes, but no launcher that starts a process on each.
     """
     strategy: Any = trainer.strategy
     environment = getattr(strategy, "cluster_environment", None)
@@ -53,11 +50,10 @@ def set_up_ranks(trainer: L.Trainer) -> None:
 
 
 def lost_rank() -> str | None:
-    """Which rank has died, for the message after a collective has failed.
+    """Which rank has died, for the message after a collective has failed; None where something else starts the ranks.
 
-    Returns:
-        A sentence in one process only: the one that has started the others, or the second rank where that process has
-        died itself. It is empty in the other processes, and None where something else starts the ranks.
+    One process gets the sentence: the one that has started the others, or the second rank where that one has died. The
+    others get an empty text.
     """
     is_launched = not _started and os.environ.get("LOCAL_RANK", "0") != "0" and "RANK" not in os.environ
     if not _started and (not is_launched or "SLURM_PROCID" in os.environ):

@@ -36,8 +36,8 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
     The gradient equals DDP's, also with accumulation and under GradCache, where each mini-batch's forward goes through
     DeepSpeed's engine instead of the training step.
 
-    A checkpoint is one file with full tensors, as a single process writes it, not DeepSpeed's own folder: any strategy
-    resumes it, on any number of ranks. The first rank's memory has to hold it.
+    A checkpoint is one file with full tensors, which rank 0's memory has to hold, not DeepSpeed's own folder: any
+    strategy resumes it, on any number of ranks.
 
     Args:
         stage: What is sharded.
@@ -75,13 +75,11 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
         self.config["train_micro_batch_size_per_gpu"] = 1
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Hand the module to DeepSpeed."""
         assert self.model is not None
         make_contiguous(self.model)
         super().setup(trainer)
 
     def full_weights(self) -> AbstractContextManager[None]:
-        """A context in which the ranks have all weights, for writing them; no forward may run inside."""
         assert self.lightning_module is not None
         return gathered_parameters(list(self.lightning_module.parameters()))
 
@@ -92,22 +90,18 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
         return super()._setup_model_and_optimizer(model, optimizer, *args)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The full weights on rank 0; None in their place on the others."""
         assert self.lightning_module is not None
         return dict(full_state_dict(self.lightning_module, keep=self.is_global_zero))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's part of the weights."""
         assert self.lightning_module is not None
         set_full_state_dict(self.lightning_module, checkpoint["state_dict"])
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimiser's full state on rank 0, as a single process has it."""
         zero = self.deepspeed_engine.optimizer
         return full_optimizer_state(zero, self._groups, keep=self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this rank's part of the optimiser's state."""
         (state,) = checkpoint["optimizer_states"]
         set_full_optimizer_state(self.deepspeed_engine.optimizer, self._groups, state)
 
@@ -127,13 +121,9 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
     ) -> Any:
-        """The engine's step, which skips the update where a gradient is NaN or infinite; the run then ends.
+        """The engine's step; a `NumericError` on all ranks if a gradient is NaN or infinite.
 
         Under float16 skipped updates are part of loss scaling, and the run continues.
-
-        Distributed: the engine asks all ranks, so all of them end.
-        Raises:
-            NumericError: If a gradient is NaN or infinite.
         """
         assert self.lightning_module is not None
         step, engine = self.lightning_module.global_step, self.deepspeed_engine
@@ -160,11 +150,7 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
         return output
 
     def _count_backward(self) -> None:
-        """Have stage 3 add the next backward's gradient to the present one.
-
-        It would replace it unless a forward came between two backwards: the engine's forward begins with this call. A
-        kept graph has its forward long before.
-        """
+        """Have stage 3 add the next backward's gradient to the present one, also without a forward between them."""
         clear = getattr(self.deepspeed_engine.optimizer, "clear_backward_seen_flag", None)
         if clear is not None:
             clear()

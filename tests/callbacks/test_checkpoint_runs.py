@@ -22,9 +22,9 @@ from embeddings.modules.checkpoint import configured_module
 from tests.callbacks.preempted_runs import fit_words, preempted_config, signalled
 from tests.helpers.checkpoints import save
 from tests.helpers.disks import fake_disk
-from tests.helpers.runs import run_config, write_config
+from tests.helpers.runs import component, run_config, write_config
 
-ASYNCHRONOUS = {"class_path": "embeddings.callbacks.DurableCheckpointIO", "init_args": {"asynchronous": True}}
+ASYNCHRONOUS = component("embeddings.callbacks.DurableCheckpointIO", asynchronous=True)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Checkpoint directory", "ignore:Starting from v1.9.0, `tensorboardX`", "ignore:The dirpath has changed"
@@ -35,8 +35,10 @@ def checkpointed(folder: Path, asynchronous: bool = False, **options: Any) -> di
     """A run of four steps with a `last.ckpt` after each."""
     config = run_config(folder, dropout=0.1)
     keep = {"every_n_train_steps": 1, "save_last": True, "save_top_k": 0, **options}
-    callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep}
-    config["trainer"] |= {"callbacks": [callback], "plugins": [ASYNCHRONOUS] if asynchronous else None}
+    config["trainer"] |= {
+        "callbacks": [component("ModelCheckpoint", **keep)],
+        "plugins": [ASYNCHRONOUS] if asynchronous else None,
+    }
     return config
 
 
@@ -66,13 +68,10 @@ def test_what_lightning_and_our_parts_put_in_comes_back(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(checkpoints, "pack", packed)
     config = checkpointed(tmp_path, monitor="train/loss", save_top_k=2)
-    module = "lightning.pytorch.callbacks"
+    names = ("LearningRateMonitor", "RunHealth", "Throughput", "tests.callbacks.test_checkpoint_runs.Averages")
     config["trainer"]["callbacks"] += [
-        {"class_path": f"{module}.EarlyStopping", "init_args": {"monitor": "train/loss", "patience": 9, "mode": "max"}},
-        {"class_path": f"{module}.LearningRateMonitor"},
-        {"class_path": "embeddings.callbacks.RunHealth"},
-        {"class_path": "embeddings.callbacks.Throughput"},
-        {"class_path": "tests.callbacks.test_checkpoint_runs.Averages"},
+        component("EarlyStopping", monitor="train/loss", patience=9, mode="max"),
+        *map(component, names),
     ]
     cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
     found = read_checkpoint(next(Path(cli.trainer.log_dir).rglob("last.ckpt")))
@@ -157,21 +156,10 @@ def test_a_stop_waits_for_the_thread_and_the_run_goes_on_to_the_same_bits(
     assert found == ["epoch=1-step=6.ckpt", "last.ckpt"]
 
 
-def kept_config(folder: Path, **options: Any) -> dict[str, Any]:
-    config = run_config(folder)
-    keep = {"every_n_train_steps": 1, "save_last": True, "save_top_k": 0, **options}
-    callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep}
-    config["trainer"] |= {"callbacks": [callback], "max_steps": 2}
-    return config
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
-@pytest.mark.parametrize("optimizer", [{"class_path": "torch.optim.AdamW"}])
 def test_a_disk_with_too_little_room_is_refused_before_anything_is_written(
-    optimizer: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = kept_config(tmp_path, dirpath=str(tmp_path / "kept"))
-    config["model"]["init_args"]["optimizer"] = {**optimizer, "init_args": {"lr": 0.01}}
+    config = checkpointed(tmp_path, dirpath=str(tmp_path / "kept"))
     words = ["fit", "--config", write_config(tmp_path, config)]
     cli = run_trainer(words)
     (last,) = tmp_path.rglob("last.ckpt")

@@ -52,21 +52,6 @@ def writer() -> Any:
     made.teardown()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_checkpoint_has_its_name_once_it_is_on_disk(asynchronous: bool, tmp_path: Path, monkeypatch) -> None:
-    path, done = tmp_path / "run" / "last.ckpt", []
-    for name in ("fsync", "replace"):
-        real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (done.append(name), real(*args))[1])
-    writer = DurableCheckpointIO(asynchronous)
-    writer.save_checkpoint({"step": 3}, path)
-    writer.wait()
-    assert done == ["fsync", "replace", "fsync"]
-    assert writer.load_checkpoint(path) == {"step": 3}
-    assert os.listdir(path.parent) == ["last.ckpt"]
-    writer.teardown()
-
-
 def test_what_is_not_plain_is_refused_at_once_and_the_old_one_stays(
     tmp_path: Path, writer: DurableCheckpointIO
 ) -> None:

@@ -52,33 +52,23 @@ def exported(tmp_path):
     return load_file(tmp_path / "model" / "model.safetensors")
 
 
-def test_the_best_checkpoints_weights_are_written(tmp_path):
-    cli = run_with_export(tmp_path, best=True)
-    state = read_checkpoint(cli.trainer.checkpoint_callback.best_model_path)["state_dict"]
+@pytest.mark.parametrize("best", [True, False])
+def test_the_best_or_the_last_weights_are_written_with_a_card_and_a_length_of_their_own(best, tmp_path):
+    cli = run_with_export(tmp_path, best, document_max_length=60)
+    kept = read_checkpoint(cli.trainer.checkpoint_callback.best_model_path)
+    states, steps = (cli.model.state_dict(), kept["state_dict"]), (cli.trainer.global_step, kept["global_step"])
     found = exported(tmp_path)
     assert len(found) > 10
+    assert all(torch.equal(value, states[best][f"embedder.backbone.{name}"]) for name, value in found.items())
+    # The best ones are the module's too once they are loaded.
+    if not best:
+        assert any(not torch.equal(value, states[1][f"embedder.backbone.{name}"]) for name, value in found.items())
     text = (tmp_path / "model" / "README.md").read_text()
-    step = read_checkpoint(cli.trainer.checkpoint_callback.best_model_path)["global_step"]
-    assert f"| optimiser steps | {step} |" in text
+    assert f"| optimiser steps | {steps[best]} |" in text
     assert "| pairs | files | 64 | unknown |" in text
-    assert all(torch.equal(found[name], state[f"embedder.backbone.{name}"]) for name in found)
-
-
-def test_the_last_weights_are_written_on_request(tmp_path):
-    cli = run_with_export(tmp_path, best=False)
-    state = cli.model.state_dict()
-    best = read_checkpoint(cli.trainer.checkpoint_callback.best_model_path)["state_dict"]
-    found = exported(tmp_path)
-    assert all(torch.equal(found[name], state[f"embedder.backbone.{name}"]) for name in found)
-    assert any(not torch.equal(found[name], best[f"embedder.backbone.{name}"]) for name in found)
-
-
-def test_the_written_model_may_read_longer_texts_than_it_was_trained_on(tmp_path):
-    cli = run_with_export(tmp_path, False, document_max_length=60)
-    trained = cli.datamodule.text
-    assert trained.document_max_length != 60
+    assert cli.datamodule.text.document_max_length != 60
     written = Embedder.from_pretrained(tmp_path / "model").text
-    assert written == replace(trained, document_max_length=60)
+    assert written == replace(cli.datamodule.text, document_max_length=60)
 
 
 def test_a_fast_development_run_writes_nothing(tmp_path):
@@ -132,12 +122,11 @@ def test_a_model_of_another_run_is_replaced_only_on_request(tmp_path):
 
 
 def export(folder: Path, best: bool = False) -> dict[str, Any]:
-    init_args = {"output": str(folder / "model"), "best": best}
-    return component("ExportLanguageModel", **init_args)
+    return component("ExportLanguageModel", output=str(folder / "model"), best=best)
 
 
 @pytest.mark.parametrize("best", [False, True])
-def test_the_best_or_the_last_weights_are_written(best: bool, tmp_path: Path) -> None:
+def test_the_best_or_the_last_language_model_is_written(best: bool, tmp_path: Path) -> None:
     config = language_config(tmp_path, "mlm")
     config["trainer"] |= {"max_steps": 3, "val_check_interval": 1, "check_val_every_n_epoch": None}
     keep = {"monitor": "val/loss", "mode": "max", "save_on_train_epoch_end": False}

@@ -4,8 +4,6 @@
 """
 
 import os
-import random
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -23,6 +20,7 @@ from embeddings.callbacks import DurableCheckpointIO
 from embeddings.cli.resume import find_latest_checkpoint
 from embeddings.common.checkpoint_file import read_checkpoint
 from tests.callbacks.preempted_runs import STEPS, fake_scontrol, fit_words, preempted_config, signalled
+from tests.helpers.processes import run_command
 
 ROOT = Path(__file__).parents[2]
 PREEMPTIONS = int(os.environ.get("PREEMPTIONS", "4"))
@@ -35,27 +33,16 @@ pytestmark = pytest.mark.filterwarnings(
 LONG = pytest.mark.timeout(1200 + 600 * PREEMPTIONS)
 
 
-def start(folder: Path, config: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
+def start(folder: Path, config: dict[str, Any]) -> subprocess.Popen[str]:
     """A run in a process group of its own, as a job's task."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PYTEST_"))}
     clean |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "77"}
     words = [sys.executable, str(ROOT / "main.py"), *fit_words(folder, config)]
-    return subprocess.Popen(words, env=clean | environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-
-def listens(process: subprocess.Popen[str]) -> bool:
-    """Whether a process has a handler for SIGTERM."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    found = re.search(r"SigCgt:\s*(\w+)", status)
-    return found is not None and bool(int(found[1], 16) & 1 << (signal.SIGTERM - 1))
+    return subprocess.Popen(words, env=clean, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def lines_of(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
-
-
-def final_weights(folder: Path) -> dict[str, torch.Tensor]:
-    return torch.load(folder / "final.pt", weights_only=True)
 
 
 def assert_no_process_is_left(process: subprocess.Popen[str]) -> None:
@@ -71,51 +58,11 @@ def assert_no_process_is_left(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.slow
 @LONG
-def test_signals_at_random_instants(tmp_path: Path) -> None:
+def test_signals_at_random_instants() -> None:
     """To the process or its group, once or twice, with a worker: one checkpoint, one requeue, 75, and the same bits."""
-    config = preempted_config(tmp_path, num_workers=1)
-    config["trainer"]["callbacks"][1]["init_args"]["seconds"] = 0.2
-    asked, chance = fake_scontrol(tmp_path), random.Random(0)
-    begin = time.monotonic()
-    process = start(tmp_path, config)
-    process.communicate()
-    assert process.returncode == 0
-    seconds, whole = time.monotonic() - begin, final_weights(tmp_path)
-    run, places = tmp_path / "run", {"before": 0, "during": 0, "after": 0}
-
-    def new_run() -> None:
-        subprocess.run(["rm", "-rf", str(run), str(tmp_path / "final.pt"), str(tmp_path / "steps0.txt")], check=True)
-
-    new_run()
-    for _ in range(PREEMPTIONS):
-        calls, steps = len(lines_of(asked)), len(lines_of(tmp_path / "steps0.txt"))
-        process = start(tmp_path, config)
-        while not listens(process):
-            time.sleep(0.01)
-        time.sleep(chance.uniform(0, seconds))
-        send = chance.choice([os.kill, os.killpg])
-        for number in chance.choice([[10], [15], [10, 15], [15, 15]]):
-            if process.poll() is None:
-                send(process.pid, number)
-        _, errors = process.communicate(timeout=600)
-        assert_no_process_is_left(process)
-        taken = lines_of(tmp_path / "steps0.txt")
-        assert taken == [str(step) for step in range(1, len(taken) + 1)], errors
-        if (tmp_path / "final.pt").exists():
-            # It was done; a signal may have met its process on the way out.
-            assert process.returncode in (0, -10, -15), errors
-            assert len(lines_of(asked)) == calls
-            final = final_weights(tmp_path)
-            assert [name for name in whole if not torch.equal(whole[name], final[name])] == []
-            places["after"] += 1
-            new_run()
-            continue
-        assert process.returncode == 75, errors
-        assert len(lines_of(asked)) == calls + 1
-        assert errors.count("preempted: ") == 1
-        assert [path.name for path in run.rglob("*.ckpt*")] == ["last.ckpt"] * bool(taken)
-        places["during" if len(taken) > steps else "before"] += 1
-    print(f"{PREEMPTIONS} signals: {places}")
+    run_command(
+        ["-m", "tests.reliability.signals", "--count", str(PREEMPTIONS)], timeout=1200 + 600 * PREEMPTIONS, check=True
+    )
 
 
 @pytest.mark.slow

@@ -141,10 +141,7 @@ def test_the_tokens_of_a_contrastive_batch():
 @pytest.mark.parametrize("engine", [None, GradCache(mini_batch_tokens=1, mini_batch_texts=1)])
 def test_a_context_is_read_by_the_first_stage_and_before_each_text_by_the_second(engine):
     batch = replace(with_context(random_batch(4, 1), 5), num_extra_tokens=8)
-    documents, (texts, context) = (
-        batch.context.lengths_N.tolist(),
-        (work_of(random_batch(4, 1)), work_of(batch, engine)),
-    )
+    documents, texts, context = batch.context.lengths_N.tolist(), work_of(random_batch(4, 1)), work_of(batch, engine)
     assert context.tokens == texts.tokens + sum(documents)
     assert (context.context, context.context_squares) == (sum(documents), sum(length**2 for length in documents))
     lengths = [[length + 8 for length in tower.lengths_N.tolist()] for tower in (batch.query, batch.candidate)]
@@ -236,21 +233,9 @@ def test_of_experts_a_token_s_share_counts():
     assert flops(Module(sparse), Work(read=100)) == pytest.approx(dense, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [
-        ("bf16-mixed", torch.bfloat16),
-        ("bf16-true", torch.bfloat16),
-        ("16-mixed", torch.float16),
-        ("32-true", torch.float32),
-        ("64-true", torch.float64),
-    ],
-)
-def test_the_type_of_the_products(precision, dtype):
-    assert dtype_of(precision) == dtype
-
-
 def test_a_run_logs_its_speed(tmp_path):
+    dtypes = {"bf16-mixed": torch.bfloat16, "16-true": torch.float16, "32-true": torch.float32}
+    assert {precision: dtype_of(precision) for precision in dtypes} == dtypes
     config = run_config(tmp_path)
     config["trainer"]["callbacks"] = [component("Throughput", every_n_steps=2)]
     run_trainer(["fit", "--config", write_config(tmp_path, config)])

@@ -36,6 +36,7 @@ def test_scores_are_logged_at_the_start_and_every_n_steps_and_choose_the_checkpo
     cli = scored_run(tmp_path, trainer={"limit_train_batches": 4}, folder=str(folder), every_n_steps=2)
     scores = scores_of(cli.trainer)
     assert sorted(scores) == [0, 2, 4]
+    assert all(module.training for module in cli.model.modules())
     # Behind an epoch other callbacks see the newest score, not a mean.
     assert cli.trainer.fit_loop.epoch_progress.current.completed == 1
     assert len(set(scores.values())) > 1
@@ -90,19 +91,10 @@ def test_a_model_of_several_widths_is_scored_at_each_from_one_encoding(tmp_path,
     assert not any(name.endswith("_32") for name in rows[0] if name.startswith("val/"))
 
 
-def test_training_goes_on_in_training_mode_after_a_scoring(tmp_path):
-    folder = write_retrieval_folder(tmp_path / "eval")
-    cli = scored_run(tmp_path, folder=str(folder), every_n_steps=1)
-    assert all(module.training for module in cli.model.modules())
-
-
-def test_a_mistake_in_the_folder_ends_the_run_before_its_first_step(tmp_path):
+def test_a_mistake_in_the_folder_or_an_option_ends_the_run_before_its_first_step(tmp_path):
+    with pytest.raises(OptionError, match="every_n_steps must be >= 1, got 0"):
+        RetrievalEvaluation("folder", every_n_steps=0)
     folder = write_retrieval_folder(tmp_path / "eval")
     (folder / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq0\tnowhere\t1\n")
     with pytest.raises(InputError, match=r"qrels\.tsv:2"):
         scored_run(tmp_path, folder=str(folder))
-
-
-def test_an_impossible_interval_is_refused():
-    with pytest.raises(OptionError, match="every_n_steps must be >= 1, got 0"):
-        RetrievalEvaluation("folder", every_n_steps=0)

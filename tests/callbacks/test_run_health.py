@@ -18,20 +18,19 @@ from embeddings.cli.main import main
 from embeddings.common import NumericError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
 from tests.helpers.processes import run_command
-from tests.helpers.runs import run_config, write_config
+from tests.helpers.runs import component, run_config, write_config
 from tests.modules.language_runs import language_config
 from tests.modules.moe_modules import moe_config
 
-HEALTH = {"class_path": "embeddings.callbacks.RunHealth", "init_args": {"compare_every_n_steps": 1}}
+HEALTH = component("RunHealth", compare_every_n_steps=1)
 
 
 def checkpoint(every_n_steps):
-    options = {"every_n_train_steps": every_n_steps, "save_last": True, "save_on_exception": True}
-    return {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": options}
+    return component("ModelCheckpoint", every_n_train_steps=every_n_steps, save_last=True, save_on_exception=True)
 
 
 def poison(name, **arguments):
-    return {"class_path": f"tests.helpers.poison.{name}", "init_args": arguments}
+    return component(f"tests.helpers.poison.{name}", **arguments)
 
 
 def written(folder):
@@ -144,7 +143,7 @@ def test_impossible_options_are_refused():
         RoutingStatistics(every_n_steps=0)
 
 
-CALLBACK = {"class_path": "embeddings.callbacks.RoutingStatistics", "init_args": {"every_n_steps": 2}}
+CALLBACK = component("RoutingStatistics", every_n_steps=2)
 
 
 def logged_rows(folder: Path, config: dict[str, Any], *words: str) -> dict[int, dict[str, str]]:
@@ -164,23 +163,17 @@ def logging_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def test_a_run_logs_a_row_every_so_many_optimiser_steps(tmp_path: Path) -> None:
-    rows = logged_rows(tmp_path, logging_config(tmp_path))
-    assert sorted(rows) == [2, 4]
-    assert 0 < float(rows[4]["routing/load_entropy_layer_1"]) <= 1
-    assert float(rows[4]["routing/highest_load_layer_1"]) >= 1
-
-
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_a_resumed_run_does_not_log_the_step_where_it_begins_again(tmp_path: Path) -> None:
+def test_routing_is_logged_every_so_many_steps_and_once_by_a_resumed_run(tmp_path: Path) -> None:
     config = logging_config(tmp_path)
-    options = {"every_n_train_steps": 2, "save_last": True}
-    saving = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": options}
-    config["trainer"]["callbacks"].append(saving)
+    config["trainer"]["callbacks"].append(component("ModelCheckpoint", every_n_train_steps=2, save_last=True))
     config["trainer"]["max_steps"] = 2
     assert sorted(logged_rows(tmp_path, config)) == [2]
     config["trainer"]["max_steps"] = 4
-    assert sorted(logged_rows(tmp_path, config, "--ckpt_path", "auto")) == [2, 4]
+    rows = logged_rows(tmp_path, config, "--ckpt_path", "auto")
+    assert sorted(rows) == [2, 4]
+    assert 0 < float(rows[4]["routing/load_entropy_layer_1"]) <= 1
+    assert float(rows[4]["routing/highest_load_layer_1"]) >= 1
 
 
 def test_a_module_without_experts_is_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

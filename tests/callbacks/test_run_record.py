@@ -30,9 +30,8 @@ from embeddings.callbacks.run_record import (
 )
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
-from embeddings.common import PreemptedError, UserError
+from embeddings.common import PreemptedError
 from embeddings.common.checkpoint_file import read_checkpoint
-from embeddings.common.io import file_lock
 from embeddings.common.process import cpu_name
 from embeddings.figures import draw_curves
 from embeddings.figures.report import write_report
@@ -332,13 +331,6 @@ def test_a_moved_run_is_resumed_where_it_is_now(tmp_path):
     trainer = run_trainer([*words, root, "--trainer.max_steps=4", "--ckpt_path=auto"]).trainer
     assert Path(trainer.log_dir) == moved
     assert rows_of(moved) == [0, 1, 2, 3]
-
-
-def test_a_lock_held_elsewhere_is_a_users_error(tmp_path):
-    (tmp_path / "version_0").mkdir()
-    lock = tmp_path / "version_0" / LOCK_FILE
-    with file_lock(lock), pytest.raises(UserError, match="another process is at work on this run"):
-        RunLogger(ResumedRun(tmp_path / "version_0", 0), save_dir=str(tmp_path)).hold()
 
 
 def test_a_file_system_without_locks_holds_runs_and_models_all_the_same(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import subprocess
 import sys
 
 import pytest
@@ -17,49 +18,22 @@ from embeddings.common.errors import (
 )
 
 
-def test_input_error_names_place_fault_and_way_out():
-    error = InputError("train.jsonl:17", "field 'query' is missing", "map it in `columns`")
-    assert str(error) == "train.jsonl:17: field 'query' is missing; map it in `columns`"
-    assert error.exit_code == 2
-
-
-def test_option_error_shows_the_option_its_value_and_the_rule():
-    assert (
-        str(OptionError("temperature", 0.0, "must be > 0", "try 0.02")) == "temperature must be > 0, got 0.0; try 0.02"
-    )
-
-
-def test_a_long_value_is_shown_by_its_beginning():
-    line = str(OptionError("columns", {"query": "x" * 1000}, "must be short", "shorten it"))
-    assert line.startswith("columns must be short, got {'query': 'xxx")
-    assert line.endswith("x…; shorten it")
-    assert len(line) < 120
-
-
-def test_missing_extra_names_what_to_install():
-    assert str(MissingExtraError("faiss", "cpu")) == "faiss is not installed; run: pip install -e '.[cpu]'"
-
-
-@pytest.mark.parametrize(("kind", "code"), [(UserError, 2), (NumericError, 70)])
-def test_exit_codes_follow_the_table(kind, code):
-    assert kind("x").exit_code == code
-
-
 @pytest.mark.parametrize(
-    "error",
+    ("error", "line", "code"),
     [
-        UserError("x"),
-        InputError("train.jsonl:17", "field 'query' is missing", "map it in `columns`"),
-        OptionError("temperature", 0.0, "must be > 0", "try 0.02"),
-        MissingExtraError("faiss", "cpu"),
-        NumericError("loss is nan"),
+        (UserError("x"), "x", 2),
+        (InputError("train.jsonl:17", "field is missing", "map it"), "train.jsonl:17: field is missing; map it", 2),
+        (OptionError("loss.scale", 0.0, "must be > 0", "try 1"), "loss.scale must be > 0, got 0.0; try 1", 2),
+        (OptionError("text", "x" * 999, "must be short", "cut it"), f"text must be short, got '{'x' * 58}…; cut it", 2),
+        (MissingExtraError("faiss", "cpu"), "faiss is not installed; run: pip install -e '.[cpu]'", 2),
+        (NumericError("loss is nan"), "loss is nan", 70),
     ],
 )
-def test_an_error_arrives_from_another_process_as_it_was(error):
+def test_an_error_says_one_line_and_arrives_from_another_process_as_it_was(error, line, code):
     arrived = pickle.loads(pickle.dumps(error))
     assert type(arrived) is type(error)
-    assert str(arrived) == str(error)
-    assert arrived.args == error.args
+    assert str(arrived) == str(error) == line
+    assert (arrived.args, arrived.exit_code) == (error.args, code)
 
 
 class PanicException(BaseException):
@@ -87,16 +61,10 @@ def test_what_else_is_written_meanwhile_comes_afterwards_and_other_exceptions_pa
     assert capfd.readouterr().err == "a note"
 
 
-def test_an_installed_library_is_returned():
+def test_a_missing_library_names_its_extra_and_one_that_breaks_inside_is_not_called_missing(tmp_path, monkeypatch):
     assert require("json", "dev") is sys.modules["json"]
-
-
-def test_a_missing_library_names_its_extra():
     with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[cpu\]'"):
         require("no_such_library_at_all", "cpu")
-
-
-def test_a_library_that_breaks_inside_is_not_called_missing(tmp_path, monkeypatch):
     (tmp_path / "half_broken.py").write_text("import a_dependency_that_is_absent\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_dependency_that_is_absent"):
@@ -104,8 +72,6 @@ def test_a_library_that_breaks_inside_is_not_called_missing(tmp_path, monkeypatc
 
 
 def test_importing_the_library_loads_nothing_heavy():
-    import subprocess
-
     code = (
         "import sys, embeddings, embeddings.cli.main; "
         "heavy = {'torch', 'transformers', 'lightning', 'datasets', 'faiss', 'mteb', 'deepspeed', 'sklearn'}; "

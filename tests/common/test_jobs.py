@@ -85,12 +85,6 @@ def test_every_bar_is_made_in_one_place():
     assert found == ["jobs.py"]
 
 
-@pytest.mark.parametrize(("count", "num_shards"), [(1, 5), (3, 7), (4, 2)])
-def test_the_tasks_of_an_array_share_all_shards_out(count, num_shards):
-    shares = [list(ArrayTask(index, count).shards(num_shards)) for index in range(count)]
-    assert sorted(shard for share in shares for shard in share) == list(range(num_shards))
-
-
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -108,11 +102,22 @@ def test_the_task_comes_from_the_slurm_array(variables, expected, monkeypatch):
     assert TaskOptions(1, 2).resolve() == ArrayTask(1, 2)
 
 
-def test_an_array_with_gaps_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ((2, 2), "task_index must lie in 0"),
+        ((-1, 2), "task_index must lie in 0"),
+        ((0, 0), "num_tasks must be >= 1"),
+        ((1, None), "task_index needs num_tasks"),
+        ((None, 2), "num_tasks needs task_index"),
+        ((None, None), "SLURM_ARRAY_TASK_ID is not one of 3 even steps, got 9"),
+    ],
+)
+def test_an_impossible_task_and_an_array_with_gaps_are_refused(given, says, monkeypatch):
     for name, value in {"ID": "9", "MIN": "1", "COUNT": "3"}.items():
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
-    with pytest.raises(OptionError, match="SLURM_ARRAY_TASK_ID is not one of 3 even steps, got 9"):
-        TaskOptions().resolve()
+    with pytest.raises(OptionError, match=says):
+        TaskOptions(*given).resolve()
 
 
 @pytest.mark.parametrize(
@@ -131,18 +136,6 @@ def test_a_job_whose_manifest_is_damaged_is_refused(tmp_path):
     for look in (lambda: ShardedJob(tmp_path, FIELDS, 1), lambda: job.complete):
         with pytest.raises(InputError, match=r"manifest\.json: is empty or damaged"):
             look()
-
-
-@pytest.mark.parametrize(("index", "count", "says"), [(2, 2, "task_index"), (-1, 2, "task_index"), (0, 0, "num_tasks")])
-def test_an_impossible_task_is_refused(index, count, says):
-    with pytest.raises(OptionError, match=says):
-        ArrayTask(index, count)
-
-
-@pytest.mark.parametrize("given", [(1, None), (None, 2)])
-def test_index_and_count_come_together(given):
-    with pytest.raises(OptionError, match="needs"):
-        TaskOptions(*given).resolve()
 
 
 def test_a_job_is_made_finished_and_then_left_as_it_is(tmp_path):
@@ -311,34 +304,24 @@ def test_a_file_is_finished_where_its_manifest_and_content_fit(tmp_path):
 
 @pytest.mark.parametrize("error", [InputError("where", "what", "fix"), KeyboardInterrupt(), RuntimeError()])
 def test_folders_go_again_where_a_person_was_wrong_and_stay_otherwise(error, tmp_path):
-    old, new = tmp_path / "old", tmp_path / "parent" / "new"
+    old, empty, new = tmp_path / "old", tmp_path / "empty", tmp_path / "parent" / "new"
     old.mkdir()
+    empty.mkdir()
     (old / "earlier shard").write_text("x")
 
     def work():
-        (old / "shard").write_text("x")
-        new.mkdir(parents=True)
-        (new / "shard").write_text("x")
+        for folder in (old, empty / "work", new):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "shard").write_text("x")
+        (empty / "manifest.json").write_text("{}")
         raise error
 
-    with pytest.raises(type(error)), discard_on_user_error(old, new):
+    with pytest.raises(type(error)), discard_on_user_error(old, empty, new):
         work()
+    stays = not isinstance(error, InputError)
     assert (old / "shard").exists()
-    assert new.exists() == new.parent.exists() == (not isinstance(error, InputError))
-
-
-def test_a_folder_that_was_empty_is_emptied_again(tmp_path):
-    folder = tmp_path / "empty"
-    folder.mkdir()
-
-    def work():
-        (folder / "work" / "shards").mkdir(parents=True)
-        (folder / "manifest.json").write_text("{}")
-        raise InputError("where", "what", "fix")
-
-    with pytest.raises(InputError), discard_on_user_error(folder):
-        work()
-    assert list(tmp_path.rglob("*")) == [folder]
+    assert new.exists() == new.parent.exists() == any(empty.iterdir()) == stays
+    assert empty.exists()
 
 
 @pytest.mark.parametrize(("num_rows", "shard_size"), [(1, 1), (5, 2), (6, 2), (3, 100)])

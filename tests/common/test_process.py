@@ -26,53 +26,27 @@ def _no_job(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("environment", "job"),
+    ("environment", "job", "is_first", "number"),
     [
-        ({}, None),
-        ({"SLURM_JOB_ID": "12"}, "12"),
-        ({"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}, "12_3"),
-    ],
-)
-def test_a_job_is_named_as_scontrol_names_it(environment, job, monkeypatch):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert process.job_id() == job
-
-
-@pytest.mark.parametrize(
-    ("environment", "is_first"),
-    [
-        ({}, True),
-        ({"SLURM_PROCID": "0"}, True),
-        ({"SLURM_PROCID": "1"}, False),
+        ({}, None, True, 1),
+        ({"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8"}, "12", True, 8),
+        ({"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}, "12_3", True, 1),
+        ({"SLURM_PROCID": "1", "WORLD_SIZE": "2"}, None, False, 2),
         # A second process that the first has started inherits what SLURM told the first.
-        ({"SLURM_PROCID": "0", "LOCAL_RANK": "1"}, False),
+        ({"SLURM_PROCID": "0", "LOCAL_RANK": "1"}, None, False, 1),
         # The first process of a second node.
-        ({"RANK": "8", "LOCAL_RANK": "0"}, False),
+        ({"RANK": "8", "LOCAL_RANK": "0"}, None, False, 1),
+        # A batch script that starts one process, and torchrun in a step of one task.
+        ({"SLURM_NTASKS": "8"}, None, True, 1),
+        ({"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "4"}, None, True, 4),
     ],
 )
-def test_one_process_of_a_run_is_the_first(environment, is_first, monkeypatch):
+def test_the_environment_says_which_job_and_which_of_its_processes_this_is(
+    environment, job, is_first, number, monkeypatch
+):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert process.is_first_process() is is_first
-
-
-@pytest.mark.parametrize(
-    ("environment", "number"),
-    [
-        ({}, 1),
-        ({"SLURM_STEP_NUM_TASKS": "8"}, 8),
-        ({"WORLD_SIZE": "2"}, 2),
-        # A batch script that starts one process.
-        ({"SLURM_NTASKS": "8"}, 1),
-        # torchrun in a step of one task.
-        ({"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "4"}, 4),
-    ],
-)
-def test_a_runs_processes_are_counted(environment, number, monkeypatch):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert process.num_processes() == number
+    assert (process.job_id(), process.is_first_process(), process.num_processes()) == (job, is_first, number)
 
 
 @pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_NTASKS", "RANK", "WORLD_SIZE", "MASTER_PORT"])
@@ -89,25 +63,16 @@ def test_scontrol_is_asked_once_and_its_refusal_is_told(code, refusal, tmp_path,
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     assert process.requeue("12_3") == refusal
     assert asked.read_text() == "requeue 12_3\n"
-
-
-def test_a_machine_without_scontrol_and_one_that_does_not_answer_are_refusals(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert process.requeue("12") == "No such file or directory"
-    fake_scontrol(tmp_path)
     (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\nexec sleep 5\n")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     monkeypatch.setattr(process, "TIMEOUT_SECONDS", 0.1)
     assert process.requeue("12") == "no answer in 0.1 s"
-
-
-def test_the_logger_is_named_for_the_library_and_adds_no_handler():
-    assert logger.name == "embeddings"
-    assert not logger.handlers
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert process.requeue("12") == "No such file or directory"
 
 
 def test_a_command_shows_notes_and_warnings_and_leaves_the_logger_as_it_was(capsys, monkeypatch):
     level = logger.level
+    assert not logger.handlers
     with log_to_stderr():
         logger.info("a note of %d", 1)
         logger.warning("a warning")
@@ -141,18 +106,9 @@ def test_the_processors_are_counted_and_named(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "_CPU_INFO", info)
     assert cpu_name().startswith("2 x Some CPU")
     assert device_name(torch.device("cpu")) == cpu_name()
-
-
-def test_a_machine_that_does_not_say_has_the_name_of_its_kind(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "_CPU_INFO", tmp_path / "none")
-    monkeypatch.setattr(platform, "processor", lambda: "")
-    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    info.unlink()
+    monkeypatch.setattr(platform, "processor", lambda: "riscv64")
     assert cpu_name() == "riscv64"
-
-
-def test_a_gpu_has_its_own_name(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
-    assert device_name(torch.device("cuda", 3)) == "GPU 3"
 
 
 FAULTS = """

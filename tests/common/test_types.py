@@ -17,11 +17,7 @@ def test_padding_puts_every_token_where_its_text_is():
     assert padded.input_ids_NL.tolist() == [[5, 6, 7], [8, 1, 1], [9, 10, 1]]
     assert padded.attention_mask_NL.int().tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
     assert padded.pooling_mask_NL.int().tolist() == [[0, 1, 1], [1, 0, 0], [1, 0, 0]]
-
-
-def test_a_selection_is_padded_to_its_own_longest_in_the_order_given():
-    padded = batch_of([[5, 6, 7], [8], [9, 10]]).padded(torch.tensor([2, 1]))
-    assert padded.input_ids_NL.tolist() == [[9, 10], [8, 0]]
+    assert tokens.padded(torch.tensor([2, 1])).input_ids_NL.tolist() == [[9, 10], [8, 0]]
 
 
 def test_empty_texts_and_empty_batches_pad_to_nothing():
@@ -91,17 +87,12 @@ def test_each_text_is_in_one_mini_batch_within_the_budget(budget: int, max_texts
         assert max_texts is None or len(rows_n) <= max_texts
 
 
-def test_the_longest_texts_come_first_and_ties_keep_their_order() -> None:
-    assert [rows.tolist() for rows in plan_mini_batches(lengths(2, 5, 2, 4), 8)] == [[1], [3, 0], [2]]
-
-
-def test_a_text_longer_than_the_budget_is_alone() -> None:
-    assert [rows.tolist() for rows in plan_mini_batches(lengths(3, 50, 3), 10)] == [[1], [0, 2]]
-
-
-def test_texts_without_tokens_and_no_texts_make_a_plan() -> None:
-    assert [rows.tolist() for rows in plan_mini_batches(lengths(0, 0), 10)] == [[0, 1]]
-    assert plan_mini_batches(lengths(), 10) == []
+@pytest.mark.parametrize(
+    ("lengths_N", "plan"),
+    [((2, 5, 2, 4), [[1], [3, 0], [2]]), ((3, 50, 3), [[1], [0, 2]]), ((0, 0), [[0, 1]]), ((), [])],
+)
+def test_the_longest_texts_come_first_and_ties_keep_their_order(lengths_N: tuple[int, ...], plan: object) -> None:
+    assert [rows.tolist() for rows in plan_mini_batches(lengths(*lengths_N), 8)] == plan
 
 
 def test_sorting_leaves_almost_no_padding_in_a_long_tailed_set() -> None:
@@ -124,11 +115,12 @@ def test_texts_are_taken_whole_in_the_order_given() -> None:
     assert taken.input_ids_T.tolist() == [5, 6, 1, 2, 3]
     assert taken.pooling_mask_T.tolist() == [True, True, True, False, True]
     assert taken.lengths_N.tolist() == [2, 0, 3]
-
-
-def test_taking_no_text_leaves_an_empty_batch() -> None:
-    taken = take_texts(TokenBatch.from_lists([[1, 2]], [[True, True]]), torch.empty(0, dtype=torch.int64))
-    assert (len(taken), taken.num_tokens) == (0, 0)
+    cut = take_texts(tokens, torch.tensor([3, 0, 1, 2]), max_length=1)
+    assert cut.input_ids_T.tolist() == [5, 1, 4]
+    assert cut.pooling_mask_T.tolist() == [True, True, False]
+    assert cut.lengths_N.tolist() == [1, 1, 0, 1]
+    assert take_texts(tokens, torch.tensor([0]), max_length=9).input_ids_T.tolist() == [1, 2, 3]
+    assert len(take_texts(tokens, torch.empty(0, dtype=torch.int64))) == 0
 
 
 def test_neighbouring_texts_are_views_of_the_same_tokens() -> None:
@@ -143,12 +135,3 @@ def test_neighbouring_texts_are_views_of_the_same_tokens() -> None:
                 assert torch.equal(run.input_ids_T, expected.input_ids_T)
                 assert all(map(torch.equal, run.padded(), expected.padded()))
                 assert run.input_ids_T.untyped_storage()._cdata == tokens.input_ids_T.untyped_storage()._cdata
-
-
-def test_taken_texts_can_be_cut_at_their_ends():
-    tokens = TokenBatch.from_lists([[1, 2, 3], [4], [], [5, 6]], [[False, True, True], [True], [], [True, True]])
-    cut = take_texts(tokens, torch.tensor([3, 0, 2, 1]), max_length=1)
-    assert cut.input_ids_T.tolist() == [5, 1, 4]
-    assert cut.pooling_mask_T.tolist() == [True, False, True]
-    assert cut.lengths_N.tolist() == [1, 1, 0, 1]
-    assert take_texts(tokens, torch.tensor([0]), max_length=9).input_ids_T.tolist() == [1, 2, 3]

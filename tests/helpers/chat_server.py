@@ -13,21 +13,9 @@ from typing import Any
 
 @dataclass
 class Reply:
-    """What the server does with one request.
+    """What the server does with one request: `error` in place of an answer where the status is another than 200.
 
-    Args:
-        content: What the model writes; None leaves it null.
-        status: HTTP status; another than 200 sends `error` in place of an answer.
-        error: The server's complaint.
-        code: The complaint's code.
-        headers: More headers.
-        body: The whole body, as it is.
-        seconds: Time before anything is sent.
-        trickle_seconds: Time between the tenths of the body.
-        hangs_up: Whether the connection ends without a response.
-        finish_reason: Why the model stopped.
-        refusal: The model's refusal.
-        usage: Whether tokens are counted: a fourth of the characters.
+    It waits `seconds` before anything is sent, and `trickle_seconds` between the tenths of the body.
     """
 
     content: str | None = ""
@@ -96,16 +84,9 @@ def answers_badly(prompt: str, seed: int, count: int) -> Reply:
 
 
 class ChatServer:
-    """A server on a free local port.
+    """A server on a free local port; `behaviour` replies to a prompt with a seed, given how often they had come before.
 
-    Args:
-        behaviour: The reply to a prompt with a seed, given how often they had come before.
-
-    Attributes:
-        requests: Every request's body, in the order in which they came.
-        headers: Its headers.
-        served: Prompt and seed of each request whose response was sent whole.
-        most_at_once: The most requests that were under way at once.
+    `served` has prompt and seed of each request whose response was sent whole.
     """
 
     def __init__(self, behaviour: Behaviour) -> None:

@@ -26,17 +26,7 @@ class Repository:
 
 @dataclass
 class StoodInHub:
-    """The server's state.
-
-    Attributes:
-        url: Where it listens.
-        repositories: By their names.
-        uploaded: Content that came by the LFS protocol, by its sha256.
-        verified: The sha256 of each upload that was verified.
-        refusal: A status that every commit gets in place of an answer.
-        read_only: Whether the token may not write.
-        calls: Method and path of each request.
-    """
+    """The server's state; uploads by the LFS protocol are known by their sha256, `refusal` is every commit's status."""
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)

@@ -29,11 +29,7 @@ HIDDEN = (
 
 
 class Hiding:
-    """A finder of modules that does not find the hidden ones.
-
-    Args:
-        finder: What finds all others.
-    """
+    """A finder of modules that does not find the hidden ones."""
 
     def __init__(self, finder):
         self.finder = finder
@@ -42,7 +38,6 @@ class Hiding:
         return getattr(self.finder, name)
 
     def find_spec(self, name, path=None, target=None):
-        """The module's place, or None."""
         return None if name.split(".")[0] in HIDDEN else self.finder.find_spec(name, path, target)
 
 

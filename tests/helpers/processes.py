@@ -65,13 +65,10 @@ _server: list[Any] = []  # the path of its socket, and a descriptor that keeps i
 
 
 class Command(subprocess.Popen):  # type: ignore[type-arg]
-    """`subprocess.Popen` of a Python command line, or of a function, as a job of the server.
+    """`subprocess.Popen` of a Python command line (a Python before it is dropped) as a job of the server.
 
-    Args:
-        words: A script, `-m` and a module, or `-c` and code, with its arguments; a Python before them is dropped. The
-            arguments where a function is given.
-        function: A function of a module's top level, called in place of a command line.
-        options: Of `subprocess.Popen`: `env`, `cwd`, `stdin`, `stdout`, `stderr`, `text`, `pass_fds`.
+    With `function`, of a module's top level, `words` are its arguments. The options are `env`, `cwd`, `stdin`,
+    `stdout`, `stderr`, `text` and `pass_fds`.
     """
 
     def __init__(self, words: Sequence[Any], *, function: Callable[..., object] | None = None, **options: Any) -> None:
@@ -137,17 +134,7 @@ def run_command(
 ) -> subprocess.CompletedProcess[Any]:
     """Exit code, stdout and stderr of a Python command line, as `subprocess.run` gives them.
 
-    Args:
-        words: As of `Command`.
-        env: Its environment; this process's where there is none.
-        cwd: Its working directory; this process's where there is none.
-        timeout: Seconds after which it is killed.
-        check: Whether another exit code than 0 is an error, with what the command said.
-        text: Whether the output is text rather than bytes.
-
-    Raises:
-        subprocess.TimeoutExpired: If it takes longer.
-        AssertionError: If `check` finds another exit code.
+    With `check` another exit code than 0 is an `AssertionError` with what the command said.
     """
     with Command(words, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=text) as process:
         try:

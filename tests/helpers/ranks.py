@@ -21,11 +21,8 @@ Cases = Callable[[int], dict[str, Any]]
 def run_on_two_ranks(cases: Cases, timeout_seconds: float = 280) -> list[dict[str, Any]]:
     """What `cases(rank)`, a function of a module's top level, returns on rank 0 and on rank 1.
 
-    Each call has two processes of its own, forked from the server, and so a group, an environment, random numbers and
-    threads that no other test has touched. A collective that one rank does not enter ends in an error after a minute.
-
-    Raises:
-        RuntimeError: If a rank fails, with what it said, or takes longer than the limit; the other one is killed.
+    Each call has two processes of its own, forked from the server, which no other test has touched. A collective that
+    one rank does not enter ends in an error after a minute. A `RuntimeError` has what a rank that failed said.
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks = [Command([rank, folder, cases], function=_worker) for rank in range(2)]

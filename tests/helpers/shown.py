@@ -10,13 +10,7 @@ from embeddings.models import Embedder
 
 
 def kept_drawings(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> list[tuple[Any, ...]]:
-    """Run commands in a folder without the drawing itself; returns the list of what would be drawn.
-
-    Args:
-        monkeypatch: The test's.
-        folder: The folder.
-        names: Functions of `embeddings.figures`.
-    """
+    """Run commands in a folder without the drawing by these functions; returns the list of what would be drawn."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(folder)
     drawn: list[tuple[Any, ...]] = []

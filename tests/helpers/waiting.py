@@ -5,11 +5,7 @@ from collections.abc import Callable
 
 
 def wait_for(happened: Callable[[], bool], what: str, timeout_seconds: float = 20) -> None:
-    """Ask ten times a second.
-
-    Raises:
-        TimeoutError: If it has not happened in time.
-    """
+    """Ask ten times a second, in vain until a `TimeoutError`."""
     deadline = time.monotonic() + timeout_seconds
     while not happened():
         if time.monotonic() > deadline:

@@ -32,10 +32,6 @@ class PretendedDevice(TorchFunctionMode):
 
     Tensors are the host's where they are made without a device, or of host tensors alone; all others, those of
     parameters and of a moved batch among them, are taken to lie on the device. A tensor crosses by `Tensor.to`.
-
-    Attributes:
-        reads: How often a value on the device, or a shape that follows from values, was asked for.
-        copies: How often a tensor of the host was copied to the device.
     """
 
     def __init__(self) -> None:

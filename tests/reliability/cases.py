@@ -53,9 +53,11 @@ class Case:
         return self.line.split() if isinstance(self.line, str) else list(self.line)
 
 
-def table(line: str | Sequence[str], makes: Mapping[str, tuple[Make, str]], code: int = 2) -> list[Case]:
-    """Cases that go to one command line: by name what makes each, and what the message must hold."""
-    return [Case(name, make, line, says, code) for name, (make, says) in makes.items()]
+def cases(
+    lines: Mapping[str | tuple[str, ...], Mapping[str, tuple[Make, str] | tuple[Make, str, int]]],
+) -> list[Case]:
+    """Cases by command line and name: what makes each, what the message must hold, and an exit code other than 2."""
+    return [Case(name, made[0], line, *made[1:]) for line, named in lines.items() for name, made in named.items()]
 
 
 def nothing(place: Place) -> None:
@@ -70,6 +72,14 @@ def put(name: str, content: str | bytes) -> Make:
 def rows(name: str, *values: object) -> Make:
     """Makes a file of JSON lines; characters beyond ASCII are escaped, which is how halves of them get through."""
     return put(name, "".join(json.dumps(value) + "\n" for value in values))
+
+
+GOOD = {"query": "pad sequences", "positive": "the pad"}
+
+
+def pairs(**fields: object) -> Make:
+    """Makes a good training record, and one with these fields."""
+    return rows("pairs.jsonl", GOOD, {**GOOD, **fields})
 
 
 def both(*makes: Make) -> Make:
@@ -90,6 +100,12 @@ def run(*changes: Callable[[dict[str, Any]], object]) -> Make:
 def copied(name: str, damage: Callable[[Path], object], to: str = "") -> Make:
     """Makes a copy of one of the world's files or folders and damages it."""
     return lambda place: damage(place.copy(name, to))
+
+
+def judged(*lines: str) -> Make:
+    """Makes the evaluation folder with these judgments."""
+    text = "".join(f"{line}\n" for line in ("query-id\tcorpus-id\tscore", *lines))
+    return copied("eval", lambda folder: (folder / "qrels.tsv").write_text(text))
 
 
 def tree(folder: Path) -> dict[str, str]:
@@ -129,12 +145,7 @@ class Outcome:
 
 
 def run_here(words: list[str], read_errors: Callable[[], str]) -> Outcome:
-    """Run a command in this process.
-
-    Args:
-        words: Its line.
-        read_errors: Gives what was written to standard error meanwhile.
-    """
+    """Run a command in this process; the function gives what it wrote to standard error."""
     start = time.process_time()
     code = main(words)
     return Outcome(code, read_errors(), time.process_time() - start)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.reliability.cases import FIT, Case, Make, both, copied, nothing, put, rows, run, table
+from tests.reliability.cases import FIT, Make, both, cases, copied, nothing, put, rows, run
 
 SEARCH = "search --model model --corpus corpus.jsonl fox"
 WEIGHTS = "model.safetensors"
@@ -92,10 +92,9 @@ def adapters_alone(folder: Path) -> None:
 
 EXPORT, CONVERT = "export --checkpoint last.ckpt --output out", "convert --source model --output out --keep-head false"
 RESUME = FIT + " --ckpt_path last.ckpt --trainer.max_steps 4"
-CASES = [
-    *table(
-        SEARCH,
-        {
+CASES = cases(
+    {
+        SEARCH: {
             "weights cut off": (model(bytes_of(WEIGHTS, lambda data: data[:-900])), "model: cannot be loaded: "),
             "weights with a flipped bit in their header": (
                 model(bytes_of(WEIGHTS, lambda data: data[:9] + bytes([data[9] ^ 4]) + data[10:])),
@@ -157,26 +156,20 @@ CASES = [
                 "model",
             ),
         },
-    ),
-    *table(
-        FIT,
-        {
+        FIT: {
             "a shard that is missing": (
                 backbone(lambda folder: next(folder.glob("model-00002*")).unlink(), "sharded"),
                 "model: cannot be loaded: ",
             ),
             "adapters without their model": (backbone(adapters_alone), "model"),
         },
-    ),
-    Case(
-        "a model that is nowhere",
-        rows("corpus.jsonl", {"text": "a"}),
-        SEARCH.replace("model model", "model nowhere/model"),
-        "nowhere/model: neither a directory nor a model that the Hub gives",
-    ),
-    *table(
-        EXPORT,
-        {
+        SEARCH.replace("model model", "model nowhere/model"): {
+            "a model that is nowhere": (
+                rows("corpus.jsonl", {"text": "a"}),
+                "nowhere/model: neither a directory nor a model that the Hub gives",
+            ),
+        },
+        EXPORT: {
             "no checkpoint to export": (nothing, "last.ckpt: no such checkpoint file"),
             "a checkpoint that is cut off": (
                 copied("last.ckpt", lambda path: path.write_bytes(path.read_bytes()[:5000])),
@@ -184,24 +177,21 @@ CASES = [
             ),
             "a checkpoint that is a pickle": (put("last.ckpt", pickle.dumps({"state_dict": {}})), "last.ckpt: "),
         },
-    ),
-    *table(
-        RESUME,
-        {
+        RESUME: {
             "a checkpoint that is not there": (run(), "--ckpt_path last.ckpt: no such file"),
             "a pickle to resume from": (both(run(), put("last.ckpt", pickle.dumps({}))), "--ckpt_path last.ckpt: "),
         },
-    ),
-    Case(
-        "a decoder to convert",
-        copied("decoder", lambda folder: None, "model"),
-        CONVERT,
-        "model has no rotary form here, got 'mistral'",
-    ),
-    Case(
-        "a model to convert onto itself",
-        copied("backbone", lambda folder: None, "model"),
-        CONVERT.replace(" out", " model"),
-        "output must not be the source",
-    ),
-]
+        CONVERT: {
+            "a decoder to convert": (
+                copied("decoder", lambda folder: None, "model"),
+                "model has no rotary form here, got 'mistral'",
+            ),
+        },
+        CONVERT.replace(" out", " model"): {
+            "a model to convert onto itself": (
+                copied("backbone", lambda folder: None, "model"),
+                "output must not be the source",
+            ),
+        },
+    }
+)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.reliability.cases import CLUSTER, FILTER, FIT, MINE, Case, Make, both, nothing, put, run, table
+from tests.reliability.cases import CLUSTER, FILTER, FIT, MINE, Make, both, cases, nothing, put, run
 from tests.reliability.texts import source
 from tests.reliability.world import Place
 
@@ -55,40 +55,30 @@ def sweep(**changes: object) -> Make:
     return make
 
 
-def cde(**arguments: object) -> Make:
-    """The config of a contextual run."""
+def method(name: str, **arguments: object) -> Make:
+    """The config of a run of another method."""
 
     def change(config: dict[str, Any]) -> None:
         given = config["model"]["init_args"]
         kept = {name: given[name] for name in ("backbone", "loss", "optimizer", "schedule")}
-        config["model"] = {"class_path": "embeddings.modules.CDEModule", "init_args": {**kept, "context": arguments}}
+        config["model"] = {"class_path": f"embeddings.modules.{name}", "init_args": {**kept, **arguments}}
 
     return run(change)
 
 
-def moe(**arguments: object) -> Make:
-    """The config of a run that makes a dense model sparse."""
-
-    def change(config: dict[str, Any]) -> None:
-        given = config["model"]["init_args"]
-        kept = {name: given[name] for name in ("backbone", "loss", "optimizer", "schedule")}
-        config["model"] = {"class_path": "embeddings.modules.MoEEmbedModule", "init_args": {**kept, **arguments}}
-
-    return run(change)
-
-
-CHECKPOINT = "lightning.pytorch.callbacks.ModelCheckpoint"
+CHECKPOINT, EXPORT = "lightning.pytorch.callbacks.ModelCheckpoint", "embeddings.callbacks.ExportModel"
 LOSS, OPTIMIZER = "model.init_args.loss.init_args", "model.init_args.optimizer.init_args"
 DATA, SCHEDULE = "data.init_args", "model.init_args.schedule"
-CASES = [
-    *table(
-        FIT,
-        {
+CASES = cases(
+    {
+        FIT: {
             "an unknown section": (
                 at("", trainr={"max_steps": 3}),
                 "Subcommand 'fit' does not accept option 'trainr.max_steps'; did you",
             ),
             "an unknown option of the trainer": (at("trainer", max_stepz=3), "did you mean trainer.max_steps?"),
+            "an unknown option over an empty mapping": (at("trainer", max_stepz={}), "did you mean trainer.max_steps?"),
+            "an unknown argument over an empty mapping": (at("model.init_args", shedule={}), "did you mean schedule?"),
             "an unknown option of the loss": (at(LOSS, temprature=1), "did you mean temperature?"),
             "an unknown option of a source": (source(instructions="find"), "did you mean instruction?"),
             "a word for a number": (at(DATA, batch_size="many"), "data.batch_size: expected int, got many"),
@@ -142,8 +132,11 @@ CASES = [
                 chosen("model.init_args.loss", "embeddings.losses.MatryoshkaInfoNCE", temperature=0.1, widths=[64]),
                 "64",
             ),
-            "more experts a token than experts": (moe(upcycling={"num_experts": 2, "top_k": 3}), "upcycling.top_k"),
-            "fewer context documents than one": (cde(num_context=0), "num_context"),
+            "more experts a token than experts": (
+                method("MoEEmbedModule", upcycling={"num_experts": 2, "top_k": 3}),
+                "upcycling.top_k",
+            ),
+            "fewer context documents than one": (method("CDEModule", context={"num_context": 0}), "num_context"),
             "a path whose variable is not set": (
                 source(path="$NOWHERE_AT_ALL/pairs.jsonl"),
                 "the environment variable NOWHERE_AT_ALL is not set",
@@ -151,6 +144,21 @@ CASES = [
             "two sources of one name": (
                 at(DATA, sources=[{"name": "a", "path": "pairs.jsonl"}] * 2),
                 "data.sources must have different names, got 'a'",
+            ),
+            "a weight without effect": (
+                at(
+                    DATA, sources=[{"name": f"w{weight}", "path": "pairs.jsonl", "weight": weight} for weight in (1, 2)]
+                ),
+                "weight cannot take effect with",
+            ),
+            "a model where a file lies": (callback(EXPORT, output="pairs.jsonl"), "which is no folder"),
+            "a model of longer texts than it has positions": (
+                callback(EXPORT, output="model", document_max_length=129),
+                "ExportModel.document_max_length must be <= 128, the positions that the backbone has, got 129",
+            ),
+            "a filter without vectors": (
+                at(LOSS, false_negative_filter={"margin": 0.0}),
+                "model.loss needs a source with surrogate_vectors",
             ),
             "a source without weight": (
                 source(weight=0),
@@ -171,25 +179,19 @@ CASES = [
             "a bracket that is not closed": (text("trainer: {max_steps: 3\n"), "--config config.yaml: not a YAML file"),
             "a config that is not there": (nothing, "--config config.yaml: no such file"),
         },
-    ),
-    Case(
-        "a decay without an end",
-        both(at(SCHEDULE, decay="linear"), nothing),
-        FIT + " --trainer.max_steps=-1 --trainer.max_epochs=-1",
-        "model.schedule.total_steps must be known to decay",
-    ),
-    *table(
-        FILTER + " --config job.yaml",
-        {
+        FIT + " --trainer.max_steps=-1 --trainer.max_epochs=-1": {
+            "a decay without an end": (
+                both(at(SCHEDULE, decay="linear"), nothing),
+                "model.schedule.total_steps must be known to decay",
+            ),
+        },
+        FILTER + " --config job.yaml": {
             "a job's config with an unknown key": (
                 text("remove_copys: true\n", "job.yaml"),
                 "did you mean remove_copies?",
             ),
         },
-    ),
-    *table(
-        "sweep sweep.yaml --count",
-        {
+        "sweep sweep.yaml --count": {
             "a key twice in a sweep": (
                 text("method: grid\nmethod: list\n", "sweep.yaml"),
                 "sweep.yaml: the key 'method' stands twice",
@@ -200,31 +202,44 @@ CASES = [
                 "parameters.seed_everything.high: must be a number, got None",
             ),
         },
-    ),
-    Case("an unknown recipe", nothing, "fit --recipe nope", "recipe"),
-    Case("an unknown option of a job", nothing, FILTER + " --near-duplicate 0.8", "did you mean --near_duplicates?"),
-    Case("an option that is missing", nothing, "filter --input pairs.jsonl", "output"),
-    Case("a similarity below a half", nothing, FILTER + " --near-duplicates 0.4", "near_duplicates"),
-    Case("a margin above 1", nothing, MINE.replace("null", "1.5"), "margin must lie in (0, 1], got 1.5"),
-    Case("words and a model at once", nothing, CLUSTER + " --model MODEL", "features uses neither model nor vectors"),
-    Case(
-        "a task beyond the last",
-        nothing,
-        FILTER + " --task-index 3 --num-tasks 2",
-        "task_index must lie in 0 … 1, got 3",
-    ),
-    Case(
-        "a sweep over a key that there is not",
-        sweep(parameters={"trainer.max_stepz": [1]}),
-        "sweep sweep.yaml --dry-run",
-        "sweep.yaml: point 0: ",
-    ),
-    Case("a point that is not in a sweep", sweep(), "sweep sweep.yaml --index 7", "index must lie in 0 … 1, got 7"),
-    Case("an unknown command", nothing, "fti --config config.yaml", "there is no command 'fti'"),
-    Case(
-        "an endpoint that is no address",
-        nothing,
-        "synthesize --endpoint here --model m --output out",
-        "endpoint must be an address, got 'here'",
-    ),
-]
+        FIT + " --model.init_args.optimizer.init_args.lr=nan": {
+            "a number that is none": (run(), "model.optimizer.lr: expected float, got nan"),
+        },
+        "fit --recipe nope": {
+            "an unknown recipe": (nothing, "recipe"),
+        },
+        FILTER + " --near-duplicate 0.8": {
+            "an unknown option of a job": (nothing, "did you mean --near_duplicates?"),
+        },
+        "filter --input pairs.jsonl": {
+            "an option that is missing": (nothing, "output"),
+        },
+        FILTER + " --near-duplicates 0.4": {
+            "a similarity below a half": (nothing, "near_duplicates"),
+        },
+        MINE.replace("null", "1.5"): {
+            "a margin above 1": (nothing, "margin must lie in (0, 1], got 1.5"),
+        },
+        CLUSTER + " --model MODEL": {
+            "words and a model at once": (nothing, "features uses neither model nor vectors"),
+        },
+        FILTER + " --task-index 3 --num-tasks 2": {
+            "a task beyond the last": (nothing, "task_index must lie in 0 … 1, got 3"),
+        },
+        "sweep sweep.yaml --dry-run": {
+            "a sweep over a key that there is not": (
+                sweep(parameters={"trainer.max_stepz": [1]}),
+                "sweep.yaml: point 0: ",
+            ),
+        },
+        "sweep sweep.yaml --index 7": {
+            "a point that is not in a sweep": (sweep(), "index must lie in 0 … 1, got 7"),
+        },
+        "fti --config config.yaml": {
+            "an unknown command": (nothing, "there is no command 'fti'"),
+        },
+        "synthesize --endpoint here --model m --output out": {
+            "an endpoint that is no address": (nothing, "endpoint must be an address, got 'here'"),
+        },
+    }
+)

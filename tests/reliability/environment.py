@@ -5,25 +5,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.reliability.cases import (
-    ENCODE,
-    FILTER,
-    FIT,
-    MINE,
-    Case,
-    Make,
-    both,
-    copied,
-    nothing,
-    put,
-    rows,
-    run,
-    table,
-)
+from tests.reliability.cases import ENCODE, FILTER, FIT, MINE, Make, both, cases, copied, nothing, put, rows, run
 from tests.reliability.config import at
 from tests.reliability.world import Place
 
-SHOW = ["show", "curves", "--run", "run", "--output", "out.png"]
+SHOW = "show curves --run run --output out.png"
 CONVERT = "convert --source BACKBONE --output out --keep-head false"
 SEARCH = "search --model MODEL --corpus corpus.jsonl fox"
 SYNTHESIZE = "synthesize --endpoint http://127.0.0.1:9/v1 --model m --num-examples 2 --max-retries 0 --output out"
@@ -80,19 +66,23 @@ def failing(number: int) -> Make:
 
 
 FULL, READ_ONLY, NOT_ALLOWED = failing(errno.ENOSPC), failing(errno.EROFS), failing(errno.EACCES)
-CASES = [
-    *table(
-        ENCODE,
-        {
+CASES = cases(
+    {
+        ENCODE: {
             "a file where vectors are to lie": (both(corpus, in_the_way), "out: something else lies there already"),
             "a folder of something else for vectors": (both(corpus, taken), "out: something else lies there already"),
             "a pipe for a corpus": (pipe("corpus.jsonl"), "corpus.jsonl: is no regular file"),
+            "a full disk for vectors": (both(corpus, FULL), "No space left on device; free or allow the path", 74),
+            "a disk that is read-only, for vectors": (
+                both(corpus, READ_ONLY),
+                "Read-only file system; free or allow the path",
+                74,
+            ),
         },
-    ),
-    Case("a way through a file", both(corpus, in_the_way), ENCODE.replace(" out", " out/vectors"), "out"),
-    *table(
-        FILTER,
-        {
+        ENCODE.replace(" out", " out/vectors"): {
+            "a way through a file": (both(corpus, in_the_way), "out"),
+        },
+        FILTER: {
             "a folder where records are to lie": (both(pairs, folder("out.parquet")), "out.parquet"),
             "a file where the cache is to lie": (
                 both(pairs, put("sources", "mine"), variable("EMBED_CACHE", "sources")),
@@ -107,17 +97,16 @@ CASES = [
                 "SLURM_ARRAY_TASK_ID must be a whole number >= 0, got 'first'",
             ),
         },
-    ),
-    Case(
-        "no matplotlib",
-        both(put("run/metrics.csv", "step,train/loss\n0,1.5\n1,1.0\n"), missing("matplotlib")),
-        SHOW,
-        "matplotlib is not installed; run: pip install -e '.[quickstart]'",
-    ),
-    Case("a file where a model is to lie", in_the_way, CONVERT, "output leads to out, which is no folder"),
-    *table(
-        FIT,
-        {
+        SHOW: {
+            "no matplotlib": (
+                both(put("run/metrics.csv", "step,train/loss\n0,1.5\n1,1.0\n"), missing("matplotlib")),
+                "matplotlib is not installed; run: pip install -e '.[quickstart]'",
+            ),
+        },
+        CONVERT: {
+            "a file where a model is to lie": (in_the_way, "output leads to out, which is no folder"),
+        },
+        FIT: {
             "a file where runs are to lie": (both(run(), put("run", "mine")), "run"),
             "a GPU to train on where there is none": (at("trainer", accelerator="gpu"), "trainer.accelerator: gpu"),
             "half precision on a CPU": (
@@ -136,49 +125,40 @@ CASES = [
                 both(run(), variable("EMBED_IMPORTS", "no-package")),
                 "EMBED_IMPORTS=no-package is no list of packages as one imports them",
             ),
+            "a full disk for a run": (both(run(), FULL), "No space left on device; free or allow the path", 74),
+            "a folder that may not be written, for a run": (
+                both(run(), NOT_ALLOWED),
+                "Permission denied; free or allow the path",
+                74,
+            ),
         },
-    ),
-    Case(
-        "no client of an endpoint",
-        missing("openai"),
-        SYNTHESIZE,
-        "openai is not installed; run: pip install -e '.[synthesis]'",
-    ),
-    Case("a full disk for vectors", both(corpus, FULL), ENCODE, "No space left on device; free or allow the path", 74),
-    Case(
-        "a disk that is read-only, for vectors",
-        both(corpus, READ_ONLY),
-        ENCODE,
-        "Read-only file system; free or allow the path",
-        74,
-    ),
-    Case("a full disk for a run", both(run(), FULL), FIT, "No space left on device; free or allow the path", 74),
-    Case(
-        "a folder that may not be written, for a run",
-        both(run(), NOT_ALLOWED),
-        FIT,
-        "Permission denied; free or allow the path",
-        74,
-    ),
-    Case("no faiss", both(pairs, missing("faiss")), MINE, "faiss is not installed; run: pip install -e '.[cpu]'"),
-    Case("a GPU to search on where there is none", pairs, MINE + " --gpu true", "gpu needs"),
-    Case(
-        "a format that a processor has not",
-        corpus,
-        ENCODE + " --precision float16",
-        "precision: expected 'auto', 'float32', 'bfloat16', 'int8', got float16",
-    ),
-    Case(
-        "a model that was never fetched",
-        corpus,
-        SEARCH.replace("MODEL", "organisation/nothing"),
-        "organisation/nothing: neither a directory nor a model that the Hub gives",
-    ),
-    Case(
-        "a data set that was never fetched",
-        nothing,
-        FILTER.replace("pairs.jsonl", "hub:organisation/nothing"),
-        "hub:organisation/nothing: cannot be read",
-    ),
-    Case("an endpoint that nobody answers at", nothing, SYNTHESIZE, "http://127.0.0.1:9/v1: ", 74),
-]
+        SYNTHESIZE: {
+            "no client of an endpoint": (
+                missing("openai"),
+                "openai is not installed; run: pip install -e '.[synthesis]'",
+            ),
+            "an endpoint that nobody answers at": (nothing, "http://127.0.0.1:9/v1: ", 74),
+        },
+        MINE: {
+            "no faiss": (both(pairs, missing("faiss")), "faiss is not installed; run: pip install -e '.[cpu]'"),
+        },
+        MINE + " --gpu true": {
+            "a GPU to search on where there is none": (pairs, "gpu needs"),
+        },
+        ENCODE + " --precision float16": {
+            "a format that a processor has not": (
+                corpus,
+                "precision: expected 'auto', 'float32', 'bfloat16', 'int8', got float16",
+            ),
+        },
+        SEARCH.replace("MODEL", "organisation/nothing"): {
+            "a model that was never fetched": (
+                corpus,
+                "organisation/nothing: neither a directory nor a model that the Hub gives",
+            ),
+        },
+        FILTER.replace("pairs.jsonl", "hub:organisation/nothing"): {
+            "a data set that was never fetched": (nothing, "hub:organisation/nothing: cannot be read"),
+        },
+    }
+)

@@ -3,14 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.reliability.cases import EVALUATE, FILTER, Case, Make, both, copied, put, rows, table
-
-HEADER = "query-id\tcorpus-id\tscore\n"
-
-
-def judged(text: str) -> Make:
-    """The evaluation folder with these judgments."""
-    return copied("eval", lambda folder: (folder / "qrels.tsv").write_text(text))
+from tests.reliability.cases import EVALUATE, FILTER, Make, both, cases, copied, judged, put, rows
 
 
 def damaged(change: Callable[[Path], object]) -> Make:
@@ -30,25 +23,27 @@ def pair(score: object) -> dict[str, object]:
 
 LABELLED = ({"text": "a", "label": "one"}, {"text": "b", "label": "two"})
 GOOD = copied("eval", lambda folder: None)
-CASES = [
-    *table(
-        EVALUATE,
-        {
-            "empty judgments": (judged(""), "eval/qrels.tsv: holds no judgment"),
+CASES = cases(
+    {
+        EVALUATE: {
+            "empty judgments": (
+                damaged(lambda folder: (folder / "qrels.tsv").write_text("")),
+                "eval/qrels.tsv: holds no judgment",
+            ),
             "judgments of which none is relevant": (
-                judged(HEADER + "q0\td0\t0\nq1\td1\t-1\n"),
+                judged("q0\td0\t0", "q1\td1\t-1"),
                 "eval/qrels.tsv: no document is relevant to any query",
             ),
             "a judgment that is NaN": (
-                judged(HEADER + "q0\td0\tnan\n"),
+                judged("q0\td0\tnan"),
                 "eval/qrels.tsv:2: the score must be a number, got 'nan'",
             ),
             "judgments with a column too many": (
-                judged(HEADER + "q0\t0\td0\t1\t1\n"),
+                judged("q0\t0\td0\t1\t1"),
                 "eval/qrels.tsv:2: has 5 columns",
             ),
             "a judgment of a very long id": (
-                judged(HEADER + "q0\t" + "d" * 5000 + "\t1\n"),
+                judged(f"q0\t{'d' * 5000}\t1"),
                 "eval/qrels.tsv:2: no document has the id 'ddd",
             ),
             "no judgments": (damaged(lambda folder: (folder / "qrels.tsv").unlink()), "eval: qrels.tsv is missing"),
@@ -88,30 +83,29 @@ CASES = [
             "a folder without data": (lambda place: (place.folder / "eval").mkdir(), "eval: holds no evaluation data"),
             "a folder that is not there": (put("a", ""), "eval: holds no evaluation data"),
         },
-    ),
-    Case("no folder", put("a", ""), [*EVALUATE.replace(" eval ", " [] ").split()], "--data: names no folder"),
-    Case(
-        "a prompt that the model has not",
-        GOOD,
-        EVALUATE + " --prompt-name passage",
-        "prompt_name must name a prompt of the model (query), got 'passage'",
-    ),
-    Case(
-        "more dimensions than vectors have",
-        GOOD,
-        EVALUATE + " --dimensions 33",
-        "dimensions must be from 1 to the 32 that the model's vectors have, got 33",
-    ),
-    Case(
-        "a context for a model that takes none",
-        GOOD,
-        EVALUATE + " --context-size 2",
-        "context must be left out: this model takes none",
-    ),
-    Case(
-        "evaluation texts to leave out that are not there",
-        rows("pairs.jsonl", {"query": "a", "positive": "b"}),
-        FILTER + " --decontaminate gone",
-        "gone: holds no evaluation data",
-    ),
-]
+        EVALUATE.replace(" eval ", " [] "): {
+            "no folder": (put("a", ""), "--data: names no folder"),
+        },
+        EVALUATE + " --prompt-name passage": {
+            "a prompt that the model has not": (
+                GOOD,
+                "prompt_name must name a prompt of the model (query), got 'passage'",
+            ),
+        },
+        EVALUATE + " --dimensions 33": {
+            "more dimensions than vectors have": (
+                GOOD,
+                "dimensions must be from 1 to the 32 that the model's vectors have, got 33",
+            ),
+        },
+        EVALUATE + " --context-size 2": {
+            "a context for a model that takes none": (GOOD, "context must be left out: this model takes none"),
+        },
+        FILTER + " --decontaminate gone": {
+            "evaluation texts to leave out that are not there": (
+                rows("pairs.jsonl", {"query": "a", "positive": "b"}),
+                "gone: holds no evaluation data",
+            ),
+        },
+    }
+)

@@ -46,14 +46,7 @@ ODD = (
 
 @dataclass(frozen=True)
 class Target:
-    """What is damaged, and which command reads it.
-
-    Attributes:
-        source: A file or folder of the world; None for the config and pairs of a run.
-        to: The name of its copy in the working folder.
-        line: The command line.
-        weight: How often it is chosen beside the others.
-    """
+    """What is damaged (None: the config and pairs of a run), its copy's name, and which command reads it."""
 
     source: str | None
     to: str
@@ -204,8 +197,7 @@ def run_share(seed: int, indices: range, journal: Path, root: Path) -> None:
 def fuzz(count: int, seed: int, root: Path, processes: int = 2) -> list[dict[str, Any]]:
     """Run the cases in several processes; returns those that ended as none may.
 
-    Raises:
-        RuntimeError: If a process ends before its first case, which would happen again.
+    A process that ends before its first case is a `RuntimeError`: it would happen again.
     """
     words = [sys.executable, "-m", "tests.reliability.fuzz", "--seed", str(seed), "--root", str(root)]
     journals = [root / f"journal-{part}.jsonl" for part in range(processes)]

@@ -1,6 +1,5 @@
 """Vectors, clusters and mined shards that are damaged, or of something else."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.reliability.cases import FIT, MINE, Case, Make, both, copied, rows, table
-from tests.reliability.checkpoints import content, edited
+from tests.reliability.cases import FIT, MINE, Make, both, cases, copied, rows
+from tests.reliability.checkpoints import bytes_of, edited
 from tests.reliability.relations import clustered_on
 from tests.reliability.texts import source
 from tests.reliability.world import Place
@@ -64,10 +63,9 @@ def few(*texts: str) -> Make:
 
 MINED = MINE.replace("out.parquet", "out.parquet --vectors vectors --precision float32")
 SHARD = "vectors-00000.npy"
-CASES = [
-    *table(
-        SEARCH,
-        {
+CASES = cases(
+    {
+        SEARCH: {
             "a shard of vectors that is missing": (
                 vectors(lambda folder: (folder / SECOND).unlink()),
                 f"vectors/{SECOND}: is missing, empty or damaged",
@@ -90,18 +88,7 @@ CASES = [
                 "vectors/manifest.json: field 'complete' is False, expected True",
             ),
             "a manifest without a field": (
-                vectors(
-                    lambda folder: content(
-                        "manifest.json",
-                        json.dumps(
-                            {
-                                name: value
-                                for name, value in json.loads((folder / "manifest.json").read_text()).items()
-                                if name != "shard_size"
-                            }
-                        ),
-                    )(folder)
-                ),
+                vectors(bytes_of("manifest.json", lambda text: text.replace(b"shard_size", b"size_of_shard"))),
                 "vectors/manifest.json: ",
             ),
             "a manifest of more documents than there are": (
@@ -109,28 +96,25 @@ CASES = [
                 "vectors/",
             ),
         },
-    ),
-    Case(
-        "documents that are missing",
-        vectors(lambda folder: (folder / "documents-00001.jsonl").unlink()),
-        SEARCH.replace("fox", "fox --top-k 8"),
-        "vectors/documents-00001.jsonl: is missing or damaged",
-    ),
-    Case(
-        "vectors by another model",
-        vectors(lambda folder: None),
-        SEARCH.replace("MODEL", "OTHER"),
-        "vectors/manifest.json: field 'model_sha256' is",
-    ),
-    Case(
-        "vectors of other options",
-        vectors(lambda folder: None),
-        "encode --model MODEL --input vectors/documents-00000.jsonl --output vectors",
-        "vectors/manifest.json: field 'corpus_sha256' is",
-    ),
-    *table(
-        MINED,
-        {
+        SEARCH.replace("fox", "fox --top-k 8"): {
+            "documents that are missing": (
+                vectors(lambda folder: (folder / "documents-00001.jsonl").unlink()),
+                "vectors/documents-00001.jsonl: is missing or damaged",
+            ),
+        },
+        SEARCH.replace("MODEL", "OTHER"): {
+            "vectors by another model": (
+                vectors(lambda folder: None),
+                "vectors/manifest.json: field 'model_sha256' is",
+            ),
+        },
+        "encode --model MODEL --input vectors/documents-00000.jsonl --output vectors": {
+            "vectors of other options": (
+                vectors(lambda folder: None),
+                "vectors/manifest.json: field 'corpus_sha256' is",
+            ),
+        },
+        MINED: {
             "a vector to mine from that is NaN": (
                 mined("documents", changed(SHARD, filled(np.nan))),
                 f"vectors/documents/{SHARD}:1: the vector is not finite",
@@ -140,16 +124,13 @@ CASES = [
                 "vectors/index/manifest.json: field 'source_key' is",
             ),
         },
-    ),
-    Case(
-        "vectors by encode in another role",
-        both(few("one", "two", "three"), vectors(lambda folder: None)),
-        MINE + " --query-vectors vectors --precision float32",
-        "vectors/manifest.json: field 'role' is 'document', expected 'query'",
-    ),
-    *table(
-        FIT,
-        {
+        MINE + " --query-vectors vectors --precision float32": {
+            "vectors by encode in another role": (
+                both(few("one", "two", "three"), vectors(lambda folder: None)),
+                "vectors/manifest.json: field 'role' is 'document', expected 'query'",
+            ),
+        },
+        FIT: {
             "clusters that are cut off": (
                 clustered_on(lambda folder: (folder / "centroids.npy").write_bytes(b"\x93NUMPY")),
                 "clusters/centroids.npy: is missing or not what was written",
@@ -163,5 +144,5 @@ CASES = [
                 "gone/index/manifest.json: no manifest",
             ),
         },
-    ),
-]
+    }
+)

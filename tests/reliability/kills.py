@@ -26,28 +26,20 @@ from lightning.pytorch.callbacks import Callback
 
 from embeddings.cli.main import main
 from embeddings.common.checkpoint_file import read_checkpoint
-from tests.helpers.runs import run_config, write_config
+from tests.helpers.runs import component, run_config, write_config
 from tests.modules.cde_runs import cde_config
 from tests.modules.language_runs import language_config
 from tests.modules.mgh_runs import mgh_config
 from tests.modules.moe_modules import moe_config
 
 STEPS = 12
-CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 80}}
-KEEP = {
-    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-    "init_args": {"every_n_train_steps": 1, "save_last": True, "save_top_k": 0},
-}
+CACHE = component("GradCacheCallback", mini_batch_tokens=80)
+KEEP = component("ModelCheckpoint", every_n_train_steps=1, save_last=True, save_top_k=0)
 # Batches of one optimiser step: the same number in all epochs, or from one epoch on another.
 ACCUMULATIONS: dict[str, dict[str, Any]] = {
     "moe, accumulated": {"accumulate_grad_batches": 2, "callbacks": [CACHE]},
     "nv-embed, changing accumulation": {
-        "callbacks": [
-            {
-                "class_path": "lightning.pytorch.callbacks.GradientAccumulationScheduler",
-                "init_args": {"scheduling": {0: 1, 1: 3, 2: 2}},
-            }
-        ]
+        "callbacks": [component("GradientAccumulationScheduler", scheduling={0: 1, 1: 3, 2: 2})]
     },
 }
 # What follows from when a run took place, and not from what it computed.
@@ -108,8 +100,7 @@ def killed_config(
     """The config of one run in `folder`, with a checkpoint after each step unless `keep` says otherwise."""
     folder.mkdir(parents=True)
     config = configs()[method](folder)
-    ledger: dict[str, Any] = {"class_path": f"{__package__}.kills.Ledger"}
-    ledger["init_args"] = {"path": str(folder / "ledger.jsonl"), "seconds": seconds}
+    ledger = component(f"{__package__}.kills.Ledger", path=str(folder / "ledger.jsonl"), seconds=seconds)
     accumulation = ACCUMULATIONS.get(method, {"callbacks": []})
     callbacks = [ledger, keep, *([CACHE] if cached else []), *accumulation["callbacks"]]
     config["trainer"] |= {**accumulation, "max_steps": STEPS, "callbacks": callbacks}

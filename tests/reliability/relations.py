@@ -10,31 +10,21 @@ from tests.reliability.cases import (
     EVALUATE,
     FILTER,
     FIT,
+    GOOD,
     MINE,
-    Case,
     Make,
     both,
+    cases,
     copied,
+    judged,
+    pairs,
     rows,
     run,
-    table,
 )
 from tests.reliability.texts import conversion, source
 
-GOOD = {"query": "pad sequences", "positive": "the pad"}
 REFUSE = "--suspect-rows refuse"
 SUSPECT = "mend them, or set suspect_rows: leave_out (or keep)"
-
-
-def pairs(**fields: object) -> Make:
-    """A good record, and one with these fields."""
-    return rows("pairs.jsonl", GOOD, {**GOOD, **fields})
-
-
-def judged(*lines: str) -> Make:
-    """The evaluation folder with these judgments."""
-    text = "query-id\tcorpus-id\tscore\n" + "".join(f"{line}\n" for line in lines)
-    return copied("eval", lambda folder: (folder / "qrels.tsv").write_text(text))
 
 
 def several(count: int, **fields: object) -> Make:
@@ -61,18 +51,15 @@ def clustered_on(damage: Callable[[Path], object]) -> Make:
     return both(copied("clusters", damage), run(clustered))
 
 
-def level(value: object) -> Make:
-    """A record whose negative has this level."""
-    return pairs(negatives=[{"text": "the fox", "level": value}])
-
-
 TWO = ({"text": "a", "label": "one"}, {"text": "b", "label": "two"}, {"text": "c", "label": "two"})
-CASES = [
-    *table(
-        FILTER,
-        {
+CASES = cases(
+    {
+        FILTER: {
             "a record without positives": (pairs(positive=[]), "pairs.jsonl:2: positive is an empty list"),
-            "a level of 5": (level(5), "pairs.jsonl:2: negatives[0].level is 5, expected a whole number from 1"),
+            "a level of 5": (
+                pairs(negatives=[{"text": "the fox", "level": 5}]),
+                "pairs.jsonl:2: negatives[0].level is 5, expected a whole number from 1",
+            ),
             "a negative without its level": (
                 pairs(negatives=[{"text": "a"}]),
                 "pairs.jsonl:2: negatives[0].level is None",
@@ -82,10 +69,7 @@ CASES = [
                 "source 'input': some negatives have a level and others have none",
             ),
         },
-    ),
-    *table(
-        f"{FILTER} {REFUSE}",
-        {
+        f"{FILTER} {REFUSE}": {
             "a positive that is the query": (
                 pairs(positive="pad sequences"),
                 f"1 row contradicts itself: pairs.jsonl:2 (a positive is the query itself); {SUSPECT}",
@@ -95,16 +79,13 @@ CASES = [
                 f"1 row contradicts itself: pairs.jsonl:2 (a negative is also a positive); {SUSPECT}",
             ),
         },
-    ),
-    Case(
-        "a negative that is the positive but for spaces",
-        pairs(negatives=[" the pad\n"]),
-        f"{CLUSTER} {REFUSE}",
-        f"pairs.jsonl:2 (a negative is also a positive); {SUSPECT}",
-    ),
-    *table(
-        FIT,
-        {
+        f"{CLUSTER} {REFUSE}": {
+            "a negative that is the positive but for spaces": (
+                pairs(negatives=[" the pad\n"]),
+                f"pairs.jsonl:2 (a negative is also a positive); {SUSPECT}",
+            ),
+        },
+        FIT: {
             "a curriculum without levels": (
                 both(several(8, negatives=["a", "b"]), run(curriculum)),
                 "data.sampler needs negatives with levels",
@@ -133,6 +114,7 @@ CASES = [
                 both(several(3), run()),
                 "data.batch_size must not exceed the 3 training rows",
             ),
+            "clusters that are not there": (run(clustered), "clusters/manifest.json: no manifest"),
             "clusters of another source": (both(several(12), clustered_on(lambda folder: None)), "clusters"),
             "vectors of another source": (
                 lambda place: both(
@@ -142,22 +124,16 @@ CASES = [
                 "clusters.vectors",
             ),
         },
-    ),
-    Case(
-        "more clusters than records",
-        pairs(),
-        CLUSTER.replace("clusters 2", "clusters 3"),
-        "num_clusters must not exceed the 2 rows, got 3",
-    ),
-    Case(
-        "fewer documents than negatives",
-        pairs(positive="another"),
-        MINE,
-        "2 different documents, too few for 2 negatives",
-    ),
-    *table(
-        ENCODE,
-        {
+        CLUSTER.replace("clusters 2", "clusters 3"): {
+            "more clusters than records": (pairs(), "num_clusters must not exceed the 2 rows, got 3"),
+        },
+        MINE: {
+            "fewer documents than negatives": (
+                pairs(positive="another"),
+                "2 different documents, too few for 2 negatives",
+            ),
+        },
+        ENCODE: {
             "an id twice in a corpus": (
                 rows("corpus.jsonl", {"_id": "a", "text": "b"}, {"_id": "a", "text": "c"}),
                 "corpus.jsonl:2: the id 'a' occurs a second time",
@@ -167,10 +143,7 @@ CASES = [
                 "corpus.jsonl:1: field '_id' is null",
             ),
         },
-    ),
-    *table(
-        EVALUATE,
-        {
+        EVALUATE: {
             "a judgment of no query": (
                 judged("q0\td0\t1", "q99\td0\t1"),
                 "eval/qrels.tsv:3: no query has the id 'q99'",
@@ -181,11 +154,17 @@ CASES = [
                 "eval/qrels.tsv:3: 'q0' and 'd0' were judged 1 above, here 0",
             ),
         },
-    ),
-    Case(
-        "judgments of other queries than the records'",
-        both(pairs(), judged("q0\td0\t1", "q0\td1\t2")),
-        [*MINE.split()[:-2], "--levels", "grades", "--judgments", "eval/qrels.tsv"],
-        "eval/qrels.tsv: judges no document for any query of the source",
-    ),
-]
+        (
+            *MINE.split()[:-2],
+            "--levels",
+            "grades",
+            "--judgments",
+            "eval/qrels.tsv",
+        ): {
+            "judgments of other queries than the records'": (
+                both(pairs(), judged("q0\td0\t1", "q0\td1\t2")),
+                "eval/qrels.tsv: judges no document for any query of the source",
+            ),
+        },
+    }
+)

@@ -19,14 +19,12 @@ from typing import Any
 import torch
 
 from tests.callbacks.preempted_runs import fake_scontrol
+from tests.helpers.runs import component
 from tests.reliability.kills import chosen, differences, final_state, killed_config, ledger, run, start_child
 
 SIGNALS = ([10], [15], [10, 15], [15, 15])
 # One checkpoint at the end alone: whatever lies there before was written because of a signal.
-KEEP: dict[str, Any] = {
-    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-    "init_args": {"every_n_train_steps": 500, "save_last": True, "save_on_exception": True},
-}
+KEEP = component("ModelCheckpoint", every_n_train_steps=500, save_last=True, save_on_exception=True)
 
 
 def signalled(folder: Path, config: dict[str, Any], chance: random.Random, seconds: float) -> str:

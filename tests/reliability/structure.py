@@ -8,28 +8,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tests.reliability.cases import (
-    CLUSTER,
-    EVALUATE,
-    FILTER,
-    MINE,
-    Case,
-    Make,
-    copied,
-    put,
-    rows,
-    table,
-)
+from tests.reliability.cases import CLUSTER, EVALUATE, FILTER, GOOD, MINE, Make, cases, copied, pairs, put, rows
 from tests.reliability.world import Place
 
-GOOD = {"query": "pad sequences", "positive": "the pad"}
 LINE = json.dumps(GOOD).encode() + b"\n"
 AGAIN = "fetch or compress the file again"
-
-
-def pairs(*values: object) -> Make:
-    """Training records: a good one, then these values as rows."""
-    return rows("pairs.jsonl", GOOD, *values)
 
 
 def raw(content: bytes, name: str = "pairs.jsonl") -> Make:
@@ -37,7 +20,7 @@ def raw(content: bytes, name: str = "pairs.jsonl") -> Make:
     return put(name, content)
 
 
-def zipped(damage: object = None) -> bytes:
+def zipped() -> bytes:
     """Many records, compressed."""
     return gzip.compress(b"".join(b'{"query": "q %d", "positive": "p %d"}\n' % (row, row) for row in range(3000)))
 
@@ -79,35 +62,37 @@ def cut(folder: Path, name: str) -> None:
     path.write_bytes(path.read_bytes()[:-3])
 
 
-CASES = [
-    *table(
-        FILTER,
-        {
+CASES = cases(
+    {
+        FILTER: {
             "a last row that is cut off": (
                 raw(LINE + LINE[:20]),
                 "pairs.jsonl:2: the file ends in the middle of this row",
             ),
-            "an array among objects": (pairs(["q", "p"]), "pairs.jsonl:2: the row is a JSON array, expected an object"),
+            "an array among objects": (
+                rows("pairs.jsonl", GOOD, ["q", "p"]),
+                "pairs.jsonl:2: the row is a JSON array, expected an object",
+            ),
             "comma-separated values": (
                 raw(b"query,positive\na,b\n"),
                 "pairs.jsonl:1: this is a table of separated values (CSV), and its name says otherwise",
             ),
             "an empty file": (raw(b""), "pairs.jsonl: is empty"),
             "a column that is not there": (
-                pairs({"query": "a", "reply": "b"}),
+                rows("pairs.jsonl", GOOD, {"query": "a", "reply": "b"}),
                 "pairs.jsonl:2: field 'positive': no column 'positive' among query, reply; map it with columns",
             ),
-            "a number for a text": (pairs({**GOOD, "query": 3}), "pairs.jsonl:2: query is a number, expected text"),
+            "a number for a text": (pairs(query=3), "pairs.jsonl:2: query is a number, expected text"),
             "an object for a text": (
-                pairs({**GOOD, "positive": {"text": "b"}}),
+                pairs(positive={"text": "b"}),
                 "pairs.jsonl:2: positive is an object, expected text or a list of texts",
             ),
             "a score that is NaN": (
-                pairs({**GOOD, "score": float("nan")}),
+                pairs(score=float("nan")),
                 "pairs.jsonl:2: score is nan, expected a finite number",
             ),
             "a fraction for a label": (
-                pairs({**GOOD, "label": 0.5}),
+                pairs(label=0.5),
                 "pairs.jsonl:2: label is a number, expected text or a whole number",
             ),
             "JSON nested too deep": (raw(b'{"query":' * 100_000 + b"\n"), "pairs.jsonl:1: the JSON is nested too deep"),
@@ -137,42 +122,44 @@ CASES = [
                 "pairs.jsonl: is a folder, expected a file",
             ),
         },
-    ),
-    Case(
-        "judgments that are cut off",
-        copied("eval", lambda d: cut(d, "qrels.tsv")),
-        EVALUATE,
-        "eval/qrels.tsv:9: has 2 columns",
-    ),
-    *table(
-        CLUSTER,
-        {
+        EVALUATE: {
+            "judgments that are cut off": (
+                copied("eval", lambda d: cut(d, "qrels.tsv")),
+                "eval/qrels.tsv:9: has 2 columns",
+            ),
+        },
+        CLUSTER: {
             "blank lines alone": (raw(b"\n \n\t\n"), "pairs.jsonl: holds no rows"),
         },
-    ),
-    Case(
-        "one JSON array of all rows",
-        raw(b"[" + LINE.strip() + b",\n" + LINE + b"]\n"),
-        MINE,
-        "pairs.jsonl:1: a JSON array begins here, expected JSON lines",
-    ),
-    Case(
-        "a column mapped to one that is not there",
-        pairs(GOOD),
-        [*FILTER.split(), "--columns", "{positive: answer}"],
-        "pairs.jsonl:1: field 'positive': no column 'answer' among query, positive",
-    ),
-    Case(
-        "JSON lines called Parquet",
-        raw(LINE, "pairs.parquet"),
-        FILTER.replace(".jsonl", ".parquet"),
-        "pairs.parquet: is not a Parquet file",
-    ),
-    Case("a pattern that matches nothing", pairs(), FILTER.replace("pairs", "part-*"), "part-*.jsonl: no file matches"),
-    Case(
-        "a file named twice",
-        pairs(),
-        [*FILTER.split()[:2], "[pairs.jsonl, pairs.jsonl]", "--output", "out.parquet"],
-        "pairs.jsonl: the path names this file twice",
-    ),
-]
+        MINE: {
+            "one JSON array of all rows": (
+                raw(b"[" + LINE.strip() + b",\n" + LINE + b"]\n"),
+                "pairs.jsonl:1: a JSON array begins here, expected JSON lines",
+            ),
+        },
+        (
+            *FILTER.split(),
+            "--columns",
+            "{positive: answer}",
+        ): {
+            "a column mapped to one that is not there": (
+                pairs(),
+                "pairs.jsonl:1: field 'positive': no column 'answer' among query, positive",
+            ),
+        },
+        FILTER.replace(".jsonl", ".parquet"): {
+            "JSON lines called Parquet": (raw(LINE, "pairs.parquet"), "pairs.parquet: is not a Parquet file"),
+        },
+        FILTER.replace("pairs", "part-*"): {
+            "a pattern that matches nothing": (pairs(), "part-*.jsonl: no file matches"),
+        },
+        (
+            *FILTER.split()[:2],
+            "[pairs.jsonl, pairs.jsonl]",
+            "--output",
+            "out.parquet",
+        ): {
+            "a file named twice": (pairs(), "pairs.jsonl: the path names this file twice"),
+        },
+    }
+)

@@ -2,7 +2,6 @@
 
 import random
 import re
-import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -86,14 +85,3 @@ def test_a_process_that_dies_before_its_first_case_is_not_begun_again(
     monkeypatch.setattr(sys, "executable", str(broken))
     with pytest.raises(RuntimeError, match="ended with 3 before case 0: no memory"):
         fuzz.fuzz(4, 0, tmp_path, processes=1)
-
-
-def test_the_half_line_of_a_process_that_was_killed_says_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    journal = tmp_path / "journal.jsonl"
-    journal.write_text('{"began": 2}\n{"index": 2, "co\n{"began": 3}\n{"index": 3, "code": 0}\n\n{"beg')
-    assert fuzz._read(journal) == (3, [{"index": 3, "code": 0}])
-    fuzz.run_share(0, range(0), journal, tmp_path / "world")
-    assert journal.read_text().endswith('{"beg\n')

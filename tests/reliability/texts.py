@@ -7,24 +7,19 @@ from tests.reliability.cases import (
     EVALUATE,
     FILTER,
     FIT,
+    GOOD,
     SEARCH,
-    Case,
     Make,
     both,
+    cases,
     copied,
+    pairs,
     put,
     rows,
     run,
-    table,
 )
 
-GOOD = {"query": "pad sequences", "positive": "the pad"}
 GIVE = "give it a text, or leave the row out"
-
-
-def pairs(**fields: object) -> Make:
-    """A good record, and one with these fields."""
-    return rows("pairs.jsonl", GOOD, {**GOOD, **fields})
 
 
 def data(**options: Any) -> Make:
@@ -68,11 +63,10 @@ def language_model(*values: object) -> Make:
     return both(rows("pairs.jsonl", *values), run(change))
 
 
-SHOW = ["show", "anchor-tokens", "--model", "MODEL"]
-CASES = [
-    *table(
-        FILTER,
-        {
+SHOW = ("show", "anchor-tokens", "--model", "MODEL")
+CASES = cases(
+    {
+        FILTER: {
             "an empty query": (pairs(query=""), f"pairs.jsonl:2: query is an empty text; {GIVE}"),
             "an empty positive": (pairs(positive=""), f"pairs.jsonl:2: positive is an empty text; {GIVE}"),
             "an empty negative with a level": (
@@ -81,10 +75,7 @@ CASES = [
             ),
             "null for a query": (pairs(query=None), f"pairs.jsonl:2: query is null, expected text; {GIVE}"),
         },
-    ),
-    *table(
-        FIT,
-        {
+        FIT: {
             "an empty instruction of a source": (
                 source(instruction=["find", " "]),
                 "data.sources[pairs].instruction must not be empty",
@@ -108,36 +99,42 @@ CASES = [
             ),
             "a language model without any text": (language_model({"text": ""}, {"text": " "}), "pairs"),
         },
-    ),
-    *table(
-        ENCODE,
-        {
+        ENCODE: {
             "null for a document": (
                 rows("corpus.jsonl", {"text": "a"}, {"text": None}),
                 "corpus.jsonl:2: field 'text' is null, expected text",
             ),
         },
-    ),
-    Case(
-        "an empty query of an evaluation",
-        copied("eval", lambda d: (d / "queries.jsonl").write_text('{"_id": "q0", "text": " "}\n')),
-        EVALUATE,
-        "eval/queries.jsonl:1: field 'text' is empty",
-    ),
-    Case(
-        "nothing to search for",
-        rows("corpus.jsonl", {"text": "a"}),
-        [*SEARCH.split()[:-1], " "],
-        "query must not be empty",
-    ),
-    Case("nothing to show", put("a", ""), [*SHOW, "fox", ""], "TEXT must not be empty"),
-    Case(
-        "a text without a token of its own", put("a", ""), [*SHOW, "\u200b\u200b"], "TEXT must hold a token of its own"
-    ),
-    Case(
-        "a file without a text to route",
-        rows("texts.jsonl", {"text": " "}),
-        "show routing --model SPARSE --input texts.jsonl",
-        "--input texts.jsonl: holds no text",
-    ),
-]
+        EVALUATE: {
+            "an empty query of an evaluation": (
+                copied("eval", lambda d: (d / "queries.jsonl").write_text('{"_id": "q0", "text": " "}\n')),
+                "eval/queries.jsonl:1: field 'text' is empty",
+            ),
+        },
+        (
+            *SEARCH.split()[:-1],
+            " ",
+        ): {
+            "nothing to search for": (rows("corpus.jsonl", {"text": "a"}), "query must not be empty"),
+        },
+        (
+            *SHOW,
+            "fox",
+            "",
+        ): {
+            "nothing to show": (put("a", ""), "TEXT must not be empty"),
+        },
+        (
+            *SHOW,
+            "\u200b\u200b",
+        ): {
+            "a text without a token of its own": (put("a", ""), "TEXT must hold a token of its own"),
+        },
+        "show routing --model SPARSE --input texts.jsonl": {
+            "a file without a text to route": (
+                rows("texts.jsonl", {"text": " "}),
+                "--input texts.jsonl: holds no text",
+            ),
+        },
+    }
+)

@@ -1,6 +1,5 @@
 """The tiny world that malformed inputs are made in: good files and models, each built when first asked for."""
 
-import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import yaml
 from embeddings.cli.main import main
 from embeddings.common import TextSettings
 from embeddings.models import Embedder, LatentAttentionPooling, MeanPooling
-from tests.helpers.runs import WORDS, run_config, write_pairs, write_retrieval_folder
+from tests.helpers.runs import run_config, write_pairs, write_retrieval_folder
 from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 from tests.models.moe import tiny_moe
@@ -24,11 +23,7 @@ NUM_PAIRS = 12
 
 
 class World:
-    """Good files under one folder, which nobody writes to. A name in capitals in a command line is one of them.
-
-    Args:
-        root: An empty folder.
-    """
+    """Good files under one folder, which nobody writes to. A name in capitals in a command line is one of them."""
 
     def __init__(self, root: Path) -> None:
         root.mkdir(exist_ok=True)
@@ -61,13 +56,7 @@ class World:
 
 
 class Place:
-    """The folder that a case is made in, which is also where its command runs.
-
-    Args:
-        folder: The folder.
-        world: Where copies come from.
-        patch: What undoes changes of the environment and of libraries after the case.
-    """
+    """The folder that a case is made in, which is also where its command runs."""
 
     def __init__(self, folder: Path, world: World, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.world, self.patch = folder, world, patch
@@ -121,11 +110,6 @@ def _sharded(path: Path) -> None:
     wordpiece_tokenizer().save_pretrained(path)
 
 
-def _labels(path: Path) -> None:
-    rows = [{"text": f"the {WORDS[row]} and {WORDS[-row]}", "label": f"class {row % 3}"} for row in range(NUM_PAIRS)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def _run_folder(world: World, path: Path) -> None:
     """What a run of two steps leaves, its checkpoint among it."""
     path.mkdir()
@@ -168,7 +152,6 @@ def _checkpoint(world: World, path: Path) -> None:
 
 _BUILDERS: dict[str, Callable[[World, Path], object]] = {
     "pairs.jsonl": lambda world, path: write_pairs(path, NUM_PAIRS),
-    "labels.jsonl": lambda world, path: _labels(path),
     "eval": lambda world, path: write_retrieval_folder(path),
     "backbone": lambda world, path: save_backbone(str(path), tiny_bert(), wordpiece_tokenizer()),
     "decoder": lambda world, path: save_backbone(str(path), tiny_mistral(), sentencepiece_tokenizer()),

@@ -105,11 +105,7 @@ class Cluster:
         return self.jobs(number)
 
     def wait_while_running(self, number: str, happened: Callable[[], bool], what: str) -> None:
-        """Wait for something that a job does.
-
-        Raises:
-            RuntimeError: If it ends before, with what it said.
-        """
+        """Wait for something that a job does; a `RuntimeError` has what it said if it ends before."""
 
         def ended_or_happened() -> bool:
             return happened() or self.jobs(number)[0].has_ended

@@ -33,11 +33,7 @@ class CheckFailed(Exception):
 
 
 def expect(what: str, found: Any, wanted: Any) -> None:
-    """Compare.
-
-    Raises:
-        CheckFailed: If they differ.
-    """
+    """Compare; a `CheckFailed` where they differ."""
     if found != wanted:
         raise CheckFailed(f"{what}: found {found}, expected {wanted}")
 

@@ -1,5 +1,6 @@
 """One step of every method on some ranks under some strategy, and how far its update is from a single process's."""
 
+import logging
 import os
 import socket
 import warnings
@@ -152,6 +153,7 @@ def relative_error(found: State, expected: State, start: State) -> float:
 def be_launched(rank: int) -> None:
     """Have Lightning take this process for one of two that were started from outside."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE="2", RANK=str(rank), MASTER_ADDR="127.0.0.1")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     port = [_free_port() if rank == 0 else 0]
     dist.broadcast_object_list(port)
     os.environ["MASTER_PORT"] = str(port[0])

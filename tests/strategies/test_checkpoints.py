@@ -1,6 +1,5 @@
 """One file for all strategies: a run goes on bit for bit under its own, and under any other with the same weights."""
 
-import logging
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
@@ -40,7 +39,6 @@ def run(
 
 def cases(folder: Path, names: tuple[str, ...], rank: int) -> dict[str, State]:
     be_launched(rank)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     found = {}
     for name in names:
         strategy, _, precision = name.partition(", ")

@@ -1,6 +1,5 @@
 """Compiled layers under strategies that cut, on two gloo ranks: the gradient of plain layers in a single process."""
 
-import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ CASES = [("fsdp2", True), ("zero 3", True), ("zero 2", True)]
 
 def updates(folder: Path, rank: int) -> dict[Any, Any]:
     be_launched(rank)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     backbone._COMPILER = {"backend": "aot_eager"}
     make, found = methods(folder)[METHOD], {}
     compiled = partial(make.func, replace(make.args[0], compile=True), **make.keywords)  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import run_config
+from tests.helpers.runs import component, run_config
 from tests.strategies.test_fit import DDP, fit
 
 LEDGER = "tests.reliability.kills.Ledger"
@@ -22,8 +22,8 @@ def config_of(folder: Path, ranks: int, ledger: Path, sampler: str) -> dict[str,
         "devices": ranks,
         "strategy": DDP if ranks > 1 else "auto",
         "callbacks": [
-            {"class_path": LEDGER, "init_args": {"path": str(ledger), "seconds": 0.0}},
-            {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep},
+            component(LEDGER, path=str(ledger), seconds=0.0),
+            component("ModelCheckpoint", **keep),
         ],
     }
     config["data"]["init_args"] |= {"batch_size": 8 // ranks, "sampler": {"class_path": f"embeddings.data.{sampler}"}}

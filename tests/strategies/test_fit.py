@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.processes import run_command
-from tests.helpers.runs import run_config, write_config, write_retrieval_folder
+from tests.helpers.runs import component, run_config, write_config, write_retrieval_folder
 
-DDP = {"class_path": "lightning.pytorch.strategies.DDPStrategy"}
-FSDP2 = {"class_path": "embeddings.strategies.FSDP2Strategy", "init_args": {"process_group_backend": "gloo"}}
-ZERO_3 = {"class_path": "tests.strategies.cpu_zero.CpuZero", "init_args": {"stage": 3, "process_group_backend": "gloo"}}
+DDP = component("lightning.pytorch.strategies.DDPStrategy")
+FSDP2 = component("embeddings.strategies.FSDP2Strategy", process_group_backend="gloo")
+ZERO_3 = component("tests.strategies.cpu_zero.CpuZero", stage=3, process_group_backend="gloo")
 
 
 def fit(folder: Path, config: dict[str, Any], *extra: str) -> None:
@@ -32,17 +32,13 @@ def config_of(folder: Path, scores: Path, strategy: dict[str, Any]) -> dict[str,
     folder.mkdir()
     config = run_config(folder)
     kept = {"monitor": "val/ndcg_at_10", "mode": "max", "every_n_train_steps": 2, "save_last": True}
-    callbacks = {
-        "embeddings.callbacks.GradCacheCallback": {"mini_batch_tokens": 64},
-        "embeddings.callbacks.RetrievalEvaluation": {"folder": str(scores), "every_n_steps": 2},
-        "lightning.pytorch.callbacks.ModelCheckpoint": {**kept, "dirpath": str(folder / "kept")},
-        "embeddings.callbacks.ExportModel": {"output": str(folder / "model"), "replace": True},
-    }
-    config["trainer"] |= {
-        "devices": 2,
-        "strategy": strategy,
-        "callbacks": [{"class_path": path, "init_args": arguments} for path, arguments in callbacks.items()],
-    }
+    callbacks = [
+        component("GradCacheCallback", mini_batch_tokens=64),
+        component("RetrievalEvaluation", folder=str(scores), every_n_steps=2),
+        component("ModelCheckpoint", **kept, dirpath=str(folder / "kept")),
+        component("ExportModel", output=str(folder / "model"), replace=True),
+    ]
+    config["trainer"] |= {"devices": 2, "strategy": strategy, "callbacks": callbacks}
     return config
 
 

@@ -1,6 +1,5 @@
 """FSDP2 in bfloat16, within a memory budget, and what it refuses; the rest is tested with that of all strategies."""
 
-import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ METHODS = {"nv-embed, whole backbone": 2e-3, "moe": 2e-2}
 
 def updates(folder: Path, rank: int) -> dict[Any, Any]:
     be_launched(rank)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     made, found = methods(folder), {}
     for name in METHODS:
         for strategy in (DDPStrategy, FSDP2Strategy):

@@ -1,6 +1,5 @@
 """Every method under every strategy on two gloo ranks, plain and under GradCache: the gradient of a single process."""
 
-import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,6 @@ MUTANTS = {"own gradient": own_gradient_only, "own sums": own_sums_only}
 
 def updates(folder: Path, cases: list[tuple[str, str, bool]], rank: int) -> dict[Any, Any]:
     be_launched(rank)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     made, found = methods(folder), {}
     for method, strategy, cached in cases:
         own = batches(method, rank)

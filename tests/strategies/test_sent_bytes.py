@@ -1,6 +1,5 @@
 """What a plan says that a GPU sends in a step, against the collectives of two gloo ranks, within a tenth."""
 
-import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,6 @@ class Sent(TorchDispatchMode):
 
 def sent_and_planned(folder: Path, rank: int) -> dict[Any, Any]:
     be_launched(rank)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     made, found = methods(folder), {}
     for method, strategy, cached, precision in CASES:
         data = batches(method, rank)[:1] * ACCUMULATED

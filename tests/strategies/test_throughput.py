@@ -1,6 +1,5 @@
 """The arithmetic that `Throughput` counts is that of the whole model, however its weights are cut over the ranks."""
 
-import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ class Counts(L.Callback):
 
 def counted(folder: Path, rank: int) -> dict[str, float]:
     be_launched(rank)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     found = {}
     for name in ("fsdp2", "zero 3"):
         counts = Counts()

@@ -1,7 +1,6 @@
 """What ZeRO refuses, and that a gradient that is not finite ends a run; the tests of all strategies have the rest."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -71,7 +70,6 @@ class Weights(L.Callback):
 def poisoned(folder: Path, rank: int) -> dict[Any, Any]:
     """What each case says of a gradient that is infinite on the second rank, in the first half of the second step."""
     be_launched(rank)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     make = partial(methods(folder)[METHOD], optimizer=partial(torch.optim.AdamW, lr=1e-3))
     found = {}
     for stage, precision, cached in CASES:
