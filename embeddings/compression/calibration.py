@@ -58,12 +58,9 @@ class CalibrationText(NamedTuple):
 
 
 def calibration_texts(options: CalibrationOptions) -> list[CalibrationText]:
-    """The texts that are drawn, in their order.
+    """The texts that the options and the files' texts alone decide, in their order.
 
-    Determinism: they depend on the options and the files' texts alone.
-    Raises:
-        InputError: If a file cannot be read, or there is no text in it.
-        OptionError: If no file is named.
+    No named file is an `OptionError`; a file that cannot be read, or files without a text, are an `InputError`.
     """
     if options.calibration is None or not options.calibration:
         rule = "must name texts that show what each layer is given"
@@ -126,7 +123,6 @@ def _pool_of_records(path: str) -> _Pool:
     table_of_rows = open_cached(SourceConfig("calibration", path, suspect_rows="keep")).table
 
     def take(rows: list[int]) -> list[CalibrationText]:
-        """Both texts of each."""
         found = table_of_rows.rows(rows)
         pairs = [(CalibrationText("query", row.query), CalibrationText("document", row.positives[0])) for row in found]
         return [text for pair in pairs for text in pair]

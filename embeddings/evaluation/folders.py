@@ -37,16 +37,7 @@ _QRELS_HEADER = ("query-id", "corpus-id", "score")
 
 @dataclass(frozen=True, eq=False)
 class RetrievalFolder:
-    """A corpus, queries, and which documents are relevant to which.
-
-    Attributes:
-        documents: Title and text of each document.
-        document_ids: Their ids.
-        queries: Texts of the queries that have a relevant document.
-        query_ids: Their ids.
-        qrels: Relevance by row.
-        num_skipped: Queries left out because no document is relevant to them.
-    """
+    """Title and text of each document, queries that have a relevant document, and relevance by row."""
 
     kind: ClassVar[str] = "retrieval"
     documents: list[str]
@@ -226,10 +217,7 @@ def retrieval_files_of(qrels: str | PathLike[str]) -> RetrievalFiles:
 
 
 def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
-    """The corpus, queries and qrels in some files.
-
-    Memory: all texts of the corpus.
-    """
+    """The corpus, all of it in memory, queries and qrels in some files."""
     documents = list(read_corpus(files.corpus))
     document_row = {document.document_id: row for row, document in enumerate(documents)}
     text_of_query = _read_queries(files.queries)
@@ -255,11 +243,8 @@ def read_qrels(
     """The grade of each judged document of each query, both of known ids.
 
     Columns are query-id, corpus-id, score under that header (BEIR), or query, iteration, document, score without one
-    (TREC, tabs or spaces). A grade of 0 or below means judged and not relevant.
-
-    Raises:
-        InputError: If the file is empty, names an unknown id, judges a pair twice in two ways, or has no relevant pair;
-            the message names file and row.
+    (TREC, tabs or spaces). A grade of 0 or below means judged and not relevant. An `InputError` names file and row of
+    an unknown id or a pair judged in two ways, and a file without a relevant pair.
     """
     relevance: dict[str, dict[str, float]] = {}
     for number, encoded in enumerate(Path(path).read_bytes().split(b"\n"), start=1):

@@ -74,12 +74,9 @@ class RetrievalScores(NamedTuple):
 
 
 def retrieval_metrics(ranked_QK: Ints, qrels: Qrels, cutoffs: Sequence[int] = (10, 100)) -> RetrievalScores:
-    """The retrieval metrics of a ranking at each cutoff: means over the queries that have a relevant document.
+    """The metrics of rankings (Q, K), -1 for no document, at each cutoff: means over queries with a relevant document.
 
-    Args:
-        ranked_QK: Rows of the documents found, best first, (Q, K) int64, -1 where there is none; no row twice.
-        qrels: What is relevant.
-        cutoffs: Ranks to stop at. One larger than K counts what was found.
+    A cutoff larger than K counts what was found.
     """
     gain_QK = qrels.gain(ranked_QK)
     counted_Q = qrels.num_relevant() > 0
@@ -121,9 +118,9 @@ def recall_at_k(gain_QK: Floats, qrels: Qrels, cutoff: int) -> Floats:
 
 
 def map_at_k(gain_QK: Floats, qrels: Qrels, cutoff: int) -> Floats:
-    """Precision at each relevant document within the cutoff, summed, over the number of relevant documents, (Q,).
+    """Precision at each relevant document within the cutoff, summed, over the number of all relevant documents, (Q,).
 
-    The denominator counts documents beyond the cutoff too, as trec_eval's `map_cut` does.
+    Documents beyond the cutoff count in the denominator, as in trec_eval's `map_cut`.
     """
     relevant_QK = gain_QK[:, :cutoff] > 0
     precision_QK = relevant_QK.cumsum(axis=1) / (np.arange(relevant_QK.shape[1]) + 1.0)

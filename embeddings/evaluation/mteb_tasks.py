@@ -61,11 +61,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Any]] = {
 
 
 class FolderTask:
-    """The part of a folder's task that mteb's class of its type lacks: it reads the folder when it is run.
-
-    Attributes:
-        source: The folder, or what was read from one.
-    """
+    """What mteb's class of a type lacks for a folder's task: it reads `source`, a folder or its data."""
 
     source: ClassVar[Path | EvaluationFolder]
     dataset: Any
@@ -77,11 +73,7 @@ class FolderTask:
     max_score: ClassVar[int] = 1
 
     def load_data(self, num_proc: int | None = None, **options: Any) -> None:
-        """Read the folder.
-
-        Raises:
-            InputError: If it cannot be used, or a grade is not an integer, which mteb requires.
-        """
+        """Read the folder; an `InputError` where it is unusable, or a grade no integer, which mteb requires."""
         if not self.data_loaded:
             folder = read_evaluation_folder(self.source) if isinstance(self.source, Path) else self.source
             self.dataset = _dataset(folder, str(self.source))
@@ -198,12 +190,8 @@ class TaskEncoder:
     """A model in mteb's encoder protocol.
 
     Queries are encoded as queries and documents as documents. The texts of tasks without roles are encoded as
-    documents, with their task's prompt only, as mteb does. `task_prompt` chooses the prompt.
-
-    Args:
-        encoder: The model, at its full width.
-        meta: Its description for mteb.
-        prompt_name: Which of the model's prompts goes before queries, or before every text of a task without roles.
+    documents, with their task's prompt only, as mteb does. `task_prompt` chooses the prompt, unless `prompt_name` is
+    given for queries, or for every text of a task without roles.
 
     Attributes:
         instruction_prompt: Prompt of the task's queries, or of all its texts where it has no roles, in place of the
@@ -228,16 +216,7 @@ class TaskEncoder:
         prompt_type: str | None = None,
         **options: Any,
     ) -> Vectors:
-        """The vectors of texts, (N, D) float32 of the chosen width; errors are those of `Encoder.encode`.
-
-        Args:
-            inputs: Batches of texts, under `text`.
-            task_metadata: The task.
-            hf_split: Its split.
-            hf_subset: Its subset, such as a language.
-            prompt_type: `query`, `document`, or None where the task has no roles.
-            options: Other arguments of mteb.
-        """
+        """The vectors of batches of texts under `text`, (N, D) float32 of the chosen width."""
         texts = [text for batch in inputs for text in batch["text"]]
         role: TextRole = "query" if prompt_type == "query" else "document"
         prompt = self.prompt(task_metadata, prompt_type)
@@ -286,13 +265,6 @@ class ContextualTaskEncoder(TaskEncoder):
     The context of a retrieval task is drawn from its own corpus, never from its queries. That of another task is drawn
     from the texts that it encodes first: the training texts of a classification, the first sentences of pairs, the
     texts to cluster.
-
-    Args:
-        encoder: The model, at its full width.
-        meta: Its description for mteb.
-        prompt_name: As for a `TaskEncoder`.
-        context_size: Documents that are drawn.
-        context_seed: Seed of the draws.
     """
 
     def __init__(

@@ -103,9 +103,8 @@ def evaluate_widths(
     """The scores on one folder at several widths, from one encoding: vectors are cut, then brought to unit length.
 
     The model's prompts apply as in mteb (`task_prompt`): `query` and `document` in retrieval and reranking, that of the
-    kind (`STS`) in the others, and none where the model has no such prompt. Retrieval ranks all documents by cosine,
-    and similarity is Spearman's correlation of the cosine with the score. mteb scores the other kinds: the same folder
-    has the same score as a task (see `embeddings.evaluation.task_runs.run_tasks`).
+    kind (`STS`) in the others. Retrieval ranks all documents by cosine, and similarity is Spearman's correlation of the
+    cosine with the score. mteb scores the other kinds: the same folder has the same score as a task (see `run_tasks`).
 
     Args:
         encoder: The model.

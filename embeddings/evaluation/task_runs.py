@@ -48,9 +48,6 @@ class TaskSettings:
         widths: How many leading dimensions of each vector are compared, one score each; None for all.
         context_size: Context documents of a contextual model, drawn for each task; None for no context.
         context_seed: Seed of these draws.
-
-    Raises:
-        OptionError: If both a prompt and instructions are given.
     """
 
     prompt_name: str | None = None
@@ -68,26 +65,20 @@ class TaskSettings:
 class TaskResults:
     """A folder of results: `results/MODEL/REVISION/TASK.json`, below it what was run with settings of its own.
 
-    Model, revision and settings are part of a result's path, so that a result of another model or of other settings is
-    never mistaken for this one. `mteb.ResultCache(FOLDER)` reads them all. Results of the parts of an aggregate task
-    are in a folder of its name: their instructions are the aggregate's, and may differ from their own.
-
-    Args:
-        folder: The folder; the first result creates it.
-        metas: The model's description for mteb by width: name, revision, settings.
+    Model, revision and settings are part of a result's path, so a result of another model or of other settings is never
+    taken for this one. `mteb.ResultCache(FOLDER)` reads them all. Results of the parts of an aggregate task are in a
+    folder of its name: their instructions are the aggregate's. `metas` describes the model for mteb by width.
     """
 
     def __init__(self, folder: Path, metas: Mapping[int, ModelMeta]) -> None:
         self.folder, self.metas = folder, metas
 
     def place(self, width: int) -> Path:
-        """The folder of this model's results with these settings."""
         meta = self.metas[width]
         folder = self.folder / "results" / meta.model_name_as_path() / str(meta.revision)
         return folder if meta.experiment_name is None else folder / "experiments" / meta.experiment_name
 
     def path(self, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> Path:
-        """The file of a task's result, or of a part of an aggregate."""
         return self.place(width) / ("" if aggregate is None else aggregate.metadata.name) / f"{task.metadata.name}.json"
 
     def find(self, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> TaskResult | None:
@@ -114,7 +105,6 @@ class TaskResults:
         return "_".join(filter(None, (str(meta.name).rpartition("/")[2], meta.experiment_name)))
 
     def searches(self, task: AirBenchTask, width: int) -> Path:
-        """The file of the searches of a set of AIR-Bench whose labels are private."""
         return searches_path(self.place(width), self.model(width), task.data)
 
     def score(self, task: AbsTask, width: int) -> float | None:
@@ -125,7 +115,6 @@ class TaskResults:
         return None if result is None else float(result.get_score())
 
     def write(self, result: TaskResult, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> None:
-        """Write the result of a task, or of a part of an aggregate, atomically."""
         meta = self.place(width) / "model_meta.json"
         if not meta.exists():
             write_json(meta, json.loads(json.dumps(self.metas[width].to_dict(), default=str)))
@@ -143,7 +132,6 @@ class TaskScore(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Whether there is a score at every width."""
         return None not in self.scores.values()
 
 
@@ -157,7 +145,7 @@ def collect_scores(results: TaskResults, tasks: Sequence[AbsTask]) -> list[TaskS
 
 
 def write_table(results: TaskResults, tasks: Sequence[AbsTask]) -> list[TaskScore]:
-    """Write a `scores.csv` beside the results of each width, the table of those tasks, and return the scores.
+    """Write a `scores.csv` of those tasks beside the results of each width, and return the scores.
 
     Several processes may end at once: each reads the results again after writing, so that the last table is complete.
     """
@@ -211,9 +199,9 @@ def run_tasks(
 ) -> list[TaskScore]:
     """Run the tasks that have no result yet, and write the table of all that have one.
 
-    A task's result is written when the task is done, and so is that of each part of an aggregate task: after a kill the
-    same call resumes. Without a network the data of all tasks are loaded once before the first task runs, so that
-    a missing data set costs no work.
+    The result of a task, or of a part of an aggregate one, is written as soon as it is known: after a kill the same
+    call resumes. Without a network the data of all tasks are loaded once before the first task runs, so that a missing
+    data set costs no work.
 
     Args:
         encoder: The model.
@@ -353,7 +341,7 @@ def _run(
 def _run_air_bench(
     adapted: TaskEncoder, task: AirBenchTask, widths: Sequence[int], results: TaskResults, settings: TaskSettings
 ) -> None:
-    """Search a set of AIR-Bench at some widths, and keep its scores, or its searches where the labels are private.
+    """Search a set of AIR-Bench, and keep its scores, or its searches where the labels are private.
 
     Of several processes that do this at once, one works and the others wait for it.
     """

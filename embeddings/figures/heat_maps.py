@@ -44,13 +44,7 @@ def draw_expert_loads(loads: ExpertLoads, title: str, subtitle: str, output: Pat
     """Draw a row a sparse layer and a column an expert, the darker a cell the more of the layer's tokens it has.
 
     Beside each row are its entropy (1: all experts loaded alike), the busiest expert's tokens over an even share, and
-    the number of experts that have none.
-
-    Args:
-        loads: The loads.
-
-    Raises:
-        InputError: If the layers have more experts than a picture has room for.
+    the number of experts that have none. More experts than a picture has room for are an `InputError`.
     """
     num_layers, num_experts = loads.count_YX.shape
     if num_experts > MAX_EXPERTS:
@@ -84,11 +78,7 @@ def draw_expert_loads(loads: ExpertLoads, title: str, subtitle: str, output: Pat
 def draw_zeros(zeros: Sequence[MatrixZeros], title: str, subtitle: str, output: Path) -> None:
     """Draw a row a layer and a column a matrix, the darker a cell the larger the share of zeros; beside it the layer's.
 
-    Args:
-        zeros: The zeros of every matrix, at least one.
-
-    Raises:
-        InputError: If the model has more layers or matrices in one than a picture has room for.
+    More layers or matrices than a picture has room for are an `InputError`.
     """
     layers = list(dict.fromkeys(found.layer for found in zeros))
     names = list(dict.fromkeys(found.name for found in zeros))
@@ -117,7 +107,6 @@ def draw_zeros(zeros: Sequence[MatrixZeros], title: str, subtitle: str, output: 
 
 
 def layer_shares(zeros: Sequence[MatrixZeros]) -> dict[int, float]:
-    """The share of zeros among all weights of each layer's matrices, by layer."""
     counts: dict[int, tuple[int, int]] = {}
     for found in zeros:
         num_zeros, num_weights = counts.get(found.layer, (0, 0))
@@ -148,16 +137,10 @@ def draw_latent_weights(
 ) -> None:
     """Draw a heat map a text: a row a token, a column a latent, the darker a cell the larger the weight.
 
-    The columns are the busiest latents over all texts, so that texts compare. Beside each row are the sum of the other
-    latents, and over how many latents its weight is spread. The last row is the mean over the text's tokens, which is
-    the paper's row.
+    The `num_columns` busiest latents over all texts have a column, so that texts compare. Beside each row are the sum
+    of the other latents, and over how many latents its weight is spread. The last row is the mean over the text's
+    tokens, which is the paper's row. More tokens than a picture has room for are an `InputError`.
 
-    Args:
-        texts: At least one, of one model.
-        num_columns: How many latents have a column.
-
-    Raises:
-        InputError: If the texts have more tokens than a picture has room for.
     Source: NV-Embed, appendix D, Fig. 2. Differs: a row a token, and heads averaged or one of them; for the paper's own
         picture see `draw_latents_by_text`.
     """
@@ -190,15 +173,9 @@ def draw_latent_weights(
 
 
 def draw_latents_by_text(texts: Sequence[LatentWeights], title: str, subtitle: str, output: Path) -> None:
-    """Draw one heat map: a row a text, a column each latent of each head, the weights averaged over the text's tokens.
+    """Draw one heat map: a row a text, a column each latent of each head in order, the mean over the text's tokens.
 
-    Every latent has its column, in its own order, and the heads are side by side.
-
-    Args:
-        texts: At least one, of one model.
-
-    Raises:
-        InputError: If there are more texts than a picture has room for.
+    More texts than a picture has room for are an `InputError`.
     Source: NV-Embed, appendix D, Fig. 2: 20 reviews by 4,096 columns, 512 latents in each of 8 heads.
     """
     if len(texts) > MAX_ROWS:

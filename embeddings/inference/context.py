@@ -38,7 +38,6 @@ class ContextDraw:
 
 
 def check_same_context(folder: Path, found: Context | None, requested: Context | ContextDraw) -> None:
-    """Refuse to search vectors of one context by queries of another."""
     if found is not None and found.summary() == requested.summary():
         return
     was = "without a context" if found is None else f"with {_describe(found.summary())}"
@@ -47,14 +46,11 @@ def check_same_context(folder: Path, found: Context | None, requested: Context |
 
 
 def sample_rows(num_documents: int, size: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    """The rows of `size` context documents of a corpus, (size,) int64.
+    """The rows of `size` context documents of a corpus, (size,) int64, by the arguments alone.
 
-    Without replacement where the corpus has as many; a smaller one is repeated in full as often as it fits and the rest
+    A corpus with as many documents is drawn from without replacement. A smaller one is repeated in full, and the rest
     is drawn without replacement: counts of two documents differ by at most one.
 
-    Determinism: the rows depend on the arguments only.
-    Raises:
-        OptionError: If `size` is not positive.
     Source: the released code of arXiv:2410.02525 wants exactly J documents and a smaller corpus oversampled; how is
         not said there.
     """
@@ -68,7 +64,6 @@ def sample_rows(num_documents: int, size: int, seed: int = 0) -> npt.NDArray[np.
 
 
 def documents_sha256(documents: Iterable[Document]) -> str:
-    """A hash of the ids and texts of documents, in their order."""
     digest = hashlib.sha256()
     for document in documents:
         digest.update(json.dumps(list(document)).encode())
@@ -88,8 +83,7 @@ def _describe(summary: dict[str, Any]) -> str:
 def draw_context(encoder: Encoder, source: str | PathLike[str], size: int | None = None, seed: int = 0) -> ContextDraw:
     """The documents that a corpus gives a contextual model for its context.
 
-    They are drawn from the corpus, never from queries, without replacement; a corpus smaller than `size` is drawn from
-    evenly, each document as often as any other or once more.
+    They are drawn from the corpus, never from queries, as evenly as possible where it is smaller than `size`.
 
     Args:
         encoder: The model.
@@ -129,11 +123,7 @@ def sample_context(encoder: Encoder, texts: Sequence[str], size: int | None = No
 
 
 def require_context_size(encoder: Encoder, size: int | None) -> int:
-    """The number of context documents: the requested one, or the number of the model's slots.
-
-    Raises:
-        OptionError: If the model takes no context, or fewer documents.
-    """
+    """The number of context documents, None for all slots; an `OptionError` where the model has fewer."""
     encoder.require_context()
     slots = encoder.num_context
     if size is None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class SpannedText(NamedTuple):
-    """A text of a mini-batch: its row among all texts, prompt and text as one string, and its T tokens' places."""
+    """A text of a mini-batch: its row among all texts, prompt and text as one string, and the places of its tokens."""
 
     row: int
     text: str
@@ -34,14 +34,7 @@ class SpannedText(NamedTuple):
 
 
 class SpannedBatch(NamedTuple):
-    """A padded mini-batch of n texts, on the model's device.
-
-    Attributes:
-        texts: The texts, n of them.
-        ids_nL: Token ids, (n, L) int64.
-        attention_nL: Whether a place holds a token, (n, L) bool.
-        pooled_nL: Whether it enters the pooling, (n, L) bool.
-    """
+    """A padded mini-batch of n texts on the model's device, (n, L) each: ids, is a token, is pooled."""
 
     texts: list[SpannedText]
     ids_nL: Tensor
@@ -52,10 +45,7 @@ class SpannedBatch(NamedTuple):
 def spanned_batches(
     embedder: "Embedder", texts: Sequence[str], prompt_name: str | None, role: TextRole, mini_batch_tokens: int
 ) -> Iterator[SpannedBatch]:
-    """Texts with one of the model's prompts, padded mini-batch by mini-batch, each text once.
-
-    See `token_weights` for the arguments and errors.
-    """
+    """Texts with one of the model's prompts, padded mini-batch by mini-batch, each text once; see `token_weights`."""
     prompt = embedder.text.prompt(prompt_name, role)
     tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
     tokens, spans = tokenizer(texts, role, prompt), tokenizer.spans(texts, role, prompt)
@@ -72,9 +62,9 @@ class TokenWeights:
 
     Attributes:
         text: Prompt and text as one string, which the spans count in.
-        spans: Position of each token in it, T of them.
+        spans: Position of each of the T tokens in it.
         weight_T: Weight of each token, (T,) float32: 1 over the text, 0 where a token is not pooled.
-        pooled_T: Whether the text settings let a token enter the pooling, (T,) bool: all but the prompt.
+        pooled_T: Whether a token may enter the pooling, (T,) bool: all but the prompt.
     """
 
     text: str
@@ -96,15 +86,11 @@ def token_weights(
 
     Args:
         embedder: The model; it is left as found.
-        texts: N texts without their prompts.
-        pooling: Whose weights; None for the model's own pooling where that is one of anchor tokens, else for what such
-            a pooling would give with its defaults.
+        texts: N texts without their prompts; the result has their order.
+        pooling: Whose weights; None for the model's own anchor-token pooling, else for one with defaults.
         prompt_name: Which of the model's prompts goes before each text; None for the one of the role's name.
         role: Whose length limit holds.
         mini_batch_tokens: Maximum padded tokens of a mini-batch.
-
-    Returns:
-        N of them, in the order of the texts.
 
     Precision: the backbone in the format of its weights, the weights in float32.
     Raises:
@@ -127,7 +113,6 @@ def token_weights(
 
 
 def own_pooling(embedder: "Embedder") -> "AnchorTokenPooling | None":
-    """The model's own pooling where that is one of anchor tokens."""
     from embeddings.models.anchor_token import AnchorTokenPooling
 
     return embedder.pooling if isinstance(embedder.pooling, AnchorTokenPooling) else None
@@ -167,13 +152,7 @@ TEXTS_PER_BLOCK = 1024
 
 
 class AnchorShares(NamedTuple):
-    """The share of the weight of each kind of token.
-
-    Attributes:
-        weight: Share of the weight by place, mean over texts; 1 in all.
-        tokens: Share of the pooled tokens by place, mean over texts: what mean pooling would give.
-        num_texts: How many texts.
-    """
+    """Mean shares by kind of token: of the weight, and of the pooled tokens (as mean pooling has it)."""
 
     weight: dict[Place, float]
     tokens: dict[Place, float]
@@ -191,9 +170,8 @@ def anchor_shares(
 ) -> AnchorShares:
     """The mean shares of the weight over a corpus; every text counts alike, whatever its length.
 
-    Only the pooled tokens of a text have a place, so a prompt has none: the first token and the last one
-    (`[CLS]` and `[SEP]` where a model has them), tokens between them that consist of punctuation, and the rest.
-    The arguments and errors are those of `token_weights`; no text at all is an error too.
+    A pooled token is the first, the last (`[CLS]` and `[SEP]` where a model has them), punctuation, or the rest.
+    Arguments and errors are those of `token_weights`; no text at all is an error too.
 
     Precision: means in float64.
     Source: MGH, §5.2 and Fig. 5, which name the first token, punctuation and the last token as what weighs most.
@@ -209,7 +187,6 @@ def anchor_shares(
 
 
 def shares_of(weights: TokenWeights) -> AnchorShares:
-    """The shares of one text."""
     return _by_place(_shares(weights), 1)
 
 
@@ -250,8 +227,8 @@ class LatentWeights:
 
     Attributes:
         text: Prompt and text as one string, which the spans count in.
-        spans: Position of each pooled token in it, T of them; others, such as those of a prompt, attend to nothing.
-        weight_ATR: Weight of each latent for each token in each head, (A, T, R) float32: 1 over the latents.
+        spans: Position of each of the T pooled tokens in it; others, such as those of a prompt, attend to nothing.
+        weight_ATR: Weight of each of the R latents for each token in each head, (A, T, R) float32: 1 over the latents.
     """
 
     text: str
@@ -290,12 +267,9 @@ def latent_weights(
 
     Args:
         embedder: The model; it is left as found.
-        texts: N texts without their prompts.
+        texts: N texts without their prompts; the result has their order.
         head: The one head that is kept, from 0; None for all of them.
         prompt_name: As in `token_weights`, and so `role` and `mini_batch_tokens`.
-
-    Returns:
-        N of them, in the order of the texts.
 
     Precision: the backbone in the format of its weights, the softmax in float32.
     Raises:
@@ -322,11 +296,7 @@ def latent_weights(
 
 
 def latent_pooling(embedder: "Embedder") -> "LatentAttentionPooling":
-    """The model's pooling by latents.
-
-    Raises:
-        InputError: If it has another one.
-    """
+    """The model's pooling by latents; an `InputError` where it has another one."""
     from embeddings.models.latent_attention import LatentAttentionPooling
     from embeddings.models.poolings import pooling_name
 
@@ -368,9 +338,9 @@ def expert_loads(
 
     Args:
         encoder: A sparse model; it is left as found.
-        texts: At least one, without their prompts. A text that occurs twice is computed, and counts, once.
-        prompt_name: Which of the model's prompts goes before each text; None for the one of the role's name. Its tokens
-            are routed like the text's.
+        texts: At least one, without prompts. A text that occurs twice is computed, and counts, once.
+        prompt_name: Which of the model's prompts goes before each text, routed like it; None for that of the role's
+            name.
         role: Whose length limit holds.
 
     Precision: the encoder's; a token near a tie between two experts may go elsewhere in another.
@@ -397,12 +367,7 @@ Vectors = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class ContextualShift:
-    """The vectors of N documents in C contexts.
-
-    Attributes:
-        vector_CND: Unit vectors in each context, (C, N, D) float32.
-        alone_ND: The same without a context, (N, D).
-    """
+    """Unit vectors of N documents in C contexts, (C, N, D) float32, and without a context, (N, D)."""
 
     vector_CND: Vectors
     alone_ND: Vectors
@@ -433,7 +398,7 @@ class ContextualShift:
     def stays_nearest(self) -> float:
         """The share of vectors that are nearer to one of their own document than to any of another, in other contexts.
 
-        The paper says of its figure that a document's vectors stay closer to each other than to other documents'.
+        The paper says so of its figure.
         """
         num_contexts, num_documents, width = self.vector_CND.shape
         vector_VD = self.vector_CND.reshape(-1, width)
@@ -444,12 +409,7 @@ class ContextualShift:
 
 
 def contextual_shift(encoder: Encoder, texts: Sequence[str], contexts: Sequence[Context]) -> ContextualShift:
-    """Encode some documents in each of some contexts, and without one.
-
-    Args:
-        encoder: A contextual model.
-        texts: Two documents or more, no two alike.
-        contexts: Two contexts or more (see `choose_context`).
+    """Encode two or more different documents in each of two or more contexts (see `choose_context`), and without one.
 
     Raises:
         OptionError: If there are fewer documents or contexts, or the model takes no context, or none as large.

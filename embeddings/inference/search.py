@@ -21,12 +21,7 @@ QUERY_TILE = 1024
 
 
 class TopK(NamedTuple):
-    """The best documents of each query, best first.
-
-    Attributes:
-        score_QK: Inner products, (Q, K) float32.
-        index_QK: Rows of the documents, (Q, K) int64.
-    """
+    """Inner products of the best documents of each query, best first, (Q, K) float32, and their rows, (Q, K) int64."""
 
     score_QK: npt.NDArray[np.float32]
     index_QK: npt.NDArray[np.int64]
@@ -38,7 +33,7 @@ def search_top_k(
     top_k: int,
     device: str | torch.device = "cpu",
 ) -> TopK:
-    """The K documents with the largest inner products of each query.
+    """The K documents with the largest inner products of each query, best first; of equal scores the lower row first.
 
     Only tiles of 1,024 queries x 16,384 documents are held, so the documents may be memory-mapped and larger than
     memory; they are read once whatever the number of queries.
@@ -49,12 +44,8 @@ def search_top_k(
         top_k: Maximum documents of a query; K is the smaller of this and the number of documents.
         device: Where tiles are multiplied.
 
-    Returns:
-        Scores and rows, best first; of equal scores the lower row first.
-
     Precision: products and sums in float32.
     Determinism: the same arrays in the same pieces give the same bits on one machine.
-
     Raises:
         OptionError: If `top_k` is not positive.
     """
@@ -123,12 +114,7 @@ _ROW_BITS = 40
 
 
 class NearestSigns(NamedTuple):
-    """The documents of each query whose signs differ from its own in the fewest places, nearest first.
-
-    Attributes:
-        distance_QK: Places that differ, (Q, K) int64.
-        index_QK: Rows of the documents, (Q, K) int64.
-    """
+    """Each query's nearest documents, nearest first: how many signs differ, and rows, (Q, K) int64."""
 
     distance_QK: npt.NDArray[np.int64]
     index_QK: npt.NDArray[np.int64]
@@ -142,17 +128,14 @@ def search_signs(
 ) -> TopK:
     """The documents with the largest cosine of query and signs, out of those with the nearest signs.
 
-    The K x `rescore_multiplier` documents of least Hamming distance are scored by the query's own numbers:
-    score = q . s / sqrt(D) with s in {-1, 1}.
+    The K x `rescore_multiplier` documents of least Hamming distance are scored by the query's own numbers,
+    score = q . s / sqrt(D) with s in {-1, 1}; of equal scores the lower row comes first.
 
     Args:
         query_QD: Unit vectors, (Q, D) float32.
         documents: Vectors in the format binary.
         top_k: Maximum documents of a query; K is the smaller of this and the number of documents.
         rescore_multiplier: Documents scored again for one that is returned; 1 puts the K nearest in order.
-
-    Returns:
-        Scores and rows, best first; of equal scores the lower row first.
 
     Precision: distances are integers, computed on the CPU; scores are summed in float64.
     Raises:
@@ -184,14 +167,9 @@ def search_signs(
 def nearest_signs(
     query_QB: npt.NDArray[np.uint8], documents: Iterable[npt.NDArray[np.uint8]], top_k: int
 ) -> NearestSigns:
-    """The documents of least Hamming distance, of equal distances the lower rows.
+    """The documents of least Hamming distance, of equal ones the lower rows; packed signs, (Q, B) uint8.
 
-    Args:
-        query_QB: Packed signs of the queries, (Q, B) uint8.
-        documents: Packed signs of documents, several arrays (n, B) uint8 that follow one another.
-        top_k: Maximum documents of a query.
-
-    Memory: a tile of 16,384 documents its distances to 32 queries, and the result.
+    Memory: the distances of 32 queries to 16,384 documents, and the result.
     """
     require_top_k(top_k)
     query_QW, first_row = _words(query_QB), 0
@@ -211,7 +189,7 @@ def nearest_signs(
 
 
 def require_multiplier(rescore_multiplier: int) -> None:
-    """Check how many documents are to be scored again; an `OptionError` where the number is not positive."""
+    """Check how many documents are scored again for each one wanted; an `OptionError` where it is not positive."""
     if rescore_multiplier < 1:
         rule = "must be >= 1"
         raise OptionError("rescore_multiplier", rescore_multiplier, rule, f"leave it out for {RESCORE_MULTIPLIER}")
@@ -242,13 +220,7 @@ NearestRows = Callable[[npt.NDArray[np.float32], int], TopK]
 
 
 class Hit(NamedTuple):
-    """A document found by a search.
-
-    Attributes:
-        document_id: Its id in the corpus.
-        score: Cosine of the query with the document's vector, as it is kept.
-        text: The text that was encoded.
-    """
+    """A document found by a search: id, cosine of the query with its vector as kept, and encoded text."""
 
     document_id: str
     score: float
@@ -261,10 +233,9 @@ class CorpusSearch:
     Args:
         encoder: The model; its `query` prompt goes before each query.
         corpus: A folder that `encode_corpus` wrote with the same model, or a corpus file, which is encoded now.
-        context: The context of queries and documents of a contextual model, None for a folder's own, and for no context
-            where the corpus is a file. A draw is encoded only for a file; for a folder it is only compared.
-        nearest: An index of the folder's vectors; None to compare each query with every document. A corpus file has
-            none.
+        context: The context of queries and documents of a contextual model; None for a folder's own, and for no context
+            of a file. A draw is encoded only for a file; for a folder it is only compared.
+        nearest: An index of the folder's vectors; None to compare each query with every document.
         rescore_multiplier: For a folder of binary vectors, how many are scored again for each document wanted (see
             `search_signs`); None for 4.
 
@@ -314,11 +285,7 @@ class CorpusSearch:
         return self._context is not None
 
     def search(self, queries: Sequence[str], top_k: int = 10) -> list[list[Hit]]:
-        """The documents with the largest cosines of each query, best first.
-
-        Args:
-            queries: Texts to search for.
-            top_k: Maximum documents of a query.
+        """The documents with the largest cosines of each query, best first, at most `top_k`.
 
         Raises:
             InputError: If one of the folder's vectors is zero or not finite, or its documents are damaged.
