@@ -67,7 +67,11 @@ def calibration_texts(options: CalibrationOptions) -> list[CalibrationText]:
         raise OptionError(
             "calibration", options.calibration, rule, "give a corpus, records, or a text a line in a .txt"
         )
-    pools = _pools(options.calibration)
+    paths = options.calibration
+    if isinstance(paths, str) and paths.startswith(HUB_PREFIX):
+        pools = [_pool_of_records(paths)]
+    else:
+        pools = [_pool_of_file(path) for path in resolve_files(paths)]
     starts = np.cumsum([0, *(pool.size for pool in pools)])
     order = numpy_generator(options.calibration_seed, "calibration", int(starts[-1])).permutation(int(starts[-1]))
     texts: list[CalibrationText] = []
@@ -89,12 +93,6 @@ class _Pool(NamedTuple):
 
     size: int
     take: Callable[[list[int]], list[CalibrationText]]
-
-
-def _pools(paths: str | list[str]) -> list[_Pool]:
-    if isinstance(paths, str) and paths.startswith(HUB_PREFIX):
-        return [_pool_of_records(paths)]
-    return [_pool_of_file(path) for path in resolve_files(paths)]
 
 
 def _pool_of_file(path: Path) -> _Pool:

@@ -254,7 +254,8 @@ class Compression:
         of a contextual model, or one whose layers cannot be told: an `OptionError`.
         """
         model, facts = self.source, self.calibration
-        with discard_on_user_error(self.work, unless=self._has_layers):
+        # A layer that is written already must not be lost by a later mistake.
+        with discard_on_user_error(self.work, unless=lambda: any(self.work.glob("*/layer-*.safetensors"))):
             if self.pruning.layers is not None:
                 model = self._shorten(self.pruning.layers)
             if self.pruning.prune is not None:
@@ -263,14 +264,9 @@ class Compression:
                 model = retrain(model, self.work)
             if self.quantization.quantize is not None:
                 number, size = FORMAT_OF[self.quantization.quantize], self.quantization.group_size
-                ignored = self._outside_linear()
-                config = quantization_config(number, size, ignored)
+                config = quantization_config(number, size, self._outside_linear())
                 model = self._phase("quantise", model, self.quantization, facts, config)
         return model
-
-    def _has_layers(self) -> bool:
-        """Whether a layer is written already, which a later mistake must not cost."""
-        return any(self.work.glob("*/layer-*.safetensors"))
 
     def _phase(
         self,
@@ -284,8 +280,12 @@ class Compression:
         target = self.work / f"{name}d"
         model = LayerwiseModel(source, self._device)
         hashes = {file.name: file_sha256(file) for file in weight_files(source)}
-        fields = {"kind": f"{name} layers", "weights_sha256": hashes, **treatment.fields()}
-        fields["calibration"] = calibration
+        fields = {
+            "kind": f"{name} layers",
+            "weights_sha256": hashes,
+            **treatment.fields(),
+            "calibration": calibration,
+        }
         tokens, pad = (None, 0) if calibration is None else tokenise(self._texts, model, self._max_length)
         job = LayerwiseJob(model, self.work / f"{name}.layers", fields, treatment, tokens, pad)
         if target.exists():  # of these options: the job's manifest was compared
@@ -320,8 +320,7 @@ class Compression:
         before, after = (sum(file.stat().st_size for file in weight_files(folder)) for folder in (self.source, staged))
         zeros = zeros_fraction(self.source), zeros_fraction(staged)
         report = CompressionReport(self.output, before, after, *zeros, self.calibration)
-        facts = {"made from": self._name, **self._facts(report, scores or {})}
-        card = compressed_card(self.source, self.output.name, facts)
+        card = compressed_card(self.source, self.output.name, self._facts(report, scores or {}))
         write_text(staged / CARD_FILE, card)
         share_files(staged)
         self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -330,7 +329,7 @@ class Compression:
         return report
 
     def _facts(self, report: CompressionReport, scores: Mapping[str, float]) -> dict[str, str]:
-        facts = {}
+        facts = {"made from": self._name}
         if self.pruning.layers is not None:
             facts["layers"] = f"{self.pruning.layers} of {self._num_layers}, evenly spread"
         if self.pruning.prune is not None:
@@ -373,8 +372,14 @@ def assemble(source: Path, files: list[Path], target: Path, quantization: dict[s
 
     Weights and graphs of the source are left out; `quantization` is what config.json says of quantised weights.
     """
+    patterns = shutil.ignore_patterns(*_LEFT_OUT)
+
+    def left_out(inner: str, names: list[str]) -> set[str]:
+        """What is not copied of the source's own folder; parts such as a head keep their weights."""
+        return patterns(inner, names) if Path(inner) == source else set()
+
     with atomic_folder(target) as folder:
-        shutil.copytree(source, folder, ignore=_left_out_of(source), dirs_exist_ok=True)
+        shutil.copytree(source, folder, ignore=left_out, dirs_exist_ok=True)
         config = read_json(source / "config.json")
         if quantization is not None:
             write_json(folder / "config.json", {**config, QUANTIZATION: quantization})
@@ -390,16 +395,6 @@ def assemble(source: Path, files: list[Path], target: Path, quantization: dict[s
         total = sum(file.stat().st_size for file in files)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index)
-
-
-def _left_out_of(source: Path) -> Callable[[str, list[str]], set[str]]:
-    """What of the source's own folder is not copied; parts such as a head keep their weights."""
-    patterns = shutil.ignore_patterns(*_LEFT_OUT)
-
-    def ignored(folder: str, names: list[str]) -> set[str]:
-        return patterns(folder, names) if Path(folder) == source else set()
-
-    return ignored
 
 
 def compressed_card(source: Path, name: str, facts: Mapping[str, str]) -> str:

@@ -75,11 +75,8 @@ class LayerwiseModel:
     """The backbone of a model directory, of which one layer at a time has weights; all else is on the meta device.
 
     The model's own forward pass makes the mask, the positions and all else that a layer is given, so each layer runs
-    as it does in the whole model: the layers before it hand on what they are given, and the pass ends with it.
-
-    Raises:
-        InputError: If the directory is damaged or its model has no plain layers: it is quantised, contextual, has
-            experts, or uses one layer several times.
+    as it does in the whole model: the layers before it hand on what they are given, and the pass ends with it. An
+    `InputError` refuses a damaged directory, and a model that is quantised, contextual, sparse, or uses a layer twice.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:

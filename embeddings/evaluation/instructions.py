@@ -30,13 +30,10 @@ _EXAMPLES_LAYOUT = 'write {"examples": {"SciFact": [{"query": "…", "document":
 
 @dataclass(frozen=True)
 class Instructions:
-    """Instructions by task.
+    """Instructions by a task's name or by a type of tasks (`STS`); the table's name ends in a hash of its content.
 
-    Attributes:
-        name: Name of the table, with a hash of its content that tells two tables of one name apart.
-        texts: The instruction by a task's name, or by a type of tasks that share one (`STS`).
-        examples: Solved examples by the same names, each a query and a document that answers it, that precede the
-            task's queries (bge-en-icl; MGH, Table 2, "w/ icl").
+    `examples` are solved ones by the same names, each a query and a document that answers it, that precede the task's
+    queries (bge-en-icl; MGH, Table 2, "w/ icl").
     """
 
     name: str

@@ -84,17 +84,15 @@ def folder_tasks(root: str | PathLike[str]) -> list[AbsTask]:
     """A task for every evaluation folder at or below a folder, named by its path from there: `sets.news.titles`."""
     top = Path(root)
     return [
-        _task(".".join((top.resolve().name, *path.relative_to(top).parts)), read_evaluation_folder(path).kind, path)
+        folder_task(
+            ".".join((top.resolve().name, *path.relative_to(top).parts)), read_evaluation_folder(path).kind, path
+        )
         for path in find_evaluation_folders(top)
     ]
 
 
-def task_of_folder(name: str, folder: EvaluationFolder) -> AbsTask:
-    """The task of evaluation data in memory."""
-    return _task(name, folder.kind, folder)
-
-
-def _task(name: str, kind: str, source: Path | EvaluationFolder) -> AbsTask:
+def folder_task(name: str, kind: str, source: Path | EvaluationFolder) -> AbsTask:
+    """The task of a folder, or of what was read from one."""
     metrics, base = KINDS[kind]
     task_type: Any = TASK_TYPES[kind]
     path, revision = (source.name, _files_sha256(source)) if isinstance(source, Path) else (name, "0")
@@ -125,7 +123,9 @@ def _dataset(folder: EvaluationFolder, where: str) -> Any:
             labelled = {"sentence1": folder.first, "sentence2": folder.second, "labels": folder.label_N.tolist()}
             return DatasetDict(test=Dataset.from_dict(labelled))
         case SummarisationFolder():
-            return _summaries(folder)
+            # mteb requires each text itself too, but does not use it.
+            summaries = {name: getattr(folder, name) for name in SUMMARY_FIELDS}
+            return DatasetDict(test=Dataset.from_dict({"text": [""] * len(folder.relevance), **summaries}))
         case ClassificationFolder():
             return _classification(folder)
         case ClusteringFolder():
@@ -171,12 +171,6 @@ def _reranking_split(folder: RerankingFolder) -> dict[str, Any]:
     }
 
 
-def _summaries(folder: SummarisationFolder) -> DatasetDict:
-    """The rows of all texts; mteb requires each text itself too, but does not use it."""
-    columns = {name: getattr(folder, name) for name in SUMMARY_FIELDS}
-    return DatasetDict(test=Dataset.from_dict({"text": [""] * len(folder.relevance), **columns}))
-
-
 def _files_sha256(path: Path) -> str:
     """A hash of the files that hold a folder's data."""
     files = (*path.glob("*.jsonl*"), *path.glob("*.tsv"), *path.glob("qrels/*"))
@@ -190,14 +184,9 @@ class TaskEncoder:
     """A model in mteb's encoder protocol.
 
     Queries are encoded as queries and documents as documents. The texts of tasks without roles are encoded as
-    documents, with their task's prompt only, as mteb does. `task_prompt` chooses the prompt, unless `prompt_name` is
-    given for queries, or for every text of a task without roles.
-
-    Attributes:
-        instruction_prompt: Prompt of the task's queries, or of all its texts where it has no roles, in place of the
-            model's own prompts; None for these. The caller sets it for each task.
-        width: How many leading dimensions of each vector are compared. The caller sets it.
-        folder: Where vectors are kept for the next width, or None where there is a single width.
+    documents, with their task's prompt only, as mteb does. Queries, and texts without roles, have `instruction_prompt`,
+    else the prompt `prompt_name`, else what `task_prompt` chooses. The caller sets `instruction_prompt` and `width`,
+    the leading dimensions that are compared, for each task, and `folder`, where vectors are kept for the next width.
     """
 
     def __init__(self, encoder: Encoder, meta: ModelMeta, prompt_name: str | None = None) -> None:
@@ -263,8 +252,7 @@ class ContextualTaskEncoder(TaskEncoder):
     """A contextual model in mteb's protocols for searching and encoding.
 
     The context of a retrieval task is drawn from its own corpus, never from its queries. That of another task is drawn
-    from the texts that it encodes first: the training texts of a classification, the first sentences of pairs, the
-    texts to cluster.
+    from the texts that it encodes first: training texts, the first sentences of pairs, the texts to cluster.
     """
 
     def __init__(

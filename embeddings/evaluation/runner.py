@@ -114,14 +114,12 @@ def evaluate_widths(
         prompt_name: Prompt before queries (retrieval, reranking) or before every text (the other kinds), None for the
             model's own.
         context_size: Documents that a contextual model reads every text with, drawn from the folder's own corpus, never
-            from its queries (see `corpus_texts`, and `ContextualTaskEncoder` for the kinds that mteb scores). None for
-            no context.
+            from its queries (see `corpus_texts`, `ContextualTaskEncoder`); None for no context.
         context_seed: Seed of that draw.
 
     Raises:
         InputError: If the folder cannot be used; one line names file and row.
-        OptionError: If there is no width or an impossible one, or the model has no such prompt or takes no such
-            context.
+        OptionError: If a width, the prompt or the context is none that the model has.
         MissingExtraError: If the folder is of a kind that mteb scores, and mteb is not installed.
     """
     check_widths(encoder, widths)
@@ -133,7 +131,13 @@ def evaluate_widths(
     name = name or folder.kind
     start = time.perf_counter()
     if not isinstance(folder, RetrievalFolder | SimilarityFolder):
-        found = _score_by_mteb(encoder, folder, widths, name, prompt_name, context_size, context_seed)
+        load_mteb()
+        from embeddings.evaluation.mteb_tasks import folder_task
+        from embeddings.evaluation.task_runs import TaskSettings, score_task
+
+        task = folder_task(name.replace("/", "."), folder.kind, folder)
+        settings = TaskSettings(prompt_name, None, list(widths), context_size, context_seed)
+        found = score_task(encoder, name, task, settings)
         scored = [(metrics, _counts(folder), time.perf_counter() - start) for metrics in found]
     else:
         context = None
@@ -237,25 +241,6 @@ def _score_retrieval(folder: RetrievalFolder, vectors: Sequence[_Vectors], devic
     scores = retrieval_metrics(found.index_QK, folder.qrels, CUTOFFS)
     counts = {"num_queries": scores.num_queries, "num_documents": len(folder.documents)}
     return RetrievalRun(scores.metrics, {**counts, "num_skipped": folder.num_skipped}, document_ND)
-
-
-def _score_by_mteb(
-    encoder: "Encoder",
-    folder: EvaluationFolder,
-    widths: Sequence[int],
-    name: str,
-    prompt_name: str | None,
-    context_size: int | None,
-    context_seed: int,
-) -> list[dict[str, float]]:
-    """mteb's metrics of a folder at each width."""
-    load_mteb()
-    from embeddings.evaluation.mteb_tasks import task_of_folder
-    from embeddings.evaluation.task_runs import TaskSettings, score_task
-
-    task = task_of_folder(name.replace("/", "."), folder)
-    settings = TaskSettings(prompt_name, None, list(widths), context_size, context_seed)
-    return score_task(encoder, name, task, settings)
 
 
 def _counts(folder: EvaluationFolder) -> dict[str, int]:

@@ -42,7 +42,7 @@ _TEXTS_PER_BATCH = 1024
 class TaskSettings:
     """What scores depend on, other than the model and the tasks.
 
-    Args:
+    Attributes:
         prompt_name: Which of the model's prompts goes before queries, or before every text of a task without roles.
         instructions: Instructions in place of the model's prompts, for the tasks that have one.
         widths: How many leading dimensions of each vector are compared, one score each; None for all.
@@ -66,8 +66,8 @@ class TaskResults:
     """A folder of results: `results/MODEL/REVISION/TASK.json`, below it what was run with settings of its own.
 
     Model, revision and settings are part of a result's path, so a result of another model or of other settings is never
-    taken for this one. `mteb.ResultCache(FOLDER)` reads them all. Results of the parts of an aggregate task are in a
-    folder of its name: their instructions are the aggregate's. `metas` describes the model for mteb by width.
+    taken for this one; `mteb.ResultCache(FOLDER)` reads them all. Results of the parts of an aggregate task are in a
+    folder of its name: their instructions are the aggregate's.
     """
 
     def __init__(self, folder: Path, metas: Mapping[int, ModelMeta]) -> None:
@@ -82,10 +82,7 @@ class TaskResults:
         return self.place(width) / ("" if aggregate is None else aggregate.metadata.name) / f"{task.metadata.name}.json"
 
     def find(self, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> TaskResult | None:
-        """The result of a task; None if there is none for these data and this release of mteb.
-
-        Languages and splits of the file that are not the task's are left out; a damaged file is an `InputError`.
-        """
+        """A task's result for these data and release of mteb, cut to its languages and splits, or None."""
         path = self.path(task, width, aggregate)
         if not path.is_file():
             return None
@@ -197,22 +194,11 @@ def run_tasks(
     settings: TaskSettings,
     share: Iterable[int] | None = None,
 ) -> list[TaskScore]:
-    """Run the tasks that have no result yet, and write the table of all that have one.
+    """Run the tasks that have no result yet, and write the table of all that have one; returns the score of each task.
 
     The result of a task, or of a part of an aggregate one, is written as soon as it is known: after a kill the same
     call resumes. Without a network the data of all tasks are loaded once before the first task runs, so that a missing
-    data set costs no work.
-
-    Args:
-        encoder: The model.
-        model: What it is called: a directory or a Hub id.
-        tasks: The tasks, not loaded.
-        output: The folder of the results (see `TaskResults`) and of their tables, `scores.csv`.
-        settings: What else the scores depend on.
-        share: The numbers of the tasks that this process runs; None for all.
-
-    Returns:
-        The score of each task, also of those that other processes have run.
+    data set costs no work. `share` is the numbers of the tasks that this process runs.
 
     Raises:
         OptionError: If a setting is impossible for this model.

@@ -98,6 +98,6 @@ def _style(share: float) -> str:
 
 
 def _caption(weights: TokenWeights) -> str:
-    shares = shares_of(weights)
+    shares = shares_of([weights])
     each = (f"{PLACE_NAMES[place]} {shares.weight[place]:.0%} ({shares.tokens[place]:.0%})" for place in PLACES)
     return f"share of the weight (of the tokens): {', '.join(each)}"

@@ -76,12 +76,9 @@ class ClusterFacts(NamedTuple):
     """How tight a cluster is, and how far from the others of a sample.
 
     Attributes:
-        cluster: Its number.
-        num_rows: Rows of it in the folder.
-        num_drawn: Rows of it in the sample.
+        cluster: Its number, then its rows in the folder and in the sample.
         cosine: Mean cosine of its drawn rows with their mean.
-        nearest: The other cluster of the sample whose mean is nearest; itself where there is no other.
-        nearest_cosine: Cosine of the two means.
+        nearest: The other cluster whose mean is nearest, itself where there is no other, and the cosine of the means.
         at_home: Share of its drawn rows whose nearest mean is its own.
     """
 
@@ -230,7 +227,6 @@ def draw_contextual_shift(
     plt = pyplot()
     from matplotlib.lines import Line2D
 
-    names = list(map(_short, names))
     num_contexts, num_documents, size = shift.vector_CND.shape
     plane = Plane.of(shift.vector_CND.reshape(-1, size))
     point_CN2 = plane.points(shift.vector_CND.reshape(-1, size)).reshape(num_contexts, num_documents, 2)
@@ -243,19 +239,14 @@ def draw_contextual_shift(
             own = [context for context, corpus in enumerate(corpora) if corpus == kind]
             axis.scatter(*point_CN2[own, document].T, s=26, marker=marker, color=colour, alpha=0.75, linewidths=0)
         axis.scatter(*alone_N2[document], s=70, marker="x", color=[colour], linewidths=2)
-        handles.append(Line2D([], [], color=colour, marker="o", linestyle="", label=name))
-    shapes = [
-        Line2D([], [], color=BLACK, marker=marker, linestyle="", label=f"contexts of {_short(kind)}")
-        for kind, marker in zip(kinds, _MARKERS, strict=False)
-    ]
-    shapes.append(Line2D([], [], color=BLACK, marker="x", linestyle="", label="no context"))
+        handles.append(Line2D([], [], color=colour, marker="o", linestyle="", label=drawn_label(name, _NAME_LENGTH)))
+    for kind, marker in zip(kinds, _MARKERS, strict=False):
+        label = f"contexts of {drawn_label(kind, _NAME_LENGTH)}"
+        handles.append(Line2D([], [], color=BLACK, marker=marker, linestyle="", label=label))
+    handles.append(Line2D([], [], color=BLACK, marker="x", linestyle="", label="no context"))
     plane.name_axes(axis)
     write_heading(figure, axis, title, subtitle, 110)
-    legend = figure.legend(handles=[*handles, *shapes], loc="outside lower left", frameon=False, ncols=2, fontsize=8.5)
+    legend = figure.legend(handles=handles, loc="outside lower left", frameon=False, ncols=2, fontsize=8.5)
     for text in legend.get_texts():
         text.set(parse_math=False)
     write_png(figure, output)
-
-
-def _short(name: str) -> str:
-    return drawn_label(name, _NAME_LENGTH)

@@ -155,11 +155,6 @@ def is_numeric(dots: Sequence[Dot], name: str) -> bool:
     return not any(isinstance(values[name], str) for values, _ in dots)
 
 
-def spans_decades(values: Sequence[float]) -> bool:
-    """Whether numbers are better drawn on a logarithmic axis."""
-    return min(values) > 0 and max(values) / min(values) >= _LOG_RATIO
-
-
 def means(dots: Sequence[Dot], name: str) -> dict[float | str, float]:
     """The mean metric of each value of a parameter, values in the order of their numbers, or else of the means."""
     groups: dict[Any, list[float]] = {}
@@ -176,7 +171,7 @@ def _draw_numbers(axis: Any, dots: Sequence[Dot], name: str, best: Dot) -> None:
     if 1 < len(found) < len(dots):
         axis.plot(list(found), list(found.values()), "-", color=_MEAN, linewidth=1.2, marker="D", label="mean")
     axis.plot([float(best[0][name])], [best[1]], "o", color=_BEST, markersize=7, label="best run")
-    if spans_decades(numbers):
+    if min(numbers) > 0 and max(numbers) / min(numbers) >= _LOG_RATIO:
         from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
         axis.set_xscale("log")

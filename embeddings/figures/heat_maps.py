@@ -61,11 +61,8 @@ def draw_expert_loads(loads: ExpertLoads, title: str, subtitle: str, output: Pat
     image = _draw_map(axis, share_YX, list(map(str, loads.layers)), ticks, most, is_gridded=num_experts <= 64)
     axis.set_xlabel("expert", size=9)
     axis.set_ylabel("layer", size=9)
-    for row, column in np.ndindex(*share_YX.shape) if num_experts <= MAX_NUMBERED else ():
-        share, count = float(share_YX[row, column]), int(loads.count_YX[row, column])
-        colour = "white" if is_dark(shades()(share / most)) else BLACK if count else GREY
-        size = 8.5 if num_experts <= 16 else 7.0
-        axis.text(column, row, f"{share:.1%}" if count else "idle", size=size, ha="center", va="center", color=colour)
+    if num_experts <= MAX_NUMBERED:
+        _write_cells(axis, share_YX, most, "idle", 8.5 if num_experts <= 16 else 7.0)
     load = load_metrics(loads.count_YX)
     rows = zip(load.entropy_Y.tolist(), load.highest_Y.tolist(), load.idle_Y.tolist(), strict=True)
     cells = [(f"{entropy:.3f}", f"{highest:.2f}", f"{idle}") for entropy, highest, idle in rows]
@@ -93,10 +90,7 @@ def draw_zeros(zeros: Sequence[MatrixZeros], title: str, subtitle: str, output: 
     image = _draw_map(axis, share_NC, list(map(str, layers)), range(len(names)), 1.0)
     axis.set_xticks(range(len(names)), labels=names, parse_math=False, size=8, rotation=30, ha="right")
     axis.set_ylabel("layer", size=9)
-    for row, column in np.argwhere(np.isfinite(share_NC)):
-        share = float(share_NC[row, column])
-        colour = "white" if is_dark(shades()(share)) else BLACK if share else GREY
-        axis.text(column, row, f"{share:.1%}", size=8.0, ha="center", va="center", color=colour)
+    _write_cells(axis, share_NC, 1.0, "0.0%", 8.0)
     _write_statistics(axis, ("of the\nlayer",), [(f"{share:.1%}",) for share in layer_shares(zeros).values()])
     scale = figure.colorbar(image, ax=[axis], location="bottom", shrink=0.4, aspect=40, anchor=(0.0, 0.5), pad=0.02)
     scale.set_ticks([0.0, 0.5, 1.0], labels=["0%", "50%", "100%"])
@@ -221,6 +215,14 @@ def _draw_map(
     for spine in axis.spines.values():
         spine.set(color=EDGE, linewidth=0.8)
     return image
+
+
+def _write_cells(axis: Any, share_NC: npt.NDArray[Any], most: float, zero: str, size: float) -> None:
+    """The share in each cell that has one, in letters that can be read on its shade; `zero` where it is 0."""
+    for row, column in np.argwhere(np.isfinite(share_NC)):
+        share = float(share_NC[row, column])
+        colour = "white" if is_dark(shades()(share / most)) else BLACK if share else GREY
+        axis.text(column, row, f"{share:.1%}" if share else zero, size=size, ha="center", va="center", color=colour)
 
 
 def _write_statistics(axis: Any, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

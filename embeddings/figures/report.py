@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from embeddings.common.errors import program
+from embeddings.common.text import shorten
 from embeddings.figures.curves import ENTROPY, IDLE, WINDOW, draw_curves, draw_routing_curves
 from embeddings.figures.drawing import run_names, write_page
 from embeddings.figures.run_facts import LOSS, SCORE, THROUGHPUT, Part, RunFacts, Summary, when
@@ -229,7 +230,9 @@ def part_of_config(value: Any) -> str:
         return _cut(", ".join(f"{name} {each}" for name, each in shown if each))
     if isinstance(value, list):
         return _cut(", ".join(map(part_of_config, value)))
-    return _cut(_plain(value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else _cut(str(value))
 
 
 def backbone(facts: RunFacts) -> str:
@@ -359,11 +362,5 @@ def _of_scores(score: Summary | None) -> str:
     return f"{name} went from {began} to {last:.3f} at step {last_step:,}, {end}."
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"
+    return shorten(text, _MAX_SHOWN)

@@ -28,18 +28,12 @@ _MAX_SCORES = 1 << 24
 
 @dataclass(frozen=True)
 class WordTokenizer:
-    """Lower-case words of a text, with identifiers split into the words that they consist of.
+    """Lower-case words of a text, identifiers split: `padSequence_to2` gives pad, sequence, to, 2 and padsequence_to2.
 
-    `padSequence_to2` gives pad, sequence, to, 2 and padsequence_to2. The defaults are the strongest variant on the
-    docstring corpus: nDCG@10 on held-out packages 0.278 for full words, 0.497 split, 0.547 without stop words, 0.576
-    stemmed, 0.573 with full identifiers kept, which raises held-out functions of the training packages from 0.766 to
-    0.779.
-
-    Args:
-        split_identifiers: Whether to split at underscores, digits, and changes from lower to upper case.
-        keep_identifiers: Whether an identifier of several parts is also a token of its own.
-        stop_words: Tokens to leave out; empty for none.
-        stem: Whether to replace words of three letters or more by their Porter stems.
+    `keep_identifiers` adds an identifier of several parts as a token; `stem` gives words of three letters or more
+    their Porter stems. The defaults are the strongest variant on the docstring corpus: nDCG@10 on held-out packages
+    0.278 for full words, 0.497 split, 0.547 without stop words, 0.576 stemmed, 0.573 with full identifiers kept,
+    which raises held-out functions of the training packages from 0.766 to 0.779.
     """
 
     split_identifiers: bool = True

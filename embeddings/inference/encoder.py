@@ -42,13 +42,7 @@ CONTEXT_FILE = "context.npy"
 
 
 class TokenisedTexts(NamedTuple):
-    """Texts and their tokens, prepared outside the encoder, for instance in another process.
-
-    Attributes:
-        texts: The texts, each once.
-        row_N: For each input text its row among them, (N,) int64; None where no text occurs twice.
-        blocks: A token batch for each 8,192 texts.
-    """
+    """Texts, each once, for each input text its row among them (None for no repetition), and a token batch a block."""
 
     texts: list[str]
     row_N: npt.NDArray[np.int64] | None
@@ -269,8 +263,7 @@ class Encoder:
             texts: Any number of texts, empty ones too; or what `preparation` made of them, prompt and length included.
             prompt_name: Which of the model's prompts goes before each text, or a literal one (`GivenPrompt`); None for
                 the one named like the role, or none where the model has no such prompt.
-            context: For a contextual model, a context that was chosen (see `choose_context`), or its documents, which
-                are encoded again in each call; None for no context.
+            context: For a contextual model, what `choose_context` gave, or documents, which are encoded in each call.
             role: Whose length limit holds; None for `query` under the prompt of that name, else `document`.
             prompt: The prompt itself, in place of one of the model's; empty for none at all.
 
@@ -309,8 +302,7 @@ class Encoder:
     def encode_context(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """The first-stage vectors of context documents, in their order, (M, H) float32.
 
-        The model's `document` prompt goes before each; the model reads as many tokens of each as in training. Errors
-        are an `OptionError` where the model takes no context, and a `NumericError` where a vector is not finite.
+        The model's `document` prompt goes before each; the model reads as many tokens of each as in training.
         """
         _check_list("context", texts)
         self.require_context()
@@ -453,8 +445,8 @@ _ASKED = ("truncation", "padding")
 def embedder_sha256(encoder: Encoder) -> str:
     """A hash of all that decides a model's vectors: structure, configs, weights, text settings and tokenizer.
 
-    Weights alone do not decide: the attention mask, heads, rotary bases and experts a token are in configs. The dtype
-    of the weights is left out, so that a checkpoint in bfloat16 has one hash; store the precision of vectors beside it.
+    The dtype of the weights is left out, so a checkpoint in bfloat16 has one hash: store the vectors' precision beside
+    it.
     """
     embedder = encoder.embedder
     pooling = {"pooling": embedder.pooling.arguments(), "normalize": embedder.normalize}

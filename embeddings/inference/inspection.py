@@ -1,7 +1,7 @@
 """What a model does inside: where its pooling puts weight, which experts tokens go to, how contexts move vectors."""
 
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -86,7 +86,7 @@ def token_weights(
 
     Args:
         embedder: The model; it is left as found.
-        texts: N texts without their prompts; the result has their order.
+        texts: Texts without their prompts; the result has their order.
         pooling: Whose weights; None for the model's own anchor-token pooling, else for one with defaults.
         prompt_name: Which of the model's prompts goes before each text; None for the one of the role's name.
         role: Whose length limit holds.
@@ -95,8 +95,7 @@ def token_weights(
     Precision: the backbone in the format of its weights, the weights in float32.
     Raises:
         InputError: If the model is contextual.
-        OptionError: If the backbone has no such layer or prompt, its attention cannot be read, or is causal where the
-            key axis needs to see both ways.
+        OptionError: If the backbone has no such layer or prompt, or its attention cannot be read or is causal.
     Source: MGH, §2.2, Eq. 2 to 4.
     """
     pooling = pooling or own_pooling(embedder) or default_pooling(embedder)
@@ -178,19 +177,19 @@ def anchor_shares(
     """
     if not texts:
         raise OptionError("texts", [], "must not be empty", "give a text")
-    sums = np.zeros((2, len(PLACES)))
-    for start in range(0, len(texts), TEXTS_PER_BLOCK):
-        how: Any = {"prompt_name": prompt_name, "role": role, "mini_batch_tokens": mini_batch_tokens}
-        for weights in token_weights(embedder, texts[start : start + TEXTS_PER_BLOCK], pooling, **how):
-            sums += _shares(weights)
-    return _by_place(sums, len(texts))
+    how: Any = {"prompt_name": prompt_name, "role": role, "mini_batch_tokens": mini_batch_tokens}
+    blocks = (texts[start : start + TEXTS_PER_BLOCK] for start in range(0, len(texts), TEXTS_PER_BLOCK))
+    return shares_of(weights for block in blocks for weights in token_weights(embedder, block, pooling, **how))
 
 
-def shares_of(weights: TokenWeights) -> AnchorShares:
-    return _by_place(_shares(weights), 1)
-
-
-def _by_place(sums: npt.NDArray[np.float64], num_texts: int) -> AnchorShares:
+def shares_of(texts: Iterable[TokenWeights]) -> AnchorShares:
+    """The mean shares of texts, at least one."""
+    sums, num_texts = np.zeros((2, len(PLACES))), 0
+    for weights in texts:
+        places = place_of(weights)
+        counts = np.array([[place == known for place in places] for known in PLACES], dtype=np.float64)
+        sums += counts @ weights.weight_T.astype(np.float64), counts.sum(axis=1) / weights.pooled_T.sum()
+        num_texts += 1
     weight, tokens = (dict(zip(PLACES, row, strict=True)) for row in (sums / num_texts).tolist())
     return AnchorShares(weight, tokens, num_texts)
 
@@ -201,24 +200,12 @@ def place_of(weights: TokenWeights) -> list[Place | None]:
     places: list[Place | None] = [None] * len(weights.spans)
     for index in pooled.tolist():
         span = weights.spans[index]
-        is_punctuation = not span.is_special and _is_punctuation(weights.text[span.start : span.end])
-        places[index] = "punctuation" if is_punctuation else "rest"
+        marks = "" if span.is_special else weights.text[span.start : span.end].strip()
+        is_punctuation = all(unicodedata.category(mark).startswith("P") for mark in marks)
+        places[index] = "punctuation" if marks and is_punctuation else "rest"
     places[pooled[-1]] = "last"
     places[pooled[0]] = "first"
     return places
-
-
-def _shares(weights: TokenWeights) -> npt.NDArray[np.float64]:
-    """Shares of the weight and of the tokens by place, (2, places)."""
-    places = place_of(weights)
-    counts = np.array([[place == known for place in places] for known in PLACES], dtype=np.float64)
-    return np.stack([counts @ weights.weight_T.astype(np.float64), counts.sum(axis=1) / weights.pooled_T.sum()])
-
-
-def _is_punctuation(text: str) -> bool:
-    """Whether a token's characters, white space aside, are punctuation in Unicode's sense."""
-    marks = text.strip()
-    return bool(marks) and all(unicodedata.category(mark).startswith("P") for mark in marks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,13 +250,9 @@ def latent_weights(
     role: TextRole = "document",
     mini_batch_tokens: int = 4096,
 ) -> list[LatentWeights]:
-    """The attention of each token of each text to the latents.
+    """The attention of each token of each text to the latents; the arguments are those of `token_weights`.
 
-    Args:
-        embedder: The model; it is left as found.
-        texts: N texts without their prompts; the result has their order.
-        head: The one head that is kept, from 0; None for all of them.
-        prompt_name: As in `token_weights`, and so `role` and `mini_batch_tokens`.
+    `head` is the one head that is kept, from 0; None for all of them.
 
     Precision: the backbone in the format of its weights, the softmax in float32.
     Raises:
@@ -334,14 +317,7 @@ class ExpertLoads:
 def expert_loads(
     encoder: Encoder, texts: Sequence[str], prompt_name: str | None = None, role: TextRole = "document"
 ) -> ExpertLoads:
-    """Encode some texts and count where their tokens go; padding goes nowhere.
-
-    Args:
-        encoder: A sparse model; it is left as found.
-        texts: At least one, without prompts. A text that occurs twice is computed, and counts, once.
-        prompt_name: Which of the model's prompts goes before each text, routed like it; None for that of the role's
-            name.
-        role: Whose length limit holds.
+    """Encode some texts and count where their tokens, and their prompt's, go; a text that occurs twice counts once.
 
     Precision: the encoder's; a token near a tie between two experts may go elsewhere in another.
     Raises:

@@ -30,16 +30,11 @@ _X86 = {"x86_64", "AMD64"}
 
 
 def resolve_precision(precision: Precision, device: torch.device, weights: Collection[torch.dtype] = ()) -> torch.dtype:
-    """The format of matrix products of a model on `device`.
+    """The format of matrix products of a model on `device`, whose weights have some formats.
 
     `auto` is bfloat16 where the hardware has products of that format, else float32: an emulated bfloat16 is several
-    times slower. A model whose weights are all of one lower format runs in that one. float16 is not offered: a CPU
-    emulates it, a hundred times slower, and some models overflow in it. `auto` never chooses int8, which changes
-    vectors and scores.
-
-    Raises:
-        OptionError: If the precision is unknown or not the weights', the weights are float16 on a CPU, or int8 is
-            requested without an x86 CPU.
+    times slower. Weights that are all of one lower format decide themselves. float16 is not offered: a CPU emulates it,
+    a hundred times slower, and some models overflow in it. `auto` never chooses int8, which changes vectors and scores.
     """
     if precision not in _DTYPES:
         known = ", ".join(_DTYPES)
@@ -142,15 +137,12 @@ def linear_product(layer: nn.Linear, owner: nn.Module, inputs: QuantisedInput) -
 
 
 class Int8Products:
-    """The linear layers of a model's backbones, adapters included, which `on` runs in int8; its weights do not change.
+    """The linear layers of a model's backbones, adapters included, which `on` runs in int8; the weights do not change.
 
-    A weight's row has one scale, chosen once, and each token's numbers have one, chosen as they come, which layers of
-    one module that read the same tensor share. All else (attention, norms, pooling, a sparse model's experts) stays in
-    float32.
-
-    Memory: one more byte for each weight.
-    Precision: products of 8-bit numbers summed in int32, scaled in float32; inputs have 7 bits where the
-    CPU has no such products.
+    A weight's row has one scale, chosen once, and each token's numbers have one, chosen as they come. All else
+    (attention, norms, pooling, a sparse model's experts) stays in float32. It costs one more byte for each weight.
+    Precision: products of 8-bit numbers summed in int32, scaled in float32; inputs have 7 bits where the CPU has no
+    such products.
     """
 
     def __init__(self, model: nn.Module) -> None:

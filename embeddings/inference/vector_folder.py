@@ -161,14 +161,29 @@ def encode_corpus(
             such context.
         WorkerError: If one of the processes died; what is finished is kept.
     """
-    _require_options(encoder, shard_size, tokenizer_workers, vector_format)
+    require_shard_size(shard_size)
+    if tokenizer_workers < 0:
+        raise OptionError("tokenizer_workers", tokenizer_workers, "must be >= 0", "0 tokenises between the shards")
+    require_format(vector_format, encoder.embedding_dim)
     folder = Path(output)
     # Whatever is wrong with the corpus or the prompt is found before anything is written.
-    of_corpus = _corpus_fields(corpus, columns)
+    num_documents = sum(1 for _ in read_corpus(corpus, columns))
     encoder.encode([""], prompt_name, context, role=role)
-    of_model = _model_fields(encoder, prompt_name, role, context)
-    fields = {"kind": "vectors", **of_corpus, **of_model, "shard_size": shard_size, "vector_format": vector_format}
-    shards = VectorShards(folder, of_corpus["num_documents"], encoder.embedding_dim, shard_size, vector_format)
+    fields = {
+        "kind": "vectors",
+        "corpus_sha256": file_sha256(corpus),
+        "columns": dict(sorted((columns or {}).items())),
+        "num_documents": num_documents,
+        "model_sha256": embedder_sha256(encoder),
+        "precision": str(encoder.dtype).removeprefix("torch."),
+        "embedding_dim": encoder.embedding_dim,
+        "prompt_name": prompt_name,
+        "role": role,
+        **({"context": None} if context is None else context.manifest_fields()),
+        "shard_size": shard_size,
+        "vector_format": vector_format,
+    }
+    shards = VectorShards(folder, num_documents, encoder.embedding_dim, shard_size, vector_format)
     defaults = {"mini_batch_tokens": encoder.mini_batch_tokens}
     job = ShardedJob(folder, fields, shards.num_shards, stem="vectors", defaults=defaults)
     if context is not None:
@@ -177,34 +192,6 @@ def encode_corpus(
     _make_missing(encoder, make, job.missing(), columns, devices, tokenizer_workers)
     job.finish(lambda: {} if context is None else {"context_vectors_sha256": file_sha256(folder / CONTEXT_FILE)})
     return VectorFolder.open(folder)
-
-
-def _require_options(encoder: Encoder, shard_size: int, tokenizer_workers: int, vector_format: VectorFormat) -> None:
-    require_shard_size(shard_size)
-    if tokenizer_workers < 0:
-        raise OptionError("tokenizer_workers", tokenizer_workers, "must be >= 0", "0 tokenises between the shards")
-    require_format(vector_format, encoder.embedding_dim)
-
-
-def _corpus_fields(corpus: str | PathLike[str], columns: Mapping[str, str] | None) -> dict[str, Any]:
-    """What a manifest says of the texts; reads all of them, and so finds one that cannot be used."""
-    num_documents = sum(1 for _ in read_corpus(corpus, columns))
-    named = dict(sorted((columns or {}).items()))
-    return {"corpus_sha256": file_sha256(corpus), "columns": named, "num_documents": num_documents}
-
-
-def _model_fields(
-    encoder: Encoder, prompt_name: PromptChoice, role: TextRole, context: Context | None
-) -> dict[str, Any]:
-    """What a manifest says of how texts became vectors."""
-    return {
-        "model_sha256": embedder_sha256(encoder),
-        "precision": str(encoder.dtype).removeprefix("torch."),
-        "embedding_dim": encoder.embedding_dim,
-        "prompt_name": prompt_name,
-        "role": role,
-        **({"context": None} if context is None else context.manifest_fields()),
-    }
 
 
 class _ShardTexts(NamedTuple):
@@ -336,11 +323,8 @@ def on_devices(
 
     Each process reads the model itself and computes in the encoder's precision, with an even share of this process's
     threads. Until all results are read or the generator is closed, the encoder's own model is on the CPU to free memory
-    for the workers', and cannot encode. `work`, items and results are pickled.
-
-    Raises:
-        OptionError: If the encoder was not read from a model directory, so that no other process can read it.
-        WorkerError: If a process died (see `spread`).
+    for the workers', and cannot encode. `work`, items and results are pickled. Without a model directory to read from
+    this is an `OptionError`, and a `WorkerError` where a process died.
     """
     if len(devices) < 2:
         return (work(encoder, item) for item in items)

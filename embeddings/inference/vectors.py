@@ -29,11 +29,7 @@ def require_format(vector_format: VectorFormat, embedding_dim: int) -> None:
 
 
 def stored_type(vector_format: VectorFormat, embedding_dim: int) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """The type of a stored array of vectors, and the shape of one of its rows.
-
-    float32 and float16 are plain (D,); int8 is a record of the row's `scale` (float32) and its D `codes`; binary is
-    (D / 8,) uint8.
-    """
+    """The type of stored vectors, and the shape of one of its rows; int8 is a record of `scale` and `codes`."""
     match vector_format:
         case "float32" | "float16":
             return np.dtype(vector_format), (embedding_dim,)

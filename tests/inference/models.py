@@ -65,6 +65,18 @@ def counted_encodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+def given_prompts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """A list that grows by role and prompt of every call of an encoder that names both."""
+    given, encode = [], Encoder.encode
+
+    def spy(self: Encoder, texts: list[str], *args: Any, **options: Any) -> Any:
+        given.append((options["role"], options["prompt"]))
+        return encode(self, texts, *args, **options)
+
+    monkeypatch.setattr(Encoder, "encode", spy)
+    return given
+
+
 def encode_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let encoders refuse every text but the empty one, which asks whether they know a prompt."""
     encode = Encoder.encode

@@ -36,20 +36,14 @@ def test_every_tile_and_k_gives_the_sorted_list_with_ties_by_row(tile, top_k, mo
     monkeypatch.setattr(search, "DOCUMENT_TILE", tile)
     monkeypatch.setattr(search, "QUERY_TILE", max(1, tile // 2))
     query_QD, document_ND = whole_numbers(9), whole_numbers(50, seed=1)
-    found = search_top_k(query_QD, document_ND, top_k)
+    pieces = [document_ND[:7], document_ND[7:7], document_ND[7:8], document_ND[8:]]
+    found, whole = search_top_k(query_QD, iter(pieces), top_k), search_top_k(query_QD, document_ND, top_k)
     scores, rows = by_hand(query_QD, document_ND, top_k)
+    assert (whole.index_QK.tolist(), whole.score_QK.tolist()) == (rows, scores)
     assert found.score_QK.dtype == np.float32
     assert found.index_QK.dtype == np.int64
     assert found.index_QK.tolist() == rows
     assert found.score_QK.tolist() == scores
-
-
-def test_pieces_that_follow_one_another_are_one_corpus():
-    query_QD, document_ND = whole_numbers(5), whole_numbers(23, seed=1)
-    pieces = [document_ND[:7], document_ND[7:7], document_ND[7:8], document_ND[8:]]
-    whole, parts = search_top_k(query_QD, document_ND, 6), search_top_k(query_QD, iter(pieces), 6)
-    np.testing.assert_array_equal(whole.index_QK, parts.index_QK)
-    np.testing.assert_array_equal(whole.score_QK, parts.score_QK)
 
 
 def some_vectors(rows, width=24, seed=0):

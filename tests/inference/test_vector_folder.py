@@ -188,14 +188,6 @@ def test_directions_come_in_pieces_no_larger_than_a_tile(corpus, encoder, tmp_pa
     np.testing.assert_allclose(np.linalg.norm(whole, axis=1), 1, rtol=1e-6)
 
 
-def test_a_folder_with_something_else_in_it_is_refused(corpus, encoder, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="something else lies there already; name a new folder"):
-        encode_corpus(encoder, corpus, tmp_path / "out")
-    assert sorted(content(tmp_path / "out")) == ["notes.txt"]
-
-
 def test_a_bad_corpus_or_option_writes_nothing(corpus, encoder, tmp_path):
     with pytest.raises(OptionError, match="shard_size must be >= 1"):
         encode_corpus(encoder, corpus, tmp_path / "out", shard_size=0)
@@ -205,21 +197,6 @@ def test_a_bad_corpus_or_option_writes_nothing(corpus, encoder, tmp_path):
     with pytest.raises(InputError, match=r"corpus\.jsonl:12: "):
         encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_file_and_its_folder_give_the_same_hits(corpus, encoder, tmp_path):
-    encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
-    queries = [some_texts(11)[3], "quick fox"]
-    from_file = search_corpus(encoder, corpus, queries, top_k=3)
-    from_folder = search_corpus(encoder, tmp_path / "out", queries, top_k=3)
-    assert [len(hits) for hits in from_file] == [3, 3]
-    assert [[hit.document_id for hit in hits] for hits in from_file] == [
-        [hit.document_id for hit in hits] for hits in from_folder
-    ]
-    texts = dict(zip([f"d{row}" for row in range(11)], some_texts(11), strict=True))
-    for hits in from_folder:
-        assert [hit.text for hit in hits] == [texts[hit.document_id] for hit in hits]
-        assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
 
 
 @pytest.mark.parametrize("encoded_before", [False, True])
