@@ -50,11 +50,9 @@ class Treatment(Protocol):
     @property
     def needs(self) -> Statistic:
         """Which sum over its inputs it reads."""
-        ...
 
     def fields(self) -> dict[str, Any]:
         """What decides its bytes, as JSON types."""
-        ...
 
     def __call__(self, weight_OI: Tensor, statistic: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
         """What is stored in place of a weight, (O, I) float32, by the last part of its name (`weight`, `weight_scale`).
@@ -397,18 +395,15 @@ class LayerwiseJob:
                     self._states[place] = self._model.run(self._at, self._padded(rows), state_NLH).cpu()
             self._at += 1
             if self._at == index:
-                self._write_states()
+                named = {f"{place:05d}": states.contiguous() for place, states in enumerate(self._states)}
+                about = {"layer": str(self._at), "num_outputs": str(self._model.num_outputs)}
+                with atomic_path(self._job.folder / STATES_FILE) as temporary:
+                    save_file(named, temporary, metadata=about)
 
     def _padded(self, rows: Tensor) -> PaddedTokens:
         assert self._tokens is not None
         padded = self._tokens.padded(rows, self._pad)
         return PaddedTokens(*(part.to(self._model.device) for part in padded))
-
-    def _write_states(self) -> None:
-        named = {f"{place:05d}": states.contiguous() for place, states in enumerate(self._states)}
-        about = {"layer": str(self._at), "num_outputs": str(self._model.num_outputs)}
-        with atomic_path(self._job.folder / STATES_FILE) as temporary:
-            save_file(named, temporary, metadata=about)
 
     def _read_states(self, index: int) -> None:
         """Take what a killed process left, if it is of this layer or an earlier one."""

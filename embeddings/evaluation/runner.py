@@ -132,12 +132,10 @@ def evaluate_widths(
     start = time.perf_counter()
     if not isinstance(folder, RetrievalFolder | SimilarityFolder):
         load_mteb()
-        from embeddings.evaluation.mteb_tasks import folder_task
-        from embeddings.evaluation.task_runs import TaskSettings, score_task
+        from embeddings.evaluation.task_runs import TaskSettings, score_folder
 
-        task = folder_task(name.replace("/", "."), folder.kind, folder)
-        settings = TaskSettings(prompt_name, None, list(widths), context_size, context_seed)
-        found = score_task(encoder, name, task, settings)
+        settings = TaskSettings(prompt_name, context_size=context_size, context_seed=context_seed)
+        found = score_folder(encoder, name, folder, widths, settings)
         scored = [(metrics, _counts(folder), time.perf_counter() - start) for metrics in found]
     else:
         context = None

@@ -28,9 +28,10 @@ from embeddings.common.jobs import progress_bar
 from embeddings.common.process import logger
 from embeddings.common.text import one_line
 from embeddings.evaluation.air_bench import AirBenchTask, pack_searches, search_set, searches_path
+from embeddings.evaluation.folders import EvaluationFolder
 from embeddings.evaluation.instructions import Instructions
 from embeddings.evaluation.mteb_library import quiet
-from embeddings.evaluation.mteb_tasks import KINDS, ContextualTaskEncoder, TaskEncoder
+from embeddings.evaluation.mteb_tasks import KINDS, ContextualTaskEncoder, TaskEncoder, folder_task
 from embeddings.inference.context import require_context_size
 from embeddings.inference.encoder import Encoder, check_widths, embedder_sha256
 
@@ -165,7 +166,9 @@ def format_table(scores: Sequence[TaskScore]) -> str:
 
 def _table(scores: Sequence[TaskScore]) -> list[tuple[str, ...]]:
     """The rows of the table under their header; a mean is over the tasks that are finished at every width."""
-    finished = [score for score in scores if not any(map(_is_unknown, score.scores.values()))]
+    finished = [
+        score for score in scores if not any(value is None or math.isnan(value) for value in score.scores.values())
+    ]
     widths = list(scores[0].scores)
     names = ["score"] if len(widths) == 1 else [f"score_{width}" for width in widths]
     rows = [("task", "type", "metric", *names)]
@@ -176,10 +179,6 @@ def _table(scores: Sequence[TaskScore]) -> list[tuple[str, ...]]:
             means = (sum(score.scores[width] or 0.0 for score in members) / len(members) for width in widths)
             rows.append((f"mean of {len(members)}", kind, "", *map(_cell, means)))
     return rows
-
-
-def _is_unknown(score: float | None) -> bool:
-    return score is None or math.isnan(score)
 
 
 def _cell(score: float | None) -> str:
@@ -212,7 +211,11 @@ def run_tasks(
     left = [task for task in own if any(results.score(task, width) is None for width in widths)]
     shows = encoder.show_progress
     if huggingface_hub.constants.HF_HUB_OFFLINE:
-        _look_for_data(left, shows)
+        with progress_bar(None, "looking for data", "task", iterable=left, leave=False, disable=not shows) as bar:
+            for part in (part for task in bar for part in _parts(task)):
+                bar.set_description(f"looking for data: {part.metadata.name}")
+                with _loaded(part, shows):
+                    pass
     with progress_bar(len(own), "tasks", "task", initial=len(own) - len(left), disable=not shows) as bar:
         for task in left:
             bar.set_description(task.metadata.name)
@@ -230,31 +233,21 @@ def run_tasks(
     return write_table(results, tasks)
 
 
-def score_task(encoder: Encoder, model: str, task: AbsTask, settings: TaskSettings) -> list[dict[str, float]]:
-    """The metrics of one folder's task at each width, the main one first; nothing is written (see `run_tasks`)."""
-    widths = list(settings.widths or [encoder.embedding_dim])
-    meta = ModelMeta.create_empty(overwrites={"name": f"local/{model}", "similarity_fn_name": ScoringFunction.COSINE})
+def score_folder(
+    encoder: Encoder, name: str, folder: EvaluationFolder, widths: Sequence[int], settings: TaskSettings
+) -> list[dict[str, float]]:
+    """The metrics of one folder's data as a task at each width, the main one first; nothing is written."""
+    # A task's name has dots in place of slashes.
+    task, (metrics, _) = folder_task(name.replace("/", "."), folder.kind, folder), KINDS[folder.kind]
+    meta = ModelMeta.create_empty(overwrites={"name": f"local/{name}", "similarity_fn_name": ScoringFunction.COSINE})
     adapted, found = _adapted(encoder, meta, settings), []
-    names = next(
-        metrics for metrics, base in KINDS.values() if isinstance(task, base) and metrics[0] == task.metadata.main_score
-    )
     with TemporaryDirectory() as folder, _loaded(task, encoder.show_progress):
         adapted.folder = Path(folder) if len(widths) > 1 else None
         for width in widths:
             adapted.width = width
             (row,) = _evaluate(adapted, task).scores["test"]
-            found.append({name: float(row[name]) for name in names})
+            found.append({metric: float(row[metric]) for metric in metrics})
     return found
-
-
-def _look_for_data(tasks: Sequence[AbsTask], shows: bool) -> None:
-    """Load and unload the data of each task, under a temporary progress bar."""
-    with progress_bar(None, "looking for data", "task", iterable=tasks, leave=False, disable=not shows) as bar:
-        for task in bar:
-            bar.set_description(f"looking for data: {task.metadata.name}")
-            for part in _parts(task):
-                with _loaded(part, shows):
-                    pass
 
 
 def _adapted(encoder: Encoder, meta: ModelMeta, settings: TaskSettings) -> TaskEncoder:

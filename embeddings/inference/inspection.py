@@ -225,20 +225,17 @@ class LatentWeights:
     @property
     def weight_TR(self) -> npt.NDArray[np.float32]:
         """The mean over the heads, (T, R)."""
-        weight_TR: npt.NDArray[np.float32] = self.weight_ATR.mean(axis=0)
-        return weight_TR
+        return np.asarray(self.weight_ATR.mean(axis=0))
 
     @property
     def mean_AR(self) -> npt.NDArray[np.float32]:
         """The mean over the tokens, (A, R): a row of NV-Embed's Fig. 2, the heads side by side."""
-        mean_AR: npt.NDArray[np.float32] = self.weight_ATR.mean(axis=1)
-        return mean_AR
+        return np.asarray(self.weight_ATR.mean(axis=1))
 
     @property
     def mean_R(self) -> npt.NDArray[np.float32]:
         """The mean over the tokens and the heads, (R,)."""
-        mean_R: npt.NDArray[np.float32] = self.weight_TR.mean(axis=0)
-        return mean_R
+        return np.asarray(self.weight_TR.mean(axis=0))
 
 
 def latent_weights(
@@ -352,14 +349,12 @@ class ContextualShift:
     def own_cosine_NP(self) -> Vectors:
         """Each document's cosines between any two of its contexts, (N, C (C - 1) / 2)."""
         first, second = np.triu_indices(len(self.vector_CND), k=1)
-        found: Vectors = np.einsum("pnd,pnd->np", self.vector_CND[first], self.vector_CND[second])
-        return found
+        return np.asarray(np.einsum("pnd,pnd->np", self.vector_CND[first], self.vector_CND[second]))
 
     @property
     def alone_cosine_N(self) -> Vectors:
         """Each document's mean cosine of its vectors in contexts with the one without, (N,)."""
-        found: Vectors = np.einsum("cnd,nd->cn", self.vector_CND, self.alone_ND).mean(axis=0)
-        return found
+        return np.asarray(np.einsum("cnd,nd->cn", self.vector_CND, self.alone_ND).mean(axis=0))
 
     @property
     def other_cosine_N(self) -> Vectors:
@@ -367,8 +362,7 @@ class ContextualShift:
         cosine_CNN = np.einsum("cnd,cmd->cnm", self.vector_CND, self.vector_CND)
         places = np.arange(cosine_CNN.shape[1])
         cosine_CNN[:, places, places] = -np.inf
-        found: Vectors = cosine_CNN.max(axis=2).mean(axis=0)
-        return found
+        return np.asarray(cosine_CNN.max(axis=2).mean(axis=0))
 
     @property
     def stays_nearest(self) -> float:
