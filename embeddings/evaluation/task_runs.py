@@ -241,8 +241,8 @@ def score_folder(
     task, (metrics, _) = folder_task(name.replace("/", "."), folder.kind, folder), KINDS[folder.kind]
     meta = ModelMeta.create_empty(overwrites={"name": f"local/{name}", "similarity_fn_name": ScoringFunction.COSINE})
     adapted, found = _adapted(encoder, meta, settings), []
-    with TemporaryDirectory() as folder, _loaded(task, encoder.show_progress):
-        adapted.folder = Path(folder) if len(widths) > 1 else None
+    with TemporaryDirectory() as place, _loaded(task, encoder.show_progress):
+        adapted.folder = Path(place) if len(widths) > 1 else None
         for width in widths:
             adapted.width = width
             (row,) = _evaluate(adapted, task).scores["test"]

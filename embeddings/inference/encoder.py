@@ -428,15 +428,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 # Fields of a config that no vector depends on: its origin, and what each process chooses.
 _PASSING = (
-    "_name_or_path",
-    "_attn_implementation",
-    "_experts_implementation",
-    "architectures",
-    "auto_map",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
+    *("_name_or_path", "_attn_implementation", "_experts_implementation", "architectures", "auto_map"),
+    *("dtype", "torch_dtype", "transformers_version", "use_cache"),
 )
 # Settings of a tokenizer's last call: the encoder sets them in each call.
 _ASKED = ("truncation", "padding")

@@ -1,6 +1,8 @@
 """A tiny embedding model for the tests of everything after training."""
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +53,13 @@ def some_texts(count: int, seed: int = 0) -> list[str]:
         picks = torch.randint(len(WORDS), (num_words,), generator=generator).tolist()
         texts.append(f"{row} " + " ".join(WORDS[pick] for pick in picks))
     return texts
+
+
+def write_corpus(path: Path, texts: list[str]) -> Path:
+    """A corpus file whose ids are d0, d1, …."""
+    rows = ({"_id": f"d{row}", "text": text} for row, text in enumerate(texts))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def counted_encodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:

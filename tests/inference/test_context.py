@@ -19,7 +19,7 @@ from embeddings.inference.context import (
 from embeddings.inference.corpus import Document
 from embeddings.inference.encoder import Context, Encoder
 from embeddings.inference.vector_folder import encode_corpus
-from tests.inference.models import some_texts, tiny_embedder
+from tests.inference.models import some_texts, tiny_embedder, write_corpus
 from tests.models.contextual_models import tiny_contextual
 
 DOCUMENTS = [Document(f"d{row}", f"text {row}") for row in range(4)]
@@ -111,11 +111,6 @@ def test_another_context_is_refused_with_the_difference(tmp_path):
 @pytest.fixture(scope="module")
 def encoder():
     return Encoder(tiny_contextual(), precision="float32")
-
-
-def write_corpus(path, texts):
-    path.write_text("".join(json.dumps({"_id": f"d{row}", "text": text}) + "\n" for row, text in enumerate(texts)))
-    return path
 
 
 @pytest.mark.parametrize(("num_texts", "size"), [(11, None), (11, 2), (5, 5), (2, None), (1, 4)])
