@@ -168,7 +168,7 @@ def _anchor_table(weights: TokenWeights) -> str:
         text += f"  ({piece.num_tokens} tokens)" if piece.num_tokens > 1 else ""
         numbers = [f"{piece.weight:.4f}", f"{piece.weight * num_pooled / piece.num_tokens:.2f}"]
         rows.append([*(numbers if piece.is_pooled else "--"), text])
-    shares = shares_of(weights)
+    shares = shares_of([weights])
     places = [("share of", "the weight", "the tokens")]
     places += [(name, f"{shares.weight[at]:.1%}", f"{shares.tokens[at]:.1%}") for at, name in PLACE_NAMES.items()]
     return f"{format_table(rows, '>><')}\n\n{format_table(places)}"

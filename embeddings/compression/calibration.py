@@ -58,19 +58,20 @@ class CalibrationText(NamedTuple):
 
 
 def calibration_texts(options: CalibrationOptions) -> list[CalibrationText]:
-    """The texts that are drawn, in their order.
+    """The texts that the options and the files' texts alone decide, in their order.
 
-    Determinism: they depend on the options and the files' texts alone.
-    Raises:
-        InputError: If a file cannot be read, or there is no text in it.
-        OptionError: If no file is named.
+    No named file is an `OptionError`; a file that cannot be read, or files without a text, are an `InputError`.
     """
     if options.calibration is None or not options.calibration:
         rule = "must name texts that show what each layer is given"
         raise OptionError(
             "calibration", options.calibration, rule, "give a corpus, records, or a text a line in a .txt"
         )
-    pools = _pools(options.calibration)
+    paths = options.calibration
+    if isinstance(paths, str) and paths.startswith(HUB_PREFIX):
+        pools = [_pool_of_records(paths)]
+    else:
+        pools = [_pool_of_file(path) for path in resolve_files(paths)]
     starts = np.cumsum([0, *(pool.size for pool in pools)])
     order = numpy_generator(options.calibration_seed, "calibration", int(starts[-1])).permutation(int(starts[-1]))
     texts: list[CalibrationText] = []
@@ -92,12 +93,6 @@ class _Pool(NamedTuple):
 
     size: int
     take: Callable[[list[int]], list[CalibrationText]]
-
-
-def _pools(paths: str | list[str]) -> list[_Pool]:
-    if isinstance(paths, str) and paths.startswith(HUB_PREFIX):
-        return [_pool_of_records(paths)]
-    return [_pool_of_file(path) for path in resolve_files(paths)]
 
 
 def _pool_of_file(path: Path) -> _Pool:
@@ -126,7 +121,6 @@ def _pool_of_records(path: str) -> _Pool:
     table_of_rows = open_cached(SourceConfig("calibration", path, suspect_rows="keep")).table
 
     def take(rows: list[int]) -> list[CalibrationText]:
-        """Both texts of each."""
         found = table_of_rows.rows(rows)
         pairs = [(CalibrationText("query", row.query), CalibrationText("document", row.positives[0])) for row in found]
         return [text for pair in pairs for text in pair]

@@ -98,21 +98,17 @@ class PruningOptions:
             raise OptionError("block_size", self.block_size, rule, "128 suits 2:4 and 4:8")
 
     def amount(self) -> Sparsity:
-        """How many weights become zero."""
         return Sparsity.parse(self.pattern, self.sparsity)
 
     @property
     def needs(self) -> Statistic:
-        """What the method reads of a matrix's inputs."""
         return {"sparsegpt": "gram", "wanda": "squares"}.get(self.prune or "", "none")  # type: ignore[return-value]
 
     def fields(self) -> dict[str, Any]:
-        """The options that decide the bytes."""
         names = ["prune", "pattern", *(["damping", "block_size"] if self.prune == "sparsegpt" else [])]
         return {**{name: getattr(self, name) for name in names}, "sparsity": self.amount().fraction}
 
     def __call__(self, weight_OI: Tensor, statistic: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The pruned weight (see `Treatment`)."""
         amount = self.amount()
         if self.prune == "magnitude" or statistic is None:
             pruned_OI = prune_by_magnitude(weight_OI, amount)
@@ -149,11 +145,9 @@ class QuantizationOptions:
 
     @property
     def needs(self) -> Statistic:
-        """What GPTQ reads of a matrix's inputs."""
         return "gram"
 
     def fields(self) -> dict[str, Any]:
-        """The options that decide the bytes."""
         return asdict(self)
 
     def __call__(self, weight_OI: Tensor, statistic: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -168,11 +162,7 @@ class QuantizationOptions:
 
 
 def check_solver(damping: float, block_size: int) -> None:
-    """Check the options of the solver.
-
-    Raises:
-        OptionError: If one is impossible.
-    """
+    """Check the options of the solver; an `OptionError` where one is impossible."""
     if not damping > 0:
         raise OptionError("damping", damping, "must be > 0", "0.01 is the papers'")
     if block_size < 1:
@@ -181,15 +171,9 @@ def check_solver(damping: float, block_size: int) -> None:
 
 @dataclass(frozen=True)
 class CompressionReport:
-    """What a compression did.
+    """The model directory of a compression, and what it changed: bytes of weights, zeros of the layers' matrices.
 
-    Attributes:
-        folder: The model directory.
-        bytes_before: Bytes of the model's weights.
-        bytes_after: Bytes of the compressed model's.
-        zeros_before: Share of zeros among the weights of the layers' matrices.
-        zeros: The same of the compressed model.
-        calibration: What was calibrated on; None where nothing was.
+    `calibration` says what was calibrated on; None where nothing was.
     """
 
     folder: Path
@@ -203,13 +187,8 @@ class CompressionReport:
 class Compression:
     """The compression of one model directory, in phases: take layers, prune, retrain, quantise.
 
-    Args:
-        model: A model directory, or a name that `resolve_model` knows.
-        output: The directory to write; the folder of work is `OUTPUT.work` beside it.
-        pruning: How weights are pruned.
-        quantization: How they are quantised.
-        calibration: Which texts show the layers' inputs.
-        device: Where each layer lies while its turn lasts; None for a GPU if there is one.
+    The folder of work is `OUTPUT.work` beside the output. Each layer lies on `device`, a GPU if there is one, while its
+    turn lasts.
 
     Raises:
         OptionError: If nothing is asked for, an option has no effect, a pattern or group does not divide a matrix, or
@@ -270,15 +249,13 @@ class Compression:
     def run(self, retrain: Retrain | None = None) -> Path:
         """Run the phases that are not done yet; returns the compressed model's directory within the folder of work.
 
-        Args:
-            retrain: Trains the pruned model of a directory under its mask, between pruning and quantisation; returns a
-                new directory within the folder that it is given, or the one that it wrote there before.
-
-        Raises:
-            OptionError: If layers are to be chosen of a model whose layers cannot, or of a contextual one.
+        `retrain` trains the pruned model of a directory under its mask, between pruning and quantisation; it returns a
+        new directory within the folder that it is given, or the one that it wrote there before. Layers cannot be chosen
+        of a contextual model, or one whose layers cannot be told: an `OptionError`.
         """
         model, facts = self.source, self.calibration
-        with discard_on_user_error(self.work, unless=self._has_layers):
+        # A layer that is written already must not be lost by a later mistake.
+        with discard_on_user_error(self.work, unless=lambda: any(self.work.glob("*/layer-*.safetensors"))):
             if self.pruning.layers is not None:
                 model = self._shorten(self.pruning.layers)
             if self.pruning.prune is not None:
@@ -287,14 +264,9 @@ class Compression:
                 model = retrain(model, self.work)
             if self.quantization.quantize is not None:
                 number, size = FORMAT_OF[self.quantization.quantize], self.quantization.group_size
-                ignored = self._outside_linear()
-                config = quantization_config(number, size, ignored)
+                config = quantization_config(number, size, self._outside_linear())
                 model = self._phase("quantise", model, self.quantization, facts, config)
         return model
-
-    def _has_layers(self) -> bool:
-        """Whether a layer is written already, which a later mistake must not cost."""
-        return any(self.work.glob("*/layer-*.safetensors"))
 
     def _phase(
         self,
@@ -308,8 +280,12 @@ class Compression:
         target = self.work / f"{name}d"
         model = LayerwiseModel(source, self._device)
         hashes = {file.name: file_sha256(file) for file in weight_files(source)}
-        fields = {"kind": f"{name} layers", "weights_sha256": hashes, **treatment.fields()}
-        fields["calibration"] = calibration
+        fields = {
+            "kind": f"{name} layers",
+            "weights_sha256": hashes,
+            **treatment.fields(),
+            "calibration": calibration,
+        }
         tokens, pad = (None, 0) if calibration is None else tokenise(self._texts, model, self._max_length)
         job = LayerwiseJob(model, self.work / f"{name}.layers", fields, treatment, tokens, pad)
         if target.exists():  # of these options: the job's manifest was compared
@@ -340,17 +316,11 @@ class Compression:
         return [*found, *(["re:.*pooler.*"] if has_pooling_layer(model.config) else [])]
 
     def publish(self, staged: Path, scores: Mapping[str, float] | None = None) -> CompressionReport:
-        """Give what `run` returned its card and its place, and remove the folder of work.
-
-        Args:
-            staged: The directory that `run` returned.
-            scores: Metrics for the card by name, `before` and `after`.
-        """
+        """Give what `run` returned its card, with metrics by name, and its place, and remove the folder of work."""
         before, after = (sum(file.stat().st_size for file in weight_files(folder)) for folder in (self.source, staged))
         zeros = zeros_fraction(self.source), zeros_fraction(staged)
         report = CompressionReport(self.output, before, after, *zeros, self.calibration)
-        facts = {"made from": self._name, **self._facts(report, scores or {})}
-        card = compressed_card(self.source, self.output.name, facts)
+        card = compressed_card(self.source, self.output.name, self._facts(report, scores or {}))
         write_text(staged / CARD_FILE, card)
         share_files(staged)
         self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -359,8 +329,7 @@ class Compression:
         return report
 
     def _facts(self, report: CompressionReport, scores: Mapping[str, float]) -> dict[str, str]:
-        """What the card says, by name."""
-        facts = {}
+        facts = {"made from": self._name}
         if self.pruning.layers is not None:
             facts["layers"] = f"{self.pruning.layers} of {self._num_layers}, evenly spread"
         if self.pruning.prune is not None:
@@ -380,11 +349,7 @@ class Compression:
 
 
 def device_of(name: str | torch.device | None) -> torch.device:
-    """The device of a name; a GPU if there is one, where no name is given.
-
-    Raises:
-        OptionError: If the machine has no such device.
-    """
+    """The device of a name, None for a GPU if there is one; an `OptionError` where the machine has no such device."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -398,24 +363,23 @@ def device_of(name: str | torch.device | None) -> torch.device:
 
 
 def zeros_fraction(folder: Path) -> float:
-    """The share of zeros among the weights of the layers' matrices of a model directory."""
     found = zeros_by_matrix(folder)
     return sum(matrix.num_zeros for matrix in found) / sum(matrix.num_weights for matrix in found)
 
 
 def assemble(source: Path, files: list[Path], target: Path, quantization: dict[str, Any] | None) -> None:
-    """Write a model directory of one directory's settings and other weights, atomically.
+    """Write a model directory of one's settings and files of weights, linked or copied, atomically.
 
-    Weights and graphs of the source are left out; the files of weights are linked, or copied where there are no links.
-
-    Args:
-        source: The directory whose other files are copied.
-        files: The files of weights.
-        target: The directory to write.
-        quantization: What config.json is to say of quantised weights.
+    Weights and graphs of the source are left out; `quantization` is what config.json says of quantised weights.
     """
+    patterns = shutil.ignore_patterns(*_LEFT_OUT)
+
+    def left_out(inner: str, names: list[str]) -> set[str]:
+        """What is not copied of the source's own folder; parts such as a head keep their weights."""
+        return patterns(inner, names) if Path(inner) == source else set()
+
     with atomic_folder(target) as folder:
-        shutil.copytree(source, folder, ignore=_left_out_of(source), dirs_exist_ok=True)
+        shutil.copytree(source, folder, ignore=left_out, dirs_exist_ok=True)
         config = read_json(source / "config.json")
         if quantization is not None:
             write_json(folder / "config.json", {**config, QUANTIZATION: quantization})
@@ -431,16 +395,6 @@ def assemble(source: Path, files: list[Path], target: Path, quantization: dict[s
         total = sum(file.stat().st_size for file in files)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index)
-
-
-def _left_out_of(source: Path) -> Callable[[str, list[str]], set[str]]:
-    """What of the source's own folder is not copied; parts such as a head keep their weights."""
-    patterns = shutil.ignore_patterns(*_LEFT_OUT)
-
-    def ignored(folder: str, names: list[str]) -> set[str]:
-        return patterns(folder, names) if Path(folder) == source else set()
-
-    return ignored
 
 
 def compressed_card(source: Path, name: str, facts: Mapping[str, str]) -> str:

@@ -50,19 +50,14 @@ class Treatment(Protocol):
     @property
     def needs(self) -> Statistic:
         """Which sum over its inputs it reads."""
-        ...
 
     def fields(self) -> dict[str, Any]:
         """What decides its bytes, as JSON types."""
-        ...
 
     def __call__(self, weight_OI: Tensor, statistic: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What is stored in place of a weight, by the last part of its name (`weight`, `weight_scale`).
+        """What is stored in place of a weight, (O, I) float32, by the last part of its name (`weight`, `weight_scale`).
 
-        Args:
-            weight_OI: The weight, (O, I) float32.
-            statistic: What `needs` asks for, (I, I) or (I) float32.
-            dtype: The dtype that the weight has in its file.
+        `statistic` is what `needs` asks for, (I, I) or (I) float32, and `dtype` the weight's in its file.
         """
         ...
 
@@ -75,22 +70,11 @@ class _ReachedError(Exception):
 
 
 class LayerwiseModel:
-    """The backbone of a model directory, of which one layer at a time has weights.
+    """The backbone of a model directory, of which one layer at a time has weights; all else is on the meta device.
 
     The model's own forward pass makes the mask, the positions and all else that a layer is given, so each layer runs
-    as it does in the whole model: the layers before it hand on what they are given, and the pass ends with it.
-
-    Args:
-        folder: The directory.
-        device: Where the layer and the embeddings lie.
-
-    Attributes:
-        model: The backbone; what has no weights is on the meta device.
-        layers: Its layers, each with its name.
-
-    Raises:
-        InputError: If the directory is damaged or its model has no plain layers: it is quantised, contextual, has
-            experts, or uses one layer several times.
+    as it does in the whole model: the layers before it hand on what they are given, and the pass ends with it. An
+    `InputError` refuses a damaged directory, and a model that is quantised, contextual, sparse, or uses a layer twice.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
@@ -152,11 +136,10 @@ class LayerwiseModel:
         return found
 
     def stored(self, index: int | None, file: Path | None = None) -> dict[str, Tensor]:
-        """The tensors of a layer (None: of what lies outside) as they are stored, by their names in the model.
+        """The tensors of a layer (None: of what lies outside), by their names in the model.
 
-        Args:
-            index: The layer.
-            file: A file that `written` made of it; None for the directory's own. Quantised weights come multiplied out.
+        They are read from a file that `written` made, quantised weights multiplied out, or else from the directory's
+        own.
         """
         files = self._keys.get(index, {}) if file is None else {file: None}
         tensors: dict[str, Tensor] = {}
@@ -204,7 +187,6 @@ class LayerwiseModel:
             layer.to("meta")
 
     def open(self) -> None:
-        """Load what lies outside the layers."""
         if not self._is_open:
             inner = {part for _, layer in self.layers for part in layer.modules()}
             self._fill(self.model, self.stored(None), [part for part in self.model.modules() if part not in inner])
@@ -264,18 +246,9 @@ class LayerwiseModel:
         return states
 
     def run(self, index: int, tokens: PaddedTokens, state_NLH: Tensor) -> Tensor:
-        """The states of a mini-batch behind a layer that has its weights.
+        """The states of a mini-batch behind a layer that has its weights, from those at its input, (n, L, H) float32.
 
-        Args:
-            index: The layer.
-            tokens: The mini-batch.
-            state_NLH: Its states at the layer's input, (n, L, H) float32.
-
-        Returns:
-            (n, L, H) float32.
-
-        Raises:
-            InputError: If the layers hand on more than their states.
+        Layers that hand on more than their states are an `InputError`.
         """
         forward = self.layers[index][1].forward
 
@@ -302,16 +275,7 @@ def linear_layers(layer: nn.Module) -> dict[str, nn.Linear]:
 
 
 class InputStatistics:
-    """Sums over the tokens that some linear layers are given.
-
-    Layers that are given the same tensor (query, key, value) share one sum.
-
-    Args:
-        linear: The layers, by name.
-        needs: Which sum.
-
-    Precision: float32, that of the layers.
-    """
+    """Float32 sums over the tokens that linear layers are given; layers given the same tensor share one sum."""
 
     def __init__(self, linear: Mapping[str, nn.Linear], needs: Statistic) -> None:
         self._linear, self._needs = linear, needs
@@ -362,15 +326,8 @@ class InputStatistics:
 class LayerwiseJob:
     """A resumable job over the layers of a model: each is written to a file of its own.
 
-    After a kill the same call resumes at the first layer that is missing and writes the same bytes.
-
-    Args:
-        model: The model.
-        folder: The folder of work.
-        fields: What decides the bytes (see `JobFolder`).
-        treatment: What becomes of each matrix.
-        tokens: The calibration texts, None where the treatment needs none.
-        pad_token_id: Id that fills the padding.
+    After a kill the same call resumes at the first layer that is missing and writes the same bytes. `tokens` are the
+    calibration texts, None where the treatment needs none.
 
     Memory: embeddings, one layer and its sums, and the states of all texts at one layer.
     """
@@ -396,11 +353,7 @@ class LayerwiseJob:
         return [*map(self._job.path, range(len(self._model.layers))), self._job.folder / OUTSIDE_FILE]
 
     def run(self) -> None:
-        """Write the files that are not there yet.
-
-        Raises:
-            OptionError: If another process is at work in the folder.
-        """
+        """Write the files that are not there yet; an `OptionError` where another process is at work in the folder."""
         with file_lock(self._job.folder / ".running.lock", wait=False, optional=True) as is_held:
             if not is_held:
                 rule = "is being written by another process"
@@ -410,7 +363,6 @@ class LayerwiseJob:
             self._states = []
 
     def _make(self, index: int, path: Path) -> None:
-        """Write one layer."""
         needs = self._treatment.needs
         if needs != "none":
             self._advance(index)
@@ -443,18 +395,15 @@ class LayerwiseJob:
                     self._states[place] = self._model.run(self._at, self._padded(rows), state_NLH).cpu()
             self._at += 1
             if self._at == index:
-                self._write_states()
+                named = {f"{place:05d}": states.contiguous() for place, states in enumerate(self._states)}
+                about = {"layer": str(self._at), "num_outputs": str(self._model.num_outputs)}
+                with atomic_path(self._job.folder / STATES_FILE) as temporary:
+                    save_file(named, temporary, metadata=about)
 
     def _padded(self, rows: Tensor) -> PaddedTokens:
         assert self._tokens is not None
         padded = self._tokens.padded(rows, self._pad)
         return PaddedTokens(*(part.to(self._model.device) for part in padded))
-
-    def _write_states(self) -> None:
-        named = {f"{place:05d}": states.contiguous() for place, states in enumerate(self._states)}
-        about = {"layer": str(self._at), "num_outputs": str(self._model.num_outputs)}
-        with atomic_path(self._job.folder / STATES_FILE) as temporary:
-            save_file(named, temporary, metadata=about)
 
     def _read_states(self, index: int) -> None:
         """Take what a killed process left, if it is of this layer or an earlier one."""

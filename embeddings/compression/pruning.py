@@ -29,12 +29,9 @@ ChooseColumn = Callable[[int, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Sparsity:
-    """How many weights become zero.
+    """Which share of the weights becomes zero, above 0 and below 1, and how many neighbouring inputs share it exactly.
 
-    Attributes:
-        fraction: Share of zeros, above 0 and below 1.
-        group: Neighbouring inputs of one output that have the same number of zeros each; None where zeros may lie
-            anywhere.
+    `group` inputs of one output have the same number of zeros each; None where zeros may lie anywhere.
     """
 
     fraction: float
@@ -44,8 +41,7 @@ class Sparsity:
     def parse(cls, pattern: str, fraction: float | None = None) -> Self:
         """The sparsity of a pattern: `N:M` keeps N of M neighbouring inputs, `unstructured` is half unless given.
 
-        Raises:
-            OptionError: If the pattern is none of these, or the fraction is impossible or has no effect.
+        An `OptionError` says that the pattern is none of these, or the fraction is impossible or has no effect.
         """
         if pattern == UNSTRUCTURED:
             fraction = 0.5 if fraction is None else fraction
@@ -65,7 +61,6 @@ class Sparsity:
         return cls((group - kept) / group, group)
 
     def zeros_of(self, count: int) -> int:
-        """How many of so many weights become zero."""
         return round(self.fraction * count)
 
     def mask(self, score_OI: Tensor, per_output: bool = False) -> Tensor:
@@ -92,31 +87,19 @@ def lowest(score: Tensor, count: int) -> Tensor:
 
 
 def prune_by_magnitude(weight_OI: Tensor, sparsity: Sparsity) -> Tensor:
-    """The weights with the smallest |w| set to zero; without groups the weights of the whole matrix compete.
+    """The weights (O, I) with the smallest |w| set to zero; without groups those of the whole matrix compete.
 
-    Args:
-        weight_OI: Weights, (O, I) float.
-        sparsity: How many become zero.
-
-    Returns:
-        (O, I), same dtype.
     Source: Han et al. 2015, arXiv:1506.02626, one threshold for each matrix.
     """
     return weight_OI.masked_fill(sparsity.mask(weight_OI.abs()), 0)
 
 
 def prune_by_wanda(weight_OI: Tensor, gram_II: Tensor, sparsity: Sparsity) -> Tensor:
-    """The weights with the smallest |w_ij| · ‖x_j‖₂ set to zero, compared within each output; the others stay.
+    """The weights (O, I) with the smallest |w_ij| · ‖x_j‖₂ set to zero, compared within each output, same dtype.
 
-    ‖x_j‖₂ is the norm of input j over the calibration tokens, the root of the Gram matrix's diagonal.
+    ‖x_j‖₂ is the norm of input j over the calibration tokens, the root of the diagonal of the Gram matrix: (I, I), or
+    the diagonal alone, (I).
 
-    Args:
-        weight_OI: Weights, (O, I) float.
-        gram_II: Gram matrix of the inputs, (I, I) float, or its diagonal, (I).
-        sparsity: How many become zero.
-
-    Returns:
-        (O, I), same dtype.
     Source: Sun et al. 2024 (Wanda), arXiv:2306.11695, Eq. 1.
     """
     square_I = gram_II.diagonal() if gram_II.ndim == 2 else gram_II
@@ -136,15 +119,12 @@ def prune_by_sparsegpt(
     The weights of an input that was zero for all tokens go first, and no other weight changes for them.
 
     Args:
-        weight_OI: Weights, (O, I) float.
+        weight_OI: Weights, (O, I) float; the result has their shape and dtype.
         gram_II: Gram matrix of the inputs, (I, I) float.
         sparsity: How many become zero.
         damping: λ as a share of the mean of H's diagonal, > 0.
         block_size: Inputs whose masks are chosen together, and whose updates are applied to the rest at once; a
             multiple of the pattern's group.
-
-    Returns:
-        (O, I), same dtype.
 
     Shape/precision: in the dtype of the weights, which is float32 in `compress`.
     Raises:
@@ -169,17 +149,10 @@ def prune_by_sparsegpt(
 
 
 def inverse_factor(gram_II: Tensor, damping: float) -> Tensor:
-    """U, upper triangular, with UᵀU = (H / h + damping · I)⁻¹, where h is the mean of H's diagonal.
+    """U, upper triangular, with UᵀU = (H / h + damping · I)⁻¹, where h is the mean of the Gram matrix's diagonal.
 
     The scale h cancels in costs and updates. Where H is singular in its own precision the damping grows tenfold, with a
-    warning.
-
-    Args:
-        gram_II: H, the Gram matrix, (I, I) float.
-        damping: Above 0.
-
-    Raises:
-        NumericError: If no damping makes it positive definite: it is not finite.
+    warning; where that does not help it is not finite, a `NumericError`.
     """
     mean = gram_II.diagonal().mean()
     # Without any input that is not zero nothing is known of them, and all are alike.
@@ -202,17 +175,9 @@ def sweep(weight_OI: Tensor, factor_II: Tensor, choose: ChooseColumn, block_size
 
     Replacing w_j by ŵ_j changes the outputs; the weights of the inputs after j that keep them nearest, in the least
     squares over the calibration tokens, are w_k - (w_j - ŵ_j) U_jk / U_jj. Within a block they change at once,
-    behind it in one matrix product a block.
+    behind it in one matrix product a block. `choose` gives ŵ_j, (O), by j and the weights as they are by then, (I, O);
+    those of later blocks are up to date only at the first input of a block.
 
-    Args:
-        weight_OI: Weights, (O, I) float.
-        factor_II: `inverse_factor` of the inputs, (I, I), same dtype.
-        choose: The replacement ŵ_j, (O), by j and the weights as they are by then, (I, O). Those of later blocks are
-            up to date only at the first input of a block.
-        block_size: Inputs of a block.
-
-    Returns:
-        (O, I), same dtype.
     Source: Frantar et al. 2023 (GPTQ), arXiv:2210.17323, Eqs. 2 and 3 and §3.3, steps 2 and 3; SparseGPT shares it.
     """
     weight_IO = weight_OI.T.contiguous().clone()

@@ -15,24 +15,14 @@ NumberName = Literal["int8", "fp8_e4m3", "fp8_e5m2"]
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """Numbers of 8 bits.
-
-    Attributes:
-        dtype: Their dtype in torch and in safetensors.
-        largest: What the largest weight of a scale becomes.
-        kind: `int` or `float`, as compressed-tensors calls it.
-    """
+    """Numbers of 8 bits: dtype, what the largest weight of a scale becomes, and kind in compressed-tensors."""
 
     dtype: torch.dtype
     largest: float
     kind: Literal["int", "float"]
 
     def codes(self, value: Tensor) -> Tensor:
-        """The numbers nearest to values in units of their scale, those beyond the largest cut; same shape.
-
-        Precision: whole numbers are rounded to even; to floating-point ones PyTorch's cast rounds to even, in software
-        where the hardware has no such type.
-        """
+        """The numbers nearest to values in units of their scale, clipped to the largest; halves to even."""
         cut = value.clamp(-self.largest, self.largest)
         return (cut.round() if self.kind == "int" else cut).to(self.dtype)
 
@@ -45,12 +35,7 @@ FORMAT_OF: Mapping[NumberName, NumberFormat] = {
 
 
 class QuantisedMatrix(NamedTuple):
-    """A matrix in 8 bits.
-
-    Attributes:
-        code_OI: The numbers, (O, I) in the format's dtype.
-        scale_OG: What they are multiplied by, (O, G): each for I / G neighbouring inputs of an output.
-    """
+    """A matrix in 8 bits, (O, I), and its scales, (O, G): each for I / G neighbouring inputs of an output."""
 
     code_OI: Tensor
     scale_OG: Tensor
@@ -88,9 +73,6 @@ def quantise_by_gptq(
         block_size: Inputs whose updates are applied to the rest at once.
         scale_dtype: Dtype of the scales, which the numbers allow for.
 
-    Returns:
-        Numbers and scales.
-
     Shape/precision: in the dtype of the weights, which is float32 in `compress`.
     Raises:
         NumericError: If the Gram matrix is not finite.
@@ -122,13 +104,7 @@ def quantise_by_gptq(
 
 
 def quantization_config(number: NumberFormat, group_size: int | None, ignored: list[str]) -> dict[str, Any]:
-    """What config.json says of a model quantised so, in the words of compressed-tensors.
-
-    Args:
-        number: The format.
-        group_size: Inputs that share a scale; None for one scale an output.
-        ignored: Linear layers of the model that keep their weights.
-    """
+    """What config.json says of a model quantised so, in compressed-tensors' words; `ignored` layers keep weights."""
     weights: dict[str, Any] = {"num_bits": 8, "type": number.kind, "symmetric": True, "dynamic": False}
     weights |= {"strategy": "channel" if group_size is None else "group", "group_size": group_size}
     form = FORMATS[number.kind]

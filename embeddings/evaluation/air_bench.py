@@ -71,7 +71,6 @@ class AirBenchSet(NamedTuple):
 
     @property
     def has_labels(self) -> bool:
-        """Whether its labels are public."""
         return self.split == "dev"
 
     @property
@@ -100,7 +99,6 @@ class AirBenchSet(NamedTuple):
 
 @cache
 def _table() -> dict[str, Any]:
-    """The table of the sets and of the paper's scores."""
     text = (resources.files(__package__) / "tables" / "air_bench.json").read_text(encoding="utf-8")
     table: dict[str, Any] = json.loads(text)
     return table
@@ -108,7 +106,6 @@ def _table() -> dict[str, Any]:
 
 @cache
 def air_bench_sets() -> tuple[AirBenchSet, ...]:
-    """All sets of both versions."""
     return tuple(
         AirBenchSet(version, task, domain, language, dataset, split)
         for version, task, domain, languages, dataset, splits in _table()["sets"]
@@ -121,10 +118,8 @@ def air_bench_tasks(name: str) -> list["AirBenchTask"]:
     """The tasks of a name: `air-bench` and any words of a version, task, domain, language and split.
 
     Words of one kind add up, and a kind without a word is not restricted: `air-bench-qa-law-en-de` is two sets. Without
-    a word the version is 24.05, and the split the one of public labels, `dev`; 24.04 has `test` alone.
-
-    Raises:
-        OptionError: If a word is unknown, or no set has all the words.
+    a word the version is 24.05, and the split the one of public labels, `dev`; 24.04 has `test` alone. An `OptionError`
+    says which word is unknown, or that no set has all of them.
     """
     kinds = ("version", "task", "domain", "language", "split")
     known = {kind: sorted({getattr(one, kind) for one in air_bench_sets()}) for kind in kinds}
@@ -162,22 +157,14 @@ def _task(data: AirBenchSet) -> "AirBenchTask":
 class AirBenchTask(AbsTaskRetrieval):
     """A set as a task whose results are kept like those of mteb's own tasks.
 
-    Attributes:
-        data: The set.
-        dataset: Once loaded, `corpus` and `queries`, their `document_ids` and `query_ids`, and `qrels`, which is None
-            where the labels are private.
+    Once loaded, `dataset` holds `corpus`, `queries`, `document_ids`, `query_ids` and `qrels`, None for private labels.
     """
 
     data: ClassVar[AirBenchSet]
     dataset: Any
 
     def load_data(self, num_proc: int | None = None, **options: Any) -> None:
-        """Load corpus, queries and labels from the Hub or from the cache of `datasets`.
-
-        Raises:
-            InputError: If a data set is not accessible, lacks the version, a split or a column, or an id is unknown or
-                occurs twice.
-        """
+        """Load corpus, queries and labels from the cache or the Hub; an `InputError` where one is unusable."""
         if self.data_loaded:
             return
         loaded = {part: _load(self.data, *place, num_proc) for part, place in self.data.splits().items()}
@@ -244,7 +231,6 @@ def _column(rows: Dataset, name: str) -> list[Any]:
 
 
 def _qrels(data: AirBenchSet, labels: Dataset, query_ids: Sequence[str], document_ids: Sequence[str]) -> Qrels:
-    """The labels by rows of queries and documents."""
     where, rows = f"{data.splits()['qrels'][0]}, {data.config}", []
     for name, ids in (("qid", query_ids), ("docid", document_ids)):
         row_of = {identifier: row for row, identifier in enumerate(ids)}
@@ -267,18 +253,9 @@ def search_set(
 ) -> Iterator[tuple[int, TopK]]:
     """Each width, and the documents of a loaded set with the largest cosines of each query at it.
 
-    The corpus is encoded into a folder, once for all widths, in shards: after a kill the same call resumes at the first
-    missing one. Disk: the texts twice, and 4 bytes a document and dimension.
-
-    Args:
-        adapted: The model with the prompt of the task's queries.
-        task: The set.
-        widths: How many leading dimensions of each vector are compared.
-        folder: Where the encoded corpus lies; the caller removes it.
-        context: For a contextual model how many documents of the corpus are drawn, and the seed; None for no context.
-
-    Raises:
-        InputError: If a document cannot be used; the message names it.
+    The corpus is encoded once for all widths into `folder`, which the caller removes; after a kill the same call
+    resumes at the first missing shard. Disk: the texts twice, and 4 bytes a document and dimension. `context` is the
+    number of documents that a contextual model draws from the corpus, and the seed.
     """
     encoder, corpus = adapted.encoder, folder / "corpus.parquet"
     # Written again after a kill: that the vectors are of these texts is checked by their hash.
@@ -297,7 +274,6 @@ def search_set(
 
 
 def searches_path(place: Path, model: str, data: AirBenchSet) -> Path:
-    """The file of a set's searches in a folder of results."""
     folder = place / data.config / model / "NoReranker" / data.task / data.domain
     return folder / f"{data.language}_{data.dataset}_{data.split}.json"
 

@@ -17,7 +17,6 @@ from embeddings.data.readers import open_reader
 from embeddings.data.records import (
     LABELLED_FIELDS,
     SCORED_FIELDS,
-    LabelledText,
     kind_of,
     parse_labelled_text,
     parse_record,
@@ -37,16 +36,7 @@ _QRELS_HEADER = ("query-id", "corpus-id", "score")
 
 @dataclass(frozen=True, eq=False)
 class RetrievalFolder:
-    """A corpus, queries, and which documents are relevant to which.
-
-    Attributes:
-        documents: Title and text of each document.
-        document_ids: Their ids.
-        queries: Texts of the queries that have a relevant document.
-        query_ids: Their ids.
-        qrels: Relevance by row.
-        num_skipped: Queries left out because no document is relevant to them.
-    """
+    """Title and text of each document, queries that have a relevant document, and relevance by row."""
 
     kind: ClassVar[str] = "retrieval"
     documents: list[str]
@@ -107,14 +97,7 @@ class ClusteringFolder:
 
 @dataclass(frozen=True, eq=False)
 class RerankingFolder:
-    """Queries, and which candidates of each are relevant.
-
-    Attributes:
-        queries: Text of each query.
-        documents: The candidates of all queries, each text once.
-        candidate_rows: Rows of each query's candidates among the documents, the relevant ones first.
-        num_relevant: How many of them are relevant.
-    """
+    """Queries, candidates (each text once), and each query's candidates by row, the relevant ones first."""
 
     kind: ClassVar[str] = "reranking"
     queries: list[str]
@@ -175,14 +158,11 @@ def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
     if "label" not in first:
         found = shorten(", ".join(map(str, first)), 50) or "none"
         raise InputError(where, f"is a row of no known kind (found: {found})", f"write {_ROWS}")
-    tested, train = _read_labelled(test), _find(folder, "train")
+    train = _find(folder, "train")
+    tested = _read_labelled(test, needs_two_labels=train is None)
     if train is None:
-        _check_labels(test, tested)
-        return ClusteringFolder([row.text for row in tested], [row.label for row in tested])
-    trained = _read_labelled(train)
-    _check_labels(train, trained)
-    columns = ([row.text for row in trained], [row.label for row in trained])
-    return ClassificationFolder(*columns, [row.text for row in tested], [row.label for row in tested])
+        return ClusteringFolder(*tested)
+    return ClassificationFolder(*_read_labelled(train, needs_two_labels=True), *tested)
 
 
 def read_retrieval_folder(path: str | PathLike[str]) -> RetrievalFolder:
@@ -226,10 +206,7 @@ def retrieval_files_of(qrels: str | PathLike[str]) -> RetrievalFiles:
 
 
 def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
-    """The corpus, queries and qrels in some files.
-
-    Memory: all texts of the corpus.
-    """
+    """The corpus, all of it in memory, queries and qrels in some files."""
     documents = list(read_corpus(files.corpus))
     document_row = {document.document_id: row for row, document in enumerate(documents)}
     text_of_query = _read_queries(files.queries)
@@ -252,14 +229,10 @@ def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
 def read_qrels(
     path: str | PathLike[str], query_ids: Collection[str], document_ids: Collection[str]
 ) -> dict[str, dict[str, float]]:
-    """The grade of each judged document of each query, both of known ids.
+    """The grade of each judged document of each query, both of known ids; 0 or below means judged and not relevant.
 
     Columns are query-id, corpus-id, score under that header (BEIR), or query, iteration, document, score without one
-    (TREC, tabs or spaces). A grade of 0 or below means judged and not relevant.
-
-    Raises:
-        InputError: If the file is empty, names an unknown id, judges a pair twice in two ways, or has no relevant pair;
-            the message names file and row.
+    (TREC, tabs or spaces). An `InputError` names file and row.
     """
     relevance: dict[str, dict[str, float]] = {}
     for number, encoded in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
@@ -354,8 +327,10 @@ def _read_pairs(path: Path) -> PairClassificationFolder:
         second.append(_filled_text(where, fields, "sentence2"))
         value = fields.get("label")
         if not isinstance(value, int) or value not in (0, 1):
-            found = "missing" if "label" not in fields else f"{_shown_value(value)}, expected 0 or 1"
-            raise InputError(where, f"label is {found}", "write 1 for a pair that means the same, else 0")
+            number_or_kind = str(value) if isinstance(value, int | float) else kind_of(value)
+            found = f"the text {shown(value)}" if isinstance(value, str) else number_or_kind
+            what = f"label is {found}, expected 0 or 1" if "label" in fields else "label is missing"
+            raise InputError(where, what, "write 1 for a pair that means the same, else 0")
         labels.append(int(value))
     if len({*labels}) < 2:
         raise InputError(str(path), f"every label is {labels[0]}", "pairs of both labels are needed, 0 and 1")
@@ -400,14 +375,12 @@ def _read_summarisation(path: Path) -> SummarisationFolder:
     return folder
 
 
-def _read_labelled(path: Path) -> list[LabelledText]:
+def _read_labelled(path: Path, needs_two_labels: bool) -> tuple[list[str], list[str]]:
     reader = open_reader(path, LABELLED_FIELDS, LABELLED_FIELDS)
-    return [parse_labelled_text(fields, {}, where) for where, fields in reader]
-
-
-def _check_labels(path: Path, rows: list[LabelledText]) -> None:
-    if len({row.label for row in rows}) < 2:
+    rows = [parse_labelled_text(fields, {}, where) for where, fields in reader]
+    if needs_two_labels and len({row.label for row in rows}) < 2:
         raise InputError(str(path), f"every label is {shown(rows[0].label)}", "two different labels are needed")
+    return [row.text for row in rows], [row.label for row in rows]
 
 
 def _filled_text(
@@ -435,9 +408,3 @@ def _items(where: str, fields: Mapping[str, Any], name: str) -> list[tuple[str, 
         found = "an empty list" if isinstance(value, list) else kind_of(value)
         raise InputError(where, f"field {name!r} is {found}, expected a list", "write it as a list, even of one")
     return [(f"{name}[{number}]", item) for number, item in enumerate(value)]
-
-
-def _shown_value(value: object) -> str:
-    if isinstance(value, str):
-        return f"the text {shown(value)}"
-    return str(value) if isinstance(value, int | float) else kind_of(value)

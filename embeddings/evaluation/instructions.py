@@ -30,13 +30,10 @@ _EXAMPLES_LAYOUT = 'write {"examples": {"SciFact": [{"query": "…", "document":
 
 @dataclass(frozen=True)
 class Instructions:
-    """Instructions by task.
+    """Instructions by a task's name or by a type of tasks (`STS`); the table's name ends in a hash of its content.
 
-    Attributes:
-        name: Name of the table, with a hash of its content that tells two tables of one name apart.
-        texts: The instruction by a task's name, or by a type of tasks that share one (`STS`).
-        examples: Solved examples by the same names, each a query and a document that answers it, that precede the
-            task's queries (bge-en-icl; MGH, Table 2, "w/ icl").
+    `examples` are solved ones by the same names, each a query and a document that answers it, that precede the task's
+    queries (bge-en-icl; MGH, Table 2, "w/ icl").
     """
 
     name: str
@@ -64,11 +61,8 @@ class Instructions:
     def read(cls, source: str) -> Self:
         """A published table by its name, or a JSON file: `{"instructions": {"SciFact": "…", "STS": "…"}}`.
 
-        A file may hold `{"examples": {"SciFact": [{"query": "…", "document": "…"}]}}` as well.
-
-        Raises:
-            OptionError: If there is neither a table nor a file of this name.
-            InputError: If the file does not hold such an object.
+        A file may hold `{"examples": {"SciFact": [{"query": "…", "document": "…"}]}}` as well. An unknown name is an
+        `OptionError`, and a file of another kind an `InputError`.
         """
         path = Path(source)
         if source in PUBLISHED:
@@ -92,7 +86,6 @@ class Instructions:
 
 
 def _pairs(source: str, examples: Any, texts: dict[str, str]) -> dict[str, list[tuple[str, str]]]:
-    """The examples of a file, checked."""
     if not isinstance(examples, dict) or not all(isinstance(pairs, list) for pairs in examples.values()):
         raise InputError(source, "its examples are no object of lists", _EXAMPLES_LAYOUT)
     for name, pairs in examples.items():
@@ -109,20 +102,11 @@ def _is_text(value: object) -> bool:
 
 
 def task_prompt(prompts: Mapping[str, str], task: str, task_type: str, role: str | None) -> str:
-    """The most specific of a model's prompts for a text, by mteb's rule.
+    """The most specific of a model's prompts for a text, by mteb's rule; empty where none fits.
 
     That is the prompt named like the task, else like its type, else like the text's role. For a text of a role, a name
-    with the suffix `-query` or `-document` precedes the bare one. A text of a task without roles (one of a pair to
-    compare, one to classify or to cluster) gets no role's prompt.
-
-    Args:
-        prompts: The model's prompts by name.
-        task: The task's name.
-        task_type: mteb's name of its type, such as `STS`.
-        role: `query`, `document`, or None where the task has no roles.
-
-    Returns:
-        The prompt, empty where none fits.
+    with the suffix `-query` or `-document` precedes the bare one. A text of a task without roles (role None: one of a
+    pair to compare, one to classify or to cluster) gets no role's prompt.
     """
     names = [task, task_type]
     if role is not None:

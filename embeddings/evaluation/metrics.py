@@ -74,60 +74,38 @@ class RetrievalScores(NamedTuple):
 
 
 def retrieval_metrics(ranked_QK: Ints, qrels: Qrels, cutoffs: Sequence[int] = (10, 100)) -> RetrievalScores:
-    """The retrieval metrics of a ranking at each cutoff: means over the queries that have a relevant document.
+    """The metrics of rankings (Q, K), -1 for no document, at each cutoff: means over queries with a relevant document.
 
-    Args:
-        ranked_QK: Rows of the documents found, best first, (Q, K) int64, -1 where there is none; no row twice.
-        qrels: What is relevant.
-        cutoffs: Ranks to stop at. One larger than K counts what was found.
+    A cutoff larger than K counts what was found.
     """
     gain_QK = qrels.gain(ranked_QK)
     counted_Q = qrels.num_relevant() > 0
     num_counted = int(counted_Q.sum())
     metrics: dict[str, float] = {}
     for cutoff in cutoffs if num_counted else ():
-        values = {
-            f"ndcg_at_{cutoff}": ndcg_at_k(gain_QK, qrels, cutoff),
-            f"mrr_at_{cutoff}": mrr_at_k(gain_QK, cutoff),
-            f"recall_at_{cutoff}": recall_at_k(gain_QK, qrels, cutoff),
-            f"map_at_{cutoff}": map_at_k(gain_QK, qrels, cutoff),
-        }
-        metrics |= {name: float(value_Q[counted_Q].mean()) for name, value_Q in values.items()}
+        values = _metrics_of_each(gain_QK[:, :cutoff], qrels, cutoff)
+        metrics |= {f"{name}_at_{cutoff}": float(value_Q[counted_Q].mean()) for name, value_Q in values.items()}
     return RetrievalScores(metrics, num_counted, qrels.num_queries - num_counted)
+
+
+def _metrics_of_each(gain_QK: Floats, qrels: Qrels, cutoff: int) -> dict[str, Floats]:
+    """The metrics of each query, (Q,) each, from the grades of its first documents; 0 where nothing is relevant."""
+    relevant_QK, rank_K = gain_QK > 0, np.arange(gain_QK.shape[1]) + 1.0
+    precision_QK = relevant_QK.cumsum(axis=1) / rank_K
+    return {
+        "ndcg": _ratio(dcg(gain_QK), dcg(qrels.ideal_gain(cutoff))),
+        # One over the rank of the first relevant document.
+        "mrr": np.max(relevant_QK / rank_K, axis=1, initial=0.0),
+        "recall": _ratio(relevant_QK.sum(axis=1), qrels.num_relevant()),
+        # Documents beyond the cutoff count in the denominator, as in trec_eval's `map_cut`.
+        "map": _ratio((precision_QK * relevant_QK).sum(axis=1), qrels.num_relevant()),
+    }
 
 
 def dcg(gain_QK: Floats) -> Floats:
     """Discounted cumulative gain of each query: sum over ranks r of gain / log2(1 + r), (Q,)."""
     value_Q: Floats = gain_QK @ (1.0 / np.log2(np.arange(gain_QK.shape[1]) + 2.0))
     return value_Q
-
-
-def ndcg_at_k(gain_QK: Floats, qrels: Qrels, cutoff: int) -> Floats:
-    """DCG of the first `cutoff` documents over that of the best ranking, (Q,); 0 where nothing is relevant."""
-    return _ratio(dcg(gain_QK[:, :cutoff]), dcg(qrels.ideal_gain(cutoff)))
-
-
-def mrr_at_k(gain_QK: Floats, cutoff: int) -> Floats:
-    """One over the rank of the first relevant document within the cutoff, (Q,); 0 where there is none."""
-    relevant_QK = gain_QK[:, :cutoff] > 0
-    if not relevant_QK.shape[1]:
-        return np.zeros(len(gain_QK))
-    return np.where(relevant_QK.any(axis=1), 1.0 / (relevant_QK.argmax(axis=1) + 1.0), 0.0)
-
-
-def recall_at_k(gain_QK: Floats, qrels: Qrels, cutoff: int) -> Floats:
-    """Share of a query's relevant documents that are within the cutoff, (Q,); 0 where nothing is relevant."""
-    return _ratio((gain_QK[:, :cutoff] > 0).sum(axis=1), qrels.num_relevant())
-
-
-def map_at_k(gain_QK: Floats, qrels: Qrels, cutoff: int) -> Floats:
-    """Precision at each relevant document within the cutoff, summed, over the number of relevant documents, (Q,).
-
-    The denominator counts documents beyond the cutoff too, as trec_eval's `map_cut` does.
-    """
-    relevant_QK = gain_QK[:, :cutoff] > 0
-    precision_QK = relevant_QK.cumsum(axis=1) / (np.arange(relevant_QK.shape[1]) + 1.0)
-    return _ratio((precision_QK * relevant_QK).sum(axis=1), qrels.num_relevant())
 
 
 def spearman(first_N: Floats, second_N: Floats) -> float:

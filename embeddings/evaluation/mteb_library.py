@@ -72,18 +72,11 @@ def quiet(keep_bars: bool = False) -> Iterator[None]:
 
 
 def find_tasks(names: str | Sequence[str]) -> list["AbsTask"]:
-    """The tasks that names stand for, each once, in their order, not loaded yet.
+    """The tasks that names (or a string of them with commas) stand for, each once, in order, not loaded yet.
 
     A name is a group (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), one of mteb's benchmarks or tasks, AIR-Bench or
-    sets of it (see `air_bench_tasks`), or a folder that is or holds evaluation data.
-
-    Args:
-        names: Names, or one string of them with commas between.
-
-    Raises:
-        OptionError: If a name stands for nothing or for tasks of pictures or sounds, two folders give tasks of one
-            name, or two names give a task in different languages or splits.
-        InputError: If a folder holds no evaluation data, or data that cannot be used.
+    sets of it (see `air_bench_tasks`), or a folder that is or holds evaluation data. An `OptionError` refuses what
+    stands for nothing, tasks of pictures or sounds, and a task twice with other data, languages or splits.
     """
     # A comma inside brackets belongs to the name: MTEB(eng, v1).
     load_mteb()

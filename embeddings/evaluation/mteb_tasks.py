@@ -61,11 +61,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Any]] = {
 
 
 class FolderTask:
-    """The part of a folder's task that mteb's class of its type lacks: it reads the folder when it is run.
-
-    Attributes:
-        source: The folder, or what was read from one.
-    """
+    """What mteb's class of a type lacks for a folder's task: it reads `source`, a folder or its data."""
 
     source: ClassVar[Path | EvaluationFolder]
     dataset: Any
@@ -77,11 +73,7 @@ class FolderTask:
     max_score: ClassVar[int] = 1
 
     def load_data(self, num_proc: int | None = None, **options: Any) -> None:
-        """Read the folder.
-
-        Raises:
-            InputError: If it cannot be used, or a grade is not an integer, which mteb requires.
-        """
+        """Read the folder; an `InputError` where it is unusable, or a grade no integer, which mteb requires."""
         if not self.data_loaded:
             folder = read_evaluation_folder(self.source) if isinstance(self.source, Path) else self.source
             self.dataset = _dataset(folder, str(self.source))
@@ -92,17 +84,15 @@ def folder_tasks(root: str | PathLike[str]) -> list[AbsTask]:
     """A task for every evaluation folder at or below a folder, named by its path from there: `sets.news.titles`."""
     top = Path(root)
     return [
-        _task(".".join((top.resolve().name, *path.relative_to(top).parts)), read_evaluation_folder(path).kind, path)
+        folder_task(
+            ".".join((top.resolve().name, *path.relative_to(top).parts)), read_evaluation_folder(path).kind, path
+        )
         for path in find_evaluation_folders(top)
     ]
 
 
-def task_of_folder(name: str, folder: EvaluationFolder) -> AbsTask:
-    """The task of evaluation data in memory."""
-    return _task(name, folder.kind, folder)
-
-
-def _task(name: str, kind: str, source: Path | EvaluationFolder) -> AbsTask:
+def folder_task(name: str, kind: str, source: Path | EvaluationFolder) -> AbsTask:
+    """The task of a folder, or of what was read from one."""
     metrics, base = KINDS[kind]
     task_type: Any = TASK_TYPES[kind]
     path, revision = (source.name, _files_sha256(source)) if isinstance(source, Path) else (name, "0")
@@ -133,7 +123,9 @@ def _dataset(folder: EvaluationFolder, where: str) -> Any:
             labelled = {"sentence1": folder.first, "sentence2": folder.second, "labels": folder.label_N.tolist()}
             return DatasetDict(test=Dataset.from_dict(labelled))
         case SummarisationFolder():
-            return _summaries(folder)
+            # mteb requires each text itself too, but does not use it.
+            summaries = {name: getattr(folder, name) for name in SUMMARY_FIELDS}
+            return DatasetDict(test=Dataset.from_dict({"text": [""] * len(folder.relevance), **summaries}))
         case ClassificationFolder():
             return _classification(folder)
         case ClusteringFolder():
@@ -179,12 +171,6 @@ def _reranking_split(folder: RerankingFolder) -> dict[str, Any]:
     }
 
 
-def _summaries(folder: SummarisationFolder) -> DatasetDict:
-    """The rows of all texts; mteb requires each text itself too, but does not use it."""
-    columns = {name: getattr(folder, name) for name in SUMMARY_FIELDS}
-    return DatasetDict(test=Dataset.from_dict({"text": [""] * len(folder.relevance), **columns}))
-
-
 def _files_sha256(path: Path) -> str:
     """A hash of the files that hold a folder's data."""
     files = (*path.glob("*.jsonl*"), *path.glob("*.tsv"), *path.glob("qrels/*"))
@@ -198,18 +184,9 @@ class TaskEncoder:
     """A model in mteb's encoder protocol.
 
     Queries are encoded as queries and documents as documents. The texts of tasks without roles are encoded as
-    documents, with their task's prompt only, as mteb does. `task_prompt` chooses the prompt.
-
-    Args:
-        encoder: The model, at its full width.
-        meta: Its description for mteb.
-        prompt_name: Which of the model's prompts goes before queries, or before every text of a task without roles.
-
-    Attributes:
-        instruction_prompt: Prompt of the task's queries, or of all its texts where it has no roles, in place of the
-            model's own prompts; None for these. The caller sets it for each task.
-        width: How many leading dimensions of each vector are compared. The caller sets it.
-        folder: Where vectors are kept for the next width, or None where there is a single width.
+    documents, with their task's prompt only, as mteb does. Queries, and texts without roles, have `instruction_prompt`,
+    else the prompt `prompt_name`, else what `task_prompt` chooses. The caller sets `instruction_prompt` and `width`,
+    the leading dimensions that are compared, for each task, and `folder`, where vectors are kept for the next width.
     """
 
     def __init__(self, encoder: Encoder, meta: ModelMeta, prompt_name: str | None = None) -> None:
@@ -228,16 +205,7 @@ class TaskEncoder:
         prompt_type: str | None = None,
         **options: Any,
     ) -> Vectors:
-        """The vectors of texts, (N, D) float32 of the chosen width; errors are those of `Encoder.encode`.
-
-        Args:
-            inputs: Batches of texts, under `text`.
-            task_metadata: The task.
-            hf_split: Its split.
-            hf_subset: Its subset, such as a language.
-            prompt_type: `query`, `document`, or None where the task has no roles.
-            options: Other arguments of mteb.
-        """
+        """The vectors of batches of texts under `text`, (N, D) float32 of the chosen width."""
         texts = [text for batch in inputs for text in batch["text"]]
         role: TextRole = "query" if prompt_type == "query" else "document"
         prompt = self.prompt(task_metadata, prompt_type)
@@ -284,15 +252,7 @@ class ContextualTaskEncoder(TaskEncoder):
     """A contextual model in mteb's protocols for searching and encoding.
 
     The context of a retrieval task is drawn from its own corpus, never from its queries. That of another task is drawn
-    from the texts that it encodes first: the training texts of a classification, the first sentences of pairs, the
-    texts to cluster.
-
-    Args:
-        encoder: The model, at its full width.
-        meta: Its description for mteb.
-        prompt_name: As for a `TaskEncoder`.
-        context_size: Documents that are drawn.
-        context_seed: Seed of the draws.
+    from the texts that it encodes first: training texts, the first sentences of pairs, the texts to cluster.
     """
 
     def __init__(

@@ -103,9 +103,8 @@ def evaluate_widths(
     """The scores on one folder at several widths, from one encoding: vectors are cut, then brought to unit length.
 
     The model's prompts apply as in mteb (`task_prompt`): `query` and `document` in retrieval and reranking, that of the
-    kind (`STS`) in the others, and none where the model has no such prompt. Retrieval ranks all documents by cosine,
-    and similarity is Spearman's correlation of the cosine with the score. mteb scores the other kinds: the same folder
-    has the same score as a task (see `embeddings.evaluation.task_runs.run_tasks`).
+    kind (`STS`) in the others. Retrieval ranks all documents by cosine, and similarity is Spearman's correlation of the
+    cosine with the score. mteb scores the other kinds: the same folder has the same score as a task (see `run_tasks`).
 
     Args:
         encoder: The model.
@@ -115,14 +114,12 @@ def evaluate_widths(
         prompt_name: Prompt before queries (retrieval, reranking) or before every text (the other kinds), None for the
             model's own.
         context_size: Documents that a contextual model reads every text with, drawn from the folder's own corpus, never
-            from its queries (see `corpus_texts`, and `ContextualTaskEncoder` for the kinds that mteb scores). None for
-            no context.
+            from its queries (see `corpus_texts`, `ContextualTaskEncoder`); None for no context.
         context_seed: Seed of that draw.
 
     Raises:
         InputError: If the folder cannot be used; one line names file and row.
-        OptionError: If there is no width or an impossible one, or the model has no such prompt or takes no such
-            context.
+        OptionError: If a width, the prompt or the context is none that the model has.
         MissingExtraError: If the folder is of a kind that mteb scores, and mteb is not installed.
     """
     check_widths(encoder, widths)
@@ -134,7 +131,11 @@ def evaluate_widths(
     name = name or folder.kind
     start = time.perf_counter()
     if not isinstance(folder, RetrievalFolder | SimilarityFolder):
-        found = _score_by_mteb(encoder, folder, widths, name, prompt_name, context_size, context_seed)
+        load_mteb()
+        from embeddings.evaluation.task_runs import TaskSettings, score_folder
+
+        settings = TaskSettings(prompt_name, context_size=context_size, context_seed=context_seed)
+        found = score_folder(encoder, name, folder, widths, settings)
         scored = [(metrics, _counts(folder), time.perf_counter() - start) for metrics in found]
     else:
         context = None
@@ -238,25 +239,6 @@ def _score_retrieval(folder: RetrievalFolder, vectors: Sequence[_Vectors], devic
     scores = retrieval_metrics(found.index_QK, folder.qrels, CUTOFFS)
     counts = {"num_queries": scores.num_queries, "num_documents": len(folder.documents)}
     return RetrievalRun(scores.metrics, {**counts, "num_skipped": folder.num_skipped}, document_ND)
-
-
-def _score_by_mteb(
-    encoder: "Encoder",
-    folder: EvaluationFolder,
-    widths: Sequence[int],
-    name: str,
-    prompt_name: str | None,
-    context_size: int | None,
-    context_seed: int,
-) -> list[dict[str, float]]:
-    """mteb's metrics of a folder at each width."""
-    load_mteb()
-    from embeddings.evaluation.mteb_tasks import task_of_folder
-    from embeddings.evaluation.task_runs import TaskSettings, score_task
-
-    task = task_of_folder(name.replace("/", "."), folder)
-    settings = TaskSettings(prompt_name, None, list(widths), context_size, context_seed)
-    return score_task(encoder, name, task, settings)
 
 
 def _counts(folder: EvaluationFolder) -> dict[str, int]:

@@ -28,9 +28,10 @@ from embeddings.common.jobs import progress_bar
 from embeddings.common.process import logger
 from embeddings.common.text import one_line
 from embeddings.evaluation.air_bench import AirBenchTask, pack_searches, search_set, searches_path
+from embeddings.evaluation.folders import EvaluationFolder
 from embeddings.evaluation.instructions import Instructions
 from embeddings.evaluation.mteb_library import quiet
-from embeddings.evaluation.mteb_tasks import KINDS, ContextualTaskEncoder, TaskEncoder
+from embeddings.evaluation.mteb_tasks import KINDS, ContextualTaskEncoder, TaskEncoder, folder_task
 from embeddings.inference.context import require_context_size
 from embeddings.inference.encoder import Encoder, check_widths, embedder_sha256
 
@@ -42,15 +43,12 @@ _TEXTS_PER_BATCH = 1024
 class TaskSettings:
     """What scores depend on, other than the model and the tasks.
 
-    Args:
+    Attributes:
         prompt_name: Which of the model's prompts goes before queries, or before every text of a task without roles.
         instructions: Instructions in place of the model's prompts, for the tasks that have one.
         widths: How many leading dimensions of each vector are compared, one score each; None for all.
         context_size: Context documents of a contextual model, drawn for each task; None for no context.
         context_seed: Seed of these draws.
-
-    Raises:
-        OptionError: If both a prompt and instructions are given.
     """
 
     prompt_name: str | None = None
@@ -68,33 +66,24 @@ class TaskSettings:
 class TaskResults:
     """A folder of results: `results/MODEL/REVISION/TASK.json`, below it what was run with settings of its own.
 
-    Model, revision and settings are part of a result's path, so that a result of another model or of other settings is
-    never mistaken for this one. `mteb.ResultCache(FOLDER)` reads them all. Results of the parts of an aggregate task
-    are in a folder of its name: their instructions are the aggregate's, and may differ from their own.
-
-    Args:
-        folder: The folder; the first result creates it.
-        metas: The model's description for mteb by width: name, revision, settings.
+    Model, revision and settings are part of a result's path, so a result of another model or of other settings is never
+    taken for this one; `mteb.ResultCache(FOLDER)` reads them all. Results of the parts of an aggregate task are in a
+    folder of its name: their instructions are the aggregate's.
     """
 
     def __init__(self, folder: Path, metas: Mapping[int, ModelMeta]) -> None:
         self.folder, self.metas = folder, metas
 
     def place(self, width: int) -> Path:
-        """The folder of this model's results with these settings."""
         meta = self.metas[width]
         folder = self.folder / "results" / meta.model_name_as_path() / str(meta.revision)
         return folder if meta.experiment_name is None else folder / "experiments" / meta.experiment_name
 
     def path(self, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> Path:
-        """The file of a task's result, or of a part of an aggregate."""
         return self.place(width) / ("" if aggregate is None else aggregate.metadata.name) / f"{task.metadata.name}.json"
 
     def find(self, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> TaskResult | None:
-        """The result of a task; None if there is none for these data and this release of mteb.
-
-        Languages and splits of the file that are not the task's are left out; a damaged file is an `InputError`.
-        """
+        """A task's result for these data and release of mteb, cut to its languages and splits, or None."""
         path = self.path(task, width, aggregate)
         if not path.is_file():
             return None
@@ -114,7 +103,6 @@ class TaskResults:
         return "_".join(filter(None, (str(meta.name).rpartition("/")[2], meta.experiment_name)))
 
     def searches(self, task: AirBenchTask, width: int) -> Path:
-        """The file of the searches of a set of AIR-Bench whose labels are private."""
         return searches_path(self.place(width), self.model(width), task.data)
 
     def score(self, task: AbsTask, width: int) -> float | None:
@@ -125,7 +113,6 @@ class TaskResults:
         return None if result is None else float(result.get_score())
 
     def write(self, result: TaskResult, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> None:
-        """Write the result of a task, or of a part of an aggregate, atomically."""
         meta = self.place(width) / "model_meta.json"
         if not meta.exists():
             write_json(meta, json.loads(json.dumps(self.metas[width].to_dict(), default=str)))
@@ -143,7 +130,6 @@ class TaskScore(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Whether there is a score at every width."""
         return None not in self.scores.values()
 
 
@@ -157,7 +143,7 @@ def collect_scores(results: TaskResults, tasks: Sequence[AbsTask]) -> list[TaskS
 
 
 def write_table(results: TaskResults, tasks: Sequence[AbsTask]) -> list[TaskScore]:
-    """Write a `scores.csv` beside the results of each width, the table of those tasks, and return the scores.
+    """Write a `scores.csv` of those tasks beside the results of each width, and return the scores.
 
     Several processes may end at once: each reads the results again after writing, so that the last table is complete.
     """
@@ -180,7 +166,9 @@ def format_table(scores: Sequence[TaskScore]) -> str:
 
 def _table(scores: Sequence[TaskScore]) -> list[tuple[str, ...]]:
     """The rows of the table under their header; a mean is over the tasks that are finished at every width."""
-    finished = [score for score in scores if not any(map(_is_unknown, score.scores.values()))]
+    finished = [
+        score for score in scores if not any(value is None or math.isnan(value) for value in score.scores.values())
+    ]
     widths = list(scores[0].scores)
     names = ["score"] if len(widths) == 1 else [f"score_{width}" for width in widths]
     rows = [("task", "type", "metric", *names)]
@@ -191,10 +179,6 @@ def _table(scores: Sequence[TaskScore]) -> list[tuple[str, ...]]:
             means = (sum(score.scores[width] or 0.0 for score in members) / len(members) for width in widths)
             rows.append((f"mean of {len(members)}", kind, "", *map(_cell, means)))
     return rows
-
-
-def _is_unknown(score: float | None) -> bool:
-    return score is None or math.isnan(score)
 
 
 def _cell(score: float | None) -> str:
@@ -209,22 +193,11 @@ def run_tasks(
     settings: TaskSettings,
     share: Iterable[int] | None = None,
 ) -> list[TaskScore]:
-    """Run the tasks that have no result yet, and write the table of all that have one.
+    """Run the tasks that have no result yet, and write the table of all that have one; returns the score of each task.
 
-    A task's result is written when the task is done, and so is that of each part of an aggregate task: after a kill the
-    same call resumes. Without a network the data of all tasks are loaded once before the first task runs, so that
-    a missing data set costs no work.
-
-    Args:
-        encoder: The model.
-        model: What it is called: a directory or a Hub id.
-        tasks: The tasks, not loaded.
-        output: The folder of the results (see `TaskResults`) and of their tables, `scores.csv`.
-        settings: What else the scores depend on.
-        share: The numbers of the tasks that this process runs; None for all.
-
-    Returns:
-        The score of each task, also of those that other processes have run.
+    The result of a task, or of a part of an aggregate one, is written as soon as it is known: after a kill the same
+    call resumes. Without a network the data of all tasks are loaded once before the first task runs, so that a missing
+    data set costs no work. `share` is the numbers of the tasks that this process runs.
 
     Raises:
         OptionError: If a setting is impossible for this model.
@@ -238,7 +211,11 @@ def run_tasks(
     left = [task for task in own if any(results.score(task, width) is None for width in widths)]
     shows = encoder.show_progress
     if huggingface_hub.constants.HF_HUB_OFFLINE:
-        _look_for_data(left, shows)
+        with progress_bar(None, "looking for data", "task", iterable=left, leave=False, disable=not shows) as bar:
+            for part in (part for task in bar for part in _parts(task)):
+                bar.set_description(f"looking for data: {part.metadata.name}")
+                with _loaded(part, shows):
+                    pass
     with progress_bar(len(own), "tasks", "task", initial=len(own) - len(left), disable=not shows) as bar:
         for task in left:
             bar.set_description(task.metadata.name)
@@ -256,31 +233,21 @@ def run_tasks(
     return write_table(results, tasks)
 
 
-def score_task(encoder: Encoder, model: str, task: AbsTask, settings: TaskSettings) -> list[dict[str, float]]:
-    """The metrics of one folder's task at each width, the main one first; nothing is written (see `run_tasks`)."""
-    widths = list(settings.widths or [encoder.embedding_dim])
-    meta = ModelMeta.create_empty(overwrites={"name": f"local/{model}", "similarity_fn_name": ScoringFunction.COSINE})
+def score_folder(
+    encoder: Encoder, name: str, folder: EvaluationFolder, widths: Sequence[int], settings: TaskSettings
+) -> list[dict[str, float]]:
+    """The metrics of one folder's data as a task at each width, the main one first; nothing is written."""
+    # A task's name has dots in place of slashes.
+    task, (metrics, _) = folder_task(name.replace("/", "."), folder.kind, folder), KINDS[folder.kind]
+    meta = ModelMeta.create_empty(overwrites={"name": f"local/{name}", "similarity_fn_name": ScoringFunction.COSINE})
     adapted, found = _adapted(encoder, meta, settings), []
-    names = next(
-        metrics for metrics, base in KINDS.values() if isinstance(task, base) and metrics[0] == task.metadata.main_score
-    )
-    with TemporaryDirectory() as folder, _loaded(task, encoder.show_progress):
-        adapted.folder = Path(folder) if len(widths) > 1 else None
+    with TemporaryDirectory() as place, _loaded(task, encoder.show_progress):
+        adapted.folder = Path(place) if len(widths) > 1 else None
         for width in widths:
             adapted.width = width
             (row,) = _evaluate(adapted, task).scores["test"]
-            found.append({name: float(row[name]) for name in names})
+            found.append({metric: float(row[metric]) for metric in metrics})
     return found
-
-
-def _look_for_data(tasks: Sequence[AbsTask], shows: bool) -> None:
-    """Load and unload the data of each task, under a temporary progress bar."""
-    with progress_bar(None, "looking for data", "task", iterable=tasks, leave=False, disable=not shows) as bar:
-        for task in bar:
-            bar.set_description(f"looking for data: {task.metadata.name}")
-            for part in _parts(task):
-                with _loaded(part, shows):
-                    pass
 
 
 def _adapted(encoder: Encoder, meta: ModelMeta, settings: TaskSettings) -> TaskEncoder:
@@ -353,7 +320,7 @@ def _run(
 def _run_air_bench(
     adapted: TaskEncoder, task: AirBenchTask, widths: Sequence[int], results: TaskResults, settings: TaskSettings
 ) -> None:
-    """Search a set of AIR-Bench at some widths, and keep its scores, or its searches where the labels are private.
+    """Search a set of AIR-Bench, and keep its scores, or its searches where the labels are private.
 
     Of several processes that do this at once, one works and the others wait for it.
     """

@@ -21,16 +21,9 @@ _SCALE_STEPS = 24
 
 
 class WeightedPiece(NamedTuple):
-    """Tokens that share their characters; nearly always one.
+    """Tokens that share their characters, nearly always one: their text, its place, the sum of their weights.
 
-    Attributes:
-        text: The characters of the text, or the token's name where it has none.
-        start: Place of its first character in the text, from 0.
-        end: The place after the last one.
-        weight: Sum of their weights.
-        num_tokens: How many they are: more than one where a character is split over tokens.
-        is_special: Whether it is a token outside the text (`[CLS]`).
-        is_pooled: Whether it enters the pooling.
+    The text is the token's name where it is special (`[CLS]`), outside the text.
     """
 
     text: str
@@ -43,10 +36,7 @@ class WeightedPiece(NamedTuple):
 
 
 def weighted_pieces(weights: TokenWeights) -> list[WeightedPiece]:
-    """The tokens of a text as its own characters, in the order of the tokens.
-
-    Tokens that share a character, as byte-level tokenizers make them, are one piece.
-    """
+    """The tokens of a text as its own characters, in order; byte-level ones that share a character are one."""
     pieces: list[WeightedPiece] = []
     rows = zip(weights.spans, weights.weight_T.tolist(), weights.pooled_T.tolist(), strict=True)
     for span, weight, is_pooled in rows:
@@ -63,16 +53,10 @@ def weighted_pieces(weights: TokenWeights) -> list[WeightedPiece]:
 
 
 def draw_anchor_tokens(texts: Sequence[TokenWeights], title: str, subtitle: str, output: Path) -> None:
-    """Write a page of texts with their tokens shaded by weight, all on one scale.
+    """Write an HTML page of texts with their tokens shaded by weight, all on one scale.
 
     A token's shade is its weight times the number of pooled tokens, so that texts of different lengths compare. Tokens
     outside the pooling, such as a prompt's, have no shade.
-
-    Args:
-        texts: The texts with their weights.
-        title: Heading of the page.
-        subtitle: A line below it.
-        output: The HTML file to write.
 
     Source: MGH, Fig. 5, lower part. Differs: the shades are of weights over their mean.
     """
@@ -114,6 +98,6 @@ def _style(share: float) -> str:
 
 
 def _caption(weights: TokenWeights) -> str:
-    shares = shares_of(weights)
+    shares = shares_of([weights])
     each = (f"{PLACE_NAMES[place]} {shares.weight[place]:.0%} ({shares.tokens[place]:.0%})" for place in PLACES)
     return f"share of the weight (of the tokens): {', '.join(each)}"

@@ -41,13 +41,7 @@ Vectors = npt.NDArray[np.floating[Any]]
 
 
 class Plane(NamedTuple):
-    """The two directions in which some vectors differ most.
-
-    Attributes:
-        mean_D: The vectors' mean, (D,).
-        axis_2D: The directions, (2, D), unit rows.
-        share_2: Their shares of the variance, (2,).
-    """
+    """The two directions in which some vectors differ most: mean, unit axes and shares of the variance."""
 
     mean_D: npt.NDArray[np.float64]
     axis_2D: npt.NDArray[np.float64]
@@ -55,10 +49,7 @@ class Plane(NamedTuple):
 
     @classmethod
     def of(cls, vector_ND: Vectors) -> Self:
-        """The plane of some vectors, (N, D).
-
-        Determinism: of an axis and its opposite the one whose largest entry is positive.
-        """
+        """The plane of vectors (N, D); of an axis and its opposite it has the one whose largest entry is positive."""
         mean_D = vector_ND.mean(axis=0, dtype=np.float64)
         _, spread_K, axis_KD = np.linalg.svd(vector_ND - mean_D, full_matrices=False)
         axis_2D, share_2 = np.zeros((2, len(mean_D))), np.zeros(2)
@@ -69,7 +60,6 @@ class Plane(NamedTuple):
         return cls(mean_D, np.where(largest_2[:, None] < 0, -axis_2D, axis_2D), share_2)
 
     def points(self, vector_ND: Vectors) -> npt.NDArray[np.float64]:
-        """The vectors' coordinates on it, (N, 2)."""
         found: npt.NDArray[np.float64] = (vector_ND - self.mean_D) @ self.axis_2D.T
         return found
 
@@ -86,12 +76,9 @@ class ClusterFacts(NamedTuple):
     """How tight a cluster is, and how far from the others of a sample.
 
     Attributes:
-        cluster: Its number.
-        num_rows: Rows of it in the folder.
-        num_drawn: Rows of it in the sample.
+        cluster: Its number, then its rows in the folder and in the sample.
         cosine: Mean cosine of its drawn rows with their mean.
-        nearest: The other cluster of the sample whose mean is nearest; itself where there is no other.
-        nearest_cosine: Cosine of the two means.
+        nearest: The other cluster whose mean is nearest, itself where there is no other, and the cosine of the means.
         at_home: Share of its drawn rows whose nearest mean is its own.
     """
 
@@ -106,14 +93,7 @@ class ClusterFacts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ClusterPoints:
-    """Rows drawn from some clusters.
-
-    Attributes:
-        clusters: The K clusters' numbers, ascending.
-        num_rows_K: Rows of each in the folder, (K,) int64.
-        place_N: The place of each drawn row's cluster among them, (N,) int64, ascending.
-        vector_ND: The rows' vectors, (N, D) float32, unit rows.
-    """
+    """N unit rows drawn from K clusters, ascending; `place_N` is the place of a row's cluster among them."""
 
     clusters: list[int]
     num_rows_K: npt.NDArray[np.int64]
@@ -122,11 +102,9 @@ class ClusterPoints:
 
     @property
     def mean_KD(self) -> npt.NDArray[np.float32]:
-        """The mean of each cluster's drawn rows, (K, D)."""
         return np.stack([self.vector_ND[self.place_N == place].mean(axis=0) for place in range(len(self.clusters))])
 
     def facts(self) -> list[ClusterFacts]:
-        """The facts of each cluster."""
         mean_KD = unit_rows(self.mean_KD)
         cosine_NK, between_KK = self.vector_ND @ mean_KD.T, mean_KD @ mean_KD.T
         np.fill_diagonal(between_KK, -np.inf if len(self.clusters) > 1 else 1.0)
@@ -143,10 +121,10 @@ class ClusterPoints:
 def draw_cluster_points(
     clusters: ClusterFolder, vectors: SurrogateVectors, num_clusters: int, rows_per_cluster: int, seed: int = 0
 ) -> ClusterPoints:
-    """Draw some clusters that hold rows, and at most so many rows of each; numbers below 1 are an `OptionError`.
+    """Draw some clusters that hold rows, and some rows of each, by the seed; below 1 is an `OptionError`.
 
     A row's vector is that of its query and that of its first positive, concatenated, at unit length: what `cluster`
-    uses before its reduction. `vectors` are those of the clusters' source, and all is drawn by the seed.
+    uses before its reduction.
     """
     for name, value in (("num_clusters", num_clusters), ("rows_per_cluster", rows_per_cluster)):
         if value < 1:
@@ -166,15 +144,10 @@ def draw_cluster_points(
 def draw_clusters(
     points: ClusterPoints, title: str, subtitle: str, output: Path, map_N2: npt.NDArray[np.float64] | None = None
 ) -> None:
-    """Draw rows on the plane in which they differ most, coloured by cluster, each cluster's mean numbered.
+    """Draw rows of at most 20 clusters on the plane in which they differ most, a colour and a number for each cluster.
 
-    Clusters that touch here may be apart in the dimensions that are not shown: the axes say how much of the variance
-    is.
-
-    Args:
-        points: The rows, of at most 20 clusters.
-        map_N2: Positions of the rows in place of that plane (see `neighbour_map`), (N, 2); a cluster's number is then
-            at the median of its own.
+    Clusters that touch here may be apart in other dimensions: the axes say how much of the variance is shown. `map_N2`
+    takes the plane's place (see `neighbour_map`); a number is then at the median of its cluster, not at the mean.
     """
     assert len(points.clusters) <= MAX_CLUSTERS
     plt = pyplot()
@@ -221,21 +194,12 @@ def check_neighbour_map(num_points: int, perplexity: float) -> None:
 
 
 def neighbour_map(vector_ND: npt.NDArray[np.floating[Any]], perplexity: float = PERPLEXITY) -> npt.NDArray[np.float64]:
-    """Where t-SNE puts vectors, (N, 2) float64.
+    """Where t-SNE puts vectors (N, D), (N, 2) float64; an `OptionError` as of `check_neighbour_map`.
 
-    Neighbours stay neighbours; distances between groups and their widths have no meaning. It begins at the two
-    principal axes, so that nothing is random.
+    Neighbours stay neighbours; distances between groups and their widths have no meaning. Distances are Euclidean,
+    which for unit vectors orders them as the cosine does. `perplexity` is about how many neighbours a vector has.
 
-    Args:
-        vector_ND: Vectors, (N, D), compared by Euclidean distance, which for unit vectors orders them as the cosine
-            does.
-        perplexity: About how many neighbours a vector has, below N / 3; 5 to 50 is usual.
-
-    Determinism: equal for equal (vectors, perplexity) on one machine and number of threads.
-
-    Raises:
-        OptionError: As `check_neighbour_map`.
-
+    Determinism: it begins at the two principal axes; equal for equal arguments on one machine and number of threads.
     Source: van der Maaten and Hinton 2008, "Visualizing Data using t-SNE"; scikit-learn's Barnes-Hut version.
     """
     from sklearn.manifold import TSNE
@@ -250,16 +214,12 @@ def draw_contextual_shift(
 ) -> None:
     """Draw documents' vectors in several contexts, a colour a document; a cross is the vector without a context.
 
-    The plane is the one in which the vectors in contexts differ most.
-
-    Args:
-        shift: The vectors.
-        names: What each document is called, as many as there are.
-        corpora: The corpus of each context, as many as there are: each corpus has a shape.
+    The plane is the one in which the vectors in contexts differ most. `names` are the documents', and `corpora` name
+    the corpus of each context: each corpus has a shape.
 
     Source: Morris and Rush 2024 (CDE), arXiv:2410.02525, §10.5, Fig. 15: randomly drawn documents of one corpus
-        (TREC-Covid), PCA of their vectors, a colour a document and a dot a context. Differs: the crosses, and a shape
-        for each corpus that contexts are drawn from.
+        (TREC-Covid), PCA of their vectors, a colour a document and a dot a context. Differs: the crosses, and the
+        shapes.
     """
     kinds = list(dict.fromkeys(corpora))
     assert len(names) <= MAX_DOCUMENTS
@@ -267,7 +227,6 @@ def draw_contextual_shift(
     plt = pyplot()
     from matplotlib.lines import Line2D
 
-    names = list(map(_short, names))
     num_contexts, num_documents, size = shift.vector_CND.shape
     plane = Plane.of(shift.vector_CND.reshape(-1, size))
     point_CN2 = plane.points(shift.vector_CND.reshape(-1, size)).reshape(num_contexts, num_documents, 2)
@@ -280,19 +239,14 @@ def draw_contextual_shift(
             own = [context for context, corpus in enumerate(corpora) if corpus == kind]
             axis.scatter(*point_CN2[own, document].T, s=26, marker=marker, color=colour, alpha=0.75, linewidths=0)
         axis.scatter(*alone_N2[document], s=70, marker="x", color=[colour], linewidths=2)
-        handles.append(Line2D([], [], color=colour, marker="o", linestyle="", label=name))
-    shapes = [
-        Line2D([], [], color=BLACK, marker=marker, linestyle="", label=f"contexts of {_short(kind)}")
-        for kind, marker in zip(kinds, _MARKERS, strict=False)
-    ]
-    shapes.append(Line2D([], [], color=BLACK, marker="x", linestyle="", label="no context"))
+        handles.append(Line2D([], [], color=colour, marker="o", linestyle="", label=drawn_label(name, _NAME_LENGTH)))
+    for kind, marker in zip(kinds, _MARKERS, strict=False):
+        label = f"contexts of {drawn_label(kind, _NAME_LENGTH)}"
+        handles.append(Line2D([], [], color=BLACK, marker=marker, linestyle="", label=label))
+    handles.append(Line2D([], [], color=BLACK, marker="x", linestyle="", label="no context"))
     plane.name_axes(axis)
     write_heading(figure, axis, title, subtitle, 110)
-    legend = figure.legend(handles=[*handles, *shapes], loc="outside lower left", frameon=False, ncols=2, fontsize=8.5)
+    legend = figure.legend(handles=handles, loc="outside lower left", frameon=False, ncols=2, fontsize=8.5)
     for text in legend.get_texts():
         text.set(parse_math=False)
     write_png(figure, output)
-
-
-def _short(name: str) -> str:
-    return drawn_label(name, _NAME_LENGTH)

@@ -31,8 +31,7 @@ _NAME_COLUMNS, _NAME_LINES = 34, 3
 def draw_curves(runs: Sequence[Path], output: Path) -> None:
     """Draw the loss of some runs and, where one logged it, their validation nDCG@10, over one axis of optimiser steps.
 
-    Raises:
-        InputError: If a run has no `metrics.csv` or logged no loss, or the file is damaged.
+    An `InputError` names a run that has no `metrics.csv` or logged no loss, or whose file is damaged.
     """
     plt = pyplot()
     found = [read_curves(run, [LOSS, SCORE]) for run in runs]
@@ -78,11 +77,7 @@ def _draw_scores(axis: Any, curve: Curve, number: int, is_numbered: bool) -> Non
 
 
 def draw_routing_curves(runs: Sequence[Path], output: Path) -> None:
-    """Draw the load entropy, the mean over sparse layers, and the number of idle experts, a line a run.
-
-    Raises:
-        InputError: If a run has no such file, or its file no such rows.
-    """
+    """Draw the load entropy, the mean over sparse layers, and the idle experts; `InputError` without them."""
     plt = pyplot()
     curves = [(read_routing_curve(run, ENTROPY), read_routing_curve(run, IDLE)) for run in runs]
     lowest, size = min(min(values) for (_, values), _ in curves), (7.5, 6 + 0.22 * len(runs))
@@ -120,15 +115,11 @@ def read_routing_curve(run: Path, column: str) -> tuple[list[int], list[float]]:
 
 
 def draw_sweep(dots: Sequence[Dot], label: str, mode: Literal["max", "min"], title: str, output: Path) -> None:
-    """Draw a metric against each parameter of a sweep, the best run marked in every panel.
+    """Draw a metric against each parameter of a sweep, the best run (by `mode`) marked in every panel.
 
-    A numeric parameter has its panel's horizontal axis, logarithmic where values span decades; any other one has a row
-    a value. Runs that share a value, as seeds do, also have their mean.
-
-    Args:
-        dots: The finished runs, at least one: the parameters by name, the same of all runs, and the metric.
-        label: What the metric is.
-        mode: Whether the largest or the smallest is the best.
+    `dots` are the finished runs, at least one: the same parameters of each, and the metric. A numeric parameter has its
+    panel's horizontal axis, logarithmic where values span decades; any other one has a row a value. Runs that share a
+    value, as seeds do, also have their mean.
     """
     plt = pyplot()
     panels = list(dots[0][0])
@@ -161,13 +152,7 @@ def draw_sweep(dots: Sequence[Dot], label: str, mode: Literal["max", "min"], tit
 
 
 def is_numeric(dots: Sequence[Dot], name: str) -> bool:
-    """Whether all values of a parameter are numbers."""
     return not any(isinstance(values[name], str) for values, _ in dots)
-
-
-def spans_decades(values: Sequence[float]) -> bool:
-    """Whether numbers are better drawn on a logarithmic axis."""
-    return min(values) > 0 and max(values) / min(values) >= _LOG_RATIO
 
 
 def means(dots: Sequence[Dot], name: str) -> dict[float | str, float]:
@@ -186,7 +171,7 @@ def _draw_numbers(axis: Any, dots: Sequence[Dot], name: str, best: Dot) -> None:
     if 1 < len(found) < len(dots):
         axis.plot(list(found), list(found.values()), "-", color=_MEAN, linewidth=1.2, marker="D", label="mean")
     axis.plot([float(best[0][name])], [best[1]], "o", color=_BEST, markersize=7, label="best run")
-    if spans_decades(numbers):
+    if min(numbers) > 0 and max(numbers) / min(numbers) >= _LOG_RATIO:
         from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
         axis.set_xscale("log")

@@ -23,11 +23,7 @@ _STYLES = ("-", "--", "-.", ":")
 
 
 def pyplot() -> Any:
-    """matplotlib's pyplot, drawing without a screen.
-
-    Raises:
-        MissingExtraError: If matplotlib is not installed.
-    """
+    """matplotlib's pyplot, drawing without a screen; a `MissingExtraError` where matplotlib is not installed."""
     require("matplotlib", "quickstart").use("Agg")
     import matplotlib.pyplot as plt
 
@@ -35,12 +31,7 @@ def pyplot() -> Any:
 
 
 def check_output(output: Path, kind: str = "a PNG file", needs_matplotlib: bool = True) -> None:
-    """Check that a figure can be drawn and written to a path, before anything costs time.
-
-    Raises:
-        InputError: If the path is a folder, or leads through a file.
-        MissingExtraError: If matplotlib is needed and not installed.
-    """
+    """Check, before anything costs time, that a figure can be drawn and written to a path."""
     if needs_matplotlib:
         pyplot()
     if output.is_dir():
@@ -73,7 +64,6 @@ def write_page(output: Path, template: str, **values: Any) -> None:
 
 
 def _is_number_like(cell: str) -> bool:
-    """Whether a cell of a table is set as a number."""
     return cell.lstrip("-+").replace(",", "").split(" ")[0].rstrip("%").replace(".", "", 1).isdecimal()
 
 
@@ -93,7 +83,7 @@ def is_dark(shade: tuple[float, ...]) -> bool:
 
 
 def drawable(text: str) -> str:
-    """A text as matplotlib can draw it, one character for each of its own; call it before the axes are made.
+    """A text as matplotlib can draw it, character by character; call it before the axes are made.
 
     White space becomes spaces, a line break an arrow, and a letter that no installed font has becomes a box. Where the
     default font lacks a letter, another installed font is added for it.
@@ -172,7 +162,6 @@ def line_label(name: str) -> str:
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Colour and dashes of a run, from 0."""
     return {"color": f"C{number % 10}", "linestyle": _STYLES[number // 10 % len(_STYLES)], "linewidth": 1.6}
 
 

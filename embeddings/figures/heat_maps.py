@@ -44,13 +44,7 @@ def draw_expert_loads(loads: ExpertLoads, title: str, subtitle: str, output: Pat
     """Draw a row a sparse layer and a column an expert, the darker a cell the more of the layer's tokens it has.
 
     Beside each row are its entropy (1: all experts loaded alike), the busiest expert's tokens over an even share, and
-    the number of experts that have none.
-
-    Args:
-        loads: The loads.
-
-    Raises:
-        InputError: If the layers have more experts than a picture has room for.
+    the number of experts that have none. More experts than a picture has room for are an `InputError`.
     """
     num_layers, num_experts = loads.count_YX.shape
     if num_experts > MAX_EXPERTS:
@@ -67,11 +61,8 @@ def draw_expert_loads(loads: ExpertLoads, title: str, subtitle: str, output: Pat
     image = _draw_map(axis, share_YX, list(map(str, loads.layers)), ticks, most, is_gridded=num_experts <= 64)
     axis.set_xlabel("expert", size=9)
     axis.set_ylabel("layer", size=9)
-    for row, column in np.ndindex(*share_YX.shape) if num_experts <= MAX_NUMBERED else ():
-        share, count = float(share_YX[row, column]), int(loads.count_YX[row, column])
-        colour = "white" if is_dark(shades()(share / most)) else BLACK if count else GREY
-        size = 8.5 if num_experts <= 16 else 7.0
-        axis.text(column, row, f"{share:.1%}" if count else "idle", size=size, ha="center", va="center", color=colour)
+    if num_experts <= MAX_NUMBERED:
+        _write_cells(axis, share_YX, most, "idle", 8.5 if num_experts <= 16 else 7.0)
     load = load_metrics(loads.count_YX)
     rows = zip(load.entropy_Y.tolist(), load.highest_Y.tolist(), load.idle_Y.tolist(), strict=True)
     cells = [(f"{entropy:.3f}", f"{highest:.2f}", f"{idle}") for entropy, highest, idle in rows]
@@ -84,11 +75,7 @@ def draw_expert_loads(loads: ExpertLoads, title: str, subtitle: str, output: Pat
 def draw_zeros(zeros: Sequence[MatrixZeros], title: str, subtitle: str, output: Path) -> None:
     """Draw a row a layer and a column a matrix, the darker a cell the larger the share of zeros; beside it the layer's.
 
-    Args:
-        zeros: The zeros of every matrix, at least one.
-
-    Raises:
-        InputError: If the model has more layers or matrices in one than a picture has room for.
+    More layers or matrices than a picture has room for are an `InputError`.
     """
     layers = list(dict.fromkeys(found.layer for found in zeros))
     names = list(dict.fromkeys(found.name for found in zeros))
@@ -103,10 +90,7 @@ def draw_zeros(zeros: Sequence[MatrixZeros], title: str, subtitle: str, output: 
     image = _draw_map(axis, share_NC, list(map(str, layers)), range(len(names)), 1.0)
     axis.set_xticks(range(len(names)), labels=names, parse_math=False, size=8, rotation=30, ha="right")
     axis.set_ylabel("layer", size=9)
-    for row, column in np.argwhere(np.isfinite(share_NC)):
-        share = float(share_NC[row, column])
-        colour = "white" if is_dark(shades()(share)) else BLACK if share else GREY
-        axis.text(column, row, f"{share:.1%}", size=8.0, ha="center", va="center", color=colour)
+    _write_cells(axis, share_NC, 1.0, "0.0%", 8.0)
     _write_statistics(axis, ("of the\nlayer",), [(f"{share:.1%}",) for share in layer_shares(zeros).values()])
     scale = figure.colorbar(image, ax=[axis], location="bottom", shrink=0.4, aspect=40, anchor=(0.0, 0.5), pad=0.02)
     scale.set_ticks([0.0, 0.5, 1.0], labels=["0%", "50%", "100%"])
@@ -117,7 +101,6 @@ def draw_zeros(zeros: Sequence[MatrixZeros], title: str, subtitle: str, output: 
 
 
 def layer_shares(zeros: Sequence[MatrixZeros]) -> dict[int, float]:
-    """The share of zeros among all weights of each layer's matrices, by layer."""
     counts: dict[int, tuple[int, int]] = {}
     for found in zeros:
         num_zeros, num_weights = counts.get(found.layer, (0, 0))
@@ -148,16 +131,10 @@ def draw_latent_weights(
 ) -> None:
     """Draw a heat map a text: a row a token, a column a latent, the darker a cell the larger the weight.
 
-    The columns are the busiest latents over all texts, so that texts compare. Beside each row are the sum of the other
-    latents, and over how many latents its weight is spread. The last row is the mean over the text's tokens, which is
-    the paper's row.
+    The `num_columns` busiest latents over all texts have a column, so that texts compare. Beside each row are the sum
+    of the other latents, and over how many latents its weight is spread. The last row is the mean over the text's
+    tokens, which is the paper's row. More tokens than a picture has room for are an `InputError`.
 
-    Args:
-        texts: At least one, of one model.
-        num_columns: How many latents have a column.
-
-    Raises:
-        InputError: If the texts have more tokens than a picture has room for.
     Source: NV-Embed, appendix D, Fig. 2. Differs: a row a token, and heads averaged or one of them; for the paper's own
         picture see `draw_latents_by_text`.
     """
@@ -190,15 +167,9 @@ def draw_latent_weights(
 
 
 def draw_latents_by_text(texts: Sequence[LatentWeights], title: str, subtitle: str, output: Path) -> None:
-    """Draw one heat map: a row a text, a column each latent of each head, the weights averaged over the text's tokens.
+    """Draw one heat map: a row a text, a column each latent of each head in order, the mean over the text's tokens.
 
-    Every latent has its column, in its own order, and the heads are side by side.
-
-    Args:
-        texts: At least one, of one model.
-
-    Raises:
-        InputError: If there are more texts than a picture has room for.
+    More texts than a picture has room for are an `InputError`.
     Source: NV-Embed, appendix D, Fig. 2: 20 reviews by 4,096 columns, 512 latents in each of 8 heads.
     """
     if len(texts) > MAX_ROWS:
@@ -244,6 +215,14 @@ def _draw_map(
     for spine in axis.spines.values():
         spine.set(color=EDGE, linewidth=0.8)
     return image
+
+
+def _write_cells(axis: Any, share_NC: npt.NDArray[Any], most: float, zero: str, size: float) -> None:
+    """The share in each cell that has one, in letters that can be read on its shade; `zero` where it is 0."""
+    for row, column in np.argwhere(np.isfinite(share_NC)):
+        share = float(share_NC[row, column])
+        colour = "white" if is_dark(shades()(share / most)) else BLACK if share else GREY
+        axis.text(column, row, f"{share:.1%}" if share else zero, size=size, ha="center", va="center", color=colour)
 
 
 def _write_statistics(axis: Any, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

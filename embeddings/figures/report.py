@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from embeddings.common.errors import program
+from embeddings.common.text import shorten
 from embeddings.figures.curves import ENTROPY, IDLE, WINDOW, draw_curves, draw_routing_curves
 from embeddings.figures.drawing import run_names, write_page
 from embeddings.figures.run_facts import LOSS, SCORE, THROUGHPUT, Part, RunFacts, Summary, when
@@ -71,7 +72,6 @@ def write_report(run: Path, output: Path) -> None:
 
 
 def _trained(facts: RunFacts) -> dict[str, str]:
-    """Model, data and machine."""
     model, record = "model.init_args.", facts.record
     versions = record.get("versions")
 
@@ -167,7 +167,6 @@ def _speeds(facts: RunFacts) -> list[list[str]]:
 
 
 def _processes(facts: RunFacts) -> list[list[str]]:
-    """The processes of a run that was interrupted or resumed."""
     if len(facts.parts) == 1 and facts.parts[0].resumed_from is None:
         return []
     rows = []
@@ -211,7 +210,6 @@ def _size_on_disk(path: Path) -> str:
 
 
 def short_class(path: Any) -> str:
-    """The last part of a class's path."""
     return str(path).rpartition(".")[2]
 
 
@@ -232,7 +230,9 @@ def part_of_config(value: Any) -> str:
         return _cut(", ".join(f"{name} {each}" for name, each in shown if each))
     if isinstance(value, list):
         return _cut(", ".join(map(part_of_config, value)))
-    return _cut(_plain(value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else _cut(str(value))
 
 
 def backbone(facts: RunFacts) -> str:
@@ -243,7 +243,6 @@ def backbone(facts: RunFacts) -> str:
 
 
 def size(facts: RunFacts) -> str:
-    """How many parameters there are, and how many are trained."""
     counts = facts.record.get("parameters")
     if not isinstance(counts, Mapping) or not isinstance(counts.get("total"), int):
         return "not noted"
@@ -268,7 +267,6 @@ def batch(facts: RunFacts) -> str:
 
 
 def length(facts: RunFacts) -> str:
-    """How long the run was to be."""
     steps, epochs = facts.setting("trainer.max_steps"), facts.setting("trainer.max_epochs")
     words = []
     if isinstance(steps, int) and steps >= 0:
@@ -279,7 +277,6 @@ def length(facts: RunFacts) -> str:
 
 
 def hardware(facts: RunFacts) -> str:
-    """How many processes there were, and on what."""
     ranks, device = facts.record.get("world_size"), facts.record.get("hardware")
     processes = count(ranks, "process", "es") if isinstance(ranks, int) else "processes that it did not count"
     return f"{processes} on {device or 'hardware that it did not note'}{', each' * (ranks not in (1, None))}"
@@ -307,7 +304,6 @@ def opening(facts: RunFacts) -> str:
 
 
 def ending(part: Part, last_step: int) -> str:
-    """How a process ended."""
     how, step, why = (part.end.get(name) for name in ("how", "step", "why"))
     if how == "finished":
         return f"It ran to its end at step {step:,}." if isinstance(step, int) else "It ran to its end."
@@ -341,18 +337,15 @@ def duration(seconds: float) -> str:
 
 
 def moment(text: Any) -> str:
-    """A time as people write it, in UTC."""
     found = when(text)
     return "not noted" if found is None else f"{found.day} {found:%B %Y, %H:%M} UTC"
 
 
 def count(number: int, name: str, plural: str = "s") -> str:
-    """A number of things."""
     return f"{number:,} {name}{plural if number != 1 else ''}"
 
 
 def digits(value: float) -> str:
-    """A measured value, to four digits."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -369,11 +362,5 @@ def _of_scores(score: Summary | None) -> str:
     return f"{name} went from {began} to {last:.3f} at step {last_step:,}, {end}."
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"
+    return shorten(text, _MAX_SHOWN)

@@ -32,7 +32,6 @@ def read_run_config(run: Path) -> dict[str, Any]:
 
 
 def read_run_record(run: Path) -> dict[str, Any]:
-    """The contents of a run's `run.json` (see `RunRecord`)."""
     return _read(run / "run.json", json.loads)
 
 
@@ -131,7 +130,6 @@ def _cut(column: str, curve: Curve, first: int) -> Curve:
 
 
 def metrics_path(run: Path) -> Path:
-    """The file of logged values of a process."""
     return run / METRICS_FILE
 
 
@@ -164,14 +162,7 @@ class Summary(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One process of a run.
-
-    Attributes:
-        folder: Where it wrote.
-        record: Its `run.json`, empty where it has none.
-        resumed_from: The checkpoint it resumed from, or None.
-        numeric_errors: What `RunHealth` wrote on numeric errors.
-    """
+    """One process of a run: folder, `run.json` (empty for none), and `RunHealth`'s numeric errors."""
 
     folder: Path
     record: Mapping[str, Any]
@@ -192,15 +183,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run, from its folder.
-
-    Attributes:
-        folder: Its folder, the last one of a resumed run.
-        config: Its merged config.
-        config_text: The same as it was written.
-        parts: Its processes, the earliest first; the last is its own.
-        curves: All that was logged, by column; empty where there is no `metrics.csv`.
-    """
+    """A run, from the folder of its last process: merged config, processes (earliest first), logged values."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -210,7 +193,6 @@ class RunFacts:
 
     @classmethod
     def read(cls, folder: Path) -> "RunFacts":
-        """The facts of a run's folder."""
         config = read_run_config(folder)
         text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
         parts = run_parts(folder)
@@ -219,7 +201,6 @@ class RunFacts:
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """The last process's record."""
         return self.parts[-1].record
 
     @cached_property
@@ -249,7 +230,6 @@ class RunFacts:
         return found
 
     def callbacks(self, name: str) -> list[Mapping[str, Any]]:
-        """The arguments of the callbacks of a class."""
         found = self.setting("trainer.callbacks")
         listed = [_mapping(callback) for callback in found] if isinstance(found, list) else []
         ours = [each for each in listed if str(each.get("class_path")).rpartition(".")[2] == name]

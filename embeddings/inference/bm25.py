@@ -28,18 +28,12 @@ _MAX_SCORES = 1 << 24
 
 @dataclass(frozen=True)
 class WordTokenizer:
-    """Lower-case words of a text, with identifiers split into the words that they consist of.
+    """Lower-case words of a text, identifiers split: `padSequence_to2` gives pad, sequence, to, 2 and padsequence_to2.
 
-    `padSequence_to2` gives pad, sequence, to, 2 and padsequence_to2. The defaults are the strongest variant that was
-    measured on the docstring corpus, so that a model which beats this BM25 beats a strong baseline: nDCG@10 on
-    held-out packages 0.278 for full words, 0.497 split, 0.547 without stop words, 0.576 stemmed and 0.573 with full
-    identifiers kept, which raises held-out functions of the training packages from 0.766 to 0.779.
-
-    Args:
-        split_identifiers: Whether to split at underscores, digits, and changes from lower to upper case.
-        keep_identifiers: Whether an identifier of several parts is also a token of its own.
-        stop_words: Tokens to leave out; empty for none.
-        stem: Whether to replace words of three letters or more by their Porter stems.
+    `keep_identifiers` adds an identifier of several parts as a token; `stem` gives words of three letters or more
+    their Porter stems. The defaults are the strongest variant on the docstring corpus: nDCG@10 on held-out packages
+    0.278 for full words, 0.497 split, 0.547 without stop words, 0.576 stemmed, 0.573 with full identifiers kept,
+    which raises held-out functions of the training packages from 0.766 to 0.779.
     """
 
     split_identifiers: bool = True
@@ -48,7 +42,6 @@ class WordTokenizer:
     stem: bool = True
 
     def __call__(self, text: str) -> list[str]:
-        """The tokens of `text`, in order."""
         tokens: list[str] = []
         for word in _WORD.findall(text):
             parts = _parts(word) if self.split_identifiers else [word.lower()]
@@ -70,8 +63,8 @@ class BM25:
 
     Args:
         corpus: Texts to rank, at least one.
-        tokenize: How texts and queries become tokens.
-        k1: Saturation of repeated words, >= 0, no unit. Lucene's own default is 1.2; published baselines use 1.5.
+        tokenize: How texts and queries become tokens; None for a `WordTokenizer`.
+        k1: Saturation of repeated words, >= 0. Lucene's own default is 1.2; published baselines use 1.5.
         b: How much long texts are penalised, from 0 (not at all) to 1.
 
     Shape/precision: weights and sums in float32.
@@ -106,15 +99,10 @@ class BM25:
         self._weight_VN = sparse.csr_array((scores["data"], scores["indices"], scores["indptr"]), shape=shape)
 
     def search(self, queries: Sequence[str], top_k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """The best texts of each query.
+        """The rows of the `top_k` best texts of each query, (Q, k) int64, best first, and their scores, (Q, k) float32.
 
-        Args:
-            queries: Texts to look for, Q of them.
-            top_k: Texts a query, >= 1; all texts where the corpus has fewer.
-
-        Returns:
-            Rows of the corpus, (Q, k) int64, best first, and their scores, (Q, k) float32. Equal scores, among them the
-            zeros of texts that share no token with the query, keep the order of the corpus.
+        A smaller corpus gives all of its texts. Equal scores, such as the zeros of texts that share no token with the
+        query, keep the order of the corpus.
         """
         if top_k < 1:
             raise OptionError("top_k", top_k, "must be >= 1", "10 is what nDCG@10 needs")
@@ -130,17 +118,10 @@ class BM25:
         return index_Qk, score_Qk
 
     def coverage(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """How far each text covers the text of the corpus that it covers best.
+        """How far each text covers the text of the corpus that it covers best, (Q,) float32, from 0 to 1.
 
         That is the BM25 score of a text of the corpus over the score that this text has with itself, the largest over
-        the corpus, each token counted once however often the searching text repeats it: 0 for no shared token, 1 for
-        a text that holds all tokens of another. Rare tokens weigh more than common ones, as in every BM25 score.
-
-        Args:
-            texts: Texts to look for, Q of them.
-
-        Returns:
-            (Q,) float32, from 0 to 1.
+        the corpus; a token counts once. It is 0 for no shared token, and 1 for a text that holds all tokens of another.
         """
         present_QV = self._counts(texts)
         present_QV.data[:] = 1

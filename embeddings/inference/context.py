@@ -38,25 +38,19 @@ class ContextDraw:
 
 
 def check_same_context(folder: Path, found: Context | None, requested: Context | ContextDraw) -> None:
-    """Refuse to search vectors of one context by queries of another."""
     if found is not None and found.summary() == requested.summary():
         return
-    was = "without a context" if found is None else f"with {_describe(found.summary())}"
-    what = f"was encoded {was}, asked for is {_describe(requested.summary())}"
+    shown = "{num_documents} documents of seed {seed} ({documents_sha256:.8})".format_map
+    was = "without a context" if found is None else f"with {shown(found.summary())}"
+    what = f"was encoded {was}, asked for is {shown(requested.summary())}"
     raise InputError(str(folder), what, "leave --context out to search with the folder's own, or encode it again")
 
 
 def sample_rows(num_documents: int, size: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    """The rows of `size` context documents of a corpus, (size,) int64.
+    """The rows of `size` context documents of a corpus, (size,) int64, by the arguments alone.
 
-    Without replacement where the corpus has as many; a smaller one is repeated in full as often as it fits and the rest
-    is drawn without replacement: counts of two documents differ by at most one.
-
-    Determinism: the rows depend on the arguments only.
-    Raises:
-        OptionError: If `size` is not positive.
-    Source: the released code of arXiv:2410.02525 wants exactly J documents and a smaller corpus oversampled; how is
-        not said there.
+    They are drawn without replacement; a smaller corpus is repeated in full first, so counts differ by at most one.
+    Source: the released code of arXiv:2410.02525 wants exactly J documents and a smaller corpus oversampled, not how.
     """
     if size < 1:
         raise OptionError("context_size", size, "must be >= 1", "leave it out for the model's own size")
@@ -68,7 +62,6 @@ def sample_rows(num_documents: int, size: int, seed: int = 0) -> npt.NDArray[np.
 
 
 def documents_sha256(documents: Iterable[Document]) -> str:
-    """A hash of the ids and texts of documents, in their order."""
     digest = hashlib.sha256()
     for document in documents:
         digest.update(json.dumps(list(document)).encode())
@@ -81,21 +74,14 @@ def context_of(documents: Sequence[Document], vector_MH: npt.NDArray[np.float32]
     return Context(ids, documents_sha256(documents), seed, vector_MH)
 
 
-def _describe(summary: dict[str, Any]) -> str:
-    return f"{summary['num_documents']} documents of seed {summary['seed']} ({summary['documents_sha256'][:8]})"
-
-
 def draw_context(encoder: Encoder, source: str | PathLike[str], size: int | None = None, seed: int = 0) -> ContextDraw:
     """The documents that a corpus gives a contextual model for its context.
-
-    They are drawn from the corpus, never from queries, without replacement; a corpus smaller than `size` is drawn from
-    evenly, each document as often as any other or once more.
 
     Args:
         encoder: The model.
         source: A corpus file (see `read_corpus`), or a folder that `encode_corpus` wrote, by whatever model.
         size: Context documents; None for as many as the model has slots. Fewer leave slots to the null vector.
-        seed: Seed of the draw.
+        seed: Seed of the draw, which is as even as possible where the corpus is smaller than `size`.
 
     Raises:
         InputError: If the corpus cannot be used or is empty.
@@ -107,11 +93,16 @@ def draw_context(encoder: Encoder, source: str | PathLike[str], size: int | None
 
 def draw_documents(source: str | PathLike[str], size: int, seed: int = 0) -> list[Document]:
     """Documents of a corpus file or an encoded folder, drawn as those of a context are (see `sample_rows`)."""
-    path = Path(source)
-    if not path.is_dir():
-        return _documents_of_file(path, size, seed)
-    folder = VectorFolder.open(path)
-    return folder.documents(sample_rows(folder.num_documents, size, seed).tolist())
+    if Path(source).is_dir():
+        folder = VectorFolder.open(source)
+        return folder.documents(sample_rows(folder.num_documents, size, seed).tolist())
+    # Two passes over the file, because a corpus may not fit in memory.
+    num_documents = sum(1 for _ in read_corpus(source))
+    rows = sample_rows(num_documents, size, seed)
+    wanted = np.zeros(num_documents, dtype=bool)
+    wanted[rows] = True
+    drawn = dict(zip(np.unique(rows).tolist(), compress(read_corpus(source), wanted), strict=True))
+    return [drawn[row] for row in rows.tolist()]
 
 
 def choose_context(encoder: Encoder, source: str | PathLike[str], size: int | None = None, seed: int = 0) -> Context:
@@ -129,11 +120,7 @@ def sample_context(encoder: Encoder, texts: Sequence[str], size: int | None = No
 
 
 def require_context_size(encoder: Encoder, size: int | None) -> int:
-    """The number of context documents: the requested one, or the number of the model's slots.
-
-    Raises:
-        OptionError: If the model takes no context, or fewer documents.
-    """
+    """The number of context documents, None for all slots; an `OptionError` where the model has fewer."""
     encoder.require_context()
     slots = encoder.num_context
     if size is None:
@@ -142,13 +129,3 @@ def require_context_size(encoder: Encoder, size: int | None) -> int:
         rule = f"must be from 1 to the model's {slots} context documents"
         raise OptionError("context_size", size, rule, "leave it out for all of them")
     return size
-
-
-def _documents_of_file(path: Path, size: int, seed: int) -> list[Document]:
-    num_documents = sum(1 for _ in read_corpus(path))
-    rows = sample_rows(num_documents, size, seed)
-    # Two passes over the file, because a corpus may not fit in memory.
-    wanted = np.zeros(num_documents, dtype=bool)
-    wanted[rows] = True
-    drawn = dict(zip(np.unique(rows).tolist(), compress(read_corpus(path), wanted), strict=True))
-    return [drawn[row] for row in rows.tolist()]

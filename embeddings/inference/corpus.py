@@ -24,11 +24,7 @@ def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = N
     """The documents of a JSONL file, gzipped or not, or of a Parquet file.
 
     A row is `_id`, `title`, `text` as in BEIR, or anything with a `text`. `id` serves where there is no `_id`; without
-    either the id is the number of the document from 0. A missing title is empty.
-
-    Args:
-        path: The file.
-        columns: Column of `_id`, `title` or `text`, for those whose column has another name.
+    either the id is the number of the document from 0. `columns` gives the column of a field that has another name.
 
     Raises:
         InputError: If the file or a row cannot be used, or an id occurs twice; the message names file and row.

@@ -42,13 +42,7 @@ CONTEXT_FILE = "context.npy"
 
 
 class TokenisedTexts(NamedTuple):
-    """Texts and their tokens, prepared outside the encoder, for instance in another process.
-
-    Attributes:
-        texts: The texts, each once.
-        row_N: For each input text its row among them, (N,) int64; None where no text occurs twice.
-        blocks: Their tokens, a token batch for each 8,192 of them.
-    """
+    """Texts, each once, for each input text its row among them (None for no repetition), and a token batch a block."""
 
     texts: list[str]
     row_N: npt.NDArray[np.int64] | None
@@ -99,7 +93,7 @@ class Context:
     """Context documents and the vectors that a model's first stage made of them.
 
     Attributes:
-        document_ids: Ids of the documents in their corpus, M of them; one that was drawn twice is there twice.
+        document_ids: Ids of the M documents; one that was drawn twice is there twice.
         documents_sha256: Hash of the ids and texts, in this order.
         seed: Seed that they were drawn with.
         vector_MH: First-stage vectors, (M, H) float32.
@@ -111,7 +105,6 @@ class Context:
     vector_MH: npt.NDArray[np.float32]
 
     def __len__(self) -> int:
-        """Number of documents, M."""
         return len(self.document_ids)
 
     def summary(self) -> dict[str, Any]:
@@ -119,7 +112,6 @@ class Context:
         return {"num_documents": len(self), "seed": self.seed, "documents_sha256": self.documents_sha256}
 
     def manifest_fields(self) -> dict[str, Any]:
-        """The fields of a manifest that describe the context of its vectors."""
         return {"context": self.summary(), "context_document_ids": list(self.document_ids)}
 
     def write(self, folder: Path) -> Self:
@@ -132,11 +124,7 @@ class Context:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """The context that a finished folder of vectors was made with, or None where it was made with none.
-
-        Raises:
-            InputError: If the context's vectors are missing or not the ones that were used.
-        """
+        """The context that a finished folder's vectors were made with, if any; an `InputError` if damaged."""
         fields = check_manifest(folder, {})
         if fields.get("context") is None:
             return None
@@ -151,16 +139,14 @@ class Context:
 class Encoder:
     """An embedding model that turns texts into vectors.
 
-    Texts are tokenised in blocks, sorted by length within a block, and run through the model in mini-batches of a
-    token budget; vectors return to the order of the texts. A text that occurs twice in a call is computed once. The
-    next block is tokenised while the current one is computed.
+    Texts are tokenised in blocks, one ahead, sorted by length within a block, and run in mini-batches of a token
+    budget. Vectors return to the order of the texts. A text that occurs twice in a call is computed once.
 
-    Determinism: the same texts give the same bits, whatever was encoded before, with one token budget and one number of
-    threads. Another set of texts or another budget changes the neighbours of a text, and with other threads the
-    libraries may sum in another order: either changes its vector by rounding only.
+    Determinism: the same texts give the same bits with one token budget and one number of threads. Other neighbours in
+    a mini-batch, another budget or other threads change a vector by rounding only.
 
     Args:
-        embedder: The model; it stays where it is unless `device` says otherwise, and its mode is left as found.
+        embedder: The model; its mode is left as found.
         device: Where to move the model, or None to leave it where it is.
         precision: Format of matrix products; `auto` is bfloat16 where the hardware has it. Vectors are float32. With
             int8 later changes of the model's weights are not seen.
@@ -222,17 +208,10 @@ class Encoder:
         precision: Precision = "auto",
         **options: Any,
     ) -> Self:
-        """The encoder of a model directory or Hub id, on the first GPU where there is one.
+        """The encoder of a model directory or Hub id, on `device`, None for the first GPU where there is one.
 
-        Args:
-            model: A model directory, or the id of one on the Hub.
-            device: Where to run, or None for a GPU if there is one.
-            precision: Format of matrix products (see `resolve_precision`).
-            options: What else the constructor takes.
-
-        Raises:
-            InputError: If the model cannot be had or is damaged.
-            OptionError: If an option is impossible.
+        `options` are the constructor's. An `InputError` says that the model cannot be had or is damaged, and an
+        `OptionError` that an option is impossible.
         """
         from embeddings.models.contextual import load_embedder
 
@@ -250,14 +229,9 @@ class Encoder:
         return encoder
 
     def push_to_hub(self, name: str, **options: Any) -> "PushedModel":
-        """Upload the model to the Hugging Face Hub: the directory that it was read from, or else itself with a card.
+        """Upload the model to the Hub repository `OWNER/NAME`, by `embeddings.models.push_to_hub`.
 
-        Args:
-            name: The repository, `OWNER/NAME`.
-            options: As in `embeddings.models.push_to_hub`.
-
-        Raises:
-            InputError: As there.
+        That is the directory that it was read from, or else itself with a card.
         """
         from embeddings.models.hub import push_embedder, push_to_hub
 
@@ -283,19 +257,15 @@ class Encoder:
         role: TextRole | None = None,
         prompt: str | None = None,
     ) -> npt.NDArray[np.float32]:
-        """The vectors of `texts`, in their order.
+        """The vectors of `texts`, in their order, (N, D) float32.
 
         Args:
             texts: Any number of texts, empty ones too; or what `preparation` made of them, prompt and length included.
             prompt_name: Which of the model's prompts goes before each text, or a literal one (`GivenPrompt`); None for
                 the one named like the role, or none where the model has no such prompt.
-            context: What only a contextual model takes: a context that was chosen
-                (see `choose_context`), or its documents, which are encoded again in each call; None for no context.
+            context: For a contextual model, what `choose_context` gave, or documents, which are encoded in each call.
             role: Whose length limit holds; None for `query` under the prompt of that name, else `document`.
             prompt: The prompt itself, in place of one of the model's; empty for none at all.
-
-        Returns:
-            (N, D) float32; (0, D) for no texts.
 
         Raises:
             OptionError: If the model has no such prompt, or takes no context or none as large.
@@ -333,10 +303,6 @@ class Encoder:
         """The first-stage vectors of context documents, in their order, (M, H) float32.
 
         The model's `document` prompt goes before each; the model reads as many tokens of each as in training.
-
-        Raises:
-            OptionError: If the model takes no context.
-            NumericError: If a vector is not finite.
         """
         _check_list("context", texts)
         self.require_context()
@@ -437,11 +403,7 @@ class Encoder:
 
 
 def check_widths(model: "Encoder | Embedder", widths: Sequence[int]) -> None:
-    """Check that a model's vectors can be cut to these widths.
-
-    Raises:
-        OptionError: If there is no width, or an impossible one.
-    """
+    """Check that a model's vectors can be cut to these widths; an `OptionError` for no width or an impossible one."""
     if not widths or not all(1 <= width <= model.embedding_dim for width in widths):
         rule = f"must be from 1 to the {model.embedding_dim} that the model's vectors have"
         raise OptionError("dimensions", widths[0] if len(widths) == 1 else list(widths), rule, "leave it out for all")
@@ -466,15 +428,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 # Fields of a config that no vector depends on: its origin, and what each process chooses.
 _PASSING = (
-    "_name_or_path",
-    "_attn_implementation",
-    "_experts_implementation",
-    "architectures",
-    "auto_map",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
+    *("_name_or_path", "_attn_implementation", "_experts_implementation", "architectures", "auto_map"),
+    *("dtype", "torch_dtype", "transformers_version", "use_cache"),
 )
 # Settings of a tokenizer's last call: the encoder sets them in each call.
 _ASKED = ("truncation", "padding")
@@ -483,9 +438,8 @@ _ASKED = ("truncation", "padding")
 def embedder_sha256(encoder: Encoder) -> str:
     """A hash of all that decides a model's vectors: structure, configs, weights, text settings and tokenizer.
 
-    Weights do not determine: the mask of attention, its heads and window, rotary bases, how many experts a token
-    is sent to, how a text is normalised before it is cut into words. The dtype that they are held in here is left out,
-    so a checkpoint in bfloat16 has one hash wherever it is read; store the precision of vectors beside the hash.
+    The dtype of the weights is left out, so a checkpoint in bfloat16 has one hash: store the vectors' precision beside
+    it.
     """
     embedder = encoder.embedder
     pooling = {"pooling": embedder.pooling.arguments(), "normalize": embedder.normalize}
@@ -493,10 +447,7 @@ def embedder_sha256(encoder: Encoder) -> str:
 
 
 def module_sha256(module: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]) -> str:
-    """A hash of a module's structure, the configs and weights inside, its tokenizer, and other settings as JSON types.
-
-    The dtype of the weights is left out (see `embedder_sha256`).
-    """
+    """A hash of a module's structure, configs, weights (not their dtype), tokenizer, and other settings."""
     facts = {**settings, "configs": dict(_configs(module)), "tokenizer": _tokenizer_fields(tokenizer)}
     digest = hashlib.sha256(repr(module).encode())
     digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
@@ -520,7 +471,7 @@ def _configs(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _tokenizer_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What a tokenizer does with a text: its vocabulary, and all steps around it where the library can tell them."""
+    """A tokenizer's vocabulary, and all steps around it where the library can tell them."""
     fields: dict[str, Any] = {"vocabulary": tokenizer.get_vocab(), "special": tokenizer.special_tokens_map}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:

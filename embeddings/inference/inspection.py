@@ -1,7 +1,7 @@
 """What a model does inside: where its pooling puts weight, which experts tokens go to, how contexts move vectors."""
 
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class SpannedText(NamedTuple):
-    """A text of a mini-batch: its row among all texts, prompt and text as one string, and its T tokens' places."""
+    """A text of a mini-batch: its row among all texts, prompt and text as one string, and the places of its tokens."""
 
     row: int
     text: str
@@ -34,14 +34,7 @@ class SpannedText(NamedTuple):
 
 
 class SpannedBatch(NamedTuple):
-    """A padded mini-batch of n texts, on the model's device.
-
-    Attributes:
-        texts: The texts, n of them.
-        ids_nL: Token ids, (n, L) int64.
-        attention_nL: Whether a place holds a token, (n, L) bool.
-        pooled_nL: Whether it enters the pooling, (n, L) bool.
-    """
+    """A padded mini-batch of n texts on the model's device, (n, L) each: ids, is a token, is pooled."""
 
     texts: list[SpannedText]
     ids_nL: Tensor
@@ -52,10 +45,7 @@ class SpannedBatch(NamedTuple):
 def spanned_batches(
     embedder: "Embedder", texts: Sequence[str], prompt_name: str | None, role: TextRole, mini_batch_tokens: int
 ) -> Iterator[SpannedBatch]:
-    """Texts with one of the model's prompts, padded mini-batch by mini-batch, each text once.
-
-    See `token_weights` for the arguments and errors.
-    """
+    """Texts with one of the model's prompts, padded mini-batch by mini-batch, each text once; see `token_weights`."""
     prompt = embedder.text.prompt(prompt_name, role)
     tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
     tokens, spans = tokenizer(texts, role, prompt), tokenizer.spans(texts, role, prompt)
@@ -72,9 +62,9 @@ class TokenWeights:
 
     Attributes:
         text: Prompt and text as one string, which the spans count in.
-        spans: Position of each token in it, T of them.
+        spans: Position of each of the T tokens in it.
         weight_T: Weight of each token, (T,) float32: 1 over the text, 0 where a token is not pooled.
-        pooled_T: Whether the text settings let a token enter the pooling, (T,) bool: all but the prompt.
+        pooled_T: Whether a token may enter the pooling, (T,) bool: all but the prompt.
     """
 
     text: str
@@ -96,21 +86,16 @@ def token_weights(
 
     Args:
         embedder: The model; it is left as found.
-        texts: N texts without their prompts.
-        pooling: Whose weights; None for the model's own pooling where that is one of anchor tokens, else for what such
-            a pooling would give with its defaults.
+        texts: Texts without their prompts; the result has their order.
+        pooling: Whose weights; None for the model's own anchor-token pooling, else for one with defaults.
         prompt_name: Which of the model's prompts goes before each text; None for the one of the role's name.
         role: Whose length limit holds.
         mini_batch_tokens: Maximum padded tokens of a mini-batch.
 
-    Returns:
-        N of them, in the order of the texts.
-
     Precision: the backbone in the format of its weights, the weights in float32.
     Raises:
         InputError: If the model is contextual.
-        OptionError: If the backbone has no such layer or prompt, its attention cannot be read, or is causal where the
-            key axis needs to see both ways.
+        OptionError: If the backbone has no such layer or prompt, or its attention cannot be read or is causal.
     Source: MGH, §2.2, Eq. 2 to 4.
     """
     pooling = pooling or own_pooling(embedder) or default_pooling(embedder)
@@ -127,7 +112,6 @@ def token_weights(
 
 
 def own_pooling(embedder: "Embedder") -> "AnchorTokenPooling | None":
-    """The model's own pooling where that is one of anchor tokens."""
     from embeddings.models.anchor_token import AnchorTokenPooling
 
     return embedder.pooling if isinstance(embedder.pooling, AnchorTokenPooling) else None
@@ -167,13 +151,7 @@ TEXTS_PER_BLOCK = 1024
 
 
 class AnchorShares(NamedTuple):
-    """The share of the weight of each kind of token.
-
-    Attributes:
-        weight: Share of the weight by place, mean over texts; 1 in all.
-        tokens: Share of the pooled tokens by place, mean over texts: what mean pooling would give.
-        num_texts: How many texts.
-    """
+    """Mean shares by kind of token: of the weight, and of the pooled tokens (as mean pooling has it)."""
 
     weight: dict[Place, float]
     tokens: dict[Place, float]
@@ -191,29 +169,27 @@ def anchor_shares(
 ) -> AnchorShares:
     """The mean shares of the weight over a corpus; every text counts alike, whatever its length.
 
-    Only the pooled tokens of a text have a place, so a prompt has none: the first token and the last one
-    (`[CLS]` and `[SEP]` where a model has them), tokens between them that consist of punctuation, and the rest.
-    The arguments and errors are those of `token_weights`; no text at all is an error too.
+    A pooled token is the first, the last (`[CLS]` and `[SEP]` where a model has them), punctuation, or the rest.
+    Arguments and errors are those of `token_weights`; no text at all is an error too.
 
     Precision: means in float64.
     Source: MGH, §5.2 and Fig. 5, which name the first token, punctuation and the last token as what weighs most.
     """
     if not texts:
         raise OptionError("texts", [], "must not be empty", "give a text")
-    sums = np.zeros((2, len(PLACES)))
-    for start in range(0, len(texts), TEXTS_PER_BLOCK):
-        how: Any = {"prompt_name": prompt_name, "role": role, "mini_batch_tokens": mini_batch_tokens}
-        for weights in token_weights(embedder, texts[start : start + TEXTS_PER_BLOCK], pooling, **how):
-            sums += _shares(weights)
-    return _by_place(sums, len(texts))
+    how: Any = {"prompt_name": prompt_name, "role": role, "mini_batch_tokens": mini_batch_tokens}
+    blocks = (texts[start : start + TEXTS_PER_BLOCK] for start in range(0, len(texts), TEXTS_PER_BLOCK))
+    return shares_of(weights for block in blocks for weights in token_weights(embedder, block, pooling, **how))
 
 
-def shares_of(weights: TokenWeights) -> AnchorShares:
-    """The shares of one text."""
-    return _by_place(_shares(weights), 1)
-
-
-def _by_place(sums: npt.NDArray[np.float64], num_texts: int) -> AnchorShares:
+def shares_of(texts: Iterable[TokenWeights]) -> AnchorShares:
+    """The mean shares of texts, at least one."""
+    sums, num_texts = np.zeros((2, len(PLACES))), 0
+    for weights in texts:
+        places = place_of(weights)
+        counts = np.array([[place == known for place in places] for known in PLACES], dtype=np.float64)
+        sums += counts @ weights.weight_T.astype(np.float64), counts.sum(axis=1) / weights.pooled_T.sum()
+        num_texts += 1
     weight, tokens = (dict(zip(PLACES, row, strict=True)) for row in (sums / num_texts).tolist())
     return AnchorShares(weight, tokens, num_texts)
 
@@ -224,24 +200,12 @@ def place_of(weights: TokenWeights) -> list[Place | None]:
     places: list[Place | None] = [None] * len(weights.spans)
     for index in pooled.tolist():
         span = weights.spans[index]
-        is_punctuation = not span.is_special and _is_punctuation(weights.text[span.start : span.end])
-        places[index] = "punctuation" if is_punctuation else "rest"
+        marks = "" if span.is_special else weights.text[span.start : span.end].strip()
+        is_punctuation = all(unicodedata.category(mark).startswith("P") for mark in marks)
+        places[index] = "punctuation" if marks and is_punctuation else "rest"
     places[pooled[-1]] = "last"
     places[pooled[0]] = "first"
     return places
-
-
-def _shares(weights: TokenWeights) -> npt.NDArray[np.float64]:
-    """Shares of the weight and of the tokens by place, (2, places)."""
-    places = place_of(weights)
-    counts = np.array([[place == known for place in places] for known in PLACES], dtype=np.float64)
-    return np.stack([counts @ weights.weight_T.astype(np.float64), counts.sum(axis=1) / weights.pooled_T.sum()])
-
-
-def _is_punctuation(text: str) -> bool:
-    """Whether a token's characters, white space aside, are punctuation in Unicode's sense."""
-    marks = text.strip()
-    return bool(marks) and all(unicodedata.category(mark).startswith("P") for mark in marks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,8 +214,8 @@ class LatentWeights:
 
     Attributes:
         text: Prompt and text as one string, which the spans count in.
-        spans: Position of each pooled token in it, T of them; others, such as those of a prompt, attend to nothing.
-        weight_ATR: Weight of each latent for each token in each head, (A, T, R) float32: 1 over the latents.
+        spans: Position of each of the T pooled tokens in it; others, such as those of a prompt, attend to nothing.
+        weight_ATR: Weight of each of the R latents for each token in each head, (A, T, R) float32: 1 over the latents.
     """
 
     text: str
@@ -261,20 +225,17 @@ class LatentWeights:
     @property
     def weight_TR(self) -> npt.NDArray[np.float32]:
         """The mean over the heads, (T, R)."""
-        weight_TR: npt.NDArray[np.float32] = self.weight_ATR.mean(axis=0)
-        return weight_TR
+        return np.asarray(self.weight_ATR.mean(axis=0))
 
     @property
     def mean_AR(self) -> npt.NDArray[np.float32]:
         """The mean over the tokens, (A, R): a row of NV-Embed's Fig. 2, the heads side by side."""
-        mean_AR: npt.NDArray[np.float32] = self.weight_ATR.mean(axis=1)
-        return mean_AR
+        return np.asarray(self.weight_ATR.mean(axis=1))
 
     @property
     def mean_R(self) -> npt.NDArray[np.float32]:
         """The mean over the tokens and the heads, (R,)."""
-        mean_R: npt.NDArray[np.float32] = self.weight_TR.mean(axis=0)
-        return mean_R
+        return np.asarray(self.weight_TR.mean(axis=0))
 
 
 def latent_weights(
@@ -286,16 +247,9 @@ def latent_weights(
     role: TextRole = "document",
     mini_batch_tokens: int = 4096,
 ) -> list[LatentWeights]:
-    """The attention of each token of each text to the latents.
+    """The attention of each token of each text to the latents; the arguments are those of `token_weights`.
 
-    Args:
-        embedder: The model; it is left as found.
-        texts: N texts without their prompts.
-        head: The one head that is kept, from 0; None for all of them.
-        prompt_name: As in `token_weights`, and so `role` and `mini_batch_tokens`.
-
-    Returns:
-        N of them, in the order of the texts.
+    `head` is the one head that is kept, from 0; None for all of them.
 
     Precision: the backbone in the format of its weights, the softmax in float32.
     Raises:
@@ -322,11 +276,7 @@ def latent_weights(
 
 
 def latent_pooling(embedder: "Embedder") -> "LatentAttentionPooling":
-    """The model's pooling by latents.
-
-    Raises:
-        InputError: If it has another one.
-    """
+    """The model's pooling by latents; an `InputError` where it has another one."""
     from embeddings.models.latent_attention import LatentAttentionPooling
     from embeddings.models.poolings import pooling_name
 
@@ -364,14 +314,7 @@ class ExpertLoads:
 def expert_loads(
     encoder: Encoder, texts: Sequence[str], prompt_name: str | None = None, role: TextRole = "document"
 ) -> ExpertLoads:
-    """Encode some texts and count where their tokens go; padding goes nowhere.
-
-    Args:
-        encoder: A sparse model; it is left as found.
-        texts: At least one, without their prompts. A text that occurs twice is computed, and counts, once.
-        prompt_name: Which of the model's prompts goes before each text; None for the one of the role's name. Its tokens
-            are routed like the text's.
-        role: Whose length limit holds.
+    """Encode some texts and count where their tokens, and their prompt's, go; a text that occurs twice counts once.
 
     Precision: the encoder's; a token near a tie between two experts may go elsewhere in another.
     Raises:
@@ -397,12 +340,7 @@ Vectors = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class ContextualShift:
-    """The vectors of N documents in C contexts.
-
-    Attributes:
-        vector_CND: Unit vectors in each context, (C, N, D) float32.
-        alone_ND: The same without a context, (N, D).
-    """
+    """Unit vectors of N documents in C contexts, (C, N, D) float32, and without a context, (N, D)."""
 
     vector_CND: Vectors
     alone_ND: Vectors
@@ -411,14 +349,12 @@ class ContextualShift:
     def own_cosine_NP(self) -> Vectors:
         """Each document's cosines between any two of its contexts, (N, C (C - 1) / 2)."""
         first, second = np.triu_indices(len(self.vector_CND), k=1)
-        found: Vectors = np.einsum("pnd,pnd->np", self.vector_CND[first], self.vector_CND[second])
-        return found
+        return np.asarray(np.einsum("pnd,pnd->np", self.vector_CND[first], self.vector_CND[second]))
 
     @property
     def alone_cosine_N(self) -> Vectors:
         """Each document's mean cosine of its vectors in contexts with the one without, (N,)."""
-        found: Vectors = np.einsum("cnd,nd->cn", self.vector_CND, self.alone_ND).mean(axis=0)
-        return found
+        return np.asarray(np.einsum("cnd,nd->cn", self.vector_CND, self.alone_ND).mean(axis=0))
 
     @property
     def other_cosine_N(self) -> Vectors:
@@ -426,14 +362,13 @@ class ContextualShift:
         cosine_CNN = np.einsum("cnd,cmd->cnm", self.vector_CND, self.vector_CND)
         places = np.arange(cosine_CNN.shape[1])
         cosine_CNN[:, places, places] = -np.inf
-        found: Vectors = cosine_CNN.max(axis=2).mean(axis=0)
-        return found
+        return np.asarray(cosine_CNN.max(axis=2).mean(axis=0))
 
     @property
     def stays_nearest(self) -> float:
         """The share of vectors that are nearer to one of their own document than to any of another, in other contexts.
 
-        The paper says of its figure that a document's vectors stay closer to each other than to other documents'.
+        The paper says so of its figure.
         """
         num_contexts, num_documents, width = self.vector_CND.shape
         vector_VD = self.vector_CND.reshape(-1, width)
@@ -444,12 +379,7 @@ class ContextualShift:
 
 
 def contextual_shift(encoder: Encoder, texts: Sequence[str], contexts: Sequence[Context]) -> ContextualShift:
-    """Encode some documents in each of some contexts, and without one.
-
-    Args:
-        encoder: A contextual model.
-        texts: Two documents or more, no two alike.
-        contexts: Two contexts or more (see `choose_context`).
+    """Encode two or more different documents in each of two or more contexts (see `choose_context`), and without one.
 
     Raises:
         OptionError: If there are fewer documents or contexts, or the model takes no context, or none as large.

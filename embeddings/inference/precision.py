@@ -30,21 +30,11 @@ _X86 = {"x86_64", "AMD64"}
 
 
 def resolve_precision(precision: Precision, device: torch.device, weights: Collection[torch.dtype] = ()) -> torch.dtype:
-    """The format of matrix products of a model on `device`.
+    """The format of matrix products of a model on `device`, whose weights have some formats.
 
-    `auto` is bfloat16 where the hardware has products of that format and float32 elsewhere: an emulated bfloat16 is
-    several times slower than float32. A model whose weights are all of one lower format runs in that one. float16 is
-    not offered: a CPU emulates it, a hundred times slower than float32, and some models overflow in it. `auto` never
-    chooses int8, which changes vectors and scores (see `Int8Products`).
-
-    Args:
-        precision: `auto`, `float32`, `bfloat16` or, on a CPU, `int8`.
-        device: Where the model runs.
-        weights: Formats of the model's weights.
-
-    Raises:
-        OptionError: If the precision is none of these or not the weights', the weights are float16 on a CPU, or
-            int8 is requested without an x86 CPU.
+    `auto` is bfloat16 where the hardware has products of that format, else float32: an emulated bfloat16 is several
+    times slower. Weights that are all of one lower format decide themselves. float16 is not offered: a CPU emulates it,
+    a hundred times slower, and some models overflow in it. `auto` never chooses int8, which changes vectors and scores.
     """
     if precision not in _DTYPES:
         known = ", ".join(_DTYPES)
@@ -99,11 +89,8 @@ class QuantisedInput:
     """The last quantised input, for layers that read the same tensor (query, key, value).
 
     It is known again as the same object, read by layers of one module: what a module changes in place between two of
-    its layers must not be the input of both.
-
-    Attributes:
-        steps: What the largest number of a token becomes: 127, or 63 where the CPU sums pairs of products in 16
-            bits, which would overflow.
+    its layers must not be the input of both. The largest number of a token becomes 127 `steps`, or 63 where the CPU
+    sums pairs of products in 16 bits, which would overflow.
     """
 
     def __init__(self) -> None:
@@ -113,18 +100,12 @@ class QuantisedInput:
         self._found: tuple[Tensor, Tensor] | None = None
 
     def of(self, owner: nn.Module, input_I: Tensor) -> tuple[Tensor, Tensor]:
-        """What layers of the module `owner` multiply, of their inputs (..., I) float32.
-
-        Returns:
-            The inputs in steps of their token's scale, (..., I) uint8 with zero at `steps` + 1; the largest size of
-            each token's numbers, (..., 1) float32.
-        """
+        """Inputs (..., I) of layers of `owner` in steps, uint8 with zero at `steps` + 1, and tokens' sizes."""
         if self._found is None or self._input is not input_I or self._owner is not owner:
             self._owner, self._input, self._found = owner, input_I, self._quantised(input_I)
         return self._found
 
     def forget(self) -> None:
-        """Release the tensors."""
         self._owner = self._input = self._found = None
 
     def _quantised(self, input_I: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,10 +118,7 @@ class QuantisedInput:
 
 
 def linear_product(layer: nn.Linear, owner: nn.Module, inputs: QuantisedInput) -> Product:
-    """What a layer of the module `owner` computes, in int8: inputs (..., I) float32 to outputs (..., O) float32.
-
-    Its weights are read now; the layers of one model share `inputs`.
-    """
+    """A layer of the module `owner` in int8, with its weights of now; the layers of one model share `inputs`."""
     weight_OI, bias_O = layer.weight.detach().float(), None if layer.bias is None else layer.bias.detach().float()
     scale_O = weight_OI.abs().amax(dim=1).clamp_min(_LEAST).div(_WEIGHT_STEPS)
     packed: Any = torch.ops.onednn.qlinear_prepack(weight_OI.div(scale_O[:, None]).round_().to(torch.int8), None)
@@ -159,20 +137,12 @@ def linear_product(layer: nn.Linear, owner: nn.Module, inputs: QuantisedInput) -
 
 
 class Int8Products:
-    """The linear layers of a model's backbones, which `on` runs in int8; the model's own weights do not change.
+    """The linear layers of a model's backbones, adapters included, which `on` runs in int8; the weights do not change.
 
-    Adapters are among them: `lora_A` and `lora_B` run in int8 as the layers beneath them do.
-
-    A weight's row has one scale, chosen once, and each token's numbers have one, chosen as they come: layers of one
-    module that read the same tensor share the token's. Everything else (attention, norms, pooling, a sparse model's
-    experts) stays in float32.
-
-    Args:
-        model: The model, in float32 on a CPU. Later changes of its weights are not seen.
-
-    Memory: one more byte for each weight.
-    Precision: products of 8-bit numbers summed in int32, scaled in float32; inputs have 7 bits where the
-    CPU has no such products.
+    A weight's row has one scale, chosen once, and each token's numbers have one, chosen as they come. All else
+    (attention, norms, pooling, a sparse model's experts) stays in float32. It costs one more byte for each weight.
+    Precision: products of 8-bit numbers summed in int32, scaled in float32; inputs have 7 bits where the CPU has no
+    such products.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -190,12 +160,10 @@ class Int8Products:
         ]
 
     def __len__(self) -> int:
-        """Number of layers."""
         return len(self._products)
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Run the layers in int8 until left."""
         for layer, product in self._products:
             layer.forward = product
         try:

@@ -21,12 +21,7 @@ QUERY_TILE = 1024
 
 
 class TopK(NamedTuple):
-    """The best documents of each query, best first.
-
-    Attributes:
-        score_QK: Inner products, (Q, K) float32.
-        index_QK: Rows of the documents, (Q, K) int64.
-    """
+    """Inner products of the best documents of each query, best first, (Q, K) float32, and their rows, (Q, K) int64."""
 
     score_QK: npt.NDArray[np.float32]
     index_QK: npt.NDArray[np.int64]
@@ -38,7 +33,7 @@ def search_top_k(
     top_k: int,
     device: str | torch.device = "cpu",
 ) -> TopK:
-    """The K documents with the largest inner products of each query.
+    """The K documents with the largest inner products of each query, best first; of equal scores the lower row first.
 
     Only tiles of 1,024 queries x 16,384 documents are held, so the documents may be memory-mapped and larger than
     memory; they are read once whatever the number of queries.
@@ -46,22 +41,16 @@ def search_top_k(
     Args:
         query_QD: Query vectors, (Q, D) float32.
         documents: Document vectors, (n, D) float32, or several such arrays that follow one another.
-        top_k: Maximum documents of a query; K is the smaller of this and the number of documents.
+        top_k: Maximum documents of a query, an `OptionError` where it is not positive.
         device: Where tiles are multiplied.
-
-    Returns:
-        Scores and rows, best first; of equal scores the lower row first.
 
     Precision: products and sums in float32.
     Determinism: the same arrays in the same pieces give the same bits on one machine.
-
-    Raises:
-        OptionError: If `top_k` is not positive.
     """
     require_top_k(top_k)
     query = torch.from_numpy(np.ascontiguousarray(query_QD, dtype=np.float32)).to(device)
     pieces = [documents] if isinstance(documents, np.ndarray) else documents
-    query_tiles = [query[start : start + QUERY_TILE] for start in range(0, len(query), QUERY_TILE)]
+    query_tiles = [query[start : start + QUERY_TILE] for start in range(0, max(1, len(query)), QUERY_TILE)]
     best = [(tile.new_empty((len(tile), 0)), tile.new_empty((len(tile), 0), dtype=torch.int64)) for tile in query_tiles]
     first_row = 0
     for piece in pieces:
@@ -69,12 +58,13 @@ def search_top_k(
             # A copy: a memory-mapped tile is read-only, which torch does not know.
             tile_TD = torch.from_numpy(np.array(piece[start : start + DOCUMENT_TILE], dtype=np.float32)).to(device)
             for number, tile_QD in enumerate(query_tiles):
-                score_QK, row_QK = _stable_top_k(tile_QD @ tile_TD.T, top_k)
-                best[number] = _merge(best[number], (score_QK, row_QK + first_row), top_k)
+                found = _stable_top_k(tile_QD @ tile_TD.T, top_k)
+                # The rows of earlier tiles come first, so ties stay right.
+                score_QM = torch.cat([best[number][0], found[0]], dim=1)
+                row_QM = torch.cat([best[number][1], found[1] + first_row], dim=1)
+                score_QK, column_QK = _sorted_top_k(score_QM, top_k)
+                best[number] = score_QK, row_QM.gather(1, column_QK)
             first_row += len(tile_TD)
-    if not best:
-        width = min(top_k, first_row)
-        return TopK(np.empty((0, width), np.float32), np.empty((0, width), np.int64))
     score = torch.cat([scores for scores, _ in best]).cpu().numpy()
     return TopK(score, torch.cat([rows for _, rows in best]).cpu().numpy())
 
@@ -107,14 +97,6 @@ def _sorted_top_k(score_QN: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return score_QN[:, :top_k], column_QN[:, :top_k]
 
 
-def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], top_k: int) -> tuple[Tensor, Tensor]:
-    """The best of two sorted lists; rows of `first` come before those of `second`, so ties stay right."""
-    score_QM = torch.cat([first[0], second[0]], dim=1)
-    row_QM = torch.cat([first[1], second[1]], dim=1)
-    score_QK, column_QK = _sorted_top_k(score_QM, top_k)
-    return score_QK, row_QM.gather(1, column_QK)
-
-
 RESCORE_MULTIPLIER = 4
 # Queries at a time: their distances to a tile of documents take a few MiB.
 _QUERIES = 32
@@ -123,12 +105,7 @@ _ROW_BITS = 40
 
 
 class NearestSigns(NamedTuple):
-    """The documents of each query whose signs differ from its own in the fewest places, nearest first.
-
-    Attributes:
-        distance_QK: Places that differ, (Q, K) int64.
-        index_QK: Rows of the documents, (Q, K) int64.
-    """
+    """Each query's nearest documents, nearest first: how many signs differ, and rows, (Q, K) int64."""
 
     distance_QK: npt.NDArray[np.int64]
     index_QK: npt.NDArray[np.int64]
@@ -142,17 +119,9 @@ def search_signs(
 ) -> TopK:
     """The documents with the largest cosine of query and signs, out of those with the nearest signs.
 
-    The K x `rescore_multiplier` documents of least Hamming distance are scored by the query's own numbers:
-    score = q . s / sqrt(D) with s in {-1, 1}.
-
-    Args:
-        query_QD: Unit vectors, (Q, D) float32.
-        documents: Vectors in the format binary.
-        top_k: Maximum documents of a query; K is the smaller of this and the number of documents.
-        rescore_multiplier: Documents scored again for one that is returned; 1 puts the K nearest in order.
-
-    Returns:
-        Scores and rows, best first; of equal scores the lower row first.
+    The K x `rescore_multiplier` documents of least Hamming distance are scored by the numbers of the unit queries, (Q,
+    D)
+    float32: score = q . s / sqrt(D) with s in {-1, 1}. Of equal scores the lower row comes first.
 
     Precision: distances are integers, computed on the CPU; scores are summed in float64.
     Raises:
@@ -184,34 +153,33 @@ def search_signs(
 def nearest_signs(
     query_QB: npt.NDArray[np.uint8], documents: Iterable[npt.NDArray[np.uint8]], top_k: int
 ) -> NearestSigns:
-    """The documents of least Hamming distance, of equal distances the lower rows.
+    """The documents of least Hamming distance, of equal ones the lower rows; packed signs, (Q, B) uint8.
 
-    Args:
-        query_QB: Packed signs of the queries, (Q, B) uint8.
-        documents: Packed signs of documents, several arrays (n, B) uint8 that follow one another.
-        top_k: Maximum documents of a query.
-
-    Memory: a tile of 16,384 documents its distances to 32 queries, and the result.
+    Memory: the distances of 32 queries to 16,384 documents, and the result.
     """
     require_top_k(top_k)
     query_QW, first_row = _words(query_QB), 0
-    blocks = [slice(start, start + _QUERIES) for start in range(0, len(query_QB), _QUERIES)]
+    blocks = [slice(start, start + _QUERIES) for start in range(0, max(1, len(query_QB)), _QUERIES)]
     best = [np.empty((len(query_QW[block]), 0), np.int64) for block in blocks]
     for piece in documents:
         for start in range(0, len(piece), DOCUMENT_TILE):
             tile_WT = np.ascontiguousarray(_words(piece[start : start + DOCUMENT_TILE]).T)
             row_T = np.arange(first_row, first_row + tile_WT.shape[1])
             for number, block in enumerate(blocks):
-                key_QT = (_distances(query_QW[block], tile_WT) << _ROW_BITS) | row_T
-                best[number] = _least(np.concatenate([best[number], key_QT], axis=1), top_k)
-            first_row += tile_WT.shape[1]
-    width = min(top_k, first_row)
-    key_QK = np.concatenate([np.sort(keys, axis=1) for keys in best]) if best else np.empty((0, width), np.int64)
+                distance_QT = np.zeros((len(query_QW[block]), len(row_T)), np.int64)
+                for word, word_T in enumerate(tile_WT):
+                    distance_QT += np.bitwise_count(query_QW[block, word, None] ^ word_T)
+                key_QN = np.concatenate([best[number], (distance_QT << _ROW_BITS) | row_T], axis=1)
+                if top_k < key_QN.shape[1]:
+                    key_QN = np.partition(key_QN, top_k - 1, axis=1)[:, :top_k]
+                best[number] = key_QN
+            first_row += len(row_T)
+    key_QK = np.concatenate([np.sort(keys, axis=1) for keys in best])
     return NearestSigns(key_QK >> _ROW_BITS, key_QK & ((1 << _ROW_BITS) - 1))
 
 
 def require_multiplier(rescore_multiplier: int) -> None:
-    """Check how many documents are to be scored again; an `OptionError` where the number is not positive."""
+    """Check how many documents are scored again for each one wanted; an `OptionError` where it is not positive."""
     if rescore_multiplier < 1:
         rule = "must be >= 1"
         raise OptionError("rescore_multiplier", rescore_multiplier, rule, f"leave it out for {RESCORE_MULTIPLIER}")
@@ -224,31 +192,12 @@ def _words(bits_NB: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
     return word_NW
 
 
-def _distances(query_QW: npt.NDArray[np.uint64], tile_WT: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """Bits that differ between each query and document, (Q, T)."""
-    distance_QT = np.zeros((len(query_QW), tile_WT.shape[1]), np.int64)
-    for word, word_T in enumerate(tile_WT):
-        distance_QT += np.bitwise_count(query_QW[:, word, None] ^ word_T)
-    return distance_QT
-
-
-def _least(key_QN: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """The least keys of each query, in no order; no two are equal."""
-    return np.partition(key_QN, count - 1, axis=1)[:, :count] if count < key_QN.shape[1] else key_QN
-
-
 # The best documents of some queries, from their unit vectors and the number of documents wanted.
 NearestRows = Callable[[npt.NDArray[np.float32], int], TopK]
 
 
 class Hit(NamedTuple):
-    """A document found by a search.
-
-    Attributes:
-        document_id: Its id in the corpus.
-        score: Cosine of the query with the document's vector, as it is kept.
-        text: The text that was encoded.
-    """
+    """A document found by a search: id, cosine of the query with its vector as kept, and encoded text."""
 
     document_id: str
     score: float
@@ -261,10 +210,9 @@ class CorpusSearch:
     Args:
         encoder: The model; its `query` prompt goes before each query.
         corpus: A folder that `encode_corpus` wrote with the same model, or a corpus file, which is encoded now.
-        context: The context of queries and documents of a contextual model, None for a folder's own, and for no context
-            where the corpus is a file. A draw is encoded only for a file; for a folder it is only compared.
-        nearest: An index of the folder's vectors; None to compare each query with every document. A corpus file has
-            none.
+        context: The context of queries and documents of a contextual model; None for a folder's own, and for no context
+            of a file. A draw is encoded only for a file; for a folder it is only compared.
+        nearest: An index of the folder's vectors; None to compare each query with every document.
         rescore_multiplier: For a folder of binary vectors, how many are scored again for each document wanted (see
             `search_signs`); None for 4.
 
@@ -314,11 +262,7 @@ class CorpusSearch:
         return self._context is not None
 
     def search(self, queries: Sequence[str], top_k: int = 10) -> list[list[Hit]]:
-        """The documents with the largest cosines of each query, best first.
-
-        Args:
-            queries: Texts to search for.
-            top_k: Maximum documents of a query.
+        """The documents with the largest cosines of each query, best first, at most `top_k`.
 
         Raises:
             InputError: If one of the folder's vectors is zero or not finite, or its documents are damaged.

@@ -51,14 +51,7 @@ class VectorFolder:
     """A folder that `encode_corpus` wrote.
 
     Shard `i` is `vectors-<i>.npy`, n rows of `stored_type`, and `documents-<i>.jsonl`, `{"_id", "text"}` in the same
-    order.
-
-    Attributes:
-        path: The folder.
-        num_documents: Documents in all shards.
-        embedding_dim: Width of the vectors, D.
-        shard_size: Documents of every shard but the last.
-        vector_format: How the vectors' numbers are kept.
+    order; every shard but the last holds `shard_size` documents.
     """
 
     path: Path
@@ -89,12 +82,10 @@ class VectorFolder:
 
     @property
     def shards(self) -> VectorShards:
-        """The vectors, any shard of them at hand."""
         return VectorShards(self.path, self.num_documents, self.embedding_dim, self.shard_size, self.vector_format)
 
     @property
     def num_shards(self) -> int:
-        """Number of shards."""
         return self.shards.num_shards
 
     def vectors(self) -> Iterator[npt.NDArray[np.float32]]:
@@ -102,11 +93,7 @@ class VectorFolder:
         return iter(self.shards)
 
     def directions(self) -> Iterator[npt.NDArray[np.float32]]:
-        """The vectors at unit length, at most 16,384 of a shard at a time, (n, D) float32.
-
-        Raises:
-            InputError: If a vector is zero or not finite; the message names the shard and the row in it.
-        """
+        """The unit vectors, at most 16,384 of a shard at a time; an `InputError` names one without direction."""
         for shard in range(self.num_shards):
             for start, vector_nD in self.shards.pieces(shard, DOCUMENT_TILE):
                 check_vectors(vector_nD, str(self.shards.path(shard)), start)
@@ -147,23 +134,22 @@ def encode_corpus(
 ) -> VectorFolder:
     """Encode a corpus file into a folder, shard by shard.
 
-    After a kill the same call resumes at the first incomplete shard, with the mini-batches of the first call on
-    however many threads, and the folder ends up with the same bytes as without the kill; with other threads the later
-    vectors may be rounded differently. A finished folder is left as it is.
+    After a kill the same call resumes at the first incomplete shard with the mini-batches of the first call, and the
+    folder ends up with the same bytes; only other threads may round the later vectors differently. A finished folder is
+    left as it is.
 
     Args:
         encoder: The model.
         corpus: A corpus file (see `read_corpus`).
         output: The folder to write.
-        prompt_name: Name of the model's prompt before each document, or a literal prompt; None for the model's prompt
-            of the role's name if it has one.
+        prompt_name: The model's prompt before each document, or a literal one; None for the one of the role's name.
         role: Whose length limit and prompt hold: `query` for a file of queries.
-        columns: Column of a field of the file (see `read_corpus`), for fields whose column has another name.
+        columns: Columns of the file's fields whose column has another name (see `read_corpus`).
         shard_size: Documents of a shard: what a kill costs at most.
-        vector_format: How the vectors' numbers are kept (see `stored_rows`): `int8` takes a quarter of the room, and
+        vector_format: How the vectors' numbers are kept (see `stored_rows`): `int8` takes a quarter of the bytes, and
             `binary` a 32nd, at some cost in quality.
-        context: The context of each document for a contextual model (see `choose_context`), None for no context. The
-            folder keeps it, `context.npy` and its documents' ids in the manifest, and a search takes it from there.
+        context: The context of each document for a contextual model (see `choose_context`). The folder keeps it,
+            `context.npy` and its documents' ids in the manifest, and a search takes it from there.
         devices: Devices that share the shards, each with a process of its own (see `on_devices`); with fewer than two,
             or a single shard to make, this process computes all.
         tokenizer_workers: Processes that tokenise ahead of the devices, at most two shards each; 0 for none.
@@ -175,14 +161,29 @@ def encode_corpus(
             such context.
         WorkerError: If one of the processes died; what is finished is kept.
     """
-    _require_options(encoder, shard_size, tokenizer_workers, vector_format)
+    require_shard_size(shard_size)
+    if tokenizer_workers < 0:
+        raise OptionError("tokenizer_workers", tokenizer_workers, "must be >= 0", "0 tokenises between the shards")
+    require_format(vector_format, encoder.embedding_dim)
     folder = Path(output)
     # Whatever is wrong with the corpus or the prompt is found before anything is written.
-    of_corpus = _corpus_fields(corpus, columns)
+    num_documents = sum(1 for _ in read_corpus(corpus, columns))
     encoder.encode([""], prompt_name, context, role=role)
-    of_model = _model_fields(encoder, prompt_name, role, context)
-    fields = {"kind": "vectors", **of_corpus, **of_model, "shard_size": shard_size, "vector_format": vector_format}
-    shards = VectorShards(folder, of_corpus["num_documents"], encoder.embedding_dim, shard_size, vector_format)
+    fields = {
+        "kind": "vectors",
+        "corpus_sha256": file_sha256(corpus),
+        "columns": dict(sorted((columns or {}).items())),
+        "num_documents": num_documents,
+        "model_sha256": embedder_sha256(encoder),
+        "precision": str(encoder.dtype).removeprefix("torch."),
+        "embedding_dim": encoder.embedding_dim,
+        "prompt_name": prompt_name,
+        "role": role,
+        **({"context": None} if context is None else context.manifest_fields()),
+        "shard_size": shard_size,
+        "vector_format": vector_format,
+    }
+    shards = VectorShards(folder, num_documents, encoder.embedding_dim, shard_size, vector_format)
     defaults = {"mini_batch_tokens": encoder.mini_batch_tokens}
     job = ShardedJob(folder, fields, shards.num_shards, stem="vectors", defaults=defaults)
     if context is not None:
@@ -191,35 +192,6 @@ def encode_corpus(
     _make_missing(encoder, make, job.missing(), columns, devices, tokenizer_workers)
     job.finish(lambda: {} if context is None else {"context_vectors_sha256": file_sha256(folder / CONTEXT_FILE)})
     return VectorFolder.open(folder)
-
-
-def _require_options(encoder: Encoder, shard_size: int, tokenizer_workers: int, vector_format: VectorFormat) -> None:
-    """Refuse options of `encode_corpus` that are impossible for every corpus."""
-    require_shard_size(shard_size)
-    if tokenizer_workers < 0:
-        raise OptionError("tokenizer_workers", tokenizer_workers, "must be >= 0", "0 tokenises between the shards")
-    require_format(vector_format, encoder.embedding_dim)
-
-
-def _corpus_fields(corpus: str | PathLike[str], columns: Mapping[str, str] | None) -> dict[str, Any]:
-    """What a manifest says of the texts; reads all of them, and so finds one that cannot be used."""
-    num_documents = sum(1 for _ in read_corpus(corpus, columns))
-    named = dict(sorted((columns or {}).items()))
-    return {"corpus_sha256": file_sha256(corpus), "columns": named, "num_documents": num_documents}
-
-
-def _model_fields(
-    encoder: Encoder, prompt_name: PromptChoice, role: TextRole, context: Context | None
-) -> dict[str, Any]:
-    """What a manifest says of how texts became vectors."""
-    return {
-        "model_sha256": embedder_sha256(encoder),
-        "precision": str(encoder.dtype).removeprefix("torch."),
-        "embedding_dim": encoder.embedding_dim,
-        "prompt_name": prompt_name,
-        "role": role,
-        **({"context": None} if context is None else context.manifest_fields()),
-    }
 
 
 class _ShardTexts(NamedTuple):
@@ -280,7 +252,6 @@ def _make_missing(
 def _texts_of(
     make: _ShardMaker, shards: Sequence[int], columns: Mapping[str, str] | None
 ) -> Generator[_ShardTexts, None, None]:
-    """The documents of some shards, in order."""
     documents, wanted = read_corpus(make.corpus, columns), set(shards)
     for shard in range(make.shards.num_shards):
         own = list(islice(documents, make.shards.shard_size))
@@ -289,7 +260,6 @@ def _texts_of(
 
 
 def _tokeniser(preparation: TextPreparation) -> Callable[[_ShardTexts], _ShardTexts]:
-    """What a process does that tokenises ahead."""
     return lambda item: item._replace(tokens=preparation([document.text for document in item.documents]))
 
 
@@ -324,14 +294,10 @@ _DEVICES_HINT = "give a number of devices, or names as cuda:0,cuda:1"
 
 
 def parse_devices(devices: int | str) -> tuple[str, ...]:
-    """The names of devices.
+    """The names of devices: of so many GPUs, or CPU processes where there is no GPU, or of names separated by commas.
 
-    Args:
-        devices: How many GPUs, or processes on the CPU where there is no GPU; or names separated by commas. A name
-            that occurs twice is for two processes.
-
-    Raises:
-        OptionError: If there is no such device, or not all are of one kind.
+    A name that occurs twice is for two processes. An `OptionError` says what is not on this machine, or not of one
+    kind.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if isinstance(devices, int):
@@ -353,24 +319,12 @@ def parse_devices(devices: int | str) -> tuple[str, ...]:
 def on_devices(
     encoder: Encoder, devices: Sequence[str], work: Callable[[Encoder, Item], Result], items: Iterable[Item]
 ) -> Generator[Result, None, None]:
-    """Have each item worked on by one of several devices; with fewer than two, here.
+    """Have each item worked on by one of several devices, results as they are done; with fewer than two, here.
 
     Each process reads the model itself and computes in the encoder's precision, with an even share of this process's
-    threads. The encoder's own model makes room for the workers' models: it is moved to the CPU until all results are
-    read or the generator is closed, and cannot encode meanwhile.
-
-    Args:
-        encoder: The model.
-        devices: A name for each process (see `parse_devices`).
-        work: What is done with an item; it, items and results are pickled.
-        items: What there is to do.
-
-    Returns:
-        The results, in the order in which they are done.
-
-    Raises:
-        OptionError: If the encoder was not read from a model directory, so that no other process can read it.
-        WorkerError: If a process died (see `spread`).
+    threads. Until all results are read or the generator is closed, the encoder's own model is on the CPU to free memory
+    for the workers', and cannot encode. `work`, items and results are pickled. Without a model directory to read from
+    this is an `OptionError`, and a `WorkerError` where a process died.
     """
     if len(devices) < 2:
         return (work(encoder, item) for item in items)
@@ -391,7 +345,6 @@ def on_devices(
 
 
 def _aside(encoder: Encoder, results: Generator[Result, None, None]) -> Generator[Result, None, None]:
-    """The results, while the encoder's model is on the CPU."""
     device = encoder.embedder.device
     encoder.embedder.to("cpu")
     try:

@@ -29,11 +29,7 @@ def require_format(vector_format: VectorFormat, embedding_dim: int) -> None:
 
 
 def stored_type(vector_format: VectorFormat, embedding_dim: int) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """The type of a stored array of vectors, and the shape of one of its rows.
-
-    float32 and float16 are plain (D,); int8 is a record of the row's `scale` (float32) and its D `codes`; binary is
-    (D / 8,) uint8.
-    """
+    """The type of stored vectors, and the shape of one of its rows; int8 is a record of `scale` and `codes`."""
     match vector_format:
         case "float32" | "float16":
             return np.dtype(vector_format), (embedding_dim,)
@@ -52,27 +48,16 @@ def bytes_per_vector(vector_format: VectorFormat, embedding_dim: int) -> int:
 def stored_rows(
     vector_ND: npt.NDArray[np.float32], vector_format: VectorFormat, where: str, first_row: int = 0
 ) -> npt.NDArray[Any]:
-    """Vectors as they are stored.
+    """Vectors, (N, D) float32, as they are stored, (N, ...) of `stored_type`; the same array for float32.
 
     int8 is symmetric with one scale a row: scale = max |x| / 127, code = x / scale, rounded to the nearest (halves to
     even). Nothing is clipped, a number is off by at most scale / 2, and an inner product with a unit vector by at most
-    sqrt(D) scale / 2. A row depends on no other: there is nothing to calibrate, and shards may be made in any order, on
-    any device. One scale a dimension, calibrated on the first 1,000 rows, clips some numbers of later ones and keeps
-    less of the order on the three sets that have more rows (E13).
+    sqrt(D) scale / 2. A row depends on no other, so shards may be made in any order, on any device. One scale a
+    dimension, calibrated on the first 1,000 rows, clips some later numbers and keeps less of the order (E13).
 
     binary keeps which numbers are above 0, eight in a byte, the first in the highest bit (`numpy.packbits`).
 
-    Args:
-        vector_ND: (N, D) float32; for binary D is a multiple of 8.
-        vector_format: The format.
-        where: What an error calls their source.
-        first_row: Row of the first vector there.
-
-    Returns:
-        (N, ...) of `stored_type`; the same array for float32.
-
-    Raises:
-        InputError: If a vector is zero or not finite, or out of the range of float16.
+    An `InputError` names by `where` and its row a vector that is zero, not finite, or out of float16's range.
     """
     check_vectors(vector_ND, where, first_row)
     match vector_format:
@@ -124,12 +109,7 @@ def _halves(vector_ND: npt.NDArray[np.float32], where: str, first_row: int) -> n
 class VectorShards:
     """The shards `vectors-<i>.npy` of a folder, rows numbered through all of them.
 
-    Attributes:
-        folder: Where they lie.
-        num_rows: Vectors in all shards.
-        embedding_dim: Width of the vectors, D.
-        shard_size: Vectors of every shard but the last.
-        vector_format: Format of their numbers (see `stored_type`).
+    Every shard but the last holds `shard_size` of the `num_rows` vectors of width D.
     """
 
     folder: Path
@@ -140,23 +120,16 @@ class VectorShards:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards."""
         return -(-self.num_rows // self.shard_size)
 
     def path(self, shard: int) -> Path:
-        """The file of a shard."""
         return self.folder / f"vectors-{shard:05d}.npy"
 
     def rows(self, shard: int) -> range:
-        """The rows that a shard holds."""
         return range(shard * self.shard_size, min((shard + 1) * self.shard_size, self.num_rows))
 
     def stored(self, shard: int) -> npt.NDArray[Any]:
-        """The vectors of a shard as they are stored, memory-mapped, (n, ...) of `stored_type`.
-
-        Raises:
-            InputError: If the file is missing or damaged, or holds vectors of another number, width or type.
-        """
+        """A shard as stored, memory-mapped, (n, ...) of `stored_type`; an `InputError` if damaged."""
         kind, row = stored_type(self.vector_format, self.embedding_dim)
         path, expected = self.path(shard), (len(self.rows(shard)), *row)
         fix = "delete the folder and encode again"
@@ -177,15 +150,9 @@ class VectorShards:
             yield start, float_rows(stored[start : start + size], self.vector_format)
 
     def take(self, row_N: npt.NDArray[np.int64], unit: bool = True) -> npt.NDArray[np.float32]:
-        """Some vectors in the order given, (n, D) float32; each shard that holds some of them is read once.
+        """Some vectors in the order of their rows, (n, D) float32; each shard that holds some is read once.
 
-        Args:
-            row_N: Their rows, (n,) int64.
-            unit: Whether they must be of unit length.
-
-        Raises:
-            InputError: If a shard is missing or damaged, or one of the vectors is zero, not finite or (where `unit` is
-                set) not of unit length; the message names the shard and the row in it.
+        An `InputError` names shard and row of a vector that is zero, not finite or, with `unit`, not of unit length.
         """
         vector_ND = np.empty((len(row_N), self.embedding_dim), dtype=np.float32)
         order_N = np.argsort(row_N, kind="stable")

@@ -4,6 +4,7 @@ import ctypes
 import json
 import resource
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from safetensors.torch import load_file
 
 from embeddings.common import InputError, OptionError, TokenBatch
 from embeddings.compression.layerwise import (
-    InputStatistics,
     LayerwiseJob,
     LayerwiseModel,
     linear_layers,
@@ -39,10 +39,8 @@ def some_tokens(count=7, seed=0):
 class Half:
     """Halves every weight, and remembers what it was given."""
 
-    needs = "gram"
-
-    def __init__(self):
-        self.given = []
+    def __init__(self, needs="gram"):
+        self.needs, self.given = needs, []
 
     def fields(self):
         return {"treatment": "half"}
@@ -116,40 +114,10 @@ def test_a_layer_alone_computes_what_it_computes_in_the_model(tmp_path, name, bi
     assert torch.equal(states[is_token], expected[3][is_token])
 
 
-def test_statistics_are_the_sums_of_a_loop_over_tokens(tmp_path):
-    build("qwen3").save_pretrained(tmp_path)
-    whole, batch = load_model(tmp_path, torch.float32), some_tokens()
-    tokens = batch.padded(None, 0)
-    inputs = {}
-    layer = next(layers(whole))
-    for name, linear in linear_layers(layer).items():
-        linear.register_forward_pre_hook(lambda _, args, name=name: inputs.update({name: args[0]}))
-    expected_states(whole, tokens)
-    assert len(inputs) == 7
-    alone = LayerwiseModel(tmp_path, CPU)
-    states = alone.first_states(tokens)
-    for needs in ("gram", "squares"):
-        with alone.loaded(0) as (own, _):
-            statistics = InputStatistics(linear_layers(own), needs)
-            for _ in range(2):
-                with statistics.watch(tokens.attention_mask_NL):
-                    alone.run(0, tokens, states)
-            for name, given in inputs.items():
-                width = given.shape[-1]
-                expected = torch.zeros(width, width, dtype=torch.float64)
-                for row, length in enumerate(batch.lengths_N.tolist()):
-                    for place in range(length):
-                        token = given[row, place].double()
-                        expected += 2 * torch.outer(token, token)
-                expected = expected if needs == "gram" else expected.diagonal()
-                torch.testing.assert_close(statistics.pop(name).double(), expected, rtol=1e-4, atol=1e-4)
-            assert statistics._sums == {}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_matrix_is_treated_with_the_inputs_that_earlier_layers_now_give(tmp_path, name):
+@pytest.mark.parametrize(("name", "needs"), list(zip(FAMILIES, cycle(("gram", "squares")))))
+def test_every_matrix_is_treated_with_the_inputs_that_earlier_layers_now_give(tmp_path, name, needs):
     build(name).save_pretrained(tmp_path / "model")
-    treatment, tokens = Half(), some_tokens()
+    treatment, tokens = Half(needs), some_tokens()
     model = LayerwiseModel(tmp_path / "model", CPU)
     job = LayerwiseJob(model, tmp_path / "work", {"kind": "test"}, treatment, tokens)
     job.run()
@@ -167,10 +135,11 @@ def test_every_matrix_is_treated_with_the_inputs_that_earlier_layers_now_give(tm
         for handle in handles:
             handle.remove()
         for key, part in linear.items():
-            weight, gram = next(given)
+            weight, statistic = next(given)
             assert torch.equal(weight, part.weight)
-            tokens_TI = found[key][padded.attention_mask_NL]
-            torch.testing.assert_close(gram, tokens_TI.T @ tokens_TI, rtol=1e-4, atol=1e-4)
+            expected_II = sum(torch.outer(token_I, token_I) for token_I in found[key][padded.attention_mask_NL])
+            expected = expected_II if needs == "gram" else expected_II.diagonal()
+            torch.testing.assert_close(statistic, expected, rtol=1e-4, atol=1e-4)
         with torch.no_grad():
             for part in linear.values():
                 part.weight /= 2
@@ -194,8 +163,10 @@ def test_weights_keep_their_dtype_and_the_next_layer_gets_them_rounded(tmp_path)
     assert {weight.dtype for weight, _ in treatment.given} == {torch.float32}
 
 
-@pytest.mark.parametrize("stop_at", [1, 7, 10, 18])
-def test_a_stopped_job_resumes_at_the_last_whole_layer_with_the_same_bytes(tmp_path, stop_at):
+@pytest.mark.parametrize(
+    ("stop_at", "damage"), [(1, None), (7, None), (10, None), (14, "missing"), (14, "cut"), (18, None)]
+)
+def test_a_stopped_job_resumes_at_the_last_whole_layer_with_the_same_bytes(tmp_path, stop_at, damage):
     build("bert").save_pretrained(tmp_path / "model")
     tokens = some_tokens()
 
@@ -207,6 +178,10 @@ def test_a_stopped_job_resumes_at_the_last_whole_layer_with_the_same_bytes(tmp_p
     whole.run()
     with pytest.raises(KeyboardInterrupt):
         job("stopped", Pruned(stop_at)).run()
+    states = tmp_path / "stopped" / "states.safetensors"
+    if damage is not None:
+        content = states.read_bytes()
+        states.write_bytes(content[:100]) if damage == "cut" else states.unlink()
     resumed = job("stopped", again := Pruned())
     assert sum(file.exists() for file in resumed.files) == (stop_at - 1) // 6
     resumed.run()
@@ -215,28 +190,6 @@ def test_a_stopped_job_resumes_at_the_last_whole_layer_with_the_same_bytes(tmp_p
     finished = job("stopped", nothing := Pruned())
     finished.run()
     assert nothing.num_calls == 0
-
-
-@pytest.mark.parametrize("damage", ["none", "missing", "cut"])
-def test_states_that_are_lost_are_made_again(tmp_path, damage):
-    build("mpnet").save_pretrained(tmp_path / "model")
-    tokens = some_tokens()
-
-    def run(folder, stop_at=None):
-        model = LayerwiseModel(tmp_path / "model", CPU)
-        job = LayerwiseJob(model, tmp_path / folder, {"kind": "test"}, Pruned(stop_at), tokens)
-        job.run()
-        return [file.read_bytes() for file in job.files]
-
-    with pytest.raises(KeyboardInterrupt):
-        run("stopped", 14)
-    states = tmp_path / "stopped" / "states.safetensors"
-    assert states.exists()
-    if damage == "missing":
-        states.unlink()
-    elif damage == "cut":
-        states.write_bytes(states.read_bytes()[:100])
-    assert run("stopped") == run("whole")
 
 
 def test_another_job_or_process_in_the_folder_is_refused(tmp_path):

@@ -143,40 +143,6 @@ def test_a_run_that_stops_in_the_second_phase_resumes_there_with_the_same_bytes(
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
 
 
-def test_a_retrained_model_stands_between_the_phases(tmp_path):
-    from embeddings.compression import CalibrationOptions, Compression, PruningOptions, QuantizationOptions
-
-    model, texts = write_model(tmp_path / "model"), write_texts(tmp_path / "texts.txt")
-    seen = []
-
-    def retrain(pruned, work):
-        seen.append((pruned, work))
-        if not (work / "trained").exists():
-            embedder = Embedder.from_pretrained(pruned)
-            with torch.no_grad():
-                embedder.backbone.get_parameter("encoder.layer.0.output.dense.weight").mul_(3)
-            embedder.save_pretrained(work / "trained")
-        return work / "trained"
-
-    job = Compression(
-        str(model),
-        tmp_path / "small",
-        PruningOptions("sparsegpt", "2:4"),
-        QuantizationOptions("int8"),
-        CalibrationOptions(str(texts)),
-        "cpu",
-    )
-    staged = job.run(retrain)
-    assert job.run(retrain) == staged
-    work = tmp_path / "small.work"
-    assert seen == [(work / "pruned", work)] * 2
-    report = job.publish(staged)
-    assert report.zeros >= 0.5
-    key = "encoder.layer.0.output.dense.weight"
-    original, found = (load_model(folder).state_dict()[key] for folder in (model, tmp_path / "small"))
-    assert float(found.norm()) > 1.5 * float(original.norm())
-
-
 def test_a_mistake_after_the_first_phase_does_not_cost_its_layers(tmp_path):
     from embeddings.common import OptionError
     from embeddings.compression import CalibrationOptions, Compression, PruningOptions, QuantizationOptions

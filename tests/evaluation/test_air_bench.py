@@ -8,7 +8,6 @@ from itertools import combinations
 from types import SimpleNamespace
 
 import datasets
-import mteb
 import numpy as np
 import pytest
 from huggingface_hub.errors import GatedRepoError
@@ -17,8 +16,8 @@ from embeddings.common import InputError, OptionError
 from embeddings.evaluation import air_bench, evaluate_widths
 from embeddings.evaluation.air_bench import air_bench_sets, air_bench_tasks, format_domains
 from embeddings.evaluation.instructions import Instructions
-from embeddings.evaluation.mteb_library import find_tasks, quiet
-from embeddings.evaluation.task_runs import TaskScore, TaskSettings, format_table, run_tasks
+from embeddings.evaluation.mteb_library import find_tasks
+from embeddings.evaluation.task_runs import TaskSettings, format_table, run_tasks
 from embeddings.inference.context import sample_context
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.vector_folder import encode_corpus
@@ -60,16 +59,12 @@ def test_there_are_as_many_sets_as_the_benchmark_says():
     ("name", "count"),
     [
         ("air-bench", 58),
-        ("air-bench-24.05", 58),
-        ("air-bench-qa", 54),
         ("air-bench-long-doc", 4),
-        ("air-bench-qa-en", 8),
         ("air-bench-en", 12),
         ("air-bench-law", 4),
         ("air-bench-qa-law-en-de", 2),
         ("air-bench-24.05-test", 64),
         ("air-bench-24.04", 28),
-        ("air-bench-24.04-qa-en", 8),
         ("air-bench-24.04-long-doc", 15),
         ("air-bench-24.04-24.05-qa-finance-en", 2),
         (FINANCE, 1),
@@ -84,21 +79,12 @@ def test_a_name_stands_for_the_sets_that_have_its_words(name, count):
     assert main_scores <= {("qa", "ndcg_at_10"), ("long-doc", "recall_at_10")}
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        (
-            "air-bench-finanse",
-            "has the unknown word 'finanse', got 'air-bench-finanse'; the words are 24.04, 24.05; long",
-        ),
-        ("air-bench-long-doc-wiki", "names no data set"),
-        ("air-bench-24.04-dev", "names no data set"),
-        ("air-bench-24.04-science", "names no data set"),
-    ],
-)
-def test_a_name_without_a_set_is_refused(name, says):
-    with pytest.raises(OptionError, match=says.replace(".", r"\.")):
-        find_tasks(name)
+def test_a_name_without_a_set_is_refused():
+    with pytest.raises(OptionError, match=r"has the unknown word 'finanse', got .*; the words are 24\.04, 24\.05; lo"):
+        find_tasks("air-bench-finanse")
+    for name in ("air-bench-long-doc-wiki", "air-bench-24.04-dev", "air-bench-24.04-science"):
+        with pytest.raises(OptionError, match="names no data set"):
+            find_tasks(name)
 
 
 def by_hand(encoder, corpus, queries, relevant, width=None, **prompts):
@@ -140,11 +126,6 @@ def test_public_labels_are_scored_as_a_loop_scores_them(encoder, world, tmp_path
     }
     row = json.loads((place / f"{FINANCE}.json").read_text())["scores"]["dev"][0]
     assert (row["num_queries"], row["num_documents"]) == (NUM_QUERIES, NUM_DOCUMENTS)
-    with quiet():
-        found = mteb.ResultCache(tmp_path / "out").load_results(
-            tasks=find_tasks(FINANCE), load_experiments="match_name"
-        )
-    assert len(found.model_results) == 2
 
 
 def test_prompts_and_instructions_reach_queries_and_documents(world, tmp_path):
@@ -224,19 +205,6 @@ def test_a_killed_search_resumes_in_the_corpus(encoder, world, tmp_path, monkeyp
     assert not left.exists()
 
 
-def test_one_corpus_at_a_time_lies_on_the_disk(encoder, world, tmp_path, monkeypatch):
-    encode, places = Encoder.encode, []
-
-    def spy(self, *args, **options):
-        places.append({path.name for path in tmp_path.rglob("*.corpus")})
-        return encode(self, *args, **options)
-
-    monkeypatch.setattr(Encoder, "encode", spy)
-    run(encoder, "air-bench-qa-law-en-de", tmp_path / "out")
-    assert {len(names) for names in places} == {1}
-    assert len(set().union(*places)) == 2
-
-
 def test_private_sets_are_searched_and_zipped_for_the_leaderboard(encoder, world, tmp_path, monkeypatch):
     monkeypatch.setattr(air_bench, "SUBMITTED", 15)
     monkeypatch.setattr(air_bench, "encode_corpus", partial(encode_corpus, shard_size=16))
@@ -302,20 +270,6 @@ def test_a_zip_takes_in_later_searches_and_other_settings_have_their_own(encoder
     assert target.stat().st_mtime_ns > before
 
 
-def test_searches_have_no_part_in_a_mean():
-    rows = [
-        TaskScore("A", "Retrieval", "ndcg_at_10", {32: 0.5}),
-        TaskScore("B", "Retrieval", "ndcg_at_10", {32: math.nan}),
-    ]
-    assert format_table(rows).split("\n") == [
-        "task       type       metric      score",
-        "A          Retrieval  ndcg_at_10  0.5000",
-        "B          Retrieval  ndcg_at_10  searched",
-        "mean of 1  Retrieval              0.5000",
-        "mean of 1  all                    0.5000",
-    ]
-
-
 def test_the_table_has_the_means_of_domains_and_of_all_sets_beside_the_papers():
     sets = of_task("air-bench-24.04-long-doc")
     values = {"arxiv": 0.2, "book": 0.4, "healthcare": 0.6, "law": None}
@@ -358,38 +312,26 @@ def test_the_papers_means_are_over_sets():
             assert row["mean"] == pytest.approx(total / sum(counts[task].values()), abs=0.006)
 
 
+CARD, OF_LABELS = f"{FOLDER}/README.md", f"{LABELS}/{FILES}/dev_qrels.jsonl"
+
+
 @pytest.mark.parametrize(
     ("path", "old", "new", "says"),
     [
-        (
-            f"{FOLDER}/README.md",
-            "queries_default_dev",
-            "queries_dev",
-            "qa_finance_en, AIR-Bench_24.05: has no split queries",
-        ),
-        (f"{FOLDER}/README.md", "AIR-Bench_24.05\n", "AIR-Bench_24.06\n", "has no split corpus_default (BuilderConfig"),
+        (CARD, "queries_default_dev", "queries_dev", "qa_finance_en, AIR-Bench_24.05: has no split queries"),
+        (CARD, "AIR-Bench_24.05\n", "AIR-Bench_24.06\n", "has no split corpus_default (BuilderConfig"),
         (
             f"{LABELS}/README.md",
             "qrels_default_dev",
             "qrels_dev",
-            "qrels-qa_finance_en-dev, AIR-Bench_24.05: has no split",
+            "qrels-qa_finance_en-dev, AIR-Bench_24.05: has no s",
         ),
-        (
-            f"{FOLDER}/{FILES}/*.jsonl",
-            '"text"',
-            '"body"',
-            "split corpus_default has no column text (found: id, body)",
-        ),
+        (f"{FOLDER}/{FILES}/*.jsonl", '"text"', '"body"', "split corpus_default has no column text (found: id, body)"),
         (f"{FOLDER}/{FILES}/corpus.jsonl", '"doc-7"', '"doc-8"', "an id of the corpus occurs twice"),
         (f"{FOLDER}/{FILES}/dev_queries.jsonl", '"q-1"', '"q-2"', "an id of the queries occurs twice"),
-        (f"{LABELS}/{FILES}/dev_qrels.jsonl", '"q-1"', '"q-99"', "a label names the unknown qid 'q-99'"),
-        (f"{LABELS}/{FILES}/dev_qrels.jsonl", '"doc-', '"d-', "a label names the unknown docid 'd-"),
-        (
-            f"{LABELS}/{FILES}/dev_qrels.jsonl",
-            '"relevance": 1',
-            '"relevance": 0',
-            "no document is relevant to any query",
-        ),
+        (OF_LABELS, '"q-1"', '"q-99"', "a label names the unknown qid 'q-99'"),
+        (OF_LABELS, '"doc-', '"d-', "a label names the unknown docid 'd-"),
+        (OF_LABELS, '"relevance": 1', '"relevance": 0', "no document is relevant to any query"),
         (f"{FOLDER}/{FILES}/dev_queries.jsonl", "{", "[", "its data cannot be loaded"),
     ],
 )
@@ -407,10 +349,9 @@ def test_a_set_that_is_not_as_expected_costs_no_work_and_writes_nothing(path, ol
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("status", "says"), [(401, "You must be authenticated"), (403, "to ask for access")])
-def test_a_gated_set_is_named_with_what_to_do(status, says, encoder, world, tmp_path, monkeypatch):
+def test_a_gated_set_is_named_with_what_to_do(encoder, world, tmp_path, monkeypatch):
     def refused(*_, **__):
-        raise GatedRepoError("gated", response=SimpleNamespace(status_code=status, headers={}, request=None))
+        raise GatedRepoError("gated", response=SimpleNamespace(status_code=403, headers={}, request=None))
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.load.HfApi, "hf_hub_download", refused)
@@ -419,15 +360,5 @@ def test_a_gated_set_is_named_with_what_to_do(status, says, encoder, world, tmp_
         run(encoder, FINANCE, tmp_path / "out")
     where = "AIR-Bench/qa_finance_en, AIR-Bench_24.05"
     assert str(caught.value).startswith(f"{where}: Dataset 'AIR-Bench/qa_finance_en' is a gated dataset on the Hub")
-    assert says in str(caught.value)
     assert str(caught.value).endswith("ask for access on its page and log in (hf auth login)")
-    assert not (tmp_path / "out").exists()
-
-
-def test_without_a_network_a_missing_set_is_named(encoder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        InputError, match=rf"task {FINANCE}: its data cannot be loaded \(.+\); run it once with a network"
-    ):
-        run(encoder, FINANCE, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -53,15 +53,6 @@ def test_examples_stand_solved_before_the_instruction_in_the_models_own_template
             Instructions.read(str(path))
 
 
-def test_two_files_of_one_name_are_told_apart(tmp_path):
-    path, names = tmp_path / "mine.json", []
-    for text in ("find it", "find that"):
-        path.write_text(json.dumps({"instructions": {"SciFact": text}}))
-        names.append(Instructions.read(str(path)).name)
-    assert [name.rsplit("-", 1)[0] for name in names] == ["mine", "mine"]
-    assert names[0] != names[1]
-
-
 @pytest.mark.parametrize(
     "content", ["", "[]", '{"SciFact": "a"}', '{"instructions": {}}', '{"instructions": {"SciFact": " "}}', "\xff"]
 )

@@ -1,7 +1,6 @@
 """Our encoder inside mteb against mteb by itself and against our own evaluation."""
 
 import numbers
-import random
 
 import mteb
 import pytest
@@ -13,9 +12,8 @@ from embeddings.evaluation.runner import evaluate_folder
 from embeddings.evaluation.task_runs import TaskSettings, run_tasks
 from embeddings.inference.encoder import Encoder
 from embeddings.models.model_files import resolve_model
-from tests.evaluation.data import write_rows
-from tests.evaluation.task_sets import other_tasks, topic_text, write_other_sets, write_sets
-from tests.inference.models import tiny_embedder
+from tests.evaluation.task_sets import other_tasks, write_other_sets, write_sets
+from tests.inference.models import given_prompts, tiny_embedder
 from tests.models.contextual_models import tiny_contextual
 
 
@@ -78,20 +76,6 @@ def test_a_folder_of_pairs_candidates_or_summaries_has_the_scores_of_mteb_on_the
         assert next(iter(alone)) == shared[name]
 
 
-def test_a_set_of_two_labels_in_words_has_all_scores_of_one_with_numbers(tmp_path):
-    for name, labels in (("words", ("court", "sea")), ("numbers", (0, 1))):
-        (tmp_path / name).mkdir()
-        draw = random.Random(0)
-        rows = [{"text": topic_text(topic, draw), "label": topic} for _ in range(16) for topic in ("court", "sea")]
-        named = [row | {"label": labels[row["label"] == "sea"]} for row in rows]
-        write_rows(tmp_path / name / "train.jsonl", named[:16])
-        write_rows(tmp_path / name / "test.jsonl", named[16:])
-    encoder = Encoder(tiny_embedder(), precision="float32")
-    found = by_us(encoder, find_tasks([str(tmp_path / "words"), str(tmp_path / "numbers")]), tmp_path / "out")
-    assert 0.05 < found["words"]["ap"] < 0.999
-    assert found["words"] == found["numbers"]
-
-
 def test_prompts_hold_as_mteb_chooses_them(tmp_path, monkeypatch):
     """By itself mteb reads the prompts of the same directory, through sentence-transformers."""
     root = write_sets(tmp_path / "sets")
@@ -99,13 +83,7 @@ def test_prompts_hold_as_mteb_chooses_them(tmp_path, monkeypatch):
     model = tiny_embedder(prompts=prompts, pool_prompt=True, query_max_length=64)
     model.save_pretrained(tmp_path / "model")
     encoder = Encoder(model, precision="float32")
-    given, encode = [], Encoder.encode
-
-    def spy(self, texts, *args, **options):
-        given.append((options["role"], options["prompt"]))
-        return encode(self, texts, *args, **options)
-
-    monkeypatch.setattr(Encoder, "encode", spy)
+    given = given_prompts(monkeypatch)
     ours = by_us(encoder, all_tasks(root), tmp_path / "out")
     theirs = by_mteb(tmp_path / "model", all_tasks(root))
     assert {name: scores["main_score"] for name, scores in ours.items()} == pytest.approx(
@@ -120,33 +98,16 @@ def test_instructions_go_before_queries_or_before_every_text_of_other_tasks(tmp_
     template = "the {instruction} pad "
     settings = {"prompts": {"document": "the "}, "query_max_length": 64, "instruction_template": template}
     encoder = Encoder(tiny_embedder(**settings), precision="float32")
-    given, encode = [], Encoder.encode
-
-    def spy(self, texts, *args, **options):
-        given.append((options["role"], options["prompt"]))
-        return encode(self, texts, *args, **options)
-
-    monkeypatch.setattr(Encoder, "encode", spy)
+    given = given_prompts(monkeypatch)
     tasks = find_tasks([str(root / "search"), str(root / "pairs")])
     run_tasks(encoder, "m", tasks, tmp_path / "out", TaskSettings(instructions=table))
     assert given[0] == ("query", "the find it pad ")
     assert given[1] == ("document", "the ")
     assert given[2:] == [("document", "the same? pad ")] * 2
-
-
-def test_a_named_prompt_goes_where_an_instruction_would_and_must_be_the_models(tmp_path, monkeypatch):
-    root = write_sets(tmp_path / "sets")
-    encoder = Encoder(tiny_embedder(prompts={"document": "the ", "mine": "fox "}, query_max_length=64))
-    given, encode = [], Encoder.encode
-
-    def spy(self, texts, *args, **options):
-        given.append(options["prompt"])
-        return encode(self, texts, *args, **options)
-
-    monkeypatch.setattr(Encoder, "encode", spy)
-    tasks = find_tasks(str(root / "search"))
-    run_tasks(encoder, "m", tasks, tmp_path / "out", TaskSettings(prompt_name="mine"))
-    assert given == ["fox ", "the "]
+    given.clear()
+    # A prompt of the model by its name goes there too.
+    run_tasks(encoder, "m", tasks[:1], tmp_path / "named", TaskSettings(prompt_name="document"))
+    assert given == [("query", "the "), ("document", "the ")]
     with pytest.raises(OptionError, match="prompt_name must name a prompt of the model"):
         run_tasks(encoder, "m", tasks, tmp_path / "other", TaskSettings(prompt_name="none"))
     assert not (tmp_path / "other").exists()

@@ -14,11 +14,8 @@ from embeddings.evaluation.mteb_library import GROUPS, MGH_26, find_tasks, quiet
 from embeddings.evaluation.mteb_tasks import folder_tasks
 from tests.evaluation.data import (
     write_labelled,
-    write_pair_classification,
-    write_reranking,
     write_retrieval,
     write_similarity,
-    write_summarisation,
 )
 
 
@@ -35,34 +32,6 @@ def test_retrieval_keeps_graded_and_irrelevant_documents_and_drops_queries_witho
     assert split["queries"]["id"] == ["a", "b"]
     assert split["corpus"]["text"][1] == "the lazy dog"
     assert split["relevant_docs"] == {"a": {"d0": 2, "d5": 1, "d1": 0}, "b": {"d4": 1}}
-
-
-def test_the_other_kinds_hold_their_rows(tmp_path):
-    pairs = loaded(write_similarity(tmp_path / "s"))
-    assert (pairs.metadata.type, pairs.dataset["test"]["score"]) == ("STS", [5.0, 4.0, 2.0, 0.0])
-    topics = loaded(write_labelled(tmp_path / "c", with_train=True))
-    assert {split: len(rows) for split, rows in topics.dataset.items()} == {"train": 6, "test": 6}
-    expected = {"train": [0, 0, 0, 1, 1, 1], "test": [0, 0, 0, 1, 1, 1]}
-    assert {split: sorted(rows["label"]) for split, rows in topics.dataset.items()} == expected
-    assert topics.dataset["test"]["label"][0] == topics.dataset["train"]["label"][0] == 1  # "animal" is behind "1"
-    groups = loaded(write_labelled(tmp_path / "k", with_train=False))
-    assert (groups.metadata.type, len(groups.dataset["test"]["sentences"])) == ("Clustering", 6)
-    assert groups.max_fraction_of_documents_to_embed is None
-
-
-def test_pairs_candidates_and_summaries_hold_their_rows(tmp_path):
-    pairs = loaded(write_pair_classification(tmp_path / "p"))
-    assert (pairs.metadata.type, pairs.metadata.main_score) == ("PairClassification", "max_ap")
-    assert pairs.dataset["test"]["labels"] == [1, 1, 0, 0]
-    reranked = loaded(write_reranking(tmp_path / "q"))
-    assert (reranked.metadata.type, reranked.metadata.main_score) == ("Reranking", "map_at_1000")
-    split = reranked.dataset["default"]["test"]
-    assert split["top_ranked"] == {"0": ["0", "1", "2", "3"], "1": ["3", "4", "0"]}
-    assert split["relevant_docs"] == {"0": {"0": 1, "1": 1}, "1": {"3": 1}}
-    assert split["corpus"]["text"][3] == "one length"
-    summaries = loaded(write_summarisation(tmp_path / "s"))
-    assert summaries.metadata.type == "Summarization"
-    assert summaries.dataset["test"]["relevance"] == [[3.0, 2.0, 1.0], [1.5, 4.0], [2.0, 2.0]]
 
 
 def test_two_tested_labels_are_0_and_1_whatever_training_has_beside(tmp_path):

@@ -29,7 +29,7 @@ from tests.evaluation.data import (
     write_summarisation,
 )
 from tests.evaluation.test_metrics import by_hand
-from tests.inference.models import counted_encodings, tiny_embedder
+from tests.inference.models import counted_encodings, given_prompts, tiny_embedder
 from tests.models.contextual_models import tiny_contextual
 
 
@@ -93,13 +93,7 @@ def test_several_widths_are_scored_from_one_encoding_as_each_by_itself(kind, tmp
 def test_prompts_apply_by_kind_and_role_and_a_text_without_a_role_has_none_of_a_role(tmp_path, monkeypatch):
     prompts = {"query": "a ", "document": "the ", "STS": "fox ", "Reranking-query": "dog ", "suite.deep.k": "lazy "}
     encoder = Encoder(tiny_embedder(prompts=prompts, query_max_length=64), precision="float32")
-    given, encode = [], Encoder.encode
-
-    def spy(self, texts, *args, **options):
-        given.append((options["role"], options["prompt"]))
-        return encode(self, texts, *args, **options)
-
-    monkeypatch.setattr(Encoder, "encode", spy)
+    given = given_prompts(monkeypatch)
     root = tmp_path / "suite"
     write_labelled(root / "deep" / "k", with_train=False)
     write_reranking(root / "q")

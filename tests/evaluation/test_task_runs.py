@@ -1,5 +1,7 @@
 """Tasks one by one: what is kept, what is run again, and what is refused."""
 
+import math
+
 import mteb
 import numpy as np
 import pytest
@@ -265,18 +267,6 @@ def test_mteb_reads_the_results_with_model_and_settings(world, tmp_path):
     assert {path.name for path in cut.parents[1].iterdir()} == {*files, "experiments"}
 
 
-def test_models_and_settings_have_a_table_each(world, tmp_path):
-    encoder, tasks = world[0], world[1][:1]
-    run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings(widths=[32, 8]))
-    before = {path: path.read_text() for path in tmp_path.glob("**/scores.csv")}
-    other = Encoder(tiny_embedder(normalize=False), precision="float32")
-    run_tasks(other, "my/model", tasks, tmp_path, TaskSettings())
-    run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings(instructions=Instructions("mine", {"STS": "same?"})))
-    after = {path: path.read_text() for path in tmp_path.glob("**/scores.csv")}
-    assert (len(before), len(after)) == (2, 4)
-    assert before.items() <= after.items()
-
-
 def test_a_result_of_more_languages_and_splits_is_read_for_those_of_the_task(tmp_path):
     """STS17 has eleven pairs of languages; the English suites take one of them."""
     (whole,), english = find_tasks("STS17"), {task.metadata.name: task for task in find_tasks("mgh-26")}["STS17"]
@@ -298,10 +288,7 @@ def test_a_result_of_more_languages_and_splits_is_read_for_those_of_the_task(tmp
     "damage",
     [
         lambda text: text[:100],
-        lambda text: "",
         lambda text: "[]",
-        lambda text: "null",
-        lambda text: "{}",
         lambda text: '{"mteb_version": 3}',
         lambda text: text.replace('"scores": {', '"scores": [{').replace("}]}", "}]}]"),
         lambda text: text.replace("pairs", "\xff"),
@@ -322,6 +309,7 @@ def test_the_table_has_a_row_a_task_and_means_over_those_that_are_finished():
         TaskScore("Bb", "Retrieval", "ndcg_at_10", {32: 0.25, 8: 0.125}),
         TaskScore("C", "STS", "cosine_spearman", {32: 1.0, 8: 0.75}),
         TaskScore("D", "STS", "cosine_spearman", {32: 0.875, 8: None}),
+        TaskScore("E", "STS", "cosine_spearman", {32: math.nan, 8: math.nan}),
     ]
     assert format_table(rows).split("\n") == [
         "task       type       metric           score_32  score_8",
@@ -329,6 +317,7 @@ def test_the_table_has_a_row_a_task_and_means_over_those_that_are_finished():
         "Bb         Retrieval  ndcg_at_10       0.2500    0.1250",
         "C          STS        cosine_spearman  1.0000    0.7500",
         "D          STS        cosine_spearman  0.8750",
+        "E          STS        cosine_spearman  searched  searched",
         "mean of 1  Retrieval                   0.2500    0.1250",
         "mean of 2  STS                         0.7500    0.5000",
         "mean of 3  all                         0.5833    0.3750",

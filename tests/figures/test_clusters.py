@@ -20,6 +20,7 @@ from embeddings.figures.clusters import (
 )
 from embeddings.inference import ContextualShift
 from tests.figures.cluster_folders import SOURCE_KEY, write_clusters
+from tests.figures.layout import on_the_page
 
 pytest.importorskip("matplotlib")
 
@@ -92,21 +93,13 @@ def test_a_map_takes_the_place_of_the_plane_and_has_no_scale(kept, tmp_path):
     assert axis.get_xlabel().startswith("t-SNE")
 
 
-def test_a_dollar_sign_of_a_path_begins_no_formula(drawn):
-    (axis,) = drawn(points_of(2), r"rows of my$\a{$/c.jsonl").axes
-    assert axis.get_title(loc="left") == r"rows of my$\a{$/c.jsonl"
-
-
 @pytest.mark.parametrize("num_clusters", [1, MAX_CLUSTERS])
 def test_colours_differ_and_no_text_leaves_the_page(num_clusters, drawn):
     figure = drawn(points_of(num_clusters), "a subtitle of many words, " * 20)
     (axis,), (legend,) = figure.axes, figure.legends
     colours = {tuple(dots.get_facecolor()[0]) for dots in axis.collections}
     assert len(colours) == num_clusters
-    for part in (legend, axis.title, axis._left_title, axis.xaxis.label, axis.yaxis.label, figure._suptitle):
-        box = part.get_window_extent()
-        assert figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1
-        assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1
+    on_the_page(figure, [legend, axis.title, axis._left_title, axis.xaxis.label, axis.yaxis.label, figure._suptitle])
     assert legend.get_window_extent().x0 >= axis.get_window_extent().x1 - 1
     assert axis._left_title.get_window_extent().x1 <= legend.get_window_extent().x0
     assert axis._left_title.get_window_extent().y1 <= figure._suptitle.get_window_extent().y0
@@ -202,9 +195,6 @@ def test_what_cannot_be_laid_out_is_refused(num_points, perplexity, says):
         neighbour_map(np.zeros((num_points, 2)), perplexity)
 
 
-pytest.importorskip("matplotlib")
-
-
 def shift_of(num_documents, num_contexts):
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(num_documents, 8)) + 0.2 * rng.normal(size=(num_contexts + 1, num_documents, 8))
@@ -238,10 +228,7 @@ def test_no_text_leaves_the_page_at_the_most_that_is_drawn(shifted):
     figure = shifted(shift_of(MAX_DOCUMENTS, 12), names, corpora, "a subtitle of many words, " * 20)
     (axis,), (legend,) = figure.axes, figure.legends
     assert len(legend.get_texts()) == MAX_DOCUMENTS + MAX_CORPORA + 1
-    for part in (legend, axis._left_title, axis.xaxis.label, axis.yaxis.label, figure._suptitle):
-        box = part.get_window_extent()
-        assert figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1
-        assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1
+    on_the_page(figure, [legend, axis._left_title, axis.xaxis.label, axis.yaxis.label, figure._suptitle])
     assert legend.get_window_extent().y1 <= axis.xaxis.label.get_window_extent().y0 + 1
     assert axis._left_title.get_window_extent().y1 <= figure._suptitle.get_window_extent().y0
     assert len({c.get_paths()[0].vertices.shape for c in axis.collections}) > 2

@@ -2,7 +2,6 @@
 
 import pytest
 
-from embeddings.cli.main import main
 from embeddings.common import InputError
 from embeddings.figures.curves import (
     WINDOW,
@@ -11,7 +10,6 @@ from embeddings.figures.curves import (
     draw_sweep,
     is_numeric,
     means,
-    spans_decades,
 )
 
 HEADER = "step,train/loss,val/ndcg_at_10\n"
@@ -71,27 +69,6 @@ def test_several_runs_have_a_colour_each_in_both_panels(tmp_path, drawn):
     assert [line.get_color() for line in loss.lines] == [colours[0], colours[0], colours[1], colours[1]]
     assert legend_of(figure) == ["one/version_0", "two/version_0"]
     assert len(score.texts) == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (None, "metrics.csv: no such file"),
-        ("a,train/loss\n", "metrics.csv: has no column 'step'; "),
-        ("", "metrics.csv: has no 'train/loss'; give a run that logged its loss"),
-        (HEADER + "0,,0.25\n", "metrics.csv: has no 'train/loss'; "),
-        (ONE + "1,much,0.5\n", "metrics.csv: is damaged ("),
-    ],
-)
-def test_what_is_no_runs_file_is_one_line_and_no_picture(text, says, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    if text is not None:
-        write_run(tmp_path, text)
-    assert main(["show", "curves", "--run", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert says in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "curves.png").exists()
 
 
 pytest.importorskip("matplotlib")
@@ -172,7 +149,6 @@ def test_means_are_in_the_order_of_numbers_or_of_the_metric():
     assert list(means([({"a": "x"}, 2.0), ({"a": "y"}, 1.0)], "a")) == ["y", "x"]
     assert is_numeric(DOTS, "lr")
     assert not is_numeric(DOTS, "pooling")
-    assert [spans_decades(values) for values in ([1, 9], [1, 10], [0, 10])] == [False, True, False]
 
 
 def test_a_dollar_sign_of_a_value_or_a_name_begins_no_formula(tmp_path):
@@ -180,6 +156,11 @@ def test_a_dollar_sign_of_a_value_or_a_name_begins_no_formula(tmp_path):
     odd = r"my$\a{$"
     draw_sweep([({odd: odd, f"{odd}2": 1.0}, 0.5)], odd, "min", odd, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_a_loss_is_named(tmp_path):
+    with pytest.raises(InputError, match="has no 'train/loss'; give a run that logged its loss"):
+        draw_curves([write_run(tmp_path, HEADER + "0,,0.25\n")], tmp_path / "a.png")
 
 
 @pytest.mark.parametrize(

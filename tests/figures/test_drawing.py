@@ -18,7 +18,6 @@ from embeddings.figures.drawing import (
     pyplot,
     run_names,
     write_heading,
-    write_page,
     write_png,
 )
 
@@ -87,13 +86,6 @@ def test_a_label_is_one_line_and_never_empty():
     assert drawn_label("a\tb", 5) == "a b"
     assert drawn_label("abcdef", 4) == "abc…"
     assert drawn_label(" ", 4) == "…"
-
-
-def test_every_value_of_a_page_is_escaped(tmp_path):
-    write_page(tmp_path / "a.html", "anchor_tokens.html", title="<b>\udc80", subtitle="&", texts=[], scale=[], most="1")
-    page = (tmp_path / "a.html").read_text(encoding="utf-8")
-    assert "<h1>&lt;b&gt;?</h1>" in page
-    assert '<p class="subtitle">&amp;</p>' in page
 
 
 def test_numbers_are_told_from_words():

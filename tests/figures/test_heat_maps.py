@@ -6,7 +6,7 @@ import torch
 
 from embeddings.common import InputError
 from embeddings.data.tokenize import TokenSpan
-from embeddings.figures.drawing import GREY, is_dark, shades
+from embeddings.figures.drawing import GREY
 from embeddings.figures.heat_maps import (
     MAX_EXPERTS,
     MAX_ROWS,
@@ -20,6 +20,7 @@ from embeddings.figures.heat_maps import (
 )
 from embeddings.inference import ExpertLoads, LatentWeights
 from embeddings.models.compressed import MatrixZeros
+from tests.figures.layout import check_layout
 
 pytest.importorskip("matplotlib")
 
@@ -64,33 +65,6 @@ def labels(axis):
     return [[label.get_text() for label in found] for found in (axis.get_xticklabels(), axis.get_yticklabels())]
 
 
-def check_layout(figure, num_texts):
-    """No text leaves the page or covers another one."""
-    texts = [figure._suptitle]
-    for axis in figure.axes:
-        texts += [*axis.texts, axis._left_title, axis.xaxis.label, axis.yaxis.label]
-        texts += [*axis.get_xticklabels(), *axis.get_yticklabels()]
-    boxes = [text.get_window_extent() for text in texts if text.get_text() and text.get_visible()]
-    assert len(boxes) > num_texts
-    for box in boxes:
-        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
-        assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1
-    for place, box in enumerate(boxes):
-        assert not any(
-            min(box.x1, other.x1) - max(box.x0, other.x0) > 1 and min(box.y1, other.y1) - max(box.y0, other.y0) > 1
-            for other in boxes[:place]
-        )
-
-
-def test_the_scale_is_white_for_nothing_and_darker_all_the_way():
-    colours = shades()
-    assert colours(0.0) == (1, 1, 1, 1)
-    light = [sum(colours(place / 20)[:3]) for place in range(21)]
-    assert light == sorted(light, reverse=True)
-    assert len(set(light)) == 21
-    assert [is_dark(colours(place)) for place in (0.0, 0.5, 1.0)] == [False, False, True]
-
-
 def test_each_cell_has_its_share_and_its_shade_and_each_layer_its_metrics(loads_drawn):
     heat, scale = loads_drawn(COUNTS)
     assert cells_of(heat) == ["25.0%"] * 4 + ["75.0%", "25.0%", "idle", "idle"]
@@ -127,15 +101,6 @@ def test_expert_loads_are_laid_out(num_experts, loads_drawn, kept):
     check_layout(kept[-1], 15)
 
 
-def test_more_experts_than_have_room_are_refused(tmp_path):
-    draw_expert_loads(ExpertLoads([1, 3], COUNTS, 1), "t", "s", tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    many = torch.ones(1, MAX_EXPERTS + 1, dtype=torch.int64)
-    with pytest.raises(InputError, match="has 4097 experts a layer, and a picture has room for 4096"):
-        draw_expert_loads(ExpertLoads([1], many, 1), "t", "s", tmp_path / "b.png")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
-
-
 def weights_of(text, rows):
     """A text whose words are its tokens between [CLS] and [SEP]."""
     spans, place = [TokenSpan("[CLS]", 0, 0, True)], 0
@@ -160,8 +125,6 @@ def test_the_papers_picture_has_a_row_a_text_and_a_column_for_each_latent_of_eac
     expected = [[0.5, 0.5, 0, 0, 0, 1], [0, 0, 1, 0.5, 0.25, 0.25]]
     np.testing.assert_array_equal(np.asarray(axis.images[0].get_array()), expected)
     assert labels(axis) == [["head 0", "head 1"], ["good", "$bad$"]]
-    with pytest.raises(InputError, match=f"are {MAX_ROWS + 1}, and a picture has room for {MAX_ROWS}"):
-        draw_latents_by_text([first] * (MAX_ROWS + 1), "", "", tmp_path / "a.png")
 
 
 def test_texts_count_alike_in_which_latents_are_the_busiest():
@@ -205,15 +168,6 @@ def test_latent_weights_are_laid_out(num_latents, latents_drawn, kept):
     check_layout(kept[-1], 60)
 
 
-def test_more_tokens_than_have_room_are_refused(tmp_path):
-    draw_latent_weights([ONE], 3, "t", "s", tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    many = weights_of("a " * MAX_ROWS, [[0.5, 0.5]])
-    with pytest.raises(InputError, match="TEXT: needs 1004 rows, and a picture has room for 1000"):
-        draw_latent_weights([many], 3, "t", "s", tmp_path / "b.png")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
-
-
 ZEROS = [
     MatrixZeros(0, "attention.query", 2, 8),
     MatrixZeros(0, "mlp.up", 8, 24),
@@ -234,7 +188,17 @@ def test_zeros_are_a_row_a_layer_and_a_column_a_matrix(kept, tmp_path):
     assert layer_shares(ZEROS) == {0: 10 / 32, 1: 24 / 32}
 
 
-def test_zeros_of_more_layers_than_a_picture_has_room_for_are_refused(tmp_path):
-    zeros = [MatrixZeros(layer, "mlp", 0, 4) for layer in range(MAX_ROWS + 1)]
-    with pytest.raises(InputError, match="has 1001 layers of 1 matrices"):
-        draw_zeros(zeros, "A title", "about it", tmp_path / "a.png")
+def test_more_than_a_picture_has_room_for_is_refused(tmp_path):
+    experts = ExpertLoads([1], torch.ones(1, MAX_EXPERTS + 1, dtype=torch.int64), 1)
+    tokens = weights_of("a " * MAX_ROWS, [[0.5, 0.5]])
+    layers = [MatrixZeros(layer, "mlp", 0, 4) for layer in range(MAX_ROWS + 1)]
+    place = ("t", "s", tmp_path / "b.png")
+    for draw, says in (
+        (lambda: draw_expert_loads(experts, *place), "has 4097 experts a layer, and a picture has room for 4096"),
+        (lambda: draw_latent_weights([tokens], 3, *place), "TEXT: needs 1004 rows, and a picture has room for 1000"),
+        (lambda: draw_latents_by_text([tokens] * 1001, *place), "are 1001, and a picture has room for 1000"),
+        (lambda: draw_zeros(layers, *place), "has 1001 layers of 1 matrices"),
+    ):
+        with pytest.raises(InputError, match=says):
+            draw()
+    assert list(tmp_path.iterdir()) == []

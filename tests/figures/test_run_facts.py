@@ -135,29 +135,23 @@ def test_a_run_is_followed_from_part_to_part(tmp_path, monkeypatch):
     assert names(part.resolve() for part in run_parts(Path())) == ["version_1", "version_3"]
 
 
-def test_parts_that_kept_on_in_the_first_ones_folder_are_all_found(tmp_path):
-    """`--ckpt_path auto` has each process write beside the checkpoint that it went on from."""
-    runs, place = tmp_path / "runs" / "name", "runs/name/version_0/checkpoints"
-    write_part(runs / "version_0", checkpoint="last.ckpt")
-    write_part(runs / "version_1", None, f"{place}/last.ckpt")
-    expected = ["version_0", "version_1", "version_2"]
-    assert names(run_parts(write_part(runs / "version_2", None, f"{place}/last.ckpt"))) == expected
-
-
-def test_a_branch_with_checkpoints_of_its_own_is_no_part(tmp_path):
-    runs, place = tmp_path / "runs" / "name", "runs/name/version_0/checkpoints"
-    write_part(runs / "version_0", checkpoint="last.ckpt")
-    write_part(runs / "version_1", None, f"{place}/last.ckpt", checkpoint="last.ckpt")
-    assert names(run_parts(write_part(runs / "version_2", None, f"{place}/last.ckpt"))) == ["version_0", "version_2"]
-
-
-def test_a_checkpoint_beside_the_parts_is_that_of_the_one_before(tmp_path):
-    """As the runs of a sweep write them."""
-    runs, place = tmp_path / "sweep" / "point", "sweep/point/checkpoints"
-    write_part(runs / "version_0", dirpath=place)
-    write_part(runs / "version_1", None, f"{place}/last.ckpt", dirpath=place)
-    expected = ["version_0", "version_1", "version_2"]
-    assert names(run_parts(write_part(runs / "version_2", None, f"{place}/last.ckpt", dirpath=place))) == expected
+@pytest.mark.parametrize(
+    ("place", "has_own", "expected"),
+    [
+        # `--ckpt_path auto` has each process write beside the checkpoint that it resumed from.
+        ("runs/name/version_0/checkpoints", False, ["version_0", "version_1", "version_2"]),
+        # A branch with checkpoints of its own is no part.
+        ("runs/name/version_0/checkpoints", True, ["version_0", "version_2"]),
+        # The runs of a sweep write beside their folders.
+        ("runs/name/checkpoints", False, ["version_0", "version_1", "version_2"]),
+    ],
+)
+def test_parts_are_told_by_where_they_wrote(place, has_own, expected, tmp_path):
+    runs, dirpath = tmp_path / "runs" / "name", None if "version" in place else place
+    write_part(runs / "version_0", dirpath=dirpath, checkpoint=None if dirpath else "last.ckpt")
+    checkpoint = f"{place}/last.ckpt"
+    write_part(runs / "version_1", None, checkpoint, dirpath, checkpoint="last.ckpt" if has_own else None)
+    assert names(run_parts(write_part(runs / "version_2", None, checkpoint, dirpath))) == expected
 
 
 def test_a_curve_is_the_rows_that_have_it(tmp_path):

@@ -1,6 +1,8 @@
 """A tiny embedding model for the tests of everything after training."""
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +55,13 @@ def some_texts(count: int, seed: int = 0) -> list[str]:
     return texts
 
 
+def write_corpus(path: Path, texts: list[str]) -> Path:
+    """A corpus file whose ids are d0, d1, …."""
+    rows = ({"_id": f"d{row}", "text": text} for row, text in enumerate(texts))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def counted_encodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that grows by the number of texts of every call of an encoder."""
     counts, encode = [], Encoder.encode
@@ -63,6 +72,18 @@ def counted_encodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Encoder, "encode", counting)
     return counts
+
+
+def given_prompts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """A list that grows by role and prompt of every call of an encoder that names both."""
+    given, encode = [], Encoder.encode
+
+    def spy(self: Encoder, texts: list[str], *args: Any, **options: Any) -> Any:
+        given.append((options["role"], options["prompt"]))
+        return encode(self, texts, *args, **options)
+
+    monkeypatch.setattr(Encoder, "encode", spy)
+    return given
 
 
 def encode_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:

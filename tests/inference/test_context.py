@@ -12,7 +12,6 @@ from embeddings.inference.context import (
     choose_context,
     context_of,
     documents_sha256,
-    draw_context,
     draw_documents,
     sample_context,
     sample_rows,
@@ -20,7 +19,7 @@ from embeddings.inference.context import (
 from embeddings.inference.corpus import Document
 from embeddings.inference.encoder import Context, Encoder
 from embeddings.inference.vector_folder import encode_corpus
-from tests.inference.models import some_texts, tiny_embedder
+from tests.inference.models import some_texts, tiny_embedder, write_corpus
 from tests.models.contextual_models import tiny_contextual
 
 DOCUMENTS = [Document(f"d{row}", f"text {row}") for row in range(4)]
@@ -114,11 +113,6 @@ def encoder():
     return Encoder(tiny_contextual(), precision="float32")
 
 
-def write_corpus(path, texts):
-    path.write_text("".join(json.dumps({"_id": f"d{row}", "text": text}) + "\n" for row, text in enumerate(texts)))
-    return path
-
-
 @pytest.mark.parametrize(("num_texts", "size"), [(11, None), (11, 2), (5, 5), (2, None), (1, 4)])
 def test_a_file_a_folder_and_texts_give_the_same_documents(num_texts, size, encoder, tmp_path):
     texts = some_texts(num_texts)
@@ -136,47 +130,17 @@ def test_a_file_a_folder_and_texts_give_the_same_documents(num_texts, size, enco
         np.testing.assert_allclose(context.vector_MH, expected, rtol=0, atol=1e-6)
 
 
-def test_first_stage_vectors_are_computed_once_however_often_they_are_used(encoder, tmp_path):
-    calls = []
-    handle = encoder.embedder.first_stage.register_forward_hook(lambda *_: calls.append(1))
-    context = choose_context(encoder, write_corpus(tmp_path / "corpus.jsonl", some_texts(9)))
-    made = len(calls)
-    for _ in range(3):
-        encoder.encode(some_texts(4), context=context)
-    handle.remove()
-    assert made > 0
-    assert len(calls) == made
-
-
-@pytest.mark.parametrize("size", [0, -1, 6])
-def test_a_size_that_the_model_does_not_take_is_refused(size, encoder, tmp_path):
-    corpus = write_corpus(tmp_path / "corpus.jsonl", some_texts(9))
-    with pytest.raises(OptionError, match=rf"context_size must be from 1 to the model's 5 .* got {size}"):
-        choose_context(encoder, corpus, size)
-
-
-def test_a_context_without_documents_is_refused(encoder, tmp_path):
+def test_a_context_that_cannot_be_is_refused(encoder, tmp_path):
+    corpus, plain = write_corpus(tmp_path / "corpus.jsonl", some_texts(9)), Encoder(tiny_embedder())
+    for size in (0, -1, 6):
+        with pytest.raises(OptionError, match=rf"context_size must be from 1 to the model's 5 .* got {size}"):
+            choose_context(encoder, corpus, size)
     with pytest.raises(OptionError, match="context_size must be >= 1, got 0"):
-        draw_documents(write_corpus(tmp_path / "corpus.jsonl", some_texts(3)), 0)
+        draw_documents(corpus, 0)
     with pytest.raises(OptionError, match="context must hold at least one document"):
         sample_context(encoder, [])
     with pytest.raises(InputError, match=r"empty\.jsonl"):
         choose_context(encoder, write_corpus(tmp_path / "empty.jsonl", []))
-
-
-def test_a_model_without_a_context_refuses_one(tmp_path):
-    plain = Encoder(tiny_embedder())
-    with pytest.raises(OptionError, match="context must be left out: this model takes none"):
-        choose_context(plain, write_corpus(tmp_path / "corpus.jsonl", some_texts(3)))
-    with pytest.raises(OptionError, match="context must be left out: this model takes none"):
-        plain.encode_context(["a"])
-
-
-def test_documents_are_drawn_like_a_contexts_and_may_be_more_than_a_model_takes(encoder, tmp_path):
-    texts = some_texts(30)
-    corpus = write_corpus(tmp_path / "corpus.jsonl", texts)
-    encode_corpus(Encoder(tiny_embedder(), precision="float32"), corpus, tmp_path / "vectors", shard_size=7)
-    found = draw_documents(corpus, 12, seed=4)
-    assert [document.text for document in found] == [texts[row] for row in sample_rows(30, 12, seed=4)]
-    assert draw_documents(tmp_path / "vectors", 12, seed=4) == found
-    assert draw_documents(corpus, 5, seed=4) == list(draw_context(encoder, corpus, 5, seed=4).documents)
+    for encode in (lambda: choose_context(plain, corpus), lambda: plain.encode_context(["a"])):
+        with pytest.raises(OptionError, match="context must be left out: this model takes none"):
+            encode()

@@ -1,6 +1,5 @@
 """A corpus file is read strictly, and every mistake names its row."""
 
-import gzip
 import json
 
 import pyarrow as pa
@@ -68,13 +67,6 @@ def test_columns_may_have_other_names(tmp_path):
         list(read_corpus(path, {"text": "answer"}))
     with pytest.raises(OptionError, match="columns must be the column of _id, title or text, got 'query'"):
         list(read_corpus(path, {"query": "text"}))
-
-
-def test_a_gzipped_corpus_reads_the_same(tmp_path):
-    plain = write(tmp_path / "corpus.jsonl", [{"_id": "a", "text": "x"}])
-    packed = tmp_path / "corpus.jsonl.gz"
-    packed.write_bytes(gzip.compress(plain.read_bytes()))
-    assert list(read_corpus(packed)) == list(read_corpus(plain))
 
 
 @pytest.mark.parametrize(

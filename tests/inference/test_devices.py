@@ -15,7 +15,7 @@ from embeddings.common import OptionError
 from embeddings.inference import vector_folder
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.vector_folder import encode_corpus, on_devices, parse_devices
-from tests.inference.models import some_texts, tiny_embedder
+from tests.inference.models import some_texts, tiny_embedder, write_corpus
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,9 +102,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def corpus(tmp_path):
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in some_texts(40)))
-    return path
+    return write_corpus(tmp_path / "corpus.jsonl", some_texts(40))
 
 
 @pytest.fixture
@@ -149,8 +147,7 @@ def test_two_devices_and_a_tokeniser_write_the_bytes_of_one_process(vector_forma
     ],
 )
 def test_a_run_that_is_cut_short_goes_on(target, number, code, says, model, tmp_path, one_thread):
-    corpus, output = tmp_path / "corpus.jsonl", tmp_path / "out"
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in some_texts(800)))
+    corpus, output = write_corpus(tmp_path / "corpus.jsonl", some_texts(800)), tmp_path / "out"
     line = ["encode", "--model", model, "--input", str(corpus), "--output", str(output), "--precision", "float32"]
     line += ["--dimensions", "20", "--shard_size", "4"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -12,7 +12,7 @@ from torch import nn
 from embeddings.common import NumericError, OptionError, TextSettings, jobs
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference import encoder as text_preparation
-from embeddings.inference.encoder import Encoder, embedder_sha256, evaluating
+from embeddings.inference.encoder import Encoder, embedder_sha256
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora, make_bidirectional
 from embeddings.models.directory import ContextForm
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_mistral
@@ -29,28 +29,17 @@ def one_by_one(embedder, texts, role="document", prompt=""):
     return torch.stack(rows).numpy()
 
 
-@pytest.mark.parametrize("count", [1, 2, 37])
-@pytest.mark.parametrize("mini_batch_tokens", [1, 50, 100_000])
-def test_vectors_equal_those_of_each_text_alone(count, mini_batch_tokens):
-    embedder, texts = tiny_embedder(), some_texts(count)
+@pytest.mark.parametrize(
+    ("count", "mini_batch_tokens", "block"),
+    [(1, 1, 8), (2, 100_000, 8), (37, 1, 100), (37, 50, 100), (37, 100_000, 1), (37, 50, 5), (37, 100_000, 37)],
+)
+def test_vectors_equal_those_of_each_text_alone(count, mini_batch_tokens, block, monkeypatch):
+    monkeypatch.setattr(text_preparation, "TEXTS_PER_BLOCK", block)
+    embedder, texts = tiny_embedder(), [*some_texts(count), "", " "]
     vectors = Encoder(embedder, precision="float32", mini_batch_tokens=mini_batch_tokens).encode(texts)
     assert vectors.dtype == np.float32
-    assert vectors.shape == (count, 32)
+    assert vectors.shape == (count + 2, 32)
     np.testing.assert_allclose(vectors, one_by_one(embedder, texts), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("block", [1, 5, 37, 100])
-def test_the_order_holds_over_several_blocks(block, monkeypatch):
-    monkeypatch.setattr(text_preparation, "TEXTS_PER_BLOCK", block)
-    embedder, texts = tiny_embedder(), some_texts(37)
-    vectors = Encoder(embedder, precision="float32").encode(texts)
-    np.testing.assert_allclose(vectors, one_by_one(embedder, texts), rtol=0, atol=1e-6)
-
-
-def test_empty_texts_have_finite_vectors():
-    vectors = Encoder(tiny_embedder()).encode(["", " ", "a"])
-    assert np.isfinite(vectors).all()
-    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, rtol=1e-5)
 
 
 def test_a_text_that_occurs_twice_is_computed_once():
@@ -104,46 +93,41 @@ def test_bfloat16_stays_near_float32():
     assert (exact * low).sum(axis=1).min() > 0.999
 
 
-def test_the_prompt_is_the_roles_unless_one_is_named():
-    embedder = tiny_embedder(prompts={"query": "search_query: ", "task": "the dog "}, pool_prompt=True)
-    encoder, texts = Encoder(embedder, precision="float32"), ["a b c", "fox"]
-    expected = {
-        ("query", None): "search_query: ",
-        ("document", None): "",
-        ("document", "task"): "the dog ",
-        ("query", "task"): "the dog ",
-    }
-    for (role, name), prompt in expected.items():
-        vectors = encoder.encode(texts, name, role=role)
-        np.testing.assert_allclose(vectors, one_by_one(embedder, texts, role, prompt), rtol=0, atol=1e-6)
+@pytest.mark.parametrize(
+    ("options", "prompt", "role"),
+    [
+        ({"role": "query"}, "search_query: ", "query"),
+        ({"prompt_name": "query"}, "search_query: ", "query"),
+        ({"prompt_name": "query", "role": "document"}, "search_query: ", "document"),
+        ({}, "a dog ", "document"),
+        ({"prompt_name": "task"}, "the dog ", "document"),
+        ({"prompt_name": "task", "role": "query"}, "the dog ", "query"),
+        ({"prompt": ""}, "", "document"),
+        ({"prompt": "jumps "}, "jumps ", "document"),
+    ],
+)
+def test_prompt_and_length_are_the_roles_unless_a_prompt_is_named_or_given(options, prompt, role):
+    prompts = {"query": "search_query: ", "document": "a dog ", "task": "the dog "}
+    embedder, texts = tiny_embedder(prompts=prompts, pool_prompt=True), ["a b c", "fox", "lazy " * 40]
+    vectors = Encoder(embedder, precision="float32").encode(texts, **options)
+    np.testing.assert_allclose(vectors, one_by_one(embedder, texts, role, prompt), rtol=0, atol=1e-6)
 
 
-def test_the_query_prompt_brings_the_query_length():
-    embedder = tiny_embedder(prompts={"query": "a "}, query_max_length=8)
-    encoder, text = Encoder(embedder, precision="float32"), "fox " * 30
-    by_name = encoder.encode([text], "query")
-    np.testing.assert_array_equal(by_name, encoder.encode([text], role="query"))
-    assert not np.allclose(by_name, encoder.encode([text], "query", role="document"))
-
-
-def test_a_prompt_that_is_given_itself_takes_the_place_of_the_models():
-    embedder = tiny_embedder(prompts={"document": "the dog "}, pool_prompt=True)
-    encoder, texts = Encoder(embedder, precision="float32"), some_texts(3)
-    for prompt in ("", "search_query: "):
-        vectors = encoder.encode(texts, prompt=prompt)
-        np.testing.assert_allclose(vectors, one_by_one(embedder, texts, prompt=prompt), rtol=0, atol=1e-6)
-        assert not np.allclose(vectors, encoder.encode(texts))
-
-
-def test_an_unknown_prompt_is_refused_with_the_known_ones():
-    encoder = Encoder(tiny_embedder(prompts={"query": "a ", "task": "b "}))
+def test_texts_prompts_and_contexts_that_cannot_be_are_refused():
+    plain, contextual = Encoder(tiny_embedder(prompts={"query": "a ", "task": "b "})), Encoder(tiny_contextual())
     with pytest.raises(OptionError, match=r"prompt_name must name a prompt of the model \(query, task\), got 'nope'"):
-        encoder.encode(["a"], "nope")
-
-
-def test_context_is_refused_by_a_model_that_takes_none():
+        plain.encode(["a"], "nope")
+    with pytest.raises(OptionError, match="texts must be a list of texts"):
+        plain.encode("a text")
     with pytest.raises(OptionError, match="context must be left out: this model takes none, got 'a context'"):
-        Encoder(tiny_embedder()).encode(["a"], context=["b"])
+        plain.encode(["a"], context=["b"])
+    for documents in (["a"] * 6, []):
+        with pytest.raises(OptionError, match=f"context must hold from 1 to the model's 5 .* '{len(documents)} doc"):
+            contextual.encode(["a"], context=documents)
+    with pytest.raises(OptionError, match="context must be a list of texts"):
+        Encoder(tiny_contextual(num_context=50)).encode(["a"], context="a text")
+    with pytest.raises(OptionError, match="mini_batch_tokens must be >= 1, got 0"):
+        Encoder(tiny_embedder(), mini_batch_tokens=0)
 
 
 def contextual_one_by_one(embedder, texts, documents):
@@ -175,12 +159,6 @@ def test_context_and_soft_prompt_count_in_the_token_budget():
     assert len(shapes) > 3
 
 
-@pytest.mark.parametrize("documents", [["a"] * 6, []])
-def test_a_context_of_another_size_is_refused(documents):
-    with pytest.raises(OptionError, match=f"context must hold from 1 to the model's 5 .* got '{len(documents)} doc"):
-        Encoder(tiny_contextual()).encode(["a"], context=documents)
-
-
 def test_a_saved_contextual_model_is_loaded_as_one(tmp_path):
     tiny_contextual().save_pretrained(tmp_path / "model")
     encoder = Encoder.from_pretrained(str(tmp_path / "model"), device="cpu", precision="float32")
@@ -188,15 +166,6 @@ def test_a_saved_contextual_model_is_loaded_as_one(tmp_path):
     assert Encoder(tiny_embedder()).num_context == 0
     first, second = encoder.encode(["fox"], context=["lazy dog"]), encoder.encode(["fox"])
     assert np.abs(first - second).max() > 1e-4
-
-
-def test_one_text_in_place_of_a_list_is_refused():
-    with pytest.raises(OptionError, match="texts must be a list of texts"):
-        Encoder(tiny_embedder()).encode("a text")
-    with pytest.raises(OptionError, match="context must be a list of texts"):
-        Encoder(tiny_contextual(num_context=50)).encode(["a"], context="a text")
-    with pytest.raises(OptionError, match="mini_batch_tokens must be >= 1, got 0"):
-        Encoder(tiny_embedder(), mini_batch_tokens=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -207,13 +176,6 @@ def test_a_checkpoint_in_half_precision_encodes_in_float32(dtype, tmp_path):
     assert encoder.dtype == torch.float32
     assert {weight.dtype for weight in encoder.embedder.parameters()} == {torch.float32}
     np.testing.assert_allclose(encoder.encode(texts), one_by_one(encoder.embedder, texts), rtol=0, atol=1e-6)
-
-
-def test_bfloat16_weights_are_used_as_they_are():
-    embedder, texts = tiny_embedder(), some_texts(8)
-    exact = Encoder(embedder, precision="float32").encode(texts)
-    low = Encoder(embedder.to(torch.bfloat16)).encode(texts)
-    assert (exact * low).sum(axis=1).min() > 0.999
 
 
 def test_progress_counts_every_token_and_ends_at_its_total(monkeypatch, capsys):
@@ -254,22 +216,6 @@ def test_a_cut_contextual_model_still_reads_all_of_its_contexts_vectors():
     expected = full.encode(texts, context=texts[:2])[:, :8]
     expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
     np.testing.assert_allclose(cut.encode(texts, context=texts[:2]), expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_each_module_is_left_in_its_own_mode(fails):
-    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout()))
-    model[0].eval()
-    modes = [module.training for module in model.modules()]
-    assert len(set(modes)) == 2
-    try:
-        with evaluating(model):
-            assert not any(module.training for module in model.modules())
-            if fails:
-                raise RuntimeError
-    except RuntimeError:
-        assert fails
-    assert [module.training for module in model.modules()] == modes
 
 
 @pytest.mark.parametrize("texts", [[], some_texts(1), some_texts(13), some_texts(7) + some_texts(7)[::-1]])

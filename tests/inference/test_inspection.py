@@ -23,39 +23,12 @@ from embeddings.inference.inspection import (
     anchor_shares,
     place_of,
     shares_of,
-    spanned_batches,
     token_weights,
 )
 from embeddings.models import AnchorTokenPooling, Embedder, LatentAttentionPooling, MeanPooling, make_bidirectional
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
-from tests.inference.models import some_texts, tiny_embedder
 from tests.models.contextual_models import tiny_contextual
 from tests.models.moe import tiny_moe
-
-
-@pytest.mark.parametrize("mini_batch_tokens", [1, 30, 4096])
-def test_each_text_is_once_in_a_mini_batch_beside_its_tokens(mini_batch_tokens):
-    embedder, texts = tiny_embedder(prompts={"document": "a dog "}), some_texts(7)
-    tokens = TextTokenizer(embedder.tokenizer, embedder.text)(texts, "document", "a dog ")
-    found = {}
-    batches = list(spanned_batches(embedder, texts, None, "document", mini_batch_tokens))
-    for batch in batches:
-        assert batch.ids_nL.numel() <= mini_batch_tokens or len(batch.texts) == 1
-        for one, ids_L, attention_L, pooled_L in zip(
-            batch.texts, batch.ids_nL, batch.attention_nL, batch.pooled_nL, strict=True
-        ):
-            assert one.row not in found
-            length = len(one.spans)
-            assert attention_L.tolist() == [place < length for place in range(len(attention_L))]
-            assert not pooled_L[length:].any()
-            found[one.row] = (one.text, [span.token for span in one.spans], ids_L[:length])
-    assert sorted(found) == list(range(7))
-    for row, (text, names, ids_T) in found.items():
-        assert text == f"a dog {texts[row]}"
-        assert embedder.tokenizer.convert_ids_to_tokens(ids_T.tolist()) == names
-        assert len(names) == int(tokens.lengths_N[row]) > 2
-    assert len(batches) == {1: 7, 4096: 1}.get(mini_batch_tokens, len(batches))
-
 
 TEXTS = ["the quick brown fox: jumps, over", "how do I pad sequences to one length", "dog"]
 PROMPT = "search_query: "
@@ -157,17 +130,16 @@ def test_a_model_is_left_as_found_also_after_a_refusal():
         with pytest.raises(OptionError, match=r"under a causal mask.*by_visible_queries: true"):
             token_weights(embedder, TEXTS)
         token_weights(embedder, TEXTS, AnchorTokenPooling(32, by_visible_queries=True))
+    with pytest.raises(InputError, match="is contextual"):
+        token_weights(tiny_contextual(), ["a"])
+    with pytest.raises(OptionError, match="texts must not be empty"):
+        anchor_shares(embedder, [])
     with pytest.raises(OptionError, match=r"layers \[7\] must be among the 2"):
         token_weights(embedder, TEXTS, AnchorTokenPooling(32, layers=(7,)))
     assert [module.training for module in embedder.modules()] == modes
     assert all(
         getattr(module, "config", None) is config for module, config in zip(embedder.modules(), configs, strict=True)
     )
-
-
-def test_a_contextual_model_is_refused():
-    with pytest.raises(InputError, match="is contextual"):
-        token_weights(tiny_contextual(), ["a"])
 
 
 SHARE_TEXTS = ["the quick, brown - fox.", "how do I pad: sequences", "dog", "..."]
@@ -179,40 +151,17 @@ def weighed(text, spans, weights, pooled=None):
     return TokenWeights(text, spans, np.array(weights, dtype=np.float32), pooled)
 
 
-def loop_shares(texts):
-    """The mean over texts, one number at a time, of an eager backbone's attention matrices."""
-    backbone, tokenizer = tiny_bert(), wordpiece_tokenizer()
-    backbone.set_attn_implementation("eager")
-    sums = {"weight": dict.fromkeys(PLACES, 0.0), "tokens": dict.fromkeys(PLACES, 0.0)}
-    for text in texts:
-        ids = tokenizer(text)["input_ids"]
-        with torch.no_grad():
-            heads = backbone(torch.tensor([ids]), output_attentions=True).attentions[-1][0].tolist()
-        length = len(ids)
-        received = [
-            sum(math.log(head[query][key] * length + 1) for head in heads for query in range(length))
-            for key in range(length)
-        ]
-        for position, token in enumerate(tokenizer.convert_ids_to_tokens(ids)):
-            marks = token.removeprefix("##")
-            place = "punctuation" if marks in (",", "-", ".", ":") else "rest"
-            place = "first" if position == 0 else "last" if position == length - 1 else place
-            sums["weight"][place] += received[position] / sum(received) / len(texts)
-            sums["tokens"][place] += 1 / length / len(texts)
-    return sums
-
-
-def test_the_shares_of_a_corpus_are_those_of_the_loop_whatever_the_blocks(monkeypatch):
-    embedder = Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
-    expected = loop_shares(SHARE_TEXTS)
-    assert min(expected["weight"].values()) > 0.05
+def test_the_shares_of_a_corpus_are_the_means_of_its_texts_whatever_the_blocks(monkeypatch):
+    embedder = embedder_of()
+    each = [shares_of([weights]) for weights in token_weights(embedder, SHARE_TEXTS)]
     for block in (1024, 3):
         monkeypatch.setattr(sys.modules[anchor_shares.__module__], "TEXTS_PER_BLOCK", block)
         found = anchor_shares(embedder, SHARE_TEXTS, mini_batch_tokens=16)
-        assert found.weight == pytest.approx(expected["weight"], abs=1e-5)
-        assert found.tokens == pytest.approx(expected["tokens"], abs=1e-9)
         assert found.num_texts == 4
-    assert found.weight["first"] != pytest.approx(found.tokens["first"], abs=1e-4)
+        for place in PLACES:
+            assert found.weight[place] == pytest.approx(np.mean([one.weight[place] for one in each]), abs=1e-5)
+            assert found.tokens[place] == pytest.approx(np.mean([one.tokens[place] for one in each]), abs=1e-9)
+            assert found.weight[place] > 0.01
 
 
 def test_the_places_of_a_text_by_hand():
@@ -220,7 +169,7 @@ def test_the_places_of_a_text_by_hand():
     spans = [("<s>", 0, 0), ("Hi", 0, 2), (" (", 2, 4), ("–,", 4, 6), ("a", 7, 8), ("1", 8, 9), ("</s>", 0, 0)]
     weights = weighed(text, spans, [0.3, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2])
     assert place_of(weights) == ["first", "rest", "punctuation", "punctuation", "rest", "rest", "last"]
-    shares = shares_of(weights)
+    shares = shares_of([weights])
     assert shares.weight == pytest.approx({"first": 0.3, "last": 0.2, "punctuation": 0.2, "rest": 0.3}, abs=1e-6)
     assert shares.tokens == pytest.approx({"first": 1 / 7, "last": 1 / 7, "punctuation": 2 / 7, "rest": 3 / 7})
 
@@ -241,18 +190,8 @@ def test_the_places_of_a_text_by_hand():
 def test_a_tokens_place_is_that_among_the_pooled_ones(text, spans, pooled, places):
     weights = weighed(text, spans, [each / sum(pooled) for each in pooled], [each == 1 for each in pooled])
     assert place_of(weights) == places
-    assert sum(shares_of(weights).tokens.values()) == pytest.approx(1)
-    assert sum(shares_of(weights).weight.values()) == pytest.approx(1)
-
-
-def test_shares_leave_the_prompt_out_and_need_a_text():
-    text = TextSettings(prompts={"query": PROMPT})
-    embedder = Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32), text=text)
-    plain, prompted = (anchor_shares(embedder, ["dog"], role=role) for role in ("document", "query"))
-    assert plain.tokens["rest"] == pytest.approx(1 / 3)
-    assert prompted.tokens == pytest.approx({"first": 0.5, "last": 0.5, "punctuation": 0, "rest": 0})
-    with pytest.raises(OptionError, match="texts must not be empty"):
-        anchor_shares(embedder, [])
+    assert sum(shares_of([weights]).tokens.values()) == pytest.approx(1)
+    assert sum(shares_of([weights]).weight.values()) == pytest.approx(1)
 
 
 def latent_embedder(**options):
@@ -343,15 +282,6 @@ def test_the_loads_are_those_of_each_text_alone(role, mini_batch_tokens):
     assert (loads.layers, loads.top_k, loads.num_tokens) == ([1, 3], 2, sum(map(len, ids)))
     assert loads.share_YX.sum(1).tolist() == pytest.approx([1, 1])
     torch.testing.assert_close(loads.share_YX, expected.double() / expected.sum(1, keepdim=True))
-
-
-def test_a_routed_model_is_left_as_found():
-    model = routed_encoder()
-    assert model.embedder.training
-    hooks = len(model.embedder.backbone._forward_hooks)
-    expert_loads(model, ROUTED_TEXTS)
-    assert model.embedder.training
-    assert len(model.embedder.backbone._forward_hooks) == hooks
 
 
 def test_what_routes_no_tokens_is_refused():

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -45,64 +44,43 @@ def processor(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
+    ("content", "expected", "has_products"),
     [
-        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 vaes\n", torch.bfloat16),
-        ("flags : amx_bf16 avx2\n", torch.bfloat16),
-        ("Features\t: fp asimd bf16 i8mm\n", torch.bfloat16),
-        ("flags\t\t: fpu avx2 avx512f\n", torch.float32),
-        ("flags\t\t: avx512_bf16x\n", torch.float32),
-        ("model name : bf16 inside\n", torch.float32),
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 vaes\n", torch.bfloat16, False),
+        ("flags : amx_bf16 avx2\n", torch.bfloat16, False),
+        ("Features\t: fp asimd bf16 i8mm\n", torch.bfloat16, False),
+        ("flags\t\t: fpu avx2 avx512_vnni\n", torch.float32, True),
+        ("flags\t\t: avx512_bf16x avx_vnni\n", torch.float32, True),
+        ("model name : bf16 inside\n", torch.float32, False),
     ],
 )
-def test_auto_is_bfloat16_only_where_the_processor_multiplies_it(processor, content, expected):
+def test_bfloat16_and_products_of_8_bits_follow_the_processors_flags(processor, content, expected, has_products):
     processor(content)
     assert resolve_precision("auto", CPU) == expected
+    assert has_int8_products() is has_products
 
 
-def test_float16_weights_on_a_processor_are_refused():
-    with pytest.raises(OptionError, match="must not be float16 on a CPU"):
-        resolve_precision("auto", CPU, {torch.float16})
-    assert resolve_precision("auto", torch.device("cuda"), {torch.float16}) == torch.float16
+CUDA, MIXED = torch.device("cuda"), {torch.float32, torch.bfloat16}
 
 
-def test_bfloat16_weights_run_in_bfloat16_and_cannot_be_asked_for_float32():
+def test_the_weights_and_the_device_bound_the_choice(monkeypatch):
+    assert resolve_precision("auto", CUDA, {torch.float16}) == torch.float16
     assert resolve_precision("auto", CPU, {torch.bfloat16}) == torch.bfloat16
-    with pytest.raises(OptionError, match="must be that of the weights, bfloat16"):
-        resolve_precision("float32", CPU, {torch.bfloat16})
-
-
-def test_int8_is_for_processors_alone_and_never_chosen():
     assert resolve_precision("int8", CPU, {torch.float32}) == torch.int8
-    with pytest.raises(OptionError, match="precision runs on a CPU, not on cuda, got 'int8'; use bfloat16"):
-        resolve_precision("int8", torch.device("cuda"))
-    with pytest.raises(OptionError, match="must be that of the weights, bfloat16"):
-        resolve_precision("int8", CPU, {torch.bfloat16})
-
-
-def test_what_cannot_be_is_refused_and_adapters_in_float32_leave_the_choice_open(monkeypatch):
-    assert resolve_precision("float32", CPU, {torch.float32, torch.bfloat16}) == torch.float32
-    with pytest.raises(
-        OptionError, match=r"^precision must be one of auto, float32, bfloat16, int8, got 'int4'; leave"
+    # Adapters in float32 leave the choice open.
+    assert resolve_precision("float32", CPU, MIXED) == torch.float32
+    for precision_, device, weights, says in (
+        ("auto", CPU, {torch.float16}, "must not be float16 on a CPU"),
+        ("float32", CPU, {torch.bfloat16}, "must be that of the weights, bfloat16"),
+        ("int8", CPU, {torch.bfloat16}, "must be that of the weights, bfloat16"),
+        ("int8", CUDA, (), "precision runs on a CPU, not on cuda, got 'int8'"),
+        ("int4", CPU, (), "precision must be one of auto, float32, bfloat16, int8, got 'int4'"),
     ):
-        resolve_precision("int4", CPU)
+        with pytest.raises(OptionError, match=says):
+            resolve_precision(precision_, device, weights)
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    with pytest.raises(OptionError, match="precision is for x86 CPUs and a torch with oneDNN, got 'int8'; use float32"):
+    with pytest.raises(OptionError, match="precision is for x86 CPUs and a torch with oneDNN, got 'int8'"):
         resolve_precision("int8", CPU, {torch.float32})
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("flags : avx2 avx512_vnni\n", True),
-        ("flags : avx2 avx_vnni\n", True),
-        ("flags : avx2 avx512f\n", False),
-        ("", False),
-    ],
-)
-def test_products_of_8_bits_are_known_by_the_processors_flags(processor, content, expected):
-    processor(content)
-    assert has_int8_products() is expected
 
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="int8 is for x86 CPUs")
@@ -151,27 +129,6 @@ def test_products_are_those_of_rounded_numbers(reduce: bool, monkeypatch: pytest
     torch.testing.assert_close(zero, model.layer.bias.expand(2, 3, -1))
 
 
-@torch.no_grad()
-def test_layers_that_read_the_same_tensor_quantise_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = embedder(), torch.randint(5, 300, (2, 9))
-    products, counted = Int8Products(model), []
-    quantised = int8_kernels.QuantisedInput._quantised
-
-    def count(self: Any, input_I: torch.Tensor) -> Any:
-        counted.append(input_I)
-        return quantised(self, input_I)
-
-    monkeypatch.setattr(int8_kernels.QuantisedInput, "_quantised", count)
-    with products.on():
-        shared = model.backbone(ids).last_hidden_state
-    num_layers = model.backbone.config.num_hidden_layers
-    # Of six layers, query, key and value read the same.
-    assert len(counted) == 4 * num_layers
-    assert all(value is None for name, value in vars(products._inputs).items() if name != "steps")
-    with products.on():
-        assert torch.equal(model.backbone(ids).last_hidden_state, shared)
-
-
 @pytest.mark.parametrize("make", [tiny_bert, tiny_xlm_roberta, tiny_nomic, tiny_modernbert, tiny_mistral])
 @torch.no_grad()
 def test_no_backbone_changes_a_tensor_between_layers_that_share_it(
@@ -198,6 +155,7 @@ def test_a_model_is_itself_again_afterwards() -> None:
     with pytest.raises(KeyError), products.on():
         raise KeyError
     assert torch.equal(model.backbone(ids).last_hidden_state, before)
+    assert all(value is None for name, value in vars(products._inputs).items() if name != "steps")
     assert model.state_dict().keys() == state.keys()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 

@@ -1,19 +1,16 @@
 """Search is exact, whatever the tiles."""
 
-import json
-
 import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import save_array
 from embeddings.inference import search
-from embeddings.inference import search as module
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.search import CorpusSearch, TopK, nearest_signs, search_corpus, search_signs, search_top_k
 from embeddings.inference.vector_folder import encode_corpus
 from embeddings.inference.vectors import VectorShards, float_rows, sign_bits, stored_rows, unit_rows
-from tests.inference.models import counted_encodings, some_texts, tiny_embedder
+from tests.inference.models import counted_encodings, some_texts, tiny_embedder, write_corpus
 
 
 def whole_numbers(rows, width=4, seed=0, largest=3):
@@ -36,20 +33,14 @@ def test_every_tile_and_k_gives_the_sorted_list_with_ties_by_row(tile, top_k, mo
     monkeypatch.setattr(search, "DOCUMENT_TILE", tile)
     monkeypatch.setattr(search, "QUERY_TILE", max(1, tile // 2))
     query_QD, document_ND = whole_numbers(9), whole_numbers(50, seed=1)
-    found = search_top_k(query_QD, document_ND, top_k)
+    pieces = [document_ND[:7], document_ND[7:7], document_ND[7:8], document_ND[8:]]
+    found, whole = search_top_k(query_QD, iter(pieces), top_k), search_top_k(query_QD, document_ND, top_k)
     scores, rows = by_hand(query_QD, document_ND, top_k)
+    assert (whole.index_QK.tolist(), whole.score_QK.tolist()) == (rows, scores)
     assert found.score_QK.dtype == np.float32
     assert found.index_QK.dtype == np.int64
     assert found.index_QK.tolist() == rows
     assert found.score_QK.tolist() == scores
-
-
-def test_pieces_that_follow_one_another_are_one_corpus():
-    query_QD, document_ND = whole_numbers(5), whole_numbers(23, seed=1)
-    pieces = [document_ND[:7], document_ND[7:7], document_ND[7:8], document_ND[8:]]
-    whole, parts = search_top_k(query_QD, document_ND, 6), search_top_k(query_QD, iter(pieces), 6)
-    np.testing.assert_array_equal(whole.index_QK, parts.index_QK)
-    np.testing.assert_array_equal(whole.score_QK, parts.score_QK)
 
 
 def some_vectors(rows, width=24, seed=0):
@@ -81,8 +72,8 @@ def search_by_hand(query, documents, top_k, multiplier):
 @pytest.mark.parametrize("width", [8, 24, 64, 136])
 @pytest.mark.parametrize(("tile", "top_k"), [(1, 1), (3, 7), (3, 40), (50, 7), (50, 60), (1000, 40)])
 def test_distances_and_ties_equal_a_count_by_hand(width, tile, top_k, monkeypatch):
-    monkeypatch.setattr(module, "DOCUMENT_TILE", tile)
-    monkeypatch.setattr(module, "_QUERIES", max(1, tile // 2))
+    monkeypatch.setattr(search, "DOCUMENT_TILE", tile)
+    monkeypatch.setattr(search, "_QUERIES", max(1, tile // 2))
     queries, documents = some_vectors(6, width, 1), some_vectors(50, width)
     documents[40:44] = documents[3]
     pieces = [sign_bits(documents[start:stop]) for start, stop in ((0, 11), (11, 11), (11, 50))]
@@ -95,7 +86,7 @@ def test_distances_and_ties_equal_a_count_by_hand(width, tile, top_k, monkeypatc
 @pytest.mark.parametrize("shard_size", [1, 7, 100])
 @pytest.mark.parametrize(("top_k", "multiplier"), [(1, 1), (5, 1), (5, 4), (3, 100), (60, 4)])
 def test_scores_and_order_equal_a_loop_by_hand(shard_size, top_k, multiplier, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_QUERIES", 4)
+    monkeypatch.setattr(search, "_QUERIES", 4)
     queries, documents = some_vectors(9, seed=1), some_vectors(40)
     documents[[30, 20]] = documents[10]
     found = search_signs(queries, shards(tmp_path, documents, shard_size), top_k, multiplier)
@@ -140,11 +131,7 @@ def encoder():
 
 @pytest.fixture
 def corpus(tmp_path):
-    path = tmp_path / "corpus.jsonl"
-    path.write_text(
-        "".join(json.dumps({"_id": f"d{row}", "text": text}) + "\n" for row, text in enumerate(some_texts(11)))
-    )
-    return path
+    return write_corpus(tmp_path / "corpus.jsonl", some_texts(11))
 
 
 @pytest.mark.parametrize("is_folder", [False, True])

@@ -1,6 +1,7 @@
 """A corpus is encoded shard by shard, resumes after a kill, and is searched where it lies."""
 
 import json
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -11,17 +12,14 @@ from embeddings.inference.context import choose_context, draw_context
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.search import search_corpus
 from embeddings.inference.vector_folder import VectorFolder, encode_corpus
-from embeddings.inference.vectors import stored_rows
-from tests.inference.models import some_texts, tiny_embedder
+from embeddings.inference.vectors import VECTOR_FORMATS, stored_rows
+from tests.inference.models import counted_encodings, some_texts, tiny_embedder, write_corpus
 from tests.models.contextual_models import tiny_contextual
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    path = tmp_path / "corpus.jsonl"
-    rows = [{"_id": f"d{row}", "title": "", "text": text} for row, text in enumerate(some_texts(11))]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_corpus(tmp_path / "corpus.jsonl", some_texts(11))
 
 
 @pytest.fixture(scope="module")
@@ -44,28 +42,41 @@ def test_shards_hold_the_vectors_and_documents_in_order(shard_size, shards, corp
     assert [document.document_id for document in folder.documents(range(11))] == [f"d{row}" for row in range(11)]
 
 
-@pytest.mark.parametrize("killed_at", [0, 1, 2])
-def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(killed_at, corpus, encoder, tmp_path, monkeypatch):
-    encode_corpus(encoder, corpus, tmp_path / "whole", shard_size=4)
-    calls = []
-    encode = Encoder.encode
+@contextmanager
+def killed_at(killed, monkeypatch):
+    """What runs inside is killed before it writes a shard."""
+    write_shard = vector_folder._write_shard
 
-    def killed(self, texts, *args, **options):
-        if len(texts) > 1:
-            if len(calls) == killed_at:
-                raise KeyboardInterrupt
-            calls.append(len(texts))
-        return encode(self, texts, *args, **options)
+    def write(shards, shard, *rest):
+        if shard == killed:
+            raise KeyboardInterrupt
+        write_shard(shards, shard, *rest)
 
-    monkeypatch.setattr(Encoder, "encode", killed)
-    with pytest.raises(KeyboardInterrupt):
-        encode_corpus(encoder, corpus, tmp_path / "resumed", shard_size=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(vector_folder, "_write_shard", write)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+@pytest.mark.parametrize("vector_format", VECTOR_FORMATS)
+@pytest.mark.parametrize("killed", [0, 1, 2])
+def test_a_killed_run_resumes_with_the_same_bytes_in_every_format(
+    vector_format, killed, corpus, encoder, tmp_path, monkeypatch
+):
+    exact = np.concatenate(list(encode_corpus(encoder, corpus, tmp_path / "exact", shard_size=4).vectors()))
+    options = {"shard_size": 4, "vector_format": vector_format}
+    folder = encode_corpus(encoder, corpus, tmp_path / "whole", **options)
+    stored = [folder.shards.stored(shard) for shard in range(folder.num_shards)]
+    assert np.concatenate(stored).tobytes() == stored_rows(exact, vector_format, "here").tobytes()
+    assert VectorFolder.open(folder.path) == folder
+    with killed_at(killed, monkeypatch):
+        encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
     with pytest.raises(InputError, match="'complete' is False"):
         VectorFolder.open(tmp_path / "resumed")
-    encoded = []
-    monkeypatch.setattr(Encoder, "encode", lambda self, *a, **o: (encoded.extend(a[0]), encode(self, *a, **o))[1])
-    encode_corpus(encoder, corpus, tmp_path / "resumed", shard_size=4)
-    assert [text for text in encoded if text] == some_texts(11)[4 * killed_at :]
+    counts = counted_encodings(monkeypatch)
+    encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
+    # The empty text asks whether the prompt is known.
+    assert counts == [1, *[4, 4, 3][killed:]]
     assert content(tmp_path / "resumed") == content(tmp_path / "whole")
 
 
@@ -109,11 +120,9 @@ def test_a_kill_between_documents_and_vectors_leaves_the_shard_open(corpus, enco
 def test_a_finished_folder_is_left_as_it_is(corpus, encoder, tmp_path, monkeypatch):
     encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     before = content(tmp_path / "out")
-    encode = Encoder.encode
-    encoded = []
-    monkeypatch.setattr(Encoder, "encode", lambda self, *a, **o: (encoded.extend(a[0]), encode(self, *a, **o))[1])
+    counts = counted_encodings(monkeypatch)
     encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
-    assert encoded == [""]
+    assert counts == [1]
     assert content(tmp_path / "out") == before
 
 
@@ -130,35 +139,6 @@ def test_another_corpus_model_or_option_is_refused_by_name(corpus, encoder, tmp_
     with pytest.raises(InputError, match="field 'corpus_sha256' is"):
         encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     assert content(tmp_path / "out") == before
-
-
-SMALL_FORMATS = ("float16", "int8", "binary")
-
-
-@pytest.mark.parametrize("vector_format", SMALL_FORMATS)
-@pytest.mark.parametrize("killed_at", [0, 2])
-def test_every_format_is_what_becomes_of_the_float_vectors_with_and_without_a_kill(
-    vector_format, killed_at, corpus, encoder, tmp_path, monkeypatch
-):
-    exact = np.concatenate(list(encode_corpus(encoder, corpus, tmp_path / "exact", shard_size=4).vectors()))
-    folder = encode_corpus(encoder, corpus, tmp_path / "whole", shard_size=4, vector_format=vector_format)
-    stored = [folder.shards.stored(shard) for shard in range(folder.num_shards)]
-    assert np.concatenate(stored).tobytes() == stored_rows(exact, vector_format, "here").tobytes()
-    assert VectorFolder.open(folder.path) == folder
-    write_shard = vector_folder._write_shard
-
-    def killed(shards, shard, *rest):
-        if shard == killed_at:
-            raise KeyboardInterrupt
-        write_shard(shards, shard, *rest)
-
-    options = {"shard_size": 4, "vector_format": vector_format}
-    with monkeypatch.context() as patch:
-        patch.setattr(vector_folder, "_write_shard", killed)
-        with pytest.raises(KeyboardInterrupt):
-            encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
-    encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
-    assert content(tmp_path / "resumed") == content(tmp_path / "whole")
 
 
 def test_a_folder_that_names_no_format_holds_float32_and_stays_as_it_is(corpus, encoder, tmp_path):
@@ -188,14 +168,6 @@ def test_directions_come_in_pieces_no_larger_than_a_tile(corpus, encoder, tmp_pa
     np.testing.assert_allclose(np.linalg.norm(whole, axis=1), 1, rtol=1e-6)
 
 
-def test_a_folder_with_something_else_in_it_is_refused(corpus, encoder, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="something else lies there already; name a new folder"):
-        encode_corpus(encoder, corpus, tmp_path / "out")
-    assert sorted(content(tmp_path / "out")) == ["notes.txt"]
-
-
 def test_a_bad_corpus_or_option_writes_nothing(corpus, encoder, tmp_path):
     with pytest.raises(OptionError, match="shard_size must be >= 1"):
         encode_corpus(encoder, corpus, tmp_path / "out", shard_size=0)
@@ -205,21 +177,6 @@ def test_a_bad_corpus_or_option_writes_nothing(corpus, encoder, tmp_path):
     with pytest.raises(InputError, match=r"corpus\.jsonl:12: "):
         encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_file_and_its_folder_give_the_same_hits(corpus, encoder, tmp_path):
-    encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
-    queries = [some_texts(11)[3], "quick fox"]
-    from_file = search_corpus(encoder, corpus, queries, top_k=3)
-    from_folder = search_corpus(encoder, tmp_path / "out", queries, top_k=3)
-    assert [len(hits) for hits in from_file] == [3, 3]
-    assert [[hit.document_id for hit in hits] for hits in from_file] == [
-        [hit.document_id for hit in hits] for hits in from_folder
-    ]
-    texts = dict(zip([f"d{row}" for row in range(11)], some_texts(11), strict=True))
-    for hits in from_folder:
-        assert [hit.text for hit in hits] == [texts[hit.document_id] for hit in hits]
-        assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
 
 
 @pytest.mark.parametrize("encoded_before", [False, True])
@@ -299,20 +256,10 @@ def test_a_folder_keeps_its_context_and_queries_take_it(contextual, corpus, tmp_
 
 
 def test_a_killed_contextual_run_ends_with_the_same_bytes(contextual, corpus, tmp_path, monkeypatch):
-    context = choose_context(contextual, corpus, 3)
+    context, again = choose_context(contextual, corpus, 3), choose_context(contextual, corpus, 3)
     encode_corpus(contextual, corpus, tmp_path / "whole", shard_size=4, context=context)
-    write_shard = vector_folder._write_shard
-
-    def killed(shards, shard, *rest):
-        if shard == 1:
-            raise KeyboardInterrupt
-        write_shard(shards, shard, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(vector_folder, "_write_shard", killed)
-        with pytest.raises(KeyboardInterrupt):
-            encode_corpus(contextual, corpus, tmp_path / "resumed", shard_size=4, context=context)
-    again = choose_context(contextual, corpus, 3)
+    with killed_at(1, monkeypatch):
+        encode_corpus(contextual, corpus, tmp_path / "resumed", shard_size=4, context=context)
     encode_corpus(contextual, corpus, tmp_path / "resumed", shard_size=4, context=again)
     assert content(tmp_path / "resumed") == content(tmp_path / "whole")
 
