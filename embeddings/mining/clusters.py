@@ -86,11 +86,7 @@ class ClusterSettings:
                 raise OptionError(name, value, "must be >= 1", "leave it out for the default")
 
     def resolve_num_clusters(self, num_rows: int) -> int:
-        """Number of clusters for that many rows.
-
-        Raises:
-            OptionError: If there are more clusters than rows (to train on), or too many rows for the format.
-        """
+        """Number of clusters for that many rows; refuses more than there are rows to train on."""
         if num_rows > MAX_ROWS:
             raise OptionError("input", num_rows, f"must have at most {MAX_ROWS} rows", "cluster it in parts")
         num_clusters = self.num_clusters
@@ -103,23 +99,14 @@ class ClusterSettings:
         return num_clusters
 
     def resolve_training_rows(self, num_rows: int, num_clusters: int, width: int) -> int | None:
-        """Most rows that k-means is trained on, or None for all.
+        """Most rows that k-means is trained on, or None for all; refuses what `memory_gib` does not hold.
 
         A row takes 2·(4·width + 24) bytes: both orders, and of each its cluster, its similarity and its length. faiss
         holds the k centroids four times, 4·4·k·width bytes. 65M rows of width 1,536 in clusters of 512 (k = 126,954)
         would take 750 GiB: 16 GiB hold 1.1M of them, 18 vectors a cluster, and 64 GiB 5.3M, 84 a cluster.
-
-        Args:
-            num_rows: Rows of the source.
-            num_clusters: Number of clusters, k.
-            width: Width of the features.
-
-        Raises:
-            OptionError: If the memory does not hold max_training_rows, or as many vectors as there are clusters.
         """
 
         def gib_for(rows: int) -> float:
-            """The memory that training on some rows takes, rounded up to a tenth."""
             return math.ceil((centroid_bytes + rows * row_bytes) / 2**30 * 10) / 10
 
         centroid_bytes, row_bytes = _CENTROID_COPIES * 4 * num_clusters * width, 2 * (4 * width + _BYTES_A_VECTOR)
@@ -162,9 +149,7 @@ def cluster_pairs(
     Returns:
         The clusters, or None where other tasks have shards to assign yet.
 
-    Memory: `memory_gib` while k-means is trained (see `ClusterSettings.resolve_training_rows`); afterwards four times
-        the centroids and some blocks of features.
-    Distributed: tasks share the folder alone.
+    Memory: `memory_gib` while k-means is trained; afterwards four times the centroids and some blocks of features.
     Raises:
         InputError: If the folder holds something else, or was made with other options; or a row has no direction, or a
             shard of vectors is damaged.
@@ -201,7 +186,6 @@ def cluster_pairs(
 def _manifest_fields(
     features: PairFeatures, source: CachedSource, settings: ClusterSettings, num_clusters: int
 ) -> dict[str, Any]:
-    """What decides the clusters."""
     # What comes of the settings for this source, however it was said.
     chosen = {name: value for name, value in asdict(settings).items() if name not in ("cluster_size", "memory_gib")}
     return {

@@ -36,15 +36,8 @@ class Segments:
     """The records to be compared with each other, in segments of nearly one size, none of which holds two groups.
 
     A segment holds what a keyed permutation of a group's records puts side by side, so that neighbours in the file,
-    which are often of one page or one user, hardly ever share one.
-
-    Determinism: (row_N, segment_size, seed, group_N) → the members of each segment, found without those of the others.
-
-    Args:
-        row_N: Rows of the source to compare, in order, (n,).
-        segment_size: Maximum records of a segment. The segments of a group are as equal as can be.
-        seed: Key of the permutations.
-        group_N: The group of each, (n,) uint16, such as its language; None for one group.
+    which are often of one page or one user, hardly ever share one. Members are a function of the arguments: the rows to
+    compare in order, the maximum records of a segment, the key and the group of each row (None for one group).
     """
 
     def __init__(
@@ -97,8 +90,8 @@ def rank_pairs(
         folder: The folder to work in.
         is_considered_N: Which records take part, (rows,); None for all. The others are nobody's rivals.
         group_N: The group of each record, (rows,): only records of one group share a segment. None for one group.
-        segment_size: Maximum records of a segment.
-        seed: Seed of what records share a segment (`Segments`).
+        segment_size: Maximum records of a segment, at least 2.
+        seed: Seed of what records share a segment.
         device: Where vectors are multiplied.
         task: Which segments are this process's; None for all.
 
@@ -107,11 +100,9 @@ def rank_pairs(
 
     Precision: products in float32; scores within `TIE` are equal.
     Memory: 8 bytes a record of the source, and 4 * D bytes a record of one segment: 1.5 GB for 1M records of D = 384.
-
     Raises:
-        OptionError: If `segment_size` is below 2.
-        InputError: If the folder holds something else, or was made with other options; or a vector is zero, not finite
-            or not of unit length.
+        InputError: If the folder holds something else, or was made with other options, or a vector is not of unit
+            length.
 
     Source: Nussbaum et al. 2024 (Nomic Embed), arXiv:2402.01613, and Nussbaum and Duderstadt 2025 (Nomic Embed v2),
         arXiv:2502.07972, section 4.2: segments of 1M pairs, kept if the document is among the 2 nearest.

@@ -44,9 +44,7 @@ def find_duplicates(
     A copy has the query and the positives of the other, but for outer white space; a labelled text its text and class.
     A near-copy has a query near the other's *and* positives near the other's, whatever their case: two questions about
     one document are two records. Every candidate is checked on its whole text, so nothing else goes; of the near-copies
-    at the threshold itself 1 in 4,000 may stay.
-
-    Keys are made shard by shard and kept in `folder`; the comparison that follows is one process's.
+    at the threshold itself 1 in 4,000 may stay. Keys are made shard by shard; one process compares them.
 
     Args:
         source: A converted source of pairs, or of labelled texts.
@@ -177,10 +175,9 @@ class Decontaminator:
     `EQUAL`: the query or a positive is an evaluation query or document but for case, white space and punctuation.
 
     `SIMILAR`: the query covers an evaluation query, or a positive an evaluation document, to the threshold or more.
-    Coverage is the BM25 score of the evaluation text for the training text, over the score that the evaluation text has
-    for itself, each token counted once (`BM25.coverage`): the share of the evaluation text's weight that the training
-    text holds. Like is compared with like, since a document covers every question that it answers. Evaluation texts of
-    fewer than `MIN_TOKENS` different tokens are compared for equality alone. Negatives are not looked at. A labelled
+    Coverage (`BM25.coverage`) is the share of the evaluation text's BM25 weight that the training text holds, each
+    token counted once. Like is compared with like, since a document covers every question that it answers. Evaluation
+    texts of fewer than `MIN_TOKENS` different tokens are compared for equality alone. Negatives are not looked at. A labelled
     text counts as a query.
 
     Args:
@@ -245,12 +242,10 @@ def find_contaminated(
     shard_size: int = SHARD_ROWS,
     task: ArrayTask | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """For each record of a source, whether it resembles an evaluation text (see `Decontaminator`).
+    """`KEPT`, `EQUAL` or `SIMILAR` for each record (see `Decontaminator`), (rows,) uint8, memory-mapped.
 
     Arguments and errors as in `find_duplicates`; `rule` says what the model is to be evaluated on, and how near is too
-    near. Gives `KEPT`, `EQUAL` or `SIMILAR` for each record, (rows,) uint8, memory-mapped.
-
-    Memory: 1 byte a record, and the evaluation texts.
+    near. Memory: 1 byte a record, and the evaluation texts.
     """
     table = source.table
     fields = {

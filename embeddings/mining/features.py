@@ -55,11 +55,7 @@ class PairFeatures(ABC):
         """The query's part and the document's of the features of some rows, (n, d) float32 each."""
 
     def rows(self, rows: Int64s, swapped: bool = False) -> Vectors:
-        """The features of some rows, (n, embedding_dim) float32, unit rows.
-
-        Args:
-            rows: Rows in ascending order, (n,) int64.
-            swapped: Whether the document comes first.
+        """The features of ascending rows, (n, embedding_dim) float32, unit rows; `swapped` puts the document first.
 
         Raises:
             InputError: If a row has no direction; the message names it.
@@ -75,14 +71,11 @@ class VectorFeatures(PairFeatures):
 
     Args:
         vectors: The surrogate's unit vectors.
-        svd_dim: Width to reduce to, or None.
+        svd_dim: Width to reduce to, 1 to twice the vectors' width, or None.
         seed: Decides which rows the axes are computed of, where there are more than 131,072.
         row_name: What a message calls a row, such as its file and line.
 
     Precision: second moments in float64; products with the axes in float32.
-    Raises:
-        OptionError: If svd_dim does not lie in 1 … twice the vectors' width.
-
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix; reduction as in the released code.
     """
 
@@ -130,22 +123,14 @@ class VectorFeatures(PairFeatures):
 
 
 def check_svd_dim(svd_dim: int | None, embedding_dim: int) -> None:
-    """Refuse a width that [q; d] cannot be reduced to.
-
-    Raises:
-        OptionError: If it does not lie in 1 … twice the vectors' width.
-    """
+    """Refuse a width that [q; d] cannot be reduced to."""
     if svd_dim is not None and not 1 <= svd_dim <= 2 * embedding_dim:
         rule = f"must lie in 1 … {2 * embedding_dim}, twice the vectors' width"
         raise OptionError("svd_dim", svd_dim, rule, "128 is usual")
 
 
 def unit_features(vectors: Vectors, rows: Int64s, row_name: RowName = "row {}".format) -> Vectors:
-    """The vectors of some rows of the source at unit length, (n, d) float32.
-
-    Raises:
-        InputError: If a vector is zero, NaN or infinite; the message names its row.
-    """
+    """The vectors of some rows at unit length, (n, d) float32; an `InputError` names a row that has no direction."""
     length_N1 = np.linalg.norm(vectors, axis=1, keepdims=True)
     bad = np.flatnonzero(~(np.isfinite(length_N1[:, 0]) & (length_N1[:, 0] > 0)))
     if len(bad):
@@ -213,7 +198,7 @@ class Bm25Features(PairFeatures):
         self.fields = {"features": "bm25", "svd_dim": self._dim}
 
     def fit(self) -> dict[str, NDArray[Any]]:
-        """The terms that occur, (t,); their weights, (t,); the texts' mean length, (); the axes, (t, svd_dim)."""
+        """The terms that occur, (t,), their weights, (t,), the texts' mean length and the axes, (t, svd_dim)."""
         from sklearn.decomposition import TruncatedSVD
 
         rows = sample_rows(self.num_rows, MAX_FITTED_ROWS, derive_seed(self._seed, "bm25"))

@@ -38,14 +38,7 @@ MAX_OWN_TEXTS = 256
 
 
 class MinedShard(NamedTuple):
-    """What was found for a shard of queries.
-
-    Attributes:
-        queries: Their rows.
-        negatives: Their negatives, and what was removed.
-        positive_score_P: Mean of the teachers' scores of each positive, query after query, (P,) float32.
-        num_candidates: Candidates that the search brought, and with levels those drawn or judged beside them.
-    """
+    """The negatives of a shard of queries, and the teachers' mean score of each positive, (P,), query after query."""
 
     queries: range
     negatives: Negatives
@@ -57,8 +50,7 @@ class MinedShard(NamedTuple):
 class ShardMiner:
     """Finds the negatives of a shard of queries.
 
-    Memory: vectors of one shard of queries and one tile of documents, and the candidates of the shard; it does not grow
-    with the source.
+    Memory: the shard's query vectors and candidates, and one tile of documents.
 
     Attributes:
         index: The source's queries and documents.
@@ -77,11 +69,7 @@ class ShardMiner:
     qrels: DocumentQrels | None = None
 
     def mine(self, shard: int) -> MinedShard:
-        """The negatives of the queries in a shard of the query vectors.
-
-        Raises:
-            InputError: If a vector is zero, not finite or not of unit length, or a shard is damaged.
-        """
+        """The negatives of the queries in a shard of the query vectors."""
         queries = self.vectors[0].query_shards.rows(shard)
         query_TQD = [np.array(vectors.query_shards.load(shard)) for vectors in self.vectors]
         for vectors, query_QD in zip(self.vectors, query_TQD, strict=True):
@@ -225,11 +213,7 @@ def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path:
 
 
 def read_shard(path: Path) -> pa.Table:
-    """The file of a shard.
-
-    Raises:
-        InputError: If it is missing or damaged.
-    """
+    """The mined columns of a shard."""
     try:
         with pq.ParquetFile(path) as file:
             return file.read()
@@ -253,16 +237,10 @@ def with_mined(records: Sequence[Record], mined: pa.Table, graded: bool, scores:
 
 
 def report_levels(shards: Iterable[Mapping[str, Mapping[str, float]] | None]) -> ByLevel | None:
-    """What all shards have of each level, for the report.
+    """What all shards have of each level (see `shard_counts`), for the report; None without levels.
 
-    Args:
-        shards: The levels of `shard_counts`, shard by shard.
-
-    Returns:
-        For each level its `num_negatives`, the number of records that lack it (`num_lacking`), and `lowest_score`,
-        `mean_score` and `highest_score`, None where no record has it; None without levels.
-
-    Precision: means in float64.
+    For each level its `num_negatives`, the number of records that lack it (`num_lacking`), and `lowest_score`,
+    `mean_score` (in float64) and `highest_score`, None where no record has it.
     """
     found = [shard for shard in shards if shard is not None]
     if not found:

@@ -39,7 +39,7 @@ class NegativeRules:
         seed: Seed of the draw, and of the lists of an approximate search.
 
     Raises:
-        OptionError: If a value is impossible or cannot take effect.
+        OptionError: If a value is impossible.
     """
 
     num_negatives: int | None = None
@@ -73,15 +73,15 @@ class NegativeRules:
 
 
 class ScoredCandidates(NamedTuple):
-    """The documents that a search brought for each query, in any order.
+    """The documents that a search found for each query, in any order.
 
     Attributes:
-        row_QC: Documents, (Q, C) int64; -1 where there is none.
-        hash_QC: Their texts' hashes, (Q, C) int64.
-        score_TQC: Their scores by each of T teachers, (T, Q, C) float32.
-        drawn_QC: Which were drawn from all documents, for which no rank is too low, (Q, C); None for no draw.
-        level_QC: The level of those that people judged to be less relevant than the positive, which neither ranks nor
-            margins take away, 0 of the others, (Q, C) int8; None where nobody judged.
+        row_QC: Documents, int64; -1 where there is none.
+        hash_QC: Their texts' hashes.
+        score_TQC: Their scores by each of T teachers.
+        drawn_QC: Which were drawn from all documents, for which no rank is too low; None for no draw.
+        level_QC: The level of those judged less relevant than the positive, 0 of the others; None where nobody judged.
+            Neither ranks nor margins remove judged documents.
     """
 
     row_QC: Int64s
@@ -95,13 +95,11 @@ class MinedQueries(NamedTuple):
     """What is known of the queries.
 
     Attributes:
-        number_Q: Their rows in the source, (Q,) int64.
-        hash_Q: Their texts' hashes, (Q,) int64.
-        group_Q: Which known positives are each query's: those of its group, (Q,) int64.
-        known_group_P: The group of each known positive, (P,) int64.
-        known_row_P: Its document, (P,) int64.
-        known_hash_P: Its text's hash, (P,) int64.
-        positive_score_TQ: The lowest score of the record's own positives by each teacher, (T, Q) float32.
+        number_Q: Their rows in the source.
+        hash_Q: Their texts' hashes.
+        group_Q: The group of each, whose known positives answer it.
+        known_group_P, known_row_P, known_hash_P: Group, document and text hash of each known positive.
+        positive_score_TQ: The lowest score of the record's own positives by each teacher.
     """
 
     number_Q: Int64s
@@ -117,11 +115,11 @@ class Negatives(NamedTuple):
     """The negatives of each query, hardest first.
 
     Attributes:
-        row_QN: Documents, (Q, N) int64; -1 where fewer are left.
-        score_QN: Mean of the teachers' scores, (Q, N) float32; -inf where the row is -1.
+        row_QN: Documents, int64; -1 where fewer are left.
+        score_QN: Mean of the teachers' scores; -inf where the row is -1.
         removed: Number of candidates that each rule removed, by `REASONS`; a candidate counts for the first of them.
         num_left: Number of candidates that no rule removed, chosen or not.
-        level_N: The level of each column, (N,) int8, ascending; None for negatives without levels.
+        level_N: The level of each column, ascending; None for negatives without levels.
     """
 
     row_QN: Int64s
@@ -135,11 +133,11 @@ class Remaining(NamedTuple):
     """The candidates of each query, hardest first, and what the rules leave of them.
 
     Attributes:
-        order_QC: Place of each in the order that it was given in, (Q, C) int64.
-        row_QC: Documents, (Q, C) int64; -1 where there is none.
-        mean_QC: Mean of the teachers' scores, (Q, C) float32.
-        rank_QC: Rank of each among those that neither answer the query nor repeat a text, from 1, (Q, C) int64.
-        left_QC: Which no rule removed, (Q, C).
+        order_QC: Place of each in the order that it was given in.
+        row_QC: Documents; -1 where there is none.
+        mean_QC: Mean of the teachers' scores.
+        rank_QC: Rank of each among those that neither answer the query nor repeat a text, from 1.
+        left_QC: Which no rule removed.
         removed: See `Negatives`.
     """
 
@@ -157,26 +155,14 @@ class Remaining(NamedTuple):
 
 
 def choose_negatives(candidates: ScoredCandidates, queries: MinedQueries, rules: NegativeRules) -> Negatives:
-    """The negatives of each query: what remains of its candidates, the hardest or a random choice of them.
+    """Up to `rules.count` negatives of each query: the hardest of what remains of its candidates, or a random choice.
 
     1. A candidate that is known to answer the query (by row or by text) goes, and one that is the query's own text, and
        all but the first of equal texts.
-    2. The others are ranked by the mean of the teachers' scores, of equal ones the lower row first. Ranks outside of
-       `first_rank` … `last_rank` go. Scores are averaged as they are: of two teachers the one whose scores lie further
-       apart decides more of the order.
-    3. A candidate that any teacher scores too near to the positive goes: each teacher's score is held against its own
-       score of the positive, so teachers of different scales do not mix. Of several positives the lowest counts.
-
-    Ranks are those of the search, not of what the margins leave: `first_rank` 30 means the same with and without a
-    margin.
-
-    Args:
-        candidates: Documents with their scores.
-        queries: Queries, their known positives and the scores of these.
-        rules: The rules.
-
-    Returns:
-        Up to N = `rules.count` negatives a query.
+    2. The others are ranked by the mean of the teachers' scores as they are, of equal ones the lower row first. Ranks
+       outside of `first_rank` … `last_rank` go; they do not depend on the margins.
+    3. A candidate goes that any teacher scores too near to the positive, by its own score of the positive, so that
+       scales do not mix. Of several positives the lowest counts.
 
     Precision: means and thresholds in float64 from float32 scores.
     Determinism: a random choice is a function of (seed, query, document): neither the order of the candidates nor the
@@ -231,10 +217,10 @@ def remaining(candidates: ScoredCandidates, queries: MinedQueries, rules: Negati
 def take(
     found: Remaining, left_QC: Mask, count: int, number_Q: Int64s, rules: NegativeRules, later_QC: Mask | None = None
 ) -> tuple[Int64s, Floats]:
-    """Up to `count` candidates of each query, the hardest or a draw as the rules say, in the order of their scores.
+    """Up to `count` candidates of each query, the hardest or a draw, by score: documents and mean scores, (Q, N) each.
 
-    Those of `left_QC` may be taken, those of `later_QC` only where the others are too few, (Q, C) each. Gives documents
-    and mean scores, (Q, N) each; document -1 with score -inf where fewer may be taken.
+    Those of `left_QC` may be taken, those of `later_QC` only where the others are too few. Where fewer may be taken,
+    the document is -1 and the score -inf.
     """
     num_places, key_QC = left_QC.shape[1], np.zeros(left_QC.shape, np.uint64)
     if rules.choice == "random":
@@ -292,7 +278,7 @@ class LevelRules:
         judged_in: Where they come from, for messages.
 
     Raises:
-        OptionError: If the kind is unknown, or judgments are missing or cannot take effect.
+        OptionError: If judgments are missing or cannot take effect.
     """
 
     kind: LevelKind
@@ -313,11 +299,7 @@ class LevelRules:
         return {"kind": self.kind} | ({} if self.judged is None else {"judgments_sha256": self.judged.sha256()})
 
     def document_qrels(self, index: PairIndex) -> DocumentQrels | None:
-        """The judgments of a source's queries, for grades.
-
-        Raises:
-            InputError: If none of them is judged.
-        """
+        """The judgments of a source's queries, for grades."""
         return None if self.judged is None else DocumentQrels(self.judged, index, self.judged_in)
 
 
@@ -329,10 +311,7 @@ def require_even_levels(rules: NegativeRules) -> None:
 
 
 def draw_documents(number_Q: Int64s, num_documents: int, rules: NegativeRules) -> Int64s:
-    """Documents drawn for each query from all there are, with replacement, one for each rank considered, (Q, R) int64.
-
-    Determinism: a function of (seed, row of the query in the source, number of documents).
-    """
+    """Documents drawn from all, one for each rank considered, (Q, R): a function of the seed and the query's row."""
     num_drawn = min(rules.last_rank - rules.first_rank + 1, num_documents)
     key_Q = mix_bits(number_Q.astype(np.uint64) ^ np.uint64(derive_seed(rules.seed, "level draws")))
     number_QR: npt.NDArray[np.uint64] = key_Q[:, None] ^ np.arange(num_drawn, dtype=np.uint64)
@@ -350,18 +329,17 @@ def choose_levels(
     """Up to `rules.count` / 4 negatives of each level, 1 (hardest) to 4, for each query.
 
     The candidates are the rank window's and as many documents drawn from all there are, since MGH's levels span a broad
-    spectrum of similarity (Figure 2) and the nearest documents are all hard. All that a plain mining takes away goes
-    here too, but no rank is too low for a drawn document, and neither ranks nor margins take away what people judged.
+    spectrum of similarity (Figure 2) and the nearest documents are all hard. The rules of `choose_negatives` hold, but
+    no rank is too low for a drawn document, and neither ranks nor margins remove what people judged.
 
-    `quantiles`: what is left of a query's candidates after the margins, hardest first, is cut into four parts of one
-    size: level 1 is the nearest quarter, level 4 the farthest. Parts are of each query's own scores, since MGH's levels
-    are an order of one query's negatives (Section 2.1); the report gives the range of each level. Where parts cannot be
-    of one size, the easier ones are larger by one; of fewer than four candidates the hardest levels stay empty.
+    `quantiles`: what is left of a query's candidates, hardest first, is cut into four parts of one size, level 1 the
+    nearest quarter, since MGH's levels order one query's negatives (Section 2.1). Where parts cannot be of one size,
+    the easier ones are larger by one; of fewer than four candidates the hardest levels stay empty.
 
-    `grades`: a document that people judged has the level of its grade (`DocumentQrels`): 1 for one step below the
-    positive, as MGH's prompt asks of a hard negative (Appendix A.1); 2 for further below and relevant still; 3 for
-    irrelevant. What nobody judged is taken for irrelevant: one of the window has level 3 and is taken where too few
-    judged ones are left, a drawn one has level 4. A query for which nobody judged anything has no negatives.
+    `grades`: a judged document has the level of its grade (`DocumentQrels`): 1 for one step below the positive, as
+    MGH's prompt asks of a hard negative (Appendix A.1); 2 for further below and relevant still; 3 for irrelevant. What
+    nobody judged is taken for irrelevant: one of the window has level 3 and is taken where too few judged ones are
+    left, a drawn one has level 4. A query for which nobody judged anything has no negatives.
 
     Args:
         candidates: Documents of the window, the draw and the judgments, with their scores.
@@ -371,9 +349,8 @@ def choose_levels(
         judged_Q: With grades, which queries were judged, (Q,).
 
     Returns:
-        Level by level and hardest first within a level; `removed` also counts `query_not_judged` with grades.
+        Level by level, hardest first within each; with grades `removed` also counts `query_not_judged`.
 
-    Determinism: as `choose_negatives`, which gives negatives without levels.
     Source: MGH, Sections 2.1 and 5.1. Differs: the paper's levels are written by a language model. Its mean
         similarities to the query, by an unbiased judge, are .881, .857, .845 and .793 for levels 1 to 4 (Table 4).
     """
@@ -408,9 +385,9 @@ def choose_levels(
 def mark(
     row_QC: Int64s, num_documents: int, drawn_QR: Int64s, query_L: Int64s, row_L: Int64s, level_L: Int8s
 ) -> tuple[Mask, Int8s]:
-    """Which candidates of each query were drawn, (Q, C), and the levels of those that were judged, 0 for none, (Q, C).
+    """Which candidates were drawn, (Q, C), and the levels of those that were judged, 0 for none, (Q, C).
 
-    A judged document is a query's place (`query_L`), a document (`row_L`) and its level (`level_L`), (L,) each.
+    A judged document is a query's place (`query_L`), a document (`row_L`) and its level (`level_L`).
     """
     query_Q1 = np.arange(len(row_QC))[:, None]
     key_QC = np.where(row_QC < 0, -1, query_Q1 * num_documents + row_QC)

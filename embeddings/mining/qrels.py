@@ -34,14 +34,14 @@ class TextQrels(NamedTuple):
 
     @classmethod
     def of(cls, judged: Iterable[tuple[str, str, float]], where: str) -> Self:
-        """Judgments of texts, as (query, document, grade). Of a pair that is judged twice the higher grade counts.
+        """Judgments as (query, document, grade); of a pair that is judged twice the higher grade counts.
 
         Args:
             judged: The judgments.
             where: Where they come from, for messages.
 
         Raises:
-            InputError: If no document is relevant, or all are alike, so that no grade lies below another.
+            InputError: If no document is relevant, or all have one grade.
         """
         found: dict[tuple[int, int], float] = {}
         for query, document, grade in judged:
@@ -63,15 +63,13 @@ class TextQrels(NamedTuple):
 
 
 class QueryQrels(NamedTuple):
-    """What is judged of some queries; groups are those of `KnownPositives`.
+    """What is judged of some queries, by the groups of `KnownPositives`.
 
     Attributes:
-        is_judged_G: Whether any document of the corpus is judged for a group, (G,).
-        positive_group_P: Group of each document that is judged at least as relevant as the positives, (P,) int64.
-        positive_row_P: The document, (P,) int64.
-        lower_group_L: Group of each document that is judged less relevant, (L,) int64, ascending.
-        lower_row_L: The document, (L,) int64.
-        lower_level_L: Its level, 1 to 3, (L,) int8.
+        is_judged_G: Whether any document of the corpus is judged for a group.
+        positive_group_P, positive_row_P: Documents judged at least as relevant as the positives.
+        lower_group_L, lower_row_L: Documents judged less relevant, by ascending group.
+        lower_level_L: Their levels, 1 to 3.
     """
 
     is_judged_G: Mask
@@ -86,18 +84,12 @@ class DocumentQrels:
     """Judgments of a source's queries, by the rows of its documents.
 
     The level of a document says how far below the positives it was judged: 1 for the next lower grade, 2 for a lower
-    one that is relevant still, 3 for not relevant at all. Grades count in the steps of those that the judgments use
-    anywhere, and from the lowest grade of the documents that the source names as positives of the query. A positive
-    that nobody judged, or that was judged irrelevant, counts as one of the lowest relevant grade, so that nothing
-    relevant becomes a negative. Documents that were judged as relevant as the positives are positives too.
+    one that is relevant still, 3 for not relevant at all. A step is from one grade used anywhere to the next. Steps
+    count from the lowest grade of the query's positives; a positive that nobody judged, or that was judged irrelevant,
+    counts as one of the lowest relevant grade, so that nothing relevant becomes a negative. Documents judged as
+    relevant as the positives are positives too.
 
-    Args:
-        judged: The judgments.
-        index: The source's queries and documents.
-        where: Where the judgments come from, for messages.
-
-    Raises:
-        InputError: If none of the source's queries is judged.
+    Raises `InputError` if none of the source's queries is judged; `where` names the judgments.
     """
 
     def __init__(self, judged: TextQrels, index: PairIndex, where: str) -> None:
@@ -116,7 +108,7 @@ class DocumentQrels:
             raise InputError(where, "judges no document for any query of the source", fix)
 
     def of_queries(self, hash_Q: Int64s, known: KnownPositives) -> QueryQrels:
-        """What is judged of some queries, by their text hashes, (Q,) int64, and known positives."""
+        """What is judged of the queries with these text hashes and known positives."""
         hash_G = np.zeros(int(known.group_Q.max()) + 1, np.int64)
         hash_G[known.group_Q] = hash_Q
         start_G = np.searchsorted(self._query_hash_J, hash_G, side="left")

@@ -56,10 +56,10 @@ class DocumentSearch(Protocol):
 
         Args:
             query_QD: Unit vectors, (Q, D) float32.
-            top_k: Documents of a query, at most; K is the smaller of this and the number of documents.
+            top_k: Maximum documents of a query; K is the smaller of this and the number of documents.
 
         Returns:
-            Scores and rows, (Q, K), best first; of equal scores the lower row first; row -1 with score -inf where no
+            Scores and rows, (Q, K), best first, of equal scores the lower row first; row -1 with score -inf where no
             more are found.
 
         Raises:
@@ -75,10 +75,6 @@ class CoarseSearch:
     q d - q' d' = (q - q') d + q' (d - d') is at most |q - q'| + |q'| |d - d'|; the two distances are measured, and come
     to about 0.001 each in bfloat16, whose product is rounded once more when it is stored. Float32 loses nothing but the
     rounding of its sums.
-
-    Args:
-        query_QD: Unit vectors, (Q, D) float32.
-        dtype: Dtype of the products.
     """
 
     def __init__(self, query_QD: Floats, dtype: torch.dtype) -> None:
@@ -119,14 +115,10 @@ class CoarseSearch:
 def score_bound(
     last_Q: Floats, lost_Q: Floats | float, most_lost: float, embedding_dim: int, dtype: torch.dtype
 ) -> Floats:
-    """The most that a document can truly score whose product of rounded vectors is at most `last_Q`.
+    """The most that a document can truly score whose product of rounded vectors is at most `last_Q`, stored in `dtype`.
 
-    Args:
-        last_Q: Scores, (Q,), stored in `dtype`.
-        lost_Q: How far each query lies from its rounded one.
-        most_lost: The same of any document.
-        embedding_dim: Width of the vectors.
-        dtype: Dtype of the products, which are summed in float32.
+    `lost_Q` is how far each query lies from its rounded one, `most_lost` the same of any document. Products are summed
+    in float32.
     """
     # Half a unit in the last place; float32 stores its sums as they are.
     stored = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
@@ -150,10 +142,6 @@ class ExactSearch:
     Precision: a score is the inner product summed in float64, rounded to float32.
     Determinism: scores and rows are the same whatever the size of shards and the number of queries in a call.
     Memory: two tiles of 48 MiB, 32 MiB of scores, and 12 bytes for each of (2 `top_k` + 16) documents of a query.
-
-    Args:
-        documents: Unit vectors.
-
     Related: `GpuSearch`, which does the same on a GPU.
     """
 
@@ -218,11 +206,7 @@ def check_search(documents: VectorShards, query_QD: Floats, top_k: int) -> None:
 
 
 def tiles(documents: VectorShards) -> Iterator[tuple[int, Floats]]:
-    """All vectors in pieces of at most `TILE_BYTES`, each with its first row; a piece is valid until the next one.
-
-    Raises:
-        InputError: If a shard is damaged, or a vector is zero, not finite or not of unit length.
-    """
+    """All unit vectors in pieces of at most `TILE_BYTES`, each with its first row and valid until the next one."""
     size = max(1, TILE_BYTES // (4 * documents.embedding_dim))
     tile_TD = np.empty((min(size, documents.num_rows), documents.embedding_dim), np.float32)
 
@@ -235,12 +219,9 @@ def tiles(documents: VectorShards) -> Iterator[tuple[int, Floats]]:
 def fill(
     tile_TD: npt.NDArray[Any], documents: VectorShards, check: Callable[[Floats, int, int], None] | None = None
 ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """All vectors in pieces that fill an array of float32 or float16, each with its first row.
+    """All vectors in pieces that fill an array of float32 or float16, each with its first row, valid until the next.
 
-    Args:
-        tile_TD: The array; it has a piece until the next one.
-        documents: The vectors.
-        check: Is called with parts of each shard, the shard, and the part's first row in it.
+    `check` is called with parts of each shard, the shard, and the part's first row in it.
     """
     size, first_row, filled = len(tile_TD), 0, 0
     for shard in range(documents.num_shards):
@@ -289,7 +270,7 @@ def in_order(query_QD: Floats, row_QK: Rows, documents: VectorShards, top_k: int
 def pair_scores(query_QD: Floats, query_P: Rows, row_P: Rows, documents: VectorShards) -> Floats:
     """The inner products of pairs of a query and a document, (P,) float32; shards are read in order, each once.
 
-    Precision: summed in float64, so that a pair has one score whatever it is computed beside.
+    They are summed in float64, so that a pair has one score whatever it is computed beside.
     """
     order_P = np.argsort(row_P, kind="stable")
     shard_P = row_P[order_P] // documents.shard_size
@@ -316,17 +297,10 @@ _STRIPES = 16
 
 
 def topk_per_row(score_QT: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The `top_k` largest values of each row, in no order.
+    """The `top_k` largest values of each row in float32 and their places, (Q, `top_k`), in no order, on any device.
 
     A row is laid out in stripes, one below the other. The columns whose largest values are the `top_k` largest of all
     columns hold the `top_k` largest values of the row: each of them has one that no other column exceeds.
-
-    Args:
-        score_QT: Values, (Q, T), without NaN, on any device.
-        top_k: How many, 1 to T.
-
-    Returns:
-        The values in float32 and their places in the row, (Q, `top_k`). Of equal values any may be among them.
     """
     num_columns = score_QT.shape[1] // _STRIPES
     if num_columns <= top_k:
@@ -374,10 +348,6 @@ class IvfSearch:
         lists: Folder of `list-<i>.npy` for each shard of the documents, (n,) int32.
         num_probes: Lists searched for a query.
         gpu: Whether faiss runs on the first GPU.
-
-    Raises:
-        MissingExtraError: If faiss is not installed.
-        OptionError: If a GPU is asked for and there is none.
     """
 
     def __init__(
@@ -446,7 +416,7 @@ def build_ivf(
         task: Which shards are this process's; it also makes what the others left.
 
     Raises:
-        InputError: If a vector is zero, not finite or not of unit length, or the folder was made of other inputs.
+        InputError: If a vector is not of unit length, or the folder was made of other inputs.
         MissingExtraError: If faiss is not installed.
         OptionError: If there are more lists than documents or fewer than probes, or there is no GPU.
     """
@@ -472,11 +442,7 @@ def build_ivf(
 
 
 def ivf_sizes(num_documents: int, num_lists: int | None = None, num_probes: int | None = None) -> tuple[int, int]:
-    """The number of lists, and of those that are searched for a query: what is given, or `build_ivf`'s defaults.
-
-    Raises:
-        OptionError: If there are more lists than documents or fewer than probes.
-    """
+    """The number of lists, and of those that are searched for a query: what is given, or `build_ivf`'s defaults."""
     if num_lists is None:
         num_lists = max(1, min(int(4 * num_documents**0.5), MAX_LISTS, num_documents // 39))
     if not 1 <= num_lists <= num_documents:

@@ -38,10 +38,6 @@ class VectorIndex:
 
     A query is compared with the documents of the lists whose centroids are nearest to it.
 
-    Args:
-        lists: The faiss index.
-        path: Its file.
-
     Attributes:
         num_lists: Number of lists.
         num_probes: Lists searched for a query.
@@ -105,7 +101,6 @@ def build_index(
         seed: Seed of the sample and of the k-means.
 
     Memory: all vectors, once.
-
     Raises:
         InputError: If a vector is zero or not finite, or the vectors are int8 or binary, smaller than their index.
         MissingExtraError: If faiss is not installed.
@@ -144,13 +139,7 @@ def build_index(
 def recall_of(index: VectorIndex, folder: VectorFolder, num_queries: int = 200, top_k: int = 10) -> float:
     """The share of documents' nearest neighbours that an index finds.
 
-    Documents spread evenly over the folder are the queries; that each finds itself is left out.
-
-    Args:
-        index: The folder's index.
-        folder: The vectors.
-        num_queries: How many documents are queries, at most.
-        top_k: Neighbours of each, at most.
+    Up to `num_queries` documents, spread evenly over the folder, are the queries; that each finds itself is left out.
     """
     row_Q = np.unique(np.linspace(0, folder.num_documents - 1, num_queries).astype(np.int64))
     query_QD = unit_rows(folder.shards.take(row_Q, unit=False))

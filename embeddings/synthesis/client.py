@@ -45,11 +45,11 @@ class UnansweredError(Exception):
 
 
 class Request(NamedTuple):
-    """One prompt.
+    """One prompt, sent as one user message.
 
     Attributes:
         key: Its name in the journal.
-        prompt: What the model reads, as one user message.
+        prompt: What the model reads.
         seed: The endpoint's own random seed for it.
         wants_object: Whether the answer is to be a JSON object.
     """

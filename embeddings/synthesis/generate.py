@@ -218,7 +218,7 @@ def plan_items(plan: Plan, templates: Templates, tasks: Mapping[str, Sequence[st
 def dry_run(plan: Plan, templates: Templates) -> str:
     """The first prompts of both stages for each category, and the least number of each, as text.
 
-    Before stage one has run there is no task: the example's prompt shows a reference task in its place.
+    Without a task file the example's prompt shows a reference task.
     """
     tasks = None if plan.tasks is None else read_task_file(plan.tasks, plan.categories)
     counts, parts = Counter(category.name for category, _ in plan.order()), []
@@ -241,11 +241,7 @@ def brainstorm(
 ) -> tuple[list[str], list[Rejection]]:
     """Ask for lists of tasks until there are enough different ones; gives up to `num_tasks`, and what was rejected.
 
-    Each round asks for as many lists as the missing tasks would fill, and takes them in order; what a round asks for
-    follows from the answers of the rounds before.
-
-    Raises:
-        InputError: If no answer holds a task.
+    Each round asks for as many lists as the missing tasks would fill, so it follows from the answers of those before.
     """
     found: dict[str, str] = {}
     rejections: list[Rejection] = []
@@ -283,11 +279,7 @@ def brainstorm(
 
 
 def read_task_file(path: Path, categories: Sequence[Category]) -> dict[str, list[str]]:
-    """The tasks that another job wrote (`tasks.jsonl`), by category; those of other categories are left out.
-
-    Raises:
-        InputError: If the file cannot be read, a row is no task, or one of the categories has none.
-    """
+    """The tasks that another job wrote (`tasks.jsonl`), by category; those of other categories are left out."""
     if not path.is_file():
         raise InputError(str(path), "no such file", "give the tasks.jsonl of another job")
     tasks: dict[str, dict[str, str]] = {category.name: {} for category in categories}
@@ -328,20 +320,8 @@ def regenerate_negatives(
     Everything else of a record stays. The prompt shows the query and the first positive. A record whose every answer is
     rejected is left out, and `rejected.jsonl` has its row and the reason: `row-0` is the source's first record.
 
-    The folder gets `records.jsonl`; for its other files, determinism and guarantees see `synthesize`.
-
-    Args:
-        source: A source of pairs.
-        output: The folder, as for `synthesize`.
-        templates: The prompts of MGH.
-        client: The endpoint.
-        seed: Seed of the requests.
-        limits: How the endpoint is used.
-        budget: What it may cost.
-
-    Raises:
-        InputError: As `synthesize`, or if the source cannot be used.
-        EndpointError: The same.
+    The folder gets `records.jsonl`; for its other files, arguments, errors, determinism and guarantees see
+    `synthesize`. The templates are MGH's.
 
     Source: Pan et al. 2025 (MGH), section 2.1. Differs: the prompt is ours.
     """

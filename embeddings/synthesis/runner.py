@@ -111,13 +111,7 @@ class Budget:
 
 
 class RateLimiter:
-    """Spaces requests evenly, without bursts; each waits until the tokens of earlier answers are worked off.
-
-    Args:
-        limits: The rates.
-        clock: Seconds on a monotonic clock.
-        sleep: Waits for some seconds.
-    """
+    """Spaces requests evenly, without bursts; each waits until the tokens of earlier answers are worked off."""
 
     def __init__(
         self, limits: Limits, clock: Callable[[], float] = time.monotonic, sleep: Sleep = asyncio.sleep
@@ -155,16 +149,13 @@ class RateLimiter:
 class Journal:
     """Answers by the key of their request, one JSON line each, on disk before `append` returns.
 
-    A line that a kill cut off is dropped when the file is opened again; all lines before it stay.
+    A line that a kill cut off is dropped when the file is opened again; all lines before it stay. A line before the
+    last that is no answer is an `InputError`. In memory are a key and a number an answer.
 
     Attributes:
         prompt_tokens: Tokens of all prompts so far, where the endpoint says.
         completion_tokens: Tokens of all answers so far.
         num_answers: Answers so far, refusals not counted.
-
-    Memory: a key and a number an answer; the answers stay on disk.
-    Raises:
-        InputError: If a line before the last is no answer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -183,11 +174,9 @@ class Journal:
             raise
 
     def __len__(self) -> int:
-        """Number of requests with an answer."""
         return len(self._places)
 
     def __contains__(self, key: str) -> bool:
-        """Whether a request has its answer."""
         return key in self._places
 
     def get(self, key: str) -> Answer | None:
@@ -217,7 +206,6 @@ class Journal:
         self._note(key, place, answer)
 
     def close(self) -> None:
-        """Close the file."""
         self._reader.close()
         self._file.close()
 
@@ -249,11 +237,7 @@ class Journal:
 
 @contextmanager
 def open_journal(path: Path) -> Iterator[Journal]:
-    """A journal that this process alone holds, closed on leaving.
-
-    Raises:
-        InputError: If another process holds it, or a line before the last is no answer.
-    """
+    """A journal that this process alone holds, closed on leaving."""
     lock = path.with_name(f".{path.name}.lock")
     with file_lock(lock, wait=False) as held:
         if not held:
@@ -296,11 +280,9 @@ class RequestRunner:
         self._is_connected = False
 
     def __enter__(self) -> Self:
-        """The runner; the first request connects."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the connections."""
         if self._is_connected:
             self._loop.run(self._connection.aclose())
         self._loop.close()

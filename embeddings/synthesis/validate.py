@@ -39,14 +39,12 @@ class RejectedAnswer(Exception):
 
 
 class Answer(NamedTuple):
-    """One answer of an endpoint, as the journal keeps it.
+    """One answer of an endpoint, as the journal keeps it; numbers of tokens are None where the endpoint does not say.
 
     Attributes:
         content: What the model wrote, or None.
         finish_reason: Why it ended, as the endpoint says: `stop`, `length`, `content_filter`, …
         refused: Why the model or the endpoint did not answer this prompt, or None.
-        prompt_tokens: Tokens of the prompt, or None where the endpoint does not say.
-        completion_tokens: Tokens of the answer, or None.
     """
 
     content: str | None
@@ -69,9 +67,6 @@ def parse_answer(answer: Answer) -> Parsed:
     Repaired, in this order and as far as is needed: a model's thoughts before the answer, a code fence, text around the
     outermost brackets, raw line breaks inside texts, commas before closing brackets, and Python's way of writing lists
     and objects. Nothing is ever added to an answer that ends too early.
-
-    Raises:
-        RejectedAnswer: If the model refused, wrote nothing or was cut off, or this is no JSON.
     """
     if answer.refused is not None or answer.finish_reason == "content_filter":
         raise RejectedAnswer("refused", answer.refused or "the endpoint's filter")
@@ -162,9 +157,6 @@ def read_tasks(parsed: Parsed) -> list[str]:
 
     Entries that are no text, are empty, longer than `MAX_TASK_CHARACTERS` or hold unprintable characters are left out,
     and so are copies. White space and numbering are put in order.
-
-    Raises:
-        RejectedAnswer: If no task is left.
     """
     value = parsed.value
     if isinstance(value, dict):
@@ -184,18 +176,10 @@ def read_tasks(parsed: Parsed) -> list[str]:
 
 
 def read_example(parsed: Parsed, category: Category, task: str, prompt: str, id: str) -> Draft:
-    """The record that an answer to an example prompt holds.
+    """The record `id` that an answer to an example prompt holds; its instruction is the category's own, or the task.
 
-    Args:
-        parsed: The answer.
-        category: What it must hold.
-        task: The task, which becomes the record's instruction unless the category has its own.
-        prompt: The prompt, whose own example texts are no data.
-        id: The record's name.
-
-    Raises:
-        RejectedAnswer: If a field is missing or of a wrong type, a text is empty, unusable or comes twice, the levels
-            are not those asked for, the query is a seed's, or the query (a label: the text) gives the answer away.
+    Rejected: a field that is missing or of a wrong type; a text that is empty, unusable, or comes twice; levels other
+    than those asked for; a query that a seed has, or that gives the answer away. The prompt's own texts are no data.
     """
     value = _object(parsed.value)
     query = _text(value, category.query_field, prompt)
