@@ -46,7 +46,7 @@ from embeddings.mining import (
 )
 from embeddings.mining.faiss_library import load_faiss
 from embeddings.mining.features import Bm25Features, VectorFeatures, check_svd_dim
-from embeddings.mining.qrels import TextQrels
+from embeddings.mining.negatives import TextQrels
 
 SuspectRows = Literal["refuse", "leave_out", "keep"]
 

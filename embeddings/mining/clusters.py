@@ -207,25 +207,26 @@ def _make(
     """Do the task's part of the stages that are left, as long as no other task finishes the job."""
     with job.lock():
         # Under the lock, so that no part is opened again that a finished job has removed.
-        if _is_finished(job):
+        if job.complete:
             return
         fields = {name: value for name, value in job.fields.items() if name != "num_shards"}
         learning = ShardedJob(work / "features", {**fields, "kind": "features"}, 1, suffix=".npz")
         runs_fields = {**fields, "kind": "k-means"}
         runs = ShardedJob(work / "runs", runs_fields, settings.num_runs, stem="run", suffix=".npz")
-    _learn(features, learning, task)
-    if _is_finished(job):
-        return
-    _train(features, fields["num_clusters"], settings, runs, task)
-    if _is_finished(job):
-        return
+    # One process learns what the features need, the others take it from its file.
+    learning.run(lambda _, path: _save(path, features.fit()), task, take_over=True)
+    with load_shard(learning.path(0)) as learned:
+        features.learned = dict(learned)
+    vectors = cache(partial(_training_vectors, features, settings))
+
+    def train(run: int, path: Path) -> None:
+        how = (settings.num_iterations, settings.seed, settings.gpu, "training row")
+        found = kmeans_run(vectors(), fields["num_clusters"], run, *how)
+        _save(path, {"centroids": found.centroids, "objective": np.array(found.objective)})
+
+    runs.run(train, task, take_over=True)
     job.run(partial(_assign, features, _best_run(runs).centroids, settings), task)
     job.finish(partial(_merge, job, runs, settings))
-
-
-def _is_finished(job: ShardedJob) -> bool:
-    """Whether any task has finished the job by now (mypy takes a property to be the same twice)."""
-    return job.complete
 
 
 def _remove_parts(job: ShardedJob, work: Path) -> None:
@@ -236,27 +237,6 @@ def _remove_parts(job: ShardedJob, work: Path) -> None:
             shutil.rmtree(work, ignore_errors=True)
             for path in paths:
                 path.unlink(missing_ok=True)
-
-
-def _learn(features: PairFeatures, job: ShardedJob, task: ArrayTask | None) -> None:
-    """Have one process learn what the features need, and take it from its file."""
-    job.run(lambda _, path: _save(path, features.fit()), task, take_over=True)
-    with load_shard(job.path(0)) as learned:
-        features.use(dict(learned))
-
-
-def _train(
-    features: PairFeatures, num_clusters: int, settings: ClusterSettings, runs: ShardedJob, task: ArrayTask | None
-) -> None:
-    """Make the runs of k-means, a shard each."""
-    vectors = cache(lambda: _training_vectors(features, settings))
-
-    def make(run: int, path: Path) -> None:
-        how = (settings.num_iterations, settings.seed, settings.gpu, "training row")
-        found = kmeans_run(vectors(), num_clusters, run, *how)
-        _save(path, {"centroids": found.centroids, "objective": np.array(found.objective)})
-
-    runs.run(make, task, take_over=True)
 
 
 def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Vectors:
@@ -279,13 +259,11 @@ def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Vect
 
 
 def _best_run(runs: ShardedJob) -> KMeans:
-    """The run with the largest objective, the first of equal ones."""
-    best: KMeans | None = None
+    best = KMeans(np.empty((0, 0), np.float32), -math.inf)
     for path in map(runs.path, range(runs.num_shards)):
         with load_shard(path) as found:
-            if best is None or float(found["objective"]) > best.objective:
+            if float(found["objective"]) > best.objective:
                 best = KMeans(np.asarray(found["centroids"]), float(found["objective"]))
-    assert best is not None
     return best
 
 
@@ -319,6 +297,5 @@ def _merge(job: ShardedJob, runs: ShardedJob, settings: ClusterSettings) -> dict
 
 
 def _save(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
-    """Write arrays to exactly this path."""
     with open(path, "wb") as file:
         np.savez(file, allow_pickle=False, **arrays)

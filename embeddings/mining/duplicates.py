@@ -101,7 +101,6 @@ def _compare(job: ShardedJob, table: Table, rule: NearDuplicates | None) -> Mapp
         return _pair(table.row(row))
 
     def column(key: int) -> npt.NDArray[np.uint32]:
-        """One key of all records, (rows,)."""
         return np.concatenate([load_shard(job.path(shard), mapped=True)[key] for shard in range(job.num_shards)])
 
     reason_N = np.full(len(table), KEPT, dtype=np.uint8)
@@ -159,7 +158,6 @@ class EvaluationTexts(NamedTuple):
     documents: Sequence[str]
 
     def sha256(self) -> str:
-        """A hash of all texts and their roles."""
         digest = hashlib.sha256()
         for texts in self:
             digest.update(f"{len(texts)}\n".encode())
@@ -177,8 +175,8 @@ class Decontaminator:
     `SIMILAR`: the query covers an evaluation query, or a positive an evaluation document, to the threshold or more.
     Coverage (`BM25.coverage`) is the share of the evaluation text's BM25 weight that the training text holds, each
     token counted once. Like is compared with like, since a document covers every question that it answers. Evaluation
-    texts of fewer than `MIN_TOKENS` different tokens are compared for equality alone. Negatives are not looked at. A labelled
-    text counts as a query.
+    texts of fewer than `MIN_TOKENS` different tokens are compared for equality alone. Negatives are not looked at. A
+    labelled text counts as a query.
 
     Args:
         evaluation: The evaluation texts, which stay in memory with an index of their words.
@@ -203,7 +201,6 @@ class Decontaminator:
 
     @cached_property
     def fields(self) -> dict[str, Any]:
-        """What decides the reasons, for manifests."""
         return {"sha256": self.evaluation.sha256(), "bm25_threshold": self.bm25_threshold}
 
     def reasons(self, records: Sequence[StoredRow]) -> npt.NDArray[np.uint8]:

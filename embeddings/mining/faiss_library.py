@@ -39,12 +39,6 @@ def new_lists(quantizer: Any, num_lists: int) -> Any:
     return lists
 
 
-def without_missing(score_QK: NDArray[np.float32], row_QK: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Scores, (Q, K), changed in place: -inf where the row is -1, for which faiss gives the least float."""
-    score_QK[row_QK < 0] = -np.inf
-    return score_QK
-
-
 def write_lists(lists: Any, path: Path) -> None:
     """Write inverted lists to exactly this path, and see that all of them arrived; an `OSError` where they did not.
 
@@ -78,12 +72,7 @@ _ITERATIONS_A_CALL = 10
 
 
 class KMeans(NamedTuple):
-    """What one run found.
-
-    Attributes:
-        centroids: Unit vectors, (k, d) float32.
-        objective: Mean cosine of the vectors with their centroids in the last iteration; larger is better.
-    """
+    """The unit centroids of one run, (k, d), and the mean cosine of the vectors with theirs in the last iteration."""
 
     centroids: NDArray[np.float32]
     objective: float
@@ -114,22 +103,13 @@ def kmeans_run(
     gpu: bool = False,
     where: str = "vectors",
 ) -> KMeans:
-    """One run of k-means by cosine over all vectors.
+    """One run of k-means by cosine over all vectors, which are unit rows in memory; `run` is its place in a best-of-n.
 
     By default faiss trains on 256 vectors a cluster and says nothing, and gives a cluster that ends up empty a copy
     of another's centroid, moved by a thousandth. Here every vector counts, and `num_duplicates` tells of the copies.
 
     Determinism: (vectors, arguments) → the same bits on one machine with one number of threads. Run r begins with the
     vectors that run r of `faiss.Kmeans(nredo=…)` with the same seed begins with.
-
-    Args:
-        vectors: Unit rows, (n, d) float32, all in memory.
-        num_clusters: Number of clusters, k.
-        run: Which run of a best-of-n.
-        num_iterations: Lloyd iterations.
-        seed: Any integer.
-        gpu: Whether faiss runs on the GPUs.
-        where: What the vectors are, for messages.
 
     Precision: float32 products and sums, as faiss computes them.
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix: spherical, 100 iterations, best of 3.
@@ -215,15 +195,11 @@ def neighbour_lists(
         short = np.flatnonzero((found < 0).any(axis=1))
         if len(short):
             found[short] = exact.search(block[short], wanted + 1)[1]
-        lists[start : start + BLOCK] = _without_itself(found, start)
+        is_itself = found == start + np.arange(len(found))[:, None]
+        # Where a copy is found in a centroid's place, the last one goes.
+        is_itself[~is_itself.any(axis=1), -1] = True
+        lists[start : start + BLOCK] = found[~is_itself].reshape(len(found), -1)
     return lists
-
-
-def _without_itself(found: NDArray[np.int64], first: int) -> NDArray[np.int64]:
-    """The lists of centroids `first`, `first` + 1, … without themselves; the last goes where a copy hid itself."""
-    is_itself = found == first + np.arange(len(found))[:, None]
-    is_itself[~is_itself.any(axis=1), -1] = True
-    return np.asarray(found[~is_itself].reshape(len(found), -1))
 
 
 def _index(centroids: NDArray[np.float32], gpu: bool, num_groups: int = 0) -> Any:

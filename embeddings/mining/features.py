@@ -35,20 +35,18 @@ class PairFeatures(ABC):
         embedding_dim: Width of a feature.
         fields: What decides the features, for manifests.
         row_name: What a message calls a row, such as its file and line.
+        learned: What `fit` learned; before that no row can be asked for.
     """
 
     num_rows: int
     embedding_dim: int
     fields: dict[str, Any]
     row_name: RowName
+    learned: dict[str, NDArray[Any]] | None = None
 
     @abstractmethod
     def fit(self) -> dict[str, NDArray[Any]]:
         """What has to be learned of the rows, by name."""
-
-    @abstractmethod
-    def use(self, learned: dict[str, NDArray[Any]]) -> None:
-        """Take what `fit` learned; before that no row can be asked for."""
 
     @abstractmethod
     def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
@@ -85,9 +83,11 @@ class VectorFeatures(PairFeatures):
         width = vectors.query_shards.embedding_dim
         check_svd_dim(svd_dim, width)
         self._vectors, self._svd_dim, self._seed, self.row_name = vectors, svd_dim, seed, row_name
-        self._axes: Vectors | None = None
         self.num_rows, self.embedding_dim = vectors.index.num_queries, svd_dim or 2 * width
-        self.fields = {"features": "vectors", "svd_dim": svd_dim, **_vector_fields(vectors)}
+        self.fields = {"features": "vectors", "svd_dim": svd_dim}
+        for role, shards in (("query", vectors.query_shards), ("document", vectors.document_shards)):
+            made = check_manifest(shards.folder, {})
+            self.fields |= {f"{role}_{name}": made[name] for name in ("model_sha256", "precision", "prompt_name")}
 
     def fit(self) -> dict[str, NDArray[Any]]:
         """The principal axes, (2D, svd_dim), where the features are reduced."""
@@ -103,20 +103,14 @@ class VectorFeatures(PairFeatures):
         _, axes = np.linalg.eigh(moments)
         return {"axes": np.ascontiguousarray(axes[:, ::-1][:, : self._svd_dim], dtype=np.float32)}
 
-    def use(self, learned: dict[str, NDArray[Any]]) -> None:
-        """Take the axes."""
-        self._axes = learned.get("axes")
-
     def rows(self, rows: Int64s, swapped: bool = False) -> Vectors:
-        """The features of some rows (see `PairFeatures.rows`), reduced."""
         vectors = super().rows(rows, swapped)
         if self._svd_dim is None:
             return vectors
-        assert self._axes is not None, "use(fit()) comes first"
-        return unit_features(vectors @ self._axes, rows, self.row_name)
+        assert self.learned is not None
+        return unit_features(vectors @ self.learned["axes"], rows, self.row_name)
 
     def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
-        """The surrogate's vectors."""
         vectors, index = self._vectors, self._vectors.index
         documents = np.asarray(index.positive_rows[index.positive_offsets[rows]], dtype=np.int64)
         return vectors.query_shards.take(rows), vectors.document_shards.take(documents)
@@ -144,14 +138,6 @@ def sample_rows(num_rows: int, most: int, seed: int) -> Int64s:
     if num_rows <= most:
         return np.arange(num_rows)
     return np.sort(KeyedPermutation(num_rows, seed)(np.arange(most)))
-
-
-def _vector_fields(vectors: PairVectors) -> dict[str, Any]:
-    """Which model made the vectors, and how: what its own manifests say."""
-    sides = {"query": check_manifest(vectors.query_shards.folder, {})}
-    sides["document"] = check_manifest(vectors.document_shards.folder, {})
-    names = ("model_sha256", "precision", "prompt_name")
-    return {f"{role}_{name}": fields[name] for role, fields in sides.items() for name in names}
 
 
 DEFAULT_DIM = 128
@@ -194,7 +180,6 @@ class Bm25Features(PairFeatures):
             raise OptionError("svd_dim", svd_dim, f"must lie in 1 … {most}, the number of texts", "128 is usual")
         self._dim = svd_dim or min(DEFAULT_DIM, most)
         self.embedding_dim = 2 * self._dim
-        self._learned: dict[str, NDArray[Any]] = {}
         self.fields = {"features": "bm25", "svd_dim": self._dim}
 
     def fit(self) -> dict[str, NDArray[Any]]:
@@ -222,15 +207,11 @@ class Bm25Features(PairFeatures):
         axes[:, : len(svd.components_)] = svd.components_.T
         return {**learned, "axes": axes}
 
-    def use(self, learned: dict[str, NDArray[Any]]) -> None:
-        """Take the weights and axes."""
-        self._learned = learned
-
     def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
-        """The reduced weights of each text, at unit length."""
-        assert self._learned, "use(fit()) comes first"
-        weights = (_bm25_weights(_term_counts(texts), self._learned) for texts in self._texts(rows))
-        query_ND, document_ND = (unit_rows(np.asarray(w.astype(np.float32) @ self._learned["axes"])) for w in weights)
+        assert self.learned is not None
+        axes = self.learned["axes"]
+        weights = (_bm25_weights(_term_counts(texts), self.learned) for texts in self._texts(rows))
+        query_ND, document_ND = (unit_rows(np.asarray(w.astype(np.float32) @ axes)) for w in weights)
         return query_ND, document_ND
 
     def _texts(self, rows: Int64s) -> tuple[list[str], list[str]]:

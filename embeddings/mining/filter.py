@@ -107,7 +107,6 @@ class FilterReport(NamedTuple):
 
     @property
     def num_kept(self) -> int:
-        """Records that stayed."""
         return self.num_records - sum(self.removed.values())
 
 
@@ -275,7 +274,6 @@ def _manifest_fields(
     decontaminator: Decontaminator | None,
     encoder: "Encoder | None",
 ) -> dict[str, Any]:
-    """What decides the file's bytes."""
     # Files of older versions do not name these options, and are as good.
     unsaid = [("segment_by", "source"), *((name, None) for name in prompts)]
     chosen = {name: value for name, value in {**asdict(rules), **prompts}.items() if (name, value) not in unsaid}
@@ -307,7 +305,6 @@ def _write(
     fields: dict[str, Any],
     work: Path,
 ) -> None:
-    """Write the reasons, the manifest, and the records that stay."""
     write_array(work / REASONS, reason_N)
     json_lines = is_json_lines(report.output)
     with atomic_path(report.output) as temporary:

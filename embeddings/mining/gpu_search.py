@@ -69,7 +69,6 @@ def search_sizes(
 
 
 def require_gpu() -> None:
-    """Refuse `gpu` where there is none."""
     if not torch.cuda.is_available():
         raise OptionError("gpu", True, "needs a CUDA device", "leave it out, or check the driver")
 
@@ -124,7 +123,6 @@ class GpuSearch(ExactSearch):
         self._kept: list[Tensor] = []
 
     def sizes(self, num_queries: int, top_k: int) -> SearchSizes:
-        """How a search is cut."""
         kind, documents = self._stored.itemsize, self.documents
         width = min(kept_documents(top_k), documents.num_rows)
         return search_sizes(documents.num_rows, documents.embedding_dim, kind, width, num_queries, self._memory_gib)
@@ -186,18 +184,14 @@ class GpuSearch(ExactSearch):
         staged_TD = torch.empty(shape, dtype=self._stored, pin_memory=is_cuda)
         for first_row, array_TD in fill(staged_TD.numpy(), self.documents):
             tile_TD = staged_TD[: len(array_TD)].to(self._device, copy=True)
-            self._check(first_row, tile_TD)
+            square_T = torch.linalg.vector_norm(tile_TD, dim=1, dtype=torch.float32).square()
+            bad_n = (~((square_T - 1).abs() < UNIT_TOLERANCE)).nonzero()[:1, 0]
+            if len(bad_n):
+                # Refuses the vector, and names its shard and the row in it.
+                self.documents.take(bad_n.cpu().numpy() + first_row)
             kept += [tile_TD] if sizes.is_resident else []
             yield first_row, tile_TD
         self._kept = kept
-
-    def _check(self, first_row: int, tile_TD: Tensor) -> None:
-        """Refuse vectors of a tile that have no direction or are not of unit length."""
-        square_T = torch.linalg.vector_norm(tile_TD, dim=1, dtype=torch.float32).square()
-        bad_n = (~((square_T - 1).abs() < UNIT_TOLERANCE)).nonzero()[:1, 0]
-        if len(bad_n):
-            # Names the shard and the row in it.
-            self.documents.take(bad_n.cpu().numpy() + first_row)
 
 
 def kept_documents(top_k: int) -> int:

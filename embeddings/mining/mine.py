@@ -40,7 +40,7 @@ from embeddings.mining.mined_shards import (
     with_mined,
     write_shard,
 )
-from embeddings.mining.negatives import LevelRules, NegativeRules, require_even_levels
+from embeddings.mining.negatives import DocumentQrels, LevelRules, NegativeRules
 from embeddings.mining.pair_index import PairIndex, index_pairs
 from embeddings.mining.pair_vectors import EncodedTexts, PairVectors, encode_pairs
 from embeddings.mining.rerank import Reranker, read_scores, score_shard, scoring_job
@@ -75,10 +75,24 @@ class Teachers:
     def __post_init__(self) -> None:
         if not self.models or len(set(self.models)) < len(self.models):
             raise OptionError("model", list(self.models), "must name one model or several different ones", "correct it")
-        if self.encoded and len(self.encoded) != len(self.models):
-            rule = f"must be as many folders as there are models ({len(self.models)})"
-            raise OptionError("encoded", len(self.encoded), rule, "name them in the order of the models")
+        assert len(self.encoded) in (0, len(self.models))
         object.__setattr__(self, "load", lru_cache(maxsize=1)(self.load))
+
+    def encode(self, source: CachedSource, index: PairIndex, folder: Path, **options: Any) -> list[PairVectors]:
+        """The vectors by each model: in `folder` itself by a single one, else each in a folder of its own."""
+        return [
+            encode_pairs(
+                self.load(model),
+                source,
+                folder if len(self.models) == 1 else folder / f"teacher-{place}",
+                index=index,
+                query_prompt_name=self.query_prompt_name,
+                document_prompt_name=self.document_prompt_name,
+                encoded=self.encoded[place] if self.encoded else None,
+                **options,
+            )
+            for place, model in enumerate(self.models)
+        ]
 
 
 @dataclass(frozen=True)
@@ -103,8 +117,6 @@ class SearchOptions:
     gpu_memory_gib: float | None = None
 
     def __post_init__(self) -> None:
-        if self.index not in ("exact", "ivf"):
-            raise OptionError("index", self.index, "must be exact or ivf", "exact finds all")
         for name in ("num_probes", "num_lists"):
             value = getattr(self, name)
             if value is not None and self.index != "ivf":
@@ -119,11 +131,9 @@ class SearchOptions:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What decides the result, as JSON types."""
         return {name: value for name, value in asdict(self).items() if name != "gpu_memory_gib"}
 
     def check(self) -> None:
-        """Check that faiss is installed, and that there is a GPU if one is asked for."""
         load_faiss(self.gpu and self.index == "ivf")
         if self.gpu:
             require_gpu()
@@ -224,8 +234,9 @@ def mine_negatives(
     # Before the manifest is written, so that the default and the number itself are one job.
     if rules.num_negatives is None:
         rules = replace(rules, num_negatives=rules.count if levels is None else NUM_LEVELS)
-    if levels is not None:
-        require_even_levels(rules)
+    if levels is not None and rules.count % NUM_LEVELS:
+        rule = f"must be a multiple of {NUM_LEVELS} with levels, the same number of each"
+        raise OptionError("num_negatives", rules.count, rule, f"{NUM_LEVELS} gives one of each, as in MGH")
     source = open_cached(config, cache_dir)
     fields = _manifest_fields(source, teachers, rules, search, levels, corpus, shard_size)
     target, reranker = Path(output), teachers.reranker
@@ -241,10 +252,12 @@ def mine_negatives(
         if index.num_documents <= rules.count:
             what = f"holds {index.num_documents} different documents, too few for {rules.count} negatives"
             raise InputError(f"source {config.name!r}", what, "give more with --corpus, or ask for fewer")
-        kind, qrels = (None, None) if levels is None else (levels.kind, levels.document_qrels(index))
-        encoded = _encode(teachers, source, index, folder, shard_size, devices, task)
+        qrels = None
+        if levels is not None and levels.judged is not None:
+            qrels = DocumentQrels(levels.judged, index, levels.judged_in)
+        encoded = teachers.encode(source, index, folder, shard_size=shard_size, devices=devices, task=task)
         searches = [search.over(made, work / f"ivf-{place}", rules.seed, task) for place, made in enumerate(encoded)]
-        miner = ShardMiner(index, encoded, searches, rules, kind, qrels)
+        miner = ShardMiner(index, encoded, searches, rules, None if levels is None else levels.kind, qrels)
         job.run(lambda shard, path: write_shard(miner.mine(shard), index, rules, path), task)
         scoring = None
         if reranker is not None:
@@ -299,33 +312,6 @@ def _manifest_fields(
     return dict(json.loads(json.dumps(fields)))
 
 
-def _encode(
-    teachers: Teachers,
-    source: CachedSource,
-    index: PairIndex,
-    folder: Path,
-    shard_size: int,
-    devices: Sequence[str],
-    task: ArrayTask | None,
-) -> list[PairVectors]:
-    """The vectors by each teacher: in `folder` itself by a single one, else each in a folder of its own."""
-    return [
-        encode_pairs(
-            teachers.load(model),
-            source,
-            folder if len(teachers.models) == 1 else folder / f"teacher-{place}",
-            index=index,
-            query_prompt_name=teachers.query_prompt_name,
-            document_prompt_name=teachers.document_prompt_name,
-            shard_size=shard_size,
-            encoded=teachers.encoded[place] if teachers.encoded else None,
-            devices=devices,
-            task=task,
-        )
-        for place, model in enumerate(teachers.models)
-    ]
-
-
 def _merge(
     job: ShardedJob,
     scoring: ShardedJob | None,
@@ -334,7 +320,6 @@ def _merge(
     vectors: Sequence[PairVectors],
     fields: dict[str, Any],
 ) -> MiningReport:
-    """Write the file and its manifest."""
     index, graded = vectors[0].index, fields["levels"] is not None
     counts: Counter[str] = Counter()
     levels = []

@@ -17,10 +17,12 @@ from embeddings.common.errors import InputError
 from embeddings.common.io import check_vectors
 from embeddings.data.records import Record, record_schema, record_table
 from embeddings.mining.negatives import (
+    DocumentQrels,
     LevelKind,
     MinedQueries,
     NegativeRules,
     Negatives,
+    QueryQrels,
     ScoredCandidates,
     choose_levels,
     choose_negatives,
@@ -29,7 +31,6 @@ from embeddings.mining.negatives import (
 )
 from embeddings.mining.pair_index import PairIndex, concatenated_ranges
 from embeddings.mining.pair_vectors import PairVectors
-from embeddings.mining.qrels import DocumentQrels, QueryQrels
 from embeddings.mining.search import DocumentSearch, Floats, Rows, pair_scores
 
 # Candidates beyond the last rank that make up for the query's own texts. A query with more known positives than this,
@@ -48,17 +49,9 @@ class MinedShard(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardMiner:
-    """Finds the negatives of a shard of queries.
+    """Finds the negatives of a shard of queries, by one or several teachers, whose vectors all have shards of one size.
 
     Memory: the shard's query vectors and candidates, and one tile of documents.
-
-    Attributes:
-        index: The source's queries and documents.
-        vectors: The vectors by each teacher, all in shards of one size.
-        searches: The search over each teacher's documents.
-        rules: What makes a candidate a negative.
-        levels: What gives the negatives their levels; None for negatives without.
-        qrels: What people judged, for levels by grades; else None.
     """
 
     index: PairIndex
@@ -69,7 +62,7 @@ class ShardMiner:
     qrels: DocumentQrels | None = None
 
     def mine(self, shard: int) -> MinedShard:
-        """The negatives of the queries in a shard of the query vectors."""
+        """The negatives of a shard of the query vectors; an `InputError` where a vector is not of unit length."""
         queries = self.vectors[0].query_shards.rows(shard)
         query_TQD = [np.array(vectors.query_shards.load(shard)) for vectors in self.vectors]
         for vectors, query_QD in zip(self.vectors, query_TQD, strict=True):
@@ -127,7 +120,6 @@ class ShardMiner:
         return ScoredCandidates(row_QC, self.index.document_hashes[row_QC], score_TQC, *marked)
 
     def _candidate_scores(self, query_TQD: Sequence[Floats], row_QC: Rows) -> Floats:
-        """Each teacher's scores of all candidates, whichever teacher found them, (T, Q, C)."""
         score_TQC = np.full((len(query_TQD), *row_QC.shape), -np.inf, np.float32)
         query_P, place_P = np.nonzero(row_QC >= 0)
         score_TQC[:, query_P, place_P] = self._scores(query_TQD, query_P, row_QC[query_P, place_P])
@@ -158,7 +150,7 @@ def _of_queries(judged: QueryQrels | None, group_Q: Rows) -> tuple[Rows, Rows, n
 
 
 def _padded(query_L: Rows, row_L: Rows, num_queries: int) -> Rows:
-    """Documents that are listed query after query as a row for each query, (Q, most of any); -1 fills up."""
+    """Documents listed query after query as a row for each query, (Q, most of any); -1 fills up."""
     count_Q = np.bincount(query_L, minlength=num_queries)
     row_QJ = np.full((num_queries, int(count_Q.max())), -1, np.int64)
     row_QJ[np.arange(row_QJ.shape[1]) < count_Q[:, None]] = row_L
@@ -213,7 +205,6 @@ def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path:
 
 
 def read_shard(path: Path) -> pa.Table:
-    """The mined columns of a shard."""
     try:
         with pq.ParquetFile(path) as file:
             return file.read()
@@ -229,7 +220,6 @@ def shard_counts(mined: pa.Table) -> tuple[dict[str, int], dict[str, dict[str, f
 
 
 def with_mined(records: Sequence[Record], mined: pa.Table, graded: bool, scores: pa.Array | None = None) -> pa.Table:
-    """The records with what was mined for them, and a reranker's `scores` where there are any."""
     own = record_table([replace(record, negatives=(), scores=()) for record in records], graded)
     schema = output_schema(graded)
     table = pa.table([(mined if name in mined.schema.names else own)[name] for name in schema.names], schema=schema)

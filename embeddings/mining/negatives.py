@@ -1,17 +1,19 @@
 """Which candidates of a query become its negatives: pure rules on rows, scores and hashes."""
 
+import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.common.errors import OptionError
+from embeddings.common.errors import InputError, OptionError
+from embeddings.common.io import text_hash
 from embeddings.common.random import derive_seed, mix_bits
 from embeddings.data.records import NUM_LEVELS
-from embeddings.mining.pair_index import PairIndex
-from embeddings.mining.qrels import IRRELEVANT_LEVEL, DocumentQrels, TextQrels
+from embeddings.mining.pair_index import BLOCK, KnownPositives, PairIndex, concatenated_ranges
 
 Choice = Literal["top", "random"]
 
@@ -63,25 +65,17 @@ class NegativeRules:
         if self.num_negatives is not None and self.last_rank - self.first_rank + 1 < self.count:
             rule = f"must leave {self.count} ranks from first_rank {self.first_rank}"
             raise OptionError("last_rank", self.last_rank, rule, "raise it, or ask for fewer negatives")
-        if self.choice not in ("top", "random"):
-            raise OptionError("choice", self.choice, "must be top or random", "top takes the hardest")
 
     @property
     def count(self) -> int:
-        """Maximum negatives of a query."""
         return 7 if self.num_negatives is None else self.num_negatives
 
 
 class ScoredCandidates(NamedTuple):
-    """The documents that a search found for each query, in any order.
+    """The documents that a search found for each query, in any order; row -1 where there is none.
 
-    Attributes:
-        row_QC: Documents, int64; -1 where there is none.
-        hash_QC: Their texts' hashes.
-        score_TQC: Their scores by each of T teachers.
-        drawn_QC: Which were drawn from all documents, for which no rank is too low; None for no draw.
-        level_QC: The level of those judged less relevant than the positive, 0 of the others; None where nobody judged.
-            Neither ranks nor margins remove judged documents.
+    `drawn_QC` are those drawn from all documents, for which no rank is too low. `level_QC` is the level of those judged
+    less relevant than the positive, which neither ranks nor margins remove; 0 of the others.
     """
 
     row_QC: Int64s
@@ -92,14 +86,9 @@ class ScoredCandidates(NamedTuple):
 
 
 class MinedQueries(NamedTuple):
-    """What is known of the queries.
+    """What is known of the queries: row, text hash and group of each, and the known positives of the groups.
 
-    Attributes:
-        number_Q: Their rows in the source.
-        hash_Q: Their texts' hashes.
-        group_Q: The group of each, whose known positives answer it.
-        known_group_P, known_row_P, known_hash_P: Group, document and text hash of each known positive.
-        positive_score_TQ: The lowest score of the record's own positives by each teacher.
+    `positive_score_TQ` is the lowest score of the record's own positives by each teacher.
     """
 
     number_Q: Int64s
@@ -115,7 +104,7 @@ class Negatives(NamedTuple):
     """The negatives of each query, hardest first.
 
     Attributes:
-        row_QN: Documents, int64; -1 where fewer are left.
+        row_QN: Documents; -1 where fewer are left.
         score_QN: Mean of the teachers' scores; -inf where the row is -1.
         removed: Number of candidates that each rule removed, by `REASONS`; a candidate counts for the first of them.
         num_left: Number of candidates that no rule removed, chosen or not.
@@ -132,13 +121,8 @@ class Negatives(NamedTuple):
 class Remaining(NamedTuple):
     """The candidates of each query, hardest first, and what the rules leave of them.
 
-    Attributes:
-        order_QC: Place of each in the order that it was given in.
-        row_QC: Documents; -1 where there is none.
-        mean_QC: Mean of the teachers' scores.
-        rank_QC: Rank of each among those that neither answer the query nor repeat a text, from 1.
-        left_QC: Which no rule removed.
-        removed: See `Negatives`.
+    `order_QC` is the place of each in the order that it was given in; ranks are from 1, among those that neither answer
+    the query nor repeat a text.
     """
 
     order_QC: Int64s
@@ -150,7 +134,6 @@ class Remaining(NamedTuple):
 
     @property
     def num_left(self) -> int:
-        """Number of candidates that no rule removed."""
         return int(np.count_nonzero(self.left_QC))
 
 
@@ -265,6 +248,125 @@ def _repeats(hash_QC: Int64s, counted_QC: Mask) -> Mask:
     return repeats_QC & counted_QC
 
 
+# Judged and not relevant: the level of grade 0 and below.
+IRRELEVANT_LEVEL = 3
+
+
+class TextQrels(NamedTuple):
+    """Judged pairs of a query and a document, by the hashes of their texts, each pair once.
+
+    Attributes:
+        query_hash_J: `text_hash` of the query, (J,) int64, ascending.
+        document_hash_J: The same of the document, (J,) int64, ascending within a query.
+        grade_J: How relevant the document is, 0 and below for not at all, (J,) float64.
+    """
+
+    query_hash_J: Int64s
+    document_hash_J: Int64s
+    grade_J: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, judged: Iterable[tuple[str, str, float]], where: str) -> Self:
+        """Judgments as (query, document, grade); of a pair that is judged twice the higher grade counts.
+
+        Raises:
+            InputError: If no document is relevant, or all have one grade; it names `where`.
+        """
+        found: dict[tuple[int, int], float] = {}
+        for query, document, grade in judged:
+            pair = (text_hash(query), text_hash(document))
+            found[pair] = max(grade, found.get(pair, grade))
+        grades = set(found.values())
+        if not grades or max(grades) <= 0:
+            raise InputError(where, "no document is relevant to any query", "give at least one row a score above 0")
+        if len(grades) == 1:
+            what = f"every judged document has the score {grades.pop():g}, so that none lies below the positives"
+            raise InputError(where, what, "use --levels quantiles")
+        rows = sorted((*pair, grade) for pair, grade in found.items())
+        query_J, document_J, grade_J = zip(*rows, strict=True)
+        return cls(np.array(query_J, np.int64), np.array(document_J, np.int64), np.array(grade_J, np.float64))
+
+    def sha256(self) -> str:
+        return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in self)).hexdigest()
+
+
+class QueryQrels(NamedTuple):
+    """What is judged of some queries, by the groups of `KnownPositives`.
+
+    `is_judged_G` says whether any document of the corpus is judged for a group. Then follow the documents judged at
+    least as relevant as the positives, and those judged less relevant, by ascending group, with their levels 1 to 3.
+    """
+
+    is_judged_G: Mask
+    positive_group_P: Int64s
+    positive_row_P: Int64s
+    lower_group_L: Int64s
+    lower_row_L: Int64s
+    lower_level_L: Int8s
+
+
+class DocumentQrels:
+    """Judgments of a source's queries, by the rows of its documents.
+
+    The level of a document says how far below the positives it was judged: 1 for the next lower grade, 2 for a lower
+    one that is relevant still, 3 for not relevant at all. A step is from one grade used anywhere to the next. Steps
+    count from the lowest grade of the query's positives; a positive that nobody judged, or that was judged irrelevant,
+    counts as one of the lowest relevant grade, so that nothing relevant becomes a negative. Documents judged as
+    relevant as the positives are positives too.
+
+    Raises `InputError` if none of the source's queries is judged; `where` names the judgments.
+    """
+
+    def __init__(self, judged: TextQrels, index: PairIndex, where: str) -> None:
+        self._num_documents = index.num_documents
+        self._scale = np.unique(judged.grade_J[judged.grade_J > 0])
+        hash_D, row_D = _rows_of(np.unique(judged.document_hash_J), index)
+        place_J = np.minimum(np.searchsorted(hash_D, judged.document_hash_J), max(0, len(hash_D) - 1))
+        is_there_J = hash_D[place_J] == judged.document_hash_J if len(hash_D) else np.zeros(len(place_J), np.bool_)
+        self._query_hash_J = judged.query_hash_J[is_there_J]
+        self._row_J, self._grade_J = row_D[place_J[is_there_J]], judged.grade_J[is_there_J]
+        if not any(
+            np.isin(index.query_hashes[start : start + BLOCK], self._query_hash_J).any()
+            for start in range(0, index.num_queries, BLOCK)
+        ):
+            fix = "write queries and documents of the records as the judgments' files do"
+            raise InputError(where, "judges no document for any query of the source", fix)
+
+    def of_queries(self, hash_Q: Int64s, known: KnownPositives) -> QueryQrels:
+        """What is judged of the queries with these text hashes and known positives."""
+        hash_G = np.zeros(int(known.group_Q.max()) + 1, np.int64)
+        hash_G[known.group_Q] = hash_Q
+        start_G = np.searchsorted(self._query_hash_J, hash_G, side="left")
+        stop_G = np.searchsorted(self._query_hash_J, hash_G, side="right")
+        place_j = concatenated_ranges(start_G, stop_G)
+        group_j = np.repeat(np.arange(len(hash_G)), stop_G - start_G)
+        row_j, grade_j = self._row_J[place_j], self._grade_J[place_j]
+        key_P = known.group_P * self._num_documents + known.row_P
+        is_known_j = np.isin(group_j * self._num_documents + row_j, key_P)
+        least_G = np.full(len(hash_G), np.inf)
+        np.minimum.at(least_G, group_j[is_known_j], grade_j[is_known_j])
+        least_G = np.where(np.isinf(least_G), self._scale[0], np.maximum(least_G, self._scale[0]))
+        is_lower_j = ~is_known_j & (grade_j < least_G[group_j])
+        is_positive_j = ~is_known_j & ~is_lower_j
+        steps_j = np.searchsorted(self._scale, least_G[group_j]) - np.searchsorted(self._scale, grade_j)
+        level_j = np.where(grade_j <= 0, IRRELEVANT_LEVEL, np.minimum(steps_j, IRRELEVANT_LEVEL - 1)).astype(np.int8)
+        positive, lower = ((group_j[is_own_j], row_j[is_own_j]) for is_own_j in (is_positive_j, is_lower_j))
+        return QueryQrels(start_G < stop_G, *positive, *lower, level_j[is_lower_j])
+
+
+def _rows_of(hash_n: Int64s, index: PairIndex) -> tuple[Int64s, Int64s]:
+    """Which of some ascending hashes are documents', ascending, and the rows of these."""
+    hashes, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for start in range(0, index.num_documents, BLOCK):
+        hash_B = np.asarray(index.document_hashes[start : start + BLOCK])
+        place_m = np.flatnonzero(np.isin(hash_B, hash_n))
+        hashes.append(hash_B[place_m])
+        rows.append(place_m + start)
+    hash_D, row_D = np.concatenate(hashes), np.concatenate(rows)
+    order_D = np.argsort(hash_D, kind="stable")
+    return hash_D[order_D], row_D[order_D]
+
+
 LevelKind = Literal["quantiles", "grades"]
 
 
@@ -286,8 +388,6 @@ class LevelRules:
     judged_in: str = "judgments"
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(LevelKind):
-            raise OptionError("levels", self.kind, "must be quantiles or grades", "quantiles needs no judgments")
         if self.kind == "grades" and self.judged is None:
             raise OptionError("levels", self.kind, "needs judgments", "name their qrels file with --judgments")
         if self.kind == "quantiles" and self.judged is not None:
@@ -295,19 +395,7 @@ class LevelRules:
 
     @property
     def fields(self) -> dict[str, str]:
-        """What decides the levels, for manifests."""
         return {"kind": self.kind} | ({} if self.judged is None else {"judgments_sha256": self.judged.sha256()})
-
-    def document_qrels(self, index: PairIndex) -> DocumentQrels | None:
-        """The judgments of a source's queries, for grades."""
-        return None if self.judged is None else DocumentQrels(self.judged, index, self.judged_in)
-
-
-def require_even_levels(rules: NegativeRules) -> None:
-    """Refuse a number of negatives that is no multiple of the number of levels."""
-    if rules.count % NUM_LEVELS:
-        rule = f"must be a multiple of {NUM_LEVELS} with levels, the same number of each"
-        raise OptionError("num_negatives", rules.count, rule, f"{NUM_LEVELS} gives one of each, as in MGH")
 
 
 def draw_documents(number_Q: Int64s, num_documents: int, rules: NegativeRules) -> Int64s:
@@ -326,7 +414,7 @@ def choose_levels(
     kind: LevelKind,
     judged_Q: Mask | None = None,
 ) -> Negatives:
-    """Up to `rules.count` / 4 negatives of each level, 1 (hardest) to 4, for each query.
+    """Up to `rules.count` / 4 negatives of each level, 1 (hardest) to 4, for each query, hardest first within each.
 
     The candidates are the rank window's and as many documents drawn from all there are, since MGH's levels span a broad
     spectrum of similarity (Figure 2) and the nearest documents are all hard. The rules of `choose_negatives` hold, but
@@ -339,17 +427,8 @@ def choose_levels(
     `grades`: a judged document has the level of its grade (`DocumentQrels`): 1 for one step below the positive, as
     MGH's prompt asks of a hard negative (Appendix A.1); 2 for further below and relevant still; 3 for irrelevant. What
     nobody judged is taken for irrelevant: one of the window has level 3 and is taken where too few judged ones are
-    left, a drawn one has level 4. A query for which nobody judged anything has no negatives.
-
-    Args:
-        candidates: Documents of the window, the draw and the judgments, with their scores.
-        queries: As for `choose_negatives`; with grades the known positives hold what was judged as good as these.
-        rules: The rules. `top` takes the hardest of a level, `random` draws from it.
-        kind: What gives the levels.
-        judged_Q: With grades, which queries were judged, (Q,).
-
-    Returns:
-        Level by level, hardest first within each; with grades `removed` also counts `query_not_judged`.
+    left, a drawn one has level 4. A query outside `judged_Q` has no negatives; `removed` counts `query_not_judged`.
+    The known positives of `queries` hold what was judged as good as these.
 
     Source: MGH, Sections 2.1 and 5.1. Differs: the paper's levels are written by a language model. Its mean
         similarities to the query, by an unbiased judge, are .881, .857, .845 and .793 for levels 1 to 4 (Table 4).

@@ -30,11 +30,9 @@ Int64s = npt.NDArray[np.int64]
 
 
 class KnownPositives(NamedTuple):
-    """The documents that are known to answer some queries, gathered by query text.
+    """The documents known to answer some queries, gathered by query text: queries of one text share a group.
 
-    Attributes:
-        group_Q: Each query's group: queries of one text share one.
-        group_P, row_P: Group and document of each known positive, ascending, each once in a group.
+    Each is a group, ascending, and a document's row, once in a group.
     """
 
     group_Q: Int64s
@@ -67,23 +65,24 @@ class PairIndex:
         self.folder, self.source = Path(folder), source
         self.fields = check_manifest(self.folder, {"kind": "pair_index", "source_key": source.folder.name})
         self.num_queries, self.num_documents = (self.fields.integer(name) for name in ("num_queries", "num_documents"))
-        self.positive_offsets: Int64s = self._mapped("positive_offsets")
-        self.positive_rows: npt.NDArray[Any] = self._mapped("positive_rows")
-        self.negative_offsets: Int64s | None = None
-        self.negative_rows: npt.NDArray[Any] | None = None
-        if self.fields.get("negatives"):
-            self.negative_offsets, self.negative_rows = self._mapped("negative_offsets"), self._mapped("negative_rows")
-        self.document_hashes: Int64s = self._mapped("document_hashes")
-        self.query_hashes: Int64s = self._mapped("query_hashes")
-        self._entries: Int64s = self._mapped("document_entries")
-        self._query_order: Int64s = self._mapped("query_order")
-        self._query_slots: Int64s = self._mapped("query_slots")
-        self._corpus = Table(self.folder) if self.fields["corpus_sha256"] else None
-        self._twin_slots: Int64s | None = self._mapped("twin_slots") if self._corpus else None
-        self._twin_rows: Int64s | None = self._mapped("twin_rows") if self._corpus else None
 
-    def _mapped(self, name: str) -> Any:
-        return load_array(self.folder / f"{name}.npy", "delete the folder and run again", mapped=True)
+        def mapped(name: str, is_there: object = True) -> Any:
+            path = self.folder / f"{name}.npy"
+            return load_array(path, "delete the folder and run again", mapped=True) if is_there else None
+
+        has_negatives = self.fields.get("negatives")
+        self.positive_offsets: Int64s = mapped("positive_offsets")
+        self.positive_rows: npt.NDArray[Any] = mapped("positive_rows")
+        self.negative_offsets: Int64s | None = mapped("negative_offsets", has_negatives)
+        self.negative_rows: npt.NDArray[Any] | None = mapped("negative_rows", has_negatives)
+        self.document_hashes: Int64s = mapped("document_hashes")
+        self.query_hashes: Int64s = mapped("query_hashes")
+        self._entries: Int64s = mapped("document_entries")
+        self._query_order: Int64s = mapped("query_order")
+        self._query_slots: Int64s = mapped("query_slots")
+        self._corpus = Table(self.folder) if self.fields["corpus_sha256"] else None
+        self._twin_slots: Int64s | None = mapped("twin_slots", self._corpus)
+        self._twin_rows: Int64s | None = mapped("twin_rows", self._corpus)
 
     @property
     def key(self) -> dict[str, Any]:
@@ -217,7 +216,6 @@ def _write_texts(texts_of: Callable[[range], list[list[str]]], num_rows: int, pa
 
 
 def _row_blocks(num_rows: int) -> Iterator[range]:
-    """All rows, as many at a time as are read at once."""
     return (range(start, min(start + _TEXT_ROWS, num_rows)) for start in range(0, num_rows, _TEXT_ROWS))
 
 
@@ -326,8 +324,12 @@ def equal_hashes(hash_E: Int64s, part: int = PART) -> Iterator[tuple[Int64s, npt
     """
     bits = max(0, (len(hash_E) - 1).bit_length() - (part.bit_length() - 1))
     for bucket in range(1 << bits):
-        blocks = ((start, _top_bits(hash_E[start : start + BLOCK], bits)) for start in range(0, len(hash_E), BLOCK))
-        entry_n = np.concatenate([start + np.flatnonzero(top_n == bucket) for start, top_n in blocks])
+        entries = []
+        for start in range(0, len(hash_E), BLOCK):
+            # By the uppermost bits; a shift by all 64 leaves 0.
+            bucket_B = np.asarray(hash_E[start : start + BLOCK]).view(np.uint64) >> np.uint64(64 - bits)
+            entries.append(start + np.flatnonzero(bucket_B == bucket))
+        entry_n = np.concatenate(entries)
         hash_n = hash_E[entry_n]
         order_n = np.argsort(hash_n, kind="stable")
         hash_n = hash_n[order_n]
@@ -339,9 +341,3 @@ def concatenated_ranges(start_n: Int64s, stop_n: Int64s) -> Int64s:
     length_n = stop_n - start_n
     before_n = np.cumsum(length_n) - length_n
     return np.repeat(start_n - before_n, length_n) + np.arange(int(length_n.sum()))
-
-
-def _top_bits(hash_n: Int64s, bits: int) -> npt.NDArray[np.uint64]:
-    if bits == 0:
-        return np.zeros(len(hash_n), np.uint64)
-    return np.asarray(hash_n).view(np.uint64) >> np.uint64(64 - bits)

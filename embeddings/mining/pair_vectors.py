@@ -80,7 +80,6 @@ class EncodingOptions:
 
     @property
     def device_names(self) -> tuple[str, ...]:
-        """The names of the devices; empty where none is chosen."""
         return () if self.devices is None else parse_devices(self.devices)
 
     @property
@@ -133,8 +132,8 @@ class EncodedFolder:
         The rows are kept in `rows_path`; of several processes that come here at once, one looks. Memory does not grow
         with the number of texts (see `equal_hashes`). Raises `InputError` if the folder holds none of the texts.
         """
+        lock = rows_path.with_name(f".{rows_path.name}.lock")
         if not rows_path.exists():
-            lock = rows_path.with_name(f".{rows_path.name}.lock")
             with file_lock(lock):
                 if not rows_path.exists():
                     _write_rows(self.vectors, hash_N, rows_path)
@@ -343,7 +342,6 @@ class _ShardMaker:
         return self.job.make(item.shard, lambda _, path: self.write(encoder, item, path))
 
     def write(self, encoder: "Encoder", item: _ShardTexts, path: Path) -> None:
-        """Write the shard to a path: the vectors that were found, and the other texts encoded."""
         encoder, vector_ND = encoder.with_mini_batch_tokens(self.mini_batch_tokens), item.vector_ND
         for prompt, place_n, texts in item.parts:
             vector_ND[place_n] = encoder.encode(texts, prompt, role=self.role)
@@ -378,12 +376,10 @@ class _Side:
 
 
 def _wants_instruction(prompt: PromptChoice) -> bool:
-    """Whether a record's own instruction belongs in a prompt."""
     return isinstance(prompt, dict) and INSTRUCTION in prompt["text"]
 
 
 def _filled(prompt: PromptChoice, instruction: str) -> GivenPrompt:
-    """A given prompt with an instruction in it."""
     assert isinstance(prompt, dict)
     return GivenPrompt(text=instruction_prompt(instruction, prompt["text"]))
 

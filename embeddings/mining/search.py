@@ -18,7 +18,7 @@ from embeddings.common.random import derive_seed
 from embeddings.inference.precision import has_native_bfloat16
 from embeddings.inference.search import TopK
 from embeddings.inference.vectors import VectorShards
-from embeddings.mining.faiss_library import faiss_version, kmeans_run, load_faiss, new_lists, without_missing
+from embeddings.mining.faiss_library import faiss_version, kmeans_run, load_faiss, new_lists
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
@@ -45,8 +45,6 @@ _UNIT = 1.01
 
 
 class DocumentSearch(Protocol):
-    """Finds the nearest documents of queries."""
-
     @property
     def documents(self) -> VectorShards:
         """What is searched."""
@@ -97,7 +95,6 @@ class CoarseSearch:
         return score_QK, place_QK + first_row
 
     def bound(self, last_Q: Floats) -> Floats:
-        """The most that a document can truly score whose score here is at most `last_Q`, (Q,)."""
         return score_bound(last_Q, self._lost_Q, self._most_lost, self._query_QD.shape[1], self._dtype)
 
     def _take_tile(self, first_row: int, tile_TD: Floats) -> None:
@@ -196,7 +193,6 @@ class ExactSearch:
 
 
 def check_search(documents: VectorShards, query_QD: Floats, top_k: int) -> None:
-    """Check what a search is asked for, as `DocumentSearch` says."""
     if top_k < 1:
         raise OptionError("top_k", top_k, "must be >= 1", "100 is usual")
     if query_QD.shape[1] != documents.embedding_dim:
@@ -339,15 +335,15 @@ class IvfSearch:
     Centroids come from spherical k-means on a sample. Of a document only the number of its list is stored: tiles of the
     documents become faiss inverted lists on the fly. What is found is scored and ordered as by `ExactSearch`.
 
-    Determinism: a function of documents, lists, probes and seed, on one kind of device.
-    Memory: the sample (while training), the centroids, and two tiles of 48 MiB.
-
     Args:
         documents: Unit vectors.
         centroid_CD: Centroids of the lists, (C, D) float32, unit norm.
         lists: Folder of `list-<i>.npy` for each shard of the documents, (n,) int32.
         num_probes: Lists searched for a query.
         gpu: Whether faiss runs on the first GPU.
+
+    Determinism: a function of documents, lists, probes and seed, on one kind of device.
+    Memory: the sample (while training), the centroids, and two tiles of 48 MiB.
     """
 
     def __init__(
@@ -381,7 +377,8 @@ class IvfSearch:
             index.nprobe = self.num_probes
         probe_score_QP, probe_QP = (part[chunk] for part in probes)
         score_QK, row_QK = index.search_preassigned(query_QD[chunk], top_k, probe_QP, probe_score_QP)
-        return without_missing(score_QK, row_QK), np.where(row_QK < 0, -1, row_QK + first_row)
+        # Where a list has no more documents, faiss gives row -1 and the least float.
+        return np.where(row_QK < 0, np.float32(-np.inf), score_QK), np.where(row_QK < 0, -1, row_QK + first_row)
 
     def _lists_of(self, first_row: int, count: int) -> Rows:
         """The lists of some documents, one after another, (count,) int64."""
@@ -420,7 +417,7 @@ def build_ivf(
         MissingExtraError: If faiss is not installed.
         OptionError: If there are more lists than documents or fewer than probes, or there is no GPU.
     """
-    load_faiss(gpu)
+    faiss = load_faiss(gpu)
     num_lists, num_probes = ivf_sizes(documents.num_rows, num_lists, num_probes)
     fields = {
         "num_rows": documents.num_rows,
@@ -430,13 +427,29 @@ def build_ivf(
         "gpu": gpu,
         "faiss": faiss_version(),
     }
+
+    def train(_: int, path: Path) -> None:
+        """Write the centroids of a sample that is spread evenly over the documents."""
+        for shard, vector_ND in enumerate(documents):
+            check_vectors(vector_ND, str(documents.path(shard)), unit=True)
+        sample_nD = documents.take(sample_rows(documents.num_rows, num_lists, seed))
+        save_array(path, train_centroids(sample_nD, num_lists, seed, gpu))
+
     training = ShardedJob(Path(folder) / "centroids", {"kind": "ivf centroids", **fields}, 1, stem="vectors")
-    training.run(partial(_train, documents, num_lists, seed, gpu), task, take_over=True)
+    training.run(train, task, take_over=True)
     training.finish()
     centroid_CD = np.array(VectorShards(training.folder, num_lists, documents.embedding_dim, num_lists).load(0))
+
+    def sort(shard: int, path: Path) -> None:
+        """Write the nearest centroid of each document of a shard."""
+        vector_ND = np.ascontiguousarray(documents.load(shard))
+        _, list_N1 = faiss.knn(vector_ND, centroid_CD, 1, metric=faiss.METRIC_INNER_PRODUCT)
+        assert list_N1.min() >= 0
+        save_array(path, list_N1[:, 0].astype(np.int32))
+
     shards = {"kind": "ivf lists", **fields, "shard_size": documents.shard_size}
     sorting = ShardedJob(Path(folder) / "lists", shards, documents.num_shards, stem="list")
-    sorting.run(partial(_sort_shard, documents, centroid_CD, gpu), task, take_over=True)
+    sorting.run(sort, task, take_over=True)
     sorting.finish()
     return IvfSearch(documents, centroid_CD, sorting.folder, num_probes, gpu)
 
@@ -455,14 +468,6 @@ def ivf_sizes(num_documents: int, num_lists: int | None = None, num_probes: int 
     return num_lists, num_probes
 
 
-def _train(documents: VectorShards, num_lists: int, seed: int, gpu: bool, shard: int, path: Path) -> None:
-    """Write the centroids of a sample that is spread evenly over the documents."""
-    for shard, vector_ND in enumerate(documents):
-        check_vectors(vector_ND, str(documents.path(shard)), unit=True)
-    sample_nD = documents.take(sample_rows(documents.num_rows, num_lists, seed))
-    save_array(path, train_centroids(sample_nD, num_lists, seed, gpu))
-
-
 def sample_rows(num_documents: int, num_lists: int, seed: int) -> Rows:
     """The documents that lists are trained on, 64 a list: one drawn from each of equal stretches, (n,) int64."""
     count = min(num_documents, num_lists * SAMPLE_PER_LIST)
@@ -474,12 +479,3 @@ def train_centroids(sample_nD: Floats, num_lists: int, seed: int, gpu: bool = Fa
     """The centroids of lists, (C, D) float32, by spherical k-means on unit vectors."""
     lists_seed = derive_seed(seed, "ivf") % 2**31
     return kmeans_run(sample_nD, num_lists, num_iterations=ITERATIONS, seed=lists_seed, gpu=gpu).centroids
-
-
-def _sort_shard(documents: VectorShards, centroid_CD: Floats, gpu: bool, shard: int, path: Path) -> None:
-    """Write the nearest centroid of each document of a shard."""
-    faiss = load_faiss(gpu)
-    vector_ND = np.ascontiguousarray(documents.load(shard))
-    _, list_N1 = faiss.knn(vector_ND, centroid_CD, 1, metric=faiss.METRIC_INNER_PRODUCT)
-    assert list_N1.min() >= 0
-    save_array(path, list_N1[:, 0].astype(np.int32))

@@ -15,14 +15,7 @@ from embeddings.common.jobs import progress_bar
 from embeddings.inference.search import TopK, require_top_k, search_top_k
 from embeddings.inference.vector_folder import VectorFolder
 from embeddings.inference.vectors import unit_rows
-from embeddings.mining.faiss_library import (
-    faiss_version,
-    load_faiss,
-    map_lists,
-    new_lists,
-    without_missing,
-    write_lists,
-)
+from embeddings.mining.faiss_library import faiss_version, load_faiss, map_lists, new_lists, write_lists
 from embeddings.mining.search import Floats, ivf_sizes, sample_rows, train_centroids
 
 INDEX_FILE, MANIFEST_FILE = "ivf.faiss", "ivf.manifest.json"
@@ -84,7 +77,8 @@ class VectorIndex:
         most_Q1 = _UNIT * np.linalg.norm(query_QD, axis=1, keepdims=True)
         if ((row_QK < -1) | (row_QK >= self._lists.ntotal) | ((row_QK >= 0) & (score_QK > most_Q1))).any():
             raise InputError(str(self._path), "is damaged", _MAKE)
-        score_QK = without_missing(score_QK, row_QK)
+        # Where the lists hold no more documents, faiss gives row -1 and the least float.
+        score_QK[row_QK < 0] = -np.inf
         order_QK = np.lexsort((row_QK, -score_QK), axis=1)
         return TopK(np.take_along_axis(score_QK, order_QK, axis=1), np.take_along_axis(row_QK, order_QK, axis=1))
 

@@ -16,7 +16,7 @@ from embeddings.data.records import Record
 from embeddings.data.samplers.base import Apportionment
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_records
-from embeddings.synthesis.client import ChatClient, Sampling, make_request
+from embeddings.synthesis.client import ChatClient, make_request
 from embeddings.synthesis.job import Item, Rejection, SynthesisReport, finished_report, open_job
 from embeddings.synthesis.prompts import (
     METHODS,
@@ -88,12 +88,10 @@ class Plan:
 
     @property
     def recipe(self) -> Method:
-        """What the method generates."""
         return METHODS[self.method]
 
     @property
     def total(self) -> int:
-        """Examples of all categories."""
         return NUM_EXAMPLES if self.num_examples is None else self.num_examples
 
     @property
@@ -180,7 +178,7 @@ def synthesize(
         "num_tasks": None if plan.tasks is not None else plan.tasks_wanted(),
         "task_file_sha256": None if plan.tasks is None else file_sha256(plan.tasks),
         "templates_sha256": templates.sha256,
-        **_sampling_fields(client.sampling),
+        **client.sampling.fields,
     }
     size = {"num_examples": plan.total, "max_attempts": limits.max_attempts}
     if (report := finished_report(output, {**identity, **size})) is not None:
@@ -191,23 +189,12 @@ def synthesize(
         for name, wanted in plan.tasks_wanted().items() if given is None else ():
             tasks[name], rejections = brainstorm(plan.recipe.category(name), wanted, templates, job.runner, plan.seed)
             job.task_rejections += rejections
-        items = partial(plan_items, plan, templates, tasks)
-        return job.run(items, plan.total, plan.seed, {TASKS_FILE: task_lines(tasks)})
-
-
-def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """What of the sampling decides the answers, for manifests."""
-    return {
-        "model": sampling.model,
-        "temperature": sampling.temperature,
-        "max_answer_tokens": sampling.max_answer_tokens,
-        "json_mode": sampling.json_mode,
-        "extra_body": dict(sampling.extra_body or {}),
-    }
+        rows = ({"category": name, "task": task} for name, found in tasks.items() for task in found)
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        return job.run(partial(plan_items, plan, templates, tasks), plan.total, plan.seed, {TASKS_FILE: lines})
 
 
 def plan_items(plan: Plan, templates: Templates, tasks: Mapping[str, Sequence[str]]) -> Iterator[Item]:
-    """The items of a plan, given the tasks of each category."""
     for category, index in plan.order():
         task = tasks[category.name][index % len(tasks[category.name])]
         prompt, name = templates.example(category, task, plan.seed, index), f"{category.name}-{index}"
@@ -295,13 +282,6 @@ def read_task_file(path: Path, categories: Sequence[Category]) -> dict[str, list
     return {name: list(found.values()) for name, found in tasks.items()}
 
 
-def task_lines(tasks: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """The lines of a task file."""
-    for name, found in tasks.items():
-        for task in found:
-            yield json.dumps({"category": name, "task": task}, ensure_ascii=False) + "\n"
-
-
 # Negatives for records that exist: query and positives stay.
 
 
@@ -332,7 +312,7 @@ def regenerate_negatives(
         "source_key": cached.key,
         "seed": seed,
         "templates_sha256": templates.sha256,
-        **_sampling_fields(client.sampling),
+        **client.sampling.fields,
     }
     size = {"max_attempts": limits.max_attempts}
     if (report := finished_report(output, {**identity, **size})) is not None:
@@ -343,7 +323,6 @@ def regenerate_negatives(
 
 
 def pair_items(source: SourceConfig, cached: CachedSource, templates: Templates) -> Iterable[Item]:
-    """The items of a source, row by row."""
     for row, (_, record) in enumerate(read_records(source, cached)):
         prompt = templates.negatives(record.query, record.positives[0])
         read = partial(read_negatives, record=_fields(record), field=REGENERATED_FIELD, prompt=prompt)

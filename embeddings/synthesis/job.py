@@ -39,13 +39,10 @@ class Item:
     is_unique: bool = True
 
     def request(self, seed: int, attempt: int) -> Request:
-        """The request of one attempt."""
         return make_request(f"example/{self.id}/{attempt}", self.prompt, seed)
 
 
 class Rejection(NamedTuple):
-    """A rejected answer."""
-
     id: str
     attempt: int
     reason: Reason
@@ -118,8 +115,7 @@ class SynthesisReport:
         num_given_up: Records whose every answer was rejected.
         num_unasked: Records that the token budget left no room for.
         num_answers: Answers paid for.
-        prompt_tokens: Tokens of their prompts, as far as the endpoint says.
-        completion_tokens: Tokens of the answers.
+        prompt_tokens, completion_tokens: Their tokens, as far as the endpoint says.
         retries: Requests of the last run that were retried, by what had happened.
         cost: Price of the tokens, or None without prices.
         complete: Whether nothing is left to ask.
@@ -139,12 +135,14 @@ class SynthesisReport:
     complete: bool = True
 
 
+@dataclass
 class Job:
     """A folder in which a synthesis job works and leaves its files; `task_rejections` are those of stage one."""
 
-    def __init__(self, folder: Path, runner: RequestRunner, fields: Fields) -> None:
-        self.folder, self.runner, self._fields = folder, runner, dict(fields)
-        self.task_rejections: list[Rejection] = []
+    folder: Path
+    runner: RequestRunner
+    fields: Fields
+    task_rejections: list[Rejection] = field(default_factory=list)
 
     def run(
         self, items: Callable[[], Iterable[Item]], total: int, seed: int, extra_files: Mapping[str, Iterable[str]]
@@ -178,7 +176,7 @@ class Job:
         before = check_manifest(self.folder, {}).get("files", {})
         hashes = {name: file_sha256(self.folder / name) for name in sorted({*counts, *lines})}
         facts = {"complete": report.complete, "files": hashes, "report": asdict(report)}
-        write_manifest(self.folder, {**self._fields, **facts})
+        write_manifest(self.folder, {**self.fields, **facts})
         # An earlier run may have asked for more.
         for name in set(before) - set(hashes):
             (self.folder / name).unlink(missing_ok=True)
@@ -219,15 +217,18 @@ def finished_report(folder: Path, fields: Fields) -> SynthesisReport | None:
 
 @contextmanager
 def open_job(
-    folder: Path, identity: Fields, size: Fields, client: ChatClient, limits: Limits | None, budget: Budget | None
+    folder: Path, identity: Fields, size: Fields, client: ChatClient, limits: Limits, budget: Budget | None
 ) -> Iterator[Job]:
     """A job's folder, made if there is none, and held by this process until leaving.
 
     A folder that a user's mistake leaves without any answer is removed again if it is new. `identity` decides prompts
     and records: an earlier run must have the same. `size` may change from run to run. Both are JSON types.
     """
-    journal_path, limits, budget = folder / JOURNAL_FILE, limits or Limits(), budget or Budget()
+    journal_path = folder / JOURNAL_FILE
     with discard_on_user_error(folder, unless=lambda: journal_path.exists() and journal_path.stat().st_size > 0):
         fields = {**JobFolder(folder, identity, defaults=size).fields, **size}
-        with open_journal(journal_path) as journal, RequestRunner(client, journal, limits, budget) as runner:
+        with (
+            open_journal(journal_path) as journal,
+            RequestRunner(client, journal, limits, budget or Budget()) as runner,
+        ):
             yield Job(folder, runner, fields)

@@ -77,7 +77,6 @@ class Method:
     has_languages: bool
 
     def category(self, name: str) -> Category:
-        """The category with a name."""
         return {category.name: category for category in self.categories}[name]
 
 

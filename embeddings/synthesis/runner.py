@@ -7,9 +7,9 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
@@ -99,11 +99,9 @@ class Budget:
 
     @property
     def needs_counts(self) -> bool:
-        """Whether the endpoint must say how many tokens it used."""
         return self.token_budget is not None or self.price_per_million_prompt_tokens is not None
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float | None:
-        """The price of some tokens, or None without prices."""
         prices = self.price_per_million_prompt_tokens, self.price_per_million_completion_tokens
         if prices[0] is None or prices[1] is None:
             return None
@@ -134,7 +132,6 @@ class RateLimiter:
             await self._sleep(min(wait, _TICK_SECONDS))
 
     def spend(self, num_tokens: int) -> None:
-        """Count the tokens of an answer."""
         self._next_token = max(self._next_token, self._clock()) + num_tokens * self._seconds_per_token
 
     def pause(self, seconds: float) -> None:
@@ -180,7 +177,6 @@ class Journal:
         return key in self._places
 
     def get(self, key: str) -> Answer | None:
-        """The answer to a request, or None where there is none yet."""
         place = self._places.get(key)
         if place is None:
             return None
@@ -275,16 +271,16 @@ class RequestRunner:
         self._rate = RateLimiter(limits)
         self._reserved = 0
         self._failure: UserError | None = None
+        self._stopped, self._settled = asyncio.Event(), asyncio.Condition()
         # One event loop for the job, since connections belong to one.
-        self._loop, self._connection = asyncio.Runner(), AsyncExitStack()
-        self._is_connected = False
+        self._loop, self._connection = asyncio.Runner(), client.connected()
 
     def __enter__(self) -> Self:
+        self._loop.run(self._connection.__aenter__())
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._is_connected:
-            self._loop.run(self._connection.aclose())
+        self._loop.run(self._connection.__aexit__(None, None, None))
         self._loop.close()
 
     def run(self, requests: Iterable[Request], total: int, title: str) -> None:
@@ -295,10 +291,7 @@ class RequestRunner:
             EndpointError: If a request went unanswered to the last retry.
         """
         with progress_bar(total, title, "answer") as bar:
-            left = self._unanswered(requests, bar)
-            # Where everything is answered, nothing connects.
-            if (first := next(left, None)) is not None:
-                self._loop.run(self._run(chain([first], left), bar))
+            self._loop.run(self._run(self._unanswered(requests, bar), bar))
         if self._failure is not None:
             raise self._failure
 
@@ -312,10 +305,6 @@ class RequestRunner:
                 yield request
 
     async def _run(self, requests: Iterator[Request], bar: "tqdm[Any]") -> None:
-        self._stopped, self._settled = asyncio.Event(), asyncio.Condition()
-        if not self._is_connected:
-            await self._connection.enter_async_context(self.client.connected())
-            self._is_connected = True
         await asyncio.gather(*(self._work(requests, bar) for _ in range(self.limits.concurrency)))
 
     async def _work(self, requests: Iterator[Request], bar: "tqdm[Any]") -> None:

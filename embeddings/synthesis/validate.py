@@ -119,7 +119,6 @@ _REPAIRS: tuple[tuple[str, Callable[[str], str]], ...] = (
 
 
 def _attempt(decode: Callable[[str], Any], text: str) -> Any:
-    """The value of a text, or `_NOTHING`."""
     try:
         return decode(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
@@ -297,8 +296,6 @@ _FIELDS = ("query", "positive", "negatives")
 
 
 class TextEncoder(Protocol):
-    """What turns texts into vectors."""
-
     def encode(self, texts: Sequence[str], *, role: TextRole | None = None) -> npt.NDArray[np.float32]: ...
 
 
@@ -319,7 +316,6 @@ class LevelCheck(NamedTuple):
 
     @property
     def is_falling(self) -> bool:
-        """Whether the means fall from level to level."""
         return all(hard > easy for hard, easy in zip(self.levels, self.levels[1:], strict=False))
 
 

@@ -183,9 +183,6 @@ def test_impossible_options_are_refused_in_one_line(options, message):
     assert "\n" not in str(raised.value)
 
 
-pytest.importorskip("faiss")
-
-
 @pytest.mark.parametrize("block", [1, 7, 1000])
 def test_the_nearest_centroid_is_that_of_brute_force(block, monkeypatch):
     monkeypatch.setattr(centroids, "BLOCK", block)

@@ -20,7 +20,7 @@ from tests.mining.pair_sources import made_vectors, topic_of, topic_source
 def fitted(of, kind=VectorFeatures, **options):
     """Features of vectors or of a source that have learned what they need."""
     made = kind(of, **options)
-    made.use(made.fit())
+    made.learned = made.fit()
     return made
 
 

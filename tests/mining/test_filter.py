@@ -157,15 +157,6 @@ def test_named_prompts_go_before_what_is_judged_and_belong_to_the_rules(tmp_path
     }
 
 
-def test_something_else_at_the_output_is_left_alone(tmp_path):
-    (tmp_path / "kept.parquet").write_text("mine")
-    before = files(tmp_path)
-    with pytest.raises(InputError, match="something else lies there already; name a new file"):
-        filter_pairs(write_source(tmp_path), tmp_path / "kept.parquet", FilterRules())
-    assert {path: content for path, content in files(tmp_path).items() if path in before} == before
-    assert not (tmp_path / "kept.parquet.work").exists()
-
-
 def directions(self, texts, *args, **options):
     """Each text lies at the angle that its last word names."""
     angle_N = np.radians([float(text.split()[-1]) if text else 0.0 for text in texts])

@@ -20,8 +20,9 @@ from embeddings.mining.mine import Teachers, mine_negatives
 from embeddings.mining.negatives import LevelRules, NegativeRules
 from embeddings.mining.rerank import Reranker
 from tests.data.rows import write_jsonl
+from tests.helpers.forks import in_a_child
 from tests.helpers.tiny import wordpiece_tokenizer
-from tests.mining.teachers import Teacher, in_a_child, know_teachers
+from tests.mining.teachers import Teacher, know_teachers
 
 WORDS = ["pad", "one", "two", "sum", "fox", "dog", "quick", "brown", "lazy", "jumps", "numbers", "return"]
 ROWS = [
