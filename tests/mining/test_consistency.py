@@ -72,15 +72,6 @@ def test_ranks_equal_a_loop_with_ties_in_the_pairs_favour(segment_size, tile, tm
     assert (found > 0).any()
 
 
-def test_records_that_take_no_part_are_nobodys_rivals(tmp_path):
-    vectors, query_ND, vector_of = rounded_vectors(tmp_path)
-    part_N = np.arange(NUM_ROWS) % 3 != 0
-    found = rank_pairs(vectors, tmp_path / "work", is_considered_N=part_N)
-    assert (found[~part_N] == NOT_RANKED).all()
-    expected = loop_ranks(np.flatnonzero(part_N).tolist(), query_ND, vector_of)
-    assert {row: int(found[row]) for row in expected} == expected
-
-
 @pytest.mark.parametrize("segment_size", [2, 4])
 def test_what_answers_the_same_query_elsewhere_is_no_rival(segment_size, tmp_path):
     asked = [("one", "a"), (" one", "b"), ("one", "c"), ("two", "d")]
@@ -92,13 +83,6 @@ def test_what_answers_the_same_query_elsewhere_is_no_rival(segment_size, tmp_pat
     vectors = pair_vectors(tmp_path, rows, query_ND, vector_of.__getitem__)
     found = rank_pairs(vectors, tmp_path / "work", segment_size=segment_size)
     assert found.tolist() == [0, 0, 0, segment_size - 1]
-
-
-def test_a_text_that_is_its_own_document_elsewhere_is_no_rival(tmp_path):
-    rows = [{"query": f"q {row}", "positive": "one text"} for row in range(4)]
-    rows.append({"query": "q 4", "positive": "  one text\n"})
-    vectors = pair_vectors(tmp_path, rows, np.eye(5, WIDTH) + 0.1, lambda _: np.ones(WIDTH))
-    assert rank_pairs(vectors, tmp_path / "work").tolist() == [0] * 5
 
 
 def test_an_equal_vector_in_another_tile_is_a_tie(tmp_path, monkeypatch):
