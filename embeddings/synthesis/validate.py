@@ -6,17 +6,19 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError
 from embeddings.common.io import check_vectors
-from embeddings.common.text import TextRole
 from embeddings.data.readers import open_reader
 from embeddings.data.records import NUM_LEVELS, Record, parse_record
 from embeddings.synthesis.prompts import LEVELS, Category
+
+if TYPE_CHECKING:
+    from embeddings.inference.encoder import Encoder
 
 Reason = Literal[
     "refused", "empty_answer", "cut_off", "not_json", "no_tasks", "not_an_object", "missing_field", "wrong_type",
@@ -295,10 +297,6 @@ def _draft(fields: dict[str, Any], repairs: tuple[str, ...]) -> Draft:
 _FIELDS = ("query", "positive", "negatives")
 
 
-class TextEncoder(Protocol):
-    def encode(self, texts: Sequence[str], *, role: TextRole | None = None) -> npt.NDArray[np.float32]: ...
-
-
 class LevelCheck(NamedTuple):
     """Similarity to the query, over records with one negative of each level.
 
@@ -319,16 +317,10 @@ class LevelCheck(NamedTuple):
         return all(hard > easy for hard, easy in zip(self.levels, self.levels[1:], strict=False))
 
 
-def check_levels(paths: Sequence[Path], encoder: TextEncoder, max_records: int = 1000) -> LevelCheck:
+def check_levels(paths: Sequence[Path], encoder: "Encoder", max_records: int = 1000) -> LevelCheck:
     """The mean similarity of each level, as the paper reports it for its data (.881, .857, .845, .793 for N1 to N4).
 
-    Args:
-        paths: Files of records with levels.
-        encoder: The judge, best one that was not trained on such data.
-        max_records: Maximum records looked at, spread evenly over all.
-
-    Raises:
-        InputError: If a file cannot be read, or no record has a negative of every level.
+    `encoder` is the judge, best one that was not trained on such data. Up to `max_records` are read, spread evenly.
 
     Source: Pan et al. 2025 (MGH), section 5.1, Table 4.
     """

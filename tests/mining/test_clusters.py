@@ -181,24 +181,6 @@ def test_an_interrupt_at_any_point_loses_nothing(name, features, source, tmp_pat
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_what_was_made_before_a_kill_is_not_made_again(features, source, tmp_path, monkeypatch):
-    assigned, assign = [], clusters.nearest_centroids
-
-    def killed(vectors, *args):
-        if len(assigned) == 2:
-            raise KeyboardInterrupt
-        assigned.append(len(vectors))
-        return assign(vectors, *args)
-
-    monkeypatch.setattr(clusters, "nearest_centroids", killed)
-    with pytest.raises(KeyboardInterrupt):
-        cluster_pairs(features, source, tmp_path / "out", SETTINGS)
-    monkeypatch.setattr(clusters, "nearest_centroids", lambda *args: (assigned.append(0), assign(*args))[1])
-    monkeypatch.setattr(clusters, "kmeans_run", None)
-    assert cluster_pairs(features, source, tmp_path / "out", SETTINGS) is not None
-    assert assigned == [16, 16, 0, 0]
-
-
 def test_tasks_of_an_array_make_the_folder_of_one_process(features, source, tmp_path):
     cluster_pairs(features, source, tmp_path / "whole", SETTINGS)
     found = [cluster_pairs(features, source, tmp_path / "parts", SETTINGS, ArrayTask(index, 3)) for index in (2, 0, 1)]

@@ -184,9 +184,9 @@ def mixed_source(folder):
     return SourceConfig("a", str(write_jsonl(folder / "a.jsonl", rows))), rows
 
 
-def by_language(config, output, task=None, segment_size=3):
+def by_language(config, output, segment_size=3):
     rules = FilterRules(top_k=2, segment_size=segment_size, segment_by="language")
-    return filter_pairs(config, output, rules, encoder=Encoder(tiny_embedder(), precision="float32"), task=task)
+    return filter_pairs(config, output, rules, encoder=Encoder(tiny_embedder(), precision="float32"))
 
 
 def test_records_of_one_language_are_rivals_of_each_other_alone(tmp_path, monkeypatch):
@@ -203,13 +203,10 @@ def test_records_of_one_language_are_rivals_of_each_other_alone(tmp_path, monkey
     assert "segment_by" not in json.loads((tmp_path / "whole.manifest.json").read_text())["rules"]
 
 
-def test_a_killed_run_by_language_and_an_array_of_them_give_the_same_bytes(tmp_path, monkeypatch):
+def test_a_killed_run_by_language_is_resumed_with_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", directions)
     config, _ = mixed_source(tmp_path)
     expected = by_language(config, tmp_path / "whole" / "kept.parquet").output.read_bytes()
-    for index in (1, 0):
-        by_language(config, tmp_path / "array" / "kept.parquet", ArrayTask(index, 2))
-    assert (tmp_path / "array" / "kept.parquet").read_bytes() == expected
     killed = tmp_path / "killed" / "kept.parquet"
     with monkeypatch.context() as patch:
         patch.setattr(consistency, "_write_ranks", interrupted_at(consistency._write_ranks, 3))
