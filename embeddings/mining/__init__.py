@@ -6,11 +6,10 @@ from embeddings.common.jobs import ArrayTask, ShardedJob
 from embeddings.common.process import lazy_names
 
 if TYPE_CHECKING:
-    from embeddings.mining.clusters import ClusterSettings, cluster_pairs
+    from embeddings.mining.clusters import Bm25Features, ClusterSettings, PairFeatures, VectorFeatures, cluster_pairs
     from embeddings.mining.consistency import rank_pairs
     from embeddings.mining.duplicates import Decontaminator, EvaluationTexts, find_contaminated, find_duplicates
     from embeddings.mining.faiss_library import KMeans, spherical_kmeans
-    from embeddings.mining.features import Bm25Features, PairFeatures, VectorFeatures
     from embeddings.mining.filter import FilterReport, FilterRules, filter_pairs
     from embeddings.mining.gpu_search import GpuSearch
     from embeddings.mining.mine import MiningReport, SearchOptions, Teachers, mine_negatives

@@ -14,8 +14,7 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
 from embeddings.data.samplers import ClusteredBatchSampler, SourceIdentity
 from embeddings.mining import clusters
-from embeddings.mining.clusters import ClusterSettings, cluster_pairs
-from embeddings.mining.features import Bm25Features, VectorFeatures
+from embeddings.mining.clusters import Bm25Features, ClusterSettings, VectorFeatures, cluster_pairs
 from tests.data.cluster_folders import unit_vectors
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.processes import run_command

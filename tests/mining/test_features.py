@@ -10,8 +10,8 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import open_cached
-from embeddings.mining import features
-from embeddings.mining.features import Bm25Features, VectorFeatures, _bm25_weights, _term_counts, unit_features
+from embeddings.mining import clusters as features
+from embeddings.mining.clusters import Bm25Features, VectorFeatures, _bm25_weights, _term_counts, unit_features
 from tests.data.cluster_folders import unit_vectors
 from tests.data.rows import labelled, write_jsonl
 from tests.mining.pair_sources import made_vectors, topic_of, topic_source
