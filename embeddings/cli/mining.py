@@ -44,9 +44,9 @@ from embeddings.mining import (
     filter_pairs,
     mine_negatives,
 )
+from embeddings.mining.clusters import Bm25Features, VectorFeatures, check_svd_dim
 from embeddings.mining.faiss_library import load_faiss
-from embeddings.mining.features import Bm25Features, VectorFeatures, check_svd_dim
-from embeddings.mining.qrels import TextQrels
+from embeddings.mining.negatives import TextQrels
 
 SuspectRows = Literal["refuse", "leave_out", "keep"]
 

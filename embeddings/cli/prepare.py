@@ -42,8 +42,8 @@ from embeddings.mining import (
     filter_pairs,
     mine_negatives,
 )
+from embeddings.mining.clusters import VectorFeatures
 from embeddings.mining.faiss_library import load_faiss
-from embeddings.mining.features import VectorFeatures
 
 _BATCH_ROWS = 4096
 

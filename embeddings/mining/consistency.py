@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from embeddings.common.io import check_manifest
 from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array, write_array
 from embeddings.common.random import KeyedPermutation, derive_seed
 from embeddings.inference.vectors import VectorShards
-from embeddings.mining.pair_index import PairIndex, concatenated_ranges
+from embeddings.mining.pair_index import concatenated_ranges
 from embeddings.mining.pair_vectors import PairVectors
 
 SEGMENT_SIZE = 1_000_000
@@ -33,18 +32,10 @@ _Int64s = npt.NDArray[np.int64]
 
 
 class Segments:
-    """The records to be compared with each other, in segments of nearly one size, none of which holds two groups.
+    """The records to be compared, in segments of nearly one size, none of which holds two groups.
 
     A segment holds what a keyed permutation of a group's records puts side by side, so that neighbours in the file,
     which are often of one page or one user, hardly ever share one.
-
-    Determinism: (row_N, segment_size, seed, group_N) → the members of each segment, found without those of the others.
-
-    Args:
-        row_N: Rows of the source to compare, in order, (n,).
-        segment_size: Maximum records of a segment. The segments of a group are as equal as can be.
-        seed: Key of the permutations.
-        group_N: The group of each, (n,) uint16, such as its language; None for one group.
     """
 
     def __init__(
@@ -60,11 +51,10 @@ class Segments:
         self._stops = list(accumulate(self._counts))
 
     def __len__(self) -> int:
-        """Number of segments."""
         return sum(self._counts)
 
     def members(self, segment: int) -> _Int64s:
-        """The rows of a segment, in order."""
+        """The rows of a segment, in order, found without those of the others."""
         place = bisect_right(self._stops, segment)
         row_n, count = self._parts[place], self._counts[place]
         number, total = segment - (self._stops[place] - count), len(row_n)
@@ -97,8 +87,8 @@ def rank_pairs(
         folder: The folder to work in.
         is_considered_N: Which records take part, (rows,); None for all. The others are nobody's rivals.
         group_N: The group of each record, (rows,): only records of one group share a segment. None for one group.
-        segment_size: Maximum records of a segment.
-        seed: Seed of what records share a segment (`Segments`).
+        segment_size: Maximum records of a segment, at least 2.
+        seed: Seed of what records share a segment.
         device: Where vectors are multiplied.
         task: Which segments are this process's; None for all.
 
@@ -107,11 +97,9 @@ def rank_pairs(
 
     Precision: products in float32; scores within `TIE` are equal.
     Memory: 8 bytes a record of the source, and 4 * D bytes a record of one segment: 1.5 GB for 1M records of D = 384.
-
     Raises:
-        OptionError: If `segment_size` is below 2.
-        InputError: If the folder holds something else, or was made with other options; or a vector is zero, not finite
-            or not of unit length.
+        InputError: If the folder holds something else, or was made with other options, or a vector is not of unit
+            length.
 
     Source: Nussbaum et al. 2024 (Nomic Embed), arXiv:2402.01613, and Nussbaum and Duderstadt 2025 (Nomic Embed v2),
         arXiv:2502.07972, section 4.2: segments of 1M pairs, kept if the document is among the 2 nearest.
@@ -124,29 +112,24 @@ def rank_pairs(
     row_N = np.flatnonzero(is_considered_N).astype(np.uint32)
     group_n = None if group_N is None else group_N[row_N]
     segments = Segments(row_N, segment_size, seed, group_n)
-    fields = {**_manifest_fields(vectors, segments, group_n), "segment_size": segment_size, "seed": seed}
-    job = ShardedJob(folder, fields, len(segments), stem="segment")
-    job.run(partial(_write_ranks, vectors, segments, torch.device(device)), task, take_over=True)
-    job.finish(lambda: _join(job, segments, num_rows))
-    ranks: npt.NDArray[np.int32] = load_shard(Path(folder) / RANKS, mapped=True)
-    return ranks
-
-
-def _manifest_fields(
-    vectors: PairVectors, segments: Segments, group_n: npt.NDArray[np.uint16] | None
-) -> dict[str, Any]:
-    """What decides the ranks, but for how segments are drawn; `group_n` is the group of each record that takes part."""
     sides = [check_manifest(shards.folder, {}) for shards in (vectors.query_shards, vectors.document_shards)]
-    return {
+    fields = {
         "kind": "consistency",
         **vectors.index.key,
         "model_sha256": sides[1]["model_sha256"],
         "precision": sides[1]["precision"],
         "prompt_names": [made["prompt_name"] for made in sides],
-        "num_rows": vectors.index.num_queries,
-        "rows_sha256": hashlib.sha256(segments.row_N.tobytes()).hexdigest(),
+        "num_rows": num_rows,
+        "rows_sha256": hashlib.sha256(row_N.tobytes()).hexdigest(),
         "groups_sha256": None if group_n is None else hashlib.sha256(group_n.tobytes()).hexdigest(),
+        "segment_size": segment_size,
+        "seed": seed,
     }
+    job = ShardedJob(folder, fields, len(segments), stem="segment")
+    job.run(partial(_write_ranks, vectors, segments, torch.device(device)), task, take_over=True)
+    job.finish(lambda: _join(job, segments, num_rows))
+    ranks: npt.NDArray[np.int32] = load_shard(Path(folder) / RANKS, mapped=True)
+    return ranks
 
 
 def require_segment_size(segment_size: int) -> None:
@@ -174,37 +157,25 @@ def segment_ranks(vectors: PairVectors, row_N: _Int64s, device: torch.device) ->
             column_e = torch.from_numpy(column_E[part : min(part + _QUERY_TILE, last)] - start)
             score_e = (query_ND[owner_e] * tile_TD[column_e]).sum(dim=1)
             own_N.scatter_reduce_(0, owner_e, score_e, "amax")
-    known = _KnownColumns(index, row_N, document_M)
+    # The known positives among the segment's documents, ascending by group and column: a group's in a tile are a range.
+    known = index.known_positives(row_N)
+    column_P = np.minimum(np.searchsorted(document_M, known.row_P), len(document_M) - 1)
+    is_here_P = document_M[column_P] == known.row_P
+    key_P = known.group_P[is_here_P] * len(document_M) + column_P[is_here_P]
     count_N = torch.zeros(len(row_N), dtype=torch.int32)
     for first, tile_TD in _tiles(vectors.document_shards, document_M):
         tile_DT = tile_TD.to(device).T
         for start in range(0, len(row_N), _QUERY_TILE):
             part_N = slice(start, start + _QUERY_TILE)
             is_nearer_NT = query_ND[part_N].to(device) @ tile_DT > own_N[part_N].to(device)[:, None] + TIE
-            is_nearer_NT[known.within(part_N, first, len(tile_TD))] = False
+            least_n = known.group_Q[part_N] * len(document_M) + first
+            start_n, stop_n = np.searchsorted(key_P, least_n), np.searchsorted(key_P, least_n + len(tile_TD))
+            row_K = np.repeat(np.arange(len(least_n)), stop_n - start_n)
+            column_K = key_P[concatenated_ranges(start_n, stop_n)] - least_n[row_K]
+            is_nearer_NT[torch.from_numpy(row_K), torch.from_numpy(column_K)] = False
             count_N[part_N] += is_nearer_NT.sum(dim=1, dtype=torch.int32).cpu()
     ranks: npt.NDArray[np.int32] = count_N.numpy()
     return ranks
-
-
-class _KnownColumns:
-    """Which documents of a segment are positives of each query, by any record of the source with the query's text."""
-
-    def __init__(self, index: PairIndex, row_N: _Int64s, document_M: npt.NDArray[Any]) -> None:
-        known = index.known_positives(row_N)
-        column_P = np.minimum(np.searchsorted(document_M, known.row_P), len(document_M) - 1)
-        is_here_P = document_M[column_P] == known.row_P
-        self._width, self._group_N = len(document_M), known.group_Q
-        # Ascending by group and column, so that those of a group in a tile lie side by side.
-        self._key_P = known.group_P[is_here_P] * self._width + column_P[is_here_P]
-
-    def within(self, part: slice, first: int, width: int) -> tuple[Tensor, Tensor]:
-        """The places in a tile, `width` columns from `first`, that are known of some queries: rows and columns."""
-        least_n = self._group_N[part] * self._width + first
-        start_n, stop_n = np.searchsorted(self._key_P, least_n), np.searchsorted(self._key_P, least_n + width)
-        row_K = np.repeat(np.arange(len(least_n)), stop_n - start_n)
-        column_K = self._key_P[concatenated_ranges(start_n, stop_n)] - least_n[row_K]
-        return torch.from_numpy(row_K), torch.from_numpy(column_K)
 
 
 def _tiles(shards: VectorShards, row_M: _Int64s) -> Iterator[tuple[int, Tensor]]:

@@ -44,9 +44,7 @@ def find_duplicates(
     A copy has the query and the positives of the other, but for outer white space; a labelled text its text and class.
     A near-copy has a query near the other's *and* positives near the other's, whatever their case: two questions about
     one document are two records. Every candidate is checked on its whole text, so nothing else goes; of the near-copies
-    at the threshold itself 1 in 4,000 may stay.
-
-    Keys are made shard by shard and kept in `folder`; the comparison that follows is one process's.
+    at the threshold itself 1 in 4,000 may stay. Keys are made shard by shard; one process compares them.
 
     Args:
         source: A converted source of pairs, or of labelled texts.
@@ -103,7 +101,6 @@ def _compare(job: ShardedJob, table: Table, rule: NearDuplicates | None) -> Mapp
         return _pair(table.row(row))
 
     def column(key: int) -> npt.NDArray[np.uint32]:
-        """One key of all records, (rows,)."""
         return np.concatenate([load_shard(job.path(shard), mapped=True)[key] for shard in range(job.num_shards)])
 
     reason_N = np.full(len(table), KEPT, dtype=np.uint8)
@@ -161,7 +158,6 @@ class EvaluationTexts(NamedTuple):
     documents: Sequence[str]
 
     def sha256(self) -> str:
-        """A hash of all texts and their roles."""
         digest = hashlib.sha256()
         for texts in self:
             digest.update(f"{len(texts)}\n".encode())
@@ -177,11 +173,10 @@ class Decontaminator:
     `EQUAL`: the query or a positive is an evaluation query or document but for case, white space and punctuation.
 
     `SIMILAR`: the query covers an evaluation query, or a positive an evaluation document, to the threshold or more.
-    Coverage is the BM25 score of the evaluation text for the training text, over the score that the evaluation text has
-    for itself, each token counted once (`BM25.coverage`): the share of the evaluation text's weight that the training
-    text holds. Like is compared with like, since a document covers every question that it answers. Evaluation texts of
-    fewer than `MIN_TOKENS` different tokens are compared for equality alone. Negatives are not looked at. A labelled
-    text counts as a query.
+    Coverage (`BM25.coverage`) is the share of the evaluation text's BM25 weight that the training text holds, each
+    token counted once. Like is compared with like, since a document covers every question that it answers. Evaluation
+    texts of fewer than `MIN_TOKENS` different tokens are compared for equality alone. Negatives are not looked at. A
+    labelled text counts as a query.
 
     Args:
         evaluation: The evaluation texts, which stay in memory with an index of their words.
@@ -206,7 +201,6 @@ class Decontaminator:
 
     @cached_property
     def fields(self) -> dict[str, Any]:
-        """What decides the reasons, for manifests."""
         return {"sha256": self.evaluation.sha256(), "bm25_threshold": self.bm25_threshold}
 
     def reasons(self, records: Sequence[StoredRow]) -> npt.NDArray[np.uint8]:
@@ -245,12 +239,10 @@ def find_contaminated(
     shard_size: int = SHARD_ROWS,
     task: ArrayTask | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """For each record of a source, whether it resembles an evaluation text (see `Decontaminator`).
+    """`KEPT`, `EQUAL` or `SIMILAR` for each record (see `Decontaminator`), (rows,) uint8, memory-mapped.
 
     Arguments and errors as in `find_duplicates`; `rule` says what the model is to be evaluated on, and how near is too
-    near. Gives `KEPT`, `EQUAL` or `SIMILAR` for each record, (rows,) uint8, memory-mapped.
-
-    Memory: 1 byte a record, and the evaluation texts.
+    near. Memory: 1 byte a record, and the evaluation texts.
     """
     table = source.table
     fields = {

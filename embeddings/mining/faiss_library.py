@@ -16,12 +16,7 @@ from embeddings.common.jobs import progress_bar
 
 
 def load_faiss(gpu: bool = False) -> ModuleType:
-    """The module faiss, with the device checked: its CPU build accepts `gpu=True` silently and runs on the CPU.
-
-    Raises:
-        MissingExtraError: If faiss is not installed; the message names the extra `cpu` or `gpu`.
-        OptionError: If a GPU is asked for and this build or this machine has none.
-    """
+    """The module faiss, with the device checked: its CPU build accepts `gpu=True` silently and runs on the CPU."""
     faiss = require("faiss", "gpu" if gpu else "cpu")
     if gpu and not hasattr(faiss, "StandardGpuResources"):
         hint = f"{pip_install('gpu')} in place of faiss-cpu"
@@ -44,17 +39,10 @@ def new_lists(quantizer: Any, num_lists: int) -> Any:
     return lists
 
 
-def without_missing(score_QK: NDArray[np.float32], row_QK: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Scores, (Q, K), changed in place: -inf where the row is -1, for which faiss gives the least float."""
-    score_QK[row_QK < 0] = -np.inf
-    return score_QK
-
-
 def write_lists(lists: Any, path: Path) -> None:
-    """Write inverted lists to exactly this path, and see that all of them arrived.
+    """Write inverted lists to exactly this path, and see that all of them arrived; an `OSError` where they did not.
 
-    Raises:
-        OSError: If they cannot be written; faiss itself raises a RuntimeError, and none where closing the file fails.
+    faiss itself raises a RuntimeError, and none where closing the file fails.
     """
     try:
         load_faiss().write_index(lists, str(path))
@@ -66,13 +54,10 @@ def write_lists(lists: Any, path: Path) -> None:
 
 
 def map_lists(path: Path) -> Any:
-    """Inverted lists, mapped into memory.
+    """Inverted lists, mapped into memory; a RuntimeError where the file holds none, or not all of them.
 
     faiss would start 32 threads at each search that read its lists ahead. They still read after the search has
     returned, when the file may have been replaced; and where it is in memory already, they double a search's time.
-
-    Raises:
-        RuntimeError: If the file holds none, or not all that it says.
     """
     faiss = load_faiss()
     lists = faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
@@ -87,12 +72,7 @@ _ITERATIONS_A_CALL = 10
 
 
 class KMeans(NamedTuple):
-    """What one run found.
-
-    Attributes:
-        centroids: Unit vectors, (k, d) float32.
-        objective: Mean cosine of the vectors with their centroids in the last iteration; larger is better.
-    """
+    """The unit centroids of one run, (k, d), and the mean cosine of the vectors with theirs in the last iteration."""
 
     centroids: NDArray[np.float32]
     objective: float
@@ -123,7 +103,7 @@ def kmeans_run(
     gpu: bool = False,
     where: str = "vectors",
 ) -> KMeans:
-    """One run of k-means by cosine over all vectors.
+    """One run of k-means by cosine over all vectors, which are unit rows in memory; `run` is its place in a best-of-n.
 
     By default faiss trains on 256 vectors a cluster and says nothing, and gives a cluster that ends up empty a copy
     of another's centroid, moved by a thousandth. Here every vector counts, and `num_duplicates` tells of the copies.
@@ -131,20 +111,7 @@ def kmeans_run(
     Determinism: (vectors, arguments) → the same bits on one machine with one number of threads. Run r begins with the
     vectors that run r of `faiss.Kmeans(nredo=…)` with the same seed begins with.
 
-    Args:
-        vectors: Unit rows, (n, d) float32, all in memory.
-        num_clusters: Number of clusters, k.
-        run: Which run of a best-of-n.
-        num_iterations: Lloyd iterations.
-        seed: Any integer.
-        gpu: Whether faiss runs on the GPUs.
-        where: What the vectors are, for messages.
-
     Precision: float32 products and sums, as faiss computes them.
-    Raises:
-        InputError: If a vector is zero, NaN or infinite; the message names its row.
-        OptionError: If there are more clusters than vectors, a number is not positive, or there is no GPU.
-
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix: spherical, 100 iterations, best of 3.
     Differs: their code sets `max_points_per_centroid` after construction, where faiss does not look, and so trains on
     256 vectors a cluster.
@@ -195,17 +162,7 @@ _NUM_PROBES = 32
 def nearest_centroids(
     vectors: NDArray[np.float32], centroids: NDArray[np.float32], gpu: bool = False
 ) -> NDArray[np.int32]:
-    """The number of the centroid with the largest inner product with each vector, exactly, (n,) int32.
-
-    Args:
-        vectors: (n, d) float32.
-        centroids: (k, d) float32.
-        gpu: Whether faiss runs on the GPUs.
-
-    Raises:
-        InputError: If the widths differ.
-        OptionError: If there is no GPU.
-    """
+    """The centroid with the largest inner product with each vector, exactly: its number, (n,) int32."""
     if vectors.shape[1] != centroids.shape[1]:
         what = f"vectors of width {vectors.shape[1]} do not go with centroids of width {centroids.shape[1]}"
         raise InputError("clusters", what, "make the clusters again")
@@ -220,19 +177,10 @@ def nearest_centroids(
 def neighbour_lists(
     centroids: NDArray[np.float32], num_neighbours: int, gpu: bool = False, max_exact: int = MAX_EXACT
 ) -> NDArray[np.int32]:
-    """Each centroid's nearest others by inner product, nearest first.
+    """Each centroid's nearest others by inner product, nearest first, (k, n) int32, n at most `num_neighbours`.
 
     Exact up to `max_exact` centroids. Of more, each is compared with those in the nearest 32 of 4·√k groups: a tour
     that goes by these lists is approximate anyway.
-
-    Args:
-        centroids: Unit vectors, (k, d) float32.
-        num_neighbours: Maximum neighbours of a centroid.
-        gpu: Whether faiss runs on the GPUs.
-        max_exact: Maximum centroids that are all compared with each other.
-
-    Returns:
-        (k, n) int32, n the smaller of `num_neighbours` and k - 1.
     """
     num_centroids = len(centroids)
     wanted = min(num_neighbours, num_centroids - 1)
@@ -247,15 +195,11 @@ def neighbour_lists(
         short = np.flatnonzero((found < 0).any(axis=1))
         if len(short):
             found[short] = exact.search(block[short], wanted + 1)[1]
-        lists[start : start + BLOCK] = _without_itself(found, start)
+        is_itself = found == start + np.arange(len(found))[:, None]
+        # Where a copy is found in a centroid's place, the last one goes.
+        is_itself[~is_itself.any(axis=1), -1] = True
+        lists[start : start + BLOCK] = found[~is_itself].reshape(len(found), -1)
     return lists
-
-
-def _without_itself(found: NDArray[np.int64], first: int) -> NDArray[np.int64]:
-    """The lists of centroids `first`, `first` + 1, … without themselves; the last goes where a copy hid itself."""
-    is_itself = found == first + np.arange(len(found))[:, None]
-    is_itself[~is_itself.any(axis=1), -1] = True
-    return np.asarray(found[~is_itself].reshape(len(found), -1))
 
 
 def _index(centroids: NDArray[np.float32], gpu: bool, num_groups: int = 0) -> Any:

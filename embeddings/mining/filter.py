@@ -107,7 +107,6 @@ class FilterReport(NamedTuple):
 
     @property
     def num_kept(self) -> int:
-        """Records that stayed."""
         return self.num_records - sum(self.removed.values())
 
 
@@ -127,12 +126,11 @@ def filter_pairs(
     task: ArrayTask | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> FilterReport:
-    """Write the records of a source that stay, with all their fields and in their order, to a Parquet file.
+    """Write the records of a source that stay, with all their fields and in their order, to a Parquet or `.jsonl` file.
 
-    Where its name ends in `.jsonl` it holds JSON lines. The file is a source again; columns that are no field of a
-    record are left behind. Beside `NAME.parquet` are `NAME.manifest.json` and the folder `NAME.parquet.work`, which may
-    be deleted once the file is there; its `reasons.npy` holds for each record the number of the rule that took it out,
-    from 1, and 0 for none.
+    The file is a source again; columns that are no field of a record are left behind. Beside `NAME.parquet` are
+    `NAME.manifest.json` and the folder `NAME.parquet.work`, which may be deleted once the file is there. Its
+    `reasons.npy` holds for each record the number of the rule that took it out, from 1, and 0 for none.
 
     A killed run resumes at the first missing shard, and the tasks of an array share the shards: the bytes are the same.
 
@@ -142,11 +140,9 @@ def filter_pairs(
         rules: Which records go.
         decontaminator: What the model is to be evaluated on, or None for no such rule.
         encoder: The model that judges consistency, or None for no such rule.
-        vectors: Folder of the source's vectors, to share them with other jobs of the same source and model; None for
-            one in the work folder.
+        vectors: Folder of the source's vectors, to share them with other jobs; None for one in the work folder.
         encoded: Folders that `encode` wrote with the same model: a text found there keeps that vector.
-        query_prompt_name: Name of the prompt before each query that is judged for consistency, or a given prompt; None
-            for the model's `query` prompt if it has one.
+        query_prompt_name: Prompt of the queries that are judged for consistency (see `encode_pairs`).
         document_prompt_name: The same for documents.
         devices: Devices that share the encoding, each with a process of its own (see `encode_pairs`).
         shard_size: Records of a shard of the rules that need no vectors.
@@ -154,7 +150,6 @@ def filter_pairs(
         cache_dir: Folder of converted sources.
 
     Memory: 2 bytes a record, 2 for its language, and what each rule needs in turn (`find_duplicates`, `rank_pairs`).
-
     Raises:
         OptionError: If an option is impossible or cannot take effect, or no rule is asked for.
         InputError: If the source cannot be used, something else lies at `output`, or no record stays.
@@ -224,8 +219,7 @@ def filter_reasons(
 ) -> npt.NDArray[np.uint8]:
     """The rule that removes each record, by its place in `RULES` from 1, and 0 where it stays, (rows,) uint8.
 
-    Arguments as in `filter_pairs`; `work` is the folder to work in, and `ranks` gives the ranks of the records that the
-    earlier rules leave.
+    `ranks` gives the ranks of the records that the earlier rules leave.
     """
     reason_N = np.full(len(source.table), KEPT, dtype=np.uint8)
 
@@ -280,7 +274,6 @@ def _manifest_fields(
     decontaminator: Decontaminator | None,
     encoder: "Encoder | None",
 ) -> dict[str, Any]:
-    """What decides the file's bytes."""
     # Files of older versions do not name these options, and are as good.
     unsaid = [("segment_by", "source"), *((name, None) for name in prompts)]
     chosen = {name: value for name, value in {**asdict(rules), **prompts}.items() if (name, value) not in unsaid}
@@ -312,7 +305,6 @@ def _write(
     fields: dict[str, Any],
     work: Path,
 ) -> None:
-    """Write the reasons, the manifest, and the records that stay."""
     write_array(work / REASONS, reason_N)
     json_lines = is_json_lines(report.output)
     with atomic_path(report.output) as temporary:

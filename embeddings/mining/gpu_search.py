@@ -25,15 +25,10 @@ _KEPT, _TILE, _QUERIES, _WORK = 12, 1, 1, 2
 
 
 class SearchSizes(NamedTuple):
-    """The pieces of a search, and what they take.
+    """The pieces of a search: whether all documents stay on the device, and how many are compared or scored at once.
 
-    Attributes:
-        is_resident: Whether all documents stay on the device; else each pass streams them through it.
-        tile_rows: Documents that are compared at once.
-        pass_queries: Queries of a pass over the documents.
-        product_queries: Queries that are compared with a tile at once.
-        num_pairs: Pairs that are scored again at once.
-        num_bytes: The most memory that all of this takes.
+    `pass_queries` share a pass over the documents, `product_queries` one product with a tile. `num_pairs` are scored
+    again at once. `num_bytes` is the most memory that all of this takes.
     """
 
     is_resident: bool
@@ -47,22 +42,13 @@ class SearchSizes(NamedTuple):
 def search_sizes(
     num_documents: int, embedding_dim: int, stored_bytes: int, width: int, num_queries: int, memory_gib: float
 ) -> SearchSizes:
-    """How a search is cut so that it stays within its memory.
+    """How a search is cut so that it stays within its memory; `width` documents are kept of a query.
 
-    Args:
-        num_documents: Documents, N.
-        embedding_dim: Width of the vectors, D.
-        stored_bytes: Bytes of a number of a document: 4, or 2 in float16.
-        width: Documents kept of a query, W.
-        num_queries: Queries of a call.
-        memory_gib: Memory of the device that may be used, in GiB.
+    In bytes, of vectors of width D: `stored_bytes`·D for a document that stays; 6·D for one of a tile, with its cast;
+    6·D + 36·`width` for a query of a pass, in two dtypes and with what was found; 6 for a score of a product and
+    288·`width` for a query of it, with the choice of the largest; 24·D for a pair that is scored again, in float64.
 
-    Memory, in bytes: stored·N·D for documents that stay; 6·D for a document of a tile, with its cast; 6·D + 36·W for a
-    query of a pass, in two dtypes and with what was found; 6 for a score of a product and 288·W for a query of it, with
-    the choice of the largest; 24·D for a pair that is scored again, in float64.
-
-    Raises:
-        OptionError: If the memory holds no piece of one row.
+    Raises `OptionError` if the memory holds no piece of one row.
     """
     sixteenth = memory_gib * 2**30 / 16
     kept_bytes, a_document = stored_bytes * num_documents * embedding_dim, 6 * embedding_dim
@@ -83,11 +69,6 @@ def search_sizes(
 
 
 def require_gpu() -> None:
-    """Check that there is a GPU.
-
-    Raises:
-        OptionError: If there is none.
-    """
     if not torch.cuda.is_available():
         raise OptionError("gpu", True, "needs a CUDA device", "leave it out, or check the driver")
 
@@ -120,11 +101,10 @@ class GpuSearch(ExactSearch):
     Precision: a score is the inner product summed in float64, rounded to float32. Its last bit may differ from that of
         `ExactSearch` where the sum lies within 1e-15 of the middle of two float32 numbers.
     Determinism: but for that, the same whatever the memory, tiles, shards and the number of queries in a call.
-    Memory: see `search_sizes`; on the host a tile.
 
     Args:
         documents: Unit vectors.
-        memory_gib: Memory of the device that may be used, in GiB. CUDA's own context is not counted.
+        memory_gib: Memory of the device that may be used, in GiB (see `search_sizes`), without CUDA's own context.
         device: Where it runs; "cpu" to compare.
 
     Raises:
@@ -143,7 +123,6 @@ class GpuSearch(ExactSearch):
         self._kept: list[Tensor] = []
 
     def sizes(self, num_queries: int, top_k: int) -> SearchSizes:
-        """How a search is cut."""
         kind, documents = self._stored.itemsize, self.documents
         width = min(kept_documents(top_k), documents.num_rows)
         return search_sizes(documents.num_rows, documents.embedding_dim, kind, width, num_queries, self._memory_gib)
@@ -205,18 +184,14 @@ class GpuSearch(ExactSearch):
         staged_TD = torch.empty(shape, dtype=self._stored, pin_memory=is_cuda)
         for first_row, array_TD in fill(staged_TD.numpy(), self.documents):
             tile_TD = staged_TD[: len(array_TD)].to(self._device, copy=True)
-            self._check(first_row, tile_TD)
+            square_T = torch.linalg.vector_norm(tile_TD, dim=1, dtype=torch.float32).square()
+            bad_n = (~((square_T - 1).abs() < UNIT_TOLERANCE)).nonzero()[:1, 0]
+            if len(bad_n):
+                # Refuses the vector, and names its shard and the row in it.
+                self.documents.take(bad_n.cpu().numpy() + first_row)
             kept += [tile_TD] if sizes.is_resident else []
             yield first_row, tile_TD
         self._kept = kept
-
-    def _check(self, first_row: int, tile_TD: Tensor) -> None:
-        """Refuse vectors of a tile that have no direction or are not of unit length."""
-        square_T = torch.linalg.vector_norm(tile_TD, dim=1, dtype=torch.float32).square()
-        bad_n = (~((square_T - 1).abs() < UNIT_TOLERANCE)).nonzero()[:1, 0]
-        if len(bad_n):
-            # Names the shard and the row in it.
-            self.documents.take(bad_n.cpu().numpy() + first_row)
 
 
 def kept_documents(top_k: int) -> int:

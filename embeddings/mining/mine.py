@@ -40,7 +40,7 @@ from embeddings.mining.mined_shards import (
     with_mined,
     write_shard,
 )
-from embeddings.mining.negatives import LevelRules, NegativeRules, require_even_levels
+from embeddings.mining.negatives import DocumentQrels, LevelRules, NegativeRules
 from embeddings.mining.pair_index import PairIndex, index_pairs
 from embeddings.mining.pair_vectors import EncodedTexts, PairVectors, encode_pairs
 from embeddings.mining.rerank import Reranker, read_scores, score_shard, scoring_job
@@ -57,17 +57,12 @@ class Teachers:
     """The models whose scores decide, and the prompts of their texts.
 
     Args:
-        models: Their names, as `load` takes them.
+        models: Their names, as `load` takes them, each once.
         load: Gives the encoder of a name. One of them is kept at a time.
-        query_prompt_name: Name of the prompt put before each query, or a given prompt (see `encode_pairs`); None for a
-            model's `query` prompt if it has one.
-        document_prompt_name: The same for documents.
-        encoded: What each of them has encoded already, in their order; none at all where nothing has been.
-        reranker: A cross-encoder that scores each query with its positives and with the negatives that were chosen; it
-            chooses none itself. None for no such scores.
-
-    Raises:
-        OptionError: If there is none, or one comes twice, or what is encoded is of more or fewer models.
+        query_prompt_name: Prompt of the queries (see `encode_pairs`).
+        document_prompt_name: Prompt of the documents.
+        encoded: What each model has encoded already, in their order; empty for none.
+        reranker: A cross-encoder that scores each query with its positives and chosen negatives; it chooses none.
     """
 
     models: Sequence[str]
@@ -80,10 +75,24 @@ class Teachers:
     def __post_init__(self) -> None:
         if not self.models or len(set(self.models)) < len(self.models):
             raise OptionError("model", list(self.models), "must name one model or several different ones", "correct it")
-        if self.encoded and len(self.encoded) != len(self.models):
-            rule = f"must be as many folders as there are models ({len(self.models)})"
-            raise OptionError("encoded", len(self.encoded), rule, "name them in the order of the models")
+        assert len(self.encoded) in (0, len(self.models))
         object.__setattr__(self, "load", lru_cache(maxsize=1)(self.load))
+
+    def encode(self, source: CachedSource, index: PairIndex, folder: Path, **options: Any) -> list[PairVectors]:
+        """The vectors by each model: in `folder` itself by a single one, else each in a folder of its own."""
+        return [
+            encode_pairs(
+                self.load(model),
+                source,
+                folder if len(self.models) == 1 else folder / f"teacher-{place}",
+                index=index,
+                query_prompt_name=self.query_prompt_name,
+                document_prompt_name=self.document_prompt_name,
+                encoded=self.encoded[place] if self.encoded else None,
+                **options,
+            )
+            for place, model in enumerate(self.models)
+        ]
 
 
 @dataclass(frozen=True)
@@ -95,8 +104,7 @@ class SearchOptions:
         num_probes: Lists that `ivf` searches for a query; None for 32, or all where there are fewer.
         num_lists: Lists of `ivf`, or None for a number that suits the documents (see `build_ivf`).
         gpu: Whether the first GPU searches; `ivf` needs faiss's build for GPUs (the extra `gpu`).
-        gpu_memory_gib: Memory of the GPU that the exact search may use, in GiB; None for 16. Documents that do not fit
-            stream through it.
+        gpu_memory_gib: Memory of the GPU for the exact search, in GiB; None for 16. Larger corpora stream through it.
 
     Raises:
         OptionError: If a value is impossible or cannot take effect.
@@ -109,8 +117,6 @@ class SearchOptions:
     gpu_memory_gib: float | None = None
 
     def __post_init__(self) -> None:
-        if self.index not in ("exact", "ivf"):
-            raise OptionError("index", self.index, "must be exact or ivf", "exact finds all")
         for name in ("num_probes", "num_lists"):
             value = getattr(self, name)
             if value is not None and self.index != "ivf":
@@ -125,22 +131,15 @@ class SearchOptions:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What decides the result, as JSON types."""
         return {name: value for name, value in asdict(self).items() if name != "gpu_memory_gib"}
 
     def check(self) -> None:
-        """Check that what searches is there.
-
-        Raises:
-            MissingExtraError: If faiss is not installed.
-            OptionError: If a GPU is asked for and there is none, or faiss's build has none.
-        """
         load_faiss(self.gpu and self.index == "ivf")
         if self.gpu:
             require_gpu()
 
     def over(self, vectors: PairVectors, folder: Path, seed: int, task: ArrayTask | None) -> DocumentSearch:
-        """The search over the documents of a teacher; `ivf` keeps its lists in `folder`."""
+        """The search over a teacher's documents; `ivf` keeps its lists in `folder`."""
         shards = vectors.document_shards
         if self.index == "exact":
             return GpuSearch(shards, self.gpu_memory_gib or MEMORY_GIB) if self.gpu else ExactSearch(shards)
@@ -155,15 +154,14 @@ class MiningReport(NamedTuple):
         output: The file of mined records.
         num_queries: Records.
         num_documents: Different documents.
-        num_candidates: Candidates that the search brought, and with levels those drawn or judged beside them.
-        removed: Candidates that each rule removed, by its name in `negatives.REASONS`, and with levels by grades those
-            of queries that nobody judged (`query_not_judged`).
+        num_candidates: Candidates found, and with levels those drawn or judged.
+        removed: Candidates that each rule removed, by `negatives.REASONS`; with grades also `query_not_judged`.
         num_left: Candidates that no rule removed, chosen or not.
         num_negatives: Negatives chosen.
-        num_short: Records with fewer negatives than asked for, those with none among them.
+        num_short: Records with fewer negatives than asked for, or none.
         num_empty: Records without a negative.
-        num_replaced: Records that had negatives of their own, which the mined ones replace.
-        by_level: What there is of each level (see `report_levels`); None for negatives without levels.
+        num_replaced: Records whose own negatives the mined ones replace.
+        by_level: Counts and scores of each level (see `report_levels`); None without levels.
     """
 
     output: Path
@@ -194,16 +192,15 @@ def mine_negatives(
     task: ArrayTask | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> MiningReport | None:
-    """Write the records of a source with mined negatives, in their order, to a Parquet file.
+    """Write the records of a source with mined negatives, in their order, to a Parquet or `.jsonl` file.
 
-    Where its name ends in `.jsonl` it holds JSON lines. The file is a source again: the records' own fields with new
-    `negatives` (hardest first; with `levels` objects of `text` and `level`, level by level), `negative_scores` and
-    `positive_scores` (means over the teachers), and with a reranker its `scores` of positives, then negatives, which
-    `MarginMSE` follows. Beside `NAME.parquet` are `NAME.manifest.json` with the report, and the folder
-    `NAME.parquet.work` with vectors and shards, which is of no use once the file is there.
+    The file is a source again: the records' own fields with new `negatives` (hardest first; with `levels` objects of
+    `text` and `level`), `negative_scores` and `positive_scores` (means over the teachers), and with a reranker its
+    `scores` of positives, then negatives. Beside `NAME.parquet` are `NAME.manifest.json` with the report, and the
+    folder `NAME.parquet.work`, which is of no use once the file is there.
 
-    A killed run resumes at the first missing shard. The tasks of an array share the shards, the last one writes the
-    file, and the bytes are the same, but for the rounding of vectors (see `encode_pairs`).
+    A killed run resumes at the first missing shard. The tasks of an array share the shards and the last one writes the
+    file; the bytes are the same, but for the rounding of vectors (see `encode_pairs`).
 
     Args:
         config: A source of `pairs`, or of `sts`: its pairs of a high score, in both directions.
@@ -213,15 +210,14 @@ def mine_negatives(
         search: How candidates are found; None for the exact search on the CPU.
         levels: What gives the negatives levels (see `choose_levels`); None for negatives without.
         corpus: A file of more documents (see `index_pairs`), or None for the source's positives alone.
-        vectors: Folder of the vectors, to share them with other jobs of the same source and models; None for one in
-            the work folder.
-        devices: Devices that share the encoding, each with a process of its own (see `encode_pairs`).
+        vectors: Folder of the vectors, to share them with other jobs; None for one in the work folder.
+        devices: Devices that share the encoding (see `encode_pairs`).
         shard_size: Records and vectors of a shard: what a kill costs at most.
         task: Which shards are this process's; None for all.
         cache_dir: Folder of converted sources.
 
     Returns:
-        The report, or None where other tasks have shards to make yet.
+        The report, or None while shards of other tasks are missing.
 
     Raises:
         InputError: If the source, the corpus or a vector cannot be used, there are too few documents, no query is
@@ -238,8 +234,9 @@ def mine_negatives(
     # Before the manifest is written, so that the default and the number itself are one job.
     if rules.num_negatives is None:
         rules = replace(rules, num_negatives=rules.count if levels is None else NUM_LEVELS)
-    if levels is not None:
-        require_even_levels(rules)
+    if levels is not None and rules.count % NUM_LEVELS:
+        rule = f"must be a multiple of {NUM_LEVELS} with levels, the same number of each"
+        raise OptionError("num_negatives", rules.count, rule, f"{NUM_LEVELS} gives one of each, as in MGH")
     source = open_cached(config, cache_dir)
     fields = _manifest_fields(source, teachers, rules, search, levels, corpus, shard_size)
     target, reranker = Path(output), teachers.reranker
@@ -255,10 +252,12 @@ def mine_negatives(
         if index.num_documents <= rules.count:
             what = f"holds {index.num_documents} different documents, too few for {rules.count} negatives"
             raise InputError(f"source {config.name!r}", what, "give more with --corpus, or ask for fewer")
-        kind, qrels = (None, None) if levels is None else (levels.kind, levels.document_qrels(index))
-        encoded = _encode(teachers, source, index, folder, shard_size, devices, task)
+        qrels = None
+        if levels is not None and levels.judged is not None:
+            qrels = DocumentQrels(levels.judged, index, levels.judged_in)
+        encoded = teachers.encode(source, index, folder, shard_size=shard_size, devices=devices, task=task)
         searches = [search.over(made, work / f"ivf-{place}", rules.seed, task) for place, made in enumerate(encoded)]
-        miner = ShardMiner(index, encoded, searches, rules, kind, qrels)
+        miner = ShardMiner(index, encoded, searches, rules, None if levels is None else levels.kind, qrels)
         job.run(lambda shard, path: write_shard(miner.mine(shard), index, rules, path), task)
         scoring = None
         if reranker is not None:
@@ -313,33 +312,6 @@ def _manifest_fields(
     return dict(json.loads(json.dumps(fields)))
 
 
-def _encode(
-    teachers: Teachers,
-    source: CachedSource,
-    index: PairIndex,
-    folder: Path,
-    shard_size: int,
-    devices: Sequence[str],
-    task: ArrayTask | None,
-) -> list[PairVectors]:
-    """The vectors by each teacher: in `folder` itself by a single one, else each in a folder of its own."""
-    return [
-        encode_pairs(
-            teachers.load(model),
-            source,
-            folder if len(teachers.models) == 1 else folder / f"teacher-{place}",
-            index=index,
-            query_prompt_name=teachers.query_prompt_name,
-            document_prompt_name=teachers.document_prompt_name,
-            shard_size=shard_size,
-            encoded=teachers.encoded[place] if teachers.encoded else None,
-            devices=devices,
-            task=task,
-        )
-        for place, model in enumerate(teachers.models)
-    ]
-
-
 def _merge(
     job: ShardedJob,
     scoring: ShardedJob | None,
@@ -348,7 +320,6 @@ def _merge(
     vectors: Sequence[PairVectors],
     fields: dict[str, Any],
 ) -> MiningReport:
-    """Write the file and its manifest from the records and the shards."""
     index, graded = vectors[0].index, fields["levels"] is not None
     counts: Counter[str] = Counter()
     levels = []

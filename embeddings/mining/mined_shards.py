@@ -17,10 +17,12 @@ from embeddings.common.errors import InputError
 from embeddings.common.io import check_vectors
 from embeddings.data.records import Record, record_schema, record_table
 from embeddings.mining.negatives import (
+    DocumentQrels,
     LevelKind,
     MinedQueries,
     NegativeRules,
     Negatives,
+    QueryQrels,
     ScoredCandidates,
     choose_levels,
     choose_negatives,
@@ -29,7 +31,6 @@ from embeddings.mining.negatives import (
 )
 from embeddings.mining.pair_index import PairIndex, concatenated_ranges
 from embeddings.mining.pair_vectors import PairVectors
-from embeddings.mining.qrels import DocumentQrels, QueryQrels
 from embeddings.mining.search import DocumentSearch, Floats, Rows, pair_scores
 
 # Candidates beyond the last rank that make up for the query's own texts. A query with more known positives than this,
@@ -38,14 +39,7 @@ MAX_OWN_TEXTS = 256
 
 
 class MinedShard(NamedTuple):
-    """What was found for a shard of queries.
-
-    Attributes:
-        queries: Their rows.
-        negatives: Their negatives, and what was removed.
-        positive_score_P: Mean of the teachers' scores of each positive, query after query, (P,) float32.
-        num_candidates: Candidates that the search brought, and with levels those drawn or judged beside them.
-    """
+    """The negatives of a shard of queries, and the teachers' mean score of each positive, (P,), query after query."""
 
     queries: range
     negatives: Negatives
@@ -55,18 +49,9 @@ class MinedShard(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardMiner:
-    """Finds the negatives of a shard of queries.
+    """Finds the negatives of a shard of queries, by one or several teachers, whose vectors all have shards of one size.
 
-    Memory: vectors of one shard of queries and one tile of documents, and the candidates of the shard; it does not grow
-    with the source.
-
-    Attributes:
-        index: The source's queries and documents.
-        vectors: The vectors by each teacher, all in shards of one size.
-        searches: The search over each teacher's documents.
-        rules: What makes a candidate a negative.
-        levels: What gives the negatives their levels; None for negatives without.
-        qrels: What people judged, for levels by grades; else None.
+    Memory: the shard's query vectors and candidates, and one tile of documents.
     """
 
     index: PairIndex
@@ -77,11 +62,7 @@ class ShardMiner:
     qrels: DocumentQrels | None = None
 
     def mine(self, shard: int) -> MinedShard:
-        """The negatives of the queries in a shard of the query vectors.
-
-        Raises:
-            InputError: If a vector is zero, not finite or not of unit length, or a shard is damaged.
-        """
+        """The negatives of a shard of the query vectors; an `InputError` where a vector is not of unit length."""
         queries = self.vectors[0].query_shards.rows(shard)
         query_TQD = [np.array(vectors.query_shards.load(shard)) for vectors in self.vectors]
         for vectors, query_QD in zip(self.vectors, query_TQD, strict=True):
@@ -139,7 +120,6 @@ class ShardMiner:
         return ScoredCandidates(row_QC, self.index.document_hashes[row_QC], score_TQC, *marked)
 
     def _candidate_scores(self, query_TQD: Sequence[Floats], row_QC: Rows) -> Floats:
-        """Each teacher's scores of all candidates, whichever teacher found them, (T, Q, C)."""
         score_TQC = np.full((len(query_TQD), *row_QC.shape), -np.inf, np.float32)
         query_P, place_P = np.nonzero(row_QC >= 0)
         score_TQC[:, query_P, place_P] = self._scores(query_TQD, query_P, row_QC[query_P, place_P])
@@ -170,7 +150,7 @@ def _of_queries(judged: QueryQrels | None, group_Q: Rows) -> tuple[Rows, Rows, n
 
 
 def _padded(query_L: Rows, row_L: Rows, num_queries: int) -> Rows:
-    """Documents that are listed query after query as a row for each query, (Q, most of any); -1 fills up."""
+    """Documents listed query after query as a row for each query, (Q, most of any); -1 fills up."""
     count_Q = np.bincount(query_L, minlength=num_queries)
     row_QJ = np.full((num_queries, int(count_Q.max())), -1, np.int64)
     row_QJ[np.arange(row_QJ.shape[1]) < count_Q[:, None]] = row_L
@@ -225,11 +205,6 @@ def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path:
 
 
 def read_shard(path: Path) -> pa.Table:
-    """The file of a shard.
-
-    Raises:
-        InputError: If it is missing or damaged.
-    """
     try:
         with pq.ParquetFile(path) as file:
             return file.read()
@@ -245,7 +220,6 @@ def shard_counts(mined: pa.Table) -> tuple[dict[str, int], dict[str, dict[str, f
 
 
 def with_mined(records: Sequence[Record], mined: pa.Table, graded: bool, scores: pa.Array | None = None) -> pa.Table:
-    """The records with what was mined for them, and a reranker's `scores` where there are any."""
     own = record_table([replace(record, negatives=(), scores=()) for record in records], graded)
     schema = output_schema(graded)
     table = pa.table([(mined if name in mined.schema.names else own)[name] for name in schema.names], schema=schema)
@@ -253,16 +227,10 @@ def with_mined(records: Sequence[Record], mined: pa.Table, graded: bool, scores:
 
 
 def report_levels(shards: Iterable[Mapping[str, Mapping[str, float]] | None]) -> ByLevel | None:
-    """What all shards have of each level, for the report.
+    """What all shards have of each level (see `shard_counts`), for the report; None without levels.
 
-    Args:
-        shards: The levels of `shard_counts`, shard by shard.
-
-    Returns:
-        For each level its `num_negatives`, the number of records that lack it (`num_lacking`), and `lowest_score`,
-        `mean_score` and `highest_score`, None where no record has it; None without levels.
-
-    Precision: means in float64.
+    For each level its `num_negatives`, the number of records that lack it (`num_lacking`), and `lowest_score`,
+    `mean_score` (in float64) and `highest_score`, None where no record has it.
     """
     found = [shard for shard in shards if shard is not None]
     if not found:

@@ -1,17 +1,19 @@
 """Which candidates of a query become its negatives: pure rules on rows, scores and hashes."""
 
+import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.common.errors import OptionError
+from embeddings.common.errors import InputError, OptionError
+from embeddings.common.io import text_hash
 from embeddings.common.random import derive_seed, mix_bits
 from embeddings.data.records import NUM_LEVELS
-from embeddings.mining.pair_index import PairIndex
-from embeddings.mining.qrels import IRRELEVANT_LEVEL, DocumentQrels, TextQrels
+from embeddings.mining.pair_index import BLOCK, KnownPositives, PairIndex, concatenated_ranges
 
 Choice = Literal["top", "random"]
 
@@ -39,7 +41,7 @@ class NegativeRules:
         seed: Seed of the draw, and of the lists of an approximate search.
 
     Raises:
-        OptionError: If a value is impossible or cannot take effect.
+        OptionError: If a value is impossible.
     """
 
     num_negatives: int | None = None
@@ -63,25 +65,17 @@ class NegativeRules:
         if self.num_negatives is not None and self.last_rank - self.first_rank + 1 < self.count:
             rule = f"must leave {self.count} ranks from first_rank {self.first_rank}"
             raise OptionError("last_rank", self.last_rank, rule, "raise it, or ask for fewer negatives")
-        if self.choice not in ("top", "random"):
-            raise OptionError("choice", self.choice, "must be top or random", "top takes the hardest")
 
     @property
     def count(self) -> int:
-        """Maximum negatives of a query."""
         return 7 if self.num_negatives is None else self.num_negatives
 
 
 class ScoredCandidates(NamedTuple):
-    """The documents that a search brought for each query, in any order.
+    """The documents that a search found for each query, in any order; row -1 where there is none.
 
-    Attributes:
-        row_QC: Documents, (Q, C) int64; -1 where there is none.
-        hash_QC: Their texts' hashes, (Q, C) int64.
-        score_TQC: Their scores by each of T teachers, (T, Q, C) float32.
-        drawn_QC: Which were drawn from all documents, for which no rank is too low, (Q, C); None for no draw.
-        level_QC: The level of those that people judged to be less relevant than the positive, which neither ranks nor
-            margins take away, 0 of the others, (Q, C) int8; None where nobody judged.
+    `drawn_QC` are those drawn from all documents, for which no rank is too low. `level_QC` is the level of those judged
+    less relevant than the positive, which neither ranks nor margins remove; 0 of the others.
     """
 
     row_QC: Int64s
@@ -92,16 +86,9 @@ class ScoredCandidates(NamedTuple):
 
 
 class MinedQueries(NamedTuple):
-    """What is known of the queries.
+    """What is known of the queries: row, text hash and group of each, and the known positives of the groups.
 
-    Attributes:
-        number_Q: Their rows in the source, (Q,) int64.
-        hash_Q: Their texts' hashes, (Q,) int64.
-        group_Q: Which known positives are each query's: those of its group, (Q,) int64.
-        known_group_P: The group of each known positive, (P,) int64.
-        known_row_P: Its document, (P,) int64.
-        known_hash_P: Its text's hash, (P,) int64.
-        positive_score_TQ: The lowest score of the record's own positives by each teacher, (T, Q) float32.
+    `positive_score_TQ` is the lowest score of the record's own positives by each teacher.
     """
 
     number_Q: Int64s
@@ -117,11 +104,11 @@ class Negatives(NamedTuple):
     """The negatives of each query, hardest first.
 
     Attributes:
-        row_QN: Documents, (Q, N) int64; -1 where fewer are left.
-        score_QN: Mean of the teachers' scores, (Q, N) float32; -inf where the row is -1.
+        row_QN: Documents; -1 where fewer are left.
+        score_QN: Mean of the teachers' scores; -inf where the row is -1.
         removed: Number of candidates that each rule removed, by `REASONS`; a candidate counts for the first of them.
         num_left: Number of candidates that no rule removed, chosen or not.
-        level_N: The level of each column, (N,) int8, ascending; None for negatives without levels.
+        level_N: The level of each column, ascending; None for negatives without levels.
     """
 
     row_QN: Int64s
@@ -134,13 +121,8 @@ class Negatives(NamedTuple):
 class Remaining(NamedTuple):
     """The candidates of each query, hardest first, and what the rules leave of them.
 
-    Attributes:
-        order_QC: Place of each in the order that it was given in, (Q, C) int64.
-        row_QC: Documents, (Q, C) int64; -1 where there is none.
-        mean_QC: Mean of the teachers' scores, (Q, C) float32.
-        rank_QC: Rank of each among those that neither answer the query nor repeat a text, from 1, (Q, C) int64.
-        left_QC: Which no rule removed, (Q, C).
-        removed: See `Negatives`.
+    `order_QC` is the place of each in the order that it was given in; ranks are from 1, among those that neither answer
+    the query nor repeat a text.
     """
 
     order_QC: Int64s
@@ -152,31 +134,18 @@ class Remaining(NamedTuple):
 
     @property
     def num_left(self) -> int:
-        """Number of candidates that no rule removed."""
         return int(np.count_nonzero(self.left_QC))
 
 
 def choose_negatives(candidates: ScoredCandidates, queries: MinedQueries, rules: NegativeRules) -> Negatives:
-    """The negatives of each query: what remains of its candidates, the hardest or a random choice of them.
+    """Up to `rules.count` negatives of each query: the hardest of what remains of its candidates, or a random choice.
 
     1. A candidate that is known to answer the query (by row or by text) goes, and one that is the query's own text, and
        all but the first of equal texts.
-    2. The others are ranked by the mean of the teachers' scores, of equal ones the lower row first. Ranks outside of
-       `first_rank` … `last_rank` go. Scores are averaged as they are: of two teachers the one whose scores lie further
-       apart decides more of the order.
-    3. A candidate that any teacher scores too near to the positive goes: each teacher's score is held against its own
-       score of the positive, so teachers of different scales do not mix. Of several positives the lowest counts.
-
-    Ranks are those of the search, not of what the margins leave: `first_rank` 30 means the same with and without a
-    margin.
-
-    Args:
-        candidates: Documents with their scores.
-        queries: Queries, their known positives and the scores of these.
-        rules: The rules.
-
-    Returns:
-        Up to N = `rules.count` negatives a query.
+    2. The others are ranked by the mean of the teachers' scores as they are, of equal ones the lower row first. Ranks
+       outside of `first_rank` … `last_rank` go; they do not depend on the margins.
+    3. A candidate goes that any teacher scores too near to the positive, by its own score of the positive, so that
+       scales do not mix. Of several positives the lowest counts.
 
     Precision: means and thresholds in float64 from float32 scores.
     Determinism: a random choice is a function of (seed, query, document): neither the order of the candidates nor the
@@ -231,10 +200,10 @@ def remaining(candidates: ScoredCandidates, queries: MinedQueries, rules: Negati
 def take(
     found: Remaining, left_QC: Mask, count: int, number_Q: Int64s, rules: NegativeRules, later_QC: Mask | None = None
 ) -> tuple[Int64s, Floats]:
-    """Up to `count` candidates of each query, the hardest or a draw as the rules say, in the order of their scores.
+    """Up to `count` candidates of each query, the hardest or a draw, by score: documents and mean scores, (Q, N) each.
 
-    Those of `left_QC` may be taken, those of `later_QC` only where the others are too few, (Q, C) each. Gives documents
-    and mean scores, (Q, N) each; document -1 with score -inf where fewer may be taken.
+    Those of `left_QC` may be taken, those of `later_QC` only where the others are too few. Where fewer may be taken,
+    the document is -1 and the score -inf.
     """
     num_places, key_QC = left_QC.shape[1], np.zeros(left_QC.shape, np.uint64)
     if rules.choice == "random":
@@ -279,6 +248,125 @@ def _repeats(hash_QC: Int64s, counted_QC: Mask) -> Mask:
     return repeats_QC & counted_QC
 
 
+# Judged and not relevant: the level of grade 0 and below.
+IRRELEVANT_LEVEL = 3
+
+
+class TextQrels(NamedTuple):
+    """Judged pairs of a query and a document, by the hashes of their texts, each pair once.
+
+    Attributes:
+        query_hash_J: `text_hash` of the query, (J,) int64, ascending.
+        document_hash_J: The same of the document, (J,) int64, ascending within a query.
+        grade_J: How relevant the document is, 0 and below for not at all, (J,) float64.
+    """
+
+    query_hash_J: Int64s
+    document_hash_J: Int64s
+    grade_J: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, judged: Iterable[tuple[str, str, float]], where: str) -> Self:
+        """Judgments as (query, document, grade); of a pair that is judged twice the higher grade counts.
+
+        Raises:
+            InputError: If no document is relevant, or all have one grade; it names `where`.
+        """
+        found: dict[tuple[int, int], float] = {}
+        for query, document, grade in judged:
+            pair = (text_hash(query), text_hash(document))
+            found[pair] = max(grade, found.get(pair, grade))
+        grades = set(found.values())
+        if not grades or max(grades) <= 0:
+            raise InputError(where, "no document is relevant to any query", "give at least one row a score above 0")
+        if len(grades) == 1:
+            what = f"every judged document has the score {grades.pop():g}, so that none lies below the positives"
+            raise InputError(where, what, "use --levels quantiles")
+        rows = sorted((*pair, grade) for pair, grade in found.items())
+        query_J, document_J, grade_J = zip(*rows, strict=True)
+        return cls(np.array(query_J, np.int64), np.array(document_J, np.int64), np.array(grade_J, np.float64))
+
+    def sha256(self) -> str:
+        return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in self)).hexdigest()
+
+
+class QueryQrels(NamedTuple):
+    """What is judged of some queries, by the groups of `KnownPositives`.
+
+    `is_judged_G` says whether any document of the corpus is judged for a group. Then follow the documents judged at
+    least as relevant as the positives, and those judged less relevant, by ascending group, with their levels 1 to 3.
+    """
+
+    is_judged_G: Mask
+    positive_group_P: Int64s
+    positive_row_P: Int64s
+    lower_group_L: Int64s
+    lower_row_L: Int64s
+    lower_level_L: Int8s
+
+
+class DocumentQrels:
+    """Judgments of a source's queries, by the rows of its documents.
+
+    The level of a document says how far below the positives it was judged: 1 for the next lower grade, 2 for a lower
+    one that is relevant still, 3 for not relevant at all. A step is from one grade used anywhere to the next. Steps
+    count from the lowest grade of the query's positives; a positive that nobody judged, or that was judged irrelevant,
+    counts as one of the lowest relevant grade, so that nothing relevant becomes a negative. Documents judged as
+    relevant as the positives are positives too.
+
+    Raises `InputError` if none of the source's queries is judged; `where` names the judgments.
+    """
+
+    def __init__(self, judged: TextQrels, index: PairIndex, where: str) -> None:
+        self._num_documents = index.num_documents
+        self._scale = np.unique(judged.grade_J[judged.grade_J > 0])
+        hash_D, row_D = _rows_of(np.unique(judged.document_hash_J), index)
+        place_J = np.minimum(np.searchsorted(hash_D, judged.document_hash_J), max(0, len(hash_D) - 1))
+        is_there_J = hash_D[place_J] == judged.document_hash_J if len(hash_D) else np.zeros(len(place_J), np.bool_)
+        self._query_hash_J = judged.query_hash_J[is_there_J]
+        self._row_J, self._grade_J = row_D[place_J[is_there_J]], judged.grade_J[is_there_J]
+        if not any(
+            np.isin(index.query_hashes[start : start + BLOCK], self._query_hash_J).any()
+            for start in range(0, index.num_queries, BLOCK)
+        ):
+            fix = "write queries and documents of the records as the judgments' files do"
+            raise InputError(where, "judges no document for any query of the source", fix)
+
+    def of_queries(self, hash_Q: Int64s, known: KnownPositives) -> QueryQrels:
+        """What is judged of the queries with these text hashes and known positives."""
+        hash_G = np.zeros(int(known.group_Q.max()) + 1, np.int64)
+        hash_G[known.group_Q] = hash_Q
+        start_G = np.searchsorted(self._query_hash_J, hash_G, side="left")
+        stop_G = np.searchsorted(self._query_hash_J, hash_G, side="right")
+        place_j = concatenated_ranges(start_G, stop_G)
+        group_j = np.repeat(np.arange(len(hash_G)), stop_G - start_G)
+        row_j, grade_j = self._row_J[place_j], self._grade_J[place_j]
+        key_P = known.group_P * self._num_documents + known.row_P
+        is_known_j = np.isin(group_j * self._num_documents + row_j, key_P)
+        least_G = np.full(len(hash_G), np.inf)
+        np.minimum.at(least_G, group_j[is_known_j], grade_j[is_known_j])
+        least_G = np.where(np.isinf(least_G), self._scale[0], np.maximum(least_G, self._scale[0]))
+        is_lower_j = ~is_known_j & (grade_j < least_G[group_j])
+        is_positive_j = ~is_known_j & ~is_lower_j
+        steps_j = np.searchsorted(self._scale, least_G[group_j]) - np.searchsorted(self._scale, grade_j)
+        level_j = np.where(grade_j <= 0, IRRELEVANT_LEVEL, np.minimum(steps_j, IRRELEVANT_LEVEL - 1)).astype(np.int8)
+        positive, lower = ((group_j[is_own_j], row_j[is_own_j]) for is_own_j in (is_positive_j, is_lower_j))
+        return QueryQrels(start_G < stop_G, *positive, *lower, level_j[is_lower_j])
+
+
+def _rows_of(hash_n: Int64s, index: PairIndex) -> tuple[Int64s, Int64s]:
+    """Which of some ascending hashes are documents', ascending, and the rows of these."""
+    hashes, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for start in range(0, index.num_documents, BLOCK):
+        hash_B = np.asarray(index.document_hashes[start : start + BLOCK])
+        place_m = np.flatnonzero(np.isin(hash_B, hash_n))
+        hashes.append(hash_B[place_m])
+        rows.append(place_m + start)
+    hash_D, row_D = np.concatenate(hashes), np.concatenate(rows)
+    order_D = np.argsort(hash_D, kind="stable")
+    return hash_D[order_D], row_D[order_D]
+
+
 LevelKind = Literal["quantiles", "grades"]
 
 
@@ -292,7 +380,7 @@ class LevelRules:
         judged_in: Where they come from, for messages.
 
     Raises:
-        OptionError: If the kind is unknown, or judgments are missing or cannot take effect.
+        OptionError: If judgments are missing or cannot take effect.
     """
 
     kind: LevelKind
@@ -300,8 +388,6 @@ class LevelRules:
     judged_in: str = "judgments"
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(LevelKind):
-            raise OptionError("levels", self.kind, "must be quantiles or grades", "quantiles needs no judgments")
         if self.kind == "grades" and self.judged is None:
             raise OptionError("levels", self.kind, "needs judgments", "name their qrels file with --judgments")
         if self.kind == "quantiles" and self.judged is not None:
@@ -309,30 +395,11 @@ class LevelRules:
 
     @property
     def fields(self) -> dict[str, str]:
-        """What decides the levels, for manifests."""
         return {"kind": self.kind} | ({} if self.judged is None else {"judgments_sha256": self.judged.sha256()})
-
-    def document_qrels(self, index: PairIndex) -> DocumentQrels | None:
-        """The judgments of a source's queries, for grades.
-
-        Raises:
-            InputError: If none of them is judged.
-        """
-        return None if self.judged is None else DocumentQrels(self.judged, index, self.judged_in)
-
-
-def require_even_levels(rules: NegativeRules) -> None:
-    """Refuse a number of negatives that is no multiple of the number of levels."""
-    if rules.count % NUM_LEVELS:
-        rule = f"must be a multiple of {NUM_LEVELS} with levels, the same number of each"
-        raise OptionError("num_negatives", rules.count, rule, f"{NUM_LEVELS} gives one of each, as in MGH")
 
 
 def draw_documents(number_Q: Int64s, num_documents: int, rules: NegativeRules) -> Int64s:
-    """Documents drawn for each query from all there are, with replacement, one for each rank considered, (Q, R) int64.
-
-    Determinism: a function of (seed, row of the query in the source, number of documents).
-    """
+    """Documents drawn from all, one for each rank considered, (Q, R): a function of the seed and the query's row."""
     num_drawn = min(rules.last_rank - rules.first_rank + 1, num_documents)
     key_Q = mix_bits(number_Q.astype(np.uint64) ^ np.uint64(derive_seed(rules.seed, "level draws")))
     number_QR: npt.NDArray[np.uint64] = key_Q[:, None] ^ np.arange(num_drawn, dtype=np.uint64)
@@ -347,33 +414,22 @@ def choose_levels(
     kind: LevelKind,
     judged_Q: Mask | None = None,
 ) -> Negatives:
-    """Up to `rules.count` / 4 negatives of each level, 1 (hardest) to 4, for each query.
+    """Up to `rules.count` / 4 negatives of each level, 1 (hardest) to 4, for each query, hardest first within each.
 
     The candidates are the rank window's and as many documents drawn from all there are, since MGH's levels span a broad
-    spectrum of similarity (Figure 2) and the nearest documents are all hard. All that a plain mining takes away goes
-    here too, but no rank is too low for a drawn document, and neither ranks nor margins take away what people judged.
+    spectrum of similarity (Figure 2) and the nearest documents are all hard. The rules of `choose_negatives` hold, but
+    no rank is too low for a drawn document, and neither ranks nor margins remove what people judged.
 
-    `quantiles`: what is left of a query's candidates after the margins, hardest first, is cut into four parts of one
-    size: level 1 is the nearest quarter, level 4 the farthest. Parts are of each query's own scores, since MGH's levels
-    are an order of one query's negatives (Section 2.1); the report gives the range of each level. Where parts cannot be
-    of one size, the easier ones are larger by one; of fewer than four candidates the hardest levels stay empty.
+    `quantiles`: what is left of a query's candidates, hardest first, is cut into four parts of one size, level 1 the
+    nearest quarter, since MGH's levels order one query's negatives (Section 2.1). Where parts cannot be of one size,
+    the easier ones are larger by one; of fewer than four candidates the hardest levels stay empty.
 
-    `grades`: a document that people judged has the level of its grade (`DocumentQrels`): 1 for one step below the
-    positive, as MGH's prompt asks of a hard negative (Appendix A.1); 2 for further below and relevant still; 3 for
-    irrelevant. What nobody judged is taken for irrelevant: one of the window has level 3 and is taken where too few
-    judged ones are left, a drawn one has level 4. A query for which nobody judged anything has no negatives.
+    `grades`: a judged document has the level of its grade (`DocumentQrels`): 1 for one step below the positive, as
+    MGH's prompt asks of a hard negative (Appendix A.1); 2 for further below and relevant still; 3 for irrelevant. What
+    nobody judged is taken for irrelevant: one of the window has level 3 and is taken where too few judged ones are
+    left, a drawn one has level 4. A query outside `judged_Q` has no negatives; `removed` counts `query_not_judged`.
+    The known positives of `queries` hold what was judged as good as these.
 
-    Args:
-        candidates: Documents of the window, the draw and the judgments, with their scores.
-        queries: As for `choose_negatives`; with grades the known positives hold what was judged as good as these.
-        rules: The rules. `top` takes the hardest of a level, `random` draws from it.
-        kind: What gives the levels.
-        judged_Q: With grades, which queries were judged, (Q,).
-
-    Returns:
-        Level by level and hardest first within a level; `removed` also counts `query_not_judged` with grades.
-
-    Determinism: as `choose_negatives`, which gives negatives without levels.
     Source: MGH, Sections 2.1 and 5.1. Differs: the paper's levels are written by a language model. Its mean
         similarities to the query, by an unbiased judge, are .881, .857, .845 and .793 for levels 1 to 4 (Table 4).
     """
@@ -408,9 +464,9 @@ def choose_levels(
 def mark(
     row_QC: Int64s, num_documents: int, drawn_QR: Int64s, query_L: Int64s, row_L: Int64s, level_L: Int8s
 ) -> tuple[Mask, Int8s]:
-    """Which candidates of each query were drawn, (Q, C), and the levels of those that were judged, 0 for none, (Q, C).
+    """Which candidates were drawn, (Q, C), and the levels of those that were judged, 0 for none, (Q, C).
 
-    A judged document is a query's place (`query_L`), a document (`row_L`) and its level (`level_L`), (L,) each.
+    A judged document is a query's place (`query_L`), a document (`row_L`) and its level (`level_L`).
     """
     query_Q1 = np.arange(len(row_QC))[:, None]
     key_QC = np.where(row_QC < 0, -1, query_Q1 * num_documents + row_QC)

@@ -30,12 +30,9 @@ Int64s = npt.NDArray[np.int64]
 
 
 class KnownPositives(NamedTuple):
-    """The documents that are known to answer some queries, gathered by query text.
+    """The documents known to answer some queries, gathered by query text: queries of one text share a group.
 
-    Attributes:
-        group_Q: Each query's group: queries of one text share one, (Q,) int64.
-        group_P: The group of each known positive, (P,) int64, ascending.
-        row_P: Its document, (P,) int64, each once in a group.
+    Each is a group, ascending, and a document's row, once in a group.
     """
 
     group_Q: Int64s
@@ -44,11 +41,10 @@ class KnownPositives(NamedTuple):
 
 
 class PairIndex:
-    """Queries and documents of a source of pairs, by row.
+    """Queries and documents of a source of pairs, by row, on disk.
 
     A query is a row of the source. A document is a text that is the positive of some row, or its negative where these
     were asked for, or a text of the extra corpus; texts that are equal but for outer white space are one document.
-    Everything stays on disk.
 
     Attributes:
         folder: The index's folder.
@@ -57,8 +53,7 @@ class PairIndex:
         num_documents: Different texts.
         positive_offsets: The positives of query `i` are entries `offsets[i]` to `offsets[i + 1]`, (rows + 1,) int64.
         positive_rows: Documents, (entries,) int32, or int64 where there are more than 2^31.
-        negative_offsets: The same of the negatives, in the rows' order; None where these are no documents.
-        negative_rows: Their documents, or None.
+        negative_offsets, negative_rows: The same of the negatives; None where these are no documents.
         document_hashes: `text_hash` of each document, (documents,) int64.
         query_hashes: `text_hash` of each query, (rows,) int64.
 
@@ -70,27 +65,28 @@ class PairIndex:
         self.folder, self.source = Path(folder), source
         self.fields = check_manifest(self.folder, {"kind": "pair_index", "source_key": source.folder.name})
         self.num_queries, self.num_documents = (self.fields.integer(name) for name in ("num_queries", "num_documents"))
-        self.positive_offsets: Int64s = self._mapped("positive_offsets")
-        self.positive_rows: npt.NDArray[Any] = self._mapped("positive_rows")
-        self.negative_offsets: Int64s | None = None
-        self.negative_rows: npt.NDArray[Any] | None = None
-        if self.fields.get("negatives"):
-            self.negative_offsets, self.negative_rows = self._mapped("negative_offsets"), self._mapped("negative_rows")
-        self.document_hashes: Int64s = self._mapped("document_hashes")
-        self.query_hashes: Int64s = self._mapped("query_hashes")
-        self._entries: Int64s = self._mapped("document_entries")
-        self._query_order: Int64s = self._mapped("query_order")
-        self._query_slots: Int64s = self._mapped("query_slots")
-        self._corpus = Table(self.folder) if self.fields["corpus_sha256"] else None
-        self._twin_slots: Int64s | None = self._mapped("twin_slots") if self._corpus else None
-        self._twin_rows: Int64s | None = self._mapped("twin_rows") if self._corpus else None
 
-    def _mapped(self, name: str) -> Any:
-        return load_array(self.folder / f"{name}.npy", "delete the folder and run again", mapped=True)
+        def mapped(name: str, is_there: object = True) -> Any:
+            path = self.folder / f"{name}.npy"
+            return load_array(path, "delete the folder and run again", mapped=True) if is_there else None
+
+        has_negatives = self.fields.get("negatives")
+        self.positive_offsets: Int64s = mapped("positive_offsets")
+        self.positive_rows: npt.NDArray[Any] = mapped("positive_rows")
+        self.negative_offsets: Int64s | None = mapped("negative_offsets", has_negatives)
+        self.negative_rows: npt.NDArray[Any] | None = mapped("negative_rows", has_negatives)
+        self.document_hashes: Int64s = mapped("document_hashes")
+        self.query_hashes: Int64s = mapped("query_hashes")
+        self._entries: Int64s = mapped("document_entries")
+        self._query_order: Int64s = mapped("query_order")
+        self._query_slots: Int64s = mapped("query_slots")
+        self._corpus = Table(self.folder) if self.fields["corpus_sha256"] else None
+        self._twin_slots: Int64s | None = mapped("twin_slots", self._corpus)
+        self._twin_rows: Int64s | None = mapped("twin_rows", self._corpus)
 
     @property
     def key(self) -> dict[str, Any]:
-        """What tells this index from others, for manifests: the source's content key, and which documents it has."""
+        """What tells this index from others, for manifests."""
         # Indices of before negatives could be documents do not say that no document is one.
         return {name: self.fields.get(name) for name in ("source_key", "corpus_sha256", "negatives")}
 
@@ -117,13 +113,10 @@ class PairIndex:
         return texts
 
     def known_positives(self, rows: Int64s) -> KnownPositives:
-        """All documents that some row of the source names as a positive of the same query text.
+        """All documents that some row of the source names as a positive of the same query text as one of `rows`.
 
         Where the extra corpus holds a text behind a title and a positive is the text alone, or the other way round,
-        both documents are known positives.
-
-        Args:
-            rows: Rows of the queries, (Q,) int64.
+        both are known positives.
         """
         slot_G2, group_Q = np.unique(self._query_slots[rows], axis=0, return_inverse=True)
         row_R = self._query_order[concatenated_ranges(slot_G2[:, 0], slot_G2[:, 1])]
@@ -193,10 +186,9 @@ def index_pairs(
 
 
 def _write_rows(table: Table, stage: Path, hashes: IO[bytes]) -> int:
-    """Write each row's query hash and the hash of each positive; returns the number of positives.
+    """Write each row's query hash, and the hash of each positive; returns the number of positives.
 
-    `query_order` is the rows sorted so that those of one query are neighbours, `query_slots` where a row's neighbours
-    begin and end there.
+    `query_order` has rows of one query side by side; `query_slots` is where a row's neighbours begin and end there.
     """
     create = partial(open_memmap, mode="w+", dtype=np.int64)
     query_hashes = create(stage / "query_hashes.npy", shape=(len(table),))
@@ -224,7 +216,6 @@ def _write_texts(texts_of: Callable[[range], list[list[str]]], num_rows: int, pa
 
 
 def _row_blocks(num_rows: int) -> Iterator[range]:
-    """All rows, as many at a time as are read at once."""
     return (range(start, min(start + _TEXT_ROWS, num_rows)) for start in range(0, num_rows, _TEXT_ROWS))
 
 
@@ -246,10 +237,10 @@ def _hashed_corpus(path: Path, hashes: IO[bytes], bodies: IO[bytes]) -> Iterator
 
 
 def _write_documents(stage: Path, hashes_path: Path, sizes: dict[str, int], num_texts: int) -> int:
-    """Write the document of each positive and negative, and the hash, entry and twins of each document.
+    """Write the document of each positive and negative, and the facts of each document; returns their number.
 
-    `sizes` is the number of entries by kind, `positive` first; the texts of the corpus come after them, which makes
-    `num_texts`, and behind these the corpus's bodies. The file of hashes is removed. Returns the number of documents.
+    `sizes` is the number of entries by kind; with those of the corpus they are `num_texts`, and behind these come the
+    corpus's bodies. The file of hashes is removed.
     """
     total = hashes_path.stat().st_size // 8
     hash_E: Int64s = np.memmap(hashes_path, np.int64, "r", shape=(total,))
@@ -291,7 +282,7 @@ def _write_twins(stage: Path, hash_D: Int64s, first_E: Int64s, number_E: Int64s,
     """Write which documents are one text with and without its title: those of `d` are `twin_rows[slice(*slots[d])]`.
 
     `first_E` is the first entry with the same hash, of the rows' texts, the corpus's and then its bodies; `number_E`
-    the document of each entry that is a first one and no body; `corpus_start` the first entry of the corpus.
+    the document of each first entry that is no body; `corpus_start` the first entry of the corpus.
     """
     num_texts, path = len(number_E), stage / "twins.bin"
     with open(path, "wb") as file:
@@ -327,19 +318,18 @@ def _slots(hash_E: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
 
 
 def equal_hashes(hash_E: Int64s, part: int = PART) -> Iterator[tuple[Int64s, npt.NDArray[np.bool_]]]:
-    """The entries sorted by hash, a part of them at a time; equal hashes lie in one part, in the order of the entries.
+    """The entries sorted by hash, about `part` of them at a time, and whether each is the first with its hash.
 
-    Args:
-        hash_E: Hashes, evenly spread over 64 bits, (entries,) int64.
-        part: Entries sorted in memory at once, about.
-
-    Yields:
-        For each part its entries, (n,) int64, and whether each is the first with its hash, (n,).
+    Hashes are spread evenly over 64 bits. Equal ones lie in one part, in the order of the entries.
     """
     bits = max(0, (len(hash_E) - 1).bit_length() - (part.bit_length() - 1))
     for bucket in range(1 << bits):
-        blocks = ((start, _top_bits(hash_E[start : start + BLOCK], bits)) for start in range(0, len(hash_E), BLOCK))
-        entry_n = np.concatenate([start + np.flatnonzero(top_n == bucket) for start, top_n in blocks])
+        entries = []
+        for start in range(0, len(hash_E), BLOCK):
+            # By the uppermost bits; a shift by all 64 leaves 0.
+            bucket_B = np.asarray(hash_E[start : start + BLOCK]).view(np.uint64) >> np.uint64(64 - bits)
+            entries.append(start + np.flatnonzero(bucket_B == bucket))
+        entry_n = np.concatenate(entries)
         hash_n = hash_E[entry_n]
         order_n = np.argsort(hash_n, kind="stable")
         hash_n = hash_n[order_n]
@@ -351,10 +341,3 @@ def concatenated_ranges(start_n: Int64s, stop_n: Int64s) -> Int64s:
     length_n = stop_n - start_n
     before_n = np.cumsum(length_n) - length_n
     return np.repeat(start_n - before_n, length_n) + np.arange(int(length_n.sum()))
-
-
-def _top_bits(hash_n: Int64s, bits: int) -> npt.NDArray[np.uint64]:
-    """The uppermost bits of each hash as a number."""
-    if bits == 0:
-        return np.zeros(len(hash_n), np.uint64)
-    return np.asarray(hash_n).view(np.uint64) >> np.uint64(64 - bits)

@@ -54,8 +54,8 @@ class EncodingOptions:
         document_vectors: The same of documents, such as `encode` made of the corpus.
         query_prompt_name: Which of the model's prompts goes before each query; None for `query` if it has one.
         document_prompt_name: Which goes before each document.
-        query_prompt: What goes before each query, in place of one of the model's prompts, such as `"query: "`; a
-            record's own instruction takes the place of `{instruction}`.
+        query_prompt: What goes before each query instead, such as `"query: "`; a record's own instruction takes the
+            place of `{instruction}`.
         document_prompt: What goes before each document.
         precision: Format of matrix products of the model.
         devices: Devices that share the encoding, a process on each: how many GPUs (without GPUs: how many parts of the
@@ -80,7 +80,6 @@ class EncodingOptions:
 
     @property
     def device_names(self) -> tuple[str, ...]:
-        """The names of the devices; none where none is chosen."""
         return () if self.devices is None else parse_devices(self.devices)
 
     @property
@@ -92,11 +91,7 @@ class EncodingOptions:
         }
 
     def encoded(self, num_models: int = 1) -> list[EncodedTexts]:
-        """What each of several models has encoded already.
-
-        Raises:
-            OptionError: If there are more or fewer folders than models.
-        """
+        """What each of several models has encoded already; refuses another number of folders than of models."""
         columns: list[Sequence[Path | None]] = []
         for name in ("query_vectors", "document_vectors"):
             given = getattr(self, name)
@@ -110,12 +105,7 @@ class EncodingOptions:
 
 @dataclass(frozen=True)
 class EncodedFolder:
-    """A folder that `encode` wrote, by the model and in the way that a job needs.
-
-    Attributes:
-        vectors: Its vectors and texts.
-        identity: What tells it from others by the same model, for manifests.
-    """
+    """A folder that `encode` wrote in the way that a job needs; `identity` is what manifests say of it."""
 
     vectors: VectorFolder
     identity: dict[str, Any]
@@ -124,9 +114,8 @@ class EncodedFolder:
     def open(cls, path: Path, role: TextRole, prompt_name: PromptChoice, model: Mapping[str, Any]) -> Self:
         """The folder at `path`, encoded in a role with the prompt as it was chosen, None for the role's own.
 
-        Raises:
-            InputError: If it is no finished folder of `encode`, or was made in another way or by another model (the
-                message names the field), or its vectors are not kept in float32.
+        Raises `InputError` if it is no finished folder of `encode`, was made in another way or by another model, or its
+        vectors are not kept in float32.
         """
         fields = check_manifest(path, {"kind": "vectors", "complete": True, **model, "role": role, "context": None})
         # The prompt of the role's name is what comes of none.
@@ -138,18 +127,13 @@ class EncodedFolder:
         return cls(vectors, identity)
 
     def find(self, hash_N: Int64s, rows_path: Path) -> Int64s:
-        """The row of each text's vector in the folder, -1 where it has none, (N,) int64, memory-mapped.
+        """The row of each text's vector in the folder, by the text's hash; -1 where it has none, (N,) int64.
 
-        Args:
-            hash_N: `text_hash` of each text, (N,) int64; texts may repeat.
-            rows_path: Where the rows are kept. Of several processes that come here at once, one looks.
-
-        Memory: does not grow with the number of texts (see `equal_hashes`).
-        Raises:
-            InputError: If the folder holds none of the texts, or is damaged.
+        The rows are kept in `rows_path`; of several processes that come here at once, one looks. Memory does not grow
+        with the number of texts (see `equal_hashes`). Raises `InputError` if the folder holds none of the texts.
         """
+        lock = rows_path.with_name(f".{rows_path.name}.lock")
         if not rows_path.exists():
-            lock = rows_path.with_name(f".{rows_path.name}.lock")
             with file_lock(lock):
                 if not rows_path.exists():
                     _write_rows(self.vectors, hash_N, rows_path)
@@ -237,9 +221,9 @@ def encode_pairs(
         task: Which shards are this process's; None for all.
 
     Raises:
-        InputError: If the source holds no pairs, a vector is zero, or the folder holds something else, or was made
-            with other options; or if an encoded folder was made in another way, or holds none of the texts; or if the
-            prompt holds `{instruction}` and a row has none.
+        InputError: If the source holds no pairs, a vector is zero, the folder holds something else or was made with
+            other options, an encoded folder was made in another way or holds none of the texts, or a row lacks the
+            instruction that the prompt wants.
         OptionError: If `shard_size` is not positive, or a prompt is not the model's.
         WorkerError: If a device's process died; what is finished is kept.
     """
@@ -325,7 +309,7 @@ def open_pair_vectors(folder: str | os.PathLike[str], index: PairIndex) -> PairV
     """The finished vectors that `encode_pairs` wrote to a folder.
 
     Raises:
-        InputError: If there are none, or they are of another source, or queries and documents are not of one width.
+        InputError: If there are none, or they are of another source.
     """
     made = []
     for role, name in _FOLDERS.items():
@@ -358,7 +342,6 @@ class _ShardMaker:
         return self.job.make(item.shard, lambda _, path: self.write(encoder, item, path))
 
     def write(self, encoder: "Encoder", item: _ShardTexts, path: Path) -> None:
-        """Write the shard to a path: the vectors that were found, and the other texts encoded."""
         encoder, vector_ND = encoder.with_mini_batch_tokens(self.mini_batch_tokens), item.vector_ND
         for prompt, place_n, texts in item.parts:
             vector_ND[place_n] = encoder.encode(texts, prompt, role=self.role)
@@ -393,22 +376,16 @@ class _Side:
 
 
 def _wants_instruction(prompt: PromptChoice) -> bool:
-    """Whether a record's own instruction belongs in a prompt."""
     return isinstance(prompt, dict) and INSTRUCTION in prompt["text"]
 
 
 def _filled(prompt: PromptChoice, instruction: str) -> GivenPrompt:
-    """A given prompt with an instruction in it."""
     assert isinstance(prompt, dict)
     return GivenPrompt(text=instruction_prompt(instruction, prompt["text"]))
 
 
 def _longest_instruction(source: CachedSource) -> str:
-    """The longest instruction of the rows, which all have one.
-
-    Raises:
-        InputError: If a row has none.
-    """
+    """The longest instruction of the rows; an `InputError` where a row has none."""
     longest = ""
     for start in range(0, len(source.table), SHARD_SIZE):
         block = source.table.rows(range(start, min(start + SHARD_SIZE, len(source.table))))

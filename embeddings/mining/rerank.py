@@ -63,7 +63,6 @@ class Reranker:
 
     @cached_property
     def fields(self) -> dict[str, Any]:
-        """What decides its scores, as JSON types."""
         settings = {"activation": repr(self.model.activation_fn), "max_length": self.model.max_seq_length}
         return {
             "model_sha256": module_sha256(self.model, self.model.tokenizer, settings),
@@ -72,11 +71,7 @@ class Reranker:
         }
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> Floats:
-        """The scores of P pairs of a query and a text, (P,) float32.
-
-        Raises:
-            InputError: If one is not finite.
-        """
+        """The scores of P pairs of a query and a text, (P,) float32; an `InputError` where one is not finite."""
         found = self.model.predict(list(pairs), batch_size=BATCH_PAIRS, show_progress_bar=False)
         score_P: Floats = np.asarray(found, np.float32)
         if not np.isfinite(score_P).all():
@@ -104,11 +99,7 @@ def score_shard(reranker: Reranker, rows: Sequence[StoredRow], mined: Path, path
 
 
 def read_scores(path: Path, records: Sequence[Record], mined: pa.Table) -> pa.Array:
-    """The scores of a shard, a list for each of its records with what was mined for them.
-
-    Raises:
-        InputError: If the file is missing or damaged.
-    """
+    """The scores of a shard, a list for each of its records with what was mined for them."""
     counts = [len(record.positives) for record in records]
     offsets = np.cumsum([0, *np.add(counts, pc.list_value_length(mined["negatives"]).to_pylist())])
     score_P = load_shard(path)

@@ -18,7 +18,7 @@ from embeddings.common.random import derive_seed
 from embeddings.inference.precision import has_native_bfloat16
 from embeddings.inference.search import TopK
 from embeddings.inference.vectors import VectorShards
-from embeddings.mining.faiss_library import faiss_version, kmeans_run, load_faiss, new_lists, without_missing
+from embeddings.mining.faiss_library import faiss_version, kmeans_run, load_faiss, new_lists
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
@@ -45,8 +45,6 @@ _UNIT = 1.01
 
 
 class DocumentSearch(Protocol):
-    """Finds the nearest documents of queries."""
-
     @property
     def documents(self) -> VectorShards:
         """What is searched."""
@@ -56,10 +54,10 @@ class DocumentSearch(Protocol):
 
         Args:
             query_QD: Unit vectors, (Q, D) float32.
-            top_k: Documents of a query, at most; K is the smaller of this and the number of documents.
+            top_k: Maximum documents of a query; K is the smaller of this and the number of documents.
 
         Returns:
-            Scores and rows, (Q, K), best first; of equal scores the lower row first; row -1 with score -inf where no
+            Scores and rows, (Q, K), best first, of equal scores the lower row first; row -1 with score -inf where no
             more are found.
 
         Raises:
@@ -75,10 +73,6 @@ class CoarseSearch:
     q d - q' d' = (q - q') d + q' (d - d') is at most |q - q'| + |q'| |d - d'|; the two distances are measured, and come
     to about 0.001 each in bfloat16, whose product is rounded once more when it is stored. Float32 loses nothing but the
     rounding of its sums.
-
-    Args:
-        query_QD: Unit vectors, (Q, D) float32.
-        dtype: Dtype of the products.
     """
 
     def __init__(self, query_QD: Floats, dtype: torch.dtype) -> None:
@@ -101,7 +95,6 @@ class CoarseSearch:
         return score_QK, place_QK + first_row
 
     def bound(self, last_Q: Floats) -> Floats:
-        """The most that a document can truly score whose score here is at most `last_Q`, (Q,)."""
         return score_bound(last_Q, self._lost_Q, self._most_lost, self._query_QD.shape[1], self._dtype)
 
     def _take_tile(self, first_row: int, tile_TD: Floats) -> None:
@@ -119,14 +112,10 @@ class CoarseSearch:
 def score_bound(
     last_Q: Floats, lost_Q: Floats | float, most_lost: float, embedding_dim: int, dtype: torch.dtype
 ) -> Floats:
-    """The most that a document can truly score whose product of rounded vectors is at most `last_Q`.
+    """The most that a document can truly score whose product of rounded vectors is at most `last_Q`, stored in `dtype`.
 
-    Args:
-        last_Q: Scores, (Q,), stored in `dtype`.
-        lost_Q: How far each query lies from its rounded one.
-        most_lost: The same of any document.
-        embedding_dim: Width of the vectors.
-        dtype: Dtype of the products, which are summed in float32.
+    `lost_Q` is how far each query lies from its rounded one, `most_lost` the same of any document. Products are summed
+    in float32.
     """
     # Half a unit in the last place; float32 stores its sums as they are.
     stored = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
@@ -150,10 +139,6 @@ class ExactSearch:
     Precision: a score is the inner product summed in float64, rounded to float32.
     Determinism: scores and rows are the same whatever the size of shards and the number of queries in a call.
     Memory: two tiles of 48 MiB, 32 MiB of scores, and 12 bytes for each of (2 `top_k` + 16) documents of a query.
-
-    Args:
-        documents: Unit vectors.
-
     Related: `GpuSearch`, which does the same on a GPU.
     """
 
@@ -208,7 +193,6 @@ class ExactSearch:
 
 
 def check_search(documents: VectorShards, query_QD: Floats, top_k: int) -> None:
-    """Check what a search is asked for, as `DocumentSearch` says."""
     if top_k < 1:
         raise OptionError("top_k", top_k, "must be >= 1", "100 is usual")
     if query_QD.shape[1] != documents.embedding_dim:
@@ -218,11 +202,7 @@ def check_search(documents: VectorShards, query_QD: Floats, top_k: int) -> None:
 
 
 def tiles(documents: VectorShards) -> Iterator[tuple[int, Floats]]:
-    """All vectors in pieces of at most `TILE_BYTES`, each with its first row; a piece is valid until the next one.
-
-    Raises:
-        InputError: If a shard is damaged, or a vector is zero, not finite or not of unit length.
-    """
+    """All unit vectors in pieces of at most `TILE_BYTES`, each with its first row and valid until the next one."""
     size = max(1, TILE_BYTES // (4 * documents.embedding_dim))
     tile_TD = np.empty((min(size, documents.num_rows), documents.embedding_dim), np.float32)
 
@@ -235,12 +215,9 @@ def tiles(documents: VectorShards) -> Iterator[tuple[int, Floats]]:
 def fill(
     tile_TD: npt.NDArray[Any], documents: VectorShards, check: Callable[[Floats, int, int], None] | None = None
 ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """All vectors in pieces that fill an array of float32 or float16, each with its first row.
+    """All vectors in pieces that fill an array of float32 or float16, each with its first row, valid until the next.
 
-    Args:
-        tile_TD: The array; it has a piece until the next one.
-        documents: The vectors.
-        check: Is called with parts of each shard, the shard, and the part's first row in it.
+    `check` is called with parts of each shard, the shard, and the part's first row in it.
     """
     size, first_row, filled = len(tile_TD), 0, 0
     for shard in range(documents.num_shards):
@@ -289,7 +266,7 @@ def in_order(query_QD: Floats, row_QK: Rows, documents: VectorShards, top_k: int
 def pair_scores(query_QD: Floats, query_P: Rows, row_P: Rows, documents: VectorShards) -> Floats:
     """The inner products of pairs of a query and a document, (P,) float32; shards are read in order, each once.
 
-    Precision: summed in float64, so that a pair has one score whatever it is computed beside.
+    They are summed in float64, so that a pair has one score whatever it is computed beside.
     """
     order_P = np.argsort(row_P, kind="stable")
     shard_P = row_P[order_P] // documents.shard_size
@@ -316,17 +293,10 @@ _STRIPES = 16
 
 
 def topk_per_row(score_QT: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The `top_k` largest values of each row, in no order.
+    """The `top_k` largest values of each row in float32 and their places, (Q, `top_k`), in no order, on any device.
 
     A row is laid out in stripes, one below the other. The columns whose largest values are the `top_k` largest of all
     columns hold the `top_k` largest values of the row: each of them has one that no other column exceeds.
-
-    Args:
-        score_QT: Values, (Q, T), without NaN, on any device.
-        top_k: How many, 1 to T.
-
-    Returns:
-        The values in float32 and their places in the row, (Q, `top_k`). Of equal values any may be among them.
     """
     num_columns = score_QT.shape[1] // _STRIPES
     if num_columns <= top_k:
@@ -365,9 +335,6 @@ class IvfSearch:
     Centroids come from spherical k-means on a sample. Of a document only the number of its list is stored: tiles of the
     documents become faiss inverted lists on the fly. What is found is scored and ordered as by `ExactSearch`.
 
-    Determinism: a function of documents, lists, probes and seed, on one kind of device.
-    Memory: the sample (while training), the centroids, and two tiles of 48 MiB.
-
     Args:
         documents: Unit vectors.
         centroid_CD: Centroids of the lists, (C, D) float32, unit norm.
@@ -375,9 +342,8 @@ class IvfSearch:
         num_probes: Lists searched for a query.
         gpu: Whether faiss runs on the first GPU.
 
-    Raises:
-        MissingExtraError: If faiss is not installed.
-        OptionError: If a GPU is asked for and there is none.
+    Determinism: a function of documents, lists, probes and seed, on one kind of device.
+    Memory: the sample (while training), the centroids, and two tiles of 48 MiB.
     """
 
     def __init__(
@@ -411,7 +377,8 @@ class IvfSearch:
             index.nprobe = self.num_probes
         probe_score_QP, probe_QP = (part[chunk] for part in probes)
         score_QK, row_QK = index.search_preassigned(query_QD[chunk], top_k, probe_QP, probe_score_QP)
-        return without_missing(score_QK, row_QK), np.where(row_QK < 0, -1, row_QK + first_row)
+        # Where a list has no more documents, faiss gives row -1 and the least float.
+        return np.where(row_QK < 0, np.float32(-np.inf), score_QK), np.where(row_QK < 0, -1, row_QK + first_row)
 
     def _lists_of(self, first_row: int, count: int) -> Rows:
         """The lists of some documents, one after another, (count,) int64."""
@@ -446,11 +413,11 @@ def build_ivf(
         task: Which shards are this process's; it also makes what the others left.
 
     Raises:
-        InputError: If a vector is zero, not finite or not of unit length, or the folder was made of other inputs.
+        InputError: If a vector is not of unit length, or the folder was made of other inputs.
         MissingExtraError: If faiss is not installed.
         OptionError: If there are more lists than documents or fewer than probes, or there is no GPU.
     """
-    load_faiss(gpu)
+    faiss = load_faiss(gpu)
     num_lists, num_probes = ivf_sizes(documents.num_rows, num_lists, num_probes)
     fields = {
         "num_rows": documents.num_rows,
@@ -460,23 +427,35 @@ def build_ivf(
         "gpu": gpu,
         "faiss": faiss_version(),
     }
+
+    def train(_: int, path: Path) -> None:
+        """Write the centroids of a sample that is spread evenly over the documents."""
+        for shard, vector_ND in enumerate(documents):
+            check_vectors(vector_ND, str(documents.path(shard)), unit=True)
+        sample_nD = documents.take(sample_rows(documents.num_rows, num_lists, seed))
+        save_array(path, train_centroids(sample_nD, num_lists, seed, gpu))
+
     training = ShardedJob(Path(folder) / "centroids", {"kind": "ivf centroids", **fields}, 1, stem="vectors")
-    training.run(partial(_train, documents, num_lists, seed, gpu), task, take_over=True)
+    training.run(train, task, take_over=True)
     training.finish()
     centroid_CD = np.array(VectorShards(training.folder, num_lists, documents.embedding_dim, num_lists).load(0))
+
+    def sort(shard: int, path: Path) -> None:
+        """Write the nearest centroid of each document of a shard."""
+        vector_ND = np.ascontiguousarray(documents.load(shard))
+        _, list_N1 = faiss.knn(vector_ND, centroid_CD, 1, metric=faiss.METRIC_INNER_PRODUCT)
+        assert list_N1.min() >= 0
+        save_array(path, list_N1[:, 0].astype(np.int32))
+
     shards = {"kind": "ivf lists", **fields, "shard_size": documents.shard_size}
     sorting = ShardedJob(Path(folder) / "lists", shards, documents.num_shards, stem="list")
-    sorting.run(partial(_sort_shard, documents, centroid_CD, gpu), task, take_over=True)
+    sorting.run(sort, task, take_over=True)
     sorting.finish()
     return IvfSearch(documents, centroid_CD, sorting.folder, num_probes, gpu)
 
 
 def ivf_sizes(num_documents: int, num_lists: int | None = None, num_probes: int | None = None) -> tuple[int, int]:
-    """The number of lists, and of those that are searched for a query: what is given, or `build_ivf`'s defaults.
-
-    Raises:
-        OptionError: If there are more lists than documents or fewer than probes.
-    """
+    """The number of lists, and of those that are searched for a query: what is given, or `build_ivf`'s defaults."""
     if num_lists is None:
         num_lists = max(1, min(int(4 * num_documents**0.5), MAX_LISTS, num_documents // 39))
     if not 1 <= num_lists <= num_documents:
@@ -487,14 +466,6 @@ def ivf_sizes(num_documents: int, num_lists: int | None = None, num_probes: int 
     if not 1 <= num_probes <= num_lists:
         raise OptionError("num_probes", num_probes, f"must lie in 1 … {num_lists}, the number of lists", "lower it")
     return num_lists, num_probes
-
-
-def _train(documents: VectorShards, num_lists: int, seed: int, gpu: bool, shard: int, path: Path) -> None:
-    """Write the centroids of a sample that is spread evenly over the documents."""
-    for shard, vector_ND in enumerate(documents):
-        check_vectors(vector_ND, str(documents.path(shard)), unit=True)
-    sample_nD = documents.take(sample_rows(documents.num_rows, num_lists, seed))
-    save_array(path, train_centroids(sample_nD, num_lists, seed, gpu))
 
 
 def sample_rows(num_documents: int, num_lists: int, seed: int) -> Rows:
@@ -508,12 +479,3 @@ def train_centroids(sample_nD: Floats, num_lists: int, seed: int, gpu: bool = Fa
     """The centroids of lists, (C, D) float32, by spherical k-means on unit vectors."""
     lists_seed = derive_seed(seed, "ivf") % 2**31
     return kmeans_run(sample_nD, num_lists, num_iterations=ITERATIONS, seed=lists_seed, gpu=gpu).centroids
-
-
-def _sort_shard(documents: VectorShards, centroid_CD: Floats, gpu: bool, shard: int, path: Path) -> None:
-    """Write the nearest centroid of each document of a shard."""
-    faiss = load_faiss(gpu)
-    vector_ND = np.ascontiguousarray(documents.load(shard))
-    _, list_N1 = faiss.knn(vector_ND, centroid_CD, 1, metric=faiss.METRIC_INNER_PRODUCT)
-    assert list_N1.min() >= 0
-    save_array(path, list_N1[:, 0].astype(np.int32))

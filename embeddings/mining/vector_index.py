@@ -15,14 +15,7 @@ from embeddings.common.jobs import progress_bar
 from embeddings.inference.search import TopK, require_top_k, search_top_k
 from embeddings.inference.vector_folder import VectorFolder
 from embeddings.inference.vectors import unit_rows
-from embeddings.mining.faiss_library import (
-    faiss_version,
-    load_faiss,
-    map_lists,
-    new_lists,
-    without_missing,
-    write_lists,
-)
+from embeddings.mining.faiss_library import faiss_version, load_faiss, map_lists, new_lists, write_lists
 from embeddings.mining.search import Floats, ivf_sizes, sample_rows, train_centroids
 
 INDEX_FILE, MANIFEST_FILE = "ivf.faiss", "ivf.manifest.json"
@@ -37,10 +30,6 @@ class VectorIndex:
     """Inverted lists of an encoded folder's vectors, in a file beside them.
 
     A query is compared with the documents of the lists whose centroids are nearest to it.
-
-    Args:
-        lists: The faiss index.
-        path: Its file.
 
     Attributes:
         num_lists: Number of lists.
@@ -88,7 +77,8 @@ class VectorIndex:
         most_Q1 = _UNIT * np.linalg.norm(query_QD, axis=1, keepdims=True)
         if ((row_QK < -1) | (row_QK >= self._lists.ntotal) | ((row_QK >= 0) & (score_QK > most_Q1))).any():
             raise InputError(str(self._path), "is damaged", _MAKE)
-        score_QK = without_missing(score_QK, row_QK)
+        # Where the lists hold no more documents, faiss gives row -1 and the least float.
+        score_QK[row_QK < 0] = -np.inf
         order_QK = np.lexsort((row_QK, -score_QK), axis=1)
         return TopK(np.take_along_axis(score_QK, order_QK, axis=1), np.take_along_axis(row_QK, order_QK, axis=1))
 
@@ -105,7 +95,6 @@ def build_index(
         seed: Seed of the sample and of the k-means.
 
     Memory: all vectors, once.
-
     Raises:
         InputError: If a vector is zero or not finite, or the vectors are int8 or binary, smaller than their index.
         MissingExtraError: If faiss is not installed.
@@ -144,13 +133,7 @@ def build_index(
 def recall_of(index: VectorIndex, folder: VectorFolder, num_queries: int = 200, top_k: int = 10) -> float:
     """The share of documents' nearest neighbours that an index finds.
 
-    Documents spread evenly over the folder are the queries; that each finds itself is left out.
-
-    Args:
-        index: The folder's index.
-        folder: The vectors.
-        num_queries: How many documents are queries, at most.
-        top_k: Neighbours of each, at most.
+    Up to `num_queries` documents, spread evenly over the folder, are the queries; that each finds itself is left out.
     """
     row_Q = np.unique(np.linspace(0, folder.num_documents - 1, num_queries).astype(np.int64))
     query_QD = unit_rows(folder.shards.take(row_Q, unit=False))

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -45,11 +45,11 @@ class UnansweredError(Exception):
 
 
 class Request(NamedTuple):
-    """One prompt.
+    """One prompt, sent as one user message.
 
     Attributes:
         key: Its name in the journal.
-        prompt: What the model reads, as one user message.
+        prompt: What the model reads.
         seed: The endpoint's own random seed for it.
         wants_object: Whether the answer is to be a JSON object.
     """
@@ -98,19 +98,24 @@ class Sampling:
         if own := sorted(_OWN_FIELDS & set(self.extra_body or {})):
             raise OptionError("extra_body", own[0], "must not set what the job itself sets", "take it out")
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What decides the answers, for manifests."""
+        values = {name: value for name, value in asdict(self).items() if name != "token_limit_field"}
+        return {**values, "extra_body": dict(self.extra_body or {})}
+
     def body(self, request: Request) -> dict[str, Any]:
-        """The fields of a request."""
-        fields: dict[str, Any] = {
+        body: dict[str, Any] = {
             "model": self.model,
             "messages": [{"role": "user", "content": request.prompt}],
             "seed": request.seed,
             self.token_limit_field: self.max_answer_tokens,
         }
         if self.temperature is not None:
-            fields["temperature"] = self.temperature
+            body["temperature"] = self.temperature
         if self.json_mode and request.wants_object:
-            fields["response_format"] = {"type": "json_object"}
-        return fields
+            body["response_format"] = {"type": "json_object"}
+        return body
 
 
 class ChatClient:

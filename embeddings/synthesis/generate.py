@@ -16,7 +16,7 @@ from embeddings.data.records import Record
 from embeddings.data.samplers.base import Apportionment
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_records
-from embeddings.synthesis.client import ChatClient, Sampling, make_request
+from embeddings.synthesis.client import ChatClient, make_request
 from embeddings.synthesis.job import Item, Rejection, SynthesisReport, finished_report, open_job
 from embeddings.synthesis.prompts import (
     METHODS,
@@ -88,12 +88,10 @@ class Plan:
 
     @property
     def recipe(self) -> Method:
-        """What the method generates."""
         return METHODS[self.method]
 
     @property
     def total(self) -> int:
-        """Examples of all categories."""
         return NUM_EXAMPLES if self.num_examples is None else self.num_examples
 
     @property
@@ -180,7 +178,7 @@ def synthesize(
         "num_tasks": None if plan.tasks is not None else plan.tasks_wanted(),
         "task_file_sha256": None if plan.tasks is None else file_sha256(plan.tasks),
         "templates_sha256": templates.sha256,
-        **_sampling_fields(client.sampling),
+        **client.sampling.fields,
     }
     size = {"num_examples": plan.total, "max_attempts": limits.max_attempts}
     if (report := finished_report(output, {**identity, **size})) is not None:
@@ -191,23 +189,12 @@ def synthesize(
         for name, wanted in plan.tasks_wanted().items() if given is None else ():
             tasks[name], rejections = brainstorm(plan.recipe.category(name), wanted, templates, job.runner, plan.seed)
             job.task_rejections += rejections
-        items = partial(plan_items, plan, templates, tasks)
-        return job.run(items, plan.total, plan.seed, {TASKS_FILE: task_lines(tasks)})
-
-
-def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """What of the sampling decides the answers, for manifests."""
-    return {
-        "model": sampling.model,
-        "temperature": sampling.temperature,
-        "max_answer_tokens": sampling.max_answer_tokens,
-        "json_mode": sampling.json_mode,
-        "extra_body": dict(sampling.extra_body or {}),
-    }
+        rows = ({"category": name, "task": task} for name, found in tasks.items() for task in found)
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        return job.run(partial(plan_items, plan, templates, tasks), plan.total, plan.seed, {TASKS_FILE: lines})
 
 
 def plan_items(plan: Plan, templates: Templates, tasks: Mapping[str, Sequence[str]]) -> Iterator[Item]:
-    """The items of a plan, given the tasks of each category."""
     for category, index in plan.order():
         task = tasks[category.name][index % len(tasks[category.name])]
         prompt, name = templates.example(category, task, plan.seed, index), f"{category.name}-{index}"
@@ -218,7 +205,7 @@ def plan_items(plan: Plan, templates: Templates, tasks: Mapping[str, Sequence[st
 def dry_run(plan: Plan, templates: Templates) -> str:
     """The first prompts of both stages for each category, and the least number of each, as text.
 
-    Before stage one has run there is no task: the example's prompt shows a reference task in its place.
+    Without a task file the example's prompt shows a reference task.
     """
     tasks = None if plan.tasks is None else read_task_file(plan.tasks, plan.categories)
     counts, parts = Counter(category.name for category, _ in plan.order()), []
@@ -241,11 +228,7 @@ def brainstorm(
 ) -> tuple[list[str], list[Rejection]]:
     """Ask for lists of tasks until there are enough different ones; gives up to `num_tasks`, and what was rejected.
 
-    Each round asks for as many lists as the missing tasks would fill, and takes them in order; what a round asks for
-    follows from the answers of the rounds before.
-
-    Raises:
-        InputError: If no answer holds a task.
+    Each round asks for as many lists as the missing tasks would fill, so it follows from the answers of those before.
     """
     found: dict[str, str] = {}
     rejections: list[Rejection] = []
@@ -283,11 +266,7 @@ def brainstorm(
 
 
 def read_task_file(path: Path, categories: Sequence[Category]) -> dict[str, list[str]]:
-    """The tasks that another job wrote (`tasks.jsonl`), by category; those of other categories are left out.
-
-    Raises:
-        InputError: If the file cannot be read, a row is no task, or one of the categories has none.
-    """
+    """The tasks that another job wrote (`tasks.jsonl`), by category; those of other categories are left out."""
     if not path.is_file():
         raise InputError(str(path), "no such file", "give the tasks.jsonl of another job")
     tasks: dict[str, dict[str, str]] = {category.name: {} for category in categories}
@@ -301,13 +280,6 @@ def read_task_file(path: Path, categories: Sequence[Category]) -> dict[str, list
         if not found:
             raise InputError(str(path), f"holds no task of {name}", "add some, or leave the category out by shares")
     return {name: list(found.values()) for name, found in tasks.items()}
-
-
-def task_lines(tasks: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """The lines of a task file."""
-    for name, found in tasks.items():
-        for task in found:
-            yield json.dumps({"category": name, "task": task}, ensure_ascii=False) + "\n"
 
 
 # Negatives for records that exist: query and positives stay.
@@ -328,20 +300,8 @@ def regenerate_negatives(
     Everything else of a record stays. The prompt shows the query and the first positive. A record whose every answer is
     rejected is left out, and `rejected.jsonl` has its row and the reason: `row-0` is the source's first record.
 
-    The folder gets `records.jsonl`; for its other files, determinism and guarantees see `synthesize`.
-
-    Args:
-        source: A source of pairs.
-        output: The folder, as for `synthesize`.
-        templates: The prompts of MGH.
-        client: The endpoint.
-        seed: Seed of the requests.
-        limits: How the endpoint is used.
-        budget: What it may cost.
-
-    Raises:
-        InputError: As `synthesize`, or if the source cannot be used.
-        EndpointError: The same.
+    The folder gets `records.jsonl`; for its other files, arguments, errors, determinism and guarantees see
+    `synthesize`. The templates are MGH's.
 
     Source: Pan et al. 2025 (MGH), section 2.1. Differs: the prompt is ours.
     """
@@ -352,7 +312,7 @@ def regenerate_negatives(
         "source_key": cached.key,
         "seed": seed,
         "templates_sha256": templates.sha256,
-        **_sampling_fields(client.sampling),
+        **client.sampling.fields,
     }
     size = {"max_attempts": limits.max_attempts}
     if (report := finished_report(output, {**identity, **size})) is not None:
@@ -363,7 +323,6 @@ def regenerate_negatives(
 
 
 def pair_items(source: SourceConfig, cached: CachedSource, templates: Templates) -> Iterable[Item]:
-    """The items of a source, row by row."""
     for row, (_, record) in enumerate(read_records(source, cached)):
         prompt = templates.negatives(record.query, record.positives[0])
         read = partial(read_negatives, record=_fields(record), field=REGENERATED_FIELD, prompt=prompt)

@@ -39,13 +39,10 @@ class Item:
     is_unique: bool = True
 
     def request(self, seed: int, attempt: int) -> Request:
-        """The request of one attempt, a pure function of the item, the job's seed and the attempt's number."""
         return make_request(f"example/{self.id}/{attempt}", self.prompt, seed)
 
 
 class Rejection(NamedTuple):
-    """A rejected answer: the item, the attempt, and the reason."""
-
     id: str
     attempt: int
     reason: Reason
@@ -60,7 +57,7 @@ class Outcome:
         attempts: The attempt whose answer was accepted, by the item's place among all.
         rejections: The rejected answers.
         repairs: Accepted answers that had to be repaired, by what was repaired.
-        num_unasked: Items without any answer: the budget kept them from being asked.
+        num_unasked: Items without any answer, for lack of budget.
     """
 
     attempts: dict[int, int] = field(default_factory=dict)
@@ -72,19 +69,9 @@ class Outcome:
 def run_rounds(items: Callable[[], Iterable[Item]], total: int, runner: RequestRunner, seed: int) -> Outcome:
     """Ask for all items, and again for those whose answer is rejected, as often as the runner's limits allow.
 
-    A round is judged when all of its answers are there, in the order of the items. So what is accepted, copies of
-    earlier queries included, follows from the answers alone, not from their order or from kills.
-
-    Args:
-        items: Gives the items from the first one, the same at each call.
-        total: Number of items.
-        runner: Sends the requests.
-        seed: Seed of the requests.
-
-    Memory: a hash of each accepted query, and the rejections.
-    Raises:
-        InputError: As `RequestRunner.run`.
-        EndpointError: The same.
+    `items` gives the same items at each call. A round is judged when all of its answers are there, in the order of the
+    items. So what is accepted, copies of earlier queries included, follows from the answers alone, not from their order
+    or from kills. Memory: a hash of each accepted query, and the rejections.
     """
     if runner.exhausted:
         return Outcome(num_unasked=total)
@@ -128,8 +115,7 @@ class SynthesisReport:
         num_given_up: Records whose every answer was rejected.
         num_unasked: Records that the token budget left no room for.
         num_answers: Answers paid for.
-        prompt_tokens: Tokens of their prompts, as far as the endpoint says.
-        completion_tokens: Tokens of the answers.
+        prompt_tokens, completion_tokens: Their tokens, as far as the endpoint says.
         retries: Requests of the last run that were retried, by what had happened.
         cost: Price of the tokens, or None without prices.
         complete: Whether nothing is left to ask.
@@ -149,18 +135,14 @@ class SynthesisReport:
     complete: bool = True
 
 
+@dataclass
 class Job:
-    """A folder in which a synthesis job works and leaves its files.
+    """A folder in which a synthesis job works and leaves its files; `task_rejections` are those of stage one."""
 
-    Attributes:
-        folder: The folder.
-        runner: Sends the requests, and holds the journal.
-        task_rejections: Rejected answers of stage one.
-    """
-
-    def __init__(self, folder: Path, runner: RequestRunner, fields: Fields) -> None:
-        self.folder, self.runner, self._fields = folder, runner, dict(fields)
-        self.task_rejections: list[Rejection] = []
+    folder: Path
+    runner: RequestRunner
+    fields: Fields
+    task_rejections: list[Rejection] = field(default_factory=list)
 
     def run(
         self, items: Callable[[], Iterable[Item]], total: int, seed: int, extra_files: Mapping[str, Iterable[str]]
@@ -194,7 +176,7 @@ class Job:
         before = check_manifest(self.folder, {}).get("files", {})
         hashes = {name: file_sha256(self.folder / name) for name in sorted({*counts, *lines})}
         facts = {"complete": report.complete, "files": hashes, "report": asdict(report)}
-        write_manifest(self.folder, {**self._fields, **facts})
+        write_manifest(self.folder, {**self.fields, **facts})
         # An earlier run may have asked for more.
         for name in set(before) - set(hashes):
             (self.folder / name).unlink(missing_ok=True)
@@ -219,11 +201,7 @@ class Job:
 
 
 def finished_report(folder: Path, fields: Fields) -> SynthesisReport | None:
-    """The report of a job that was finished with these fields and whose files are there, or None.
-
-    Raises:
-        InputError: If a file is there and is another one.
-    """
+    """The report of a job that was finished with these fields and whose files are there, or None."""
     if not (folder / "manifest.json").is_file():
         return None
     found = check_manifest(folder, {})
@@ -239,25 +217,18 @@ def finished_report(folder: Path, fields: Fields) -> SynthesisReport | None:
 
 @contextmanager
 def open_job(
-    folder: Path, identity: Fields, size: Fields, client: ChatClient, limits: Limits | None, budget: Budget | None
+    folder: Path, identity: Fields, size: Fields, client: ChatClient, limits: Limits, budget: Budget | None
 ) -> Iterator[Job]:
     """A job's folder, made if there is none, and held by this process until leaving.
 
-    A folder that a user's mistake leaves without any answer is removed again if it is new.
-
-    Args:
-        folder: The folder: new, empty, or an earlier run's of the same job.
-        identity: What decides prompts and records: an earlier run must have the same. JSON types.
-        size: How much is asked for, which may change from run to run.
-        client: The endpoint.
-        limits: How it is used; None for the defaults.
-        budget: What it may cost; None for no limit.
-
-    Raises:
-        InputError: If the folder holds something else, or a job of another identity; the message names the field.
+    A folder that a user's mistake leaves without any answer is removed again if it is new. `identity` decides prompts
+    and records: an earlier run must have the same. `size` may change from run to run. Both are JSON types.
     """
-    journal_path, limits, budget = folder / JOURNAL_FILE, limits or Limits(), budget or Budget()
+    journal_path = folder / JOURNAL_FILE
     with discard_on_user_error(folder, unless=lambda: journal_path.exists() and journal_path.stat().st_size > 0):
         fields = {**JobFolder(folder, identity, defaults=size).fields, **size}
-        with open_journal(journal_path) as journal, RequestRunner(client, journal, limits, budget) as runner:
+        with (
+            open_journal(journal_path) as journal,
+            RequestRunner(client, journal, limits, budget or Budget()) as runner,
+        ):
             yield Job(folder, runner, fields)

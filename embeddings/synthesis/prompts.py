@@ -65,14 +65,9 @@ class Category:
 
 @dataclass(frozen=True)
 class Method:
-    """What one paper generates.
+    """What one paper generates: its name, also that of its templates' folder, and its categories with their shares.
 
-    Args:
-        name: Name of its templates' folder.
-        categories: Its task categories.
-        shares: Share of each category among the examples, relative to the others.
-        tasks_per_list: Tasks that one brainstorming prompt asks for.
-        has_languages: Whether its prompts name a language.
+    `tasks_per_list` is what one brainstorming prompt asks for.
     """
 
     name: MethodName
@@ -82,7 +77,6 @@ class Method:
     has_languages: bool
 
     def category(self, name: str) -> Category:
-        """The category with a name."""
         return {category.name: category for category in self.categories}[name]
 
 

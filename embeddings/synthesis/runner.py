@@ -7,9 +7,9 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
@@ -99,11 +99,9 @@ class Budget:
 
     @property
     def needs_counts(self) -> bool:
-        """Whether the endpoint must say how many tokens it used."""
         return self.token_budget is not None or self.price_per_million_prompt_tokens is not None
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float | None:
-        """The price of some tokens, or None without prices."""
         prices = self.price_per_million_prompt_tokens, self.price_per_million_completion_tokens
         if prices[0] is None or prices[1] is None:
             return None
@@ -111,13 +109,7 @@ class Budget:
 
 
 class RateLimiter:
-    """Spaces requests evenly, without bursts; each waits until the tokens of earlier answers are worked off.
-
-    Args:
-        limits: The rates.
-        clock: Seconds on a monotonic clock.
-        sleep: Waits for some seconds.
-    """
+    """Spaces requests evenly, without bursts; each waits until the tokens of earlier answers are worked off."""
 
     def __init__(
         self, limits: Limits, clock: Callable[[], float] = time.monotonic, sleep: Sleep = asyncio.sleep
@@ -140,7 +132,6 @@ class RateLimiter:
             await self._sleep(min(wait, _TICK_SECONDS))
 
     def spend(self, num_tokens: int) -> None:
-        """Count the tokens of an answer."""
         self._next_token = max(self._next_token, self._clock()) + num_tokens * self._seconds_per_token
 
     def pause(self, seconds: float) -> None:
@@ -155,16 +146,13 @@ class RateLimiter:
 class Journal:
     """Answers by the key of their request, one JSON line each, on disk before `append` returns.
 
-    A line that a kill cut off is dropped when the file is opened again; all lines before it stay.
+    A line that a kill cut off is dropped when the file is opened again; all lines before it stay. A line before the
+    last that is no answer is an `InputError`. In memory are a key and a number an answer.
 
     Attributes:
         prompt_tokens: Tokens of all prompts so far, where the endpoint says.
         completion_tokens: Tokens of all answers so far.
         num_answers: Answers so far, refusals not counted.
-
-    Memory: a key and a number an answer; the answers stay on disk.
-    Raises:
-        InputError: If a line before the last is no answer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -183,15 +171,12 @@ class Journal:
             raise
 
     def __len__(self) -> int:
-        """Number of requests with an answer."""
         return len(self._places)
 
     def __contains__(self, key: str) -> bool:
-        """Whether a request has its answer."""
         return key in self._places
 
     def get(self, key: str) -> Answer | None:
-        """The answer to a request, or None where there is none yet."""
         place = self._places.get(key)
         if place is None:
             return None
@@ -217,7 +202,6 @@ class Journal:
         self._note(key, place, answer)
 
     def close(self) -> None:
-        """Close the file."""
         self._reader.close()
         self._file.close()
 
@@ -249,11 +233,7 @@ class Journal:
 
 @contextmanager
 def open_journal(path: Path) -> Iterator[Journal]:
-    """A journal that this process alone holds, closed on leaving.
-
-    Raises:
-        InputError: If another process holds it, or a line before the last is no answer.
-    """
+    """A journal that this process alone holds, closed on leaving."""
     lock = path.with_name(f".{path.name}.lock")
     with file_lock(lock, wait=False) as held:
         if not held:
@@ -291,18 +271,16 @@ class RequestRunner:
         self._rate = RateLimiter(limits)
         self._reserved = 0
         self._failure: UserError | None = None
+        self._stopped, self._settled = asyncio.Event(), asyncio.Condition()
         # One event loop for the job, since connections belong to one.
-        self._loop, self._connection = asyncio.Runner(), AsyncExitStack()
-        self._is_connected = False
+        self._loop, self._connection = asyncio.Runner(), client.connected()
 
     def __enter__(self) -> Self:
-        """The runner; the first request connects."""
+        self._loop.run(self._connection.__aenter__())
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the connections."""
-        if self._is_connected:
-            self._loop.run(self._connection.aclose())
+        self._loop.run(self._connection.__aexit__(None, None, None))
         self._loop.close()
 
     def run(self, requests: Iterable[Request], total: int, title: str) -> None:
@@ -313,10 +291,7 @@ class RequestRunner:
             EndpointError: If a request went unanswered to the last retry.
         """
         with progress_bar(total, title, "answer") as bar:
-            left = self._unanswered(requests, bar)
-            # Where everything is answered, nothing connects.
-            if (first := next(left, None)) is not None:
-                self._loop.run(self._run(chain([first], left), bar))
+            self._loop.run(self._run(self._unanswered(requests, bar), bar))
         if self._failure is not None:
             raise self._failure
 
@@ -330,10 +305,6 @@ class RequestRunner:
                 yield request
 
     async def _run(self, requests: Iterator[Request], bar: "tqdm[Any]") -> None:
-        self._stopped, self._settled = asyncio.Event(), asyncio.Condition()
-        if not self._is_connected:
-            await self._connection.enter_async_context(self.client.connected())
-            self._is_connected = True
         await asyncio.gather(*(self._work(requests, bar) for _ in range(self.limits.concurrency)))
 
     async def _work(self, requests: Iterator[Request], bar: "tqdm[Any]") -> None:

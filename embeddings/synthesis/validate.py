@@ -6,17 +6,19 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError
 from embeddings.common.io import check_vectors
-from embeddings.common.text import TextRole
 from embeddings.data.readers import open_reader
 from embeddings.data.records import NUM_LEVELS, Record, parse_record
 from embeddings.synthesis.prompts import LEVELS, Category
+
+if TYPE_CHECKING:
+    from embeddings.inference.encoder import Encoder
 
 Reason = Literal[
     "refused", "empty_answer", "cut_off", "not_json", "no_tasks", "not_an_object", "missing_field", "wrong_type",
@@ -39,14 +41,12 @@ class RejectedAnswer(Exception):
 
 
 class Answer(NamedTuple):
-    """One answer of an endpoint, as the journal keeps it.
+    """One answer of an endpoint, as the journal keeps it; numbers of tokens are None where the endpoint does not say.
 
     Attributes:
         content: What the model wrote, or None.
         finish_reason: Why it ended, as the endpoint says: `stop`, `length`, `content_filter`, …
         refused: Why the model or the endpoint did not answer this prompt, or None.
-        prompt_tokens: Tokens of the prompt, or None where the endpoint does not say.
-        completion_tokens: Tokens of the answer, or None.
     """
 
     content: str | None
@@ -69,9 +69,6 @@ def parse_answer(answer: Answer) -> Parsed:
     Repaired, in this order and as far as is needed: a model's thoughts before the answer, a code fence, text around the
     outermost brackets, raw line breaks inside texts, commas before closing brackets, and Python's way of writing lists
     and objects. Nothing is ever added to an answer that ends too early.
-
-    Raises:
-        RejectedAnswer: If the model refused, wrote nothing or was cut off, or this is no JSON.
     """
     if answer.refused is not None or answer.finish_reason == "content_filter":
         raise RejectedAnswer("refused", answer.refused or "the endpoint's filter")
@@ -124,7 +121,6 @@ _REPAIRS: tuple[tuple[str, Callable[[str], str]], ...] = (
 
 
 def _attempt(decode: Callable[[str], Any], text: str) -> Any:
-    """The value of a text, or `_NOTHING`."""
     try:
         return decode(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
@@ -162,9 +158,6 @@ def read_tasks(parsed: Parsed) -> list[str]:
 
     Entries that are no text, are empty, longer than `MAX_TASK_CHARACTERS` or hold unprintable characters are left out,
     and so are copies. White space and numbering are put in order.
-
-    Raises:
-        RejectedAnswer: If no task is left.
     """
     value = parsed.value
     if isinstance(value, dict):
@@ -184,18 +177,10 @@ def read_tasks(parsed: Parsed) -> list[str]:
 
 
 def read_example(parsed: Parsed, category: Category, task: str, prompt: str, id: str) -> Draft:
-    """The record that an answer to an example prompt holds.
+    """The record `id` that an answer to an example prompt holds; its instruction is the category's own, or the task.
 
-    Args:
-        parsed: The answer.
-        category: What it must hold.
-        task: The task, which becomes the record's instruction unless the category has its own.
-        prompt: The prompt, whose own example texts are no data.
-        id: The record's name.
-
-    Raises:
-        RejectedAnswer: If a field is missing or of a wrong type, a text is empty, unusable or comes twice, the levels
-            are not those asked for, the query is a seed's, or the query (a label: the text) gives the answer away.
+    Rejected: a field that is missing or of a wrong type; a text that is empty, unusable, or comes twice; levels other
+    than those asked for; a query that a seed has, or that gives the answer away. The prompt's own texts are no data.
     """
     value = _object(parsed.value)
     query = _text(value, category.query_field, prompt)
@@ -312,12 +297,6 @@ def _draft(fields: dict[str, Any], repairs: tuple[str, ...]) -> Draft:
 _FIELDS = ("query", "positive", "negatives")
 
 
-class TextEncoder(Protocol):
-    """What turns texts into vectors."""
-
-    def encode(self, texts: Sequence[str], *, role: TextRole | None = None) -> npt.NDArray[np.float32]: ...
-
-
 class LevelCheck(NamedTuple):
     """Similarity to the query, over records with one negative of each level.
 
@@ -335,20 +314,13 @@ class LevelCheck(NamedTuple):
 
     @property
     def is_falling(self) -> bool:
-        """Whether the means fall from level to level."""
         return all(hard > easy for hard, easy in zip(self.levels, self.levels[1:], strict=False))
 
 
-def check_levels(paths: Sequence[Path], encoder: TextEncoder, max_records: int = 1000) -> LevelCheck:
+def check_levels(paths: Sequence[Path], encoder: "Encoder", max_records: int = 1000) -> LevelCheck:
     """The mean similarity of each level, as the paper reports it for its data (.881, .857, .845, .793 for N1 to N4).
 
-    Args:
-        paths: Files of records with levels.
-        encoder: The judge, best one that was not trained on such data.
-        max_records: Maximum records looked at, spread evenly over all.
-
-    Raises:
-        InputError: If a file cannot be read, or no record has a negative of every level.
+    `encoder` is the judge, best one that was not trained on such data. Up to `max_records` are read, spread evenly.
 
     Source: Pan et al. 2025 (MGH), section 5.1, Table 4.
     """

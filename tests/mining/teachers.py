@@ -1,7 +1,5 @@
 """Stand-ins for embedding models, whose vectors follow from a text's first word and a little of the whole."""
 
-import warnings
-
 import numpy as np
 import torch
 
@@ -41,21 +39,3 @@ def know_teachers(monkeypatch):
 def unit(vectors):
     """The vectors at unit length."""
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-
-
-def in_a_child(action):
-    """Run an action in a forked process; returns its exit status, negative for a signal."""
-    import os
-
-    with warnings.catch_warnings():
-        # Later Pythons warn of threads; these hold no lock here.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            action()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -5,6 +5,7 @@ import os
 import signal
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,7 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
 from embeddings.data.samplers import ClusteredBatchSampler, SourceIdentity
 from embeddings.mining import clusters
-from embeddings.mining.clusters import ClusterSettings, cluster_pairs
-from embeddings.mining.features import Bm25Features, VectorFeatures
+from embeddings.mining.clusters import Bm25Features, ClusterSettings, VectorFeatures, cluster_pairs
 from tests.data.cluster_folders import unit_vectors
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.processes import run_command
@@ -37,7 +37,7 @@ def features(source, tmp_path):
 def test_each_row_belongs_to_the_centroid_nearest_to_its_query_and_document(features, source, tmp_path):
     folder = cluster_pairs(features, source, tmp_path / "out", SETTINGS)
     assert (folder.num_rows, folder.num_clusters, folder.source_key) == (60, 5, source.key)
-    features.use({})
+    features.learned = {}
     expected = (features.rows(np.arange(60)) @ folder.centroids.T).argmax(axis=1)
     ids = np.load(tmp_path / "out" / "cluster_ids.npy")
     assert ids.tolist() == expected.tolist()
@@ -81,7 +81,8 @@ def test_the_best_run_is_kept(features, source, tmp_path, monkeypatch):
 
 def test_a_corpus_larger_than_the_memory_is_trained_on_a_sample_within_it(tmp_path, monkeypatch):
     monkeypatch.setattr(clusters, "_BLOCK", 512)
-    made, source = many_vectors(tmp_path, num_rows=20_000, width=128)
+    source, documents = topic_source(tmp_path, 20_000), unit_vectors(20_001, 128, seed=1)
+    made = made_vectors(tmp_path / "vectors", source, unit_vectors(20_000, 128), documents, shard_size=4096)
     features, bound = VectorFeatures(made), 8 * 2**20
     assert 4 * bound < 2 * 20_000 * 256 * 4
     settings = ClusterSettings(num_clusters=8, num_iterations=2, num_runs=1, memory_gib=bound / 2**30)
@@ -97,13 +98,6 @@ def test_a_corpus_larger_than_the_memory_is_trained_on_a_sample_within_it(tmp_pa
     assert rows == (bound - 4 * 8 * 256 * 4) // (2 * (4 * 256 + 24))
     expected = (features.rows(np.arange(20_000)) @ folder.centroids.T).argmax(axis=1)
     assert (np.load(tmp_path / "out" / "cluster_ids.npy") == expected).mean() > 0.999
-
-
-def many_vectors(folder, num_rows, width):
-    """A source of many pairs of one text each, and unit vectors of these on disk."""
-    source = topic_source(folder, num_rows)
-    queries, documents = unit_vectors(num_rows, width), unit_vectors(num_rows + 1, width, seed=1)
-    return made_vectors(folder / "vectors", source, queries, documents, shard_size=4096), source
 
 
 def test_a_sampled_job_is_resumed_with_the_same_bytes(features, source, tmp_path, monkeypatch, caplog):
@@ -146,56 +140,33 @@ def test_topics_become_clusters(kind, source, tmp_path):
     assert len({(topic_of(row), int(ids[row])) for row in range(60)}) == 3
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from embeddings.data.store import open_cached
-from embeddings.data.sources import SourceConfig
-from embeddings.mining import clusters
-from embeddings.mining.features import VectorFeatures
-from embeddings.mining.pair_index import PairIndex
-from embeddings.mining.pair_vectors import open_pair_vectors
+def killed_run(folder, name, count):
+    """Cluster, in a process of its own, and end at a call of a function."""
+    function, calls = getattr(clusters, name), []
 
-root, output, name, count = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
-source = open_cached(SourceConfig("pairs", str(root / "pairs.jsonl")))
-index = PairIndex(root / "vectors" / "index", source)
-function, calls = getattr(clusters, name), []
+    def killed(*args, **options):
+        calls.append(1)
+        if len(calls) > count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **options)
 
-def killed(*args, **options):
-    calls.append(1)
-    if len(calls) > count:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return function(*args, **options)
-
-setattr(clusters, name, killed)
-features = VectorFeatures(open_pair_vectors(root / "vectors", index), svd_dim=6)
-settings = clusters.ClusterSettings(
-    num_clusters=5, num_iterations=4, num_runs=3, num_neighbours=3, shard_size=16, seed=2
-)
-clusters.cluster_pairs(features, source, output, settings)
-"""
+    setattr(clusters, name, killed)
+    source = topic_source(folder)
+    cluster_pairs(VectorFeatures(made_vectors(folder / "vectors", source), 6), source, folder / "killed", SETTINGS)
 
 
 @pytest.mark.parametrize(("name", "count"), [("kmeans_run", 1), ("nearest_centroids", 2), ("num_duplicates", 0)])
 def test_a_process_killed_anywhere_is_gone_on_from_with_the_same_bytes(name, count, source, tmp_path):
     vectors = made_vectors(tmp_path / "vectors", source)
-    _note_rows(tmp_path / "vectors", vectors)
     cluster_pairs(VectorFeatures(vectors, 6), source, tmp_path / "whole", SETTINGS)
-    arguments = [str(tmp_path), str(tmp_path / "killed"), name, str(count)]
-    ended = run_command(["-c", KILLED, *arguments])
+    code = "import sys; from pathlib import Path; from tests.mining.test_clusters import killed_run; "
+    code += "killed_run(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
+    ended = run_command(["-c", code, str(tmp_path), name, str(count)], cwd=Path(__file__).parents[2])
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     with pytest.raises(InputError, match="'complete' is False"):
         clusters.ClusterFolder(tmp_path / "killed")
     cluster_pairs(VectorFeatures(vectors, 6), source, tmp_path / "killed", SETTINGS)
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
-
-
-def _note_rows(folder, vectors):
-    """What a folder of encoded pairs says of itself beside what these tests need."""
-    for shards in (vectors.query_shards, vectors.document_shards):
-        path = shards.folder / "manifest.json"
-        sizes = {"num_rows": shards.num_rows, "embedding_dim": 8, "shard_size": shards.shard_size}
-        path.write_text(json.dumps({**json.loads(path.read_text()), **vectors.index.key, **sizes}))
 
 
 @pytest.mark.parametrize("name", ["_save", "neighbour_lists", "write_cluster_files", "rmtree"])
@@ -209,24 +180,6 @@ def test_an_interrupt_at_any_point_loses_nothing(name, features, source, tmp_pat
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_what_was_made_before_a_kill_is_not_made_again(features, source, tmp_path, monkeypatch):
-    assigned, assign = [], clusters.nearest_centroids
-
-    def killed(vectors, *args):
-        if len(assigned) == 2:
-            raise KeyboardInterrupt
-        assigned.append(len(vectors))
-        return assign(vectors, *args)
-
-    monkeypatch.setattr(clusters, "nearest_centroids", killed)
-    with pytest.raises(KeyboardInterrupt):
-        cluster_pairs(features, source, tmp_path / "out", SETTINGS)
-    monkeypatch.setattr(clusters, "nearest_centroids", lambda *args: (assigned.append(0), assign(*args))[1])
-    monkeypatch.setattr(clusters, "kmeans_run", None)
-    assert cluster_pairs(features, source, tmp_path / "out", SETTINGS) is not None
-    assert assigned == [16, 16, 0, 0]
-
-
 def test_tasks_of_an_array_make_the_folder_of_one_process(features, source, tmp_path):
     cluster_pairs(features, source, tmp_path / "whole", SETTINGS)
     found = [cluster_pairs(features, source, tmp_path / "parts", SETTINGS, ArrayTask(index, 3)) for index in (2, 0, 1)]
@@ -234,16 +187,16 @@ def test_tasks_of_an_array_make_the_folder_of_one_process(features, source, tmp_
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("stage", ["_make", "_learn", "_train", "_best_run"])
+@pytest.mark.parametrize("stage", ["_make", "load_shard", "_best_run"])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_task_without_shards_lives_with_others_that_finish_meanwhile(stage, after, source, tmp_path, monkeypatch):
     made = made_vectors(tmp_path / "vectors", source)
     cluster_pairs(VectorFeatures(made, 6), source, tmp_path / "whole", SETTINGS)
     real, entered, trained = getattr(clusters, stage), [], []
 
-    def overtaken(*args):
+    def overtaken(*args, **options):
         if entered:
-            return real(*args)
+            return real(*args, **options)
         entered.append(stage)
         found = real(*args) if after else None
         assert cluster_pairs(VectorFeatures(made, 6), source, tmp_path / "out", SETTINGS) is not None
@@ -303,13 +256,8 @@ def test_k_follows_the_cluster_size():
         ({"num_clusters": 61}, "num_clusters must not exceed the 60 rows, got 61"),
         ({"num_clusters": 0}, "num_clusters must be >= 1, got 0"),
         ({"cluster_size": 0}, "cluster_size must be >= 1, got 0"),
-        ({"num_runs": 0}, "num_runs must be >= 1, got 0"),
-        ({"num_iterations": 0}, "num_iterations must be >= 1"),
         ({"shard_size": -1}, "shard_size must be >= 1"),
-        ({"num_neighbours": 0}, "num_neighbours must be >= 1"),
-        ({"max_training_rows": 0}, "max_training_rows must be >= 1"),
         ({"max_training_rows": 2, "num_clusters": 5}, "max_training_rows must be at least half of the 5 clusters"),
-        ({"memory_gib": 0}, "memory_gib must be a finite number > 0"),
         ({"memory_gib": float("nan")}, "memory_gib must be a finite number > 0"),
         ({"memory_gib": 1e-6, "num_clusters": 50}, "memory_gib must be at least 0.1 for 50 clusters of width 16"),
         ({"memory_gib": 1e-6, "max_training_rows": 7}, "max_training_rows takes 0.1 GiB to train on"),

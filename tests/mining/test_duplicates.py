@@ -103,13 +103,6 @@ def test_copies_are_those_of_a_loop(threshold, tmp_path):
     assert (found == KEPT).sum() >= 12
 
 
-def test_two_questions_about_one_document_are_two_records(tmp_path):
-    document = " ".join(f"word{number}" for number in range(400))
-    rows = [{"query": f"question {number} of another kind {number * 7}", "positive": document} for number in range(9)]
-    found = find_duplicates(source(tmp_path, rows), tmp_path / "work", near_duplicates=0.8)
-    assert found.tolist() == [KEPT] * 9
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_few_records_are_no_special_case(count, tmp_path):
     found = find_duplicates(source(tmp_path, pairs(1) * count), tmp_path / "work", near_duplicates=0.8)
@@ -155,24 +148,6 @@ def test_other_options_or_records_are_refused_by_name(tmp_path):
     with pytest.raises(OptionError, match="near_duplicates must lie between"):
         find_duplicates(pairs_source, tmp_path / "other", near_duplicates=2.0)
     assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.skipif(not (DATA / "tldr_pairs").is_dir(), reason="the shared data sets are not here (EMBED_DATA)")
-def test_on_real_text_nothing_goes_that_no_earlier_record_is_near_to(tmp_path):
-    config = SourceConfig("tldr", str(DATA / "tldr_pairs" / "train.jsonl.gz"), suspect_rows="keep")
-    cached = open_cached(config, tmp_path / "cache")
-    found = find_duplicates(cached, tmp_path / "work", near_duplicates=0.8)
-    near = np.flatnonzero(found == NEAR_COPY)
-    assert 0 < len(near) < len(found) / 10
-    rule = duplicates.NearDuplicates(0.8, num_parts=2)
-    kept = np.flatnonzero(found == KEPT)
-
-    def sets_of(row):
-        return rule.sets(duplicates._parts(cached.table.row(row)))
-
-    for row in near[:2]:
-        own = sets_of(int(row))
-        assert any(rule.alike(sets_of(int(other)), own) for other in kept[kept < row])
 
 
 def words(seed, count):

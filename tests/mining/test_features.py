@@ -10,8 +10,8 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import open_cached
-from embeddings.mining import features
-from embeddings.mining.features import Bm25Features, VectorFeatures, _bm25_weights, _term_counts, unit_features
+from embeddings.mining import clusters as features
+from embeddings.mining.clusters import Bm25Features, VectorFeatures, _bm25_weights, _term_counts, unit_features
 from tests.data.cluster_folders import unit_vectors
 from tests.data.rows import labelled, write_jsonl
 from tests.mining.pair_sources import made_vectors, topic_of, topic_source
@@ -20,7 +20,7 @@ from tests.mining.pair_sources import made_vectors, topic_of, topic_source
 def fitted(of, kind=VectorFeatures, **options):
     """Features of vectors or of a source that have learned what they need."""
     made = kind(of, **options)
-    made.use(made.fit())
+    made.learned = made.fit()
     return made
 
 

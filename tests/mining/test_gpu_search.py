@@ -134,12 +134,6 @@ def test_the_sizes_that_the_documentation_states(millions, dtype, memory, stays)
     assert row in (Path(__file__).parents[2] / "docs" / "mining.md").read_text().splitlines()
 
 
-def test_a_million_queries_go_in_passes():
-    sizes = search_sizes(10**8, 768, 2, 266, 1_000_000, 16)
-    assert 60_000 < sizes.pass_queries < 100_000
-    assert sizes.num_bytes <= 16 * 2**30
-
-
 @pytest.mark.parametrize("width", [17, 266, 5000])
 @pytest.mark.parametrize("memory", [0.03, 0.2, 1, 16, 70])
 def test_pieces_fit_any_memory_that_is_accepted(memory, width):

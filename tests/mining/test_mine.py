@@ -13,9 +13,9 @@ from embeddings.common.jobs import ArrayTask
 from embeddings.data import PlanEntry, SourceConfig, open_source
 from embeddings.mining.mine import MiningReport, SearchOptions, Teachers, mine_negatives
 from embeddings.mining.negatives import NegativeRules
-from embeddings.mining.pair_vectors import EncodedTexts
 from tests.data.rows import write_jsonl
-from tests.mining.teachers import Teacher, in_a_child, know_teachers
+from tests.helpers.forks import in_a_child
+from tests.mining.teachers import Teacher, know_teachers
 
 ROWS = [
     {
@@ -187,19 +187,6 @@ def test_a_corpus_gives_more_negatives_and_never_the_querys_own_text(tmp_path):
     assert second["negatives"]
 
 
-def test_a_positive_that_the_corpus_holds_behind_a_title_is_never_a_negative(tmp_path):
-    titled = [{"title": row["query"].split()[0], "text": row["positive"]} for row in ROWS]
-    corpus = write_jsonl(tmp_path / "corpus.jsonl", [*titled, {"title": "t0", "text": "stranger"}])
-    report = run(tmp_path, "mined.parquet", rules=NegativeRules(43, None), corpus=corpus)
-    assert report.num_documents == 45
-    assert report.removed["own_positive"] == 44
-    for row in pq.read_table(tmp_path / "mined.parquet").to_pylist():
-        (positive,) = row["positive"]
-        assert not {positive, f"{positive.split()[0]} {positive}"} & set(row["negatives"])
-        assert "t0 stranger" in row["negatives"]
-        assert len(row["negatives"]) == 43
-
-
 def test_too_few_documents_leave_nothing_behind(tmp_path):
     with pytest.raises(InputError, match="holds 22 different documents, too few for 22 negatives"):
         run(tmp_path, "deep/mined.parquet", rules=NegativeRules(22, None), vectors=tmp_path / "vectors")
@@ -209,15 +196,10 @@ def test_too_few_documents_leave_nothing_behind(tmp_path):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: SearchOptions("hnsw"), "index must be exact or ivf"),
         (lambda: SearchOptions(num_probes=3), "num_probes has no effect on the exact search"),
         (lambda: SearchOptions("ivf", num_lists=0), "num_lists must be >= 1"),
         (lambda: Teachers([], Teacher), "must name one model or several different ones"),
         (lambda: Teachers(["a", "a"], Teacher), "must name one model or several different ones"),
-        (
-            lambda: Teachers(["a", "b"], Teacher, encoded=[EncodedTexts()]),
-            r"encoded must be as many folders as there are models \(2\), got 1",
-        ),
     ],
 )
 def test_impossible_options_are_refused(make, says):

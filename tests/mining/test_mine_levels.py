@@ -10,8 +10,7 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
 from embeddings.data import CurriculumBatchSampler, EmbeddingDataModule, SourceConfig
-from embeddings.mining.negatives import LevelRules, NegativeRules, draw_documents
-from embeddings.mining.qrels import TextQrels
+from embeddings.mining.negatives import LevelRules, NegativeRules, TextQrels, draw_documents
 from tests.data.rows import write_jsonl
 from tests.mining.teachers import Teacher, know_teachers, unit
 from tests.mining.test_mine import outputs, run
@@ -87,13 +86,11 @@ def test_mined_levels_equal_a_loop_over_all_documents(models, mine, tmp_path):
     assert (manifest["levels"], manifest["by_level"]) == ({"kind": "quantiles"}, report.by_level)
 
 
-def test_shard_sizes_and_tasks_change_no_record_and_a_finished_file_is_left(mine, tmp_path):
+def test_tasks_change_no_byte_and_a_finished_file_is_left(mine, tmp_path):
     first = mine("whole.parquet")
-    reports = [mine("parts.parquet", task=ArrayTask(index, 3)) for index in (2, 0, 1)]
-    assert [report is None for report in reports] == [True, True, False]
+    for index in (2, 0, 1):
+        mine("parts.parquet", task=ArrayTask(index, 3))
     assert outputs(tmp_path, "parts.parquet") == outputs(tmp_path, "whole.parquet")
-    mine("others.parquet", shard_size=3)
-    assert pq.read_table(tmp_path / "others.parquet").equals(pq.read_table(tmp_path / "whole.parquet"))
     assert mine("whole.parquet") == first
     for levels in (None, LevelRules("grades", JUDGED)):
         with pytest.raises(InputError, match="field 'levels"):

@@ -48,37 +48,26 @@ def reference(rows, corpus):
     return list(documents), positives
 
 
-@pytest.mark.parametrize("corpus", [None, CORPUS])
+@pytest.mark.parametrize("negatives", [None, [["x", "c "], [], ["a", "y", "x"], ["z"]]])
+@pytest.mark.parametrize("corpus", [[], CORPUS])
 @pytest.mark.parametrize("block", [1, 2, 3, 1 << 16])
-def test_the_index_equals_a_loop_over_the_texts(corpus, block, tmp_path, monkeypatch):
+def test_the_index_equals_a_loop_over_the_texts(negatives, corpus, block, tmp_path, monkeypatch):
     monkeypatch.setattr(pair_index, "BLOCK", block)
+    given = negatives or [[]] * 4
+    rows = [{**row, "negatives": texts} for row, texts in zip(ROWS, given, strict=True)]
     path = write_jsonl(tmp_path / "corpus.jsonl", corpus) if corpus else None
-    index = index_pairs(source(tmp_path), tmp_path / "index", path)
-    documents, positives = reference(ROWS, corpus or [])
+    index = index_pairs(source(tmp_path, rows), tmp_path / "index", path, negatives=negatives is not None)
+    documents, positives = reference(ROWS, [{"text": text} for texts in given for text in texts] + corpus)
     assert (index.num_queries, index.num_documents) == (4, len(documents))
     assert [index.positives(row).tolist() for row in range(4)] == positives
     assert [text.strip() for text in index.document_texts(range(len(documents)))] == documents
     assert index.source.table.queries(range(4)) == [row["query"] for row in ROWS]
     assert index.document_hashes.tolist() == [text_hash(text) for text in documents]
     assert index.positive_rows.dtype == np.int32
-    names = {path.name for path in (tmp_path / "index").iterdir()}
-    assert not any(name.endswith(".bin") for name in names)
-
-
-@pytest.mark.parametrize("corpus", [None, CORPUS])
-@pytest.mark.parametrize("block", [1, 2, 3, 1 << 16])
-def test_negatives_are_documents_where_they_are_asked_for(corpus, block, tmp_path, monkeypatch):
-    monkeypatch.setattr(pair_index, "BLOCK", block)
-    given = [["x", "c "], [], ["a", "y", "x"], ["z"]]
-    rows = [{**row, "negatives": texts} for row, texts in zip(ROWS, given, strict=True)]
-    path = write_jsonl(tmp_path / "corpus.jsonl", corpus) if corpus else None
-    index = index_pairs(source(tmp_path, rows), tmp_path / "index", path, negatives=True)
-    documents, positives = reference(ROWS, [{"text": text} for texts in given for text in texts] + (corpus or []))
-    assert (index.num_queries, index.num_documents) == (4, len(documents))
-    assert [index.positives(row).tolist() for row in range(4)] == positives
-    assert [text.strip() for text in index.document_texts(range(len(documents)))] == documents
-    found = [index.negative_rows[slice(*index.negative_offsets[row : row + 2])].tolist() for row in range(4)]
-    assert found == [[documents.index(text.strip()) for text in texts] for texts in given]
+    assert not list((tmp_path / "index").glob("*.bin"))
+    if negatives is not None:
+        found = [index.negative_rows[slice(*index.negative_offsets[row : row + 2])].tolist() for row in range(4)]
+        assert found == [[documents.index(text.strip()) for text in texts] for texts in given]
 
 
 def test_an_index_with_negatives_is_not_taken_for_one_without(tmp_path):

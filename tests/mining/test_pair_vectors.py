@@ -45,17 +45,6 @@ def test_vectors_are_those_of_the_texts_at_unit_length(shard_size, encoder, tmp_
     assert (opened.query_shards, opened.document_shards) == (vectors.query_shards, vectors.document_shards)
 
 
-def test_tasks_and_a_resumed_run_give_the_bytes_of_one_process(encoder, tmp_path, monkeypatch):
-    pairs = source(tmp_path, ROWS)
-    encode_pairs(encoder, pairs, tmp_path / "whole", shard_size=2)
-    monkeypatch.setattr(Encoder, "encode", interrupted_at(Encoder.encode, 5))
-    with pytest.raises(KeyboardInterrupt):
-        encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2, task=ArrayTask(1, 2))
-    for index in (1, 0):
-        encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2, task=ArrayTask(index, 2))
-    assert content(tmp_path / "parts") == content(tmp_path / "whole")
-
-
 @pytest.mark.parametrize("shard_size", [2, 5])
 def test_two_processes_give_the_bytes_of_one(shard_size, tmp_path, monkeypatch):
     tiny_embedder(normalize=False, prompts={"query": "the "}).save_pretrained(tmp_path / "model")

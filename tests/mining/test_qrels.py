@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError
-from embeddings.mining import qrels as module
+from embeddings.mining import negatives as module
+from embeddings.mining.negatives import DocumentQrels, TextQrels
 from embeddings.mining.pair_index import index_pairs
-from embeddings.mining.qrels import DocumentQrels, TextQrels
 from tests.data.rows import write_jsonl
 from tests.mining.test_pair_index import source
 

@@ -20,8 +20,9 @@ from embeddings.mining.mine import Teachers, mine_negatives
 from embeddings.mining.negatives import LevelRules, NegativeRules
 from embeddings.mining.rerank import Reranker
 from tests.data.rows import write_jsonl
+from tests.helpers.forks import in_a_child
 from tests.helpers.tiny import wordpiece_tokenizer
-from tests.mining.teachers import Teacher, in_a_child, know_teachers
+from tests.mining.teachers import Teacher, know_teachers
 
 WORDS = ["pad", "one", "two", "sum", "fox", "dog", "quick", "brown", "lazy", "jumps", "numbers", "return"]
 ROWS = [
@@ -77,6 +78,7 @@ def outputs(folder, name):
 def test_the_scores_are_those_of_the_library_and_train(levels, output, cross_encoder, tmp_path):
     run(tmp_path, output, Reranker(cross_encoder, "cpu"), levels=levels)
     run(tmp_path, "bare.parquet", None, levels=levels)
+    assert "reranker" not in json.loads((tmp_path / "bare.manifest.json").read_text())
     if output.endswith("parquet"):
         rows = pq.read_table(tmp_path / output).to_pylist()
         assert pq.read_table(tmp_path / output).drop_columns("scores").equals(pq.read_table(tmp_path / "bare.parquet"))
@@ -95,13 +97,6 @@ def test_the_scores_are_those_of_the_library_and_train(levels, output, cross_enc
     assert source.cached.table.has_scores
     examples = [source[PlanEntry(row, 0)] for row in range(len(rows))]
     np.testing.assert_array_equal([score for one in examples for score in one.scores], np.float32(found))
-
-
-def test_without_a_reranker_nothing_changes_and_the_records_own_scores_go(tmp_path):
-    run(tmp_path, "bare.parquet", None)
-    assert "scores" not in pq.read_schema(tmp_path / "bare.parquet").names
-    assert "reranker" not in json.loads((tmp_path / "bare.manifest.json").read_text())
-    assert not list((tmp_path / "bare.parquet.work").glob("scores-*"))
 
 
 def test_kills_tasks_and_a_second_model_end_with_the_same_bytes(cross_encoder, tmp_path):

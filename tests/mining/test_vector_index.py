@@ -147,21 +147,6 @@ def test_damage_inside_the_file_is_refused_when_it_is_opened_or_where_it_is_foun
         Index.open(folder).search(np.abs(unit_rows(vectors[7:8])), 5)
 
 
-def test_an_index_without_its_manifest_or_with_an_odd_one_is_refused(folder):
-    build_index(folder, num_lists=8)
-    path = folder.path / MANIFEST_FILE
-    fields = json.loads(path.read_text())
-    for field, value in (("num_probes", 0), ("kind", 3)):
-        path.write_text(json.dumps({**fields, field: value}))
-        with pytest.raises(
-            InputError, match=f"field '{field}' is {value}, expected .*; make it with the command index"
-        ):
-            Index.open(folder)
-    path.unlink()
-    with pytest.raises(InputError, match="no manifest lies beside this output; make it with the command index"):
-        Index.open(folder)
-
-
 @contextmanager
 def most_bytes_of_a_file(limit):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,7 +1,6 @@
 """One request through the real client to a server that answers well, badly, slowly, and not at all."""
 
 import asyncio
-import socket
 import sys
 
 import pytest
@@ -99,7 +98,6 @@ def test_a_wrong_address_key_or_model_is_the_users_to_mend(reply, says):
     ("reply", "says", "wait", "is_final"),
     [
         (Reply(status=500), "status 500", None, False),
-        (Reply(status=529), "status 529", None, False),
         (Reply(status=408), "status 408", None, False),
         (Reply(status=429, headers={"Retry-After": "2.5"}), "status 429", 2.5, False),
         (Reply(status=429, headers={"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}), "status 429", None, False),
@@ -108,7 +106,6 @@ def test_a_wrong_address_key_or_model_is_the_users_to_mend(reply, says):
         (Reply(status=402), "status 402", None, True),
         (Reply(hangs_up=True), "no connection", None, False),
         (Reply(body=b"<html>"), "no chat completion", None, False),
-        (Reply(body=b"{}"), "no chat completion", None, False),
         (Reply(body=b'{"choices": []}'), "no chat completion", None, False),
         (Reply(body=b'{"choices": [{"message": "x"}]}'), "no chat completion", None, False),
         (Reply(body=b'{"choices": [{"message": {"content": "x"}}], "usage": [1]}'), "no chat completion", None, False),
@@ -121,23 +118,11 @@ def test_what_may_be_better_next_time_is_unanswered(reply, says, wait, is_final)
     assert (failure.value.retry_after_seconds, failure.value.is_final) == (wait, is_final)
 
 
-def test_a_slow_answer_is_waited_for_only_so_long():
-    with pytest.raises(UnansweredError, match=r"no answer in 0\.2 s"):
-        ask(Reply("x", seconds=0.6), timeout_seconds=0.2)
-    assert ask(Reply("x", seconds=0.05))[0].content == "x"
-
-
-def test_an_answer_that_trickles_in_is_waited_for_no_longer():
+@pytest.mark.parametrize("reply", [Reply("x", seconds=0.6), Reply("x", trickle_seconds=0.08)])
+def test_an_answer_that_is_late_or_trickles_in_is_waited_for_only_so_long(reply):
     with pytest.raises(UnansweredError, match=r"no answer in 0\.3 s"):
-        ask(Reply("x", trickle_seconds=0.08), timeout_seconds=0.3)
-
-
-def test_a_server_that_is_not_there_is_no_connection():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(UnansweredError, match="no connection"):
-        ask_at(f"http://127.0.0.1:{port}/v1")
+        ask(reply, timeout_seconds=0.3)
+    assert ask(Reply("x", seconds=0.05))[0].content == "x"
 
 
 def test_one_request_is_tried_once():
@@ -154,17 +139,12 @@ def test_what_is_no_address_is_refused(endpoint):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"max_answer_tokens": 0}, "max_answer_tokens"),
-        ({"extra_body": {"messages": []}}, "extra_body"),
-    ],
+    ("name", "value"),
+    [("temperature", -0.1), ("temperature", float("nan")), ("max_answer_tokens", 0), ("extra_body", {"n": 2})],
 )
-def test_impossible_sampling_is_refused(arguments, says):
-    with pytest.raises(OptionError, match=says):
-        Sampling("m", **arguments)
+def test_impossible_sampling_is_refused(name, value):
+    with pytest.raises(OptionError, match=name):
+        Sampling("m", **{name: value})
 
 
 def test_a_missing_client_is_named_with_its_extra(monkeypatch):

@@ -82,23 +82,6 @@ def test_a_larger_job_goes_on_from_a_smaller_one_and_a_smaller_one_leaves_no_old
     assert not (tmp_path / "b.jsonl").exists()
 
 
-def test_another_jobs_folder_is_refused_with_the_field_that_differs(tmp_path):
-    run(tmp_path)
-    before = contents(tmp_path)
-    with pytest.raises(InputError, match=r"field .seed. is 1, expected 2"):
-        run(tmp_path, identity={**IDENTITY, "seed": 2})
-    assert contents(tmp_path) == before
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="something else lies there already"):
-        run(tmp_path)
-    with pytest.raises(InputError, match="something else lies there already"):
-        run(tmp_path / "notes.txt")
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
 def test_two_processes_do_not_work_in_one_folder(tmp_path):
     with open_job(tmp_path / "job", IDENTITY, SIZE, FakeClient(), EAGER, Budget()) as job:
         with pytest.raises(InputError, match="another process is at work"):
@@ -117,11 +100,6 @@ def test_a_mistake_before_the_first_answer_leaves_nothing(tmp_path, is_there):
     with pytest.raises(InputError, match="refuses the request"):
         run(folder, refuses)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_kill_before_the_first_manifest_does_not_block_the_folder(tmp_path):
-    (tmp_path / ".manifest.json.abc.tmp").touch()
-    assert run(tmp_path).num_answers == 4
 
 
 def items_of_one_file(count, is_unique=True, file="a.jsonl"):

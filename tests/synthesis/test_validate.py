@@ -7,7 +7,7 @@ import pytest
 
 from embeddings.common import InputError
 from embeddings.data.records import parse_record
-from embeddings.synthesis.prompts import MGH, NV_EMBED
+from embeddings.synthesis.prompts import MGH
 from embeddings.synthesis.validate import (
     MAX_TASK_CHARACTERS,
     Answer,
@@ -45,7 +45,8 @@ def example(value, category=SHORT_LONG, prompt=""):
 
 
 def test_a_good_answer_is_a_record_with_levels_from_the_hardest():
-    draft = example(answer(comment="ignored", user_query=f"  {QUERY}\n"))
+    # An object alone in a list is the object.
+    draft = example([answer(comment="ignored", user_query=f"  {QUERY}\n")])
     assert draft.fields == {
         "id": "short_long-0",
         "query": QUERY,
@@ -67,32 +68,14 @@ def test_levels_in_another_order_are_sorted_and_counted():
     assert example(answer(hard_negative_document=spelt)).repairs == ()
 
 
-def test_an_object_alone_in_a_list_is_the_object():
-    assert example([answer()]).fields["query"] == QUERY
-
-
-def test_nv_embeds_negatives_have_no_levels():
-    value = answer(hard_negative_document=..., hard_negative_document1=TEXTS[0], hard_negative_document2=TEXTS[1])
-    assert example(value, NV_EMBED.category("short_long")).fields["negatives"] == TEXTS[:2]
-
-
-def test_sts_has_an_instruction_of_its_own():
-    value = {"query": "It rains.", "positive_example": "Rain is falling.", "hard_negative_examples": graded()}
-    fields = example(value, MGH.category("sts")).fields
-    assert fields["instruction"] == "Retrieve semantically similar text"
-
-
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
         ("text", "not_an_object"),
         ([answer(), answer()], "not_an_object"),
-        (None, "not_an_object"),
         (answer(user_query=...), "missing_field"),
         (answer(hard_negative_document=...), "missing_field"),
-        (answer(positive_document=3), "wrong_type"),
         (answer(positive_document=None), "wrong_type"),
-        (answer(positive_document=["a"]), "wrong_type"),
         (answer(hard_negative_document=TEXTS), "wrong_type"),
         (answer(hard_negative_document="a"), "wrong_type"),
         (answer(hard_negative_document=[{"similarity_level": "high"}]), "missing_field"),
@@ -145,16 +128,11 @@ def test_a_query_of_five_words_must_not_stand_in_a_document(query, document, lea
         assert example(value).fields["query"] == query
 
 
-@pytest.mark.parametrize(
-    ("text", "leaks"), [("What a Joy, this day!", True), ("She felt a sudden warmth.", False), ("A joyful day.", False)]
-)
-def test_a_label_must_not_stand_in_its_text(text, leaks):
-    value = {"input_text": text, "label": "joy", "misleading_labels": graded(["relief", "pride", "calm", "anger"])}
-    if leaks:
-        with pytest.raises(RejectedAnswer, match="leaked_label"):
-            example(value, MGH.category("long_short"))
-    else:
-        assert example(value, MGH.category("long_short")).fields["positive"] == "joy"
+def test_a_label_must_not_stand_in_its_text():
+    value = {"input_text": "A joyful day.", "label": "joy", "misleading_labels": graded(["rest", "pride", "calm", "x"])}
+    assert example(value, MGH.category("long_short")).fields["positive"] == "joy"
+    with pytest.raises(RejectedAnswer, match="leaked_label"):
+        example({**value, "input_text": "What a Joy, this day!"}, MGH.category("long_short"))
 
 
 def test_new_negatives_leave_the_rest_of_a_record_alone():
@@ -214,14 +192,9 @@ def test_an_answer_is_read_with_as_few_repairs_as_it_needs(content, repairs):
     assert parse_answer(Answer(content)) == (VALUE, repairs)
 
 
-def test_a_raw_line_break_inside_a_text_is_kept():
-    parsed = parse_answer(Answer('{"query": "two\nlines"}'))
-    assert parsed == ({"query": "two\nlines"}, ("raw_line_break",))
-
-
-def test_commas_inside_texts_stay():
-    parsed = parse_answer(Answer('{"query": "a ,] b ,} \\" ,]",}'))
-    assert parsed.value == {"query": 'a ,] b ,} " ,]'}
+def test_raw_line_breaks_and_commas_inside_texts_stay():
+    assert parse_answer(Answer('{"query": "two\nlines"}')) == ({"query": "two\nlines"}, ("raw_line_break",))
+    assert parse_answer(Answer('{"query": "a ,] b ,} \\" ,]",}')).value == {"query": 'a ,] b ,} " ,]'}
 
 
 @pytest.mark.parametrize(
@@ -233,11 +206,9 @@ def test_commas_inside_texts_stay():
         (Answer(TEXT, "content_filter"), "refused"),
         (Answer(TEXT, "length"), "cut_off"),
         (Answer(TEXT[:-2]), "not_json"),
-        (Answer("I cannot do that."), "not_json"),
         (Answer('{"query": open("x")}'), "not_json"),
         (Answer("{'query': {1, 2}}"), "not_json"),
         (Answer("{1: 'query'}"), "not_json"),
-        (Answer("[" * 50_000), "not_json"),
         (Answer("(" * 50_000), "not_json"),
         (Answer('{"a":' * 50_000), "not_json"),
         (Answer("[" + "9" * 5000 + "]"), "not_json"),
