@@ -62,16 +62,13 @@ UNION_ERROR = "Does not validate against any of the Union subtypes"
 
 
 class FitParser(OneLineParser, LightningArgumentParser):
-    """Lightning's parser with errors of one line and configs whose lists replace others."""
+    """Lightning's parser with our errors and lists."""
 
 
 class TrainerCLI(LightningCLI):
-    """`fit` over any of our modules, with configs that merge left to right.
+    """`fit` over any of our modules, with configs that merge left to right."""
 
-    Attributes:
-        only_checks: Whether the run is checked and does not begin, wherever its hardware may be.
-    """
-
+    # Whether the run is checked and does not begin, wherever its hardware may be.
     only_checks = False
 
     @staticmethod
@@ -80,7 +77,7 @@ class TrainerCLI(LightningCLI):
         return {"fit": LightningCLI.subcommands()["fit"]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Have the help name the option that `expand_recipe` replaces."""
+        """Add the options beside Lightning's; `expand_recipe` has replaced `--recipe` before."""
         help_text = "a row of lightning_configs/recipes.csv, in place of the --config options that it stands for"
         parser.add_argument("--recipe", default=SUPPRESS, help=help_text)
         help_text = "check the run without its hardware, print what it would do, and write nothing"
@@ -91,7 +88,6 @@ class TrainerCLI(LightningCLI):
         parser.add_argument("--stand_in", choices=["tiny"], default=SUPPRESS, help=help_text)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the arguments given, whatever `sys.argv` holds."""
         self.config = parser.parse_args(args)
         if self.config.fit.pop("check", False) and not self.only_checks:
             raise ConfigError("--check: is an option of the command line alone; write fit --check")
@@ -123,7 +119,6 @@ class TrainerCLI(LightningCLI):
         """Keep the config: Lightning would take arguments of the module from the checkpoint."""
 
     def instantiate_classes(self) -> None:
-        """Make the module, the data module and the trainer; an impossible option is a `ConfigError`."""
         try:
             super().instantiate_classes()
         except ValueError as error:
@@ -132,11 +127,9 @@ class TrainerCLI(LightningCLI):
             raise ConfigError(with_hint(reason(str(error)))) from error
 
     def before_fit(self) -> None:
-        """Have each part check the run before data is read, ranks are started or files are written."""
         check_start(self.trainer, self.model, self.datamodule, self.config.fit.ckpt_path)
 
     def after_fit(self) -> None:
-        """Print the places of the run, its model and its metrics, and the next two commands."""
         # `trainer.log_dir` would wait for the other ranks.
         if self.trainer.is_global_zero and run_logger(self.trainer) is not None:
             print("\n".join(end_lines(self.trainer)))
@@ -176,18 +169,17 @@ class TrainerCLI(LightningCLI):
 
 
 class Checked(Exception):
-    """The arguments are parsed and checked; nothing is built."""
+    """The arguments are parsed and checked, by a parser and to a config; nothing is built."""
 
 
 class CheckingCLI(TrainerCLI):
-    """`fit` up to the point where its arguments are known to be good."""
+    """`fit` up to the point where its arguments are known to be good, where it raises `Checked`."""
 
     only_checks = True
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the arguments and stop by raising `Checked`."""
         super().parse_arguments(parser, args)
-        raise Checked
+        raise Checked(parser, self.config)
 
 
 def check_arguments(argv: Sequence[str]) -> None:
@@ -197,11 +189,7 @@ def check_arguments(argv: Sequence[str]) -> None:
 
 
 def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> TrainerCLI:
-    """Run a line of LightningCLI's; `--recipe NAME` stands for the configs that `recipes.csv` lists.
-
-    Raises:
-        ConfigError: If the arguments do not parse, two configs choose a method, or Lightning refuses an option.
-    """
+    """Run a line of LightningCLI's; `--recipe NAME` stands for the configs that `recipes.csv` lists."""
     restrict_imports()
     words = [re.sub(r"^--[a-z_-]+(?=$|=)", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
     if SOURCES_HELP in words and "--data.help" not in words:
@@ -289,7 +277,6 @@ def refused_option(message: str, given: dict[str, Any]) -> str:
 
 
 def check_numbers(given: Namespace) -> None:
-    """Check numbers that Lightning does not: the seed's range, and more processes than the machine can hold."""
     if not 0 <= given.seed_everything <= MAX_SEED:
         rule = f"must lie in 0 … {MAX_SEED}"
         raise OptionError("seed_everything", given.seed_everything, rule, "take any number in it")
@@ -324,10 +311,7 @@ def _list_of_mappings(value: str) -> Any:
 
 
 class HeldNotes(L.Callback):
-    """Keeps Lightning's notes and all warnings back until the run begins: one that is refused ends in one line.
-
-    A warning that Lightning logs is written at once, with the notes before it.
-    """
+    """Keeps Lightning's notes and all warnings back until the run begins: one that is refused ends in one line."""
 
     def __init__(self) -> None:
         self._notes: list[Callable[[], None]] = []
@@ -349,9 +333,9 @@ class HeldNotes(L.Callback):
             yield
 
     def _hold(self, handler: logging.Handler, record: logging.LogRecord) -> bool:
-        """A filter of a handler, which passes nothing before the run begins."""
         if not self._has_begun:
             self._notes.append(partial(handler.emit, record))
+            # A warning that Lightning logs is written at once, with the notes before it.
             if record.levelno >= logging.WARNING:
                 self._write()
         return self._has_begun

@@ -95,7 +95,6 @@ def cluster_corpus() -> None:
 
 
 def score_bm25(data: Folders) -> dict[str, Any]:
-    """The scores of BM25 on both splits."""
     scores = {}
     for split, folder in data.items():
         ranked, _ = BM25(folder.documents).search(folder.queries, top_k=100)
@@ -117,13 +116,11 @@ def score_model(model: str, data: Folders) -> tuple[dict[str, Any], Vectors]:
 
 
 def counted(metrics: dict[str, float], folder: RetrievalFolder) -> dict[str, float]:
-    """The three headline metrics and the sizes they were measured on."""
     sizes = {"num_queries": len(folder.queries), "num_documents": len(folder.documents)}
     return {metric: round(float(metrics[metric]), 4) for metric in METRICS} | sizes
 
 
 def train() -> Path:
-    """Run `fit` with the quickstart's config; returns the run's folder."""
     from embeddings.cli.fit import run_trainer
 
     cli = run_trainer(["fit", "--config", CONFIG])
@@ -132,7 +129,6 @@ def train() -> Path:
 
 
 def show_searches(model: Path, folder: RetrievalFolder, document_ND: Vectors) -> None:
-    """Answer three example questions from the held-out packages."""
     encoder = Encoder.from_pretrained(str(model))
     found = search_top_k(encoder.encode(EXAMPLES, role="query"), document_ND, top_k=3)
     for query, scores, rows in zip(EXAMPLES, found.score_QK.tolist(), found.index_QK.tolist(), strict=True):
@@ -142,7 +138,6 @@ def show_searches(model: Path, folder: RetrievalFolder, document_ND: Vectors) ->
 
 
 def score_table(results: dict[str, Any]) -> str:
-    """The scores as text: a row a system, a group of columns a split."""
     names = {"bm25": "BM25", "before": "before training", "after": "after training"}
     rows = [["", "held-out functions", "", "", "held-out packages"], ["", *("nDCG@10", "MRR@10", "Recall@10") * 2]]
     for key, title in names.items():

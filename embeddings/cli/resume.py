@@ -62,11 +62,8 @@ def check_resumable(
 ) -> str | None:
     """Check that training can be resumed from a checkpoint: first by its header, then all of its bytes.
 
-    Returns in words by what it belongs to another run, if a run's config (plain types) or the queries of its batch over
-    all ranks are given; its bytes are then not read. DeepSpeed's checkpoints are folders, and are not checked.
-
-    Raises:
-        InputError: If it is damaged, not this library's, or one of the weights alone.
+    Returns by what it belongs to another run, in words, if a run's config or the queries of its batch over all ranks
+    are given; its bytes are then not read. DeepSpeed's checkpoints are folders, and are not checked.
     """
     if path.is_dir():
         return None
@@ -84,15 +81,10 @@ def check_resumable(
 def find_latest_checkpoint(
     folder: str | Path | None, run: Mapping[str, Any] | None = None, global_batch_size: int | None = None
 ) -> str | None:
-    """The newest `*.ckpt` at any depth of a folder from which the run can be resumed, or None: it then starts anew.
+    """The newest `*.ckpt` at any depth of a folder (None: the working one) from which the run can be resumed, or None.
 
-    Standard error names each damaged one, and the newest one of another run with the number of such. Another run has
-    another model, other data, another seed (see `first_difference`) or another global batch. A checkpoint that does not
-    say to which run it belongs is taken.
-
-    Args:
-        folder: `trainer.default_root_dir`, which should be this run's alone; None for the working folder.
-        run: As for `check_resumable`, and so the batch size.
+    Standard error names each damaged one, and the newest one of another run (see `first_difference`) with the number of
+    such. A checkpoint that does not say to which run it belongs is taken.
     """
     # Lightning's own spelling of the folder, by which it recognises a run's folder.
     root = os.path.normpath(os.path.expanduser(folder or "."))
@@ -118,7 +110,7 @@ def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> Resum
     """The run of a checkpoint, where it is resumed in its own folder; None where a new folder is made.
 
     `auto` always resumes in the run's folder. So does a named file, if it is the last one of a run that did not finish
-    and that has the same model, data and seed as `run`, a config as plain types; any other may start a variant.
+    and is the same as `run`; any other may start a variant.
     """
     path = Path(checkpoint)
     if not path.is_file():
@@ -155,7 +147,6 @@ def check_pooling(checkpoint: str, run: Mapping[str, Any]) -> None:
 
 
 def _pooling(config: Any) -> str | None:
-    """The name of a config's pooling in words, such as latent attention pooling; None where it names none."""
     try:
         path = config["model"]["init_args"]["pooling"]["class_path"]
     except (KeyError, TypeError):
@@ -164,10 +155,7 @@ def _pooling(config: Any) -> str | None:
 
 
 def pin_checkpoint_dir(trainer: L.Trainer, checkpoint: str) -> None:
-    """Have the run write its next checkpoints beside the one that it resumes from.
-
-    A logger takes a new folder each time. In another folder Lightning would forget which checkpoints were the best.
-    """
+    """Have the run write beside the checkpoint it resumes from; elsewhere Lightning would forget the best ones."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
             callback.dirpath = str(Path(checkpoint).parent)
@@ -176,10 +164,8 @@ def pin_checkpoint_dir(trainer: L.Trainer, checkpoint: str) -> None:
 def first_difference(saved: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
     """The first setting by which a checkpoint belongs to another run, in words, or None; both configs are plain types.
 
-    The model, data and seed of the checkpoint's run must be the same now; settings that it does not have are not
-    compared. Free are the trainer's settings, settings of how to compute or for how long (number of workers, size of a
-    tile, the schedule's length …), a source's licence, and the batch size of a rank: what must be the same is that of
-    all ranks together, which the checkpoint's plan holds.
+    Model, data and seed must be the same, but for `_FREE` settings and those that the checkpoint does not have. A
+    rank's batch size is free: that of all ranks together, which the checkpoint's plan holds, must be the same.
     """
     draws_seed = given.get("seed_everything") is True
     parts = [name for name in _PARTS if name in saved and not (draws_seed and name == "seed_everything")]
@@ -201,7 +187,6 @@ def _first(path: str, saved: Any, given: Any) -> str | None:
 
 
 def _difference(content: Mapping[str, Any], run: Mapping[str, Any], global_batch_size: int | None) -> str | None:
-    """The first difference between a checkpoint's run and another one, in words, or None."""
     saved = content.get("run_config")
     difference = first_difference(saved, run) if isinstance(saved, dict) else None
     # The name under which the trainer keeps a data module's state.
@@ -233,6 +218,5 @@ def _run_folder(checkpoint: Path, run: Any) -> Path | None:
 
 
 def say(line: str) -> None:
-    """Print a line to standard error, by the first process alone."""
     if is_first_process():
         print(line, file=sys.stderr)

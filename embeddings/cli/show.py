@@ -120,7 +120,6 @@ def anchor_tokens(
 
 
 def _check_texts(texts: Sequence[str]) -> None:
-    """Refuse an empty text."""
     for text in texts:
         if not text.strip():
             raise OptionError("TEXT", text, "must not be empty", "give a sentence")
@@ -150,7 +149,6 @@ def _anchor_pooling(embedder: Embedder, given: dict[str, object]) -> tuple[Ancho
 
 
 def _pooling_settings(pooling: AnchorTokenPooling) -> str:
-    """The settings that weights depend on, in words."""
     layers = ", ".join(map(str, pooling.layers))
     words = [f"{pooling.axis} axis", f"layer{'s' * (len(pooling.layers) > 1)} {layers}"]
     words += ["heads count alike"] * pooling.per_head
@@ -297,7 +295,6 @@ def routing(
 
 
 def _loads_table(loads: ExpertLoads) -> str:
-    """Each layer's metrics and its experts' shares."""
     load, experts = load_metrics(loads.count_YX), range(loads.count_YX.shape[1])
     rows: list[list[object]] = [["layer", "entropy", "busiest/even", "idle", *experts]]
     columns = (loads.layers, load.entropy_Y, load.highest_Y, load.idle_Y, loads.share_YX.tolist())
@@ -325,7 +322,6 @@ def sparsity(model: str, output: Path = Path("sparsity.png")) -> None:
 
 
 def _zeros_table(zeros: Sequence[MatrixZeros]) -> str:
-    """Each layer's share of zeros, and that of each of its matrices."""
     names = list(dict.fromkeys(found.name for found in zeros))
     rows: list[list[object]] = [["layer", "all", *names]]
     for layer, share in layer_shares(zeros).items():
@@ -389,7 +385,6 @@ def contextual_shift(
 
 
 def _shift_table(shift: ContextualShift, documents: Sequence[Document]) -> str:
-    """Each document's cosines."""
     rows = [["between contexts", "the least", "with no context", "nearest other", "document"]]
     cosines = (shift.own_cosine_NP, shift.alone_cosine_N, shift.other_cosine_N)
     for document, own_P, alone, other in zip(documents, *cosines, strict=True):
@@ -451,7 +446,6 @@ def clusters(
 
 
 def _cluster_table(facts: list[ClusterFacts]) -> str:
-    """How tight each cluster is, and how far from the nearest other one."""
     rows: list[list[object]] = [
         ["cluster", "rows", "drawn", "cosine with its mean", "nearest other", "cosine of means", "nearest its own mean"]
     ]

@@ -29,16 +29,7 @@ _ENDLESS = (-1, None)
 
 
 class Changes:
-    """Changes values of a parsed run, and says what they were; one that the command line gives stays as it is.
-
-    Args:
-        run: The parsed options of `fit`, changed in place.
-        argv: The command line.
-
-    Attributes:
-        lines: One line a change.
-        given: Keys that the command line gives.
-    """
+    """Changes the parsed options of `fit` in place, with a line for each; what the command line gives stays."""
 
     def __init__(self, run: Namespace, argv: Sequence[str]) -> None:
         self.run, self.lines = run, list[str]()
@@ -60,11 +51,7 @@ class Changes:
 
 
 def limit_data(changes: Changes, num_rows: int) -> None:
-    """Have every source give at most so many rows; clustered sources stay whole, as their clusters are.
-
-    Raises:
-        OptionError: If the number is not positive.
-    """
+    """Have every source give at most so many rows; clustered sources stay whole, as their clusters are."""
     if num_rows < 1:
         raise OptionError("limit_data", num_rows, "must be >= 1", "2000 is enough to see a run through")
     data: Any = changes.run.data.init_args
@@ -80,15 +67,7 @@ def limit_data(changes: Changes, num_rows: int) -> None:
 
 
 def use_stand_in(changes: Changes, folder: Path) -> None:
-    """Put a tiny random model of the same architecture in the model's place, and cut the run to what a CPU can do.
-
-    Args:
-        changes: Changes the run.
-        folder: Where the stand-in is written; the model that the run exports goes beside it.
-
-    Raises:
-        InputError: If the architecture is not known without the model.
-    """
+    """Put a tiny random model of the same architecture in the model's place, and cut the run to what a CPU can do."""
     model: Any = changes.run.model.init_args
     scratch, key = model.get("from_scratch"), "model.init_args"
     if scratch is not None:
@@ -124,7 +103,6 @@ def use_stand_in(changes: Changes, folder: Path) -> None:
 
 
 def _replace_backbone(changes: Changes, name: str, folder: Path) -> None:
-    """Write the stand-in of one of the model's backbones, and name it."""
     model: Any = changes.run.model.init_args
     # A model directory that the run starts from decides the architecture, experts included.
     found = architecture(model.get("initial_model") or model[name].name)
@@ -141,7 +119,6 @@ def _replace_backbone(changes: Changes, name: str, folder: Path) -> None:
 
 
 def _plain(key: str) -> str:
-    """A key as it is given on the command line."""
     return key.replace(".init_args.", ".")
 
 

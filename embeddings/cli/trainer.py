@@ -133,10 +133,7 @@ class ScriptRecord(RunRecord):
 
 
 def choose_folder(trainer: L.Trainer, run: dict[str, Any], found: str | None, batch_size: int | None) -> str | None:
-    """Give the trainer its run's folder, and return the checkpoint to resume from: `auto` finds the newest one.
-
-    `run` is the run's config as plain types, `found` the checkpoint as the user named it, and `batch_size` a rank's.
-    """
+    """Give the trainer its run's folder, and return the checkpoint to resume from: `auto` finds the newest one."""
     resumed, is_auto = None, found == AUTO
     if is_auto:
         ranks = trainer.num_devices * trainer.num_nodes
@@ -166,12 +163,7 @@ def start_checks(
 
 
 def check_start(trainer: L.Trainer, module: L.LightningModule, data: Any, checkpoint: str | None) -> None:
-    """Have each part check the run before data is read, ranks are started or files are written.
-
-    Raises:
-        UserError: If a part refuses it, or another process writes to the folder of the run that is resumed.
-        OSError: If the disk has no room for checkpoints.
-    """
+    """Have each part check the run before data is read, ranks are started or files are written."""
     for check in start_checks(trainer, module, data, checkpoint):
         check()
     own = run_logger(trainer)

@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 
-from embeddings.cli.check import is_here, num_devices
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
+from embeddings.cli.plan import is_here, num_devices
 from embeddings.data import store
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import component, run_config, write_config, write_pairs, write_retrieval_folder

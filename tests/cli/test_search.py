@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from embeddings.cli.main import main
-from embeddings.cli.search import answer_lines, is_terminal
+from embeddings.cli.retrieval import answer_lines, is_terminal
 from embeddings.common import InputError
 from embeddings.inference.encoder import Encoder
 from tests.helpers.runs import write_retrieval_folder
@@ -74,7 +74,7 @@ def test_queries_are_read_line_by_line_with_one_model_in_memory(place, world, ca
 
 @pytest.mark.parametrize("size", [1, 2**30])
 def test_a_large_corpus_file_names_the_command_that_encodes_it_once(size, world, capsys, monkeypatch):
-    monkeypatch.setattr("embeddings.cli.search.LARGE_CORPUS_BYTES", size)
+    monkeypatch.setattr("embeddings.cli.retrieval.LARGE_CORPUS_BYTES", size)
     model, corpus, vectors = world
     capsys.readouterr()
     for place in (corpus, vectors):

@@ -4,8 +4,8 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from embeddings.cli.encode import FormatName
 from embeddings.cli.main import main
+from embeddings.cli.retrieval import FormatName
 from embeddings.inference import Encoder
 from embeddings.inference.vectors import VECTOR_FORMATS
 from embeddings.models import Embedder
