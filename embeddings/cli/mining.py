@@ -316,7 +316,8 @@ def decontaminator(
 ) -> Decontaminator | None:
     """What knows the texts of evaluation folders, or None where none is given."""
     if given is None:
-        refuse_given({"bm25_threshold": bm25_threshold}, "needs evaluation texts", "give --decontaminate FOLDER")
+        rule = "needs evaluation texts to compare with"
+        refuse_given({"bm25_threshold": bm25_threshold}, rule, "give --decontaminate FOLDER")
         return None
     return Decontaminator(evaluation_texts(given if isinstance(given, list) else [given], documents), bm25_threshold)
 

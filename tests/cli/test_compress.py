@@ -15,11 +15,13 @@ from embeddings.cli.compress import retraining
 from embeddings.cli.main import main
 from embeddings.compression import PruningOptions
 from embeddings.inference import Encoder
+from embeddings.models import Embedder, LatentAttentionPooling
 from embeddings.models.compressed import dequantised_weights, zeros_by_matrix
-from tests.compression.models import some_texts, write_model, write_texts
+from tests.compression.models import build, some_texts, write_model, write_texts
 from tests.helpers.processes import Command
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import component, run_config, write_config, write_pairs, write_retrieval_folder
+from tests.helpers.tiny import bpe_tokenizer
 from tests.helpers.waiting import wait_for
 
 TEXTS = [*some_texts(12, seed=9), "", "one"]
@@ -164,10 +166,6 @@ def test_sparsity_is_shown_as_a_picture_and_a_table(compress, capsys):
 
 def test_a_directory_with_a_head_and_code_of_its_own_is_copied_whole(compress, tmp_path):
     """The parts beside the backbone keep their weights."""
-    from embeddings.models import Embedder, LatentAttentionPooling
-    from tests.compression.models import build
-    from tests.helpers.tiny import bpe_tokenizer
-
     pooling = LatentAttentionPooling(32, num_latents=4, num_heads=2, head_dim=8)
     head = torch.nn.Linear(32, 8)
     Embedder(build("llama"), bpe_tokenizer(), pooling, head=head).save_pretrained(tmp_path / "latent")

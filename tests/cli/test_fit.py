@@ -91,14 +91,15 @@ def test_fit_ends_with_where_things_lie_and_the_next_two_commands(tmp_path, caps
     assert f"model directory: {model}" in written.err.splitlines()
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_run_without_a_model_directory_ends_with_how_to_get_one(keeps, tmp_path, capsys):
+@pytest.mark.parametrize(("keeps", "program"), [(True, "python main.py"), (False, "embeddings")])
+def test_a_run_without_a_model_directory_ends_with_how_to_get_one(keeps, program, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [f"bin/{program}", "fit"])  # the command as it was called
     words = [*with_callbacks(tmp_path), f"--trainer.enable_checkpointing={str(keeps).lower()}"]
     assert main(words) == 0
     run = tmp_path / "run" / "tiny" / "version_0"
     checkpoint = run / "checkpoints" / "epoch=0-step=4.ckpt"
     first = f"export --checkpoint {checkpoint} --output DIR" if keeps else f"show curves --run {run}"
-    lines = [f"next: python main.py {words}" for words in (first, f"report {run}")]
+    lines = [f"next: {program} {words}" for words in (first, f"report {run}")]
     assert capsys.readouterr().out.splitlines()[1:] == lines
 
 

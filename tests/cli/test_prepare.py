@@ -15,25 +15,16 @@ from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.data import SourceConfig
 from embeddings.data.public import PublicTable
-from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, quiet_trainer
 from tests.data.public.mirror import answer, question, rows_of, write_data_set, write_mirror
 from tests.helpers.refusals import assert_refused
-from tests.helpers.runs import backbone_folder, write_retrieval_folder
+from tests.helpers.runs import write_retrieval_folder
 from tests.helpers.tiny import sentencepiece_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 TABLE = PublicTable.read()
 LIMIT = 30
 STAGES = {stage.config: stage for stage in TABLE.stages}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("prepare")
-    backbone, tokenizer = load_backbone(BackboneConfig(backbone_folder(folder / "backbone")))
-    Embedder(backbone, tokenizer, MeanPooling(32)).save_pretrained(folder / "model")
-    return str(folder / "model")
 
 
 @pytest.fixture(scope="module")
