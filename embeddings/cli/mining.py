@@ -69,13 +69,13 @@ class JudgeOptions:
     """What tells how relevant a text is, besides the teachers that choose negatives.
 
     Args:
-        levels: What gives negatives a level from 1, the hardest, to 4, as the curriculum needs them: `quantiles` cuts a
-            query's candidates and as many documents drawn from all into quarters of the teacher's similarity; `grades`
-            takes human judgments: a step below the positive, further below, irrelevant or not judged, drawn.
-        judgments: For `grades`, a qrels file (`FOLDER/qrels.tsv`, `FOLDER/qrels/train.tsv`); its folder's corpus
-            is searched, and its queries are found by their text among those of the records.
-        reranker: A cross-encoder, a directory or Hub id, that scores each query with its positives and its chosen
-            negatives; the output's `scores`, which the loss MarginMSE follows. Needs sentence-transformers.
+        levels: What gives negatives a level from 1, the hardest, to 4, for the curriculum: `quantiles`, quarters of the
+            teacher's similarity over candidates and as many drawn documents; `grades`, human judgments: a step below
+            the positive, further below, irrelevant or not judged, drawn.
+        judgments: For `grades`, a qrels file (`FOLDER/qrels.tsv`, `FOLDER/qrels/train.tsv`) whose folder's corpus is
+            searched; its queries are found by their text.
+        reranker: A cross-encoder (sentence-transformers), a directory or Hub id, whose scores of positives and chosen
+            negatives are the output's `scores`, which the loss MarginMSE follows.
     """
 
     levels: Literal["quantiles", "grades"] | None = None
@@ -108,8 +108,7 @@ def mine(
     Args:
         model: A model directory or Hub id, the teacher; several as `[MODEL, MODEL]`, each of which can refuse.
         input: A file, a glob, a list of these, or `hub:organisation/name`, of what `conversion` says.
-        output: The file to write, JSON lines where its name ends in `.jsonl`, else Parquet; `NAME.manifest.json` and
-            the folder of work lie beside it.
+        output: The Parquet or `.jsonl` file to write; `NAME.manifest.json` and the folder of work lie beside it.
         corpus: A file of more documents, with `text` and an optional `title`, beside the records' positives.
         columns: Column of a field, for fields whose column has another name.
         conversion: What the input holds: `pairs`, records with `query` and `positive`; `sts`, rows with `sentence1`,
@@ -200,16 +199,14 @@ def cluster(
 
     Args:
         input: A file, a glob, a list of these, or `hub:organisation/name`, of records with `query` and `positive`.
-        output: The folder to write: `cluster_ids.npy`, `rows_by_cluster.npy`, `offsets.npy`, `centroids.npy`,
-            `neighbours.npy`, `manifest.json`. Vectors go to `OUTPUT.vectors` unless `vectors` names another folder;
-            training reads it as a source's `surrogate_vectors`.
+        output: The folder to write. Vectors go to `OUTPUT.vectors` unless `vectors` names another folder; training
+            reads them as a source's `surrogate_vectors`.
         model: The surrogate, a model directory or Hub id, for features `vectors`.
         features: Cluster by the surrogate's vectors, or by words alone (BM25 weights and a truncated SVD).
         svd_dim: Width that vectors [query; document] are reduced to, or none; for bm25 the width of each text, 128.
         columns: Column of a field, for fields whose column has another name.
         suspect_rows: What becomes of records that contradict themselves.
-        negatives: Whether the records' negatives get vectors too, so that training can filter false negatives among
-            them; clusters are the same either way.
+        negatives: Whether the records' negatives get vectors too, to filter false ones; clusters stay the same.
         settings: How the rows are clustered.
         encoding: How texts become vectors.
         task: Which part of the work this process does.
@@ -278,16 +275,14 @@ def filter_records(
 
     Args:
         input: A file, a glob, a list of these, or `hub:organisation/name`, of what `conversion` says.
-        output: The file to write, JSON lines where its name ends in `.jsonl`, else Parquet; `NAME.manifest.json` and
-            the folder of work lie beside it.
+        output: The Parquet or `.jsonl` file to write; `NAME.manifest.json` and the folder of work lie beside it.
         model: A model directory or Hub id that judges consistency; without a model there is no such rule.
         decontaminate: A folder that is, or holds, evaluation folders; several as `[FOLDER, FOLDER]`.
-        decontaminate_documents: Whether a document of a retrieval folder takes records out; false where training and
-            evaluation share one corpus by design.
+        decontaminate_documents: Whether documents of retrieval folders count; not where training shares their corpus.
         bm25_threshold: Share of an evaluation text's BM25 weight from which a text is similar to it, up to 1.
         columns: Column of a field, for fields whose column has another name.
         conversion: What the input holds: `pairs`, records with `query` and `positive`; the others, rows with `text` and
-            `label`, for which there are the rules on copies and on evaluation texts.
+            `label`, to which the rules on copies and evaluation texts apply.
         suspect_rows: What becomes of records that contradict themselves.
         shard_size: Records of a shard.
         rules: Which records are removed.
@@ -373,12 +368,10 @@ def synthesize(
         endpoint: Base address, as `http://HOST:PORT/v1`.
         model: The model's name at the endpoint.
         output: The folder to write: `CATEGORY.jsonl` (or `records.jsonl`), and a journal of every answer.
-        regenerate_negatives: A file, a glob, a list of these, or `hub:organisation/name`, of records that get four new
-            negatives each.
+        regenerate_negatives: Records that get four new negatives each: a file, a glob, a list, or `hub:OWNER/NAME`.
         columns: Column of a field of these records, for fields whose column has another name.
         suspect_rows: What becomes of records among them that contradict themselves; `leave_out` where nothing is given.
-        judge: A model directory or Hub id, by whose vectors the report says whether similarity to the query falls from
-            level to level.
+        judge: A model directory or Hub id; the report says whether its similarity to the query falls by level.
         dry_run: Whether to print prompts, ask nothing and write nothing.
         plan: What is asked for.
         prompts: What fills the prompts.

@@ -88,8 +88,7 @@ def prepare(
     named at the end, and the others are made.
 
     Args:
-        recipe: Which recipe; `docstrings` is a corpus of installed packages, which needs no network and has other
-            options.
+        recipe: Which recipe; `docstrings`, a corpus of installed packages, is offline and has other options.
         output: The folder to write, which `EMBED_TRAIN_DATA` then names. Each file has a manifest beside it.
         stage: One of the recipe's stages: 1 or 2, pretrain or finetune, unsupervised or supervised. All if left out.
         limit: Maximum rows of a source, the first ones.
@@ -187,21 +186,19 @@ def _check(places: dict[str, PublicSource], hub: Hub) -> None:
         raise InputError("prepare --check", what, "leave them out, or find them anew")
 
 
+@dataclass
 class StageWork:
     """The files of one stage below `output`: the steps that make them from `places`, and the config that reads them."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        output: Path,
-        options: StepOptions,
-        places: dict[str, PublicSource],
-        decontaminator: Decontaminator | None,
-    ) -> None:
-        self.stage, self.output, self.options, self.places = stage, output, options, places
-        self.decontaminator = decontaminator
-        self.wanted = stage.wanted()
-        self.keys = [key for key in places if key in self.wanted]
+    stage: Stage
+    output: Path
+    options: StepOptions
+    places: dict[str, PublicSource]
+    decontaminator: Decontaminator | None
+
+    def __post_init__(self) -> None:
+        self.wanted = self.stage.wanted()
+        self.keys = [key for key in self.places if key in self.wanted]
 
     def target(self, key: str) -> Path:
         return self.output / f"{key}.parquet"
@@ -216,9 +213,8 @@ class StageWork:
 
     def fetched(self, key: str) -> Path:
         """The file that is fetched: the target itself where no step follows."""
-        folder, _, name = key.partition("/")
-        steps = self.filters(key) or self.mines(key)
-        return self.output / folder / "fetched" / f"{name}.parquet" if steps else self.target(key)
+        target = self.target(key)
+        return target.parent / "fetched" / target.name if self.filters(key) or self.mines(key) else target
 
     def model(self, step: Mapping[str, Any]) -> str:
         return self.options.teacher or str(step["model"])
@@ -274,11 +270,10 @@ class StageWork:
         step, config = self.stage.mine, self.wanted[key]
         assert step is not None
         instruction = config.instruction if isinstance(config.instruction, str) else (config.instruction or [""])[0]
-        prompts = (
-            {"query_prompt": step["query_prompt"].format(instruction=instruction)} if "query_prompt" in step else {}
-        )
-        if config.symmetric and prompts:
-            prompts["document_prompt"] = prompts["query_prompt"]
+        prompts = {}
+        if "query_prompt" in step:
+            sides = ("query_prompt", "document_prompt") if config.symmetric else ("query_prompt",)
+            prompts = dict.fromkeys(sides, step["query_prompt"].format(instruction=instruction))
         encoding = self.encoding(prompts)
         mine_negatives(
             SourceConfig(config.name, str(path), "sts" if self.places[key].kind == "scored" else "pairs"),
@@ -311,26 +306,25 @@ class StageWork:
             self.encoder(step), source, folder, **encoding.prompts, devices=encoding.device_names, **options
         )
 
-    def made(self) -> list[str]:
-        return [key for key in self.wanted if manifest_path(self.target(key)).exists() and self._is_whole(key)]
-
-    def _is_whole(self, key: str) -> bool:
-        """Whether the file is there, and what training reads beside it."""
+    def is_made(self, key: str) -> bool:
+        """Whether a source can be trained on: its file is there, and what training reads beside it."""
         folder, _, name = key.partition("/")
         beside = [self.output / folder / "clusters" / name] if self.stage.cluster else []
         beside += [self.output / folder / "vectors" / name / "documents"] if self.stage.vectors else []
-        return self.target(key).exists() and all(
-            (part / "manifest.json").exists() and bool(check_manifest(part, {}).get("complete")) for part in beside
+        return (
+            self.target(key).exists()
+            and manifest_path(self.target(key)).exists()
+            and all(
+                (part / "manifest.json").exists() and bool(check_manifest(part, {}).get("complete")) for part in beside
+            )
         )
 
     def write_config(self) -> Path:
         """Write the data config's sources that are there, with their licences; returns the file."""
-        made = self.made()
-        table = PublicTable.read()
-        sources = []
+        table, sources = PublicTable.read(), []
         for key, entry in zip(self.wanted, self.stage.data["sources"], strict=True):
             licence = self.places.get(key, table.place_of(key, None)).licence
-            if key in made:
+            if self.is_made(key):
                 sources.append(entry | ({"licence": licence} if licence else {}))
         path = self.output / f"{self.stage.config}.yaml"
         counted = f"{len(sources)} of {len(self.wanted)}"
@@ -345,7 +339,7 @@ class StageWork:
         return f"{ROOT_VARIABLE}={output} {program()} fit --recipe {self.stage.run} --config {config}"
 
     def summary(self, left_out: Mapping[str, str]) -> str:
-        made, rows = self.made(), []
+        made, rows = sum(map(self.is_made, self.wanted)), []
         for key in self.keys:
             config, path = self.wanted[key], self.fetched(key) if self.options.fetch_only else self.target(key)
             count = f"{pq.read_metadata(path).num_rows:,}" if path.exists() else "missing"
@@ -353,7 +347,7 @@ class StageWork:
             rows.append([config.name, count, paper, self.places[key].licence or "not stated", self.places[key].place])
         table = format_table([["source", "rows", "of the paper", "licence", "data set"], *rows], "<>><<")
         name = f"{self.stage.recipe}{f', stage {self.stage.stage}' if self.stage.stage else ''}"
-        lines = [f"{name}: {len(made)} of {len(self.wanted)} sources can be trained on", table]
+        lines = [f"{name}: {made} of {len(self.wanted)} sources can be trained on", table]
         for key in (key for key in self.wanted if key in left_out):
             most = self.wanted[key].max_rows
             lines.append(f"left out: {self.wanted[key].name}{f', {most:,} rows' if most else ''}: {left_out[key]}")

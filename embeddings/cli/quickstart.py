@@ -53,7 +53,10 @@ def quickstart() -> None:
         prepare_docstrings(CORPUS)
 
     with phase(2, "clusters of pairs that share words: a batch each", seconds, "clusters"):
-        cluster_corpus()
+        source = open_cached(SourceConfig("docstrings", str(CORPUS / "train.jsonl.gz")))
+        found = cluster_pairs(Bm25Features(source), source, CLUSTERS, CLUSTERING)
+        assert found is not None
+        print(f"  {found.num_clusters} clusters of {found.num_rows} pairs in {CLUSTERS}")
 
     data = {split: read_retrieval_folder(CORPUS / "eval" / split) for split in SPLITS}
     results: dict[str, Any] = {}
@@ -84,14 +87,6 @@ def phase(number: int, title: str, seconds: dict[str, float], name: str) -> Iter
     start = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - start
-
-
-def cluster_corpus() -> None:
-    """Cluster the training pairs by their words, as lightning_configs/quickstart.yaml reads them."""
-    source = open_cached(SourceConfig("docstrings", str(CORPUS / "train.jsonl.gz")))
-    found = cluster_pairs(Bm25Features(source), source, CLUSTERS, CLUSTERING)
-    assert found is not None
-    print(f"  {found.num_clusters} clusters of {found.num_rows} pairs in {CLUSTERS}")
 
 
 def score_bm25(data: Folders) -> dict[str, Any]:

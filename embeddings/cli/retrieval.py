@@ -73,20 +73,17 @@ def encode(
         columns: Column of `text`, `_id` or `title`, where it has another name: `{text: query}`.
         precision: Format of matrix products; `auto` is bfloat16 where the hardware has it. `int8`, on a CPU, is
             faster than float32 and costs some of the score.
-        dimensions: How many leading dimensions of each vector are kept, of a model that was trained so; all if left
-            out.
+        dimensions: How many leading dimensions of each vector are kept, of a model trained so; all if left out.
         vector_format: How vectors are stored: `int8` with a scale for each vector, `binary` as signs, eight in a
             byte. `search` reads all formats, `index` float32 and float16, other commands float32.
         shard_size: Texts of a shard.
-        context: The corpus that a contextual model reads each text in, a file or an encoded folder; the output keeps
-            what was drawn from it, so that a search takes the same. Without it the model reads texts alone.
-        context_size: How many documents are drawn; as many as the model takes if left out. A corpus with fewer gives
-            some of them more than once.
+        context: The corpus that a contextual model reads each text in, a file or an encoded folder; a search takes the
+            same. Without it the model reads texts alone.
+        context_size: How many documents are drawn, of a small corpus some twice; as the model takes if left out.
         context_seed: Seed of the draw.
         devices: Devices that share the shards, a process on each: how many GPUs (without GPUs: how many parts of the
             CPU), or their names, as `cuda:0,cuda:1`. One GPU, or the CPU, if left out.
-        tokenizer_workers: Processes that tokenise ahead of the devices; if left out one for each GPU, and none on
-            a CPU.
+        tokenizer_workers: Processes that tokenise ahead of the devices; one for each GPU, none on a CPU, if left out.
     """
     chosen = choose_prompt("prompt", prompt_name, prompt)
     names = () if devices is None else parse_devices(devices)
@@ -157,19 +154,17 @@ def search(
     """Print the documents nearest to a query, or to each of the lines that are typed where none is given.
 
     Args:
-        query: What to look for. Without it queries are read line by line, until an empty line: from a terminal, or with
-            `interactive` from any standard input.
+        query: What to look for. Without it queries are read from a terminal, line by line, until an empty one.
         model: A model directory or Hub id.
         corpus: A corpus file, which each search encodes anew, or a folder that `encode` wrote with the same model.
         top_k: How many documents.
         index: Compare with every document, or only with those that the folder's index finds (see `index`).
-        rescore_multiplier: With a folder of binary vectors, how many documents found by sign are rescored with the
-            query's full vector for each one printed; 4 if left out.
+        rescore_multiplier: How many binary vectors are rescored with the query's full one for each hit; 4 if left out.
         interactive: Whether queries are read from standard input even if that is no terminal.
         precision: Format of matrix products.
         dimensions: How many leading dimensions of each vector are compared; an encoded folder must hold as many.
-        context: The corpus that a contextual model reads query and documents in, a file or an encoded folder. An
-            encoded folder knows its own and refuses another.
+        context: The corpus that a contextual model reads texts in, a file or an encoded folder; one that `encode` wrote
+            for `corpus` knows its own, and refuses another.
         context_size: How many documents are drawn; as many as the model takes if left out.
         context_seed: Seed of the draw.
     """

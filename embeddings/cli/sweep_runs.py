@@ -112,7 +112,7 @@ def train(run: Run, lock: int | None, forwarder: "SignalForwarder") -> int:
 
     `lock` is the number of its lock's file; None on a further rank, which does not write done.json.
     """
-    from embeddings.cli.resume import find_latest_checkpoint  # loads Lightning
+    from embeddings.cli.trainer import find_latest_checkpoint  # loads Lightning
 
     start = time.monotonic()
     checkpoint = find_latest_checkpoint(run.folder)

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from embeddings import data, modules
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.fit import run_trainer
-from embeddings.cli.resume import (
+from embeddings.cli.trainer import (
     check_resumable,
     find_latest_checkpoint,
     first_difference,
