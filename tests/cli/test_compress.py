@@ -1,6 +1,7 @@
 """`compress` through the command line: a smaller model directory out, and one line and code 2 for what cannot be."""
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -76,9 +77,7 @@ def test_a_pruned_model_has_its_zeros_and_is_a_whole_directory(compress, model, 
             assert counts.unique().tolist() == [group // 2]
         if method == "wanda":
             assert torch.equal(after[name], before[name].masked_fill(after[name] == 0, 0))
-    assert {path.name for path in model.iterdir()} <= {path.name for path in Path("small").iterdir()} | {
-        "model.safetensors"
-    }
+    assert {path.name for path in model.iterdir()} <= {"model.safetensors", *os.listdir("small")}
     assert not Path("small.work").exists()
     assert not np.allclose(vectors("small"), vectors(model), atol=1e-3)
 
@@ -264,11 +263,6 @@ def test_another_config_of_retraining_trains_anew_and_the_same_one_does_not(tmp_
     config.write_text(config.read_text().replace("lr: 0.01", "lr: 0.02"))
     other = retraining([config], pruning)(model, tmp_path / "work")
     assert other != first
-    assert not torch.equal(*(first_layer(folder) for folder in (first, other)))
+    weights = [load_file(folder / "model.safetensors") for folder in (first, other)]
+    assert any(not torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items() if "layer.0." in name)
     assert retraining([Path("lightning_configs/quickstart.yaml")], pruning) is not None
-
-
-def first_layer(folder):
-    """The weights of a directory's first layer, as one row."""
-    tensors = load_file(folder / "model.safetensors")
-    return torch.cat([tensors[name].flatten() for name in sorted(tensors) if "layer.0." in name])

@@ -54,6 +54,8 @@ def test_widths_and_instructions_reach_the_tasks(world, tmp_path, capsys):
         (["--data", "sets", "--tasks", "SciFact"], "data or tasks must be given, got 'both'"),
         (["--data", "sets", "--num-tasks", "2"], "num_tasks has no effect without --tasks"),
         (["--data", "sets", "--instructions", "mgh"], "instructions has no effect without --tasks"),
+        (["--tasks", "SciFact", "--output", "file"], "is a file; name a folder"),
+        (["--tasks", "SciFact", "--output", "null"], "output must name the folder of the tasks' results"),
         (["--tasks", "SciFakt"], "did you mean SciFact?"),
         (["--tasks", "SciFact"], "task SciFact: its data cannot be loaded"),
         (["--tasks", "SciFact", "--instructions", "none"], "instructions must be a table"),
@@ -63,18 +65,11 @@ def test_widths_and_instructions_reach_the_tasks(world, tmp_path, capsys):
 def test_a_mistake_is_one_line_and_exit_code_2(options, says, world, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.symlink(world / "sets", "sets")
+    (tmp_path / "file").touch()
     write_sets(tmp_path / "more")
     (tmp_path / "more" / "search").rename(tmp_path / "broken")
     (tmp_path / "broken" / "qrels.tsv").write_text("q0\tnowhere\t1\n")
     assert_refused(capfd, tmp_path, says, main, line(world, "out", *options))
-
-
-def test_an_output_that_is_no_folder_is_refused(world, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert main(line(world, tmp_path / "file", "--tasks", "SciFact")) == 2
-    assert "is a file; name a folder" in capsys.readouterr().err
-    assert main(["evaluate", "--model", "m", "--tasks", "SciFact"]) == 2
-    assert "output must name the folder of the tasks' results" in capsys.readouterr().err
 
 
 def test_air_bench_is_scored_by_domain_and_searched_where_its_labels_are_private(world, tmp_path, capsys, monkeypatch):
