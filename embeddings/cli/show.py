@@ -392,7 +392,8 @@ def clusters(
 
     Args:
         clusters: The folder that `cluster` wrote.
-        vectors: The vectors of the same source; `CLUSTERS.vectors` if left out, which clusters by words do not have.
+        vectors: The vectors of the same source; `CLUSTERS.vectors` if left out. Clusters by words (`--features bm25`)
+            have none of their own, but may be shown by a model's.
         output: The PNG file to write.
         num_clusters: How many clusters are drawn at random, at most 20.
         rows_per_cluster: Most rows of one.
