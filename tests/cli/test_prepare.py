@@ -117,9 +117,7 @@ def test_mined_files_hold_negatives_by_the_teacher_behind_the_sets_instruction(p
     assert mined & {answer(row + 500) for row in range(LIMIT)}
     assert rows("out/nv_embed/nli.parquet")[2]["negatives"] == [answer(502 + n) for n in range(7)]
     assert not Path("out/nv_embed/fetched/nli.parquet").exists()
-
-
-def test_scored_pairs_become_records_in_both_directions(prepare):
+    # Scored pairs become records in both directions.
     assert prepare("nv-embed", "--stage", "2", "--only", "sts12") == 0
     found = rows("out/nv_embed/sts12.parquet")
     both = [(question(0), [answer(0)]), (answer(0), [question(0)])]
@@ -193,17 +191,13 @@ def test_a_set_that_is_gone_or_changed_is_named_and_the_others_are_made(prepare,
     assert Path("out/nv_embed/nq.parquet").read_bytes() == before
 
 
-def test_fetching_alone_loads_no_model_and_the_rest_follows(prepare, monkeypatch, capsys):
+def test_fetching_alone_loads_no_model_and_what_is_not_confirmed_is_made_when_asked_for(prepare, monkeypatch, capsys):
     monkeypatch.setattr("embeddings.cli.prepare.load_encoder", None)
-    assert prepare("nv-embed", "--stage", "1", "--only", "nq,nli", "--fetch-only") == 0
+    assert prepare("nv-embed", "--stage", "1", "--only", "nq,nli,arguana", "--fetch-only") == 0
     printed = capsys.readouterr().out
     assert "1 of 16 sources can be trained on" in printed
     assert f"nq {LIMIT}" in " ".join(printed.split())
     assert not Path("out/nv_embed/nq.parquet").exists()
-
-
-def test_what_is_not_confirmed_is_made_when_it_is_asked_for(prepare, capsys):
-    assert prepare("nv-embed", "--stage", "1", "--only", "arguana", "--fetch-only") == 0
     assert len(rows("out/nv_embed/fetched/arguana.parquet")) == LIMIT
     assert prepare("moe", "--stage", "finetune", "--fetch-only", "--unconfirmed") == 0
     assert "left out" not in capsys.readouterr().out
