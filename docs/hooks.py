@@ -358,7 +358,7 @@ def option_rows(parser: Any) -> list[list[str]]:
         if is_flag := type(action).__name__ == "ActionYesNo":
             kind = "flag"
         default = "required" if action.required else shown_default(action.default, is_flag)
-        shown = ", ".join(f"`{name.rstrip('_').replace('_', '-') if '.' not in name else name}`" for name in names)
+        shown = ", ".join(f"`{name.replace('_', '-') if '.' not in name else name}`" for name in names)
         rows.append([shown, f"`{kind}`" if kind else "", default, help_text(action.help)])
     return rows
 

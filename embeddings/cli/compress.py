@@ -10,8 +10,8 @@ from typing import Any, Literal
 import yaml
 
 from embeddings.cli.configs import located, read_config
-from embeddings.cli.encode import load_encoder
 from embeddings.cli.export import write_graphs
+from embeddings.cli.retrieval import load_encoder
 from embeddings.common import OptionError
 from embeddings.common.text import format_table
 from embeddings.compression import (
@@ -87,7 +87,6 @@ def retraining(configs: list[Path], pruning: PruningOptions) -> Retrain:
     read = [read_config(located(str(path))) for path in configs]
 
     def train(model: Path, work: Path) -> Path:
-        """Run `fit`, unless these configs have trained this model; a killed run resumes from its last checkpoint."""
         from embeddings.cli.fit import run_trainer
 
         key = sha256(json.dumps([model.name, *read], default=str).encode()).hexdigest()[:12]
@@ -127,7 +126,6 @@ def export_to(target: Path, config: dict[str, Any]) -> bool:
 
 
 def component(class_path: str, **init_args: Any) -> dict[str, Any]:
-    """A class of a config with its arguments."""
     return {"class_path": class_path, "init_args": init_args}
 
 

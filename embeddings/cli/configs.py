@@ -57,11 +57,8 @@ _FILE_NAME = re.compile(r"[^{\n]+")
 def restrict_imports() -> None:
     """Restrict what the parsers import to `ALLOWED` and the packages in `$EMBED_IMPORTS`, separated by commas.
 
-    A class path in a config is a call of whatever it names. Both the path as written and the module that defines the
-    object are checked, so none of our modules leads to another library's objects.
-
-    Raises:
-        UserError: If the variable holds something else than packages.
+    A class path in a config is a call of whatever it names. jsonargparse checks both the path as written and the module
+    that defines the object, so none of our modules leads to another library's objects.
     """
     try:
         set_parsing_settings(
@@ -80,11 +77,8 @@ def may_import(path: str) -> bool:
 
 
 def check_functions(argv: Sequence[str], parsed: Any) -> None:
-    """Refuse options that name a function: a callback would call it with whatever its hook receives.
-
-    Functions that are a class's own default occur neither in the command line nor in its configs. `parsed` are the
-    arguments, not instantiated.
-    """
+    """Refuse options that name a function: a callback would call it with whatever its hook receives."""
+    # Functions that are a class's own default occur in neither.
     text = repr([*argv, *(content for path in config_paths(argv) for _, content in configs_of(path))])
     for function in _functions(parsed):
         name = getattr(function, "__qualname__", type(function).__name__)
@@ -114,10 +108,7 @@ def _trusted() -> list[str]:
 
 
 def located(path: str) -> str:
-    """Where a config lies: at its path, or in the library's own folder if that has its name, `lightning_configs/…`.
-
-    So names of configs, and the recipes and sweeps that hold such names, work from any folder.
-    """
+    """Where a config lies: at its path, or in the library's own folder, so that its names work from any folder."""
     own = CONFIGS.parent / path
     return str(own) if Path(path).parts[:1] == (FOLDER,) and not _is_file(path) and _is_file(str(own)) else path
 
@@ -150,13 +141,9 @@ def expand_recipe(argv: Sequence[str], path: str = RECIPES) -> list[str]:
 
 
 def check_configs(argv: Sequence[str]) -> None:
-    """Refuse two configs that each choose a method: the second would inherit the first's nested arguments silently.
+    """Refuse configs that each choose a method, or drop an earlier one's callbacks.
 
-    A later list of callbacks that drops those of an earlier config is refused too: a run would lose its checkpoints.
-
-    Raises:
-        InputError: If a config cannot be read.
-        ConfigError: Naming both files, or the one that drops callbacks.
+    The second method would inherit the first's nested arguments, and the run would lose its checkpoints, in silence.
     """
     configs = [config for path in config_paths(argv) for config in configs_of(path)]
     chosen = [path for path, content in configs if chooses(content, "model")]
@@ -230,13 +217,9 @@ def config_paths(argv: Sequence[str]) -> list[str]:
 
 
 def configs_of(path: str) -> list[tuple[str, dict[str, Any]]]:
-    """A config and those that it names under `config:`, each with its content, `unfolded`.
+    """A config and those that it names under `config:`, by paths from itself, each with its content, `unfolded`.
 
-    Paths start at the naming config.
-
-    Raises:
-        InputError: If one is missing, is no YAML mapping, names several others or itself, or gives a mapping that the
-            config it names gives too (the parser would drop the latter silently).
+    One that gives a mapping which the config it names gives too is refused: the parser would drop the latter.
     """
     found: list[tuple[str, dict[str, Any]]] = []
     path = located(path)
@@ -292,12 +275,7 @@ def read_yaml(path: str | Path, where: str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The content of a YAML text.
-
-    Raises:
-        InputError: If it is no YAML or not one document, has a custom tag or a key twice, is nested too deep, or its
-            aliases contain themselves or stand for too many values; the message names the line.
-    """
+    """The content of a YAML text: one document without custom tags, keys given twice, or floods of aliases."""
     try:
         return _PlainLoader(text, where).get_single_data()
     except yaml.MarkedYAMLError as error:
@@ -320,7 +298,6 @@ class _PlainLoader(yaml.SafeLoader):
         super().__init__(text)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """A node; an alias gives one that was composed before."""
         is_alias, before = self.check_event(yaml.AliasEvent), self.num_values
         node = super().compose_node(parent, index)
         if is_alias:
@@ -348,7 +325,6 @@ class _PlainLoader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """The value of a node."""
         try:
             return super().construct_object(node, deep)
         except (yaml.YAMLError, RecursionError):

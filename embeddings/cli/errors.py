@@ -38,13 +38,12 @@ class ConfigError(UserError):
 
 
 def run_guarded(command: Callable[[], None]) -> int:
-    """Run a command and return its exit code.
+    """Run a command and return its exit code; whatever fails is one line on standard error.
 
-    A `UserError`, or a file where a folder is needed, ends in one line and code 2. A full disk, a refused path,
-    standard output that cannot be written, and errors of a library about a file or a connection end in one line and
-    code 74. NaN or Inf, and a worker process that died, end in one line and code 70, Ctrl-C in one line and code 130, a
-    stop signal in one line and code 75 or 143. Any other exception ends in one line with its message, and its traceback
-    is in a file that the line names; the code is 2 before the command's work has begun, and 70 afterwards.
+    Code 2: a `UserError`, or a file where a folder is needed. 74: a full disk, a refused path or standard output, and
+    what libraries say of a file or a connection. 70: NaN or Inf, and a worker process that died. 130: Ctrl-C. 75 or
+    143: a stop signal. The traceback of any other exception is in a file that the line names; its code is 2 before the
+    command's work has begun, and 70 afterwards.
     """
     _prepare_output()
     code = _run(command)
@@ -129,7 +128,6 @@ def _io_line(error: OSError) -> str:
 
 
 def _without_suffix(path: object) -> str:
-    """A path, or that of the file that a temporary one is to become."""
     return re.sub(r"\.([^/]+)\.\w+\.tmp\b", r"\1", str(path))
 
 

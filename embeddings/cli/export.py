@@ -153,13 +153,10 @@ def import_checkpoint(
         source: A directory or Hub id.
         output: The directory to write; an existing one is replaced once the new one is complete.
         revision: Commit, tag or branch of a Hub id.
-        base: What an adapter was trained on, where its own files do not say it: a directory or Hub id, or a list of
-            them, adapters first and the decoder last.
-        known_as: The published name of a model whose directory is called otherwise, where its card uses vectors in a
-            way that no file states: `nomic-embed-text-v1.5` (layer norm, and the widths to cut to) or
-            `nomic-embed-text-v2-moe` (the widths).
-        assume: Numbers that no file states, in place of those of the published models, by the names that this command
-            prints: `--assume.num_attention_heads 8`.
+        base: What an adapter was trained on, where its files do not say it: directories or Hub ids, the decoder last.
+        known_as: The published name of a model in a directory of another name, whose card uses vectors as no file
+            states: `nomic-embed-text-v1.5` (layer norm and widths) or `nomic-embed-text-v2-moe` (widths).
+        assume: Numbers that no file states, by the names that this command prints: `--assume.num_attention_heads 8`.
     """
     bases = [base] if isinstance(base, str) else base or ()
     made = import_released(source, output, revision, bases, known_as, assume)

@@ -34,14 +34,15 @@ from embeddings.callbacks.run_record import RunRecord, plain_types, run_logger
 from embeddings.cli.configs import check_configs, check_functions, expand_recipe, parse_yaml, restrict_imports
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, reason, with_hint
-from embeddings.cli.resume import check_checkpoint
-from embeddings.cli.stand_in import FOLDER, Changes, limit_data, use_stand_in
-from embeddings.cli.trainer import check_start, choose_folder
+from embeddings.cli.trainer import check_checkpoint, check_start, choose_folder
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.errors import program
 from embeddings.common.io import METRICS_FILE, read_metrics, row_steps_made
 from embeddings.common.process import is_first_process
 from embeddings.common.text import one_line
+from embeddings.models.language_model import HeadKind
+from embeddings.models.model_files import PACKAGED_NAME
+from embeddings.models.stand_in import TINY, architecture, tiny_architecture, write_stand_in
 from embeddings.strategies.ranks import set_up_ranks
 
 # A device is a default of some of Lightning's callbacks, and has to be written with the config.
@@ -60,18 +61,31 @@ MAX_DEVICES_PER_CPU = 8
 SOURCES_HELP = "--data.sources.help"
 UNION_ERROR = "Does not validate against any of the Union subtypes"
 
+# Where stand-ins lie, and the models that they become.
+STAND_INS = "checkpoints/stand_in"
+MAX_STEPS = 6
+_HEADS: dict[str, HeadKind] = {"mlm": "masked", "mntp": "causal", "causal": "causal"}
+# What a CPU has.
+_HARDWARE: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "plugins": None}
+_HARDWARE |= {"sync_batchnorm": False, "log_every_n_steps": 1}
+# The largest values of a small run, by the key below the part of the run.
+_TRAINER = {"max_steps": MAX_STEPS, "accumulate_grad_batches": 2, "limit_val_batches": 2, "val_check_interval": 4}
+_DATA = {"batch_size": 4, "num_workers": 0, "row_length": 32, "sampler.init_args.steps_per_epoch": 2 * MAX_STEPS}
+_DATA |= {"sampler.init_args.inner.init_args.steps_per_epoch": 2 * MAX_STEPS}
+_MODEL = {"schedule.warmup_steps": 2, "first_stage_training.word_steps": 2, "context.num_context": _DATA["batch_size"]}
+_CALLBACKS = {"every_n_steps": 2, "every_n_train_steps": 2, "mini_batch_tokens": 512}
+# Values of the trainer that stand for no limit.
+_ENDLESS = (-1, None)
+
 
 class FitParser(OneLineParser, LightningArgumentParser):
-    """Lightning's parser with errors of one line and configs whose lists replace others."""
+    """Lightning's parser with our errors and lists."""
 
 
 class TrainerCLI(LightningCLI):
-    """`fit` over any of our modules, with configs that merge left to right.
+    """`fit` over any of our modules, with configs that merge left to right."""
 
-    Attributes:
-        only_checks: Whether the run is checked and does not begin, wherever its hardware may be.
-    """
-
+    # Whether the run is checked and does not begin, wherever its hardware may be.
     only_checks = False
 
     @staticmethod
@@ -80,7 +94,7 @@ class TrainerCLI(LightningCLI):
         return {"fit": LightningCLI.subcommands()["fit"]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Have the help name the option that `expand_recipe` replaces."""
+        """Add the options beside Lightning's; `expand_recipe` has replaced `--recipe` before."""
         help_text = "a row of lightning_configs/recipes.csv, in place of the --config options that it stands for"
         parser.add_argument("--recipe", default=SUPPRESS, help=help_text)
         help_text = "check the run without its hardware, print what it would do, and write nothing"
@@ -91,7 +105,6 @@ class TrainerCLI(LightningCLI):
         parser.add_argument("--stand_in", choices=["tiny"], default=SUPPRESS, help=help_text)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the arguments given, whatever `sys.argv` holds."""
         self.config = parser.parse_args(args)
         if self.config.fit.pop("check", False) and not self.only_checks:
             raise ConfigError("--check: is an option of the command line alone; write fit --check")
@@ -107,7 +120,7 @@ class TrainerCLI(LightningCLI):
         if num_rows is not None:
             limit_data(changes, num_rows)
         if stand_in is not None:
-            folder = mkdtemp() if self.only_checks else FOLDER
+            folder = mkdtemp() if self.only_checks else STAND_INS
             if self.only_checks:
                 weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             use_stand_in(changes, Path(folder))
@@ -123,7 +136,6 @@ class TrainerCLI(LightningCLI):
         """Keep the config: Lightning would take arguments of the module from the checkpoint."""
 
     def instantiate_classes(self) -> None:
-        """Make the module, the data module and the trainer; an impossible option is a `ConfigError`."""
         try:
             super().instantiate_classes()
         except ValueError as error:
@@ -132,11 +144,9 @@ class TrainerCLI(LightningCLI):
             raise ConfigError(with_hint(reason(str(error)))) from error
 
     def before_fit(self) -> None:
-        """Have each part check the run before data is read, ranks are started or files are written."""
         check_start(self.trainer, self.model, self.datamodule, self.config.fit.ckpt_path)
 
     def after_fit(self) -> None:
-        """Print the places of the run, its model and its metrics, and the next two commands."""
         # `trainer.log_dir` would wait for the other ranks.
         if self.trainer.is_global_zero and run_logger(self.trainer) is not None:
             print("\n".join(end_lines(self.trainer)))
@@ -176,18 +186,17 @@ class TrainerCLI(LightningCLI):
 
 
 class Checked(Exception):
-    """The arguments are parsed and checked; nothing is built."""
+    """The arguments are parsed and checked, by a parser and to a config; nothing is built."""
 
 
 class CheckingCLI(TrainerCLI):
-    """`fit` up to the point where its arguments are known to be good."""
+    """`fit` up to the point where its arguments are known to be good, where it raises `Checked`."""
 
     only_checks = True
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the arguments and stop by raising `Checked`."""
         super().parse_arguments(parser, args)
-        raise Checked
+        raise Checked(parser, self.config)
 
 
 def check_arguments(argv: Sequence[str]) -> None:
@@ -197,11 +206,7 @@ def check_arguments(argv: Sequence[str]) -> None:
 
 
 def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> TrainerCLI:
-    """Run a line of LightningCLI's; `--recipe NAME` stands for the configs that `recipes.csv` lists.
-
-    Raises:
-        ConfigError: If the arguments do not parse, two configs choose a method, or Lightning refuses an option.
-    """
+    """Run a line of LightningCLI's; `--recipe NAME` stands for the configs that `recipes.csv` lists."""
     restrict_imports()
     words = [re.sub(r"^--[a-z_-]+(?=$|=)", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
     if SOURCES_HELP in words and "--data.help" not in words:
@@ -289,7 +294,6 @@ def refused_option(message: str, given: dict[str, Any]) -> str:
 
 
 def check_numbers(given: Namespace) -> None:
-    """Check numbers that Lightning does not: the seed's range, and more processes than the machine can hold."""
     if not 0 <= given.seed_everything <= MAX_SEED:
         rule = f"must lie in 0 … {MAX_SEED}"
         raise OptionError("seed_everything", given.seed_everything, rule, "take any number in it")
@@ -324,10 +328,7 @@ def _list_of_mappings(value: str) -> Any:
 
 
 class HeldNotes(L.Callback):
-    """Keeps Lightning's notes and all warnings back until the run begins: one that is refused ends in one line.
-
-    A warning that Lightning logs is written at once, with the notes before it.
-    """
+    """Keeps Lightning's notes and all warnings back until the run begins: one that is refused ends in one line."""
 
     def __init__(self) -> None:
         self._notes: list[Callable[[], None]] = []
@@ -349,9 +350,9 @@ class HeldNotes(L.Callback):
             yield
 
     def _hold(self, handler: logging.Handler, record: logging.LogRecord) -> bool:
-        """A filter of a handler, which passes nothing before the run begins."""
         if not self._has_begun:
             self._notes.append(partial(handler.emit, record))
+            # A warning that Lightning logs is written at once, with the notes before it.
             if record.levelno >= logging.WARNING:
                 self._write()
         return self._has_begun
@@ -368,3 +369,101 @@ class HeldNotes(L.Callback):
         self._warnings.clear()
         self._write()
         self._has_begun = True
+
+
+class Changes:
+    """Changes the parsed options of `fit` in place, with a line for each; what the command line gives stays."""
+
+    def __init__(self, run: Namespace, argv: Sequence[str]) -> None:
+        self.run, self.lines = run, list[str]()
+        self.given = {_plain(word.partition("=")[0].removeprefix("--")) for word in argv if word.startswith("--")}
+
+    def set(self, key: str, value: Any, owner: Any = None, name: str = "") -> None:
+        """Set the value of a key of the run, or of the part of it that is given with the key's full name."""
+        owner, name = self.run if owner is None else owner, name or _plain(key)
+        found = owner.get(key, value)
+        if name not in self.given and found != value:
+            self.lines.append(f"{name}: {_shown(found)} -> {_shown(value)}")
+            owner[key] = value
+
+    def lower(self, key: str, limit: int, owner: Any = None, name: str = "") -> None:
+        """Lower a whole number; a fraction, and a value that is not there, stay."""
+        found = (self.run if owner is None else owner).get(key)
+        if type(found) is int and found > limit:
+            self.set(key, limit, owner, name)
+
+
+def limit_data(changes: Changes, num_rows: int) -> None:
+    """Have every source give at most so many rows; clustered sources stay whole, as their clusters are."""
+    if num_rows < 1:
+        raise OptionError("limit_data", num_rows, "must be >= 1", "2000 is enough to see a run through")
+    data: Any = changes.run.data.init_args
+    sampler = data.get("sampler")
+    if sampler is not None and sampler.class_path.endswith("ClusteredBatchSampler"):
+        changes.lines.append("data.sources: all rows, since their clusters are of all rows")
+        return
+    sources = [*(data.get("sources") or ()), *(data.get("validation_sources") or ())]
+    cut = [source for source in sources if source.max_rows is None or source.max_rows > num_rows]
+    for source in cut:
+        source.max_rows = num_rows
+    changes.lines.append(f"data.sources: {len(cut)} of {len(sources)} cut to at most {num_rows:,} rows each")
+
+
+def use_stand_in(changes: Changes, folder: Path) -> None:
+    """Put a tiny random model of the same architecture in the model's place, and cut the run to what a CPU can do."""
+    model: Any = changes.run.model.init_args
+    scratch, key = model.get("from_scratch"), "model.init_args"
+    if scratch is not None:
+        write_stand_in(folder / "tokenizer", tiny_architecture(architecture(PACKAGED_NAME)))
+        changes.set(f"{key}.from_scratch.tokenizer", str(folder / "tokenizer"))
+        small = {name: min(value, TINY[name]) for name, value in scratch.settings.items() if name in TINY}
+        changes.set(f"{key}.from_scratch.settings", {**scratch.settings, **small})
+    for name in ("backbone", "first_stage_backbone"):
+        if model.get(name) is not None:
+            _replace_backbone(changes, name, folder)
+    changes.set(f"{key}.initial_model", None)
+    if model.get("masking") is not None and model.masking.mask_token is None and model.objective == "mntp":
+        # The decoder's stand-in of a tokenizer has no mask token.
+        changes.set(f"{key}.masking.mask_token", "_")
+    widths = changes.run.get(f"{key}.loss.init_args.widths")
+    if widths:
+        changes.set(f"{key}.loss.init_args.widths", [width * TINY["hidden_size"] // max(widths) for width in widths])
+    for option, value in _HARDWARE.items():
+        changes.set(f"trainer.{option}", value)
+    if str(changes.run.trainer.precision).startswith("16"):
+        changes.set("trainer.precision", "bf16-mixed")
+    if changes.run.trainer.max_steps in _ENDLESS:
+        changes.set("trainer.max_steps", MAX_STEPS)
+    for part, limits in (("trainer", _TRAINER), ("data.init_args", _DATA), (key, _MODEL)):
+        for option, limit in limits.items():
+            changes.lower(f"{part}.{option}", limit)
+    for callback in changes.run.trainer.callbacks or ():
+        name, options = callback.class_path.rpartition(".")[2], callback.get("init_args")
+        for option, limit in _CALLBACKS.items() if options is not None else ():
+            changes.lower(option, limit, options, f"{name}.{option}")
+        if options is not None and "output" in options:
+            changes.set("output", str(folder / Path(options.output).name), options, f"{name}.output")
+
+
+def _replace_backbone(changes: Changes, name: str, folder: Path) -> None:
+    model: Any = changes.run.model.init_args
+    # A model directory that the run starts from decides the architecture, experts included.
+    found = architecture(model.get("initial_model") or model[name].name)
+    place = folder / f"tiny_{found.model_type}"
+    write_stand_in(place, tiny_architecture(found), _HEADS.get(model.get("objective", "")))
+    key = f"model.init_args.{name}"
+    # A name on the command line says what the stand-in is made of.
+    changes.given.discard(f"model.{name}.name")
+    changes.set(f"{key}.name", str(place))
+    for option, value in (("revision", None), ("num_layers", None), ("compile", False), ("quantization", None)):
+        changes.set(f"{key}.{option}", value)
+    if model[name].attn_implementation not in (None, "eager", "sdpa"):
+        changes.set(f"{key}.attn_implementation", None)
+
+
+def _plain(key: str) -> str:
+    return key.replace(".init_args.", ".")
+
+
+def _shown(value: Any) -> str:
+    return str(value.class_path).rpartition(".")[2] if isinstance(value, Namespace) else str(value)

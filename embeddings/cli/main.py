@@ -19,22 +19,16 @@ from embeddings.common.signals import handle_preemption, ignore_stop_signals
 
 @dataclass(frozen=True)
 class Command:
-    """A function that is a command: its parameters are the options, and so are the fields of its dataclasses.
+    """A function that is a command: its parameters are the options, and so are the fields of its dataclasses."""
 
-    Args:
-        target: The function, as `module:function`; it is imported only when the command runs.
-        summary: One line for the list of commands.
-        positional: Parameters given by position; the last one is a list where it takes several words.
-        is_optional: Whether the last of them may be left out.
-    """
-
+    # `module:function`; it is imported only when the command runs.
     target: str
     summary: str
+    # Parameters given by position; the last one is a list where it takes several words, and may be optional.
     positional: tuple[str, ...] = ()
     is_optional: bool = False
 
     def load(self) -> Callable[..., Any]:
-        """The function."""
         function: Callable[..., Any] = resolve_name(self.target)
         return function
 
@@ -44,16 +38,16 @@ COMMANDS = {
     "prepare": Command("embeddings.cli.prepare:prepare", "a recipe's public data sets, ready to train", ("recipe",)),
     "prepare docstrings": Command("embeddings.cli.quickstart:docstrings", "a training corpus of installed packages"),
     "quickstart": Command("embeddings.cli.quickstart:quickstart", "corpus, training, scores and searches in minutes"),
-    "encode": Command("embeddings.cli.encode:encode", "texts of a file to vectors in a folder"),
-    "index": Command("embeddings.cli.search:index", "an index of a folder of vectors, for quick searches"),
+    "encode": Command("embeddings.cli.retrieval:encode", "texts of a file to vectors in a folder"),
+    "index": Command("embeddings.cli.retrieval:index", "an index of a folder of vectors, for quick searches"),
     "search": Command(
-        "embeddings.cli.search:search", "the documents of a corpus nearest to a query", ("query",), is_optional=True
+        "embeddings.cli.retrieval:search", "the documents of a corpus nearest to a query", ("query",), is_optional=True
     ),
-    "evaluate": Command("embeddings.cli.evaluate:evaluate", "score a model on evaluation folders or tasks of mteb"),
+    "evaluate": Command("embeddings.cli.retrieval:evaluate", "score a model on evaluation folders or tasks of mteb"),
     "cluster": Command("embeddings.cli.mining:cluster", "clusters of similar rows, for batches that are hard"),
     "mine": Command("embeddings.cli.mining:mine", "hard negatives for training records"),
     "filter": Command("embeddings.cli.mining:filter_records", "the training records that are worth training on"),
-    "synthesize": Command("embeddings.cli.synthesize:synthesize", "training records that a language model writes"),
+    "synthesize": Command("embeddings.cli.mining:synthesize", "training records that a language model writes"),
     "export": Command("embeddings.cli.export:export", "a training checkpoint to a model directory"),
     "push": Command("embeddings.cli.export:push", "a model directory to the Hugging Face Hub", ("model", "name")),
     "import": Command("embeddings.cli.export:import_checkpoint", "a published checkpoint to a model directory"),
@@ -114,11 +108,6 @@ def run() -> NoReturn:
 
 
 def dispatch(argv: list[str]) -> None:
-    """Run the command that `argv[0]` names.
-
-    Raises:
-        ConfigError: If there is no such command, or its arguments do not parse or are no text.
-    """
     for word in argv:
         if re.search(r"[\ud800-\udfff]", word):  # can be neither tokenised nor written
             raise ConfigError(f"{word!r} on the command line is not valid UTF-8; write it as UTF-8")
@@ -137,18 +126,8 @@ def dispatch(argv: list[str]) -> None:
         check_variables()
         with handle_preemption():
             # Lightning and torch load only for the commands that train.
-            if name == "plan":
-                from embeddings.cli.plan import plan
-
-                plan(argv[1:])
-            elif "--check" in argv:
-                from embeddings.cli.check import check_run
-
-                check_run(argv)
-            else:
-                from embeddings.cli.fit import run_trainer
-
-                run_trainer(argv)
+            target = "plan:plan" if name == "plan" else "plan:check_run" if "--check" in argv else "fit:run_trainer"
+            resolve_name(f"embeddings.cli.{target}")(argv)
     elif name in OTHER_LOOPS:
         raise ConfigError(f"{name}: no module has such a loop; train with fit, use its model with {OTHER_LOOPS[name]}")
     else:
@@ -158,7 +137,6 @@ def dispatch(argv: list[str]) -> None:
 
 
 def run_command(name: str, argv: Sequence[str]) -> None:
-    """Parse `argv` against the command's signature and call it."""
     restrict_imports()
     command = COMMANDS[name]
     function = command.load()
@@ -198,7 +176,6 @@ def _by_position(annotation: Any, is_optional: bool) -> dict[str, Any]:
 
 
 def usage(first_word: str = "") -> str:
-    """The list of commands, or of those that begin with a word."""
     line = f"{program()} COMMAND"
     lines = [f"usage: {line} [options]   ({line} --help lists its options)", ""]
     rows = {**TRAINER_COMMANDS, **{name: command.summary for name, command in COMMANDS.items()}}

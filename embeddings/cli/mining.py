@@ -1,4 +1,4 @@
-"""`mine`, `cluster` and `filter`: jobs over a source of training records."""
+"""`mine`, `cluster`, `filter` and `synthesize`: jobs that make training records, or choose among them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from operator import sub
 from pathlib import Path
 from typing import Any, Literal
 
-from embeddings.cli.encode import load_encoder
+from embeddings.cli.retrieval import load_encoder
 from embeddings.common import OptionError
 from embeddings.common.errors import refuse_given
 from embeddings.common.jobs import TaskOptions, discard_on_user_error, require_free
@@ -47,6 +47,19 @@ from embeddings.mining import (
 from embeddings.mining.clusters import Bm25Features, VectorFeatures, check_svd_dim
 from embeddings.mining.faiss_library import load_faiss
 from embeddings.mining.negatives import TextQrels
+from embeddings.synthesis import (
+    METHODS,
+    Budget,
+    ChatClient,
+    Limits,
+    Plan,
+    PromptOptions,
+    Sampling,
+    SynthesisReport,
+    Templates,
+    generate,
+)
+from embeddings.synthesis.validate import check_levels
 
 SuspectRows = Literal["refuse", "leave_out", "keep"]
 
@@ -56,13 +69,13 @@ class JudgeOptions:
     """What tells how relevant a text is, besides the teachers that choose negatives.
 
     Args:
-        levels: What gives negatives a level from 1, the hardest, to 4, as the curriculum needs them: `quantiles` cuts a
-            query's candidates and as many documents drawn from all into quarters of the teacher's similarity; `grades`
-            takes human judgments: a step below the positive, further below, irrelevant or not judged, drawn.
-        judgments: For `grades`, a qrels file (`FOLDER/qrels.tsv`, `FOLDER/qrels/train.tsv`); its folder's corpus
-            is searched, and its queries are found by their text among those of the records.
-        reranker: A cross-encoder, a directory or Hub id, that scores each query with its positives and its chosen
-            negatives; the output's `scores`, which the loss MarginMSE follows. Needs sentence-transformers.
+        levels: What gives negatives a level from 1, the hardest, to 4, for the curriculum: `quantiles`, quarters of the
+            teacher's similarity over candidates and as many drawn documents; `grades`, human judgments: a step below
+            the positive, further below, irrelevant or not judged, drawn.
+        judgments: For `grades`, a qrels file (`FOLDER/qrels.tsv`, `FOLDER/qrels/train.tsv`) whose folder's corpus is
+            searched; its queries are found by their text.
+        reranker: A cross-encoder (sentence-transformers), a directory or Hub id, whose scores of positives and chosen
+            negatives are the output's `scores`, which the loss MarginMSE follows.
     """
 
     levels: Literal["quantiles", "grades"] | None = None
@@ -95,8 +108,7 @@ def mine(
     Args:
         model: A model directory or Hub id, the teacher; several as `[MODEL, MODEL]`, each of which can refuse.
         input: A file, a glob, a list of these, or `hub:organisation/name`, of what `conversion` says.
-        output: The file to write, JSON lines where its name ends in `.jsonl`, else Parquet; `NAME.manifest.json` and
-            the folder of work lie beside it.
+        output: The Parquet or `.jsonl` file to write; `NAME.manifest.json` and the folder of work lie beside it.
         corpus: A file of more documents, with `text` and an optional `title`, beside the records' positives.
         columns: Column of a field, for fields whose column has another name.
         conversion: What the input holds: `pairs`, records with `query` and `positive`; `sts`, rows with `sentence1`,
@@ -116,8 +128,7 @@ def mine(
     levels, judgments, judged = judge.levels, judge.judgments, None
     if judgments is not None:
         judged, corpus = _judged_texts(judgments, levels, corpus)
-    device = next(iter(encoding.device_names), None)
-    reranker = None if judge.reranker is None else Reranker(judge.reranker, device)
+    reranker = None if judge.reranker is None else Reranker(judge.reranker, *encoding.device_names[:1])
     report = mine_negatives(
         SourceConfig("input", input, conversion, columns=columns or {}, suspect_rows=suspect_rows, min_score=min_score),
         output,
@@ -153,7 +164,6 @@ def _judged_texts(qrels: Path, levels: str | None, corpus: Path | None) -> tuple
 
 
 def mining_table(report: MiningReport) -> str:
-    """What each rule removed, and what was left, as text."""
     removed = {reason.replace("_", " "): count for reason, count in report.removed.items()}
     table = removal_table("candidates", report.num_candidates, removed)
     lines = [f"{report.num_queries} queries, {report.num_documents} documents", table]
@@ -189,16 +199,14 @@ def cluster(
 
     Args:
         input: A file, a glob, a list of these, or `hub:organisation/name`, of records with `query` and `positive`.
-        output: The folder to write: `cluster_ids.npy`, `rows_by_cluster.npy`, `offsets.npy`, `centroids.npy`,
-            `neighbours.npy`, `manifest.json`. Vectors go to `OUTPUT.vectors` unless `vectors` names another folder;
-            training reads it as a source's `surrogate_vectors`.
+        output: The folder to write. Vectors go to `OUTPUT.vectors` unless `vectors` names another folder; training
+            reads them as a source's `surrogate_vectors`.
         model: The surrogate, a model directory or Hub id, for features `vectors`.
         features: Cluster by the surrogate's vectors, or by words alone (BM25 weights and a truncated SVD).
         svd_dim: Width that vectors [query; document] are reduced to, or none; for bm25 the width of each text, 128.
         columns: Column of a field, for fields whose column has another name.
         suspect_rows: What becomes of records that contradict themselves.
-        negatives: Whether the records' negatives get vectors too, so that training can filter false negatives among
-            them; clusters are the same either way.
+        negatives: Whether the records' negatives get vectors too, to filter false ones; clusters stay the same.
         settings: How the rows are clustered.
         encoding: How texts become vectors.
         task: Which part of the work this process does.
@@ -234,7 +242,6 @@ def cluster(
 
 
 def _check_words_only(model: str | None, negatives: bool, encoding: EncodingOptions) -> None:
-    """Refuse options of vectors where words alone are clustered."""
     (encoded,) = encoding.encoded()
     if model is not None or encoding.vectors is not None or encoded != EncodedTexts():
         raise OptionError("features", "bm25", "uses neither model nor vectors", "leave them out")
@@ -268,34 +275,25 @@ def filter_records(
 
     Args:
         input: A file, a glob, a list of these, or `hub:organisation/name`, of what `conversion` says.
-        output: The file to write, JSON lines where its name ends in `.jsonl`, else Parquet; `NAME.manifest.json` and
-            the folder of work lie beside it.
+        output: The Parquet or `.jsonl` file to write; `NAME.manifest.json` and the folder of work lie beside it.
         model: A model directory or Hub id that judges consistency; without a model there is no such rule.
         decontaminate: A folder that is, or holds, evaluation folders; several as `[FOLDER, FOLDER]`.
-        decontaminate_documents: Whether a document of a retrieval folder takes records out; false where training and
-            evaluation share one corpus by design.
+        decontaminate_documents: Whether documents of retrieval folders count; not where training shares their corpus.
         bm25_threshold: Share of an evaluation text's BM25 weight from which a text is similar to it, up to 1.
         columns: Column of a field, for fields whose column has another name.
         conversion: What the input holds: `pairs`, records with `query` and `positive`; the others, rows with `text` and
-            `label`, for which there are the rules on copies and on evaluation texts.
+            `label`, to which the rules on copies and evaluation texts apply.
         suspect_rows: What becomes of records that contradict themselves.
         shard_size: Records of a shard.
         rules: Which records are removed.
         encoding: How texts become vectors.
         task: Which part of the work this process does.
     """
-    if decontaminate is None and bm25_threshold is not None:
-        rule = "needs evaluation texts to compare with"
-        raise OptionError("bm25_threshold", bm25_threshold, rule, "give --decontaminate FOLDER")
-    decontaminator = None
-    if decontaminate is not None:
-        folders = decontaminate if isinstance(decontaminate, list) else [decontaminate]
-        decontaminator = Decontaminator(evaluation_texts(folders, decontaminate_documents), bm25_threshold)
     report = filter_pairs(
         SourceConfig("input", input, conversion, columns=columns or {}, suspect_rows=suspect_rows),
         output,
         rules,
-        decontaminator=decontaminator,
+        decontaminator=decontaminator(decontaminate, bm25_threshold, decontaminate_documents),
         encoder=None if model is None else _load(model, encoding),
         vectors=encoding.vectors,
         encoded=encoding.encoded()[0],
@@ -308,11 +306,21 @@ def filter_records(
     print(f"wrote {report.num_records - sum(report.removed.values())} records to {report.output}")
 
 
-def evaluation_texts(roots: list[Path], documents: bool = True) -> EvaluationTexts:
-    """The texts of the evaluation folders at or below some folders.
+def decontaminator(
+    given: Path | list[Path] | None, bm25_threshold: float | None, documents: bool = True
+) -> Decontaminator | None:
+    """What knows the texts of evaluation folders, or None where none is given."""
+    if given is None:
+        rule = "needs evaluation texts to compare with"
+        refuse_given({"bm25_threshold": bm25_threshold}, rule, "give --decontaminate FOLDER")
+        return None
+    return Decontaminator(evaluation_texts(given if isinstance(given, list) else [given], documents), bm25_threshold)
 
-    Queries and documents of retrieval and reranking folders (their documents only where `documents` is set); of the
-    other kinds all texts that are tested on, in both roles.
+
+def evaluation_texts(roots: list[Path], documents: bool = True) -> EvaluationTexts:
+    """The texts that the evaluation folders at or below some folders test on, in the roles of query and document.
+
+    Texts of retrieval and reranking folders have one role, and count as documents only where `documents` is set.
     """
     queries: list[str] = []
     found: list[str] = []
@@ -330,7 +338,104 @@ def evaluation_texts(roots: list[Path], documents: bool = True) -> EvaluationTex
 
 
 def removal_table(name: str, total: int, removed: Mapping[str, int]) -> str:
-    """How many of what each rule removed, and how many were left after it, as text."""
     left = accumulate(removed.values(), sub, initial=total)
     rows = zip([name, *removed], ["", *removed.values()], left, strict=True)
     return format_table([["", "removed", "left"], *rows])
+
+
+def synthesize(
+    endpoint: str,
+    model: str,
+    output: Path,
+    regenerate_negatives: str | list[str] | None = None,
+    columns: dict[str, str] | None = None,
+    suspect_rows: SuspectRows | None = None,
+    judge: str | None = None,
+    dry_run: bool = False,
+    *,
+    plan: Plan,
+    prompts: PromptOptions,
+    sampling: Sampling,
+    limits: Limits,
+    budget: Budget,
+) -> None:
+    """Write synthetic training records by a language model; the same line resumes after a kill, and pays nothing twice.
+
+    The model brainstorms tasks, then writes an example for each draw of a task and its placeholders. Any endpoint of
+    OpenAI's chat protocol will do; the key is the environment variable OPENAI_API_KEY, and none where it is not set.
+
+    Args:
+        endpoint: Base address, as `http://HOST:PORT/v1`.
+        model: The model's name at the endpoint.
+        output: The folder to write: `CATEGORY.jsonl` (or `records.jsonl`), and a journal of every answer.
+        regenerate_negatives: Records that get four new negatives each: a file, a glob, a list, or `hub:OWNER/NAME`.
+        columns: Column of a field of these records, for fields whose column has another name.
+        suspect_rows: What becomes of records among them that contradict themselves; `leave_out` where nothing is given.
+        judge: A model directory or Hub id; the report says whether its similarity to the query falls by level.
+        dry_run: Whether to print prompts, ask nothing and write nothing.
+        plan: What is asked for.
+        prompts: What fills the prompts.
+        sampling: How the model answers.
+        limits: How the endpoint is used.
+        budget: What the answers may cost.
+    """
+    templates = Templates(METHODS[plan.method], prompts)
+    if judge is not None and plan.method == "nv_embed":
+        raise OptionError("judge", judge, "has no effect on nv_embed, which has no levels", "leave it out")
+    # Loaded before anything is paid for.
+    encoder = None if judge is None or dry_run else load_encoder(judge)
+    if regenerate_negatives is None:
+        refuse_given({"columns": columns, "suspect_rows": suspect_rows}, "needs regenerate_negatives")
+        if dry_run:
+            print(generate.dry_run(plan, templates))
+            return
+        client = ChatClient(endpoint, sampling, limits.timeout_seconds)
+        report = generate.synthesize(output, plan, templates, client, limits=limits, budget=budget)
+    else:
+        unused = {name: getattr(plan, name) for name in ("num_examples", "num_tasks", "shares", "tasks")}
+        unused |= {"seeds": prompts.seeds, "languages": prompts.languages}
+        unused["method"] = None if plan.method == "mgh" else plan.method
+        refuse_given(unused, "has no effect on regenerate_negatives")
+        rows = suspect_rows or "leave_out"
+        source = SourceConfig("input", regenerate_negatives, columns=columns or {}, suspect_rows=rows)
+        if dry_run:
+            print(generate.regenerate_dry_run(source, templates))
+            return
+        client = ChatClient(endpoint, sampling, limits.timeout_seconds)
+        report = generate.regenerate_negatives(
+            source, output, templates, client, seed=plan.seed, limits=limits, budget=budget
+        )
+    print(synthesis_table(report, output))
+    if encoder is not None:
+        print(level_table(str(judge), encoder, [output / name for name in report.num_records]))
+
+
+def level_table(judge: str, encoder: Encoder, paths: list[Path]) -> str:
+    """How similar the negatives of each level of records are to their queries by a model, as text."""
+    found = check_levels(paths, encoder)
+    rows = [("  positive", f"{found.positive:.3f}")]
+    rows += [(f"  level {level}", f"{mean:.3f}") for level, mean in enumerate(found.levels, start=1)]
+    lines = [f"mean cosine with the query by {judge}, {found.num_records} records:", format_table(rows)]
+    lines.append(f"similarity falls from level to level in {found.falling_fraction:.0%} of the records")
+    return "\n".join(lines if found.is_falling else [*lines, "the means do not fall from level to level"])
+
+
+def synthesis_table(report: SynthesisReport, output: Path) -> str:
+    written = sum(report.num_records.values())
+    lines = [f"{report.num_answers} answers, {written} records of {report.num_wanted}"]
+    groups = {"rejected": report.rejected, "repaired": report.repaired, "tried again": report.retries}
+    counts = {(group, what): count for group, found in groups.items() for what, count in found.items()}
+    if counts:
+        rows = [(f"  {group}: {what.replace('_', ' ')}", count) for (group, what), count in counts.items()]
+        lines.append(format_table(rows))
+    if report.num_given_up:
+        lines.append(f"{report.num_given_up} records have no answer that could be used")
+    tokens = report.prompt_tokens + report.completion_tokens
+    lines.append(f"{tokens} tokens: {report.prompt_tokens} of prompts, {report.completion_tokens} of answers")
+    if report.cost is not None:
+        lines.append(f"cost {report.cost:.2f}")
+    if not report.complete:
+        lines.append(f"the token budget is used up, {report.num_unasked} records were not asked for;")
+        lines.append("the same line with a larger token_budget resumes")
+    lines += [f"wrote {count} records to {output / name}" for name, count in report.num_records.items()]
+    return "\n".join(lines)

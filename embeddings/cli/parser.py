@@ -30,14 +30,13 @@ _OTHER_NAMES = {"learning_rate": "lr", "epochs": "max_epochs", "per_device_train
 
 
 class ReplacingConfigFile(ActionConfigFile):
-    """A config whose lists replace earlier ones.
+    """A config whose lists replace earlier ones; `name+:` still appends.
 
     jsonargparse fills in what an element leaves out from the earlier list's element at its place, where both lists are
-    equally long: a second `sources` would inherit the first one's instructions. `name+:` still appends.
+    equally long: a second `sources` would inherit the first one's instructions.
     """
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        """Empty the earlier lists that this config gives anew, then merge it."""
         values = located(str(values))
         for _, content in configs_of(values):
             forget_lists(cfg, content)
@@ -45,7 +44,6 @@ class ReplacingConfigFile(ActionConfigFile):
 
 
 def forget_lists(earlier: Namespace, later: Mapping[str, Any]) -> None:
-    """Empty each list of `earlier` that `later` gives too."""
     for key, value in later.items():
         owner = earlier
         if key not in owner and isinstance(owner.get("init_args"), Namespace):
@@ -58,31 +56,30 @@ def forget_lists(earlier: Namespace, later: Mapping[str, Any]) -> None:
 
 
 class OneLineParser(ArgumentParser):
-    """A parser whose errors are `ConfigError`s of one line, without abbreviations.
-
-    A boolean is a pair of flags, and null is refused where a type has no null.
-    """
+    """A parser with errors of one line, flags for booleans, no abbreviations, and null only where a type has it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.words: list[str] = []
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
-        """Parse the words; a message about an unknown one may name keys of the configs among them."""
         self.words = list(args or [])
         return super().parse_args(args, *rest, **kwargs)
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Any:
         """Add an argument; a boolean of a command becomes `--name` and `--no_name`."""
+        name = args[0].removeprefix("--").rstrip("_")
         if kwargs.get("action") in (ActionConfigFile, "config"):
             kwargs |= {"action": ReplacingConfigFile, "help": CONFIG_HELP}
+        elif iskeyword(name):  # a parameter cannot be called so, but an option can
+            args, kwargs = (f"--{name}",), {**kwargs, "dest": args[0].removeprefix("--"), "metavar": name.upper()}
         elif kwargs.get("type") is bool and "." not in args[0]:
             kwargs = {**kwargs, "action": ActionYesNo}
             del kwargs["type"]
         return super().add_argument(*args, **kwargs)
 
     def validate(self, namespace: Namespace, skip_unset: bool = True, **kwargs: Any) -> None:
-        """Check all values, null among them, which jsonargparse passes over, but for positions that are left out."""
+        """Check null too, which jsonargparse passes over, but for positions that are left out."""
         checked = namespace.clone()
         for action in self._actions:
             if action.nargs == "?" and not action.option_strings and checked.get(action.dest) is None:
@@ -138,8 +135,7 @@ class OneLineParser(ArgumentParser):
     def normalised(self, argv: Sequence[str]) -> list[str]:
         """The words with underscores in option names, and flags without values; what follows `--` stays.
 
-        `--top-k=3` becomes `--top_k=3`, `--force true` becomes `--force`, and `--force false` becomes `--no_force`. A
-        name that Python keeps for itself, as `--from`, is that of the parameter `from_`.
+        `--top-k=3` becomes `--top_k=3`, `--force true` becomes `--force`, and `--force false` becomes `--no_force`.
         """
         flags = {f"--{action.dest}" for action in self._actions if isinstance(action, ActionYesNo)}
         end = list(argv).index("--") if "--" in argv else len(argv)
@@ -148,7 +144,7 @@ class OneLineParser(ArgumentParser):
         for word in argv[:end]:
             name, equals, value = word.partition("=")
             if name.startswith("--"):
-                name = f"--{name[2:].replace('-', '_')}{'_' * iskeyword(name[2:])}"
+                name = f"--{name[2:].replace('-', '_')}"
             if flag and word in ("true", "false"):
                 name, value = found.pop(), word
             flag = name if name in flags and not equals + value else ""
@@ -203,7 +199,6 @@ def explain(message: str, options: Iterable[str], keys: Iterable[str] = ()) -> s
 
 
 def with_hint(line: str) -> str:
-    """A message of a library with a hint, where it has none."""
     if "expected " in line[:200]:
         return f"{one_line(line, 220)}; --help says what each option takes"
     if "; " in line:
@@ -217,8 +212,7 @@ def with_hint(line: str) -> str:
 def reason(message: str) -> str:
     """The reason inside a parser's message, behind the full key that it is about.
 
-    Of a value that fits none of several types the message becomes the first type's complaint, or the list of types if
-    each complains of the value's type alone.
+    Of a value that fits none of several types it is the first type's complaint, or the types if each names its own.
     """
     keys: list[str] = []
     refused = re.search(r"Importing '([^']+)' is not allowed", message)
@@ -247,7 +241,6 @@ def reason(message: str) -> str:
 
 
 def _complaints(tail: str) -> list[str]:
-    """The complaint of each type of a union."""
     indent = re.match(r"\n(\s*)- ", tail)
     if indent is None:
         return []
@@ -256,7 +249,6 @@ def _complaints(tail: str) -> list[str]:
 
 
 def _types(complaints: Iterable[str]) -> str:
-    """The types that a union's complaints name, in words."""
     names = []
     for complaint in complaints:
         name = re.sub(r"^Expected an? |\. Got value: .*", "", complaint)

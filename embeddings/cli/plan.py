@@ -1,20 +1,29 @@
-"""`plan`: what a training needs before it is paid for, as one table."""
+"""`plan` and `fit --check`: what a training needs and would do, known before it is paid for."""
 
 import shutil
 from argparse import SUPPRESS
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import lightning as L
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from embeddings.cli.check import num_devices
-from embeddings.cli.fit import TrainerCLI, run_trainer
-from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.callbacks.export import ExportLanguageModel, ExportModel
+from embeddings.callbacks.run_record import plain_types, run_logger
+from embeddings.cli.fit import Checked, CheckingCLI, TrainerCLI, run_trainer
+from embeddings.cli.trainer import start_checks
+from embeddings.common import InputError, OptionError, TextSettings, UserError
+from embeddings.common.checkpoint_file import peek_checkpoint
+from embeddings.common.distributed import count_values, planning_for
 from embeddings.common.text import format_table
+from embeddings.data.datamodule import PlannedDataModule
+from embeddings.data.samplers.base import run_steps
+from embeddings.data.store import borrowed_cache
 from embeddings.inference.vector_folder import SHARD_SIZE
 from embeddings.losses import InfoNCE
 from embeddings.losses.tiles import scores_at_once
@@ -22,6 +31,7 @@ from embeddings.mining.clusters import CLUSTER_SIZE
 from embeddings.mining.gpu_search import MEMORY_GIB, kept_documents, search_sizes
 from embeddings.mining.negatives import NegativeRules
 from embeddings.models.backbone import read_config
+from embeddings.models.moe.upcycling import parameter_counts
 from embeddings.models.stand_in import architecture, write_structure
 from embeddings.modules.base import BaseModule, ContrastiveModule
 from embeddings.modules.masked_lm import MaskedLMModule
@@ -58,27 +68,14 @@ OPTIONS: dict[str, tuple[type, Any, str]] = {
 }
 
 
-class Parsed(Exception):
-    """The options are parsed, with what parses them; nothing is built."""
-
-
-class PlanCLI(TrainerCLI):
+class PlanCLI(CheckingCLI):
     """`fit` up to its parsed options, with those of a plan."""
 
-    only_checks = True
-
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the options of a plan."""
         super().add_arguments_to_parser(parser)
         for name, (kind, default, help_text) in OPTIONS.items():
             shown = help_text if default is None else f"{help_text} (default: {default})"
             parser.add_argument(f"--{name}", type=kind, default=SUPPRESS, help=shown)
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the options and stop by raising `Parsed`."""
-        super().parse_arguments(parser, args)
-        given = {name: self.config.fit.pop(name, default) for name, (_, default, _) in OPTIONS.items()}
-        raise Parsed(parser, self.config, given)
 
 
 def plan(argv: Sequence[str]) -> None:
@@ -86,20 +83,19 @@ def plan(argv: Sequence[str]) -> None:
 
     The model is built of its config alone, on the meta device, and one step is traced on tensors without content. No
     weights, data or GPU are needed.
-
-    Args:
-        argv: Options of `fit`, and those of a plan.
-
-    Raises:
-        UserError: If the options do not parse, or the backbone's architecture is not known.
     """
     try:
-        run_trainer(["fit", *argv], PlanCLI)
-    except Parsed as parsed:
-        parser, config, given = parsed.args
+        run_trainer(["fit", *argv[1:]], PlanCLI)
+    except Checked as checked:
+        parser, config = checked.args
     else:
         return
-    check_given(given)
+    given = {name: config.fit.pop(name, default) for name, (_, default, _) in OPTIONS.items()}
+    for name, value in given.items():
+        if isinstance(value, int | float) and not 0 < value < float("inf"):
+            raise OptionError(name, value, "must be > 0", "leave it out for the default")
+    if given["peak_share"] > 1:
+        raise OptionError("peak_share", given["peak_share"], "must be <= 1", "0.4 is usual for a well fed GPU")
     with TemporaryDirectory() as folder:
         module = build(parser, config, given["model_config"], Path(folder))
     run = config.fit
@@ -113,25 +109,8 @@ def plan(argv: Sequence[str]) -> None:
         print("note: weights in 4 bits are counted in bfloat16")
 
 
-def check_given(given: dict[str, Any]) -> None:
-    """Check the options of a plan.
-
-    Raises:
-        OptionError: If a number is not positive, or the share above 1.
-    """
-    for name, value in given.items():
-        if isinstance(value, int | float) and not 0 < value < float("inf"):
-            raise OptionError(name, value, "must be > 0", "leave it out for the default")
-    if given["peak_share"] > 1:
-        raise OptionError("peak_share", given["peak_share"], "must be <= 1", "0.4 is usual for a well fed GPU")
-
-
 def build(parser: LightningArgumentParser, config: Namespace, model_config: str | None, folder: Path) -> BaseModule:
-    """The run's module on the meta device, of the backbones' configs alone.
-
-    Raises:
-        InputError: If an architecture is not known, or the method trains no such module.
-    """
+    """The run's module on the meta device, of the backbones' configs alone."""
     model: Any = config.fit.model.init_args
     start = model.pop("initial_model", None)
     for name in ("backbone", "first_stage_backbone"):
@@ -197,11 +176,7 @@ def strategy_name(strategy: Any, num_ranks: int) -> StrategyName:
 
 
 def trace_run(module: BaseModule, run: Any, setting: Setting, given: dict[str, Any]) -> tuple[list[Texts], LossSize]:
-    """The texts of one rank's batch with what they cost, and its loss; inside `without_data`.
-
-    Raises:
-        OptionError: If the module is neither contrastive nor a language model.
-    """
+    """The texts of one rank's batch with what they cost, and its loss; inside `without_data`."""
     data, half = run.data.init_args, setting.half_products
     if isinstance(module, MaskedLMModule):
         language_model, length = module.language_model, int(data.row_length)
@@ -270,15 +245,20 @@ def lines(
     rows.append(["memory of a GPU at its peak, GB", ""])
     rows += [[f"  {part}", _amount(size / GB)] for part, size in found.memory.items() if size]
     rows.append(["  total", f"{total:.1f} of {gpu_gb:g}"])
-    operations = sum(found.operations.values())
-    seconds = operations / (given["peak_tflops"] * 1e12 * given["peak_share"])
-    rows.append(["operations of a GPU a step, 10^12", ""])
-    rows += [[f"  {part}", _amount(size / 1e12)] for part, size in found.operations.items()]
-    rows += [["  total", _amount(operations / 1e12)]]
-    rows.append(["a step, seconds", f"{seconds:.3g} at {given['peak_share']:g} of {given['peak_tflops']:g} TFLOP/s"])
+    peak_share = given["peak_share"]
+    seconds = sum(found.operations.values()) / (given["peak_tflops"] * 1e12 * peak_share)
+    rows += part_rows("operations of a GPU a step, 10^12", found.operations, 1e12)
+    rows.append(["a step, seconds", f"{seconds:.3g} at {peak_share:g} of {given['peak_tflops']:g} TFLOP/s"])
     if found.sent:
-        rows += sent_rows(found, setting, given, seconds)
-        seconds = max(seconds, sending_seconds(found, setting, given))
+        link_gb = float(given["link_gb"] or (NVLINK_GB if setting.num_ranks <= GPUS_OF_A_NODE else NETWORK_GB))
+        sending = sum(found.sent.values()) / (link_gb * 1e9)
+        rows += part_rows("sent by a GPU a step, GB", found.sent, GB)
+        rows.append(["sending it, seconds", f"{sending:.3g} at {link_gb:g} GB/s"])
+        # Arithmetic at its share of the peak, and the same work in the time of both.
+        least, most = (peak_share * seconds / time for time in (seconds + sending, max(seconds, sending)))
+        how = f"{most:.2f} if sending hides behind arithmetic, {least:.2f} if it does not"
+        rows += [["share of the peak", how], ["limits the step", "arithmetic" if seconds >= sending else "sending"]]
+        seconds = max(seconds, sending)
     rows += run_rows(module, texts, run, setting, given, seconds, found)
     table = format_table(rows, align="<<")
     if total <= USABLE * gpu_gb:
@@ -289,27 +269,10 @@ def lines(
     return [table, f"warning: {what}; {fix}"]
 
 
-def link_gb(setting: Setting, given: dict[str, Any]) -> float:
-    """What a GPU sends in a second, in 10^9 bytes."""
-    return float(given["link_gb"] or (NVLINK_GB if setting.num_ranks <= GPUS_OF_A_NODE else NETWORK_GB))
-
-
-def sending_seconds(found: Plan, setting: Setting, given: dict[str, Any]) -> float:
-    """The time that sending alone takes in a step."""
-    return sum(found.sent.values()) / (link_gb(setting, given) * 1e9)
-
-
-def sent_rows(found: Plan, setting: Setting, given: dict[str, Any], seconds: float) -> list[list[str]]:
-    """The rows of the table about what a GPU sends in a step, and what of the step's time that is."""
-    sending, peak_share = sending_seconds(found, setting, given), given["peak_share"]
-    rows = [["sent by a GPU a step, GB", ""]]
-    rows += [[f"  {part}", _amount(size / GB)] for part, size in found.sent.items()]
-    rows.append(["  total", _amount(sum(found.sent.values()) / GB)])
-    rows.append(["sending it, seconds", f"{sending:.3g} at {link_gb(setting, given):g} GB/s"])
-    # Arithmetic at its share of the peak, and the same work in the time of both.
-    least, most = (peak_share * seconds / time for time in (seconds + sending, max(seconds, sending)))
-    rows.append(["share of the peak", f"{most:.2f} if sending hides behind arithmetic, {least:.2f} if it does not"])
-    return [*rows, ["limits the step", "arithmetic" if seconds >= sending else "sending"]]
+def part_rows(title: str, sizes: dict[str, float], unit: float) -> list[list[str]]:
+    """The rows of the table about something that has parts, and their sum."""
+    parts = {**{f"  {part}": size for part, size in sizes.items()}, "  total": sum(sizes.values())}
+    return [[title, ""], *([name, _amount(size / unit)] for name, size in parts.items())]
 
 
 def run_rows(
@@ -366,3 +329,116 @@ def search_rows(num_pairs: int, width: int) -> list[list[str]]:
 def _amount(value: float) -> str:
     """A number with two decimals, or with two digits where it is small."""
     return f"{value:,.2f}" if value >= 1 else f"{value:.2g}"
+
+
+def check_run(argv: Sequence[str]) -> None:
+    """Check a run as `fit` would begin it, and print what it would do; nothing is trained or written.
+
+    Config, model, data and checkpoint are read as the run reads them. A source that is not converted yet is converted
+    in a temporary folder, so that each of its rows is checked. One line names all faults found before data are read.
+    """
+    run_trainer(argv, RunCheck)
+
+
+class RunCheck(TrainerCLI):
+    """`fit` up to its first step, with accelerator and devices as the config says wherever they are."""
+
+    only_checks = True
+
+    def instantiate_classes(self) -> None:
+        """Make module, data and trainer; without a GPU weights in 4 bits are read as they are in their file."""
+        arguments: Any = self.config.fit.model.get("init_args")
+        backbone = None if arguments is None else arguments.get("backbone")
+        if backbone is not None and backbone.get("quantization") and not torch.cuda.is_available():
+            backbone["quantization"] = None
+        super().instantiate_classes()
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Make the trainer; where its devices are not here, as many processes on the CPU stand for them."""
+        given = self.config_init.fit.trainer
+        count = num_devices(given.devices)
+        self.is_here = is_here(given.accelerator, count)
+        return super().instantiate_trainer(
+            **kwargs, **({} if self.is_here else {"accelerator": "cpu", "devices": count or 1})
+        )
+
+    def before_fit(self) -> None:
+        """Have each part check the run, and collect what they find."""
+        faults: dict[str, UserError] = {}
+        for check in start_checks(self.trainer, self.model, self.datamodule, self.config.fit.ckpt_path):
+            try:
+                check()
+            except UserError as error:
+                faults.setdefault(str(error), error)
+        if len(faults) > 1:
+            raise UserError(f"{len(faults)} faults: {' | '.join(faults)}")
+        for fault in faults.values():
+            raise fault
+
+    def fit(self, **options: Any) -> None:
+        """Read the data, check it against the model and the batch, and print what the run would do."""
+        trainer, module, data = self.trainer, self.model, self.datamodule
+        with ExitStack() as stack:
+            stack.enter_context(planning_for(trainer.world_size))
+            trainer.strategy.connect(module)
+            module.trainer = trainer
+            if data is not None:
+                data.trainer = trainer
+                trainer.datamodule = data  # type: ignore[attr-defined]
+            if isinstance(data, PlannedDataModule):
+                data.cache_dir = stack.enter_context(borrowed_cache(data.cache_dir))
+                data.prepare_data()
+            module.prepare_data()
+            print("\n".join(self.lines()))
+
+    def after_fit(self) -> None:
+        """No run has ended that could be told of."""
+
+    def lines(self) -> list[str]:
+        """What the run would do: its model, data, hardware and places."""
+        module, given, trainer, data = self.model, self.config.fit, self.trainer, self.datamodule
+        model = plain_types(self._parser("fit"), given)["model"]["init_args"]
+        name = (model.get("backbone") or {}).get("name")
+        total = parameter_counts(module).total
+        trained = count_values(weight for weight in module.parameters() if weight.requires_grad)
+        counts = f"{total:,} parameters, {trained:,} of them trained and {total - trained:,} frozen"
+        options = {option: given.trainer[option] for option in ("accelerator", "devices", "num_nodes", "strategy")}
+        options |= {"precision": given.trainer.precision}
+        shown = [f"{option} {value}" for option, value in options.items() if isinstance(value, int | str)]
+        lines = [f"model: {type(module).__name__}{f' on {name}' if name else ''}: {counts}"]
+        if isinstance(data, PlannedDataModule):
+            rows = [[f"  {name}", f"{count:,}"] for name, count in data.source_rows.items()]
+            batches, ranks, accumulated = data.batches_per_epoch, trainer.world_size, trainer.accumulate_grad_batches
+            factors = f"{data.batch_size} on each of {ranks} processes"
+            factors += f"; {accumulated} batches are one step" if accumulated > 1 else ""
+            steps = run_steps(trainer, batches)
+            lines.append(format_table([["sources:", "rows"], *rows]))
+            lines.append(f"global batch: {data.batch_size * ranks:,} ({factors})")
+            lines.append(f"steps: {'without an end' if steps is None else f'{steps:,}'}, {batches:,} batches an epoch")
+        lines.append(f"hardware: {', '.join(shown)}{'' if self.is_here else '; as given, not tried here'}")
+        if (logger := run_logger(trainer)) is not None:
+            lines.append(f"run: {logger.log_dir}")
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        exports = [callback for callback in callbacks if isinstance(callback, ExportModel | ExportLanguageModel)]
+        lines += [f"model directory: {callback.output}" for callback in exports]
+        found = given.ckpt_path
+        content = peek_checkpoint(found) if found and Path(found).is_file() else {}
+        lines.append(f"resume: {found}, step {content.get('global_step', 'unknown')}" if found else "resume: no")
+        return [*lines, "no fault was found, and nothing was written"]
+
+
+def num_devices(devices: Any) -> int | None:
+    """How many devices of a machine an option of the trainer asks for; None for as many as there are."""
+    if isinstance(devices, list):
+        return len(devices)
+    words = str(devices).split(",")
+    if len(words) > 1:
+        return len([word for word in words if word.strip()])
+    return int(words[0]) if words[0].strip().isdecimal() else None
+
+
+def is_here(accelerator: Any, count: int | None) -> bool:
+    """Whether this machine has the devices that a config names."""
+    if accelerator in ("gpu", "cuda"):
+        return torch.cuda.is_available() and (count or 1) <= torch.cuda.device_count()
+    return accelerator not in ("mps", "tpu")

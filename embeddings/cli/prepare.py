@@ -1,8 +1,7 @@
 """`prepare`: the sources of a recipe from public data sets, fetched, filtered, mined and clustered as it asks."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -12,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from embeddings.cli.encode import PrecisionName, load_encoder
-from embeddings.cli.mining import evaluation_texts
+from embeddings.cli.mining import decontaminator
+from embeddings.cli.retrieval import PrecisionName, load_encoder
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import program, refuse_given
 from embeddings.common.io import atomic_path, check_manifest, write_text
@@ -89,14 +88,12 @@ def prepare(
     named at the end, and the others are made.
 
     Args:
-        recipe: Which recipe; `docstrings` is a corpus of installed packages, which needs no network and has other
-            options.
+        recipe: Which recipe; `docstrings`, a corpus of installed packages, is offline and has other options.
         output: The folder to write, which `EMBED_TRAIN_DATA` then names. Each file has a manifest beside it.
         stage: One of the recipe's stages: 1 or 2, pretrain or finetune, unsupervised or supervised. All if left out.
         limit: Maximum rows of a source, the first ones.
         only: Names of the sources to make, separated by commas; also of those that are left out otherwise.
-        from_: A collection that holds some of the sources with negatives, in place of their own data sets; the option
-            is `--from`.
+        from_: A collection that holds some of the sources with negatives, in place of their own data sets.
         unconfirmed: Whether to fetch sources too whose place is not confirmed to be that of the recipe's data.
         check: Whether only to ask if each data set is there; nothing is written.
         mirror: A folder that holds the data sets as `ORGANISATION/NAME`, to read in place of the Hub.
@@ -124,52 +121,37 @@ def prepare(
         raise OptionError("only", only, f"names what cannot be fetched ({_listed(left_out)})", "leave it out")
     if not any(place.decontaminate for place in jobs.values()):
         refuse_given({"decontaminate": steps.decontaminate}, "has no effect on sources whose paper asks for none")
-    failures: dict[str, str] = {}
-    decontaminator = _decontaminator(steps)
-    works = [StageWork(each, output, steps, jobs, decontaminator) for each in stages]
+    judge = decontaminator(steps.decontaminate, steps.bm25_threshold)
+    works = [StageWork(each, output, steps, jobs, judge) for each in stages]
     for work in works:
         work.check_options()
+    failures: dict[str, str] = {}
+
+    def attempt(key: str, step: Callable[..., object], *arguments: Any) -> None:
+        """Take a step of a source, unless one before it failed; the others do not depend on it."""
+        try:
+            if key not in failures:
+                step(*arguments)
+        except InputError as error:
+            failures[key] = str(error)
+            logger.warning("%s is left out: %s", key, error)
+
     # All that needs the network comes before what needs the devices.
     for work in works:
-        for key in (key for key in work.keys if key not in failures):
-            with _noted(key, failures):
-                fetch_source(jobs[key], work.fetched(key), hub, limit)
+        for key in work.keys:
+            attempt(key, fetch_source, jobs[key], work.fetched(key), hub, limit)
     for work in works:
-        if not steps.fetch_only:
-            for key in (key for key in work.keys if key not in failures):
-                with _noted(key, failures):
-                    work.finish(key)
+        for key in () if steps.fetch_only else work.keys:
+            attempt(key, work.finish, key)
         print(work.summary(left_out))
     if failures:
         what = f"{len(failures)} of {len(places)} sources could not be made: {_listed(failures)}"
         raise InputError(f"prepare {recipe}", what, "run the same line again for these, or train without them")
 
 
-def _decontaminator(options: StepOptions) -> Decontaminator | None:
-    """What the model is to be evaluated on, or None where it is not given."""
-    if options.decontaminate is None:
-        if options.bm25_threshold is not None:
-            rule = "needs evaluation texts to compare with"
-            raise OptionError("bm25_threshold", options.bm25_threshold, rule, "give --decontaminate FOLDER")
-        return None
-    given = options.decontaminate
-    return Decontaminator(evaluation_texts(given if isinstance(given, list) else [given]), options.bm25_threshold)
-
-
-@contextmanager
-def _noted(key: str, failures: dict[str, str]) -> Iterator[None]:
-    """Notes an `InputError` about one source, on which the others do not depend."""
-    try:
-        yield
-    except InputError as error:
-        failures[key] = str(error)
-        logger.warning("%s is left out: %s", key, error)
-
-
 def _check_names(
     table: PublicTable, recipe: str, keys: Sequence[str], only: str | None, collection: str | None
 ) -> None:
-    """Check that `--only` names sources and `--from` a collection."""
     names = [key.partition("/")[2] for key in keys]
     unknown = [name for name in (only or "").split(",") if only is not None and name not in names]
     if unknown:
@@ -185,11 +167,7 @@ def _listed(reasons: dict[str, str]) -> str:
 
 
 def _check(places: dict[str, PublicSource], hub: Hub) -> None:
-    """Ask whether each data set is there, and print what is found.
-
-    Raises:
-        InputError: If one is not.
-    """
+    """Ask whether each data set is there, and print what is found; one that is not is an error."""
     rows, missing, found = [], {}, dict[str, str]()
     for key, place in places.items():
         if place.kind is None:
@@ -208,60 +186,43 @@ def _check(places: dict[str, PublicSource], hub: Hub) -> None:
         raise InputError("prepare --check", what, "leave them out, or find them anew")
 
 
+@dataclass
 class StageWork:
-    """The files of one stage: where they lie, the steps that make them, and the config that reads them.
+    """The files of one stage below `output`: the steps that make them from `places`, and the config that reads them."""
 
-    Args:
-        stage: The stage.
-        output: The folder of all files.
-        options: What happens to the rows after they are fetched.
-        places: Where the sources lie that are made.
-        decontaminator: Knows what the model is to be evaluated on, or None where it is not given.
-    """
+    stage: Stage
+    output: Path
+    options: StepOptions
+    places: dict[str, PublicSource]
+    decontaminator: Decontaminator | None
 
-    def __init__(
-        self,
-        stage: Stage,
-        output: Path,
-        options: StepOptions,
-        places: dict[str, PublicSource],
-        decontaminator: Decontaminator | None,
-    ) -> None:
-        self.stage, self.output, self.options, self.places = stage, output, options, places
-        self.decontaminator = decontaminator
-        self.wanted = stage.wanted()
-        self.keys = [key for key in places if key in self.wanted]
+    def __post_init__(self) -> None:
+        self.wanted = self.stage.wanted()
+        self.keys = [key for key in self.places if key in self.wanted]
 
     def target(self, key: str) -> Path:
-        """The file that the data config names."""
         return self.output / f"{key}.parquet"
 
     def filters(self, key: str) -> bool:
-        """Whether rows are taken out after fetching."""
         is_judged = self.stage.filter is not None and not self.places[key].filtered
         return is_judged or (self.places[key].decontaminate and self.decontaminator is not None)
 
     def mines(self, key: str) -> bool:
-        """Whether negatives are mined."""
         is_pairs = self.wanted[key].conversion == "pairs"
         return self.stage.mine is not None and is_pairs and not self.places[key].own_negatives
 
     def fetched(self, key: str) -> Path:
         """The file that is fetched: the target itself where no step follows."""
-        folder, _, name = key.partition("/")
-        steps = self.filters(key) or self.mines(key)
-        return self.output / folder / "fetched" / f"{name}.parquet" if steps else self.target(key)
+        target = self.target(key)
+        return target.parent / "fetched" / target.name if self.filters(key) or self.mines(key) else target
 
     def model(self, step: Mapping[str, Any]) -> str:
-        """The name of a step's model."""
         return self.options.teacher or str(step["model"])
 
     def encoder(self, step: Mapping[str, Any]) -> Encoder:
-        """The encoder of a step's model; the last one is kept."""
         return _load(self.model(step), self.options.precision, next(iter(self.encoding({}).device_names), None))
 
     def encoding(self, step: Mapping[str, Any]) -> EncodingOptions:
-        """How texts become vectors, with the prompts of a step."""
         prompts = {name: step[name] for name in ("query_prompt", "document_prompt") if name in step}
         return EncodingOptions(precision=self.options.precision, devices=self.options.devices, **prompts)
 
@@ -306,15 +267,13 @@ class StageWork:
         return output
 
     def _mine(self, key: str, path: Path, documents: Path | None) -> None:
-        """Mine negatives with the set's instruction, for scored pairs in both directions."""
         step, config = self.stage.mine, self.wanted[key]
         assert step is not None
         instruction = config.instruction if isinstance(config.instruction, str) else (config.instruction or [""])[0]
-        prompts = (
-            {"query_prompt": step["query_prompt"].format(instruction=instruction)} if "query_prompt" in step else {}
-        )
-        if config.symmetric and prompts:
-            prompts["document_prompt"] = prompts["query_prompt"]
+        prompts = {}
+        if "query_prompt" in step:
+            sides = ("query_prompt", "document_prompt") if config.symmetric else ("query_prompt",)
+            prompts = dict.fromkeys(sides, step["query_prompt"].format(instruction=instruction))
         encoding = self.encoding(prompts)
         mine_negatives(
             SourceConfig(config.name, str(path), "sts" if self.places[key].kind == "scored" else "pairs"),
@@ -347,27 +306,25 @@ class StageWork:
             self.encoder(step), source, folder, **encoding.prompts, devices=encoding.device_names, **options
         )
 
-    def made(self) -> list[str]:
-        """The sources of the stage that can be trained on."""
-        return [key for key in self.wanted if manifest_path(self.target(key)).exists() and self._is_whole(key)]
-
-    def _is_whole(self, key: str) -> bool:
-        """Whether the file is there, and what training reads beside it."""
+    def is_made(self, key: str) -> bool:
+        """Whether a source can be trained on: its file is there, and what training reads beside it."""
         folder, _, name = key.partition("/")
         beside = [self.output / folder / "clusters" / name] if self.stage.cluster else []
         beside += [self.output / folder / "vectors" / name / "documents"] if self.stage.vectors else []
-        return self.target(key).exists() and all(
-            (part / "manifest.json").exists() and bool(check_manifest(part, {}).get("complete")) for part in beside
+        return (
+            self.target(key).exists()
+            and manifest_path(self.target(key)).exists()
+            and all(
+                (part / "manifest.json").exists() and bool(check_manifest(part, {}).get("complete")) for part in beside
+            )
         )
 
     def write_config(self) -> Path:
         """Write the data config's sources that are there, with their licences; returns the file."""
-        made = self.made()
-        table = PublicTable.read()
-        sources = []
+        table, sources = PublicTable.read(), []
         for key, entry in zip(self.wanted, self.stage.data["sources"], strict=True):
             licence = self.places.get(key, table.place_of(key, None)).licence
-            if key in made:
+            if self.is_made(key):
                 sources.append(entry | ({"licence": licence} if licence else {}))
         path = self.output / f"{self.stage.config}.yaml"
         counted = f"{len(sources)} of {len(self.wanted)}"
@@ -378,13 +335,11 @@ class StageWork:
         return path
 
     def line(self, path: Path) -> str:
-        """The command that trains on the sources."""
         output, config = shlex.quote(str(self.output)), shlex.quote(str(path))
         return f"{ROOT_VARIABLE}={output} {program()} fit --recipe {self.stage.run} --config {config}"
 
     def summary(self, left_out: Mapping[str, str]) -> str:
-        """What was made and what was not, as text."""
-        made, rows = self.made(), []
+        made, rows = sum(map(self.is_made, self.wanted)), []
         for key in self.keys:
             config, path = self.wanted[key], self.fetched(key) if self.options.fetch_only else self.target(key)
             count = f"{pq.read_metadata(path).num_rows:,}" if path.exists() else "missing"
@@ -392,7 +347,7 @@ class StageWork:
             rows.append([config.name, count, paper, self.places[key].licence or "not stated", self.places[key].place])
         table = format_table([["source", "rows", "of the paper", "licence", "data set"], *rows], "<>><<")
         name = f"{self.stage.recipe}{f', stage {self.stage.stage}' if self.stage.stage else ''}"
-        lines = [f"{name}: {len(made)} of {len(self.wanted)} sources can be trained on", table]
+        lines = [f"{name}: {made} of {len(self.wanted)} sources can be trained on", table]
         for key in (key for key in self.wanted if key in left_out):
             most = self.wanted[key].max_rows
             lines.append(f"left out: {self.wanted[key].name}{f', {most:,} rows' if most else ''}: {left_out[key]}")
@@ -407,7 +362,6 @@ def _load(name: str, precision: PrecisionName, device: str | None) -> Encoder:
 
 
 def _write_negatives(path: Path, documents: Path) -> None:
-    """Write the negatives that a set brings as documents to mine among."""
     schema = pa.schema([("text", pa.string())])
     with atomic_path(documents) as temporary, table_writer(temporary, schema) as write, pq.ParquetFile(path) as file:
         for batch in file.iter_batches(_BATCH_ROWS, columns=["negatives"]):

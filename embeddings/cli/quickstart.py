@@ -53,7 +53,10 @@ def quickstart() -> None:
         prepare_docstrings(CORPUS)
 
     with phase(2, "clusters of pairs that share words: a batch each", seconds, "clusters"):
-        cluster_corpus()
+        source = open_cached(SourceConfig("docstrings", str(CORPUS / "train.jsonl.gz")))
+        found = cluster_pairs(Bm25Features(source), source, CLUSTERS, CLUSTERING)
+        assert found is not None
+        print(f"  {found.num_clusters} clusters of {found.num_rows} pairs in {CLUSTERS}")
 
     data = {split: read_retrieval_folder(CORPUS / "eval" / split) for split in SPLITS}
     results: dict[str, Any] = {}
@@ -86,16 +89,7 @@ def phase(number: int, title: str, seconds: dict[str, float], name: str) -> Iter
     seconds[name] = time.perf_counter() - start
 
 
-def cluster_corpus() -> None:
-    """Cluster the training pairs by their words, as lightning_configs/quickstart.yaml reads them."""
-    source = open_cached(SourceConfig("docstrings", str(CORPUS / "train.jsonl.gz")))
-    found = cluster_pairs(Bm25Features(source), source, CLUSTERS, CLUSTERING)
-    assert found is not None
-    print(f"  {found.num_clusters} clusters of {found.num_rows} pairs in {CLUSTERS}")
-
-
 def score_bm25(data: Folders) -> dict[str, Any]:
-    """The scores of BM25 on both splits."""
     scores = {}
     for split, folder in data.items():
         ranked, _ = BM25(folder.documents).search(folder.queries, top_k=100)
@@ -117,13 +111,11 @@ def score_model(model: str, data: Folders) -> tuple[dict[str, Any], Vectors]:
 
 
 def counted(metrics: dict[str, float], folder: RetrievalFolder) -> dict[str, float]:
-    """The three headline metrics and the sizes they were measured on."""
     sizes = {"num_queries": len(folder.queries), "num_documents": len(folder.documents)}
     return {metric: round(float(metrics[metric]), 4) for metric in METRICS} | sizes
 
 
 def train() -> Path:
-    """Run `fit` with the quickstart's config; returns the run's folder."""
     from embeddings.cli.fit import run_trainer
 
     cli = run_trainer(["fit", "--config", CONFIG])
@@ -132,7 +124,6 @@ def train() -> Path:
 
 
 def show_searches(model: Path, folder: RetrievalFolder, document_ND: Vectors) -> None:
-    """Answer three example questions from the held-out packages."""
     encoder = Encoder.from_pretrained(str(model))
     found = search_top_k(encoder.encode(EXAMPLES, role="query"), document_ND, top_k=3)
     for query, scores, rows in zip(EXAMPLES, found.score_QK.tolist(), found.index_QK.tolist(), strict=True):
@@ -142,7 +133,6 @@ def show_searches(model: Path, folder: RetrievalFolder, document_ND: Vectors) ->
 
 
 def score_table(results: dict[str, Any]) -> str:
-    """The scores as text: a row a system, a group of columns a split."""
     names = {"bm25": "BM25", "before": "before training", "after": "after training"}
     rows = [["", "held-out functions", "", "", "held-out packages"], ["", *("nDCG@10", "MRR@10", "Recall@10") * 2]]
     for key, title in names.items():

@@ -18,13 +18,12 @@ from embeddings.figures.clusters import (
     MAX_CORPORA,
     MAX_DOCUMENTS,
     PERPLEXITY,
-    ClusterFacts,
     draw_cluster_points,
     neighbour_map,
 )
 from embeddings.figures.drawing import run_names
 from embeddings.figures.heat_maps import MAX_COLUMNS, MEAN, draw_latents_by_text, layer_shares, spread, token_name
-from embeddings.inference import Encoder, ExpertLoads, choose_context, expert_loads, read_corpus, require_context_size
+from embeddings.inference import Encoder, choose_context, expert_loads, read_corpus, require_context_size
 from embeddings.inference import contextual_shift as measure_shift
 from embeddings.inference.context import draw_documents
 from embeddings.inference.corpus import Document
@@ -40,7 +39,7 @@ from embeddings.inference.inspection import (
     token_weights,
 )
 from embeddings.models import AnchorTokenPooling, Embedder
-from embeddings.models.compressed import MatrixZeros, zeros_by_matrix
+from embeddings.models.compressed import zeros_by_matrix
 from embeddings.models.model_files import resolve_model
 from embeddings.models.moe.routing import load_metrics
 from embeddings.models.poolings import pooling_name
@@ -89,16 +88,14 @@ def anchor_tokens(
         texts: The texts, shown below each other on one scale.
         model: A model directory or Hub id.
         output: The HTML file to write.
-        prompt_name: Which of the model's prompts goes before each text; the one of the role's name where none is given.
-            Its tokens have no weight.
+        prompt_name: Which of the model's prompts precedes each text, the role's if left out; its tokens get no weight.
         role: Whose prompt and length limit hold for the texts.
         axis: `key`: what a token receives; `query`: how evenly it looks about. The pooling's own, or `key`, if left
             out, and so the others.
         layers: Whose attention counts, from 0 or, negative, from the last: `-1`, or several as `[-1,-2]`.
         per_head: Whether heads count alike.
         include_first: Whether the text's first token is pooled.
-        by_visible_queries: Whether a weight is divided by the number of queries that see the token, as the key axis
-            needs under a causal mask.
+        by_visible_queries: Whether weights are divided by the queries that see the token, for a causal mask's key axis.
     """
     _check_texts(texts)
     figures.check_output(output, "an HTML file", needs_matplotlib=False)
@@ -120,7 +117,6 @@ def anchor_tokens(
 
 
 def _check_texts(texts: Sequence[str]) -> None:
-    """Refuse an empty text."""
     for text in texts:
         if not text.strip():
             raise OptionError("TEXT", text, "must not be empty", "give a sentence")
@@ -150,7 +146,6 @@ def _anchor_pooling(embedder: Embedder, given: dict[str, object]) -> tuple[Ancho
 
 
 def _pooling_settings(pooling: AnchorTokenPooling) -> str:
-    """The settings that weights depend on, in words."""
     layers = ", ".join(map(str, pooling.layers))
     words = [f"{pooling.axis} axis", f"layer{'s' * (len(pooling.layers) > 1)} {layers}"]
     words += ["heads count alike"] * pooling.per_head
@@ -190,13 +185,11 @@ def latent_attention(
         texts: The texts, drawn below each other over the same latents.
         model: A model directory or Hub id.
         output: The PNG file to write.
-        prompt_name: Which of the model's prompts goes before each text; the one of the role's name where none is given.
-            Its tokens attend to nothing.
+        prompt_name: Which of the model's prompts precedes each text, the role's if left out; its tokens do not attend.
         role: Whose prompt and length limit hold for the texts.
         head: The head whose attention is shown, from 0; the mean over all of them if left out.
         num_latents: How many latents have a column: the busiest over all texts.
-        by_text: Whether a text is one row, the mean over its tokens, with a column for every latent of every head: the
-            picture of NV-Embed's Fig. 2.
+        by_text: Whether a text is one row, with a column for every latent of every head, as in NV-Embed's Fig. 2.
     """
     _check_texts(texts)
     if not 1 <= num_latents <= MAX_COLUMNS:
@@ -258,8 +251,7 @@ def routing(
         runs: Folders of runs, each of which holds the `metrics.csv` that `fit` wrote; several as `[RUN, RUN]`.
         output: The PNG file to write.
         input: A JSONL file (`.gz` too) or Parquet file with `text`, and `title` where there are any, in place of texts.
-        prompt_name: Which of the model's prompts goes before each text; the one of the role's name where none is given.
-            Its tokens are counted too.
+        prompt_name: Which of the model's prompts precedes each text, the role's if left out; its tokens count too.
         role: Whose prompt and length limit hold for the texts; `document` if left out.
     """
     if (model is None) == (runs is None):
@@ -293,17 +285,12 @@ def routing(
         f"{num_experts} experts. Layers and experts count from 0."
     )
     figures.draw_expert_loads(loads, title, subtitle, output)
-    print(f"{title}\n{subtitle}\n\n{_loads_table(loads)}\n\nwrote {output}")
-
-
-def _loads_table(loads: ExpertLoads) -> str:
-    """Each layer's metrics and its experts' shares."""
-    load, experts = load_metrics(loads.count_YX), range(loads.count_YX.shape[1])
-    rows: list[list[object]] = [["layer", "entropy", "busiest/even", "idle", *experts]]
+    load = load_metrics(loads.count_YX)
+    rows: list[list[object]] = [["layer", "entropy", "busiest/even", "idle", *range(num_experts)]]
     columns = (loads.layers, load.entropy_Y, load.highest_Y, load.idle_Y, loads.share_YX.tolist())
     for layer, entropy, highest, idle, shares in zip(*columns, strict=True):
         rows.append([layer, f"{entropy:.3f}", f"{highest:.2f}", int(idle), *(f"{share:.1%}" for share in shares)])
-    return format_table(rows, ">")
+    print(f"{title}\n{subtitle}\n\n{format_table(rows, '>')}\n\nwrote {output}")
 
 
 def sparsity(model: str, output: Path = Path("sparsity.png")) -> None:
@@ -321,17 +308,12 @@ def sparsity(model: str, output: Path = Path("sparsity.png")) -> None:
     title = f"{one_line(Path(model).name, 40)}: {num_zeros / num_weights:.2%} of its layers' weights are zero"
     subtitle = f"{num_weights:,} weights in {len(zeros)} matrices; embeddings, norms and biases are not counted."
     figures.draw_zeros(zeros, title, subtitle, output)
-    print(f"{title}\n{subtitle}\n\n{_zeros_table(zeros)}\n\nwrote {output}")
-
-
-def _zeros_table(zeros: Sequence[MatrixZeros]) -> str:
-    """Each layer's share of zeros, and that of each of its matrices."""
     names = list(dict.fromkeys(found.name for found in zeros))
     rows: list[list[object]] = [["layer", "all", *names]]
     for layer, share in layer_shares(zeros).items():
         shares = {found.name: f"{found.fraction:.1%}" for found in zeros if found.layer == layer}
         rows.append([layer, f"{share:.1%}", *(shares.get(name, "") for name in names)])
-    return format_table(rows, ">")
+    print(f"{title}\n{subtitle}\n\n{format_table(rows, '>')}\n\nwrote {output}")
 
 
 def contextual_shift(
@@ -349,8 +331,7 @@ def contextual_shift(
 
     Args:
         model: The directory of a contextual model.
-        corpus: A corpus file, or a folder that `encode` wrote; several as `[A,B]`. The documents are drawn from the
-            first, the contexts from each.
+        corpus: A corpus file or encoded folder, or several as `[A,B]`: documents of the first, contexts of each.
         output: The PNG file to write.
         num_documents: How many documents, 2 to 20.
         num_contexts: How many contexts of each corpus, drawn one by one; 2 or more in all.
@@ -389,7 +370,6 @@ def contextual_shift(
 
 
 def _shift_table(shift: ContextualShift, documents: Sequence[Document]) -> str:
-    """Each document's cosines."""
     rows = [["between contexts", "the least", "with no context", "nearest other", "document"]]
     cosines = (shift.own_cosine_NP, shift.alone_cosine_N, shift.other_cosine_N)
     for document, own_P, alone, other in zip(documents, *cosines, strict=True):
@@ -412,16 +392,14 @@ def clusters(
 
     Args:
         clusters: The folder that `cluster` wrote.
-        vectors: The vectors of the same source that it wrote beside it; `CLUSTERS.vectors` if left out. Clusters
-            by words (`--features bm25`) have none of their own, but may be shown by a model's.
+        vectors: The vectors of the same source; `CLUSTERS.vectors` if left out. Clusters by words (`--features bm25`)
+            have none of their own, but may be shown by a model's.
         output: The PNG file to write.
         num_clusters: How many clusters are drawn at random, at most 20.
         rows_per_cluster: Most rows of one.
         seed: Seed of the draw, which is all that is left to chance.
-        projection: `pca` draws the plane in which the rows differ most, `tsne` a map on which neighbours stay
-            neighbours, of 5,000 rows at most.
-        perplexity: About how many neighbours of each row t-SNE goes by, fewer than a third of the rows drawn; 30 if
-            left out.
+        projection: `pca`, the plane in which rows differ most, or `tsne`, a map of neighbours, of 5,000 rows at most.
+        perplexity: About how many neighbours of a row t-SNE goes by, below a third of the rows; 30 if left out.
     """
     if num_clusters > MAX_CLUSTERS:
         rule = f"must be at most {MAX_CLUSTERS}: more colours cannot be told apart"
@@ -447,18 +425,12 @@ def clusters(
         subtitle += f" Perplexity {perplexity:g}."
         map_N2 = neighbour_map(points.vector_ND, perplexity)
     figures.draw_clusters(points, title, subtitle, output, map_N2)
-    print(f"{title}\n{subtitle}\n\n{_cluster_table(points.facts())}\n\nwrote {output}")
-
-
-def _cluster_table(facts: list[ClusterFacts]) -> str:
-    """How tight each cluster is, and how far from the nearest other one."""
-    rows: list[list[object]] = [
-        ["cluster", "rows", "drawn", "cosine with its mean", "nearest other", "cosine of means", "nearest its own mean"]
-    ]
-    for each in facts:
+    columns = ["cluster", "rows", "drawn", "cosine with its mean", "nearest other", "cosine of means"]
+    rows: list[list[object]] = [[*columns, "nearest its own mean"]]
+    for each in points.facts():
         cosines = f"{each.cosine:.3f}", each.nearest, f"{each.nearest_cosine:.3f}", f"{each.at_home:.1%}"
         rows.append([each.cluster, f"{each.num_rows:,}", each.num_drawn, *cosines])
-    return format_table(rows, ">")
+    print(f"{title}\n{subtitle}\n\n{format_table(rows, '>')}\n\nwrote {output}")
 
 
 def report(run: Path, output: Path | None = None) -> None:

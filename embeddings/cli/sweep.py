@@ -13,7 +13,7 @@ from embeddings.cli.errors import ConfigError
 from embeddings.cli.sweep_file import SEED_KEY, Metric, Point, Sweep, is_number, label, next_point, read_sweep
 from embeddings.cli.sweep_runs import Run, SignalForwarder, exclusive, runs_of, settings_hash, train
 from embeddings.common import InputError, OptionError, PreemptedError, UserError
-from embeddings.common.errors import require
+from embeddings.common.errors import refuse_given, require
 from embeddings.common.io import atomic_path, file_lock, write_json
 from embeddings.common.process import is_first_process, num_processes
 from embeddings.common.signals import EXIT_RESUMABLE, STOP_SIGNALS, answer, handle_preemption
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RunFailed(UserError):
-    """Runs that failed, each with a message of its own; the exit code is that of the first of them."""
+    """Runs that failed, with the exit code of the first of them."""
 
     def __init__(self, line: str, exit_code: int) -> None:
         super().__init__(line)
@@ -57,8 +57,8 @@ def sweep(
     if sum(map(bool, (count, dry_run, results))) > 1:
         raise OptionError("sweep", "several", "takes one of --count, --dry-run and --results", "leave the others out")
     plan = read_sweep(file)
-    if index is not None and (count or results):
-        raise OptionError("index", index, "has no effect on --count and --results", "leave it out")
+    if count or results:
+        refuse_given({"index": index}, "has no effect on --count and --results")
     if index is not None and not 0 <= index < plan.num_points:
         raise OptionError("index", index, f"must lie in 0 … {plan.num_points - 1}", "points are counted from 0")
     if count:
@@ -91,20 +91,23 @@ def sweep(
 
 
 def with_proposed(plan: Sweep, file: Path, output: Path, count: int | None = None) -> Sweep:
-    """A search with the points that were proposed so far; where a number is given, with as many, proposed as needed.
+    """A search with the points proposed so far; where a number is given, with as many, proposed as needed.
 
-    A proposal is kept in the sweep's folder (`points-HASH.json`), so that a later call, or another process, has the
-    same points whatever results there are by then.
+    Proposals are kept in `points-HASH.json`, so that later calls and other processes have the same points.
     """
     assert plan.search is not None
     about = [asdict(plan.metric), plan.search.seed, plan.search.parameters]
     path = output / plan.name / f"points-{settings_hash(plan.contents, {'search': about})}.json"
+
+    def proposed() -> list[Point]:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+
     if count is None:
-        return replace(plan, points=_proposed(path))
+        return replace(plan, points=tuple(proposed()))
     require("optuna", "optuna")
     path.parent.mkdir(parents=True, exist_ok=True)
     with file_lock(path.with_suffix(".lock")):
-        points = list(_proposed(path))
+        points = proposed()
         while len(points) < count:
             runs = runs_of(replace(plan, points=tuple(points)), output)
             metric = logged_metric(runs, plan.metric)
@@ -115,21 +118,13 @@ def with_proposed(plan: Sweep, file: Path, output: Path, count: int | None = Non
     return replace(plan, points=tuple(points))
 
 
-def _proposed(path: Path) -> tuple[Point, ...]:
-    """The points of a file of proposals, none where there is no file."""
-    return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ()
-
-
 def check_runs(plan: Sweep, file: Path, runs: Sequence[Run]) -> None:
-    """Check the arguments of runs as `fit` does, before any of them begins.
-
-    A run whose keys, and values but for numbers, were all seen in earlier ones is not looked at again, unless it is one
-    of a list, where each has keys of its own. The error names the point.
-    """
+    """Check the arguments of runs as `fit` does, but for one whose keys and values, numbers apart, were seen."""
     from embeddings.cli.fit import check_arguments
 
     seen: set[tuple[str, str]] = set()
     for run in runs:
+        # In a list each point has keys of its own, which may not go together.
         new = {(key, type(value).__name__ if is_number(value) else label(value)) for key, value in run.point.items()}
         if new <= seen and plan.method != "list":
             continue
@@ -141,10 +136,10 @@ def check_runs(plan: Sweep, file: Path, runs: Sequence[Run]) -> None:
 
 
 def train_missing(plan: Sweep, file: Path, output: Path, index: int | None) -> None:
-    """Train the runs that are not done, or the one of `index`; errors as in `train_each`.
+    """Train the runs that are not done, or the one of `index`; all are checked before the first begins.
 
-    All are checked before the first begins. The points of a search follow each from the results of those before it, and
-    are checked in turn; a run that fails tells the search nothing, and the same line runs it again, at its point.
+    The points of a search follow from the results of those before, and are checked in turn. A run that fails tells the
+    search nothing, and the same line runs it again.
     """
     runs = runs_of(plan, output)
     runs = runs if index is None else [runs[index]]
@@ -169,14 +164,10 @@ def train_missing(plan: Sweep, file: Path, output: Path, index: int | None) -> N
 
 
 def train_each(plan: Sweep, runs: Iterable[Run], is_array_task: bool) -> None:
-    """Train runs that are checked, one after another.
+    """Train runs that are checked, one after another; a failed one is an error after the others are done.
 
     A run that ends with code 75 has had the job queued again, and the sweep ends with it. Where a signal finds no run
     that could answer it, the sweep does.
-
-    Raises:
-        RunFailed: If a run failed, after the others are done, or Ctrl-C or the end of a terminal stopped it.
-        PreemptedError: If SIGUSR1 or SIGTERM did.
     """
     codes: dict[int, int] = {}
     with SignalForwarder() as forwarder:
@@ -197,12 +188,8 @@ def train_each(plan: Sweep, runs: Iterable[Run], is_array_task: bool) -> None:
 def train_alone(plan: Sweep, run: Run, forwarder: SignalForwarder, is_array_task: bool) -> int:
     """Train a run unless another process is at it, or has done it; returns its exit code, 0 where it is left out.
 
-    Distributed: the first rank decides, and the others begin meanwhile. Where it leaves the run out it fails, and the
-    launcher ends those that wait for it: torchrun always, srun with `--kill-on-bad-exit=1`.
-
-    Raises:
-        InputError: If another process is at the one run that this process was asked for, or has just done it where
-            other ranks have begun.
+    The first rank decides, and the others begin meanwhile. Where it leaves the run out it fails, and the launcher ends
+    those that wait for it: torchrun always, srun with `--kill-on-bad-exit=1`.
     """
     if not is_first_process():
         return train(run, None, forwarder)
@@ -231,7 +218,6 @@ def stopped(run: Run, number: signal.Signals, code: int) -> BaseException:
 
 
 def collect(plan: Sweep, runs: Sequence[Run], path: Path, file: Path) -> None:
-    """Print the results of the finished runs, write them as CSV, and draw them beside it."""
     from embeddings.figures import check_output, draw_sweep
 
     plan = replace(plan, metric=logged_metric(runs, plan.metric))
@@ -251,17 +237,14 @@ def collect(plan: Sweep, runs: Sequence[Run], path: Path, file: Path) -> None:
 
 
 def dots(plan: Sweep, results: Sequence["Result"]) -> list["Dot"]:
-    """The finished runs as a plot has them: each varied key's number or name, and the metric.
-
-    The points of a list vary together: they are one `point`, by the names of all that they set.
-    """
+    """The finished runs as a plot has them: each varied key's number or name, and the metric."""
     varied = {key: name for key, name in plan.names.items() if key != SEED_KEY} or plan.names
     found: list[Dot] = []
     for result in results:
         value, point = result.value(plan.metric), result.run.point
         given = {name: point[key] for key, name in varied.items() if key in point}
         values = {name: content if is_number(content) else label(content) for name, content in given.items()}
-        if plan.method == "list":
+        if plan.method == "list":  # its keys vary together
             values = {"point": ", ".join(f"{name}={label(content)}" for name, content in values.items())}
         if value is not None:
             found.append((values, value))
@@ -269,18 +252,13 @@ def dots(plan: Sweep, results: Sequence["Result"]) -> list["Dot"]:
 
 
 def title(plan: Sweep, run: Run) -> str:
-    """A point's number and values in one line."""
-    names = plan.names
-    values = ", ".join(f"{names[key]}={label(value)}" for key, value in run.point.items())
+    values = ", ".join(f"{plan.names[key]}={label(value)}" for key, value in run.point.items())
     return f"point {run.index} of {plan.num_points}: {values}"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run reached: the metric's last and best value, the best one's optimiser step, its last process's time.
-
-    All are None where the run is not done.
-    """
+    """What a finished run reached: the metric's last and best value, the best one's step, its last process's time."""
 
     run: Run
     status: str
@@ -290,11 +268,9 @@ class Result:
     seconds: float | None = None
 
     def value(self, metric: Metric) -> float | None:
-        """The one of both that points are compared by."""
         return self.last if metric.value == "last" else self.best
 
     def labels(self, keys: Iterable[str]) -> list[str]:
-        """What the run's point sets some keys to, in words."""
         return [label(self.run.point[key]) if key in self.run.point else "-" for key in keys]
 
 
@@ -324,7 +300,6 @@ def results_of(runs: Sequence[Run], metric: Metric, file: Path) -> list[Result]:
 
 
 def result_table(results: Sequence[Result], names: Mapping[str, str], metric: Metric) -> str:
-    """The results as text, a row a point."""
     rows = [["point", *names.values(), f"{metric.column} last", "best", "at step", "seconds", "status", "folder"]]
     for found in results:
         step, seconds = (None if value is None else f"{value:.0f}" for value in (found.best_step, found.seconds))
@@ -353,7 +328,6 @@ def seed_table(results: Sequence[Result], names: Mapping[str, str], metric: Metr
 
 
 def write_results(results: Sequence[Result], names: Mapping[str, str], path: Path) -> None:
-    """Write the results as CSV, atomically; missing values are empty."""
     with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["point", *names, "last", "best", "best_step", "seconds", "status", "folder"])

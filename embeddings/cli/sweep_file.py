@@ -6,17 +6,20 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from embeddings.cli.configs import chooses, configs_of, expand_recipe, located, read_yaml
+from embeddings.cli.errors import ConfigError
+from embeddings.cli.parser import OneLineParser
 from embeddings.common import InputError
 from embeddings.common.errors import require
 
 Point = dict[str, Any]
+Method = Literal["grid", "list", "random", "tpe"]
+Kind = TypeVar("Kind")
 
 SEED_KEY = "seed_everything"
 # Each point becomes a folder, and all of them a table; more are a slip, and would not fit in memory.
@@ -26,21 +29,29 @@ OWN_KEYS = ("config", "ckpt_path", "trainer.default_root_dir", "trainer.logger")
 # Optuna's own number: as many points are random before the sampler has enough results to model.
 NUM_RANDOM = 10
 
-_KEYS = ("recipe", "configs", "method", "seed", "num_runs", "parameters", "metric")
-_CHOICES = {"mode": ("max", "min"), "value": ("last", "best")}
 # YAML takes a number without a point before its exponent for text.
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 _CLASS_PATH = re.compile(r"(?:\w+\.)+[A-Z]\w*")
 
 
 @dataclass(frozen=True)
-class Metric:
-    """What points are compared by; the default is replaced by `train/loss` if it was never logged.
+class SweepFile:
+    """The keys of a sweep file; `parameters` and `metric` are checked apart."""
 
-    Args:
-        column: A column of a run's `metrics.csv`.
-        mode: Whether the largest or the smallest is the best.
-        value: The last one that the run logged, or its best.
+    recipe: str | None = None
+    configs: list[str] | None = None
+    method: Method = "grid"
+    parameters: Any = None
+    num_runs: int | None = None
+    seed: int | None = None
+    metric: Any = None
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What points are compared by: a column of `metrics.csv`, its best side, and which of a run's values counts.
+
+    The default is replaced by `train/loss` if it was never logged.
     """
 
     column: str = "val/ndcg_at_10"
@@ -53,14 +64,18 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Search:
-    """What a sampler proposes points of.
+class Range:
+    """The range of a drawn value, both ends included."""
 
-    Args:
-        parameters: For each config key a list of values, or a range as `method: random` takes it.
-        num_runs: How many points.
-        seed: Seed of the proposals.
-    """
+    low: float
+    high: float
+    log: bool = False
+    int: bool = False
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a sampler proposes points of: for each config key a list of values or a range."""
 
     parameters: Mapping[str, Any]
     num_runs: int
@@ -71,24 +86,15 @@ class Search:
 class Sweep:
     """A sweep file, read and checked.
 
+    `recipe` names its runs: the recipe, or the config that chooses the method. `contents` are the configs as mappings.
     A search (`method: tpe`) has as many points as were proposed so far; the others follow from their results.
-
-    Args:
-        name: The file's name without its ending.
-        recipe: What its runs are called: the recipe's name, or that of the config that chooses the method.
-        configs: The config files of every run, in order.
-        contents: What these hold, as mappings.
-        method: How the points are made.
-        points: For each run the config keys that it sets, and their values.
-        metric: What points are compared by.
-        search: What further points are proposed of; None where all are known.
     """
 
     name: str
     recipe: str
     configs: tuple[str, ...]
     contents: tuple[Mapping[str, Any], ...]
-    method: Literal["grid", "list", "random", "tpe"]
+    method: Method
     points: tuple[Point, ...]
     metric: Metric = field(default_factory=Metric)
     search: Search | None = None
@@ -100,7 +106,6 @@ class Sweep:
 
     @property
     def names(self) -> dict[str, str]:
-        """A name for each key that a point sets (see `short_names`)."""
         return short_names(self.points if self.search is None else [dict(self.search.parameters)])
 
 
@@ -112,49 +117,50 @@ def read_sweep(path: Path) -> Sweep:
     from `{low, high}` evenly (`log: true`: evenly in the logarithm; `int: true`: integers, both ends included). `tpe`
     takes the same keys, and proposes each point by the metric of those before it (see `next_point`).
 
-    Determinism: a point follows from the file alone, and a drawn value from (`seed`, index, key): more runs, or another
-    parameter, leave the values that there were.
-
-    Raises:
-        InputError: If the file is no sweep, or has more than 100,000 points; the message names the key.
-        ConfigError: If the recipe is unknown.
+    A point follows from the file alone, and a drawn value from (`seed`, index, key): more runs, or another parameter,
+    leave the values that there were.
     """
     place = Path(located(str(path)))
     if not place.is_file():
         raise InputError(str(path), "no such file", "give a sweep file, such as lightning_configs/sweeps/pooling.yaml")
     content = _with_numbers(read_yaml(place, str(path)))
-    if not isinstance(content, dict):
-        raise InputError(str(path), "holds no mapping", f"a sweep file has the keys {', '.join(_KEYS)}")
-    _check_keys(str(path), content, _KEYS)
-    configs = _configs(path, content)
+    file = _parsed(SweepFile, content, str(path), ("parameters", "metric"))
+    parameters, metric = content.get("parameters"), _parsed(Metric, content.get("metric", {}), f"{path}: metric")
+    configs = _configs(path, file)
     of_each = [[content for _, content in configs_of(config)] for config in configs]
-    # A recipe's name, or that of the config that chooses the method, directly or through one that it names.
+    # The config that chooses the method, directly or through one that it names.
     is_method = [any(chooses(content, "model") for content in found) for found in of_each]
-    recipe = content.get("recipe") or Path(configs[is_method.index(True) if any(is_method) else -1]).stem
-    method, points = content.get("method", "grid"), tuple(_points(path, content))
+    recipe = file.recipe or Path(configs[is_method.index(True) if any(is_method) else -1]).stem
+    points = tuple(_points(path, file, parameters))
     for index, point in enumerate(points):
         _check_point(f"{path}: point {index}", point)
     search = None
-    if method == "tpe":
+    if file.method == "tpe":
         # A drawn point stood for all of them in the checks.
-        search, points = Search(content["parameters"], content["num_runs"], content.get("seed", 0)), ()
-    contents, metric = tuple(itertools.chain(*of_each)), _metric(f"{path}: metric", content.get("metric", {}))
-    return Sweep(path.stem, recipe, configs, contents, method, points, metric, search)
+        search, points = Search(parameters, file.num_runs or 0, file.seed or 0), ()
+    contents = tuple(itertools.chain(*of_each))
+    return Sweep(path.stem, recipe, configs, contents, file.method, points, metric, search)
+
+
+def _parsed(kind: type[Kind], content: Any, where: str, unread: Sequence[str] = ()) -> Kind:
+    """A mapping of the file as a dataclass, by the parser of the command line; the values of some keys stay unread."""
+    if not isinstance(content, dict):
+        raise InputError(where, f"must be a mapping, got {content!r}", "write it as KEY: VALUE")
+    parser = OneLineParser()
+    parser.add_class_arguments(kind, None)
+    try:
+        parsed = parser.parse_object({key: None if key in unread else value for key, value in content.items()})
+        return kind(**vars(parsed))
+    except (ConfigError, OverflowError) as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def next_point(search: Search, mode: Literal["max", "min"], tried: Sequence[tuple[Point, float | None]]) -> Point:
-    """The point that the tree-structured Parzen estimator proposes next.
+    """The point that the tree-structured Parzen estimator proposes after those tried, each with its value, if any.
 
-    The first `NUM_RANDOM` points are random, as are further ones until so many have a value.
+    The first `NUM_RANDOM` points are random, as are further ones until so many have a value. The point follows from the
+    arguments alone with one version of Optuna; numbers have six digits.
 
-    Args:
-        search: The ranges of the values, and the seed.
-        mode: Whether the largest or the smallest value is the best.
-        tried: The points so far in their order, each with its value, or None where its run has not finished.
-
-    Determinism: the point follows from the arguments alone with one version of Optuna; numbers have six digits.
-    Raises:
-        MissingExtraError: If Optuna is not installed.
     Source: Bergstra et al. 2011, Algorithms for Hyper-Parameter Optimization, section 4, by Optuna's `TPESampler`.
     """
     optuna: Any = require("optuna", "optuna")
@@ -166,20 +172,19 @@ def next_point(search: Search, mode: Literal["max", "min"], tried: Sequence[tupl
         if key in lists:
             ranges[key] = optuna.distributions.CategoricalDistribution([json.dumps(value) for value in source])
             continue
-        kind, is_log = (int if source.get("int") else float), bool(source.get("log"))
+        kind = int if source.get("int") else float
         made = optuna.distributions.IntDistribution if kind is int else optuna.distributions.FloatDistribution
-        ranges[key] = made(kind(source["low"]), kind(source["high"]), log=is_log)
+        ranges[key] = made(kind(source["low"]), kind(source["high"]), log=bool(source.get("log")))
     seed = random.Random(f"{search.seed}/{len(tried)}").getrandbits(31)
     sampler = optuna.samplers.TPESampler(n_startup_trials=NUM_RANDOM, seed=seed)
-    study = optuna.create_study(direction={"max": "maximize", "min": "minimize"}[mode], sampler=sampler)
+    study = optuna.create_study(direction=f"{mode}imize", sampler=sampler)
     for point, value in tried:
         if value is not None:
             given = {key: json.dumps(content) if key in lists else content for key, content in point.items()}
             study.add_trial(optuna.trial.create_trial(params=given, distributions=ranges, value=value))
-    found: Mapping[str, Any] = study.ask(ranges).params
     return {
         key: json.loads(value) if key in lists else _in_range(value, search.parameters[key])
-        for key, value in found.items()
+        for key, value in study.ask(ranges).params.items()
     }
 
 
@@ -197,7 +202,6 @@ def short_names(points: Sequence[Point]) -> dict[str, str]:
 
 
 def label(value: Any) -> str:
-    """A value in few letters: a class by its last name, with its arguments."""
     if isinstance(value, str):
         return value.rpartition(".")[2] if _CLASS_PATH.fullmatch(value) else value
     if isinstance(value, Mapping):
@@ -223,27 +227,11 @@ def _with_numbers(value: Any) -> Any:
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
-def _check_keys(where: str, given: Mapping[Any, Any], known: Sequence[str]) -> None:
-    for key in given:
-        if key not in known:
-            alike = get_close_matches(str(key), known, n=1)
-            fix = f"did you mean {alike[0]}?" if alike else f"it takes {', '.join(known)}"
-            raise InputError(where, f"unknown key {key!r}", fix)
-
-
-def _configs(path: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
+def _configs(path: Path, file: SweepFile) -> tuple[str, ...]:
     """The config files that a sweep file, or its recipe, lists."""
-    if ("recipe" in content) == ("configs" in content):
+    if bool(file.recipe) == bool(file.configs):
         raise InputError(str(path), "needs either recipe or configs", "name a recipe, or list config files")
-    if "recipe" in content:
-        if not isinstance(content["recipe"], str):
-            raise InputError(f"{path}: recipe", f"must be a name, got {content['recipe']!r}", "see recipes.csv")
-        configs = expand_recipe(["--recipe", content["recipe"]])[1::2]
-    else:
-        configs = content["configs"]
-        if not isinstance(configs, list) or not configs or not all(isinstance(config, str) for config in configs):
-            fix = "list those of fit --config"
-            raise InputError(f"{path}: configs", f"must be a list of files, got {configs!r}", fix)
+    configs = file.configs or expand_recipe(["--recipe", str(file.recipe)])[1::2]
     for config in configs:
         if not Path(located(config)).is_file():
             fix = "paths are those from the folder that the command runs in"
@@ -251,18 +239,14 @@ def _configs(path: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(configs)
 
 
-def _points(path: Path, content: Mapping[str, Any]) -> list[Point]:
+def _points(path: Path, file: SweepFile, parameters: Any) -> Iterable[Point]:
     """The points of a sweep file; those of a search as `method: random` would draw them."""
-    method, parameters = content.get("method", "grid"), content.get("parameters")
-    if method not in ("grid", "list", "random", "tpe"):
-        raise InputError(f"{path}: method", f"must be grid, list, random or tpe, got {method!r}", "choose one")
-    is_drawn = method in ("random", "tpe")
-    for key in () if is_drawn else ("seed", "num_runs"):
-        if key in content:
-            raise InputError(f"{path}: {key}", f"has no effect on method {method}", "leave it out")
-    where = f"{path}: parameters"
-    if method == "list":
-        points = parameters if isinstance(parameters, list) else []
+    where, is_drawn = f"{path}: parameters", file.method in ("random", "tpe")
+    for key, value in {"seed": file.seed, "num_runs": file.num_runs}.items():
+        if value is not None and not is_drawn:
+            raise InputError(f"{path}: {key}", f"has no effect on method {file.method}", "leave it out")
+    if file.method == "list":
+        points: list[Point] = parameters if isinstance(parameters, list) else []
         if not points or not all(isinstance(point, dict) and point for point in points):
             rule = f"must be a list of mappings of config keys, got {parameters!r}"
             raise InputError(where, rule, "list at least one point")
@@ -270,22 +254,20 @@ def _points(path: Path, content: Mapping[str, Any]) -> list[Point]:
         return points
     if not isinstance(parameters, dict) or not parameters:
         raise InputError(where, f"must map config keys to values, got {parameters!r}", "name at least one key")
-    num_runs, seed = content.get("num_runs"), content.get("seed", 0)
-    if is_drawn:
-        where = f"{path}: num_runs"
-        if not isinstance(num_runs, int) or isinstance(num_runs, bool) or num_runs < 1:
-            raise InputError(where, f"must be an integer >= 1, got {num_runs!r}", "say how many to draw")
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise InputError(f"{path}: seed", f"must be an integer, got {seed!r}", "try 0")
     for key, source in parameters.items():
         check = _check_range if is_drawn and isinstance(source, dict) else _check_values
-        check(f"{path}: parameters.{key}", source)
-    number: int = num_runs if is_drawn else math.prod(map(len, parameters.values()))  # type: ignore[assignment]
+        check(f"{where}.{key}", source)
+    number = math.prod(map(len, parameters.values()))
+    if is_drawn:
+        where, number = f"{path}: num_runs", file.num_runs or 0
+        if number < 1:
+            raise InputError(where, f"must be an integer >= 1, got {file.num_runs!r}", "say how many to draw")
     if number > MAX_POINTS:
         fix = "vary less, or draw fewer points with method: random"
         raise InputError(where, f"makes {number} points, more than {MAX_POINTS}", fix)
     if not is_drawn:
-        return [dict(zip(parameters, values, strict=True)) for values in itertools.product(*parameters.values())]
+        return (dict(zip(parameters, values, strict=True)) for values in itertools.product(*parameters.values()))
+    seed = file.seed or 0
     return [
         # A text seeds alike on every machine and Python.
         {key: _draw(source, random.Random(f"{seed}/{index}/{key}").random()) for key, source in parameters.items()}
@@ -308,26 +290,19 @@ def _check_values(where: str, values: Any) -> None:
         raise InputError(where, f"holds {text} twice", "leave one out")
 
 
-def _check_range(where: str, source: Mapping[str, Any]) -> None:
-    _check_keys(where, source, ("low", "high", "log", "int"))
-    for name in ("log", "int"):
-        if not isinstance(source.get(name, False), bool):
-            raise InputError(f"{where}.{name}", f"must be true or false, got {source[name]!r}", "choose one")
-    for name in ("low", "high"):
-        end: Any = source.get(name)
-        if not is_number(end) or not math.isfinite(end):
-            raise InputError(f"{where}.{name}", f"must be a number, got {end!r}", "give both low and high, or a list")
-        if source.get("int") and end != int(end):
-            raise InputError(f"{where}.{name}", f"must be an integer with int: true, got {end!r}", "round it")
-    low, high = source["low"], source["high"]
-    if low >= high:
-        raise InputError(where, f"low must be < high, got {low!r} and {high!r}", "exchange them")
-    if source.get("log") and low <= 0:
-        raise InputError(f"{where}.low", f"must be > 0 with log: true, got {low!r}", "give the smallest value to try")
+def _check_range(where: str, source: dict[str, Any]) -> None:
+    drawn = _parsed(Range, source, where)
+    if vars(drawn) | source != vars(drawn):
+        raise InputError(where, f"must hold numbers, and true or false, got {source}", "leave the quotes out")
+    if not -math.inf < drawn.low < drawn.high < math.inf:
+        raise InputError(where, f"low must be < high, and both finite, got {drawn.low} and {drawn.high}", "change them")
+    if drawn.int and not (drawn.low.is_integer() and drawn.high.is_integer()):
+        raise InputError(where, f"int: true needs integers, got {drawn.low} and {drawn.high}", "round them")
+    if drawn.log and drawn.low <= 0:
+        raise InputError(f"{where}.low", f"must be > 0 with log: true, got {drawn.low}", "give the smallest to try")
 
 
 def _draw(source: Any, share: float) -> Any:
-    """The value at a share, in [0, 1), of a list or a range."""
     if isinstance(source, list):
         return source[int(share * len(source))]
     low, high, width = source["low"], source["high"], int(source.get("int", False))
@@ -351,15 +326,3 @@ def _check_point(where: str, point: Point) -> None:
             raise InputError(where, f"{key!r} is no config key", fix)
         if any(key == own or key.startswith(f"{own}.") or key == f"{own}+" for own in OWN_KEYS):
             raise InputError(where, f"{key} is what a sweep gives every run itself", "leave it out")
-
-
-def _metric(where: str, given: Any) -> Metric:
-    if not isinstance(given, dict):
-        raise InputError(where, f"must be a mapping, got {given!r}", f"it takes column, {', '.join(_CHOICES)}")
-    _check_keys(where, given, ("column", *_CHOICES))
-    for key, choices in _CHOICES.items():
-        if given.get(key, choices[0]) not in choices:
-            raise InputError(f"{where}.{key}", f"must be {' or '.join(choices)}, got {given[key]!r}", "choose one")
-    if not isinstance(given.get("column", ""), str):
-        raise InputError(f"{where}.column", f"must be a name, got {given['column']!r}", "name one of metrics.csv")
-    return Metric(**given)

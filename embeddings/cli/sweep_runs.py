@@ -42,7 +42,6 @@ class Run:
 
     @property
     def status(self) -> Literal["done", "unfinished", "missing"]:
-        """Whether the run is finished, has begun, or neither."""
         if self.record() is not None:
             return "done"
         return "unfinished" if any(self.folder.glob("version_*")) else "missing"
@@ -52,16 +51,11 @@ class Run:
         return read_json_or_empty(self.folder / "done.json") or None
 
     def line(self) -> str:
-        """The line as a person would type it."""
         return f"{program()} {shlex.join(self.words)}"
 
 
 def runs_of(sweep: Sweep, output: Path) -> list[Run]:
-    """The runs of a sweep's points, each in the folder `output/SWEEP/RECIPE-HASH`.
-
-    The hash is that of the configs' content, in order, and of the values that the point sets: an edit gives
-    other folders, but a moved sweep file or a comment does not.
-    """
+    """The runs of a sweep's points, each in the folder `output/SWEEP/RECIPE-HASH`."""
     found = []
     configs = [word for config in sweep.configs for word in ("--config", config)]
     for index, point in enumerate(sweep.points):
@@ -74,11 +68,8 @@ def runs_of(sweep: Sweep, output: Path) -> list[Run]:
 
 
 def settings_hash(contents: Sequence[Mapping[str, Any]], point: Point) -> str:
-    """Some hex digits that stand for a run's settings.
-
-    The configs are not merged first: what becomes of a class's arguments when a later config chooses another class is
-    the parser's knowledge.
-    """
+    """Some hex digits that stand for a run's settings: the configs' contents, in order, and the values of its point."""
+    # Not merged first: what becomes of a class's arguments when a later config chooses another class, the parser knows.
     text = json.dumps([contents, point], sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_HASH_DIGITS]
 
@@ -87,7 +78,6 @@ def placed(contents: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
     """Options that send what a run writes into its folder: logs, checkpoints, and what callbacks put elsewhere.
 
     The first logger is a CSV logger, whose `version_N` of a process holds its `metrics.csv`; other loggers stay.
-    `contents` are the mappings of the configs and of the point, in order.
     """
     loggers = [logger for logger in _listed(contents, "logger") if isinstance(logger, Mapping)]
     own = next((logger.get("init_args") or {} for logger in loggers if _kind(logger) == "CSVLogger"), {})
@@ -104,9 +94,8 @@ def placed(contents: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
 def exclusive(folder: Path) -> Iterator[int | None]:
     """The lock on a run's folder, as an open file's number; None where another process holds it.
 
-    A process that inherits the number holds the lock too, so it lasts until both have ended. Between machines it holds
-    as far as the file system's `flock` does: NFS asks the server, unless it is mounted with `nolock` or `local_lock`,
-    and Lustre needs the option `flock`.
+    A process that inherits the number holds the lock too. Between machines it holds as far as the file system's `flock`
+    does: NFS needs a mount without `nolock` and `local_lock`, Lustre one with `flock`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a") as file:
@@ -121,9 +110,9 @@ def exclusive(folder: Path) -> Iterator[int | None]:
 def train(run: Run, lock: int | None, forwarder: "SignalForwarder") -> int:
     """Train a point in a process of its own, from its newest checkpoint if it has one; returns its exit code.
 
-    `lock` is the number of its lock's file; None where this process is a further rank, which does not write done.json.
+    `lock` is the number of its lock's file; None on a further rank, which does not write done.json.
     """
-    from embeddings.cli.resume import find_latest_checkpoint  # loads Lightning
+    from embeddings.cli.trainer import find_latest_checkpoint  # loads Lightning
 
     start = time.monotonic()
     checkpoint = find_latest_checkpoint(run.folder)
@@ -155,8 +144,7 @@ def command_words() -> list[str]:
 def summaries(folder: Path) -> dict[str, dict[str, float]]:
     """Of each column of a run's `metrics.csv` its last value, its least and its largest, and their steps.
 
-    A run that was resumed has several files; where two have the same step, the later one counts. A damaged value is
-    left out, and so is a row without its step: the run has reached its end all the same.
+    A resumed run has several files; of two values of one step the later one counts. Damaged values are left out.
     """
     columns: dict[str, dict[int, float]] = {}
     for path in sorted(folder.glob("version_*/metrics.csv"), key=_version):
@@ -194,14 +182,11 @@ def _kind(part: Mapping[str, Any]) -> str:
 
 
 def _moved(part: Any, folder: Path) -> Any:
-    """A logger or callback with the places that it writes to in a folder, under the last of their own names.
-
-    A `ModelCheckpoint` without a place gets one: where it changes, as with each process's logs, Lightning forgets on
-    resuming which checkpoint was the best.
-    """
+    """A logger or callback with the places that it writes to in a folder, under the last of their own names."""
     if not isinstance(part, Mapping):
         return part
     arguments = part.get("init_args") or {}
+    # Where its place changes, as with each process's logs, Lightning forgets on resuming which checkpoint was the best.
     places = {"dirpath": "checkpoints"} if _kind(part) == "ModelCheckpoint" else {}
     places |= {name: arguments[name] for name in PLACES if isinstance(arguments.get(name), str)}
     moved: dict[str, Any] = {name: str(folder / Path(place).name) for name, place in places.items()}
@@ -230,11 +215,8 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 class SignalForwarder:
     """Passes signals on to the process that is at work, and begins no other once one has come.
 
-    It is a context, inside which none of the signals ends this process; nor afterwards where it was left because of
-    one, so that none comes between a run's answer and the exit.
-
-    Attributes:
-        received: What came so far, in order.
+    Inside this context none of the signals ends this process; nor afterwards where it was left because of one, so that
+    none comes between a run's answer and the exit. `received` holds what came so far.
     """
 
     def __init__(self) -> None:
@@ -255,10 +237,7 @@ class SignalForwarder:
             signal.signal(number, signal.SIG_IGN if ignored else handler)
 
     def run(self, words: Sequence[str], inherited: Sequence[int]) -> int:
-        """Run a line to its end; returns its exit code, 128 and the signal's number where one killed it or came before.
-
-        The process gets the open files with the numbers `inherited` too.
-        """
+        """Run a line to its end; returns its exit code, 128 and the signal's number if one killed it or came before."""
         if self.received:
             return 128 + self.received[0]
         # A group of its own: a terminal's Ctrl-C comes once, from here, and does not end a run that is saving itself.

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from embeddings.callbacks import DurableCheckpointIO
-from embeddings.cli.resume import find_latest_checkpoint
+from embeddings.cli.trainer import find_latest_checkpoint
 from embeddings.common.checkpoint_file import read_checkpoint
 from tests.callbacks.preempted_runs import STEPS, fake_scontrol, fit_words, preempted_config, signalled
 from tests.helpers.processes import run_command

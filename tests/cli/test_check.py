@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 
-from embeddings.cli.check import is_here, num_devices
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
+from embeddings.cli.plan import num_devices
 from embeddings.data import store
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import component, run_config, write_config, write_pairs, write_retrieval_folder
@@ -33,15 +33,10 @@ def checked(tmp_path, monkeypatch, capsys):
     return check
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "ddp",
-        component("embeddings.strategies.FSDP2Strategy"),
-        component("embeddings.strategies.ZeroStrategy", stage=2),
-    ],
-    ids=["ddp", "fsdp2", "zero"],
-)
+STRATEGIES = ["ddp", component("embeddings.strategies.FSDP2Strategy"), component("embeddings.strategies.ZeroStrategy")]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["ddp", "fsdp2", "zero"])
 def test_a_run_of_two_nodes_is_told_of_on_a_machine_without_a_gpu(strategy, checked, tmp_path):
     lines = checked({**GPUS, "strategy": strategy})
     model, *others = lines
@@ -69,6 +64,27 @@ def test_a_run_on_this_machine_says_nothing_of_missing_hardware(checked, tmp_pat
     assert f"model directory: {tmp_path}/model" in lines
 
 
+@pytest.mark.parametrize(
+    ("trainer", "more", "row", "says"),
+    [
+        (GPUS, {}, "", "the 64 training rows (batch_size x 16 ranks), got 8"),
+        ({}, {}, '{"query": "alone"}\n', "pairs.jsonl:65: field 'positive'"),
+        ({}, {"check": True}, "", "--check: is an option of the command line alone"),
+    ],
+    ids=["global batch", "bad row", "in a config"],
+)
+def test_what_a_run_would_refuse_is_refused_before_it_is_queued(
+    trainer, more, row, says, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = run_config(tmp_path)
+    config["trainer"] |= trainer
+    with open(tmp_path / "pairs.jsonl", "a") as file:
+        file.write(row)
+    words = ["fit", "--config", write_config(tmp_path, config | more), *([] if more else ["--check"])]
+    assert_refused(capsys, tmp_path, says, main, words)
+
+
 def test_frozen_weights_are_counted(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "lora").mkdir()
@@ -80,14 +96,6 @@ def test_frozen_weights_are_counted(tmp_path, capsys, monkeypatch):
     total, trained, frozen = (int(number.replace(",", "")) for number in re.findall(r"[\d,]{3,}(?= )", line))
     assert total == trained + frozen
     assert frozen > trained > 0
-
-
-def test_the_global_batch_of_all_nodes_must_fit_the_sources(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    config = run_config(tmp_path, batch_size=8)
-    config["trainer"] |= GPUS
-    words = ["fit", "--config", write_config(tmp_path, config), "--check"]
-    assert_refused(capsys, tmp_path, "the 64 training rows (batch_size x 16 ranks), got 8", main, words)
 
 
 def test_all_that_is_missing_is_named_at_once(tmp_path, capsys, monkeypatch):
@@ -106,14 +114,6 @@ def test_all_that_is_missing_is_named_at_once(tmp_path, capsys, monkeypatch):
     assert main(words) == 0
 
 
-def test_a_bad_row_is_found_before_the_job_is_queued(tmp_path, capsys):
-    config = run_config(tmp_path)
-    with open(tmp_path / "pairs.jsonl", "a") as file:
-        file.write('{"query": "alone"}\n')
-    words = ["fit", "--config", write_config(tmp_path, config), "--check"]
-    assert_refused(capsys, tmp_path, "pairs.jsonl:65: field 'positive'", main, words)
-
-
 def test_a_run_that_would_resume_names_its_checkpoint_and_converts_nothing_again(tmp_path, capsys, monkeypatch):
     config = run_config(tmp_path)
     config["trainer"] |= {"max_steps": 2, "callbacks": [component("ModelCheckpoint", every_n_train_steps=1)]}
@@ -128,31 +128,8 @@ def test_a_run_that_would_resume_names_its_checkpoint_and_converts_nothing_again
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_config_cannot_ask_for_a_check(tmp_path, capsys):
-    path = write_config(tmp_path, run_config(tmp_path) | {"check": True})
-    assert_refused(capsys, tmp_path, "--check: is an option of the command line alone", main, ["fit", "--config", path])
-
-
 @pytest.mark.parametrize(
     ("devices", "count"), [(8, 8), ("8", 8), ([0, 1], 2), ("0,1", 2), ("0,", 1), ("auto", None), (-1, None)]
 )
 def test_the_devices_of_a_machine_are_counted(devices, count):
     assert num_devices(devices) == count
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "count", "num_gpus", "expected"),
-    [
-        ("auto", 8, 0, True),
-        ("cpu", 8, 0, True),
-        ("gpu", 1, 0, False),
-        ("gpu", None, 1, True),
-        ("cuda", 8, 1, False),
-        ("gpu", 8, 8, True),
-        ("tpu", 1, 8, False),
-    ],
-)
-def test_hardware_is_here_or_taken_as_given(accelerator, count, num_gpus, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    assert is_here(accelerator, count) is expected

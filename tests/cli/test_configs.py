@@ -1,6 +1,5 @@
 """What configs may hold: plain YAML, classes of a closed list, one method, and callbacks that are not lost."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -80,21 +79,15 @@ def test_a_file_that_cannot_be_read_is_one_line(content, says, tmp_path):
 TABLE = "lightning_configs/recipes.csv"
 
 
-def test_a_recipe_expands_to_its_configs_in_place():
+def test_a_recipe_expands_to_its_configs_in_place(tmp_path):
     row = read_recipes(TABLE)["quickstart"]
     argv = expand_recipe(["fit", "--recipe", "quickstart", "--trainer.max_epochs", "2"], TABLE)
     configs = [word for path in row["configs"].split() for word in ("--config", path)]
     assert argv == ["fit", *configs, "--trainer.max_epochs", "2"]
-
-
-def test_an_unknown_recipe_lists_the_known_ones():
     with pytest.raises(ConfigError, match=r"there is no recipe 'nope'.*quickstart"):
         expand_recipe(["fit", "--recipe", "nope"], TABLE)
     with pytest.raises(ConfigError, match=r"'mgh_h100'; did you mean mgh_h100x1 or .*\? .*recipes\.csv lists all"):
         expand_recipe(["fit", "--recipe", "mgh_h100"], TABLE)
-
-
-def test_a_table_that_is_not_here_is_said(tmp_path):
     with pytest.raises(ConfigError, match=r"recipes\.csv is missing; install the library anew"):
         expand_recipe(["fit", "--recipe", "quickstart"], str(tmp_path / "recipes.csv"))
 
@@ -114,35 +107,30 @@ def test_the_librarys_configs_are_found_from_any_folder_and_a_file_that_is_here_
     assert configs_of(name) == [(name, {"seed_everything": 7})]
 
 
-def test_two_method_configs_are_refused_by_name(tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / f"{name}.yaml").write_text(f"model:\n  class_path: {name}\n")
-    (tmp_path / "scale.yaml").write_text("trainer:\n  devices: 2\n")
-    line = ["fit", "--config", str(tmp_path / "one.yaml"), "--config", str(tmp_path / "scale.yaml")]
-    check_configs(line)
-    with pytest.raises(ConfigError, match=r"one\.yaml and .*two\.yaml both choose"):
-        check_configs([*line, "--config", str(tmp_path / "two.yaml")])
-
-
-@pytest.mark.parametrize("second", ["-c{}/two.yaml", "-c={}/two.yaml", "--config={}/sub/names_two.yaml"])
-def test_a_second_method_is_found_however_its_config_is_named(second, tmp_path):
+@pytest.mark.parametrize("second", ["--config={}/two.yaml", "-c{}/two.yaml", "-c={}/two.yaml", "-c={}/sub/names.yaml"])
+def test_two_method_configs_are_refused_by_name(second, tmp_path):
     (tmp_path / "sub").mkdir()
-    (tmp_path / "one.yaml").write_text("model.class_path: one\n")
-    (tmp_path / "two.yaml").write_text("model:\n  class_path: two\n")
-    (tmp_path / "sub" / "names_two.yaml").write_text("config: ../two.yaml\n")
-    check_configs(["fit", second.format(tmp_path)])
+    texts = {"one": "model.class_path: one\n", "two": "model:\n  class_path: two\n", "scale": "trainer: {devices: 2}\n"}
+    for name, text in {**texts, "sub/names": "config: ../two.yaml\n"}.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    check_configs(["fit", "--config", str(tmp_path / "scale.yaml"), second.format(tmp_path)])
     with pytest.raises(ConfigError, match=r"one\.yaml and .*two\.yaml both choose"):
         check_configs(["fit", "--config", str(tmp_path / "one.yaml"), second.format(tmp_path)])
 
 
 @pytest.mark.parametrize(
-    ("named", "what"),
-    [("[b.yaml]", r"a\.yaml: config: must be one file; name more by"), ("b.yaml", r"a\.yaml: names itself; take")],
+    ("content", "what"),
+    [
+        ("config: [b.yaml]", r"a\.yaml: config: must be one file; name more by"),
+        ("config: b.yaml", r"a\.yaml: names itself; take"),
+        ("config: c.yaml\ntrainer: {max_steps: 8}", r"a\.yaml: gives trainer beside c\.yaml, .* would be lost; name"),
+    ],
 )
-def test_a_config_that_names_others_as_the_parser_does_not_take_it_is_refused(named, what, tmp_path, monkeypatch):
+def test_a_config_that_names_others_as_the_parser_does_not_take_it_is_refused(content, what, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.yaml").write_text(f"config: {named}\n")
-    (tmp_path / "b.yaml").write_text(f"config: ../{tmp_path.name}/a.yaml\n")
+    texts = {"a": content, "b": f"config: ../{tmp_path.name}/a.yaml\n", "c": "trainer: {max_steps: 9}\n"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises(InputError, match=what):
         check_configs(["fit", "--config", "a.yaml"])
 
@@ -210,24 +198,6 @@ def test_callbacks_are_dropped_on_request_and_added_by_their_own_key(tmp_path, m
         with pytest.raises(Checked):
             run_trainer(words)
         assert found == kept
-
-
-def test_the_config_of_the_first_steps_is_accepted_and_keeps_checkpoints(tmp_path):
-    text = (ROOT / "docs" / "getting-started.md").read_text("utf-8")
-    (block,) = re.findall(r'```yaml title="mine.yaml"\n(.*?)```', text, re.DOTALL)
-    (tmp_path / "mine.yaml").write_text(block, encoding="utf-8")
-    check_configs(["fit", "--config", str(CONFIGS / "own_pairs.yaml"), "--config", str(tmp_path / "mine.yaml")])
-    # The own config leaves the callbacks alone, so those of own_pairs.yaml hold.
-    assert "callbacks" not in yaml.safe_load(block)["trainer"]
-    kept = yaml.safe_load((CONFIGS / "own_pairs.yaml").read_text("utf-8"))["trainer"]["callbacks"]
-    assert {"ModelCheckpoint", "RunHealth", "ExportModel"} <= {each["class_path"].rpartition(".")[2] for each in kept}
-
-
-def test_a_config_whose_values_the_one_that_names_it_would_drop_is_refused(tmp_path):
-    write_config(tmp_path, {"trainer": {"max_steps": 9}}, "inner.yaml")
-    line = ["fit", "--config", write_config(tmp_path, {**run_config(tmp_path), "config": "inner.yaml"})]
-    with pytest.raises(InputError, match=r"config\.yaml: gives trainer beside .*inner\.yaml, .* would be lost; name"):
-        check_configs(line)
 
 
 @pytest.mark.parametrize("option", ["--model.optimizer", "--model.pooling", "--data.sampler"])

@@ -16,6 +16,7 @@ from embeddings.common import InputError
 from embeddings.models.backbone import load_model
 from embeddings.models.model_card import read_scores
 from tests.helpers.checkpoints import save
+from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import run_config, write_config
 from tests.interop.released import nomic
 from tests.interop.released.nomic import MOE, nomic_folder
@@ -37,26 +38,21 @@ def trained(tmp_path, config, num_steps=2):
     return cli, checkpoint
 
 
-def test_a_checkpoint_cannot_make_foreign_classes(tmp_path, capsys):
-    canary = tmp_path / "canary"
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "asks for the class os.system"),
+        (["--licence", "Apache 2.0"], "licence must be a name of the Hub's"),
+        (["--scores", "scores.json"], "scores.json: holds no list"),
+        (["--scores", "none.json"], "none.json: is no readable JSON"),
+    ],
+)
+def test_foreign_classes_and_bad_options_of_the_card_are_refused(words, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     model = {"class_path": "embeddings.modules.NVEmbedModule", "init_args": {"loss": {"class_path": "os.system"}}}
     save({"run_config": {"model": model}, "state_dict": {}}, tmp_path / "hostile.ckpt")
-    assert "asks for the class os.system" in refused(tmp_path / "hostile.ckpt", capsys, tmp_path / "out")
-    assert not canary.exists()
-
-
-def test_options_of_the_card_are_refused_before_the_checkpoint_is_read(tmp_path, capsys):
-    path = tmp_path / "x.ckpt"
-    save({"state_dict": {}}, path)
     (tmp_path / "scores.json").write_text("{}")
-    for words, line in (
-        (["--licence", "Apache 2.0"], "licence must be a name of the Hub's"),
-        (["--scores", str(tmp_path / "scores.json")], "scores.json: holds no list"),
-        (["--scores", str(tmp_path / "none.json")], "none.json: is no readable JSON"),
-    ):
-        assert main(["export", "--checkpoint", str(path), "--output", str(tmp_path / "out"), *words]) == 2
-        assert line in capsys.readouterr().err
-        assert not (tmp_path / "out").exists()
+    assert says in refused("hostile.ckpt", capsys, tmp_path / "out", *words)
 
 
 def content(folder):
@@ -143,24 +139,25 @@ def test_lora_matrices_are_written_for_peft_beside_the_merged_model(tmp_path, ca
     assert "format needs LoRA matrices on a model" in says
 
 
-STATE = {"run_config": {"seed_everything": 0}, "global_step": 3}
-
-
-def test_the_facts_are_those_of_the_checkpoints_step(tmp_path):
-    (tmp_path / "run.json").write_text('{"commit": "abc"}')
-    (tmp_path / "metrics.csv").write_text("step,train/loss,val/ndcg_at_10\n1,0.5,\n2,,0.25\n4,,0.75\n")
-    facts = facts_of_checkpoint(STATE, tmp_path)
-    assert (facts.num_steps, facts.record) == (3, {"commit": "abc"})
-    assert facts.validation == [(2, 0.25)]
-
-
-def test_files_that_are_missing_or_damaged_say_nothing(tmp_path):
-    facts = facts_of_checkpoint({"run_config": {}}, tmp_path)
-    assert (facts.num_steps, facts.record, facts.validation) == (0, {}, [])
-    (tmp_path / "run.json").write_text("[")
-    (tmp_path / "metrics.csv").write_text("step\n1\n")
-    facts = facts_of_checkpoint({"run_config": {}}, tmp_path)
-    assert (facts.record, facts.validation) == ({}, [])
+@pytest.mark.parametrize(
+    ("record", "metrics", "expected"),
+    [
+        (
+            '{"commit": "abc"}',
+            "step,train/loss,val/ndcg_at_10\n1,0.5,\n2,,0.25\n4,,0.75\n",
+            ({"commit": "abc"}, [(2, 0.25)]),
+        ),
+        ("[", "step\n1\n", ({}, [])),
+        (None, None, ({}, [])),
+    ],
+    ids=["whole", "damaged", "missing"],
+)
+def test_the_facts_are_those_of_the_checkpoints_step(record, metrics, expected, tmp_path):
+    if record is not None:
+        (tmp_path / "run.json").write_text(record)
+        (tmp_path / "metrics.csv").write_text(metrics)
+    facts = facts_of_checkpoint({"run_config": {"seed_everything": 0}, "global_step": 3}, tmp_path)
+    assert (facts.num_steps, facts.record, facts.validation) == (3, *expected)
 
 
 @pytest.mark.parametrize(
@@ -252,10 +249,4 @@ def test_a_checkpoint_that_is_not_whole_is_one_line_and_nothing_is_written(
     folder, _, _ = nomic_folder(tmp_path / "published", MOE)
     assert callable(damage)
     damage(folder)
-    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
-    capsys.readouterr()
-    assert run(folder, tmp_path / "ours") == 2
-    written = capsys.readouterr()
-    assert says in written.err
-    assert (written.err.count("\n"), written.out) == (1, "")
-    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+    assert_refused(capsys, tmp_path, says, run, folder, tmp_path / "ours")

@@ -38,9 +38,8 @@ def test_the_texts_of_every_kind_of_evaluation_folder_are_read(tmp_path):
     labelled = [{"text": f"tested {row}", "label": row % 2} for row in range(4)]
     folder_of(tmp_path / "all" / "classes", "test", labelled)
     folder_of(tmp_path / "all" / "classes", "train", [{**row, "text": "trained"} for row in labelled])
-    folder_of(
-        tmp_path / "groups", "test", [{**row, "text": row["text"].replace("tested", "grouped")} for row in labelled]
-    )
+    grouped = [{**row, "text": row["text"].replace("tested", "grouped")} for row in labelled]
+    folder_of(tmp_path / "groups", "test", grouped)
     same = [{"sentence1": f"same {row}", "sentence2": "other", "label": row} for row in range(2)]
     folder_of(tmp_path / "all" / "same", "test", same)
     folder_of(tmp_path / "all" / "reranked", "test", [{"query": "asked", "positive": "found", "negatives": ["not it"]}])
@@ -87,9 +86,7 @@ def test_a_source_is_filtered_and_the_counts_are_printed(model, tmp_path, capsys
     command[command.index("kept.parquet")] = "kept.jsonl"
     assert main(command) == 0
     lines = (tmp_path / "kept.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == [
-        {"query": row["query"], "positive": row["positive"]} for row in kept
-    ]
+    assert [json.loads(line) for line in lines] == [{name: row[name] for name in ("query", "positive")} for row in kept]
 
 
 @pytest.mark.parametrize(

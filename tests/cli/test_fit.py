@@ -47,8 +47,6 @@ def test_a_list_given_twice_replaces_the_first(as_option, tmp_path, monkeypatch)
     ("words", "settings"),
     [
         ([], "name path conversion columns suspect_rows licence weight"),
-        (["--config", "lightning_configs/own_pairs.yaml"], "name path conversion columns"),
-        (["--data=embeddings.data.TextDataModule"], "name path packages column"),
         (["--data", "TextDataModule"], "name path packages column"),
     ],
 )
@@ -65,7 +63,9 @@ def test_arguments_are_checked_without_a_run(tmp_path):
     line = ["fit", "--config", write_config(tmp_path, run_config(tmp_path))]
     before = sorted(tmp_path.rglob("*"))
     check_arguments(line)
-    for wrong, says in (("--trainer.max_steps=x", "expected int"), ("--ckpt_path=no.ckpt", "no such file")):
+    wrongs = {"--trainer.max_steps=x": "expected int", "--ckpt_path=no.ckpt": "no such file"}
+    wrongs |= {f"--ckpt_path={name}": "names no file here; auto" for name in ("best", "last", "hpc")}
+    for wrong, says in wrongs.items():
         with pytest.raises(ConfigError, match=says):
             check_arguments([*line, wrong])
     assert sorted(tmp_path.rglob("*")) == before
@@ -91,31 +91,16 @@ def test_fit_ends_with_where_things_lie_and_the_next_two_commands(tmp_path, caps
     assert f"model directory: {model}" in written.err.splitlines()
 
 
-def test_the_installed_command_is_named_where_it_was_called(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", [str(tmp_path / "bin" / "embeddings"), "fit"])
-    assert main(with_callbacks(tmp_path)) == 0
-    following = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
-    assert len(following) == 2
-    assert all(line.startswith("next: embeddings ") for line in following)
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_run_without_a_model_directory_ends_with_how_to_get_one(keeps, tmp_path, capsys):
+@pytest.mark.parametrize(("keeps", "program"), [(True, "python main.py"), (False, "embeddings")])
+def test_a_run_without_a_model_directory_ends_with_how_to_get_one(keeps, program, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [f"bin/{program}", "fit"])  # the command as it was called
     words = [*with_callbacks(tmp_path), f"--trainer.enable_checkpointing={str(keeps).lower()}"]
     assert main(words) == 0
     run = tmp_path / "run" / "tiny" / "version_0"
     checkpoint = run / "checkpoints" / "epoch=0-step=4.ckpt"
     first = f"export --checkpoint {checkpoint} --output DIR" if keeps else f"show curves --run {run}"
-    lines = [f"next: python main.py {words}" for words in (first, f"report {run}")]
+    lines = [f"next: {program} {words}" for words in (first, f"report {run}")]
     assert capsys.readouterr().out.splitlines()[1:] == lines
-
-
-@pytest.mark.parametrize("name", ["best", "last", "hpc"])
-def test_a_checkpoint_that_no_file_stands_for_is_refused_at_the_start(name, tmp_path, capsys):
-    assert main([*with_callbacks(tmp_path), f"--ckpt_path={name}"]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f"error: --ckpt_path {name}: names no file here; auto takes the newest one")
-    assert not (tmp_path / "run").exists()
 
 
 def test_early_stopping_on_an_unknown_metric_is_one_line(tmp_path, capsys):
@@ -148,42 +133,31 @@ def note(text, level=logging.INFO):
     logging.getLogger("lightning.pytorch.utilities.rank_zero").log(level, text)
 
 
-def test_notes_of_a_run_that_never_begins_are_dropped(written):
+def test_notes_of_a_run_that_never_begins_are_dropped_but_a_warning_of_lightnings_log(written):
     with HeldNotes().holding():
         note("GPU available")
         logging.getLogger("lightning.fabric.utilities.seed").info("Seed set to 0")
     note("later")
     assert written == ["later"]
-
-
-def test_notes_come_as_a_run_begins_and_then_at_once(written):
-    notes = HeldNotes()
-    with notes.holding():
-        note("GPU available")
-        assert written == []
-        notes.setup(None, None, "fit")
-        assert written[0] == "GPU available"
-        note("Trainer.fit stopped")
-        assert written[-1] == "Trainer.fit stopped"
-
-
-def test_warnings_of_a_run_that_never_begins_are_dropped_and_others_come_as_it_begins(recwarn):
-    warnings.simplefilter("always")
-    notes, before = HeldNotes(), warnings.showwarning
-    with HeldNotes().holding():
-        warnings.warn("this trainer is slow", UserWarning, stacklevel=1)
-    assert warnings.showwarning is before
-    assert len(recwarn) == 0
-    with notes.holding():
-        warnings.warn("this trainer is slow", UserWarning, stacklevel=1)
-        assert len(recwarn) == 0
-        notes.setup(None, None, "fit")
-        assert [str(warning.message) for warning in recwarn] == ["this trainer is slow"]
-    assert warnings.showwarning is before
-
-
-def test_a_warning_of_lightnings_log_is_not_kept_back(written):
     with HeldNotes().holding():
         note("GPU available")
         note("something is odd", logging.WARNING)
-        assert written == ["GPU available", "something is odd"]
+        assert written[1:] == ["GPU available", "something is odd"]
+
+
+def test_notes_and_warnings_come_as_a_run_begins_and_then_at_once(written, recwarn):
+    warnings.simplefilter("always")
+    before = warnings.showwarning
+    for begins in (False, True):
+        notes = HeldNotes()
+        with notes.holding():
+            warnings.warn("this trainer is slow", UserWarning, stacklevel=1)
+            note("GPU available")
+            assert (written, len(recwarn)) == ([], 0)
+            if begins:
+                notes.setup(None, None, "fit")
+                assert written[0] == "GPU available"
+                assert [str(warning.message) for warning in recwarn] == ["this trainer is slow"]
+                note("Trainer.fit stopped")
+                assert written[-1] == "Trainer.fit stopped"
+        assert warnings.showwarning is before

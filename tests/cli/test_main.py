@@ -61,12 +61,9 @@ def spill(colour: str | None = None) -> None:
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
     CALLS.clear()
-    for name, words, is_optional in (
-        ("paint", ("colour",), False),
-        ("mix", ("colours",), False),
-        ("mix some", ("colours",), True),
-        ("spill", ("colour",), True),
-    ):
+    word, words = ("colour",), ("colours",)
+    given = {"paint": (word, False), "mix": (words, False), "mix some": (words, True), "spill": (word, True)}
+    for name, (words, is_optional) in given.items():
         command = Command(f"{__name__}:{name.split()[0]}", name, words, is_optional)
         monkeypatch.setitem(COMMANDS, name, command)
     monkeypatch.setitem(sys.modules, __name__, sys.modules[paint.__module__])
@@ -125,12 +122,8 @@ def test_print_config_and_help_show_all_options_and_run_nothing(calls, capsys):
 )
 def test_a_wrong_line_is_refused_before_the_function_runs(line, says, calls, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, text in (
-        ("other", "coat: 2\n"),
-        ("empty", "coat: {}\n"),
-        ("null", "coats: null\n"),
-        ("twice", "coats: 1\ncoats: 2\n"),
-    ):
+    texts = {"other": "coat: 2\n", "empty": "coat: {}\n", "null": "coats: null\n", "twice": "coats: 1\ncoats: 2\n"}
+    for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises((ConfigError, ValueError)) as caught:
         run_command("paint", line.split())
@@ -153,10 +146,9 @@ def test_every_command_loads_and_documents_each_option(capsys):
         (["--help"], 0, "\n  search "),
         (["--version"], 0, "embeddings "),
         (["show", "--help"], 0, "\n  show anchor-tokens "),
+        (["prepare", "--help"], 0, "[--from FROM]"),
         (["fti"], 2, "there is no command 'fti'; did you mean fit?"),
         (["train", "--config", "a.yaml"], 2, "there is no command 'train'; did you mean fit? --help lists all"),
-        (["embed"], 2, "did you mean encode?"),
-        (["validate"], 2, "validate: no module has such a loop; train with fit"),
         (["predict", "--config", "a.yaml"], 2, "use its model with encode"),
         (["search", "--modle", "x", "words"], 2, "modle"),
         (["prepare", "nothing"], 2, "docstrings"),

@@ -15,25 +15,16 @@ from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.data import SourceConfig
 from embeddings.data.public import PublicTable
-from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, quiet_trainer
 from tests.data.public.mirror import answer, question, rows_of, write_data_set, write_mirror
 from tests.helpers.refusals import assert_refused
-from tests.helpers.runs import backbone_folder, write_retrieval_folder
+from tests.helpers.runs import write_retrieval_folder
 from tests.helpers.tiny import sentencepiece_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 TABLE = PublicTable.read()
 LIMIT = 30
 STAGES = {stage.config: stage for stage in TABLE.stages}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("prepare")
-    backbone, tokenizer = load_backbone(BackboneConfig(backbone_folder(folder / "backbone")))
-    Embedder(backbone, tokenizer, MeanPooling(32)).save_pretrained(folder / "model")
-    return str(folder / "model")
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +66,7 @@ def test_each_stage_becomes_what_its_data_config_trains_on(config, prepare, monk
     printed = capsys.readouterr().out
     fetched = {key for key in stage.wanted() if TABLE.place_of(key, None).why_left_out is None}
     assert f"{len(fetched)} of {len(stage.wanted())} sources can be trained on" in printed
-    assert sorted(str(path) for path in Path("out").glob("*/*.parquet")) == sorted(
-        f"out/{key}.parquet" for key in fetched
-    )
+    assert {str(path) for path in Path("out").glob("*/*.parquet")} == {f"out/{key}.parquet" for key in fetched}
     for key in stage.wanted().keys() - fetched:
         assert f"left out: {key.partition('/')[2]}" in printed
 
@@ -128,23 +117,14 @@ def test_mined_files_hold_negatives_by_the_teacher_behind_the_sets_instruction(p
     assert mined & {answer(row + 500) for row in range(LIMIT)}
     assert rows("out/nv_embed/nli.parquet")[2]["negatives"] == [answer(502 + n) for n in range(7)]
     assert not Path("out/nv_embed/fetched/nli.parquet").exists()
-
-
-def test_scored_pairs_become_records_in_both_directions(prepare):
+    # Scored pairs become records in both directions.
     assert prepare("nv-embed", "--stage", "2", "--only", "sts12") == 0
     found = rows("out/nv_embed/sts12.parquet")
-    assert [(row["query"], row["positive"]) for row in found[:2]] == [
-        (question(0), [answer(0)]),
-        (answer(0), [question(0)]),
-    ]
+    both = [(question(0), [answer(0)]), (answer(0), [question(0)])]
+    assert [(row["query"], row["positive"]) for row in found[:2]] == both
     fields = json.loads(Path("out/nv_embed/sts12.manifest.json").read_text())
     assert fields["document_prompt_name"] == fields["query_prompt_name"]
     assert fields["query_prompt_name"]["text"].startswith("Instruct: Retrieve semantically similar text.")
-    assert rows("out/nv_embed/fetched/sts12.parquet")[1] == {
-        "sentence1": question(1),
-        "sentence2": answer(1),
-        "score": 4.0,
-    }
 
 
 def test_web_pages_are_filtered_and_the_releases_pairs_are_not(prepare):
@@ -184,9 +164,8 @@ def test_texts_like_the_test_sets_go_where_the_recipe_asks_for_it(prepare, tmp_p
     shutil.rmtree("out")
     options = ["--stage", "2", "--only", "emotion,imdb", "--decontaminate", str(tmp_path / "mteb")]
     assert prepare("nv-embed", *options) == 0
-    assert [row["text"] for row in rows("out/nv_embed/emotion.parquet")] == [
-        f"{question(row)} 0" for row in range(5, LIMIT)
-    ]
+    kept = [row["text"] for row in rows("out/nv_embed/emotion.parquet")]
+    assert kept == [f"{question(row)} 0" for row in range(5, LIMIT)]
     assert len(rows("out/nv_embed/imdb.parquet")) == LIMIT
 
 
@@ -200,9 +179,7 @@ def test_a_set_that_is_gone_or_changed_is_named_and_the_others_are_made(prepare,
     assert prepare("nv-embed", *options, mirror=mirror) == 2
     written = capsys.readouterr()
     last = written.err.strip().splitlines()[-1]
-    assert last.startswith(
-        "error: prepare nv-embed: 2 of 3 sources could not be made: squad (hub:rajpurkar/squad: has no"
-    )
+    assert "2 of 3 sources could not be made: squad (hub:rajpurkar/squad: has no" in last
     assert "scifact (hub:mteb/scifact: is not in" in last
     assert "1 of 16 sources can be trained on" in written.out
     assert [Path(path).name for path in Path("out/nv_embed").glob("*.parquet")] == ["nq.parquet"]
@@ -214,17 +191,13 @@ def test_a_set_that_is_gone_or_changed_is_named_and_the_others_are_made(prepare,
     assert Path("out/nv_embed/nq.parquet").read_bytes() == before
 
 
-def test_fetching_alone_loads_no_model_and_the_rest_follows(prepare, monkeypatch, capsys):
+def test_fetching_alone_loads_no_model_and_what_is_not_confirmed_is_made_when_asked_for(prepare, monkeypatch, capsys):
     monkeypatch.setattr("embeddings.cli.prepare.load_encoder", None)
-    assert prepare("nv-embed", "--stage", "1", "--only", "nq,nli", "--fetch-only") == 0
+    assert prepare("nv-embed", "--stage", "1", "--only", "nq,nli,arguana", "--fetch-only") == 0
     printed = capsys.readouterr().out
     assert "1 of 16 sources can be trained on" in printed
     assert f"nq {LIMIT}" in " ".join(printed.split())
     assert not Path("out/nv_embed/nq.parquet").exists()
-
-
-def test_what_is_not_confirmed_is_made_when_it_is_asked_for(prepare, capsys):
-    assert prepare("nv-embed", "--stage", "1", "--only", "arguana", "--fetch-only") == 0
     assert len(rows("out/nv_embed/fetched/arguana.parquet")) == LIMIT
     assert prepare("moe", "--stage", "finetune", "--fetch-only", "--unconfirmed") == 0
     assert "left out" not in capsys.readouterr().out
@@ -248,9 +221,7 @@ def test_check_asks_for_each_set_and_writes_nothing(prepare, hub, tmp_path, caps
     assert prepare("cde", "--check", output=None, mirror=tmp_path) == 2
     written = capsys.readouterr()
     assert written.out.count("missing") == 4
-    assert (
-        "4 of 4 data sets are not there: reddit (hub:nomic-ai/nomic-embed-unsupervised-data: is not in" in written.err
-    )
+    assert "4 of 4 data sets are not there: reddit (hub:nomic-ai/nomic-embed-uns" in written.err
 
 
 def test_check_asks_the_hub_for_access_and_commit(monkeypatch, capsys):
@@ -269,10 +240,7 @@ def test_check_asks_the_hub_for_access_and_commit(monkeypatch, capsys):
     assert main(["prepare", "cde", "--check"]) == 2
     written = capsys.readouterr()
     assert written.out.count("dc9becf5b832f22f00007f14581bd73e2e6cf3aa") == 2
-    assert (
-        "2 of 4 data sets are not there: hotpotqa (hub:nomic-ai/nomic-embed-supervised-data: cannot be read"
-        in written.err
-    )
+    assert "2 of 4 data sets are not there: hotpotqa (hub:nomic-ai/nomic-embed-supervised-data: can" in written.err
     assert "restricted" in written.err
     assert set(asked) == {(f"nomic-ai/nomic-embed-{kind}-data", "dataset") for kind in ("supervised", "unsupervised")}
 

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from embeddings.cli.main import main
-from embeddings.cli.search import answer_lines, is_terminal
+from embeddings.cli.retrieval import answer_lines, is_terminal
 from embeddings.common import InputError
 from embeddings.inference.encoder import Encoder
 from tests.helpers.runs import write_retrieval_folder
@@ -41,9 +41,9 @@ def error_of(capsys, *line):
 def test_an_index_gives_the_hits_of_the_exact_search(world, capsys):
     model, _, vectors = world
     search = ["search", "--model", model, "--corpus", vectors, *FLOAT32]
-    assert "there is no index of these vectors; make it with the command index" in error_of(
-        capsys, *search, "--index", "ivf", "fox"
-    )
+    assert "no manifest lies beside this output" in error_of(capsys, "index", "--vectors", f"{vectors}/none")
+    said = error_of(capsys, *search, "--index", "ivf", "fox")
+    assert "there is no index of these vectors; make it with the command index" in said
     (said,) = lines_of(capsys, "index", "--vectors", vectors, "--num-lists", "2")
     assert said == f"wrote {vectors}/ivf.faiss: 8 vectors in 2 lists, 2 searched for a query; recall@10 1.000"
     exact = lines_of(capsys, *search, "fox")
@@ -74,7 +74,7 @@ def test_queries_are_read_line_by_line_with_one_model_in_memory(place, world, ca
 
 @pytest.mark.parametrize("size", [1, 2**30])
 def test_a_large_corpus_file_names_the_command_that_encodes_it_once(size, world, capsys, monkeypatch):
-    monkeypatch.setattr("embeddings.cli.search.LARGE_CORPUS_BYTES", size)
+    monkeypatch.setattr("embeddings.cli.retrieval.LARGE_CORPUS_BYTES", size)
     model, corpus, vectors = world
     capsys.readouterr()
     for place in (corpus, vectors):
@@ -122,11 +122,6 @@ def test_a_search_that_cannot_be_is_one_line(options, says, world, capsys, monke
     assert says in error_of(capsys, "search", "--model", model, "--corpus", corpus, *options)
 
 
-def test_an_index_of_what_is_no_folder_of_vectors_is_refused(world, capsys, tmp_path):
-    assert "no manifest lies beside this output" in error_of(capsys, "index", "--vectors", str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-
-
 class Typed(io.TextIOWrapper):
     """Standard input, of a person where `is_terminal` is set."""
 
@@ -145,18 +140,28 @@ def answers(monkeypatch, stream):
     return found
 
 
-def test_lines_are_answered_until_the_end(monkeypatch, capsys):
-    assert answers(monkeypatch, Typed("quick fox\n  lazy dog  \nlast")) == ["quick fox", "lazy dog", "last"]
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("quick fox\n  lazy dog  \nlast", ["quick fox", "lazy dog", "last"]),
+        ("one\n\ntwo\n", ["one"]),
+        ("one\n \t\ntwo\n", ["one"]),
+        (None, []),
+    ],
+)
+def test_lines_are_answered_until_the_end_or_an_empty_one(text, expected, monkeypatch, capsys):
+    assert answers(monkeypatch, None if text is None else Typed(text)) == expected
     written = capsys.readouterr()
-    times = written.out.splitlines()
-    assert len(times) == 3
-    assert all(line.endswith(" ms") and float(line.split()[0]) >= 0 for line in times)
+    assert [float(line.removesuffix(" ms")) >= 0 for line in written.out.splitlines()] == [True] * len(expected)
     assert written.err == ""
 
 
-@pytest.mark.parametrize("text", ["one\n\ntwo\n", "one\n \t\ntwo\n", "one\n"])
-def test_an_empty_line_is_the_end(text, monkeypatch):
-    assert answers(monkeypatch, Typed(text)) == ["one"]
+def test_queries_before_a_line_of_another_encoding_are_answered_and_its_own_number_is_named(monkeypatch):
+    found = []
+    monkeypatch.setattr("sys.stdin", Typed(b"good one\ncaf\xc3\xa9\nbad \xff\n"))
+    with pytest.raises(InputError, match=r"^standard input:3: is not valid UTF-8; write it as UTF-8$"):
+        answer_lines(found.append)
+    assert found == ["good one", "café"]
 
 
 def test_a_line_is_answered_before_the_next_is_read(monkeypatch):
@@ -174,22 +179,3 @@ def test_a_person_is_shown_where_to_type(monkeypatch, capsys):
     assert is_terminal()
     monkeypatch.setattr("sys.stdin", None)
     assert not is_terminal()
-
-
-@pytest.mark.parametrize("handler", ["strict", "surrogateescape"])
-def test_a_line_of_another_encoding_is_named(handler, monkeypatch):
-    stream = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8", errors=handler)
-    with pytest.raises(InputError, match=r"^standard input:1: is not valid UTF-8; write it as UTF-8$"):
-        answers(monkeypatch, stream)
-
-
-def test_queries_before_a_line_of_another_encoding_are_answered_and_its_own_number_is_named(monkeypatch):
-    found = []
-    monkeypatch.setattr("sys.stdin", Typed(b"good one\ncaf\xc3\xa9\nbad \xff\n"))
-    with pytest.raises(InputError, match=r"^standard input:3: "):
-        answer_lines(found.append)
-    assert found == ["good one", "café"]
-
-
-def test_a_closed_input_is_at_its_end(monkeypatch):
-    assert answers(monkeypatch, None) == []

@@ -4,8 +4,8 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from embeddings.cli.encode import FormatName
 from embeddings.cli.main import main
+from embeddings.cli.retrieval import FormatName
 from embeddings.inference import Encoder
 from embeddings.inference.vectors import VECTOR_FORMATS
 from embeddings.models import Embedder
@@ -14,16 +14,18 @@ from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import write_retrieval_folder
 from tests.models.contextual_models import tiny_contextual
 
+ENCODE = ["encode", "--model", "MODEL", "--input", "good.jsonl", "--output", "out"]
+
 
 def test_a_corpus_file_and_its_encoded_folder_give_the_same_hits(model, tmp_path, capsys):
     corpus = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl")
-    assert main(["encode", "--model", model, "--input", corpus, "--output", str(tmp_path / "vectors")]) == 0
+    encode = ["encode", "--model", model, "--input", corpus, "--output", str(tmp_path / "vectors"), "--devices", "cpu"]
+    assert main(encode) == 0
     assert "wrote 8 vectors of width 32" in capsys.readouterr().out
     found = []
     for place in (corpus, str(tmp_path / "vectors")):
-        assert (
-            main(["search", "--model", model, "--corpus", place, "--top_k", "3", "--precision", "float32", "fox"]) == 0
-        )
+        search = ["search", "--model", model, "--corpus", place, "--top_k", "3", "--precision", "float32", "fox"]
+        assert main(search) == 0
         found.append([line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")])
     assert len(found[0]) == 3
     assert [line.split()[1] for line in found[0]] == [line.split()[1] for line in found[1]]
@@ -60,25 +62,7 @@ def test_a_corpus_is_encoded_and_searched_in_a_smaller_format(
             assert f"holds {vector_format} vectors, and an index" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--vector-format", "binary", "--dimensions", "20"], "a multiple of 8, these have 20, got 'binary'; take"),
-        (["--vector-format", "int4"], "vector_format"),
-        (["--tokenizer-workers", "-1"], "tokenizer_workers must be >= 0, got -1"),
-    ],
-)
-def test_devices_that_cannot_be_are_refused_before_anything_is_written(options, says, model, tmp_path, capsys):
-    corpus = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl")
-    line = ["encode", "--model", model, "--input", corpus, "--output", str(tmp_path / "out")]
-    assert main([*line, *options]) == 2
-    assert says in capsys.readouterr().err.strip().splitlines()[-1]
-    assert not (tmp_path / "out").exists()
-    assert main([*line, "--devices", "cpu"]) == 0
-    assert "wrote 8 vectors of width 32" in capsys.readouterr().out
-
-
-def test_a_model_encodes_searches_and_is_scored_at_fewer_dimensions(model, tmp_path, capsys):
+def test_a_model_encodes_and_searches_at_fewer_dimensions(model, tmp_path, capsys):
     corpus = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl")
     vectors, cut = str(tmp_path / "vectors"), ["--dimensions", "8", "--precision", "float32"]
     assert main(["encode", "--model", model, "--input", corpus, "--output", vectors, *cut]) == 0
@@ -92,12 +76,6 @@ def test_a_model_encodes_searches_and_is_scored_at_fewer_dimensions(model, tmp_p
     assert found[0] == found[1]
     line = ["search", "--model", model, "--corpus", vectors, "fox"]
     assert_refused(capsys, tmp_path, "field 'embedding_dim' is 8", main, line)
-    scores = []
-    for options in ([], cut):
-        output = str(tmp_path / "scores.json")
-        assert main(["evaluate", "--model", model, "--data", str(tmp_path / "eval"), "--output", output, *options]) == 0
-        scores.append(json.loads((tmp_path / "scores.json").read_text())[0]["metrics"])
-    assert scores[0] != scores[1]
 
 
 def test_scores_say_their_widths_and_others_than_the_trained_ones_are_warned_of(model, tmp_path, capsys, caplog):
@@ -187,13 +165,14 @@ def test_a_contextual_model_without_a_context_is_told_in_one_line(contextual, mo
     assert lines(*encode[:4], f"{vectors}-alone", "--model", contextual) == [says % "--context"]
 
 
-def test_evaluate_draws_the_context_from_each_folder(contextual, tmp_path):
-    folders = [write_retrieval_folder(tmp_path / name) for name in ("one", "two")]
+def test_scores_are_printed_and_written_and_each_folder_gives_its_context(contextual, tmp_path, capsys):
+    one, two = write_retrieval_folder(tmp_path / "a" / "one"), write_retrieval_folder(tmp_path / "two")
     output = tmp_path / "scores.json"
-    data = f"[{folders[0]}, {folders[1]}]"
-    line = ["evaluate", "--model", contextual, "--data", data, "--output", str(output)]
+    line = ["evaluate", "--model", contextual, "--data", f"[{one}, {two}]", "--output", str(output)]
     assert main([*line, "--context-size", "4"]) == 0
-    assert [score["counts"]["num_context"] for score in json.loads(output.read_text())] == [4, 4]
+    scores = json.loads(output.read_text())
+    assert [(score["name"], score["counts"]["num_context"]) for score in scores] == [("one", 4), ("two", 4)]
+    assert f"{scores[0]['metrics']['ndcg_at_10']:.4f}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -218,31 +197,25 @@ def test_a_bad_context_is_one_line_and_exit_code_2(argv, says, contextual, tmp_p
     assert_refused(capsys, tmp_path, says, main, [argv[0], "--model", contextual, *argv[1:]])
 
 
-def test_a_context_for_a_model_that_takes_none_is_one_line(model, tmp_path, capsys):
-    corpus = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl")
-    line = ["search", "--model", model, "--corpus", corpus, "--context", corpus, "fox"]
-    assert_refused(capsys, tmp_path, "this model takes none", main, line)
-
-
-def test_scores_are_printed_and_written(model, tmp_path, capsys):
-    one, two = write_retrieval_folder(tmp_path / "a" / "one"), write_retrieval_folder(tmp_path / "two")
-    output = tmp_path / "scores.json"
-    assert main(["evaluate", "--model", model, "--data", f"[{one}, {two}]", "--output", str(output)]) == 0
-    printed = capsys.readouterr().out
-    scores = json.loads(output.read_text())
-    assert [score["name"] for score in scores] == ["one", "two"]
-    assert f"{scores[0]['metrics']['ndcg_at_10']:.4f}" in printed
-
-
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
+        (
+            ["search", "--model", "MODEL", "--corpus", "good.jsonl", "--context", "good.jsonl", "x"],
+            "this model takes none",
+        ),
         (["search", "--model", "MODEL", "--corpus", "no.jsonl", "words"], "no.jsonl"),
         (["search", "--model", "MODEL", "--corpus", "bad.jsonl", "words"], "bad.jsonl:2"),
         (["search", "--model", "no_model_here", "--corpus", "good.jsonl", "--top_k", "0", "words"], "top_k must be"),
         (["evaluate", "--model", "no_model_here", "--data", "nowhere", "--output", "."], "--output .: is a directory"),
         (["search", "--model", "no_model_here", "--corpus", "good.jsonl", "words"], "no_model_here"),
         (["encode", "--model", "MODEL", "--input", "empty.jsonl", "--output", "out"], "empty.jsonl"),
+        (
+            [*ENCODE, "--vector-format", "binary", "--dimensions", "20"],
+            "a multiple of 8, these have 20, got 'binary'; take",
+        ),
+        ([*ENCODE, "--vector-format", "int4"], "vector_format"),
+        ([*ENCODE, "--tokenizer-workers", "-1"], "tokenizer_workers must be >= 0, got -1"),
         (["evaluate", "--model", "MODEL", "--data", "nowhere"], "nowhere"),
     ],
 )

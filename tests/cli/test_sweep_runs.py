@@ -17,7 +17,6 @@ from embeddings.cli.sweep_runs import SignalForwarder, exclusive, placed, runs_o
 from embeddings.common import InputError
 from tests.helpers.checkpoints import RESUMABLE, save
 
-PARTS = ("logger", "callbacks")
 CSV = {"class_path": "lightning.pytorch.loggers.CSVLogger"}
 
 
@@ -40,11 +39,17 @@ def write_metrics(folder, version, text):
 
 def test_a_run_has_a_folder_and_a_line(tmp_path):
     contents = [{"model": {"lr": 1}}]
-    (run,) = runs_of(sweep(contents, {"a.b": 0.5, "c": "x y", "d": None, "e": {"f": [1]}}), tmp_path)
+    export = {"class_path": "ExportModel", "init_args": {"output": "a/b", "day": date(2024, 5, 1)}}
+    point = {"a.b": 0.5, "c": "x y", "d": None, "e": {"f": [1]}}
+    (run,) = runs_of(sweep(contents, point), tmp_path)
     assert run.folder == tmp_path / "tried" / f"method-{settings_hash(contents, run.point)}"
     assert run.words[:7] == ("fit", "--config", "a.yaml", "--a.b=0.5", "--c=x y", "--d=null", '--e={"f": [1]}')
     assert run.words[7] == f"--trainer.default_root_dir={run.folder}"
     assert run.line().startswith("python main.py fit --config a.yaml --a.b=0.5 '--c=x y' --d=null '--e={")
+    # A point may give callbacks of its own, and a date in a config is given as text.
+    words = placed([{"trainer": {"callbacks": ["old"]}}, {"trainer": {"callbacks": [export]}}], tmp_path)
+    moved = {"output": str(tmp_path / "b"), "replace": True, "day": "2024-05-01"}
+    assert value_of(words, "trainer.callbacks") == [export | {"init_args": moved}]
 
 
 def test_a_folder_follows_from_the_settings_alone():
@@ -86,20 +91,6 @@ def test_the_first_logger_is_a_csv_logger_and_others_stay(tmp_path):
     assert found[0] == CSV | {"init_args": {**own, "flush_logs_every_n_steps": 7}}
     assert found[1]["init_args"] == {"project": "p", "save_dir": str(tmp_path / "tries")}
     assert len(found) == 2
-
-
-def test_a_date_in_a_config_is_given_as_text(tmp_path):
-    parts = {name: {"class_path": "X", "init_args": {"save_dir": "x", "day": date(2024, 5, 1)}} for name in PARTS}
-    words = placed([{"trainer": parts}], tmp_path)
-    assert [value_of(words, f"trainer.{name}")[-1]["init_args"]["day"] for name in PARTS] == ["2024-05-01"] * 2
-
-
-def test_a_point_may_give_callbacks_of_its_own(tmp_path):
-    export = {"class_path": "ExportModel", "init_args": {"output": "a/b"}}
-    (run,) = runs_of(sweep([{"trainer": {"callbacks": ["old"]}}], {"trainer.callbacks": [export]}), tmp_path)
-    assert json.loads(run.words[-1].partition("=")[2]) == [
-        export | {"init_args": {"output": str(run.folder / "b"), "replace": True}}
-    ]
 
 
 def test_the_lock_lasts_as_long_as_a_process_that_inherited_it(tmp_path):
@@ -210,32 +201,29 @@ def test_the_best_is_first_and_what_is_not_done_last(made, tmp_path):
     assert (least[0].value(MIN), least[0].best_step) == (0.1, 2)
 
 
-def test_the_table_has_a_row_a_point_with_its_values(made, tmp_path):
+def test_tables_have_a_row_a_point_and_the_mean_over_seeds(made, tmp_path):
     runs, names = made
-    lines = result_table(results_of(runs, MAX, tmp_path), names, MAX).splitlines()
+    found = results_of(runs, MAX, tmp_path)
+    lines = result_table(found, names, MAX).splitlines()
     assert lines[0].split()[:4] == ["point", "pooling", "seed_everything", "val/x"]
     assert lines[1].split() == ["3", "Cls", "0", "0.8000", "0.8000", "5", "12", "done", runs[3].folder.name]
     assert lines[5].split() == ["4", "Cls", "1", "-", "-", "-", "-", "missing", "-"]
-    assert len(lines) == 7
-
-
-def test_the_mean_over_seeds_has_its_spread_and_number(made, tmp_path):
-    runs, names = made
-    lines = seed_table(results_of(runs, MAX, tmp_path), names, MAX).splitlines()
     # Mean: 0.5, 0.7 and 0.6; Cls: 0.8 alone.
-    assert [line.split() for line in lines[1:]] == [["Cls", "0.8000", "-", "1"], ["Mean", "0.6000", "±0.1000", "3"]]
-    assert seed_table(results_of(runs, MAX, tmp_path), {"a.pooling": "pooling"}, MAX) is None
-    assert seed_table(results_of(runs, MAX, tmp_path), {"seed_everything": "seed_everything"}, MAX) is None
-
-
-def test_the_csv_has_every_point_and_empty_cells(made, tmp_path):
-    runs, names = made
-    write_results(results_of(runs, MAX, tmp_path), names, tmp_path / "out" / "r.csv")
+    lines = [line.split() for line in seed_table(found, names, MAX).splitlines()[1:]]
+    assert lines == [["Cls", "0.8000", "-", "1"], ["Mean", "0.6000", "±0.1000", "3"]]
+    for one in ({"a.pooling": "pooling"}, {"seed_everything": "seed_everything"}):
+        assert seed_table(found, one, MAX) is None
+    write_results(found, names, tmp_path / "out" / "r.csv")
     with open(tmp_path / "out" / "r.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["point"]) for row in rows] == [3, 1, 2, 0, 4, 5]
     assert (rows[0]["a.pooling"], rows[0]["seed_everything"], rows[0]["last"]) == ("Cls", "0", "0.8")
     assert (rows[4]["last"], rows[4]["status"]) == ("", "missing")
+    # A key that a point leaves out is a dash.
+    points = ({"a": 1}, {"b": 2, "seed_everything": 1})
+    found = results_of(runs_of(Sweep("tried", "method", (), ({},), "list", points), tmp_path), MAX, tmp_path)
+    lines = result_table(found, short_names(points), MAX).splitlines()
+    assert [line.split()[:4] for line in lines[1:]] == [["0", "1", "-", "-"], ["1", "-", "2", "1"]]
 
 
 def test_a_metric_that_no_run_has_lists_those_there_are(made, tmp_path):
@@ -259,12 +247,3 @@ def test_the_training_loss_stands_in_for_a_default_metric_that_no_run_has_logged
     assert lines[1].split()[:5] == ["4", "Cls", "1", "0.2000", "0.1000"]
     with pytest.raises(InputError, match="no run has logged 'val/y'"):
         collect(replace(plan, metric=Metric("val/y")), runs, tmp_path / "r.csv", tmp_path / "tried.yaml")
-
-
-def test_a_key_that_a_point_leaves_out_is_a_dash(tmp_path):
-    points = ({"a": 1}, {"b": 2, "seed_everything": 1})
-    runs = runs_of(Sweep("tried", "method", (), ({},), "list", points), tmp_path)
-    found = results_of(runs, MAX, tmp_path)
-    lines = result_table(found, short_names(points), MAX).splitlines()
-    assert [line.split()[:4] for line in lines[1:]] == [["0", "1", "-", "-"], ["1", "-", "2", "1"]]
-    assert "-  2" in seed_table(found, short_names(points), MAX)

@@ -3,12 +3,11 @@
 import json
 import statistics
 import sys
-from pathlib import Path
 
 import pytest
 
 from embeddings.cli.main import main
-from embeddings.cli.sweep_file import NUM_RANDOM, Search, next_point, read_sweep
+from embeddings.cli.sweep_file import NUM_RANDOM, Search, next_point
 
 RANGES = {"a": {"low": 0.0, "high": 1.0}, "b": {"low": 1, "high": 64, "int": True, "log": True}}
 
@@ -114,8 +113,3 @@ def test_without_the_extra_a_search_is_one_line(sweep_file, faked, monkeypatch, 
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line == "error: optuna is not installed; run: pip install -e '.[optuna]'"
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_search_knows_its_number_and_names_before_any_point(sweep_file):
-    plan = read_sweep(Path(sweep_file({"x.a": [1], "x.b": [2]}, method="tpe", num_runs=5)))
-    assert (plan.points, plan.num_points, plan.names) == ((), 5, {"x.a": "a", "x.b": "b"})

@@ -8,9 +8,8 @@ import sys
 import pytest
 
 from embeddings.cli.main import main
-from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.helpers.chat_server import Reply, answers_badly, answers_well, chat_server
-from tests.helpers.runs import backbone_folder
+from tests.helpers.refusals import assert_refused
 
 
 @pytest.fixture(autouse=True)
@@ -131,16 +130,14 @@ def test_a_server_that_will_not_ends_with_2_and_nothing_is_written(status, work,
     assert list(work.iterdir()) == []
 
 
-def test_a_judge_says_how_similar_the_levels_are_and_is_loaded_before_anything_is_asked(work, tmp_path, capsys):
-    backbone, tokenizer = load_backbone(BackboneConfig(backbone_folder(tmp_path / "backbone")))
-    Embedder(backbone, tokenizer, MeanPooling(32)).save_pretrained(tmp_path / "model")
+def test_a_judge_says_how_similar_the_levels_are_and_is_loaded_before_anything_is_asked(work, model, capsys):
     with chat_server() as server:
         assert run(server.endpoint, "--judge", "nowhere") == 2
         assert "nowhere" in capsys.readouterr().err
         assert (server.requests, list(work.iterdir())) == ([], [])
-        assert run(server.endpoint, "--num-examples", "6", "--judge", str(tmp_path / "model")) == 0
+        assert run(server.endpoint, "--num-examples", "6", "--judge", model) == 0
     printed = capsys.readouterr().out
-    assert f"mean cosine with the query by {tmp_path / 'model'}, 6 records:" in printed
+    assert f"mean cosine with the query by {model}, 6 records:" in printed
     assert all(f"\n  level {level}  " in printed for level in range(1, 5))
     assert "similarity falls from level to level in " in printed
 
@@ -154,9 +151,6 @@ BAD = [
     (["--max-attempts", "0"], "max_attempts must be >= 1"),
     (["--concurrency", "0"], "concurrency must be >= 1"),
     (["--requests-per-minute", "0"], "requests_per_minute must be > 0"),
-    (["--tokens-per-minute", "-1"], "tokens_per_minute must be > 0"),
-    (["--max-retries", "-1"], "max_retries must be >= 0"),
-    (["--timeout-seconds", "0"], "timeout_seconds must be > 0"),
     (["--token-budget", "0"], "token_budget must be >= 1"),
     (["--columns", "{query: q}"], "columns needs regenerate_negatives"),
     (["--suspect-rows", "keep"], "suspect_rows needs regenerate_negatives"),
@@ -172,9 +166,5 @@ BAD = [
 def test_bad_input_is_one_line_and_code_2_and_nothing_is_written(options, says, work, capsys):
     (work / "bad.jsonl").write_text('{"query": 3, "positive": "a"}\n')
     with chat_server(answers_well) as server:
-        assert run(server.endpoint, *options) == 2
+        assert_refused(capsys, work, says, run, server.endpoint, *options)
         assert server.requests == []
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("error: ")
-    assert says in line
-    assert [path.name for path in work.iterdir()] == ["bad.jsonl"]

@@ -112,25 +112,15 @@ def test_every_set_says_how_it_is_labelled_and_since_when_it_is_used(table: dict
     assert all(row["added"] == "S0" for name, row in table.items() if name not in added)
 
 
-def test_stage_1_trains_on_all_retrieval_sets_and_no_others(table: dict[str, dict[str, Any]]) -> None:
-    assert set(sources("nv_embed_stage1")) == {name for name, row in table.items() if row["task"] == "retrieval"}
-    assert all(source.in_batch_negatives for source in sources("nv_embed_stage1").values())
-
-
-def test_stage_2_trains_on_everything_without_in_batch_negatives(table: dict[str, dict[str, Any]]) -> None:
-    stage_2 = sources("nv_embed_stage2")
-    assert set(stage_2) == set(table)
-    assert not any(source.in_batch_negatives for source in stage_2.values())
-    symmetric = {name for name, source in stage_2.items() if source.symmetric}
-    assert symmetric == {name for name, row in table.items() if row["task"] == "sts"}
-
-
 @pytest.mark.parametrize("stage", [1, 2])
 def test_configs_hold_the_sizes_instructions_and_labelling_of_the_table(
     stage: int, table: dict[str, dict[str, Any]]
 ) -> None:
-    compared = 0
-    for name, source in sources(f"nv_embed_stage{stage}").items():
+    arguments, listed = init_args(f"data/nv_embed_stage{stage}", "data"), sources(f"nv_embed_stage{stage}")
+    text = TextSettings(**arguments["text"])
+    assert text == TextSettings(query_max_length=512, document_max_length=512, append_eos=True)
+    assert arguments["num_negatives"] == 7
+    for name, source in listed.items():
         row = table[name]
         assert source.max_rows == row["num_samples"], name
         asked = source.instruction
@@ -138,16 +128,14 @@ def test_configs_hold_the_sizes_instructions_and_labelling_of_the_table(
         # A file of mined STS records already holds both directions of each pair.
         expected = "pairs" if row["labelling"] == "sts" else row["labelling"]
         assert source.conversion == expected, name
-        compared += 1
-    assert compared == (16 if stage == 1 else 42)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_configs_read_below_the_data_root(stage: int) -> None:
-    listed = sources(f"nv_embed_stage{stage}")
-    assert len(listed) == (16 if stage == 1 else 42)
-    for name, source in listed.items():
         assert source.path == f"${{EMBED_TRAIN_DATA}}/nv_embed/{name}.parquet"
+        prompts = source.query_prompts(text)
+        assert all(prompt.startswith("Instruct: ") and prompt.endswith("\nQuery: ") for prompt in prompts)
+        # Stage 1: all retrieval sets; stage 2: everything, without in-batch negatives, STS in both directions.
+        assert source.in_batch_negatives == (stage == 1), name
+        assert source.symmetric == (row["task"] == "sts"), name
+    wanted = {name for name, row in table.items() if stage == 2 or row["task"] == "retrieval"}
+    assert (set(listed), len(listed)) == (wanted, 16 if stage == 1 else 42)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -200,17 +188,6 @@ def test_table_13_covers_the_56_tasks_of_mteb(evaluation: dict[str, str]) -> Non
     assert len(evaluation) + 9 == 56
     assert evaluation["STS"] == "Retrieve semantically similar text."
     assert all(text == " ".join(text.split()) != "" for text in evaluation.values())
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_nv_embed_reads_instructions_and_seven_negatives(stage: int) -> None:
-    arguments = init_args(f"data/nv_embed_stage{stage}", "data")
-    text = TextSettings(**arguments["text"])
-    assert text == TextSettings(query_max_length=512, document_max_length=512, append_eos=True)
-    assert arguments["num_negatives"] == 7
-    for source in sources(f"nv_embed_stage{stage}").values():
-        prompts = source.query_prompts(text)
-        assert all(prompt.startswith("Instruct: ") and prompt.endswith("\nQuery: ") for prompt in prompts)
 
 
 def test_table_5_by_label_is_the_second_stages_file_after_the_edit_that_it_names(tmp_path: Path) -> None:

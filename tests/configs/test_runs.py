@@ -3,7 +3,6 @@
 Methods name their outputs, and later phases their start, relative to the working directory.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from lightning.pytorch.callbacks import EarlyStopping
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
@@ -209,41 +207,6 @@ def test_fine_tuning_of_moe_starts_from_what_pre_training_exported(tmp_path: Pat
     assert weights(first).keys() == weights(second).keys()
     assert all(torch.equal(weights(first)[name], weight) for name, weight in weights(second).items())
     check_vectors("checkpoints/moe_finetune", "search_query: ")
-
-
-@pytest.mark.parametrize("name", ["mgh", "moe"])
-def test_a_config_of_the_docstring_corpus_trains_scores_and_exports(name: str, tmp_path: Path) -> None:
-    config = yaml.safe_load((CONFIGS / f"{name}_docstrings.yaml").read_text(encoding="utf-8"))
-    sampler = config["data"]["init_args"]["sampler"]["init_args"]
-    sampler = sampler["inner"]["init_args"] if name == "mgh" else sampler
-    assert sampler["steps_per_epoch"] == 40
-    sampler["steps_per_epoch"] = num_steps = 8 if name == "mgh" else 2
-    for callback in config["trainer"]["callbacks"]:
-        if "every_n_steps" in callback.get("init_args", {}):
-            callback["init_args"]["every_n_steps"] = num_steps
-    small: dict[str, Any] = {"data": {"init_args": {"batch_size": 4, "num_workers": 0, "cache_dir": "cache"}}}
-    folder = tmp_path / "data" / "docstrings"
-    (folder / "eval").mkdir(parents=True)
-    write_retrieval_folder(folder / "eval" / "validation")
-    if name == "mgh":
-        config["model"]["init_args"]["backbone"]["name"] = backbone_folder(tmp_path / "backbone")
-        # Records without some of the levels of negatives.
-        rows = graded(10) + graded(10, (2, 3, 4)) + graded(10, (4,)) + graded(10, ())
-        write_jsonl(folder / "train.jsonl.gz", rows)
-    else:
-        assert config["model"]["init_args"]["loss"]["init_args"]["widths"] == [384, 128]
-        config["model"]["init_args"]["loss"]["init_args"]["widths"] = [32, 8]
-        write_pairs(folder / "train.jsonl.gz")
-        small["model"] = of_module(backbone={"name": dense_folder(tmp_path / "dense")})
-        small["data"]["init_args"]["text"] = TEXT
-    cli = small_run(tmp_path, [write_config(tmp_path, config, "docstrings.yaml")], small)
-    assert cli.trainer.global_step == num_steps
-    metrics = cli.trainer.callback_metrics
-    logged = {"mgh": {"train/level"}, "moe": {"train/loss_32", "train/loss_8", "routing/load_entropy"}}
-    assert logged[name] | {"val/ndcg_at_10"} <= set(metrics)
-    if name == "mgh":
-        assert metrics["train/level"] == 1
-    assert json.loads((tmp_path / "checkpoints" / f"{name}_docstrings" / "modules.json").read_text())
 
 
 def test_the_small_decoder_runs_as_its_file_says_and_its_directory_is_a_backbone(tmp_path: Path) -> None:

@@ -51,12 +51,10 @@ def test_a_task_of_an_array_trains_its_line_in_a_folder_of_its_own(tmp_path: Pat
     )
 
 
-def test_a_task_of_an_array_trains_its_point_of_a_sweep(tmp_path: Path) -> None:
+def test_a_task_of_an_array_trains_its_point_of_a_sweep_and_nothing_without_a_line(tmp_path: Path) -> None:
     code, given, _ = run(tmp_path, "array.sbatch", ["rates.yaml"], TASK | {"SLURM_ARRAY_TASK_ID": "0"}, code=143)
     assert (code, given) == (143, "--kill-on-bad-exit=1 embeddings sweep rates.yaml --index 0")
-
-
-def test_a_task_without_a_line_is_refused_and_trains_nothing(tmp_path: Path) -> None:
+    (tmp_path / "given.txt").unlink()
     (tmp_path / "runs.txt").write_text("--recipe first\n")
     code, given, errors = run(tmp_path, "array.sbatch", ["runs.txt"], TASK | {"SLURM_ARRAY_TASK_ID": "2"})
     assert (code, given) == (2, "")
@@ -64,25 +62,16 @@ def test_a_task_without_a_line_is_refused_and_trains_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "array.sbatch"])
-def test_a_batch_file_asks_for_what_a_stop_needs(name: str) -> None:
+def test_a_batch_file_asks_for_what_a_stop_needs_and_gives_the_tasks_its_cpus(name: str, tmp_path: Path) -> None:
     lines = (SLURM / name).read_text().splitlines()
     for option in ("--requeue", "--open-mode=append", "--signal=SIGUSR1@120"):
         assert f"#SBATCH {option}" in lines
     # What comes after the first command is no longer read by sbatch.
     first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
     assert not any(line.startswith("#SBATCH") for line in lines[first:])
-
-
-@pytest.mark.parametrize("name", ["train.sbatch", "array.sbatch"])
-def test_a_batch_file_outside_slurm_says_how_to_submit_it(name: str, tmp_path: Path) -> None:
     code, given, errors = run(tmp_path, name, ["runs.txt"], {})
     assert (code != 0, given) == (True, "")
     assert "submit this file with sbatch" in errors
-
-
-@pytest.mark.parametrize("name", ["train.sbatch", "array.sbatch"])
-def test_the_tasks_get_the_cpus_of_the_job(name: str, tmp_path: Path) -> None:
-    """`srun` reads its own variable, and no longer sbatch's."""
-    job = TASK | {"SLURM_ARRAY_TASK_ID": "0", "SLURM_CPUS_PER_TASK": "6"}
-    run(tmp_path, name, ["rates.yaml"], job)
+    # `srun` reads its own variable, and no longer sbatch's.
+    run(tmp_path, name, ["rates.yaml"], TASK | {"SLURM_ARRAY_TASK_ID": "0", "SLURM_CPUS_PER_TASK": "6"})
     assert (tmp_path / "cpus.txt").read_text() == "6 6\n"
