@@ -105,7 +105,7 @@ def test_a_card_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("embeddings.models.model_card.model_card", fail)
+    monkeypatch.setattr("embeddings.models.model_card.write_text", fail)
     assert main(["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out")]) == 74
     assert main(["fit", "--config", write_config(tmp_path, config)]) == 74
     assert content(tmp_path / "out") == before
