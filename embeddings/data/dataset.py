@@ -114,11 +114,8 @@ class LabelTexts:
 def places_of_level(negatives: Sequence[Negative], rule: LevelRule, draw: int) -> list[int]:
     """The places of the negatives that a level allows, in the row's order; where levels add up, in a random order.
 
-    A row that has none of the level gives those of its nearest coarser level, and none at all where it has no coarser
-    one: a step never sees what is harder than its level. Negatives without levels belong to every level.
-
-    `negatives` are the row's own, hardest first. By the random order few of many levels are drawn evenly from all.
-    Determinism: a function of (negatives, rule, draw).
+    `negatives` are hardest first. A row without the level gives those of its nearest coarser level, or none: a step
+    never sees what is harder than its level. Negatives without levels belong to every level.
     """
     if not any(negative.level for negative in negatives):
         return list(range(len(negatives)))
@@ -133,10 +130,12 @@ def places_of_level(negatives: Sequence[Negative], rule: LevelRule, draw: int) -
 def open_source(
     config: SourceConfig, cache_dir: str | os.PathLike[str] | None = None, text: TextSettings | None = None
 ) -> "SourceDataset":
-    """A source ready for training, converted first where it has not been yet; arguments as in `SourceDataset`.
+    """A source ready for training, converted first where it has not been yet.
 
     Args:
+        config: The source.
         cache_dir: Folder of converted sources, else `$EMBED_CACHE`, else `.cache/embeddings`.
+        text: What an instruction becomes; None for the default template.
 
     Raises:
         InputError: If the source cannot be read, or its rows do not suit the conversion.
@@ -327,13 +326,9 @@ def _label_texts(config: SourceConfig, labels: list[str]) -> list[str]:
 
 
 class Mixture:
-    """The rows of all sources one after another.
+    """The rows of all sources one after another; it can be pickled and forked.
 
     Determinism: an example is a pure function of the sources and of (row, draw, level rule).
-    Length: the sum of the sources' lengths.
-    Guarantees: it can be pickled and forked, since its sources can. `surrogate_width` is that of the surrogate's
-        vectors of those sources that have them, None where none has; `has_scores` says whether any source has scores
-        of a teacher.
 
     Raises:
         OptionError: If there is no source, two share a name, or their surrogates' vectors differ in width.

@@ -55,10 +55,7 @@ class Row(NamedTuple):
 class Reader(ABC):
     """Rows in their order, and how far reading has come.
 
-    Attributes:
-        total_bytes: Bytes to read, or None where it is not known.
-        bytes_read: Bytes read so far.
-        unread_columns: Columns that the rows leave out, known once the first row is read.
+    `total_bytes` is None where it is not known; `unread_columns` are the columns that the rows leave out.
     """
 
     total_bytes: int | None = None
@@ -73,16 +70,8 @@ class Reader(ABC):
 def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> Reader:
     """The reader for a file's content: gzip and Parquet are known by their first bytes, whatever the name says.
 
-    A file named `.csv` or `.tsv`, gzipped or not, is a table of separated values unless JSON begins in it.
-
-    Args:
-        path: File to read.
-        fields: Columns that are of use; Parquet reads no others, but those that may stand for `negatives`.
-        required: Columns without which a row is refused; where one is missing Parquet reads all columns, so that the
-            refusal can name them.
-
-    Raises:
-        InputError: If the file is empty, cannot be opened, or contradicts its name.
+    A file named `.csv` or `.tsv`, gzipped or not, is a table of separated values unless JSON begins in it. Parquet
+    reads only `fields` and what may stand for `negatives`, or all columns where a `required` one is missing.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise not_regular(str(path))
@@ -105,10 +94,7 @@ def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> R
 
 
 class LineReader(Reader):
-    """Rows of a text file, which count from 1 as an editor's lines do.
-
-    A byte-order mark and blank lines are passed over, up to `MAX_BLANK_LINES` of them in one stretch.
-    """
+    """Rows of a text file, which count from 1 as an editor's lines do, without byte-order mark and blank lines."""
 
     def __init__(self, path: Path, gzipped: bool) -> None:
         self.path, self.gzipped = path, gzipped
@@ -159,12 +145,7 @@ class LineReader(Reader):
 
 
 class JsonlReader(LineReader):
-    """Rows of a file with one JSON object a line.
-
-    Raises:
-        InputError: While reading, at the first row that is not UTF-8, not JSON, not an object, too long, or cut off,
-            after too many blank lines, or where the compressed data ends or breaks; the message names the row.
-    """
+    """Rows of a file with one JSON object a line."""
 
     def __iter__(self) -> Iterator[Row]:
         """The rows from the first."""
@@ -181,15 +162,7 @@ class CsvReader(LineReader):
     """Rows of a table of separated values below a header; an empty cell is null.
 
     A quoted cell may hold the separator, line ends and doubled quotes. A row is named by the line that it begins in.
-
-    Args:
-        path: File to read.
-        gzipped: Whether it is compressed.
-        separators: What may separate the cells; the first of these that the header holds does.
-
-    Raises:
-        InputError: While reading, at the first row that is not UTF-8, has more or fewer cells than the header, a quote
-            out of place or a cell too long, or is cut off; if the header names a column twice or the file has no row.
+    The first of `separators` that the header holds separates the cells.
     """
 
     def __init__(self, path: Path, gzipped: bool, separators: str) -> None:
@@ -241,11 +214,7 @@ def _not_csv(where: str, error: str) -> InputError:
 
 
 class ParquetReader(Reader):
-    """Rows of a Parquet file, counted from 1; one batch of rows is in memory at a time.
-
-    Raises:
-        InputError: If the file is damaged, has no rows, or a column twice that is asked for.
-    """
+    """Rows of a Parquet file, counted from 1; one batch of rows is in memory at a time."""
 
     def __init__(self, path: Path, fields: Sequence[str], required: Sequence[str]) -> None:
         self.path, self.fields, self.required = path, fields, required
@@ -343,11 +312,7 @@ def _cut_off(where: str) -> InputError:
 
 
 def resolve_revision(name: str, revision: str | None) -> str:
-    """The commit that a revision of a Hub data set stands for; a full commit needs no network.
-
-    Raises:
-        InputError: If the Hub cannot be reached, or does not know the data set or the revision.
-    """
+    """The commit that a revision of a Hub data set stands for; a full commit needs no network."""
     if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
     return ask_commit(name, revision)
@@ -368,11 +333,7 @@ def ask_commit(name: str, revision: str | None) -> str:
 
 
 class HubReader(Reader):
-    """Rows of one split of a Hub data set, streamed, counted from 1; at a commit, so that they are known to the byte.
-
-    Raises:
-        InputError: While reading, if the Hub cannot be reached or the split is not there.
-    """
+    """Rows of one split of a Hub data set at a commit, streamed, counted from 1."""
 
     def __init__(self, name: str, subset: str | None, split: str, commit: str) -> None:
         self.name, self.subset, self.split, self.commit = name, subset, split, commit

@@ -58,14 +58,11 @@ class Record:
     """One training record as a person wrote it.
 
     Attributes:
-        query: Query text.
-        positives: Texts relevant to it, at least one.
+        positives: Texts relevant to the query, at least one.
         negatives: Texts that are not, hardest first.
-        label: Class of query and positives, as `label_key` writes it, or None.
-        score: How relevant the positive is, in the source's own unit, or None.
-        id: The source's own name of the record, or None.
-        instruction: What this query is for, in place of the source's instruction, or None.
-        language: What language its texts are in, as the source calls it, or None.
+        label: Class of query and positives, as `label_key` writes it.
+        score: How relevant the positive is, in the source's own unit.
+        instruction: What this query is for, in place of the source's instruction.
         scores: A teacher's score of each positive, then of each negative, NaN where it gave none; empty without scores.
     """
 
@@ -112,12 +109,8 @@ def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: s
     """The record that a row holds. Columns that are not asked for are ignored.
 
     Without `columns` the columns of other libraries' files are taken for fields that have none of their own name (see
-    `taken_columns`): `anchor`, `question` or `sentence1` for `query`, several of negatives for `negatives`.
-
-    A missing or null `negatives`, `instruction`, `label`, `score`, `id`, `language` or `scores` means that there is
-    none, unless `columns` maps the field: a mapping that finds no column is refused, and a column that another field is
-    mapped to is that field's alone. Negatives with levels come out hardest first, in the row's order within a level,
-    and take their scores with them.
+    `taken_columns`). A field that `columns` maps must be there; other fields than `query` and `positive` may be missing
+    or null. Negatives with levels come out hardest first, in the row's order within a level, with their scores.
 
     Args:
         fields: The row by column name.
@@ -125,9 +118,7 @@ def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: s
         where: File and row, for messages.
 
     Raises:
-        InputError: If a field is missing, of a wrong type, null, empty, white space, not finite, or not text that can
-            be written as UTF-8, two columns may both be it, or the texts have more or fewer scores than one each; the
-            message names file, row and field.
+        InputError: If a field is missing, ambiguous or not what it must be; the message names file, row and field.
     """
     row = _Row(fields, columns, where, PAIR_FIELDS)
     row.refuse_scores()
@@ -181,9 +172,9 @@ def look_alikes(names: Iterable[str], fields: Sequence[str]) -> dict[str, str]:
 
 
 def taken_columns(row: Mapping[str, Any], fields: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
-    """The columns of a row that are taken for some fields which have none of their own name; null ones do not count.
+    """The columns of a row that are not null and taken for some fields which have none of their own name.
 
-    A field has one column, or more than one where the row is ambiguous. Negatives may have several, in their order.
+    A field with more than one column is ambiguous, but for negatives, which may have several, in their order.
     """
     return _taken(tuple(str(name) for name, value in row.items() if value is not None), fields)
 
@@ -370,12 +361,10 @@ class Example:
     """One query with its relevant and irrelevant texts, its random choices still open.
 
     Attributes:
-        row: Row in the mixture.
+        row, source: Row in the mixture, and index of its source.
         draw: Key of the random choices (see `PlanEntry`).
-        source: Index of the source in the mixture.
-        query: Query text without its prompt.
-        positives: Texts relevant to it, at least one.
-        negatives: Texts that are not, hardest first (in random order where a curriculum adds levels up).
+        query, positives: The texts without their prompts.
+        negatives: Texts that are not relevant, hardest first (in random order where a curriculum adds levels up).
         label: Class within the source, -1 where it has none; the positives have the same.
         negative_labels: Class of each negative, as long as `negatives`, or empty where the source has none.
         query_prompt: Text put before the query, "" for none.
@@ -385,8 +374,7 @@ class Example:
         surrogate_positives: The same of each positive, (P, S) float32.
         surrogate_negatives: Gives the same of the first n negatives, (n, S) float32; None where they have none.
         level: Level of hard negatives that the step asks for, 0 where it asks for none.
-        scores: A teacher's score of each of the positives, then of each of the negatives, NaN where it gave none; empty
-            where the record has no scores.
+        scores: A teacher's score of each positive, then of each negative, NaN where it gave none; empty without scores.
     """
 
     row: int
@@ -412,11 +400,7 @@ GROUP_ROWS = 4096
 
 
 def has_levels(table: Table, where: str) -> bool:
-    """Whether the negatives of a converted source have levels.
-
-    Raises:
-        InputError: If some have and others have not: one column of a Parquet file holds texts, or texts with levels.
-    """
+    """Whether the negatives of a converted source have levels; an `InputError` if only some have."""
     found = [(int(levels.min()), int(levels.max())) for levels in table.negative_levels() if levels.size]
     is_graded = any(most > 0 for _, most in found)
     if is_graded and any(least == 0 for least, _ in found):
@@ -425,11 +409,7 @@ def has_levels(table: Table, where: str) -> bool:
 
 
 def is_json_lines(output: Path) -> bool:
-    """Whether a file of records is to hold JSON lines, by its name; else it is a Parquet file.
-
-    Raises:
-        OptionError: If the name is one of another kind of file.
-    """
+    """Whether a file of records is to hold JSON lines, by its name; else it is a Parquet file."""
     if output.suffix.lower() in (".csv", ".tsv", ".json", ".gz", ".txt", ".arrow"):
         raise OptionError("output", str(output), "must end in .parquet or .jsonl", "name the file so")
     return output.suffix.lower() in (".jsonl", ".ndjson")
@@ -455,11 +435,9 @@ def table_writer(path: Path, schema: pa.Schema, json_lines: bool = False) -> Ite
 def write_records(
     path: Path, records: Iterable[Record], graded: bool, json_lines: bool = False, scored: bool = False
 ) -> int:
-    """Write records to a Parquet file, or as JSON lines, with the columns of a source of pairs; returns their number.
+    """Write records to a Parquet file, or as JSON lines, with the columns of `record_schema`; returns their number.
 
-    `graded` and `scored` are those of `record_schema`.
     `GROUP_ROWS` records are in memory at a time. The file is written in place: give the path that `atomic_path` gives.
-    Determinism: the same records give the same bytes with one version of pyarrow.
     """
     schema = record_schema(graded, scored)
     return _write_rows(path, (_fields(record, graded) for record in records), schema, json_lines)

@@ -28,11 +28,7 @@ class FileHash(NamedTuple):
 
 
 def hash_file(path: Path, memory: Path) -> FileHash:
-    """The hash of a file, from `memory` where the file is unchanged: hashing a terabyte takes most of an hour.
-
-    Raises:
-        InputError: If the file cannot be read.
-    """
+    """The hash of a file, from `memory` where the file is unchanged: hashing a terabyte takes most of an hour."""
     try:
         stamp = _stamp(path)
         known = read_json_or_empty(_note(path, memory))
@@ -60,18 +56,9 @@ def _stamp(path: Path) -> list[int]:
 
 
 class SourceInputs:
-    """The files or the Hub split of a source, whose content is known by hashes or a commit.
+    """The files or the Hub split of a source; `identity` tells their content from others by hashes or a commit.
 
-    Attributes:
-        identity: What tells the content from others, in plain types.
-
-    Args:
-        source: The source.
-        root: Folder of converted sources, where the files' hashes are remembered.
-        commit: Commit of the Hub data set, or None for that of the source's revision.
-
-    Raises:
-        InputError: If a file or the Hub cannot be read.
+    `root` is the folder of converted sources, where the files' hashes are remembered.
     """
 
     def __init__(self, source: Origin, root: Path, commit: str | None = None) -> None:
@@ -99,11 +86,7 @@ class SourceInputs:
         return [open_reader(file.path, columns, required) for file in self._files]
 
     def require_unchanged(self) -> None:
-        """Check that the files are what they were when they were hashed.
-
-        Raises:
-            InputError: If one is not.
-        """
+        """Check that the files are what they were when they were hashed."""
         for file in self._files:
             if not file.is_current():
                 raise InputError(str(file.path), "the file changed while it was read", "run again when it is at rest")

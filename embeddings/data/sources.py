@@ -203,11 +203,7 @@ class SourceConfig(Origin):
 
 
 def check_names(names: Sequence[str], option: str = "sources") -> None:
-    """Check that no two sources have one name; `option` is the option of the data that lists them.
-
-    Raises:
-        OptionError: If two have.
-    """
+    """Check that no two sources have one name; `option` is the option of the data that lists them."""
     for name in names:
         if names.count(name) > 1:
             raise OptionError(f"data.{option}", name, "must have different names", "rename one of them")
@@ -217,12 +213,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
 def resolve_files(path: str | Sequence[str]) -> list[Path]:
-    """The files that a path, a glob or a list of these names (see `fill_path`): the list's order, matches sorted.
-
-    Raises:
-        InputError: If a variable is not set, a file is missing, or a folder or a pipe, a glob matches nothing, or a
-            file comes twice.
-    """
+    """The files that a path, a glob or a list of these names (see `fill_path`): the list's order, matches sorted."""
     found = [file for part in _parts(path) for file in _expand(part)]
     for file, count in Counter(found).items():
         if count > 1:
@@ -235,11 +226,7 @@ def _parts(path: str | Sequence[str]) -> Sequence[str]:
 
 
 def check_files(sources: Iterable[Origin]) -> None:
-    """Check that the files of all sources are there; the Hub is not asked.
-
-    Raises:
-        InputError: As of `resolve_files`; where several paths name no file, one that counts them and names the first.
-    """
+    """Check that the files of all sources are there, and name all that are not; the Hub is not asked."""
     files = [source for source in sources if source.path and not source.is_hub]
     faults = []
     for part in (part for source in files for part in _parts(source.path or [])):
@@ -260,11 +247,7 @@ def check_files(sources: Iterable[Origin]) -> None:
 
 
 def fill_path(path: str) -> Path:
-    """A path with its environment variables (`$DATA`, `${DATA}`) and `~` filled in.
-
-    Raises:
-        InputError: If a variable is not set.
-    """
+    """A path with its environment variables (`$DATA`, `${DATA}`) and `~` filled in."""
     return Path(_fill(path))
 
 

@@ -27,18 +27,8 @@ class SurrogateVectors:
     The folder holds `index/` (which documents are whose positives and negatives), `queries/` and `documents/` (shards
     of vectors). It travels to another process by its name and is opened there again.
 
-    Opening reads the header of every shard, some 0.1 ms each, and all vectors of shards that no job has checked. The
-    manifest says that the job checked each vector before it was written; a shard that is as new as the manifest, or one
-    of a folder made otherwise, is read once. A vector is checked again when it is drawn, in 1 microsecond.
-
-    Args:
-        folder: The folder of the vectors.
-        source_key: Content key of the source they must be of (the name of its converted folder).
-        check_vectors: Whether to read such shards; False where another process of the run has.
-
-    Raises:
-        InputError: If the folder is of another source, not complete, or damaged, or a vector is zero, not finite or not
-            of unit length. The message names the shard and the row in it.
+    Opening reads the header of every shard, some 0.1 ms each, and all vectors of shards that are not older than the
+    manifest, which says that the job checked them. A vector is checked again when it is drawn, in 1 microsecond.
     """
 
     def __init__(self, folder: str | os.PathLike[str], source_key: str, check_vectors: bool = True) -> None:

@@ -39,17 +39,7 @@ Int64s = NDArray[np.int64]
 
 
 class MappedFile:
-    """A file in memory as bytes, and as words of 8 bytes, which is what Arrow aligns its buffers to.
-
-    Attributes:
-        data: Its bytes; a slice is a copy.
-        bytes_B: The same as an array.
-        words_W: The same as 8-byte integers.
-
-    Raises:
-        OSError: If the file cannot be opened.
-        ValueError: If it is empty.
-    """
+    """A file in memory as bytes (a slice copies), and as words of 8 bytes, to which Arrow aligns its buffers."""
 
     def __init__(self, path: Path) -> None:
         with open(path, "rb") as file:
@@ -194,8 +184,8 @@ class StoredRow(NamedTuple):
 def write_table(folder: Path, rows: Iterable[StoredRow]) -> int:
     """Write rows into `folder`; returns their number. At most one batch of them is in memory.
 
-    Batches are cut by size as well as by count: a batch must fit in memory while it is written, and its reader parses
-    each one that it touches, so they are neither very large nor many. `SCORES_FILE` is written where a row has scores.
+    A batch must fit in memory, and its reader parses each one that it touches, so batches are neither very large nor
+    many. `SCORES_FILE` is written where a row has scores.
     """
     starts, count, characters = [0], 0, 0
     # Columns, not rows: the garbage collector walks a tuple a row again and again.
@@ -247,13 +237,6 @@ class Table:
 
     A table travels to another process by its folder and is opened there again, so that workers share the operating
     system's cache. Where a batch's columns lie is noted when it is first touched, in some 200 bytes.
-
-    Attributes:
-        folder: Where it lies.
-        has_scores: Whether a row has scores of a teacher.
-
-    Raises:
-        InputError: If the file is missing or damaged, here or where a row is read.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -31,11 +31,7 @@ class TokenRow(NamedTuple):
 
 
 class RowMixture:
-    """The rows of all sources one after another; no row holds tokens of two sources.
-
-    Determinism: a row is a pure function of the streams, the tokens of a row (L) and its number.
-    Guarantees: it can be pickled and forked, since its streams can.
-    """
+    """The rows of all sources one after another; no row holds tokens of two sources."""
 
     def __init__(self, streams: Sequence[TokenStream], row_length: int) -> None:
         self.streams, self.row_length = tuple(streams), row_length
@@ -64,11 +60,7 @@ class RowMixture:
 
 
 class RowCollator:
-    """Makes `PackedRows` of rows, shorter ones padded on the right, and hands them to a task where there is one.
-
-    The tokenizer says which ids are special, and which one is padding.
-    Determinism: a batch is a pure function of its rows; neither rank nor worker enters.
-    """
+    """Makes `PackedRows` of rows, shorter ones padded on the right, and hands them to a task where there is one."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, row_length: int, task: Callable[[PackedRows], Any] | None = None
@@ -140,12 +132,7 @@ class TextDataModule(PlannedDataModule):
         self._validation_rows: RowMixture | None = None
 
     def check_run(self, trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
-        """Check what can be known of files, packages and plan before a source is tokenised, which may take hours.
-
-        Raises:
-            InputError: If a file, or the tokenizer, is not there.
-            OptionError: If a package is not installed, or the sampler's options do not suit the sources.
-        """
+        """Check what can be known of files, packages and plan before a source is tokenised, which may take hours."""
         sources = [*self.sources, *self.validation_sources]
         check_files(sources)
         for source in sources:
@@ -154,13 +141,7 @@ class TextDataModule(PlannedDataModule):
         self._base_tokenizer(module)
 
     def prepare_data(self) -> None:
-        """Tokenise the sources that are not tokenised yet, on one rank, and check that they fill a batch.
-
-        Raises:
-            InputError: If a source cannot be used, or holds no text.
-            OptionError: If there are fewer rows than one global batch, or the run is to resume from another plan (see
-                `expect_state`).
-        """
+        """Tokenise the sources that are not tokenised yet, on one rank, and check that they fill a batch."""
         self.setup()
         self._check_plan(self._plan())
 
@@ -186,11 +167,7 @@ class TextDataModule(PlannedDataModule):
         return self.rows.sizes
 
     def train_dataloader(self) -> ResumableLoader:
-        """The batches of this rank, from the place where the checkpoint was taken if the run is resumed.
-
-        Raises:
-            OptionError: If there are fewer rows than one global batch, or the checkpoint is of another plan.
-        """
+        """The batches of this rank, from the place where the checkpoint was taken if the run is resumed."""
         return self._make_loader(self.rows, self._collator())
 
     def val_dataloader(self) -> list[DataLoader[Any]]:

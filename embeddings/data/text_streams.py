@@ -74,12 +74,7 @@ class TextSource(Origin):
 
 
 class Documents(SourceInputs):
-    """The documents of a source, in an order that the source alone decides; `identity` may be the packages' hash too.
-
-    Raises:
-        InputError: If a file or the Hub cannot be read.
-        OptionError: If a package is not installed.
-    """
+    """The documents of a source, in an order that it alone decides; `identity` may be the packages' hash too."""
 
     def __init__(self, source: TextSource, root: Path) -> None:
         super().__init__(source, root)
@@ -89,11 +84,7 @@ class Documents(SourceInputs):
             self.identity = [{"packages": _digest(self._modules)}]
 
     def __iter__(self) -> Iterator[str]:
-        """The texts, without those that are empty or white space, as many as are wanted.
-
-        Raises:
-            InputError: At the first record without a text in its column; the message names file and row.
-        """
+        """The texts, without those that are empty or white space, as many as are wanted."""
         texts = _module_texts(self._modules) if self.source.packages else self._record_texts()
         return islice((text for text in texts if text.strip()), self.source.max_rows)
 
@@ -143,17 +134,10 @@ _BATCH = 256
 
 
 class DocumentTokenizer:
-    """Documents to token ids with the tokenizer's own special tokens around them and a separator at the end.
+    """Documents to token ids with the tokenizer's own special tokens around them and, on request, a separator behind.
 
     A special token that a document spells out (`</s>` in a source file) is read as plain characters, so separators
     are where documents end and nowhere else. Nothing is truncated.
-
-    Args:
-        tokenizer: A fast tokenizer; it is copied, so its own settings neither matter nor change.
-        append_eos: Whether a document whose tokens do not end in the end-of-sequence token (or `[SEP]`) gets it.
-
-    Raises:
-        OptionError: If the tokenizer is slow, or has no token to append.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, append_eos: bool) -> None:
@@ -184,14 +168,8 @@ class DocumentTokenizer:
 class TokenStream:
     """Reads what `open_stream` wrote: the tokens stay on disk, mapped into memory, and rows are computed.
 
-    Row r holds tokens r·L … (r+1)·L - 1 of the stream, so every token is in exactly one row, and nothing is stored per
-    row; per document its start is. The last row may be shorter.
-
-    Attributes:
-        key: Hash of all that decides its content.
-
-    Raises:
-        InputError: If the folder's files are not what was written.
+    Row r holds tokens r·L … (r+1)·L - 1 of the stream, so every token is in exactly one row; the last may be shorter.
+    Nothing is stored per row; per document its start is.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
@@ -229,14 +207,7 @@ class TokenStream:
 def open_stream(
     source: TextSource, tokenizer: DocumentTokenizer, cache_dir: str | os.PathLike[str] | None = None
 ) -> TokenStream:
-    """A source as a stream of tokens; the first call for a content and a tokenizer makes it, later ones find it.
-
-    A kill at any moment leaves no half-made folder behind; processes may call this at once.
-
-    Raises:
-        InputError: If the source cannot be read or holds no text, or the folder cannot be written.
-        OptionError: If a package is not installed.
-    """
+    """A source as a stream of tokens; the first call for a content and a tokenizer makes it, later ones find it."""
     root = cache_folder(cache_dir).absolute()
     documents = Documents(source, root)
     identity = {

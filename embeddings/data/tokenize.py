@@ -24,14 +24,7 @@ MAX_CHECKED_PROMPTS = 10_000
 
 
 class TokenSpan(NamedTuple):
-    """Where a token lies in its text.
-
-    Attributes:
-        token: The token as the vocabulary has it.
-        start: First character, from 0, of prompt and text as one string.
-        end: Character after the last one. Tokens of one character share its place.
-        is_special: Whether the token was added and covers no character (`[CLS]`, `</s>`).
-    """
+    """A token and the characters of prompt and text as one string that it covers; an added one covers none."""
 
     token: str
     start: int
@@ -92,10 +85,10 @@ class TextTokenizer:
         self._prompt_lengths: dict[str, int] = {}
 
     def __call__(self, texts: Sequence[str], role: TextRole, prompts: str | Sequence[str] | None = None) -> TokenBatch:
-        """Tokens of N texts.
+        """Tokens of N texts without their prompts; one that leaves no token at all becomes one end-of-sequence token.
 
         Args:
-            texts: Texts without their prompts. One that leaves no token at all becomes one end-of-sequence token.
+            texts: Texts without their prompts.
             role: Decides the length limit and the default prompt.
             prompts: One prompt for all texts, or one each; None for the settings' prompt of this role.
 
@@ -158,11 +151,7 @@ class TextTokenizer:
         return next((index for index in range(end_of_text) if spans[index][1] > prompt_end), end_of_text)
 
     def check_prompt(self, prompt: str, role: TextRole) -> None:
-        """Check that a prompt leaves room for a token of the text.
-
-        Raises:
-            OptionError: If it does not; the message names the limit.
-        """
+        """Check that a prompt leaves room for a token of the text."""
         limit = self.settings.max_length(role)
         if not prompt or (prompt, limit) in self._checked_prompts:
             return
@@ -185,11 +174,7 @@ class TextTokenizer:
 
 
 def copied_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """A copy of a fast tokenizer's backend, which neither pads nor truncates.
-
-    Raises:
-        OptionError: If the tokenizer is slow: it cannot say which characters a token covers.
-    """
+    """A copy of a fast tokenizer's backend, which neither pads nor truncates."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         rule = "must be a fast tokenizer"
@@ -201,11 +186,7 @@ def copied_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def suffix_ids(backend: Tokenizer, suffix: str) -> list[int]:
-    """The tokens that a suffix adds to a text.
-
-    Raises:
-        OptionError: If it changes how the text before it is split, or special tokens follow it.
-    """
+    """The tokens that a suffix adds to a text; it must not change how the text before it is split."""
     if not suffix:
         return []
     alone, closed = (backend.encode(text).ids for text in ("a", f"a{suffix}"))

@@ -22,14 +22,9 @@ Columns = Mapping[str, str | list[str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """A layout of rows.
+    """A layout of rows: the fields whose columns a source names, and how its rows become those of the file.
 
-    Attributes:
-        fields: The fields whose columns a source of this kind names; those of `optional` may be left out.
-        schema: The columns of the file that is written.
-        convert: Gives our row for a row and the source's columns.
-        check: Raises an `InputError` where the reader of that file would refuse our row.
-        optional: Fields that a source may lack.
+    `check` raises an `InputError` where the reader of that file would refuse our row.
     """
 
     fields: tuple[str, ...]
@@ -40,10 +35,7 @@ class Kind:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """The texts of a cell: one, those of a list, or passages of `title` and `text`; what is empty is left out.
-
-    A passage is its title, a space and its text, as in the corpus of an evaluation folder.
-    """
+    """The texts of a cell: one, those of a list, or passages of `title` and `text`; what is empty is left out."""
     if isinstance(value, str):
         # The reader refuses these, and no tokenizer reads them.
         text = value.replace("\x00", " ").strip()

@@ -21,11 +21,7 @@ ROOT_VARIABLE = "EMBED_TRAIN_DATA"
 
 @dataclass(frozen=True)
 class PublicSource:
-    """Where one source lies in public, and how its rows become records; the table's head says what each field means.
-
-    Raises:
-        AssertionError: If the table contradicts itself.
-    """
+    """Where one source lies in public, and how its rows become records; the table's head says what each field means."""
 
     folder: str
     name: str
@@ -129,12 +125,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class PublicTable:
-    """The whole table.
-
-    Attributes:
-        stages: What each data config needs.
-        sources: All sources, those of collections among them.
-    """
+    """The whole table: what each data config needs, and all sources, those of collections among them."""
 
     stages: Sequence[Stage]
     sources: Sequence[PublicSource]
@@ -159,11 +150,7 @@ class PublicTable:
         return cls([Stage(**stage) for stage in content["stages"]], sources)
 
     def stages_of(self, recipe: str, stage: str | None) -> list[Stage]:
-        """The stages of a recipe, or the one that is named.
-
-        Raises:
-            OptionError: If the recipe has no such stage.
-        """
+        """The stages of a recipe, or the one that is named."""
         stages = [each for each in self.stages if each.recipe == recipe]
         chosen = [each for each in stages if stage in (None, each.stage)]
         if not chosen:

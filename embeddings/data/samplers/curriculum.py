@@ -42,20 +42,11 @@ def level_of(
     fixed_level: int | None = None,
     seed: int = 0,
 ) -> int:
-    """The level of one optimiser step, 1 (hardest) to 4 (easiest).
+    """The level of one optimiser step (from 0), 1 (hardest) to 4 (easiest), a function of its arguments.
 
     Every order but `fixed` gives each level its share of the steps; they differ in which steps these are. Steps at
     `total_steps` or later have the level of the last one; a random order starts another pass of the same length.
 
-    Args:
-        step: Optimiser step of the run, from 0: the number of updates made before it.
-        total_steps: Optimiser steps of the whole curriculum, >= 1.
-        order: As in `CurriculumBatchSampler`; `random` has the steps of `coarse_to_fine` in a random order.
-        fractions: Share of the steps of each level, of level 4 first and of level 1 last.
-        fixed_level: The level of `fixed`.
-        seed: Seed of the random order.
-
-    Determinism: a function of its arguments.
     Source: MGH, §2.1 (N4 to N1, 25 % each) and §4.1 (reverse, random, fixed). Differs: the paper does not say whether a
         random order mixes the levels of a batch; here a step has one level. Cumulative levels are not in the paper.
     """
@@ -176,11 +167,7 @@ class CurriculumBatchSampler(BatchSampler):
         return self.inner.remarks()
 
     def set_run(self, run: RunLength) -> None:
-        """Learn how long the run is.
-
-        Raises:
-            OptionError: If the run has no known end, accumulates unevenly, or is so short that a level has no step.
-        """
+        """Learn how long the run is: it must have a known end, accumulate evenly, and give each level a step."""
         self.inner.set_run(run)
         self._run = run
         if self.order == "fixed":
@@ -216,11 +203,7 @@ class CurriculumBatchSampler(BatchSampler):
         return self.inner.global_batch(epoch, step)
 
     def level_rule(self, epoch: int, step: int) -> LevelRule:
-        """Which hard negatives the batch at `step` of an epoch may use.
-
-        Raises:
-            OptionError: If the run has no known end.
-        """
+        """Which hard negatives the batch at `step` of an epoch may use."""
         if self.level is not None:
             return LevelRule(self.level)
         run = self._run or RunLength(self.num_steps)

@@ -122,14 +122,8 @@ class _Plan(NamedTuple):
     """How many batches each of S sources has had where one or more of them run out.
 
     All sources are emptied side by side, each at the speed of its part: by time t source s has given
-    floor(part_s t + 1/2) of its batches, and all of them by batches_s / part_s. A stretch ends at each such time.
-
-    Attributes:
-        batch_S: Batches of each source, (S,) int64.
-        part_S: Part of each source, (S,) float64.
-        time_S: When each source runs out, (S,) float64.
-        times: These times once each, ascending.
-        ends: Batches of all sources drawn by each of `times`.
+    floor(part_s t + 1/2) of its batches, and all of them by `time_S`. A stretch ends at each of `times`, when `ends`
+    batches of all sources are drawn.
     """
 
     batch_S: NDArray[np.int64]
