@@ -87,7 +87,6 @@ class ShieldedLoader(DataLoader[Any]):
     """A `DataLoader` whose workers ignore stop signals but their parent's (see `start_worker`)."""
 
     def __iter__(self) -> Any:
-        """The batches."""
         with block_signals():
             return super().__iter__()
 
@@ -230,7 +229,6 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
         return batch.to(device, non_blocking=device.type == "cuda")
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the plan, in plain types."""
         return {} if self._loader is None else {"loader": self._loader.state_dict()}
 
     def expect_state(self, state_dict: dict[str, Any]) -> None:
@@ -253,7 +251,6 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
             self._loader = None
 
     def _make_plan(self, sizes: Sequence[int], module: LightningModule | None) -> BatchSampler:
-        """The plan over sources of these sizes for a module."""
         plan = self.sampler(sizes, self.batch_size, self.seed, [source.weight for source in self._planned_sources])
         plan.set_needs(batch_needs(module))
         return plan
@@ -406,7 +403,6 @@ class EmbeddingDataModule(PlannedDataModule):
                 warn_of_unscored_negatives(source)
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the converted sources, once."""
         if self._mixture is None:
             self._mixture = Mixture([open_source(source, self.cache_dir, self.text) for source in self.sources])
             self.has_scores = self._mixture.has_scores
@@ -419,7 +415,6 @@ class EmbeddingDataModule(PlannedDataModule):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of rows of each source; `setup` opens them."""
         return self.mixture.sizes
 
     def _identities(self) -> Sequence[SourceIdentity]:
@@ -435,7 +430,6 @@ class EmbeddingDataModule(PlannedDataModule):
         return TextTokenizer(self._base_tokenizer(module), text)
 
     def train_dataloader(self) -> ResumableLoader:
-        """The batches of this rank, from the place where the checkpoint was taken if the run is resumed."""
         collator = ContrastiveCollator(
             self.text_tokenizer(),
             self.num_negatives,

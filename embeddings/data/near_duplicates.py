@@ -107,7 +107,7 @@ class NearDuplicates:
 
 
 def jaccard(first: _Uint64s, second: _Uint64s) -> float:
-    """Members that two sets share, over members that either has; the sets are sorted and not both empty."""
+    """Members that two sets share, over members that either has; the sets are sorted, not both empty."""
     small, large = (first, second) if len(first) <= len(second) else (second, first)
     places = np.minimum(np.searchsorted(large, small), len(large) - 1)
     shared = int(np.count_nonzero(large[places] == small))

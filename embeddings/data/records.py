@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from string import digits
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -122,10 +122,9 @@ def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: s
     """
     row = _Row(fields, columns, where, PAIR_FIELDS)
     row.refuse_scores()
-    query = row.text("query", row.required("query"))
-    positives = row.positives(row.required("positive"))
-    negatives = row.negatives(row.optional("negatives"))
-    scores = () if (found := row.optional("scores")) is None else row.scores(found, len(positives), len(negatives))
+    query, positives = row.required("query", row.text), row.required("positive", row.positives)
+    negatives = row.optional("negatives", row.negatives) or ()
+    scores = row.optional("scores", partial(row.scores, len(positives), len(negatives))) or ()
     if negatives and negatives[0].level:
         order = sorted(range(len(negatives)), key=lambda place: negatives[place].level)
         negatives = tuple(negatives[place] for place in order)
@@ -137,28 +136,25 @@ def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: s
         positives=positives,
         negatives=negatives,
         scores=scores,
-        label=None if (label := row.optional("label")) is None else row.label(label),
-        score=None if (score := row.optional("score")) is None else row.number("score", score),
-        id=None if (name := row.optional("id")) is None else row.identifier("id", name),
-        instruction=None if (text := row.optional("instruction")) is None else row.text("instruction", text),
-        language=None if (name := row.optional("language")) is None else row.identifier("language", name),
+        label=row.optional("label", row.label),
+        score=row.optional("score", row.number),
+        id=row.optional("id", row.identifier),
+        instruction=row.optional("instruction", row.text),
+        language=row.optional("language", row.identifier),
     )
 
 
 def parse_labelled_text(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> LabelledText:
     """The text and class that a row holds (`text`, `label`); arguments and errors as in `parse_record`."""
     row = _Row(fields, columns, where, LABELLED_FIELDS)
-    return LabelledText(row.text("text", row.required("text")), row.label(row.required("label")))
+    return LabelledText(row.required("text", row.text), row.required("label", row.label))
 
 
 def parse_scored_pair(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> ScoredPair:
     """The pair that a row holds (`sentence1`, `sentence2`, `score`); arguments and errors as in `parse_record`."""
     row = _Row(fields, columns, where, SCORED_FIELDS)
-    return ScoredPair(
-        row.text("sentence1", row.required("sentence1")),
-        row.text("sentence2", row.required("sentence2")),
-        row.number("score", row.required("score")),
-    )
+    first, second = row.required("sentence1", row.text), row.required("sentence2", row.text)
+    return ScoredPair(first, second, row.required("score", row.number))
 
 
 def look_alikes(names: Iterable[str], fields: Sequence[str]) -> dict[str, str]:
@@ -195,6 +191,11 @@ def label_key(value: str | int) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+# Makes a value of a field's name and what a row holds in it.
+T = TypeVar("T")
+Read = Callable[[str, Any], T]
+
+
 class _Row:
     """One row with what messages about it need."""
 
@@ -204,8 +205,21 @@ class _Row:
         self.fields, self.columns, self.where = fields, columns, where
         self.taken: Mapping[str, tuple[str, ...]] = {} if columns else taken_columns(fields, wanted)
 
-    def required(self, field: str) -> Any:
-        """The value of a field that must be there."""
+    def required(self, field: str, read: Read[T]) -> T:
+        """What `read` makes of the value of a field that must be there."""
+        return read(field, self._value(field))
+
+    def optional(self, field: str, read: Read[T]) -> T | None:
+        """The same of a field that may be missing or null; one that `columns` maps must be there."""
+        if field in self.columns:
+            value = self._value(field)
+        elif field in self.taken:
+            value = self._joined(self.taken[field])
+        else:
+            value = None if field in self.columns.values() else self.fields.get(field)
+        return None if value is None else read(field, value)
+
+    def _value(self, field: str) -> Any:
         column = self.columns.get(field) or self.only_taken(field)
         if column not in self.fields:
             alike = next(iter(look_alikes(map(str, self.fields), (field,))), "YOUR_COLUMN")
@@ -223,12 +237,9 @@ class _Row:
         taken = self.taken.get(field, (field,))
         if len(taken) > 1:
             what = f"field {field!r}: {' and '.join(taken)} may both be it"
-            raise self.fault(what, f"choose, with columns: {{{self.mapping()}}}")
+            mapping = ", ".join(f"{field}: {taken[0]}" for field, taken in self.taken.items())
+            raise self.fault(what, f"choose, with columns: {{{mapping}}}")
         return taken[0]
-
-    def mapping(self) -> str:
-        """The fields with the first column that is taken for each, as a source's `columns` lists them."""
-        return ", ".join(f"{field}: {taken[0]}" for field, taken in self.taken.items())
 
     def refuse_scores(self) -> None:
         """Refuse a pair whose columns tell how alike its texts are: not every such pair is one to learn."""
@@ -240,14 +251,6 @@ class _Row:
             fix = f"set conversion: sts for scored pairs, or, where all match, columns: {{{mapped}}}"
             raise self.fault(what, fix)
 
-    def optional(self, field: str) -> Any:
-        """The value of a field that may be missing, or None; a field that `columns` maps must be there."""
-        if field in self.columns:
-            return self.required(field)
-        if field in self.taken:
-            return self._joined(self.taken[field])
-        return None if field in self.columns.values() else self.fields.get(field)
-
     def _joined(self, names: Sequence[str]) -> Any:
         """The value of one column, or those of several that are numbered as one list."""
         if len({re.sub(r"_?\d+$", "", name) for name in names}) > 1:
@@ -258,7 +261,6 @@ class _Row:
         return [item for value in values for item in (value if isinstance(value, list) else [value])]
 
     def text(self, name: str, value: Any) -> str:
-        """A text with something in it."""
         if not isinstance(value, str):
             raise self.fault(f"{name} is {kind_of(value)}, expected text", "give it a text, or leave the row out")
         if not value.strip():
@@ -274,30 +276,26 @@ class _Row:
                 raise self.fault(what, "write the file again as UTF-8") from None
         return str(value)
 
-    def positives(self, value: Any) -> tuple[str, ...]:
+    def positives(self, name: str, value: Any) -> tuple[str, ...]:
         """One text, or a list of one or more."""
-        if isinstance(value, str):
-            return (self.text("positive", value),)
-        if not isinstance(value, list):
-            raise self.fault(f"positive is {kind_of(value)}, expected text or a list of texts", "give it a text")
-        if not value:
-            raise self.fault("positive is an empty list", "give at least one text, or leave the row out")
-        return tuple(self.text(f"positive[{i}]", text) for i, text in enumerate(value))
+        if value == []:
+            raise self.fault(f"{name} is an empty list", "give at least one text, or leave the row out")
+        return self._texts(name, value)
 
-    def negatives(self, value: Any) -> tuple[Negative, ...]:
+    def negatives(self, name: str, value: Any) -> tuple[Negative, ...]:
         """One text, or a list of texts, or of texts with levels; all of one kind, in the row's order."""
-        if value is None:
-            return ()
-        if isinstance(value, str):
-            return (Negative(self.text("negatives", value)),)
-        if not isinstance(value, list):
-            raise self.fault(f"negatives is {kind_of(value)}, expected text or a list", "write it as a list of texts")
-        if not value or not isinstance(value[0], dict):
-            return tuple(Negative(self.text(f"negatives[{i}]", text)) for i, text in enumerate(value))
-        return tuple(self._graded(i, item) for i, item in enumerate(value))
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return tuple(self._graded(f"{name}[{i}]", item) for i, item in enumerate(value))
+        return tuple(map(Negative, self._texts(name, value)))
 
-    def _graded(self, index: int, item: Any) -> Negative:
-        name = f"negatives[{index}]"
+    def _texts(self, name: str, value: Any) -> tuple[str, ...]:
+        if isinstance(value, str):
+            return (self.text(name, value),)
+        if not isinstance(value, list):
+            raise self.fault(f"{name} is {kind_of(value)}, expected text or a list", "write it as a list of texts")
+        return tuple(self.text(f"{name}[{i}]", text) for i, text in enumerate(value))
+
+    def _graded(self, name: str, item: Any) -> Negative:
         if not isinstance(item, dict):
             what = f"{name} is {kind_of(item)} where negatives[0] is an object"
             raise self.fault(what, "give every negative a level, or none")
@@ -307,12 +305,12 @@ class _Row:
             raise self.fault(what, "correct the level, or write the negatives as plain texts")
         return Negative(self.text(f"{name}.text", item.get("text")), level)
 
-    def label(self, value: Any) -> str:
+    def label(self, name: str, value: Any) -> str:
         """A class: a text or a whole number."""
         if not isinstance(value, str | int):
-            what = f"label is {kind_of(value)}, expected text or a whole number"
+            what = f"{name} is {kind_of(value)}, expected text or a whole number"
             raise self.fault(what, "give it a label, or leave the row out")
-        return self.text("label", label_key(value))
+        return self.text(name, label_key(value))
 
     def number(self, name: str, value: Any) -> float:
         """A finite number; a table of separated values spells it."""
@@ -324,28 +322,26 @@ class _Row:
             raise self.fault(f"{name} is {shown}, expected a finite number", "give it a number, or leave the row out")
         return float(value)
 
-    def scores(self, value: Any, num_positives: int, num_negatives: int) -> tuple[float, ...]:
+    def scores(self, num_positives: int, num_negatives: int, name: str, value: Any) -> tuple[float, ...]:
         """A number, or null, for each positive and then for each negative; NaN for null."""
         total = num_positives + num_negatives
         if not isinstance(value, list) or len(value) != total:
             found = f"has {len(value)}" if isinstance(value, list) else f"is {kind_of(value)}"
             texts = f"positives ({num_positives}) and negatives ({num_negatives})"
-            what = f"scores {found}, expected a list of {total} numbers, those of {texts}"
+            what = f"{name} {found}, expected a list of {total} numbers, those of {texts}"
             raise self.fault(what, "give each text a number or null, or rename the column")
         for place, item in enumerate(value):
             is_number = isinstance(item, int | float) and not isinstance(item, bool)
             if item is not None and not (is_number and (abs(item) <= _MAX_SCORE or item != item)):
                 shown = item if isinstance(item, float) else kind_of(item)
-                what = f"scores[{place}] is {shown}, expected a finite number of float32, or null"
+                what = f"{name}[{place}] is {shown}, expected a finite number of float32, or null"
                 raise self.fault(what, "give it a number, or null where it is not known")
         return tuple(math.nan if item is None else float(item) for item in value)
 
     def identifier(self, name: str, value: Any) -> str:
-        """A text, or a whole number as text."""
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else self.text(name, value)
 
     def fault(self, what: str, fix: str) -> InputError:
-        """The error of this row."""
         return InputError(self.where, what, fix)
 
 
@@ -450,7 +446,6 @@ def write_labelled_texts(path: Path, texts: Iterable[LabelledText], json_lines: 
 
 
 def _write_rows(path: Path, rows: Iterable[dict[str, Any]], schema: pa.Schema, json_lines: bool) -> int:
-    """Write rows with these columns; returns their number."""
     count, remaining = 0, iter(rows)
     with table_writer(path, schema, json_lines) as write:
         while group := list(islice(remaining, GROUP_ROWS)):

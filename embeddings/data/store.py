@@ -37,8 +37,7 @@ from embeddings.data.records import (
     parse_scored_pair,
     taken_columns,
 )
-from embeddings.data.source_inputs import HASHES, SourceInputs
-from embeddings.data.sources import Conversion, SourceConfig
+from embeddings.data.sources import HASHES, Conversion, SourceConfig, SourceInputs
 from embeddings.data.table import ROWS_FILE, SCORES_FILE, StoredRow, Table, damaged, write_table
 
 CACHE_VARIABLE, DEFAULT_CACHE = "EMBED_CACHE", Path(".cache/embeddings")
@@ -58,13 +57,11 @@ class Suspects:
     first: list[list[str]] = field(default_factory=list)
 
     def note(self, where: str, suspicion: str) -> None:
-        """Count a row."""
         self.count += 1
         if len(self.first) < _NAMED_SUSPECTS:
             self.first.append([where, suspicion])
 
     def __str__(self) -> str:
-        """The rows of a message."""
         named = ", ".join(f"{where} ({suspicion})" for where, suspicion in self.first)
         more = f" and {self.count - len(self.first)} more" if self.count > len(self.first) else ""
         what = "row contradicts itself" if self.count == 1 else "rows contradict themselves"
@@ -116,7 +113,6 @@ class Facts:
         return [list(self.labels)[code], self.first_row[code]]
 
     def noting_columns(self, config: SourceConfig, rows: Iterable[Row]) -> Iterator[Row]:
-        """The rows; the columns of the first ones are noted."""
         wanted = PAIR_FIELDS if config.conversion == "pairs" else config.fields
         for number, row in enumerate(rows):
             if number < _NOTED_ROWS:
@@ -140,7 +136,6 @@ def layout(conversion: Conversion) -> str:
 
 
 def min_score(config: SourceConfig) -> float:
-    """The least score of a positive pair."""
     return DEFAULT_MIN_SCORE if config.min_score is None else config.min_score
 
 
@@ -234,15 +229,12 @@ class ClassIndex:
         self._offsets: list[int] = load_array(folder / OFFSETS_FILE, fix).tolist()
 
     def __reduce__(self) -> tuple[type["ClassIndex"], tuple[Path]]:
-        """The folder alone."""
         return ClassIndex, (self.folder,)
 
     def size(self, label: int) -> int:
-        """Number of rows of a class."""
         return self._offsets[label + 1] - self._offsets[label]
 
     def num_outside(self, label: int) -> int:
-        """Number of rows of all other classes."""
         return len(self._order) - self.size(label)
 
     def member(self, label: int, position: int) -> int:
@@ -332,7 +324,6 @@ def writing_cache(root: Path) -> Iterator[None]:
 
 
 def content_key(identity: Mapping[str, Any]) -> str:
-    """The key of an identity, which names its folder."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -388,7 +379,6 @@ def record_place(config: SourceConfig, cached: CachedSource, row: int) -> str:
 
 
 def _convert(config: SourceConfig, inputs: SourceInputs, folder: Path, identity: dict[str, Any]) -> None:
-    """Write a converted source."""
     facts = Facts()
     readers = _readers(config, inputs)
     rows = facts.noting_columns(config, _with_progress(f"converting {config.name}", readers))

@@ -51,16 +51,13 @@ class SurrogateVectors:
 
     @property
     def width(self) -> int:
-        """Width of the vectors, S."""
         return self._query_shards.width
 
     @property
     def has_negatives(self) -> bool:
-        """Whether the rows' negatives have vectors."""
         return self._negatives is not None
 
     def query(self, row: int) -> Vectors:
-        """The vector of the query of a row, (S,)."""
         return self._query_shards[row]
 
     def positives(self, row: int) -> Vectors:
@@ -86,11 +83,9 @@ class _Entries(NamedTuple):
 
     @classmethod
     def of(cls, index: Path, kind: str) -> "_Entries":
-        """The `positive` or `negative` documents of an index."""
         return cls(_mapped(index / f"{kind}_offsets.npy"), _mapped(index / f"{kind}_rows.npy"))
 
     def documents(self, row: int) -> list[int]:
-        """The documents of a row in their order."""
         found: list[int] = self.rows[self.offsets[row] : self.offsets[row + 1]].tolist()
         return found
 
@@ -106,7 +101,6 @@ class _Shards:
         self._load = lru_cache(_MAPPED_SHARDS)(self._map)
 
     def __getitem__(self, row: int) -> Vectors:
-        """The vector of a row, (S,)."""
         if not 0 <= row < self.num_rows:
             raise InputError(str(self.folder), f"has no vector of row {row}", _FIX)
         shard, place = divmod(row, self.shard_size)

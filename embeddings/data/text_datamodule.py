@@ -38,12 +38,10 @@ class RowMixture:
         self._starts = [0, *accumulate(self.sizes)]
 
     def __len__(self) -> int:
-        """Number of rows of all sources."""
         return self._starts[-1]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of rows of each source."""
         return tuple(stream.num_rows(self.row_length) for stream in self.streams)
 
     def __getitems__(self, entries: Sequence[PlanEntry]) -> list[TokenRow]:
@@ -71,7 +69,6 @@ class RowCollator:
         self.row_length, self.task = row_length, task
 
     def __call__(self, rows: Sequence[TokenRow]) -> Any:
-        """The batch of N rows."""
         input_ids_NL = torch.full((len(rows), self.row_length), self._pad_id, dtype=torch.int64)
         document_NL = torch.full_like(input_ids_NL, -1)
         for place, row in enumerate(rows):
@@ -146,7 +143,6 @@ class TextDataModule(PlannedDataModule):
         self._check_plan(self._plan())
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the token streams, once."""
         if self._rows is None:
             tokenizer = DocumentTokenizer(self._base_tokenizer(self._trained_module), self.append_eos)
             self._rows = self._open(self.sources, tokenizer)
@@ -163,11 +159,9 @@ class TextDataModule(PlannedDataModule):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of rows of each source; `setup` opens them."""
         return self.rows.sizes
 
     def train_dataloader(self) -> ResumableLoader:
-        """The batches of this rank, from the place where the checkpoint was taken if the run is resumed."""
         return self._make_loader(self.rows, self._collator())
 
     def val_dataloader(self) -> list[DataLoader[Any]]:

@@ -21,8 +21,7 @@ from embeddings.common.jobs import progress_bar
 from embeddings.data.docstrings import HELD_OUT_PACKAGES, TRAINING_PACKAGES
 from embeddings.data.docstrings.extract import SourceFile, find_sources, is_available, require_available
 from embeddings.data.records import kind_of
-from embeddings.data.source_inputs import SourceInputs
-from embeddings.data.sources import Origin
+from embeddings.data.sources import Origin, SourceInputs
 from embeddings.data.store import cache_folder, converted_folder
 from embeddings.data.table import damaged
 from embeddings.data.tokenize import copied_backend
@@ -84,7 +83,6 @@ class Documents(SourceInputs):
             self.identity = [{"packages": _digest(self._modules)}]
 
     def __iter__(self) -> Iterator[str]:
-        """The texts, without those that are empty or white space, as many as are wanted."""
         texts = _module_texts(self._modules) if self.source.packages else self._record_texts()
         return islice((text for text in texts if text.strip()), self.source.max_rows)
 
@@ -152,11 +150,9 @@ class DocumentTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides the tokens of a document."""
         return hashlib.sha256(f"{self._backend.to_str()}\0{self._separator}".encode()).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
-        """The token ids of each document."""
         found: list[list[int]] = [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
         if self._separator is not None:
             for ids in found:
@@ -186,11 +182,9 @@ class TokenStream:
             raise damaged(folder)
 
     def __reduce__(self) -> tuple[type["TokenStream"], tuple[Path, str]]:
-        """The folder alone: a worker opens the files again."""
         return TokenStream, (self.folder, self.key)
 
     def num_rows(self, row_length: int) -> int:
-        """Rows of `row_length` tokens that hold the whole stream."""
         return -(-self.num_tokens // row_length)
 
     def row(self, index: int, row_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

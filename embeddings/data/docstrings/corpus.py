@@ -106,7 +106,6 @@ def namespace_negatives(functions: Sequence[DocumentedFunction], seed: int) -> l
     draw_NLT = numpy_generator(seed, "namespace").random((len(functions), len(keys), _TRIES))
 
     def of_one(own: DocumentedFunction, draw_LT: npt.NDArray[np.float64]) -> Iterator[Negative]:
-        """The negative of each level that one function has."""
         for level, (key, members) in enumerate(zip(keys, groups, strict=True)):
             group = members[key(own)]
             for draw in draw_LT[level]:

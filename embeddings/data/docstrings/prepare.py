@@ -210,10 +210,9 @@ KIND = "docstring_corpus"
 def finished_manifest(output: Path, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
     """The manifest of `output` if it was made from these inputs and all its files are still as they were written."""
     try:
-        check_manifest(output, inputs)
+        manifest = check_manifest(output, inputs)
     except InputError:
         return None
-    manifest: dict[str, Any] = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
     files = {output / name: digest for name, digest in manifest["files"].items()}
     intact = all(path.is_file() and file_sha256(path) == digest for path, digest in files.items())
     return manifest if intact else None

@@ -17,8 +17,7 @@ from embeddings.common.io import atomic_path, check_manifest, file_sha256, write
 from embeddings.common.jobs import JobFolder, discard_on_user_error, finished_manifest, manifest_path, progress_bar
 from embeddings.common.process import logger
 from embeddings.common.text import shorten
-from embeddings.data.public.kinds import CORPUS, KINDS, Kind, Row, one_text
-from embeddings.data.public.table import PublicSource
+from embeddings.data.public.table import CORPUS, KINDS, Kind, PublicSource, Row, one_text
 from embeddings.data.readers import ask_commit, resolve_revision, unreachable
 from embeddings.data.records import table_writer
 
@@ -96,11 +95,9 @@ class RowStream:
         self._rows: Any = None
 
     def state(self) -> dict[str, Any]:
-        """Where reading has come, as JSON types."""
         return {"split": self._split, "rows": None if self._rows is None else self._rows.state_dict()}
 
     def __iter__(self) -> Iterator[Row]:
-        """The rows that are left."""
         name = str(self.source.repository)
         try:
             for number in range(self._split, len(self.splits)):
@@ -137,7 +134,6 @@ class Parts:
 
     @property
     def paths(self) -> list[Path]:
-        """The parts that are there."""
         return sorted(self.folder.glob(f"{self.stem}-*.parquet"))
 
     @property
@@ -221,10 +217,8 @@ def fetch_source(source: PublicSource, output: Path, hub: Hub, limit: int | None
         hub: Where data sets are read.
         limit: Maximum rows written, the first ones of all; None for each `every`-th of all.
 
-    Memory: one part, and for `beir` the judgments with the texts that they name.
     Raises:
         InputError: If the data set is gone, gated or changed, has no usable row, or something else lies at `output`.
-            Parts that were written stay, and the next call resumes behind them.
     """
     assert source.kind is not None
     kind = KINDS[source.kind]

@@ -89,9 +89,8 @@ class RunLength:
 class BatchSampler(Sampler[list[PlanEntry]], ABC):
     """Yields this rank's slice of each batch of an epoch.
 
-    A subclass says how many steps an epoch has (`num_steps`) and what a step holds (`global_batch`); ranks, epochs and
-    resuming are here. The rank and the number of ranks are read when they are needed, from the process group if there
-    is one, so a sampler may be made before it.
+    A subclass says how many steps an epoch has (`num_steps`) and what a step holds (`global_batch`). The rank and the
+    number of ranks are read when they are needed, so a sampler may be made before the process group.
 
     Determinism: (seed, epoch, step, global batch size) → one global batch; rank r of R takes rows r·B … (r+1)·B - 1 of
     it. The same run on another number of ranks sees the same batches while batch_size x ranks stays the same.
@@ -228,7 +227,6 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
         return (keyed >> np.uint64(1)).astype(np.int64)
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
         return self.num_steps
 
     def __iter__(self) -> Iterator[list[PlanEntry]]:
@@ -338,16 +336,14 @@ def source_parts(
 class BlendedBatchSampler(BatchSampler):
     """Every batch mixes all sources, in proportion to their sizes or a power of them, in equal or in given parts.
 
-    Each source is walked through in a random order of its own; when it ends, the next pass has another order. How many
-    rows of a source the first t draws hold is computed (`Apportionment`), so any step is found at once, and nothing is
-    stored per row. Within a step the rows of all sources are shuffled, so each rank's slice is a blend too.
+    Each source is walked through in a random order of its own, another in each pass. Any step is found at once
+    (`Apportionment`), and nothing is stored per row. Within a step rows are shuffled: each rank's slice is a blend too.
 
     Determinism: see `BatchSampler`.
     Guarantees: over any number of steps a source's share of the draws is less than 2 rows off its proportion. With
     proportions `size`, temperature 1 and no `steps_per_epoch`, an epoch is one pass: no row comes twice in it, and only
     the fewer than global_batch_size rows that do not fill a batch are left out, others in the next epoch. Else the
-    walks run on from epoch to epoch: a source has all its rows drawn j times before any is drawn j + 1 times,
-    and one batch can hold a row twice only where it crosses the end of that source's pass.
+    walks run on from epoch to epoch: a source has all its rows drawn j times before any is drawn j + 1 times.
     Length: `steps_per_epoch`, or as many whole global batches as the rows of all sources fill.
 
     Args:
@@ -362,8 +358,7 @@ class BlendedBatchSampler(BatchSampler):
             those of a large one; *MoE* and XLM-R draw languages with 0.3.
 
     Raises:
-        OptionError: If a size, weight, the temperature or steps_per_epoch is impossible, weights or temperature cannot
-            take effect, or there are fewer rows than one global batch.
+        OptionError: If an option is impossible or cannot take effect, or there are fewer rows than one global batch.
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, §2.2 and §4. Differs: the paper does not say how batches are
         drawn; exact apportionment instead of independent draws.
     """
@@ -396,20 +391,17 @@ class BlendedBatchSampler(BatchSampler):
 
     @property
     def num_steps(self) -> int:
-        """Global batches in an epoch."""
         if self._num_rows < self.global_batch_size:
             rule = f"must not exceed the {self._num_rows} training rows (batch_size x {self.place[1]} ranks)"
             raise OptionError("data.batch_size", self.batch_size, rule, "lower it or add data")
         return self.steps_per_epoch or self._num_rows // self.global_batch_size
 
     def plan_fields(self) -> dict[str, int | str]:
-        """What the plan depends on, in plain types."""
         sizes = ",".join(map(str, self.sizes))
         parts = ",".join(f"{part / sum(self._shares):.12g}" for part in self._shares)
         return {**super().plan_fields(), "sizes": sizes, "proportions": self.proportions, "parts": parts}
 
     def global_batch(self, epoch: int, step: int) -> tuple[Rows, Rows]:
-        """One step's rows in the mixture and their draw keys, each (global_batch_size,) int64."""
         first = epoch * self._draws_per_epoch() + step * self.global_batch_size
         before = self._apportionment.counts(first)
         after = self._apportionment.counts(first + self.global_batch_size)

@@ -148,8 +148,6 @@ class PackedClusters:
 class ClusteredBatchSampler(BatchSampler):
     """Every batch holds rows of one source that were clustered together, or in neighbouring clusters.
 
-    The folders are opened by `identify`, which the data module calls: only it knows the sources' names.
-
     In each epoch each source's clusters are laid end to end in a new order and cut into blocks (see `PackedClusters`);
     the blocks of all sources are then shuffled together. Over several ranks there are two ways (`across_ranks`):
     `one_block`: a step is one block of global_batch_size rows, of which each rank takes a slice in the clusters' order.
@@ -158,13 +156,11 @@ class ClusteredBatchSampler(BatchSampler):
         shares no candidates between GPUs (abstract), and its release then gives each GPU a batch of its own.
 
     Determinism: see `BatchSampler`; with `own_blocks` the batches follow from batch_size and the number of ranks, not
-    from their product alone. The order of the clusters is computed when the first block of a source is asked for in an
-    epoch, 2 to 6 microseconds a cluster; each block is then found without the ones before it.
+    from their product alone. The order of the clusters costs 2 to 6 microseconds a cluster, once an epoch.
     Guarantees: sources never share a block, hence no rank's batch. In an epoch no row comes twice. Of each source the
     rows that do not fill a block are left out, and with `own_blocks` fewer blocks than there are ranks; others in the
-    next epoch. A source with fewer rows than a block is left out, and `remarks` names it. A cluster's rows lie in
-    consecutive blocks before these are shuffled, so a cluster smaller than a block is cut at most once. Memory: 12
-    bytes a cluster beside the memory-mapped files, nothing a row.
+    next epoch. A source with fewer rows than a block is left out, and `remarks` names it. A cluster smaller than a
+    block is cut at most once. Memory: 12 bytes a cluster beside the memory-mapped files, nothing a row.
     Length: the blocks that the rows of the sources fill; with `own_blocks` their sum divided by the number of ranks.
 
     Args:
@@ -180,9 +176,8 @@ class ClusteredBatchSampler(BatchSampler):
 
     Raises:
         OptionError: If weights cannot take effect, or a size or `across_ranks` is impossible.
-
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix. Differs: see `nearest_order` and
-    `PackedClusters`.
+        `PackedClusters`.
     """
 
     def __init__(
@@ -232,12 +227,10 @@ class ClusteredBatchSampler(BatchSampler):
         self._gathers_candidates = needs.gathers_candidates
 
     def remarks(self) -> list[str]:
-        """Which sources fill no block."""
         return self.left_out(self.sizes, self._names, self._block_size)
 
     @property
     def num_steps(self) -> int:
-        """Global batches in an epoch."""
         steps = self._last_blocks()[-1] // self._blocks_per_step
         if steps == 0:
             rule = f"must leave a block for each of {self._blocks_per_step} ranks"
@@ -245,14 +238,12 @@ class ClusteredBatchSampler(BatchSampler):
         return steps
 
     def plan_fields(self) -> dict[str, int | str]:
-        """What the plan depends on, in plain types."""
         keys = hashlib.sha256(" ".join(folder.key for folder in self._folders).encode()).hexdigest()[:32]
         sizes = ",".join(map(str, self.sizes))
         fields = {**super().plan_fields(), "sizes": sizes, "clusters": keys, "order": self.order}
         return fields if self._blocks_per_step == 1 else {**fields, "blocks_per_step": self._blocks_per_step}
 
     def global_batch(self, epoch: int, step: int) -> tuple[Rows, Rows]:
-        """One step's rows in the mixture and their draw keys, each (global_batch_size,) int64."""
         last_blocks, per_step = self._last_blocks(), self._blocks_per_step
         shuffle = KeyedPermutation(last_blocks[-1], derive_seed(self.seed, "batches", epoch))
         places = shuffle(np.arange(step * per_step, (step + 1) * per_step)).tolist()
@@ -267,7 +258,6 @@ class ClusteredBatchSampler(BatchSampler):
 
     @property
     def _block_size(self) -> int:
-        """Rows of a block."""
         return self.global_batch_size // self._blocks_per_step
 
     def _block(self, epoch: int, last_blocks: Sequence[int], place: int) -> Rows:
