@@ -153,13 +153,6 @@ def test_the_cache_lies_where_the_argument_or_the_environment_says(tmp_path, mon
     assert str(cache_folder()) == ".cache/embeddings"
 
 
-def test_a_cache_folder_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "cache").write_text("a file")
-    path = write_jsonl(tmp_path / "a.jsonl", pairs(5))
-    with pytest.raises(InputError, match=r"cache: the cache cannot be written .*; set EMBED_CACHE"):
-        open_cached(SourceConfig("a", str(path)), tmp_path / "cache")
-
-
 SUSPECTS = {
     "a negative is also a positive": {"query": "q", "positive": ["a", "b"], "negatives": ["c", " b"]},
     "a negative is the query itself": {"query": "q ", "positive": "a", "negatives": ["c", "q"]},
