@@ -19,13 +19,7 @@ _ROLES = ("query", "document")
 
 
 def check_negatives_asked_for(sources: Sequence[SourceConfig], needs: BatchNeeds, num_negatives: int) -> None:
-    """Check, before a source is read, that its queries can have negatives.
-
-    A query whose positive is its only candidate has the loss 0 and no gradient.
-
-    Raises:
-        InputError: If a source has neither in-batch nor hard negatives; the message names it and what to do.
-    """
+    """Refuse, before a source is read, one whose queries can have no negative: their loss is 0 and has no gradient."""
     for source in sources:
         if _has_in_batch(source, needs):
             continue
@@ -37,11 +31,7 @@ def check_negatives_asked_for(sources: Sequence[SourceConfig], needs: BatchNeeds
 
 
 def check_negatives_found(sources: Sequence[SourceDataset], needs: BatchNeeds) -> None:
-    """Check that converted sources without in-batch negatives have hard ones, and log how many records have none.
-
-    Raises:
-        InputError: If no record of such a source has one.
-    """
+    """Refuse a converted source without in-batch negatives and without hard ones; log how many records have none."""
     for source in sources:
         if source.config.conversion != "pairs" or _has_in_batch(source.config, needs):
             continue
@@ -57,13 +47,9 @@ def check_negatives_found(sources: Sequence[SourceDataset], needs: BatchNeeds) -
 
 
 def check_levels(sources: Sequence[SourceDataset], levels: Sequence[int], allow_missing: bool) -> None:
-    """Check that every record has a negative of every level, or log how many have not.
+    """Check that every record has a negative of every level; with `allow_missing` log how many lack one.
 
-    With `allow_missing` a record may lack levels; others then replace them (`places_of_level`).
-
-    Raises:
-        InputError: If a record lacks a level and must not; the message names source, record and level.
-        OptionError: If no negative of any source has a level, so that the curriculum cannot take effect.
+    A source without any level is refused: the curriculum cannot take effect.
     """
     # By source: how many records have each set of levels (bit l of the key: level l).
     counts = [_count_level_sets(source) for source in sources]
@@ -143,9 +129,8 @@ def warn_of_unscored_negatives(source: SourceDataset) -> None:
 def with_source_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> TextSettings:
     """The text settings with the prompts of the sources, so that a saved model encodes as it was trained.
 
-    A source's query prompt is kept under the source's name, the first of several alternates. Where all sources put the
-    same prompt before their queries, or before their documents, it also becomes `query` or `document`, which
-    encoding uses when no prompt is named. Prompts that the settings already have stay as they are.
+    A source's first query prompt is kept under the source's name. A prompt that all sources share also becomes `query`
+    or `document`, the default of encoding. Prompts that the settings already have stay.
     """
     named = {source.name: source.query_prompts(text)[0] for source in sources if source.name not in _ROLES}
     shared = {
@@ -166,11 +151,7 @@ def warn_of_unnamed_prompts(text: TextSettings, sources: Sequence[SourceConfig])
 
 
 def check_instruction(tokenizer: TextTokenizer, where: str, instruction: str) -> None:
-    """Check that an instruction of a record's own leaves room for its query.
-
-    Raises:
-        InputError: If it does not; the message names file and row.
-    """
+    """Check that a record's own instruction leaves room for its query; `where` is its file and row."""
     try:
         tokenizer.check_prompt(tokenizer.settings.instruction_prompt(instruction), "query")
     except OptionError as error:
@@ -180,11 +161,7 @@ def check_instruction(tokenizer: TextTokenizer, where: str, instruction: str) ->
 
 
 def check_prompts(tokenizer: TextTokenizer, sources: Sequence[SourceConfig]) -> None:
-    """Check that the prompts of all sources leave room for their texts; `check_instruction` checks those of records.
-
-    Raises:
-        OptionError: If one does not; the message names the limit that it fills.
-    """
+    """Check that the prompts of all sources leave room for their texts; `check_instruction` checks those of records."""
     text = tokenizer.settings
     for source in sources:
         for prompt in source.query_prompts(text):

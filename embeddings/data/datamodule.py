@@ -87,7 +87,6 @@ class ShieldedLoader(DataLoader[Any]):
     """A `DataLoader` whose workers ignore stop signals but their parent's (see `start_worker`)."""
 
     def __iter__(self) -> Any:
-        """The batches."""
         with block_signals():
             return super().__iter__()
 
@@ -95,12 +94,11 @@ class ShieldedLoader(DataLoader[Any]):
 class ResumableLoader(ShieldedLoader):
     """A `DataLoader` whose state is the number of batches it has delivered in which epoch.
 
-    Workers run ahead of training, so the sampler's position says nothing of what training has seen; this loader counts
-    the batches as they are delivered. Iterating again after an epoch's end continues with the next epoch, with or
-    without a `set_epoch` in between. Iteration begins with the first `next`: a state loaded after `iter` still counts.
+    Workers run ahead of training, so batches are counted as they are delivered. Iterating again after an epoch's end
+    continues with the next epoch. Iteration begins with the first `next`: a state loaded after `iter` still counts.
 
     Determinism: batches are those of the sampler's plan, whatever the number of workers; the global random state is
-    left alone. The state is the same on every rank, so the one that rank 0 saves serves all.
+    left alone. The state is the same on every rank.
 
     Args:
         dataset: Rows by entries of the plan.
@@ -111,8 +109,7 @@ class ResumableLoader(ShieldedLoader):
 
     Attributes:
         in_flight: Gives the number of delivered batches that have not been trained on.
-        tries_batch_sizes: Whether a state at the run's beginning may be of another plan: a search for a batch size
-            starts each of its trials there.
+        tries_batch_sizes: Whether a state at the run's beginning may be of another plan (a search for a batch size).
     """
 
     batch_sampler: BatchSampler
@@ -139,12 +136,7 @@ class ResumableLoader(ShieldedLoader):
         self.tries_batch_sizes = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """The batches of the present epoch that have not been delivered yet, or else of the next epoch.
-
-        Raises:
-            UserError: If data cannot be used; the same from a worker as without one.
-            OSError: If it cannot be read.
-        """
+        """The batches of this epoch that are not delivered yet, or else of the next; raises workers' errors."""
         plan = self.batch_sampler
         if plan.start >= len(plan):
             plan.set_epoch(plan.epoch + 1)
@@ -165,11 +157,7 @@ class ResumableLoader(ShieldedLoader):
         return {"epoch": plan.epoch, "delivered": plan.start - self.in_flight(), "plan": plan.plan_fields()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken.
-
-        Raises:
-            OptionError: If the plan is not the one that was saved; the message names the first field that differs.
-        """
+        """Continue where `state_dict` was taken; an `OptionError` names the first field in which the plans differ."""
         if not self.tries_batch_sizes or state["epoch"] or state["delivered"]:
             self.batch_sampler.check_same_plan(state["plan"])
         self.batch_sampler.resume(state["epoch"], state["delivered"])
@@ -179,11 +167,7 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
     """Batches drawn by a plan from sources, made in workers, resumed exactly: what all data modules share.
 
     The place in the plan travels in the checkpoint twice: Lightning keeps the loader's state, but drops it where the
-    loader was made before the checkpoint was read (any schedule that asks for the number of steps does that), so this
-    module carries it too. The arguments are those of `EmbeddingDataModule`.
-
-    Raises:
-        OptionError: If a number is out of its range, or two sources have one name.
+    loader was made before the checkpoint was read (any schedule that asks for the number of steps does that).
     """
 
     def __init__(
@@ -245,14 +229,10 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
         return batch.to(device, non_blocking=device.type == "cuda")
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the plan, in plain types."""
         return {} if self._loader is None else {"loader": self._loader.state_dict()}
 
     def expect_state(self, state_dict: dict[str, Any]) -> None:
-        """Note the state that the run is to resume from: `prepare_data` then refuses another plan.
-
-        The trainer loads the state itself, after it has made the run's folder.
-        """
+        """Note the state to resume from; `prepare_data` refuses another plan before the run's folder is made."""
         if "loader" in state_dict:
             self._expected_plan = state_dict["loader"]["plan"]
 
@@ -271,7 +251,6 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
             self._loader = None
 
     def _make_plan(self, sizes: Sequence[int], module: LightningModule | None) -> BatchSampler:
-        """The plan over sources of these sizes for a module."""
         plan = self.sampler(sizes, self.batch_size, self.seed, [source.weight for source in self._planned_sources])
         plan.set_needs(batch_needs(module))
         return plan
@@ -285,12 +264,7 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
         return plan
 
     def _check_plan_options(self, trainer: Trainer, module: LightningModule) -> None:
-        """Check the sampler's options before the number of rows is known; these sizes suit any batch.
-
-        Raises:
-            OptionError: If they do not suit the sources.
-            InputError: If a folder that the sampler reads is not there.
-        """
+        """Check the sampler's options before the number of rows is known; these sizes suit any batch."""
         names = [source.name for source in self._planned_sources]
         self._make_plan([self.batch_size * trainer.world_size] * len(names), module).check_sources(names)
 
@@ -399,13 +373,7 @@ class EmbeddingDataModule(PlannedDataModule):
         self._mixture: Mixture | None = None
 
     def check_run(self, trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
-        """Check what can be known of files, plan and prompts before a source is read, which may take hours.
-
-        Raises:
-            InputError: If files (all are named at once), a folder of surrogate vectors, or one that the sampler reads
-                are not there, or a source has neither in-batch nor hard negatives.
-            OptionError: If the sampler's options do not suit the sources, or a prompt leaves no room for a text.
-        """
+        """Check what can be known of files, plan and prompts before a source is read, which may take hours."""
         check_negatives_asked_for(self.sources, batch_needs(module), self.num_negatives)
         check_files(self.sources)
         for source in self.sources:
@@ -415,14 +383,7 @@ class EmbeddingDataModule(PlannedDataModule):
         check_prompts(self._tokenizer_for(module), self.sources)
 
     def prepare_data(self) -> None:
-        """Convert the sources that are not converted yet, on one rank, and check that they suit the plan.
-
-        Raises:
-            InputError: If a source cannot be used, has neither in-batch nor hard negatives, or a record's own
-                instruction leaves no room for its query.
-            OptionError: If there are fewer rows than one global batch, a curriculum cannot take effect, or the run is
-                to resume from another plan (see `expect_state`).
-        """
+        """Convert the sources that are not converted yet, on one rank, and check that they suit the plan."""
         needs = batch_needs(self._trained_module)
         check_negatives_asked_for(self.sources, needs, self.num_negatives)
         self.setup()
@@ -442,7 +403,6 @@ class EmbeddingDataModule(PlannedDataModule):
                 warn_of_unscored_negatives(source)
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the converted sources, once."""
         if self._mixture is None:
             self._mixture = Mixture([open_source(source, self.cache_dir, self.text) for source in self.sources])
             self.has_scores = self._mixture.has_scores
@@ -455,7 +415,6 @@ class EmbeddingDataModule(PlannedDataModule):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of rows of each source; `setup` opens them."""
         return self.mixture.sizes
 
     def _identities(self) -> Sequence[SourceIdentity]:
@@ -471,11 +430,6 @@ class EmbeddingDataModule(PlannedDataModule):
         return TextTokenizer(self._base_tokenizer(module), text)
 
     def train_dataloader(self) -> ResumableLoader:
-        """The batches of this rank, from the place where the checkpoint was taken if the run is resumed.
-
-        Raises:
-            OptionError: If there are fewer rows than one global batch, or the checkpoint is of another plan.
-        """
         collator = ContrastiveCollator(
             self.text_tokenizer(),
             self.num_negatives,
@@ -493,21 +447,15 @@ def batch_needs(module: LightningModule | None) -> BatchNeeds:
 
 
 def check_minimum(option: str, value: int, minimum: int) -> None:
-    """Check a whole number; a config's null passes the parser.
-
-    Raises:
-        OptionError: If it is not a number, or below the minimum.
-    """
+    """Check a whole number; a config's null passes the parser."""
     if not isinstance(value, int) or value < minimum:
         raise OptionError(f"data.{option}", value, f"must be >= {minimum}", "see the data configs for usual values")
 
 
 def start_worker(worker: int) -> None:
-    """Set up a forked worker.
+    """Set up a forked worker: no tokenizer threads, and no stop signals but its parent's SIGTERM.
 
-    Its tokenizer starts no threads of its own (and does not warn that it cannot). Objects inherited from the parent are
-    left out of garbage collection, which would copy their memory page by page. The worker ends when its parent says so,
-    as a forked worker of torch does; stop signals from any other process are left to the run.
+    Inherited objects are left out of garbage collection, which would copy their memory page by page.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     gc.freeze()

@@ -40,22 +40,14 @@ ChooseTexts = Callable[[StoredRow, int, int], ExampleTexts]
 
 
 def stored_texts(stored: StoredRow, index: int, draw: int) -> ExampleTexts:
-    """The positives and negatives that the row itself holds."""
     return ExampleTexts(tuple(stored.positives), tuple(map(Negative, stored.negatives, stored.levels)))
 
 
 class ClassExamples:
     """A random text of the query's class as the positive, random texts of other classes as negatives.
 
-    Determinism: a function of (row, draw); since the draw key differs each epoch, so do the candidates.
-    Guarantees: no text is the query's, and no two texts are equal. The positive is uniform over the
-    class's other texts, negatives are uniform over all rows outside the class. Fewer than `num_negatives` come back
-    where the other classes do not have that many different texts.
-
-    Args:
-        table: The source's rows.
-        classes: The rows of each class; every class has two different texts or more.
-        num_negatives: Negatives for each query.
+    No text is the query's, and no two are equal. The positive is uniform over the class's other texts, negatives over
+    all rows outside the class; fewer than `num_negatives` come back where there are not that many different texts.
 
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, sections 4.2 and 5.2.4.
     """
@@ -64,7 +56,6 @@ class ClassExamples:
         self.table, self.classes, self.num_negatives = table, classes, num_negatives
 
     def __call__(self, stored: StoredRow, index: int, draw: int) -> ExampleTexts:
-        """The texts drawn for this key."""
         label, size = stored.label, self.classes.size(stored.label)
         generator = numpy_generator(draw, "class_by_example", index)
         seen = {stored.query.strip()}
@@ -88,13 +79,7 @@ class ClassExamples:
 
 
 class LabelTexts:
-    """The text of the query's label as the positive, texts of other labels as negatives.
-
-    Determinism: a function of (row, draw). Guarantees: the negatives are different labels, all of the others where
-    there are no more than `num_negatives`.
-
-    Args:
-        texts: Text of each label, by its code, all different.
+    """The text of the query's label as the positive, texts of other labels, each once, as negatives.
 
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, sections 4.2 and 5.2.4.
     """
@@ -103,7 +88,6 @@ class LabelTexts:
         self.texts, self.num_negatives = texts, num_negatives
 
     def __call__(self, stored: StoredRow, index: int, draw: int) -> ExampleTexts:
-        """The texts drawn for this key."""
         num_others = len(self.texts) - 1
         generator = numpy_generator(draw, "class_by_label", index)
         drawn = generator.choice(num_others, size=min(num_others, self.num_negatives), replace=False).tolist()
@@ -114,11 +98,8 @@ class LabelTexts:
 def places_of_level(negatives: Sequence[Negative], rule: LevelRule, draw: int) -> list[int]:
     """The places of the negatives that a level allows, in the row's order; where levels add up, in a random order.
 
-    A row that has none of the level gives those of its nearest coarser level, and none at all where it has no coarser
-    one: a step never sees what is harder than its level. Negatives without levels belong to every level.
-
-    `negatives` are the row's own, hardest first. By the random order few of many levels are drawn evenly from all.
-    Determinism: a function of (negatives, rule, draw).
+    `negatives` are hardest first. A row without the level gives those of its nearest coarser level, or none: a step
+    never sees what is harder than its level. Negatives without levels belong to every level.
     """
     if not any(negative.level for negative in negatives):
         return list(range(len(negatives)))
@@ -133,10 +114,12 @@ def places_of_level(negatives: Sequence[Negative], rule: LevelRule, draw: int) -
 def open_source(
     config: SourceConfig, cache_dir: str | os.PathLike[str] | None = None, text: TextSettings | None = None
 ) -> "SourceDataset":
-    """A source ready for training, converted first where it has not been yet; arguments as in `SourceDataset`.
+    """A source ready for training, converted first where it has not been yet.
 
     Args:
+        config: The source.
         cache_dir: Folder of converted sources, else `$EMBED_CACHE`, else `.cache/embeddings`.
+        text: What an instruction becomes; None for the default template.
 
     Raises:
         InputError: If the source cannot be read, or its rows do not suit the conversion.
@@ -150,17 +133,17 @@ def source_from_rows(
 ) -> SourceConfig:
     """A source of rows in memory: a `datasets.Dataset`, or a list of dictionaries.
 
-    They are written as JSON lines, once for each content, to a file that is named by its SHA-256. The source is that
-    file's: a run resumes with the same rows as it would with a file, and the file may stand in a config.
+    They are written as JSON lines to a file that is named by its SHA-256, in the folder `rows/` of the converted
+    sources: a run resumes with the same rows, and the file may stand in a config.
 
     Args:
         rows: Rows by column name, as `SourceConfig` reads them from a file; arrays become lists.
         name: Name of the source.
-        cache_dir: Folder of converted sources, else `$EMBED_CACHE`, else `.cache/embeddings`; the file lies in `rows/`.
+        cache_dir: Folder of converted sources, else `$EMBED_CACHE`, else `.cache/embeddings`.
         options: Further options of `SourceConfig`.
 
     Raises:
-        InputError: If there is no row, or one is no mapping or holds what JSON cannot; or the folder cannot be written.
+        InputError: If there is no row, or one cannot be written as JSON; or the folder cannot be written.
         OptionError: If an option is impossible.
     """
     root = cache_folder(cache_dir).absolute()
@@ -199,16 +182,10 @@ def _as_list(value: Any) -> Any:
 
 
 class SourceDataset:
-    """Examples of one source, by row and draw key.
+    """Examples of one source, by row and draw key; it can be pickled and forked.
 
     Determinism: an example is a pure function of (source, row, draw, level rule); neither ranks nor workers matter.
     Length: `max_rows`, or all rows (without those that `single_text_classes` leaves out) where there are no more.
-    Guarantees: it can be pickled and forked: data stays in memory-mapped files, which are opened again.
-
-    Args:
-        config: The source.
-        cached: Its converted form.
-        text: What an instruction becomes; None for the default template.
 
     Raises:
         InputError: If the rows do not suit the conversion.
@@ -232,11 +209,9 @@ class SourceDataset:
             logger.info("source %s: %d of %d rows %s", config.name, left_out, len(cached.table), why)
 
     def __len__(self) -> int:
-        """Number of examples of an epoch."""
         return self._length
 
     def __getitem__(self, entry: PlanEntry) -> Example:
-        """The example of an entry."""
         return self.__getitems__([entry])[0]
 
     def __getitems__(self, entries: Sequence[PlanEntry]) -> list[Example]:
@@ -311,7 +286,6 @@ def _texts_rule(config: SourceConfig, cached: CachedSource) -> ChooseTexts:
 
 
 def _label_texts(config: SourceConfig, labels: list[str]) -> list[str]:
-    """The text of each label, by its code."""
     texts = {label_key(label): text for label, text in config.label_texts.items()}
     for label in labels:
         if not texts and (label.lstrip("-").isdigit() or label in ("true", "false")):
@@ -327,13 +301,9 @@ def _label_texts(config: SourceConfig, labels: list[str]) -> list[str]:
 
 
 class Mixture:
-    """The rows of all sources one after another.
+    """The rows of all sources one after another; it can be pickled and forked.
 
     Determinism: an example is a pure function of the sources and of (row, draw, level rule).
-    Length: the sum of the sources' lengths.
-    Guarantees: it can be pickled and forked, since its sources can. `surrogate_width` is that of the surrogate's
-        vectors of those sources that have them, None where none has; `has_scores` says whether any source has scores
-        of a teacher.
 
     Raises:
         OptionError: If there is no source, two share a name, or their surrogates' vectors differ in width.
@@ -353,21 +323,17 @@ class Mixture:
         self._starts = [0, *accumulate(len(source) for source in sources)]
 
     def __len__(self) -> int:
-        """Number of rows of all sources."""
         return self._starts[-1]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of rows of each source."""
         return tuple(len(source) for source in self.sources)
 
     @property
     def identities(self) -> tuple[SourceIdentity, ...]:
-        """Name and content key of each source."""
         return tuple(SourceIdentity(source.config.name, source.cached.key) for source in self.sources)
 
     def __getitem__(self, entry: PlanEntry) -> Example:
-        """The example of an entry."""
         return self.__getitems__([entry])[0]
 
     def __getitems__(self, entries: Sequence[PlanEntry]) -> list[Example]:

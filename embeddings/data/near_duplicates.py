@@ -31,21 +31,14 @@ class NearDuplicates:
     Two items are near-copies if in every part the sets of their shingles (runs of 3 words, or of 5 characters) have a
     Jaccard similarity of `threshold` or more. `keys` gives each item some keys of which near-copies share one at least,
     but for `MISS_FRACTION` of those that lie at the threshold itself; `alike` is the exact check of their `sets`.
-
-    A key is a hash of several of an item's MinHash values, some of each part, so that items share it only if all their
-    parts are alike: many questions about one document do not meet.
+    A key is a hash of MinHash values of all parts, so items share it only if all their parts are alike.
 
     Args:
         threshold: Least Jaccard similarity of near-copies, from 0.5 (below it the keys grow too many) to 1.
         num_parts: Texts of an item.
-        shingle: Runs of words, or of characters for languages that put no space between words. Case counts,
-            punctuation between words does not.
+        shingle: Runs of words, or of characters for languages without spaces. Case counts, punctuation does not.
 
     Determinism: keys are the same on every machine and in every process.
-
-    Raises:
-        OptionError: If the threshold is out of its range.
-
     Source: Broder 1997, "On the resemblance and containment of documents"; bands of MinHash values as in Leskovec,
         Rajaraman and Ullman, "Mining of Massive Datasets", section 3.4. Differs: a band spans all parts.
     """
@@ -64,10 +57,7 @@ class NearDuplicates:
         self._salts = draws * np.uint64(2) + np.uint64(1)
 
     def keys(self, items: Sequence[Sequence[str]]) -> npt.NDArray[np.uint32]:
-        """The keys of some items, (n, num_keys) uint32; those of different columns are not to be compared.
-
-        Memory: some 40 bytes for each word (or character) of all items given, so give some thousands at a time.
-        """
+        """The keys of some items, (n, num_keys) uint32, compared by column; memory is 40 bytes a word."""
         key_NK = np.zeros((len(items), self.num_keys), dtype=np.uint64)
         if not items:
             return key_NK.astype(np.uint32)
@@ -95,10 +85,7 @@ class NearDuplicates:
         )
 
     def _shingles(self, texts: Sequence[str]) -> tuple[_Uint64s, _Int64s]:
-        """Hashes of all texts' shingles in one row, and where each text's begin and end, (2n,).
-
-        Between two texts lie hashes that belong to neither.
-        """
+        """Hashes of all texts' shingles in one row, and where each text's begin and end, (2n,)."""
         units = [self._units(text) for text in texts]
         stops = np.cumsum([len(unit) for unit in units], dtype=np.int64)
         starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])
@@ -120,7 +107,7 @@ class NearDuplicates:
 
 
 def jaccard(first: _Uint64s, second: _Uint64s) -> float:
-    """Members that two sets share, over members that either has; the sets are sorted and not both empty."""
+    """Members that two sets share, over members that either has; the sets are sorted, not both empty."""
     small, large = (first, second) if len(first) <= len(second) else (second, first)
     places = np.minimum(np.searchsorted(large, small), len(large) - 1)
     shared = int(np.count_nonzero(large[places] == small))
@@ -132,13 +119,7 @@ def mark_copies(
 ) -> npt.NDArray[np.bool_]:
     """For each row, whether it is a copy of an earlier row that is itself none.
 
-    Rows that share a key in some column are compared, each with those before it that were kept; no others are.
-
-    Args:
-        key_columns: The rows' keys, (num_rows,) uint32 each, one column at a time.
-        num_rows: Number of rows, below 2^32.
-        are_alike: Whether two rows (the earlier first) are copies of each other.
-
+    Only rows that share a key in some column of `key_columns`, (num_rows,) uint32 each, are compared.
     Memory: 20 bytes a row while a column is sorted, and 36 bytes for each key that a row shares with another.
     """
     assert num_rows < 2**32
@@ -165,10 +146,7 @@ def mark_copies(
 def _shared_keys(
     key_columns: Iterable[npt.NDArray[Any]], num_rows: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """An entry for each key that a row shares with another: the row, and the group of rows with that key.
-
-    Entries come group by group, rows in order within each.
-    """
+    """The row and the group of each key that a row shares with another, group by group, rows in order within each."""
     rows, groups, num_groups = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
     numbers = np.arange(num_rows, dtype=np.uint64)
     for column in key_columns:

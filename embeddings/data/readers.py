@@ -41,7 +41,6 @@ _PARQUET_ROWS = 1024
 
 
 def not_regular(path: str) -> InputError:
-    """The error of a folder or a pipe in a file's place."""
     return InputError(path, "is no regular file", "write what it gives to a file, and name that")
 
 
@@ -55,34 +54,34 @@ class Row(NamedTuple):
 class Reader(ABC):
     """Rows in their order, and how far reading has come.
 
-    Attributes:
-        total_bytes: Bytes to read, or None where it is not known.
-        bytes_read: Bytes read so far.
-        unread_columns: Columns that the rows leave out, known once the first row is read.
+    `total_bytes` is None where it is not known; `unread_columns` are the columns that the rows leave out.
     """
 
+    path: Path
     total_bytes: int | None = None
     bytes_read: int = 0
     unread_columns: Sequence[str] = ()
 
-    @abstractmethod
     def __iter__(self) -> Iterator[Row]:
-        """The rows from the first."""
+        """The rows from the first; an `InputError` at one that cannot be read, or if there is none."""
+        row = None
+        for row in self._rows():
+            yield row
+        if row is None:
+            raise self._without_rows()
+
+    @abstractmethod
+    def _rows(self) -> Iterator[Row]: ...
+
+    def _without_rows(self) -> InputError:
+        return InputError(str(self.path), "holds no rows", "write the file again, or leave it out")
 
 
 def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> Reader:
     """The reader for a file's content: gzip and Parquet are known by their first bytes, whatever the name says.
 
-    A file named `.csv` or `.tsv`, gzipped or not, is a table of separated values unless JSON begins in it.
-
-    Args:
-        path: File to read.
-        fields: Columns that are of use; Parquet reads no others, but those that may stand for `negatives`.
-        required: Columns without which a row is refused; where one is missing Parquet reads all columns, so that the
-            refusal can name them.
-
-    Raises:
-        InputError: If the file is empty, cannot be opened, or contradicts its name.
+    A file named `.csv` or `.tsv`, gzipped or not, is a table of separated values unless JSON begins in it. Parquet
+    reads only `fields` and what may stand for `negatives`, or all columns where a `required` one is missing.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise not_regular(str(path))
@@ -105,10 +104,7 @@ def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> R
 
 
 class LineReader(Reader):
-    """Rows of a text file, which count from 1 as an editor's lines do.
-
-    A byte-order mark and blank lines are passed over, up to `MAX_BLANK_LINES` of them in one stretch.
-    """
+    """Rows of a text file, which count from 1 as an editor's lines do, without byte-order mark and blank lines."""
 
     def __init__(self, path: Path, gzipped: bool) -> None:
         self.path, self.gzipped = path, gzipped
@@ -134,9 +130,6 @@ class LineReader(Reader):
                     raise InputError(f"{self.path}:{number}", what, "take them out, or leave the file out")
                 yield number, line
 
-    def _without_rows(self) -> InputError:
-        return InputError(str(self.path), "holds no rows", "write the file again, or leave it out")
-
     def _next_line(self, file: IO[bytes] | gzip.GzipFile, number: int) -> bytes:
         where = f"{self.path}:{number}"
         try:
@@ -159,46 +152,28 @@ class LineReader(Reader):
 
 
 class JsonlReader(LineReader):
-    """Rows of a file with one JSON object a line.
+    """Rows of a file with one JSON object a line."""
 
-    Raises:
-        InputError: While reading, at the first row that is not UTF-8, not JSON, not an object, too long, or cut off,
-            after too many blank lines, or where the compressed data ends or breaks; the message names the row.
-    """
-
-    def __iter__(self) -> Iterator[Row]:
-        """The rows from the first."""
-        found = False
+    def _rows(self) -> Iterator[Row]:
         for number, line in self._lines():
             if line.strip():
-                found, where = True, f"{self.path}:{number}"
+                where = f"{self.path}:{number}"
                 yield Row(where, _parse_line(line, where))
-        if not found:
-            raise self._without_rows()
 
 
 class CsvReader(LineReader):
     """Rows of a table of separated values below a header; an empty cell is null.
 
     A quoted cell may hold the separator, line ends and doubled quotes. A row is named by the line that it begins in.
-
-    Args:
-        path: File to read.
-        gzipped: Whether it is compressed.
-        separators: What may separate the cells; the first of these that the header holds does.
-
-    Raises:
-        InputError: While reading, at the first row that is not UTF-8, has more or fewer cells than the header, a quote
-            out of place or a cell too long, or is cut off; if the header names a column twice or the file has no row.
+    The first of `separators` that the header holds separates the cells.
     """
 
     def __init__(self, path: Path, gzipped: bool, separators: str) -> None:
         super().__init__(path, gzipped)
         self._separators = separators
 
-    def __iter__(self) -> Iterator[Row]:
-        """The rows from the first."""
-        found, header, first = False, list[str](), self.first_line()
+    def _rows(self) -> Iterator[Row]:
+        header, first = list[str](), self.first_line()
         separator = next((each for each in self._separators if each.encode() in first), self._separators[0])
         # The limit is the process's; by default it is 128 KiB.
         csv.field_size_limit(MAX_LINE_BYTES)
@@ -211,7 +186,7 @@ class CsvReader(LineReader):
             except csv.Error as error:
                 raise _not_csv(where, str(error)) from None
             if cells is None:
-                break
+                return
             if not any(cell.strip() for cell in cells):
                 continue
             if not header:
@@ -222,10 +197,7 @@ class CsvReader(LineReader):
                 what = f"the row has {len(cells)} cells, and the header {len(header)}"
                 raise InputError(where, what, "quote texts that hold the separator, or mend the row")
             else:
-                found = True
                 yield Row(where, {name: Cell(cell) if cell else None for name, cell in zip(header, cells, strict=True)})
-        if not found:
-            raise self._without_rows()
 
 
 def _not_csv(where: str, error: str) -> InputError:
@@ -241,24 +213,19 @@ def _not_csv(where: str, error: str) -> InputError:
 
 
 class ParquetReader(Reader):
-    """Rows of a Parquet file, counted from 1; one batch of rows is in memory at a time.
-
-    Raises:
-        InputError: If the file is damaged, has no rows, or a column twice that is asked for.
-    """
+    """Rows of a Parquet file, counted from 1; one batch of rows is in memory at a time."""
 
     def __init__(self, path: Path, fields: Sequence[str], required: Sequence[str]) -> None:
         self.path, self.fields, self.required = path, fields, required
         self.total_bytes: int = path.stat().st_size
 
-    def __iter__(self) -> Iterator[Row]:
-        """The rows from the first."""
+    def _rows(self) -> Iterator[Row]:
         number = 0
         try:
             with pq.ParquetFile(self.path) as file:
                 total = file.metadata.num_rows
                 for batch in file.iter_batches(_PARQUET_ROWS, columns=self._selected(file.schema_arrow.names)):
-                    for fields in self._rows(batch, number):
+                    for fields in self._batch_rows(batch, number):
                         number += 1
                         yield Row(f"{self.path}:{number}", fields)
                     self.bytes_read = self.total_bytes * number // total
@@ -266,8 +233,6 @@ class ParquetReader(Reader):
             reason = one_line(str(error) or type(error).__name__, 100)
             what = f"the Parquet data is cut off or damaged ({reason})"
             raise InputError(f"{self.path}:{number + 1}", what, "write the file again") from error
-        if number == 0:
-            raise InputError(str(self.path), "holds no rows", "write the file again, or leave it out")
 
     def _selected(self, names: list[str]) -> list[str] | None:
         for name in self.fields:
@@ -279,7 +244,7 @@ class ParquetReader(Reader):
         self.unread_columns = [name for name in names if name not in wanted]
         return [name for name in names if name in wanted]
 
-    def _rows(self, batch: pa.RecordBatch, done: int) -> Iterator[dict[str, Any]]:
+    def _batch_rows(self, batch: pa.RecordBatch, done: int) -> Iterator[dict[str, Any]]:
         """The rows of a batch; where one cannot be decoded the rows are tried one at a time to name it."""
         try:
             yield from batch.to_pylist()
@@ -293,7 +258,6 @@ class ParquetReader(Reader):
 
 
 def _decoded(line: bytes, where: str) -> str:
-    """The text of one line."""
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -304,7 +268,6 @@ def _decoded(line: bytes, where: str) -> str:
 
 
 def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
-    """The object of one line."""
     text = _decoded(line, where)
     try:
         value = json.loads(text)
@@ -343,11 +306,7 @@ def _cut_off(where: str) -> InputError:
 
 
 def resolve_revision(name: str, revision: str | None) -> str:
-    """The commit that a revision of a Hub data set stands for; a full commit needs no network.
-
-    Raises:
-        InputError: If the Hub cannot be reached, or does not know the data set or the revision.
-    """
+    """The commit that a revision of a Hub data set stands for; a full commit needs no network."""
     if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
     return ask_commit(name, revision)
@@ -368,20 +327,14 @@ def ask_commit(name: str, revision: str | None) -> str:
 
 
 class HubReader(Reader):
-    """Rows of one split of a Hub data set, streamed, counted from 1; at a commit, so that they are known to the byte.
-
-    Raises:
-        InputError: While reading, if the Hub cannot be reached or the split is not there.
-    """
+    """Rows of one split of a Hub data set at a commit, streamed, counted from 1."""
 
     def __init__(self, name: str, subset: str | None, split: str, commit: str) -> None:
         self.name, self.subset, self.split, self.commit = name, subset, split, commit
 
-    def __iter__(self) -> Iterator[Row]:
-        """The rows from the first."""
+    def _rows(self) -> Iterator[Row]:
         # Streaming would try an unreachable Hub again for half a minute, and say so each time.
         ask_commit(self.name, self.commit)
-        number = 0
         try:
             # Imported here because it is slow to load, and most runs read files.
             from datasets import load_dataset
@@ -391,8 +344,9 @@ class HubReader(Reader):
                 yield Row(f"hub:{self.name}[{self.split}]:{number}", fields)
         except Exception as error:
             raise unreachable(self.name, error) from error
-        if number == 0:
-            raise InputError(f"hub:{self.name}", f"split {self.split!r} holds no rows", "choose another split")
+
+    def _without_rows(self) -> InputError:
+        return InputError(f"hub:{self.name}", f"split {self.split!r} holds no rows", "choose another split")
 
 
 def unreachable(name: str, error: Exception) -> InputError:

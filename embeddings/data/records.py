@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from string import digits
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -58,14 +58,11 @@ class Record:
     """One training record as a person wrote it.
 
     Attributes:
-        query: Query text.
-        positives: Texts relevant to it, at least one.
+        positives: Texts relevant to the query, at least one.
         negatives: Texts that are not, hardest first.
-        label: Class of query and positives, as `label_key` writes it, or None.
-        score: How relevant the positive is, in the source's own unit, or None.
-        id: The source's own name of the record, or None.
-        instruction: What this query is for, in place of the source's instruction, or None.
-        language: What language its texts are in, as the source calls it, or None.
+        label: Class of query and positives, as `label_key` writes it.
+        score: How relevant the positive is, in the source's own unit.
+        instruction: What this query is for, in place of the source's instruction.
         scores: A teacher's score of each positive, then of each negative, NaN where it gave none; empty without scores.
     """
 
@@ -112,12 +109,8 @@ def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: s
     """The record that a row holds. Columns that are not asked for are ignored.
 
     Without `columns` the columns of other libraries' files are taken for fields that have none of their own name (see
-    `taken_columns`): `anchor`, `question` or `sentence1` for `query`, several of negatives for `negatives`.
-
-    A missing or null `negatives`, `instruction`, `label`, `score`, `id`, `language` or `scores` means that there is
-    none, unless `columns` maps the field: a mapping that finds no column is refused, and a column that another field is
-    mapped to is that field's alone. Negatives with levels come out hardest first, in the row's order within a level,
-    and take their scores with them.
+    `taken_columns`). A field that `columns` maps must be there; other fields than `query` and `positive` may be missing
+    or null. Negatives with levels come out hardest first, in the row's order within a level, with their scores.
 
     Args:
         fields: The row by column name.
@@ -125,16 +118,13 @@ def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: s
         where: File and row, for messages.
 
     Raises:
-        InputError: If a field is missing, of a wrong type, null, empty, white space, not finite, or not text that can
-            be written as UTF-8, two columns may both be it, or the texts have more or fewer scores than one each; the
-            message names file, row and field.
+        InputError: If a field is missing, ambiguous or not what it must be; the message names file, row and field.
     """
     row = _Row(fields, columns, where, PAIR_FIELDS)
     row.refuse_scores()
-    query = row.text("query", row.required("query"))
-    positives = row.positives(row.required("positive"))
-    negatives = row.negatives(row.optional("negatives"))
-    scores = () if (found := row.optional("scores")) is None else row.scores(found, len(positives), len(negatives))
+    query, positives = row.required("query", row.text), row.required("positive", row.positives)
+    negatives = row.optional("negatives", row.negatives) or ()
+    scores = row.optional("scores", partial(row.scores, len(positives), len(negatives))) or ()
     if negatives and negatives[0].level:
         order = sorted(range(len(negatives)), key=lambda place: negatives[place].level)
         negatives = tuple(negatives[place] for place in order)
@@ -146,28 +136,25 @@ def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: s
         positives=positives,
         negatives=negatives,
         scores=scores,
-        label=None if (label := row.optional("label")) is None else row.label(label),
-        score=None if (score := row.optional("score")) is None else row.number("score", score),
-        id=None if (name := row.optional("id")) is None else row.identifier("id", name),
-        instruction=None if (text := row.optional("instruction")) is None else row.text("instruction", text),
-        language=None if (name := row.optional("language")) is None else row.identifier("language", name),
+        label=row.optional("label", row.label),
+        score=row.optional("score", row.number),
+        id=row.optional("id", row.identifier),
+        instruction=row.optional("instruction", row.text),
+        language=row.optional("language", row.identifier),
     )
 
 
 def parse_labelled_text(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> LabelledText:
     """The text and class that a row holds (`text`, `label`); arguments and errors as in `parse_record`."""
     row = _Row(fields, columns, where, LABELLED_FIELDS)
-    return LabelledText(row.text("text", row.required("text")), row.label(row.required("label")))
+    return LabelledText(row.required("text", row.text), row.required("label", row.label))
 
 
 def parse_scored_pair(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> ScoredPair:
     """The pair that a row holds (`sentence1`, `sentence2`, `score`); arguments and errors as in `parse_record`."""
     row = _Row(fields, columns, where, SCORED_FIELDS)
-    return ScoredPair(
-        row.text("sentence1", row.required("sentence1")),
-        row.text("sentence2", row.required("sentence2")),
-        row.number("score", row.required("score")),
-    )
+    first, second = row.required("sentence1", row.text), row.required("sentence2", row.text)
+    return ScoredPair(first, second, row.required("score", row.number))
 
 
 def look_alikes(names: Iterable[str], fields: Sequence[str]) -> dict[str, str]:
@@ -181,9 +168,9 @@ def look_alikes(names: Iterable[str], fields: Sequence[str]) -> dict[str, str]:
 
 
 def taken_columns(row: Mapping[str, Any], fields: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
-    """The columns of a row that are taken for some fields which have none of their own name; null ones do not count.
+    """The columns of a row that are not null and taken for some fields which have none of their own name.
 
-    A field has one column, or more than one where the row is ambiguous. Negatives may have several, in their order.
+    A field with more than one column is ambiguous, but for negatives, which may have several, in their order.
     """
     return _taken(tuple(str(name) for name, value in row.items() if value is not None), fields)
 
@@ -204,6 +191,11 @@ def label_key(value: str | int) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+# Makes a value of a field's name and what a row holds in it.
+T = TypeVar("T")
+Read = Callable[[str, Any], T]
+
+
 class _Row:
     """One row with what messages about it need."""
 
@@ -213,8 +205,21 @@ class _Row:
         self.fields, self.columns, self.where = fields, columns, where
         self.taken: Mapping[str, tuple[str, ...]] = {} if columns else taken_columns(fields, wanted)
 
-    def required(self, field: str) -> Any:
-        """The value of a field that must be there."""
+    def required(self, field: str, read: Read[T]) -> T:
+        """What `read` makes of the value of a field that must be there."""
+        return read(field, self._value(field))
+
+    def optional(self, field: str, read: Read[T]) -> T | None:
+        """The same of a field that may be missing or null; one that `columns` maps must be there."""
+        if field in self.columns:
+            value = self._value(field)
+        elif field in self.taken:
+            value = self._joined(self.taken[field])
+        else:
+            value = None if field in self.columns.values() else self.fields.get(field)
+        return None if value is None else read(field, value)
+
+    def _value(self, field: str) -> Any:
         column = self.columns.get(field) or self.only_taken(field)
         if column not in self.fields:
             alike = next(iter(look_alikes(map(str, self.fields), (field,))), "YOUR_COLUMN")
@@ -232,12 +237,9 @@ class _Row:
         taken = self.taken.get(field, (field,))
         if len(taken) > 1:
             what = f"field {field!r}: {' and '.join(taken)} may both be it"
-            raise self.fault(what, f"choose, with columns: {{{self.mapping()}}}")
+            mapping = ", ".join(f"{field}: {taken[0]}" for field, taken in self.taken.items())
+            raise self.fault(what, f"choose, with columns: {{{mapping}}}")
         return taken[0]
-
-    def mapping(self) -> str:
-        """The fields with the first column that is taken for each, as a source's `columns` lists them."""
-        return ", ".join(f"{field}: {taken[0]}" for field, taken in self.taken.items())
 
     def refuse_scores(self) -> None:
         """Refuse a pair whose columns tell how alike its texts are: not every such pair is one to learn."""
@@ -249,14 +251,6 @@ class _Row:
             fix = f"set conversion: sts for scored pairs, or, where all match, columns: {{{mapped}}}"
             raise self.fault(what, fix)
 
-    def optional(self, field: str) -> Any:
-        """The value of a field that may be missing, or None; a field that `columns` maps must be there."""
-        if field in self.columns:
-            return self.required(field)
-        if field in self.taken:
-            return self._joined(self.taken[field])
-        return None if field in self.columns.values() else self.fields.get(field)
-
     def _joined(self, names: Sequence[str]) -> Any:
         """The value of one column, or those of several that are numbered as one list."""
         if len({re.sub(r"_?\d+$", "", name) for name in names}) > 1:
@@ -267,7 +261,6 @@ class _Row:
         return [item for value in values for item in (value if isinstance(value, list) else [value])]
 
     def text(self, name: str, value: Any) -> str:
-        """A text with something in it."""
         if not isinstance(value, str):
             raise self.fault(f"{name} is {kind_of(value)}, expected text", "give it a text, or leave the row out")
         if not value.strip():
@@ -283,30 +276,26 @@ class _Row:
                 raise self.fault(what, "write the file again as UTF-8") from None
         return str(value)
 
-    def positives(self, value: Any) -> tuple[str, ...]:
+    def positives(self, name: str, value: Any) -> tuple[str, ...]:
         """One text, or a list of one or more."""
-        if isinstance(value, str):
-            return (self.text("positive", value),)
-        if not isinstance(value, list):
-            raise self.fault(f"positive is {kind_of(value)}, expected text or a list of texts", "give it a text")
-        if not value:
-            raise self.fault("positive is an empty list", "give at least one text, or leave the row out")
-        return tuple(self.text(f"positive[{i}]", text) for i, text in enumerate(value))
+        if value == []:
+            raise self.fault(f"{name} is an empty list", "give at least one text, or leave the row out")
+        return self._texts(name, value)
 
-    def negatives(self, value: Any) -> tuple[Negative, ...]:
+    def negatives(self, name: str, value: Any) -> tuple[Negative, ...]:
         """One text, or a list of texts, or of texts with levels; all of one kind, in the row's order."""
-        if value is None:
-            return ()
-        if isinstance(value, str):
-            return (Negative(self.text("negatives", value)),)
-        if not isinstance(value, list):
-            raise self.fault(f"negatives is {kind_of(value)}, expected text or a list", "write it as a list of texts")
-        if not value or not isinstance(value[0], dict):
-            return tuple(Negative(self.text(f"negatives[{i}]", text)) for i, text in enumerate(value))
-        return tuple(self._graded(i, item) for i, item in enumerate(value))
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return tuple(self._graded(f"{name}[{i}]", item) for i, item in enumerate(value))
+        return tuple(map(Negative, self._texts(name, value)))
 
-    def _graded(self, index: int, item: Any) -> Negative:
-        name = f"negatives[{index}]"
+    def _texts(self, name: str, value: Any) -> tuple[str, ...]:
+        if isinstance(value, str):
+            return (self.text(name, value),)
+        if not isinstance(value, list):
+            raise self.fault(f"{name} is {kind_of(value)}, expected text or a list", "write it as a list of texts")
+        return tuple(self.text(f"{name}[{i}]", text) for i, text in enumerate(value))
+
+    def _graded(self, name: str, item: Any) -> Negative:
         if not isinstance(item, dict):
             what = f"{name} is {kind_of(item)} where negatives[0] is an object"
             raise self.fault(what, "give every negative a level, or none")
@@ -316,12 +305,12 @@ class _Row:
             raise self.fault(what, "correct the level, or write the negatives as plain texts")
         return Negative(self.text(f"{name}.text", item.get("text")), level)
 
-    def label(self, value: Any) -> str:
+    def label(self, name: str, value: Any) -> str:
         """A class: a text or a whole number."""
         if not isinstance(value, str | int):
-            what = f"label is {kind_of(value)}, expected text or a whole number"
+            what = f"{name} is {kind_of(value)}, expected text or a whole number"
             raise self.fault(what, "give it a label, or leave the row out")
-        return self.text("label", label_key(value))
+        return self.text(name, label_key(value))
 
     def number(self, name: str, value: Any) -> float:
         """A finite number; a table of separated values spells it."""
@@ -333,28 +322,26 @@ class _Row:
             raise self.fault(f"{name} is {shown}, expected a finite number", "give it a number, or leave the row out")
         return float(value)
 
-    def scores(self, value: Any, num_positives: int, num_negatives: int) -> tuple[float, ...]:
+    def scores(self, num_positives: int, num_negatives: int, name: str, value: Any) -> tuple[float, ...]:
         """A number, or null, for each positive and then for each negative; NaN for null."""
         total = num_positives + num_negatives
         if not isinstance(value, list) or len(value) != total:
             found = f"has {len(value)}" if isinstance(value, list) else f"is {kind_of(value)}"
             texts = f"positives ({num_positives}) and negatives ({num_negatives})"
-            what = f"scores {found}, expected a list of {total} numbers, those of {texts}"
+            what = f"{name} {found}, expected a list of {total} numbers, those of {texts}"
             raise self.fault(what, "give each text a number or null, or rename the column")
         for place, item in enumerate(value):
             is_number = isinstance(item, int | float) and not isinstance(item, bool)
             if item is not None and not (is_number and (abs(item) <= _MAX_SCORE or item != item)):
                 shown = item if isinstance(item, float) else kind_of(item)
-                what = f"scores[{place}] is {shown}, expected a finite number of float32, or null"
+                what = f"{name}[{place}] is {shown}, expected a finite number of float32, or null"
                 raise self.fault(what, "give it a number, or null where it is not known")
         return tuple(math.nan if item is None else float(item) for item in value)
 
     def identifier(self, name: str, value: Any) -> str:
-        """A text, or a whole number as text."""
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else self.text(name, value)
 
     def fault(self, what: str, fix: str) -> InputError:
-        """The error of this row."""
         return InputError(self.where, what, fix)
 
 
@@ -370,12 +357,10 @@ class Example:
     """One query with its relevant and irrelevant texts, its random choices still open.
 
     Attributes:
-        row: Row in the mixture.
+        row, source: Row in the mixture, and index of its source.
         draw: Key of the random choices (see `PlanEntry`).
-        source: Index of the source in the mixture.
-        query: Query text without its prompt.
-        positives: Texts relevant to it, at least one.
-        negatives: Texts that are not, hardest first (in random order where a curriculum adds levels up).
+        query, positives: The texts without their prompts.
+        negatives: Texts that are not relevant, hardest first (in random order where a curriculum adds levels up).
         label: Class within the source, -1 where it has none; the positives have the same.
         negative_labels: Class of each negative, as long as `negatives`, or empty where the source has none.
         query_prompt: Text put before the query, "" for none.
@@ -385,8 +370,7 @@ class Example:
         surrogate_positives: The same of each positive, (P, S) float32.
         surrogate_negatives: Gives the same of the first n negatives, (n, S) float32; None where they have none.
         level: Level of hard negatives that the step asks for, 0 where it asks for none.
-        scores: A teacher's score of each of the positives, then of each of the negatives, NaN where it gave none; empty
-            where the record has no scores.
+        scores: A teacher's score of each positive, then of each negative, NaN where it gave none; empty without scores.
     """
 
     row: int
@@ -412,11 +396,7 @@ GROUP_ROWS = 4096
 
 
 def has_levels(table: Table, where: str) -> bool:
-    """Whether the negatives of a converted source have levels.
-
-    Raises:
-        InputError: If some have and others have not: one column of a Parquet file holds texts, or texts with levels.
-    """
+    """Whether the negatives of a converted source have levels; an `InputError` if only some have."""
     found = [(int(levels.min()), int(levels.max())) for levels in table.negative_levels() if levels.size]
     is_graded = any(most > 0 for _, most in found)
     if is_graded and any(least == 0 for least, _ in found):
@@ -425,11 +405,7 @@ def has_levels(table: Table, where: str) -> bool:
 
 
 def is_json_lines(output: Path) -> bool:
-    """Whether a file of records is to hold JSON lines, by its name; else it is a Parquet file.
-
-    Raises:
-        OptionError: If the name is one of another kind of file.
-    """
+    """Whether a file of records is to hold JSON lines, by its name; else it is a Parquet file."""
     if output.suffix.lower() in (".csv", ".tsv", ".json", ".gz", ".txt", ".arrow"):
         raise OptionError("output", str(output), "must end in .parquet or .jsonl", "name the file so")
     return output.suffix.lower() in (".jsonl", ".ndjson")
@@ -455,11 +431,9 @@ def table_writer(path: Path, schema: pa.Schema, json_lines: bool = False) -> Ite
 def write_records(
     path: Path, records: Iterable[Record], graded: bool, json_lines: bool = False, scored: bool = False
 ) -> int:
-    """Write records to a Parquet file, or as JSON lines, with the columns of a source of pairs; returns their number.
+    """Write records to a Parquet file, or as JSON lines, with the columns of `record_schema`; returns their number.
 
-    `graded` and `scored` are those of `record_schema`.
     `GROUP_ROWS` records are in memory at a time. The file is written in place: give the path that `atomic_path` gives.
-    Determinism: the same records give the same bytes with one version of pyarrow.
     """
     schema = record_schema(graded, scored)
     return _write_rows(path, (_fields(record, graded) for record in records), schema, json_lines)
@@ -472,7 +446,6 @@ def write_labelled_texts(path: Path, texts: Iterable[LabelledText], json_lines: 
 
 
 def _write_rows(path: Path, rows: Iterable[dict[str, Any]], schema: pa.Schema, json_lines: bool) -> int:
-    """Write rows with these columns; returns their number."""
     count, remaining = 0, iter(rows)
     with table_writer(path, schema, json_lines) as write:
         while group := list(islice(remaining, GROUP_ROWS)):

@@ -1,6 +1,11 @@
-"""Sources of training data: their options, and the files that they name."""
+"""Sources of training data: their options, the files that they name, and what tells their content from others.
 
+Files are known by their hashes, a data set of the Hub by its commit.
+"""
+
+import contextlib
 import glob
+import hashlib
 import math
 import os
 import re
@@ -8,11 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from embeddings.common.errors import InputError, OptionError, program
+from embeddings.common.io import file_sha256, read_json_or_empty, write_json
 from embeddings.common.text import TextSettings
-from embeddings.data.readers import not_regular
+from embeddings.data.readers import HubReader, Reader, not_regular, open_reader, resolve_revision
 from embeddings.data.records import LABELLED_FIELDS, RECORD_FIELDS, SCORED_FIELDS
 
 Conversion = Literal["pairs", "class_by_example", "class_by_label", "binary_by_label", "sts"]
@@ -22,6 +28,7 @@ HUB_PREFIX = "hub:"
 # Where the docstring corpora of the configs lie, and the option that makes each.
 DOCSTRINGS = {"data/docstrings": "", "data/docstrings_small": " --max-rows 10000"}
 _NAMED_FILES = 3
+HASHES = "hashes"
 
 _FIELDS: dict[Conversion, tuple[str, ...]] = {
     "pairs": RECORD_FIELDS,
@@ -54,11 +61,9 @@ class Origin:
 
     @property
     def is_hub(self) -> bool:
-        """Whether the source is a Hub data set."""
         return isinstance(self.path, str) and self.path.startswith(HUB_PREFIX)
 
     def fault(self, option: str, value: object, rule: str, fix: str) -> OptionError:
-        """The error of one of this source's options."""
         return OptionError(f"data.sources[{self.name}].{option}", value, rule, fix)
 
     def __post_init__(self) -> None:
@@ -99,7 +104,7 @@ class SourceConfig(Origin):
         split: Split of a Hub data set, `train` where none is given.
         revision: Branch, tag or commit of a Hub data set; with a full commit a converted source needs no network.
         columns: Column of a field, for fields whose column has another name. Without it, the usual names of other
-            libraries are taken as they come (`anchor`, `positive`, `negative_1`; see `taken_columns`).
+            libraries are taken as they come (`anchor`, `positive`, `negative_1`).
         instruction: What the queries are for; several alternates are drawn from at random, each epoch anew. A record
             with an instruction of its own goes by that one.
         query_prompt: The query's prompt as it is, in place of an instruction.
@@ -107,27 +112,22 @@ class SourceConfig(Origin):
         symmetric: Whether positives and negatives carry the query's prompt (NV-Embed: semantic similarity).
         in_batch_negatives: Whether other queries' candidates may serve as negatives.
         weight: Share of this source where the proportions are given, > 0, relative to the other sources.
-        max_rows: Maximum examples of an epoch, or None for all. They are drawn one from each of `max_rows` equal
-            stretches of the source, so that a sorted file is sampled evenly; positives and negatives of
-            `class_by_example` still come from the whole source.
+        max_rows: Maximum examples of an epoch, or None for all. One is drawn from each of `max_rows` equal stretches of
+            the source; positives and negatives of `class_by_example` still come from the whole source.
         seed: Seed of the choice that `max_rows` makes.
         label_texts: Text of each label, for the conversions by label. Without it labels must be words.
-        num_negatives: Negatives drawn for each query by `class_by_example` and `class_by_label`; NV-Embed uses 7,
-            which None means.
+        num_negatives: Negatives of each query of `class_by_example` and `class_by_label`; None for NV-Embed's 7.
         single_text_classes: What `class_by_example` does with a class that has only one text, hence no positive:
             refuse the source, or leave the class's rows out as queries (they still serve as negatives).
-        min_score: Least score of a positive pair of `sts`; NV-Embed uses 4, which None means.
+        min_score: Least score of a positive pair of `sts`; None for NV-Embed's 4.
         suspect_rows: What `pairs` does with a record whose negative is also a positive, or whose positive or negative
-            is the query itself: leave such rows out, refuse a source that has any, or keep them (the losses mask
-            such negatives; a positive that is the query is told from it by dropout alone).
+            is the query itself: leave such rows out, refuse a source that has any, or keep them.
         surrogate_vectors: Folder of another model's vectors of this source's pairs, for a loss that filters false
             negatives by them; `cluster --vectors` writes it, hard negatives included with `--negatives true`.
-            Environment variables are filled in.
         licence: The licence of the data, for the model's card; None where it is not known.
 
     Raises:
         OptionError: If a value is impossible or cannot take effect.
-
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, section 4.2 and Table 12.
     """
 
@@ -162,7 +162,6 @@ class SourceConfig(Origin):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields of a row that the conversion knows."""
         return _FIELDS[self.conversion]
 
     def query_prompts(self, text: TextSettings) -> tuple[str, ...]:
@@ -203,11 +202,7 @@ class SourceConfig(Origin):
 
 
 def check_names(names: Sequence[str], option: str = "sources") -> None:
-    """Check that no two sources have one name; `option` is the option of the data that lists them.
-
-    Raises:
-        OptionError: If two have.
-    """
+    """Check that no two sources have one name; `option` is the option of the data that lists them."""
     for name in names:
         if names.count(name) > 1:
             raise OptionError(f"data.{option}", name, "must have different names", "rename one of them")
@@ -217,12 +212,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
 def resolve_files(path: str | Sequence[str]) -> list[Path]:
-    """The files that a path, a glob or a list of these names (see `fill_path`): the list's order, matches sorted.
-
-    Raises:
-        InputError: If a variable is not set, a file is missing, or a folder or a pipe, a glob matches nothing, or a
-            file comes twice.
-    """
+    """The files that a path, a glob or a list of these names (see `fill_path`): the list's order, matches sorted."""
     found = [file for part in _parts(path) for file in _expand(part)]
     for file, count in Counter(found).items():
         if count > 1:
@@ -235,11 +225,7 @@ def _parts(path: str | Sequence[str]) -> Sequence[str]:
 
 
 def check_files(sources: Iterable[Origin]) -> None:
-    """Check that the files of all sources are there; the Hub is not asked.
-
-    Raises:
-        InputError: As of `resolve_files`; where several paths name no file, one that counts them and names the first.
-    """
+    """Check that the files of all sources are there, and name all that are not; the Hub is not asked."""
     files = [source for source in sources if source.path and not source.is_hub]
     faults = []
     for part in (part for source in files for part in _parts(source.path or [])):
@@ -260,11 +246,7 @@ def check_files(sources: Iterable[Origin]) -> None:
 
 
 def fill_path(path: str) -> Path:
-    """A path with its environment variables (`$DATA`, `${DATA}`) and `~` filled in.
-
-    Raises:
-        InputError: If a variable is not set.
-    """
+    """A path with its environment variables (`$DATA`, `${DATA}`) and `~` filled in."""
     return Path(_fill(path))
 
 
@@ -294,3 +276,79 @@ def _expand(part: str) -> list[Path]:
     if not matches:
         raise InputError(filled, "no file matches", "check the pattern")
     return matches
+
+
+class HashedFile:
+    """A file and its SHA-256, taken from the folder `memory` where the file is unchanged.
+
+    Hashing a terabyte takes most of an hour. A file is taken for unchanged by its size, times and inode.
+    """
+
+    def __init__(self, path: Path, memory: Path) -> None:
+        self.path = path
+        self._note = memory / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
+        try:
+            self._stamp = _stamp(path)
+            known = read_json_or_empty(self._note)
+            unchanged = known.get("stamp") == self._stamp and "sha256" in known
+            self.sha256: str = known["sha256"] if unchanged else file_sha256(path)
+        except OSError as error:
+            raise InputError(str(path), f"cannot be read ({error.strerror})", "check its permissions") from None
+
+    def is_current(self) -> bool:
+        """Whether the file still is what was hashed."""
+        return self.path.exists() and _stamp(self.path) == self._stamp
+
+    def remember(self) -> None:
+        """Note the hash; where it cannot be written the next run is only slower."""
+        if read_json_or_empty(self._note).get("stamp") != self._stamp:
+            with contextlib.suppress(OSError):
+                write_json(self._note, {"path": str(self.path.resolve()), "stamp": self._stamp, "sha256": self.sha256})
+
+
+def _stamp(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+class SourceInputs:
+    """The files or the Hub split of a source; `identity` tells their content from others, in plain types.
+
+    `root` is the folder of converted sources, where the files' hashes are remembered; `commit` is that of the Hub data
+    set, None for that of the source's revision.
+    """
+
+    def __init__(self, source: Origin, root: Path, commit: str | None = None) -> None:
+        self._is_hub = source.is_hub
+        self._files: list[HashedFile] = []
+        self.identity: list[dict[str, Any]]
+        if source.is_hub:
+            name = str(source.path).removeprefix(HUB_PREFIX)
+            split, commit = source.split or "train", commit or resolve_revision(name, source.revision)
+            self.identity = [{"hub": name, "subset": source.subset, "split": split, "commit": commit}]
+        else:
+            self._files = [HashedFile(path, root / HASHES) for path in resolve_files(source.path or [])]
+            self.identity = [{"sha256": file.sha256} for file in self._files]
+
+    @property
+    def paths(self) -> list[str]:
+        """The files; none of a Hub data set."""
+        return [str(file.path) for file in self._files]
+
+    def readers(self, columns: Sequence[str], required: Sequence[str]) -> list[Reader]:
+        """Readers of these columns; see `open_reader`."""
+        if self._is_hub:
+            (hub,) = self.identity
+            return [HubReader(hub["hub"], hub["subset"], hub["split"], hub["commit"])]
+        return [open_reader(file.path, columns, required) for file in self._files]
+
+    def require_unchanged(self) -> None:
+        """Check that the files are what they were when they were hashed."""
+        for file in self._files:
+            if not file.is_current():
+                raise InputError(str(file.path), "the file changed while it was read", "run again when it is at rest")
+
+    def remember(self) -> None:
+        """Note the files' hashes, so that the next run need not read them whole."""
+        for file in self._files:
+            file.remember()

@@ -37,8 +37,7 @@ from embeddings.data.records import (
     parse_scored_pair,
     taken_columns,
 )
-from embeddings.data.source_inputs import HASHES, SourceInputs
-from embeddings.data.sources import Conversion, SourceConfig
+from embeddings.data.sources import HASHES, Conversion, SourceConfig, SourceInputs
 from embeddings.data.table import ROWS_FILE, SCORES_FILE, StoredRow, Table, damaged, write_table
 
 CACHE_VARIABLE, DEFAULT_CACHE = "EMBED_CACHE", Path(".cache/embeddings")
@@ -58,13 +57,11 @@ class Suspects:
     first: list[list[str]] = field(default_factory=list)
 
     def note(self, where: str, suspicion: str) -> None:
-        """Count a row."""
         self.count += 1
         if len(self.first) < _NAMED_SUSPECTS:
             self.first.append([where, suspicion])
 
     def __str__(self) -> str:
-        """The rows of a message."""
         named = ", ".join(f"{where} ({suspicion})" for where, suspicion in self.first)
         more = f" and {self.count - len(self.first)} more" if self.count > len(self.first) else ""
         what = "row contradicts itself" if self.count == 1 else "rows contradict themselves"
@@ -86,7 +83,7 @@ class Facts:
         lone_text: For each class whose texts were all the same so far, that text's hash.
         first_row: File and row where a class appeared first.
         suspects: The suspect rows, kept or left out.
-        longest_instruction: File and row of the longest instruction of a record's own, and that, or None.
+        longest_instruction: File and row of the longest instruction of a record's own, and that.
         columns: Columns of the first rows that hold something, in order of appearance.
         taken: Those that were taken for a field of another name (`taken_columns`), each with the field.
     """
@@ -116,7 +113,6 @@ class Facts:
         return [list(self.labels)[code], self.first_row[code]]
 
     def noting_columns(self, config: SourceConfig, rows: Iterable[Row]) -> Iterator[Row]:
-        """The rows; the columns of the first ones are noted."""
         wanted = PAIR_FIELDS if config.conversion == "pairs" else config.fields
         for number, row in enumerate(rows):
             if number < _NOTED_ROWS:
@@ -140,16 +136,11 @@ def layout(conversion: Conversion) -> str:
 
 
 def min_score(config: SourceConfig) -> float:
-    """The least score of a positive pair."""
     return DEFAULT_MIN_SCORE if config.min_score is None else config.min_score
 
 
 def convert_rows(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
-    """The rows to store, in the order of the source; `facts` are filled in on the way.
-
-    Raises:
-        InputError: At the first row that cannot be used, or if no row at all makes an example.
-    """
+    """The rows to store, in the order of the source; `facts` are filled in on the way."""
     convert = _convert_labelled if layout(config.conversion) == "labelled" else _convert_records
     return convert(config, rows, facts)
 
@@ -159,9 +150,6 @@ def usable_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> I
 
     A pair of `sts` with a high enough score is two records, one in each direction. `facts` counts suspect records,
     which are used only where the source keeps them.
-
-    Raises:
-        InputError: At the first row that cannot be used, or if no record is left.
     """
     if config.conversion == "sts":
         yield from _scored_records(config, rows)
@@ -219,11 +207,7 @@ def _scored_records(config: SourceConfig, rows: Iterable[Row]) -> Iterator[tuple
 def write_class_index(folder: Path, labels: NDArray[np.int32], num_classes: int, lone: Collection[int] = ()) -> None:
     """Write the rows sorted by class, where each class starts among them, and the rows that can have a positive.
 
-    Args:
-        folder: Where to.
-        labels: Class of each row, (rows,), 0 to `num_classes` - 1.
-        num_classes: Number of classes.
-        lone: Classes whose texts are all the same, so that none of their rows can have a positive.
+    `lone` are classes whose texts are all the same, so that none of their rows can have a positive.
     """
     np.save(folder / ORDER_FILE, np.argsort(labels, kind="stable").astype(np.int64))
     counts = np.bincount(labels, minlength=num_classes)
@@ -234,11 +218,7 @@ def write_class_index(folder: Path, labels: NDArray[np.int32], num_classes: int,
 class ClassIndex:
     """The rows of each class and the rows outside it, memory-mapped; it travels to another process by its folder.
 
-    Attributes:
-        paired: The rows that can have a positive, another text of their class, (rows,) int64.
-
-    Raises:
-        InputError: If a file is missing or damaged.
+    `paired` are the rows that can have a positive, another text of their class, (rows,) int64.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -249,15 +229,12 @@ class ClassIndex:
         self._offsets: list[int] = load_array(folder / OFFSETS_FILE, fix).tolist()
 
     def __reduce__(self) -> tuple[type["ClassIndex"], tuple[Path]]:
-        """The folder alone."""
         return ClassIndex, (self.folder,)
 
     def size(self, label: int) -> int:
-        """Number of rows of a class."""
         return self._offsets[label + 1] - self._offsets[label]
 
     def num_outside(self, label: int) -> int:
-        """Number of rows of all other classes."""
         return len(self._order) - self.size(label)
 
     def member(self, label: int, position: int) -> int:
@@ -271,10 +248,9 @@ class ClassIndex:
 
 
 class CachedSource:
-    """A converted source, read from its folder.
+    """A converted source, read from its folder; the manifest's fields are those of `Facts`.
 
     Attributes:
-        folder: Where it lies.
         key: Hash of all that decides its content.
         table: Its rows.
         inputs: What tells its files, or its Hub data set, from others.
@@ -282,12 +258,8 @@ class CachedSource:
         labels: The text of each class, by its code.
         lone_class: A class whose texts are all the same, with the file and row of its first, or None.
         longest_instruction: File and row of the longest instruction of a record's own, and that, or None.
-        unused_columns: Columns that look like a field and are not used, each with the field (`Facts`).
-        suspects: Its suspect rows, kept or left out.
+        unused_columns: Columns that look like a field and are not used, each with the field.
         classes: The rows of each class, or None where the layout has none.
-
-    Raises:
-        InputError: If the folder's manifest or data is not what was written.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
@@ -331,14 +303,8 @@ def borrowed_cache(cache_dir: str | os.PathLike[str] | None = None) -> Iterator[
 def converted_folder(root: Path, identity: Mapping[str, Any], write: Callable[[Path, dict[str, Any]], None]) -> str:
     """The key of an identity, whose folder in `root` is written first where it is missing.
 
-    A kill at any moment leaves no half-made folder behind; processes may call this at once.
-
-    Args:
-        identity: All that decides the folder's content, in plain types.
-        write: Writes the content to the folder that it is given; its second argument is the identity with its key.
-
-    Raises:
-        InputError: If the folder cannot be written.
+    `write` gets the folder and the identity with its key. A kill leaves no half-made folder; processes may call this at
+    once.
     """
     key = content_key(identity)
     if not (root / key).is_dir():
@@ -358,7 +324,6 @@ def writing_cache(root: Path) -> Iterator[None]:
 
 
 def content_key(identity: Mapping[str, Any]) -> str:
-    """The key of an identity, which names its folder."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -366,10 +331,7 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
     """A source in converted form; the first call for a content converts it, later ones find it.
 
     The key is a hash of the files' bytes (or the Hub data set's commit), of what the conversion stores, and of the
-    schema's version. `cache_dir` is the folder of converted sources (see `cache_folder`). One line names suspect rows.
-
-    Raises:
-        InputError: If the source cannot be read, a row cannot be used, or the folder cannot be written.
+    schema's version.
     """
     # A worker opens the folder again, perhaps after the working directory has changed.
     root = cache_folder(cache_dir).absolute()
@@ -398,13 +360,9 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
 
 
 def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[tuple[str, Record]]:
-    """The records of a source of `pairs` or `sts` as their author wrote them, row by row as its converted form's.
+    """The records of a source of `pairs` or `sts` as their author wrote them, with file and row, in the table's order.
 
-    Each comes with its file and row for messages. What converted rows leave out (`score`, `id`, `language`, the label's
-    text) is read from the source itself.
-
-    Raises:
-        InputError: If the source can no longer be read, or is not what was converted.
+    What converted rows leave out (`score`, `id`, `language`, the label's text) is read from the source itself.
     """
     assert layout(config.conversion) in ("records", "scored")
     inputs = SourceInputs(config, cached.folder.parent, cached.inputs[0].get("commit"))
@@ -421,7 +379,6 @@ def record_place(config: SourceConfig, cached: CachedSource, row: int) -> str:
 
 
 def _convert(config: SourceConfig, inputs: SourceInputs, folder: Path, identity: dict[str, Any]) -> None:
-    """Write a converted source."""
     facts = Facts()
     readers = _readers(config, inputs)
     rows = facts.noting_columns(config, _with_progress(f"converting {config.name}", readers))
@@ -476,14 +433,7 @@ def _with_progress(title: str, readers: Sequence[Reader]) -> Iterator[Row]:
 
 
 def read_languages(config: SourceConfig, cached: CachedSource) -> NDArray[np.uint16]:
-    """The language of each row of a source of pairs, numbered by first appearance, (rows,); one pass over the source.
-
-    Languages are told apart by how the field `language` is written.
-
-    Raises:
-        InputError: If a record has no language, or there are more than 65,536; the message names file and row. Or if
-            the source can no longer be read, or is not what was converted.
-    """
+    """The language of each row of a source of pairs, numbered by first appearance, (rows,)."""
     code_N = np.empty(len(cached.table), np.uint16)
     codes: dict[str, int] = {}
     for row, (where, record) in enumerate(read_records(config, cached)):

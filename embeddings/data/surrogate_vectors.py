@@ -27,18 +27,8 @@ class SurrogateVectors:
     The folder holds `index/` (which documents are whose positives and negatives), `queries/` and `documents/` (shards
     of vectors). It travels to another process by its name and is opened there again.
 
-    Opening reads the header of every shard, some 0.1 ms each, and all vectors of shards that no job has checked. The
-    manifest says that the job checked each vector before it was written; a shard that is as new as the manifest, or one
-    of a folder made otherwise, is read once. A vector is checked again when it is drawn, in 1 microsecond.
-
-    Args:
-        folder: The folder of the vectors.
-        source_key: Content key of the source they must be of (the name of its converted folder).
-        check_vectors: Whether to read such shards; False where another process of the run has.
-
-    Raises:
-        InputError: If the folder is of another source, not complete, or damaged, or a vector is zero, not finite or not
-            of unit length. The message names the shard and the row in it.
+    Opening reads the header of every shard, some 0.1 ms each, and all vectors of shards that are not older than the
+    manifest, which says that the job checked them. A vector is checked again when it is drawn, in 1 microsecond.
     """
 
     def __init__(self, folder: str | os.PathLike[str], source_key: str, check_vectors: bool = True) -> None:
@@ -61,16 +51,13 @@ class SurrogateVectors:
 
     @property
     def width(self) -> int:
-        """Width of the vectors, S."""
         return self._query_shards.width
 
     @property
     def has_negatives(self) -> bool:
-        """Whether the rows' negatives have vectors."""
         return self._negatives is not None
 
     def query(self, row: int) -> Vectors:
-        """The vector of the query of a row, (S,)."""
         return self._query_shards[row]
 
     def positives(self, row: int) -> Vectors:
@@ -96,11 +83,9 @@ class _Entries(NamedTuple):
 
     @classmethod
     def of(cls, index: Path, kind: str) -> "_Entries":
-        """The `positive` or `negative` documents of an index."""
         return cls(_mapped(index / f"{kind}_offsets.npy"), _mapped(index / f"{kind}_rows.npy"))
 
     def documents(self, row: int) -> list[int]:
-        """The documents of a row in their order."""
         found: list[int] = self.rows[self.offsets[row] : self.offsets[row + 1]].tolist()
         return found
 
@@ -116,7 +101,6 @@ class _Shards:
         self._load = lru_cache(_MAPPED_SHARDS)(self._map)
 
     def __getitem__(self, row: int) -> Vectors:
-        """The vector of a row, (S,)."""
         if not 0 <= row < self.num_rows:
             raise InputError(str(self.folder), f"has no vector of row {row}", _FIX)
         shard, place = divmod(row, self.shard_size)

@@ -39,17 +39,7 @@ Int64s = NDArray[np.int64]
 
 
 class MappedFile:
-    """A file in memory as bytes, and as words of 8 bytes, which is what Arrow aligns its buffers to.
-
-    Attributes:
-        data: Its bytes; a slice is a copy.
-        bytes_B: The same as an array.
-        words_W: The same as 8-byte integers.
-
-    Raises:
-        OSError: If the file cannot be opened.
-        ValueError: If it is empty.
-    """
+    """A file in memory as bytes (a slice copies), and as words of 8 bytes, to which Arrow aligns its buffers."""
 
     def __init__(self, path: Path) -> None:
         with open(path, "rb") as file:
@@ -85,7 +75,6 @@ class NumberColumn:
         return self._values_V[at + start : at + stop]
 
     def take(self, batch_N: Int64s, number_N: Int64s) -> list[Any]:
-        """The numbers at N places."""
         return self._values_V[self._at_R[batch_N] + number_N].tolist()  # type: ignore[no-any-return]
 
 
@@ -154,7 +143,6 @@ class ListColumn(_OffsetColumn):
         return self._file.words_W[at + start : at + stop + 1]
 
     def num_elements(self, batch: int) -> int:
-        """Elements of all lists of a batch."""
         return int(self._size_R[batch])
 
     def take(self, batch_N: Int64s, number_N: Int64s) -> list[list[Any]]:
@@ -194,8 +182,8 @@ class StoredRow(NamedTuple):
 def write_table(folder: Path, rows: Iterable[StoredRow]) -> int:
     """Write rows into `folder`; returns their number. At most one batch of them is in memory.
 
-    Batches are cut by size as well as by count: a batch must fit in memory while it is written, and its reader parses
-    each one that it touches, so they are neither very large nor many. `SCORES_FILE` is written where a row has scores.
+    A batch must fit in memory, and its reader parses each one that it touches, so batches are neither very large nor
+    many. `SCORES_FILE` is written where a row has scores.
     """
     starts, count, characters = [0], 0, 0
     # Columns, not rows: the garbage collector walks a tuple a row again and again.
@@ -247,13 +235,6 @@ class Table:
 
     A table travels to another process by its folder and is opened there again, so that workers share the operating
     system's cache. Where a batch's columns lie is noted when it is first touched, in some 200 bytes.
-
-    Attributes:
-        folder: Where it lies.
-        has_scores: Whether a row has scores of a teacher.
-
-    Raises:
-        InputError: If the file is missing or damaged, here or where a row is read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -281,11 +262,9 @@ class Table:
                 raise ValueError("another number of batches")
 
     def __reduce__(self) -> tuple[type["Table"], tuple[Path]]:
-        """The folder alone."""
         return Table, (self.folder,)
 
     def __len__(self) -> int:
-        """Number of rows."""
         return int(self._start_R[-1])
 
     def row(self, index: int) -> StoredRow:
@@ -301,19 +280,16 @@ class Table:
         return list(map(partial(tuple.__new__, StoredRow), zip(*columns, strict=True)))
 
     def queries(self, indices: Sequence[int] | Int64s) -> list[str]:
-        """The queries at some indices alone."""
         return list(self._take([self._query], indices)[0])
 
     def positives(self, indices: Sequence[int] | Int64s) -> list[list[str]]:
-        """The positives at some indices alone."""
         return list(self._take([self._positives], indices)[0])
 
     def negatives(self, indices: Sequence[int] | Int64s) -> list[list[str]]:
-        """The negatives at some indices alone."""
         return list(self._take([self._negatives], indices)[0])
 
     def levels(self, indices: Sequence[int] | Int64s) -> list[list[int]]:
-        """The levels of the negatives at some indices alone."""
+        """The levels of the negatives at some indices alone; the three above are like it."""
         return list(self._take([self._levels], indices)[0])
 
     def labels(self) -> NDArray[np.int32]:
@@ -350,13 +326,11 @@ class Table:
             return [column.take(batch_N, index_N) for column in columns]
 
     def _batches(self) -> Iterator[int]:
-        """All batches, each opened."""
         for batch in range(len(self._is_open_R)):
             self._open(batch)
             yield batch
 
     def _bounds(self, batch: int) -> tuple[int, int]:
-        """The first row of a batch and that of the next."""
         return int(self._start_R[batch]), int(self._start_R[batch + 1])
 
     def _open(self, batch: int) -> None:
@@ -378,7 +352,6 @@ class Table:
 
 
 def _mapped(path: Path) -> tuple[MappedFile, pa.RecordBatchFileReader]:
-    """A file of Arrow batches in memory."""
     file = MappedFile(path)
     # Threads of Arrow's own would not survive the fork that makes a worker.
     return file, pa.ipc.open_file(file.buffer, options=pa.ipc.IpcReadOptions(use_threads=False))

@@ -31,23 +31,17 @@ class TokenRow(NamedTuple):
 
 
 class RowMixture:
-    """The rows of all sources one after another; no row holds tokens of two sources.
-
-    Determinism: a row is a pure function of the streams, the tokens of a row (L) and its number.
-    Guarantees: it can be pickled and forked, since its streams can.
-    """
+    """The rows of all sources one after another; no row holds tokens of two sources."""
 
     def __init__(self, streams: Sequence[TokenStream], row_length: int) -> None:
         self.streams, self.row_length = tuple(streams), row_length
         self._starts = [0, *accumulate(self.sizes)]
 
     def __len__(self) -> int:
-        """Number of rows of all sources."""
         return self._starts[-1]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of rows of each source."""
         return tuple(stream.num_rows(self.row_length) for stream in self.streams)
 
     def __getitems__(self, entries: Sequence[PlanEntry]) -> list[TokenRow]:
@@ -64,11 +58,7 @@ class RowMixture:
 
 
 class RowCollator:
-    """Makes `PackedRows` of rows, shorter ones padded on the right, and hands them to a task where there is one.
-
-    The tokenizer says which ids are special, and which one is padding.
-    Determinism: a batch is a pure function of its rows; neither rank nor worker enters.
-    """
+    """Makes `PackedRows` of rows, shorter ones padded on the right, and hands them to a task where there is one."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, row_length: int, task: Callable[[PackedRows], Any] | None = None
@@ -79,7 +69,6 @@ class RowCollator:
         self.row_length, self.task = row_length, task
 
     def __call__(self, rows: Sequence[TokenRow]) -> Any:
-        """The batch of N rows."""
         input_ids_NL = torch.full((len(rows), self.row_length), self._pad_id, dtype=torch.int64)
         document_NL = torch.full_like(input_ids_NL, -1)
         for place, row in enumerate(rows):
@@ -140,12 +129,7 @@ class TextDataModule(PlannedDataModule):
         self._validation_rows: RowMixture | None = None
 
     def check_run(self, trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
-        """Check what can be known of files, packages and plan before a source is tokenised, which may take hours.
-
-        Raises:
-            InputError: If a file, or the tokenizer, is not there.
-            OptionError: If a package is not installed, or the sampler's options do not suit the sources.
-        """
+        """Check what can be known of files, packages and plan before a source is tokenised, which may take hours."""
         sources = [*self.sources, *self.validation_sources]
         check_files(sources)
         for source in sources:
@@ -154,18 +138,11 @@ class TextDataModule(PlannedDataModule):
         self._base_tokenizer(module)
 
     def prepare_data(self) -> None:
-        """Tokenise the sources that are not tokenised yet, on one rank, and check that they fill a batch.
-
-        Raises:
-            InputError: If a source cannot be used, or holds no text.
-            OptionError: If there are fewer rows than one global batch, or the run is to resume from another plan (see
-                `expect_state`).
-        """
+        """Tokenise the sources that are not tokenised yet, on one rank, and check that they fill a batch."""
         self.setup()
         self._check_plan(self._plan())
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the token streams, once."""
         if self._rows is None:
             tokenizer = DocumentTokenizer(self._base_tokenizer(self._trained_module), self.append_eos)
             self._rows = self._open(self.sources, tokenizer)
@@ -182,15 +159,9 @@ class TextDataModule(PlannedDataModule):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of rows of each source; `setup` opens them."""
         return self.rows.sizes
 
     def train_dataloader(self) -> ResumableLoader:
-        """The batches of this rank, from the place where the checkpoint was taken if the run is resumed.
-
-        Raises:
-            OptionError: If there are fewer rows than one global batch, or the checkpoint is of another plan.
-        """
         return self._make_loader(self.rows, self._collator())
 
     def val_dataloader(self) -> list[DataLoader[Any]]:

@@ -21,8 +21,7 @@ from embeddings.common.jobs import progress_bar
 from embeddings.data.docstrings import HELD_OUT_PACKAGES, TRAINING_PACKAGES
 from embeddings.data.docstrings.extract import SourceFile, find_sources, is_available, require_available
 from embeddings.data.records import kind_of
-from embeddings.data.source_inputs import SourceInputs
-from embeddings.data.sources import Origin
+from embeddings.data.sources import Origin, SourceInputs
 from embeddings.data.store import cache_folder, converted_folder
 from embeddings.data.table import damaged
 from embeddings.data.tokenize import copied_backend
@@ -74,12 +73,7 @@ class TextSource(Origin):
 
 
 class Documents(SourceInputs):
-    """The documents of a source, in an order that the source alone decides; `identity` may be the packages' hash too.
-
-    Raises:
-        InputError: If a file or the Hub cannot be read.
-        OptionError: If a package is not installed.
-    """
+    """The documents of a source, in an order that it alone decides; `identity` may be the packages' hash too."""
 
     def __init__(self, source: TextSource, root: Path) -> None:
         super().__init__(source, root)
@@ -89,11 +83,6 @@ class Documents(SourceInputs):
             self.identity = [{"packages": _digest(self._modules)}]
 
     def __iter__(self) -> Iterator[str]:
-        """The texts, without those that are empty or white space, as many as are wanted.
-
-        Raises:
-            InputError: At the first record without a text in its column; the message names file and row.
-        """
         texts = _module_texts(self._modules) if self.source.packages else self._record_texts()
         return islice((text for text in texts if text.strip()), self.source.max_rows)
 
@@ -143,17 +132,10 @@ _BATCH = 256
 
 
 class DocumentTokenizer:
-    """Documents to token ids with the tokenizer's own special tokens around them and a separator at the end.
+    """Documents to token ids with the tokenizer's own special tokens around them and, on request, a separator behind.
 
     A special token that a document spells out (`</s>` in a source file) is read as plain characters, so separators
     are where documents end and nowhere else. Nothing is truncated.
-
-    Args:
-        tokenizer: A fast tokenizer; it is copied, so its own settings neither matter nor change.
-        append_eos: Whether a document whose tokens do not end in the end-of-sequence token (or `[SEP]`) gets it.
-
-    Raises:
-        OptionError: If the tokenizer is slow, or has no token to append.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, append_eos: bool) -> None:
@@ -168,11 +150,9 @@ class DocumentTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides the tokens of a document."""
         return hashlib.sha256(f"{self._backend.to_str()}\0{self._separator}".encode()).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
-        """The token ids of each document."""
         found: list[list[int]] = [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
         if self._separator is not None:
             for ids in found:
@@ -184,14 +164,8 @@ class DocumentTokenizer:
 class TokenStream:
     """Reads what `open_stream` wrote: the tokens stay on disk, mapped into memory, and rows are computed.
 
-    Row r holds tokens r·L … (r+1)·L - 1 of the stream, so every token is in exactly one row, and nothing is stored per
-    row; per document its start is. The last row may be shorter.
-
-    Attributes:
-        key: Hash of all that decides its content.
-
-    Raises:
-        InputError: If the folder's files are not what was written.
+    Row r holds tokens r·L … (r+1)·L - 1 of the stream, so every token is in exactly one row; the last may be shorter.
+    Nothing is stored per row; per document its start is.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
@@ -208,11 +182,9 @@ class TokenStream:
             raise damaged(folder)
 
     def __reduce__(self) -> tuple[type["TokenStream"], tuple[Path, str]]:
-        """The folder alone: a worker opens the files again."""
         return TokenStream, (self.folder, self.key)
 
     def num_rows(self, row_length: int) -> int:
-        """Rows of `row_length` tokens that hold the whole stream."""
         return -(-self.num_tokens // row_length)
 
     def row(self, index: int, row_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -229,14 +201,7 @@ class TokenStream:
 def open_stream(
     source: TextSource, tokenizer: DocumentTokenizer, cache_dir: str | os.PathLike[str] | None = None
 ) -> TokenStream:
-    """A source as a stream of tokens; the first call for a content and a tokenizer makes it, later ones find it.
-
-    A kill at any moment leaves no half-made folder behind; processes may call this at once.
-
-    Raises:
-        InputError: If the source cannot be read or holds no text, or the folder cannot be written.
-        OptionError: If a package is not installed.
-    """
+    """A source as a stream of tokens; the first call for a content and a tokenizer makes it, later ones find it."""
     root = cache_folder(cache_dir).absolute()
     documents = Documents(source, root)
     identity = {

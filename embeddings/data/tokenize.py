@@ -24,14 +24,7 @@ MAX_CHECKED_PROMPTS = 10_000
 
 
 class TokenSpan(NamedTuple):
-    """Where a token lies in its text.
-
-    Attributes:
-        token: The token as the vocabulary has it.
-        start: First character, from 0, of prompt and text as one string.
-        end: Character after the last one. Tokens of one character share its place.
-        is_special: Whether the token was added and covers no character (`[CLS]`, `</s>`).
-    """
+    """A token and the characters of prompt and text as one string that it covers; an added one covers none."""
 
     token: str
     start: int
@@ -42,17 +35,15 @@ class TokenSpan(NamedTuple):
 class TextTokenizer:
     """Tokenises prompt and text as one string and marks the tokens that enter the pooling.
 
-    A token belongs to the prompt if its characters end at or before the prompt's end; one that straddles the end
-    carries some of the text and belongs to the text. So a word with the space before it (`▁how`, `Ġhow`) is text though
-    the space is the prompt's, and a piece that is that space alone (before a digit or an ideograph, say) is prompt.
-    All bytes of a character that was split over tokens are on one side.
+    A token belongs to the prompt if its characters end at or before the prompt's end, else to the text. So a word with
+    the space before it (`▁how`, `Ġhow`) is text though the space is the prompt's, and a piece that is that space alone
+    is prompt. All bytes of a character that was split over tokens are on one side.
 
-    With a prompt, pooling leaves out the prompt's tokens and the special tokens before them (`[CLS]`, `<s>`), as
-    NV-Embed does for queries; without one, or with `pool_prompt`, every token is pooled (without `pool_start` not the
-    special tokens before the text). Special tokens after the text (`[SEP]`, `</s>`) and the suffix are always kept by
-    truncation and always pooled. Imported models may pool by their release's rule instead: see
-    `TextSettings.pooling_rule`. No text is ever without a pooled token: where nothing of the text is left, the special
-    tokens after it are pooled, or else the last token.
+    With a prompt, pooling leaves out its tokens and the special tokens before them (`[CLS]`, `<s>`), as NV-Embed does;
+    without one, or with `pool_prompt`, every token is pooled (without `pool_start` not the special tokens before the
+    text). Special tokens after the text (`[SEP]`, `</s>`) and the suffix survive truncation and are pooled. Imported
+    models may pool by their release's rule: see `TextSettings.pooling_rule`. Where nothing of a text is left, the
+    special tokens after it are pooled, or else the last token.
 
     Args:
         tokenizer: A fast tokenizer; it is copied, so its own truncation settings neither matter nor change.
@@ -60,9 +51,7 @@ class TextTokenizer:
 
     Determinism: a text's tokens depend on the text, its prompt and its role alone.
     Raises:
-        OptionError: If the tokenizer is slow (it cannot say which characters a token covers), or has no
-            end-of-sequence token and `append_eos` asks for it, or its suffix cannot be told from a text, or it has no
-            token `:` and the pooling rule asks for one.
+        OptionError: If the tokenizer is slow, lacks a token that the settings need, or reads its suffix as text.
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, §4 (Eq. 2); the released `modeling_nvembed.py`. Differs: the
         release counts the instruction's tokens apart from the text and appends EOS before truncation, which can lose
         it; under the rule `instruction_count` so does this.
@@ -92,10 +81,10 @@ class TextTokenizer:
         self._prompt_lengths: dict[str, int] = {}
 
     def __call__(self, texts: Sequence[str], role: TextRole, prompts: str | Sequence[str] | None = None) -> TokenBatch:
-        """Tokens of N texts.
+        """Tokens of N texts without their prompts; one that leaves no token at all becomes one end-of-sequence token.
 
         Args:
-            texts: Texts without their prompts. One that leaves no token at all becomes one end-of-sequence token.
+            texts: Texts without their prompts.
             role: Decides the length limit and the default prompt.
             prompts: One prompt for all texts, or one each; None for the settings' prompt of this role.
 
@@ -158,11 +147,7 @@ class TextTokenizer:
         return next((index for index in range(end_of_text) if spans[index][1] > prompt_end), end_of_text)
 
     def check_prompt(self, prompt: str, role: TextRole) -> None:
-        """Check that a prompt leaves room for a token of the text.
-
-        Raises:
-            OptionError: If it does not; the message names the limit.
-        """
+        """Check that a prompt leaves room for a token of the text."""
         limit = self.settings.max_length(role)
         if not prompt or (prompt, limit) in self._checked_prompts:
             return
@@ -185,11 +170,7 @@ class TextTokenizer:
 
 
 def copied_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """A copy of a fast tokenizer's backend, which neither pads nor truncates.
-
-    Raises:
-        OptionError: If the tokenizer is slow: it cannot say which characters a token covers.
-    """
+    """A copy of a fast tokenizer's backend, which neither pads nor truncates."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         rule = "must be a fast tokenizer"
@@ -201,11 +182,7 @@ def copied_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def suffix_ids(backend: Tokenizer, suffix: str) -> list[int]:
-    """The tokens that a suffix adds to a text.
-
-    Raises:
-        OptionError: If it changes how the text before it is split, or special tokens follow it.
-    """
+    """The tokens that a suffix adds to a text; it must not change how the text before it is split."""
     if not suffix:
         return []
     alone, closed = (backend.encode(text).ids for text in ("a", f"a{suffix}"))
@@ -226,24 +203,21 @@ def _token_batch(ids: list[list[int]], firsts: list[int]) -> TokenBatch:
 
 
 class ContrastiveCollator:
-    """Makes a `ContrastiveBatch` of examples.
+    """Makes a `ContrastiveBatch` of examples, a pure function of them: neither rank nor worker enters.
 
-    Of an example's positives one is drawn by its draw key; of its negatives the first, hardest ones are taken, fewer
-    where it has fewer. An example without a prompt of its own gets the text settings' prompt of that role.
+    Of an example's positives one is drawn by its draw key; of its negatives the first, hardest ones are taken. An
+    example without a prompt of its own gets the text settings' prompt of that role.
 
-    With in-context examples, other pairs of the batch stand solved before a query, as part of its prompt: pairs of the
-    same source, as many as its draw key says, from none to `num_in_context_examples`, and fewer where they would fill
-    more than half of the query's length.
-
-    Determinism: a batch is a pure function of its examples; neither rank nor worker enters.
+    With in-context examples, solved pairs of the same source in the batch stand before a query, in its prompt: as many
+    as its draw key says, up to `num_in_context_examples`, and in no more than half of the query's length.
 
     Args:
         tokenizer: Joins prompts and tokenises.
         num_negatives: Maximum hard negatives of a query, >= 0. NV-Embed uses 7.
-        surrogate_width: Width of the surrogate's vectors that examples may carry, None where none does. It decides for
-            every batch of a run alike, so that ranks agree on what they gather.
+        surrogate_width: Width of the surrogate's vectors that examples may carry, None where none does; the same for
+            every batch of a run, so that ranks agree on what they gather.
         num_in_context_examples: Maximum solved examples before a query, >= 0; bge-en-icl uses 5.
-        has_scores: Whether examples may carry a teacher's scores; decides for every batch of a run alike.
+        has_scores: Whether examples may carry a teacher's scores; the same for every batch of a run.
         teacher_tokens: Tokenises texts for a teacher that runs beside the method, prompts included; None without one.
 
     Raises:
@@ -311,7 +285,6 @@ class ContrastiveCollator:
     def _with_examples(
         self, examples: Sequence[Example], prompts: Sequence[str], positives: Sequence[str]
     ) -> list[str]:
-        """Each query's prompt behind solved examples of its source."""
         limit, found = self.tokenizer.settings.max_length("query") // 2, []
         for place, example in enumerate(examples):
             others = [i for i, e in enumerate(examples) if e.source == example.source and e.query != example.query]

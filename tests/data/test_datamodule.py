@@ -1,7 +1,6 @@
 """The data modules in a config, in a training, and in a training that was killed."""
 
 import gc
-import json
 import multiprocessing
 import os
 import signal
@@ -284,18 +283,6 @@ def test_a_config_names_everything(options, tmp_path):
         module = Ledger(rows_in, TOKENIZER)
         quiet_trainer(max_epochs=2).fit(module, data)
         assert module.rows == plan(2, proportions="given", weights=[3, 1], steps_per_epoch=2)
-
-
-def test_a_config_may_leave_the_sampler_out(tmp_path, options):
-    parser = ArgumentParser()
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    source = json.dumps([{"name": "first", "path": str(tmp_path / "first.jsonl")}])
-    arguments = ["--data=embeddings.data.EmbeddingDataModule", f"--data.sources={source}"]
-    parsed = parser.parse_args([*arguments, f"--data.cache_dir={options['cache_dir']}"])
-    assert "BlendedBatchSampler" in parser.dump(parsed)
-    data = parser.instantiate(parsed).data
-    data.setup()
-    assert data.mixture.sizes == (15,)
 
 
 @pytest.mark.parametrize(

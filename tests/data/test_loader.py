@@ -59,18 +59,6 @@ def test_iterating_again_gives_the_next_epoch_with_or_without_set_epoch():
     assert set_by_hand == [first, second, third]
 
 
-@pytest.mark.parametrize("stops", [[1, 2, 2], [6, 1, 5], [13, 4, 3], [5, 1, 12]])
-def test_three_resumes_give_the_batches_of_one_run(stops):
-    seen, state = [], None
-    for stop in stops:
-        loader = make()
-        if state is not None:
-            loader.load_state_dict(state)
-        seen += list(take(loader, stop))
-        state = loader.state_dict()
-    assert seen == flat()[: sum(stops)]
-
-
 def test_workers_that_ran_ahead_do_not_count_and_change_nothing():
     loader = make(num_workers=2)
     seen = list(take(loader, 8))
@@ -95,14 +83,6 @@ def test_a_state_loaded_after_iter_counts():
     list(take(source, 9))
     loader.load_state_dict(source.state_dict())
     assert next(iterator).tolist() == flat()[9]
-
-
-def test_the_state_is_the_same_on_every_rank():
-    loaders = [make(4), *(make(2, num_replicas=2, rank=rank) for rank in (0, 1))]
-    for loader in loaders:
-        list(take(loader, 3))
-    expected, *others = [loader.state_dict() for loader in loaders]
-    assert others == [expected, expected]
 
 
 @pytest.mark.parametrize(

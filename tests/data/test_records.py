@@ -14,8 +14,6 @@ from embeddings.data.records import (
     Negative,
     Record,
     has_levels,
-    label_key,
-    look_alikes,
     parse_labelled_text,
     parse_record,
     parse_scored_pair,
@@ -37,18 +35,6 @@ def test_a_record_holds_every_field_it_was_given():
 def test_optional_fields_may_be_missing_or_null():
     null = dict.fromkeys(("negatives", "instruction", "label", "score", "id", "language"))
     assert parse_record(GOOD, {}, "f:1") == parse_record({**GOOD, **null}, {}, "f:1") == Record("q", ("p",))
-
-
-def test_columns_that_look_like_a_field_are_told_with_it():
-    names = ["query", "Negative", "neg", "hard_negatives", "negative_3", "anchor", "pos", "passage", "negative_scores"]
-    found = look_alikes(names, RECORD_FIELDS)
-    assert found == {
-        **dict.fromkeys(["Negative", "neg", "hard_negatives", "negative_3"], "negatives"),
-        "anchor": "query",
-        "pos": "positive",
-        "passage": "positive",
-    }
-    assert look_alikes(["sentence", "class", "label"], ("text", "label")) == {"sentence": "text", "class": "label"}
 
 
 LEVELED = [{"text": "d", "level": 4}, {"text": "a", "level": 1}, {"text": "c", "level": 4, "score": 0.1}]
@@ -209,10 +195,6 @@ def test_a_mapped_field_that_is_missing_is_refused_even_where_it_is_optional():
 def test_labelled_texts_and_scored_pairs_hold_their_fields():
     assert parse_labelled_text({"text": "t", "label": 0, "x": 1}, {}, "f:1") == ("t", "0")
     assert parse_scored_pair({"a": "s", "sentence2": "t", "score": 4}, {"sentence1": "a"}, "f:1") == ("s", "t", 4.0)
-
-
-def test_one_class_has_one_key_however_it_is_written():
-    assert [label_key(value) for value in (0, "0", True, False, "true")] == ["0", "0", "true", "false", "true"]
 
 
 PLAIN = [

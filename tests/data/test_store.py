@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError
-from embeddings.data import SourceConfig, source_inputs, store
+from embeddings.data import SourceConfig, sources, store
 from embeddings.data.readers import Row
-from embeddings.data.source_inputs import hash_file, remember_hash
+from embeddings.data.sources import HashedFile
 from embeddings.data.store import (
     ClassIndex,
     Facts,
@@ -151,13 +151,6 @@ def test_the_cache_lies_where_the_argument_or_the_environment_says(tmp_path, mon
     assert cache_folder() == tmp_path
     monkeypatch.delenv("EMBED_CACHE")
     assert str(cache_folder()) == ".cache/embeddings"
-
-
-def test_a_cache_folder_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "cache").write_text("a file")
-    path = write_jsonl(tmp_path / "a.jsonl", pairs(5))
-    with pytest.raises(InputError, match=r"cache: the cache cannot be written .*; set EMBED_CACHE"):
-        open_cached(SourceConfig("a", str(path)), tmp_path / "cache")
 
 
 SUSPECTS = {
@@ -333,29 +326,29 @@ def test_an_index_is_mapped_and_pickled_by_its_folder(tmp_path):
 @pytest.fixture
 def reads(monkeypatch):
     """The files that were read to be hashed."""
-    seen, real = [], source_inputs.file_sha256
-    monkeypatch.setattr(source_inputs, "file_sha256", lambda path: (seen.append(path), real(path))[1])
+    seen, real = [], sources.file_sha256
+    monkeypatch.setattr(sources, "file_sha256", lambda path: (seen.append(path), real(path))[1])
     return seen
 
 
 def test_a_remembered_file_is_not_read_again_until_it_changes(tmp_path, reads):
     path, memory = tmp_path / "a", tmp_path / "memory"
     path.write_bytes(b"one")
-    first = hash_file(path, memory)
+    first = HashedFile(path, memory)
     assert first.sha256 == hashlib.sha256(b"one").hexdigest()
-    remember_hash(first, memory)
-    assert hash_file(path, memory) == first
+    first.remember()
+    assert HashedFile(path, memory).sha256 == first.sha256
     assert reads == [path]
     stat = path.stat()
     path.write_bytes(b"two")
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert not first.is_current()
-    assert hash_file(path, memory).sha256 == hashlib.sha256(b"two").hexdigest()
+    assert HashedFile(path, memory).sha256 == hashlib.sha256(b"two").hexdigest()
     assert len(reads) == 2
     # A memory that cannot be written is no error; a file that cannot be read is.
-    remember_hash(first, path)
+    HashedFile(path, path).remember()
     with pytest.raises(InputError, match="gone: cannot be read"):
-        hash_file(tmp_path / "gone", memory)
+        HashedFile(tmp_path / "gone", memory)
 
 
 def in_languages(*names):

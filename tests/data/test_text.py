@@ -119,18 +119,6 @@ def test_a_source_that_cannot_be_is_refused(fields, says):
         TextSource(" ", path="a")
 
 
-def test_a_hub_data_set_is_known_by_its_commit(tmp_path, monkeypatch):
-    from embeddings.data import readers
-    from embeddings.data.readers import Row
-
-    rows = [Row("hub:a/b[test]:1", {"text": "one", "n": 1}), Row("hub:a/b[test]:2", {"text": "", "n": 2})]
-    monkeypatch.setattr(readers, "ask_commit", lambda name, revision: "c" * 40)
-    monkeypatch.setattr(readers.HubReader, "__iter__", lambda self: iter(rows))
-    found = documents(tmp_path, path="hub:a/b", split="test")
-    assert found.identity == [{"hub": "a/b", "subset": None, "split": "test", "commit": "c" * 40}]
-    assert list(found) == ["one"]
-
-
 TEXTS = ["how do I pad", "the quick brown fox " * 9, "a", "one length", "return the sum of two numbers " * 4]
 
 
@@ -218,13 +206,6 @@ def test_a_stream_has_the_first_documents_that_are_wanted(tmp_path):
     assert counts == [sum(lengths[:2]), sum(lengths[:3]), sum(lengths)]
     length = two.num_tokens
     assert two.row(0, length)[0].tolist() == all_of_them.row(0, length)[0].tolist()
-
-
-def test_a_stream_travels_by_its_folder(tmp_path):
-    found, _ = stream(tmp_path)
-    content = pickle.dumps(found)
-    assert len(content) < 1000
-    assert pickle.loads(content).row(1, 8)[0].tolist() == found.row(1, 8)[0].tolist()
 
 
 def test_a_source_without_text_is_refused_and_leaves_nothing(tmp_path):

@@ -105,21 +105,6 @@ def test_the_pooled_tokens_spell_the_text(family, prompt):
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip() == text.strip()
 
 
-@pytest.mark.parametrize("text", ["how do I pad", "Ünïcödé x", "don't", "fox 7 sums", "привет мир"])
-def test_instructions_never_change_which_tokens_are_pooled(tokenizer, text):
-    prompts = [prompt for prompt in PROMPTS if prompt.endswith((" ", "\n"))]
-    pooled = pooled_ids(make(tokenizer)([text] * len(prompts), "query", prompts))
-    assert len(pooled) >= 3
-    assert len(pooled[0]) >= 2
-    assert all(ids == pooled[0] for ids in pooled)
-
-
-def test_a_character_split_over_tokens_is_pooled_whole_or_not_at_all():
-    ids, mask = rows_of(make(bpe_tokenizer())(["🙂"], "query", "🙂"))[0]
-    assert len(ids) == 8
-    assert mask == [False] * 4 + [True] * 4
-
-
 def test_special_tokens_before_the_text_are_pooled_only_without_a_prompt():
     tokenize = make(wordpiece_tokenizer())
     assert all(rows_of(tokenize(["the fox"], "document"))[0][1])

@@ -24,15 +24,7 @@ _UNSAID = frozenset({"a", "an", "the", "this", "that", "of", "given", "specified
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """How many functions each rule took out.
-
-    Attributes:
-        same_name: Another definition of the same qualified name (setters, branches of an `if`).
-        same_code: Code equal to an earlier function's.
-        near_duplicate: Code whose runs of 3 words overlap an earlier function's to `NEAR_DUPLICATE_JACCARD` or more.
-        boilerplate_query: First sentence shared by more than `BOILERPLATE_FUNCTIONS` functions: all of them.
-        same_query: First sentence shared with an earlier function.
-    """
+    """How many functions each rule of `deduplicate` took out."""
 
     same_name: int
     same_code: int
@@ -44,9 +36,7 @@ class Removed:
 def deduplicate(functions: Iterable[DocumentedFunction]) -> tuple[list[DocumentedFunction], Removed]:
     """The functions of which no two have one name, one first sentence, or nearly one code; the earliest stays.
 
-    What is left can be cut anywhere: no copy lies on both sides, and each sentence has one function that it describes.
-
-    Determinism: the result depends on the order of `functions` alone.
+    A first sentence that more than `BOILERPLATE_FUNCTIONS` functions share takes them all out.
     """
     given = list(functions)
     by_name: dict[str, DocumentedFunction] = {}
@@ -105,11 +95,8 @@ Key = Callable[[DocumentedFunction], str]
 def namespace_negatives(functions: Sequence[DocumentedFunction], seed: int) -> list[tuple[Negative, ...]]:
     """For each function one negative of each granularity, hardest first.
 
-    Level 1 is another function of the same class (or of the module's top level), level 2 of the same module, level 3
-    of the same package, level 4 of another package: the four granularities of multi-granularity hard negatives
-    without a language model. A level that has no other function, or none found in a few draws, is left out.
-
-    Determinism: a pure function of the functions, their order and the seed.
+    Level 1 is another function of the same class (or module's top level), 2 of the same module, 3 of the same package,
+    4 of another package. A level that has no other function, or none found in a few draws, is left out.
     """
     keys: tuple[Key, ...] = (lambda f: f.id.rpartition(".")[0], lambda f: f.module, lambda f: f.package, lambda f: "")
     groups: list[dict[str, list[int]]] = [defaultdict(list) for _ in keys]
@@ -119,7 +106,6 @@ def namespace_negatives(functions: Sequence[DocumentedFunction], seed: int) -> l
     draw_NLT = numpy_generator(seed, "namespace").random((len(functions), len(keys), _TRIES))
 
     def of_one(own: DocumentedFunction, draw_LT: npt.NDArray[np.float64]) -> Iterator[Negative]:
-        """The negative of each level that one function has."""
         for level, (key, members) in enumerate(zip(keys, groups, strict=True)):
             group = members[key(own)]
             for draw in draw_LT[level]:
@@ -162,13 +148,9 @@ class DocstringSplit(NamedTuple):
 def split_functions(
     functions: Sequence[DocumentedFunction], held_out_packages: Collection[str], sizes: SplitSizes, seed: int
 ) -> DocstringSplit:
-    """Cut functions without copies among them into a training set and three evaluation sets.
+    """Cut functions without copies among them into a training set and three evaluation sets; order does not matter.
 
     `held_out_packages` are never trained on; a held-out set smaller than its size is taken whole.
-    Determinism: the split depends on the functions (not on their order), the sizes and the seed.
-
-    Raises:
-        OptionError: If a set would be empty, or taking the others out would leave nothing to train on.
     """
     ordered = sorted(functions)
     held_out = [function for function in ordered if function.package in held_out_packages]

@@ -27,15 +27,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class DocumentedFunction(NamedTuple):
-    """A function or method, and what its author says it does.
-
-    Attributes:
-        id: Qualified name, `module.Class.function`; unique in a corpus.
-        package: Package as the user named it.
-        module: Module that defines it: the rest of `id` is the class, if any, and the name.
-        query: First sentence of the docstring.
-        document: Qualified name, signature, and body without the docstring.
-    """
+    """A function or method, its qualified name (`id`), the first sentence of its docstring, and its code."""
 
     id: str
     package: str
@@ -47,9 +39,8 @@ class DocumentedFunction(NamedTuple):
 def documented_functions(source: bytes, package: str, module: str) -> Iterator[DocumentedFunction]:
     """The functions of a module and of its classes whose docstring starts with a usable sentence, in source order.
 
-    Functions inside functions are part of the outer one's body. Overloads, and functions whose body does nothing
-    (abstract methods, stubs), have no code to find and are left out. A file that Python cannot parse has none.
-    `source` is in the encoding that its first lines declare.
+    Functions inside functions, overloads and functions that do nothing are left out. A file that Python cannot parse
+    has none. `source` is in the encoding that its first lines declare.
     """
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
@@ -138,14 +129,7 @@ SKIPPED_MODULES = frozenset((
 
 
 class SourceFile(NamedTuple):
-    """One source file of a package.
-
-    Attributes:
-        package: The name that the user wrote, such as `torch` or `stdlib`.
-        module: Dotted name under which Python would import it.
-        path: Where it lies.
-        size: Its length in bytes.
-    """
+    """One source file of a package, which is named as the user wrote it; `size` is in bytes."""
 
     package: str
     module: str
@@ -154,16 +138,10 @@ class SourceFile(NamedTuple):
 
 
 def is_available(package: str) -> bool:
-    """Whether this Python has the package, with source files."""
     return bool(_roots(package))
 
 
 def require_available(package: str) -> None:
-    """Check that this Python has the package, with source files.
-
-    Raises:
-        OptionError: If it has not.
-    """
     if not is_available(package):
         importable = {module.name for module in pkgutil.iter_modules() if not module.name.startswith("_")}
         near = difflib.get_close_matches(package, sorted({STANDARD_LIBRARY, *importable}), n=1)
@@ -172,14 +150,7 @@ def require_available(package: str) -> None:
 
 
 def find_sources(package: str) -> list[SourceFile]:
-    """The source files of an installed package, sorted by module, without its tests and the copies of others in it.
-
-    `package` is a top-level name as one imports it (`sklearn`), or `stdlib` for Python's standard library.
-    Determinism: the list depends on the package alone, not on the order in which the file system answers.
-
-    Raises:
-        OptionError: If no such package is installed, or it has no source files.
-    """
+    """The source files of an installed package, sorted by module, without its tests and the copies of others in it."""
     require_available(package)
     prefix = "" if package == STANDARD_LIBRARY else package
     found = {file.module: file for root in _roots(package) for file in _walk(package, prefix, root)}
@@ -284,10 +255,7 @@ _MARKUP = (
 def first_sentence(docstring: str) -> str | None:
     """The first sentence of a docstring without its markup and final stop, or None where it says too little.
 
-    A line that only repeats the signature is passed over. Sections, lists, examples and blank lines end the sentence
-    where no stop does; the stops of "e.g." and of file names and numbers do not. None stands for a sentence of fewer
-    than `MIN_WORDS` or more than `MAX_WORDS` words, one that is not prose, and phrases that any function could carry
-    ("See base class", "Initialize self").
+    A line that repeats the signature is passed over. Sections, lists, examples and blank lines end the sentence too.
     """
     sentence = _cut(_plain(_first_paragraph(docstring))).rstrip(" .!;,").strip()
     return sentence if _says_enough(sentence) else None

@@ -55,13 +55,7 @@ HELD_OUT_PACKAGES = ("fsspec", "jsonargparse", "lightning", "networkx")
 
 
 class DocstringCorpus(NamedTuple):
-    """A finished corpus.
-
-    Attributes:
-        folder: Where it lies.
-        counts: Training pairs, and documents and queries of each evaluation set.
-        reused: Whether an earlier run had made it from the same inputs.
-    """
+    """A finished corpus: its folder, its counts, and whether an earlier run had made it from the same inputs."""
 
     folder: Path
     counts: dict[str, int]
@@ -216,21 +210,16 @@ KIND = "docstring_corpus"
 def finished_manifest(output: Path, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
     """The manifest of `output` if it was made from these inputs and all its files are still as they were written."""
     try:
-        check_manifest(output, inputs)
+        manifest = check_manifest(output, inputs)
     except InputError:
         return None
-    manifest: dict[str, Any] = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
     files = {output / name: digest for name, digest in manifest["files"].items()}
     intact = all(path.is_file() and file_sha256(path) == digest for path, digest in files.items())
     return manifest if intact else None
 
 
 def check_output(output: Path) -> None:
-    """Check that `output` may be written: absent, empty, or an earlier docstring corpus.
-
-    Raises:
-        OptionError: If it is a file, or a folder with anything else in it.
-    """
+    """Check that `output` may be written: absent, empty, or an earlier docstring corpus."""
     if output.exists() and not output.is_dir():
         raise OptionError("output", str(output), "must be a folder", "name a folder that need not exist yet")
     if output.is_dir() and any(output.iterdir()):
@@ -242,11 +231,9 @@ def check_output(output: Path) -> None:
 
 
 def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any], seed: int = 0, step: int = 1) -> None:
-    """Write a whole corpus to `output`, in place of an earlier one.
+    """Write a whole corpus in place of an earlier one, which stays until all files are on disk.
 
-    The files are written to a folder beside it, which takes its name when all of them are on disk: whatever ends the
-    job before that leaves `output` as it was. `fields` are the manifest's, to which the hashes of all files are added;
-    `seed` is that of the hard negatives' draws; one training pair of each `step` is written, the first.
+    `seed` is that of the hard negatives; one training pair of each `step` is written, the first.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent) as temporary:

@@ -17,8 +17,7 @@ from embeddings.common.io import atomic_path, check_manifest, file_sha256, write
 from embeddings.common.jobs import JobFolder, discard_on_user_error, finished_manifest, manifest_path, progress_bar
 from embeddings.common.process import logger
 from embeddings.common.text import shorten
-from embeddings.data.public.kinds import CORPUS, KINDS, Kind, Row, one_text
-from embeddings.data.public.table import PublicSource
+from embeddings.data.public.table import CORPUS, KINDS, Kind, PublicSource, Row, one_text
 from embeddings.data.readers import ask_commit, resolve_revision, unreachable
 from embeddings.data.records import table_writer
 
@@ -42,11 +41,7 @@ class Hub:
         return None if self.mirror else resolve_revision(str(source.repository), source.revision)
 
     def check(self, source: PublicSource) -> str:
-        """What is there, in words, without reading a row.
-
-        Raises:
-            InputError: If the data set is gone, its revision is, or it is gated and this machine has no access.
-        """
+        """What is there, in words, without reading a row; an `InputError` where it cannot be had."""
         name = str(source.repository)
         if self.mirror:
             return str(self._folder(source))
@@ -78,19 +73,9 @@ class Hub:
 
 
 class RowStream:
-    """The rows of one table of a data set, one split after another, from wherever an earlier process stopped.
+    """The rows of one table of a data set, one split after another, from the `state` of an earlier process on.
 
-    Args:
-        hub: Where data sets are read.
-        source: The source, whose repository and files are read.
-        commit: The commit that is read.
-        subset: The table's subset.
-        splits: Its splits.
-        columns: The columns that its rows must have.
-        state: What `state` gave after the last row that is not to come again; None for the first row.
-
-    Raises:
-        InputError: While reading, if the data set is gone or gated, or a column is not there.
+    `columns` are those that the rows must have.
     """
 
     def __init__(
@@ -110,11 +95,9 @@ class RowStream:
         self._rows: Any = None
 
     def state(self) -> dict[str, Any]:
-        """Where reading has come, as JSON types."""
         return {"split": self._split, "rows": None if self._rows is None else self._rows.state_dict()}
 
     def __iter__(self) -> Iterator[Row]:
-        """The rows that are left."""
         name = str(self.source.repository)
         try:
             for number in range(self._split, len(self.splits)):
@@ -144,29 +127,18 @@ class RowStream:
 
 
 class Parts:
-    """The parts of one file: converted rows, and with each part the place up to which the source was read.
-
-    Args:
-        folder: The folder of the parts.
-        stem: Their name before the number.
-        kind: How rows become ours.
-    """
+    """The parts of one file: converted rows, and with each part the place up to which the source was read."""
 
     def __init__(self, folder: Path, stem: str, kind: Kind) -> None:
         self.folder, self.stem, self.kind = folder, stem, kind
 
     @property
     def paths(self) -> list[Path]:
-        """The parts that are there."""
         return sorted(self.folder.glob(f"{self.stem}-*.parquet"))
 
     @property
     def note(self) -> dict[str, Any]:
-        """How far the last part reaches: rows written, read, and left out with the first reason; the source's state.
-
-        Raises:
-            InputError: If the part is damaged.
-        """
+        """How far the last part reaches: rows written, read, and left out with the first reason; the source's state."""
         note = {"rows": 0, "read": 0, "left_out": 0, "left_out_first": None, "state": None, "last": False}
         if paths := self.paths:
             try:
@@ -185,12 +157,7 @@ class Parts:
     ) -> dict[str, Any]:
         """Write the parts that are missing; returns how many rows there are, were read and left out, and why.
 
-        Args:
-            rows: The rows behind the last part's.
-            state: Where reading has come.
-            source: The source, whose columns are read; each `every`-th row is taken.
-            limit: Maximum rows written.
-            keep: Which converted rows are written; None for all.
+        `rows` are those behind the last part's, and `state` says where reading them has come.
         """
         note, remaining = self.note, iter(rows)
         total = source.rows and -(-source.rows // source.every)
@@ -250,10 +217,8 @@ def fetch_source(source: PublicSource, output: Path, hub: Hub, limit: int | None
         hub: Where data sets are read.
         limit: Maximum rows written, the first ones of all; None for each `every`-th of all.
 
-    Memory: one part, and for `beir` the judgments with the texts that they name.
     Raises:
         InputError: If the data set is gone, gated or changed, has no usable row, or something else lies at `output`.
-            Parts that were written stay, and the next call resumes behind them.
     """
     assert source.kind is not None
     kind = KINDS[source.kind]

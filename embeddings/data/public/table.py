@@ -1,16 +1,23 @@
-"""The table of public data sets: where each source of a recipe lies, and which sources and steps a recipe needs."""
+"""The table of public data sets: where each source of a recipe lies, what its rows become, and what a recipe needs."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+import pyarrow as pa
 import yaml
 
-from embeddings.common.errors import CHECKOUT, PACKAGE, OptionError
-from embeddings.data.public.kinds import KINDS
+from embeddings.common.errors import CHECKOUT, PACKAGE, InputError, OptionError
+from embeddings.data.records import (
+    LABELLED_FIELDS,
+    parse_labelled_text,
+    parse_record,
+    parse_scored_pair,
+    record_schema,
+)
 from embeddings.data.sources import SourceConfig
 
 CONFIGS = (CHECKOUT or PACKAGE) / "lightning_configs" / "data"
@@ -19,13 +26,122 @@ TABLE = "public_sources.yaml"
 ROOT_VARIABLE = "EMBED_TRAIN_DATA"
 
 
+Row = Mapping[str, Any]
+# A column, or several whose texts become one (of `negatives`: whose texts are one list).
+Columns = Mapping[str, str | list[str]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A layout of rows: the fields whose columns a source names, and how its rows become those of the file.
+
+    `check` raises an `InputError` where the reader of that file would refuse our row.
+    """
+
+    fields: tuple[str, ...]
+    schema: pa.Schema
+    convert: Callable[[Row, Columns], dict[str, Any]]
+    check: Callable[[Row, Mapping[str, str], str], object]
+    optional: tuple[str, ...] = ()
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """The texts of a cell: one, those of a list, or passages of `title` and `text`; what is empty is left out."""
+    if isinstance(value, str):
+        # The reader refuses these, and no tokenizer reads them.
+        text = value.replace("\x00", " ").strip()
+        if text:
+            yield text
+    elif isinstance(value, Mapping):
+        passage = " ".join(part for name in ("title", "text") for part in texts_of(value.get(name)))
+        yield from texts_of(passage)
+    elif isinstance(value, list):
+        for item in value:
+            yield from texts_of(item)
+
+
+def cells(row: Row, names: str | list[str]) -> list[Any]:
+    return [row[name] for name in ([names] if isinstance(names, str) else names)]
+
+
+def one_text(row: Row, names: str | list[str]) -> str:
+    """The text of one column, or those of several with a space between."""
+    return " ".join(texts_of(cells(row, names)))
+
+
+def _pair(row: Row, columns: Columns) -> dict[str, Any]:
+    """`query`, `positive`, and `negatives` where the set brings any."""
+    positive = columns["positive"]
+    many = isinstance(positive, str) and isinstance(row[positive], list)
+    positives = list(texts_of(row[positive])) if many else [one_text(row, positive)]  # type: ignore[index]
+    negatives = list(texts_of(cells(row, columns["negatives"]))) if "negatives" in columns else []
+    # A set's own lists may name a positive, or the query, among the negatives.
+    query = one_text(row, columns["query"])
+    negatives = [text for text in negatives if text != query and text not in positives]
+    return {"query": query, "positive": positives, "negatives": negatives or None}
+
+
+def _first_line(row: Row, columns: Columns) -> dict[str, Any]:
+    """A text's first line as the query of the rest, as where a corpus has no column of titles."""
+    title, _, body = one_text(row, columns["text"]).partition("\n")
+    return {"query": title.strip(), "positive": [body.strip()]}
+
+
+def _labelled(row: Row, columns: Columns) -> dict[str, Any]:
+    """`text` and `label`: of several labels the first."""
+    (label,) = cells(row, columns["label"])
+    if isinstance(label, list):
+        label = label[0] if label else None
+    return {"text": one_text(row, columns["text"]), "label": label if label is None else str(label)}
+
+
+def _first_word(row: Row, columns: Columns) -> dict[str, Any]:
+    """The same where the label is a list in one text, its parts separated by spaces."""
+    labelled = _labelled(row, columns)
+    return {**labelled, "label": next(iter((labelled["label"] or "").split()), None)}
+
+
+def _scored(row: Row, columns: Columns) -> dict[str, Any]:
+    """`sentence1`, `sentence2` and `score`, in the set's own unit."""
+    (score,) = cells(row, columns["score"])
+    first, second = (one_text(row, columns[name]) for name in ("sentence1", "sentence2"))
+    return {"sentence1": first, "sentence2": second, "score": None if score is None else float(score)}
+
+
+def _document(row: Row, _columns: Columns) -> dict[str, Any]:
+    """A document of a corpus, in the layout of BEIR."""
+    return {
+        "_id": str(row["_id"]),
+        "title": one_text(row, "title") if "title" in row else "",
+        "text": one_text(row, "text"),
+    }
+
+
+def _check_document(row: Row, _columns: Mapping[str, str], where: str) -> None:
+    if not row["title"] and not row["text"]:
+        raise InputError(where, "the document has no text", "leave the row out")
+
+
+_LABELLED = pa.schema([(name, pa.string()) for name in LABELLED_FIELDS])
+_SCORED = pa.schema([("sentence1", pa.string()), ("sentence2", pa.string()), ("score", pa.float64())])
+
+# `beir` is three of a set's tables, which `fetch` joins: its pairs come from there.
+KINDS = {
+    "pairs": Kind(
+        ("query", "positive", "negatives"), record_schema(False), _pair, parse_record, optional=("negatives",)
+    ),
+    "first_line": Kind(("text",), record_schema(False), _first_line, parse_record),
+    "labelled": Kind(LABELLED_FIELDS, _LABELLED, _labelled, parse_labelled_text),
+    "first_label": Kind(LABELLED_FIELDS, _LABELLED, _first_word, parse_labelled_text),
+    "scored": Kind(("sentence1", "sentence2", "score"), _SCORED, _scored, parse_scored_pair),
+    "beir": Kind(("query", "positive"), record_schema(False), _pair, parse_record, optional=("query", "positive")),
+}
+CORPUS = Kind((), pa.schema([(name, pa.string()) for name in ("_id", "title", "text")]), _document, _check_document)
+
+
 @dataclass(frozen=True)
 class PublicSource:
-    """Where one source lies in public, and how its rows become records; the table's head says what each field means.
-
-    Raises:
-        AssertionError: If the table contradicts itself.
-    """
+    """Where one source lies in public, and how its rows become records; the table's head says what each field means."""
 
     folder: str
     name: str
@@ -86,14 +202,12 @@ class PublicSource:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one data config needs.
+    """What one data config (a file of `CONFIGS`, without its suffix) needs; a step that is None is not made.
 
     Attributes:
-        recipe: The recipe's name, as `prepare` takes it.
-        config: The data config's file, without its suffix.
-        run: A row of recipes.csv that reads it.
-        stage: The stage's name, None for a recipe of one stage.
-        mine: Teacher, number of negatives, prompt and levels of mining; None where nothing is mined. And so the others:
+        recipe, stage: The recipe's name, as `prepare` takes it, and its stage, None for a recipe of one stage.
+        run: A row of recipes.csv that reads the config.
+        mine: Teacher, number of negatives, prompt and levels of mining.
         filter: Model, prompts and top k of the filter for consistency.
         cluster: The model that clusters.
         vectors: Model and prompts of the vectors that tell false negatives.
@@ -112,7 +226,6 @@ class Stage:
 
     @property
     def data(self) -> dict[str, Any]:
-        """The arguments of the data config."""
         content = yaml.safe_load((CONFIGS / f"{self.config}.yaml").read_text(encoding="utf-8"))
         arguments: dict[str, Any] = content["data"]["init_args"]
         return arguments
@@ -129,12 +242,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class PublicTable:
-    """The whole table.
-
-    Attributes:
-        stages: What each data config needs.
-        sources: All sources, those of collections among them.
-    """
+    """The whole table: what each data config needs, and all sources, those of collections among them."""
 
     stages: Sequence[Stage]
     sources: Sequence[PublicSource]
@@ -142,7 +250,6 @@ class PublicTable:
     @classmethod
     @cache
     def read(cls, path: Path = CONFIGS / TABLE) -> Self:
-        """The table of a file."""
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         known = {each.name for each in fields(PublicSource)}
         sources = []
@@ -159,11 +266,7 @@ class PublicTable:
         return cls([Stage(**stage) for stage in content["stages"]], sources)
 
     def stages_of(self, recipe: str, stage: str | None) -> list[Stage]:
-        """The stages of a recipe, or the one that is named.
-
-        Raises:
-            OptionError: If the recipe has no such stage.
-        """
+        """The stages of a recipe, or the one that is named."""
         stages = [each for each in self.stages if each.recipe == recipe]
         chosen = [each for each in stages if stage in (None, each.stage)]
         if not chosen:
@@ -178,5 +281,4 @@ class PublicTable:
         return found.get(collection, found[None])
 
     def collections(self, keys: Sequence[str]) -> list[str]:
-        """The collections that hold some of these sources."""
         return sorted({source.collection for source in self.sources if source.key in keys and source.collection})

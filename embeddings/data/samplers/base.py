@@ -28,24 +28,14 @@ PLAN_VERSION = 2
 
 
 class SourceIdentity(NamedTuple):
-    """Which source it is, for a sampler that keeps files beside the sources.
-
-    Attributes:
-        name: Its name in the mixture.
-        key: Content key of its converted form (`CachedSource.key`).
-    """
+    """A source's name in the mixture, and the content key of its converted form (`CachedSource.key`)."""
 
     name: str
     key: str
 
 
 class LevelRule(NamedTuple):
-    """Which hard negatives a step may use.
-
-    Attributes:
-        level: 1 (hardest) to 4 (easiest).
-        cumulative: Whether the coarser levels, those above it, may be used too.
-    """
+    """Which hard negatives a step may use: those of a level, 1 (hardest) to 4, and of coarser ones if `cumulative`."""
 
     level: int
     cumulative: bool = False
@@ -56,8 +46,8 @@ class PlanEntry(NamedTuple):
 
     Attributes:
         row: Row in the mixture (all sources one after another).
-        draw: Key of every random choice made for this entry, a pure function of (seed, epoch, position), so that the
-            choices depend on neither the rank nor the worker that makes them.
+        draw: Key of every random choice made for this entry, a pure function of (seed, epoch, position): it depends on
+            neither the rank nor the worker.
         rule: Which of the row's hard negatives the step may use, or None for all.
     """
 
@@ -72,8 +62,7 @@ class RunLength:
 
     Attributes:
         batches_per_epoch: Batches of one rank that the trainer takes of an epoch.
-        accumulate_grad_batches: Batches of one optimiser step; an epoch's last step may have fewer. None where the
-            number changes on the way.
+        accumulate_grad_batches: Batches of one optimiser step; None where the number changes on the way.
         total_steps: Optimiser steps of the whole run, None where the trainer sets no end.
         is_trial: Whether the run is a few batches to see that it runs at all (`fast_dev_run`).
     """
@@ -91,10 +80,7 @@ class RunLength:
         return cls(taken, accumulated, total_steps, bool(trainer.fast_dev_run))
 
     def step_of(self, epoch: int, batch: int) -> int:
-        """The optimiser step, from 0, that a batch of an epoch is part of: `global_step` while the batch is trained on.
-
-        An epoch's last step may have fewer batches than the others: no step has batches of two epochs.
-        """
+        """The optimiser step, from 0, that a batch of an epoch is part of; no step has batches of two epochs."""
         assert self.accumulate_grad_batches is not None
         steps_per_epoch = -(-self.batches_per_epoch // self.accumulate_grad_batches)
         return epoch * steps_per_epoch + batch // self.accumulate_grad_batches
@@ -103,9 +89,8 @@ class RunLength:
 class BatchSampler(Sampler[list[PlanEntry]], ABC):
     """Yields this rank's slice of each batch of an epoch.
 
-    A subclass says how many steps an epoch has (`num_steps`) and what a step holds (`global_batch`); ranks, epochs and
-    resuming are here. The rank and the number of ranks are read when they are needed, from the process group if there
-    is one, so a sampler may be made before it.
+    A subclass says how many steps an epoch has (`num_steps`) and what a step holds (`global_batch`). The rank and the
+    number of ranks are read when they are needed, so a sampler may be made before the process group.
 
     Determinism: (seed, epoch, step, global batch size) → one global batch; rank r of R takes rows r·B … (r+1)·B - 1 of
     it. The same run on another number of ranks sees the same batches while batch_size x ranks stays the same.
@@ -190,8 +175,8 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next to iterate, from its first step if it is another than the present one.
 
-        After `resume` an earlier epoch than the present one is not taken: Lightning's own count of epochs falls behind
-        when runs are resumed at the end of an epoch, and the plan must not be repeated for it.
+        After `resume` an earlier epoch is not taken: Lightning's own count of epochs falls behind when runs are resumed
+        at the end of an epoch, and the plan must not be repeated for it.
         """
         if epoch > self.epoch or (epoch < self.epoch and not self._resumed):
             self.epoch, self.start = epoch, 0
@@ -211,11 +196,7 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
         }
 
     def check_same_plan(self, saved: Mapping[str, int | str]) -> None:
-        """Check that a plan whose fields were saved is this one.
-
-        Raises:
-            OptionError: If it is not; the message names the first field that differs.
-        """
+        """Refuse a plan other than the one whose fields were saved; the error names the first field that differs."""
         fields = self.plan_fields()
         for name in {**fields, **saved}:
             now, before = fields.get(name), saved.get(name)
@@ -225,11 +206,7 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
                 raise OptionError(f"data {name}", now, rule, f"{mend}, or start from the weights alone")
 
     def whole_batches(self, sizes: Sequence[int], batch_size: int) -> list[int]:
-        """Batches that the rows of each source fill, for a plan whose sources never share a batch; 0 for a small one.
-
-        Raises:
-            OptionError: If no source fills one.
-        """
+        """Batches that the rows of each source fill, 0 for a small one, where sources never share a batch."""
         if max(sizes) < batch_size:
             over = f" (batch_size x {self.place[1]} ranks)" if batch_size > self.batch_size else ""
             rule = f"must not exceed the {max(sizes)} rows of the largest source{over}"
@@ -250,7 +227,6 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
         return (keyed >> np.uint64(1)).astype(np.int64)
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
         return self.num_steps
 
     def __iter__(self) -> Iterator[list[PlanEntry]]:
@@ -266,11 +242,7 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
 
 
 def first_rows(sizes: Sequence[int]) -> list[int]:
-    """The number of each source's first row in the mixture, and the number of all rows.
-
-    Raises:
-        OptionError: If there is no source, or one without rows.
-    """
+    """The number of each source's first row in the mixture, and the number of all rows."""
     if not sizes or min(sizes) < 1:
         raise OptionError("data.sources", list(sizes), "must each have rows", "leave out the empty source")
     return [0, *accumulate(sizes)]
@@ -333,17 +305,9 @@ def source_parts(
     proportions: Proportions = "size",
     temperature: float = 1.0,
 ) -> Sequence[float]:
-    """The part of each source, > 0; only their ratios matter.
+    """The part of each source, > 0; only their ratios matter. Arguments are those of the samplers.
 
-    Args:
-        sizes: Size of each source, each >= 1.
-        weights: With proportions `given`, the part of each source, > 0. Elsewhere None, or all equal.
-        proportions: `size`: part = size ** temperature; `uniform`: equal parts; `given`: `weights`.
-        temperature: The exponent, 0 to 1: 1 for parts as large as the sources, 0 for equal ones. With 0.3, XLM-R's for
-            languages, a source a hundredth as large as another has a quarter of the other's part.
-
-    Raises:
-        OptionError: If a weight or the temperature is impossible, or cannot take effect.
+    With temperature 0.3, XLM-R's for languages, a source a hundredth as large as another has a quarter of its part.
     Source: Conneau and Lample 2019 (XLM), arXiv:1901.07291, §3.1, which calls the exponent alpha. Differs: sizes are
         counted in whatever the sampler draws, not in sentences.
     """
@@ -372,16 +336,14 @@ def source_parts(
 class BlendedBatchSampler(BatchSampler):
     """Every batch mixes all sources, in proportion to their sizes or a power of them, in equal or in given parts.
 
-    Each source is walked through in a random order of its own; when it ends, the next pass has another order. How many
-    rows of a source the first t draws hold is computed (`Apportionment`), so any step is found at once, and nothing is
-    stored per row. Within a step the rows of all sources are shuffled, so each rank's slice is a blend too.
+    Each source is walked through in a random order of its own, another in each pass. Any step is found at once
+    (`Apportionment`), and nothing is stored per row. Within a step rows are shuffled: each rank's slice is a blend too.
 
     Determinism: see `BatchSampler`.
     Guarantees: over any number of steps a source's share of the draws is less than 2 rows off its proportion. With
     proportions `size`, temperature 1 and no `steps_per_epoch`, an epoch is one pass: no row comes twice in it, and only
     the fewer than global_batch_size rows that do not fill a batch are left out, others in the next epoch. Else the
-    walks run on from epoch to epoch: a source has all its rows drawn j times before any is drawn j + 1 times,
-    and one batch can hold a row twice only where it crosses the end of that source's pass.
+    walks run on from epoch to epoch: a source has all its rows drawn j times before any is drawn j + 1 times.
     Length: `steps_per_epoch`, or as many whole global batches as the rows of all sources fill.
 
     Args:
@@ -396,8 +358,7 @@ class BlendedBatchSampler(BatchSampler):
             those of a large one; *MoE* and XLM-R draw languages with 0.3.
 
     Raises:
-        OptionError: If a size, weight, the temperature or steps_per_epoch is impossible, weights or temperature cannot
-            take effect, or there are fewer rows than one global batch.
+        OptionError: If an option is impossible or cannot take effect, or there are fewer rows than one global batch.
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, §2.2 and §4. Differs: the paper does not say how batches are
         drawn; exact apportionment instead of independent draws.
     """
@@ -430,20 +391,17 @@ class BlendedBatchSampler(BatchSampler):
 
     @property
     def num_steps(self) -> int:
-        """Global batches in an epoch."""
         if self._num_rows < self.global_batch_size:
             rule = f"must not exceed the {self._num_rows} training rows (batch_size x {self.place[1]} ranks)"
             raise OptionError("data.batch_size", self.batch_size, rule, "lower it or add data")
         return self.steps_per_epoch or self._num_rows // self.global_batch_size
 
     def plan_fields(self) -> dict[str, int | str]:
-        """What the plan depends on, in plain types."""
         sizes = ",".join(map(str, self.sizes))
         parts = ",".join(f"{part / sum(self._shares):.12g}" for part in self._shares)
         return {**super().plan_fields(), "sizes": sizes, "proportions": self.proportions, "parts": parts}
 
     def global_batch(self, epoch: int, step: int) -> tuple[Rows, Rows]:
-        """One step's rows in the mixture and their draw keys, each (global_batch_size,) int64."""
         first = epoch * self._draws_per_epoch() + step * self.global_batch_size
         before = self._apportionment.counts(first)
         after = self._apportionment.counts(first + self.global_batch_size)
@@ -486,9 +444,6 @@ class Apportionment:
 
     Guarantees: counts add up to t; none shrinks as t grows; a count is less than 2 away from t·p at every t (a node
     inherits q of its parent's error and adds at most 1/2; in a Huffman tree q <= 2/3 for every node but the leaves).
-
-    Args:
-        weights: One positive number a source; only their ratios matter, and those are kept exactly.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

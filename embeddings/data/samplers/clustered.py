@@ -41,10 +41,8 @@ def nearest_order(centroids: NDArray[np.float32], neighbours: NDArray[np.int32],
     2. the lists of those neighbours, the nearest of what is left in them;
     3. a random sample of 1,024 to 2,048 of all clusters that are left, or all of them where there are fewer: the
        nearest of these.
-    Time and memory grow with k, not k²: 2 to 6 microseconds and 9 bytes a cluster. What it costs: over 3,000 centroids
-    that lie around centres around centres (width 32, four starts) the tour is 0.2 % shorter to 0.2 % longer than the
-    exact greedy one with 32 neighbours listed, 0.3 % longer with 16, 0.5 % with 8; over 20,000 of width 64, 0.02 %
-    longer with 32 and 1.2 % with 8. A random order is 2 to 3 times as long.
+    Time and memory grow with k, not k²: 2 to 6 microseconds and 9 bytes a cluster. With 32 neighbours listed the tour
+    is within 0.3 % of the exact greedy one's length, with 8 within 1.2 %; a random order is 2 to 3 times as long.
 
     Determinism: (centroids, neighbours, key) → the whole order, on every machine: inner products are taken of vectors
     rounded to 1/4096, so that the order of addition cannot turn a near tie, and equal ones go to the cluster
@@ -54,9 +52,6 @@ def nearest_order(centroids: NDArray[np.float32], neighbours: NDArray[np.int32],
         centroids: Centroids of unit length, (k, d) float32; may be memory-mapped, few are read.
         neighbours: For each cluster its n nearest other clusters, nearest first, (k, n) int32.
         key: Any integer; it decides where the tour starts and which clusters are sampled.
-
-    Returns:
-        Each of 0 … k-1 once, (k,) int32.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix. Differs: approximate as above.
     """
@@ -103,23 +98,13 @@ class PackedClusters:
 
     A cluster larger than a batch is split over several, clusters smaller than one share it with their neighbours in
     the order. Rows that fill no batch are skipped in one stretch at a random place between two batches: a greedy tour
-    comes to outliers last, and a cut at its end would drop them in every epoch. Only where a cluster is cut does it
-    matter which of its rows come first; there they come in a random order of the cluster's own.
+    comes to outliers last, and a cut at its end would drop them in every epoch. The rows of a cluster that is cut come
+    in a random order of its own.
 
     Determinism: (the clusters, order, batch_size, key) → every batch; each is found without the ones before it.
     Guarantees: no row twice; fewer than `batch_size` rows are left out; a batch holds rows of as few clusters as its
     place in the order allows. Memory: 12 bytes a cluster, nothing a row.
-    Length: `num_batches`, the whole batches that the rows fill.
-
-    Args:
-        rows_by_cluster: The rows of cluster 0, then those of cluster 1, …, (rows,) uint32; may be memory-mapped.
-        offsets: Where each cluster starts in it, and its length, (k+1,) int64.
-        order: Each cluster once, (k,) int32.
-        batch_size: Rows of a batch.
-        key: Any integer; it decides the skipped stretch, and which rows of a cut cluster come first.
-
-    Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix. Differs: the tail of the order is what CDE
-    drops.
+    Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix. Differs: CDE drops the tail of the order.
     """
 
     def __init__(
@@ -163,8 +148,6 @@ class PackedClusters:
 class ClusteredBatchSampler(BatchSampler):
     """Every batch holds rows of one source that were clustered together, or in neighbouring clusters.
 
-    The folders are opened by `identify`, which the data module calls: only it knows the sources' names.
-
     In each epoch each source's clusters are laid end to end in a new order and cut into blocks (see `PackedClusters`);
     the blocks of all sources are then shuffled together. Over several ranks there are two ways (`across_ranks`):
     `one_block`: a step is one block of global_batch_size rows, of which each rank takes a slice in the clusters' order.
@@ -173,13 +156,11 @@ class ClusteredBatchSampler(BatchSampler):
         shares no candidates between GPUs (abstract), and its release then gives each GPU a batch of its own.
 
     Determinism: see `BatchSampler`; with `own_blocks` the batches follow from batch_size and the number of ranks, not
-    from their product alone. The order of the clusters is computed when the first block of a source is asked for in an
-    epoch, 2 to 6 microseconds a cluster; each block is then found without the ones before it.
+    from their product alone. The order of the clusters costs 2 to 6 microseconds a cluster, once an epoch.
     Guarantees: sources never share a block, hence no rank's batch. In an epoch no row comes twice. Of each source the
     rows that do not fill a block are left out, and with `own_blocks` fewer blocks than there are ranks; others in the
-    next epoch. A source with fewer rows than a block is left out, and `remarks` names it. A cluster's rows lie in
-    consecutive blocks before these are shuffled, so a cluster smaller than a block is cut at most once. Memory: 12
-    bytes a cluster beside the memory-mapped files, nothing a row.
+    next epoch. A source with fewer rows than a block is left out, and `remarks` names it. A cluster smaller than a
+    block is cut at most once. Memory: 12 bytes a cluster beside the memory-mapped files, nothing a row.
     Length: the blocks that the rows of the sources fill; with `own_blocks` their sum divided by the number of ranks.
 
     Args:
@@ -195,9 +176,8 @@ class ClusteredBatchSampler(BatchSampler):
 
     Raises:
         OptionError: If weights cannot take effect, or a size or `across_ranks` is impossible.
-
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix. Differs: see `nearest_order` and
-    `PackedClusters`.
+        `PackedClusters`.
     """
 
     def __init__(
@@ -229,22 +209,12 @@ class ClusteredBatchSampler(BatchSampler):
         self._packed: dict[int, tuple[tuple[int, int], PackedClusters]] = {}
 
     def check_sources(self, names: Sequence[str]) -> None:
-        """Check that each source has clusters, whatever they are of.
-
-        Raises:
-            InputError: If a folder holds no finished clusters.
-            OptionError: If a source has no clusters.
-        """
+        """Check that each source has clusters, whatever they are of."""
         for path in cluster_paths(self.clusters, names):
             check_manifest(path, {"kind": KIND, "complete": True})
 
     def identify(self, sources: Sequence[SourceIdentity]) -> None:
-        """Open the clusters of each source.
-
-        Raises:
-            InputError: If clusters are missing, damaged, or those of another data set.
-            OptionError: If a source has no clusters, or there are too few rows for one step.
-        """
+        """Open the clusters of each source, and check that they are of this source."""
         assert len(sources) == len(self.sizes)
         self._names = tuple(source.name for source in sources)
         self._folders = tuple(ClusterFolder(path) for path in cluster_paths(self.clusters, self._names))
@@ -257,16 +227,10 @@ class ClusteredBatchSampler(BatchSampler):
         self._gathers_candidates = needs.gathers_candidates
 
     def remarks(self) -> list[str]:
-        """Which sources fill no block."""
         return self.left_out(self.sizes, self._names, self._block_size)
 
     @property
     def num_steps(self) -> int:
-        """Global batches in an epoch.
-
-        Raises:
-            OptionError: If there are too few rows for one.
-        """
         steps = self._last_blocks()[-1] // self._blocks_per_step
         if steps == 0:
             rule = f"must leave a block for each of {self._blocks_per_step} ranks"
@@ -274,14 +238,12 @@ class ClusteredBatchSampler(BatchSampler):
         return steps
 
     def plan_fields(self) -> dict[str, int | str]:
-        """What the plan depends on, in plain types."""
         keys = hashlib.sha256(" ".join(folder.key for folder in self._folders).encode()).hexdigest()[:32]
         sizes = ",".join(map(str, self.sizes))
         fields = {**super().plan_fields(), "sizes": sizes, "clusters": keys, "order": self.order}
         return fields if self._blocks_per_step == 1 else {**fields, "blocks_per_step": self._blocks_per_step}
 
     def global_batch(self, epoch: int, step: int) -> tuple[Rows, Rows]:
-        """One step's rows in the mixture and their draw keys, each (global_batch_size,) int64."""
         last_blocks, per_step = self._last_blocks(), self._blocks_per_step
         shuffle = KeyedPermutation(last_blocks[-1], derive_seed(self.seed, "batches", epoch))
         places = shuffle(np.arange(step * per_step, (step + 1) * per_step)).tolist()
@@ -296,7 +258,6 @@ class ClusteredBatchSampler(BatchSampler):
 
     @property
     def _block_size(self) -> int:
-        """Rows of a block."""
         return self.global_batch_size // self._blocks_per_step
 
     def _block(self, epoch: int, last_blocks: Sequence[int], place: int) -> Rows:
@@ -326,12 +287,7 @@ class ClusteredBatchSampler(BatchSampler):
 
 
 def cluster_paths(clusters: str | dict[str, str], names: Sequence[str]) -> list[Path]:
-    """The folder of each source's clusters, in the order of the names; `clusters` as `ClusteredBatchSampler` takes it.
-
-    Raises:
-        InputError: If an environment variable is not set.
-        OptionError: If a source is not named, or a name is of no source.
-    """
+    """The folder of each source's clusters, in the order of the names; `clusters` as in `ClusteredBatchSampler`."""
     if isinstance(clusters, str):
         return [fill_path(clusters) / name for name in names]
     for name in names:

@@ -42,20 +42,11 @@ def level_of(
     fixed_level: int | None = None,
     seed: int = 0,
 ) -> int:
-    """The level of one optimiser step, 1 (hardest) to 4 (easiest).
+    """The level of one optimiser step (from 0), 1 (hardest) to 4 (easiest), a function of its arguments.
 
     Every order but `fixed` gives each level its share of the steps; they differ in which steps these are. Steps at
     `total_steps` or later have the level of the last one; a random order starts another pass of the same length.
 
-    Args:
-        step: Optimiser step of the run, from 0: the number of updates made before it.
-        total_steps: Optimiser steps of the whole curriculum, >= 1.
-        order: As in `CurriculumBatchSampler`; `random` has the steps of `coarse_to_fine` in a random order.
-        fractions: Share of the steps of each level, of level 4 first and of level 1 last.
-        fixed_level: The level of `fixed`.
-        seed: Seed of the random order.
-
-    Determinism: a function of its arguments.
     Source: MGH, §2.1 (N4 to N1, 25 % each) and §4.1 (reverse, random, fixed). Differs: the paper does not say whether a
         random order mixes the levels of a batch; here a step has one level. Cumulative levels are not in the paper.
     """
@@ -87,14 +78,12 @@ def stages(total_steps: int, order: LevelOrder, fractions: Sequence[float]) -> t
 class CurriculumBatchSampler(BatchSampler):
     """The batches of another sampler, whose hard negatives are of one level at each optimiser step.
 
-    Which rows make a batch is the other sampler's affair; this one says which of their negatives the step may use
-    (`level_of`, `places_of_level`). The level follows from the optimiser step, so all batches that are accumulated
-    into one update have one level, and so have all ranks. The data module tells the length of the run (`set_run`).
+    The other sampler says which rows make a batch, this one which of their negatives the step may use (`level_of`,
+    `places_of_level`). All batches that are accumulated into one update have one level, and so have all ranks.
 
     Determinism: the rows as the other sampler's; the level is a function of (seed, optimiser step), the step one of
     (epoch, batch, the run's length). A run that is resumed at any step has the level of that step.
-    Guarantees: those of the other sampler. A row is never given a negative that is harder than the step's level.
-    Length: that of the other sampler.
+    Guarantees and length: those of the other sampler. No negative is harder than the step's level.
 
     Args:
         sizes: Rows of each source, each >= 1; row numbers count through the sources one after another.
@@ -108,17 +97,15 @@ class CurriculumBatchSampler(BatchSampler):
         fractions: Share of the optimiser steps of each level, of level 4 first and level 1 last; they sum to 1, and 0
             leaves a level out. None for equal shares, as in the paper.
         level: The level of the order `fixed`; elsewhere None.
-        missing_level: What happens to rows that lack a level: `refuse` ends the run before its first step, naming the
-            first of them; `coarser` gives such a row its nearest coarser level, or no hard negative where it has none,
-            and a row whose negatives have no levels all of them at every step.
+        missing_level: What happens to rows that lack a level: `refuse` ends the run before its first step; `coarser`
+            gives such a row its nearest coarser level, or no hard negative where it has none, and a row whose negatives
+            have no levels all of them at every step.
         total_steps: Optimiser steps over which the levels are spread, or None for those of the run. A longer run stays
             at the last level.
 
     Raises:
         OptionError: If an option is impossible or cannot take effect.
-
     Source: MGH, §2.1 and §4.1. Differs: see `level_of`.
-    Related: `BlendedBatchSampler`, `ClusteredBatchSampler`, `HomogeneousBatchSampler`, which decide the rows.
     """
 
     def __init__(
@@ -156,31 +143,22 @@ class CurriculumBatchSampler(BatchSampler):
         _ = self.num_steps
 
     def identify(self, sources: Sequence[SourceIdentity]) -> None:
-        """Tell the other sampler which sources the rows are of."""
         self.inner.identify(sources)
 
     def check_sources(self, names: Sequence[str]) -> None:
-        """Have the other sampler check what it keeps beside these sources."""
         self.inner.check_sources(names)
 
     def set_needs(self, needs: BatchNeeds) -> None:
-        """Tell the other sampler what the trained module needs."""
         self.inner.set_needs(needs)
 
     def kinds(self) -> set[str]:
-        """This one's name and those of the other sampler."""
         return super().kinds() | self.inner.kinds()
 
     def remarks(self) -> list[str]:
-        """What the other sampler remarks."""
         return self.inner.remarks()
 
     def set_run(self, run: RunLength) -> None:
-        """Learn how long the run is.
-
-        Raises:
-            OptionError: If the run has no known end, accumulates unevenly, or is so short that a level has no step.
-        """
+        """Learn how long the run is: it must have a known end, accumulate evenly, and give each level a step."""
         self.inner.set_run(run)
         self._run = run
         if self.order == "fixed":
@@ -208,19 +186,12 @@ class CurriculumBatchSampler(BatchSampler):
 
     @property
     def num_steps(self) -> int:
-        """Global batches in an epoch."""
         return self.inner.num_steps
 
     def global_batch(self, epoch: int, step: int) -> tuple[Rows, Rows]:
-        """One step's rows in the mixture and their draw keys, each (global_batch_size,) int64."""
         return self.inner.global_batch(epoch, step)
 
     def level_rule(self, epoch: int, step: int) -> LevelRule:
-        """Which hard negatives the batch at `step` of an epoch may use.
-
-        Raises:
-            OptionError: If the run has no known end.
-        """
         if self.level is not None:
             return LevelRule(self.level)
         run = self._run or RunLength(self.num_steps)
@@ -229,7 +200,6 @@ class CurriculumBatchSampler(BatchSampler):
         return LevelRule(level, cumulative=self.order == "cumulative")
 
     def plan_fields(self) -> dict[str, int | str]:
-        """What the plan depends on, in plain types."""
         inner = self.inner.plan_fields()
         kind = f"{type(self).__name__} of {inner['sampler']}"
         fields = {**inner, "sampler": kind, "level_order": self.order, "missing_level": self.missing_level}

@@ -15,12 +15,8 @@ class HomogeneousBatchSampler(BatchSampler):
     """Every global batch holds rows of one source, the same on all ranks; which one is drawn by the sources' parts.
 
     An epoch is a pass: a source whose rows do not fill another batch leaves until the epoch ends, and the others
-    continue in the ratio of their parts. So a source of a large part ends early; with parts as large as the sources,
-    the default, all last to the end. A source with fewer rows than a global batch, as small languages at 16,384 pairs,
-    has no part at all, and `remarks` names it.
-
-    The stretches between two leavings are computed and not walked through (see `_Plan`). Within a stretch the sources'
-    batches lie in a random order, in which a step is found at once.
+    continue in the ratio of their parts. With parts as large as the sources, the default, all last to the end. A source
+    with fewer rows than a global batch, as small languages at 16,384 pairs, has no part, and `remarks` names it.
 
     Determinism: see `BatchSampler`; finding a step costs a few array operations over the sources, whatever the step.
     Guarantees: sources never share a batch. In an epoch no row comes twice, and of each source only the fewer than
@@ -38,13 +34,10 @@ class HomogeneousBatchSampler(BatchSampler):
         temperature: The exponent, 0 to 1.
 
     Raises:
-        OptionError: If a size, weight or the temperature is impossible, weights or temperature cannot take effect, or
-            every source has fewer rows than a global batch.
+        OptionError: If an option is impossible or cannot take effect, or no source fills a global batch.
     Source: Nussbaum and Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.3: one data set a batch. Differs: the
-        paper does not say how the data set of a batch is drawn; a random order of exact numbers instead of independent
-        draws.
-    Related: `BlendedBatchSampler` mixes the sources in each batch, and draws small ones more than once an epoch;
-        `ClusteredBatchSampler` has one source a batch too, and rows that are alike.
+        paper does not say how the data set of a batch is drawn; a random order of exact numbers.
+    Related: `BlendedBatchSampler` mixes the sources in each batch; `ClusteredBatchSampler` has rows that are alike.
     """
 
     def __init__(
@@ -68,26 +61,21 @@ class HomogeneousBatchSampler(BatchSampler):
         _ = self.num_steps
 
     def identify(self, sources: Sequence[SourceIdentity]) -> None:
-        """Learn the names of the sources, for `remarks`."""
         self._names = tuple(source.name for source in sources)
 
     def remarks(self) -> list[str]:
-        """Which sources fill no batch."""
         return self.left_out(self.sizes, self._names, self.global_batch_size)
 
     @property
     def num_steps(self) -> int:
-        """Global batches in an epoch."""
         return self._plan.ends[-1]
 
     def plan_fields(self) -> dict[str, int | str]:
-        """What the plan depends on, in plain types."""
         sizes, parts = ",".join(map(str, self.sizes)), self._plan.part_S
         shares = ",".join(f"{share:.12g}" for share in parts / parts.sum())
         return {**super().plan_fields(), "sizes": sizes, "proportions": self.proportions, "parts": shares}
 
     def global_batch(self, epoch: int, step: int) -> tuple[Rows, Rows]:
-        """One step's rows in the mixture and their draw keys, each (global_batch_size,) int64."""
         source, number = self.source_batch(epoch, step)
         order = KeyedPermutation(self.sizes[source], derive_seed(self.seed, "rows", source, epoch))
         size = self.global_batch_size
@@ -122,14 +110,8 @@ class _Plan(NamedTuple):
     """How many batches each of S sources has had where one or more of them run out.
 
     All sources are emptied side by side, each at the speed of its part: by time t source s has given
-    floor(part_s t + 1/2) of its batches, and all of them by batches_s / part_s. A stretch ends at each such time.
-
-    Attributes:
-        batch_S: Batches of each source, (S,) int64.
-        part_S: Part of each source, (S,) float64.
-        time_S: When each source runs out, (S,) float64.
-        times: These times once each, ascending.
-        ends: Batches of all sources drawn by each of `times`.
+    floor(part_s t + 1/2) of its batches, and all of them by `time_S`. A stretch ends at each of `times`, when `ends`
+    batches of all sources are drawn.
     """
 
     batch_S: NDArray[np.int64]
@@ -140,7 +122,6 @@ class _Plan(NamedTuple):
 
     @classmethod
     def of(cls, batches: Sequence[int], parts: Sequence[float]) -> "_Plan":
-        """The plan of sources with these batches and parts."""
         batch_S, part_S = np.array(batches, dtype=np.int64), np.array(parts, dtype=np.float64)
         time_S = batch_S / part_S
         plan = cls(batch_S, part_S, time_S, sorted(set(time_S.tolist())), [])

@@ -51,13 +51,6 @@ def test_draw_keys_belong_to_the_position_whatever_the_number_of_ranks():
     assert keys.min() >= 0
 
 
-def test_iteration_begins_at_the_start_and_the_length_stays_that_of_the_epoch():
-    sampler = CountingSampler(2)
-    sampler.start = 2
-    assert rows_of(sampler) == [[4, 5]]
-    assert len(sampler) == 3
-
-
 def test_another_epoch_begins_at_its_first_step_and_the_same_epoch_keeps_its_place():
     sampler = CountingSampler(2)
     sampler.start = 2
@@ -83,24 +76,6 @@ def test_the_place_is_that_of_the_process_group_once_there_is_one(monkeypatch):
         monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
     assert sampler.place == (1, 2)
     assert rows_of(sampler)[0] == [2, 3]
-
-
-def test_whole_batches_are_counted_and_refused_where_no_source_fills_one():
-    sampler = CountingSampler(2, num_replicas=2, rank=1)
-    assert sampler.whole_batches([4, 7, 3, 8], 4) == [1, 1, 0, 2]
-    with pytest.raises(OptionError, match=r"the 3 rows of the largest source \(batch_size x 2 ranks\), got 2; lower"):
-        sampler.whole_batches([1, 3], 4)
-    with pytest.raises(OptionError, match="the 1 rows of the largest source, got 2"):
-        sampler.whole_batches([1], 2)
-
-
-def test_a_saved_plan_is_the_same_or_refused_by_the_first_field_that_differs():
-    saved = CountingSampler(4, seed=5).plan_fields()
-    CountingSampler(2, seed=5, num_replicas=2, rank=1).check_same_plan(saved)
-    with pytest.raises(OptionError, match=r"data seed must be 5 as in the checkpoint .*, got 6; restore it"):
-        CountingSampler(2, seed=6).check_same_plan(saved)
-    with pytest.raises(OptionError, match=r"data plan_version must be 1 .*; resume by the library that saved it"):
-        CountingSampler(4, seed=5).check_same_plan({**saved, "plan_version": 1})
 
 
 def test_the_temperature_is_the_exponent_of_the_sizes():

@@ -51,13 +51,6 @@ def test_every_stretch_of_batches_keeps_the_proportions_within_two_rows(proporti
             assert np.abs(drawn - expected).max() < 2
 
 
-def test_each_batch_mixes_all_sources_that_have_a_row_for_it():
-    sizes = [400, 300, 300]
-    for batch in rows_of(make(32, sizes=sizes)):
-        counts = np.bincount([source_of(row, sizes) for row in batch], minlength=3)
-        assert np.abs(counts - np.array([12.8, 9.6, 9.6])).max() < 4
-
-
 def test_a_rank_sees_a_blend_too():
     sizes = [500, 500]
     shares = [
