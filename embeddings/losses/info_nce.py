@@ -101,10 +101,8 @@ class InfoNCE(KeepsArguments, nn.Module):
 
         Returns:
             LossOutput: `loss` () fp32 mean over B; terms `accuracy` (share of queries whose positive scores above all
-                that
-            competes; a tie is a miss), `positive_score` (mean similarity of query and positive), `no_negative_fraction`
-                (share
-            of queries without a negative: loss 0, accuracy 1) and a learnt `temperature`.
+            that competes; a tie is a miss), `positive_score` (mean similarity of query and positive),
+            `no_negative_fraction` (share of queries without a negative: loss 0, accuracy 1) and a learnt `temperature`.
         """
         found = self.at_widths(query_BD, candidate_CD, batch, (query_BD.shape[1],))
         return LossOutput(found.loss_W[0], self._terms(found, 0))
