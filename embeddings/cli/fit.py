@@ -294,6 +294,7 @@ def refused_option(message: str, given: dict[str, Any]) -> str:
 
 
 def check_numbers(given: Namespace) -> None:
+    """Check numbers that Lightning does not: the seed's range, and more processes than the machine can hold."""
     if not 0 <= given.seed_everything <= MAX_SEED:
         rule = f"must lie in 0 … {MAX_SEED}"
         raise OptionError("seed_everything", given.seed_everything, rule, "take any number in it")

@@ -108,6 +108,7 @@ def run() -> NoReturn:
 
 
 def dispatch(argv: list[str]) -> None:
+    """Run the command that `argv[0]` names."""
     for word in argv:
         if re.search(r"[\ud800-\udfff]", word):  # can be neither tokenised nor written
             raise ConfigError(f"{word!r} on the command line is not valid UTF-8; write it as UTF-8")
@@ -137,6 +138,7 @@ def dispatch(argv: list[str]) -> None:
 
 
 def run_command(name: str, argv: Sequence[str]) -> None:
+    """Parse `argv` against the command's signature and call it."""
     restrict_imports()
     command = COMMANDS[name]
     function = command.load()
@@ -176,6 +178,7 @@ def _by_position(annotation: Any, is_optional: bool) -> dict[str, Any]:
 
 
 def usage(first_word: str = "") -> str:
+    """The list of commands, or of those that begin with a word."""
     line = f"{program()} COMMAND"
     lines = [f"usage: {line} [options]   ({line} --help lists its options)", ""]
     rows = {**TRAINER_COMMANDS, **{name: command.summary for name, command in COMMANDS.items()}}

@@ -164,6 +164,7 @@ def _judged_texts(qrels: Path, levels: str | None, corpus: Path | None) -> tuple
 
 
 def mining_table(report: MiningReport) -> str:
+    """What each rule removed, and what was left, as text."""
     removed = {reason.replace("_", " "): count for reason, count in report.removed.items()}
     table = removal_table("candidates", report.num_candidates, removed)
     lines = [f"{report.num_queries} queries, {report.num_documents} documents", table]
@@ -421,6 +422,7 @@ def level_table(judge: str, encoder: Encoder, paths: list[Path]) -> str:
 
 
 def synthesis_table(report: SynthesisReport, output: Path) -> str:
+    """What was asked for, what came of it, and what it took, as text."""
     written = sum(report.num_records.values())
     lines = [f"{report.num_answers} answers, {written} records of {report.num_wanted}"]
     groups = {"rejected": report.rejected, "repaired": report.repaired, "tried again": report.retries}

@@ -44,6 +44,7 @@ class ReplacingConfigFile(ActionConfigFile):
 
 
 def forget_lists(earlier: Namespace, later: Mapping[str, Any]) -> None:
+    """Empty each list of `earlier` that `later` gives too."""
     for key, value in later.items():
         owner = earlier
         if key not in owner and isinstance(owner.get("init_args"), Namespace):
@@ -199,6 +200,7 @@ def explain(message: str, options: Iterable[str], keys: Iterable[str] = ()) -> s
 
 
 def with_hint(line: str) -> str:
+    """A message of a library with a hint, where it has none."""
     if "expected " in line[:200]:
         return f"{one_line(line, 220)}; --help says what each option takes"
     if "; " in line:

@@ -339,6 +339,7 @@ class StageWork:
         return f"{ROOT_VARIABLE}={output} {program()} fit --recipe {self.stage.run} --config {config}"
 
     def summary(self, left_out: Mapping[str, str]) -> str:
+        """What was made and what was not, as text."""
         made, rows = sum(map(self.is_made, self.wanted)), []
         for key in self.keys:
             config, path = self.wanted[key], self.fetched(key) if self.options.fetch_only else self.target(key)

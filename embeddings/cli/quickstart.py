@@ -90,6 +90,7 @@ def phase(number: int, title: str, seconds: dict[str, float], name: str) -> Iter
 
 
 def score_bm25(data: Folders) -> dict[str, Any]:
+    """The scores of BM25 on both splits."""
     scores = {}
     for split, folder in data.items():
         ranked, _ = BM25(folder.documents).search(folder.queries, top_k=100)
@@ -116,6 +117,7 @@ def counted(metrics: dict[str, float], folder: RetrievalFolder) -> dict[str, flo
 
 
 def train() -> Path:
+    """Run `fit` with the quickstart's config; returns the run's folder."""
     from embeddings.cli.fit import run_trainer
 
     cli = run_trainer(["fit", "--config", CONFIG])
@@ -124,6 +126,7 @@ def train() -> Path:
 
 
 def show_searches(model: Path, folder: RetrievalFolder, document_ND: Vectors) -> None:
+    """Answer three example questions from the held-out packages."""
     encoder = Encoder.from_pretrained(str(model))
     found = search_top_k(encoder.encode(EXAMPLES, role="query"), document_ND, top_k=3)
     for query, scores, rows in zip(EXAMPLES, found.score_QK.tolist(), found.index_QK.tolist(), strict=True):
@@ -133,6 +136,7 @@ def show_searches(model: Path, folder: RetrievalFolder, document_ND: Vectors) ->
 
 
 def score_table(results: dict[str, Any]) -> str:
+    """The scores as text: a row a system, a group of columns a split."""
     names = {"bm25": "BM25", "before": "before training", "after": "after training"}
     rows = [["", "held-out functions", "", "", "held-out packages"], ["", *("nDCG@10", "MRR@10", "Recall@10") * 2]]
     for key, title in names.items():

@@ -218,6 +218,7 @@ def stopped(run: Run, number: signal.Signals, code: int) -> BaseException:
 
 
 def collect(plan: Sweep, runs: Sequence[Run], path: Path, file: Path) -> None:
+    """Print the results of the finished runs, write them as CSV, and draw them beside it."""
     from embeddings.figures import check_output, draw_sweep
 
     plan = replace(plan, metric=logged_metric(runs, plan.metric))
@@ -300,6 +301,7 @@ def results_of(runs: Sequence[Run], metric: Metric, file: Path) -> list[Result]:
 
 
 def result_table(results: Sequence[Result], names: Mapping[str, str], metric: Metric) -> str:
+    """The results as text, a row a point."""
     rows = [["point", *names.values(), f"{metric.column} last", "best", "at step", "seconds", "status", "folder"]]
     for found in results:
         step, seconds = (None if value is None else f"{value:.0f}" for value in (found.best_step, found.seconds))
@@ -328,6 +330,7 @@ def seed_table(results: Sequence[Result], names: Mapping[str, str], metric: Metr
 
 
 def write_results(results: Sequence[Result], names: Mapping[str, str], path: Path) -> None:
+    """Write the results as CSV, atomically; missing values are empty."""
     with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["point", *names, "last", "best", "best_step", "seconds", "status", "folder"])

@@ -202,6 +202,7 @@ def short_names(points: Sequence[Point]) -> dict[str, str]:
 
 
 def label(value: Any) -> str:
+    """A value in few letters: a class by its last name, with its arguments."""
     if isinstance(value, str):
         return value.rpartition(".")[2] if _CLASS_PATH.fullmatch(value) else value
     if isinstance(value, Mapping):

@@ -113,6 +113,7 @@ class Facts:
         return [list(self.labels)[code], self.first_row[code]]
 
     def noting_columns(self, config: SourceConfig, rows: Iterable[Row]) -> Iterator[Row]:
+        """The rows; the columns of the first ones are noted."""
         wanted = PAIR_FIELDS if config.conversion == "pairs" else config.fields
         for number, row in enumerate(rows):
             if number < _NOTED_ROWS:

@@ -106,6 +106,7 @@ def _table() -> dict[str, Any]:
 
 @cache
 def air_bench_sets() -> tuple[AirBenchSet, ...]:
+    """All sets of both versions."""
     return tuple(
         AirBenchSet(version, task, domain, language, dataset, split)
         for version, task, domain, languages, dataset, splits in _table()["sets"]

@@ -113,6 +113,7 @@ class TaskResults:
         return None if result is None else float(result.get_score())
 
     def write(self, result: TaskResult, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> None:
+        """Write the result of a task, or of a part of an aggregate, atomically."""
         meta = self.place(width) / "model_meta.json"
         if not meta.exists():
             write_json(meta, json.loads(json.dumps(self.metas[width].to_dict(), default=str)))

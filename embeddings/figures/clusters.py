@@ -105,6 +105,7 @@ class ClusterPoints:
         return np.stack([self.vector_ND[self.place_N == place].mean(axis=0) for place in range(len(self.clusters))])
 
     def facts(self) -> list[ClusterFacts]:
+        """The facts of each cluster."""
         mean_KD = unit_rows(self.mean_KD)
         cosine_NK, between_KK = self.vector_ND @ mean_KD.T, mean_KD @ mean_KD.T
         np.fill_diagonal(between_KK, -np.inf if len(self.clusters) > 1 else 1.0)

@@ -101,6 +101,7 @@ def draw_zeros(zeros: Sequence[MatrixZeros], title: str, subtitle: str, output: 
 
 
 def layer_shares(zeros: Sequence[MatrixZeros]) -> dict[int, float]:
+    """The share of zeros among all weights of each layer's matrices, by layer."""
     counts: dict[int, tuple[int, int]] = {}
     for found in zeros:
         num_zeros, num_weights = counts.get(found.layer, (0, 0))

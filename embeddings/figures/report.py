@@ -243,6 +243,7 @@ def backbone(facts: RunFacts) -> str:
 
 
 def size(facts: RunFacts) -> str:
+    """How many parameters there are, and how many are trained."""
     counts = facts.record.get("parameters")
     if not isinstance(counts, Mapping) or not isinstance(counts.get("total"), int):
         return "not noted"
@@ -267,6 +268,7 @@ def batch(facts: RunFacts) -> str:
 
 
 def length(facts: RunFacts) -> str:
+    """How long the run was to be."""
     steps, epochs = facts.setting("trainer.max_steps"), facts.setting("trainer.max_epochs")
     words = []
     if isinstance(steps, int) and steps >= 0:
@@ -304,6 +306,7 @@ def opening(facts: RunFacts) -> str:
 
 
 def ending(part: Part, last_step: int) -> str:
+    """How a process ended."""
     how, step, why = (part.end.get(name) for name in ("how", "step", "why"))
     if how == "finished":
         return f"It ran to its end at step {step:,}." if isinstance(step, int) else "It ran to its end."

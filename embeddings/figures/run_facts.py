@@ -193,6 +193,7 @@ class RunFacts:
 
     @classmethod
     def read(cls, folder: Path) -> "RunFacts":
+        """The facts of a run's folder."""
         config = read_run_config(folder)
         text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
         parts = run_parts(folder)

@@ -38,6 +38,7 @@ class ContextDraw:
 
 
 def check_same_context(folder: Path, found: Context | None, requested: Context | ContextDraw) -> None:
+    """Refuse to search vectors of one context by queries of another."""
     if found is not None and found.summary() == requested.summary():
         return
     shown = "{num_documents} documents of seed {seed} ({documents_sha256:.8})".format_map

@@ -164,6 +164,7 @@ class Int8Products:
 
     @contextmanager
     def on(self) -> Iterator[None]:
+        """Run the layers in int8 until left."""
         for layer, product in self._products:
             layer.forward = product
         try:

@@ -96,6 +96,7 @@ class SimilarityDistillation(Distillation):
         self.teacher_temperature = teacher_temperature
 
     def divergence(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> Tensor:
+        """The mean divergence over this rank's queries."""
         query_BD, candidate_CD = comparable(query_BD, self.similarity), comparable(candidate_CD, self.similarity)
         masking, scale = self._masking(batch), self._scale(query_BD)
         all_CD = gather_candidates(candidate_CD, masking.candidate_counts)
@@ -154,6 +155,7 @@ class MarginMSE(Distillation):
         self.score_scale = score_scale
 
     def divergence(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> Tensor:
+        """The mean squared error of margins over this rank's queries."""
         query_BD, candidate_CD = comparable(query_BD, self.similarity), comparable(candidate_CD, self.similarity)
         owner_C, positive_B = batch.owner_C, batch.positive_index_B
         student_C = self.score_scale * torch.linalg.vecdot(query_BD[owner_C], candidate_CD)

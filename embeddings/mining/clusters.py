@@ -131,6 +131,7 @@ class VectorFeatures(PairFeatures):
         return {"axes": np.ascontiguousarray(axes[:, ::-1][:, : self._svd_dim], dtype=np.float32)}
 
     def rows(self, rows: Int64s, swapped: bool = False) -> Vectors:
+        """The features of some rows (see `PairFeatures.rows`), reduced."""
         vectors = super().rows(rows, swapped)
         if self._svd_dim is None:
             return vectors
@@ -235,6 +236,7 @@ class Bm25Features(PairFeatures):
         return {**learned, "axes": axes}
 
     def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
+        """The reduced weights of each text, at unit length."""
         assert self.learned is not None
         axes = self.learned["axes"]
         weights = (_bm25_weights(_term_counts(texts), self.learned) for texts in self._texts(rows))

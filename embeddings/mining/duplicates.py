@@ -158,6 +158,7 @@ class EvaluationTexts(NamedTuple):
     documents: Sequence[str]
 
     def sha256(self) -> str:
+        """A hash of all texts and their roles."""
         digest = hashlib.sha256()
         for texts in self:
             digest.update(f"{len(texts)}\n".encode())

@@ -205,6 +205,7 @@ def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path:
 
 
 def read_shard(path: Path) -> pa.Table:
+    """The file of a shard."""
     try:
         with pq.ParquetFile(path) as file:
             return file.read()

@@ -63,6 +63,7 @@ class Reranker:
 
     @cached_property
     def fields(self) -> dict[str, Any]:
+        """What decides its scores, as JSON types."""
         settings = {"activation": repr(self.model.activation_fn), "max_length": self.model.max_seq_length}
         return {
             "model_sha256": module_sha256(self.model, self.model.tokenizer, settings),

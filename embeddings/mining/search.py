@@ -193,6 +193,7 @@ class ExactSearch:
 
 
 def check_search(documents: VectorShards, query_QD: Floats, top_k: int) -> None:
+    """Check what a search is asked for, as `DocumentSearch` says."""
     if top_k < 1:
         raise OptionError("top_k", top_k, "must be >= 1", "100 is usual")
     if query_QD.shape[1] != documents.embedding_dim:

@@ -105,6 +105,7 @@ class Sampling:
         return {**values, "extra_body": dict(self.extra_body or {})}
 
     def body(self, request: Request) -> dict[str, Any]:
+        """The fields of a request."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [{"role": "user", "content": request.prompt}],

@@ -195,6 +195,7 @@ def synthesize(
 
 
 def plan_items(plan: Plan, templates: Templates, tasks: Mapping[str, Sequence[str]]) -> Iterator[Item]:
+    """The items of a plan, given the tasks of each category."""
     for category, index in plan.order():
         task = tasks[category.name][index % len(tasks[category.name])]
         prompt, name = templates.example(category, task, plan.seed, index), f"{category.name}-{index}"

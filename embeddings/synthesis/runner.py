@@ -177,6 +177,7 @@ class Journal:
         return key in self._places
 
     def get(self, key: str) -> Answer | None:
+        """The answer to a request, or None where there is none yet."""
         place = self._places.get(key)
         if place is None:
             return None

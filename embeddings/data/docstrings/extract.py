@@ -142,6 +142,7 @@ def is_available(package: str) -> bool:
 
 
 def require_available(package: str) -> None:
+    """Check that this Python has the package, with source files."""
     if not is_available(package):
         importable = {module.name for module in pkgutil.iter_modules() if not module.name.startswith("_")}
         near = difflib.get_close_matches(package, sorted({STANDARD_LIBRARY, *importable}), n=1)

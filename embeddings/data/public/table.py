@@ -250,6 +250,7 @@ class PublicTable:
     @classmethod
     @cache
     def read(cls, path: Path = CONFIGS / TABLE) -> Self:
+        """The table of a file."""
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         known = {each.name for each in fields(PublicSource)}
         sources = []

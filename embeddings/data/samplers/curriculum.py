@@ -192,6 +192,7 @@ class CurriculumBatchSampler(BatchSampler):
         return self.inner.global_batch(epoch, step)
 
     def level_rule(self, epoch: int, step: int) -> LevelRule:
+        """Which hard negatives the batch at `step` of an epoch may use."""
         if self.level is not None:
             return LevelRule(self.level)
         run = self._run or RunLength(self.num_steps)
