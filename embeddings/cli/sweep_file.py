@@ -152,7 +152,9 @@ def _parsed(kind: type[Kind], content: Any, where: str, unread: Sequence[str] = 
         parsed = parser.parse_object({key: None if key in unread else value for key, value in content.items()})
         return kind(**vars(parsed))
     except (ConfigError, OverflowError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+        # The parser's hint names the options of a command.
+        keys = ", ".join(kind.__dataclass_fields__)  # type: ignore[attr-defined]
+        raise ConfigError(f"{where}: {re.sub('--help .*', f'it takes {keys}', str(error))}") from error
 
 
 def next_point(search: Search, mode: Literal["max", "min"], tried: Sequence[tuple[Point, float | None]]) -> Point:

@@ -199,7 +199,7 @@ CASES = cases(
             "an unknown key of a sweep": (sweep(paramters={}), "did you mean parameters?"),
             "a sweep's range without its end": (
                 sweep(method="random", num_runs=2, parameters={"seed_everything": {"low": 1}}),
-                "parameters.seed_everything.high: must be a number, got None",
+                "parameters.seed_everything: the following arguments are required: high; it takes low, high, log, int",
             ),
         },
         FIT + " --model.init_args.optimizer.init_args.lr=nan": {

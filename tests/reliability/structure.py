@@ -85,7 +85,7 @@ CASES = cases(
             "a number for a text": (pairs(query=3), "pairs.jsonl:2: query is a number, expected text"),
             "an object for a text": (
                 pairs(positive={"text": "b"}),
-                "pairs.jsonl:2: positive is an object, expected text or a list of texts",
+                "pairs.jsonl:2: positive is an object, expected text or a list; write it as a list of texts",
             ),
             "a score that is NaN": (
                 pairs(score=float("nan")),
