@@ -117,6 +117,8 @@ class SearchOptions:
     gpu_memory_gib: float | None = None
 
     def __post_init__(self) -> None:
+        if self.index not in ("exact", "ivf"):
+            raise OptionError("index", self.index, "must be exact or ivf", "exact finds all")
         for name in ("num_probes", "num_lists"):
             value = getattr(self, name)
             if value is not None and self.index != "ivf":

@@ -155,6 +155,7 @@ def test_documents_are_drawn_by_row_alone_and_evenly():
     ("options", "says"),
     [
         ({"kind": "grades"}, "levels needs judgments"),
+        ({"kind": "steps"}, "levels must be quantiles or grades"),
         ({"kind": "quantiles", "judged": JUDGED}, "judgments have no effect on quantiles"),
     ],
 )

@@ -198,6 +198,7 @@ def test_too_few_documents_leave_nothing_behind(tmp_path):
     [
         (lambda: SearchOptions(num_probes=3), "num_probes has no effect on the exact search"),
         (lambda: SearchOptions("ivf", num_lists=0), "num_lists must be >= 1"),
+        (lambda: SearchOptions("flat"), "index must be exact or ivf"),
         (lambda: Teachers([], Teacher), "must name one model or several different ones"),
         (lambda: Teachers(["a", "a"], Teacher), "must name one model or several different ones"),
     ],

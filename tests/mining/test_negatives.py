@@ -175,6 +175,7 @@ def test_a_draw_is_even_over_the_window():
         ({"margin": float("nan")}, "margin must lie in"),
         ({"absolute_margin": -0.1}, "absolute_margin must be finite"),
         ({"first_rank": 0}, "first_rank must be >= 1"),
+        ({"choice": "best"}, "choice must be top or random"),
         ({"num_negatives": 7, "first_rank": 10, "last_rank": 12}, "last_rank must leave 7 ranks"),
     ],
 )
