@@ -240,10 +240,10 @@ def mine_negatives(
         rule = f"must be a multiple of {NUM_LEVELS} with levels, the same number of each"
         raise OptionError("num_negatives", rules.count, rule, f"{NUM_LEVELS} gives one of each, as in MGH")
     source = open_cached(config, cache_dir)
-    fields = _manifest_fields(source, teachers, rules, search, levels, corpus, shard_size)
     target, reranker = Path(output), teachers.reranker
     # What was mined serves any reranker.
-    work_fields, fields = fields, {**fields, **({} if reranker is None else {"reranker": reranker.fields})}
+    work_fields = _manifest_fields(source, teachers, rules, search, levels, corpus, shard_size)
+    fields = work_fields if reranker is None else {**work_fields, "reranker": reranker.fields}
     if (report := _finished(target, fields)) is not None:
         return report
     work = target.with_name(f"{target.name}.work")

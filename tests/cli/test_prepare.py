@@ -87,17 +87,41 @@ def test_each_stage_becomes_what_its_data_config_trains_on(config, prepare, monk
     assert [len(step) for step in seen.rows] == [4] * 4
 
 
-def test_data_sets_become_a_scored_stand_in_in_two_lines(prepare, monkeypatch, capsys):
-    assert prepare("nv-embed", "--stage", "1", "--only", "nq,fiqa", output="my data") == 0
-    variable, *line = shlex.split(capsys.readouterr().out.strip().splitlines()[-1])
-    monkeypatch.setenv(*variable.split("="))
-    assert main([*line[-5:], "--stand-in", "tiny", "--limit-data", "20"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    (model,) = (line.removeprefix("model: ") for line in said if line.startswith("model: "))
-    assert "fiqa" in Path(model, "README.md").read_text()
-    folder = write_retrieval_folder(Path("validation"))
-    assert main(["evaluate", "--model", model, "--data", str(folder), "--output", "s.json"]) == 0
-    assert 0 <= json.loads(Path("s.json").read_text())[0]["metrics"]["ndcg_at_10"] <= 1
+@pytest.mark.parametrize(
+    "config", [pytest.param(name, marks=() if name == "nv_embed_stage1" else pytest.mark.slow) for name in STAGES]
+)
+def test_the_line_of_the_page_ends_in_a_scored_stand_in(config, model, hub, tmp_path, monkeypatch, capsys):
+    """Only the recipe's names, the teacher and FOLDER are changed, and where the data sets lie."""
+    stage, page = STAGES[config], Path(__file__).parents[2] / "docs" / "prepare.md"
+    (block,) = (text for text in page.read_text("utf-8").split("```") if " && " in text)
+    exported = f"checkpoints/stand_in/{'mgh_public' if config == 'mgh' else config}"
+    monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    names = {
+        "nv-embed --stage 1": f"{stage.recipe} --mirror {hub}" + (f" --stage {stage.stage}" if stage.stage else ""),
+        "nv_embed_stage1_h100x8": stage.run,
+        "checkpoints/stand_in/nv_embed_stage1": exported,
+        "data/train/nv_embed_stage1.yaml": f"data/train/{config}.yaml",
+        "all-MiniLM-L6-v2": model,
+        "FOLDER": str(write_retrieval_folder(Path("validation"))),
+    }
+    for old, new in names.items():
+        assert block.count(old) == 1, old
+        block = block.replace(old, new)
+    ran = []
+    for line in block.replace("\\\n", "").split(" && "):
+        words = shlex.split(line)
+        program = words.index("python")
+        for variable in words[:program]:
+            monkeypatch.setenv(*variable.split("="))
+        assert words[program + 1] == "main.py"
+        assert main(words[program + 2 :]) == 0, line
+        ran.append(words[program + 2])
+    assert ran == ["prepare", "fit", "evaluate"]
+    assert "ndcg_at_10" in capsys.readouterr().out
+    card = Path(exported, "README.md").read_text("utf-8")
+    made = [key.partition("/")[2] for key in stage.wanted() if TABLE.place_of(key, None).why_left_out is None]
+    assert [name for name in made if name not in card] == []
 
 
 def test_mined_files_hold_negatives_by_the_teacher_behind_the_sets_instruction(prepare):
