@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from benchmarks.harness import commit, hardware
 from embeddings.common import TextSettings
+from embeddings.common.text import format_table
 
 TRIALS = Path(__file__).with_name("trials.csv")
 
@@ -192,12 +193,8 @@ def run_trials(
 
 def table(scores: Sequence[Scores], metrics: Sequence[str]) -> str:
     """Mean and standard deviation over the seeds, a row a variant."""
-    width = max(len(score.variant) for score in scores) + 2
-    lines = [" " * width + "".join(f"{metric:>{max(len(metric), 16) + 2}}" for metric in metrics)]
-    for score in scores:
-        cells = [f"{spread(score.values(metric)):>{max(len(metric), 16) + 2}}" for metric in metrics]
-        lines.append(f"{score.variant:<{width}}" + "".join(cells))
-    return "\n".join(lines)
+    rows = [[score.variant, *(spread(score.values(metric)) for metric in metrics)] for score in scores]
+    return format_table([["", *metrics], *rows])
 
 
 def difference(better: Scores, than: Scores, metric: str) -> str:

@@ -27,6 +27,12 @@ LIMIT = 30
 STAGES = {stage.config: stage for stage in TABLE.stages}
 
 
+def stages(*quick):
+    """All stages, of which the quick ones are no part of the slow tier."""
+    marks = [() if name in quick else pytest.mark.slow for name in STAGES]
+    return [pytest.param(name, marks=mark) for name, mark in zip(STAGES, marks, strict=True)]
+
+
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
     return write_mirror(tmp_path_factory.mktemp("hub"), [s for s in TABLE.sources if not s.collection], 40)
@@ -59,7 +65,8 @@ def rows(path):
     return pq.read_table(path).to_pylist()
 
 
-@pytest.mark.parametrize("config", STAGES)
+# Twenty sources and more take ten seconds each.
+@pytest.mark.parametrize("config", stages("nv_embed_stage1", "mgh", "cde_unsupervised", "cde_supervised"))
 def test_each_stage_becomes_what_its_data_config_trains_on(config, prepare, monkeypatch, capsys):
     stage = STAGES[config]
     assert prepare(stage.recipe, *(["--stage", stage.stage] if stage.stage else [])) == 0
@@ -87,9 +94,7 @@ def test_each_stage_becomes_what_its_data_config_trains_on(config, prepare, monk
     assert [len(step) for step in seen.rows] == [4] * 4
 
 
-@pytest.mark.parametrize(
-    "config", [pytest.param(name, marks=() if name == "nv_embed_stage1" else pytest.mark.slow) for name in STAGES]
-)
+@pytest.mark.parametrize("config", stages("nv_embed_stage1"))
 def test_the_line_of_the_page_ends_in_a_scored_stand_in(config, model, hub, tmp_path, monkeypatch, capsys):
     """Only the recipe's names, the teacher and FOLDER are changed, and where the data sets lie."""
     stage, page = STAGES[config], Path(__file__).parents[2] / "docs" / "prepare.md"
