@@ -332,7 +332,7 @@ def fit_parser(name: str = "fit") -> Any:
 
     class Stopping(kind):
         def parse_arguments(self, parser: Any, args: Any) -> None:
-            raise _Built(self._parser("fit"))
+            raise _Built(parser)
 
     try:
         make_cli(["fit"], Stopping)

@@ -88,11 +88,6 @@ class TrainerCLI(LightningCLI):
     # Whether the run is checked and does not begin, wherever its hardware may be.
     only_checks = False
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """The trainer's methods that are commands: our modules have no loop but training."""
-        return {"fit": LightningCLI.subcommands()["fit"]}
-
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options beside Lightning's; `expand_recipe` has replaced `--recipe` before."""
         help_text = "a row of lightning_configs/recipes.csv, in place of the --config options that it stands for"
@@ -103,20 +98,22 @@ class TrainerCLI(LightningCLI):
         parser.add_argument("--limit_data", type=int, default=SUPPRESS, help=help_text)
         help_text = "train a random model of the same architecture a few steps on the CPU, to see the run through"
         parser.add_argument("--stand_in", choices=["tiny"], default=SUPPRESS, help=help_text)
+        given_here = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
+        self.fit_options = parser.add_method_arguments(L.Trainer, "fit", skip=given_here)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)
-        if self.config.fit.pop("check", False) and not self.only_checks:
+        if self.config.pop("check", False) and not self.only_checks:
             raise ConfigError("--check: is an option of the command line alone; write fit --check")
         self._make_small(args)
-        check_functions(args, self.config.fit)
-        check_numbers(self.config.fit)
-        check_checkpoint(self.config.fit.ckpt_path)
+        check_functions(args, self.config)
+        check_numbers(self.config)
+        check_checkpoint(self.config.ckpt_path)
 
     def _make_small(self, args: Any) -> None:
         """Change the config as `--limit_data` and `--stand_in` ask, and say so on stderr; a check leaves no files."""
-        num_rows, stand_in = (self.config.fit.pop(name, None) for name in ("limit_data", "stand_in"))
-        changes = Changes(self.config.fit, args)
+        num_rows, stand_in = (self.config.pop(name, None) for name in ("limit_data", "stand_in"))
+        changes = Changes(self.config, args)
         if num_rows is not None:
             limit_data(changes, num_rows)
         if stand_in is not None:
@@ -130,10 +127,7 @@ class TrainerCLI(LightningCLI):
     def _dump_config(self) -> None:
         """Make of the config what a module's `save_hyperparameters` saves; Lightning would check it once more."""
         if not hasattr(self, "config_dump"):
-            self.config_dump = plain_types(self.parser, self.config)[self.config.subcommand]
-
-    def _parse_ckpt_path(self) -> None:
-        """Keep the config: Lightning would take arguments of the module from the checkpoint."""
+            self.config_dump = plain_types(self.parser, self.config)
 
     def instantiate_classes(self) -> None:
         try:
@@ -143,30 +137,31 @@ class TrainerCLI(LightningCLI):
                 raise
             raise ConfigError(with_hint(reason(str(error)))) from error
 
-    def before_fit(self) -> None:
-        check_start(self.trainer, self.model, self.datamodule, self.config.fit.ckpt_path)
-
-    def after_fit(self) -> None:
+    def after_instantiate_classes(self) -> None:
+        """Train. As a subcommand of Lightning's the options would be parsed and checked twice."""
+        check_start(self.trainer, self.model, self.datamodule, self.config.ckpt_path)
+        options = {name: self.config[name] for name in self.fit_options}
+        self.trainer.fit(self.model, datamodule=self.datamodule, **options)
         # `trainer.log_dir` would wait for the other ranks.
         if self.trainer.is_global_zero and run_logger(self.trainer) is not None:
             print("\n".join(end_lines(self.trainer)))
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the trainer; an option that Lightning refuses, or accepts and should not, is one line."""
-        batches, norm = (self.config.fit.trainer[name] for name in ("accumulate_grad_batches", "gradient_clip_val"))
+        batches, norm = (self.config.trainer[name] for name in ("accumulate_grad_batches", "gradient_clip_val"))
         if batches < 1:
             raise OptionError("trainer.accumulate_grad_batches", batches, "must be >= 1", "1 accumulates nothing")
         if norm is not None and not norm >= 0:
             raise OptionError("trainer.gradient_clip_val", norm, "must be >= 0", "leave it out to clip nothing")
         # Lightning lengthens this very list.
-        callbacks = list(self.config_init.fit.trainer.callbacks or [])
+        callbacks = list(self.config_init.trainer.callbacks or [])
         try:
             trainer = super().instantiate_trainer(**kwargs)
         except UserError:
             raise
         except (MisconfigurationException, ImportError, RuntimeError, TypeError, ValueError) as error:
-            raise ConfigError(refused_option(str(error), self.config.fit.trainer.as_dict())) from error
-        precision = str(self.config.fit.trainer.precision)
+            raise ConfigError(refused_option(str(error), self.config.trainer.as_dict())) from error
+        precision = str(self.config.trainer.precision)
         if precision in FLOAT16 and trainer.strategy.root_device.type == "cpu" and not self.only_checks:
             rule = "must not be float16 on a CPU"
             raise OptionError("trainer.precision", precision, rule, "bf16-mixed is the other half precision")
@@ -179,10 +174,10 @@ class TrainerCLI(LightningCLI):
 
     def _choose_folder(self, trainer: L.Trainer) -> None:
         """Find the checkpoint that `auto` stands for, and give the trainer its run's folder."""
-        found = self.config.fit.ckpt_path
-        run = plain_types(self._parser("fit"), self.config.fit) if found else {}
+        found = self.config.ckpt_path
+        run = plain_types(self.parser, self.config) if found else {}
         chosen = choose_folder(trainer, run, found, getattr(self.datamodule, "batch_size", None))
-        self.config.fit.ckpt_path = self.config_init.fit.ckpt_path = chosen
+        self.config.ckpt_path = self.config_init.ckpt_path = chosen
 
 
 class Checked(Exception):
@@ -245,7 +240,9 @@ def make_cli(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Traine
             seed_everything_default=0,
             parser_class=FitParser,
             auto_configure_optimizers=False,
-            args=lists_as_configs(argv),
+            run=False,
+            parser_kwargs={"prog": f"{program()} fit", "description": "Train a model."},
+            args=lists_as_configs(argv[1:]),
         )
 
 

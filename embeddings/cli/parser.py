@@ -102,14 +102,8 @@ class OneLineParser(ArgumentParser):
 
     def knows(self, key: str) -> bool:
         """Whether a dotted key is an option, a group of options, or a part of an option's value."""
-        first, _, rest = key.partition(".")
-        names = set()
-        for action in self._actions:
-            if isinstance(action.choices, dict) and first in action.choices:
-                return not rest or action.choices[first].knows(rest)
-            # An option that takes a class has a second action, for help on the class.
-            if not isinstance(action.choices, dict) and not action.dest.endswith(".help"):
-                names.add(action.dest)
+        # An option that takes a class has a second action, for help on the class.
+        names = {action.dest for action in self._actions if not action.dest.endswith(".help")}
         groups = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
         parts = any(key.startswith(f"{name}.") for name in names - groups)
         return key in names or parts or any(name.startswith(f"{key}.") for name in names)
@@ -123,11 +117,7 @@ class OneLineParser(ArgumentParser):
             if isinstance(cause, UserError):
                 raise cause
             cause = cause.__cause__
-        parsers: list[Any] = [self]
-        for action in self._actions:
-            if isinstance(action.choices, dict):
-                parsers += action.choices.values()
-        options = [option for parser in parsers for option in re.findall(r"--[\w.]+", parser.format_help())]
+        options = re.findall(r"--[\w.]+", self.format_help())
         keys = dict.fromkeys(
             key for path in config_paths(self.words) for _, content in configs_of(path) for key in keys_of(content)
         )

@@ -87,18 +87,17 @@ def plan(argv: Sequence[str]) -> None:
     try:
         run_trainer(["fit", *argv[1:]], PlanCLI)
     except Checked as checked:
-        parser, config = checked.args
+        parser, run = checked.args
     else:
         return
-    given = {name: config.fit.pop(name, default) for name, (_, default, _) in OPTIONS.items()}
+    given = {name: run.pop(name, default) for name, (_, default, _) in OPTIONS.items()}
     for name, value in given.items():
         if isinstance(value, int | float) and not 0 < value < float("inf"):
             raise OptionError(name, value, "must be > 0", "leave it out for the default")
     if given["peak_share"] > 1:
         raise OptionError("peak_share", given["peak_share"], "must be <= 1", "0.4 is usual for a well fed GPU")
     with TemporaryDirectory() as folder:
-        module = build(parser, config, given["model_config"], Path(folder))
-    run = config.fit
+        module = build(parser, run, given["model_config"], Path(folder))
     setting = setting_of(run, given["gpus"])
     is_quantised = bool((run.model.init_args.get("backbone") or {}).get("quantization"))
     with without_data(module):
@@ -109,9 +108,9 @@ def plan(argv: Sequence[str]) -> None:
         print("note: weights in 4 bits are counted in bfloat16")
 
 
-def build(parser: LightningArgumentParser, config: Namespace, model_config: str | None, folder: Path) -> BaseModule:
+def build(parser: LightningArgumentParser, run: Any, model_config: str | None, folder: Path) -> BaseModule:
     """The run's module on the meta device, of the backbones' configs alone."""
-    model: Any = config.fit.model.init_args
+    model: Any = run.model.init_args
     start = model.pop("initial_model", None)
     for name in ("backbone", "first_stage_backbone"):
         if model.get(name) is None:
@@ -136,9 +135,9 @@ def build(parser: LightningArgumentParser, config: Namespace, model_config: str 
         # What hides a token is one of the structure's own tokenizer.
         model.masking.mask_token = "_" if model.objective == "mntp" else None
     # Callbacks and strategies may need what is not here.
-    only_model = Namespace(fit=Namespace(model=config.fit.model))  # type: ignore[no-untyped-call]
+    only_model = Namespace(model=run.model)  # type: ignore[no-untyped-call]
     with torch.device("meta"):
-        module = parser.instantiate_classes(only_model).fit.model
+        module = parser.instantiate_classes(only_model).model
     assert isinstance(module, BaseModule)
     return module
 
@@ -347,7 +346,7 @@ class RunCheck(TrainerCLI):
 
     def instantiate_classes(self) -> None:
         """Make module, data and trainer; without a GPU weights in 4 bits are read as they are in their file."""
-        arguments: Any = self.config.fit.model.get("init_args")
+        arguments: Any = self.config.model.get("init_args")
         backbone = None if arguments is None else arguments.get("backbone")
         if backbone is not None and backbone.get("quantization") and not torch.cuda.is_available():
             backbone["quantization"] = None
@@ -355,17 +354,17 @@ class RunCheck(TrainerCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the trainer; where its devices are not here, as many processes on the CPU stand for them."""
-        given = self.config_init.fit.trainer
+        given = self.config_init.trainer
         count = num_devices(given.devices)
         self.is_here = is_here(given.accelerator, count)
         return super().instantiate_trainer(
             **kwargs, **({} if self.is_here else {"accelerator": "cpu", "devices": count or 1})
         )
 
-    def before_fit(self) -> None:
-        """Have each part check the run, and collect what they find."""
+    def after_instantiate_classes(self) -> None:
+        """Have each part check the run and collect what they find, then read the data and say what the run would do."""
         faults: dict[str, UserError] = {}
-        for check in start_checks(self.trainer, self.model, self.datamodule, self.config.fit.ckpt_path):
+        for check in start_checks(self.trainer, self.model, self.datamodule, self.config.ckpt_path):
             try:
                 check()
             except UserError as error:
@@ -374,9 +373,6 @@ class RunCheck(TrainerCLI):
             raise UserError(f"{len(faults)} faults: {' | '.join(faults)}")
         for fault in faults.values():
             raise fault
-
-    def fit(self, **options: Any) -> None:
-        """Read the data, check it against the model and the batch, and print what the run would do."""
         trainer, module, data = self.trainer, self.model, self.datamodule
         with ExitStack() as stack:
             stack.enter_context(planning_for(trainer.world_size))
@@ -391,13 +387,10 @@ class RunCheck(TrainerCLI):
             module.prepare_data()
             print("\n".join(self.lines()))
 
-    def after_fit(self) -> None:
-        """No run has ended that could be told of."""
-
     def lines(self) -> list[str]:
         """What the run would do: its model, data, hardware and places."""
-        module, given, trainer, data = self.model, self.config.fit, self.trainer, self.datamodule
-        model = plain_types(self._parser("fit"), given)["model"]["init_args"]
+        module, given, trainer, data = self.model, self.config, self.trainer, self.datamodule
+        model = plain_types(self.parser, given)["model"]["init_args"]
         name = (model.get("backbone") or {}).get("name")
         total = parameter_counts(module).total
         trained = count_values(weight for weight in module.parameters() if weight.requires_grad)

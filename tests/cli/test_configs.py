@@ -189,10 +189,10 @@ def test_callbacks_are_dropped_on_request_and_added_by_their_own_key(tmp_path, m
         found = []
 
         def note(cli, found=found):
-            found += [each.class_path.rpartition(".")[2] for each in cli.config.fit.trainer.callbacks]
+            found += [each.class_path.rpartition(".")[2] for each in cli.config.trainer.callbacks]
             raise Checked
 
-        monkeypatch.setattr("embeddings.cli.fit.TrainerCLI.before_fit", note)
+        monkeypatch.setattr("embeddings.cli.fit.TrainerCLI.after_instantiate_classes", note)
         words = ["fit", "--config", base, "--config", second]
         check_configs(words)
         with pytest.raises(Checked):

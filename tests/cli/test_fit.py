@@ -21,7 +21,7 @@ def sources_of(monkeypatch, folder, config, *extra):
         found.extend((each.name, each.instruction, each.in_batch_negatives) for each in cli.datamodule.sources)
         raise Checked
 
-    monkeypatch.setattr("embeddings.cli.fit.TrainerCLI.before_fit", note)
+    monkeypatch.setattr("embeddings.cli.fit.TrainerCLI.after_instantiate_classes", note)
     with pytest.raises(Checked):
         run_trainer(["fit", "--config", write_config(folder, config), *extra])
     return found

@@ -1,5 +1,6 @@
 """The pages of the documentation and what stands in them: links, headings, blocks of code, commands."""
 
+import functools
 import importlib.util
 import re
 import shlex
@@ -70,6 +71,7 @@ def slug(heading: str) -> str:
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
 
 
+@functools.cache
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, those of generated sections among them."""
     text = FENCE.sub("", hooks.with_tables(page.read_text("utf-8")))
