@@ -221,7 +221,7 @@ class Live(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "name", ["lora", "cde", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "moe"))]
+    "name", ["cde", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "lora", "moe"))]
 )
 def test_checkpointed_layers_keep_their_inputs_and_compute_once_more(name: str, tmp_path: Path) -> None:
     setting = Setting(half_products=name == "lora")
