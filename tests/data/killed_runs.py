@@ -84,13 +84,7 @@ class KilledError(Exception):
     """Stands for the end of the process."""
 
 
-def killed_run(
-    folder,
-    stops,
-    make_module,
-    make_data,
-    limits,
-):
+def killed_run(folder, stops, make_module, make_data, limits):
     """The rows of all steps of a training that is ended before each of some steps and resumed with everything new."""
     seen = []
     checkpoint = None

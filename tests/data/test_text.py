@@ -18,14 +18,7 @@ from embeddings.data import BlendedBatchSampler, TextDataModule
 from embeddings.data.docstrings import HELD_OUT_PACKAGES
 from embeddings.data.samplers.base import PlanEntry
 from embeddings.data.text_datamodule import RowCollator, RowMixture, validation_batches
-from embeddings.data.text_streams import (
-    STARTS_FILE,
-    TOKENS_FILE,
-    Documents,
-    DocumentTokenizer,
-    TextSource,
-    open_stream,
-)
+from embeddings.data.text_streams import STARTS_FILE, TOKENS_FILE, Documents, DocumentTokenizer, TextSource, open_stream
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run, quiet_trainer
 from tests.data.rows import write_jsonl, write_rows
 from tests.helpers.tiny import bpe_tokenizer, save_backbone, sentencepiece_tokenizer, tiny_bert, wordpiece_tokenizer

@@ -114,9 +114,7 @@ def test_special_tokens_before_the_text_are_pooled_only_without_a_prompt():
     assert all(rows_of(make(wordpiece_tokenizer(), pool_prompt=True)(["the fox"], "query", "search_query: "))[0][1])
 
 
-def test_prompts_are_given_one_for_all_or_one_each_or_taken_from_the_settings(
-    tokenizer,
-):
+def test_prompts_are_given_one_for_all_or_one_each_or_taken_from_the_settings(tokenizer):
     tokenize = make(tokenizer, prompts={"query": "search_query: "})
     texts = ["the fox", "a dog"]
     by_default, for_all, each = (tokenize(texts, "query", p) for p in (None, "search_query: ", ["search_query: "] * 2))

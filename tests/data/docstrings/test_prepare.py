@@ -11,12 +11,7 @@ from dataclasses import astuple
 import pytest
 
 from embeddings.common import OptionError
-from embeddings.data.docstrings import (
-    HELD_OUT_PACKAGES,
-    TRAINING_PACKAGES,
-    prepare,
-    prepare_docstrings,
-)
+from embeddings.data.docstrings import HELD_OUT_PACKAGES, TRAINING_PACKAGES, prepare, prepare_docstrings
 from embeddings.data.docstrings.corpus import (
     BOILERPLATE_FUNCTIONS,
     DocstringSplit,
