@@ -4,10 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from transformers import PreTrainedTokenizerBase
+
+from tests.helpers import runs
 
 LIGHTNING_WARNINGS = (
     # Advice to a person; these runs need no workers.
@@ -50,16 +52,8 @@ class Ledger(LightningModule):
 
 
 def quiet_trainer(**options):
-    """A trainer on the CPU that writes and shows nothing but what its options ask for."""
-    defaults = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "use_distributed_sampler": False,
-    }
-    return Trainer(**defaults | options)
+    """A trainer on the CPU that writes and shows nothing but what its options ask for, and leaves samplers alone."""
+    return runs.quiet_trainer(use_distributed_sampler=False, **options)
 
 
 def attached(data, module):
