@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from embeddings.common import OptionError, TextSettings
 from embeddings.data.tokenize import TextTokenizer
+from tests.helpers.refusals import refused
 from tests.helpers.tiny import TEXTS, bpe_tokenizer, sentencepiece_tokenizer, wordpiece_tokenizer
 
 
@@ -95,14 +96,13 @@ def test_pooled_are_the_tokens_that_cover_the_text_and_the_special_tokens_after_
 
 
 @pytest.mark.parametrize("family", ["bpe", "sentencepiece"])
-@pytest.mark.parametrize("prompt", [p for p in PROMPTS if p.endswith(" ")])
-def test_the_pooled_tokens_spell_the_text(family, prompt):
-    tokenizer = FAMILIES[family]()
-    texts = [text for text in SAMPLES if text.strip()]
-    pooled = pooled_ids(make(tokenizer)(texts, "query", prompt))
-    assert len(pooled) >= 14
-    for text, ids in zip(texts, pooled, strict=True):
-        assert tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip() == text.strip()
+def test_the_pooled_tokens_spell_the_text(family):
+    tokenizer, texts = FAMILIES[family](), [text for text in SAMPLES if text.strip()]
+    for prompt in (PROMPTS[0], "search_query: ", "東京 "):
+        pooled = pooled_ids(make(tokenizer)(texts, "query", prompt))
+        assert len(pooled) >= 14
+        for text, ids in zip(texts, pooled, strict=True):
+            assert tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip() == text.strip()
 
 
 def test_special_tokens_before_the_text_are_pooled_only_without_a_prompt():
@@ -122,9 +122,7 @@ def test_prompts_are_given_one_for_all_or_one_each_or_taken_from_the_settings(to
     assert rows_of(tokenize(texts, "document")) == rows_of(tokenize(texts, "query", ""))
     mixed = rows_of(tokenize(texts, "query", ["", "search_query: "]))
     assert mixed == [rows_of(tokenize(texts, "query", ""))[0], rows_of(by_default)[1]]
-
-
-def test_tokens_without_a_prompt_are_what_the_tokenizer_itself_gives(tokenizer):
+    # Without a prompt tokens are what the tokenizer itself gives.
     texts = [text for text in SAMPLES + TEXTS if tokenizer(text)["input_ids"]]
     assert len(texts) >= 18
     assert [ids for ids, _ in rows_of(make(tokenizer)(texts, "document"))] == tokenizer(texts)["input_ids"]
@@ -148,12 +146,11 @@ def test_a_text_of_which_nothing_is_left_still_pools_one_token():
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     tokenize = make(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]"))
     assert rows_of(tokenize(["", "x"], "query", "p p ")) == [([1, 1], [False, True]), ([1, 1, 2], [False, False, True])]
-
-
-def test_an_empty_text_is_one_end_of_sequence_token_where_the_tokenizer_adds_none():
+    # Where the tokenizer adds none, an end-of-sequence token.
     tokenizer = bpe_tokenizer()
-    assert rows_of(make(tokenizer)(["", "a"], "document"))[0] == ([tokenizer.eos_token_id], [True])
-    assert rows_of(make(tokenizer, append_eos=True)([""], "document"))[0] == ([tokenizer.eos_token_id], [True])
+    for append_eos, texts in ((False, ["", "a"]), (True, [""])):
+        found = rows_of(make(tokenizer, append_eos=append_eos)(texts, "document"))
+        assert found[0] == ([tokenizer.eos_token_id], [True])
 
 
 def test_the_tokenizer_given_is_not_changed_and_its_own_settings_do_not_matter():
@@ -168,8 +165,7 @@ def test_the_tokenizer_given_is_not_changed_and_its_own_settings_do_not_matter()
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(tokenizer):
     tokenize, says = make(tokenizer, query_max_length=8), r"must exceed the \d+ tokens of the prompt.*got 8"
-    with pytest.raises(OptionError, match=rf"data\.text\.query_max_length {says}"):
-        tokenize(["x"], "query", PROMPTS[0])
+    refused(OptionError, rf"data\.text\.query_max_length {says}", tokenize, ["x"], "query", PROMPTS[0])
 
 
 @pytest.mark.parametrize("append_eos", [False, True])
