@@ -67,6 +67,9 @@ def test_examples_of_a_class_change_with_the_draw_key_alone(tmp_path):
         assert not any(negative.text.endswith(f" of {name}") for negative in example.negatives)
         assert len(example.negatives) == len(example.negative_labels) == 3
         assert example.label not in example.negative_labels
+    # They are of every level.
+    leveled = source[PlanEntry(0, 1, LevelRule(2))]
+    assert (leveled.negatives, leveled.negative_labels) == (first[0].negatives, first[0].negative_labels)
 
 
 def test_labels_written_as_numbers_become_their_texts(tmp_path):
@@ -157,13 +160,6 @@ def test_levels_of_a_file_decide_which_negatives_a_step_may_use(tmp_path, kind):
         cumulative = source[PlanEntry(row, 9, LevelRule(3, cumulative=True))]
         assert sorted(negative.level for negative in cumulative.negatives) == [3, 4]
         assert (source[PlanEntry(row, 9)].level, len(source[PlanEntry(row, 9)].negatives)) == (0, 4)
-
-
-def test_drawn_negatives_and_their_labels_are_of_every_level(tmp_path):
-    source = dataset(tmp_path, labelled(3, 4), conversion="class_by_example", num_negatives=2)
-    plain, leveled = source[PlanEntry(0, 5)], source[PlanEntry(0, 5, LevelRule(2))]
-    assert (leveled.negatives, leveled.negative_labels) == (plain.negatives, plain.negative_labels)
-    assert len(plain.negative_labels) == 2
 
 
 ANSWERED = [{**pair, "question": f"n {row}", "score": 1.0, "anchor": None} for row, pair in enumerate(pairs(4))]

@@ -74,20 +74,17 @@ def test_only_the_batches_of_the_rows_asked_for_are_opened(tmp_path, monkeypatch
     assert opened == [1, 3]
 
 
-def test_long_texts_cut_batches_before_many_rows_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(table_module, "MAX_BATCH_CHARACTERS", 100)
-    write_table(tmp_path, (StoredRow("x" * 60, [], [], [], -1) for _ in range(5)))
-    table = Table(tmp_path)
-    assert table._readers[0].num_record_batches == 3
-    assert list(map(len, table.queries(range(5)))) == [60] * 5
-
-
-def test_a_table_is_pickled_by_its_folder(tmp_path):
+def test_long_texts_cut_batches_before_many_rows_do_and_a_table_is_pickled_by_its_folder(tmp_path, monkeypatch):
     write_table(tmp_path, rows_of(1000))
     table = Table(tmp_path)
     data = pickle.dumps(table)
     assert len(data) < 500
     assert pickle.loads(data).row(999) == table.row(999)
+    monkeypatch.setattr(table_module, "MAX_BATCH_CHARACTERS", 100)
+    write_table(tmp_path, (StoredRow("x" * 60, [], [], [], -1) for _ in range(5)))
+    table = Table(tmp_path)
+    assert table._readers[0].num_record_batches == 3
+    assert list(map(len, table.queries(range(5)))) == [60] * 5
 
 
 @pytest.mark.parametrize("cut", [1, 100, 10_000])

@@ -174,25 +174,21 @@ def test_the_files_hold_training_records_and_three_folders_in_beirs_layout(tmp_p
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
-def test_a_job_that_ends_early_leaves_the_earlier_corpus_as_it_was(tmp_path, monkeypatch):
-    write_corpus(tmp_path / "out", SPLIT, FIELDS)
+def test_a_job_that_ends_early_leaves_the_earlier_corpus_known_by_its_inputs_and_intact_files(tmp_path, monkeypatch):
+    out, counted = tmp_path / "out", {**FIELDS, "counts": {"train": 1}}
+    assert finished_manifest(out, FIELDS) is None
+    write_corpus(out, SPLIT, counted)
     before = files(tmp_path)
-
     for folder, split in (("out", SPLIT._replace(train=[TEST])), ("new", SPLIT)):
         monkeypatch.setattr(prepare, "write_manifest", interrupted_at(None))
         with pytest.raises(KeyboardInterrupt):
             write_corpus(tmp_path / folder, split, FIELDS)
     assert files(tmp_path) == before
-
-
-def test_a_finished_corpus_is_known_by_its_inputs_and_intact_files(tmp_path):
-    assert finished_manifest(tmp_path / "out", FIELDS) is None
-    write_corpus(tmp_path / "out", SPLIT, {**FIELDS, "counts": {"train": 1}})
-    assert finished_manifest(tmp_path / "out", FIELDS)["counts"] == {"train": 1}
-    assert finished_manifest(tmp_path / "out", {**FIELDS, "seed": 1}) is None
-    with open(tmp_path / "out" / "eval" / "held_out" / "corpus.jsonl", "a") as file:
+    assert finished_manifest(out, FIELDS)["counts"] == {"train": 1}
+    assert finished_manifest(out, {**FIELDS, "seed": 1}) is None
+    with open(out / "eval" / "held_out" / "corpus.jsonl", "a") as file:
         file.write("{}\n")
-    assert finished_manifest(tmp_path / "out", FIELDS) is None
+    assert finished_manifest(out, FIELDS) is None
 
 
 @pytest.mark.parametrize(

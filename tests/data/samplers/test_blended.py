@@ -29,6 +29,10 @@ def test_a_natural_epoch_leaves_out_less_than_a_batch_and_another_each_time():
     left_out = [frozenset(range(71)) - set(chain(*rows_of(make(4), epoch))) for epoch in range(20)]
     assert {len(rows) for rows in left_out} == {71 - 68}
     assert len(set(left_out)) > 10
+    # A rank sees a blend too.
+    for rank in range(4):
+        batches = rows_of(make(8, sizes=[500, 500], num_replicas=4, rank=rank))
+        assert abs(np.mean([row >= 500 for batch in batches for row in batch]) - 0.5) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -52,12 +56,6 @@ def test_every_stretch_of_batches_keeps_the_proportions_within_two_rows(proporti
             assert np.abs(drawn - expected).max() < 2
 
 
-def test_a_rank_sees_a_blend_too():
-    for rank in range(4):
-        batches = rows_of(make(8, sizes=[500, 500], num_replicas=4, rank=rank))
-        assert abs(np.mean([row >= 500 for batch in batches for row in batch]) - 0.5) < 0.1
-
-
 @pytest.mark.parametrize(
     ("options", "num_steps", "part"),
     [
@@ -77,6 +75,8 @@ def test_a_source_is_walked_through_evenly_over_its_passes_from_epoch_to_epoch(o
     passes = rows_of(make(10, sizes=[10], steps_per_epoch=3))
     assert all(sorted(rows) == list(range(10)) for rows in passes)
     assert passes[0] != passes[1] != passes[2]
+    assert make(temperature=0.3).plan_fields() != make(temperature=0.5).plan_fields() != make().plan_fields()
+    assert make(temperature=1.0).plan_fields() == make().plan_fields()
 
 
 def test_a_far_step_of_a_large_plan_is_found_within_ten_milliseconds():
@@ -101,11 +101,6 @@ def test_a_far_step_of_a_large_plan_is_found_within_ten_milliseconds():
 )
 def test_impossible_options_are_refused_in_one_line(options, message):
     refused(OptionError, message, make, **options)
-
-
-def test_another_temperature_is_another_plan_and_the_default_is_as_before():
-    assert make(temperature=0.3).plan_fields() != make(temperature=0.5).plan_fields() != make().plan_fields()
-    assert make(temperature=1.0).plan_fields() == make().plan_fields()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.data.rows import configured, dataset, pairs, rows_of
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import wordpiece_tokenizer
 
+pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 SIZES = {"first": 90, "second": 31, "third": 12}
 NUM_CLUSTERS = {"first": 12, "second": 5, "third": 1}
 NAMES = list(SIZES)
@@ -107,13 +108,6 @@ def test_a_source_that_fills_no_block_is_left_out_and_named(make):
     assert "third" in {source_of(row) for rank in range(3) for row in chain(*rows_of(make(5, rank=rank, **OWN)))}
 
 
-def test_another_batch_size_is_packed_anew(make):
-    sampler = make(4)
-    rows_of(sampler)
-    sampler.batch_size = 6
-    assert rows_of(sampler) == rows_of(make(6))
-
-
 @pytest.mark.parametrize("order", ["nearest", "random"])
 def test_sources_with_the_same_clusters_are_packed_each_in_its_own_way(root, order):
     folder = str(root / "first")
@@ -126,9 +120,13 @@ def test_sources_with_the_same_clusters_are_packed_each_in_its_own_way(root, ord
     assert left != right
 
 
-def test_sources_never_share_a_batch_and_their_batches_are_mixed(make):
-    batches = [{source_of(row) for row in batch} for batch in rows_of(make(3))]
-    names = [name for (name,) in batches]
+def test_sources_never_share_a_batch_their_batches_are_mixed_and_another_size_is_packed_anew(make):
+    sampler = make(6)
+    rows_of(sampler)
+    sampler.batch_size = 3
+    batches = rows_of(sampler)
+    assert batches == rows_of(make(3))
+    names = [name for (name,) in ({source_of(row) for row in batch} for batch in batches)]
     assert set(names) == set(NAMES)
     assert names != sorted(names)
     assert names[:10] != ["first"] * 10
@@ -153,10 +151,8 @@ def test_batches_of_a_tour_are_of_clusters_nearer_to_each_other_than_by_chance(t
     for order in ("nearest", "random"):
         sampler = ClusteredBatchSampler([2000], 50, clusters={"only": str(tmp_path / "only")}, order=order)
         sampler.identify([SourceIdentity("only", "key")])
-        means = [
-            np.linalg.norm(np.mean([folder.centroids[ids[row]] for row in batch], axis=0)) for batch in rows_of(sampler)
-        ]
-        spread[order] = np.mean(means)
+        means = [folder.centroids[ids[batch]].mean(0) for batch in rows_of(sampler)]
+        spread[order] = np.linalg.norm(means, axis=1).mean()
     assert spread["nearest"] > 1.2 * spread["random"]
 
 
@@ -244,7 +240,6 @@ def test_the_data_module_asks_the_module_whether_its_ranks_share_candidates(sour
     assert len(plan) == (2 + 1 if gathers else (5 + 3) // 2)
 
 
-@pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 def test_a_configured_training_killed_three_times_sees_the_plan_once(sources, tmp_path):
     data = data_module(sources, tmp_path)
     data.prepare_data()
@@ -289,16 +284,13 @@ def test_a_tour_visits_each_cluster_once(num_clusters):
         assert sorted(order) == list(range(num_clusters))
 
 
-def test_with_every_neighbour_listed_or_sampled_the_tour_is_the_exact_one():
+def test_the_tour_is_hardly_longer_than_the_exact_greedy_one_and_exact_with_every_neighbour_listed_or_sampled():
     angles = np.linspace(0.0, 1.5, 40)
     line = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     # On a line the second look finds the next cluster, and otherwise the sample holds all that are left.
     for centroids, num_neighbours in ((unit_vectors(60), 59), (line, 2)):
         order = nearest_order(centroids, nearest_lists(centroids, num_neighbours), key=3)
         assert order.tolist() == exact_tour(centroids, int(order[0]))
-
-
-def test_the_tour_is_hardly_longer_than_the_exact_greedy_one():
     centroids = nested_vectors(2000, 32)
     lists, by_chance = nearest_lists(centroids, 32), tour_length(centroids, random_order(2000, 0))
     for num_neighbours, bound in ((32, 1.003), (16, 1.006), (8, 1.015)):
@@ -384,13 +376,10 @@ def test_the_rows_left_out_are_few_and_differ_from_key_to_key():
     assert len(frozenset.union(*left_out)) > 9
 
 
-def test_rows_past_two_to_the_thirty_first_stay_positive():
+def test_rows_past_two_to_the_thirty_first_stay_positive_and_memory_grows_with_the_clusters_alone():
     rows = np.array([2**32 - 1, 2**31], dtype=np.uint32)
     batch = PackedClusters(rows, np.array([0, 2]), np.zeros(1, dtype=np.int32), 2, 0).batch(0)
     assert sorted(batch.tolist()) == [2**31, 2**32 - 1]
-
-
-def test_memory_grows_with_the_clusters_and_not_with_the_rows():
     num_rows, offsets = 2_000_000, np.arange(0, 2_000_001, 2000)
     rows = np.broadcast_to(np.uint32(7), num_rows)
     tracemalloc.start()

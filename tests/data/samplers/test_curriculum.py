@@ -31,6 +31,7 @@ from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import wordpiece_tokenizer
 
+pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed", *LIGHTNING_WARNINGS)
 SIZES = [40, 31]
 NAMES = ["left", "right"]
 
@@ -192,14 +193,9 @@ class LevelLedger(Ledger):
         return loss
 
 
-def records_file(folder, rows=None):
-    path = folder / "records.jsonl"
-    return str(path if path.exists() else write_jsonl(path, rows or graded(NUM_ROWS)))
-
-
-def data_module(folder, batch_size=4, **options):
+def data_module(folder, batch_size=4, rows=None, **options):
     return EmbeddingDataModule(
-        [SourceConfig("records", records_file(folder))],
+        [SourceConfig("records", str(write_jsonl(folder / "records.jsonl", rows or graded(NUM_ROWS))))],
         batch_size=batch_size,
         num_negatives=1,
         sampler=partial(CurriculumBatchSampler, **options),
@@ -223,7 +219,6 @@ def check_ledger(seen, accumulate, order, num_texts=4):
             assert set(negatives) == {level}
 
 
-@pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 @pytest.mark.parametrize(
     ("order", "accumulate", "stops"),
     [
@@ -235,9 +230,7 @@ def check_ledger(seen, accumulate, order, num_texts=4):
         ("cumulative", 3, [2, 3, 7]),
     ],
 )
-def test_a_training_killed_three_times_has_the_level_of_its_optimiser_step_throughout(
-    tmp_path, order, accumulate, stops
-):
+def test_a_training_killed_three_times_has_the_level_of_its_optimiser_step(tmp_path, order, accumulate, stops):
     """Killed before a boundary, at it and after it, and at the end of an epoch whose last update is a short one."""
     limits = {"max_epochs": NUM_EPOCHS, "accumulate_grad_batches": accumulate}
     seen = killed_run(tmp_path / "run", stops, LevelLedger, lambda: data_module(tmp_path, order=order), limits)
@@ -263,7 +256,7 @@ def test_a_config_names_the_curriculum_and_the_sampler_inside(tmp_path):
     inner = {"class_path": "embeddings.data.BlendedBatchSampler", "init_args": {"steps_per_epoch": 5}}
     sampler = {"inner": inner, "order": "fixed", "level": 2}
     data = configured(
-        sources=[{"name": "records", "path": records_file(tmp_path)}],
+        sources=[{"name": "records", "path": str(write_jsonl(tmp_path / "records.jsonl", graded(6)))}],
         batch_size=3,
         sampler={"class_path": "embeddings.data.CurriculumBatchSampler", "init_args": sampler},
         cache_dir=str(tmp_path / "cache"),
@@ -275,17 +268,14 @@ def test_a_config_names_the_curriculum_and_the_sampler_inside(tmp_path):
     assert (len(plan), plan.batch_size, plan.inner.batch_size, plan.levels) == (5, 3, 3, (2,))
 
 
-@pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 def test_epochs_cut_short_by_the_trainer_count_the_steps_that_are_made(tmp_path):
     limits = {"max_epochs": 4, "limit_train_batches": 3, "accumulate_grad_batches": 2}
     seen = killed_run(tmp_path / "run", [3], LevelLedger, lambda: data_module(tmp_path), limits)
     assert [row[:2] for row in seen] == [[step, 4 - step // 2] for step in (0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7)]
 
 
-@pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 def test_a_curriculum_longer_than_the_run_is_left_in_its_middle_and_resumed(tmp_path):
     """With a length of its own a curriculum outlasts a run that ends early, and the next run goes on in it."""
-
     seen = []
     for max_steps, checkpoint in ((7, None), (16, tmp_path / "step=7.ckpt")):
         module = LevelLedger()
@@ -309,7 +299,6 @@ class FailingLedger(LevelLedger):
         return loss
 
 
-@pytest.mark.filterwarnings("ignore:The dirpath has changed", *LIGHTNING_WARNINGS)
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("failing", [(1, 1), (1, 5), (2, 0)])
 def test_a_run_goes_on_with_the_batch_that_failed(failing, accumulate, tmp_path):
@@ -333,13 +322,11 @@ def refuse_run(folder, says, rows, callbacks=None, max_steps=-1, **changes):
     """A run is refused before its first step."""
     module = LevelLedger()
     folder.mkdir()
-    records_file(folder, rows)
     fit = quiet_trainer(callbacks=callbacks, max_epochs=4, max_steps=max_steps).fit
-    refused((InputError, OptionError), says, fit, module, data_module(folder, **changes))
+    refused((InputError, OptionError), says, fit, module, data_module(folder, rows=rows, **changes))
     assert module.rows == []
 
 
-@pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 def test_what_a_curriculum_cannot_use_ends_the_run_before_its_first_step(tmp_path):
     says = r"record 21 has no negative of level 1 \(4 of 24 lack one\)"
     refuse_run(tmp_path / "a", says, graded(20) + graded(4, (2, 3, 4)))
@@ -349,12 +336,10 @@ def test_what_a_curriculum_cannot_use_ends_the_run_before_its_first_step(tmp_pat
     refuse_run(tmp_path / "d", "GradientAccumulationScheduler", graded(24), callbacks=scheduler)
 
 
-@pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 def test_a_coarser_level_stands_in_where_that_is_asked_for(tmp_path):
     rows = graded(12) + [record | {"negatives": record["negatives"][1:]} for record in graded(24)[12:]]
-    records_file(tmp_path, rows)
     module = LevelLedger()
-    quiet_trainer(max_epochs=4).fit(module, data_module(tmp_path, missing_level="coarser"))
+    quiet_trainer(max_epochs=4).fit(module, data_module(tmp_path, rows=rows, missing_level="coarser"))
     last = [negative for _, level, *negatives in module.rows[-6:] for negative in negatives if level == 1]
     assert sorted(last) == [1] * 12 + [2] * 12
     assert all(set(negatives) == {level} for _, level, *negatives in module.rows[:-6])
@@ -378,18 +363,12 @@ def test_a_boundary_is_at_the_nearest_step_and_a_longer_run_stays_at_the_last_le
         assert {level_of(step, 8, order) for step in (7, 8, 9, 1000)} == {last}
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"fractions": (0.5, 0, 0.5, 0)}, [4, 4, 4, 4, 2, 2, 2, 2]),
-        ({"order": "reverse"}, [1, 1, 2, 2, 3, 3, 4, 4]),
-        ({"order": "reverse", "fractions": (0.5, 0.25, 0.125, 0.125)}, [1, 2, 3, 3, 4, 4, 4, 4]),
-        ({"order": "cumulative"}, [4, 4, 3, 3, 2, 2, 1, 1]),
-        ({"order": "fixed", "fixed_level": 3}, [3] * 8),
-    ],
-)
-def test_every_order_gives_each_level_its_own_share(options, expected):
-    assert levels(8, **options) == expected
+def test_every_order_gives_each_level_its_own_share():
+    assert levels(8, fractions=(0.5, 0, 0.5, 0)) == [4, 4, 4, 4, 2, 2, 2, 2]
+    assert levels(8, order="reverse") == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert levels(8, order="reverse", fractions=(0.5, 0.25, 0.125, 0.125)) == [1, 2, 3, 3, 4, 4, 4, 4]
+    assert levels(8, order="cumulative") == [4, 4, 3, 3, 2, 2, 1, 1]
+    assert levels(8, order="fixed", fixed_level=3) == [3] * 8
 
 
 def test_fractions_are_the_decimals_that_they_are_written_as():
