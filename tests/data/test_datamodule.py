@@ -208,7 +208,11 @@ def test_batches_hold_what_the_sources_say(options, tmp_path):
     for num_workers in (0, 2):
         data = EmbeddingDataModule(**options, tokenizer=folder, num_workers=num_workers)
         data.prepare_data()
-        batches = list(data.train_dataloader())
+        loader = data.train_dataloader()
+        batches = list(loader)
+        if num_workers:
+            # The garbage collector would wait for each worker for five seconds.
+            loader._iterator._shutdown_workers()
         assert [rows_in(batch) for batch in batches] == plan(1)
         for batch in batches:
             assert (len(batch.query), len(batch.candidate)) == (4, 12)
