@@ -300,7 +300,9 @@ def test_validation_batches_are_the_same_every_time_and_their_worker_leaves_stop
         others = multiprocessing.active_children()
         batches = iter(loader)
         first = content(next(batches))
-        for worker in set(multiprocessing.active_children()) - set(others):
+        workers = set(multiprocessing.active_children()) - set(others)
+        assert len(workers) == num_workers
+        for worker in workers:
             # From a process that is not its parent, as SLURM and a shell send them.
             subprocess.run(["sh", "-c", f"kill -TERM {worker.pid}; kill -USR1 {worker.pid}"], check=True)
         seen.append([first, *map(content, batches)])
