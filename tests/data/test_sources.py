@@ -163,12 +163,10 @@ def test_json_lines_gzip_and_parquet_give_the_same_rows_whatever_their_names_wit
         assert [row.fields for row in found] == rows
         assert [found[i].where for i in (0, 1024, -1)] == [f"{path}:1", f"{path}:1025", f"{path}:2500"]
         assert reader.bytes_read == reader.total_bytes == path.stat().st_size
-
-
-@pytest.mark.parametrize("data", [b"\xef\xbb\xbf" + LINE, LINE.replace(b"\n", b"\r\n"), b"\xef\xbb\xbf\n" + LINE])
-def test_a_byte_order_mark_and_windows_line_ends_are_passed_over(tmp_path, data):
-    (tmp_path / "a.jsonl").write_bytes(data)
-    assert [row.fields for row in read(tmp_path / "a.jsonl")] == [{"query": "q", "positive": "p"}]
+    # A byte order mark and Windows' line ends are passed over.
+    for data in (b"\xef\xbb\xbf" + LINE, LINE.replace(b"\n", b"\r\n"), b"\xef\xbb\xbf\n" + LINE):
+        plain.write_bytes(data)
+        assert [row.fields for row in read(plain)] == [{"query": "q", "positive": "p"}]
 
 
 @pytest.mark.parametrize(

@@ -227,14 +227,9 @@ def test_the_parts_are_disjoint_sorted_and_of_the_sizes_asked_for_whatever_the_o
     assert split_functions(shuffled, {"held"}, SIZES, 0) == split != split_functions(given, {"held"}, SIZES, 1)
 
 
-def function(name, package, module):
-    return DocumentedFunction(f"{module}.{name}", package, module, f"query of {name}", f"{module}.{name}")
-
-
 FUNCTIONS = [
-    function(name, package, f"{package}.{module}")
-    for package in ("p", "q")
-    for module in ("one", "two")
+    DocumentedFunction(f"{module}.{name}", module[0], module, f"query of {name}", f"{module}.{name}")
+    for module in ("p.one", "p.two", "q.one", "q.two")
     for name in ("f", "g", "A.x", "A.y", "B.x", "B.y")
 ]
 
@@ -289,14 +284,8 @@ def test_each_rule_takes_out_what_it_names():
     assert len(kept) + sum(astuple(removed)) == len(functions)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "same"),
-    [
-        ("Returns the sum of `values`.", "return sum of values", True),
-        ("Add an edge", "Add the edge", True),
-        ("Convert a string to bytes", "Convert bytes to a string", False),
-        ("Pass s", "Pass", False),
-    ],
-)
-def test_queries_are_one_when_only_grammar_differs(first, second, same):
-    assert (normalised_query(first) == normalised_query(second)) == same
+def test_queries_are_one_when_only_grammar_differs():
+    assert normalised_query("Returns the sum of `values`.") == normalised_query("return sum of values")
+    assert normalised_query("Add an edge") == normalised_query("Add the edge")
+    assert normalised_query("Convert a string to bytes") != normalised_query("Convert bytes to a string")
+    assert normalised_query("Pass s") != normalised_query("Pass")

@@ -80,7 +80,7 @@ def test_a_source_is_walked_through_evenly_over_its_passes_from_epoch_to_epoch(o
 
 
 def test_a_far_step_of_a_large_plan_is_found_within_ten_milliseconds():
-    sampler = BlendedBatchSampler([60_000_000, 30_000_000, 10_000_000], 64, steps_per_epoch=2_000_000)
+    sampler = make(64, sizes=[60_000_000, 30_000_000, 10_000_000], steps_per_epoch=2_000_000)
     sampler.start = 1_000_000
     started = time.perf_counter()
     batch = next(iter(sampler))
