@@ -1,10 +1,11 @@
-"""A Lightning training that is ended and resumed, and a ledger of the rows it saw."""
+"""A Lightning training that is ended and resumed, a ledger of the rows it saw, and its data from a config."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from jsonargparse import ArgumentParser
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -94,3 +95,11 @@ def killed_run(folder, stops, make_module, make_data, limits):
         seen += module.rows
         checkpoint = str(folder / f"step={stop}.ckpt")
     return seen
+
+
+def configured(**init_args):
+    """The data module of records that a config with these arguments makes, written out and read again."""
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    config = {"data": {"class_path": "embeddings.data.EmbeddingDataModule", "init_args": init_args}}
+    return parser.instantiate(parser.parse_string(parser.dump(parser.parse_object(config)))).data

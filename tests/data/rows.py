@@ -5,8 +5,6 @@ import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jsonargparse import ArgumentParser
-from lightning import LightningDataModule
 
 from embeddings.data import SourceConfig, open_source
 
@@ -56,11 +54,3 @@ def rows_of(sampler, epoch=0):
     """The rows of each batch of an epoch."""
     sampler.set_epoch(epoch)
     return [[entry.row for entry in batch] for batch in sampler]
-
-
-def configured(**init_args):
-    """The data module of records that a config with these arguments makes, written out and read again."""
-    parser = ArgumentParser()
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    config = {"data": {"class_path": "embeddings.data.EmbeddingDataModule", "init_args": init_args}}
-    return parser.instantiate(parser.parse_string(parser.dump(parser.parse_object(config)))).data

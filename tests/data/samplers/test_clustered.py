@@ -11,8 +11,8 @@ from embeddings.common import BatchNeeds, InputError, OptionError
 from embeddings.data.samplers import ClusteredBatchSampler, SourceIdentity, clustered
 from embeddings.data.samplers.clustered import PackedClusters, nearest_order, random_order
 from tests.data.cluster_folders import nearest_lists, unit_vectors, write_clusters
-from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run
-from tests.data.rows import configured, dataset, pairs, rows_of
+from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, configured, killed_run
+from tests.data.rows import dataset, pairs, rows_of
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import wordpiece_tokenizer
 

@@ -25,8 +25,8 @@ from embeddings.data.samplers.base import LevelRule, RunLength
 from embeddings.data.samplers.curriculum import EQUAL_FRACTIONS, level_of, stages
 from embeddings.modules import ContrastiveModule
 from tests.data.cluster_folders import write_clusters
-from tests.data.killed_runs import LIGHTNING_WARNINGS, KilledError, Ledger, killed_run, quiet_trainer
-from tests.data.rows import configured, graded, pairs, write_jsonl
+from tests.data.killed_runs import LIGHTNING_WARNINGS, KilledError, Ledger, configured, killed_run, quiet_trainer
+from tests.data.rows import graded, pairs, write_jsonl
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import wordpiece_tokenizer
