@@ -1,13 +1,16 @@
-"""A Lightning training that is ended and resumed, and a ledger of the rows it saw."""
+"""A Lightning training that is ended and resumed, a ledger of the rows it saw, and its data from a config."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from jsonargparse import ArgumentParser
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from transformers import PreTrainedTokenizerBase
+
+from tests.helpers import runs
 
 LIGHTNING_WARNINGS = (
     # Advice to a person; these runs need no workers.
@@ -50,16 +53,8 @@ class Ledger(LightningModule):
 
 
 def quiet_trainer(**options):
-    """A trainer on the CPU that writes and shows nothing but what its options ask for."""
-    defaults = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "use_distributed_sampler": False,
-    }
-    return Trainer(**defaults | options)
+    """A trainer on the CPU that writes and shows nothing but what its options ask for, and leaves samplers alone."""
+    return runs.quiet_trainer(use_distributed_sampler=False, **options)
 
 
 def attached(data, module):
@@ -84,13 +79,7 @@ class KilledError(Exception):
     """Stands for the end of the process."""
 
 
-def killed_run(
-    folder,
-    stops,
-    make_module,
-    make_data,
-    limits,
-):
+def killed_run(folder, stops, make_module, make_data, limits):
     """The rows of all steps of a training that is ended before each of some steps and resumed with everything new."""
     seen = []
     checkpoint = None
@@ -106,3 +95,11 @@ def killed_run(
         seen += module.rows
         checkpoint = str(folder / f"step={stop}.ckpt")
     return seen
+
+
+def configured(**init_args):
+    """The data module of records that a config with these arguments makes, written out and read again."""
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    config = {"data": {"class_path": "embeddings.data.EmbeddingDataModule", "init_args": init_args}}
+    return parser.instantiate(parser.parse_string(parser.dump(parser.parse_object(config)))).data

@@ -1,6 +1,5 @@
 """Missing negatives and levels, and prompts without room, are refused or counted before training."""
 
-import logging
 from dataclasses import replace
 
 import pytest
@@ -18,6 +17,7 @@ from embeddings.data.checks import (
 )
 from embeddings.data.tokenize import TextTokenizer
 from tests.data.rows import dataset, graded, labelled, pairs
+from tests.helpers.refusals import refused
 from tests.helpers.tiny import wordpiece_tokenizer
 
 EVERY = (1, 2, 3, 4)
@@ -27,46 +27,38 @@ def source(folder, *rows, **options):
     return dataset(folder, [row for part in rows for row in part], **options)
 
 
-def test_records_with_every_level_pass_in_silence(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, logger="embeddings"):
-        check_levels([source(tmp_path, graded(5))], EVERY, allow_missing=False)
-    assert caplog.records == []
-
-
-def test_a_record_without_a_level_is_refused_by_source_and_number(tmp_path):
+def test_a_record_without_a_level_is_refused_by_source_and_number(tmp_path, caplog):
+    caplog.set_level("INFO", logger="embeddings")
     whole, partial = source(tmp_path, graded(5), name="whole"), source(tmp_path, graded(2), graded(3, (1, 2, 4)))
+    classes = source(tmp_path, labelled(3, 3), name="classes", conversion="class_by_example")
     says = r"source 'source': record 3 has no negative of level 3 \(3 of 5 lack one\); add it, or set .*: coarser"
-    with pytest.raises(InputError, match=says) as raised:
-        check_levels([whole, partial], EVERY, allow_missing=False)
-    assert "\n" not in str(raised.value)
+    refused(InputError, says, check_levels, [whole, partial], EVERY, allow_missing=False)
+    # A source that draws its negatives lacks every level.
+    says = r"source 'classes': record 1 has no negative of level 4 \(6 of 6"
+    refused(InputError, says, check_levels, [whole, classes], EVERY, allow_missing=False)
+    caplog.clear()
+    check_levels([whole], EVERY, allow_missing=False)
     check_levels([whole, partial], (1, 2, 4), allow_missing=False)
+    assert caplog.messages == []
+    check_levels([whole, classes], EVERY, allow_missing=True)
+    assert caplog.messages == ["source classes: 6 of 6 records have no negative with a level"]
 
 
 def test_where_levels_stand_in_for_each_other_what_is_lacking_is_counted(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, logger="embeddings"):
+    with caplog.at_level("INFO", logger="embeddings"):
         check_levels([source(tmp_path, graded(2), graded(3, (1, 2, 4)), pairs(4))], EVERY, allow_missing=True)
-    assert [record.getMessage() for record in caplog.records] == [
+    assert caplog.messages == [
         "source source: 3 of 9 records have no negative of level 3",
         "source source: 4 of 9 records have no negative with a level",
     ]
 
 
-@pytest.mark.parametrize("allow_missing", [False, True])
-def test_a_curriculum_over_no_levels_at_all_is_refused(allow_missing, tmp_path):
-    plain = [record | {"negatives": ["other"]} for record in pairs(4)]
-    sources = [
-        source(tmp_path, plain, name="plain"),
-        source(tmp_path, labelled(3, 3), name="classes", conversion="class_by_example"),
-    ]
-    with pytest.raises(OptionError, match="needs negatives with levels, and no source has any"):
-        check_levels(sources, EVERY, allow_missing=allow_missing)
-
-
-def test_a_source_that_draws_its_negatives_lacks_every_level(tmp_path):
+def test_a_curriculum_over_no_levels_at_all_is_refused(tmp_path):
+    plain = source(tmp_path, [record | {"negatives": ["other"]} for record in pairs(4)], name="plain")
     classes = source(tmp_path, labelled(3, 3), name="classes", conversion="class_by_example")
-    check_levels([source(tmp_path, graded(4)), classes], EVERY, allow_missing=True)
-    with pytest.raises(InputError, match=r"source 'classes': record 1 has no negative of level 4 \(6 of 6"):
-        check_levels([source(tmp_path, graded(4)), classes], EVERY, allow_missing=False)
+    says = "needs negatives with levels, and no source has any"
+    for allow_missing in (False, True):
+        refused(OptionError, says, check_levels, [plain, classes], EVERY, allow_missing=allow_missing)
 
 
 NEEDS = {forced: BatchNeeds(in_batch_negatives=forced) for forced in ("source", "on", "off")}
@@ -93,31 +85,27 @@ def test_a_source_that_may_have_no_negative_is_refused_before_it_is_read(options
         check_negatives_asked_for(sources, NEEDS[needs], num_negatives)
         return
     start = r"source '(lonely|fine)': has neither in-batch nor hard negatives, so its loss is 0 and trains nothing; "
-    with pytest.raises(InputError, match=f"{start}.*{message}") as raised:
-        check_negatives_asked_for(sources, NEEDS[needs], num_negatives)
-    assert "\n" not in str(raised.value)
+    refused(InputError, f"{start}.*{message}", check_negatives_asked_for, sources, NEEDS[needs], num_negatives)
 
 
-def test_pairs_without_any_negative_are_refused_where_they_have_no_in_batch_ones(tmp_path):
-    lonely = source(tmp_path, pairs(3), name="lonely", in_batch_negatives=False)
-    with pytest.raises(InputError, match=r"source 'lonely': has neither .*give its records `negatives`, which `mine`"):
-        check_negatives_found([lonely], NEEDS["source"])
-    rows = [{**pairs(1)[0], "negative": "n"}]
-    check_negatives_found([source(tmp_path, rows, name="taken", in_batch_negatives=False)], NEEDS["source"])
-    options = {"columns": {"query": "query"}, "in_batch_negatives": False}
-    triplets = source(tmp_path, rows, name="triplets", **options)
-    with pytest.raises(InputError, match=r"map them with columns: \{negatives: negative\}, or set in_batch_negatives"):
-        check_negatives_found([triplets], NEEDS["source"])
+def test_pairs_without_any_negative_are_refused_where_they_have_no_in_batch_ones(tmp_path, caplog):
+    off, rows = {"in_batch_negatives": False}, [{**pairs(1)[0], "negative": "n"}]
+    lonely = source(tmp_path, pairs(3), name="lonely", **off)
+    says = "source 'lonely': has neither .*give its records `negatives`, which `mine`"
+    refused(InputError, says, check_negatives_found, [lonely], NEEDS["source"])
+    triplets = source(tmp_path, rows, name="triplets", columns={"query": "query"}, **off)
+    says = r"map them with columns: \{negatives: negative\}, or set in_batch_negatives"
+    refused(InputError, says, check_negatives_found, [triplets], NEEDS["source"])
+    check_negatives_found([source(tmp_path, rows, name="taken", **off)], NEEDS["source"])
     check_negatives_found([lonely], NEEDS["on"])
     check_negatives_found([source(tmp_path, pairs(3), name="in-batch")], NEEDS["source"])
-    labelled_texts = source(tmp_path, labelled(3, 3), name="classes", conversion="class_by_example")
-    check_negatives_found([labelled_texts], NEEDS["off"])
-
-
-def test_records_that_train_nothing_are_counted(tmp_path, caplog):
-    some = source(tmp_path, graded(2), pairs(3), [{**pairs(1)[0], "negatives": ["plain"]}], in_batch_negatives=False)
+    classes = source(tmp_path, labelled(3, 3), name="classes", conversion="class_by_example")
+    check_negatives_found([classes], NEEDS["off"])
+    # Records that train nothing are counted.
+    caplog.clear()
+    some = source(tmp_path, graded(2), pairs(3), [{**pairs(1)[0], "negatives": ["plain"]}], **off)
     check_negatives_found([some], NEEDS["source"])
-    assert [record.getMessage() for record in caplog.records] == [
+    assert caplog.messages == [
         "source source: 3 of 6 records have no negative, and without in-batch negatives train nothing"
     ]
 
@@ -129,43 +117,42 @@ def config(name, **options):
     return SourceConfig(name, "a.jsonl", **options)
 
 
+ANSWER, SEARCH = {"instruction": "Answer"}, {"instruction": "Find"}
+BOTH = {"instruction": ["Answer", "Find"]}
 DOCUMENT = {"document_prompt": "d: "}
 ROLES = {"query_prompt": "q: ", **DOCUMENT}
-BOTH = ["Answer", "Find"]
 
 
 @pytest.mark.parametrize(
     ("sources", "given", "expected"),
     [
         # One source gives its prompts by its name and by role; several only those that they share.
-        ([("a", {"instruction": "Answer", **DOCUMENT})], {}, {"a": ASK, "query": ASK, "document": "d: "}),
-        ([("a", ROLES), ("b", ROLES)], {}, {"a": "q: ", "b": "q: ", "query": "q: ", "document": "d: "}),
-        ([("a", {"instruction": "Answer"}), ("b", {"instruction": "Find"})], {}, {"a": ASK, "b": FIND}),
-        ([("a", {"instruction": "Answer"}), ("b", {})], {}, {"a": ASK}),
+        ({"a": ANSWER | DOCUMENT}, {}, {"a": ASK, "query": ASK, "document": "d: "}),
+        ({"a": ROLES, "b": ROLES}, {}, {"a": "q: ", "b": "q: ", "query": "q: ", "document": "d: "}),
+        ({"a": ANSWER, "b": SEARCH}, {}, {"a": ASK, "b": FIND}),
+        ({"a": ANSWER, "b": {}}, {}, {"a": ASK}),
         # The first of several alternates stands for them.
-        ([("a", {"instruction": BOTH}), ("b", {"instruction": BOTH})], {}, {"a": ASK, "b": ASK, "query": ASK}),
-        ([("a", {"instruction": BOTH}), ("b", {"instruction": "Answer"})], {}, {"a": ASK, "b": ASK}),
+        ({"a": BOTH, "b": BOTH}, {}, {"a": ASK, "b": ASK, "query": ASK}),
+        ({"a": BOTH, "b": ANSWER}, {}, {"a": ASK, "b": ASK}),
         # A symmetric source puts the query's prompt before documents.
-        ([("a", {"instruction": "Find", "symmetric": True})], {}, {"a": FIND, "query": FIND, "document": FIND}),
+        ({"a": SEARCH | {"symmetric": True}}, {}, {"a": FIND, "query": FIND, "document": FIND}),
         # Given prompts stay, and a source with a role's name gives none.
-        ([("a", {"instruction": "Find"})], {"query": "q: "}, {"a": FIND, "query": "q: "}),
-        ([("query", {"instruction": "Find"}), ("b", {})], {}, {}),
-        ([("a", {}), ("b", {})], {}, {}),
+        ({"a": SEARCH}, {"query": "q: "}, {"a": FIND, "query": "q: "}),
+        ({"query": SEARCH, "b": {}}, {}, {}),
+        ({"a": {}, "b": {}}, {}, {}),
     ],
 )
 def test_a_saved_model_knows_the_prompts_of_its_sources(sources, given, expected):
     text = TextSettings(query_max_length=9, prompts=given)
-    found = with_source_prompts(text, [config(name, **options) for name, options in sources])
+    found = with_source_prompts(text, [config(name, **options) for name, options in sources.items()])
     assert found == replace(text, prompts=expected)
 
 
 def test_prompts_that_no_encoding_uses_by_itself_are_worth_a_warning(caplog):
-    differing = [config("a", instruction="Answer"), config("b", instruction="Find")]
+    differing = [config("a", **ANSWER), config("b", **SEARCH)]
     for sources, given, expected in ((differing, {}, 1), (differing, {"query": ASK}, 0), ([config("a")], {}, 0)):
         caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            text = with_source_prompts(TextSettings(prompts=given), sources)
-            warn_of_unnamed_prompts(text, sources)
+        warn_of_unnamed_prompts(with_source_prompts(TextSettings(prompts=given), sources), sources)
         assert len(caplog.records) == expected
 
 
@@ -181,10 +168,12 @@ def test_prompts_that_no_encoding_uses_by_itself_are_worth_a_warning(caplog):
     ],
 )
 def test_a_prompt_that_leaves_no_room_is_refused_before_a_text_is_read(options, given, limit):
-    lengths = {"query_max_length": 64, "document_max_length": 64}
     sources = [config("short", query_prompt="q: "), config("long", **options)]
-    check_prompts(TextTokenizer(wordpiece_tokenizer(), TextSettings(**lengths, prompts=given)), sources)
-    lengths[limit] = 14
-    tokenizer = TextTokenizer(wordpiece_tokenizer(), TextSettings(**lengths, prompts=given))
-    with pytest.raises(OptionError, match=rf"data\.text\.{limit} must exceed the \d+ tokens of the prompt"):
-        check_prompts(tokenizer, sources)
+    for changes in ({}, {limit: 14}):
+        lengths = {"query_max_length": 64, "document_max_length": 64} | changes
+        tokenizer = TextTokenizer(wordpiece_tokenizer(), TextSettings(**lengths, prompts=given))
+        if not changes:
+            check_prompts(tokenizer, sources)
+    refused(
+        OptionError, rf"data\.text\.{limit} must exceed the \d+ tokens of the prompt", check_prompts, tokenizer, sources
+    )

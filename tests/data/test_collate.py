@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from embeddings.common import OptionError, TextSettings
@@ -10,6 +9,7 @@ from embeddings.common.io import text_hash
 from embeddings.common.random import derive_seed
 from embeddings.data.records import Example, Negative
 from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer
+from tests.helpers.refusals import refused
 from tests.helpers.tiny import wordpiece_tokenizer
 
 TOKENIZER = wordpiece_tokenizer()
@@ -65,8 +65,7 @@ def test_solved_examples_leave_half_of_the_length_to_the_query():
         assert batch[place].query not in prompt.split("\n")[0] or place == 0
         lengths.append(prompt.count("Response:"))
     assert max(lengths) == 1
-    with pytest.raises(OptionError, match="num_in_context_examples must be >= 0"):
-        ContrastiveCollator(collate.tokenizer, 0, None, -1)
+    refused(OptionError, "num_in_context_examples must be >= 0", ContrastiveCollator, collate.tokenizer, 0, None, -1)
 
 
 def texts_of(tokens, pooled_only=False):
@@ -99,6 +98,9 @@ def test_every_field_is_what_its_description_says():
     assert batch.in_batch_B.tolist() == [True, False, True]
     assert batch.row_B.tolist() == [10, 99, 7]
     assert len(batch) == 3
+    assert batch.negative_level == 0
+    batch = make(1)([replace(example, level=3) for example in examples()])
+    assert (batch.negative_level, batch.to("cpu").negative_level) == (3, 3)
 
 
 def test_the_draw_key_alone_chooses_the_positive_and_every_one_is_chosen():
@@ -115,9 +117,3 @@ def test_an_example_without_a_prompt_gets_the_settings_prompt_of_its_role():
     assert texts_of(batch.query) == ["search _ query : fox", "search _ query : sum", "search _ query : pad"]
     assert texts_of(batch.candidate)[0] == "a : the fox"
     assert texts_of(batch.candidate)[1].startswith("search _ document : ")
-
-
-def test_a_batch_names_the_level_of_its_examples():
-    assert make(1)(examples()).negative_level == 0
-    batch = make(1)([replace(example, level=3) for example in examples()])
-    assert (batch.negative_level, batch.to("cpu").negative_level) == (3, 3)

@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from embeddings.data import SourceConfig, readers
 from embeddings.data.readers import open_reader
 from embeddings.data.store import open_cached, read_records, record_place
 from tests.data.rows import pairs, write_jsonl
+from tests.helpers.refusals import refused
 
 ROWS = [
     {"query": "plain", "positive": "text"},
@@ -69,22 +71,19 @@ def test_numbers_labels_and_empty_cells_are_understood(tmp_path):
     scored = SourceConfig("b", str(tmp_path / "b.csv"), conversion="sts", instruction="i", symmetric=True)
     assert len(open_cached(scored, tmp_path / "cache").table) == 2
     (tmp_path / "c.csv").write_text("sentence1,sentence2,score\na,b,high\n")
-    with pytest.raises(InputError, match=r"c\.csv:2: score is text, expected a finite number"):
-        open_cached(SourceConfig("c", str(tmp_path / "c.csv"), conversion="sts"), tmp_path / "cache")
+    text = SourceConfig("c", str(tmp_path / "c.csv"), conversion="sts")
+    refused(InputError, r"c\.csv:2: score is text, expected a finite number", open_cached, text, tmp_path / "cache")
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
+def test_a_mark_blank_lines_spaced_headers_and_json_in_a_table_s_place_are_passed_over(tmp_path):
+    for data in (
         b"\xef\xbb\xbfquery,positive\nq,p\n",
         b"\n \nquery,positive\n\nq,p\n,\n\n",
         b" query , positive \nq,p",
         b'\xef\xbb\xbf{"query": "q", "positive": "p"}\n',
-    ],
-)
-def test_a_mark_blank_lines_spaced_headers_and_json_in_a_table_s_place_are_passed_over(tmp_path, data):
-    (tmp_path / "a.csv").write_bytes(data)
-    assert [row.fields for row in read(tmp_path / "a.csv")] == [{"query": "q", "positive": "p"}]
+    ):
+        (tmp_path / "a.csv").write_bytes(data)
+        assert [row.fields for row in read(tmp_path / "a.csv")] == [{"query": "q", "positive": "p"}]
 
 
 HEADER = b"query,positive\n"
@@ -115,17 +114,13 @@ def test_a_bad_table_is_refused_with_file_and_row_on_one_line(tmp_path, monkeypa
     limit = csv.field_size_limit()
     (tmp_path / "bad.csv").write_bytes(data)
     try:
-        with pytest.raises(InputError) as error:
-            read(Path("bad.csv"))
+        text = refused(InputError, re.escape(message), read, Path("bad.csv"))
     finally:
         csv.field_size_limit(limit)
-    text = str(error.value)
     assert text.startswith(f"bad.csv{where}: " if where else "bad.csv")
-    assert message in text
-    assert "\n" not in text
 
 
 def test_a_table_without_a_header_names_its_first_row_as_columns(tmp_path):
     (tmp_path / "a.csv").write_text("how do I pad,with pad\nhow do I cut,with cut\n")
-    with pytest.raises(InputError, match=r"a\.csv:2: field 'query': no column 'query' among how do I pad, with pad"):
-        open_cached(SourceConfig("a", str(tmp_path / "a.csv")), tmp_path / "cache")
+    says = r"a\.csv:2: field 'query': no column 'query' among how do I pad, with pad"
+    refused(InputError, says, open_cached, SourceConfig("a", str(tmp_path / "a.csv")), tmp_path / "cache")

@@ -14,7 +14,8 @@ from embeddings.data.dataset import ClassExamples, LabelTexts, places_of_level
 from embeddings.data.samplers.base import LevelRule
 from embeddings.data.store import ClassIndex, write_class_index
 from embeddings.data.table import StoredRow, Table, write_table
-from tests.data.rows import dataset, graded, labelled, pairs, write_jsonl, write_rows
+from tests.data.rows import dataset, graded, labelled, pairs, write_rows
+from tests.helpers.refusals import refused
 
 
 def test_a_pair_becomes_an_example_with_its_prompts(tmp_path):
@@ -40,21 +41,17 @@ def test_documents_of_a_symmetric_source_carry_the_querys_prompt(tmp_path):
     assert prompts == {f"Instruct: {name}\nQuery: " for name in ("one", "two", "three")}
 
 
-def test_a_records_own_instruction_stands_before_the_sources(tmp_path):
+def test_a_records_own_instruction_stands_before_the_sources_framed_by_the_settings_template(tmp_path):
     rows = [{**pairs(1)[0], "instruction": "mend"}, pairs(2)[1]]
     source = dataset(tmp_path, rows, instruction=["find", "seek"], symmetric=True)
     for draw in range(20):
         own, other = source[PlanEntry(0, draw)], source[PlanEntry(1, draw)]
         assert own.query_prompt == own.document_prompt == "Instruct: mend\nQuery: "
         assert other.query_prompt in ("Instruct: find\nQuery: ", "Instruct: seek\nQuery: ")
-
-
-def test_the_template_of_the_text_settings_frames_every_instruction(tmp_path):
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{**pairs(1)[0], "instruction": "mend"}, pairs(2)[1]])
     settings = TextSettings(instruction_template="[INST] {instruction} ")
-    source = open_source(SourceConfig("a", str(rows), instruction="find"), tmp_path / "cache", settings)
-    assert [source[PlanEntry(row, 0)].query_prompt for row in (0, 1)] == ["[INST] mend ", "[INST] find "]
-    assert {source[PlanEntry(row, 0)].document_prompt for row in (0, 1)} == {""}
+    framed = open_source(SourceConfig("a", source.config.path, instruction="find"), tmp_path / "cache", settings)
+    assert [framed[PlanEntry(row, 0)].query_prompt for row in (0, 1)] == ["[INST] mend ", "[INST] find "]
+    assert {framed[PlanEntry(row, 0)].document_prompt for row in (0, 1)} == {""}
 
 
 def test_examples_of_a_class_change_with_the_draw_key_alone(tmp_path):
@@ -70,6 +67,9 @@ def test_examples_of_a_class_change_with_the_draw_key_alone(tmp_path):
         assert not any(negative.text.endswith(f" of {name}") for negative in example.negatives)
         assert len(example.negatives) == len(example.negative_labels) == 3
         assert example.label not in example.negative_labels
+    # They are of every level.
+    leveled = source[PlanEntry(0, 1, LevelRule(2))]
+    assert (leveled.negatives, leveled.negative_labels) == (first[0].negatives, first[0].negative_labels)
 
 
 def test_labels_written_as_numbers_become_their_texts(tmp_path):
@@ -87,11 +87,15 @@ def test_labels_written_as_numbers_become_their_texts(tmp_path):
         (labelled(3), {"conversion": "class_by_label"}, "all rows have the label 'class a'"),
         (labelled(3, 1), {"conversion": "class_by_example"}, r"source\.jsonl:2: the class 'class b' has only one text"),
         (labelled(2, 2, 2), {"conversion": "binary_by_label"}, "it has 3 labels, expected two"),
+        (
+            labelled(1, 1),
+            {"conversion": "class_by_example", "single_text_classes": "leave_out"},
+            "no class has two texts",
+        ),
     ],
 )
 def test_labels_that_do_not_suit_the_conversion_are_refused(tmp_path, rows, options, message):
-    with pytest.raises(InputError, match=message):
-        dataset(tmp_path, rows, **options)
+    refused(InputError, message, dataset, tmp_path, rows, **options)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +110,8 @@ def test_labels_that_do_not_suit_the_conversion_are_refused(tmp_path, rows, opti
 )
 def test_label_texts_that_do_not_match_the_labels_are_refused(tmp_path, labels, texts, message):
     rows = [{"text": "t", "label": label} for label in labels]
-    with pytest.raises(OptionError, match=rf"data\.sources\[source\]\.label_texts {message}"):
-        dataset(tmp_path, rows, conversion="binary_by_label", label_texts=texts)
+    says = rf"data\.sources\[source\]\.label_texts {message}"
+    refused(OptionError, says, dataset, tmp_path, rows, conversion="binary_by_label", label_texts=texts)
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 10, 99, 100, 1000])
@@ -118,11 +122,11 @@ def test_max_rows_takes_one_row_of_each_stretch(tmp_path, max_rows):
     assert len(found) == len(set(found)) == count
     for row, index in enumerate(found):
         assert row * 100 // count <= index < (row + 1) * 100 // count
-
-
-def test_positives_come_from_the_whole_source_though_max_rows_leaves_one_query_of_a_class(tmp_path):
-    source = dataset(tmp_path, labelled(10, 10), conversion="class_by_example", max_rows=1)
-    assert len({source[PlanEntry(0, draw)].positives for draw in range(100)}) == 9
+    for row in (-1, count):
+        refused(IndexError, f"row {row} of {count}", source.__getitem__, PlanEntry(row, 0))
+    # Positives come from the whole source though one query of a class is left.
+    classes = dataset(tmp_path, labelled(10, 10), conversion="class_by_example", max_rows=1)
+    assert len({classes[PlanEntry(0, draw)].positives for draw in range(100)}) == 9
 
 
 def test_a_class_of_one_text_may_be_left_out_and_still_gives_negatives(tmp_path):
@@ -133,15 +137,6 @@ def test_a_class_of_one_text_may_be_left_out_and_still_gives_negatives(tmp_path)
     assert all("only" in [negative.text for negative in example.negatives] for example in queries)
     fewer = dataset(tmp_path, rows, conversion="class_by_example", single_text_classes="leave_out", max_rows=4)
     assert len({fewer[PlanEntry(row, 0)].query for row in range(4)} - {"only"}) == 4
-    with pytest.raises(InputError, match="no class has two texts"):
-        dataset(tmp_path, labelled(1, 1), conversion="class_by_example", single_text_classes="leave_out")
-
-
-@pytest.mark.parametrize("row", [-1, 3])
-def test_a_row_outside_the_source_is_refused(tmp_path, row):
-    source = dataset(tmp_path, pairs(10), max_rows=3)
-    with pytest.raises(IndexError, match=f"row {row} of 3"):
-        source[PlanEntry(row, 0)]
 
 
 @pytest.mark.parametrize("conversion", ["pairs", "class_by_example", "class_by_label"])
@@ -167,13 +162,6 @@ def test_levels_of_a_file_decide_which_negatives_a_step_may_use(tmp_path, kind):
         assert (source[PlanEntry(row, 9)].level, len(source[PlanEntry(row, 9)].negatives)) == (0, 4)
 
 
-def test_drawn_negatives_and_their_labels_are_of_every_level(tmp_path):
-    source = dataset(tmp_path, labelled(3, 4), conversion="class_by_example", num_negatives=2)
-    plain, leveled = source[PlanEntry(0, 5)], source[PlanEntry(0, 5, LevelRule(2))]
-    assert (leveled.negatives, leveled.negative_labels) == (plain.negatives, plain.negative_labels)
-    assert len(plain.negative_labels) == 2
-
-
 ANSWERED = [{**pair, "question": f"n {row}", "score": 1.0, "anchor": None} for row, pair in enumerate(pairs(4))]
 
 
@@ -194,14 +182,6 @@ def test_columns_that_look_like_a_field_are_named_in_one_line(form, tmp_path, ca
     assert mapped[PlanEntry(2, 0)].query == "n 2"
 
 
-def test_of_several_columns_for_one_field_the_first_is_suggested(tmp_path, caplog):
-    row = {**pairs(1)[0], "negatives": ["o"], "negative_1": "n", "negative_2": "m"}
-    warn_of_unused_columns(dataset(tmp_path, [row]), 2)
-    assert caplog.messages == [
-        "source source: columns not used: negative_1, negative_2; to use one, map it: columns: {negatives: negative_1}"
-    ]
-
-
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_columns_of_other_libraries_become_examples_and_are_told_once(form, tmp_path, caplog):
     rows = [{"anchor": f"q{i}", "positive": f"p{i}", "negative_1": f"n{i}", "negative_2": f"m{i}"} for i in range(3)]
@@ -220,7 +200,13 @@ def test_columns_of_other_libraries_become_examples_and_are_told_once(form, tmp_
         assert (example.query, example.positives, [each.text for each in example.negatives]) == ("q1", ("p1",), texts)
 
 
-def test_columns_that_are_used_or_not_asked_for_are_not_named(tmp_path, caplog):
+def test_of_several_columns_for_one_field_the_first_is_suggested_and_used_ones_are_not_named(tmp_path, caplog):
+    row = {**pairs(1)[0], "negatives": ["o"], "negative_1": "n", "negative_2": "m"}
+    warn_of_unused_columns(dataset(tmp_path, [row]), 2)
+    assert caplog.messages == [
+        "source source: columns not used: negative_1, negative_2; to use one, map it: columns: {negatives: negative_1}"
+    ]
+    caplog.clear()
     warn_of_unused_columns(dataset(tmp_path, [{**pairs(1)[0], "negative": "n", "title": "t"}]), 0)
     rows = [{"anchor": "q", "positive": "p", "negative": ["n"], "score": None}]
     warn_of_unused_columns(dataset(tmp_path, rows, columns={"query": "anchor", "negatives": "negative"}), 7)
@@ -270,14 +256,11 @@ def test_class_examples_are_drawn_by_the_key_and_evenly(tmp_path):
     assert all(abs(count - 1000) < 5 * (3000 * 2 / 6 * 4 / 6) ** 0.5 for count in negatives.values())
 
 
-def test_the_query_is_never_its_own_positive_even_where_its_text_is_repeated(tmp_path):
+def test_no_positive_is_the_query_and_no_negative_repeats_a_text_even_where_rows_repeat_them(tmp_path):
     rule, rows = class_examples(tmp_path, [["same"] * 50 + [" same "] * 50 + ["different"], ["b"]], 1)
     index = next(i for i, row in enumerate(rows) if row.query == "same")
     for draw in range(50):
         assert rule(rows[index], index, draw).positives == ("different",)
-
-
-def test_no_negative_repeats_the_query_the_positive_or_another_negative(tmp_path):
     rule, rows = class_examples(tmp_path, [["x", "y"], ["x", "y", "z", "z", "z", "w"]], 4)
     index = next(i for i, row in enumerate(rows) if row.query == "x" and row.label == 0)
     for draw in range(50):
@@ -310,40 +293,31 @@ def texts(negatives, level, cumulative=False, draw=0):
     return [negatives[place].text for place in places_of_level(negatives, LevelRule(level, cumulative), draw)]
 
 
-@pytest.mark.parametrize(
-    ("levels", "expected"),
-    [
-        ((1, 4), ["1", "4", "4", "4"]),
-        ((2, 3), ["2", "2", "3", None]),
-        ((4,), ["4", "4", "4", "4"]),
-        ((1,), ["1", None, None, None]),
-        ((), [None, None, None, None]),
-    ],
-)
-def test_the_nearest_coarser_level_stands_in_and_never_a_finer_one(levels, expected):
-    negatives = tuple(Negative(str(level), level) for level in levels)
-    assert [texts(negatives, level) for level in (1, 2, 3, 4)] == [[] if text is None else [text] for text in expected]
+def test_the_nearest_coarser_level_stands_in_and_never_a_finer_one():
+    for levels, expected in (
+        ((1, 4), [["1"], ["4"], ["4"], ["4"]]),
+        ((2, 3), [["2"], ["2"], ["3"], []]),
+        ((4,), [["4"], ["4"], ["4"], ["4"]]),
+        ((1,), [["1"], [], [], []]),
+        ((), [[], [], [], []]),
+    ):
+        negatives = tuple(Negative(str(level), level) for level in levels)
+        assert [texts(negatives, level) for level in (1, 2, 3, 4)] == expected
 
 
-@pytest.mark.parametrize("level", [1, 2, 3, 4])
-def test_a_level_allows_its_own_negatives_in_their_order_and_cumulative_ones_all_coarser_too(level):
-    assert texts(ALL, level) == [f"{level}a", f"{level}b"]
-    found = texts(ALL, level, cumulative=True)
-    assert sorted(found) == [f"{coarser}{name}" for coarser in range(level, 5) for name in "ab"]
-
-
-def test_the_first_of_cumulative_levels_is_drawn_by_the_key_and_evenly():
+def test_a_level_allows_its_own_negatives_in_their_order_and_cumulative_ones_all_coarser_too_evenly_by_the_key():
+    for level in (1, 2, 3, 4):
+        assert texts(ALL, level) == [f"{level}a", f"{level}b"]
+        found = texts(ALL, level, cumulative=True)
+        assert sorted(found) == [f"{coarser}{name}" for coarser in range(level, 5) for name in "ab"]
     assert texts(ALL, 2, cumulative=True, draw=5) == texts(ALL, 2, cumulative=True, draw=5)
     first = Counter(texts(ALL, 2, cumulative=True, draw=draw)[0] for draw in range(1200))
     assert len(first) == 6
     # Five standard deviations of a binomial count.
     assert all(abs(count - 200) < 5 * (1200 * 1 / 6 * 5 / 6) ** 0.5 for count in first.values())
-
-
-@pytest.mark.parametrize("cumulative", [False, True])
-def test_negatives_without_levels_belong_to_every_level(cumulative):
-    negatives = (Negative("a"), Negative("b"))
-    assert sorted(places_of_level(negatives, LevelRule(3, cumulative), 0)) == [0, 1]
+    # Negatives without levels belong to every level.
+    for cumulative in (False, True):
+        assert sorted(texts((Negative("a"), Negative("b")), 3, cumulative)) == ["a", "b"]
 
 
 @pytest.fixture
@@ -353,22 +327,19 @@ def mixture(tmp_path):
     return Mixture([first, dataset(tmp_path, labelled(4, 4), **classes), last])
 
 
-def test_rows_of_all_sources_lie_one_after_another(mixture):
+def test_rows_of_all_sources_lie_one_after_another_and_an_example_is_its_sources_own(mixture):
     assert len(mixture) == 12
     assert mixture.sizes == (3, 8, 1)
-    assert [mixture[PlanEntry(row, 0)].source for row in range(12)] == [0] * 3 + [1] * 8 + [2]
-    with pytest.raises(IndexError, match="row 12 of 12"):
-        mixture[PlanEntry(12, 0)]
-
-
-def test_an_example_is_its_sources_own_with_row_and_source_of_the_mixture(mixture):
     for row in range(12):
-        example = mixture[PlanEntry(row, 7)]
-        source = example.source
-        local = mixture.sources[source][PlanEntry(row - (0, 3, 11)[source], 7)]
-        assert (example.row, example.draw) == (row, 7)
+        source = 0 if row < 3 else 1 if row < 11 else 2
+        example, local = mixture[PlanEntry(row, 7)], mixture.sources[source][PlanEntry(row - (0, 3, 11)[source], 7)]
+        assert (example.row, example.draw, example.source) == (row, 7, source)
         assert (example.query, example.positives, example.negatives) == (local.query, local.positives, local.negatives)
         assert example.in_batch_negatives == (source != 1)
+    refused(IndexError, "row 12 of 12", mixture.__getitem__, PlanEntry(12, 0))
+    refused(OptionError, r"data\.sources must not be empty", Mixture, [])
+    first, second, _ = mixture.sources
+    refused(OptionError, r"data\.sources must have different names, got 'one'; rename", Mixture, [first, second, first])
 
 
 def test_a_batch_is_its_entries_one_by_one_in_their_order(mixture, monkeypatch):
@@ -379,10 +350,3 @@ def test_a_batch_is_its_entries_one_by_one_in_their_order(mixture, monkeypatch):
     monkeypatch.setattr(Table, "rows", lambda table, indices: calls.append(len(indices)) or rows(table, indices))
     assert mixture.__getitems__(entries) == expected
     assert sorted(calls) == [1, 3, 4]
-
-
-def test_no_source_and_two_of_one_name_are_refused(mixture):
-    with pytest.raises(OptionError, match=r"data\.sources must not be empty"):
-        Mixture([])
-    with pytest.raises(OptionError, match=r"data\.sources must have different names, got 'one'"):
-        Mixture([mixture.sources[0], mixture.sources[0]])

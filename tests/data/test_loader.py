@@ -7,6 +7,7 @@ import torch
 
 from embeddings.common import InputError, OptionError
 from embeddings.data import BlendedBatchSampler, ResumableLoader
+from tests.helpers.refusals import refused
 
 
 class RowEcho:
@@ -69,15 +70,12 @@ def test_workers_that_ran_ahead_do_not_count_and_change_nothing():
     assert seen + list(take(resumed, 7)) == flat()[:15]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_epoch_is_left_in_its_middle_when_another_is_set(num_workers):
-    loader = make(num_workers=num_workers)
-    list(take(loader, 2))
-    loader.batch_sampler.set_epoch(1)
-    assert epochs(loader, 1) == epochs(make(), 2)[1:]
-
-
-def test_a_state_loaded_after_iter_counts():
+def test_an_epoch_is_left_in_its_middle_when_another_is_set_or_a_state_loaded():
+    for num_workers in (0, 1):
+        loader = make(num_workers=num_workers)
+        list(take(loader, 2))
+        loader.batch_sampler.set_epoch(1)
+        assert epochs(loader, 1) == epochs(make(), 2)[1:]
     loader, source = make(), make()
     iterator = iter(loader)
     list(take(source, 9))
@@ -91,22 +89,22 @@ def test_a_state_loaded_after_iter_counts():
         ({"batch_size": 2}, {}, "data global_batch_size must be 4 as in the checkpoint"),
         ({"proportions": "uniform"}, {}, "data proportions must be 'size' as in the checkpoint"),
         ({}, {"plan_version": None}, r"data plan_version must be None .* resume by the library that"),
+        (
+            {"proportions": "given", "weights": [9, 1]},
+            {"proportions": "given", "parts": "0.1,0.9"},
+            r"data parts must be '0\.1,0\.9' as in the checkpoint .* got '0\.9,0\.1'",
+        ),
         ({}, {"level": 3}, r"data level must be 3 as in the checkpoint .*, got None; restore it"),
     ],
 )
 def test_a_state_of_another_plan_is_refused_by_the_field_that_differs(options, saved, message):
     state = make().state_dict()
     state["plan"] = {name: value for name, value in (state["plan"] | saved).items() if value is not None}
-    with pytest.raises(OptionError, match=message):
-        make(**options).load_state_dict(state)
+    refused(OptionError, message, make(**options).load_state_dict, state)
     make().load_state_dict(make().state_dict())
-
-
-def test_a_state_under_other_weights_is_refused_and_under_the_same_ratios_taken():
-    state = make(proportions="given", weights=[1, 9]).state_dict()
-    with pytest.raises(OptionError, match=r"data parts must be '0\.1,0\.9' as in the checkpoint .* got '0\.9,0\.1'"):
-        make(proportions="given", weights=[9, 1]).load_state_dict(state)
-    make(proportions="given", weights=[2, 18]).load_state_dict(state)
+    # Of weights the ratios count.
+    given = make(proportions="given", weights=[1, 9]).state_dict()
+    make(proportions="given", weights=[2, 18]).load_state_dict(given)
 
 
 ERRORS = [

@@ -10,6 +10,7 @@ from embeddings.common import OptionError
 from embeddings.data.near_duplicates import LEAST_THRESHOLD, NearDuplicates, mark_copies
 from embeddings.data.near_duplicates import jaccard as set_jaccard
 from tests.helpers.processes import run_command
+from tests.helpers.refusals import refused
 
 
 def shingles(text, unit):
@@ -121,8 +122,7 @@ def test_keys_do_not_depend_on_the_process_or_on_the_other_texts():
 
 @pytest.mark.parametrize("threshold", [0.0, 0.49, 1.01, float("nan"), -1.0])
 def test_a_threshold_out_of_its_range_is_refused(threshold):
-    with pytest.raises(OptionError, match=f"must lie between {LEAST_THRESHOLD} and 1"):
-        NearDuplicates(threshold)
+    refused(OptionError, f"must lie between {LEAST_THRESHOLD} and 1", NearDuplicates, threshold)
 
 
 @pytest.mark.parametrize("num_columns", [1, 3])

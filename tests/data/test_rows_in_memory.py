@@ -14,6 +14,7 @@ from embeddings import EmbeddingDataModule, source_from_rows
 from embeddings.common import InputError, OptionError
 from embeddings.data import PlanEntry, SourceConfig, open_source
 from tests.data.rows import pairs, write_jsonl
+from tests.helpers.refusals import refused
 
 TRIPLETS = [{"anchor": f"q{i}", "positive": f"p{i}", "negative": f"n{i}", "id": i} for i in range(40)]
 
@@ -76,15 +77,14 @@ def test_arrays_are_written_as_lists(tmp_path):
     ],
 )
 def test_rows_that_cannot_be_written_are_refused_and_nothing_is_left(tmp_path, rows, message):
-    with pytest.raises(InputError, match=message):
-        source_from_rows(rows, name="a", cache_dir=tmp_path)
+    refused(InputError, message, source_from_rows, rows, name="a", cache_dir=tmp_path)
     assert list((tmp_path / "rows").iterdir()) == []
 
 
 def test_bad_options_and_a_cache_that_is_a_file_are_refused(tmp_path):
-    with pytest.raises(OptionError, match="weight must be a finite number > 0"):
-        source_from_rows(pairs(1), name="a", cache_dir=tmp_path, weight=0.0)
+    says = "weight must be a finite number > 0"
+    refused(OptionError, says, source_from_rows, pairs(1), name="a", cache_dir=tmp_path, weight=0.0)
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"the cache cannot be written .*; set EMBED_CACHE"):
-        source_from_rows(pairs(1), name="a", cache_dir=tmp_path / "file")
+    says = r"the cache cannot be written .*; set EMBED_CACHE"
+    refused(InputError, says, source_from_rows, pairs(1), name="a", cache_dir=tmp_path / "file")
     assert "source_from_rows" in embeddings.__all__

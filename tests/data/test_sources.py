@@ -1,7 +1,9 @@
 """Options of sources, paths, and readers of files and of the Hub."""
 
 import gzip
+import math
 import os
+import re
 import sys
 import tracemalloc
 from pathlib import Path
@@ -15,8 +17,9 @@ import pytest
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.data import PlanEntry, SourceConfig, open_source, readers
 from embeddings.data.readers import HubReader, open_reader, resolve_revision
-from embeddings.data.sources import check_files, check_names, resolve_files
+from embeddings.data.sources import check_files, resolve_files
 from tests.data.rows import pairs, write_jsonl, write_rows
+from tests.helpers.refusals import refused
 
 
 class Holder:
@@ -64,26 +67,17 @@ def test_a_list_of_sources_is_read_from_yaml():
     ("options", "message"),
     [
         ({"name": " "}, "data.sources.name must not be empty"),
-        ({"path": ""}, "path must not be empty"),
-        ({"path": []}, "path must not be empty"),
-        ({"path": ["a", ""]}, "path must not be empty"),
-        ({"path": "hub:"}, "path is no name of a Hub data set"),
-        ({"path": "hub:a/b/c"}, "path is no name of a Hub data set"),
+        *(({"path": path}, "path must not be empty") for path in ("", [], ["a", ""])),
+        *(({"path": path}, "path is no name of a Hub data set") for path in ("hub:", "hub:a/b/c")),
         ({"path": ["hub:a/b"]}, "path lists a Hub data set"),
-        ({"split": "train"}, "split has no meaning for files"),
-        ({"subset": "en"}, "subset has no meaning for files"),
-        ({"revision": "main"}, "revision has no meaning for files"),
+        *(({name: "a"}, f"{name} has no meaning for files") for name in ("split", "subset", "revision")),
         ({"columns": {"text": "a"}}, "columns may map only query, positive"),
         ({"conversion": "sts", "columns": {"query": "a"}}, "columns may map only sentence1, sentence2, score"),
-        ({"instruction": ""}, "instruction must not be empty"),
-        ({"instruction": []}, "instruction must not be empty"),
-        ({"instruction": ["a", " "]}, "instruction must not be empty"),
+        *(({"instruction": given}, "instruction must not be empty") for given in ("", [], ["a", " "])),
         ({"instruction": "a", "query_prompt": "b"}, "query_prompt excludes instruction"),
         ({"symmetric": True}, "symmetric needs an instruction or a query_prompt"),
         ({"symmetric": True, "instruction": "a", "document_prompt": "d"}, "document_prompt excludes symmetric"),
-        ({"weight": 0.0}, "weight must be a finite number > 0"),
-        ({"weight": float("nan")}, "weight must be a finite number > 0"),
-        ({"weight": float("inf")}, "weight must be a finite number > 0"),
+        *(({"weight": weight}, "weight must be a finite number > 0") for weight in (0.0, math.nan, math.inf)),
         ({"max_rows": 0}, "max_rows must be >= 1"),
         ({"licence": " "}, "licence must not be empty"),
         ({"num_negatives": 0, "conversion": "class_by_example"}, "num_negatives must be >= 1"),
@@ -91,26 +85,15 @@ def test_a_list_of_sources_is_read_from_yaml():
         ({"num_negatives": 1, "conversion": "binary_by_label"}, "num_negatives has no effect"),
         ({"single_text_classes": "leave_out"}, "single_text_classes has no effect on conversion pairs"),
         ({"min_score": 4.0}, "min_score has no effect on conversion pairs"),
-        ({"min_score": float("nan"), "conversion": "sts"}, "min_score must be finite"),
+        ({"min_score": math.nan, "conversion": "sts"}, "min_score must be finite"),
         ({"label_texts": {"0": "no"}}, "label_texts has no effect on conversion pairs"),
         ({"surrogate_vectors": "v", "conversion": "class_by_example"}, "surrogate_vectors has no effect on conversion"),
         ({"label_texts": {"0": " "}, "conversion": "binary_by_label"}, "label_texts must not hold an empty text"),
     ],
 )
 def test_an_impossible_or_idle_option_is_refused_by_name(options, message):
-    with pytest.raises(OptionError) as error:
-        SourceConfig(**{"name": "mine", "path": "a.jsonl", **options})
-    assert message in str(error.value)
-    assert str(error.value).startswith("data.sources")
-    assert "\n" not in str(error.value)
-
-
-def test_two_sources_of_one_name_are_refused():
-    check_names(["a", "b"])
-    with pytest.raises(OptionError, match=r"data\.sources must have different names, got 'a'; rename one"):
-        check_names(["a", "b", "a"])
-    with pytest.raises(OptionError, match=r"data\.validation_sources must have different names, got 'b'"):
-        check_names(["b", "b"], "validation_sources")
+    options = {"name": "mine", "path": "a.jsonl", **options}
+    assert refused(OptionError, re.escape(message), SourceConfig, **options).startswith("data.sources")
 
 
 @pytest.fixture
@@ -121,16 +104,13 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_glob_gives_its_matches_sorted_and_a_list_keeps_its_order(folder):
+def test_a_glob_gives_its_matches_sorted_a_list_keeps_its_order_and_variables_are_filled_in(folder, monkeypatch):
     found = resolve_files([f"{folder}/c.parquet", f"{folder}/[ab].jsonl"])
     assert [file.name for file in found] == ["c.parquet", "a.jsonl", "b.jsonl"]
     assert [file.name for file in resolve_files(f"{folder}/odd[1].jsonl")] == ["odd[1].jsonl"]
-
-
-@pytest.mark.parametrize("written", ["$TEST_ROOT/a.jsonl", "${TEST_ROOT}/a.jsonl"])
-def test_environment_variables_are_filled_in(folder, monkeypatch, written):
     monkeypatch.setenv("TEST_ROOT", str(folder))
-    assert resolve_files(written) == [folder / "a.jsonl"]
+    for written in ("$TEST_ROOT/a.jsonl", "${TEST_ROOT}/a.jsonl"):
+        assert resolve_files(written) == [folder / "a.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -138,11 +118,8 @@ def test_environment_variables_are_filled_in(folder, monkeypatch, written):
     [
         ("${TEST_UNSET}/a.jsonl", "the environment variable TEST_UNSET is not set; run: export TEST_UNSET=FOLDER"),
         ("none.jsonl", "no such file; check the path"),
-        ("data/docstrings/train.jsonl.gz", "no such file; run: python main.py prepare docstrings --output data/docs"),
-        (
-            "data/docstrings_small/train.jsonl.gz",
-            "no such file; run: python main.py prepare docstrings --output data/docstrings_small --max-rows 10000$",
-        ),
+        ("data/docstrings/train.jsonl.gz", "run: python main.py prepare docstrings --output data/docstrings$"),
+        ("data/docstrings_small/train.jsonl.gz", "--output data/docstrings_small --max-rows 10000$"),
         ("data/docstrings_other/train.jsonl.gz", "no such file; check the path"),
         ("*.none", "no file matches"),
         ("sub", "is a folder, expected a file"),
@@ -152,22 +129,19 @@ def test_environment_variables_are_filled_in(folder, monkeypatch, written):
 def test_a_path_that_names_no_file_is_refused(folder, monkeypatch, path, message):
     monkeypatch.chdir(folder)
     monkeypatch.delenv("TEST_UNSET", raising=False)
-    with pytest.raises(InputError, match=message.replace("?", r"\?")):
-        resolve_files(path)
+    refused(InputError, message.replace("?", r"\?"), resolve_files, path)
 
 
 def test_all_files_that_are_missing_are_told_at_once(folder, monkeypatch):
     monkeypatch.chdir(folder)
     there = SourceConfig("there", ["a.jsonl", "?.parquet"])
     check_files([there, SourceConfig("hub", "hub:org/name")])
-    with pytest.raises(InputError, match=r"^x\.jsonl: no such file; check the path$"):
-        check_files([there, SourceConfig("one", "x.jsonl")])
-    with pytest.raises(InputError) as error:
-        check_files([SourceConfig("one", "x.jsonl"), there, SourceConfig("two", ["y.jsonl", "b.jsonl"])])
-    says = "data.sources: 2 paths name no file: x.jsonl (no such file), y.jsonl (no such file); check the path"
-    assert str(error.value) == says
-    with pytest.raises(InputError, match="the path names this file twice"):
-        check_files([SourceConfig("one", ["a.jsonl", "?.jsonl"])])
+    one = SourceConfig("one", "x.jsonl")
+    refused(InputError, r"^x\.jsonl: no such file; check the path$", check_files, [there, one])
+    says = r"^data.sources: 2 paths name no file: x.jsonl \(no such file\), y.jsonl \(no such file\); check the path$"
+    refused(InputError, says, check_files, [one, there, SourceConfig("two", ["y.jsonl", "b.jsonl"])])
+    twice = SourceConfig("one", ["a.jsonl", "?.jsonl"])
+    refused(InputError, "the path names this file twice", check_files, [twice])
 
 
 LINE = b'{"query": "q", "positive": "p"}\n'
@@ -177,21 +151,22 @@ def read(path, fields=("query", "positive"), required=("query", "positive")):
     return list(open_reader(path, fields, required))
 
 
-def test_json_lines_gzip_and_parquet_give_the_same_rows_whatever_their_names(tmp_path):
+def test_json_lines_gzip_and_parquet_give_the_same_rows_whatever_their_names_with_all_bytes_read(tmp_path):
     rows = pairs(2500)
     plain = write_jsonl(tmp_path / "plain.jsonl", rows)
     zipped = write_jsonl(tmp_path / "zipped.jsonl.gz", rows).rename(tmp_path / "zipped.jsonl")
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "columns.dat")
-    for path in (plain, zipped, tmp_path / "columns.dat"):
-        found = read(path)
+    columns = write_rows(tmp_path / "columns.parquet", rows).rename(tmp_path / "columns.dat")
+    for path in (plain, zipped, columns):
+        reader = open_reader(path, ("query", "positive"), ("query", "positive"))
+        assert reader.bytes_read == 0
+        found = list(reader)
         assert [row.fields for row in found] == rows
         assert [found[i].where for i in (0, 1024, -1)] == [f"{path}:1", f"{path}:1025", f"{path}:2500"]
-
-
-@pytest.mark.parametrize("data", [b"\xef\xbb\xbf" + LINE, LINE.replace(b"\n", b"\r\n"), b"\xef\xbb\xbf\n" + LINE])
-def test_a_byte_order_mark_and_windows_line_ends_are_passed_over(tmp_path, data):
-    (tmp_path / "a.jsonl").write_bytes(data)
-    assert [row.fields for row in read(tmp_path / "a.jsonl")] == [{"query": "q", "positive": "p"}]
+        assert reader.bytes_read == reader.total_bytes == path.stat().st_size
+    # A byte order mark and Windows' line ends are passed over.
+    for data in (b"\xef\xbb\xbf" + LINE, LINE.replace(b"\n", b"\r\n"), b"\xef\xbb\xbf\n" + LINE):
+        plain.write_bytes(data)
+        assert [row.fields for row in read(plain)] == [{"query": "q", "positive": "p"}]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +184,7 @@ def test_a_byte_order_mark_and_windows_line_ends_are_passed_over(tmp_path, data)
         (
             b"query,positive\nq,p\n",
             ":1",
-            "this is a table of separated values (CSV), and its name says otherwise; name the file .csv or .tsv",
+            "separated values (CSV), and its name says otherwise; name the file .csv or .tsv",
         ),
         (b'"query";"positive"', ":1", "this is a table of separated values (CSV)"),
         (LINE + b"query,positive\n", ":2", "the row is not JSON"),
@@ -237,57 +212,37 @@ def test_a_byte_order_mark_and_windows_line_ends_are_passed_over(tmp_path, data)
 def test_a_bad_file_is_refused_with_file_and_row_on_one_line(tmp_path, monkeypatch, data, where, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl").write_bytes(data)
-    with pytest.raises(InputError) as error:
-        read(Path("bad.jsonl"))
-    text = str(error.value)
+    text = refused(InputError, re.escape(message), read, Path("bad.jsonl"))
     assert text.startswith(f"bad.jsonl{where}")
-    assert message in text
-    assert "\n" not in text
     assert len(text) <= 200
 
 
-def test_a_column_of_parquet_that_is_there_twice_is_refused_where_it_is_asked_for(tmp_path):
+def test_parquet_with_a_column_twice_cut_off_without_rows_or_with_broken_text_is_refused(tmp_path):
+    def write(name, table):
+        pq.write_table(table, tmp_path / name)
+        return tmp_path / name
+
     columns = [pa.array(["a"]), pa.array(["b"]), pa.array(["c"])]
-    pq.write_table(pa.Table.from_arrays(columns, ["query", "positive", "positive"]), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"a\.parquet: has two columns 'positive'; rename one of them"):
-        read(tmp_path / "a.parquet")
-    assert read(tmp_path / "a.parquet", ["query"], ["query"])[0].fields == {"query": "a"}
+    twice = write("a.parquet", pa.Table.from_arrays(columns, ["query", "positive", "positive"]))
+    refused(InputError, r"a\.parquet: has two columns 'positive'; rename one of them", read, twice)
+    assert read(twice, ["query"], ["query"])[0].fields == {"query": "a"}
     # Without a required column the row shows all that there are.
-    pq.write_table(pa.table({"question": ["q"], "answer": ["p"]}), tmp_path / "b.parquet")
-    assert read(tmp_path / "b.parquet")[0].fields == {"question": "q", "answer": "p"}
+    other = write("b.parquet", pa.table({"question": ["q"], "answer": ["p"]}))
+    assert read(other)[0].fields == {"question": "q", "answer": "p"}
+    whole = write("whole.parquet", pa.table({"query": ["q"] * 9, "positive": ["p"] * 9}))
+    (tmp_path / "cut.parquet").write_bytes(whole.read_bytes()[:-20])
+    refused(InputError, r"cut\.parquet:1: the Parquet data is cut off or damaged", read, tmp_path / "cut.parquet")
+    refused(InputError, "holds no rows", read, write("none.parquet", pa.table({"query": pa.array([], pa.string())})))
+    texts = pa.array([b"good", b"good", b"\xff"]).view(pa.string())
+    broken = write("text.parquet", pa.table({"query": texts, "positive": texts}))
+    refused(InputError, r"text\.parquet:3: a text is not valid UTF-8", read, broken)
 
 
 def test_a_line_without_end_and_a_file_that_is_not_there_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=r"gone\.jsonl: cannot be read \(No such file"):
-        read(tmp_path / "gone.jsonl")
+    refused(InputError, r"gone\.jsonl: cannot be read \(No such file", read, tmp_path / "gone.jsonl")
     monkeypatch.setattr(readers, "MAX_LINE_BYTES", 2**20)
     (tmp_path / "a.jsonl").write_bytes(LINE + b'{"query": "' + b"x" * 2**20 + b'"}\n')
-    with pytest.raises(InputError, match=r"a\.jsonl:2: the row is longer than 1 MiB"):
-        read(tmp_path / "a.jsonl")
-
-
-def test_parquet_cut_off_without_rows_or_with_broken_text_is_refused(tmp_path):
-    whole = tmp_path / "whole.parquet"
-    pq.write_table(pa.table({"query": ["q"] * 9, "positive": ["p"] * 9}), whole)
-    (tmp_path / "cut.parquet").write_bytes(whole.read_bytes()[:-20])
-    with pytest.raises(InputError, match=r"cut\.parquet:1: the Parquet data is cut off or damaged"):
-        read(tmp_path / "cut.parquet")
-    pq.write_table(pa.table({"query": pa.array([], pa.string())}), tmp_path / "none.parquet")
-    with pytest.raises(InputError, match="holds no rows"):
-        read(tmp_path / "none.parquet")
-    texts = pa.array([b"good", b"good", b"\xff"]).view(pa.string())
-    pq.write_table(pa.table({"query": texts, "positive": texts}), tmp_path / "text.parquet")
-    with pytest.raises(InputError, match=r"text\.parquet:3: a text is not valid UTF-8"):
-        read(tmp_path / "text.parquet")
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
-def test_reading_ends_with_all_bytes_read(tmp_path, name):
-    path = write_rows(tmp_path / name, pairs(3000))
-    reader = open_reader(path, ("query", "positive"), ("query", "positive"))
-    assert reader.bytes_read == 0
-    assert sum(1 for _ in reader) == 3000
-    assert reader.bytes_read == reader.total_bytes == path.stat().st_size
+    refused(InputError, r"a\.jsonl:2: the row is longer than 1 MiB", read, tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
@@ -302,8 +257,7 @@ def test_blank_lines_without_an_end_are_refused_in_bounded_memory(tmp_path, monk
     rows = iter(open_reader(path, ["query"], ["query"]))
     assert [next(rows).fields["query"] for _ in range(2)] == ["q", "r"]
     tracemalloc.start()
-    with pytest.raises(InputError, match=rf"blank{suffix}:2003: 1000 blank lines follow each other; take them out"):
-        next(rows)
+    refused(InputError, rf"blank{suffix}:2003: 1000 blank lines follow each other; take them out", next, rows)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**20
@@ -333,28 +287,20 @@ def hub(monkeypatch):
     return calls
 
 
-def test_a_hub_source_is_streamed_at_its_commit_and_only_once(tmp_path, hub):
+def test_a_hub_source_is_streamed_at_its_commit_and_only_once(tmp_path, hub, monkeypatch):
     config = SourceConfig("mine", "hub:org/name", subset="en", revision="main")
     for _ in range(2):
         source = open_source(config, tmp_path)
         assert [source[PlanEntry(row, 0)].query for row in range(len(source))] == ["query 0", "query 1", "query 2"]
     assert hub["info"] == [("org/name", "main"), ("org/name", COMMIT), ("org/name", "main")]
     assert hub["load"] == [("org/name", "en", "train", COMMIT, True)]
-
-
-def test_subsets_are_different_sources_and_a_split_without_rows_is_refused(tmp_path, hub):
-    for subset in ("en", "de"):
-        open_source(SourceConfig(subset, "hub:org/name", subset=subset, revision=COMMIT), tmp_path)
-    assert len(hub["load"]) == 2
-    with pytest.raises(InputError, match="hub:org/name: split 'empty' holds no rows"):
-        list(HubReader("org/name", None, "empty", COMMIT))
-
-
-def test_a_full_commit_that_was_converted_needs_no_hub(tmp_path, hub, monkeypatch):
-    config = SourceConfig("mine", "hub:org/name", revision=COMMIT)
+    # Another subset is another source, and a full commit that was converted needs no Hub.
+    config = SourceConfig("de", "hub:org/name", subset="de", revision=COMMIT)
     open_source(config, tmp_path)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert len(hub["load"]) == 2
+    refused(InputError, "hub:org/name: split 'empty' holds no rows", list, HubReader("org/name", None, "empty", COMMIT))
+    for name in ("datasets", "huggingface_hub"):
+        monkeypatch.setitem(sys.modules, name, None)
     assert len(open_source(config, tmp_path)) == 3
 
 
@@ -364,13 +310,12 @@ def test_an_unreachable_hub_is_one_line_with_the_way_out(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=refuse))
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=refuse))
-    for ask in (lambda: resolve_revision("org/name", None), lambda: list(HubReader("org/name", None, "train", COMMIT))):
-        with pytest.raises(InputError) as error:
-            ask()
-        assert str(error.value) == (
-            "hub:org/name: cannot be read (cannot reach the Hub); "
-            "check name, split and network, or download it and give its files"
-        )
+    says = (
+        r"^hub:org/name: cannot be read \(cannot reach the Hub\); "
+        "check name, split and network, or download it and give its files$"
+    )
+    refused(InputError, says, resolve_revision, "org/name", None)
+    refused(InputError, says, list, HubReader("org/name", None, "train", COMMIT))
 
 
 ROOT = Path(os.environ.get("EMBED_DATA") or Path(__file__).parents[3] / "shared" / "data")

@@ -29,6 +29,7 @@ from embeddings.data.store import (
 from embeddings.data.table import StoredRow
 from tests.data.rows import labelled, pairs, write_jsonl
 from tests.helpers.processes import Command
+from tests.helpers.refusals import refused
 
 CONVERT = """
 import sys
@@ -96,36 +97,25 @@ def test_the_key_holds_what_changes_the_stored_rows_and_nothing_else(tmp_path, f
     assert len(folders(tmp_path / "cache")) == conversions_done
 
 
-def test_a_bad_row_leaves_no_conversion_behind(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [*pairs(5), {"query": "q"}])
+def test_a_bad_row_and_a_file_that_changes_while_it_is_read_leave_no_conversion_behind(tmp_path, monkeypatch):
+    bad = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", [*pairs(5), {"query": "q"}])))
     for _ in range(2):
-        with pytest.raises(InputError, match=r"a\.jsonl:6: field 'positive'"):
-            open_cached(SourceConfig("a", str(path)), tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
-
-
-def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
-    path = write_jsonl(tmp_path / "a.jsonl", pairs(5))
-    real = store.write_table
+        refused(InputError, r"a\.jsonl:6: field 'positive'", open_cached, bad, tmp_path / "cache")
+    path, real = write_jsonl(tmp_path / "b.jsonl", pairs(5)), store.write_table
     monkeypatch.setattr(store, "write_table", lambda folder, rows: (write_jsonl(path, pairs(6)), real(folder, rows))[1])
-    with pytest.raises(InputError, match="the file changed while it was read"):
-        open_cached(SourceConfig("a", str(path)), tmp_path / "cache")
+    says = "the file changed while it was read"
+    refused(InputError, says, open_cached, SourceConfig("a", str(path)), tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_kill_amid_the_conversion_leaves_nothing_half_made(tmp_path):
+def test_a_kill_amid_the_conversion_leaves_nothing_half_made_and_two_processes_may_convert_at_once(tmp_path):
     path, root = write_jsonl(tmp_path / "a.jsonl", pairs(50)), tmp_path / "cache"
     with amid_conversion(path, root) as process:
         process.kill()
     assert all(name.startswith(".") for name in os.listdir(root))
-    assert len(open_cached(SourceConfig("a", str(path)), root).table) == 50
-    assert [name for name in os.listdir(root) if name.startswith(".")] == []
-
-
-def test_two_processes_may_convert_one_source_at_once(tmp_path):
-    path, root = write_jsonl(tmp_path / "a.jsonl", pairs(50)), tmp_path / "cache"
     with amid_conversion(path, root) as process:
         here = open_cached(SourceConfig("a", str(path)), root)
+        assert len(here.table) == 50
         made = here.folder.stat().st_ino
         assert process.communicate("\n")[0] == "50\n"
     assert here.folder.stat().st_ino == made
@@ -138,11 +128,10 @@ def test_a_manifest_that_does_not_fit_is_refused(tmp_path):
     fields = json.loads(manifest.read_text())
     assert fields["num_rows"] == 5
     manifest.write_text(json.dumps({**fields, "schema_version": 0}))
-    with pytest.raises(InputError, match=r"manifest\.json: field 'schema_version' is 0, expected"):
-        open_cached(config, tmp_path / "cache")
+    says = r"manifest\.json: field 'schema_version' is 0, expected"
+    refused(InputError, says, open_cached, config, tmp_path / "cache")
     manifest.write_text(json.dumps({**fields, "num_rows": 6}))
-    with pytest.raises(InputError, match="the converted data is damaged"):
-        open_cached(config, tmp_path / "cache")
+    refused(InputError, "the converted data is damaged", open_cached, config, tmp_path / "cache")
 
 
 def test_the_cache_lies_where_the_argument_or_the_environment_says(tmp_path, monkeypatch):
@@ -153,42 +142,36 @@ def test_the_cache_lies_where_the_argument_or_the_environment_says(tmp_path, mon
     assert str(cache_folder()) == ".cache/embeddings"
 
 
-SUSPECTS = {
-    "a negative is also a positive": {"query": "q", "positive": ["a", "b"], "negatives": ["c", " b"]},
-    "a negative is the query itself": {"query": "q ", "positive": "a", "negatives": ["c", "q"]},
-    "a positive is the query itself": {"query": "q", "positive": ["a", "q\n"]},
-}
-
-
+SUSPECTS = [
+    {"query": "q", "positive": ["a", "b"], "negatives": ["c", " b"]},
+    {"query": "q ", "positive": "a", "negatives": ["c", "q"]},
+    {"query": "q", "positive": ["a", "q\n"]},
+]
 NAMED = (
-    r"{} contradict themselves: \S+a\.jsonl:4 \(a negative is also a positive\), "
-    r"\S+a\.jsonl:5 \(a negative is the query itself\), \S+a\.jsonl:6 \(a positive is the query itself\)"
+    r"4 rows contradict themselves: \S+a\.jsonl:4 \(a negative is also a positive\), "
+    r"\S+a\.jsonl:5 \(a negative is the query itself\), \S+a\.jsonl:6 \(a positive is the query itself\) and 1 more"
 )
 
 
 def test_suspect_rows_are_left_out_or_kept_with_one_line_or_all_refused_and_nothing_written(tmp_path, caplog):
-    path = str(write_jsonl(tmp_path / "a.jsonl", [*pairs(3), *SUSPECTS.values(), {"query": "r", "positive": "r"}]))
-    refused = SourceConfig("mine", path, suspect_rows="refuse")
-    rows = NAMED.format("4 rows")
-    mend = r" and 1 more; mend them, or set suspect_rows: leave_out \(or keep\)$"
-    with pytest.raises(InputError, match=f"^source 'mine': {rows}{mend}"):
-        open_cached(refused, tmp_path / "cache")
+    path = str(write_jsonl(tmp_path / "a.jsonl", [*pairs(3), *SUSPECTS, {"query": "r", "positive": "r"}]))
+    refuse = SourceConfig("mine", path, suspect_rows="refuse")
+    all_refused = rf"^source 'mine': {NAMED}; mend them, or set suspect_rows: leave_out \(or keep\)$"
+    refused(InputError, all_refused, open_cached, refuse, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
-    kept = {"suspect_rows": "keep"}
     for options, fate, count in (
-        (kept, r"kept \(else suspect_rows: leave_out\)", 7),
+        ({"suspect_rows": "keep"}, r"kept \(else suspect_rows: leave_out\)", 7),
         ({}, r"left out \(else suspect_rows: keep or refuse\)", 3),
     ):
         for _ in range(2):
             caplog.clear()
             assert len(open_cached(SourceConfig("mine", path, **options), tmp_path / "cache").table) == count
             (line,) = caplog.messages
-            assert re.fullmatch(f"source mine: {rows} and 1 more; {fate}", line)
-    with pytest.raises(InputError, match=f"^source 'mine': {rows}{mend}"):
-        open_cached(refused, tmp_path / "cache")
-    path = str(write_jsonl(tmp_path / "a.jsonl", [SUSPECTS["a positive is the query itself"]]))
-    with pytest.raises(InputError, match=r"no row can be used: 1 row contradicts itself: \S+a\.jsonl:1 \(a positive"):
-        open_cached(SourceConfig("mine", path), tmp_path / "cache")
+            assert re.fullmatch(f"source mine: {NAMED}; {fate}", line)
+    refused(InputError, all_refused, open_cached, refuse, tmp_path / "cache")
+    path = str(write_jsonl(tmp_path / "a.jsonl", [SUSPECTS[-1]]))
+    says = r"no row can be used: 1 row contradicts itself: \S+a\.jsonl:1 \(a positive"
+    refused(InputError, says, open_cached, SourceConfig("mine", path), tmp_path / "cache")
 
 
 @pytest.mark.parametrize("policy", ["refuse", "leave_out"])
@@ -207,38 +190,26 @@ def test_a_conversion_from_before_suspect_rows_were_noted_is_found_again(policy,
     assert len(parsed) == 5
 
 
-@pytest.mark.parametrize("policy", ["leave_out", "keep"])
-def test_records_are_read_with_all_fields_and_in_the_rows_of_the_table(policy, tmp_path):
+def test_records_are_read_with_all_fields_and_places_in_the_rows_of_the_table(tmp_path):
     rows = [{**row, "score": number, "id": number, "label": "a"} for number, row in enumerate(pairs(5))]
     rows.insert(2, {"query": "q", "positive": "q"})
     files = [str(write_jsonl(tmp_path / f"{name}.jsonl", part)) for name, part in (("b", rows[:4]), ("a", rows[4:]))]
-    config = SourceConfig("a", files, suspect_rows=policy)
-    cached = open_cached(config, tmp_path / "cache")
-    records = [record for _, record in read_records(config, cached)]
-    assert [record.query for record in records] == cached.table.queries(range(len(cached.table)))
-    assert [record.score for record in records if record.query != "q"] == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert len(records) == 5 + (policy == "keep")
-
-
-def test_scored_pairs_are_read_as_records_in_the_rows_of_the_table(tmp_path):
+    for policy, lines in (("leave_out", ["b:1", "b:2", "b:4"]), ("keep", ["b:1", "b:2", "b:3", "b:4"])):
+        config = SourceConfig("a", files, suspect_rows=policy)
+        cached = open_cached(config, tmp_path / "cache")
+        records = [record for _, record in read_records(config, cached)]
+        assert [record.query for record in records] == cached.table.queries(range(len(cached.table)))
+        assert [record.score for record in records if record.query != "q"] == [0.0, 1.0, 2.0, 3.0, 4.0]
+        places = [record_place(config, cached, row).rpartition("/")[2] for row in range(len(records))]
+        assert places == [line.replace(":", ".jsonl:") for line in (*lines, "a:1", "a:2")]
+    # A scored pair is two records.
     rows = [{"sentence1": f"a {row}", "sentence2": f"b {row}", "score": row} for row in range(6)]
     config = SourceConfig("sts", str(write_jsonl(tmp_path / "sts.jsonl", rows)), conversion="sts", min_score=3.5)
     cached = open_cached(config, tmp_path / "cache")
     records = [record for _, record in read_records(config, cached)]
-    assert [(record.query, *record.positives) for record in records] == [
-        ("a 4", "b 4"), ("b 4", "a 4"), ("a 5", "b 5"), ("b 5", "a 5")
-    ]  # fmt: skip
+    texts = ["a 4 b 4", "b 4 a 4", "a 5 b 5", "b 5 a 5"]
+    assert [" ".join((record.query, *record.positives)) for record in records] == texts
     assert [record.query for record in records] == cached.table.queries(range(len(cached.table)))
-
-
-def test_the_place_of_a_record_is_its_file_and_line(tmp_path):
-    suspect = {"query": "q", "positive": "q"}
-    for name, rows in (("a", [*pairs(2), suspect, *pairs(1, "x ")]), ("b", pairs(2, "y "))):
-        write_jsonl(tmp_path / f"{name}.jsonl", rows)
-    config = SourceConfig("s", [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], suspect_rows="leave_out")
-    cached = open_cached(config, tmp_path / "cache")
-    places = [record_place(config, cached, row).rpartition("/")[2] for row in range(len(cached.table))]
-    assert places == ["a.jsonl:1", "a.jsonl:2", "a.jsonl:4", "b.jsonl:1", "b.jsonl:2"]
 
 
 def test_records_of_a_file_that_is_no_longer_the_converted_one_are_refused(tmp_path):
@@ -247,10 +218,9 @@ def test_records_of_a_file_that_is_no_longer_the_converted_one_are_refused(tmp_p
     reading = read_records(config, cached)
     assert next(reading)[1].query == "query 0"
     write_jsonl(tmp_path / "a.jsonl", pairs(6))
-    with pytest.raises(InputError, match=r"a\.jsonl: the file changed while it was read"):
-        list(reading)
-    with pytest.raises(InputError, match="source 'a': its files have changed since the work began; begin again"):
-        next(read_records(config, cached))
+    refused(InputError, r"a\.jsonl: the file changed while it was read", list, reading)
+    says = "source 'a': its files have changed since the work began; begin again"
+    refused(InputError, says, next, read_records(config, cached))
 
 
 def convert(conversion, rows, **options):
@@ -262,23 +232,16 @@ def convert(conversion, rows, **options):
 
 def test_a_record_is_stored_with_levels_and_a_label_code():
     negatives = [{"text": "m", "level": 2}, {"text": "n", "level": 1}]
-    rows, facts = convert(
-        "pairs",
-        [
-            {"query": "q", "positive": "p", "label": "x", "negatives": negatives},
-            {"query": "r", "positive": ["s", "t"]},
-            {"query": "u", "positive": "v", "label": 7},
-        ],
-    )
+    first = {"query": "q", "positive": "p", "label": "x", "negatives": negatives}
+    others = [{"query": "r", "positive": ["s", "t"]}, {"query": "u", "positive": "v", "label": 7}]
+    rows, facts = convert("pairs", [first, *others])
     assert rows == [
         StoredRow("q", ("p",), ("n", "m"), (1, 2), 0),
         StoredRow("r", ("s", "t"), (), (), -1),
         StoredRow("u", ("v",), (), (), 1),
     ]
     assert list(facts.labels) == ["x", "7"]
-
-
-def test_a_class_with_one_text_is_remembered_with_its_first_row():
+    # A class with one text is remembered with its first row.
     texts = [("one", "x"), ("two", "y"), (" one ", "x"), ("three", "y"), ("only", "z")]
     rows, facts = convert("class_by_example", [{"text": text, "label": label} for text, label in texts])
     assert [row.label for row in rows] == [0, 1, 0, 1, 2]
@@ -291,8 +254,7 @@ def test_a_pair_that_people_found_similar_goes_both_ways_and_others_are_left_out
     assert convert("sts", rows)[0] == both_ways
     assert len(convert("sts", rows, min_score=3.5)[0]) == 6
     rows = [{"sentence1": "a", "sentence2": "b", "score": score} for score in (0.3, 0.9)]
-    with pytest.raises(InputError, match=r"source 'mine': no pair reaches the score 4 \(the highest is 0\.9\)"):
-        convert("sts", rows)
+    refused(InputError, r"source 'mine': no pair reaches the score 4 \(the highest is 0\.9\)", convert, "sts", rows)
 
 
 @pytest.mark.parametrize("labels", [[0], [0, 1], [1, 0, 2, 0, 1, 0], [3, 3, 0, 2, 2, 1, 3]])
@@ -308,13 +270,9 @@ def test_members_and_outsiders_are_what_a_loop_finds(tmp_path, labels):
         assert found == {row: labels[row] for row in outside}
 
 
-def test_rows_of_lone_classes_can_have_no_positive(tmp_path):
+def test_an_index_is_mapped_and_pickled_by_its_folder_and_leaves_out_lone_classes(tmp_path):
     write_class_index(tmp_path, np.array([2, 0, 1, 0, 2, 3], dtype=np.int32), 4, lone=[2, 3])
-    index = ClassIndex(tmp_path)
-    assert index.paired.tolist() == [1, 2, 3]
-
-
-def test_an_index_is_mapped_and_pickled_by_its_folder(tmp_path):
+    assert ClassIndex(tmp_path).paired.tolist() == [1, 2, 3]
     write_class_index(tmp_path, np.arange(10_000, dtype=np.int32) % 10, 10)
     index = ClassIndex(tmp_path)
     assert isinstance(index._order, np.memmap)
@@ -323,15 +281,9 @@ def test_an_index_is_mapped_and_pickled_by_its_folder(tmp_path):
     assert pickle.loads(data).member(3, 5) == index.member(3, 5) == 53
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """The files that were read to be hashed."""
-    seen, real = [], sources.file_sha256
-    monkeypatch.setattr(sources, "file_sha256", lambda path: (seen.append(path), real(path))[1])
-    return seen
-
-
-def test_a_remembered_file_is_not_read_again_until_it_changes(tmp_path, reads):
+def test_a_remembered_file_is_not_read_again_until_it_changes(tmp_path, monkeypatch):
+    reads, real = [], sources.file_sha256
+    monkeypatch.setattr(sources, "file_sha256", lambda path: (reads.append(path), real(path))[1])
     path, memory = tmp_path / "a", tmp_path / "memory"
     path.write_bytes(b"one")
     first = HashedFile(path, memory)
@@ -347,8 +299,7 @@ def test_a_remembered_file_is_not_read_again_until_it_changes(tmp_path, reads):
     assert len(reads) == 2
     # A memory that cannot be written is no error; a file that cannot be read is.
     HashedFile(path, path).remember()
-    with pytest.raises(InputError, match="gone: cannot be read"):
-        HashedFile(tmp_path / "gone", memory)
+    refused(InputError, "gone: cannot be read", HashedFile, tmp_path / "gone", memory)
 
 
 def in_languages(*names):
@@ -361,14 +312,11 @@ def read(folder, rows, **options):
     return read_languages(config, open_cached(config, folder / "cache")).tolist()
 
 
-def test_languages_are_numbered_by_first_appearance_and_a_record_without_one_is_named(tmp_path):
+def test_languages_are_numbered_by_first_appearance_few_and_given_with_every_record(tmp_path, monkeypatch):
     assert read(tmp_path, in_languages("de", "fr", "de", "DE", "fr")) == [0, 1, 0, 2, 1]
-    with pytest.raises(InputError, match=r"a\.jsonl:2: the record has no language; give every record one, or map it"):
-        read(tmp_path, in_languages("de", None, "de"))
-
-
-def test_a_column_of_ever_new_texts_is_no_language(tmp_path, monkeypatch):
+    says = r"a\.jsonl:2: the record has no language; give every record one, or map it"
+    refused(InputError, says, read, tmp_path, in_languages("de", None, "de"))
     monkeypatch.setattr(store, "MAX_LANGUAGES", 2)
     assert read(tmp_path, in_languages("a", "b", "a")) == [0, 1, 0]
-    with pytest.raises(InputError, match=r"a\.jsonl:3: language 'c' is one of more than 2; map language"):
-        read(tmp_path, in_languages("a", "b", "c"))
+    says = r"a\.jsonl:3: language 'c' is one of more than 2; map language"
+    refused(InputError, says, read, tmp_path, in_languages("a", "b", "c"))

@@ -16,6 +16,7 @@ from embeddings.data.tokenize import ContrastiveCollator, TextSettings, TextToke
 from embeddings.losses import InfoNCE, SurrogateFilter
 from tests.data.rows import dataset, pairs
 from tests.data.surrogates import number_of, write_surrogates
+from tests.helpers.refusals import refused
 from tests.helpers.tiny import wordpiece_tokenizer
 
 ROWS = [
@@ -38,11 +39,15 @@ def documents_of(plain):
     return list(dict.fromkeys(text for row in range(8) for text in plain.cached.table.row(row).positives))
 
 
-def test_every_row_has_the_vectors_of_its_query_and_positives(plain, tmp_path):
+def test_every_row_has_the_vectors_of_its_query_and_positives(plain, tmp_path, monkeypatch):
     vectors = SurrogateVectors(write_surrogates(tmp_path / "s", plain.cached), plain.cached.folder.name)
     documents = documents_of(plain)
     assert vectors.width == 4
-    for each in (vectors, pickle.loads(pickle.dumps(vectors))):
+    with monkeypatch.context() as patch:
+        # A worker does not read again what its parent checked.
+        patch.setattr(surrogate_vectors._Shards, "check", lambda _: pytest.fail("read"))
+        copied = pickle.loads(pickle.dumps(vectors))
+    for each in (vectors, copied):
         for row in range(8):
             assert number_of(each.query(row)) == row + 0.25
             expected = [documents.index(text) for text in plain.cached.table.row(row).positives]
@@ -84,20 +89,20 @@ def test_hard_negatives_have_the_vectors_of_their_texts_as_many_as_are_drawn(tmp
     assert source[PlanEntry(0, 0)].surrogate_negatives(7).shape == (0, 4)
 
 
-@pytest.mark.parametrize("cumulative", [False, True])
-def test_the_negatives_of_a_level_have_their_own_vectors(tmp_path, cumulative):
+def test_the_negatives_of_a_level_have_their_own_vectors(tmp_path):
     negatives = [{"text": f"n {level}{name}", "level": level} for level in (1, 2, 3) for name in "ab"]
     plain = dataset(tmp_path, [{"query": "query", "positive": "positive", "negatives": negatives}])
     source = with_vectors(plain, write_surrogates(tmp_path / "s", plain.cached, negatives=True))
     # Documents: the positive, then the negatives in their order.
     number = {negative["text"]: 1 + place for place, negative in enumerate(negatives)}
     for draw in range(5):
-        example = source[PlanEntry(0, draw, LevelRule(2, cumulative))]
-        texts = [negative.text for negative in example.negatives]
-        assert len(texts) == (4 if cumulative else 2)
-        for count in (1, 2, 4):
-            found = number_of(example.surrogate_negatives(count)).tolist()
-            assert found == [number[text] for text in texts[:count]]
+        for cumulative in (False, True):
+            example = source[PlanEntry(0, draw, LevelRule(2, cumulative))]
+            texts = [negative.text for negative in example.negatives]
+            assert len(texts) == (4 if cumulative else 2)
+            for count in (1, 2, 4):
+                found = number_of(example.surrogate_negatives(count)).tolist()
+                assert found == [number[text] for text in texts[:count]]
 
 
 def test_the_filter_takes_out_other_queries_hard_negatives_and_spares_a_querys_own(tmp_path):
@@ -126,8 +131,7 @@ def test_hard_negatives_that_no_filter_can_reach_are_told_of(has_vectors, num_ne
     folder = write_surrogates(tmp_path / "s", plain.cached, negatives=has_vectors)
     config = SourceConfig(plain.config.name, plain.config.path, suspect_rows="keep", surrogate_vectors=str(folder))
     module = EmbeddingDataModule([config], batch_size=2, num_negatives=num_negatives, cache_dir=str(tmp_path / "cache"))
-    with caplog.at_level("WARNING"):
-        module.prepare_data()
+    module.prepare_data()
     assert ("cluster --negatives true" in caplog.text) == (num_negatives > 0 and not has_vectors)
 
 
@@ -153,15 +157,18 @@ def test_a_batch_carries_the_vectors_of_queries_and_drawn_positives(plain, tmp_p
     assert drawn == {"positive 5", "positive 2", "positive 1"}
 
 
-def test_vectors_of_another_source_and_an_encoding_that_is_not_complete_are_refused(plain, tmp_path):
+def test_vectors_of_another_source_incomplete_or_of_another_width_are_refused(plain, tmp_path):
     other = dataset(tmp_path, pairs(8), name="other")
-    with pytest.raises(InputError, match="field 'source_key' is"):
-        with_vectors(plain, write_surrogates(tmp_path / "other", other.cached))
+    refused(InputError, "field 'source_key' is", with_vectors, plain, write_surrogates(tmp_path / "o", other.cached))
     folder = write_surrogates(tmp_path / "s", plain.cached)
+    narrow = with_vectors(plain, folder)
+    config = SourceConfig("other", other.config.path, surrogate_vectors=str(tmp_path / "wide"))
+    write_surrogates(tmp_path / "wide", other.cached, width=5)
+    says = r"must be of one width in all sources, found \[4, 5\]"
+    refused(OptionError, says, Mixture, [narrow, SourceDataset(config, other.cached)])
     manifest = folder / "documents" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "complete": False}))
-    with pytest.raises(InputError, match="field 'complete' is False"):
-        with_vectors(plain, folder)
+    refused(InputError, "field 'complete' is False", with_vectors, plain, folder)
 
 
 @pytest.mark.parametrize("role", ["queries", "documents"])
@@ -177,8 +184,8 @@ def test_a_damaged_shard_is_named_at_the_start_and_no_vector_is_read(role, damag
         damaged = {"wider": np.pad(vectors, ((0, 0), (0, 1))), "short": vectors[1:], "no rows": vectors[:0]}
         np.save(path, damaged.get(damage, vectors.astype(np.float64)))
     monkeypatch.setattr(surrogate_vectors._Shards, "_map", lambda *_: pytest.fail("read"))
-    with pytest.raises(InputError, match=rf"{role}/vectors-00002\.npy: (holds|is missing, empty or damaged)"):
-        with_vectors(plain, tmp_path / "s")
+    says = rf"{role}/vectors-00002\.npy: (holds|is missing, empty or damaged)"
+    refused(InputError, says, with_vectors, plain, tmp_path / "s")
 
 
 @pytest.mark.parametrize("role", ["queries", "documents"])
@@ -189,8 +196,7 @@ def test_a_vector_without_direction_is_named_by_shard_and_row(role, value, kind,
     vectors[2] = value
     np.save(path, vectors)
     expected = rf"{role}/vectors-00001\.npy:2: the vector is {kind}; check its text"
-    with pytest.raises(InputError, match=expected):
-        with_vectors(plain, tmp_path / "s")
+    refused(InputError, expected, with_vectors, plain, tmp_path / "s")
     # What goes wrong after the start is found when it is drawn.
     opened = SurrogateVectors(tmp_path / "s", plain.cached.folder.name, check_vectors=False)
     assert (opened.query(0) @ opened.query(0), opened.positives(0).shape) == (pytest.approx(1), (2, 4))
@@ -211,22 +217,5 @@ def test_vectors_that_the_job_checked_are_not_read_again_but_those_written_later
     path = folder / "documents" / "vectors-00002.npy"
     np.save(path, 0 * np.load(path))
     os.utime(path, ns=(3 * 10**18, 3 * 10**18))
-    with pytest.raises(InputError, match=r"documents/vectors-00002\.npy:0: the vector is zero"):
-        with_vectors(plain, folder)
+    refused(InputError, r"documents/vectors-00002\.npy:0: the vector is zero", with_vectors, plain, folder)
     assert read == [2]
-
-
-def test_a_worker_does_not_read_again_what_its_parent_checked(plain, tmp_path, monkeypatch):
-    vectors = SurrogateVectors(write_surrogates(tmp_path / "s", plain.cached), plain.cached.folder.name)
-    monkeypatch.setattr(surrogate_vectors._Shards, "_map", lambda *_: pytest.fail("read"))
-    assert pickle.loads(pickle.dumps(vectors)).width == 4
-
-
-def test_sources_of_different_widths_are_refused(plain, tmp_path):
-    other = dataset(tmp_path, pairs(3), name="other")
-    config = SourceConfig("other", other.config.path, surrogate_vectors=str(tmp_path / "wide"))
-    write_surrogates(tmp_path / "wide", other.cached, width=5)
-    wide = SourceDataset(config, other.cached)
-    narrow = with_vectors(plain, write_surrogates(tmp_path / "s", plain.cached))
-    with pytest.raises(OptionError, match=r"must be of one width in all sources, found \[4, 5\]"):
-        Mixture([narrow, wide])

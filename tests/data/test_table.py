@@ -10,22 +10,23 @@ import pytest
 from embeddings.common import InputError
 from embeddings.data import table as table_module
 from embeddings.data.table import ROWS_FILE, StoredRow, Table, write_table
+from tests.helpers.refusals import refused
 
 DAMAGED = "the converted data is damaged; delete the folder and run again"
 
 
 def rows_of(count):
-    negatives = [f"negative {j} – 東京" for j in range(3)]
+    texts = [f"negative {j} – 東京" for j in range(3)]
     return [
-        StoredRow(
-            f"query {i}", [f"positive {i}"] * (i % 3), negatives[: i % 4], [1] * (i % 4), i, f"task {i}" * (i % 2)
-        )
+        StoredRow(f"query {i}", [f"positive {i}"] * (i % 3), texts[: i % 4], [1] * (i % 4), i, f"task {i}" * (i % 2))
         for i in range(count)
     ]
 
 
 @pytest.mark.parametrize("batch_rows", [1, 3, 7, 100])
-def test_every_row_comes_back_wherever_the_batches_are_cut(tmp_path, monkeypatch, batch_rows):
+def test_every_row_comes_back_wherever_the_batches_are_cut_in_any_order_and_as_often_as_asked_for(
+    tmp_path, monkeypatch, batch_rows
+):
     monkeypatch.setattr(table_module, "MAX_BATCH_ROWS", batch_rows)
     rows = rows_of(7)
     assert write_table(tmp_path, iter(rows)) == 7
@@ -37,11 +38,9 @@ def test_every_row_comes_back_wherever_the_batches_are_cut(tmp_path, monkeypatch
     assert table.negatives([1, 4]) == [rows[1].negatives, []]
     np.testing.assert_array_equal(table.labels(), np.arange(7))
     assert [level for levels in table.negative_levels() for level in levels.tolist()] == [1] * 9
-
-
-@pytest.mark.parametrize("batch_rows", [1, 3, 7, 100])
-def test_rows_come_back_in_any_order_and_as_often_as_asked_for(tmp_path, monkeypatch, batch_rows):
-    monkeypatch.setattr(table_module, "MAX_BATCH_ROWS", batch_rows)
+    for index in (-1, 7):
+        refused(IndexError, f"row {index} of 7", Table(tmp_path).row, index)
+        refused(IndexError, f"row {index} of 7", Table(tmp_path).rows, [0, index])
     odd = StoredRow("", ["", "東京 café", "\U0001f600"], [], [], -1, "ein – Auftrag")
     rows = [*rows_of(9), odd, StoredRow("é" * 500, [], [], [])]
     write_table(tmp_path, iter(rows))
@@ -54,6 +53,11 @@ def test_rows_come_back_in_any_order_and_as_often_as_asked_for(tmp_path, monkeyp
     assert {type(row) for row in found} == {StoredRow}
     assert {type(row.label) for row in found} == {int}
     assert Table(tmp_path).rows([]) == []
+    # The levels of each row are bits.
+    levels = [[], [1, 4], [0, 0], [2, 2, 3], [], [4], []]
+    write_table(tmp_path, (StoredRow("q", ["p"], ["n"] * len(row), row) for row in levels))
+    found = [row for rows in Table(tmp_path).row_levels() for row in rows.tolist()]
+    assert found == [sum(1 << level for level in set(row)) for row in levels] == [0, 18, 1, 12, 0, 16, 0]
 
 
 def test_only_the_batches_of_the_rows_asked_for_are_opened(tmp_path, monkeypatch):
@@ -70,37 +74,17 @@ def test_only_the_batches_of_the_rows_asked_for_are_opened(tmp_path, monkeypatch
     assert opened == [1, 3]
 
 
-@pytest.mark.parametrize("batch_rows", [1, 2, 100])
-def test_the_levels_of_each_row_are_bits(tmp_path, monkeypatch, batch_rows):
-    monkeypatch.setattr(table_module, "MAX_BATCH_ROWS", batch_rows)
-    levels = [[], [1, 4], [0, 0], [2, 2, 3], [], [4], []]
-    write_table(tmp_path, (StoredRow("q", ["p"], ["n"] * len(row), row) for row in levels))
-    found = [row for rows in Table(tmp_path).row_levels() for row in rows.tolist()]
-    assert found == [sum(1 << level for level in set(row)) for row in levels] == [0, 18, 1, 12, 0, 16, 0]
-
-
-def test_long_texts_cut_batches_before_many_rows_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(table_module, "MAX_BATCH_CHARACTERS", 100)
-    write_table(tmp_path, (StoredRow("x" * 60, [], [], [], -1) for _ in range(5)))
-    table = Table(tmp_path)
-    assert table._readers[0].num_record_batches == 3
-    assert list(map(len, table.queries(range(5)))) == [60] * 5
-
-
-def test_a_table_is_pickled_by_its_folder(tmp_path):
+def test_long_texts_cut_batches_before_many_rows_do_and_a_table_is_pickled_by_its_folder(tmp_path, monkeypatch):
     write_table(tmp_path, rows_of(1000))
     table = Table(tmp_path)
     data = pickle.dumps(table)
     assert len(data) < 500
     assert pickle.loads(data).row(999) == table.row(999)
-
-
-@pytest.mark.parametrize("index", [-1, 3])
-def test_a_row_outside_the_table_is_refused(tmp_path, index):
-    write_table(tmp_path, rows_of(3))
-    for read in (Table(tmp_path).row, lambda index: Table(tmp_path).rows([0, index])):
-        with pytest.raises(IndexError, match=f"row {index} of 3"):
-            read(index)
+    monkeypatch.setattr(table_module, "MAX_BATCH_CHARACTERS", 100)
+    write_table(tmp_path, (StoredRow("x" * 60, [], [], [], -1) for _ in range(5)))
+    table = Table(tmp_path)
+    assert table._readers[0].num_record_batches == 3
+    assert list(map(len, table.queries(range(5)))) == [60] * 5
 
 
 @pytest.mark.parametrize("cut", [1, 100, 10_000])
@@ -109,13 +93,14 @@ def test_a_damaged_file_is_refused(tmp_path, cut):
     data = (tmp_path / ROWS_FILE).read_bytes()
     assert len(data) > cut
     (tmp_path / ROWS_FILE).write_bytes(data[:-cut])
-    with pytest.raises(InputError, match=DAMAGED):
-        Table(tmp_path)
+    refused(InputError, DAMAGED, Table, tmp_path)
 
 
-def reads(table):
-    """Each way to read row 4, in which the damage is."""
-    return lambda: table.row(4), lambda: table.rows([0, 4]), lambda: table.positives([4])
+def assert_damaged(folder):
+    """Each way to read row 4, in which the damage is, refuses it."""
+    refused(InputError, DAMAGED, Table(folder).row, 4)
+    refused(InputError, DAMAGED, Table(folder).rows, [0, 4])
+    refused(InputError, DAMAGED, Table(folder).positives, [4])
 
 
 def overwrite(tmp_path, place, data):
@@ -129,36 +114,21 @@ def overwrite(tmp_path, place, data):
 def test_an_offset_out_of_its_range_is_damage(tmp_path, column, offset):
     write_table(tmp_path, (StoredRow(f"query {i}", [f"positive {i}"]) for i in range(9)))
     table = Table(tmp_path)
-    assert all(read() for read in reads(table))
+    assert (table.row(4).query, table.positives([4])) == ("query 4", [["positive 4"]])
     offsets = table._positives if column == "_positives" else table._positives.child
     overwrite(tmp_path, 8 * (int(offsets._at_R[0]) + 4), offset.to_bytes(8, "little", signed=True))
-    for read in reads(Table(tmp_path)):
-        with pytest.raises(InputError, match=DAMAGED):
-            read()
+    assert_damaged(tmp_path)
 
 
-def test_bytes_that_are_no_text_are_damage(tmp_path):
-    write_table(tmp_path, rows_of(9))
-    overwrite(tmp_path, (tmp_path / ROWS_FILE).read_bytes().index(b"positive 4"), b"\xff")
-    for read in reads(Table(tmp_path)):
-        with pytest.raises(InputError, match=DAMAGED):
-            read()
-
-
-def test_a_batch_that_arrow_cannot_read_is_damage(tmp_path):
+def test_no_text_no_arrow_and_batches_of_other_sizes_than_were_written_are_damage(tmp_path, monkeypatch):
     write_table(tmp_path, rows_of(9))
     data = (tmp_path / ROWS_FILE).read_bytes()
-    message = data.index(b"\xff" * 4, data.index(b"\xff" * 4) + 4)
-    overwrite(tmp_path, message + 8, b"\x7f" * 32)
-    for read in reads(Table(tmp_path)):
-        with pytest.raises(InputError, match=DAMAGED):
-            read()
-
-
-def test_batches_of_other_sizes_than_were_written_are_damage(tmp_path, monkeypatch):
+    overwrite(tmp_path, data.index(b"positive 4"), b"\xff")
+    assert_damaged(tmp_path)
+    (tmp_path / ROWS_FILE).write_bytes(data)
+    overwrite(tmp_path, data.index(b"\xff" * 4, data.index(b"\xff" * 4) + 4) + 8, b"\x7f" * 32)
+    assert_damaged(tmp_path)
     monkeypatch.setattr(table_module, "MAX_BATCH_ROWS", 4)
     write_table(tmp_path, rows_of(9))
     np.save(tmp_path / table_module.STARTS_FILE, np.array([0, 3, 8, 9]))
-    for read in reads(Table(tmp_path)):
-        with pytest.raises(InputError, match=DAMAGED):
-            read()
+    assert_damaged(tmp_path)

@@ -19,6 +19,7 @@ from embeddings.data.store import CachedSource, open_cached
 from embeddings.data.table import ROWS_FILE, SCORES_FILE, StoredRow, Table, write_table
 from embeddings.data.tokenize import TextTokenizer
 from tests.data.rows import dataset, pairs, write_jsonl
+from tests.helpers.refusals import refused
 from tests.helpers.tiny import wordpiece_tokenizer
 
 LEVELS = [{"text": f"n{place}", "level": level} for place, level in enumerate([3, 1, 4, 1])]
@@ -53,9 +54,7 @@ def test_negatives_that_levels_sort_take_their_scores_with_them():
     texts = [*record.positives, *(negative.text for negative in record.negatives)]
     assert record.scores == tuple(map(score_of, texts))
     assert len(set(record.scores)) == 6
-
-
-def test_scores_may_be_null_and_have_another_name():
+    # They may be null and have another name.
     row = {"query": "q", "positive": "p", "negatives": ["n", "m"], "teacher": [2, None, -1.5], "scores": "unused"}
     found = parse_record(row, {"scores": "teacher"}, "f:1").scores
     assert (found[0], found[2], math.isnan(found[1])) == (2.0, -1.5, True)
@@ -80,7 +79,7 @@ def test_scores_come_back_wherever_batches_are_cut_and_they_begin(batch_rows, fi
         ]
 
 
-def test_rows_are_the_same_bytes_with_and_without_scores(tmp_path):
+def test_rows_are_the_same_bytes_with_and_without_scores_whose_damaged_file_is_refused(tmp_path):
     found = {}
     for name, rows in {"with": mixed(9), "without": [{**row, "scores": None} for row in mixed(9)]}.items():
         source = open_cached(SourceConfig(name, str(write_jsonl(tmp_path / f"{name}.jsonl", rows))), tmp_path / "cache")
@@ -89,19 +88,12 @@ def test_rows_are_the_same_bytes_with_and_without_scores(tmp_path):
     one, other = ((found[name].folder / ROWS_FILE).read_bytes() for name in ("with", "without"))
     assert one == other
     assert {row.scores for row in found["without"].table.rows(range(9))} == {()}
-
-
-@pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_a_damaged_file_of_scores_is_refused(damage, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", mixed(9))
-    source = open_cached(SourceConfig("a", str(path)), tmp_path / "cache")
+    source = found["with"]
     scores = source.folder / SCORES_FILE
-    if damage == "cut":
-        scores.write_bytes(scores.read_bytes()[:-8])
-    else:
-        scores.unlink()
-    with pytest.raises(InputError, match="the converted data is damaged"):
-        CachedSource(source.folder, source.key)
+    scores.write_bytes(scores.read_bytes()[:-8])
+    refused(InputError, "the converted data is damaged", CachedSource, source.folder, source.key)
+    scores.unlink()
+    refused(InputError, "the converted data is damaged", CachedSource, source.folder, source.key)
 
 
 @pytest.mark.parametrize("rule", [None, LevelRule(1, cumulative=True), LevelRule(3, cumulative=True), LevelRule(1)])
@@ -119,9 +111,7 @@ def test_the_scores_of_an_example_are_those_of_its_texts(rule, tmp_path):
 def test_a_batch_has_the_score_of_each_candidate():
     collate = ContrastiveCollator(TextTokenizer(wordpiece_tokenizer(), TextSettings()), 2, has_scores=True)
     examples = [
-        Example(
-            0, 4, 0, "q", ("a", "b", "c"), (Negative("d"), Negative("e"), Negative("f")), scores=(1, 2, 3, 4, 5, 6)
-        ),
+        Example(0, 4, 0, "q", ("a", "b", "c"), tuple(map(Negative, "def")), scores=(1, 2, 3, 4, 5, 6)),
         Example(1, 5, 0, "q", ("a",), (Negative("d"),)),
         Example(2, 6, 0, "q", ("a",), scores=(7,)),
         Example(3, 7, 0, "q", ("a",), (Negative("d"),), scores=(math.nan, 8)),

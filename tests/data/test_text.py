@@ -18,16 +18,10 @@ from embeddings.data import BlendedBatchSampler, TextDataModule
 from embeddings.data.docstrings import HELD_OUT_PACKAGES
 from embeddings.data.samplers.base import PlanEntry
 from embeddings.data.text_datamodule import RowCollator, RowMixture, validation_batches
-from embeddings.data.text_streams import (
-    STARTS_FILE,
-    TOKENS_FILE,
-    Documents,
-    DocumentTokenizer,
-    TextSource,
-    open_stream,
-)
+from embeddings.data.text_streams import STARTS_FILE, TOKENS_FILE, Documents, DocumentTokenizer, TextSource, open_stream
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run, quiet_trainer
 from tests.data.rows import write_jsonl, write_rows
+from tests.helpers.refusals import refused
 from tests.helpers.tiny import bpe_tokenizer, save_backbone, sentencepiece_tokenizer, tiny_bert, wordpiece_tokenizer
 
 # The ledger only trains.
@@ -35,50 +29,32 @@ pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS, "ignore:You passed 
 TOKENIZER = wordpiece_tokenizer()
 
 
-DOCUMENTS = ["one fox", "two foxes", " \n", "", "naïve café"]
-
-
 def documents(tmp_path, **fields):
     return Documents(TextSource("texts", **fields), tmp_path)
 
 
-@pytest.fixture
-def files(tmp_path):
-    rows = [{"id": row, "text": text} for row, text in enumerate(DOCUMENTS)]
-    return [str(write_rows(tmp_path / name, rows)) for name in ("a.jsonl", "b.jsonl.gz", "c.parquet")]
-
-
-def test_every_kind_of_file_gives_its_texts_without_blank_ones(files, tmp_path):
+def test_every_kind_of_file_gives_its_texts_without_blank_ones_known_by_its_bytes(tmp_path):
+    rows = [{"id": row, "text": text} for row, text in enumerate(("one fox", "two foxes", " \n", "", "naïve café"))]
     expected = ["one fox", "two foxes", "naïve café"]
+    files = [str(write_rows(tmp_path / name, rows)) for name in ("a.jsonl", "b.jsonl.gz", "c.parquet")]
     for path in files:
         assert list(documents(tmp_path, path=path)) == expected
     assert list(documents(tmp_path, path=files)) == expected * 3
-
-
-def test_inputs_follow_from_the_bytes(files, tmp_path):
     one, two = documents(tmp_path, path=files[0]), documents(tmp_path, path=files[1])
     assert one.identity == documents(tmp_path, path=files[0]).identity != two.identity
     one.require_unchanged()
     Path(files[0]).write_text('{"text": "other"}\n')
-    with pytest.raises(InputError, match="changed while it was read"):
-        one.require_unchanged()
+    refused(InputError, "changed while it was read", one.require_unchanged)
+    for row, says in (
+        ({"text": 3}, "2: text is a number, expected text"),
+        ({"text": None}, "2: text is null, expected text"),
+        ({"body": "x"}, "2: no column 'text' among body"),
+    ):
+        path = write_jsonl(tmp_path / "bad.jsonl", [{"text": "fine"}, row])
+        refused(InputError, f"bad.jsonl:{says}", list, documents(tmp_path, path=str(path)))
 
 
-@pytest.mark.parametrize(
-    ("row", "column", "says"),
-    [
-        ({"text": 3}, "text", "2: text is a number, expected text"),
-        ({"text": None}, "text", "2: text is null, expected text"),
-        ({"body": "x"}, "text", "2: no column 'text' among body"),
-    ],
-)
-def test_a_record_without_a_text_is_named(row, column, says, tmp_path):
-    path = write_jsonl(tmp_path / "bad.jsonl", [{"text": "fine"}, row])
-    with pytest.raises(InputError, match=f"bad.jsonl:{says}"):
-        list(documents(tmp_path, path=str(path), column=column))
-
-
-def test_packages_give_their_source_files_without_importing_them(tmp_path, monkeypatch):
+def test_packages_and_names_of_several_give_source_files_without_importing_them(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     package = tmp_path / "zoo_text"
     package.mkdir()
@@ -90,11 +66,7 @@ def test_packages_give_their_source_files_without_importing_them(tmp_path, monke
     assert list(found) == ["raise RuntimeError('imported')\n", "# -*- coding: latin-1 -*-\nname = 'café'\n"]
     (package / "empty.py").write_text("x = 1\n")
     assert documents(tmp_path, packages=["zoo_text"]).identity != found.identity
-
-
-def test_a_name_stands_for_the_packages_of_the_docstring_corpus(tmp_path):
-    with pytest.raises(OptionError, match="must name installed packages"):
-        documents(tmp_path, packages=["no_such_package_x"])
+    refused(OptionError, "must name installed packages", documents, tmp_path, packages=["no_such_package_x"])
     packages = {file.package for file in documents(tmp_path, packages=["held_out"])._modules}
     assert packages == set(HELD_OUT_PACKAGES)
 
@@ -113,10 +85,8 @@ def test_a_name_stands_for_the_packages_of_the_docstring_corpus(tmp_path):
     ],
 )
 def test_a_source_that_cannot_be_is_refused(fields, says):
-    with pytest.raises(OptionError, match=says):
-        TextSource("texts", **fields)
-    with pytest.raises(OptionError, match="name must not be empty"):
-        TextSource(" ", path="a")
+    refused(OptionError, says, TextSource, "texts", **fields)
+    refused(OptionError, "name must not be empty", TextSource, " ", path="a")
 
 
 TEXTS = ["how do I pad", "the quick brown fox " * 9, "a", "one length", "return the sum of two numbers " * 4]
@@ -162,20 +132,16 @@ def test_documents_begin_and_end_as_the_tokenizer_has_it(tokenizer, first, last)
         assert ids[: len(expected)] == expected
 
 
-def test_a_special_token_that_a_text_spells_out_is_plain_characters():
+def test_a_special_token_that_a_text_spells_out_is_plain_characters_and_a_separator_is_needed():
     tokenizer = sentencepiece_tokenizer()
     (ids,) = DocumentTokenizer(tokenizer, True)(["pad </s> one <s> length"])
     assert ids[0] == 1
     assert ids[-1] == 2
     assert not {1, 2} & set(ids[1:-1])
     assert {1, 2} & set(tokenizer("pad </s> one <s> length")["input_ids"][1:])
-
-
-def test_a_tokenizer_that_has_no_separator_is_refused():
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe_tokenizer().backend_tokenizer)
-    with pytest.raises(OptionError, match=r"data\.append_eos needs a tokenizer with an eos_token"):
-        DocumentTokenizer(tokenizer, True)
-    assert DocumentTokenizer(tokenizer, False)(["pad"])[0]
+    without = PreTrainedTokenizerFast(tokenizer_object=bpe_tokenizer().backend_tokenizer)
+    refused(OptionError, r"data\.append_eos needs a tokenizer with an eos_token", DocumentTokenizer, without, True)
+    assert DocumentTokenizer(without, False)(["pad"])[0]
 
 
 def test_a_stream_is_made_once_for_a_content_and_a_tokenizer(tmp_path):
@@ -208,20 +174,16 @@ def test_a_stream_has_the_first_documents_that_are_wanted(tmp_path):
     assert two.row(0, length)[0].tolist() == all_of_them.row(0, length)[0].tolist()
 
 
-def test_a_source_without_text_is_refused_and_leaves_nothing(tmp_path):
-    texts = source(tmp_path, ["", " \n "])
-    with pytest.raises(InputError, match="source 'texts': holds no text"):
-        open_stream(texts, DocumentTokenizer(wordpiece_tokenizer(), True), tmp_path / "cache")
+def test_a_source_without_text_leaves_nothing_and_a_damaged_stream_is_refused(tmp_path):
+    says = "source 'texts': holds no text"
+    refused(InputError, says, stream, tmp_path, texts=["", " \n "])
     assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.parametrize("name", [TOKENS_FILE, STARTS_FILE])
-def test_a_damaged_stream_is_refused(name, tmp_path):
-    found, _ = stream(tmp_path)
-    content = (found.folder / name).read_bytes()
-    (found.folder / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(InputError, match="damaged; delete the folder and run again"):
-        stream(tmp_path)
+    for name in (TOKENS_FILE, STARTS_FILE):
+        found, _ = stream(tmp_path)
+        content = (found.folder / name).read_bytes()
+        (found.folder / name).write_bytes(content[: len(content) // 2])
+        refused(InputError, "damaged; delete the folder and run again", stream, tmp_path)
+        (found.folder / name).write_bytes(content)
 
 
 @pytest.fixture
@@ -258,14 +220,11 @@ def test_a_batch_is_padded_on_the_right_and_knows_its_special_tokens(rows):
     expected = [[token in special for token in row] for row in batch.input_ids_NL.tolist()]
     assert batch.special_NL.tolist() == expected
     assert 0 < sum(expected[0]) < 8
-
-
-def test_padding_is_special_where_the_tokenizer_has_no_token_for_it(rows):
+    # Padding is special where the tokenizer has no token for it, too.
     unpadded = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer, sep_token="[SEP]")
     assert unpadded.pad_token_id is None
     batch = RowCollator(unpadded, 8)(rows.__getitems__([PlanEntry(-1, 0), PlanEntry(0, 0)]))
-    assert batch.special_NL[0].all()
-    assert not batch.special_NL[1].all()
+    assert batch.special_NL.all(1).tolist() == [True, False]
 
 
 @pytest.fixture
@@ -297,22 +256,22 @@ def test_an_epoch_holds_every_row_once_but_for_those_that_fill_no_batch(options)
 
 
 def test_a_training_killed_three_times_sees_the_plan_once(options, tmp_path):
-    whole = Ledger(content, TOKENIZER)
+    make_module = lambda: Ledger(content, TOKENIZER, asks_for_steps=True)  # noqa: E731
+    whole = make_module()
     quiet_trainer(max_epochs=3).fit(whole, TextDataModule(**options))
     stops = [2, len(whole.rows) // 3, len(whole.rows) - 1]
-    make_module = lambda: Ledger(content, TOKENIZER, asks_for_steps=True)  # noqa: E731
     seen = killed_run(tmp_path / "run", stops, make_module, lambda: TextDataModule(**options), {"max_epochs": 3})
     assert seen == whole.rows
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_modules_task_is_applied_in_the_workers(options, num_workers):
-    module = Ledger(lambda batch: batch.tolist(), TOKENIZER)
-    module.task = sums
-    quiet_trainer(max_steps=3).fit(module, TextDataModule(**options, num_workers=num_workers))
+def test_a_modules_task_is_applied_in_the_workers(options):
     plain = Ledger(content, TOKENIZER)
     quiet_trainer(max_steps=3).fit(plain, TextDataModule(**options))
-    assert module.rows == [torch.tensor(row).view(4, 8).sum(1).tolist() for row in plain.rows]
+    for num_workers in (0, 2):
+        module = Ledger(lambda batch: batch.tolist(), TOKENIZER)
+        module.task = sums
+        quiet_trainer(max_steps=3).fit(module, TextDataModule(**options, num_workers=num_workers))
+        assert module.rows == [torch.tensor(row).view(4, 8).sum(1).tolist() for row in plain.rows]
 
 
 def sums(rows):
@@ -328,37 +287,35 @@ def test_validation_rows_are_dealt_out_once_in_equally_many_batches(num_rows, nu
     assert sorted(row for row in rows if row >= 0) == list(range(num_rows))
 
 
-def test_validation_batches_are_the_same_every_time(options, tmp_path):
+def test_validation_batches_are_the_same_every_time_and_their_worker_leaves_stop_signals_to_the_run(options, tmp_path):
     folder = save_backbone(str(tmp_path / "backbone"), tiny_bert(), TOKENIZER)
-    data = TextDataModule(**options, validation_sources=options["sources"], tokenizer=folder)
-    data.setup()
-    (loader,) = data.val_dataloader()
-    first, second = ([content(batch) for batch in loader] for _ in range(2))
-    assert first == second
-    assert len(loader) == -(-len(data.rows) // 4)
     assert TextDataModule(**options, tokenizer=folder).val_dataloader() == []
-
-
-def test_a_worker_of_validation_leaves_stop_signals_to_the_run(options, tmp_path):
-    folder = save_backbone(str(tmp_path / "backbone"), tiny_bert(), TOKENIZER)
-    data = TextDataModule(**options, validation_sources=options["sources"], tokenizer=folder, num_workers=1)
-    data.setup()
-    (loader,) = data.val_dataloader()
-    others = multiprocessing.active_children()
-    batches = iter(loader)
-    next(batches)
-    (worker,) = set(multiprocessing.active_children()) - set(others)
-    # From a process that is not its parent, as SLURM and a shell send them.
-    subprocess.run(["sh", "-c", f"kill -TERM {worker.pid}; kill -USR1 {worker.pid}"], check=True)
-    assert len(list(batches)) == len(loader) - 1
-    assert set(multiprocessing.active_children()) <= set(others)
+    seen = []
+    for num_workers in (0, 1):
+        sources = {"validation_sources": options["sources"], "num_workers": num_workers}
+        data = TextDataModule(**options, **sources, tokenizer=folder)
+        data.setup()
+        (loader,) = data.val_dataloader()
+        assert len(loader) == -(-len(data.rows) // 4)
+        others = multiprocessing.active_children()
+        batches = iter(loader)
+        first = content(next(batches))
+        workers = set(multiprocessing.active_children()) - set(others)
+        assert len(workers) == num_workers
+        for worker in workers:
+            # From a process that is not its parent, as SLURM and a shell send them.
+            subprocess.run(["sh", "-c", f"kill -TERM {worker.pid}; kill -USR1 {worker.pid}"], check=True)
+        seen.append([first, *map(content, batches)])
+        assert [content(batch) for batch in loader] == seen[0] == seen[-1]
+        assert len(seen[-1]) == len(loader)
+        assert set(multiprocessing.active_children()) <= set(others)
 
 
 def test_what_only_texts_have_is_checked_at_once(options):
-    with pytest.raises(OptionError, match=r"data\.row_length must be >= 2, got 1"):
-        TextDataModule(**{**options, "row_length": 1})
-    with pytest.raises(OptionError, match=r"data\.validation_sources must have different names"):
-        TextDataModule(**options, validation_sources=[TextSource("a", "x"), TextSource("a", "y")])
+    refused(OptionError, r"data\.row_length must be >= 2, got 1", TextDataModule, **{**options, "row_length": 1})
+    twice = [TextSource("a", "x"), TextSource("a", "y")]
+    says = r"data\.validation_sources must have different names"
+    refused(OptionError, says, TextDataModule, **options, validation_sources=twice)
 
 
 @pytest.mark.parametrize(
@@ -373,6 +330,5 @@ def test_what_only_texts_have_is_checked_at_once(options):
 )
 def test_a_run_is_refused_before_a_source_is_tokenised(change, error, says, options, tmp_path):
     data, module = TextDataModule(**{**options, **change}), Ledger(content, TOKENIZER)
-    with pytest.raises(error, match=says):
-        data.check_run(quiet_trainer(), module, data)
+    refused(error, says, data.check_run, quiet_trainer(), module, data)
     assert not (tmp_path / "cache").exists()

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from embeddings.common import OptionError, TextSettings
 from embeddings.data.tokenize import TextTokenizer
+from tests.helpers.refusals import refused
 from tests.helpers.tiny import TEXTS, bpe_tokenizer, sentencepiece_tokenizer, wordpiece_tokenizer
 
 
@@ -95,14 +96,13 @@ def test_pooled_are_the_tokens_that_cover_the_text_and_the_special_tokens_after_
 
 
 @pytest.mark.parametrize("family", ["bpe", "sentencepiece"])
-@pytest.mark.parametrize("prompt", [p for p in PROMPTS if p.endswith(" ")])
-def test_the_pooled_tokens_spell_the_text(family, prompt):
-    tokenizer = FAMILIES[family]()
-    texts = [text for text in SAMPLES if text.strip()]
-    pooled = pooled_ids(make(tokenizer)(texts, "query", prompt))
-    assert len(pooled) >= 14
-    for text, ids in zip(texts, pooled, strict=True):
-        assert tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip() == text.strip()
+def test_the_pooled_tokens_spell_the_text(family):
+    tokenizer, texts = FAMILIES[family](), [text for text in SAMPLES if text.strip()]
+    for prompt in (PROMPTS[0], "search_query: ", "東京 "):
+        pooled = pooled_ids(make(tokenizer)(texts, "query", prompt))
+        assert len(pooled) >= 14
+        for text, ids in zip(texts, pooled, strict=True):
+            assert tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip() == text.strip()
 
 
 def test_special_tokens_before_the_text_are_pooled_only_without_a_prompt():
@@ -114,9 +114,7 @@ def test_special_tokens_before_the_text_are_pooled_only_without_a_prompt():
     assert all(rows_of(make(wordpiece_tokenizer(), pool_prompt=True)(["the fox"], "query", "search_query: "))[0][1])
 
 
-def test_prompts_are_given_one_for_all_or_one_each_or_taken_from_the_settings(
-    tokenizer,
-):
+def test_prompts_are_given_one_for_all_or_one_each_or_taken_from_the_settings(tokenizer):
     tokenize = make(tokenizer, prompts={"query": "search_query: "})
     texts = ["the fox", "a dog"]
     by_default, for_all, each = (tokenize(texts, "query", p) for p in (None, "search_query: ", ["search_query: "] * 2))
@@ -124,12 +122,12 @@ def test_prompts_are_given_one_for_all_or_one_each_or_taken_from_the_settings(
     assert rows_of(tokenize(texts, "document")) == rows_of(tokenize(texts, "query", ""))
     mixed = rows_of(tokenize(texts, "query", ["", "search_query: "]))
     assert mixed == [rows_of(tokenize(texts, "query", ""))[0], rows_of(by_default)[1]]
-
-
-def test_tokens_without_a_prompt_are_what_the_tokenizer_itself_gives(tokenizer):
+    # Without a prompt tokens are what the tokenizer itself gives.
     texts = [text for text in SAMPLES + TEXTS if tokenizer(text)["input_ids"]]
     assert len(texts) >= 18
     assert [ids for ids, _ in rows_of(make(tokenizer)(texts, "document"))] == tokenizer(texts)["input_ids"]
+    says = r"data\.text\.query_max_length must exceed the \d+ tokens of the prompt.*got 8"
+    refused(OptionError, says, make(tokenizer, query_max_length=8), ["x"], "query", PROMPTS[0])
 
 
 @pytest.mark.parametrize("length", [8, 9, 12])
@@ -150,12 +148,11 @@ def test_a_text_of_which_nothing_is_left_still_pools_one_token():
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     tokenize = make(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]"))
     assert rows_of(tokenize(["", "x"], "query", "p p ")) == [([1, 1], [False, True]), ([1, 1, 2], [False, False, True])]
-
-
-def test_an_empty_text_is_one_end_of_sequence_token_where_the_tokenizer_adds_none():
+    # Where the tokenizer adds none, an end-of-sequence token.
     tokenizer = bpe_tokenizer()
-    assert rows_of(make(tokenizer)(["", "a"], "document"))[0] == ([tokenizer.eos_token_id], [True])
-    assert rows_of(make(tokenizer, append_eos=True)([""], "document"))[0] == ([tokenizer.eos_token_id], [True])
+    for append_eos, texts in ((False, ["", "a"]), (True, [""])):
+        found = rows_of(make(tokenizer, append_eos=append_eos)(texts, "document"))
+        assert found[0] == ([tokenizer.eos_token_id], [True])
 
 
 def test_the_tokenizer_given_is_not_changed_and_its_own_settings_do_not_matter():
@@ -166,12 +163,6 @@ def test_the_tokenizer_given_is_not_changed_and_its_own_settings_do_not_matter()
     during = tokenizer.backend_tokenizer.to_str()
     assert tokenize(["the quick brown fox jumps"], "query").num_tokens == 5
     assert tokenizer.backend_tokenizer.to_str() == during != before
-
-
-def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(tokenizer):
-    tokenize, says = make(tokenizer, query_max_length=8), r"must exceed the \d+ tokens of the prompt.*got 8"
-    with pytest.raises(OptionError, match=rf"data\.text\.query_max_length {says}"):
-        tokenize(["x"], "query", PROMPTS[0])
 
 
 @pytest.mark.parametrize("append_eos", [False, True])
@@ -261,30 +252,23 @@ def test_instruction_count_leaves_out_as_many_tokens_as_the_prompt_has_alone(pro
     # Before these the prompt's last space is a piece of its own, which is pooled; the last one is cut.
     assert set(differs) >= ({"é", "🙂 smile", texts[-1]} if prompt else {texts[-1]})
     assert not {"how do I pad", "x"} & set(differs)
-
-
-def test_instruction_count_still_pools_the_last_of_an_instruction_that_is_all_that_is_left():
-    tokenizer = sentencepiece_tokenizer()
+    # The last token of an instruction that is all that is left is pooled.
     prompt = PROMPTS[0].rstrip()
     length = len(tokenizer(prompt)["input_ids"]) + 1
     made = make(tokenizer, query_max_length=length, pooling_rule="instruction_count")
     assert [mask for _, mask in rows_of(made([""], "query", prompt))] == [[False] * (length - 2) + [True]]
 
 
-def test_a_tokenizer_without_offsets_or_a_token_that_is_needed_is_refused():
-    with pytest.raises(OptionError, match="must be a fast tokenizer"):
-        TextTokenizer(object(), TextSettings())
-    with pytest.raises(OptionError, match=r"data\.text\.append_eos needs a tokenizer with an eos_token"):
-        make(wordpiece_tokenizer(), append_eos=True)
+def test_a_tokenizer_without_offsets_or_a_token_that_is_needed_or_with_a_suffix_like_text_is_refused():
+    refused(OptionError, "must be a fast tokenizer", TextTokenizer, object(), TextSettings())
+    says = r"data\.text\.append_eos needs a tokenizer with an eos_token"
+    refused(OptionError, says, make, wordpiece_tokenizer(), append_eos=True)
     backend = Backend(models.WordLevel({"[UNK]": 0, "x": 1}, unk_token="[UNK]"))
-    with pytest.raises(OptionError, match=r"data\.text\.pooling_rule needs a tokenizer with a token ':'"):
-        make(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]"), pooling_rule="after_colon")
-
-
-@pytest.mark.parametrize(("family", "suffix"), [("wordpiece", " end"), ("bpe", "how")])
-def test_a_suffix_that_cannot_be_told_from_a_text_is_refused(family, suffix):
-    tokenizer = FAMILIES[family]()
-    if family == "bpe":
-        tokenizer.add_tokens([f"a{suffix}"])
-    with pytest.raises(OptionError, match=r"data\.text\.suffix must begin with a token of its own"):
-        make(tokenizer, suffix=suffix)
+    without_colon = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    says = r"data\.text\.pooling_rule needs a tokenizer with a token ':'"
+    refused(OptionError, says, make, without_colon, pooling_rule="after_colon")
+    says = r"data\.text\.suffix must begin with a token of its own"
+    refused(OptionError, says, make, wordpiece_tokenizer(), suffix=" end")
+    tokenizer = bpe_tokenizer()
+    tokenizer.add_tokens(["ahow"])
+    refused(OptionError, says, make, tokenizer, suffix="how")

@@ -1,4 +1,15 @@
-"""A command that is refused: exit code 2, one line that says why, and nothing written."""
+"""What is refused: an error on one line, or a command with exit code 2, one line that says why, and nothing written."""
+
+import pytest
+
+
+def refused(kind, says, call, *arguments, **options):
+    """`call(*arguments, **options)` raises an error of a kind, on one line that matches `says`; returns the line."""
+    with pytest.raises(kind, match=says) as raised:
+        call(*arguments, **options)
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
 
 
 def assert_refused(capsys, folder, says, command, *arguments):

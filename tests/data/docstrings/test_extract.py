@@ -15,6 +15,7 @@ from embeddings.data.docstrings.extract import (
     is_available,
     package_versions,
 )
+from tests.helpers.refusals import refused
 
 QUERY = "Add two numbers with care"
 
@@ -105,17 +106,14 @@ def test_functions_without_a_usable_sentence_or_without_code_are_left_out(body):
     assert extract(body.encode()) == []
 
 
-def test_the_declared_encoding_is_obeyed_and_broken_text_is_passed_over():
+def test_the_declared_encoding_is_obeyed_broken_text_passed_over_and_long_code_cut():
     text = f'# -*- coding: latin-1 -*-\ndef add(x="é"):\n    """{QUERY} é."""; return "é"'
     (function,) = extract(text.encode("latin-1"))
     assert function.document == 'pkg.mod.add\ndef add(x="é"):\n    return "é"'
     assert extract(text.replace("latin-1", "utf-8").encode("latin-1")) == []
     assert extract(b"# -*- coding: nonsense -*-\n") == []
-
-
-def test_other_peoples_warnings_stay_silent_and_long_code_is_cut():
-    source = f'def add():\n    """{QUERY}."""\n    x = "\\d"\n' + "    x += 1\n" * 1000
-    (function,) = extract(source)
+    # Warnings about other people's code stay silent.
+    (function,) = extract(f'def add():\n    """{QUERY}."""\n    x = "\\d"\n' + "    x += 1\n" * 1000)
     assert MAX_DOCUMENT_CHARACTERS - 20 < len(function.document) <= MAX_DOCUMENT_CHARACTERS
 
 
@@ -149,31 +147,23 @@ def test_other_peoples_warnings_stay_silent_and_long_code_is_cut():
         ),
         ("Load the state of\n:class:`Optimizer` from disk.", "Load the state of Optimizer from disk"),
         ("+\nFold the long headers at spaces.", "Fold the long headers at spaces"),
+        # What says too little is no query.
+        ("", None),
+        ("   \n ", None),
+        ("Args:\n    x: the value that is squared here", None),
+        (":param x: the value that is squared here", None),
+        (">>> pad(x) and then some more words", None),
+        ("See the base class for details.", None),
+        ("Deprecated since version two of this.", None),
+        ("Initialize self.  See help(type(self)) for accurate signature.", None),
+        ("This method must be overridden by subclasses.", None),
+        ("One of the following things:", None),
+        ("x = a + b * (c - d) / e ** f", None),
+        ("返回 所有 张量 的 平均 值", None),
     ],
 )
 def test_the_first_sentence_is_found_and_cleaned(docstring, sentence):
     assert first_sentence(docstring) == sentence
-
-
-@pytest.mark.parametrize(
-    "docstring",
-    [
-        "",
-        "   \n ",
-        "Args:\n    x: the value that is squared here",
-        ":param x: the value that is squared here",
-        ">>> pad(x) and then some more words",
-        "See the base class for details.",
-        "Deprecated since version two of this.",
-        "Initialize self.  See help(type(self)) for accurate signature.",
-        "This method must be overridden by subclasses.",
-        "One of the following things:",
-        "x = a + b * (c - d) / e ** f",
-        "返回 所有 张量 的 平均 值",
-    ],
-)
-def test_what_says_too_little_is_no_query(docstring):
-    assert first_sentence(docstring) is None
 
 
 @pytest.fixture
@@ -199,6 +189,11 @@ def test_sources_are_sorted_without_tests_copies_and_what_cannot_be_imported(pac
     assert files[0].size == files[0].path.stat().st_size
     assert "zoo_x" not in sys.modules
     assert [file.module for file in find_sources("single_x")] == ["single_x"]
+    versions = package_versions(["zoo_x", "stdlib", "sklearn"])
+    assert list(versions) == ["sklearn", "stdlib", "zoo_x"]
+    assert versions["stdlib"].count(".") == 2
+    assert versions["sklearn"][0].isdigit()
+    assert versions["zoo_x"] == ""
 
 
 def test_the_standard_library_is_a_package_without_installed_ones():
@@ -210,15 +205,4 @@ def test_the_standard_library_is_a_package_without_installed_ones():
 @pytest.mark.parametrize("name", ["no_such_package_x", "", "json.decoder", "../etc", "sys", "zoo x"])
 def test_a_package_that_has_no_sources_is_refused_by_name(name):
     assert not is_available(name)
-    with pytest.raises(OptionError, match="packages must name installed packages") as raised:
-        find_sources(name)
-    assert repr(name) in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-def test_versions_are_those_of_the_distributions(package):
-    versions = package_versions(["zoo_x", "stdlib", "sklearn"])
-    assert list(versions) == ["sklearn", "stdlib", "zoo_x"]
-    assert versions["stdlib"].count(".") == 2
-    assert versions["sklearn"][0].isdigit()
-    assert versions["zoo_x"] == ""
+    assert repr(name) in refused(OptionError, "packages must name installed packages", find_sources, name)

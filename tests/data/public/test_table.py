@@ -2,11 +2,10 @@
 
 from collections import Counter
 
-import pytest
-
 from embeddings.cli.configs import read_recipes
 from embeddings.common import OptionError
 from embeddings.data.public import KINDS, PublicTable
+from tests.helpers.refusals import refused
 
 TABLE = PublicTable.read()
 # The columns of each data set as its card lists them, typed from the cards a second time.
@@ -85,15 +84,10 @@ def test_a_kind_writes_what_the_data_config_reads():
     assert set(KINDS) == {source.kind for source in TABLE.sources if source.kind}
 
 
-def test_a_stage_that_is_not_there_is_refused():
+def test_a_stage_that_is_not_there_is_refused_and_a_collection_takes_the_place_of_what_it_holds():
     assert [stage.stage for stage in TABLE.stages_of("moe", None)] == ["pretrain", "finetune"]
-    with pytest.raises(OptionError, match="stage must be 1 or 2, got '3'"):
-        TABLE.stages_of("nv-embed", "3")
-    with pytest.raises(OptionError, match="has no effect on mgh, which has one stage"):
-        TABLE.stages_of("mgh", "1")
-
-
-def test_a_collection_takes_the_place_of_the_sources_that_it_holds():
+    refused(OptionError, "stage must be 1 or 2, got '3'", TABLE.stages_of, "nv-embed", "3")
+    refused(OptionError, "has no effect on mgh, which has one stage", TABLE.stages_of, "mgh", "1")
     assert TABLE.place_of("nv_embed/fever", "bge-full-data").split == "fever"
     assert TABLE.place_of("nv_embed/fever", None).repository == "mteb/fever"
     assert TABLE.place_of("nv_embed/scifact", "bge-full-data").repository == "mteb/scifact"

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch import nn
 
 from embeddings.common import OptionError
 from embeddings.data.samplers.base import BatchSampler, PlanEntry, RunLength, run_steps, source_parts
-from tests.data.killed_runs import LIGHTNING_WARNINGS
+from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger
+from tests.helpers.refusals import refused
+from tests.helpers.runs import quiet_trainer
 
 
 class CountingSampler(BatchSampler):
@@ -31,12 +31,18 @@ def rows_of(sampler):
     return [[entry.row for entry in batch] for batch in sampler]
 
 
-def test_ranks_take_consecutive_slices_of_the_same_batches():
+def test_ranks_take_consecutive_slices_of_the_same_batches(monkeypatch):
     assert rows_of(CountingSampler(4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert rows_of(CountingSampler(2, num_replicas=2, rank=0)) == [[0, 1], [4, 5], [8, 9]]
     assert rows_of(CountingSampler(2, num_replicas=2, rank=1)) == [[2, 3], [6, 7], [10, 11]]
-    with pytest.raises(OptionError, match="rank goes with num_replicas"):
-        CountingSampler(1, rank=0)
+    refused(OptionError, "rank goes with num_replicas", CountingSampler, 1, rank=0)
+    # The place is that of the process group once there is one.
+    sampler = CountingSampler(2)
+    assert sampler.place == (0, 1)
+    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
+    assert sampler.place == (1, 2)
+    assert rows_of(sampler)[0] == [2, 3]
 
 
 def test_draw_keys_belong_to_the_position_whatever_the_number_of_ranks():
@@ -51,17 +57,13 @@ def test_draw_keys_belong_to_the_position_whatever_the_number_of_ranks():
     assert keys.min() >= 0
 
 
-def test_another_epoch_begins_at_its_first_step_and_the_same_epoch_keeps_its_place():
+def test_another_epoch_begins_at_its_first_step_and_a_resumed_plan_goes_forward_only():
     sampler = CountingSampler(2)
     sampler.start = 2
     sampler.set_epoch(0)
     assert sampler.start == 2
     sampler.set_epoch(1)
     assert rows_of(sampler)[0] == [6, 7]
-
-
-def test_a_resumed_plan_goes_forward_only():
-    sampler = CountingSampler(2)
     sampler.resume(2, 1)
     sampler.set_epoch(1)
     assert rows_of(sampler) == [[14, 15], [16, 17]]
@@ -69,23 +71,11 @@ def test_a_resumed_plan_goes_forward_only():
     assert rows_of(sampler)[0] == [18, 19]
 
 
-def test_the_place_is_that_of_the_process_group_once_there_is_one(monkeypatch):
-    sampler = CountingSampler(2)
-    assert sampler.place == (0, 1)
-    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
-        monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
-    assert sampler.place == (1, 2)
-    assert rows_of(sampler)[0] == [2, 3]
-
-
-def test_the_temperature_is_the_exponent_of_the_sizes():
+def test_the_temperature_is_the_exponent_of_the_sizes_cut_to_digits_that_every_machine_agrees_on():
     assert source_parts([100, 1], temperature=0.5) == pytest.approx([10, 1])
     large, small = source_parts([55_600, 556], temperature=0.3)
     assert large / small == pytest.approx(100**0.3) == pytest.approx(3.981, abs=1e-3)
     assert len(set(source_parts([9, 100, 3], temperature=0.0))) == 1
-
-
-def test_a_part_is_cut_to_digits_that_every_machine_agrees_on():
     (part,) = source_parts([123_456_789], temperature=0.3)
     assert part == float(f"{part:.12g}")
     assert part == pytest.approx(123_456_789**0.3, rel=1e-11)
@@ -105,8 +95,7 @@ def test_a_part_is_cut_to_digits_that_every_machine_agrees_on():
     ],
 )
 def test_what_cannot_be_or_cannot_take_effect_is_refused(options, message):
-    with pytest.raises(OptionError, match=message):
-        source_parts([3, 4], **options)
+    refused(OptionError, message, source_parts, [3, 4], **options)
 
 
 def trainer(**changes):
@@ -129,22 +118,28 @@ def trainer(**changes):
         ({"max_epochs": -1}, 10, None),
         ({"max_epochs": 3}, None, None),
         ({"max_epochs": 3, "max_steps": 70}, None, 70),
+        # An accumulation that changes is counted epoch by epoch.
+        ({"max_epochs": 5, "callbacks": [GradientAccumulationScheduler({1: 2, 2: 3, 7: 5})]}, 10, 10 + 5 + 3 * 4),
     ],
 )
 def test_the_steps_of_a_run_end_with_whatever_ends_first(changes, batches, expected):
     assert run_steps(trainer(**changes), batches) == expected
 
 
-def test_the_steps_of_a_run_whose_accumulation_changes_are_counted_epoch_by_epoch():
-    changing = [GradientAccumulationScheduler({1: 2, 2: 3, 7: 5})]
-    assert run_steps(trainer(max_epochs=5, callbacks=changing), 10) == 10 + 5 + 3 * 4
-    assert RunLength.of(trainer(max_epochs=5, callbacks=changing), 10).accumulate_grad_batches is None
-
-
 def test_a_run_takes_over_what_the_trainer_says():
     found = RunLength.of(trainer(max_epochs=2, limit_train_batches=7, accumulate_grad_batches=3), 10)
     assert found == RunLength(batches_per_epoch=7, accumulate_grad_batches=3, total_steps=6, is_trial=False)
     assert RunLength.of(trainer(fast_dev_run=1), 10).is_trial
+    changing = [GradientAccumulationScheduler({1: 2})]
+    assert RunLength.of(trainer(max_epochs=5, callbacks=changing), 10).accumulate_grad_batches is None
+
+
+class Counting(Ledger):
+    """Notes epoch, batch and optimiser step of each batch."""
+
+    def training_step(self, batch, batch_idx):
+        self.rows.append((self.current_epoch, batch_idx, self.global_step))
+        return self.layer(torch.ones(1)).sum()
 
 
 @pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
@@ -161,28 +156,10 @@ def test_a_run_takes_over_what_the_trainer_says():
     ],
 )
 def test_every_batch_is_of_the_step_that_lightning_counts(options):
-    module = Counting()
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    fit = Trainer(accelerator="cpu", enable_checkpointing=False, **quiet, **options)
+    module, fit = Counting(rows_of=None), quiet_trainer(**options)
     fit.fit(module, torch.utils.data.DataLoader(torch.arange(10)))
     run = RunLength.of(fit, 10)
-    assert len(module.seen) >= 9
-    assert [step for _, _, step in module.seen] == [run.step_of(epoch, batch) for epoch, batch, _ in module.seen]
+    assert len(module.rows) >= 9
+    assert [step for _, _, step in module.rows] == [run.step_of(epoch, batch) for epoch, batch, _ in module.rows]
     assert fit.global_step == run.total_steps
-    assert all(after - before in (0, 1) for (_, _, before), (_, _, after) in pairwise(module.seen))
-
-
-class Counting(LightningModule):
-    """Notes epoch, batch and optimiser step of each batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-        self.seen: list[tuple[int, int, int]] = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append((self.current_epoch, batch_idx, self.global_step))
-        return self.layer(torch.ones(1)).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.0)
+    assert all(after - before in (0, 1) for (_, _, before), (_, _, after) in pairwise(module.rows))

@@ -9,6 +9,8 @@ from embeddings.common import InputError
 from embeddings.data.samplers import cluster_folder
 from embeddings.data.samplers.cluster_folder import ClusterFolder, write_cluster_files
 from tests.data.cluster_folders import nearest_lists, unit_vectors, write_clusters
+from tests.helpers.interrupts import interrupted_at
+from tests.helpers.refusals import refused
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [7], [3, 4, 11], [0, 12]])
@@ -26,7 +28,7 @@ def test_the_files_hold_the_rows_of_each_cluster_in_their_order_however_they_are
     assert whole == fields
 
 
-def test_a_folder_is_read_back_memory_mapped(tmp_path):
+def test_a_folder_is_read_back_memory_mapped_and_known_by_its_content(tmp_path):
     folder = write_clusters(tmp_path / "clusters", [1, 0, 1, 1], 3)
     assert (folder.num_rows, folder.num_clusters, folder.source_key) == (4, 3, "key")
     assert folder.rows_by_cluster.tolist() == [1, 0, 2, 3]
@@ -34,13 +36,8 @@ def test_a_folder_is_read_back_memory_mapped(tmp_path):
     assert isinstance(folder.rows_by_cluster, np.memmap)
     assert folder.centroids.shape == (3, 8)
     assert folder.neighbours.shape == (3, 2)
-
-
-def test_the_key_is_that_of_the_content(tmp_path):
-    first, same, other = (
-        write_clusters(tmp_path / name, ids, 3) for name, ids in (("a", [0, 1, 2]), ("b", [0, 1, 2]), ("c", [0, 2, 1]))
-    )
-    assert first.key == same.key != other.key
+    same, other = write_clusters(tmp_path / "same", [1, 0, 1, 1], 3), write_clusters(tmp_path / "c", [1, 1, 0, 1], 3)
+    assert folder.key == same.key != other.key
 
 
 @pytest.mark.parametrize("name", ["rows_by_cluster.npy", "offsets.npy", "centroids.npy", "neighbours.npy"])
@@ -60,21 +57,16 @@ def test_a_damaged_file_is_named_in_one_line(name, damage, tmp_path):
         manifest = json.loads((path.parent / "manifest.json").read_text())
         manifest["num_bytes"][name] = path.stat().st_size
         (path.parent / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(InputError, match=f"{name}: is missing or not what was written; make") as raised:
-        ClusterFolder(path.parent)
-    assert "\n" not in str(raised.value)
+    refused(InputError, f"{name}: is missing or not what was written; make", ClusterFolder, path.parent)
 
 
 @pytest.mark.parametrize("block_bytes", [1, 1 << 22])
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("rows_by_cluster.npy", 7),
-        ("rows_by_cluster.npy", 2**32 - 1),
-        ("neighbours.npy", 3),
-        ("neighbours.npy", -1),
-        ("centroids.npy", np.nan),
-        ("centroids.npy", np.inf),
+        *(("rows_by_cluster.npy", value) for value in (7, 2**32 - 1)),
+        *(("neighbours.npy", value) for value in (3, -1)),
+        *(("centroids.npy", value) for value in (np.nan, np.inf)),
     ],
 )
 def test_an_entry_that_cannot_be_is_named_by_its_row(name, value, block_bytes, tmp_path, monkeypatch):
@@ -83,34 +75,27 @@ def test_an_entry_that_cannot_be_is_named_by_its_row(name, value, block_bytes, t
     array = np.load(path)
     array[2, ...] = value
     np.save(path, array)
-    with pytest.raises(InputError, match=rf"clusters/{name}:2: is (none|not) .*; make"):
-        ClusterFolder(path.parent)
+    refused(InputError, rf"clusters/{name}:2: is (none|not) .*; make", ClusterFolder, path.parent)
 
 
 def test_a_folder_that_is_not_there_of_another_kind_or_unfinished_is_refused(tmp_path):
-    with pytest.raises(InputError, match="no manifest"):
-        ClusterFolder(tmp_path / "clusters")
+    refused(InputError, "no manifest", ClusterFolder, tmp_path / "clusters")
     path = write_clusters(tmp_path / "clusters", [0, 1], 2).path / "manifest.json"
     fields = json.loads(path.read_text())
     for name, value in (("kind", "vectors"), ("complete", False)):
         path.write_text(json.dumps({**fields, name: value}))
-        with pytest.raises(InputError, match=f"field '{name}'"):
-            ClusterFolder(path.parent)
+        refused(InputError, f"field '{name}'", ClusterFolder, path.parent)
 
 
 @pytest.mark.parametrize("offsets", [[1, 1, 4], [0, 1, 3], [0, 5, 4]])
 def test_offsets_that_do_not_cover_the_rows_are_refused(offsets, tmp_path):
     folder = write_clusters(tmp_path / "clusters", [1, 0, 1, 1], 2).path
     np.save(folder / "offsets.npy", np.array(offsets, dtype=np.int64))
-    with pytest.raises(InputError, match=r"offsets\.npy"):
-        ClusterFolder(folder)
+    refused(InputError, r"offsets\.npy", ClusterFolder, folder)
 
 
 def test_a_kill_while_writing_leaves_no_half_file(tmp_path, monkeypatch):
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cluster_folder, "_sort_by_cluster", killed)
+    monkeypatch.setattr(cluster_folder, "_sort_by_cluster", interrupted_at(None))
     with pytest.raises(KeyboardInterrupt):
         write_clusters(tmp_path / "clusters", [0, 1], 2)
     assert list((tmp_path / "clusters").iterdir()) == []

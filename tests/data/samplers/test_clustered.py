@@ -2,27 +2,24 @@
 
 import tracemalloc
 from collections import defaultdict
-from collections.abc import Callable
 from itertools import chain
 
 import numpy as np
 import pytest
-from jsonargparse import ArgumentParser
-from lightning import LightningDataModule
 
 from embeddings.common import BatchNeeds, InputError, OptionError
-from embeddings.data.datamodule import EmbeddingDataModule
 from embeddings.data.samplers import ClusteredBatchSampler, SourceIdentity, clustered
 from embeddings.data.samplers.clustered import PackedClusters, nearest_order, random_order
 from tests.data.cluster_folders import nearest_lists, unit_vectors, write_clusters
-from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run
+from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, configured, killed_run
 from tests.data.rows import dataset, pairs, rows_of
+from tests.helpers.refusals import refused
 from tests.helpers.tiny import wordpiece_tokenizer
 
+pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 SIZES = {"first": 90, "second": 31, "third": 12}
 NUM_CLUSTERS = {"first": 12, "second": 5, "third": 1}
 NAMES = list(SIZES)
-Maker = Callable[..., ClusteredBatchSampler]
 
 
 def cluster_of(name):
@@ -88,13 +85,18 @@ def test_the_modules_loss_chooses_between_the_two_ways(make):
     assert rows_of(alone) == rows_of(make(4))
 
 
-def test_a_plan_of_own_blocks_is_told_from_every_other(make):
+def test_a_plan_names_its_clusters_and_its_blocks_and_not_the_rank(make, tmp_path):
     first, second = (make(4, rank=rank, **OWN).plan_fields() for rank in (0, 1))
     assert first == second
     others = [make(12), make(4, num_replicas=3, rank=0), make(6, across_ranks="own_blocks", num_replicas=2, rank=0)]
     for other in others:
-        with pytest.raises(OptionError, match="to resume in the middle of its plan"):
-            other.check_same_plan(first)
+        refused(OptionError, "to resume in the middle of its plan", other.check_same_plan, first)
+    first, second = (make(2, num_replicas=2, rank=rank).plan_fields() for rank in (0, 1))
+    assert first == second == make(4).plan_fields() != make(4, order="random").plan_fields()
+    assert all(isinstance(value, int | str) for value in first.values())
+    write_clusters(tmp_path / "first", cluster_of("first")[::-1].tolist(), 12, "key of first")
+    keys = [make(names=["first"], clusters=root).plan_fields()["clusters"] for root in (str(tmp_path), make().clusters)]
+    assert keys[0] != keys[1]
 
 
 def test_a_source_that_fills_no_block_is_left_out_and_named(make):
@@ -118,18 +120,14 @@ def test_sources_with_the_same_clusters_are_packed_each_in_its_own_way(root, ord
     assert left != right
 
 
-def test_another_batch_size_is_packed_anew(make):
-    sampler = make(4)
+def test_sources_never_share_a_batch_their_batches_are_mixed_and_another_size_is_packed_anew(make):
+    sampler = make(6)
     rows_of(sampler)
-    sampler.batch_size = 6
-    assert rows_of(sampler) == rows_of(make(6))
-
-
-def test_sources_never_share_a_batch_and_their_batches_are_mixed(make):
-    batches = [{source_of(row) for row in batch} for batch in rows_of(make(3))]
-    assert all(len(sources) == 1 for sources in batches)
-    names = [next(iter(sources)) for sources in batches]
-    assert sorted(set(names)) == sorted(NAMES)
+    sampler.batch_size = 3
+    batches = rows_of(sampler)
+    assert batches == rows_of(make(3))
+    names = [name for (name,) in ({source_of(row) for row in batch} for batch in batches)]
+    assert set(names) == set(NAMES)
     assert names != sorted(names)
     assert names[:10] != ["first"] * 10
 
@@ -153,29 +151,9 @@ def test_batches_of_a_tour_are_of_clusters_nearer_to_each_other_than_by_chance(t
     for order in ("nearest", "random"):
         sampler = ClusteredBatchSampler([2000], 50, clusters={"only": str(tmp_path / "only")}, order=order)
         sampler.identify([SourceIdentity("only", "key")])
-        means = [
-            np.linalg.norm(np.mean([folder.centroids[ids[row]] for row in batch], axis=0)) for batch in rows_of(sampler)
-        ]
-        spread[order] = np.mean(means)
+        means = [folder.centroids[ids[batch]].mean(0) for batch in rows_of(sampler)]
+        spread[order] = np.linalg.norm(means, axis=1).mean()
     assert spread["nearest"] > 1.2 * spread["random"]
-
-
-def test_what_the_plan_depends_on_is_plain_names_the_clusters_and_not_the_rank(make, tmp_path):
-    first, second = (make(2, num_replicas=2, rank=rank).plan_fields() for rank in (0, 1))
-    assert first == second == make(4).plan_fields()
-    assert all(isinstance(value, int | str) for value in first.values())
-    write_clusters(tmp_path / "first", cluster_of("first")[::-1].tolist(), 12, "key of first")
-    others = [
-        make(4, names=["first"], clusters=root).plan_fields()["clusters"] for root in (str(tmp_path), make(4).clusters)
-    ]
-    assert others[0] != others[1]
-    assert make(4, order="random").plan_fields() != make(4).plan_fields()
-
-
-def test_folders_are_found_by_name_and_variables_are_filled_in(make, root, monkeypatch):
-    monkeypatch.setenv("CLUSTER_ROOT", str(root))
-    named = {name: f"${{CLUSTER_ROOT}}/{name}" for name in reversed(NAMES)}
-    assert list(make(clusters=named)) == list(make(clusters="$CLUSTER_ROOT")) == list(make())
 
 
 @pytest.mark.parametrize(
@@ -194,31 +172,26 @@ def test_folders_are_found_by_name_and_variables_are_filled_in(make, root, monke
     ],
 )
 def test_impossible_options_are_refused_in_one_line(make, options, message):
-    with pytest.raises(OptionError, match=message) as raised:
-        make(**options)
-    assert "\n" not in str(raised.value)
+    refused(OptionError, message, make, **options)
 
 
-def test_clusters_of_another_data_set_are_refused_in_one_line(make, root, tmp_path):
-    with pytest.raises(InputError, match="another data set than source 'second' is now; run `cluster`") as raised:
-        make(clusters={name: str(root / ("first" if name == "second" else name)) for name in NAMES})
-    assert "\n" not in str(raised.value)
-    with pytest.raises(InputError, match="clusters are of 90 rows, but source 'first' gives 89; leave out max_rows"):
-        make(sizes=[89, 31, 12])
-    with pytest.raises(InputError, match="no manifest"):
-        make(clusters=str(tmp_path))
-    with pytest.raises(InputError, match="the environment variable NOT_SET_ANYWHERE is not set"):
-        make(clusters="$NOT_SET_ANYWHERE/clusters")
-
-
-def test_clusters_are_looked_for_by_the_names_of_the_sources_before_these_are_read(root, tmp_path):
+def test_clusters_are_found_by_name_and_those_of_another_data_set_are_refused(make, root, tmp_path, monkeypatch):
+    monkeypatch.setenv("CLUSTER_ROOT", str(root))
+    named = {name: f"${{CLUSTER_ROOT}}/{name}" for name in reversed(NAMES)}
+    assert list(make(clusters=named)) == list(make(clusters="$CLUSTER_ROOT")) == list(make())
+    other = {name: str(root / ("first" if name == "second" else name)) for name in NAMES}
+    refused(InputError, "another data set than source 'second' is now; run `cluster`", make, clusters=other)
+    says = "clusters are of 90 rows, but source 'first' gives 89; leave out max_rows"
+    refused(InputError, says, make, sizes=[89, 31, 12])
+    refused(InputError, "no manifest", make, clusters=str(tmp_path))
+    says = "the environment variable NOT_SET_ANYWHERE is not set"
+    refused(InputError, says, make, clusters="$NOT_SET_ANYWHERE/clusters")
+    # They are looked for before the sources are read.
     sampler = ClusteredBatchSampler([90, 31, 12], 4, clusters=str(root))
     sampler.check_sources(NAMES)
-    with pytest.raises(InputError, match=r"fourth.manifest\.json: no manifest"):
-        sampler.check_sources([*NAMES, "fourth"])
+    refused(InputError, r"fourth.manifest\.json: no manifest", sampler.check_sources, [*NAMES, "fourth"])
     sampler.clusters = {"first": str(root / "first")}
-    with pytest.raises(OptionError, match="must name the clusters of source 'second'"):
-        sampler.check_sources(NAMES)
+    refused(OptionError, "must name the clusters of source 'second'", sampler.check_sources, NAMES)
 
 
 @pytest.fixture
@@ -233,49 +206,47 @@ def sources(tmp_path):
 
 
 def data_module(sources, folder):
-    parser = ArgumentParser()
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    clustered = {"clusters": str(folder / "clusters"), "order": "nearest"}
-    init_args = {
-        "sources": [{"name": source.name, "path": source.path} for source in sources],
-        "batch_size": 4,
-        "sampler": {"class_path": "embeddings.data.ClusteredBatchSampler", "init_args": clustered},
-        "cache_dir": str(folder / "cache"),
-    }
-    config = {"class_path": "embeddings.data.EmbeddingDataModule", "init_args": init_args}
-    parsed = parser.parse_object({"data": config})
-    data = parser.instantiate(parser.parse_string(parser.dump(parsed))).data
-    assert isinstance(data, EmbeddingDataModule)
-    return data
+    clusters = {"clusters": str(folder / "clusters"), "order": "nearest"}
+    return configured(
+        sources=[{"name": source.name, "path": source.path} for source in sources],
+        batch_size=4,
+        sampler={"class_path": "embeddings.data.ClusteredBatchSampler", "init_args": clusters},
+        cache_dir=str(folder / "cache"),
+    )
+
+
+def by_hand(folder, identities, **options):
+    sampler = ClusteredBatchSampler([23, 14], 4, clusters=str(folder / "clusters"), **options)
+    sampler.identify(identities)
+    return sampler
+
+
+def make_module():
+    return Ledger(lambda batch: batch.row_B.tolist(), wordpiece_tokenizer())
 
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_the_data_module_asks_the_module_whether_its_ranks_share_candidates(sources, tmp_path, monkeypatch, gathers):
-    data, module = data_module(sources, tmp_path), Ledger(lambda batch: batch.row_B.tolist(), wordpiece_tokenizer())
+    data, module = data_module(sources, tmp_path), make_module()
     module.batch_needs = BatchNeeds(gathers_candidates=gathers)
     data.setup()
     for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
         monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
     plan = data._make_plan(data.sizes, module)
     plan.identify(data.mixture.identities)
-    across_ranks = "one_block" if gathers else "own_blocks"
-    expected = ClusteredBatchSampler([23, 14], 4, clusters=str(tmp_path / "clusters"), across_ranks=across_ranks)
-    expected.identify(data.mixture.identities)
     assert isinstance(plan, ClusteredBatchSampler)
-    assert rows_of(plan) == rows_of(expected)
+    across_ranks = "one_block" if gathers else "own_blocks"
+    assert rows_of(plan) == rows_of(by_hand(tmp_path, data.mixture.identities, across_ranks=across_ranks))
     assert len(plan) == (2 + 1 if gathers else (5 + 3) // 2)
 
 
-@pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 def test_a_configured_training_killed_three_times_sees_the_plan_once(sources, tmp_path):
-    sampler = ClusteredBatchSampler([23, 14], 4, clusters=str(tmp_path / "clusters"))
-    module = data_module(sources, tmp_path)
-    module.prepare_data()
-    sampler.identify(module.mixture.identities)
-    assert module.batches_per_epoch == 5 + 3
-    make_module = lambda: Ledger(lambda batch: batch.row_B.tolist(), wordpiece_tokenizer())  # noqa: E731
+    data = data_module(sources, tmp_path)
+    data.prepare_data()
+    assert data.batches_per_epoch == 5 + 3
     make_data = lambda: data_module(sources, tmp_path)  # noqa: E731
     seen = killed_run(tmp_path / "run", [3, 8, 13], make_module, make_data, {"max_epochs": 2})
+    sampler = by_hand(tmp_path, data.mixture.identities)
     expected = rows_of(sampler, 0) + rows_of(sampler, 1)
     assert seen[: len(expected)] == expected
 
@@ -303,39 +274,30 @@ def nested_vectors(count, width):
 
 
 @pytest.mark.parametrize("num_clusters", [1, 2, 3, 50])
-@pytest.mark.parametrize("num_neighbours", [1, 3, 49])
-def test_a_tour_visits_each_cluster_once(num_clusters, num_neighbours):
+def test_a_tour_visits_each_cluster_once(num_clusters):
     centroids = unit_vectors(num_clusters)
-    lists = nearest_lists(centroids, min(num_neighbours, num_clusters - 1))
-    for order in (nearest_order(centroids, lists, key=7), random_order(num_clusters, key=7)):
+    tours = [random_order(num_clusters, key=7)]
+    for num_neighbours in (1, 3, 49):
+        tours.append(nearest_order(centroids, nearest_lists(centroids, min(num_neighbours, num_clusters - 1)), key=7))
+    for order in tours:
         assert order.dtype == np.int32
         assert sorted(order) == list(range(num_clusters))
 
 
-@pytest.fixture(scope="module")
-def topics():
-    """Centroids and their 32 nearest each."""
-    centroids = nested_vectors(2000, 32)
-    return centroids, nearest_lists(centroids, 32)
-
-
-def test_with_every_neighbour_listed_or_sampled_the_tour_is_the_exact_one():
+def test_the_tour_is_hardly_longer_than_the_exact_greedy_one_and_exact_with_every_neighbour_listed_or_sampled():
     angles = np.linspace(0.0, 1.5, 40)
     line = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     # On a line the second look finds the next cluster, and otherwise the sample holds all that are left.
     for centroids, num_neighbours in ((unit_vectors(60), 59), (line, 2)):
         order = nearest_order(centroids, nearest_lists(centroids, num_neighbours), key=3)
         assert order.tolist() == exact_tour(centroids, int(order[0]))
-
-
-@pytest.mark.parametrize(("num_neighbours", "bound"), [(32, 1.003), (16, 1.006), (8, 1.015)])
-def test_the_tour_is_hardly_longer_than_the_exact_greedy_one(num_neighbours, bound, topics):
-    centroids, lists = topics
-    order = nearest_order(centroids, np.ascontiguousarray(lists[:, :num_neighbours]), key=0)
-    length, shortest = (tour_length(centroids, tour) for tour in (order, exact_tour(centroids, int(order[0]))))
-    by_chance = tour_length(centroids, random_order(2000, 0))
-    assert by_chance > 2 * shortest
-    assert length < bound * shortest
+    centroids = nested_vectors(2000, 32)
+    lists, by_chance = nearest_lists(centroids, 32), tour_length(centroids, random_order(2000, 0))
+    for num_neighbours, bound in ((32, 1.003), (16, 1.006), (8, 1.015)):
+        order = nearest_order(centroids, np.ascontiguousarray(lists[:, :num_neighbours]), key=0)
+        shortest = tour_length(centroids, exact_tour(centroids, int(order[0])))
+        assert by_chance > 2 * shortest
+        assert tour_length(centroids, order) < bound * shortest
 
 
 def test_a_sample_of_what_is_left_does_where_the_lists_lead_nowhere(monkeypatch):
@@ -392,42 +354,32 @@ def test_each_row_is_in_one_batch_or_in_the_remainder(sizes, batch_size, longest
         assert set(rows) <= {1000 * cluster + row for cluster, size in enumerate(sizes) for row in range(size)}
 
 
-def test_a_batch_of_whole_clusters_holds_one_after_another_in_the_tours_order():
-    clusters = packed([2, 3, 1, 2], batch_size=4, order=[2, 1, 3, 0])
-    first, second = batches_of(clusters)
+def test_whole_clusters_follow_each_other_in_the_tours_order_and_a_big_one_is_split_at_random_rows():
+    first, second = batches_of(packed([2, 3, 1, 2], batch_size=4, order=[2, 1, 3, 0]))
     assert sorted(first) == [1000, 1001, 1002, 2000]
     assert sorted(second) == [0, 1, 3000, 3001]
     assert [row // 1000 for row in first + second] == [2, 1, 1, 1, 3, 3, 0, 0]
-
-
-def test_a_big_cluster_is_split_at_random_rows_and_a_small_one_shares():
-    splits = [
-        [sorted(batch) for batch in batches_of(packed([6, 2], batch_size=4, key=key, order=[0, 1]))]
-        for key in range(12)
-    ]
-    for first, second in splits:
+    of_first = set()
+    for key in range(12):
+        first, second = map(sorted, batches_of(packed([6, 2], batch_size=4, key=key, order=[0, 1])))
         assert all(row < 1000 for row in first)
         assert second[2:] == [1000, 1001]
-    assert len({tuple(first) for first, _ in splits}) > 5
+        of_first.add(tuple(first))
+    assert len(of_first) > 5
 
 
 def test_the_rows_left_out_are_few_and_differ_from_key_to_key():
-    sizes = [5] * 7
     everything = {1000 * cluster + row for cluster in range(7) for row in range(5)}
-    order = list(range(7))
-    left_out = [frozenset(everything - set(chain(*batches_of(packed(sizes, 8, key, order))))) for key in range(20)]
+    left_out = [frozenset(everything - set(chain(*batches_of(packed([5] * 7, 8, key, range(7)))))) for key in range(20)]
     assert {len(rows) for rows in left_out} == {3}
     assert len(set(left_out)) > 5
-    assert len(set.union(*(set(rows) for rows in left_out))) > 9
+    assert len(frozenset.union(*left_out)) > 9
 
 
-def test_rows_past_two_to_the_thirty_first_stay_positive():
+def test_rows_past_two_to_the_thirty_first_stay_positive_and_memory_grows_with_the_clusters_alone():
     rows = np.array([2**32 - 1, 2**31], dtype=np.uint32)
     batch = PackedClusters(rows, np.array([0, 2]), np.zeros(1, dtype=np.int32), 2, 0).batch(0)
     assert sorted(batch.tolist()) == [2**31, 2**32 - 1]
-
-
-def test_memory_grows_with_the_clusters_and_not_with_the_rows():
     num_rows, offsets = 2_000_000, np.arange(0, 2_000_001, 2000)
     rows = np.broadcast_to(np.uint32(7), num_rows)
     tracemalloc.start()
