@@ -173,11 +173,14 @@ class TrainerCLI(LightningCLI):
         return trainer
 
     def _choose_folder(self, trainer: L.Trainer) -> None:
-        """Find the checkpoint that `auto` stands for, and give the trainer its run's folder."""
-        found = self.config.ckpt_path
-        run = plain_types(self.parser, self.config) if found else {}
-        chosen = choose_folder(trainer, run, found, getattr(self.datamodule, "batch_size", None))
-        self.config.ckpt_path = self.config_init.ckpt_path = chosen
+        """Find the checkpoint that `auto` stands for, give the trainer its run's folder, and the record the config."""
+        found = choose_folder(
+            trainer, self.config_dump, self.config.ckpt_path, getattr(self.datamodule, "batch_size", None)
+        )
+        self.config.ckpt_path = self.config_init.ckpt_path = found
+        record = RunRecord.of(trainer)
+        if record is not None:
+            record.plain_config = {**self.config_dump, "ckpt_path": found}
 
 
 class Checked(Exception):

@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from embeddings.callbacks.export import ExportLanguageModel, ExportModel
-from embeddings.callbacks.run_record import plain_types, run_logger
+from embeddings.callbacks.run_record import run_logger
 from embeddings.cli.fit import Checked, CheckingCLI, TrainerCLI, run_trainer
 from embeddings.cli.trainer import start_checks
 from embeddings.common import InputError, OptionError, TextSettings, UserError
@@ -390,7 +390,7 @@ class RunCheck(TrainerCLI):
     def lines(self) -> list[str]:
         """What the run would do: its model, data, hardware and places."""
         module, given, trainer, data = self.model, self.config, self.trainer, self.datamodule
-        model = plain_types(self.parser, given)["model"]["init_args"]
+        model = self.config_dump["model"]["init_args"]
         name = (model.get("backbone") or {}).get("name")
         total = parameter_counts(module).total
         trained = count_values(weight for weight in module.parameters() if weight.requires_grad)
