@@ -24,7 +24,6 @@ from embeddings.callbacks.run_record import (
     ResumedRun,
     RunLogger,
     RunRecord,
-    git_commit,
     keep_metrics,
     run_logger,
 )
@@ -62,6 +61,7 @@ def test_a_run_notes_what_it_was_its_machine_its_size_its_data_and_its_end(tmp_p
 
 
 def test_the_commit_is_marked_where_files_have_changed(tmp_path, monkeypatch):
+    git_commit = run_record.git_commit.__wrapped__
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_record, "CHECKOUT", None)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))

@@ -43,14 +43,8 @@ def differences(graph, backbone):
         yield difference / np.abs(expected).max()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        adapted,
-        pytest.param(tiny_xlm_roberta, marks=pytest.mark.slow),
-        pytest.param(tiny_nomic, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [adapted, tiny_xlm_roberta, tiny_nomic])
 def test_a_graph_gives_the_models_states_at_any_length(tmp_path, make):
     torch.manual_seed(0)
     model = embedder(make())
