@@ -248,6 +248,8 @@ def _types(complaints: Iterable[str]) -> str:
         name = re.sub(r"typing\.Literal\[(.*)\]", r"\1", name)
         if not name.startswith("dot import path"):
             names.append("null" if name == "NoneType" else name)
+    if names == ["null"]:  # all others want a class
+        names = ["the name of a class"]
     return one_line(" or ".join(names), 100)
 
 

@@ -78,6 +78,10 @@ CASES = cases(
             "an unknown argument over an empty mapping": (at("model.init_args", shedule={}), "did you mean schedule?"),
             "an unknown option of the loss": (at(LOSS, temprature=1), "did you mean temperature?"),
             "an unknown option of a source": (source(instructions="find"), "did you mean instruction?"),
+            "a class that no package has": (
+                at("model", class_path="NVEmbedModul"),
+                "model: expected the name of a class, got",
+            ),
             "a word for a number": (at(DATA, batch_size="many"), "data.batch_size: expected int, got many"),
             "a negative learning rate": (at(OPTIMIZER, lr=-1.0), "model.optimizer: Invalid learning rate: -1.0"),
             "a batch of 0": (at(DATA, batch_size=0), "data.batch_size must be >= 1, got 0"),
