@@ -1,5 +1,6 @@
 """Every test runs offline, on one thread, and without the user's settings."""
 
+import functools
 import gc
 import itertools
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from embeddings.callbacks import run_record
 from tests.helpers.processes import spawn_by_server, start_server
 
 # Tiny matrices lose more to waiting threads than they gain; child processes get the same by OMP_NUM_THREADS.
@@ -31,6 +33,8 @@ def _fsync(descriptor: int) -> None:
 
 
 os.fsync = _fsync
+# Asked at the start of each run, of a clone that does not change meanwhile.
+run_record.git_commit = functools.cache(run_record.git_commit)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import uuid
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -174,12 +174,8 @@ def plain_types(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
     return plain
 
 
-@cache
 def git_commit() -> str | None:
-    """The commit of this package's clone, else of the working folder, with `+` if files have changed; or None.
-
-    It is asked once a process, whose code does not change either.
-    """
+    """The commit of this package's clone, else of the working folder, with `+` if files have changed; or None."""
     clone = CHECKOUT if CHECKOUT is not None and (CHECKOUT / ".git").exists() else None
     run = partial(subprocess.run, cwd=clone, capture_output=True, text=True, check=True, timeout=10)
     try:

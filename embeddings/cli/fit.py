@@ -85,6 +85,8 @@ class FitParser(OneLineParser, LightningArgumentParser):
 class TrainerCLI(LightningCLI):
     """`fit` over any of our modules, with configs that merge left to right."""
 
+    # As the help names it.
+    command, summary = "fit", "Train a model."
     # Whether the run is checked and does not begin, wherever its hardware may be.
     only_checks = False
 
@@ -244,7 +246,7 @@ def make_cli(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Traine
             parser_class=FitParser,
             auto_configure_optimizers=False,
             run=False,
-            parser_kwargs={"prog": f"{program()} fit", "description": "Train a model."},
+            parser_kwargs={"prog": f"{program()} {kind.command}", "description": kind.summary},
             args=lists_as_configs(argv[1:]),
         )
 

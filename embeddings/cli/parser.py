@@ -248,9 +248,8 @@ def _types(complaints: Iterable[str]) -> str:
         name = re.sub(r"typing\.Literal\[(.*)\]", r"\1", name)
         if not name.startswith("dot import path"):
             names.append("null" if name == "NoneType" else name)
-    if names == ["null"]:  # all others want a class
-        names = ["the name of a class"]
-    return one_line(" or ".join(names), 100)
+    # What was left out wants a class.
+    return one_line(" or ".join(names), 100) if set(names) - {"null"} else "the name of a class"
 
 
 def _parameters(class_path: str) -> list[str]:

@@ -71,6 +71,8 @@ OPTIONS: dict[str, tuple[type, Any, str]] = {
 class PlanCLI(CheckingCLI):
     """`fit` up to its parsed options, with those of a plan."""
 
+    command, summary = "plan", "Say what a training needs: memory, arithmetic, hours, disk."
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
         for name, (kind, default, help_text) in OPTIONS.items():

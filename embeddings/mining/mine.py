@@ -198,7 +198,7 @@ def mine_negatives(
 
     The file is a source again: the records' own fields with new `negatives` (hardest first; with `levels` objects of
     `text` and `level`), `negative_scores` and `positive_scores` (means over the teachers), and a reranker's `scores` of
-    positives, then negatives. Beside it are `NAME.manifest.json` with the report, and `NAME.parquet.work`, now useless.
+    positives, then negatives. Beside it are `NAME.manifest.json` with the report, and `NAME.parquet.work`, now unused.
 
     A killed run resumes at the first missing shard. The tasks of an array share the shards and the last one writes the
     file; the bytes are the same, but for the rounding of vectors (see `encode_pairs`).

@@ -49,6 +49,11 @@ def full(name: str, checkpointing: bool) -> ContrastiveModule:
     return NVEmbedModule(backbone, pooling=MeanPooling, lora=None, loss=LOSS)
 
 
+def decoder(name: str, checkpointing: bool) -> ContrastiveModule:
+    backbone = BackboneConfig(name, bidirectional=True, gradient_checkpointing=checkpointing)
+    return NVEmbedModule(backbone, pooling=MeanPooling, lora=None, loss=LOSS)
+
+
 def lora(name: str, checkpointing: bool) -> ContrastiveModule:
     backbone = BackboneConfig(name, bidirectional=True, dtype="bfloat16", gradient_checkpointing=checkpointing)
     settings = LoraSettings(rank=4, alpha=8, dropout=0.1)
@@ -69,12 +74,12 @@ def cde(name: str, checkpointing: bool) -> ContrastiveModule:
     return CDEModule(backbone, context=ContextSettings(num_context=CONTEXT, num_soft_prompts=2), loss=LOSS)
 
 
-MODELS: dict[str, Make] = {"full": full, "lora": lora, "moe": moe, "cde": cde}
+MODELS: dict[str, Make] = {"full": full, "decoder": decoder, "lora": lora, "moe": moe, "cde": cde}
 
 
 def two_of(name: str, folder: Path, checkpointing: bool = False) -> tuple[ContrastiveModule, ContrastiveModule]:
     """A module in training mode, and one of the meta device."""
-    kind = "mistral" if name == "lora" else "bert"
+    kind = "mistral" if name in ("lora", "decoder") else "bert"
     backbone = dense_folder(folder) if name == "moe" else backbone_folder(folder, kind)
     with torch.device("meta"):
         structure = MODELS[name](backbone, checkpointing)
