@@ -331,6 +331,9 @@ def test_a_moved_run_is_resumed_where_it_is_now(tmp_path):
     trainer = run_trainer([*words, root, "--trainer.max_steps=4", "--ckpt_path=auto"]).trainer
     assert Path(trainer.log_dir) == moved
     assert rows_of(moved) == [0, 1, 2, 3]
+    # The record has the file that auto stood for.
+    found = trainer.ckpt_path
+    assert (json.loads((moved / "run.json").read_text())["resumed_from"], Path(found).is_file()) == (found, True)
 
 
 def test_a_file_system_without_locks_holds_runs_and_models_all_the_same(tmp_path, monkeypatch):
