@@ -19,8 +19,14 @@ from numpy.typing import NDArray
 
 from benchmarks.harness import compare, options, peak_growth_bytes, record
 from embeddings.common.io import write_manifest
-from embeddings.data.samplers.cluster_folder import KIND, ClusterFolder, write_cluster_files
-from embeddings.data.samplers.clustered import PackedClusters, nearest_order, random_order
+from embeddings.data.samplers.clustered import (
+    KIND,
+    ClusterFolder,
+    PackedClusters,
+    nearest_order,
+    random_order,
+    write_cluster_files,
+)
 
 ROWS_A_CLUSTER, WIDTH, NUM_NEIGHBOURS, BATCH_SIZE = 512, 64, 32, 1024
 NUM_TIMED = 3

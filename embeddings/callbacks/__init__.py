@@ -1,14 +1,12 @@
 """Floor 4: callbacks of training runs."""
 
-from embeddings.callbacks.checkpoints import DurableCheckpointIO
-from embeddings.callbacks.device_settings import DeviceSettings
-from embeddings.callbacks.export import ExportLanguageModel, ExportModel
+from embeddings.callbacks.checkpoints import DurableCheckpointIO, ExportLanguageModel, ExportModel
 from embeddings.callbacks.gradcache import GradCacheCallback
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import StepProgress, Throughput
 from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
 from embeddings.callbacks.run_health import RoutingStatistics, RunHealth
-from embeddings.callbacks.run_record import RunRecord
+from embeddings.callbacks.run_record import DeviceSettings, RunRecord
 
 __all__ = [
     "DeviceSettings",

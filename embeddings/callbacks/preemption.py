@@ -7,11 +7,12 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
-from embeddings.callbacks.checkpoints import finish_writing, model_checkpoints, write_none_on_exception
+from embeddings.callbacks.checkpoints import finish_writing
+from embeddings.callbacks.run_record import model_checkpoints, write_none_on_exception
 from embeddings.common import OptionError, PreemptedError
 from embeddings.common.distributed import reduce_int
+from embeddings.common.process import answer, stop_request
 from embeddings.common.protocols import RunData
-from embeddings.common.signals import answer, stop_request
 
 
 class Preemption(L.Callback):

@@ -2,7 +2,7 @@
 
 import lightning as L
 
-from embeddings.callbacks.export import embedder_of
+from embeddings.callbacks.checkpoints import embedder_of
 from embeddings.common import OptionError
 from embeddings.common.protocols import RunData, run_data
 from embeddings.evaluation import RetrievalFolder, evaluate_widths, read_retrieval_folder

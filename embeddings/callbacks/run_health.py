@@ -9,12 +9,12 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from embeddings.callbacks.checkpoints import write_none_on_exception
+from embeddings.callbacks.run_record import write_none_on_exception
 from embeddings.common import NumericError, OptionError, UserError
 from embeddings.common.distributed import gather_counts
 from embeddings.common.io import write_json
 from embeddings.common.protocols import RunData, run_data
-from embeddings.models.moe.routing import routing_metrics
+from embeddings.models.moe.upcycling import routing_metrics
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -13,17 +13,18 @@ from datetime import UTC, datetime
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import lightning as L
+import torch
 import yaml
 from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only
 
-from embeddings.callbacks.checkpoints import write_none_on_exception
 from embeddings.common import OptionError, PreemptedError, UserError
 from embeddings.common.distributed import count_values
 from embeddings.common.errors import CHECKOUT
@@ -165,6 +166,16 @@ def mark_output(trainer: L.Trainer, folder: Path) -> None:
     record = RunRecord.of(trainer)
     if record is not None:
         write_json(folder / MODEL_RUN_FILE, {"id": record.id, "step": trainer.global_step})
+
+
+def write_none_on_exception(trainer: L.Trainer) -> None:
+    """Keep every `ModelCheckpoint`, which are called after other callbacks, from saving at the current exception."""
+    for kept in model_checkpoints(trainer):
+        kept.save_on_exception = False
+
+
+def model_checkpoints(trainer: L.Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
 def plain_types(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
@@ -330,3 +341,41 @@ def _write_rows(path: Path, names: list[str], rows: list[dict[str, Any]]) -> Non
     writer.writeheader()
     writer.writerows(rows)
     write_text(path, text.getvalue())
+
+
+Float32Products = Literal["highest", "high"]
+# What torch reads when a process first takes memory of a GPU; the first one counts.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+class DeviceSettings(Callback):
+    """Sets the precision of float32 products for the run, and how torch takes a GPU's memory. A CPU is as it was.
+
+    Args:
+        float32_products: `highest` for float32; `high` lets a GPU round the factors to TF32, 10 bits of mantissa in the
+            place of 23. Losses and routers state float32, and have less with `high`. What autocast computes in bfloat16
+            stays as it is.
+        expandable_segments: Whether a segment of memory grows where it lies, so that mini-batches of many sizes leave
+            fewer holes. Settings in the environment come first. Without effect once the process has used the GPU, as it
+            has where a backbone is loaded in 4 bits.
+    """
+
+    def __init__(self, float32_products: Float32Products = "highest", expandable_segments: bool = False) -> None:
+        if float32_products not in get_args(Float32Products):
+            rule = "must be highest or high"
+            raise OptionError("float32_products", float32_products, rule, "leave it out for float32")
+        self.float32_products = float32_products
+        self.expandable_segments = expandable_segments
+        self._before = ""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self.float32_products)
+        if self.expandable_segments:
+            name = next((name for name in _ALLOCATOR if os.environ.get(name)), _ALLOCATOR[0])
+            given = os.environ.get(name, "")
+            if "expandable_segments" not in given:
+                os.environ[name] = ",".join([*filter(None, [given]), "expandable_segments:True"])
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        torch.set_float32_matmul_precision(self._before)

@@ -25,12 +25,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import embeddings.data.text_datamodule
 import embeddings.modules  # noqa: F401 - a class that is loaded may be named without its module
-from embeddings.callbacks.checkpoints import make_checkpoints_durable, model_checkpoints
-from embeddings.callbacks.export import ExportLanguageModel, ExportModel
+from embeddings.callbacks.checkpoints import ExportLanguageModel, ExportModel, make_checkpoints_durable
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import replace_displays
 from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
-from embeddings.callbacks.run_record import RunRecord, plain_types, run_logger
+from embeddings.callbacks.run_record import RunRecord, model_checkpoints, plain_types, run_logger
 from embeddings.cli.configs import check_configs, check_functions, expand_recipe, parse_yaml, restrict_imports
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, reason, with_hint

@@ -13,8 +13,13 @@ from embeddings.cli.configs import CONFIGS, config_paths, configs_of, restrict_i
 from embeddings.cli.errors import ConfigError, run_guarded
 from embeddings.cli.parser import OneLineParser
 from embeddings.common.errors import program
-from embeddings.common.process import check_variables, log_to_stderr, quiet_libraries
-from embeddings.common.signals import handle_preemption, ignore_stop_signals
+from embeddings.common.process import (
+    check_variables,
+    handle_preemption,
+    ignore_stop_signals,
+    log_to_stderr,
+    quiet_libraries,
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ COMMANDS = {
     "push": Command("embeddings.cli.export:push", "a model directory to the Hugging Face Hub", ("model", "name")),
     "import": Command("embeddings.cli.export:import_checkpoint", "a published checkpoint to a model directory"),
     "convert": Command("embeddings.cli.export:convert", "a checkpoint with learned positions to one with rotary ones"),
-    "compress": Command("embeddings.cli.compress:compress", "a smaller model: weights pruned and in 8 bits"),
+    "compress": Command("embeddings.cli.export:compress", "a smaller model: weights pruned and in 8 bits"),
     "sweep": Command(
         "embeddings.cli.sweep:sweep", "runs over a grid, a list or random values of config keys", ("file",)
     ),

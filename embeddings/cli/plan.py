@@ -13,7 +13,7 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from embeddings.callbacks.export import ExportLanguageModel, ExportModel
+from embeddings.callbacks.checkpoints import ExportLanguageModel, ExportModel
 from embeddings.callbacks.run_record import run_logger
 from embeddings.cli.fit import Checked, CheckingCLI, TrainerCLI, run_trainer
 from embeddings.cli.trainer import start_checks

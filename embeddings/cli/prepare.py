@@ -20,9 +20,7 @@ from embeddings.common.jobs import manifest_path
 from embeddings.common.process import logger
 from embeddings.common.text import format_table, one_line
 from embeddings.data import SourceConfig
-from embeddings.data.public import Hub, PublicSource, PublicTable, Stage, fetch_source
-from embeddings.data.public.fetch import corpus_path
-from embeddings.data.public.table import ROOT_VARIABLE
+from embeddings.data.public import ROOT_VARIABLE, Hub, PublicSource, PublicTable, Stage, corpus_path, fetch_source
 from embeddings.data.records import table_writer
 from embeddings.data.sources import Conversion
 from embeddings.data.store import CachedSource, open_cached, record_place

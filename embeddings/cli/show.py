@@ -9,10 +9,9 @@ from embeddings import figures
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import refuse_given
 from embeddings.common.text import format_table, one_line
-from embeddings.data.samplers.cluster_folder import ClusterFolder
+from embeddings.data.samplers.clustered import ClusterFolder
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.data.tokenize import TokenSpan
-from embeddings.figures.anchor_tokens import PLACE_NAMES, weighted_pieces
 from embeddings.figures.clusters import (
     MAX_CLUSTERS,
     MAX_CORPORA,
@@ -22,7 +21,16 @@ from embeddings.figures.clusters import (
     neighbour_map,
 )
 from embeddings.figures.drawing import run_names
-from embeddings.figures.heat_maps import MAX_COLUMNS, MEAN, draw_latents_by_text, layer_shares, spread, token_name
+from embeddings.figures.heat_maps import (
+    MAX_COLUMNS,
+    MEAN,
+    PLACE_NAMES,
+    draw_latents_by_text,
+    layer_shares,
+    spread,
+    token_name,
+    weighted_pieces,
+)
 from embeddings.inference import Encoder, choose_context, expert_loads, read_corpus, require_context_size
 from embeddings.inference import contextual_shift as measure_shift
 from embeddings.inference.context import draw_documents
@@ -39,9 +47,8 @@ from embeddings.inference.inspection import (
     token_weights,
 )
 from embeddings.models import AnchorTokenPooling, Embedder
-from embeddings.models.compressed import zeros_by_matrix
-from embeddings.models.model_files import resolve_model
-from embeddings.models.moe.routing import load_metrics
+from embeddings.models.model_files import resolve_model, zeros_by_matrix
+from embeddings.models.moe.upcycling import load_metrics
 from embeddings.models.poolings import pooling_name
 
 # Latents named beside a token, and beside the mean of a text's tokens.

@@ -15,8 +15,14 @@ from embeddings.cli.sweep_runs import Run, SignalForwarder, exclusive, runs_of, 
 from embeddings.common import InputError, OptionError, PreemptedError, UserError
 from embeddings.common.errors import refuse_given, require
 from embeddings.common.io import atomic_path, file_lock, write_json
-from embeddings.common.process import is_first_process, num_processes
-from embeddings.common.signals import EXIT_RESUMABLE, STOP_SIGNALS, answer, handle_preemption
+from embeddings.common.process import (
+    EXIT_RESUMABLE,
+    STOP_SIGNALS,
+    answer,
+    handle_preemption,
+    is_first_process,
+    num_processes,
+)
 from embeddings.common.text import format_table
 
 if TYPE_CHECKING:

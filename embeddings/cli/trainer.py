@@ -20,12 +20,11 @@ from embeddings.callbacks.run_record import ResumedRun, RunRecord, keep_metrics,
 from embeddings.cli.configs import CONFIGS
 from embeddings.cli.errors import ConfigError
 from embeddings.common import InputError, PreemptedError
-from embeddings.common.arguments import as_config
 from embeddings.common.checkpoint_file import inspect_checkpoint, peek_checkpoint
 from embeddings.common.errors import shown
 from embeddings.common.io import read_json_or_empty
 from embeddings.common.process import is_first_process, logger, quiet_libraries
-from embeddings.common.protocols import ChecksRun, RunData
+from embeddings.common.protocols import ChecksRun, RunData, as_config
 from embeddings.modules.base import BaseModule
 from embeddings.strategies.ranks import set_up_ranks
 

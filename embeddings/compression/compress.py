@@ -41,17 +41,18 @@ from embeddings.compression.quantization import FORMAT_OF, NumberName, quantise_
 from embeddings.models import ContextualEmbedder, keep_layers, load_embedder
 from embeddings.models.backbone import has_pooling_layer
 from embeddings.models.bidirectional import layers
-from embeddings.models.compressed import QUANTIZATION, zeros_by_matrix
 from embeddings.models.lora import plain_backbone
 from embeddings.models.model_card import plain, table
 from embeddings.models.model_files import (
     ADAPTER_FOLDER,
     CARD_FILE,
     CARD_MARK,
+    QUANTIZATION,
     is_own_card,
     read_json,
     resolve_model,
     weight_files,
+    zeros_by_matrix,
 )
 
 # What a directory's copy leaves out: weights and graphs that are no longer those of the model.

@@ -29,10 +29,9 @@ from embeddings.common.jobs import ShardedJob
 from embeddings.common.types import plan_mini_batches
 from embeddings.models.backbone import model_without_weights
 from embeddings.models.bidirectional import layers
-from embeddings.models.compressed import SCALE, dequantised, quantization_of
 from embeddings.models.directory import is_contextual
 from embeddings.models.lora import without_cache
-from embeddings.models.model_files import read_tensors, weight_files
+from embeddings.models.model_files import SCALE, dequantised, quantization_of, read_tensors, weight_files
 from embeddings.models.moe.experts import Experts
 
 # Of the inputs of a matrix: x xᵀ summed over the tokens, its diagonal alone, or nothing.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from embeddings.compression.pruning import inverse_factor, sweep
-from embeddings.models.compressed import FORMATS, METHOD
+from embeddings.models.model_files import FORMATS, METHOD
 
 NumberName = Literal["int8", "fp8_e4m3", "fp8_e5m2"]
 

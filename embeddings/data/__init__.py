@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from embeddings.data.samplers.curriculum import CurriculumBatchSampler
     from embeddings.data.samplers.homogeneous import HomogeneousBatchSampler
     from embeddings.data.sources import SourceConfig
-    from embeddings.data.text_datamodule import TextDataModule
-    from embeddings.data.text_streams import TextSource
+    from embeddings.data.text_datamodule import TextDataModule, TextSource
     from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer
 
 __all__ = [

@@ -18,13 +18,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from embeddings.common.arguments import KeepsArguments
 from embeddings.common.errors import InputError, OptionError, UserError
 from embeddings.common.io import check_manifest
-from embeddings.common.process import logger
-from embeddings.common.protocols import BatchNeeds, NeedsBatches, RunData, TextModule, TokenizedModule
+from embeddings.common.process import STOP_SIGNALS, block_signals, logger
+from embeddings.common.protocols import BatchNeeds, KeepsArguments, NeedsBatches, RunData, TextModule, TokenizedModule
 from embeddings.common.random import run_seed
-from embeddings.common.signals import STOP_SIGNALS, block_signals
 from embeddings.common.text import TextSettings, check_tokenizer_files
 from embeddings.data.checks import (
     check_instruction,

@@ -2,12 +2,15 @@
 
 from embeddings.evaluation.folders import (
     EvaluationFolder,
+    Qrels,
     RetrievalFolder,
+    RetrievalScores,
     find_evaluation_folders,
     read_evaluation_folder,
     read_retrieval_folder,
+    retrieval_metrics,
+    spearman,
 )
-from embeddings.evaluation.metrics import Qrels, RetrievalScores, retrieval_metrics, spearman
 from embeddings.evaluation.runner import (
     EvaluationResult,
     RetrievalRun,

@@ -37,7 +37,7 @@ from mteb.abstasks.task_metadata import TaskMetadata
 from embeddings.common.errors import InputError, OptionError, shown
 from embeddings.common.io import atomic_path
 from embeddings.common.text import GivenPrompt, format_table, one_line
-from embeddings.evaluation.metrics import Qrels, retrieval_metrics
+from embeddings.evaluation.folders import Qrels, retrieval_metrics
 from embeddings.evaluation.mteb_tasks import TaskEncoder
 from embeddings.inference.context import choose_context
 from embeddings.inference.search import TopK, search_top_k

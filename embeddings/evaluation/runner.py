@@ -24,9 +24,10 @@ from embeddings.evaluation.folders import (
     corpus_texts,
     find_evaluation_folders,
     read_evaluation_folder,
+    retrieval_metrics,
+    spearman,
 )
 from embeddings.evaluation.instructions import TASK_TYPES, task_prompt
-from embeddings.evaluation.metrics import retrieval_metrics, spearman
 from embeddings.evaluation.mteb_library import load_mteb
 from embeddings.inference.context import require_context_size, sample_context
 from embeddings.inference.encoder import check_widths

@@ -1,10 +1,9 @@
 """Floor 3: figures of runs and models, and the HTML report; matplotlib is known here only."""
 
-from embeddings.figures.anchor_tokens import draw_anchor_tokens
 from embeddings.figures.clusters import draw_clusters, draw_contextual_shift
 from embeddings.figures.curves import draw_curves, draw_routing_curves, draw_sweep
 from embeddings.figures.drawing import check_output
-from embeddings.figures.heat_maps import draw_expert_loads, draw_latent_weights, draw_zeros
+from embeddings.figures.heat_maps import draw_anchor_tokens, draw_expert_loads, draw_latent_weights, draw_zeros
 from embeddings.figures.report import write_report
 
 __all__ = [

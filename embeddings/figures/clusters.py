@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from embeddings.common import OptionError
 from embeddings.common.random import numpy_generator
-from embeddings.data.samplers.cluster_folder import ClusterFolder
+from embeddings.data.samplers.clustered import ClusterFolder
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.figures.drawing import (
     BLACK,

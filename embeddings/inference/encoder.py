@@ -30,7 +30,7 @@ from embeddings.inference.vectors import unit_rows
 
 if TYPE_CHECKING:
     from embeddings.models.embedder import Embedder
-    from embeddings.models.hub import PushedModel
+    from embeddings.models.model_card import PushedModel
 
 
 Vectors = npt.NDArray[np.float32]
@@ -233,7 +233,7 @@ class Encoder:
 
         That is the directory that it was read from, or else itself with a card.
         """
-        from embeddings.models.hub import push_embedder, push_to_hub
+        from embeddings.models.model_card import push_embedder, push_to_hub
 
         if self.origin is not None and Path(self.origin).expanduser().is_dir():
             return push_to_hub(self.origin, name, **options)

@@ -322,7 +322,7 @@ def expert_loads(
         OptionError: If the model has no such prompt.
     """
     from embeddings.models.lora import plain_backbone
-    from embeddings.models.moe.routing import COUNTS, has_experts, moe_layers, read_routing
+    from embeddings.models.moe.upcycling import COUNTS, has_experts, moe_layers, read_routing
 
     backbone = encoder.embedder.backbone
     if encoder.num_context:

@@ -19,10 +19,9 @@ from tqdm import tqdm
 
 from embeddings.common.errors import InputError, OptionError, shown
 from embeddings.common.io import atomic_path, check_manifest, check_vectors, file_sha256, write_text
-from embeddings.common.jobs import ShardedJob, progress_bar, require_shard_size, save_array
+from embeddings.common.jobs import ShardedJob, progress_bar, require_shard_size, save_array, spread
 from embeddings.common.process import tune_malloc
 from embeddings.common.text import PromptChoice, TextRole
-from embeddings.common.worker_processes import spread
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import (
     CONTEXT_FILE,

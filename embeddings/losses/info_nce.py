@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError
-from embeddings.common.arguments import KeepsArguments
-from embeddings.common.devices import moved
 from embeddings.common.distributed import gather_candidates, gather_counts, gather_rows, rank
+from embeddings.common.protocols import KeepsArguments
+from embeddings.common.types import moved
 from embeddings.losses.masks import (
     CandidateKeys,
     QueryKeys,

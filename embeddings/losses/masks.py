@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from embeddings.common import ContrastiveBatch, OptionError
-from embeddings.common.devices import queues_work
 from embeddings.common.distributed import gather_rows, reduce_int
+from embeddings.common.types import queues_work
 
 # A class is (source, label) in one number.
 _LABELS_PER_SOURCE = 2**40

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from embeddings.common.devices import queues_work
+from embeddings.common.types import queues_work
 
 Similarity = Literal["cosine", "dot"]
 # (tile of scores, its rows) → None: sets scores that do not compete to minus infinity, in place.

@@ -7,12 +7,11 @@ from embeddings.common.process import lazy_names
 
 if TYPE_CHECKING:
     from embeddings.mining.clusters import Bm25Features, ClusterSettings, PairFeatures, VectorFeatures, cluster_pairs
-    from embeddings.mining.consistency import rank_pairs
     from embeddings.mining.duplicates import Decontaminator, EvaluationTexts, find_contaminated, find_duplicates
     from embeddings.mining.faiss_library import KMeans, spherical_kmeans
-    from embeddings.mining.filter import FilterReport, FilterRules, filter_pairs
+    from embeddings.mining.filter import FilterReport, FilterRules, filter_pairs, rank_pairs
     from embeddings.mining.gpu_search import GpuSearch
-    from embeddings.mining.mine import MiningReport, SearchOptions, Teachers, mine_negatives
+    from embeddings.mining.mine import MiningReport, Reranker, SearchOptions, Teachers, mine_negatives
     from embeddings.mining.negatives import LevelRules, NegativeRules, TextQrels, choose_negatives
     from embeddings.mining.pair_index import PairIndex, index_pairs
     from embeddings.mining.pair_vectors import (
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
         encode_pairs,
         open_pair_vectors,
     )
-    from embeddings.mining.rerank import Reranker
     from embeddings.mining.search import DocumentSearch, ExactSearch, IvfSearch, build_ivf
     from embeddings.mining.vector_index import VectorIndex, build_index, recall_of
 

@@ -18,7 +18,7 @@ from embeddings.common.io import SETTINGS, check_manifest
 from embeddings.common.jobs import ArrayTask, ShardedJob, discard_on_user_error, load_shard, save_array, shard_rows
 from embeddings.common.process import logger
 from embeddings.common.random import KeyedPermutation, derive_seed
-from embeddings.data.samplers.cluster_folder import KIND, MAX_ROWS, ClusterFolder, write_cluster_files
+from embeddings.data.samplers.clustered import KIND, MAX_ROWS, ClusterFolder, write_cluster_files
 from embeddings.data.store import CachedSource
 from embeddings.inference.vectors import unit_rows
 from embeddings.mining.faiss_library import (

@@ -5,13 +5,12 @@ from embeddings.models.backbone import BackboneConfig, keep_layers, load_backbon
 from embeddings.models.bidirectional import check_bidirectional, make_bidirectional
 from embeddings.models.contextual import ContextualEmbedder, load_embedder
 from embeddings.models.embedder import Embedder
-from embeddings.models.hub import PushedModel, push_to_hub
 from embeddings.models.language_model import FromScratch, HeadSettings, LanguageModel
 from embeddings.models.latent_attention import LatentAttentionPooling
 from embeddings.models.lora import LoraSettings, add_lora, merge_lora
+from embeddings.models.model_card import PushedModel, push_to_hub
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig, RotaryMoeModel
-from embeddings.models.moe.routing import set_expert_backend
-from embeddings.models.moe.upcycling import Upcycling, parameter_counts, upcycle
+from embeddings.models.moe.upcycling import Upcycling, parameter_counts, set_expert_backend, upcycle
 from embeddings.models.pooling import (
     ClsPooling,
     LastTokenPooling,

@@ -28,9 +28,16 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.errors import require, rust_panics_as_errors, shown
 from embeddings.common.text import check_tokenizer_files, one_line
 from embeddings.models.bidirectional import layers, make_bidirectional_config, require_bidirectional
-from embeddings.models.compressed import QUANTIZATION, check_readable, dequantised_weights, quantization_of
 from embeddings.models.lora import plain_backbone
-from embeddings.models.model_files import read_json, resolve_model, weight_files
+from embeddings.models.model_files import (
+    QUANTIZATION,
+    check_readable,
+    dequantised_weights,
+    quantization_of,
+    read_json,
+    resolve_model,
+    weight_files,
+)
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig, RotaryMoeModel
 
 DtypeName = Literal["float32", "bfloat16", "auto"]

@@ -34,10 +34,9 @@ from embeddings.common import (
     TokenBatch,
     UserError,
 )
-from embeddings.common.arguments import KeepsArguments, as_config
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.common.distributed import reduce_int
-from embeddings.common.protocols import RunData, run_data
+from embeddings.common.protocols import KeepsArguments, RunData, as_config, run_data
 from embeddings.common.random import derive_seed, run_seed
 from embeddings.data.datamodule import PlannedDataModule
 from embeddings.data.samplers.base import accumulated_batches, batches_since_step, run_steps

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from embeddings.common import ContrastiveBatch, OptionError, PaddedTokens, TokenBatch
-from embeddings.common.devices import moved
 from embeddings.common.distributed import sum_over_ranks
-from embeddings.common.types import plan_mini_batches
+from embeddings.common.types import moved, plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.models import Embedder, Pooling, load_embedder
 from embeddings.models.backbone import spread_layers

@@ -12,17 +12,18 @@ from embeddings.losses import InfoNCE
 from embeddings.losses.load_balancing import LoadBalancing, load_balancing_loss, router_z_loss
 from embeddings.models import BackboneConfig, LoraSettings, MeanPooling
 from embeddings.models.lora import plain_backbone
-from embeddings.models.moe.routing import (
+from embeddings.models.moe.upcycling import (
     COUNTS,
     PROBABILITIES,
     SQUARED_LOGSUMEXP,
     BackendName,
+    Upcycling,
     has_experts,
     moe_layers,
     read_routing,
     set_expert_backend,
+    upcycle,
 )
-from embeddings.models.moe.upcycling import Upcycling, upcycle
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory, PoolingFactory, build_embedder
 from embeddings.training.optim import Schedule
 

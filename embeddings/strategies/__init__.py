@@ -1,6 +1,5 @@
 """Floor 4: how the ranks of a run share its weights."""
 
-from embeddings.strategies.fsdp import FSDP2Strategy
-from embeddings.strategies.zero import ZeroStrategy
+from embeddings.strategies.sharded import FSDP2Strategy, ZeroStrategy
 
 __all__ = ["FSDP2Strategy", "ZeroStrategy"]

@@ -28,9 +28,8 @@ from embeddings.common import (
     Representations,
     TokenBatch,
 )
-from embeddings.common.devices import moved
 from embeddings.common.distributed import is_distributed, reduce_int
-from embeddings.common.types import plan_mini_batches, take_texts
+from embeddings.common.types import moved, plan_mini_batches, take_texts
 from embeddings.models.moe.experts import shared_casts
 from embeddings.training.graphs import GraphBudget, GraphMemory, graph_leaves
 

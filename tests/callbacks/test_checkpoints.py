@@ -21,8 +21,8 @@ from embeddings.callbacks.checkpoints import (
     DurableCheckpointIO,
     load_best,
     make_checkpoints_durable,
-    write_none_on_exception,
 )
+from embeddings.callbacks.run_record import write_none_on_exception
 from embeddings.common import InputError, OptionError
 from embeddings.common.checkpoint_file import inspect_checkpoint, read_checkpoint
 from embeddings.strategies import FSDP2Strategy

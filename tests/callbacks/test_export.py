@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
-from embeddings.callbacks.export import embedder_of
+from embeddings.callbacks.checkpoints import embedder_of
 from embeddings.callbacks.run_record import MODEL_RUN_FILE
 from embeddings.cli.fit import run_trainer
 from embeddings.common import OptionError, UserError, instruction_prompt

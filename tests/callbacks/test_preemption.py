@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from embeddings.callbacks import DurableCheckpointIO, Preemption, preemption
 from embeddings.cli.main import main
 from embeddings.common import PreemptedError
-from embeddings.common.signals import STOP_SIGNALS, stop_request
+from embeddings.common.process import STOP_SIGNALS, stop_request
 from tests.callbacks.preempted_runs import STEPS, fake_scontrol, fit_words, preempted_config, signalled
 from tests.helpers.runs import component, write_config
 

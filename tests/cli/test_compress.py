@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from embeddings.cli.compress import retraining
+from embeddings.cli.export import retraining
 from embeddings.cli.main import main
 from embeddings.compression import PruningOptions
 from embeddings.inference import Encoder
 from embeddings.models import Embedder, LatentAttentionPooling
-from embeddings.models.compressed import dequantised_weights, zeros_by_matrix
+from embeddings.models.model_files import dequantised_weights, zeros_by_matrix
 from tests.compression.models import build, some_texts, write_model, write_texts
 from tests.helpers.processes import Command
 from tests.helpers.refusals import assert_refused

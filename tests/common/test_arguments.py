@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from embeddings.common.arguments import KeepsArguments, as_config
+from embeddings.common.protocols import KeepsArguments, as_config
 from embeddings.losses import InfoNCE, MatryoshkaInfoNCE
 
 

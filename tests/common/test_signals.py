@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 
 from embeddings.common import PreemptedError
-from embeddings.common.signals import STOP_SIGNALS, answer, block_signals, handle_preemption, stop_request
+from embeddings.common.process import STOP_SIGNALS, answer, block_signals, handle_preemption, stop_request
 from tests.common.test_process import NAMES
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from embeddings.common.errors import InputError, WorkerError
-from embeddings.common.worker_processes import spread
+from embeddings.common.jobs import spread
 from tests.helpers.processes import Command
 from tests.helpers.waiting import wait_for
 
@@ -112,7 +112,7 @@ SCRIPT = """
     from functools import partial
     from pathlib import Path
     from embeddings.common.io import atomic_path
-    from embeddings.common.worker_processes import spread
+    from embeddings.common.jobs import spread
 
     def work(folder, item):
         with atomic_path(folder / "shard.npy"):

@@ -15,7 +15,7 @@ from embeddings.compression.quantization import FORMAT_OF
 from embeddings.inference import Encoder
 from embeddings.models import BackboneConfig, Embedder
 from embeddings.models.backbone import load_model
-from embeddings.models.compressed import zeros_by_matrix
+from embeddings.models.model_files import zeros_by_matrix
 from tests.compression.models import FAMILIES, some_texts, write_model, write_texts
 from tests.helpers.refusals import assert_refused
 

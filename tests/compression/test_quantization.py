@@ -7,7 +7,7 @@ import torch
 
 from embeddings.compression.pruning import Sparsity, prune_by_sparsegpt
 from embeddings.compression.quantization import FORMAT_OF, quantise_by_gptq
-from embeddings.models.compressed import dequantised
+from embeddings.models.model_files import dequantised
 from tests.compression.test_pruning import problem
 
 

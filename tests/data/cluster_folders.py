@@ -3,7 +3,7 @@
 import numpy as np
 
 from embeddings.common.io import write_manifest
-from embeddings.data.samplers.cluster_folder import KIND, ClusterFolder, write_cluster_files
+from embeddings.data.samplers.clustered import KIND, ClusterFolder, write_cluster_files
 
 
 def unit_vectors(count, width=8, seed=0):

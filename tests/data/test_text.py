@@ -17,8 +17,17 @@ from embeddings.common.types import PackedRows
 from embeddings.data import BlendedBatchSampler, TextDataModule
 from embeddings.data.docstrings import HELD_OUT_PACKAGES
 from embeddings.data.samplers.base import PlanEntry
-from embeddings.data.text_datamodule import RowCollator, RowMixture, validation_batches
-from embeddings.data.text_streams import STARTS_FILE, TOKENS_FILE, Documents, DocumentTokenizer, TextSource, open_stream
+from embeddings.data.text_datamodule import (
+    STARTS_FILE,
+    TOKENS_FILE,
+    Documents,
+    DocumentTokenizer,
+    RowCollator,
+    RowMixture,
+    TextSource,
+    open_stream,
+    validation_batches,
+)
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run, quiet_trainer
 from tests.data.rows import write_jsonl, write_rows
 from tests.helpers.refusals import refused

@@ -12,7 +12,7 @@ from torchmetrics.functional.retrieval import (
     retrieval_reciprocal_rank,
 )
 
-from embeddings.evaluation.metrics import Qrels, dcg, retrieval_metrics, spearman
+from embeddings.evaluation.folders import Qrels, dcg, retrieval_metrics, spearman
 
 
 def judged(relevance, num_documents):

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, MissingExtraError, OptionError
-from embeddings.evaluation.folders import corpus_texts, read_evaluation_folder
-from embeddings.evaluation.metrics import spearman
+from embeddings.evaluation.folders import corpus_texts, read_evaluation_folder, spearman
 from embeddings.evaluation.runner import (
     EvaluationResult,
     evaluate_folder,

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from embeddings.common.io import write_manifest
-from embeddings.data.samplers.cluster_folder import KIND, write_cluster_files
+from embeddings.data.samplers.clustered import KIND, write_cluster_files
 
 SOURCE_KEY = hashlib.sha256(b"source").hexdigest()[:32]
 WIDTH = 5

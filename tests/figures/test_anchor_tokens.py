@@ -4,7 +4,7 @@ from html import unescape
 import numpy as np
 
 from embeddings.data.tokenize import TokenSpan
-from embeddings.figures.anchor_tokens import draw_anchor_tokens, weighted_pieces
+from embeddings.figures.heat_maps import draw_anchor_tokens, weighted_pieces
 from embeddings.inference.inspection import TokenWeights
 
 

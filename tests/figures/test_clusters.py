@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import OptionError
-from embeddings.data.samplers.cluster_folder import ClusterFolder
+from embeddings.data.samplers.clustered import ClusterFolder
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.figures.clusters import (
     MAX_CLUSTERS,

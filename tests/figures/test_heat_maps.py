@@ -19,7 +19,7 @@ from embeddings.figures.heat_maps import (
     spread,
 )
 from embeddings.inference import ExpertLoads, LatentWeights
-from embeddings.models.compressed import MatrixZeros
+from embeddings.models.model_files import MatrixZeros
 from tests.figures.layout import check_layout
 
 pytest.importorskip("matplotlib")

@@ -10,7 +10,7 @@ import numpy as np
 from embeddings.common.io import text_hash
 from embeddings.data import SourceConfig
 from embeddings.inference import Encoder
-from embeddings.mining import consistency, duplicates, filter
+from embeddings.mining import duplicates, filter
 from embeddings.mining.duplicates import Decontaminator, EvaluationTexts
 from embeddings.mining.filter import FilterRules, filter_pairs
 from tests.data.rows import write_jsonl
@@ -22,7 +22,7 @@ PLACES = {
     "keys": (duplicates, "_write_keys", 3),
     "comparison": (duplicates, "_compare", 1),
     "reasons": (duplicates, "_write_reasons", 2),
-    "segment": (consistency, "_write_ranks", 2),
+    "segment": (filter, "_write_ranks", 2),
     "writing": (filter, "write_records", 1),
     "manifest": (filter, "write_file_manifest", 1),
 }
@@ -115,7 +115,7 @@ def run_filter(config, output, task=None, rules=RULES):
 
 def stop_amid_segments():
     """At the second segment tell the parent process that the place is reached, and wait for ever."""
-    real, calls = consistency._write_ranks, []
+    real, calls = filter._write_ranks, []
 
     def stopping(*args):
         calls.append(1)
@@ -124,4 +124,4 @@ def stop_amid_segments():
             sys.stdin.readline()
         return real(*args)
 
-    consistency._write_ranks = stopping
+    filter._write_ranks = stopping

@@ -9,8 +9,8 @@ from embeddings.common.jobs import ArrayTask
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached
 from embeddings.inference.vectors import unit_rows
-from embeddings.mining import consistency
-from embeddings.mining.consistency import NOT_RANKED, Segments, rank_pairs
+from embeddings.mining import filter as consistency
+from embeddings.mining.filter import NOT_RANKED, Segments, rank_pairs
 from embeddings.mining.pair_index import index_pairs
 from tests.data.rows import write_jsonl
 from tests.mining.pair_sources import made_vectors

@@ -13,7 +13,7 @@ from embeddings.common.jobs import ArrayTask
 from embeddings.data import SourceConfig, open_source
 from embeddings.data.records import parse_record
 from embeddings.inference import Encoder
-from embeddings.mining import consistency, filter
+from embeddings.mining import filter
 from embeddings.mining.duplicates import Decontaminator, EvaluationTexts
 from embeddings.mining.filter import RULES, FilterRules, filter_pairs
 from tests.data.rows import pairs, write_jsonl
@@ -209,7 +209,7 @@ def test_a_killed_run_by_language_is_resumed_with_the_same_bytes(tmp_path, monke
     expected = by_language(config, tmp_path / "whole" / "kept.parquet").output.read_bytes()
     killed = tmp_path / "killed" / "kept.parquet"
     with monkeypatch.context() as patch:
-        patch.setattr(consistency, "_write_ranks", interrupted_at(consistency._write_ranks, 3))
+        patch.setattr(filter, "_write_ranks", interrupted_at(filter._write_ranks, 3))
         with pytest.raises(KeyboardInterrupt):
             by_language(config, killed)
     monkeypatch.setattr(filter, "read_languages", lambda *_: pytest.fail("read again"))

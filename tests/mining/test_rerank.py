@@ -16,9 +16,8 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel
 from embeddings.common import InputError, MissingExtraError, OptionError
 from embeddings.common.jobs import ArrayTask
 from embeddings.data import PlanEntry, SourceConfig, open_source
-from embeddings.mining.mine import Teachers, mine_negatives
+from embeddings.mining.mine import Reranker, Teachers, mine_negatives
 from embeddings.mining.negatives import LevelRules, NegativeRules
-from embeddings.mining.rerank import Reranker
 from tests.data.rows import write_jsonl
 from tests.helpers.forks import in_a_child
 from tests.helpers.tiny import wordpiece_tokenizer

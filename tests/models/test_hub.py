@@ -8,8 +8,7 @@ import yaml
 from embeddings.cli.main import main
 from embeddings.inference import Encoder
 from embeddings.models import push_to_hub
-from embeddings.models.hub import own_files
-from embeddings.models.model_card import write_model_card
+from embeddings.models.model_card import own_files, write_model_card
 from tests.helpers.hub_server import OWNER, TOKEN, stood_in_hub
 from tests.helpers.refusals import assert_refused
 from tests.models.contextual_models import tiny_contextual

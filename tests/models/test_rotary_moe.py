@@ -15,8 +15,16 @@ from embeddings.models import Embedder, MeanPooling
 from embeddings.models.backbone import enable_checkpointing
 from embeddings.models.lora import LoraSettings, add_lora
 from embeddings.models.moe.rotary_moe import MoeMlp, RotaryMoeConfig, RotaryMoeLayer, RotaryMoeModel
-from embeddings.models.moe.routing import has_experts, load_metrics, moe_layers, read_routing, routing_metrics
-from embeddings.models.moe.upcycling import Upcycling, parameter_counts, upcycle
+from embeddings.models.moe.upcycling import (
+    Upcycling,
+    has_experts,
+    load_metrics,
+    moe_layers,
+    parameter_counts,
+    read_routing,
+    routing_metrics,
+    upcycle,
+)
 from embeddings.models.rotary import to_rotary
 from tests.helpers.contrastive import gradient_vector
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer

@@ -17,7 +17,7 @@ from tests.strategies import fits
 
 METHODS = ["nv-embed", "mgh", "moe", "cde", "cde, words", "language model"]
 # What crosses to the device does so from page-locked memory, and nothing waits for it.
-MOVED = "common/devices.py moved"
+MOVED = "common/types.py moved"
 
 
 class CountedStep(L.Callback):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from embeddings.callbacks import GradCacheCallback
 from embeddings.common import NumericError, UserError
-from embeddings.strategies.zero import full_optimizer_state, set_full_optimizer_state
+from embeddings.strategies.sharded import full_optimizer_state, set_full_optimizer_state
 from tests.helpers.poison import PoisonBackward
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.runs import run_config, write_config

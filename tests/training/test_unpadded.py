@@ -10,7 +10,7 @@ from embeddings.losses import InfoNCE
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
 from embeddings.models.attention_capture import attention_layers
 from embeddings.models.backbone import enable_checkpointing
-from embeddings.models.moe.routing import COUNTS, PROBABILITIES
+from embeddings.models.moe.upcycling import COUNTS, PROBABILITIES
 from embeddings.training import GradCache
 from embeddings.training.gradcache import plain_step
 from tests.helpers.contrastive import (

@@ -12,19 +12,22 @@ import pytest
 
 from embeddings.common import OptionError
 from embeddings.data.docstrings import HELD_OUT_PACKAGES, TRAINING_PACKAGES, prepare, prepare_docstrings
-from embeddings.data.docstrings.corpus import (
+from embeddings.data.docstrings.extract import DocumentedFunction, is_available
+from embeddings.data.docstrings.prepare import (
     BOILERPLATE_FUNCTIONS,
+    KIND,
     DocstringSplit,
     EvaluationSet,
     Removed,
     SplitSizes,
+    check_output,
     deduplicate,
+    finished_manifest,
     namespace_negatives,
     normalised_query,
     split_functions,
+    write_corpus,
 )
-from embeddings.data.docstrings.extract import DocumentedFunction, is_available
-from embeddings.data.docstrings.prepare import KIND, check_output, finished_manifest, write_corpus
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.refusals import refused
 

@@ -10,8 +10,8 @@ import pytest
 from embeddings.common import InputError
 from embeddings.common.io import atomic_path, file_sha256
 from embeddings.data import SourceConfig
+from embeddings.data import public as module
 from embeddings.data.public import Hub, PublicTable, fetch_source
-from embeddings.data.public import fetch as module
 from embeddings.data.store import open_cached
 from tests.data.public.mirror import answer, beir_tables, question, write_data_set, write_mirror
 from tests.helpers.refusals import refused

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError
-from embeddings.data.samplers import cluster_folder
-from embeddings.data.samplers.cluster_folder import ClusterFolder, write_cluster_files
+from embeddings.data.samplers import clustered as cluster_folder
+from embeddings.data.samplers.clustered import ClusterFolder, write_cluster_files
 from tests.data.cluster_folders import nearest_lists, unit_vectors, write_clusters
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.refusals import refused
