@@ -5,7 +5,6 @@ import math
 import os
 import re
 import sys
-import tracemalloc
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -243,24 +242,6 @@ def test_a_line_without_end_and_a_file_that_is_not_there_are_refused(tmp_path, m
     monkeypatch.setattr(readers, "MAX_LINE_BYTES", 2**20)
     (tmp_path / "a.jsonl").write_bytes(LINE + b'{"query": "' + b"x" * 2**20 + b'"}\n')
     refused(InputError, r"a\.jsonl:2: the row is longer than 1 MiB", read, tmp_path / "a.jsonl")
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_blank_lines_without_an_end_are_refused_in_bounded_memory(tmp_path, monkeypatch, suffix):
-    """A few kilobytes of gzip unpack to hours of them."""
-    monkeypatch.setattr("embeddings.data.readers.MAX_BLANK_LINES", 1000)
-    path = tmp_path / f"blank{suffix}"
-    with (gzip.open if suffix.endswith("gz") else open)(path, "wb") as file:
-        file.write(b'{"query": "q"}\n' + b" \n" * 1000 + b'{"query": "r"}\n')
-        for _ in range(20):
-            file.write(b"\n" * 2**20)
-    rows = iter(open_reader(path, ["query"], ["query"]))
-    assert [next(rows).fields["query"] for _ in range(2)] == ["q", "r"]
-    tracemalloc.start()
-    refused(InputError, rf"blank{suffix}:2003: 1000 blank lines follow each other; take them out", next, rows)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 2**20
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

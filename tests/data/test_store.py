@@ -174,22 +174,6 @@ def test_suspect_rows_are_left_out_or_kept_with_one_line_or_all_refused_and_noth
     refused(InputError, says, open_cached, SourceConfig("mine", path), tmp_path / "cache")
 
 
-@pytest.mark.parametrize("policy", ["refuse", "leave_out"])
-def test_a_conversion_from_before_suspect_rows_were_noted_is_found_again(policy, tmp_path, parsed):
-    """Rows left out had a key of their own; a source with such rows was refused, so the other key never held any."""
-    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(5))), suspect_rows=policy)
-    made = open_cached(config, tmp_path / "cache").folder
-    manifest = json.loads((made / "manifest.json").read_text())
-    del manifest["suspects"]
-    names = ("schema_version", "layout", "columns", "min_score", "inputs")
-    identity = {name: manifest[name] for name in names} | {"suspect_rows": policy}
-    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
-    made.rename(tmp_path / "cache" / key)
-    (tmp_path / "cache" / key / "manifest.json").write_text(json.dumps({**manifest, **identity, "key": key}))
-    assert open_cached(SourceConfig("a", config.path), tmp_path / "cache").key == key
-    assert len(parsed) == 5
-
-
 def test_records_are_read_with_all_fields_and_places_in_the_rows_of_the_table(tmp_path):
     rows = [{**row, "score": number, "id": number, "label": "a"} for number, row in enumerate(pairs(5))]
     rows.insert(2, {"query": "q", "positive": "q"})

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import islice
 from multiprocessing import get_context
@@ -46,21 +45,11 @@ BOILERPLATE_FUNCTIONS = 3
 _UNSAID = frozenset({"a", "an", "the", "this", "that", "of", "given", "specified"})
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """How many functions each rule of `deduplicate` took out."""
-
-    same_name: int
-    same_code: int
-    near_duplicate: int
-    boilerplate_query: int
-    same_query: int
-
-
-def deduplicate(functions: Iterable[DocumentedFunction]) -> tuple[list[DocumentedFunction], Removed]:
+def deduplicate(functions: Iterable[DocumentedFunction]) -> tuple[list[DocumentedFunction], dict[str, int]]:
     """The functions of which no two have one name, one first sentence, or nearly one code; the earliest stays.
 
-    A first sentence that more than `BOILERPLATE_FUNCTIONS` functions share takes them all out.
+    A first sentence that more than `BOILERPLATE_FUNCTIONS` functions share takes them all out. How many functions each
+    rule took out is returned too.
     """
     given = list(functions)
     by_name: dict[str, DocumentedFunction] = {}
@@ -77,13 +66,13 @@ def deduplicate(functions: Iterable[DocumentedFunction]) -> tuple[list[Documente
         by_query.setdefault(normalised_query(function.query), []).append(function)
     groups = [group for group in by_query.values() if len(group) <= BOILERPLATE_FUNCTIONS]
     shared = sum(len(group) for group in groups)
-    removed = Removed(
-        same_name=len(given) - len(by_name),
-        same_code=len(by_name) - len(distinct),
-        near_duplicate=len(distinct) - len(originals),
-        boilerplate_query=len(originals) - shared,
-        same_query=shared - len(groups),
-    )
+    removed = {
+        "same_name": len(given) - len(by_name),
+        "same_code": len(by_name) - len(distinct),
+        "near_duplicate": len(distinct) - len(originals),
+        "boilerplate_query": len(originals) - shared,
+        "same_query": shared - len(groups),
+    }
     return [group[0] for group in groups], removed
 
 
@@ -142,17 +131,6 @@ def namespace_negatives(functions: Sequence[DocumentedFunction], seed: int) -> l
     return [tuple(of_one(own, draw_LT)) for own, draw_LT in zip(functions, draw_NLT, strict=True)]
 
 
-class SplitSizes(NamedTuple):
-    """Maximum functions of each evaluation set, to search and, of them, to ask for; see `prepare_docstrings`."""
-
-    validation_documents: int
-    validation_queries: int
-    in_domain_documents: int
-    in_domain_queries: int
-    held_out_documents: int
-    held_out_queries: int
-
-
 class EvaluationSet(NamedTuple):
     """Functions to search, and those among them whose first sentences are the queries; both sorted by id."""
 
@@ -161,20 +139,19 @@ class EvaluationSet(NamedTuple):
 
 
 class DocstringSplit(NamedTuple):
-    """Functions to train on, sorted by id, and three sets that share none with them or each other."""
+    """Functions to train on, sorted by id, and sets by name that share none with them or each other."""
 
     train: list[DocumentedFunction]
-    validation: EvaluationSet
-    in_domain: EvaluationSet
-    held_out: EvaluationSet
+    evaluation: dict[str, EvaluationSet]
 
 
 def split_functions(
-    functions: Sequence[DocumentedFunction], held_out_packages: Collection[str], sizes: SplitSizes, seed: int
+    functions: Sequence[DocumentedFunction], held_out_packages: Collection[str], sizes: Mapping[str, int], seed: int
 ) -> DocstringSplit:
     """Cut functions without copies among them into a training set and three evaluation sets; order does not matter.
 
-    `held_out_packages` are never trained on; a held-out set smaller than its size is taken whole.
+    `held_out_packages` are never trained on; a held-out set smaller than its size is taken whole. `sizes` are the
+    numbers of `prepare_docstrings`, by their names without `num_`.
     """
     ordered = sorted(functions)
     held_out = [function for function in ordered if function.package in held_out_packages]
@@ -182,26 +159,20 @@ def split_functions(
     if not held_out:
         rule = "must have documented functions"
         raise OptionError("held_out_packages", sorted(held_out_packages), rule, "name larger packages")
-    num_taken = sizes.validation_documents + sizes.in_domain_documents
+    num_taken = sizes["validation_documents"] + sizes["in_domain_documents"]
     if len(trainable) <= num_taken:
         rule = f"must leave functions to train on, and packages has {len(trainable)} documented ones"
         option = "num_validation_documents + num_in_domain_documents"
         raise OptionError(option, num_taken, rule, "lower it, or add packages")
 
-    def evaluation_set(pool: list[DocumentedFunction], name: str, documents: int, queries: int) -> EvaluationSet:
-        searched = _draw(pool, documents, seed, name)
-        return EvaluationSet(searched, _draw(searched, queries, seed, f"{name}_queries"))
-
-    in_domain = evaluation_set(trainable, "in_domain", sizes.in_domain_documents, sizes.in_domain_queries)
-    trainable = _without(trainable, in_domain.documents)
-    validation = evaluation_set(trainable, "validation", sizes.validation_documents, sizes.validation_queries)
-    searched = evaluation_set(held_out, "held_out", sizes.held_out_documents, sizes.held_out_queries)
-    return DocstringSplit(_without(trainable, validation.documents), validation, in_domain, searched)
-
-
-def _without(functions: list[DocumentedFunction], taken: list[DocumentedFunction]) -> list[DocumentedFunction]:
-    ids = {function.id for function in taken}
-    return [function for function in functions if function.id not in ids]
+    evaluation = {}
+    for name in ("in_domain", "validation", "held_out"):
+        pool = held_out if name == "held_out" else trainable
+        documents = _draw(pool, sizes[f"{name}_documents"], seed, name)
+        evaluation[name] = EvaluationSet(documents, _draw(documents, sizes[f"{name}_queries"], seed, f"{name}_queries"))
+        taken = {function.id for function in documents}
+        trainable = [function for function in trainable if function.id not in taken]
+    return DocstringSplit(trainable, {name: evaluation[name] for name in ("validation", "in_domain", "held_out")})
 
 
 def _draw(functions: list[DocumentedFunction], most: int, seed: int, stream: str) -> list[DocumentedFunction]:
@@ -280,15 +251,15 @@ def prepare_docstrings(
     """
     folder = Path(os.path.abspath(output))
     check_output(folder)
-    sizes = SplitSizes(
-        num_validation_documents,
-        num_validation_queries,
-        num_in_domain_documents,
-        num_in_domain_queries,
-        num_held_out_documents,
-        num_held_out_queries,
-    )
-    for name, size in sizes._asdict().items():
+    sizes = {
+        "validation_documents": num_validation_documents,
+        "validation_queries": num_validation_queries,
+        "in_domain_documents": num_in_domain_documents,
+        "in_domain_queries": num_in_domain_queries,
+        "held_out_documents": num_held_out_documents,
+        "held_out_queries": num_held_out_queries,
+    }
+    for name, size in sizes.items():
         if size < 1:
             raise OptionError(f"num_{name}", size, "must be >= 1", "leave it out for the default")
     if max_rows is not None and max_rows < 1:
@@ -304,7 +275,7 @@ def prepare_docstrings(
         "kind": KIND,
         "recipe": RECIPE,
         "seed": seed,
-        "sizes": sizes._asdict(),
+        "sizes": sizes,
         "held_out_packages": {name: versions[name] for name in held_out},
         "packages": {name: versions[name] for name in training},
         "max_rows": max_rows,
@@ -318,8 +289,10 @@ def prepare_docstrings(
     kept, removed = deduplicate(functions)
     split = split_functions(kept, held_out, sizes, seed)
     step = -(-len(split.train) // max_rows) if max_rows else 1
-    counts = {**_counts(split), "train": len(split.train[::step])}
-    fields = {**inputs, "counts": counts, "found": len(functions), "removed": asdict(removed)}
+    counts = {"train": len(split.train[::step])}
+    for name, part in split.evaluation.items():
+        counts |= {f"{name}_documents": len(part.documents), f"{name}_queries": len(part.queries)}
+    fields = {**inputs, "counts": counts, "found": len(functions), "removed": removed}
     write_corpus(folder, split, fields, seed, step)
     return DocstringCorpus(folder, counts, reused=False)
 
@@ -371,14 +344,6 @@ def _functions_of(source: SourceFile, content: bytes) -> list[DocumentedFunction
             gc.enable()
 
 
-def _counts(split: DocstringSplit) -> dict[str, int]:
-    counts = {"train": len(split.train)}
-    for name in ("validation", "in_domain", "held_out"):
-        evaluation: EvaluationSet = getattr(split, name)
-        counts |= {f"{name}_documents": len(evaluation.documents), f"{name}_queries": len(evaluation.queries)}
-    return counts
-
-
 KIND = "docstring_corpus"
 
 
@@ -414,8 +379,8 @@ def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any],
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent) as temporary:
         folder = Path(temporary, "new")
         _write_train(folder / "train.jsonl.gz", split, seed, step)
-        for name in ("validation", "in_domain", "held_out"):
-            _write_evaluation(folder / "eval" / name, getattr(split, name))
+        for name, part in split.evaluation.items():
+            _write_evaluation(folder / "eval" / name, part)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         hashes = {path.relative_to(folder).as_posix(): file_sha256(path) for path in files}
         write_manifest(folder, {**fields, "files": hashes})

@@ -6,7 +6,6 @@ import json
 import logging
 import random
 import sys
-from dataclasses import astuple
 
 import pytest
 
@@ -18,8 +17,6 @@ from embeddings.data.docstrings.prepare import (
     KIND,
     DocstringSplit,
     EvaluationSet,
-    Removed,
-    SplitSizes,
     check_output,
     deduplicate,
     finished_manifest,
@@ -154,10 +151,10 @@ TRAIN, TEST, OTHER = (
     DocumentedFunction(f"p.m.{name}", "p", "p.m", f"Query of {name} — é", f"p.m.{name}\ndef {name}(): ...")
     for name in ("train", "test", "other")
 )
-SPLIT = DocstringSplit(
-    [TRAIN], EvaluationSet([OTHER], [OTHER]), EvaluationSet([TEST, OTHER], [TEST]), EvaluationSet([OTHER], [OTHER])
-)
 PARTS = ("validation", "in_domain", "held_out")
+SPLIT = DocstringSplit(
+    [TRAIN], dict.fromkeys(PARTS, EvaluationSet([OTHER], [OTHER])) | {"in_domain": EvaluationSet([TEST, OTHER], [TEST])}
+)
 FIELDS = {"kind": KIND, "seed": 0}
 
 
@@ -208,7 +205,8 @@ def test_an_output_that_holds_something_else_is_refused_and_left_alone(tmp_path,
     assert files(tmp_path) == before
 
 
-SIZES = SplitSizes(2, 1, in_domain_documents=6, in_domain_queries=3, held_out_documents=5, held_out_queries=2)
+SIZES = {"validation_documents": 2, "validation_queries": 1, "in_domain_documents": 6, "in_domain_queries": 3}
+SIZES |= {"held_out_documents": 5, "held_out_queries": 2}
 
 
 def functions(package, count):
@@ -219,12 +217,14 @@ def test_the_parts_are_disjoint_sorted_and_of_the_sizes_asked_for_whatever_the_o
     given = functions("a", 10) + functions("b", 10) + functions("held", 8)
     split = split_functions(given, {"held"}, SIZES, seed=0)
     assert len(split.train) == 12
-    assert [len(part) for part in (*split.validation, *split.in_domain, *split.held_out)] == [2, 1, 6, 3, 5, 2]
-    assert sorted(split.train + split.validation.documents + split.in_domain.documents) == sorted(given[:20])
-    assert set(split.held_out.documents) < set(given[20:])
-    for evaluation in (split.validation, split.in_domain, split.held_out):
+    assert list(split.evaluation) == list(PARTS)
+    validation, in_domain, held_out = split.evaluation.values()
+    assert [len(part) for part in (*validation, *in_domain, *held_out)] == [2, 1, 6, 3, 5, 2]
+    assert sorted(split.train + validation.documents + in_domain.documents) == sorted(given[:20])
+    assert set(held_out.documents) < set(given[20:])
+    for evaluation in (validation, in_domain, held_out):
         assert set(evaluation.queries) < set(evaluation.documents)
-    for part in (split.train, *split.validation, *split.in_domain, *split.held_out):
+    for part in (split.train, *validation, *in_domain, *held_out):
         assert part == sorted(part)
     shuffled = random.Random(1).sample(given, len(given))
     assert split_functions(shuffled, {"held"}, SIZES, 0) == split != split_functions(given, {"held"}, SIZES, 1)
@@ -283,8 +283,9 @@ def test_each_rule_takes_out_what_it_names():
     ]
     kept, removed = deduplicate(functions)
     assert kept == [first, second]
-    assert removed == Removed(same_name=1, same_code=1, near_duplicate=1, boilerplate_query=4, same_query=1)
-    assert len(kept) + sum(astuple(removed)) == len(functions)
+    rules = ("same_name", "same_code", "near_duplicate", "boilerplate_query", "same_query")
+    assert removed == dict(zip(rules, (1, 1, 1, 4, 1), strict=True))
+    assert len(kept) + sum(removed.values()) == len(functions)
 
 
 def test_queries_are_one_when_only_grammar_differs():
