@@ -12,14 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.helpers import runs
 
-LIGHTNING_WARNINGS = (
-    # Advice to a person; these runs need no workers.
-    "ignore:The 'train_dataloader' does not have many workers",
-    # The resumed run saves beside what it resumes from.
-    "ignore:Checkpoint directory",
-    # Lightning 2.6 asks `isinstance(…, LeafSpec)`, which torch 2.13 renamed.
-    "ignore:`isinstance.treespec, LeafSpec:FutureWarning",
-)
+# The resumed run saves beside what it resumes from.
+LIGHTNING_WARNINGS = ("ignore:Checkpoint directory",)
 
 
 class Ledger(LightningModule):

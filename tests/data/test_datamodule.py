@@ -11,9 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import yaml
-from jsonargparse import ArgumentParser
-from lightning import LightningDataModule
 
 from embeddings.common import BatchNeeds, ContrastiveBatch, InputError, OptionError, TextSettings, UserError
 from embeddings.data import EmbeddingDataModule, SourceConfig, TextDataModule, TextSource
@@ -25,7 +22,7 @@ from embeddings.data.samplers import (
     HomogeneousBatchSampler,
 )
 from embeddings.modules import CDEModule, MGHCurriculumModule
-from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, attached, killed_run, quiet_trainer
+from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, attached, configured, killed_run, quiet_trainer
 from tests.data.rows import pairs, rows_of, write_jsonl
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
@@ -243,37 +240,23 @@ def test_a_training_killed_three_times_sees_the_plan_once(options, tmp_path, lim
     assert seen == expected[: len(seen)]
 
 
-def test_a_config_names_everything(options, tmp_path):
-    parser = ArgumentParser()
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    parser.add_argument("--config", action="config")
-    config = {
-        "class_path": "embeddings.data.EmbeddingDataModule",
-        "init_args": {
-            "sources": [
-                {"name": "first", "path": str(tmp_path / "first.jsonl"), "weight": 3},
-                {"name": "second", "path": str(tmp_path / "second.jsonl")},
-            ],
-            "text": {"query_max_length": 8, "prompts": {"query": "q: "}},
-            "batch_size": 4,
-            "sampler": {
-                "class_path": "embeddings.data.BlendedBatchSampler",
-                "init_args": {"proportions": "given", "steps_per_epoch": 2},
-            },
-            "cache_dir": options["cache_dir"],
-            "seed": 1,
-        },
-    }
-    path = tmp_path / "data.yaml"
-    path.write_text(yaml.safe_dump({"data": config}))
-    parsed = parser.parse_args(["--config", str(path), "--data.num_negatives=1"])
-    again = parser.parse_string(parser.dump(parsed))
-    for data in (parser.instantiate(parsed).data, parser.instantiate(again).data):
-        assert isinstance(data, EmbeddingDataModule)
-        assert data.text == TextSettings(query_max_length=8, prompts={"query": "q: "})
-        module = Ledger(rows_in, TOKENIZER)
-        quiet_trainer(max_epochs=2).fit(module, data)
-        assert module.rows == plan(2, proportions="given", weights=[3, 1], steps_per_epoch=2)
+def test_a_config_names_everything(options):
+    first, second = (source.path for source in options["sources"])
+    sampler = {"proportions": "given", "steps_per_epoch": 2}
+    data = configured(
+        sources=[{"name": "first", "path": first, "weight": 3}, {"name": "second", "path": second}],
+        text={"query_max_length": 8, "prompts": {"query": "q: "}},
+        batch_size=4,
+        num_negatives=1,
+        sampler={"class_path": "embeddings.data.BlendedBatchSampler", "init_args": sampler},
+        cache_dir=options["cache_dir"],
+        seed=1,
+    )
+    assert isinstance(data, EmbeddingDataModule)
+    assert data.text == TextSettings(query_max_length=8, prompts={"query": "q: "})
+    module = Ledger(rows_in, TOKENIZER)
+    quiet_trainer(max_epochs=2).fit(module, data)
+    assert module.rows == plan(2, weights=[3, 1], **sampler)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,10 @@ from embeddings.common import BatchNeeds, InputError, OptionError
 from embeddings.data.samplers import ClusteredBatchSampler, SourceIdentity, clustered
 from embeddings.data.samplers.clustered import PackedClusters, nearest_order, random_order
 from tests.data.cluster_folders import nearest_lists, unit_vectors, write_clusters
-from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, configured, killed_run
+from tests.data.killed_runs import Ledger, configured
 from tests.data.rows import dataset, pairs, rows_of
 from tests.helpers.refusals import refused
-from tests.helpers.tiny import wordpiece_tokenizer
 
-pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 SIZES = {"first": 90, "second": 31, "third": 12}
 NUM_CLUSTERS = {"first": 12, "second": 5, "third": 1}
 NAMES = list(SIZES)
@@ -194,61 +192,28 @@ def test_clusters_are_found_by_name_and_those_of_another_data_set_are_refused(ma
     refused(OptionError, "must name the clusters of source 'second'", sampler.check_sources, NAMES)
 
 
-@pytest.fixture
-def sources(tmp_path):
+@pytest.mark.parametrize("gathers", [True, False])
+def test_the_configured_data_asks_the_module_whether_its_ranks_share_candidates(tmp_path, monkeypatch, gathers):
     """Two sources whose rows are clustered five by five."""
-    configs = []
+    sources = []
     for name, size in (("left", 23), ("right", 14)):
         converted = dataset(tmp_path, pairs(size, f"{name} "), name=name)
         write_clusters(tmp_path / "clusters" / name, [row // 5 for row in range(size)], 5, converted.cached.key)
-        configs.append(converted.config)
-    return configs
-
-
-def data_module(sources, folder):
-    clusters = {"clusters": str(folder / "clusters"), "order": "nearest"}
-    return configured(
-        sources=[{"name": source.name, "path": source.path} for source in sources],
-        batch_size=4,
-        sampler={"class_path": "embeddings.data.ClusteredBatchSampler", "init_args": clusters},
-        cache_dir=str(folder / "cache"),
-    )
-
-
-def by_hand(folder, identities, **options):
-    sampler = ClusteredBatchSampler([23, 14], 4, clusters=str(folder / "clusters"), **options)
-    sampler.identify(identities)
-    return sampler
-
-
-def make_module():
-    return Ledger(lambda batch: batch.row_B.tolist(), wordpiece_tokenizer())
-
-
-@pytest.mark.parametrize("gathers", [True, False])
-def test_the_data_module_asks_the_module_whether_its_ranks_share_candidates(sources, tmp_path, monkeypatch, gathers):
-    data, module = data_module(sources, tmp_path), make_module()
+        sources.append({"name": name, "path": converted.config.path})
+    clusters = {"clusters": str(tmp_path / "clusters")}
+    sampler = {"class_path": "embeddings.data.ClusteredBatchSampler", "init_args": clusters}
+    data = configured(sources=sources, batch_size=4, sampler=sampler, cache_dir=str(tmp_path / "cache"))
+    module = Ledger(rows_of=None)
     module.batch_needs = BatchNeeds(gathers_candidates=gathers)
     data.setup()
     for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
         monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
     plan = data._make_plan(data.sizes, module)
-    plan.identify(data.mixture.identities)
-    assert isinstance(plan, ClusteredBatchSampler)
-    across_ranks = "one_block" if gathers else "own_blocks"
-    assert rows_of(plan) == rows_of(by_hand(tmp_path, data.mixture.identities, across_ranks=across_ranks))
+    by_hand = ClusteredBatchSampler([23, 14], 4, across_ranks="one_block" if gathers else "own_blocks", **clusters)
+    for each in (plan, by_hand):
+        each.identify(data.mixture.identities)
+    assert rows_of(plan) == rows_of(by_hand)
     assert len(plan) == (2 + 1 if gathers else (5 + 3) // 2)
-
-
-def test_a_configured_training_killed_three_times_sees_the_plan_once(sources, tmp_path):
-    data = data_module(sources, tmp_path)
-    data.prepare_data()
-    assert data.batches_per_epoch == 5 + 3
-    make_data = lambda: data_module(sources, tmp_path)  # noqa: E731
-    seen = killed_run(tmp_path / "run", [3, 8, 13], make_module, make_data, {"max_epochs": 2})
-    sampler = by_hand(tmp_path, data.mixture.identities)
-    expected = rows_of(sampler, 0) + rows_of(sampler, 1)
-    assert seen[: len(expected)] == expected
 
 
 def exact_tour(centroids, start):

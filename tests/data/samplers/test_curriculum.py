@@ -268,12 +268,6 @@ def test_a_config_names_the_curriculum_and_the_sampler_inside(tmp_path):
     assert (len(plan), plan.batch_size, plan.inner.batch_size, plan.levels) == (5, 3, 3, (2,))
 
 
-def test_epochs_cut_short_by_the_trainer_count_the_steps_that_are_made(tmp_path):
-    limits = {"max_epochs": 4, "limit_train_batches": 3, "accumulate_grad_batches": 2}
-    seen = killed_run(tmp_path / "run", [3], LevelLedger, lambda: data_module(tmp_path), limits)
-    assert [row[:2] for row in seen] == [[step, 4 - step // 2] for step in (0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7)]
-
-
 def test_a_curriculum_longer_than_the_run_is_left_in_its_middle_and_resumed(tmp_path):
     """With a length of its own a curriculum outlasts a run that ends early, and the next run goes on in it."""
     seen = []
@@ -349,32 +343,33 @@ def levels(total_steps, **options):
     return [level_of(step, total_steps, **options) for step in range(total_steps)]
 
 
-def test_a_boundary_is_at_the_nearest_step_and_a_longer_run_stays_at_the_last_level():
-    # The paper's 1600 steps.
-    boundaries = {0: 4, 399: 4, 400: 3, 799: 3, 800: 2, 1199: 2, 1200: 1, 1599: 1}
-    assert {step: level_of(step, 1600) for step in boundaries} == boundaries
-    assert Counter(levels(1600)) == {4: 400, 3: 400, 2: 400, 1: 400}
-    assert levels(4) == [4, 3, 2, 1]
-    assert levels(6) == [4, 4, 3, 2, 2, 1]
-    assert levels(7) == [4, 4, 3, 3, 2, 1, 1]
-    assert levels(10) == [4, 4, 4, 3, 3, 2, 2, 2, 1, 1]
-    assert levels(1) == [3]
-    for order, last in (("coarse_to_fine", 1), ("cumulative", 1), ("reverse", 4)):
-        assert {level_of(step, 8, order) for step in (7, 8, 9, 1000)} == {last}
-
-
-def test_every_order_gives_each_level_its_own_share():
-    assert levels(8, fractions=(0.5, 0, 0.5, 0)) == [4, 4, 4, 4, 2, 2, 2, 2]
-    assert levels(8, order="reverse") == [1, 1, 2, 2, 3, 3, 4, 4]
-    assert levels(8, order="reverse", fractions=(0.5, 0.25, 0.125, 0.125)) == [1, 2, 3, 3, 4, 4, 4, 4]
-    assert levels(8, order="cumulative") == [4, 4, 3, 3, 2, 2, 1, 1]
-    assert levels(8, order="fixed", fixed_level=3) == [3] * 8
+@pytest.mark.parametrize(
+    ("total_steps", "options", "expected"),
+    [
+        (4, {}, [4, 3, 2, 1]),
+        (6, {}, [4, 4, 3, 2, 2, 1]),
+        (7, {}, [4, 4, 3, 3, 2, 1, 1]),
+        (10, {}, [4, 4, 4, 3, 3, 2, 2, 2, 1, 1]),
+        (1, {}, [3]),
+        (1600, {}, [4] * 400 + [3] * 400 + [2] * 400 + [1] * 400),  # the paper's
+        (8, {"fractions": (0.5, 0, 0.5, 0)}, [4, 4, 4, 4, 2, 2, 2, 2]),
+        # 0.1 + 0.7 is less than 0.8 in binary.
+        (10, {"fractions": (0.1, 0.7, 0.1, 0.1)}, [4, *[3] * 7, 2, 1]),
+        (8, {"order": "reverse"}, [1, 1, 2, 2, 3, 3, 4, 4]),
+        (8, {"order": "reverse", "fractions": (0.5, 0.25, 0.125, 0.125)}, [1, 2, 3, 3, 4, 4, 4, 4]),
+        (8, {"order": "cumulative"}, [4, 4, 3, 3, 2, 2, 1, 1]),
+        (8, {"order": "fixed", "fixed_level": 3}, [3] * 8),
+    ],
+)
+def test_each_level_has_its_share_to_the_nearest_step_and_a_longer_run_stays_at_the_last(
+    total_steps, options, expected
+):
+    assert levels(total_steps, **options) == expected
+    assert {level_of(step, total_steps, **options) for step in (total_steps, total_steps + 999)} == {expected[-1]}
 
 
 def test_fractions_are_the_decimals_that_they_are_written_as():
-    """0.1 + 0.7 is less than 0.8 in binary, and a third of three parts is no whole."""
-    found = levels(10, fractions=(0.1, 0.7, 0.1, 0.1))
-    assert found == [4, *[3] * 7, 2, 1]
+    """A third of three parts is no whole."""
     third = 1 / 3
     ends = [end for _, end in stages(10**6, "coarse_to_fine", (third, third, third, 0.0))]
     assert ends == [333333, 666667, 10**6, 10**6]

@@ -103,7 +103,6 @@ def test_a_far_step_of_a_large_plan_costs_what_a_near_one_does_and_nothing_a_row
     [
         ({"batch_size": 43}, r"must not exceed the 42 rows of the largest source, got 43; lower it"),
         ({"batch_size": 22, "num_replicas": 2, "rank": 0}, r"42 rows of the largest source \(batch_size x 2 ranks\)"),
-        ({"temperature": 2.0}, "must be from 0 to 1"),
         ({"weights": [1, 2, 3, 4]}, "cannot take effect with proportions 'size'"),
     ],
 )
