@@ -15,8 +15,6 @@ from embeddings.data.records import NUM_LEVELS
 from embeddings.data.sources import SourceConfig
 from embeddings.data.tokenize import TextTokenizer
 
-_ROLES = ("query", "document")
-
 
 def check_negatives_asked_for(sources: Sequence[SourceConfig], needs: BatchNeeds, num_negatives: int) -> None:
     """Refuse, before a source is read, one whose queries can have no negative: their loss is 0 and has no gradient."""
@@ -117,7 +115,7 @@ def warn_of_unscored_negatives(source: SourceDataset) -> None:
     surrogates = source.surrogates
     if surrogates is None or surrogates.has_negatives:
         return
-    if any(levels.size for levels in source.cached.table.negative_levels()):
+    if any(levels_N.any() for levels_N in source.cached.table.row_levels()):
         why = "so a filter of false negatives leaves those of other queries in"
         fix = "encode them too (`cluster --negatives true`)"
         where = surrogates.folder
@@ -132,7 +130,9 @@ def with_source_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> 
     A source's first query prompt is kept under the source's name. A prompt that all sources share also becomes `query`
     or `document`, the default of encoding. Prompts that the settings already have stay.
     """
-    named = {source.name: source.query_prompts(text)[0] for source in sources if source.name not in _ROLES}
+    named = {
+        source.name: source.query_prompts(text)[0] for source in sources if source.name not in ("query", "document")
+    }
     shared = {
         "query": {source.query_prompts(text) for source in sources},
         "document": {_document_prompts(source, text) for source in sources},

@@ -397,9 +397,10 @@ GROUP_ROWS = 4096
 
 def has_levels(table: Table, where: str) -> bool:
     """Whether the negatives of a converted source have levels; an `InputError` if only some have."""
-    found = [(int(levels.min()), int(levels.max())) for levels in table.negative_levels() if levels.size]
-    is_graded = any(most > 0 for _, most in found)
-    if is_graded and any(least == 0 for least, _ in found):
+    # Sets of levels as `row_levels` gives them; bit 0 is of a negative without one.
+    found = {bits for levels_N in table.row_levels() for bits in np.unique(levels_N).tolist()}
+    is_graded = any(bits > 1 for bits in found)
+    if is_graded and any(bits & 1 for bits in found):
         raise InputError(where, "some negatives have a level and others have none", "give all of them one, or none")
     return is_graded
 

@@ -247,21 +247,18 @@ def check_files(sources: Iterable[Origin]) -> None:
 
 def fill_path(path: str) -> Path:
     """A path with its environment variables (`$DATA`, `${DATA}`) and `~` filled in."""
-    return Path(_fill(path))
 
-
-def _fill(part: str) -> str:
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
         if name not in os.environ:
-            raise InputError(part, f"the environment variable {name} is not set", f"run: export {name}=FOLDER")
+            raise InputError(path, f"the environment variable {name} is not set", f"run: export {name}=FOLDER")
         return os.environ[name]
 
-    return os.path.expanduser(_VARIABLE.sub(value, part))
+    return Path(os.path.expanduser(_VARIABLE.sub(value, path)))
 
 
 def _expand(part: str) -> list[Path]:
-    filled = _fill(part)
+    filled = str(fill_path(part))
     if os.path.isdir(filled):
         raise InputError(filled, "is a folder, expected a file", "name its files, such as FOLDER/*.jsonl")
     if os.path.isfile(filled):

@@ -152,11 +152,6 @@ class Table:
         parts = [columns["label"].to_numpy() for columns in self._all_batches()]
         return np.concatenate([np.empty(0, np.int32), *parts])
 
-    def negative_levels(self) -> Iterator[NDArray[np.int8]]:
-        """The levels of all negatives, batch by batch, (negatives,)."""
-        for columns in self._all_batches():
-            yield columns["levels"].values.to_numpy()
-
     def row_levels(self) -> Iterator[NDArray[np.uint8]]:
         """Which levels the negatives of each row have, batch by batch, (rows,): bit l is set where one has level l."""
         for columns in self._all_batches():

@@ -60,16 +60,6 @@ def test_iterating_again_gives_the_next_epoch_with_or_without_set_epoch():
     assert set_by_hand == [first, second, third]
 
 
-def test_workers_that_ran_ahead_do_not_count_and_change_nothing():
-    loader = make(num_workers=2)
-    seen = list(take(loader, 8))
-    state = loader.state_dict()
-    assert (state["epoch"], state["delivered"]) == (1, 2)
-    resumed = make(num_workers=1)
-    resumed.load_state_dict(state)
-    assert seen + list(take(resumed, 7)) == flat()[:15]
-
-
 def test_an_epoch_is_left_in_its_middle_when_another_is_set_or_a_state_loaded():
     for num_workers in (0, 1):
         loader = make(num_workers=num_workers)

@@ -37,7 +37,6 @@ def test_every_row_comes_back_wherever_the_batches_are_cut_in_any_order_and_as_o
     assert table.positives([5, 3]) == [["positive 5"] * 2, []]
     assert table.negatives([1, 4]) == [rows[1].negatives, []]
     np.testing.assert_array_equal(table.labels(), np.arange(7))
-    assert [level for levels in table.negative_levels() for level in levels.tolist()] == [1] * 9
     for index in (-1, 7):
         refused(IndexError, f"row {index} of 7", Table(tmp_path).row, index)
         refused(IndexError, f"row {index} of 7", Table(tmp_path).rows, [0, index])

@@ -95,16 +95,6 @@ def test_pooled_are_the_tokens_that_cover_the_text_and_the_special_tokens_after_
     assert num_pooled > 2 * len(SAMPLES)
 
 
-@pytest.mark.parametrize("family", ["bpe", "sentencepiece"])
-def test_the_pooled_tokens_spell_the_text(family):
-    tokenizer, texts = FAMILIES[family](), [text for text in SAMPLES if text.strip()]
-    for prompt in (PROMPTS[0], "search_query: ", "東京 "):
-        pooled = pooled_ids(make(tokenizer)(texts, "query", prompt))
-        assert len(pooled) >= 14
-        for text, ids in zip(texts, pooled, strict=True):
-            assert tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip() == text.strip()
-
-
 def test_special_tokens_before_the_text_are_pooled_only_without_a_prompt():
     tokenize = make(wordpiece_tokenizer())
     assert all(rows_of(tokenize(["the fox"], "document"))[0][1])

@@ -123,9 +123,11 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
         self.epoch = 0
         self.start = 0
         self._resumed = False
+        self._names: tuple[str, ...] = ()
 
     def identify(self, sources: Sequence[SourceIdentity]) -> None:
         """Learn which sources the rows are of; the data module says so once, before anything is drawn."""
+        self._names = tuple(source.name for source in sources)
 
     def check_sources(self, names: Sequence[str]) -> None:
         """Check, before any source is read, that what is kept beside these sources is there."""
@@ -213,9 +215,9 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
             raise OptionError("data.batch_size", self.batch_size, rule, "lower it, or add data")
         return [size // batch_size for size in sizes]
 
-    def left_out(self, sizes: Sequence[int], names: Sequence[str], batch_size: int) -> list[str]:
+    def left_out(self, sizes: Sequence[int], batch_size: int) -> list[str]:
         """The remark of sources that fill no batch, where there are any."""
-        small = [f"{name} ({size})" for name, size in zip(names, sizes, strict=True) if size < batch_size]
+        small = [f"{name} ({size})" for name, size in zip(self._names, sizes, strict=True) if size < batch_size]
         remark = f"sources with fewer rows than a batch of {batch_size} are not trained on: {', '.join(small)}"
         return [remark] if small else []
 

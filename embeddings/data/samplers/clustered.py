@@ -333,7 +333,6 @@ class ClusteredBatchSampler(BatchSampler):
         self.sizes, self.order, self.clusters = tuple(sizes), order, clusters
         self.across_ranks: AcrossRanks = across_ranks
         self._gathers_candidates = True
-        self._names: tuple[str, ...] = ()
         self._folders: tuple[ClusterFolder, ...] = ()
         self._packed: dict[int, tuple[tuple[int, int], PackedClusters]] = {}
 
@@ -345,7 +344,7 @@ class ClusteredBatchSampler(BatchSampler):
     def identify(self, sources: Sequence[SourceIdentity]) -> None:
         """Open the clusters of each source, and check that they are of this source."""
         assert len(sources) == len(self.sizes)
-        self._names = tuple(source.name for source in sources)
+        super().identify(sources)
         self._folders = tuple(ClusterFolder(path) for path in cluster_paths(self.clusters, self._names))
         for source, size, folder in zip(sources, self.sizes, self._folders, strict=True):
             _check_same_data(folder, source, size)
@@ -356,7 +355,7 @@ class ClusteredBatchSampler(BatchSampler):
         self._gathers_candidates = needs.gathers_candidates
 
     def remarks(self) -> list[str]:
-        return self.left_out(self.sizes, self._names, self._block_size)
+        return self.left_out(self.sizes, self._block_size)
 
     @property
     def num_steps(self) -> int:

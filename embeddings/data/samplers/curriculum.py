@@ -39,20 +39,16 @@ def level_of(
     total_steps: int,
     order: LevelOrder = "coarse_to_fine",
     fractions: Sequence[float] = EQUAL_FRACTIONS,
-    fixed_level: int | None = None,
     seed: int = 0,
 ) -> int:
     """The level of one optimiser step (from 0), 1 (hardest) to 4 (easiest), a function of its arguments.
 
-    Every order but `fixed` gives each level its share of the steps; they differ in which steps these are. Steps at
-    `total_steps` or later have the level of the last one; a random order starts another pass of the same length.
+    Each level has its share of the steps; the orders, of which `fixed` is none here, differ in which steps these are.
+    Steps at `total_steps` or later have the level of the last one; a random order starts another pass of that length.
 
     Source: MGH, §2.1 (N4 to N1, 25 % each) and §4.1 (reverse, random, fixed). Differs: the paper does not say whether a
         random order mixes the levels of a batch; here a step has one level. Cumulative levels are not in the paper.
     """
-    if order == "fixed":
-        assert fixed_level is not None
-        return fixed_level
     if order == "random":
         shuffle = KeyedPermutation(total_steps, derive_seed(seed, "levels"))
         step = int(shuffle(np.array([step % total_steps]))[0])

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embeddings.common.random import KeyedPermutation, derive_seed
-from embeddings.data.samplers.base import BatchSampler, Proportions, Rows, SourceIdentity, first_rows, source_parts
+from embeddings.data.samplers.base import BatchSampler, Proportions, Rows, first_rows, source_parts
 
 
 class HomogeneousBatchSampler(BatchSampler):
@@ -56,15 +56,11 @@ class HomogeneousBatchSampler(BatchSampler):
         self.sizes, self.weights = tuple(sizes), weights
         self.proportions: Proportions = proportions
         self.temperature = temperature
-        self._names: tuple[str, ...] = ()
         self._planned: tuple[int, _Plan] | None = None
         _ = self.num_steps
 
-    def identify(self, sources: Sequence[SourceIdentity]) -> None:
-        self._names = tuple(source.name for source in sources)
-
     def remarks(self) -> list[str]:
-        return self.left_out(self.sizes, self._names, self.global_batch_size)
+        return self.left_out(self.sizes, self.global_batch_size)
 
     @property
     def num_steps(self) -> int:

@@ -358,7 +358,6 @@ def levels(total_steps, **options):
         (8, {"order": "reverse"}, [1, 1, 2, 2, 3, 3, 4, 4]),
         (8, {"order": "reverse", "fractions": (0.5, 0.25, 0.125, 0.125)}, [1, 2, 3, 3, 4, 4, 4, 4]),
         (8, {"order": "cumulative"}, [4, 4, 3, 3, 2, 2, 1, 1]),
-        (8, {"order": "fixed", "fixed_level": 3}, [3] * 8),
     ],
 )
 def test_each_level_has_its_share_to_the_nearest_step_and_a_longer_run_stays_at_the_last(
