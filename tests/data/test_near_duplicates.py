@@ -61,11 +61,17 @@ def test_items_of_two_parts_are_copies_where_a_loop_over_all_pairs_says_so(unit,
     def are_alike(first, second):
         return all(jaccard(*pair, unit) >= threshold for pair in zip(first, second, strict=True))
 
-    keys = rule.keys(items)
-    found = mark_copies(
-        keys.T, len(items), lambda one, other: rule.alike(rule.sets(items[one]), rule.sets(items[other]))
-    )
+    keys, asked = rule.keys(items), []
+
+    def are_near(one, other):
+        asked.append((one, other))
+        return rule.alike(rule.sets(items[one]), rule.sets(items[other]))
+
+    found = mark_copies(keys.T, len(items), are_near)
     assert found.tolist() == loop_copies(items, are_alike)
+    # Rows are compared where they share a key, once, and with kept rows alone.
+    assert len(asked) == len(set(asked))
+    assert all(one < other and not found[one] and (keys[one] == keys[other]).any() for one, other in asked)
     assert len(items) // 6 <= found.sum() < len(items) - 24
 
 
@@ -123,27 +129,3 @@ def test_keys_do_not_depend_on_the_process_or_on_the_other_texts():
 @pytest.mark.parametrize("threshold", [0.0, 0.49, 1.01, float("nan"), -1.0])
 def test_a_threshold_out_of_its_range_is_refused(threshold):
     refused(OptionError, f"must lie between {LEAST_THRESHOLD} and 1", NearDuplicates, threshold)
-
-
-@pytest.mark.parametrize("num_columns", [1, 3])
-def test_rows_are_compared_where_they_share_a_key_and_with_kept_rows_alone(num_columns):
-    generator = np.random.default_rng(num_columns)
-    columns = [generator.integers(0, 12, size=60, dtype=np.uint32) for _ in range(num_columns)]
-    values = generator.integers(0, 20, size=60)
-    asked = []
-
-    def are_alike(one, other):
-        asked.append((one, other))
-        return abs(int(values[one]) - int(values[other])) <= 1
-
-    found = mark_copies(iter(columns), 60, are_alike).tolist()
-    expected = []
-    for row in range(60):
-        earlier = [
-            one for one in range(row) if not expected[one] and any(column[one] == column[row] for column in columns)
-        ]
-        expected.append(any(abs(int(values[one]) - int(values[row])) <= 1 for one in earlier))
-    assert found == expected
-    assert 0 < sum(found) < 60
-    assert len(asked) == len(set(asked))
-    assert all(one < other and not found[one] for one, other in asked)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import embeddings
-from embeddings import EmbeddingDataModule, source_from_rows
+from embeddings import source_from_rows
 from embeddings.common import InputError, OptionError
 from embeddings.data import PlanEntry, SourceConfig, open_source
 from tests.data.rows import pairs, write_jsonl
@@ -46,20 +46,6 @@ def test_the_same_rows_give_the_same_file_untouched_and_others_another(tmp_path,
     assert (first.stat().st_ino, first.stat().st_mtime_ns) == (made.st_ino, made.st_mtime_ns)
     other = source_from_rows(held.select(range(39)), name="a", cache_dir=tmp_path).path
     assert sorted(map(str, first.parent.iterdir())) == sorted([str(first), other])
-
-
-def test_the_plan_of_a_resumed_run_finds_the_rows_that_it_was_made_of(tmp_path, held):
-    """The place in the plan belongs to the content, so rows that are given anew fit a checkpoint's."""
-
-    def identities(rows):
-        source = source_from_rows(rows, name="mine", cache_dir=tmp_path)
-        data = EmbeddingDataModule([source], batch_size=4, cache_dir=str(tmp_path))
-        data.setup()
-        assert data.sizes == (len(rows),)
-        return data._identities()
-
-    assert identities(held) == identities(datasets.Dataset.from_list(TRIPLETS))
-    assert identities(held) != identities(held.select(range(20)))
 
 
 def test_arrays_are_written_as_lists(tmp_path):

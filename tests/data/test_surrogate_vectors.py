@@ -1,12 +1,10 @@
 """The surrogate's vectors of rows, from the folder to the batch, and damage that is refused."""
 
 import json
-import math
 import pickle
 
 import numpy as np
 import pytest
-import torch
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.io import text_hash
@@ -14,7 +12,6 @@ from embeddings.data import EmbeddingDataModule, Mixture, PlanEntry, SourceConfi
 from embeddings.data.samplers.base import LevelRule
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.data.tokenize import ContrastiveCollator, TextSettings, TextTokenizer
-from embeddings.losses import InfoNCE, SurrogateFilter
 from tests.data.rows import dataset, pairs
 from tests.data.surrogates import number_of, write_surrogates
 from tests.helpers.refusals import refused
@@ -98,27 +95,6 @@ def test_the_negatives_of_a_level_have_their_own_vectors(tmp_path):
             for count in (1, 2, 4):
                 found = number_of(example.surrogate_negatives(count)).tolist()
                 assert found == [number[text] for text in texts[:count]]
-
-
-def test_the_filter_takes_out_other_queries_hard_negatives_and_spares_a_querys_own(tmp_path):
-    rows = [
-        {"query": "query 0", "positive": "positive 0", "negatives": ["copy of 1", "own copy of 0"]},
-        {"query": "query 1", "positive": "positive 1", "negatives": ["copy of 0", "own copy of 1"]},
-    ]
-    plain = dataset(tmp_path, rows)
-    folder = write_surrogates(tmp_path / "s", plain.cached, width=2, shard_size=9, negatives=True)
-    # Two positives, then the negatives of row 0 and of row 1: which query each of them answers.
-    answers = [0, 1, 1, 0, 0, 1]
-    np.save(folder / "queries" / "vectors-00000.npy", np.eye(2, dtype=np.float32))
-    np.save(folder / "documents" / "vectors-00000.npy", np.eye(2, dtype=np.float32)[answers])
-    source = with_vectors(plain, folder)
-    collate = ContrastiveCollator(TextTokenizer(wordpiece_tokenizer(), TextSettings()), 2, 2)
-    batch = collate([source[PlanEntry(row, 0)] for row in range(2)])
-    vectors = torch.eye(2, dtype=torch.float64)
-    # Scores are 1 where a document answers and 0 elsewhere: beside the positive, three others score 0 and two score 1.
-    for rule, num_left in ((None, 2), (SurrogateFilter(), 1), (SurrogateFilter(spare_own_negatives=False), 0)):
-        loss = InfoNCE(1.0, false_negative_filter=rule)(vectors, vectors[answers], batch).loss.item()
-        assert loss == pytest.approx(math.log(1 + num_left + 3 / math.e))
 
 
 @pytest.mark.parametrize(("has_vectors", "num_negatives"), [(False, 1), (False, 0), (True, 1)])

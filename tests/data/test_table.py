@@ -15,11 +15,17 @@ from tests.helpers.refusals import refused
 DAMAGED = "the converted data is damaged; delete the folder and run again"
 
 
-def rows_of(count):
+def rows_of(count, first_scored=None):
     texts = [f"negative {j} – 東京" for j in range(3)]
-    return [
+    rows = [
         StoredRow(f"query {i}", [f"positive {i}"] * (i % 3), texts[: i % 4], [1] * (i % 4), i, f"task {i}" * (i % 2))
         for i in range(count)
+    ]
+    if first_scored is None:
+        return rows
+    scores = [[row.label + 0.5] * (len(row.positives) + len(row.negatives)) for row in rows]
+    return [
+        row._replace(scores=each if row.label >= first_scored else []) for row, each in zip(rows, scores, strict=True)
     ]
 
 
@@ -57,6 +63,17 @@ def test_every_row_comes_back_wherever_the_batches_are_cut_in_any_order_and_as_o
     write_table(tmp_path, (StoredRow("q", ["p"], ["n"] * len(row), row) for row in levels))
     found = [row for rows in Table(tmp_path).row_levels() for row in rows.tolist()]
     assert found == [sum(1 << level for level in set(row)) for row in levels] == [0, 18, 1, 12, 0, 16, 0]
+
+
+@pytest.mark.parametrize("batch_rows", [1, 2, 5, 100])
+@pytest.mark.parametrize("first_scored", [1, 4, 8])
+def test_scores_come_back_wherever_batches_are_cut_and_they_begin(batch_rows, first_scored, tmp_path, monkeypatch):
+    monkeypatch.setattr(table_module, "MAX_BATCH_ROWS", batch_rows)
+    rows = rows_of(10, first_scored)
+    write_table(tmp_path, rows)
+    table = Table(tmp_path)
+    assert table.has_scores
+    assert table.rows(range(9, -1, -1)) == rows[::-1]
 
 
 def test_only_the_batches_of_the_rows_asked_for_are_opened(tmp_path, monkeypatch):

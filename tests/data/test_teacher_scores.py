@@ -1,8 +1,6 @@
 """A teacher's scores from the file to the batch: they stay with their texts, and a source without them is as it was."""
 
 import math
-import pickle
-import random
 from dataclasses import replace
 
 import pyarrow.parquet as pq
@@ -12,11 +10,10 @@ import torch
 from embeddings.common import InputError, TextSettings
 from embeddings.common.random import derive_seed
 from embeddings.data import ContrastiveCollator, Mixture, PlanEntry, SourceConfig
-from embeddings.data import table as table_module
 from embeddings.data.records import Example, Negative, Record, parse_record, write_records
 from embeddings.data.samplers.base import LevelRule
 from embeddings.data.store import CachedSource, open_cached
-from embeddings.data.table import ROWS_FILE, SCORES_FILE, StoredRow, Table, write_table
+from embeddings.data.table import ROWS_FILE, SCORES_FILE
 from embeddings.data.tokenize import TextTokenizer
 from tests.data.rows import dataset, pairs, write_jsonl
 from tests.helpers.refusals import refused
@@ -59,24 +56,6 @@ def test_negatives_that_levels_sort_take_their_scores_with_them():
     found = parse_record(row, {"scores": "teacher"}, "f:1").scores
     assert (found[0], found[2], math.isnan(found[1])) == (2.0, -1.5, True)
     assert parse_record({**row, "scores": None}, {}, "f:1").scores == ()
-
-
-@pytest.mark.parametrize("batch_rows", [1, 2, 5, 100])
-@pytest.mark.parametrize("first", [0, 4, 8])
-def test_scores_come_back_wherever_batches_are_cut_and_they_begin(batch_rows, first, tmp_path, monkeypatch):
-    monkeypatch.setattr(table_module, "MAX_BATCH_ROWS", batch_rows)
-    rows = [
-        StoredRow(f"q{i}", ["p"], ["n"] * (i % 3), [0] * (i % 3), scores=[i + 0.5] * (1 + i % 3) if i >= first else ())
-        for i in range(9)
-    ]
-    write_table(tmp_path, iter(rows))
-    table = pickle.loads(pickle.dumps(Table(tmp_path)))
-    assert table.has_scores
-    indices = random.Random(0).choices(range(9), k=40)
-    for found in ([table.row(i) for i in indices], table.rows(indices)):
-        assert [row._replace(scores=tuple(row.scores)) for row in found] == [
-            rows[i]._replace(scores=tuple(rows[i].scores)) for i in indices
-        ]
 
 
 def test_rows_are_the_same_bytes_with_and_without_scores_whose_damaged_file_is_refused(tmp_path):

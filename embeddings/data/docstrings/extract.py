@@ -129,12 +129,11 @@ SKIPPED_MODULES = frozenset((
 
 
 class SourceFile(NamedTuple):
-    """One source file of a package, which is named as the user wrote it; `size` is in bytes."""
+    """One source file of a package, which is named as the user wrote it."""
 
     package: str
     module: str
     path: Path
-    size: int
 
 
 def is_available(package: str) -> bool:
@@ -188,7 +187,7 @@ def _roots(package: str) -> list[Path]:
 
 def _walk(package: str, prefix: str, root: Path) -> Iterator[SourceFile]:
     if root.is_file():
-        yield SourceFile(package, prefix, root, root.stat().st_size)
+        yield SourceFile(package, prefix, root)
         return
     for folder, subfolders, names in os.walk(root):
         parents = [part for part in (prefix, *Path(folder).relative_to(root).parts) if part]
@@ -198,8 +197,7 @@ def _walk(package: str, prefix: str, root: Path) -> Iterator[SourceFile]:
             stem, extension = os.path.splitext(name)
             if extension == ".py" and stem.isidentifier() and not _is_test(stem):
                 module = ".".join(parents if stem == "__init__" else (*parents, stem))
-                path = Path(folder, name)
-                yield SourceFile(package, module, path, path.stat().st_size)
+                yield SourceFile(package, module, Path(folder, name))
 
 
 def _is_test(stem: str) -> bool:

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +12,7 @@ from embeddings.data import SourceConfig
 from embeddings.data import public as module
 from embeddings.data.public import Hub, PublicTable, fetch_source
 from embeddings.data.store import open_cached
-from tests.data.public.mirror import answer, beir_tables, question, write_data_set, write_mirror
+from tests.data.public.mirror import answer, question, write_data_set, write_mirror
 from tests.helpers.refusals import refused
 
 TABLE = PublicTable.read()
@@ -253,14 +252,3 @@ def test_a_set_that_is_gone_changed_or_empty_is_one_line_and_leaves_nothing(tmp_
             write_data_set(tmp_path / "hub" / str(source.repository), subsets)
         refused(InputError, says, fetch_source, source, tmp_path / "out.parquet", Hub(tmp_path / "hub"))
         assert not list(tmp_path.glob("out*"))
-
-
-def test_a_column_that_only_a_later_table_lacks_is_named_too(tmp_path):
-    source = place("beir")
-    tables = beir_tables(4)
-    corpus = [{"_id": row["_id"], "body": row["text"]} for row in tables["corpus"]]
-    subsets = {"queries": {"queries": tables["queries"]}, "corpus": {"corpus": corpus}}
-    write_data_set(tmp_path / str(source.repository), subsets | {"default": {"train": tables["default"]}})
-    says = "has no column 'text' among _id, body"
-    refused(InputError, says, fetch_source, source, tmp_path / "out.parquet", Hub(tmp_path))
-    assert not Path(tmp_path / "out.parquet.work").exists()

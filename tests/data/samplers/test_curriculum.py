@@ -171,23 +171,25 @@ LEVEL_OF_TEXT = {
 }
 
 
-def levels_of(batch):
-    """The level that the batch names, and those of all its negatives."""
+def contents(batch):
+    """The level that the batch names, those of all its negatives, and its rows."""
     negatives = batch.candidate_hash_C.tolist()[len(batch) :]
-    return [batch.negative_level, *(LEVEL_OF_TEXT[text] for text in negatives)]
+    return [batch.negative_level, [LEVEL_OF_TEXT[text] for text in negatives], batch.row_B.tolist()]
 
 
 class LevelLedger(Ledger):
-    """Notes the optimiser step and the levels of each batch, and begins a batch as all our modules do."""
+    """Notes the optimiser step and the contents of each batch, begins a batch as all our modules do, fails in one."""
 
-    def __init__(self) -> None:
-        super().__init__(levels_of, wordpiece_tokenizer())
-        self._seed = 0
+    def __init__(self, failing: tuple[int, int] | None = None) -> None:
+        super().__init__(contents, wordpiece_tokenizer())
+        self._seed, self.failing = 0, failing
 
     def on_train_batch_start(self, batch, batch_idx):
         ContrastiveModule.on_train_batch_start(self, batch, batch_idx)
 
     def training_step(self, batch, batch_idx):
+        if (self.current_epoch, batch_idx) == self.failing:
+            raise KilledError
         loss = super().training_step(batch, batch_idx)
         self.rows[-1].insert(0, self.global_step)
         return loss
@@ -210,7 +212,7 @@ def check_ledger(seen, accumulate, order, num_texts=4):
     expected = [epoch * steps_per_epoch + batch // accumulate for epoch in range(NUM_EPOCHS) for batch in range(6)]
     assert [step for step, *_ in seen] == expected
     assert {level for _, level, *_ in seen} == {1, 2, 3, 4}
-    for step, level, *negatives in seen:
+    for step, level, negatives, _ in seen:
         assert level == level_of(step, total_steps, order, seed=0)
         assert len(negatives) == num_texts
         if order == "cumulative":
@@ -280,27 +282,13 @@ def test_a_curriculum_longer_than_the_run_is_left_in_its_middle_and_resumed(tmp_
     assert [row[:2] for row in seen] == [[step, 4 - step // 4] for step in range(16)]
 
 
-class FailingLedger(LevelLedger):
-    """Notes the rows too, and fails in one batch."""
-
-    failing: tuple[int, int] | None = None
-
-    def training_step(self, batch, batch_idx):
-        if (self.current_epoch, batch_idx) == self.failing:
-            raise KilledError
-        loss = super().training_step(batch, batch_idx)
-        self.rows[-1] += batch.row_B.tolist()
-        return loss
-
-
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("failing", [(1, 1), (1, 5), (2, 0)])
 def test_a_run_goes_on_with_the_batch_that_failed(failing, accumulate, tmp_path):
     """The checkpoint of an exception counts neither the batch nor its step; the level goes on with the step."""
     runs = []
     for folder, stop, checkpoint in (("whole", None, None), ("run", failing, None), ("again", None, "run")):
-        module = FailingLedger()
-        module.failing = stop
+        module = LevelLedger(failing=stop)
         saving = ModelCheckpoint(tmp_path / folder, every_n_train_steps=100, filename="{step}", save_on_exception=True)
         limits = {"max_epochs": NUM_EPOCHS, "accumulate_grad_batches": accumulate}
         trainer = quiet_trainer(enable_checkpointing=True, callbacks=[saving], **limits)
@@ -334,9 +322,9 @@ def test_a_coarser_level_stands_in_where_that_is_asked_for(tmp_path):
     rows = graded(12) + [record | {"negatives": record["negatives"][1:]} for record in graded(24)[12:]]
     module = LevelLedger()
     quiet_trainer(max_epochs=4).fit(module, data_module(tmp_path, rows=rows, missing_level="coarser"))
-    last = [negative for _, level, *negatives in module.rows[-6:] for negative in negatives if level == 1]
+    last = [negative for _, level, negatives, _ in module.rows[-6:] for negative in negatives if level == 1]
     assert sorted(last) == [1] * 12 + [2] * 12
-    assert all(set(negatives) == {level} for _, level, *negatives in module.rows[:-6])
+    assert all(set(negatives) == {level} for _, level, negatives, _ in module.rows[:-6])
 
 
 def levels(total_steps, **options):
