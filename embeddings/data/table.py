@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +21,8 @@ from embeddings.common.io import load_array
 
 ROWS_FILE, STARTS_FILE, SCORES_FILE = "rows.arrow", "starts.npy", "scores.arrow"
 MAX_BATCH_ROWS, MAX_BATCH_CHARACTERS = 65_536, 32 * 2**20
-# Batches whose columns are kept at hand, some kilobytes each.
-_OPEN_BATCHES = 4096
+# Batches whose columns are kept at hand, 10 KB each.
+_OPEN_BATCHES = 1024
 _SCHEMA = pa.schema(
     [
         ("query", pa.large_string()),
@@ -112,9 +113,7 @@ class Table:
         self._open = lru_cache(_OPEN_BATCHES)(self._read_batch)
         files = {ROWS_FILE: _SCHEMA, SCORES_FILE: _SCORES_SCHEMA} if self.has_scores else {ROWS_FILE: _SCHEMA}
         with _refuses_damage(folder):
-            # Threads of Arrow's own would not survive the fork that makes a worker.
-            options = pa.ipc.IpcReadOptions(use_threads=False)
-            self._readers = [pa.ipc.open_file(pa.memory_map(str(folder / name)), options=options) for name in files]
+            self._readers = [_open_arrow(folder / name) for name in files]
             for reader, schema in zip(self._readers, files.values(), strict=True):
                 if reader.schema != schema or reader.num_record_batches != len(self._start_R) - 1:
                     raise ValueError("other columns, or another number of batches")
@@ -198,6 +197,14 @@ class Table:
                 raise ValueError(f"{read.num_rows} rows, expected {expected}")
             columns |= zip(read.schema.names, read.columns, strict=True)
         return columns
+
+
+def _open_arrow(path: Path) -> pa.RecordBatchFileReader:
+    """A reader of a mapped file. `pa.memory_map` would have the disk read the whole of each batch that is touched."""
+    with open(path, "rb") as file:
+        data = mmap(file.fileno(), 0, access=ACCESS_READ)
+    # Threads of Arrow's own would not survive the fork that makes a worker.
+    return pa.ipc.open_file(pa.py_buffer(data), options=pa.ipc.IpcReadOptions(use_threads=False))
 
 
 def _values(array: pa.Array, number_N: Int64s) -> list[Any]:

@@ -1,9 +1,7 @@
 """Plain texts of a run: where they come from, their tokens as one stream on disk, and the data module of their rows."""
 
 import hashlib
-import io
 import os
-import tokenize
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +26,7 @@ from embeddings.common.protocols import RowTaskModule
 from embeddings.common.types import PackedRows
 from embeddings.data.datamodule import PlannedDataModule, ResumableLoader, ShieldedLoader, check_minimum, start_worker
 from embeddings.data.docstrings import HELD_OUT_PACKAGES, TRAINING_PACKAGES
-from embeddings.data.docstrings.extract import SourceFile, find_sources, is_available, require_available
+from embeddings.data.docstrings.extract import SourceFile, decoded, find_sources, is_available, require_available
 from embeddings.data.records import kind_of
 from embeddings.data.samplers.base import BlendedBatchSampler, PlanEntry, SamplerFactory, SourceIdentity
 from embeddings.data.sources import Origin, SourceInputs, check_files, check_names
@@ -93,7 +91,8 @@ class Documents(SourceInputs):
             self.identity = [{"packages": _digest(self._modules)}]
 
     def __iter__(self) -> Iterator[str]:
-        texts = _module_texts(self._modules) if self.source.packages else self._record_texts()
+        modules = (decoded(module.path.read_bytes()) for module in self._modules)
+        texts = modules if self.source.packages else self._record_texts()
         return islice((text for text in texts if text.strip()), self.source.max_rows)
 
     def _record_texts(self) -> Iterator[str]:
@@ -114,17 +113,6 @@ def _packages(names: Sequence[str]) -> list[str]:
     """The packages that the names stand for, each once, in the order given."""
     listed = {name: filter(is_available, packages) for name, packages in PACKAGE_LISTS.items()}
     return list(dict.fromkeys(package for name in names for package in listed.get(name, [name])))
-
-
-def _module_texts(modules: Sequence[SourceFile]) -> Iterator[str]:
-    """The source files as text, in the encoding that their first lines declare; one that breaks it is left out."""
-    for module in modules:
-        content = module.path.read_bytes()
-        try:
-            encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
-            yield content.decode(encoding)
-        except (SyntaxError, UnicodeDecodeError, LookupError):
-            continue
 
 
 def _digest(modules: Sequence[SourceFile]) -> str:

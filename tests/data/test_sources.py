@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import jsonargparse
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,47 +15,28 @@ from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.data import PlanEntry, SourceConfig, open_source, readers
 from embeddings.data.readers import HubReader, open_reader, resolve_revision
 from embeddings.data.sources import check_files, resolve_files
+from tests.data.killed_runs import configured
 from tests.data.rows import pairs, write_jsonl, write_rows
 from tests.helpers.refusals import refused
 
 
-class Holder:
-    def __init__(self, sources: list[SourceConfig]) -> None:
-        self.sources = sources
-
-
-YAML = """
-data:
-  sources:
-  - name: msmarco
-    path: hub:org/msmarco
-    split: train
-    revision: main
-    instruction: [find passages, answer the question]
-    max_rows: 500
-  - name: files
-    path: [a.jsonl, b.parquet]
-    columns: {query: question}
-    weight: 2
-  - name: toxic
-    path: $DATA/toxic.jsonl
-    conversion: binary_by_label
-    label_texts: {0: harmless, 1: toxic}
-    in_batch_negatives: false
-"""
-
-
-def test_a_list_of_sources_is_read_from_yaml():
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(Holder, "data")
-    sources = parser.instantiate(parser.parse_string(YAML)).data.sources
+def test_a_list_of_sources_is_read_from_a_config():
+    hub = {"split": "train", "revision": "main", "instruction": ["find passages", "answer the question"]}
+    files = {"path": ["a.jsonl", "b.parquet"], "columns": {"query": "question"}, "weight": 2}
+    toxic = {"path": "$DATA/toxic.jsonl", "label_texts": {0: "harmless", 1: "toxic"}, "in_batch_negatives": False}
+    given = [
+        {"name": "msmarco", "path": "hub:org/msmarco", **hub},
+        {"name": "files", **files},
+        {"name": "toxic", "conversion": "binary_by_label", **toxic},
+    ]
+    sources = configured(sources=given).sources
     assert [source.name for source in sources] == ["msmarco", "files", "toxic"]
     assert sources[0].is_hub
-    prompts = tuple(f"Instruct: {task}\nQuery: " for task in ("find passages", "answer the question"))
+    prompts = tuple(f"Instruct: {task}\nQuery: " for task in hub["instruction"])
     assert sources[0].query_prompts(TextSettings()) == prompts
-    assert sources[1].path == ["a.jsonl", "b.parquet"]
-    assert sources[1].weight == 2.0
-    assert not sources[2].in_batch_negatives
+    assert (sources[1].path, sources[1].columns, sources[1].weight) == (files["path"], files["columns"], 2.0)
+    assert (sources[2].path, sources[2].in_batch_negatives) == ("$DATA/toxic.jsonl", False)
+    assert sources[2].label_texts == {"0": "harmless", "1": "toxic"}
     assert sources[1].query_prompts(TextSettings()) == ("",)
     assert SourceConfig("a", "a", query_prompt="query: ").query_prompts(TextSettings()) == ("query: ",)
 

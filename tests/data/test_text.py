@@ -243,23 +243,6 @@ def content(batch):
     return batch.input_ids_NL.flatten().tolist()
 
 
-def test_an_epoch_holds_every_row_once_but_for_those_that_fill_no_batch(options):
-    data, module = TextDataModule(**options), Ledger(content, TOKENIZER)
-    quiet_trainer(max_epochs=2).fit(module, data)
-    num_rows, length = len(data.rows), 8
-    assert data.batches_per_epoch == num_rows // 4 > 5
-    first = module.rows[: data.batches_per_epoch]
-    seen = [tuple(batch[start : start + length]) for batch in first for start in range(0, 32, length)]
-    collate = data._collator()
-    every = [tuple(content(collate(data.rows.__getitems__([PlanEntry(row, 0)])))) for row in range(num_rows)]
-    left = list(every)
-    for row in seen:
-        left.remove(row)
-    assert len(left) == num_rows % 4
-    assert seen != every[: len(seen)]
-    assert module.rows[data.batches_per_epoch :] != first
-
-
 def test_a_modules_task_is_applied_in_the_workers(options):
     plain = Ledger(content, TOKENIZER)
     quiet_trainer(max_steps=3).fit(plain, TextDataModule(**options))

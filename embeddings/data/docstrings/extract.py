@@ -42,9 +42,8 @@ def documented_functions(source: bytes, package: str, module: str) -> Iterator[D
     Functions inside functions, overloads and functions that do nothing are left out. A file that Python cannot parse
     has none. `source` is in the encoding that its first lines declare.
     """
+    text = decoded(source)
     try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
-        text = source.decode(encoding)
         with warnings.catch_warnings():
             # Invalid escapes in other files are not this user's business.
             warnings.simplefilter("ignore")
@@ -57,6 +56,15 @@ def documented_functions(source: bytes, package: str, module: str) -> Iterator[D
         record = _record(function, scope, lines, package, module)
         if record is not None:
             yield record
+
+
+def decoded(source: bytes) -> str:
+    """A source file as text, in the encoding that its first lines declare; empty where it breaks that."""
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+        return source.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError, LookupError):
+        return ""
 
 
 def _functions(body: list[ast.stmt], scope: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], _Function]]:

@@ -1,7 +1,6 @@
 """What only clustered batches promise: own blocks, tours, packing."""
 
 import tracemalloc
-from collections import defaultdict
 from itertools import chain
 
 import numpy as np
@@ -128,18 +127,6 @@ def test_sources_never_share_a_batch_their_batches_are_mixed_and_another_size_is
     assert set(names) == set(NAMES)
     assert names != sorted(names)
     assert names[:10] != ["first"] * 10
-
-
-@pytest.mark.parametrize("order", ["nearest", "random"])
-def test_a_clusters_rows_share_batches(make, order):
-    for epoch in range(5):
-        batches_of_cluster = defaultdict(set)
-        for step, batch in enumerate(rows_of(make(15, order=order, names=["first"]), epoch)):
-            for row in batch:
-                batches_of_cluster[cluster_of("first")[row]].add(step)
-        sizes = np.bincount(cluster_of("first"))
-        # The skipped stretch can cut a cluster once more.
-        assert all(len(steps) <= -(-sizes[cluster] // 15) + 1 for cluster, steps in batches_of_cluster.items())
 
 
 def test_batches_of_a_tour_are_of_clusters_nearer_to_each_other_than_by_chance(tmp_path):

@@ -25,7 +25,7 @@ from embeddings.data.samplers.base import LevelRule, RunLength
 from embeddings.data.samplers.curriculum import EQUAL_FRACTIONS, level_of, stages
 from embeddings.modules import ContrastiveModule
 from tests.data.cluster_folders import write_clusters
-from tests.data.killed_runs import LIGHTNING_WARNINGS, KilledError, Ledger, configured, killed_run, quiet_trainer
+from tests.data.killed_runs import LIGHTNING_WARNINGS, KilledError, Ledger, killed_run, quiet_trainer
 from tests.data.rows import graded, pairs, write_jsonl
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.refusals import refused
@@ -252,22 +252,6 @@ def test_two_ranks_have_the_level_of_the_optimiser_step_after_three_resumes(tmp_
     data_module(tmp_path).prepare_data()
     for result in run_on_two_ranks(levels_on_two_ranks):
         check_ledger(result["seen"], 4, "coarse_to_fine", num_texts=2)
-
-
-def test_a_config_names_the_curriculum_and_the_sampler_inside(tmp_path):
-    inner = {"class_path": "embeddings.data.BlendedBatchSampler", "init_args": {"steps_per_epoch": 5}}
-    sampler = {"inner": inner, "order": "fixed", "level": 2}
-    data = configured(
-        sources=[{"name": "records", "path": str(write_jsonl(tmp_path / "records.jsonl", graded(6)))}],
-        batch_size=3,
-        sampler={"class_path": "embeddings.data.CurriculumBatchSampler", "init_args": sampler},
-        cache_dir=str(tmp_path / "cache"),
-    )
-    data.prepare_data()
-    plan = data._plan()
-    assert isinstance(plan, CurriculumBatchSampler)
-    assert isinstance(plan.inner, BlendedBatchSampler)
-    assert (len(plan), plan.batch_size, plan.inner.batch_size, plan.levels) == (5, 3, 3, (2,))
 
 
 def test_a_curriculum_longer_than_the_run_is_left_in_its_middle_and_resumed(tmp_path):

