@@ -36,7 +36,7 @@ def test_a_list_of_sources_is_read_from_a_config():
     assert sources[0].query_prompts(TextSettings()) == prompts
     assert (sources[1].path, sources[1].columns, sources[1].weight) == (files["path"], files["columns"], 2.0)
     assert (sources[2].path, sources[2].in_batch_negatives) == ("$DATA/toxic.jsonl", False)
-    assert sources[2].label_texts == {"0": "harmless", "1": "toxic"}
+    assert sources[2].label_texts == toxic["label_texts"]
     assert sources[1].query_prompts(TextSettings()) == ("",)
     assert SourceConfig("a", "a", query_prompt="query: ").query_prompts(TextSettings()) == ("query: ",)
 

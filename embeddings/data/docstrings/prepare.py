@@ -12,11 +12,8 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from functools import lru_cache
 from itertools import islice
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -185,9 +182,6 @@ def _draw(functions: list[DocumentedFunction], most: int, seed: int, stream: str
 # Raised whenever the same sources would give other records, so that an older output is not taken for this one's.
 RECIPE = 2
 
-# Bytes of source that take longer to parse than processes take to start.
-_WORTH_PROCESSES = 2**23
-
 # What `pip install -e '.[quickstart,cpu]'` brings, itself or through what it needs.
 # fmt: off
 TRAINING_PACKAGES = (
@@ -284,7 +278,7 @@ def prepare_docstrings(
     if not force and (manifest := finished_manifest(folder, inputs)) is not None:
         logger.info("%s is already made from these packages and arguments; --force makes it again", output)
         return DocstringCorpus(folder, manifest["counts"], reused=True)
-    functions = list(_read(sources, contents))
+    functions = _read(sources, contents)
     logger.info("removing copies among %d documented functions", len(functions))
     kept, removed = deduplicate(functions)
     split = split_functions(kept, held_out, sizes, seed)
@@ -316,32 +310,21 @@ def _digest(sources: Sequence[SourceFile], contents: Sequence[bytes]) -> str:
     return digest.hexdigest()
 
 
-def _read(sources: Sequence[SourceFile], contents: Sequence[bytes]) -> Iterator[DocumentedFunction]:
-    """The functions of all files in their order; many files are shared out to one process a core."""
-    size = sum(len(content) for content in contents)
-    num_workers = min(4, os.cpu_count() or 1)
-    with ExitStack() as stack:
-        bar = stack.enter_context(progress_bar(size, "reading functions", "B", unit_scale=True))
-        found: Iterator[list[DocumentedFunction]]
-        if size < _WORTH_PROCESSES or num_workers == 1:
-            found = map(_functions_of, sources, contents)
-        else:
-            pool = stack.enter_context(ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")))
-            found = pool.map(_functions_of, sources, contents, chunksize=16)
-        for functions, content in zip(found, contents, strict=True):
-            yield from functions
-            bar.update(len(content))
-
-
-def _functions_of(source: SourceFile, content: bytes) -> list[DocumentedFunction]:
+def _read(sources: Sequence[SourceFile], contents: Sequence[bytes]) -> list[DocumentedFunction]:
+    """The functions of all files in their order."""
+    found: list[DocumentedFunction] = []
     # No cycle collection: syntax trees have none, and looking for them takes half of the parser's time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return list(documented_functions(content, source.package, source.module))
+        with progress_bar(sum(map(len, contents)), "reading functions", "B", unit_scale=True) as bar:
+            for source, content in zip(sources, contents, strict=True):
+                found.extend(documented_functions(content, source.package, source.module))
+                bar.update(len(content))
     finally:
         if was_enabled:
             gc.enable()
+    return found
 
 
 KIND = "docstring_corpus"

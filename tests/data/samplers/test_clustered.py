@@ -68,20 +68,6 @@ def test_ranks_with_blocks_of_their_own_take_the_blocks_of_one_process_in_turn(m
     assert max(map(len, mixed)) > 1
 
 
-def test_the_modules_loss_chooses_between_the_two_ways(make):
-    found = {}
-    for gathers in (True, False):
-        sampler = make(4, num_replicas=3, rank=1)
-        sampler.set_needs(BatchNeeds(gathers_candidates=gathers))
-        found[gathers] = rows_of(sampler)
-    assert found[True] == rows_of(make(4, num_replicas=3, rank=1)) != found[False]
-    assert found[True] == rows_of(make(4, num_replicas=3, rank=1, across_ranks="one_block"))
-    assert found[False] == rows_of(make(4, rank=1, **OWN))
-    alone = make(4)
-    alone.set_needs(BatchNeeds(gathers_candidates=False))
-    assert rows_of(alone) == rows_of(make(4))
-
-
 def test_a_plan_names_its_clusters_and_its_blocks_and_not_the_rank(make, tmp_path):
     first, second = (make(4, rank=rank, **OWN).plan_fields() for rank in (0, 1))
     assert first == second
