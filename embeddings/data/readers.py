@@ -18,6 +18,8 @@ from embeddings.common.text import one_line
 from embeddings.data.records import Cell, look_alikes
 
 MAX_LINE_BYTES = 32 * 2**20
+# A gzip file of a few kilobytes can unpack to hours of blank lines.
+MAX_BLANK_LINES = 2**20
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 # First bytes of what is often met in place of JSON lines; of two that fit the first one holds.
 _FOREIGN = {
@@ -114,12 +116,19 @@ class LineReader(Reader):
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """The lines with their numbers, blank ones among them."""
-        number = 0
+        number, last = 0, 0
         with open(self.path, "rb") as raw, gzip.GzipFile(fileobj=raw) if self.gzipped else raw as file:
             while line := self._next_line(file, number + 1):
                 number += 1
                 self.bytes_read = raw.tell()
-                yield number, self._without_mark(line) if number == 1 else line
+                if number == 1:
+                    line = self._without_mark(line)
+                if line.strip():
+                    last = number
+                elif number - last > MAX_BLANK_LINES:
+                    what = f"{MAX_BLANK_LINES} blank lines follow each other"
+                    raise InputError(f"{self.path}:{number}", what, "take them out, or leave the file out")
+                yield number, line
 
     def _next_line(self, file: IO[bytes] | gzip.GzipFile, number: int) -> bytes:
         where = f"{self.path}:{number}"

@@ -340,8 +340,10 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
         "inputs": inputs.identity,
     }
     if config.conversion == "pairs":
-        # A source that is refused leaves nothing here, so rows left out need no key of their own.
-        identity["suspect_rows"] = "keep" if config.suspect_rows == "keep" else "refuse"
+        # A source that is refused leaves nothing here, so rows left out need no key of their own; once they had one.
+        earlier = {**identity, "suspect_rows": config.suspect_rows}
+        has_own = config.suspect_rows == "keep" or (root / content_key(earlier)).is_dir()
+        identity = earlier if has_own else {**identity, "suspect_rows": "refuse"}
     key = converted_folder(root, identity, partial(_convert, config, inputs))
     cached = CachedSource(root / key, key)
     inputs.remember()

@@ -4,6 +4,7 @@ import gzip
 import math
 import re
 import sys
+import tracemalloc
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -276,3 +277,21 @@ def test_an_unreachable_hub_is_one_line_with_the_way_out(monkeypatch):
     )
     refused(InputError, says, resolve_revision, "org/name", None)
     refused(InputError, says, list, HubReader("org/name", None, "train", COMMIT))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_blank_lines_without_an_end_are_refused_in_bounded_memory(tmp_path, monkeypatch, suffix):
+    """A few kilobytes of gzip unpack to hours of them."""
+    monkeypatch.setattr("embeddings.data.readers.MAX_BLANK_LINES", 1000)
+    path = tmp_path / f"blank{suffix}"
+    with (gzip.open if suffix.endswith("gz") else open)(path, "wb") as file:
+        file.write(b'{"query": "q"}\n' + b" \n" * 1000 + b'{"query": "r"}\n')
+        for _ in range(20):
+            file.write(b"\n" * 2**20)
+    rows = iter(open_reader(path, ["query"], ["query"]))
+    assert [next(rows).fields["query"] for _ in range(2)] == ["q", "r"]
+    tracemalloc.start()
+    refused(InputError, rf"blank{suffix}:2003: 1000 blank lines follow each other; take them out", next, rows)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20

@@ -304,3 +304,19 @@ def test_languages_are_numbered_by_first_appearance_few_and_given_with_every_rec
     assert read(tmp_path, in_languages("a", "b", "a")) == [0, 1, 0]
     says = r"a\.jsonl:3: language 'c' is one of more than 2; map language"
     refused(InputError, says, read, tmp_path, in_languages("a", "b", "c"))
+
+
+@pytest.mark.parametrize("policy", ["refuse", "leave_out"])
+def test_a_conversion_from_before_suspect_rows_were_noted_is_found_again(policy, tmp_path, parsed):
+    """Rows left out had a key of their own; a source with such rows was refused, so the other key never held any."""
+    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(5))), suspect_rows=policy)
+    made = open_cached(config, tmp_path / "cache").folder
+    manifest = json.loads((made / "manifest.json").read_text())
+    del manifest["suspects"]
+    names = ("schema_version", "layout", "columns", "min_score", "inputs")
+    identity = {name: manifest[name] for name in names} | {"suspect_rows": policy}
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+    made.rename(tmp_path / "cache" / key)
+    (tmp_path / "cache" / key / "manifest.json").write_text(json.dumps({**manifest, **identity, "key": key}))
+    assert open_cached(SourceConfig("a", config.path), tmp_path / "cache").key == key
+    assert len(parsed) == 5
