@@ -164,7 +164,7 @@ def load_configured(
         is_4bit=config.quantization is not None,
     )
     if config.bidirectional:
-        require_bidirectional(model if auto_class is AutoModel else model._modules[model.base_model_prefix])  # type: ignore[arg-type]
+        require_bidirectional(model.base_model)
     if config.gradient_checkpointing:
         enable_checkpointing(model)
     return model

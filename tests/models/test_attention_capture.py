@@ -5,6 +5,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from embeddings.models.attention_capture import AttentionCapture, _captured_attention, attention_layers
+from embeddings.models.embedder import reads_causally
 from tests.helpers.tiny import tiny_bert, tiny_mistral
 
 IDS = torch.arange(5, 15).view(2, 5)
@@ -67,7 +68,7 @@ def test_a_causal_backbone_is_told_from_one_that_sees_both_ways(attn):
     for backbone, expected in ((tiny_mistral(), True), (tiny_bert(), False)):
         backbone.set_attn_implementation(attn)
         capture = AttentionCapture(backbone.train(), (-1,))
-        assert capture.is_causal(backbone) is expected
+        assert reads_causally(backbone, capture) is expected
         assert all(module.training for module in backbone.modules())
 
 
