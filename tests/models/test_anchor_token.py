@@ -1,6 +1,5 @@
 """AnchorTokenPooling through real backbones: against their own attention matrices, and wherever a pooling is used."""
 
-import importlib.util
 import logging
 import math
 import os
@@ -10,9 +9,8 @@ from itertools import product
 
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
 
-from embeddings.common import OptionError, PaddedTokens, TextSettings
+from embeddings.common import OptionError
 from embeddings.models import (
     AnchorTokenPooling,
     BackboneConfig,
@@ -27,7 +25,7 @@ from embeddings.models import anchor_weights as weights_module
 from embeddings.models.anchor_token import ProblemKind, checked_sums, fastest_sums, fused_sums
 from embeddings.models.anchor_weights import CapturedAttention, anchor_weights, tiled_sums, visible_queries
 from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
-from tests.models.reading import random_tokens, read
+from tests.models.reading import random_tokens
 
 TOKENS = random_tokens(384, [7, 3, 12, 5], skip=2)
 
@@ -120,20 +118,6 @@ def test_the_capture_changes_no_state_of_the_backbone_and_its_config_stays(kind)
     assert found.state_dict().keys() == expected.state_dict().keys()
 
 
-@torch.no_grad()
-def test_weights_sum_to_one_over_the_pooled_tokens_whatever_the_padding():
-    embedder, found = embedder_of("mistral"), []
-    for extra in (0, 9):
-        padded = PaddedTokens(*(torch.nn.functional.pad(part, (0, extra)) for part in TOKENS))
-        with embedder.capture.open() as captured:
-            embedder.backbone(input_ids=padded.input_ids_NL, attention_mask=padded.attention_mask_NL.long())
-        weight = embedder.pooling.weights(padded.pooling_mask_NL, padded.attention_mask_NL, captured())
-        torch.testing.assert_close(weight.sum(1), torch.ones(4))
-        assert weight.masked_select(~padded.pooling_mask_NL).eq(0).all()
-        found.append(weight[:, :12])
-    torch.testing.assert_close(*found, rtol=0, atol=1e-6)
-
-
 def gradients(embedder, tokens=TOKENS):
     embedder.zero_grad()
     target = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).to(next(embedder.parameters()).dtype)
@@ -162,24 +146,6 @@ def test_gradient_checkpointing_gives_the_same_gradient(tmp_path):
         embedder = Embedder(backbone.double(), tokenizer, AnchorTokenPooling(32)).train()
         found.append(gradients(embedder))
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.usefixtures("travelling_code")
-@pytest.mark.parametrize("kind", ["bert", "mistral"])
-def test_the_directory_gives_equal_vectors_here_and_in_sentence_transformers(kind, tmp_path):
-    options = {"layers": (-1, 0), "per_head": True, "include_first": False}
-    embedder = embedder_of(kind, **options)
-    embedder.text = TextSettings(query_max_length=32, document_max_length=32, prompts={"query": "find "})
-    embedder.save_pretrained(tmp_path / "model")
-    again = Embedder.from_pretrained(tmp_path / "model")
-    assert again.pooling.arguments() == embedder.pooling.arguments()
-    assert again.text == embedder.text
-    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
-    texts = ["how do I pad sequences", "the quick brown fox", "z"]
-    with torch.no_grad():
-        expected = embedder(read(embedder.tokenizer, texts, "find ", 32))
-        assert torch.equal(again(read(again.tokenizer, texts, "find ", 32)), expected)
-    assert (torch.from_numpy(theirs.encode_query(texts)) - expected).abs().max() <= 1e-5
 
 
 # No tile divides the length; the last holds all.
@@ -454,13 +420,6 @@ def interpreter(monkeypatch):
 
 def problem(dtype=torch.float32, num_shared=1, width=20, is_causal=False, has_window=False, mask_dtype=None):
     return anchor_token._trial(ProblemKind(CPU, dtype, width, num_shared, is_causal, has_window, mask_dtype))
-
-
-def test_a_machine_without_triton_has_no_kernels():
-    if importlib.util.find_spec("triton") is not None:
-        pytest.skip("triton is here")
-    with pytest.raises(ImportError, match="triton"):
-        fused_sums(*problem())
 
 
 @pytest.mark.parametrize("axis", ["key", "query"])

@@ -42,7 +42,7 @@ from tests.helpers.tiny import (
 from tests.models.moe import tiny_rotary
 from tests.models.reading import random_tokens
 from tests.models.test_bidirectional import FAMILIES, build
-from tests.training.test_gradcache import cached_gradient, direct_gradient, plain_gradient
+from tests.training.test_gradcache import cached_gradient, direct_gradient
 
 
 @pytest.fixture
@@ -235,8 +235,6 @@ def test_flex_attention_with_dropout_is_one_line(tmp_path):
         new_model(FromScratch(folder, "bert", settings, attn_implementation="flex_attention"), AutoModel)
 
 
-EAGER = {"backend": "aot_eager"}
-INDUCTOR = dict(layers_module._COMPILER)
 # The compiler looks at things of which torch warns; it hides its own warnings by a way that errors do not take.
 keeps_warnings = pytest.mark.filterwarnings("default")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
@@ -245,14 +243,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there i
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=needs_compiler)])
 def compiler(request, monkeypatch):
     """Graphs that run as they were traced, or as C++ of their own, which takes minutes."""
-    monkeypatch.setattr(layers_module, "_COMPILER", EAGER if request.param == "aot_eager" else INDUCTOR)
-    yield
-    torch.compiler.reset()
-
-
-@pytest.fixture
-def eager_compiler(monkeypatch):
-    monkeypatch.setattr(layers_module, "_COMPILER", EAGER)
+    if request.param == "aot_eager":
+        monkeypatch.setattr(layers_module, "_COMPILER", {"backend": "aot_eager"})
     yield
     torch.compiler.reset()
 
@@ -288,19 +280,8 @@ def plain_and_compiled(model):
 
 @keeps_warnings
 @pytest.mark.slow
-def test_a_plain_step_has_the_gradient_of_plain_layers(eager_compiler):
-    steps, batch, found = plain_and_compiled("encoder"), random_batch(4, 2), []
-    for step in (*steps, steps[0]):
-        torch.manual_seed(1 + len(found) // 2)
-        found.append(plain_gradient(step, batch)[1])
-    assert relative_error(found[1], found[0]) < 1e-6
-    assert relative_error(found[2], found[0]) > 1e-3
-
-
-@keeps_warnings
-@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_gradcache_has_it_too_and_dropout_is_replayed(model, compiler):
+def test_gradcache_has_the_gradient_of_plain_layers_and_dropout_is_replayed(model, compiler):
     plain, compiled = plain_and_compiled(model)
     for num_pairs in (4, 7):
         batch, engine = random_batch(num_pairs, 2), GradCache(mini_batch_tokens=30, kept_fraction=0.5)
@@ -313,7 +294,8 @@ def test_gradcache_has_it_too_and_dropout_is_replayed(model, compiler):
 
 
 @keeps_warnings
-def test_mini_batches_of_many_sizes_add_no_graph(eager_compiler):
+@pytest.mark.parametrize("compiler", ["aot_eager"], indirect=True)
+def test_mini_batches_of_many_sizes_add_no_graph(compiler):
     """One graph each with and without padding, in GradCache's passes without and with a graph: four in all."""
     model, counted, found = tiny_bert().train(), torch._dynamo.utils.counters, []
     compile_layers(model)

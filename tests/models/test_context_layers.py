@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import MPNetConfig, MPNetModel
 
-from embeddings.models import LoraSettings, add_lora
 from embeddings.models.context_layers import (
     ContextSlots,
     FirstStage,
@@ -168,15 +167,6 @@ def test_an_empty_prefix_leaves_the_states_of_the_backbone_and_padding_changes_n
         own = slice(row, row + 1)
         alone = states_behind_context(backbone, context[own], soft, IDS[own, :length], SEEN[own, :length])
         assert (alone[0] - together[row, :length]).abs().max() <= 1e-5
-
-
-@torch.no_grad()
-def test_adapters_are_read_through():
-    context, soft = prefix()
-    adapted = add_lora(tiny_bert(), LoraSettings(rank=2, dropout=0.0)).eval()
-    found, expected = (states_behind_context(model, context, soft, IDS, SEEN) for model in (adapted, tiny_bert()))
-    assert spread(found, expected) <= 1e-6
-    assert broken_rule(adapted) is None
 
 
 @pytest.mark.parametrize("make", [tiny_bert, tiny_xlm_roberta])

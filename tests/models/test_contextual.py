@@ -29,15 +29,6 @@ DOCUMENTS = random_tokens(384, [4, 9, 3, 8, 2], seed=1)
 OTHERS = random_tokens(384, [4, 9, 3, 8, 2], seed=2)
 
 
-@pytest.mark.parametrize("kind", BACKBONES)
-@torch.no_grad()
-def test_another_context_changes_every_vector(kind):
-    embedder = tiny_contextual(kind)
-    first, second = (embedder.embed_context(documents) for documents in (DOCUMENTS, OTHERS))
-    for a, b in ((first, second), (first, None)):
-        assert (embedder(TOKENS, a) - embedder(TOKENS, b)).abs().amax(1).min() > 1e-5
-
-
 @pytest.mark.parametrize("kind", ["bert", "nomic"])
 @torch.no_grad()
 def test_vectors_equal_a_loop_that_pools_text_alone(kind):

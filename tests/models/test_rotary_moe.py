@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from transformers import AutoModel, XLMRobertaConfig, XLMRobertaModel
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers import XLMRobertaConfig, XLMRobertaModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -91,18 +90,6 @@ def test_a_directory_carries_its_code_until_a_model_without_experts_replaces_it(
         assert carried_code(tmp_path / "model") == code
         again, tokens = Embedder.from_pretrained(tmp_path / "model"), read(embedder.tokenizer, ["pad the fox", "z"])
         assert torch.equal(again(tokens), embedder(tokens))
-
-
-@pytest.mark.usefixtures("travelling_code")
-def test_the_code_in_the_directory_gives_the_same_states(tmp_path):
-    model, (ids, mask) = tiny_moe(), padded_ids()
-    model.save_pretrained(tmp_path / "model")
-    kind = get_class_from_dynamic_module("rotary_moe.RotaryMoeModel", str(tmp_path / "model"))
-    assert kind is not RotaryMoeModel
-    config = kind.config_class.from_pretrained(tmp_path / "model")
-    theirs = kind.from_pretrained(tmp_path / "model", config=config).eval()
-    assert torch.equal(states(theirs, ids, mask), states(model, ids, mask))
-    assert type(AutoModel.from_pretrained(tmp_path / "model", trust_remote_code=False)) is RotaryMoeModel
 
 
 @pytest.fixture
