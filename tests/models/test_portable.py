@@ -18,6 +18,7 @@ from embeddings.models import (
     ContextualEmbedder,
     Embedder,
     MeanPooling,
+    load_embedder,
     make_bidirectional,
 )
 from embeddings.models.directory import ContextForm
@@ -192,14 +193,6 @@ def test_travelling_tokenisation_is_the_trainings(make_tokenizer, prompt, option
     assert cut.preprocess(["x"], prompt=QUERY, task="query")["pooling_mask"].any(1).all()
 
 
-def test_a_truncated_text_keeps_its_end_token_and_an_empty_one_gets_it():
-    tokenizer = bpe_tokenizer()
-    module = TextTransformer(tiny_mistral(), tokenizer, 8, 6, append_eos=True, pool_prompt=False)
-    features = module.preprocess(["the quick brown fox jumps over the lazy dog", ""])
-    assert features["attention_mask"].sum(1).tolist() == features["pooling_mask"].sum(1).tolist() == [6, 1]
-    assert features["input_ids"][0, -1] == features["input_ids"][1, 0] == tokenizer.eos_token_id
-
-
 ALWAYS = {"poolings", "portable", "pooling"}
 CARRIED = {
     **dict.fromkeys(("mean", "weighted_mean", "self_attention"), ALWAYS),
@@ -226,11 +219,13 @@ SEARCH_QUERY, SEARCH_DOCUMENT = "search_query: ", "search_document: "
 SEARCH = {"prompts": {"query": SEARCH_QUERY, "document": SEARCH_DOCUMENT}}
 TEXTS_CONTEXTUAL = ["how do I pad sequences", "the quick brown fox " * 14, "7 jumps", "", " two numbers", "z"]
 CORPUS = ["the lazy dog", "return the sum of two numbers", "a b c d", "one length"]
+BARE = {"num_soft_prompts": 0, "residual_projection": False, "normalize": False, "context_dropout": 0.25}
 RELEASED = {"form": ContextForm(adds_pooled=False, has_positions=True, pools_prompt=True)}
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("bert", {}), ("modernbert", {}), ("nomic", RELEASED), ("bert", {"context_max_length": 4})]
+    ("kind", "options"),
+    [("bert", {}), ("modernbert", {}), ("nomic", RELEASED), ("bert", {"context_max_length": 4}), ("decoder", BARE)],
 )
 @torch.no_grad()
 def test_sentence_transformers_gives_equal_vectors_with_and_without_a_context(tmp_path, kind, options):
@@ -253,7 +248,11 @@ def test_sentence_transformers_gives_equal_vectors_with_and_without_a_context(tm
         assert (seen[0] - seen[2]).abs().max() > 1e-4
         assert torch.equal(seen[0], seen[4])
         theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
-    again = ContextualEmbedder.from_pretrained(tmp_path / "again")
+    again = load_embedder(tmp_path / "again")
+    assert isinstance(again, ContextualEmbedder)
+    assert (again.text, again.normalize) == (settings, ours.normalize)
+    assert (again.num_context, again.slots.dropout_fraction) == (5, ours.slots.dropout_fraction)
+    assert not any(module.training for module in again.modules())
     assert (again(queries, again.embed_context(read_corpus)) - ours(queries, context)).abs().max() <= 1e-5
     if options:
         other = tiny_contextual(kind, text=settings)

@@ -1,17 +1,26 @@
-"""The sparse encoder as a Hugging Face model: padding, precision, checkpointing, and the directory it lives in."""
+"""Rotary encoders: made of learned positions, with experts, as Hugging Face models, and the directory they live in."""
 
 import math
 
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from transformers import XLMRobertaConfig, XLMRobertaModel
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    XLMRobertaConfig,
+    XLMRobertaModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from embeddings.common import OptionError, TextSettings
-from embeddings.models import Embedder, MeanPooling
+from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from embeddings.models.backbone import enable_checkpointing
+from embeddings.models.embedder import num_positions
 from embeddings.models.lora import LoraSettings, add_lora
 from embeddings.models.moe.rotary_moe import MoeMlp, RotaryMoeConfig, RotaryMoeLayer, RotaryMoeModel
 from embeddings.models.moe.upcycling import (
@@ -24,9 +33,11 @@ from embeddings.models.moe.upcycling import (
     routing_metrics,
     upcycle,
 )
-from embeddings.models.rotary import to_rotary
+from embeddings.models.rotary import KINDS, to_rotary, write_rotary_model
+from embeddings.modules import MaskedLMModule
 from tests.helpers.contrastive import gradient_vector
-from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
+from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
+from tests.models.language_models import language_model_folder
 from tests.models.moe import (
     padded_ids,
     stirred,
@@ -255,15 +266,6 @@ def test_release_drops_the_biases_and_leaves_the_weights_of_a_token_as_they_come
     assert (found - expected).abs().max() > 1e-2
 
 
-def test_a_gated_mlp_of_the_release_mode_is_weighed_by_the_routers_own_weights():
-    dense, tokens = tiny_nomic(), torch.randn(5, 32)
-    alone = dense.layers[1].mlp(tokens)
-    sparse = upcycle(dense, Upcycling("release", num_experts=4)).layers[1].mlp
-    share_T1 = sparse.router(tokens).weight_TK.sum(1, keepdim=True).detach()
-    assert float(share_T1.max()) < 1
-    torch.testing.assert_close(sparse(tokens[None])[0][0], share_T1 * alone, rtol=1e-5, atol=1e-6)
-
-
 def test_routers_are_small_and_random_and_follow_from_the_seed():
     weights = []
     for seed in (0, 0, 1):
@@ -345,3 +347,93 @@ def test_only_a_dense_rotary_encoder_is_upcycled():
         upcycle(tiny_bert(), Upcycling())
     with pytest.raises(OptionError, match="needs a dense backbone, and this one has experts, got 'a rotary_moe"):
         upcycle(tiny_moe(), Upcycling())
+
+
+ROWS = 370
+SIZES = {
+    "vocab_size": ROWS,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 66,
+}
+
+
+def source(kind, **settings):
+    torch.manual_seed(0)
+    made = AutoModelForMaskedLM.from_config(AutoConfig.for_model(kind, **SIZES | settings)).eval()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    made.tie_weights()
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_but_the_positions_stays(kind):
+    """Without learned positions there, and with a rotation by nothing here, states and logits are equal."""
+    model = source(kind)
+    rotary = to_rotary(model)
+    torch.nn.init.zeros_(model.base_model.embeddings.position_embeddings.weight)
+    rotary.base_model.rotary_emb.inv_freq.zero_()
+    ids, mask = padded_ids()
+    ids = ids % ROWS
+    expected, found = (one(input_ids=ids, attention_mask=mask.long()).logits[mask] for one in (model, rotary))
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found[:, :ROWS], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_vocabulary_is_padded_to_a_multiple_of_64_by_rows_that_are_never_predicted():
+    rotary = to_rotary(source("xlm-roberta"))
+    words = rotary.get_input_embeddings().weight
+    assert rotary.config.vocab_size == len(words) == 384
+    assert not words[ROWS:].any()
+    assert rotary.get_output_embeddings().weight is words
+    ids, mask = padded_ids()
+    shares = rotary(input_ids=ids % ROWS, attention_mask=mask.long()).logits[mask].softmax(-1)
+    assert shares[:, ROWS:].max() < 1e-30
+
+
+def test_a_written_model_is_read_as_a_backbone_and_as_a_masked_language_model(tmp_path):
+    write_rotary_model(language_model_folder(tmp_path / "bert", "bert"), tmp_path / "rotary")
+    backbone, tokenizer = load_backbone(BackboneConfig(str(tmp_path / "rotary")))
+    assert type(backbone).__name__ == "JinaEmbeddingsV3Model"
+    assert tokenizer.model_max_length == 2048
+    module = MaskedLMModule("mlm", BackboneConfig(str(tmp_path / "rotary")), separate_documents=True)
+    ids, mask = padded_ids()
+    inner = module.language_model.eval().backbone(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+    alone = backbone(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+    torch.testing.assert_close(inner[mask], alone[mask])
+
+
+def test_an_encoder_without_head_is_converted_and_written_alone(tmp_path):
+    model = BertModel(BertConfig(**SIZES | {"vocab_size": 384}), add_pooling_layer=True).eval()
+    model.save_pretrained(tmp_path / "bert")
+    wordpiece_tokenizer().save_pretrained(tmp_path / "bert")
+    write_rotary_model(str(tmp_path / "bert"), tmp_path / "rotary", num_positions=300, keep_head=False)
+    backbone, _ = load_backbone(BackboneConfig(str(tmp_path / "rotary"), dropout=0.0))
+    assert backbone.config.max_position_embeddings == 300
+    assert AutoTokenizer.from_pretrained(tmp_path / "rotary").model_max_length == 300
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "says"),
+    [
+        (tiny_mistral, {}, "model has no rotary form here, got 'mistral'; convert one of xlm-roberta, roberta, bert"),
+        (lambda: source("bert"), {"num_positions": 0}, "num_positions must be >= 1, got 0"),
+        (lambda: source("bert"), {"rope_theta": 1.0}, "rope_theta must be > 1, got 1.0"),
+        (lambda: source("bert", hidden_act="relu"), {}, "hidden_act must be gelu"),
+        (lambda: source("bert", num_attention_heads=32), {}, "cannot be rotated in halves, got 'heads of width 1'"),
+    ],
+)
+def test_what_cannot_be_converted_is_named(model, options, says):
+    with pytest.raises(OptionError, match=says):
+        to_rotary(model(), **options)
+
+
+def test_2048_tokens_run_where_the_original_has_66_positions():
+    rotary, ids = to_rotary(source("xlm-roberta", num_hidden_layers=1)), torch.randint(5, ROWS, (1, 2048))
+    assert rotary.base_model(input_ids=ids).last_hidden_state.isfinite().all()
+    assert num_positions(rotary.base_model) is None
+    assert rotary.config.max_position_embeddings == 2048
+    assert rotary.config.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
