@@ -164,7 +164,7 @@ def load_configured(
         is_4bit=config.quantization is not None,
     )
     if config.bidirectional:
-        require_bidirectional(model.base_model)
+        require_bidirectional(model.base_model)  # type: ignore[arg-type]
     if config.gradient_checkpointing:
         enable_checkpointing(model)
     return model
