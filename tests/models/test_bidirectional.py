@@ -16,18 +16,9 @@ from embeddings.models import check_bidirectional, make_bidirectional
 from embeddings.models.backbone import load_model
 from embeddings.models.bidirectional import require_bidirectional
 
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SHAPE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 64}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+SHAPE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 HEAD, WINDOW = {"head_dim": 8}, {"sliding_window": 4}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

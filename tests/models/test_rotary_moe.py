@@ -21,11 +21,9 @@ from embeddings.common import OptionError, TextSettings
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from embeddings.models.backbone import enable_checkpointing
 from embeddings.models.embedder import num_positions
-from embeddings.models.lora import LoraSettings, add_lora
 from embeddings.models.moe.rotary_moe import MoeMlp, RotaryMoeConfig, RotaryMoeLayer, RotaryMoeModel
 from embeddings.models.moe.upcycling import (
     Upcycling,
-    has_experts,
     load_metrics,
     moe_layers,
     parameter_counts,
@@ -212,19 +210,6 @@ def test_forwards_inside_are_added_up_and_others_are_not():
     assert moe_layers(tiny_rotary()) == []
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-def test_an_adapted_backbone_is_read_too_and_its_routers_have_no_adapter():
-    adapted = add_lora(tiny_moe(), LoraSettings(rank=2, alpha=4, dropout=0.0))
-    assert has_experts(adapted)
-    ids, mask = padded_ids()
-    with read_routing(adapted) as sums:
-        adapted(input_ids=ids, attention_mask=mask.long())
-    assert sums()["expert_counts"].sum().item() == 2 * 18
-    trained = [name for name, value in adapted.named_parameters() if value.requires_grad]
-    assert trained
-    assert not any("router" in name or "experts" in name for name in trained)
-
-
 @pytest.mark.parametrize(
     ("settings", "layers"),
     [
@@ -241,6 +226,8 @@ def test_preserving_keeps_the_dense_output(settings, layers):
     output = sparse(input_ids=ids, attention_mask=mask.long())
     assert (output.last_hidden_state[mask] - expected).abs().max() <= 1e-5
     assert sparse.config.moe_layers == layers
+    routers = torch.cat([sparse.layers[layer].mlp.router.weight.detach() for layer in layers])
+    assert float(routers.std()) == pytest.approx(0.02, rel=0.2)
     assert [index for index, layer in enumerate(sparse.layers) if isinstance(layer, RotaryMoeLayer)] == layers
     assert output.expert_counts.sum(1).tolist() == [settings.top_k * 18] * len(layers)
     assert len(sparse.layers[layers[0]].mlp.experts.w1) == settings.num_experts
@@ -264,18 +251,6 @@ def test_release_drops_the_biases_and_leaves_the_weights_of_a_token_as_they_come
     torch.testing.assert_close(mlp(tokens[None])[0][0], share_T1 * alone, rtol=1e-5, atol=1e-6)
     found = sparse(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
     assert (found - expected).abs().max() > 1e-2
-
-
-def test_routers_are_small_and_random_and_follow_from_the_seed():
-    weights = []
-    for seed in (0, 0, 1):
-        dense = tiny_rotary(num_layers=4)
-        torch.manual_seed(seed)
-        weights.append([layer.mlp.router.weight for layer in upcycle(dense, Upcycling()).layers[1::2]])
-    assert torch.equal(weights[0][0], weights[1][0])
-    assert not torch.equal(weights[0][0], weights[2][0])
-    assert not torch.equal(weights[0][0], weights[0][1])
-    assert float(torch.stack(weights[0]).detach().std()) == pytest.approx(0.02, rel=0.1)
 
 
 def test_upcycled_experts_share_no_memory_and_mode_dtype_dropout_and_checkpointing_go_along():
@@ -350,14 +325,8 @@ def test_only_a_dense_rotary_encoder_is_upcycled():
 
 
 ROWS = 370
-SIZES = {
-    "vocab_size": ROWS,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 66,
-}
+SIZES = {"vocab_size": ROWS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"intermediate_size": 64, "max_position_embeddings": 66}
 
 
 def source(kind, **settings):

@@ -270,20 +270,6 @@ def test_longer_padding_changes_no_vector_and_passes_no_position(monkeypatch):
         assert float((found - expected).abs().max()) <= 1e-6
 
 
-@pytest.mark.parametrize("limit", [None, 6])
-@pytest.mark.parametrize("kind", ["bert", "xlm_roberta", "nomic", "decoder"])
-@torch.no_grad()
-def test_a_context_stands_before_each_text_and_has_no_position(kind, limit):
-    embedder, tokens = tiny_contextual(kind), texts()
-    embedder.first_stage.max_length = limit
-    expected = embedder.embed_context(tokens), embedder(tokens, embedder.embed_context(tokens)), embedder(tokens)
-    embedder.unpad(True)
-    context = embedder.embed_context(tokens)
-    for found, vectors in zip((context, embedder(tokens, context), embedder(tokens)), expected, strict=True):
-        assert float((found - vectors).abs().max()) <= 1e-6
-    assert float((expected[1] - expected[2]).abs().max()) > 1e-3
-
-
 def test_a_window_behind_a_context_is_refused_and_otherwise_padded():
     embedder = tiny_contextual("modernbert")
     with pytest.raises(OptionError, match=r"backbone\.unpadded cannot be: layers with a window see the whole context"):
