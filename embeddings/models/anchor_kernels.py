@@ -23,10 +23,9 @@ except ImportError:
 
 # Queries and keys of a tile; wide heads take less, or a tile would not fit the chip's memory.
 TILE, _TILE_OF_WIDE_HEADS = 64, 32
-# Kinds of masks: none, bool, or added to the scores.
+# Kinds of masks; the third, 2, is added to the scores.
 NO_MASK: tl.constexpr = tl.constexpr(0)
 BOOL_MASK: tl.constexpr = tl.constexpr(1)
-ADDED_MASK: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit

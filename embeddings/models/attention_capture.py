@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .anchor_weights import CapturedAttention, visible_queries
+from .anchor_weights import CapturedAttention
 from .portable import TextTransformer
 
 NAME = "embeddings_capture"
@@ -74,26 +73,6 @@ class AttentionCapture:
             yield layers
         finally:
             self.found = None
-
-    @torch.no_grad()
-    def is_causal(self, backbone: Any) -> bool:
-        """Whether a query of these layers misses a later key, tried out on two short texts of unlike length."""
-        device = next(backbone.parameters()).device
-        if device.type == "meta":  # a plan's model, which has no weights
-            return False
-        ids_NL = torch.arange(24, device=device).view(2, 12) % (int(backbone.config.vocab_size) - 4) + 3
-        is_token_NL = torch.ones(2, 12, dtype=torch.bool, device=device)
-        is_token_NL[1, 9:] = False
-        was_training = backbone.training
-        backbone.eval()
-        try:
-            with self.open() as captured:
-                backbone(input_ids=ids_NL, attention_mask=is_token_NL.long())
-            seen = [visible_queries(layer, is_token_NL)[is_token_NL] for layer in captured()]
-        finally:
-            backbone.train(was_training)
-        length_T = is_token_NL.sum(dim=1).repeat_interleave(is_token_NL.sum(dim=1))
-        return any(bool((count_T < length_T).any()) for count_T in seen)
 
 
 def attention_layers(backbone: nn.Module) -> list[Any]:

@@ -164,7 +164,7 @@ def load_configured(
         is_4bit=config.quantization is not None,
     )
     if config.bidirectional:
-        require_bidirectional(model if auto_class is AutoModel else model._modules[model.base_model_prefix])  # type: ignore[arg-type]
+        require_bidirectional(model.base_model)  # type: ignore[arg-type]
     if config.gradient_checkpointing:
         enable_checkpointing(model)
     return model
@@ -211,7 +211,7 @@ def load_model(
         raise InputError(str(folder), "holds adapters of another model", "merge them into it and give the result")
     weight_files(folder)
     if torch.get_default_device().type == "meta":
-        return _without_weights(folder, model_config, dtype, attn_implementation, auto_class)
+        return model_without_weights(folder, model_config, dtype, attn_implementation, auto_class)
     options: dict[str, Any] = {"config": model_config, "dtype": dtype, "use_safetensors": True}
     # Mismatched sizes are reported by name then; below they are refused.
     options |= {"trust_remote_code": False, "ignore_mismatched_sizes": True}
@@ -280,19 +280,15 @@ def text_class(config: PretrainedConfig) -> tuple[Any, dict[str, Any]]:
     return AutoModel, {"add_pooling_layer": False} if has_pooling_layer(config) else {}
 
 
-def model_without_weights(folder: Path) -> PreTrainedModel:
-    """The structure of a local folder's model on the meta device, in float32 and evaluation mode, without weights."""
-    return _without_weights(folder, read_config(folder), torch.float32)
-
-
-def _without_weights(
+def model_without_weights(
     folder: Path,
-    config: PretrainedConfig,
-    dtype: torch.dtype | str,
+    config: PretrainedConfig | None = None,
+    dtype: torch.dtype | str = torch.float32,
     attention: str | None = None,
     auto_class: Any = AutoModel,
 ) -> PreTrainedModel:
-    """The model of a folder's config on the meta device; args as in `load_model`."""
+    """The structure of a local folder's model on the meta device, in evaluation mode; args as in `load_model`."""
+    config = read_config(folder) if config is None else config
     auto_class, options = text_class(config) if auto_class is AutoModel else (auto_class, {})
     options |= {} if attention is None else {"attn_implementation": attention}
     dtype = dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None) or torch.float32

@@ -73,9 +73,6 @@ class FirstStage(nn.Module):
         return ", ".join([*length, *(["pools_prompt=True"] if self.pools_prompt else [])])
 
 
-NULL_CONTEXT_STD = 0.01
-
-
 class ContextSlots(nn.Module):
     """The context vectors of each text of a call: one shared context, thinned by dropout, filled with a null vector.
 
@@ -95,7 +92,7 @@ class ContextSlots(nn.Module):
         super().__init__()
         self.num_context = num_context
         self.dropout_fraction = dropout_fraction
-        self.null_H = nn.Parameter(torch.randn(context_size) * NULL_CONTEXT_STD)
+        self.null_H = nn.Parameter(torch.randn(context_size) * 0.01)
 
     def forward(self, context_MH: Tensor | None, num_texts: int) -> Tensor:
         """The context vectors of N texts, (N, J, H), of M <= J vectors or None; a `ValueError` if these do not fit."""

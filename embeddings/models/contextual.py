@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings, TokenBatch
 from embeddings.common.types import take_texts
 from embeddings.models.backbone import BackboneConfig, enable_checkpointing, highest_id, load_model
+from embeddings.models.bidirectional import trial_ids
 from embeddings.models.context_layers import (
     ContextSlots,
     FirstStage,
@@ -326,7 +327,7 @@ def broken_rule(backbone: nn.Module) -> str | None:
     if model.device.type == "meta":  # a plan's model, which has no weights
         return None
     words: Any = model.get_input_embeddings()
-    ids_NL = (torch.arange(24, device=model.device).view(2, 12) % (int(model.config.vocab_size) - 4)) + 3
+    ids_NL = trial_ids(model, 2, 12)
     mask_NL = torch.ones_like(ids_NL, dtype=torch.bool)
     mask_NL[1, 9:] = False
     context_NMH, none_SH = words(ids_NL[:, 3:6]), words.weight.new_zeros(0, words.weight.shape[1])

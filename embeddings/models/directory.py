@@ -46,7 +46,6 @@ TEMPLATE_KEY = "instruction_template"
 # Our names to those of sentence-transformers. Only the first two pool the same with and without a prompt.
 _PROMPT_BLIND = {"cls": "cls_token", "last_token": "lasttoken"}
 _STANDARD = _PROMPT_BLIND | {"mean": "mean_tokens", "weighted_mean": "weightedmean_tokens"}
-_OTHER_FLAGS = ("max_tokens", "mean_sqrt_len_tokens")
 _LIBRARY = "sentence_transformers.models."
 _TABLE = '''"""The pooling of this model.
 
@@ -60,7 +59,6 @@ POOLINGS = {{"{name}": {kind}}}
 _EXPORT_AGAIN = "export the model again"
 # The only epsilon of sentence-transformers' LayerNorm module.
 _EPSILON = 1e-5
-_CONTEXT_OPTIONS = ("num_context", "num_soft_prompts", "context_dropout")
 _CONTEXTUAL = ("ContextualTransformer", "ResidualHead")
 
 
@@ -113,9 +111,7 @@ def write_model_directory(
         if plain is None:
             first, second = _write_own_pooling(new, name, parts)
         else:
-            first, second = f"{_LIBRARY}Transformer", f"{_LIBRARY}Pooling"
-            write_json(new / "1_Pooling" / "config.json", _standard_pooling_config(name, parts))
-            write_json(new / "sentence_bert_config.json", _standard_lengths(text, plain_backbone(backbone).config))
+            first, second = _write_standard_pooling(new, name, parts, plain_backbone(backbone).config)
         modules = [(first, ""), (second, "1_Pooling")]
         if context is not None:
             first_stage = context.first_stage.backbone
@@ -236,19 +232,20 @@ def _with_siblings(modules: Iterable[str]) -> set[str]:
     return found
 
 
-def _standard_pooling_config(name: str, parts: ModelParts) -> dict[str, Any]:
-    flags = {f"pooling_mode_{mode}": mode == _STANDARD[name] for mode in (*_STANDARD.values(), *_OTHER_FLAGS)}
-    include_prompt = parts.text.pool_prompt or name in _PROMPT_BLIND
-    return {"word_embedding_dimension": parts.pooling.hidden_size, **flags, "include_prompt": include_prompt}
-
-
-def _standard_lengths(text: TextSettings, config: PretrainedConfig) -> dict[str, Any]:
+def _write_standard_pooling(folder: Path, name: str, parts: ModelParts, config: PretrainedConfig) -> tuple[str, str]:
+    """Write pooling and lengths for sentence-transformers' own classes of the first two modules, which it returns."""
+    text, modes = parts.text, (*_STANDARD.values(), "max_tokens", "mean_sqrt_len_tokens")
+    flags = {f"pooling_mode_{mode}": mode == _STANDARD[name] for mode in modes}
+    include_prompt = text.pool_prompt or name in _PROMPT_BLIND
+    pooling = {"word_embedding_dimension": parts.pooling.hidden_size, **flags, "include_prompt": include_prompt}
     lengths: dict[str, Any] = {"max_seq_length": text.document_max_length, "do_lower_case": False}
     if has_pooling_layer(config):  # without this, loading warns of a layer that nothing uses
         lengths["model_args"] = {"add_pooling_layer": False}
     if text.query_max_length != text.document_max_length:
         lengths |= {"query_length": text.query_max_length, "document_length": text.document_max_length}
-    return lengths
+    write_json(folder / "1_Pooling" / "config.json", pooling)
+    write_json(folder / "sentence_bert_config.json", lengths)
+    return f"{_LIBRARY}Transformer", f"{_LIBRARY}Pooling"
 
 
 def read_model_directory(
@@ -465,7 +462,8 @@ def read_context_options(folder: Path) -> dict[str, Any]:
     path = folder / CONTEXT_FOLDER / CONTEXT_SETTINGS
     settings = read_json(path)
     # Older directories state neither a limit nor a form.
-    options = {name: settings.get(name) for name in (*_CONTEXT_OPTIONS, "context_max_length")}
+    names = ("num_context", "num_soft_prompts", "context_dropout", "context_max_length")
+    options = {name: settings.get(name) for name in names}
     for name, value in options.items():
         is_number = type(value) is int or (type(value) is float and name == "context_dropout")
         if not is_number and (name != "context_max_length" or value is not None):

@@ -12,9 +12,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings, TokenBatch
+from embeddings.models.anchor_weights import visible_queries
 from embeddings.models.attention_capture import AttentionCapture
 from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer
-from embeddings.models.context_layers import first_position, learned_positions
+from embeddings.models.bidirectional import trial_ids
+from embeddings.models.context_layers import evaluating, first_position, learned_positions
 from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
 from embeddings.models.lora import plain_backbone, without_cache
 from embeddings.models.model_files import FrozenBase, resolve_model
@@ -248,9 +250,25 @@ def capture_of(backbone: nn.Module, pooling: Pooling) -> AttentionCapture | None
     except ValueError as error:
         given = list(pooling.captured_layers)
         raise OptionError("pooling.layers", given, str(error), "-1 is the last layer") from error
-    if getattr(pooling, "needs_both_ways", False) and capture.is_causal(backbone):
+    if getattr(pooling, "needs_both_ways", False) and reads_causally(backbone, capture):
         capture.detach()
         rule = "weighs early tokens more under a causal mask, whatever they say"
         fix = "set bidirectional: true on the backbone, or by_visible_queries: true on the pooling"
         raise OptionError("pooling.axis", "key", rule, fix)
     return capture
+
+
+@torch.no_grad()
+def reads_causally(backbone: nn.Module, capture: AttentionCapture) -> bool:
+    """Whether a query of the captured layers misses a later key, tried out on two short texts of unlike length."""
+    plain = plain_backbone(backbone)
+    if plain.device.type == "meta":  # a plan's model, which has no weights
+        return False
+    ids_NL = trial_ids(plain, 2, 12)
+    is_token_NL = torch.ones_like(ids_NL, dtype=torch.bool)
+    is_token_NL[1, 9:] = False
+    with evaluating(backbone), capture.open() as captured:
+        backbone(input_ids=ids_NL, attention_mask=is_token_NL.long())
+        seen = [visible_queries(layer, is_token_NL)[is_token_NL] for layer in captured()]
+    length_N = is_token_NL.sum(dim=1)
+    return any(bool((count_T < length_N.repeat_interleave(length_N)).any()) for count_T in seen)

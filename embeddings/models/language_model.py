@@ -159,7 +159,8 @@ class LanguageModel(nn.Module):
     @property
     def backbone(self) -> nn.Module:
         """What computes the states, adapted by peft or not."""
-        return _backbone(self.model)
+        backbone: nn.Module = self.model.base_model
+        return backbone
 
     def forward(self, input_ids_NL: Tensor, document_NL: Tensor, separate_documents: bool, has_padding: bool) -> Tensor:
         """The last layer's states of packed rows, (N, L, H), in the model's dtype.
@@ -228,7 +229,7 @@ def check_head(model: PreTrainedModel) -> None:
     try:
         with evaluating(model):
             whole_NLV = model(input_ids=ids_NL).logits
-            states_NLH = _backbone(model)(input_ids=ids_NL).last_hidden_state
+            states_NLH = model.base_model(input_ids=ids_NL).last_hidden_state
             parts_PV = head_logits(model, states_NLH.flatten(0, 1))
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise OptionError("model.backbone", name, "has a head that cannot be computed alone", fix) from error
@@ -257,10 +258,6 @@ def _in_place_of_backbone(model: PreTrainedModel, module: nn.Module) -> Iterator
         yield
     finally:
         model._modules[prefix] = backbone
-
-
-def _backbone(model: PreTrainedModel) -> nn.Module:
-    return model.get_submodule(model.base_model_prefix)
 
 
 def _check_kind(config: PretrainedConfig, kind: HeadKind) -> None:

@@ -78,19 +78,19 @@ class LatentAttentionPooling(Pooling):
                     zero_parameters(layer)
 
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
-        index_T = pooling_mask_NL.flatten().nonzero().squeeze(1)
-        token_TH = self.token_states(hidden_NLH.flatten(0, 1).index_select(0, index_T))
-        token_TH = token_TH.to(torch.promote_types(token_TH.dtype, torch.float32))
-        # Copied back into rows and summed, not added with atomics: the sum is the same in every run.
-        state_SH = token_TH.new_zeros(pooling_mask_NL.numel(), self.hidden_size).index_copy(0, index_T, token_TH)
-        return mean_of_sum(state_SH.view(*pooling_mask_NL.shape, -1).sum(dim=1), pooling_mask_NL)
+        state_TH = self._states_in_place(hidden_NLH.flatten(0, 1), pooling_mask_NL.flatten())
+        return mean_of_sum(state_TH.view(*pooling_mask_NL.shape, -1).sum(dim=1), pooling_mask_NL)
 
     def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
+        return places.means(self._states_in_place(hidden_TH, pooling_mask_T), pooling_mask_T)
+
+    def _states_in_place(self, hidden_TH: Tensor, pooling_mask_T: Tensor) -> Tensor:
+        """The block's output at the pooled tokens and zeros at the others, (T, H) float32 or better."""
         index_T = pooling_mask_T.nonzero().squeeze(1)
         token_TH = self.token_states(hidden_TH.index_select(0, index_T))
         token_TH = token_TH.to(torch.promote_types(token_TH.dtype, torch.float32))
-        all_TH = token_TH.new_zeros(len(pooling_mask_T), self.hidden_size).index_copy(0, index_T, token_TH)
-        return places.means(all_TH, pooling_mask_T)
+        # Copied back into rows and summed, not added with atomics: the sum is the same in every run.
+        return token_TH.new_zeros(len(pooling_mask_T), self.hidden_size).index_copy(0, index_T, token_TH)
 
     def weights(self, token_TH: Tensor) -> Tensor:
         """How much each of T pooled tokens attends to each latent, (A, T, R) float32; NV-Embed, appendix D, Fig. 2."""

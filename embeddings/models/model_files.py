@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -255,24 +255,19 @@ def replaced_folder(target: Path) -> Iterator[Path]:
 
 def _exchange(new: Path, target: Path, old: Path) -> None:
     """Put `new` in the place of `target`, which goes to `old`; after an error all is as before."""
-    carried: list[str] = []
-    if os.path.lexists(target):
-        os.replace(target, old)
-    try:
-        os.replace(new, target)
-        if os.path.lexists(old):
-            for entry in list(old.iterdir()):
-                if not is_model_file(entry) and not (target / entry.name).exists():
-                    os.replace(entry, target / entry.name)
-                    carried.append(entry.name)
-    except BaseException:
-        for name in carried:
-            os.replace(target / name, old / name)
-        if os.path.lexists(old):
-            if target.exists():
-                os.replace(target, new)
-            os.replace(old, target)
-        raise
+    with ExitStack() as undo:
+
+        def move(source: Path, destination: Path) -> None:
+            os.replace(source, destination)
+            undo.callback(os.replace, destination, source)
+
+        if os.path.lexists(target):
+            move(target, old)
+        move(new, target)
+        for entry in list(old.iterdir()) if os.path.lexists(old) else []:
+            if not is_model_file(entry) and not (target / entry.name).exists():
+                move(entry, target / entry.name)
+        undo.pop_all()
 
 
 def is_own_card(path: Path) -> bool:

@@ -14,13 +14,8 @@ from transformers import (
 from embeddings.models import ContextualEmbedder, make_bidirectional
 from tests.helpers.tiny import VOCAB_SIZE, tiny_bert, tiny_mistral, wordpiece_tokenizer
 
-SMALL = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-}
+SMALL = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64}
+SMALL |= {"num_attention_heads": 4, "num_hidden_layers": 2}
 
 
 def tiny_xlm_roberta():

@@ -1,46 +1,18 @@
-"""Texts to padded tokens, written out as a loop: what the models of these tests are fed."""
+"""Texts and random ids as padded tokens, which the models of these tests are fed; the code that a directory carries."""
 
 import ast
 import sys
 
 import torch
 
-from embeddings.common import TokenBatch
+from embeddings.common import TextSettings, TokenBatch
+from embeddings.data.tokenize import TextTokenizer
 
 
-def read(
-    tokenizer,
-    texts,
-    prompt="",
-    max_length=64,
-    append_eos=False,
-    pool_prompt=False,
-):
-    """The texts behind the prompt; a token is pooled if it reaches past the prompt or stands after the text."""
-    all_ids, all_masks = [], []
-    for text in texts:
-        encoded = tokenizer(
-            prompt + text,
-            truncation=True,
-            max_length=max_length - append_eos,
-            return_offsets_mapping=True,
-            return_special_tokens_mask=True,
-        )
-        ids, mask, seen_text = list(encoded["input_ids"]), [], False
-        specials = encoded["special_tokens_mask"]
-        for position, (_start, end) in enumerate(encoded["offset_mapping"]):
-            ordinary_before = 0 in specials[:position]
-            seen_text = seen_text or (not specials[position] and end > len(prompt))
-            mask.append(seen_text or bool(specials[position] and ordinary_before) or not prompt or pool_prompt)
-        if append_eos:
-            ids.append(tokenizer.eos_token_id)
-            mask.append(True)
-        if not ids:
-            ids, mask = [tokenizer.eos_token_id], [True]
-        mask[-1] = True
-        all_ids.append(ids)
-        all_masks.append(mask)
-    return TokenBatch.from_lists(all_ids, all_masks).padded(pad_token_id=tokenizer.pad_token_id)
+def read(tokenizer, texts, prompt="", max_length=64, pool_prompt=False):
+    """The texts behind the prompt, as training reads them."""
+    settings = TextSettings(max_length, max_length, pool_prompt=pool_prompt)
+    return TextTokenizer(tokenizer, settings)(texts, "query", prompt).padded(pad_token_id=tokenizer.pad_token_id)
 
 
 def random_tokens(vocab_size, lengths, skip=0, seed=0):

@@ -1,6 +1,5 @@
-"""AnchorTokenPooling through real backbones: against their own attention matrices, and wherever a pooling is used."""
+"""AnchorTokenPooling through real backbones: against their own attention matrices, captures, and fused kernels."""
 
-import importlib.util
 import logging
 import math
 import os
@@ -10,9 +9,9 @@ from itertools import product
 
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from embeddings.common import OptionError, PaddedTokens, TextSettings
+from embeddings.common import OptionError
 from embeddings.models import (
     AnchorTokenPooling,
     BackboneConfig,
@@ -26,8 +25,9 @@ from embeddings.models import (
 from embeddings.models import anchor_weights as weights_module
 from embeddings.models.anchor_token import ProblemKind, checked_sums, fastest_sums, fused_sums
 from embeddings.models.anchor_weights import CapturedAttention, anchor_weights, tiled_sums, visible_queries
+from embeddings.models.attention_capture import AttentionCapture, _captured_attention, attention_layers
 from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
-from tests.models.reading import random_tokens, read
+from tests.models.reading import random_tokens
 
 TOKENS = random_tokens(384, [7, 3, 12, 5], skip=2)
 
@@ -120,20 +120,6 @@ def test_the_capture_changes_no_state_of_the_backbone_and_its_config_stays(kind)
     assert found.state_dict().keys() == expected.state_dict().keys()
 
 
-@torch.no_grad()
-def test_weights_sum_to_one_over_the_pooled_tokens_whatever_the_padding():
-    embedder, found = embedder_of("mistral"), []
-    for extra in (0, 9):
-        padded = PaddedTokens(*(torch.nn.functional.pad(part, (0, extra)) for part in TOKENS))
-        with embedder.capture.open() as captured:
-            embedder.backbone(input_ids=padded.input_ids_NL, attention_mask=padded.attention_mask_NL.long())
-        weight = embedder.pooling.weights(padded.pooling_mask_NL, padded.attention_mask_NL, captured())
-        torch.testing.assert_close(weight.sum(1), torch.ones(4))
-        assert weight.masked_select(~padded.pooling_mask_NL).eq(0).all()
-        found.append(weight[:, :12])
-    torch.testing.assert_close(*found, rtol=0, atol=1e-6)
-
-
 def gradients(embedder, tokens=TOKENS):
     embedder.zero_grad()
     target = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).to(next(embedder.parameters()).dtype)
@@ -162,24 +148,6 @@ def test_gradient_checkpointing_gives_the_same_gradient(tmp_path):
         embedder = Embedder(backbone.double(), tokenizer, AnchorTokenPooling(32)).train()
         found.append(gradients(embedder))
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.usefixtures("travelling_code")
-@pytest.mark.parametrize("kind", ["bert", "mistral"])
-def test_the_directory_gives_equal_vectors_here_and_in_sentence_transformers(kind, tmp_path):
-    options = {"layers": (-1, 0), "per_head": True, "include_first": False}
-    embedder = embedder_of(kind, **options)
-    embedder.text = TextSettings(query_max_length=32, document_max_length=32, prompts={"query": "find "})
-    embedder.save_pretrained(tmp_path / "model")
-    again = Embedder.from_pretrained(tmp_path / "model")
-    assert again.pooling.arguments() == embedder.pooling.arguments()
-    assert again.text == embedder.text
-    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
-    texts = ["how do I pad sequences", "the quick brown fox", "z"]
-    with torch.no_grad():
-        expected = embedder(read(embedder.tokenizer, texts, "find ", 32))
-        assert torch.equal(again(read(again.tokenizer, texts, "find ", 32)), expected)
-    assert (torch.from_numpy(theirs.encode_query(texts)) - expected).abs().max() <= 1e-5
 
 
 # No tile divides the length; the last holds all.
@@ -309,18 +277,10 @@ def shifted(captured, is_token, axis, per_head):
     return tiled_sums(replace(captured, scaling=captured.scaling * 0.99), is_token, axis, per_head)
 
 
-class RightForwardWrongBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight):
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 1.01
-
-
 def wrong_gradient(*problem):
-    return RightForwardWrongBackward.apply(tiled_sums(*problem))
+    weight = tiled_sums(*problem)
+    weight.register_hook(lambda gradient: gradient * 1.01)
+    return weight
 
 
 def nan_weights(*problem):
@@ -456,13 +416,6 @@ def problem(dtype=torch.float32, num_shared=1, width=20, is_causal=False, has_wi
     return anchor_token._trial(ProblemKind(CPU, dtype, width, num_shared, is_causal, has_window, mask_dtype))
 
 
-def test_a_machine_without_triton_has_no_kernels():
-    if importlib.util.find_spec("triton") is not None:
-        pytest.skip("triton is here")
-    with pytest.raises(ImportError, match="triton"):
-        fused_sums(*problem())
-
-
 @pytest.mark.parametrize("axis", ["key", "query"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("interpreter")
@@ -482,3 +435,86 @@ def test_a_mask_over_keys_alone_is_spread_and_a_text_or_query_that_sees_nothing_
     assert anchor_token._disagreement(fused_sums, captured, is_token, "key") is None
     assert fused_sums(captured, is_token, "key", False)[1].eq(0).all()
     assert fused_sums(captured, is_token, "query", False)[0, 7] == 0
+
+
+IDS = torch.arange(5, 15).view(2, 5)
+MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+
+
+def run(backbone):
+    return backbone(input_ids=IDS, attention_mask=MASK).last_hidden_state
+
+
+@torch.no_grad()
+def test_queries_and_keys_are_those_that_the_layers_own_products_make():
+    backbone = tiny_bert()
+    with AttentionCapture(backbone, (-1, 0)).open() as captured:
+        run(backbone)
+        _, layer = captured()
+    attention = backbone.encoder.layer[0].attention.self
+    state = backbone.embeddings(input_ids=IDS)
+    assert torch.equal(layer.query_NALE.transpose(1, 2).flatten(2), attention.query(state))
+    assert torch.equal(layer.key_NGLE.transpose(1, 2).flatten(2), attention.key(state))
+    assert layer.scaling == 8**-0.5
+    assert not layer.is_causal
+
+
+def test_a_backbone_has_one_capture_and_a_refused_one_leaves_every_layer_as_it_was():
+    backbone = tiny_bert()
+    capture = AttentionCapture(backbone, (-1,))
+    for layers in ((-1,), (0, -1)):
+        with pytest.raises(ValueError, match="reads this backbone's attention already"):
+            AttentionCapture(backbone, layers)
+    AttentionCapture(backbone, (0,))
+    with pytest.raises(ValueError, match=r"layers \[1, -1\] must name each layer once"):
+        AttentionCapture(tiny_bert(), (1, -1))
+    run(backbone)
+    with capture.open() as captured, pytest.raises(RuntimeError, match="without calling its attention function"):
+        captured()
+
+
+def test_a_capture_that_is_detached_leaves_its_layers_to_another_and_comes_back():
+    backbone = tiny_bert()
+    before = [(module.config, set(vars(module))) for module in attention_layers(backbone)]
+    capture = AttentionCapture(backbone, (-1, 0))
+    capture.detach()
+    assert all(
+        module.config is config and set(vars(module)) == names
+        for module, (config, names) in zip(attention_layers(backbone), before, strict=True)
+    )
+    other = AttentionCapture(backbone, (0,))
+    with pytest.raises(ValueError, match="already"):
+        capture.attach()
+    other.detach()
+    capture.attach()
+    with capture.open() as captured:
+        run(backbone)
+        assert len(captured()) == 2
+
+
+def test_attention_that_cannot_be_read_is_refused_by_name():
+    backbone = tiny_bert()
+    capture = AttentionCapture(backbone, (-1,))
+    module = attention_layers(backbone)[-1]
+    states = torch.zeros(1, 4, 3, 8)
+    with capture.open(), pytest.raises(ValueError, match="attention with softcap cannot be read"):
+        _captured_attention(module, states, states, states, None, softcap=30.0)
+
+
+@pytest.mark.parametrize("mask", [None, MASK])
+def test_without_a_whole_mask_causality_and_window_are_those_of_the_call(mask, monkeypatch):
+    """As flash attention is called: a mask of padding alone, the rest by name."""
+    capture, module = AttentionCapture(tiny_bert(), (-1,)), torch.nn.Module()
+    object.__setattr__(module, "embeddings_capture", (capture, "told"))
+    called = []
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "told", lambda *given, **_: called.append(given))
+    states = torch.zeros(2, 4, 5, 8)
+    noted = []
+    for whole in (mask, torch.ones(2, 1, 5, 5, dtype=torch.bool)):
+        with capture.open():
+            _captured_attention(module, states, states, states, whole, is_causal=True, sliding_window=3)
+            noted.append(capture.found[id(module)])
+    assert (noted[0].mask, noted[0].is_causal, noted[0].window) == (None, True, 3)
+    assert (noted[1].is_causal, noted[1].window) == (False, None)
+    assert noted[1].mask is not None
+    assert len(called) == 2

@@ -8,12 +8,9 @@ from torch import nn
 from embeddings.common import OptionError, TextSettings
 from embeddings.models import (
     Embedder,
-    LastTokenPooling,
-    LatentAttentionPooling,
     LoraSettings,
     MeanPooling,
     add_lora,
-    make_bidirectional,
 )
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.reading import random_tokens, read
@@ -23,16 +20,6 @@ TOKENS = random_tokens(384, [7, 3, 12, 1], skip=0)
 
 def build(**options):
     return Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32), **options).eval()
-
-
-@torch.no_grad()
-def test_vectors_equal_a_loop_over_texts():
-    embedder = build()
-    vectors = embedder(TOKENS)
-    for row, length in enumerate([7, 3, 12, 1]):
-        states = tiny_bert()(TOKENS.input_ids_NL[row : row + 1, :length]).last_hidden_state[0]
-        expected = states.sum(0) / length
-        torch.testing.assert_close(vectors[row], expected / expected.norm(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -57,19 +44,6 @@ def test_instruction_tokens_are_attended_but_never_pooled():
     other = tokens.input_ids_NL.clone()
     other[:, 1] = 50
     assert not torch.allclose(embedder(tokens._replace(input_ids_NL=other)), expected, atol=1e-3)
-
-
-@torch.no_grad()
-def test_a_layer_norm_stands_between_pooling_and_head():
-    pooled = build(normalize=False)(TOKENS) + 3
-    norm, head = nn.LayerNorm(32, elementwise_affine=False), nn.Linear(32, 12)
-    embedder = build(norm=norm, head=head, normalize=False)
-    embedder.pooling.register_forward_hook(lambda *parts: parts[-1] + 3)
-    for row, vector in enumerate(embedder(TOKENS)):
-        centred = pooled[row] - pooled[row].mean()
-        expected = head(centred / (centred.square().mean() + 1e-5).sqrt())
-        torch.testing.assert_close(vector, expected, rtol=1e-4, atol=1e-5)
-    assert (embedder(TOKENS) - build(head=head, normalize=False)(TOKENS)).abs().max() > 0.1
 
 
 @torch.no_grad()
@@ -110,38 +84,6 @@ def test_texts_longer_than_the_positions_are_refused_by_their_option(name):
 def test_parts_that_do_not_fit_are_refused(width, parts, option):
     with pytest.raises(OptionError, match=f"{option} must be as wide as the backbone's 32, got 16"):
         Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(width), **parts)
-
-
-@torch.no_grad()
-def test_saving_and_loading_keeps_vectors_and_settings(tmp_path):
-    backbone = tiny_mistral()
-    make_bidirectional(backbone)
-    text = TextSettings(24, 40, prompts={"query": "Instruct: x\nQuery: ", "sts": "y: "}, append_eos=True)
-    pooling = LatentAttentionPooling(32, num_latents=4, num_heads=2, head_dim=8)
-    embedder = Embedder(backbone, sentencepiece_tokenizer(), pooling, head=nn.Linear(32, 8, bias=False), text=text)
-    embedder.save_pretrained(tmp_path / "model")
-    again = Embedder.from_pretrained(tmp_path / "model")
-    assert again.text == text
-    assert again.normalize
-    assert not any(module.training for module in again.modules())
-    assert torch.equal(again(TOKENS), embedder.eval()(TOKENS))
-
-
-@torch.no_grad()
-def test_adapters_are_merged_into_what_is_saved_and_stay_in_what_trains(tmp_path):
-    torch.manual_seed(0)
-    backbone = add_lora(tiny_bert(), LoraSettings(rank=4, dropout=0.0))
-    for name, parameter in backbone.named_parameters():
-        if "lora_B" in name:
-            parameter.normal_(std=0.1)
-    embedder = Embedder(backbone, wordpiece_tokenizer(), LastTokenPooling(32)).eval()
-    before = embedder(TOKENS)
-    embedder.save_pretrained(tmp_path / "model")
-    assert torch.equal(embedder(TOKENS), before)
-    assert any("lora_" in name for name in embedder.state_dict())
-    again = Embedder.from_pretrained(tmp_path / "model")
-    assert not any("lora_" in name for name in again.state_dict())
-    assert (again(TOKENS) - before).abs().max() <= 1e-5
 
 
 @torch.no_grad()

@@ -1,11 +1,9 @@
 """Poolings against loops, their gradients and precision, and what never reaches a vector."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-from jsonargparse import ArgumentParser
 from torch.nn.functional import layer_norm
 
 from embeddings.models import (
@@ -13,10 +11,10 @@ from embeddings.models import (
     LastTokenPooling,
     LatentAttentionPooling,
     MeanPooling,
-    Pooling,
     SelfAttentionPooling,
     WeightedMeanPooling,
 )
+from tests.models.moe import gelu
 
 SIMPLE = [MeanPooling, ClsPooling, LastTokenPooling, WeightedMeanPooling]
 # Nothing left out, a prompt left out, padding, a hole in the middle, one token.
@@ -39,9 +37,7 @@ def by_hand(kind, hidden, mask):
             vectors.append(text[chosen[-1]])
         else:
             weights = [position + 1 if kind is WeightedMeanPooling else 1 for position in chosen]
-            total = torch.zeros(text.shape[1], dtype=torch.float64)
-            for position, weight in zip(chosen, weights, strict=True):
-                total += weight * text[position]
+            total = sum(weight * text[position] for position, weight in zip(chosen, weights, strict=True))
             vectors.append(total / sum(weights))
     return torch.stack(vectors)
 
@@ -93,37 +89,7 @@ def test_gradients_of_poolings_are_right(kind):
     assert torch.autograd.gradcheck(lambda x: kind(8)(x, MASK), (hidden,))
 
 
-class Method:
-    """Stands for a module of a method: the pooling's width is known only once the backbone is there."""
-
-    def __init__(self, pooling: Callable[[int], Pooling] = MeanPooling) -> None:
-        self.pooling = pooling(16)
-
-
-@pytest.mark.parametrize(
-    ("given", "kind", "latents"),
-    [
-        ({"pooling": "embeddings.models.SelfAttentionPooling"}, SelfAttentionPooling, None),
-        (
-            {"pooling": {"class_path": "embeddings.models.LatentAttentionPooling", "init_args": {"num_latents": 3}}},
-            LatentAttentionPooling,
-            3,
-        ),
-    ],
-)
-def test_a_config_names_a_pooling_by_class_and_remaining_arguments(given, kind, latents):
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(Method, "method")
-    method = parser.instantiate(parser.parse_object({"method": given})).method
-    assert type(method.pooling) is kind
-    assert method.pooling.hidden_size == 16
-    if latents is not None:
-        assert method.pooling.arguments()["num_latents"] == latents
-
-
-HIDDEN, HEADS, HEAD_DIM = 8, 2, 4
-
-
+HIDDEN, HEADS, HEAD_DIM, LATENTS = 8, 2, 4, 5
 MASK_ATTENTION = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
 
 
@@ -146,7 +112,7 @@ def by_hand_of_attention(pooling, tokens):
         read = []
         for head in range(HEADS):
             own = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
-            shares = softmax([float(query[i, own] @ one[own]) / math.sqrt(HEAD_DIM) for one in key])
+            shares = torch.stack([query[i, own] @ one[own] / math.sqrt(HEAD_DIM) for one in key]).softmax(0)
             read.append(sum(share * one[own] for share, one in zip(shares, value, strict=True)))
         token = tokens[i] + weights["to_output.weight"] @ torch.cat(read)
         total += token + pooling.feed_forward(token[None])[0].detach()
@@ -172,22 +138,10 @@ def test_heads_that_do_not_divide_the_width_are_refused():
             SelfAttentionPooling(8, num_heads)
 
 
-LATENTS = 5
-
-
 def build_latent(seed=0, **options):
     torch.manual_seed(seed)
     pooling = LatentAttentionPooling(HIDDEN, num_latents=LATENTS, num_heads=HEADS, **options)
     return pooling.double()
-
-
-def gelu(x):
-    return x * 0.5 * (1 + math.erf(x / math.sqrt(2)))
-
-
-def softmax(scores):
-    powers = [math.exp(score - max(scores)) for score in scores]
-    return [power / sum(powers) for power in powers]
 
 
 def norm(row, weights, name):
@@ -197,23 +151,19 @@ def norm(row, weights, name):
 def released_block(token, weights, head_dim):
     """One token through the released block, head by head and latent by latent, and its shares of the latents."""
     query = weights["attention.to_query.weight"] @ norm(token, weights, "attention.norm")
-    width = HEADS * head_dim
-    read, shares = [], []
+    latents = [norm(latent, weights, "attention.norm_latents") for latent in weights["latents"]]
+    both = [weights["attention.to_key_value.weight"] @ latent for latent in latents]
+    width, read, shares = HEADS * head_dim, [], []
     for head in range(HEADS):
         own = slice(head * head_dim, (head + 1) * head_dim)
-        scores, values = [], []
-        for latent in weights["latents"]:
-            both = weights["attention.to_key_value.weight"] @ norm(latent, weights, "attention.norm_latents")
-            scores.append(float(query[own] @ both[:width][own]) / math.sqrt(head_dim))
-            values.append(both[width:][own])
-        shares.append(softmax(scores))
-        read += sum(share * value for share, value in zip(shares[-1], values, strict=True)).tolist()
-    token = token + weights["attention.to_output.weight"] @ torch.tensor(read, dtype=torch.float64)
+        shares.append(torch.stack([query[own] @ one[:width][own] / math.sqrt(head_dim) for one in both]).softmax(0))
+        read.append(sum(share * one[width:][own] for share, one in zip(shares[-1], both, strict=True)))
+    token = token + weights["attention.to_output.weight"] @ torch.cat(read)
     inner = norm(token, weights, "feed_forward.norm")
     wide = weights["feed_forward.expand.weight"] @ inner + weights["feed_forward.expand.bias"]
-    value, gate = wide[: 4 * HIDDEN], wide[4 * HIDDEN :]
-    gated = torch.tensor([float(v) * gelu(float(g)) for v, g in zip(value, gate, strict=True)], dtype=torch.float64)
-    return token + weights["feed_forward.contract.weight"] @ gated + weights["feed_forward.contract.bias"], shares
+    gated = wide[: 4 * HIDDEN] * gelu(wide[4 * HIDDEN :])
+    token = token + weights["feed_forward.contract.weight"] @ gated + weights["feed_forward.contract.bias"]
+    return token, torch.stack(shares)
 
 
 def paper_block(token, weights, head_dim):
@@ -221,12 +171,10 @@ def paper_block(token, weights, head_dim):
     read, shares = [], []
     for head in range(HEADS):
         own = slice(head * head_dim, (head + 1) * head_dim)
-        shares.append(softmax([float(token[own] @ latent[own]) for latent in weights["latents"]]))
-        parts = [share * latent[own] for share, latent in zip(shares[-1], weights["latents"], strict=True)]
-        read += torch.stack(parts).sum(0).tolist()
-    wide = weights["mlp.0.weight"] @ torch.tensor(read, dtype=torch.float64) + weights["mlp.0.bias"]
-    active = torch.tensor([gelu(float(x)) for x in wide], dtype=torch.float64)
-    return weights["mlp.2.weight"] @ active + weights["mlp.2.bias"], shares
+        shares.append(torch.stack([token[own] @ latent[own] for latent in weights["latents"]]).softmax(0))
+        read.append(sum(share * latent[own] for share, latent in zip(shares[-1], weights["latents"], strict=True)))
+    active = gelu(weights["mlp.0.weight"] @ torch.cat(read) + weights["mlp.0.bias"])
+    return weights["mlp.2.weight"] @ active + weights["mlp.2.bias"], torch.stack(shares)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +189,7 @@ def test_latent_attention_equals_a_loop_over_tokens_heads_and_latents(options, b
         expected = torch.stack(tokens).mean(0)
         torch.testing.assert_close(pooling(hidden, MASK_ATTENTION)[row], expected, rtol=1e-10, atol=1e-10)
         found_TAR = pooling.weights(text[pooled]).transpose(0, 1)
-        torch.testing.assert_close(found_TAR, torch.tensor(shares, dtype=torch.float64), rtol=1e-9, atol=0)
+        torch.testing.assert_close(found_TAR, torch.stack(shares), rtol=1e-9, atol=0)
         assert float(found_TAR.detach().std()) > 0.01
 
 

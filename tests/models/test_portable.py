@@ -1,5 +1,6 @@
 """What travels in a model directory: sentence-transformers gives equal vectors by it, with a context too."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from embeddings.inference import Encoder
 from embeddings.models import (
     ContextualEmbedder,
     Embedder,
-    LatentAttentionPooling,
     MeanPooling,
+    load_embedder,
     make_bidirectional,
 )
 from embeddings.models.directory import ContextForm
@@ -43,16 +44,21 @@ def decoder(pooling, tokenizer, **text):
     return Embedder(backbone, tokenizer, pooling, text=settings).eval()
 
 
-def latent(seed=0):
-    torch.manual_seed(seed)
-    return LatentAttentionPooling(32, num_latents=6, num_heads=4, head_dim=8)
+# What makes a pooling small, or is not its default.
+OPTIONS = {
+    "latent_attention": {"num_latents": 6, "num_heads": 4, "head_dim": 8},
+    "anchor_token": {"layers": (-1, 0), "per_head": True, "include_first": False},
+}
+
+
+def pooling_of(name):
+    torch.manual_seed(0)
+    return POOLINGS[name](32, **OPTIONS.get(name, {}))
 
 
 @pytest.mark.parametrize("name", sorted(POOLINGS))
 def test_sentence_transformers_gives_equal_vectors_of_every_pooling(tmp_path, name):
-    torch.manual_seed(0)
-    tokenizer = sentencepiece_tokenizer()
-    pooling = latent() if name == "latent_attention" else POOLINGS[name](32)
+    tokenizer, pooling = sentencepiece_tokenizer(), pooling_of(name)
     embedder = decoder(pooling, tokenizer)
     embedder.head = nn.Linear(32, 12)
     embedder.save_pretrained(tmp_path / "model")
@@ -60,8 +66,13 @@ def test_sentence_transformers_gives_equal_vectors_of_every_pooling(tmp_path, na
     assert portable == (name not in ("cls", "last_token"))
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=portable)
     texts = [text for text in TEXTS if text]
+    again, tokens = Embedder.from_pretrained(tmp_path / "model"), read(tokenizer, texts, QUERY, 64)
     with torch.no_grad():
-        ours = embedder(read(tokenizer, texts, QUERY, 64))
+        ours = embedder(tokens)
+        assert torch.equal(again(tokens), ours)
+    assert again.text == replace(embedder.text, pool_prompt=not portable)
+    assert again.pooling.arguments() == pooling.arguments()
+    assert not any(module.training for module in again.modules())
     vectors = torch.from_numpy(theirs.encode_query(texts))
     assert vectors.shape == (len(texts), 12)
     assert (vectors - ours).abs().max() <= 1e-5
@@ -123,7 +134,7 @@ def test_a_mean_without_the_prompt_needs_no_code_by_the_prompts_length(tmp_path,
     assert (abs(exact - ours).max() <= 1e-6) == (make_tokenizer is wordpiece_tokenizer)
 
 
-@pytest.mark.parametrize("pooling", [MeanPooling(32), latent()])
+@pytest.mark.parametrize("pooling", [MeanPooling(32), pooling_of("latent_attention")])
 def test_loading_warns_of_no_layer_that_nothing_uses(tmp_path, pooling, capfd, caplog):
     Embedder(tiny_bert(), wordpiece_tokenizer(), pooling).save_pretrained(tmp_path / "model")
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
@@ -135,7 +146,10 @@ def test_loading_warns_of_no_layer_that_nothing_uses(tmp_path, pooling, capfd, c
 
 @pytest.mark.parametrize(
     ("pooling", "text"),
-    [(MeanPooling(32), {"append_eos": True, "pooling_rule": "instruction_count"}), (latent(), {})],
+    [
+        (MeanPooling(32), {"append_eos": True, "pooling_rule": "instruction_count"}),
+        (pooling_of("latent_attention"), {}),
+    ],
 )
 def test_a_model_saved_by_sentence_transformers_itself_loads_in_both_again(tmp_path, pooling, text):
     embedder, texts = decoder(pooling, sentencepiece_tokenizer(), **text), [text for text in TEXTS if text]
@@ -179,14 +193,6 @@ def test_travelling_tokenisation_is_the_trainings(make_tokenizer, prompt, option
     assert cut.preprocess(["x"], prompt=QUERY, task="query")["pooling_mask"].any(1).all()
 
 
-def test_a_truncated_text_keeps_its_end_token_and_an_empty_one_gets_it():
-    tokenizer = bpe_tokenizer()
-    module = TextTransformer(tiny_mistral(), tokenizer, 8, 6, append_eos=True, pool_prompt=False)
-    features = module.preprocess(["the quick brown fox jumps over the lazy dog", ""])
-    assert features["attention_mask"].sum(1).tolist() == features["pooling_mask"].sum(1).tolist() == [6, 1]
-    assert features["input_ids"][0, -1] == features["input_ids"][1, 0] == tokenizer.eos_token_id
-
-
 ALWAYS = {"poolings", "portable", "pooling"}
 CARRIED = {
     **dict.fromkeys(("mean", "weighted_mean", "self_attention"), ALWAYS),
@@ -201,8 +207,7 @@ def test_a_directory_carries_the_code_of_its_own_pooling_alone(name, tmp_path):
     own.parent.mkdir()
     older.write_text('"""This file travels inside model directories: an older one."""')
     own.write_text("")
-    pooling = latent() if name == "latent_attention" else POOLINGS[name](32)
-    decoder(pooling, sentencepiece_tokenizer()).save_pretrained(tmp_path / "model")
+    decoder(pooling_of(name), sentencepiece_tokenizer()).save_pretrained(tmp_path / "model")
     own.unlink()
     assert carried_code(tmp_path / "model") == CARRIED[name]
     for file in CARRIED[name] - {"poolings"}:
@@ -214,11 +219,13 @@ SEARCH_QUERY, SEARCH_DOCUMENT = "search_query: ", "search_document: "
 SEARCH = {"prompts": {"query": SEARCH_QUERY, "document": SEARCH_DOCUMENT}}
 TEXTS_CONTEXTUAL = ["how do I pad sequences", "the quick brown fox " * 14, "7 jumps", "", " two numbers", "z"]
 CORPUS = ["the lazy dog", "return the sum of two numbers", "a b c d", "one length"]
+BARE = {"num_soft_prompts": 0, "residual_projection": False, "normalize": False, "context_dropout": 0.25}
 RELEASED = {"form": ContextForm(adds_pooled=False, has_positions=True, pools_prompt=True)}
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("bert", {}), ("modernbert", {}), ("nomic", RELEASED), ("bert", {"context_max_length": 4})]
+    ("kind", "options"),
+    [("bert", {}), ("modernbert", {}), ("nomic", RELEASED), ("bert", {"context_max_length": 4}), ("decoder", BARE)],
 )
 @torch.no_grad()
 def test_sentence_transformers_gives_equal_vectors_with_and_without_a_context(tmp_path, kind, options):
@@ -241,7 +248,11 @@ def test_sentence_transformers_gives_equal_vectors_with_and_without_a_context(tm
         assert (seen[0] - seen[2]).abs().max() > 1e-4
         assert torch.equal(seen[0], seen[4])
         theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
-    again = ContextualEmbedder.from_pretrained(tmp_path / "again")
+    again = load_embedder(tmp_path / "again")
+    assert isinstance(again, ContextualEmbedder)
+    assert (again.text, again.normalize) == (settings, ours.normalize)
+    assert (again.num_context, again.slots.dropout_fraction) == (5, ours.slots.dropout_fraction)
+    assert not any(module.training for module in again.modules())
     assert (again(queries, again.embed_context(read_corpus)) - ours(queries, context)).abs().max() <= 1e-5
     if options:
         other = tiny_contextual(kind, text=settings)

@@ -1,23 +1,29 @@
-"""The sparse encoder as a Hugging Face model: padding, precision, checkpointing, and the directory it lives in."""
+"""Rotary encoders: made of learned positions, with experts, as Hugging Face models, and the directory they live in."""
 
 import math
 
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from transformers import AutoModel, XLMRobertaConfig, XLMRobertaModel
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    XLMRobertaConfig,
+    XLMRobertaModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from embeddings.common import OptionError, TextSettings
-from embeddings.models import Embedder, MeanPooling
+from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from embeddings.models.backbone import enable_checkpointing
-from embeddings.models.lora import LoraSettings, add_lora
+from embeddings.models.embedder import num_positions
 from embeddings.models.moe.rotary_moe import MoeMlp, RotaryMoeConfig, RotaryMoeLayer, RotaryMoeModel
 from embeddings.models.moe.upcycling import (
     Upcycling,
-    has_experts,
     load_metrics,
     moe_layers,
     parameter_counts,
@@ -25,9 +31,11 @@ from embeddings.models.moe.upcycling import (
     routing_metrics,
     upcycle,
 )
-from embeddings.models.rotary import to_rotary
+from embeddings.models.rotary import KINDS, to_rotary, write_rotary_model
+from embeddings.modules import MaskedLMModule
 from tests.helpers.contrastive import gradient_vector
-from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
+from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
+from tests.models.language_models import language_model_folder
 from tests.models.moe import (
     padded_ids,
     stirred,
@@ -91,18 +99,6 @@ def test_a_directory_carries_its_code_until_a_model_without_experts_replaces_it(
         assert carried_code(tmp_path / "model") == code
         again, tokens = Embedder.from_pretrained(tmp_path / "model"), read(embedder.tokenizer, ["pad the fox", "z"])
         assert torch.equal(again(tokens), embedder(tokens))
-
-
-@pytest.mark.usefixtures("travelling_code")
-def test_the_code_in_the_directory_gives_the_same_states(tmp_path):
-    model, (ids, mask) = tiny_moe(), padded_ids()
-    model.save_pretrained(tmp_path / "model")
-    kind = get_class_from_dynamic_module("rotary_moe.RotaryMoeModel", str(tmp_path / "model"))
-    assert kind is not RotaryMoeModel
-    config = kind.config_class.from_pretrained(tmp_path / "model")
-    theirs = kind.from_pretrained(tmp_path / "model", config=config).eval()
-    assert torch.equal(states(theirs, ids, mask), states(model, ids, mask))
-    assert type(AutoModel.from_pretrained(tmp_path / "model", trust_remote_code=False)) is RotaryMoeModel
 
 
 @pytest.fixture
@@ -214,19 +210,6 @@ def test_forwards_inside_are_added_up_and_others_are_not():
     assert moe_layers(tiny_rotary()) == []
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-def test_an_adapted_backbone_is_read_too_and_its_routers_have_no_adapter():
-    adapted = add_lora(tiny_moe(), LoraSettings(rank=2, alpha=4, dropout=0.0))
-    assert has_experts(adapted)
-    ids, mask = padded_ids()
-    with read_routing(adapted) as sums:
-        adapted(input_ids=ids, attention_mask=mask.long())
-    assert sums()["expert_counts"].sum().item() == 2 * 18
-    trained = [name for name, value in adapted.named_parameters() if value.requires_grad]
-    assert trained
-    assert not any("router" in name or "experts" in name for name in trained)
-
-
 @pytest.mark.parametrize(
     ("settings", "layers"),
     [
@@ -243,6 +226,8 @@ def test_preserving_keeps_the_dense_output(settings, layers):
     output = sparse(input_ids=ids, attention_mask=mask.long())
     assert (output.last_hidden_state[mask] - expected).abs().max() <= 1e-5
     assert sparse.config.moe_layers == layers
+    routers = torch.cat([sparse.layers[layer].mlp.router.weight.detach() for layer in layers])
+    assert float(routers.std()) == pytest.approx(0.02, rel=0.2)
     assert [index for index, layer in enumerate(sparse.layers) if isinstance(layer, RotaryMoeLayer)] == layers
     assert output.expert_counts.sum(1).tolist() == [settings.top_k * 18] * len(layers)
     assert len(sparse.layers[layers[0]].mlp.experts.w1) == settings.num_experts
@@ -266,27 +251,6 @@ def test_release_drops_the_biases_and_leaves_the_weights_of_a_token_as_they_come
     torch.testing.assert_close(mlp(tokens[None])[0][0], share_T1 * alone, rtol=1e-5, atol=1e-6)
     found = sparse(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
     assert (found - expected).abs().max() > 1e-2
-
-
-def test_a_gated_mlp_of_the_release_mode_is_weighed_by_the_routers_own_weights():
-    dense, tokens = tiny_nomic(), torch.randn(5, 32)
-    alone = dense.layers[1].mlp(tokens)
-    sparse = upcycle(dense, Upcycling("release", num_experts=4)).layers[1].mlp
-    share_T1 = sparse.router(tokens).weight_TK.sum(1, keepdim=True).detach()
-    assert float(share_T1.max()) < 1
-    torch.testing.assert_close(sparse(tokens[None])[0][0], share_T1 * alone, rtol=1e-5, atol=1e-6)
-
-
-def test_routers_are_small_and_random_and_follow_from_the_seed():
-    weights = []
-    for seed in (0, 0, 1):
-        dense = tiny_rotary(num_layers=4)
-        torch.manual_seed(seed)
-        weights.append([layer.mlp.router.weight for layer in upcycle(dense, Upcycling()).layers[1::2]])
-    assert torch.equal(weights[0][0], weights[1][0])
-    assert not torch.equal(weights[0][0], weights[2][0])
-    assert not torch.equal(weights[0][0], weights[0][1])
-    assert float(torch.stack(weights[0]).detach().std()) == pytest.approx(0.02, rel=0.1)
 
 
 def test_upcycled_experts_share_no_memory_and_mode_dtype_dropout_and_checkpointing_go_along():
@@ -358,3 +322,87 @@ def test_only_a_dense_rotary_encoder_is_upcycled():
         upcycle(tiny_bert(), Upcycling())
     with pytest.raises(OptionError, match="needs a dense backbone, and this one has experts, got 'a rotary_moe"):
         upcycle(tiny_moe(), Upcycling())
+
+
+ROWS = 370
+SIZES = {"vocab_size": ROWS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"intermediate_size": 64, "max_position_embeddings": 66}
+
+
+def source(kind, **settings):
+    torch.manual_seed(0)
+    made = AutoModelForMaskedLM.from_config(AutoConfig.for_model(kind, **SIZES | settings)).eval()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    made.tie_weights()
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_but_the_positions_stays(kind):
+    """Without learned positions there, and with a rotation by nothing here, states and logits are equal."""
+    model = source(kind)
+    rotary = to_rotary(model)
+    torch.nn.init.zeros_(model.base_model.embeddings.position_embeddings.weight)
+    rotary.base_model.rotary_emb.inv_freq.zero_()
+    ids, mask = padded_ids()
+    ids = ids % ROWS
+    expected, found = (one(input_ids=ids, attention_mask=mask.long()).logits[mask] for one in (model, rotary))
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found[:, :ROWS], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_vocabulary_is_padded_to_a_multiple_of_64_by_rows_that_are_never_predicted():
+    rotary = to_rotary(source("xlm-roberta"))
+    words = rotary.get_input_embeddings().weight
+    assert rotary.config.vocab_size == len(words) == 384
+    assert not words[ROWS:].any()
+    assert rotary.get_output_embeddings().weight is words
+    ids, mask = padded_ids()
+    shares = rotary(input_ids=ids % ROWS, attention_mask=mask.long()).logits[mask].softmax(-1)
+    assert shares[:, ROWS:].max() < 1e-30
+
+
+def test_a_written_model_is_read_as_a_backbone_and_as_a_masked_language_model(tmp_path):
+    write_rotary_model(language_model_folder(tmp_path / "bert", "bert"), tmp_path / "rotary")
+    backbone, tokenizer = load_backbone(BackboneConfig(str(tmp_path / "rotary")))
+    assert type(backbone).__name__ == "JinaEmbeddingsV3Model"
+    assert tokenizer.model_max_length == 2048
+    module = MaskedLMModule("mlm", BackboneConfig(str(tmp_path / "rotary")), separate_documents=True)
+    ids, mask = padded_ids()
+    inner = module.language_model.eval().backbone(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+    alone = backbone(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+    torch.testing.assert_close(inner[mask], alone[mask])
+
+
+def test_an_encoder_without_head_is_converted_and_written_alone(tmp_path):
+    model = BertModel(BertConfig(**SIZES | {"vocab_size": 384}), add_pooling_layer=True).eval()
+    model.save_pretrained(tmp_path / "bert")
+    wordpiece_tokenizer().save_pretrained(tmp_path / "bert")
+    write_rotary_model(str(tmp_path / "bert"), tmp_path / "rotary", num_positions=300, keep_head=False)
+    backbone, _ = load_backbone(BackboneConfig(str(tmp_path / "rotary"), dropout=0.0))
+    assert backbone.config.max_position_embeddings == 300
+    assert AutoTokenizer.from_pretrained(tmp_path / "rotary").model_max_length == 300
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "says"),
+    [
+        (tiny_mistral, {}, "model has no rotary form here, got 'mistral'; convert one of xlm-roberta, roberta, bert"),
+        (lambda: source("bert"), {"num_positions": 0}, "num_positions must be >= 1, got 0"),
+        (lambda: source("bert"), {"rope_theta": 1.0}, "rope_theta must be > 1, got 1.0"),
+        (lambda: source("bert", hidden_act="relu"), {}, "hidden_act must be gelu"),
+        (lambda: source("bert", num_attention_heads=32), {}, "cannot be rotated in halves, got 'heads of width 1'"),
+    ],
+)
+def test_what_cannot_be_converted_is_named(model, options, says):
+    with pytest.raises(OptionError, match=says):
+        to_rotary(model(), **options)
+
+
+def test_2048_tokens_run_where_the_original_has_66_positions():
+    rotary, ids = to_rotary(source("xlm-roberta", num_hidden_layers=1)), torch.randint(5, ROWS, (1, 2048))
+    assert rotary.base_model(input_ids=ids).last_hidden_state.isfinite().all()
+    assert num_positions(rotary.base_model) is None
+    assert rotary.config.max_position_embeddings == 2048
+    assert rotary.config.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}

@@ -19,6 +19,9 @@ from embeddings.models import (
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 
+# What each of them knows; at most one mode is on in what this library writes.
+MODES = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last_token"}
+
 
 def read(path):
     return json.loads(path.read_text(encoding="utf-8"))
@@ -34,24 +37,17 @@ def by_text_embeddings_inference(folder):
     assert isinstance(config["architectures"][0], str)
     assert isinstance(config["max_position_embeddings"], int)
     assert (folder / "tokenizer.json").is_file()
-    modes = {
-        "pooling_mode_cls_token": "cls",
-        "pooling_mode_mean_tokens": "mean",
-        "pooling_mode_lasttoken": "last_token",
-    }
     if not {"pooling_mode_cls_token", "pooling_mode_mean_tokens"} <= pooling.keys():
         return None
-    return next((name for mode, name in modes.items() if pooling.get(mode)), None)
+    return next((name for mode, name in MODES.items() if pooling.get(mode)), None)
 
 
 def by_vllm(folder):
     """The pooling that vLLM takes from the files, None for its default; and whether vectors get unit length."""
     modules = read(folder / "modules.json")
     kinds = {entry["type"]: entry["path"] for entry in modules}
-    place, normalize = (
-        kinds.get("sentence_transformers.models.Pooling"),
-        "sentence_transformers.models.Normalize" in kinds,
-    )
+    place = kinds.get("sentence_transformers.models.Pooling")
+    normalize = "sentence_transformers.models.Normalize" in kinds
     if place is None:
         return None, normalize
     chosen = None
@@ -70,12 +66,7 @@ def by_llama_cpp(folder):
     if place is None:
         return ""
     pooling = read(folder / place / "config.json")
-    modes = {
-        "pooling_mode_mean_tokens": "mean",
-        "pooling_mode_cls_token": "cls",
-        "pooling_mode_lasttoken": "last_token",
-    }
-    return next((name for mode, name in modes.items() if pooling[mode]), None)
+    return next((name for mode, name in MODES.items() if pooling[mode]), None)
 
 
 def written(folder, pooling, **options):

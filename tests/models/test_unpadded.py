@@ -1,21 +1,18 @@
 """Texts without padding: the states, vectors and gradients of padded texts, for every kind of backbone."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.attention import varlen
 
 from embeddings.common import OptionError, TokenBatch
 from embeddings.models import (
-    AnchorTokenPooling,
     BackboneConfig,
-    ClsPooling,
     Embedder,
-    LastTokenPooling,
-    LatentAttentionPooling,
     MeanPooling,
-    SelfAttentionPooling,
-    WeightedMeanPooling,
     make_bidirectional,
+    poolings,
     unpadded,
 )
 from embeddings.models import backbone as layers_module
@@ -37,6 +34,7 @@ def both_ways(name, **options):
     return model
 
 
+DECODERS = ("mistral", "llama", "qwen3", "gemma")
 GEMMA3 = {"head_dim": 8, "sliding_window": 4}
 
 
@@ -48,28 +46,16 @@ BACKBONES = {
     "nomic": tiny_nomic,
     "modernbert": tiny_modernbert,
     "modernbert, eager": lambda: tiny_modernbert("eager"),
-    "mistral": lambda: build("mistral"),
-    "mistral, both ways": lambda: both_ways("mistral"),
+    **{name: partial(build, name) for name in DECODERS},
+    **{f"{name}, both ways": partial(both_ways, name) for name in DECODERS},
     "mistral, eager": lambda: build("mistral", "eager"),
-    "llama": lambda: build("llama"),
-    "llama, both ways": lambda: both_ways("llama"),
-    "qwen3": lambda: build("qwen3"),
-    "qwen3, both ways": lambda: both_ways("qwen3"),
-    "gemma": lambda: build("gemma"),
-    "gemma, both ways": lambda: both_ways("gemma"),
     "gemma3": lambda: build("gemma3_text", **GEMMA3),
     "gemma3, both ways": lambda: both_ways("gemma3_text", **GEMMA3),
     "gemma3, made both ways": lambda: build("gemma3_text", **GEMMA3, use_bidirectional_attention=True),
 }
-POOLINGS = {
-    "mean": MeanPooling,
-    "cls": ClsPooling,
-    "last_token": LastTokenPooling,
-    "weighted_mean": WeightedMeanPooling,
-    "latent_attention": lambda size: LatentAttentionPooling(size, num_latents=6, num_heads=4),
-    "self_attention": lambda size: SelfAttentionPooling(size, num_heads=4),
-    "anchor_token": AnchorTokenPooling,
-}
+# Of each pooling what makes it small.
+SIZES = {"latent_attention": {"num_latents": 6, "num_heads": 4}, "self_attention": {"num_heads": 4}}
+POOLINGS = {name: partial(kind, **SIZES.get(name, {})) for name, kind in poolings.POOLINGS.items()}
 
 
 def texts(lengths=LENGTHS, seed=0, skip=2):
@@ -282,20 +268,6 @@ def test_longer_padding_changes_no_vector_and_passes_no_position(monkeypatch):
     monkeypatch.setattr(unpadded, "_is_half_on_gpu", lambda *_: True)
     for found, expected in zip(vectors(), usual, strict=True):
         assert float((found - expected).abs().max()) <= 1e-6
-
-
-@pytest.mark.parametrize("limit", [None, 6])
-@pytest.mark.parametrize("kind", ["bert", "xlm_roberta", "nomic", "decoder"])
-@torch.no_grad()
-def test_a_context_stands_before_each_text_and_has_no_position(kind, limit):
-    embedder, tokens = tiny_contextual(kind), texts()
-    embedder.first_stage.max_length = limit
-    expected = embedder.embed_context(tokens), embedder(tokens, embedder.embed_context(tokens)), embedder(tokens)
-    embedder.unpad(True)
-    context = embedder.embed_context(tokens)
-    for found, vectors in zip((context, embedder(tokens, context), embedder(tokens)), expected, strict=True):
-        assert float((found - vectors).abs().max()) <= 1e-6
-    assert float((expected[1] - expected[2]).abs().max()) > 1e-3
 
 
 def test_a_window_behind_a_context_is_refused_and_otherwise_padded():
