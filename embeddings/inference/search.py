@@ -12,9 +12,8 @@ from torch import Tensor
 from embeddings.common.errors import OptionError
 from embeddings.common.io import check_manifest
 from embeddings.inference.context import ContextDraw, check_same_context
-from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Context, Encoder, embedder_sha256
-from embeddings.inference.vector_folder import VectorFolder
+from embeddings.inference.vector_folder import Document, VectorFolder, read_corpus
 from embeddings.inference.vectors import DOCUMENT_TILE, VectorShards, sign_bits, unit_rows
 
 QUERY_TILE = 1024
@@ -112,10 +111,7 @@ class NearestSigns(NamedTuple):
 
 
 def search_signs(
-    query_QD: npt.NDArray[np.float32],
-    documents: VectorShards,
-    top_k: int,
-    rescore_multiplier: int = RESCORE_MULTIPLIER,
+    query_QD: npt.NDArray[np.float32], documents: VectorShards, top_k: int, rescore_multiplier: int = RESCORE_MULTIPLIER
 ) -> TopK:
     """The documents with the largest cosine of query and signs, out of those with the nearest signs.
 

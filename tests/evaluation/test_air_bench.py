@@ -15,9 +15,8 @@ from huggingface_hub.errors import GatedRepoError
 from embeddings.common import InputError, OptionError
 from embeddings.evaluation import air_bench, evaluate_widths
 from embeddings.evaluation.air_bench import air_bench_sets, air_bench_tasks, format_domains
-from embeddings.evaluation.instructions import Instructions
-from embeddings.evaluation.mteb_library import find_tasks
-from embeddings.evaluation.task_runs import TaskSettings, format_table, run_tasks
+from embeddings.evaluation.mteb_library import Instructions
+from embeddings.evaluation.task_runs import TaskSettings, find_tasks, format_table, run_tasks
 from embeddings.inference.context import sample_context
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.vector_folder import encode_corpus
@@ -320,12 +319,7 @@ CARD, OF_LABELS = f"{FOLDER}/README.md", f"{LABELS}/{FILES}/dev_qrels.jsonl"
     [
         (CARD, "queries_default_dev", "queries_dev", "qa_finance_en, AIR-Bench_24.05: has no split queries"),
         (CARD, "AIR-Bench_24.05\n", "AIR-Bench_24.06\n", "has no split corpus_default (BuilderConfig"),
-        (
-            f"{LABELS}/README.md",
-            "qrels_default_dev",
-            "qrels_dev",
-            "qrels-qa_finance_en-dev, AIR-Bench_24.05: has no s",
-        ),
+        (f"{LABELS}/README.md", "qrels_default_dev", "qrels_dev", "qrels-qa_finance_en-dev, AIR-Bench_24.05: has no s"),
         (f"{FOLDER}/{FILES}/*.jsonl", '"text"', '"body"', "split corpus_default has no column text (found: id, body)"),
         (f"{FOLDER}/{FILES}/corpus.jsonl", '"doc-7"', '"doc-8"', "an id of the corpus occurs twice"),
         (f"{FOLDER}/{FILES}/dev_queries.jsonl", '"q-1"', '"q-2"', "an id of the queries occurs twice"),

@@ -8,7 +8,7 @@ from mteb.models.abs_encoder import get_prompt_name
 from mteb.types import PromptType
 
 from embeddings.common import InputError, OptionError, TextSettings
-from embeddings.evaluation.instructions import PUBLISHED, Instructions, task_prompt
+from embeddings.evaluation.mteb_library import PUBLISHED, Instructions, task_prompt
 
 
 def test_an_instruction_is_the_tasks_or_its_types():

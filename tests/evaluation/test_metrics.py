@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.metrics import ndcg_score
-from torchmetrics.functional.retrieval import (
-    retrieval_normalized_dcg,
-    retrieval_recall,
-    retrieval_reciprocal_rank,
-)
+from torchmetrics.functional.retrieval import retrieval_normalized_dcg, retrieval_recall, retrieval_reciprocal_rank
 
 from embeddings.evaluation.folders import Qrels, dcg, retrieval_metrics, spearman
 
@@ -36,12 +32,7 @@ def by_hand(ranking, grades, cutoff):
             hits += 1
             precisions += hits / rank
             reciprocal = reciprocal or 1 / rank
-    return {
-        "ndcg": found / best,
-        "mrr": reciprocal,
-        "recall": hits / len(relevant),
-        "map": precisions / len(relevant),
-    }
+    return {"ndcg": found / best, "mrr": reciprocal, "recall": hits / len(relevant), "map": precisions / len(relevant)}
 
 
 def random_case(seed, num_queries=12, num_documents=40, depth=15):

@@ -6,10 +6,9 @@ import mteb
 import pytest
 
 from embeddings.common import OptionError
-from embeddings.evaluation.instructions import Instructions
-from embeddings.evaluation.mteb_library import find_tasks, quiet
+from embeddings.evaluation.mteb_library import Instructions, quiet
 from embeddings.evaluation.runner import evaluate_folder
-from embeddings.evaluation.task_runs import TaskSettings, run_tasks
+from embeddings.evaluation.task_runs import TaskSettings, find_tasks, run_tasks
 from embeddings.inference.encoder import Encoder
 from embeddings.models.model_files import resolve_model
 from tests.evaluation.task_sets import other_tasks, write_other_sets, write_sets

@@ -9,14 +9,10 @@ import tqdm
 import tqdm.auto
 
 from embeddings.common import InputError, OptionError
-from embeddings.evaluation.instructions import Instructions
-from embeddings.evaluation.mteb_library import GROUPS, MGH_26, find_tasks, quiet
+from embeddings.evaluation.mteb_library import Instructions, quiet
 from embeddings.evaluation.mteb_tasks import folder_tasks
-from tests.evaluation.data import (
-    write_labelled,
-    write_retrieval,
-    write_similarity,
-)
+from embeddings.evaluation.task_runs import GROUPS, MGH_26, find_tasks
+from tests.evaluation.data import write_labelled, write_retrieval, write_similarity
 
 
 def loaded(folder):

@@ -10,12 +10,8 @@ from mteb.abstasks.aggregated_task import AbsTaskAggregate
 from mteb.models import ModelMeta
 
 from embeddings.common import InputError, OptionError
-from embeddings.evaluation.instructions import Instructions
-from embeddings.evaluation.mteb_library import (
-    find_tasks,
-    quiet,
-)
-from embeddings.evaluation.task_runs import TaskResults, TaskScore, TaskSettings, format_table, run_tasks
+from embeddings.evaluation.mteb_library import Instructions, quiet
+from embeddings.evaluation.task_runs import TaskResults, TaskScore, TaskSettings, find_tasks, format_table, run_tasks
 from embeddings.inference.encoder import Encoder
 from tests.evaluation.data import write_similarity
 from tests.evaluation.task_sets import memory_task, other_tasks, write_sets

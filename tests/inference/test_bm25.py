@@ -11,7 +11,7 @@ import pytest
 
 from embeddings.common import OptionError
 from embeddings.inference import bm25
-from embeddings.inference.bm25 import BM25, WordTokenizer
+from embeddings.inference.bm25 import BM25, word_tokens
 
 DATA = Path(os.environ.get("EMBED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
@@ -92,27 +92,20 @@ def test_coverage_equals_a_loop_and_is_one_for_a_text_within_another(
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [
-        ("padSequence_to2", ["pad", "sequence", "to", "2"]),
-        ("HTTPServer XMLHttpRequest2D", ["http", "server", "xml", "http", "request", "2", "d"]),
-        ("__init__ snake_case SCREAMING_CASE", ["init", "snake", "case", "screaming", "case"]),
-        ("torch.nn.LSTMCell(x)", ["torch", "nn", "lstm", "cell", "x"]),
-        ("Größe_in_cm 東京", ["größe", "in", "cm", "東京"]),
-        ("", []),
-        ("___ ...", []),
+        ("padSequence_to2", "pad sequenc 2 padsequence_to2"),
+        ("HTTPServer XMLHttpRequest2D", "http server httpserver xml http request 2 d xmlhttprequest2d"),
+        ("__init__ snake_case SCREAMING_CASE", "init snake case snake_cas scream case screaming_cas"),
+        ("torch.nn.LSTMCell(x)", "torch nn lstm cell lstmcell x"),
+        ("Größe_in_cm 東京", "größe cm größe_in_cm 東京"),
+        # Stop words are left out; words of one or two letters are their own stems.
+        ("the computedValues of x", "comput valu computedvalu x"),
+        ("ponies relational hopping OS us x1", "poni relat hop os us x 1 x1"),
+        ("", ""),
+        ("___ ...", ""),
     ],
 )
-def test_identifiers_are_cut_into_words(text: str, tokens: list[str]) -> None:
-    assert WordTokenizer(keep_identifiers=False, stop_words=frozenset(), stem=False)(text) == tokens
-
-
-def test_options_of_the_tokenizer_add_up() -> None:
-    text = "the computedValues of x"
-    assert WordTokenizer()(text) == ["comput", "valu", "computedvalu", "x"]
-    # Porter's stems; words of one or two letters are their own.
-    assert WordTokenizer()("ponies relational hopping OS us x1") == ["poni", "relat", "hop", "os", "us", "x", "1", "x1"]
-    assert WordTokenizer(stem=False)(text) == ["computed", "values", "computedvalues", "x"]
-    assert WordTokenizer(stem=False, keep_identifiers=False)(text) == ["computed", "values", "x"]
-    assert WordTokenizer(stem=False, split_identifiers=False)(text) == ["computedvalues", "x"]
+def test_identifiers_are_cut_into_stemmed_words_and_kept(text: str, tokens: str) -> None:
+    assert word_tokens(text) == tokens.split()
 
 
 @pytest.mark.parametrize(

@@ -10,20 +10,22 @@ from embeddings.common import InputError, OptionError
 from embeddings.inference.context import (
     check_same_context,
     choose_context,
-    context_of,
     documents_sha256,
     draw_documents,
     sample_context,
     sample_rows,
 )
-from embeddings.inference.corpus import Document
 from embeddings.inference.encoder import Context, Encoder
-from embeddings.inference.vector_folder import encode_corpus
+from embeddings.inference.vector_folder import Document, encode_corpus
 from tests.inference.models import some_texts, tiny_embedder, write_corpus
 from tests.models.contextual_models import tiny_contextual
 
 DOCUMENTS = [Document(f"d{row}", f"text {row}") for row in range(4)]
 VECTORS = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+
+def context_of(documents, vectors, seed):
+    return Context(tuple(document.document_id for document in documents), documents_sha256(documents), seed, vectors)
 
 
 @pytest.mark.parametrize(("num_documents", "size"), [(10, 1), (10, 9), (10, 10), (10, 11), (10, 25), (1, 3), (3, 512)])

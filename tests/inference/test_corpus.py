@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.inference.corpus import Document, read_corpus
+from embeddings.inference.vector_folder import Document, read_corpus
 
 
 def write(path, rows):

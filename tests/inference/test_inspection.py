@@ -17,14 +17,7 @@ from embeddings.inference import (
     latent_weights,
     sample_context,
 )
-from embeddings.inference.inspection import (
-    PLACES,
-    TokenWeights,
-    anchor_shares,
-    place_of,
-    shares_of,
-    token_weights,
-)
+from embeddings.inference.inspection import PLACES, TokenWeights, anchor_shares, place_of, shares_of, token_weights
 from embeddings.models import AnchorTokenPooling, Embedder, LatentAttentionPooling, MeanPooling, make_bidirectional
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual

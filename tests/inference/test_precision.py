@@ -14,12 +14,7 @@ from transformers import PreTrainedModel
 from embeddings.common import OptionError
 from embeddings.inference import Encoder, encode_corpus, precision, search_corpus
 from embeddings.inference import precision as int8_kernels
-from embeddings.inference.precision import (
-    Int8Products,
-    QuantisedInput,
-    has_int8_products,
-    resolve_precision,
-)
+from embeddings.inference.precision import Int8Products, QuantisedInput, has_int8_products, resolve_precision
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
 from tests.helpers.processes import run_command
 from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer

@@ -30,10 +30,7 @@ _FIRST, _SECOND = "first_stage_model.embedder.", "second_stage_model.backbone."
 _NULL = "second_stage_model.sequence_dropout_null_embedding"
 # Both published backbones have heads of this width.
 _HEAD_WIDTH = 64
-_FORMS = {
-    "nomic": ContextForm(adds_pooled=False),
-    "modernbert": ContextForm(has_positions=True, pools_prompt=True),
-}
+_FORMS = {"nomic": ContextForm(adds_pooled=False), "modernbert": ContextForm(has_positions=True, pools_prompt=True)}
 
 
 def load(folder: Path, assumed: Assumed | None = None) -> Imported:
