@@ -15,47 +15,24 @@ def write(path, rows):
     return path
 
 
-def test_title_and_text_are_joined_by_a_space(tmp_path):
-    rows = [
-        {"_id": "a", "title": "Title", "text": "body"},
-        {"_id": "b", "title": "", "text": "body"},
-        {"_id": "c", "title": "Title", "text": ""},
-        {"_id": "d", "text": "tëxt", "metadata": {"url": 1}},
-        {"_id": 7, "text": ""},
-    ]
-    assert list(read_corpus(write(tmp_path / "corpus.jsonl", rows))) == [
-        Document("a", "Title body"),
-        Document("b", "body"),
-        Document("c", "Title"),
-        Document("d", "tëxt"),
-        Document("7", ""),
-    ]
-
-
-def test_rows_without_ids_are_numbered_from_0(tmp_path):
-    found = read_corpus(write(tmp_path / "corpus.jsonl", [{"text": "x"}, {"text": "y"}]))
-    assert [document.document_id for document in found] == ["0", "1"]
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_an_id_without_an_underscore_serves_where_there_is_no_other(suffix, tmp_path):
-    path = tmp_path / f"corpus{suffix}"
-    for rows, expected in (
-        ([{"id": "a", "text": "x"}, {"id": 7, "text": "y"}], ["a", "7"]),
-        ([{"_id": "a", "id": "x", "text": "x"}, {"_id": "b", "id": "x", "text": "y"}], ["a", "b"]),
-    ):
-        if suffix == ".parquet":
-            pq.write_table(
-                pa.Table.from_pylist([{key: str(value) for key, value in row.items()} for row in rows]), path
-            )
-        else:
-            write(path, rows)
-        assert [document.document_id for document in read_corpus(path)] == expected
-    path = write(tmp_path / "both.jsonl", [{"id": "the text", "key": "k"}])
-    assert list(read_corpus(path, {"text": "id"})) == [Document("0", "the text")]
-    path = write(tmp_path / "twice.jsonl", [{"id": 1, "text": "x"}, {"id": 1, "text": "y"}])
-    with pytest.raises(InputError, match=r"twice\.jsonl:2: the id '1' occurs a second time"):
-        list(read_corpus(path))
+@pytest.mark.parametrize(
+    ("rows", "documents"),
+    [
+        ([{"_id": "a", "title": "Title", "text": "body"}], [("a", "Title body")]),
+        ([{"_id": "b", "title": "", "text": "body"}], [("b", "body")]),
+        ([{"_id": "c", "title": "Title", "text": ""}], [("c", "Title")]),
+        ([{"_id": "d", "text": "tëxt", "metadata": {"url": 1}}, {"_id": 7, "text": ""}], [("d", "tëxt"), ("7", "")]),
+        # Rows without ids are numbered from 0, and `id` serves where there is no `_id`.
+        ([{"text": "x"}, {"text": "y"}], [("0", "x"), ("1", "y")]),
+        ([{"id": "a", "text": "x"}, {"id": 7, "text": "y"}], [("a", "x"), ("7", "y")]),
+        ([{"_id": "a", "id": "x", "text": "x"}, {"_id": "b", "id": "x", "text": "y"}], [("a", "x"), ("b", "y")]),
+    ],
+)
+def test_a_row_has_an_id_and_title_and_text_joined_by_a_space(rows, documents, tmp_path):
+    assert list(read_corpus(write(tmp_path / "corpus.jsonl", rows))) == documents
+    table = pa.Table.from_pylist([{key: str(value) for key, value in row.items()} for row in rows])
+    pq.write_table(table, tmp_path / "corpus.parquet")
+    assert list(read_corpus(tmp_path / "corpus.parquet")) == documents
 
 
 def test_columns_may_have_other_names(tmp_path):
@@ -63,6 +40,8 @@ def test_columns_may_have_other_names(tmp_path):
     path = write(tmp_path / "corpus.jsonl", rows)
     found = list(read_corpus(path, {"text": "query", "_id": "id", "title": "heading"}))
     assert found == [Document("a", "x"), Document("b", "y")]
+    both = write(tmp_path / "both.jsonl", [{"id": "the text", "key": "k"}])
+    assert list(read_corpus(both, {"text": "id"})) == [Document("0", "the text")]
     with pytest.raises(InputError, match=r"corpus\.jsonl:1: field 'answer' is missing"):
         list(read_corpus(path, {"text": "answer"}))
     with pytest.raises(OptionError, match="columns must be the column of _id, title or text, got 'query'"):
@@ -76,6 +55,7 @@ def test_columns_may_have_other_names(tmp_path):
         ({"_id": "b", "text": None}, "field 'text' is null, expected text"),
         ({"_id": "b", "text": "x", "title": 3}, "field 'title' is a number, expected text"),
         ({"_id": "a", "text": "x"}, "the id 'a' occurs a second time"),
+        ({"id": "a", "text": "x"}, "the id 'a' occurs a second time"),
         ({"_id": "", "text": "x"}, "field '_id' is empty"),
         ({"_id": True, "text": "x"}, "field '_id' is true or false, expected text"),
         ({"_id": 1.5, "text": "x"}, "field '_id' is a number, expected text"),

@@ -13,7 +13,8 @@ from embeddings.inference.encoder import Encoder
 from embeddings.inference.search import search_corpus
 from embeddings.inference.vector_folder import VectorFolder, encode_corpus
 from embeddings.inference.vectors import VECTOR_FORMATS, stored_rows
-from tests.inference.models import counted_encodings, some_texts, tiny_embedder, write_corpus
+from tests.helpers.interrupts import interrupted_at
+from tests.inference.models import counted_encodings, on_encode, some_texts, tiny_embedder, write_corpus
 from tests.models.contextual_models import tiny_contextual
 
 
@@ -43,17 +44,10 @@ def test_shards_hold_the_vectors_and_documents_in_order(shard_size, shards, corp
 
 
 @contextmanager
-def killed_at(killed, monkeypatch):
+def killed_at(shard, monkeypatch):
     """What runs inside is killed before it writes a shard."""
-    write_shard = vector_folder._write_shard
-
-    def write(shards, shard, *rest):
-        if shard == killed:
-            raise KeyboardInterrupt
-        write_shard(shards, shard, *rest)
-
     with monkeypatch.context() as patch:
-        patch.setattr(vector_folder, "_write_shard", write)
+        patch.setattr(vector_folder, "_write_shard", interrupted_at(vector_folder._write_shard, shard + 1))
         with pytest.raises(KeyboardInterrupt):
             yield
 
@@ -77,28 +71,22 @@ def test_a_killed_run_resumes_with_the_same_bytes_in_every_format(
     encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
     # The empty text asks whether the prompt is known.
     assert counts == [1, *[4, 4, 3][killed:]]
+    # A finished folder is left as it is.
+    encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
+    assert counts[-1] == 1
     assert content(tmp_path / "resumed") == content(tmp_path / "whole")
 
 
 def test_a_run_resumed_with_another_budget_keeps_the_mini_batches_of_the_first(corpus, encoder, tmp_path, monkeypatch):
-    encode, seen = Encoder.encode, []
-
-    def killed(self, texts, *args, **options):
-        if any(texts):
-            seen.append(self.mini_batch_tokens)
-            if len(seen) == 2:
-                raise KeyboardInterrupt
-        return encode(self, texts, *args, **options)
-
-    small, large = encoder.with_mini_batch_tokens(40), encoder.with_mini_batch_tokens(4000)
+    small, large, seen = encoder.with_mini_batch_tokens(40), encoder.with_mini_batch_tokens(4000), []
     encode_corpus(small, corpus, tmp_path / "whole", shard_size=4)
-    monkeypatch.setattr(Encoder, "encode", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_at(1, monkeypatch):
         encode_corpus(small, corpus, tmp_path / "resumed", shard_size=4)
+    on_encode(monkeypatch, lambda used, texts, _: seen.append(used.mini_batch_tokens) if any(texts) else None)
     for resumed in (large, large):
         encode_corpus(resumed, corpus, tmp_path / "resumed", shard_size=4)
         assert content(tmp_path / "resumed") == content(tmp_path / "whole")
-    assert seen == [40] * 4
+    assert seen == [40] * 2
     assert large.mini_batch_tokens == 4000
 
 
@@ -117,24 +105,17 @@ def test_a_kill_between_documents_and_vectors_leaves_the_shard_open(corpus, enco
     assert content(tmp_path / "resumed") == content(tmp_path / "whole")
 
 
-def test_a_finished_folder_is_left_as_it_is(corpus, encoder, tmp_path, monkeypatch):
-    encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
-    before = content(tmp_path / "out")
-    counts = counted_encodings(monkeypatch)
-    encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
-    assert counts == [1]
-    assert content(tmp_path / "out") == before
-
-
 def test_another_corpus_model_or_option_is_refused_by_name(corpus, encoder, tmp_path):
     encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     before = content(tmp_path / "out")
-    with pytest.raises(InputError, match="field 'shard_size' is 4, expected 5"):
-        encode_corpus(encoder, corpus, tmp_path / "out", shard_size=5)
-    with pytest.raises(InputError, match="field 'prompt_name' is None, expected 'other'"):
-        encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4, prompt_name="other")
-    with pytest.raises(InputError, match="field 'model_sha256' is"):
-        encode_corpus(Encoder(tiny_embedder(), precision="float32"), corpus, tmp_path / "out", shard_size=4)
+    other = Encoder(tiny_embedder(), precision="float32")
+    for used, options, says in (
+        (encoder, {"shard_size": 5}, "field 'shard_size' is 4, expected 5"),
+        (encoder, {"shard_size": 4, "prompt_name": "other"}, "field 'prompt_name' is None, expected 'other'"),
+        (other, {"shard_size": 4}, "field 'model_sha256' is"),
+    ):
+        with pytest.raises(InputError, match=says):
+            encode_corpus(used, corpus, tmp_path / "out", **options)
     corpus.write_text(corpus.read_text().replace("d10", "d99"))
     with pytest.raises(InputError, match="field 'corpus_sha256' is"):
         encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
@@ -177,19 +158,6 @@ def test_a_bad_corpus_or_option_writes_nothing(corpus, encoder, tmp_path):
     with pytest.raises(InputError, match=r"corpus\.jsonl:12: "):
         encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("encoded_before", [False, True])
-def test_scores_are_cosines_even_where_the_model_does_not_normalise(encoded_before, corpus, tmp_path):
-    encoder = Encoder(tiny_embedder(normalize=False, prompts={"query": "the "}), precision="float32")
-    place = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4).path if encoded_before else corpus
-    (hits,) = search_corpus(encoder, place, ["quick fox"], top_k=11)
-    query = encoder.encode(["quick fox"], role="query")[0]
-    documents = encoder.encode(some_texts(11))
-    assert abs(np.linalg.norm(query) - 1.0) > 0.1
-    cosine = documents @ query / np.linalg.norm(documents, axis=1) / np.linalg.norm(query)
-    assert [hit.document_id for hit in hits] == [f"d{row}" for row in np.argsort(-cosine)]
-    np.testing.assert_allclose([hit.score for hit in hits], np.sort(cosine)[::-1], atol=1e-5)
 
 
 @pytest.mark.parametrize(("value", "kind"), [(np.nan, "not finite"), (np.inf, "not finite"), (0, "zero")])
