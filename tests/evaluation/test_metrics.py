@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.metrics import ndcg_score
-from torchmetrics.functional.retrieval import retrieval_normalized_dcg, retrieval_recall, retrieval_reciprocal_rank
+from torchmetrics.retrieval import RetrievalMRR, RetrievalNormalizedDCG, RetrievalRecall
 
 from embeddings.evaluation.folders import Qrels, dcg, retrieval_metrics, spearman
 
@@ -64,21 +64,19 @@ def test_means_equal_those_of_a_loop_over_queries_and_ranks(seed, cutoff):
 def test_values_equal_torchmetrics_and_sklearn(seed):
     ranked_QK, relevance = random_case(seed, num_documents=15)
     scores = retrieval_metrics(ranked_QK, judged(relevance, 15), (10,)).metrics
-    target_QN = np.zeros((12, 15))
+    target_QN, score_QN = np.zeros((12, 15)), np.zeros((12, 15))
     for query, grades in enumerate(relevance):
         for document, grade in grades.items():
             target_QN[query, document] = max(0, grade)
-    score_QN = np.zeros((12, 15))
     np.put_along_axis(score_QN, ranked_QK, np.linspace(1.0, 0.1, 15)[None, :].repeat(12, 0), axis=1)
-    pairs = [
-        (torch.from_numpy(score), torch.from_numpy(target)) for score, target in zip(score_QN, target_QN, strict=True)
-    ]
-    ndcg = [float(retrieval_normalized_dcg(score, target, top_k=10)) for score, target in pairs]
-    mrr = [float(retrieval_reciprocal_rank(score, target > 0, top_k=10)) for score, target in pairs]
-    recall = [float(retrieval_recall(score, target > 0, top_k=10)) for score, target in pairs]
-    assert scores["ndcg_at_10"] == pytest.approx(np.mean(ndcg), abs=1e-6)
-    assert scores["mrr_at_10"] == pytest.approx(np.mean(mrr), abs=1e-6)
-    assert scores["recall_at_10"] == pytest.approx(np.mean(recall), abs=1e-6)
+    score, target = torch.from_numpy(score_QN).flatten(), torch.from_numpy(target_QN).long().flatten()
+    query = torch.arange(12).repeat_interleave(15)
+    for name, metric, wanted in (
+        ("ndcg", RetrievalNormalizedDCG(top_k=10), target),
+        ("mrr", RetrievalMRR(top_k=10), target > 0),
+        ("recall", RetrievalRecall(top_k=10), target > 0),
+    ):
+        assert scores[f"{name}_at_10"] == pytest.approx(float(metric(score, wanted, indexes=query)), abs=1e-6)
     assert scores["ndcg_at_10"] == pytest.approx(ndcg_score(target_QN, score_QN, k=10), abs=1e-12)
 
 

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from embeddings.common import OptionError
 from embeddings.inference import Encoder, encode_corpus, precision, search_corpus
-from embeddings.inference import precision as int8_kernels
 from embeddings.inference.precision import Int8Products, QuantisedInput, has_int8_products, resolve_precision
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
 from tests.helpers.processes import run_command
 from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
+from tests.inference.models import write_corpus
 from tests.models.contextual_models import tiny_modernbert, tiny_nomic, tiny_xlm_roberta
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def rounded(layer: nn.Linear, input_NI: torch.Tensor) -> torch.Tensor:
 def test_products_are_those_of_rounded_numbers(reduce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not (reduce or has_int8_products()):
         pytest.skip("this processor sums pairs of products in 16 bits")
-    monkeypatch.setattr(int8_kernels, "has_int8_products", lambda: not reduce)
+    monkeypatch.setattr(precision, "has_int8_products", lambda: not reduce)
     model = Tiny()
     input_NI = torch.randn(50, 32) * torch.logspace(-3, 3, 50)[:, None]
     exact = model.layer(input_NI)
@@ -132,8 +132,8 @@ def test_no_backbone_changes_a_tensor_between_layers_that_share_it(
     backbone, ids = make().eval(), torch.randint(5, 100, (2, 9))
     with Int8Products(backbone).on():
         shared = backbone(ids).last_hidden_state
-    quantised = int8_kernels.QuantisedInput._quantised
-    monkeypatch.setattr(int8_kernels.QuantisedInput, "of", lambda self, _, input_I: quantised(self, input_I))
+    quantised = precision.QuantisedInput._quantised
+    monkeypatch.setattr(precision.QuantisedInput, "of", lambda self, _, input_I: quantised(self, input_I))
     with Int8Products(backbone).on():
         assert torch.equal(backbone(ids).last_hidden_state, shared)
 
@@ -186,13 +186,11 @@ def test_vectors_lie_near_and_search_goes_by_them(tmp_path) -> None:
     assert np.abs(exact - found).max() > 1e-5
     assert np.abs(encoder.encode(TEXTS[:1]) - found[:1]).max() < 0.02
     assert np.array_equal(Encoder(model, precision="float32").encode(TEXTS), exact)
-    lines = (json.dumps({"_id": str(row), "text": text}) for row, text in enumerate(TEXTS[:3]))
-    (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
-    encode_corpus(encoder, tmp_path / "corpus.jsonl", tmp_path / "vectors")
+    encode_corpus(encoder, write_corpus(tmp_path / "corpus.jsonl", TEXTS[:3]), tmp_path / "vectors")
     assert json.loads((tmp_path / "vectors" / "manifest.json").read_text())["precision"] == "int8"
     for searching in (encoder, Encoder(model, precision="float32")):
         (hits,) = search_corpus(searching, tmp_path / "vectors", [TEXTS[1]], 3)
-        assert hits[0].document_id == "1"
+        assert hits[0].document_id == "d1"
 
 
 OVERFLOW = """
