@@ -115,9 +115,8 @@ def search_signs(
 ) -> TopK:
     """The documents with the largest cosine of query and signs, out of those with the nearest signs.
 
-    The K x `rescore_multiplier` documents of least Hamming distance are scored by the numbers of the unit queries, (Q,
-    D)
-    float32: score = q . s / sqrt(D) with s in {-1, 1}. Of equal scores the lower row comes first.
+    The K x `rescore_multiplier` documents of least Hamming distance are scored by the numbers of the unit queries,
+    (Q, D) float32: score = q . s / sqrt(D) with s in {-1, 1}. Of equal scores the lower row comes first.
 
     Precision: distances are integers, computed on the CPU; scores are summed in float64.
     Raises:
@@ -153,7 +152,6 @@ def nearest_signs(
 
     Memory: the distances of 32 queries to 16,384 documents, and the result.
     """
-    require_top_k(top_k)
     query_QW, first_row = _words(query_QB), 0
     blocks = [slice(start, start + _QUERIES) for start in range(0, max(1, len(query_QB)), _QUERIES)]
     best = [np.empty((len(query_QW[block]), 0), np.int64) for block in blocks]

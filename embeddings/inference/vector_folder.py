@@ -37,6 +37,7 @@ from embeddings.inference.vectors import (
     VECTOR_FORMATS,
     VectorFormat,
     VectorShards,
+    float_rows,
     require_format,
     stored_rows,
     unit_rows,
@@ -156,7 +157,9 @@ class VectorFolder:
     def directions(self) -> Iterator[npt.NDArray[np.float32]]:
         """The unit vectors, at most 16,384 of a shard at a time; an `InputError` names one without direction."""
         for shard in range(self.num_shards):
-            for start, vector_nD in self.shards.pieces(shard, DOCUMENT_TILE):
+            stored = self.shards.stored(shard)
+            for start in range(0, len(stored), DOCUMENT_TILE):
+                vector_nD = float_rows(stored[start : start + DOCUMENT_TILE], self.vector_format)
                 check_vectors(vector_nD, str(self.shards.path(shard)), start)
                 yield unit_rows(vector_nD)
 

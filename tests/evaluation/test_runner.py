@@ -24,7 +24,7 @@ from tests.evaluation.data import (
     write_similarity,
     write_summarisation,
 )
-from tests.evaluation.test_metrics import by_hand
+from tests.evaluation.test_folders import by_hand
 from tests.inference.models import counted_encodings, given_prompts, tiny_embedder
 from tests.models.contextual_models import tiny_contextual
 

@@ -9,7 +9,6 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.common.io import file_sha256, write_manifest
 from embeddings.inference.context import (
-    check_same_context,
     choose_context,
     documents_sha256,
     draw_documents,
@@ -91,16 +90,6 @@ def test_a_damaged_context_is_one_line(damage, tmp_path):
         np.save(tmp_path / "context.npy", VECTORS + 1)
     with pytest.raises(InputError, match=r"context\.npy: is not the context of these vectors"):
         Context.read(tmp_path)
-
-
-def test_another_context_is_refused_with_the_difference(tmp_path):
-    found, same = context_of(DOCUMENTS, VECTORS, 7), context_of(DOCUMENTS, VECTORS + 1, 7)
-    check_same_context(tmp_path, found, same)
-    for asked in (context_of(DOCUMENTS, VECTORS, 8), context_of(DOCUMENTS[:3], VECTORS[:3], 7)):
-        with pytest.raises(InputError, match=rf"with 4 documents of seed 7 .* asked for is {len(asked)} documents"):
-            check_same_context(tmp_path, found, asked)
-    with pytest.raises(InputError, match="was encoded without a context, asked for is 4 documents of seed 7"):
-        check_same_context(tmp_path, None, found)
 
 
 @pytest.fixture(scope="module")

@@ -143,15 +143,6 @@ def test_context_and_soft_prompt_count_in_the_token_budget():
     assert len(shapes) > 3
 
 
-def test_a_saved_contextual_model_is_loaded_as_one(tmp_path):
-    tiny_contextual().save_pretrained(tmp_path / "model")
-    encoder = Encoder.from_pretrained(str(tmp_path / "model"), device="cpu", precision="float32")
-    assert encoder.num_context == 5
-    assert Encoder(tiny_embedder()).num_context == 0
-    first, second = encoder.encode(["fox"], context=["lazy dog"]), encoder.encode(["fox"])
-    assert np.abs(first - second).max() > 1e-4
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_checkpoint_in_half_precision_encodes_in_float32(dtype, tmp_path):
     embedder, texts = tiny_embedder(), some_texts(4)

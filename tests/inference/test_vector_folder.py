@@ -1,17 +1,33 @@
-"""A corpus is encoded shard by shard, resumes after a kill, and is searched where it lies."""
+"""A corpus is read strictly and encoded by one or several processes, with the same bytes after a kill."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from embeddings.common import InputError, OptionError
 from embeddings.inference import vector_folder
 from embeddings.inference.context import choose_context, draw_context
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.search import search_corpus
-from embeddings.inference.vector_folder import VectorFolder, encode_corpus
+from embeddings.inference.vector_folder import (
+    Document,
+    VectorFolder,
+    encode_corpus,
+    on_devices,
+    parse_devices,
+    read_corpus,
+)
 from embeddings.inference.vectors import VECTOR_FORMATS, stored_rows
 from tests.helpers.interrupts import interrupted_at
 from tests.inference.models import counted_encodings, on_encode, some_texts, tiny_embedder, write_corpus
@@ -234,16 +250,14 @@ def test_a_killed_contextual_run_ends_with_the_same_bytes(contextual, corpus, tm
 
 def test_another_context_is_refused_and_nothing_changes(contextual, corpus, tmp_path):
     context, other = (choose_context(contextual, corpus, 3, seed) for seed in (0, 1))
-    for name, own, asked in (("with", context, other), ("without", None, other)):
+    for name, own, asked in (("with", context, other), ("without", None, other), ("with", context, None)):
         encode_corpus(contextual, corpus, tmp_path / name, context=own)
         before = content(tmp_path / name)
-        with pytest.raises(InputError, match="asked for is 3 documents of seed 1"):
-            search_corpus(contextual, tmp_path / name, ["fox"], context=asked)
         with pytest.raises(InputError, match=r"field 'context(\.seed)?' is"):
             encode_corpus(contextual, corpus, tmp_path / name, context=asked)
         assert content(tmp_path / name) == before
-    with pytest.raises(InputError, match=r"field 'context(\.seed)?' is"):
-        encode_corpus(contextual, corpus, tmp_path / "with")
+    with pytest.raises(InputError, match="was encoded without a context, asked for is 3 documents of seed 1"):
+        search_corpus(contextual, tmp_path / "without", ["fox"], context=other)
 
 
 def test_a_draw_is_compared_with_the_folders_context_and_not_encoded(contextual, corpus, tmp_path, monkeypatch):
@@ -255,3 +269,217 @@ def test_a_draw_is_compared_with_the_folders_context_and_not_encoded(contextual,
     assert [hit.document_id for hit in hits] == [hit.document_id for hit in expected]
     with pytest.raises(InputError, match=r"with 3 documents of seed 2 .* asked for is 3 documents of seed 1"):
         search_corpus(contextual, tmp_path / "out", ["quick fox"], context=other)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("rows", "documents"),
+    [
+        ([{"_id": "a", "title": "Title", "text": "body"}], [("a", "Title body")]),
+        ([{"_id": "b", "title": "", "text": "body"}], [("b", "body")]),
+        ([{"_id": "c", "title": "Title", "text": ""}], [("c", "Title")]),
+        ([{"_id": "d", "text": "tëxt", "metadata": {"url": 1}}, {"_id": 7, "text": ""}], [("d", "tëxt"), ("7", "")]),
+        # Rows without ids are numbered from 0, and `id` serves where there is no `_id`.
+        ([{"text": "x"}, {"text": "y"}], [("0", "x"), ("1", "y")]),
+        ([{"id": "a", "text": "x"}, {"id": 7, "text": "y"}], [("a", "x"), ("7", "y")]),
+        ([{"_id": "a", "id": "x", "text": "x"}, {"_id": "b", "id": "x", "text": "y"}], [("a", "x"), ("b", "y")]),
+    ],
+)
+def test_a_row_has_an_id_and_title_and_text_joined_by_a_space(rows, documents, tmp_path):
+    assert list(read_corpus(write(tmp_path / "corpus.jsonl", rows))) == documents
+    table = pa.Table.from_pylist([{key: str(value) for key, value in row.items()} for row in rows])
+    pq.write_table(table, tmp_path / "corpus.parquet")
+    assert list(read_corpus(tmp_path / "corpus.parquet")) == documents
+
+
+def test_columns_may_have_other_names(tmp_path):
+    rows = [{"id": "a", "query": "x", "title": "T"}, {"id": "b", "query": "y", "text": "no"}]
+    path = write(tmp_path / "corpus.jsonl", rows)
+    found = list(read_corpus(path, {"text": "query", "_id": "id", "title": "heading"}))
+    assert found == [Document("a", "x"), Document("b", "y")]
+    both = write(tmp_path / "both.jsonl", [{"id": "the text", "key": "k"}])
+    assert list(read_corpus(both, {"text": "id"})) == [Document("0", "the text")]
+    with pytest.raises(InputError, match=r"corpus\.jsonl:1: field 'answer' is missing"):
+        list(read_corpus(path, {"text": "answer"}))
+    with pytest.raises(OptionError, match="columns must be the column of _id, title or text, got 'query'"):
+        list(read_corpus(path, {"query": "text"}))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"_id": "b"}, r"field 'text' is missing \(found: _id\)"),
+        ({"_id": "b", "text": None}, "field 'text' is null, expected text"),
+        ({"_id": "b", "text": "x", "title": 3}, "field 'title' is a number, expected text"),
+        ({"_id": "a", "text": "x"}, "the id 'a' occurs a second time"),
+        ({"id": "a", "text": "x"}, "the id 'a' occurs a second time"),
+        ({"_id": "", "text": "x"}, "field '_id' is empty"),
+        ({"_id": True, "text": "x"}, "field '_id' is true or false, expected text"),
+        ({"_id": 1.5, "text": "x"}, "field '_id' is a number, expected text"),
+        ({"_id": "b", "text": "\ud800"}, "field 'text' holds half of a character"),
+    ],
+)
+def test_a_bad_row_is_named(row, message, tmp_path):
+    path = write(tmp_path / "corpus.jsonl", [{"_id": "a", "text": "x"}, row])
+    with pytest.raises(InputError, match=rf"corpus\.jsonl:2: {message}; ") as caught:
+        list(read_corpus(path))
+    assert "\n" not in str(caught.value)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_gpus", "found"),
+    [
+        (1, 0, ("cpu",)),
+        (3, 0, ("cpu", "cpu", "cpu")),
+        ("cpu, cpu", 0, ("cpu", "cpu")),
+        (2, 4, ("cuda:0", "cuda:1")),
+        ("cuda:3,cuda:1", 4, ("cuda:3", "cuda:1")),
+        ("cuda", 1, ("cuda",)),
+        ("cpu", 4, ("cpu",)),
+        (0, 0, "devices must be >= 1, got 0; give a number"),
+        (0, 4, "devices must be from 1 to the 4 GPUs there are, got 0"),
+        (5, 4, "devices must be from 1 to the 4 GPUs there are, got 5"),
+        ("cuda:0", 0, r"devices must name devices of this machine \(cpu\), got 'cuda:0'"),
+        *((name, 0, "devices must name devices") for name in ("cuda", "", "cpu,", "tpu")),
+        ("cuda:4", 4, "devices must name devices"),
+        ("cpu,cuda:0", 4, "devices must all be of one kind"),
+    ],
+)
+def test_devices_are_counted_or_named_and_refused_where_they_are_not_there(devices, num_gpus, found, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    if isinstance(found, tuple):
+        assert parse_devices(devices) == found
+    else:
+        with pytest.raises(OptionError, match=found):
+            parse_devices(devices)
+
+
+def test_a_single_device_works_here_and_reads_no_further_than_asked():
+    encoder, read = Encoder(tiny_embedder()), []
+    results = on_devices(encoder, ("cpu",), lambda used, item: (used, read.append(item), item)[::2], iter(range(3)))
+    assert next(results) == (encoder, 0)
+    assert read == [0]
+    assert [item for _, item in results] == [1, 2]
+
+
+def test_a_model_that_lies_nowhere_cannot_be_shared_out():
+    with pytest.raises(OptionError, match="devices needs a model that was read from a directory"):
+        on_devices(Encoder(tiny_embedder()), ("cpu", "cpu"), print, [])
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_the_model_makes_room_for_others_and_is_back_afterwards(is_closed, model, monkeypatch):
+    encoder, moves, events = Encoder.from_pretrained(model, device="cpu"), [], []
+    monkeypatch.setattr(encoder.embedder, "to", moves.append)
+    home = encoder.embedder.device
+
+    def spread(makers, items):
+        for item in items:
+            events.append((item, list(moves)))
+            yield item
+
+    monkeypatch.setattr(vector_folder, "spread", spread)
+    results = on_devices(encoder, ("cpu", "cpu"), print, [1, 2])
+    assert moves == []
+    assert next(results) == 1
+    results.close() if is_closed else list(results)
+    assert events == [(1, ["cpu"]), (2, ["cpu"])][: 1 if is_closed else 2]
+    assert moves == ["cpu", home]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("devices") / "model"
+    tiny_embedder(prompts={"document": "a dog "}).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def encoded(model, corpus, output, **options):
+    encoder = Encoder.from_pretrained(model, device="cpu", precision="float32", dimensions=20)
+    context = choose_context(encoder, corpus) if encoder.num_context else None
+    encode_corpus(encoder, corpus, output, shard_size=4, context=context, **options)
+    return content(output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "vector_format"), [(tiny_embedder, "float32"), (tiny_embedder, "int8"), (tiny_contextual, "float32")]
+)
+def test_two_devices_and_a_tokeniser_write_the_bytes_of_one_process(make, vector_format, tmp_path, one_thread):
+    corpus, model = write_corpus(tmp_path / "corpus.jsonl", some_texts(40)), str(tmp_path / "model")
+    make().save_pretrained(model)
+    options = {"vector_format": vector_format}
+    whole = encoded(model, corpus, tmp_path / "whole", **options)
+    assert len([name for name in whole if name.startswith("vectors")]) == 10
+    found = encoded(model, corpus, tmp_path / "shared", devices=("cpu", "cpu"), tokenizer_workers=1, **options)
+    assert found == whole
+    for name in ("vectors-00002.npy", "vectors-00007.npy", "manifest.json"):
+        (tmp_path / "shared" / name).unlink()
+    manifest = json.loads(whole["manifest.json"]) | {"complete": False}
+    (tmp_path / "shared" / "manifest.json").write_text(json.dumps(manifest))
+    assert encoded(model, corpus, tmp_path / "shared", tokenizer_workers=2, **options) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "number", "code", "says"),
+    [
+        ("group", signal.SIGINT, 130, "interrupted; finished files and shards are kept"),
+        ("worker", signal.SIGKILL, 70, ", cpu was ended by a signal (SIGKILL); what is finished is kept"),
+    ],
+)
+def test_a_run_that_is_cut_short_goes_on(target, number, code, says, model, tmp_path, one_thread):
+    corpus, output = write_corpus(tmp_path / "corpus.jsonl", some_texts(800)), tmp_path / "out"
+    line = ["encode", "--model", model, "--input", str(corpus), "--output", str(output), "--precision", "float32"]
+    line += ["--dimensions", "20", "--shard_size", "4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "main.py", *line, "--devices", "2"],
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    while not list(output.glob("vectors-*.npy")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    if target == "group":
+        # As a terminal's Ctrl-C.
+        os.killpg(process.pid, number)
+    else:
+        os.kill(worker_of(process.pid), number)
+    errors = process.communicate()[1].decode().strip().splitlines()
+    assert not [line for line in errors if "Traceback" in line]
+    assert process.returncode == code
+    assert errors[-1].startswith("error: ")
+    assert says in errors[-1]
+    left = content(output)
+    assert 0 < len([name for name in left if name.startswith("vectors")]) < 200
+    assert not [name for name in left if name.startswith(".")] or target == "worker"
+    whole = encoded(model, corpus, tmp_path / "whole")
+    resumed = encoded(model, corpus, output)
+    assert {name: resumed[name] for name in whole} == whole
+
+
+def worker_of(process):
+    """One of the processes that a process started for a device."""
+    for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return int(child)
+    raise AssertionError("no worker")
