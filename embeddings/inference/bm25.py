@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+import Stemmer
 from scipy import sparse
 
 from embeddings.common.errors import OptionError
@@ -22,6 +22,7 @@ _STOP_WORDS = frozenset((
 # fmt: on
 _WORD = re.compile(r"\w+")
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_STEMMER = Stemmer.Stemmer("porter")
 _MAX_SCORES = 1 << 24
 
 
@@ -40,7 +41,7 @@ def word_tokens(text: str) -> list[str]:
         if len(parts) > 1:
             tokens.append(word.lower())
     kept = [token for token in tokens if token not in _STOP_WORDS]
-    stems: list[str] = _stemmer().stemWords(kept)
+    stems: list[str] = _STEMMER.stemWords(kept)
     return [stem if len(token) > 2 else token for token, stem in zip(kept, stems, strict=True)]
 
 
@@ -139,13 +140,6 @@ class BM25:
         counts = sparse.csr_array((ones, columns, ends), shape=shape)
         counts.sum_duplicates()
         return counts
-
-
-@cache
-def _stemmer() -> Any:
-    import Stemmer
-
-    return Stemmer.Stemmer("porter")
 
 
 def _parts(word: str) -> list[str]:

@@ -153,9 +153,6 @@ class Int8Products:
             (layer, linear_product(layer, owner, self._inputs)) for layer, owner in owners.items()
         ]
 
-    def __len__(self) -> int:
-        return len(self._products)
-
     @contextmanager
     def on(self) -> Iterator[None]:
         """Run the layers in int8 until left."""

@@ -139,7 +139,7 @@ def test_a_model_is_itself_again_afterwards():
     model = embedder()
     ids = torch.randint(5, 300, (2, 9))
     before, products = model.backbone(ids).last_hidden_state, Int8Products(model)
-    assert len(products) == 12
+    assert len(products._products) == 12
     state = {name: value.clone() for name, value in model.state_dict().items()}
     with products.on():
         assert not torch.equal(model.backbone(ids).last_hidden_state, before)
