@@ -33,7 +33,7 @@ def resolve_precision(precision: Precision, device: torch.device, weights: Colle
     if precision not in get_args(Precision):
         known = ", ".join(get_args(Precision))
         raise OptionError("precision", precision, f"must be one of {known}", "leave it out to let the hardware decide")
-    requested = None if precision == "auto" else getattr(torch, precision)
+    requested: torch.dtype | None = None if precision == "auto" else getattr(torch, precision)
     if requested == torch.int8 and device.type != "cpu":
         raise OptionError("precision", precision, f"runs on a CPU, not on {device.type}", "use bfloat16 there")
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
