@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.jobs import save_array
 from embeddings.inference import search
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.search import CorpusSearch, TopK, search_corpus, search_signs, search_top_k
 from embeddings.inference.vector_folder import encode_corpus
-from embeddings.inference.vectors import VectorShards, float_rows, sign_bits, stored_rows, unit_rows
+from embeddings.inference.vectors import float_rows, stored_rows
+from tests.data.cluster_folders import unit_vectors
 from tests.inference.models import counted_encodings, some_texts, tiny_embedder, write_corpus
+from tests.inference.test_vectors import formatted_shards
 
 
 def whole_numbers(rows, width=4, seed=0, largest=3):
@@ -43,17 +44,6 @@ def test_every_tile_and_k_gives_the_sorted_list_with_ties_by_row(tile, top_k, mo
     assert found.score_QK.tolist() == scores
 
 
-def some_vectors(rows, width=24, seed=0):
-    return unit_rows(np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32))
-
-
-def shards(folder, vectors, shard_size=7):
-    found = VectorShards(folder, len(vectors), vectors.shape[1], shard_size, "binary")
-    for shard in range(found.num_shards):
-        save_array(found.path(shard), sign_bits(vectors[shard * shard_size : (shard + 1) * shard_size]))
-    return found
-
-
 def search_by_hand(query, documents, top_k, multiplier):
     """Documents by differing signs, counted one by one, then by row; the nearest ones by their scores, then by row."""
     keys = [(sum((a > 0) != (b > 0) for a, b in zip(query, row, strict=True)), n) for n, row in enumerate(documents)]
@@ -71,9 +61,9 @@ def search_by_hand(query, documents, top_k, multiplier):
 def test_signs_scores_and_ties_equal_a_loop_by_hand(width, shard_size, tile, top_k, multiplier, tmp_path, monkeypatch):
     monkeypatch.setattr(search, "DOCUMENT_TILE", tile)
     monkeypatch.setattr(search, "_QUERIES", 4)
-    queries, documents = some_vectors(6, width, 1), some_vectors(40, width)
+    queries, documents = unit_vectors(6, width, 1), unit_vectors(40, width)
     documents[[30, 20]] = documents[10]
-    found = search_signs(queries, shards(tmp_path, documents, shard_size), top_k, multiplier)
+    found = search_signs(queries, formatted_shards(tmp_path, documents, "binary", shard_size), top_k, multiplier)
     assert (found.score_QK.dtype, found.index_QK.dtype) == (np.float32, np.int64)
     assert found.index_QK.shape == (6, min(top_k, 40))
     for query, scores, rows in zip(queries, found.score_QK.tolist(), found.index_QK.tolist(), strict=True):
@@ -83,24 +73,25 @@ def test_signs_scores_and_ties_equal_a_loop_by_hand(width, shard_size, tile, top
 
 
 def test_edges_one_row_no_query_no_document_and_a_query_of_zeros(tmp_path):
-    one = shards(tmp_path, some_vectors(1))
-    assert search_signs(some_vectors(2), one, 10).index_QK.tolist() == [[0], [0]]
-    assert search_signs(some_vectors(0), one, 10).score_QK.shape == (0, 1)
-    assert search_signs(some_vectors(3), shards(tmp_path, some_vectors(0)), 10).index_QK.shape == (3, 0)
-    documents = -np.abs(some_vectors(9))
-    zeros = search_signs(np.zeros((1, 24), np.float32), shards(tmp_path, documents), 3)
+    one = formatted_shards(tmp_path, unit_vectors(1), "binary")
+    assert search_signs(unit_vectors(2), one, 10).index_QK.tolist() == [[0], [0]]
+    assert search_signs(unit_vectors(0), one, 10).score_QK.shape == (0, 1)
+    none = formatted_shards(tmp_path, unit_vectors(0), "binary")
+    assert search_signs(unit_vectors(3), none, 10).index_QK.shape == (3, 0)
+    documents = formatted_shards(tmp_path, -np.abs(unit_vectors(9)), "binary", shard_size=7)
+    zeros = search_signs(np.zeros((1, 8), np.float32), documents, 3)
     assert (zeros.score_QK.tolist(), zeros.index_QK.tolist()) == ([[0, 0, 0]], [[0, 1, 2]])
 
 
 def test_numbers_that_are_not_positive_are_refused_and_a_damaged_shard_is_named(tmp_path):
-    documents = shards(tmp_path, some_vectors(9))
+    documents = formatted_shards(tmp_path, unit_vectors(9), "binary", shard_size=7)
     with pytest.raises(OptionError, match=r"top_k must be >= 1, got -1"):
-        search_signs(some_vectors(1), documents, -1)
+        search_signs(unit_vectors(1), documents, -1)
     with pytest.raises(OptionError, match="rescore_multiplier must be >= 1, got 0; leave it out for 4"):
-        search_signs(some_vectors(1), documents, 1, 0)
-    np.save(documents.path(1), np.zeros((2, 24), np.float32))
-    with pytest.raises(InputError, match=r"vectors-00001\.npy: holds float32 of shape \(2, 24\), expected uint8 of"):
-        search_signs(some_vectors(1), documents, 1)
+        search_signs(unit_vectors(1), documents, 1, 0)
+    np.save(documents.path(1), np.zeros((2, 8), np.float32))
+    with pytest.raises(InputError, match=r"vectors-00001\.npy: holds float32 of shape \(2, 8\), expected uint8 of"):
+        search_signs(unit_vectors(1), documents, 1)
 
 
 QUERIES = [some_texts(11)[3], "quick fox"]
