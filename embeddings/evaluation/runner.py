@@ -100,8 +100,7 @@ def evaluate_widths(
         folder: A folder (see `read_evaluation_folder`), or what was read from one.
         widths: How many leading dimensions of each vector are compared, one result each.
         name: What to call it; None for the folder's own name.
-        prompt_name: Prompt before queries (retrieval, reranking) or before every text (the other kinds), None for the
-            model's own.
+        prompt_name: Prompt before queries (retrieval, reranking) or every text (others); None for the model's own.
         context_size: Documents that a contextual model reads every text with, drawn from the folder's own corpus, never
             from its queries (see `corpus_texts`, `ContextualTaskEncoder`); None for no context.
         context_seed: Seed of that draw.

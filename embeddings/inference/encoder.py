@@ -157,8 +157,7 @@ class Encoder:
         origin: The model directory or Hub id that the model was read from, or None.
 
     Raises:
-        OptionError: If the precision is unknown, the token budget is not positive, or the vectors have fewer
-            dimensions.
+        OptionError: If the precision is unknown, the token budget not positive, or the vectors have fewer dimensions.
     """
 
     def __init__(
@@ -427,8 +426,7 @@ _ASKED = ("truncation", "padding")
 def embedder_sha256(encoder: Encoder) -> str:
     """A hash of all that decides a model's vectors: structure, configs, weights, text settings and tokenizer.
 
-    The dtype of the weights is left out, so a checkpoint in bfloat16 has one hash: store the vectors' precision beside
-    it.
+    The dtype of the weights is left out, so a checkpoint in bfloat16 has one hash: store the precision beside it.
     """
     embedder = encoder.embedder
     pooling = {"pooling": embedder.pooling.arguments(), "normalize": embedder.normalize}

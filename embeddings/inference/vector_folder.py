@@ -199,8 +199,7 @@ def encode_corpus(
     """Encode a corpus file into a folder, shard by shard.
 
     After a kill the same call resumes at the first incomplete shard with the mini-batches of the first call, and the
-    folder ends up with the same bytes; only other threads may round the later vectors differently. A finished folder is
-    left as it is.
+    folder ends up with the same bytes; only other threads may round later vectors differently. A finished folder stays.
 
     Args:
         encoder: The model.
@@ -221,8 +220,7 @@ def encode_corpus(
     Raises:
         InputError: If the corpus cannot be used, a text has a vector of zeros, or the folder holds something else, or
             was made with other options.
-        OptionError: If `shard_size` is not positive, the vectors' width does not suit the format, or the model takes no
-            such context.
+        OptionError: If `shard_size` is not positive, the format does not suit the width, or the context the model.
         WorkerError: If one of the processes died; what is finished is kept.
     """
     require_shard_size(shard_size)
@@ -345,8 +343,7 @@ _DEVICES_HINT = "give a number of devices, or names as cuda:0,cuda:1"
 def parse_devices(devices: int | str) -> tuple[str, ...]:
     """The names of devices: of so many GPUs, or CPU processes where there is no GPU, or of names separated by commas.
 
-    A name that occurs twice is for two processes. An `OptionError` says what is not on this machine, or not of one
-    kind.
+    A name that occurs twice is for two processes. An `OptionError` says what is not here, or not of one kind.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if isinstance(devices, int):

@@ -187,8 +187,7 @@ def _names(kind: str) -> dict[str, str | Published]:
 def _prepared_words(config: PretrainedConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The second stage with what is done to its words before the encoder done in the table of words.
 
-    In training, v1's encoder adds no token type to inputs that are vectors, which transformers' does: its table is zero
-    here.
+    In training, v1's encoder adds no token type to vectors, which transformers' does: its table is zero here.
     """
     if not isinstance(config, ModernBertConfig):
         words, types = "embeddings.word_embeddings.weight", "embeddings.token_type_embeddings.weight"
