@@ -18,8 +18,7 @@ from embeddings.common.jobs import ArrayTask, TaskOptions
 from embeddings.common.process import logger, tune_malloc
 from embeddings.common.text import choose_prompt, printable
 from embeddings.evaluation import evaluate_folders, format_results
-from embeddings.evaluation.instructions import Instructions
-from embeddings.evaluation.mteb_library import load_mteb
+from embeddings.evaluation.mteb_library import Instructions, load_mteb
 from embeddings.inference import (
     ContextDraw,
     CorpusSearch,
@@ -316,8 +315,7 @@ def _planned_tasks(
     table = None if instructions is None else Instructions.read(instructions)
     load_mteb()
     from embeddings.evaluation.air_bench import AirBenchTask, format_domains
-    from embeddings.evaluation.mteb_library import find_tasks
-    from embeddings.evaluation.task_runs import TaskSettings, format_table, run_tasks
+    from embeddings.evaluation.task_runs import TaskSettings, find_tasks, format_table, run_tasks
 
     chosen = TaskSettings(instructions=table, **settings)
     tasks = find_tasks(names)

@@ -34,18 +34,16 @@ from embeddings.figures.heat_maps import (
 from embeddings.inference import Encoder, choose_context, expert_loads, read_corpus, require_context_size
 from embeddings.inference import contextual_shift as measure_shift
 from embeddings.inference.context import draw_documents
-from embeddings.inference.corpus import Document
 from embeddings.inference.inspection import (
     ContextualShift,
     LatentWeights,
     TokenWeights,
-    default_pooling,
     latent_pooling,
     latent_weights,
-    own_pooling,
     shares_of,
     token_weights,
 )
+from embeddings.inference.vector_folder import Document
 from embeddings.models import AnchorTokenPooling, Embedder
 from embeddings.models.model_files import resolve_model, zeros_by_matrix
 from embeddings.models.moe.upcycling import load_metrics
@@ -139,8 +137,8 @@ def _check_tokens(texts: Sequence[str], pooled: Iterable[Iterable[TokenSpan]]) -
 
 def _anchor_pooling(embedder: Embedder, given: dict[str, object]) -> tuple[AnchorTokenPooling, str]:
     """The pooling whose weights are shown, and whose it is, as the end of a title that begins with the model's name."""
-    own = own_pooling(embedder)
-    settings = (own or default_pooling(embedder)).arguments()
+    own = embedder.pooling if isinstance(embedder.pooling, AnchorTokenPooling) else None
+    settings = (own or AnchorTokenPooling(embedder.hidden_size)).arguments()
     try:
         pooling = AnchorTokenPooling(embedder.hidden_size, **{**settings, **given})
     except ValueError as error:

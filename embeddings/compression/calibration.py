@@ -17,7 +17,7 @@ from embeddings.data.records import RECORD_FIELDS
 from embeddings.data.sources import HUB_PREFIX, resolve_files
 from embeddings.data.store import open_cached
 from embeddings.data.tokenize import TextTokenizer
-from embeddings.inference.corpus import read_corpus
+from embeddings.inference.vector_folder import read_corpus
 from embeddings.models.backbone import load_tokenizer
 from embeddings.models.directory import read_model_directory
 

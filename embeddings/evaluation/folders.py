@@ -26,7 +26,7 @@ from embeddings.data.records import (
     parse_record,
     parse_scored_pair,
 )
-from embeddings.inference.corpus import identifier_field, read_corpus, text_field
+from embeddings.inference.vector_folder import identifier_field, read_corpus, text_field
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

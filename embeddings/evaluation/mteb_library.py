@@ -1,36 +1,27 @@
-"""mteb, loaded on use and kept quiet, and the names that stand for its tasks."""
+"""mteb, loaded on use and kept quiet; prompts of its tasks: a model's own by mteb's rule, a table's, or a file's."""
 
-import copy
+import hashlib
+import json
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partialmethod
+from importlib import resources
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
-from embeddings.common.errors import OptionError, require
-
-if TYPE_CHECKING:
-    from mteb import AbsTask
+from embeddings.common.errors import InputError, OptionError, require
+from embeddings.common.text import TextSettings, in_context_prompt
 
 _TALKATIVE = ("mteb", "datasets", "huggingface_hub", "sentence_transformers")
-# mteb's benchmark of each group. Its English suite has only the English parts of multilingual tasks.
-_BENCHMARKS = {"mteb-english-56": "MTEB(eng, v1)", "mgh-26": "MTEB(eng, v1)", "beir": "BEIR"}
-_TASKS = {"miracl": "MIRACLRetrieval"}
-GROUPS = (*_BENCHMARKS, *_TASKS, "air-bench")
-# MGH (Negative Matters), appendix C.2, which follows Springer et al. 2024.
-MGH_26 = (
-    *("FiQA2018", "SCIDOCS", "SciFact", "NFCorpus"),
-    *("TwitterSemEval2015", "TwitterURLCorpus"),
-    *("ImdbClassification", "AmazonReviewsClassification"),
-    *("TweetSentimentExtractionClassification", "MTOPDomainClassification"),
-    *("TwentyNewsgroupsClustering", "BiorxivClusteringS2S", "MedrxivClusteringS2S"),
-    *("StackOverflowDupQuestions", "AskUbuntuDupQuestions", "SciDocsRR"),
-    *("BIOSSES", "STS12", "STS13", "STS14", "STS15", "STS16", "STS17", "STS22", "STSBenchmark", "SICK-R"),
-)
+# NV-Embed Table 13 and MGH Table 8; each file names its source.
+PUBLISHED = {"nv-embed": "instructions_nv_embed.json", "mgh": "instructions_mgh.json"}
+_LAYOUT = 'write {"instructions": {"SciFact": "…", "STS": "…"}}'
+_EXAMPLES_LAYOUT = 'write {"examples": {"SciFact": [{"query": "…", "document": "…"}]}} beside the instructions'
 
 
 def load_mteb() -> ModuleType:
@@ -71,66 +62,87 @@ def quiet(keep_bars: bool = False) -> Iterator[None]:
                 logger.setLevel(level)
 
 
-def find_tasks(names: str | Sequence[str]) -> list["AbsTask"]:
-    """The tasks that names (or a string of them with commas) stand for, each once, in order, not loaded yet.
+@dataclass(frozen=True)
+class Instructions:
+    """Instructions by a task's name or by a type of tasks (`STS`); the table's name ends in a hash of its content.
 
-    A name is a group (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), one of mteb's benchmarks or tasks, AIR-Bench or
-    sets of it (see `air_bench_tasks`), or a folder that is or holds evaluation data. An `OptionError` refuses what
-    stands for nothing, tasks of pictures or sounds, and a task twice with other data, languages or splits.
+    `examples` are solved ones by the same names, each a query and a document that answers it, that precede the task's
+    queries (bge-en-icl; MGH, Table 2, "w/ icl").
     """
-    # A comma inside brackets belongs to the name: MTEB(eng, v1).
-    load_mteb()
-    words = re.split(r",(?![^(]*\))", names) if isinstance(names, str) else names
-    found: dict[str, AbsTask] = {}
-    for name in (word.strip() for word in words):
-        for task in _tasks_of(name):
-            if set(task.metadata.modalities) != {"text"}:
-                what = "must be tasks of texts only"
-                raise OptionError("tasks", f"{name} with {task.metadata.name}", what, "name others")
-            same = found.setdefault(task.metadata.name, task)
-            if same.metadata.revision != task.metadata.revision:
-                raise OptionError("tasks", name, f"gives a second task {task.metadata.name}", "rename its folder")
-            if _extent(same) != _extent(task):
-                what = f"gives {task.metadata.name} in other languages or splits than the name before it"
-                raise OptionError("tasks", name, what, "run them one after the other")
-    if not found:
-        raise OptionError("tasks", names, "must name a task", f"a group is {', '.join(GROUPS)}")
-    return list(found.values())
+
+    name: str
+    texts: dict[str, str]
+    examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+
+    def of(self, task: str, kind: str) -> str | None:
+        """The instruction of a task, or of its type; a later version (`.v2`) has that of the first. None if none."""
+        name = self._known(task, kind)
+        return None if name is None else self.texts[name]
+
+    def prompt(self, task: str, kind: str, text: TextSettings) -> str | None:
+        """The prompt of a task for a model with these settings: its examples, then its instruction; or None."""
+        name = self._known(task, kind)
+        if name is None:
+            return None
+        prompt = text.instruction_prompt(self.texts[name])
+        return in_context_prompt(prompt, [(prompt, *pair) for pair in self.examples.get(name, [])])
+
+    def _known(self, task: str, kind: str) -> str | None:
+        names = (task, re.sub(r"\.v\d+$", "", task), kind)
+        return next((name for name in names if name in self.texts), None)
+
+    @classmethod
+    def read(cls, source: str) -> Self:
+        """A published table by its name, or a JSON file: `{"instructions": {"SciFact": "…", "STS": "…"}}`.
+
+        A file may hold `{"examples": {"SciFact": [{"query": "…", "document": "…"}]}}` as well. An unknown name is an
+        `OptionError`, and a file of another kind an `InputError`.
+        """
+        path = Path(source)
+        if source in PUBLISHED:
+            content = (resources.files(__package__) / "tables" / PUBLISHED[source]).read_text(encoding="utf-8")
+        elif path.is_file():
+            content = path.read_bytes().decode("utf-8", "replace")
+        else:
+            known = ", ".join(PUBLISHED)
+            raise OptionError("instructions", source, f"must be a table ({known}) or a JSON file", "name one of them")
+        try:
+            fields = json.loads(content)
+            texts, examples = fields["instructions"], fields.get("examples", {})
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise InputError(source, "holds no object `instructions`", _LAYOUT) from None
+        if not isinstance(texts, dict) or not texts or not all(_is_text(text) for text in texts.values()):
+            raise InputError(source, "an instruction is empty or no text", _LAYOUT)
+        solved = _pairs(source, examples, texts)
+        said = [texts, solved] if solved else texts
+        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        return cls(f"{path.stem}-{digest[:8]}", texts, solved)
 
 
-def _extent(task: "AbsTask") -> tuple[set[str], set[str]]:
-    """The subsets (languages) and splits of its data that a task is scored on."""
-    return set(task.hf_subsets), set(task.eval_splits)
+def _pairs(source: str, examples: Any, texts: dict[str, str]) -> dict[str, list[tuple[str, str]]]:
+    if not isinstance(examples, dict) or not all(isinstance(pairs, list) for pairs in examples.values()):
+        raise InputError(source, "its examples are no object of lists", _EXAMPLES_LAYOUT)
+    for name, pairs in examples.items():
+        if name not in texts:
+            raise InputError(source, f"has examples of {name!r} and no instruction", "write one, or take them out")
+        for pair in pairs:
+            if not isinstance(pair, dict) or not all(_is_text(pair.get(key)) for key in ("query", "document")):
+                raise InputError(source, f"an example of {name!r} lacks a query or a document", _EXAMPLES_LAYOUT)
+    return {name: [(pair["query"], pair["document"]) for pair in pairs] for name, pairs in examples.items()}
 
 
-def _tasks_of(name: str) -> list["AbsTask"]:
-    import mteb
-
-    from embeddings.evaluation.air_bench import PREFIX, air_bench_tasks
-    from embeddings.evaluation.mteb_tasks import folder_tasks
-
-    if name.startswith(PREFIX):
-        return [*air_bench_tasks(name)]
-    if name in _BENCHMARKS:
-        tasks = _benchmark(_BENCHMARKS[name])
-        return [task for task in tasks if name != "mgh-26" or task.metadata.name in MGH_26]
-    try:
-        with quiet():
-            return [mteb.get_task(_TASKS.get(name, name))]
-    except KeyError as error:
-        guess = re.search(r"Did you mean: '(.+)'", str(error))
-    if name and Path(name).is_dir():
-        return folder_tasks(name)
-    # Last, because mteb takes seconds to build all its benchmarks.
-    with suppress(KeyError):
-        return _benchmark(name)
-    fix = f"did you mean {guess[1]}?" if guess else f"a group is {', '.join(GROUPS)}"
-    raise OptionError("tasks", name, "must name a task, a group or a folder", fix)
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
-def _benchmark(name: str) -> list["AbsTask"]:
-    """The tasks of one of mteb's benchmarks, copied: mteb caches them, and a run changes a task."""
-    import mteb
+def task_prompt(prompts: Mapping[str, str], task: str, task_type: str, role: str | None) -> str:
+    """The most specific of a model's prompts for a text, by mteb's rule; empty where none fits.
 
-    with quiet():
-        return [copy.deepcopy(task) for task in mteb.get_benchmark(name).tasks]
+    That is the prompt named like the task, else like its type, else like the text's role. For a text of a role, a name
+    with the suffix `-query` or `-document` precedes the bare one. A text of a task without roles (role None: one of a
+    pair to compare, one to classify or to cluster) gets no role's prompt.
+    """
+    names = [task, task_type]
+    if role is not None:
+        names = [f"{task}-{role}", task, f"{task_type}-{role}", task_type, role]
+    return next((prompts[name] for name in names if name and name in prompts), "")

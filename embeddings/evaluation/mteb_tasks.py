@@ -40,23 +40,23 @@ from embeddings.evaluation.folders import (
     find_evaluation_folders,
     read_evaluation_folder,
 )
-from embeddings.evaluation.instructions import TASK_TYPES, task_prompt
+from embeddings.evaluation.mteb_library import task_prompt
 from embeddings.inference.context import ContextDraw, sample_context, sample_rows
-from embeddings.inference.corpus import Document
 from embeddings.inference.encoder import Context, Encoder
+from embeddings.inference.vector_folder import Document
 from embeddings.inference.vectors import unit_rows
 
 Vectors = npt.NDArray[np.float32]
 
-# Of each kind of folder the metrics that a table shows, mteb's main score first, and the class that computes them.
-KINDS: dict[str, tuple[tuple[str, ...], Any]] = {
-    "retrieval": (("ndcg_at_10",), AbsTaskRetrieval),
-    "reranking": (("map_at_1000", "mrr_at_10", "ndcg_at_10"), AbsTaskRetrieval),
-    "pair_classification": (("max_ap",), AbsTaskPairClassification),
-    "summarisation": (("cosine_spearman",), AbsTaskSummarization),
-    "sts": (("cosine_spearman",), AbsTaskSTS),
-    "classification": (("accuracy", "f1"), AbsTaskClassification),
-    "clustering": (("v_measure",), AbsTaskClustering),
+# Of each kind of folder mteb's name and class, and the metrics that a table shows, mteb's main score first.
+KINDS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+    "retrieval": ("Retrieval", AbsTaskRetrieval, ("ndcg_at_10",)),
+    "reranking": ("Reranking", AbsTaskRetrieval, ("map_at_1000", "mrr_at_10", "ndcg_at_10")),
+    "pair_classification": ("PairClassification", AbsTaskPairClassification, ("max_ap",)),
+    "summarisation": ("Summarization", AbsTaskSummarization, ("cosine_spearman",)),
+    "sts": ("STS", AbsTaskSTS, ("cosine_spearman",)),
+    "classification": ("Classification", AbsTaskClassification, ("accuracy", "f1")),
+    "clustering": ("Clustering", AbsTaskClustering, ("v_measure",)),
 }
 
 
@@ -93,8 +93,7 @@ def folder_tasks(root: str | PathLike[str]) -> list[AbsTask]:
 
 def folder_task(name: str, kind: str, source: Path | EvaluationFolder) -> AbsTask:
     """The task of a folder, or of what was read from one."""
-    metrics, base = KINDS[kind]
-    task_type: Any = TASK_TYPES[kind]
+    task_type, base, metrics = KINDS[kind]
     path, revision = (source.name, _files_sha256(source)) if isinstance(source, Path) else (name, "0")
     metadata = TaskMetadata(
         name=name,

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,15 +27,11 @@ from embeddings.evaluation.folders import (
     retrieval_metrics,
     spearman,
 )
-from embeddings.evaluation.instructions import TASK_TYPES, task_prompt
-from embeddings.evaluation.mteb_library import load_mteb
+from embeddings.evaluation.mteb_library import load_mteb, task_prompt
 from embeddings.inference.context import require_context_size, sample_context
-from embeddings.inference.encoder import check_widths
+from embeddings.inference.encoder import Context, Encoder, check_widths
 from embeddings.inference.search import search_top_k
 from embeddings.inference.vectors import unit_rows
-
-if TYPE_CHECKING:
-    from embeddings.inference.encoder import Context, Encoder
 
 CUTOFFS = (10, 100)
 _Vectors = npt.NDArray[np.float32]
@@ -77,22 +73,14 @@ class RetrievalRun(NamedTuple):
 
 
 def evaluate_folder(
-    encoder: "Encoder",
-    folder: str | PathLike[str] | EvaluationFolder,
-    *,
-    name: str | None = None,
-    prompt_name: str | None = None,
-    context_size: int | None = None,
-    context_seed: int = 0,
+    encoder: Encoder, folder: str | PathLike[str] | EvaluationFolder, **options: Any
 ) -> EvaluationResult:
-    """The scores of an encoder on one evaluation folder, at its full width (see `evaluate_widths`)."""
-    draw: dict[str, Any] = {"context_size": context_size, "context_seed": context_seed}
-    (result,) = evaluate_widths(encoder, folder, [encoder.embedding_dim], name=name, prompt_name=prompt_name, **draw)
-    return result
+    """The scores of an encoder on one evaluation folder at its full width; `options` are those of `evaluate_widths`."""
+    return evaluate_widths(encoder, folder, [encoder.embedding_dim], **options)[0]
 
 
 def evaluate_widths(
-    encoder: "Encoder",
+    encoder: Encoder,
     folder: str | PathLike[str] | EvaluationFolder,
     widths: Sequence[int],
     *,
@@ -112,8 +100,7 @@ def evaluate_widths(
         folder: A folder (see `read_evaluation_folder`), or what was read from one.
         widths: How many leading dimensions of each vector are compared, one result each.
         name: What to call it; None for the folder's own name.
-        prompt_name: Prompt before queries (retrieval, reranking) or before every text (the other kinds), None for the
-            model's own.
+        prompt_name: Prompt before queries (retrieval, reranking) or every text (others); None for the model's own.
         context_size: Documents that a contextual model reads every text with, drawn from the folder's own corpus, never
             from its queries (see `corpus_texts`, `ContextualTaskEncoder`); None for no context.
         context_seed: Seed of that draw.
@@ -161,7 +148,7 @@ def evaluate_widths(
 
 
 def evaluate_folders(
-    encoder: "Encoder",
+    encoder: Encoder,
     roots: Iterable[str | PathLike[str]],
     *,
     prompt_name: str | None = None,
@@ -203,7 +190,7 @@ def format_results(results: Sequence[EvaluationResult]) -> str:
 
 
 def score_retrieval(
-    encoder: "Encoder", folder: RetrievalFolder, prompt_name: str | None = None, context: "Context | None" = None
+    encoder: Encoder, folder: RetrievalFolder, prompt_name: str | None = None, context: Context | None = None
 ) -> RetrievalRun:
     """The scores of an encoder on a retrieval folder (see `evaluate_folder`)."""
     vectors = [unit_rows(vector_ND) for vector_ND in _encode(encoder, folder, prompt_name, context)]
@@ -211,10 +198,10 @@ def score_retrieval(
 
 
 def _encode(
-    encoder: "Encoder",
+    encoder: Encoder,
     folder: RetrievalFolder | SimilarityFolder,
     prompt_name: str | None,
-    context: "Context | None",
+    context: Context | None,
     name: str = "",
 ) -> list[_Vectors]:
     """The vectors that a folder is scored by, (N, D) float32 each: queries and documents, or first and second."""
@@ -226,7 +213,8 @@ def _encode(
             prompt = text.prompt(prompt_name, "query")
         else:
             # A folder's task is named with dots (see `folder_tasks`).
-            prompt = task_prompt(text.prompts, name.replace("/", "."), TASK_TYPES[folder.kind], role)
+            task_type = "Retrieval" if isinstance(folder, RetrievalFolder) else "STS"
+            prompt = task_prompt(text.prompts, name.replace("/", "."), task_type, role)
         return encoder.encode(texts, context=context, role=role or "document", prompt=prompt)
 
     if isinstance(folder, RetrievalFolder):

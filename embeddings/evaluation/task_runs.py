@@ -1,14 +1,15 @@
-"""Runs mteb's tasks one by one with a model of this project, and writes each result as soon as it is known."""
+"""Finds mteb's tasks by their names, runs them one by one, and writes each result as soon as it is known."""
 
 import copy
 import csv
 import io
 import json
 import math
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,16 +28,93 @@ from embeddings.common.io import atomic_path, file_lock, remove_abandoned, scrat
 from embeddings.common.jobs import progress_bar
 from embeddings.common.process import logger
 from embeddings.common.text import one_line
-from embeddings.evaluation.air_bench import AirBenchTask, pack_searches, search_set, searches_path
+from embeddings.evaluation.air_bench import (
+    PREFIX,
+    AirBenchTask,
+    air_bench_tasks,
+    pack_searches,
+    search_set,
+    searches_path,
+)
 from embeddings.evaluation.folders import EvaluationFolder
-from embeddings.evaluation.instructions import Instructions
-from embeddings.evaluation.mteb_library import quiet
-from embeddings.evaluation.mteb_tasks import KINDS, ContextualTaskEncoder, TaskEncoder, folder_task
+from embeddings.evaluation.mteb_library import Instructions, quiet
+from embeddings.evaluation.mteb_tasks import KINDS, ContextualTaskEncoder, TaskEncoder, folder_task, folder_tasks
 from embeddings.inference.context import require_context_size
 from embeddings.inference.encoder import Encoder, check_widths, embedder_sha256
 
 # mteb passes texts in batches of this size; the encoder plans its own mini-batches.
 _TEXTS_PER_BATCH = 1024
+# mteb's benchmark of each group. Its English suite has only the English parts of multilingual tasks.
+_BENCHMARKS = {"mteb-english-56": "MTEB(eng, v1)", "mgh-26": "MTEB(eng, v1)", "beir": "BEIR"}
+_TASKS = {"miracl": "MIRACLRetrieval"}
+GROUPS = (*_BENCHMARKS, *_TASKS, "air-bench")
+# MGH (Negative Matters), appendix C.2, which follows Springer et al. 2024.
+MGH_26 = (
+    *("FiQA2018", "SCIDOCS", "SciFact", "NFCorpus"),
+    *("TwitterSemEval2015", "TwitterURLCorpus"),
+    *("ImdbClassification", "AmazonReviewsClassification"),
+    *("TweetSentimentExtractionClassification", "MTOPDomainClassification"),
+    *("TwentyNewsgroupsClustering", "BiorxivClusteringS2S", "MedrxivClusteringS2S"),
+    *("StackOverflowDupQuestions", "AskUbuntuDupQuestions", "SciDocsRR"),
+    *("BIOSSES", "STS12", "STS13", "STS14", "STS15", "STS16", "STS17", "STS22", "STSBenchmark", "SICK-R"),
+)
+
+
+def find_tasks(names: str | Sequence[str]) -> list[AbsTask]:
+    """The tasks that names (or a string of them with commas) stand for, each once, in order, not loaded yet.
+
+    A name is a group (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), one of mteb's benchmarks or tasks, AIR-Bench or
+    sets of it (see `air_bench_tasks`), or a folder that is or holds evaluation data. An `OptionError` refuses what
+    stands for nothing, tasks of pictures or sounds, and a task twice with other data, languages or splits.
+    """
+    # A comma inside brackets belongs to the name: MTEB(eng, v1).
+    words = re.split(r",(?![^(]*\))", names) if isinstance(names, str) else names
+    found: dict[str, AbsTask] = {}
+    for name in (word.strip() for word in words):
+        for task in _tasks_of(name):
+            if set(task.metadata.modalities) != {"text"}:
+                what = "must be tasks of texts only"
+                raise OptionError("tasks", f"{name} with {task.metadata.name}", what, "name others")
+            same = found.setdefault(task.metadata.name, task)
+            if same.metadata.revision != task.metadata.revision:
+                raise OptionError("tasks", name, f"gives a second task {task.metadata.name}", "rename its folder")
+            if _extent(same) != _extent(task):
+                what = f"gives {task.metadata.name} in other languages or splits than the name before it"
+                raise OptionError("tasks", name, what, "run them one after the other")
+    if not found:
+        raise OptionError("tasks", names, "must name a task", f"a group is {', '.join(GROUPS)}")
+    return list(found.values())
+
+
+def _extent(task: AbsTask) -> tuple[set[str], set[str]]:
+    """The subsets (languages) and splits of its data that a task is scored on."""
+    return set(task.hf_subsets), set(task.eval_splits)
+
+
+def _tasks_of(name: str) -> list[AbsTask]:
+    if name.startswith(PREFIX):
+        return [*air_bench_tasks(name)]
+    if name in _BENCHMARKS:
+        tasks = _benchmark(_BENCHMARKS[name])
+        return [task for task in tasks if name != "mgh-26" or task.metadata.name in MGH_26]
+    try:
+        with quiet():
+            return [mteb.get_task(_TASKS.get(name, name))]
+    except KeyError as error:
+        guess = re.search(r"Did you mean: '(.+)'", str(error))
+    if name and Path(name).is_dir():
+        return folder_tasks(name)
+    # Last, because mteb takes seconds to build all its benchmarks.
+    with suppress(KeyError):
+        return _benchmark(name)
+    fix = f"did you mean {guess[1]}?" if guess else f"a group is {', '.join(GROUPS)}"
+    raise OptionError("tasks", name, "must name a task, a group or a folder", fix)
+
+
+def _benchmark(name: str) -> list[AbsTask]:
+    """The tasks of one of mteb's benchmarks, copied: mteb caches them, and a run changes a task."""
+    with quiet():
+        return [copy.deepcopy(task) for task in mteb.get_benchmark(name).tasks]
 
 
 @dataclass(frozen=True)
@@ -239,7 +317,7 @@ def score_folder(
 ) -> list[dict[str, float]]:
     """The metrics of one folder's data as a task at each width, the main one first; nothing is written."""
     # A task's name has dots in place of slashes.
-    task, (metrics, _) = folder_task(name.replace("/", "."), folder.kind, folder), KINDS[folder.kind]
+    task, (_, _, metrics) = folder_task(name.replace("/", "."), folder.kind, folder), KINDS[folder.kind]
     meta = ModelMeta.create_empty(overwrites={"name": f"local/{name}", "similarity_fn_name": ScoringFunction.COSINE})
     adapted, found = _adapted(encoder, meta, settings), []
     with TemporaryDirectory() as place, _loaded(task, encoder.show_progress):

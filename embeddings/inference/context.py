@@ -14,9 +14,8 @@ import numpy.typing as npt
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.random import numpy_generator
-from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Context, Encoder
-from embeddings.inference.vector_folder import VectorFolder
+from embeddings.inference.vector_folder import Document, VectorFolder, read_corpus
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,8 @@ class ContextDraw:
     def encoded(self, encoder: Encoder) -> Context:
         """The context, with the vectors that a model's first stage makes of the documents."""
         vector_MH = encoder.encode_context([document.text for document in self.documents])
-        return context_of(self.documents, vector_MH, self.seed)
+        ids = tuple(document.document_id for document in self.documents)
+        return Context(ids, documents_sha256(self.documents), self.seed, vector_MH)
 
 
 def check_same_context(folder: Path, found: Context | None, requested: Context | ContextDraw) -> None:
@@ -67,12 +67,6 @@ def documents_sha256(documents: Iterable[Document]) -> str:
     for document in documents:
         digest.update(json.dumps(list(document)).encode())
     return digest.hexdigest()
-
-
-def context_of(documents: Sequence[Document], vector_MH: npt.NDArray[np.float32], seed: int) -> Context:
-    """The context of documents in the order they were drawn in, with their first-stage vectors."""
-    ids = tuple(document.document_id for document in documents)
-    return Context(ids, documents_sha256(documents), seed, vector_MH)
 
 
 def draw_context(encoder: Encoder, source: str | PathLike[str], size: int | None = None, seed: int = 0) -> ContextDraw:

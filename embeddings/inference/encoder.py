@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +27,9 @@ from embeddings.common.types import TokenBatch, plan_mini_batches, take_texts
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.precision import Int8Products, Precision, resolve_precision
 from embeddings.inference.vectors import unit_rows
-
-if TYPE_CHECKING:
-    from embeddings.models.embedder import Embedder
-    from embeddings.models.model_card import PushedModel
-
+from embeddings.models.contextual import load_embedder
+from embeddings.models.embedder import Embedder
+from embeddings.models.model_card import PushedModel, push_embedder, push_to_hub
 
 Vectors = npt.NDArray[np.float32]
 # Chosen so that a core's share of a mini-batch stays small, and a GPU is filled; neither is a measured optimum.
@@ -159,13 +157,12 @@ class Encoder:
         origin: The model directory or Hub id that the model was read from, or None.
 
     Raises:
-        OptionError: If the precision is unknown, the token budget is not positive, or the vectors have fewer
-            dimensions.
+        OptionError: If the precision is unknown, the token budget not positive, or the vectors have fewer dimensions.
     """
 
     def __init__(
         self,
-        embedder: "Embedder",
+        embedder: Embedder,
         *,
         device: str | torch.device | None = None,
         precision: Precision = "auto",
@@ -201,20 +198,13 @@ class Encoder:
 
     @classmethod
     def from_pretrained(
-        cls,
-        model: str,
-        *,
-        device: str | torch.device | None = None,
-        precision: Precision = "auto",
-        **options: Any,
+        cls, model: str, *, device: str | torch.device | None = None, precision: Precision = "auto", **options: Any
     ) -> Self:
         """The encoder of a model directory or Hub id, on `device`, None for the first GPU where there is one.
 
         `options` are the constructor's. An `InputError` says that the model cannot be had or is damaged, and an
         `OptionError` that an option is impossible.
         """
-        from embeddings.models.contextual import load_embedder
-
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         place = torch.device(device)
@@ -228,13 +218,11 @@ class Encoder:
         encoder.origin = model
         return encoder
 
-    def push_to_hub(self, name: str, **options: Any) -> "PushedModel":
+    def push_to_hub(self, name: str, **options: Any) -> PushedModel:
         """Upload the model to the Hub repository `OWNER/NAME`, by `embeddings.models.push_to_hub`.
 
         That is the directory that it was read from, or else itself with a card.
         """
-        from embeddings.models.model_card import push_embedder, push_to_hub
-
         if self.origin is not None and Path(self.origin).expanduser().is_dir():
             return push_to_hub(self.origin, name, **options)
         return push_embedder(self.embedder, name, **options)
@@ -402,7 +390,7 @@ class Encoder:
             yield
 
 
-def check_widths(model: "Encoder | Embedder", widths: Sequence[int]) -> None:
+def check_widths(model: Encoder | Embedder, widths: Sequence[int]) -> None:
     """Check that a model's vectors can be cut to these widths; an `OptionError` for no width or an impossible one."""
     if not widths or not all(1 <= width <= model.embedding_dim for width in widths):
         rule = f"must be from 1 to the {model.embedding_dim} that the model's vectors have"
@@ -438,8 +426,7 @@ _ASKED = ("truncation", "padding")
 def embedder_sha256(encoder: Encoder) -> str:
     """A hash of all that decides a model's vectors: structure, configs, weights, text settings and tokenizer.
 
-    The dtype of the weights is left out, so a checkpoint in bfloat16 has one hash: store the vectors' precision beside
-    it.
+    The dtype of the weights is left out, so a checkpoint in bfloat16 has one hash: store the precision beside it.
     """
     embedder = encoder.embedder
     pooling = {"pooling": embedder.pooling.arguments(), "normalize": embedder.normalize}

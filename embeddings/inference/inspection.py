@@ -4,7 +4,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,14 @@ from embeddings.common.types import plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer, TokenSpan
 from embeddings.inference.encoder import Context, Encoder, evaluating
 from embeddings.inference.vectors import unit_rows
-
-if TYPE_CHECKING:
-    from embeddings.models.anchor_token import AnchorTokenPooling
-    from embeddings.models.attention_capture import AttentionCapture
-    from embeddings.models.embedder import Embedder
-    from embeddings.models.latent_attention import LatentAttentionPooling
+from embeddings.models.anchor_token import AnchorTokenPooling
+from embeddings.models.attention_capture import AttentionCapture
+from embeddings.models.contextual import ContextualEmbedder
+from embeddings.models.embedder import Embedder, capture_of
+from embeddings.models.latent_attention import LatentAttentionPooling
+from embeddings.models.lora import plain_backbone
+from embeddings.models.moe.upcycling import COUNTS, has_experts, moe_layers, read_routing
+from embeddings.models.poolings import pooling_name
 
 
 class SpannedText(NamedTuple):
@@ -43,7 +45,7 @@ class SpannedBatch(NamedTuple):
 
 
 def spanned_batches(
-    embedder: "Embedder", texts: Sequence[str], prompt_name: str | None, role: TextRole, mini_batch_tokens: int
+    embedder: Embedder, texts: Sequence[str], prompt_name: str | None, role: TextRole, mini_batch_tokens: int
 ) -> Iterator[SpannedBatch]:
     """Texts with one of the model's prompts, padded mini-batch by mini-batch, each text once; see `token_weights`."""
     prompt = embedder.text.prompt(prompt_name, role)
@@ -74,9 +76,9 @@ class TokenWeights:
 
 
 def token_weights(
-    embedder: "Embedder",
+    embedder: Embedder,
     texts: Sequence[str],
-    pooling: "AnchorTokenPooling | None" = None,
+    pooling: AnchorTokenPooling | None = None,
     *,
     prompt_name: str | None = None,
     role: TextRole = "document",
@@ -98,7 +100,8 @@ def token_weights(
         OptionError: If the backbone has no such layer or prompt, or its attention cannot be read or is causal.
     Source: MGH, §2.2, Eq. 2 to 4.
     """
-    pooling = pooling or own_pooling(embedder) or default_pooling(embedder)
+    own = embedder.pooling if isinstance(embedder.pooling, AnchorTokenPooling) else None
+    pooling = pooling or own or AnchorTokenPooling(embedder.hidden_size)
     found: dict[int, TokenWeights] = {}
     with _tapped(embedder, pooling) as tap, evaluating(embedder), torch.inference_mode():
         for batch in spanned_batches(embedder, texts, prompt_name, role, mini_batch_tokens):
@@ -111,25 +114,9 @@ def token_weights(
     return [found[row] for row in range(len(texts))]
 
 
-def own_pooling(embedder: "Embedder") -> "AnchorTokenPooling | None":
-    from embeddings.models.anchor_token import AnchorTokenPooling
-
-    return embedder.pooling if isinstance(embedder.pooling, AnchorTokenPooling) else None
-
-
-def default_pooling(embedder: "Embedder") -> "AnchorTokenPooling":
-    """Anchor-token-aware pooling with its defaults, as wide as the model."""
-    from embeddings.models.anchor_token import AnchorTokenPooling
-
-    return AnchorTokenPooling(embedder.hidden_size)
-
-
 @contextmanager
-def _tapped(embedder: "Embedder", pooling: "AnchorTokenPooling") -> Iterator["AttentionCapture"]:
+def _tapped(embedder: Embedder, pooling: AnchorTokenPooling) -> Iterator[AttentionCapture]:
     """A capture of the attention of the pooling's layers, in place of the model's own."""
-    from embeddings.models.contextual import ContextualEmbedder
-    from embeddings.models.embedder import capture_of
-
     if isinstance(embedder, ContextualEmbedder):
         what = "is contextual, and anchor weights are of a model that reads each text alone"
         raise InputError("the model", what, "use a model without a context")
@@ -159,9 +146,9 @@ class AnchorShares(NamedTuple):
 
 
 def anchor_shares(
-    embedder: "Embedder",
+    embedder: Embedder,
     texts: Sequence[str],
-    pooling: "AnchorTokenPooling | None" = None,
+    pooling: AnchorTokenPooling | None = None,
     *,
     prompt_name: str | None = None,
     role: TextRole = "document",
@@ -239,7 +226,7 @@ class LatentWeights:
 
 
 def latent_weights(
-    embedder: "Embedder",
+    embedder: Embedder,
     texts: Sequence[str],
     *,
     head: int | None = None,
@@ -275,11 +262,8 @@ def latent_weights(
     return [found[row] for row in range(len(texts))]
 
 
-def latent_pooling(embedder: "Embedder") -> "LatentAttentionPooling":
+def latent_pooling(embedder: Embedder) -> LatentAttentionPooling:
     """The model's pooling by latents; an `InputError` where it has another one."""
-    from embeddings.models.latent_attention import LatentAttentionPooling
-    from embeddings.models.poolings import pooling_name
-
     if not isinstance(embedder.pooling, LatentAttentionPooling):
         name = pooling_name(embedder.pooling).replace("_", "-")
         raise InputError("the model", f"has {name} pooling, and no latents", "give one with latent-attention pooling")
@@ -321,9 +305,6 @@ def expert_loads(
         InputError: If the model has no experts, or is contextual.
         OptionError: If the model has no such prompt.
     """
-    from embeddings.models.lora import plain_backbone
-    from embeddings.models.moe.upcycling import COUNTS, has_experts, moe_layers, read_routing
-
     backbone = encoder.embedder.backbone
     if encoder.num_context:
         raise InputError("the model", "is contextual, and reads more than each text's tokens", "give one that is not")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,6 @@ from embeddings.common.errors import OptionError
 
 Precision = Literal["auto", "float32", "bfloat16", "int8"]
 
-_DTYPES: dict[str, torch.dtype | None] = {
-    "auto": None,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "int8": torch.int8,
-}
 _CPU_INFO = Path("/proc/cpuinfo")
 # x86 lists its matrix units under "flags", Arm under "Features".
 _NATIVE_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -36,10 +30,10 @@ def resolve_precision(precision: Precision, device: torch.device, weights: Colle
     times slower. Weights that are all of one lower format decide themselves. float16 is not offered: a CPU emulates it,
     a hundred times slower, and some models overflow in it. `auto` never chooses int8, which changes vectors and scores.
     """
-    if precision not in _DTYPES:
-        known = ", ".join(_DTYPES)
+    if precision not in get_args(Precision):
+        known = ", ".join(get_args(Precision))
         raise OptionError("precision", precision, f"must be one of {known}", "leave it out to let the hardware decide")
-    requested = _DTYPES[precision]
+    requested: torch.dtype | None = None if precision == "auto" else getattr(torch, precision)
     if requested == torch.int8 and device.type != "cpu":
         raise OptionError("precision", precision, f"runs on a CPU, not on {device.type}", "use bfloat16 there")
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -158,9 +152,6 @@ class Int8Products:
         self._products: list[tuple[Any, Product]] = [
             (layer, linear_product(layer, owner, self._inputs)) for layer, owner in owners.items()
         ]
-
-    def __len__(self) -> int:
-        return len(self._products)
 
     @contextmanager
     def on(self) -> Iterator[None]:

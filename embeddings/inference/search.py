@@ -12,9 +12,8 @@ from torch import Tensor
 from embeddings.common.errors import OptionError
 from embeddings.common.io import check_manifest
 from embeddings.inference.context import ContextDraw, check_same_context
-from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Context, Encoder, embedder_sha256
-from embeddings.inference.vector_folder import VectorFolder
+from embeddings.inference.vector_folder import Document, VectorFolder, read_corpus
 from embeddings.inference.vectors import DOCUMENT_TILE, VectorShards, sign_bits, unit_rows
 
 QUERY_TILE = 1024
@@ -112,16 +111,12 @@ class NearestSigns(NamedTuple):
 
 
 def search_signs(
-    query_QD: npt.NDArray[np.float32],
-    documents: VectorShards,
-    top_k: int,
-    rescore_multiplier: int = RESCORE_MULTIPLIER,
+    query_QD: npt.NDArray[np.float32], documents: VectorShards, top_k: int, rescore_multiplier: int = RESCORE_MULTIPLIER
 ) -> TopK:
     """The documents with the largest cosine of query and signs, out of those with the nearest signs.
 
-    The K x `rescore_multiplier` documents of least Hamming distance are scored by the numbers of the unit queries, (Q,
-    D)
-    float32: score = q . s / sqrt(D) with s in {-1, 1}. Of equal scores the lower row comes first.
+    The K x `rescore_multiplier` documents of least Hamming distance are scored by the numbers of the unit queries,
+    (Q, D) float32: score = q . s / sqrt(D) with s in {-1, 1}. Of equal scores the lower row comes first.
 
     Precision: distances are integers, computed on the CPU; scores are summed in float64.
     Raises:
@@ -157,7 +152,6 @@ def nearest_signs(
 
     Memory: the distances of 32 queries to 16,384 documents, and the result.
     """
-    require_top_k(top_k)
     query_QW, first_row = _words(query_QB), 0
     blocks = [slice(start, start + _QUERIES) for start in range(0, max(1, len(query_QB)), _QUERIES)]
     best = [np.empty((len(query_QW[block]), 0), np.int64) for block in blocks]

@@ -1,4 +1,4 @@
-"""An encoded corpus on disk: vectors and documents in shards, written by a resumable job on one or several devices."""
+"""A corpus: its file, read row by row, and its encoding in shards, by a resumable job on one or several devices."""
 
 import json
 import os
@@ -21,8 +21,9 @@ from embeddings.common.errors import InputError, OptionError, shown
 from embeddings.common.io import atomic_path, check_manifest, check_vectors, file_sha256, write_text
 from embeddings.common.jobs import ShardedJob, progress_bar, require_shard_size, save_array, spread
 from embeddings.common.process import tune_malloc
-from embeddings.common.text import PromptChoice, TextRole
-from embeddings.inference.corpus import Document, read_corpus
+from embeddings.common.text import PromptChoice, TextRole, shorten
+from embeddings.data.readers import open_reader
+from embeddings.data.records import kind_of
 from embeddings.inference.encoder import (
     CONTEXT_FILE,
     Context,
@@ -36,13 +37,75 @@ from embeddings.inference.vectors import (
     VECTOR_FORMATS,
     VectorFormat,
     VectorShards,
+    float_rows,
     require_format,
     stored_rows,
     unit_rows,
 )
 
 SHARD_SIZE = 8192
+_COLUMNS = ("_id", "title", "text")
 _FIX = "delete the folder and encode again"
+
+
+class Document(NamedTuple):
+    """One document: its id, unique in the corpus, and what is encoded, title and text with a space between."""
+
+    document_id: str
+    text: str
+
+
+def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = None) -> Iterator[Document]:
+    """The documents of a JSONL file, gzipped or not, or of a Parquet file.
+
+    A row is `_id`, `title`, `text` as in BEIR, or anything with a `text`. `id` serves where there is no `_id`; without
+    either the id is the number of the document from 0. `columns` gives the column of a field that has another name.
+
+    Raises:
+        InputError: If the file or a row cannot be used, or an id occurs twice; the message names file and row.
+        OptionError: If a column is named for another field.
+    """
+    for name in columns or ():
+        if name not in _COLUMNS:
+            raise OptionError("columns", name, "must be the column of _id, title or text", "write {text: COLUMN}")
+    id_column, title_column, text_column = ((columns or {}).get(name, name) for name in _COLUMNS)
+    seen: set[str] = set()
+    id_columns = (id_column,) if id_column != "_id" or "id" in (title_column, text_column) else ("_id", "id")
+    reader = open_reader(Path(path), (*id_columns, title_column, text_column), (text_column,))
+    for number, (where, fields) in enumerate(reader):
+        named = next((name for name in id_columns if name in fields), id_column)
+        document_id = identifier_field(where, {named: number, **fields}, named)
+        title = text_field(where, {title_column: "", **fields}, title_column)
+        text = text_field(where, fields, text_column)
+        if document_id in seen:
+            raise InputError(where, f"the id {shown(document_id)} occurs a second time", "give each document its own")
+        seen.add(document_id)
+        yield Document(document_id, " ".join(part for part in (title, text) if part))
+
+
+def text_field(where: str, fields: Mapping[str, Any], name: str) -> str:
+    """The text in a field of a row; it may be empty. An `InputError` where it is missing, no text, or no UTF-8."""
+    if name not in fields:
+        found = shorten(", ".join(map(str, fields)), 80) or "none"
+        raise InputError(where, f"field {name!r} is missing (found: {found})", "add it")
+    value = fields[name]
+    if not isinstance(value, str):
+        raise InputError(where, f"field {name!r} is {kind_of(value)}, expected text", "write it between quotes")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InputError(where, f"field {name!r} holds half of a character", "write the file again as UTF-8") from None
+    return value
+
+
+def identifier_field(where: str, fields: Mapping[str, Any], name: str) -> str:
+    """The id in a field of a row, an integer as text; an `InputError` where it is missing, empty, or neither."""
+    if isinstance(fields.get(name), int) and not isinstance(fields[name], bool):
+        return str(fields[name])
+    value = text_field(where, fields, name)
+    if not value.strip():
+        raise InputError(where, f"field {name!r} is empty", "give the row an id")
+    return value
 
 
 @dataclass(frozen=True)
@@ -94,7 +157,9 @@ class VectorFolder:
     def directions(self) -> Iterator[npt.NDArray[np.float32]]:
         """The unit vectors, at most 16,384 of a shard at a time; an `InputError` names one without direction."""
         for shard in range(self.num_shards):
-            for start, vector_nD in self.shards.pieces(shard, DOCUMENT_TILE):
+            stored = self.shards.stored(shard)
+            for start in range(0, len(stored), DOCUMENT_TILE):
+                vector_nD = float_rows(stored[start : start + DOCUMENT_TILE], self.vector_format)
                 check_vectors(vector_nD, str(self.shards.path(shard)), start)
                 yield unit_rows(vector_nD)
 
@@ -134,8 +199,7 @@ def encode_corpus(
     """Encode a corpus file into a folder, shard by shard.
 
     After a kill the same call resumes at the first incomplete shard with the mini-batches of the first call, and the
-    folder ends up with the same bytes; only other threads may round the later vectors differently. A finished folder is
-    left as it is.
+    folder ends up with the same bytes; only other threads may round later vectors differently. A finished folder stays.
 
     Args:
         encoder: The model.
@@ -156,8 +220,7 @@ def encode_corpus(
     Raises:
         InputError: If the corpus cannot be used, a text has a vector of zeros, or the folder holds something else, or
             was made with other options.
-        OptionError: If `shard_size` is not positive, the vectors' width does not suit the format, or the model takes no
-            such context.
+        OptionError: If `shard_size` is not positive, the format does not suit the width, or the context the model.
         WorkerError: If one of the processes died; what is finished is kept.
     """
     require_shard_size(shard_size)
@@ -188,7 +251,20 @@ def encode_corpus(
     if context is not None:
         context = context.write(folder)
     make = _ShardMaker(shards, os.fspath(corpus), prompt_name, role, context, job.fields["mini_batch_tokens"])
-    _make_missing(encoder, make, job.missing(), columns, devices, tokenizer_workers)
+    missing = job.missing()
+    items = make.items(missing, columns)
+    # The first shard cannot be tokenised while another is computed.
+    names = [f"tokeniser {number}" for number in range(min(tokenizer_workers, len(missing) - 1))]
+    with ExitStack() as stack:
+        if names:
+            tokenise = partial(_tokeniser, encoder.preparation(prompt_name, role))
+            items = stack.enter_context(closing(spread(dict.fromkeys(names, tokenise), items)))
+        # On at most as many devices as there are shards.
+        made = stack.enter_context(closing(on_devices(encoder, devices[: len(missing)], make, items)))
+        done = num_documents - sum(len(shards.rows(shard)) for shard in missing)
+        with progress_bar(num_documents, "encode", "document", initial=done, disable=not encoder.show_progress) as bar:
+            for count in made:
+                bar.update(count)
     job.finish(lambda: {} if context is None else {"context_vectors_sha256": file_sha256(folder / CONTEXT_FILE)})
     return VectorFolder.open(folder)
 
@@ -212,6 +288,14 @@ class _ShardMaker:
     context: Context | None
     mini_batch_tokens: int
 
+    def items(self, missing: Sequence[int], columns: Mapping[str, str] | None) -> Generator[_ShardTexts, None, None]:
+        """The documents of each missing shard, from one pass over the corpus."""
+        documents, wanted = read_corpus(self.corpus, columns), set(missing)
+        for shard in range(self.shards.num_shards):
+            own = list(islice(documents, self.shards.shard_size))
+            if shard in wanted:
+                yield _ShardTexts(shard, own)
+
     def __call__(self, encoder: Encoder, item: _ShardTexts) -> int:
         texts = item.tokens or [document.text for document in item.documents]
         encoder = encoder.with_mini_batch_tokens(self.mini_batch_tokens)
@@ -220,42 +304,6 @@ class _ShardMaker:
         stored = stored_rows(vectors, self.shards.vector_format, self.corpus, first_row)
         _write_shard(self.shards, item.shard, item.documents, stored)
         return len(item.documents)
-
-
-def _make_missing(
-    encoder: Encoder,
-    make: _ShardMaker,
-    missing: Sequence[int],
-    columns: Mapping[str, str] | None,
-    devices: Sequence[str],
-    tokenizer_workers: int,
-) -> None:
-    """Make the missing shards, on at most as many devices as there are shards."""
-    devices = devices[: len(missing)]
-    preparation = encoder.preparation(make.prompt_name, make.role)
-    # The first shard cannot be tokenised while another is computed.
-    names = [f"tokeniser {number}" for number in range(min(tokenizer_workers, len(missing) - 1))]
-    with ExitStack() as stack:
-        items = _texts_of(make, missing, columns)
-        if names:
-            makers = dict.fromkeys(names, partial(_tokeniser, preparation))
-            items = stack.enter_context(closing(spread(makers, items)))
-        made = stack.enter_context(closing(on_devices(encoder, devices, make, items)))
-        total = make.shards.num_rows
-        done = total - sum(len(make.shards.rows(shard)) for shard in missing)
-        with progress_bar(total, "encode", "document", initial=done, disable=not encoder.show_progress) as bar:
-            for count in made:
-                bar.update(count)
-
-
-def _texts_of(
-    make: _ShardMaker, shards: Sequence[int], columns: Mapping[str, str] | None
-) -> Generator[_ShardTexts, None, None]:
-    documents, wanted = read_corpus(make.corpus, columns), set(shards)
-    for shard in range(make.shards.num_shards):
-        own = list(islice(documents, make.shards.shard_size))
-        if shard in wanted:
-            yield _ShardTexts(shard, own)
 
 
 def _tokeniser(preparation: TextPreparation) -> Callable[[_ShardTexts], _ShardTexts]:
@@ -295,8 +343,7 @@ _DEVICES_HINT = "give a number of devices, or names as cuda:0,cuda:1"
 def parse_devices(devices: int | str) -> tuple[str, ...]:
     """The names of devices: of so many GPUs, or CPU processes where there is no GPU, or of names separated by commas.
 
-    A name that occurs twice is for two processes. An `OptionError` says what is not on this machine, or not of one
-    kind.
+    A name that occurs twice is for two processes. An `OptionError` says what is not here, or not of one kind.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if isinstance(devices, int):

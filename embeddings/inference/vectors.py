@@ -143,12 +143,6 @@ class VectorShards:
         """The vectors of a shard, (n, D) float32: memory-mapped where they are stored so, else a copy."""
         return float_rows(self.stored(shard), self.vector_format)
 
-    def pieces(self, shard: int, size: int) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-        """The vectors of a shard, at most `size` at a time, (n, D) float32, each with the row of its first."""
-        stored = self.stored(shard)
-        for start in range(0, len(stored), size):
-            yield start, float_rows(stored[start : start + size], self.vector_format)
-
     def take(self, row_N: npt.NDArray[np.int64], unit: bool = True) -> npt.NDArray[np.float32]:
         """Some vectors in the order of their rows, (n, D) float32; each shard that holds some is read once.
 

@@ -17,7 +17,7 @@ from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array
 from embeddings.data.near_duplicates import NearDuplicates, Shingle, mark_copies
 from embeddings.data.store import CachedSource
 from embeddings.data.table import StoredRow, Table
-from embeddings.inference.bm25 import BM25, WordTokenizer
+from embeddings.inference.bm25 import BM25, word_tokens
 
 COPY, NEAR_COPY = 1, 2
 # A record that no rule removes; rules number their reasons from 1.
@@ -227,9 +227,8 @@ class Decontaminator:
     @cached_property
     def _indexes(self) -> list[BM25 | None]:
         """The words of the queries that have enough of them, and of the documents."""
-        tokenize = WordTokenizer()
-        sides = [[text for text in texts if len(set(tokenize(text))) >= MIN_TOKENS] for texts in self.evaluation]
-        return [BM25(texts, tokenize) if texts else None for texts in sides]
+        sides = [[text for text in texts if len(set(word_tokens(text))) >= MIN_TOKENS] for texts in self.evaluation]
+        return [BM25(texts) if texts else None for texts in sides]
 
 
 def find_contaminated(

@@ -18,7 +18,7 @@ from embeddings.common.process import logger
 from embeddings.data.readers import open_reader
 from embeddings.data.store import CachedSource
 from embeddings.data.table import StoredRow, Table, write_table
-from embeddings.inference.corpus import text_field
+from embeddings.inference.vector_folder import text_field
 
 BLOCK = 1 << 16
 # Rows whose texts are read at once.

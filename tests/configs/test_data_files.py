@@ -15,7 +15,7 @@ from embeddings.data import TextDataModule
 from embeddings.data.checks import with_source_prompts
 from embeddings.data.public import PublicTable
 from embeddings.data.sources import SourceConfig
-from embeddings.evaluation.instructions import Instructions
+from embeddings.evaluation.mteb_library import Instructions
 from embeddings.synthesis.prompts import MGH
 from tests.configs.files import CONFIGS, build, init_args, read, sources
 

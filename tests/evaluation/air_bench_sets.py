@@ -32,7 +32,6 @@ def write_air_bench(root: Path) -> Path:
             for dataset, splits in sets.items():
                 folder = f"AIR-Bench_{version}/{dataset}"
                 name, place = dataset.replace("-", "_"), root / "AIR-Bench" / repository / folder
-                place.mkdir(parents=True)
                 draw = random.Random(f"{repository} {dataset}")
                 texts = [" ".join(draw.choices(WORDS, k=8)) for _ in range(NUM_DOCUMENTS)]
                 write_rows(place / "corpus.jsonl", [{"id": f"doc-{i}", "text": text} for i, text in enumerate(texts)])
@@ -46,7 +45,6 @@ def write_air_bench(root: Path) -> Path:
                     files.append((of_split, f"{folder}/{split}_queries.jsonl"))
                     if split == "dev":
                         beside = root / "AIR-Bench" / f"qrels-{repository}-dev" / folder
-                        beside.mkdir(parents=True)
                         write_rows(beside / "dev_qrels.jsonl", _labels(picked, draw))
                         labelled.append((f"qrels_{name}_dev", f"{folder}/dev_qrels.jsonl"))
             configs.append((version, files))

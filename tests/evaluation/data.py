@@ -4,12 +4,12 @@ import json
 
 
 def write_rows(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def write_retrieval(folder):
     """Six documents; queries a and b have relevant ones, c and d have not."""
-    folder.mkdir(parents=True, exist_ok=True)
     texts = ["quick brown fox", "lazy dog", "pad sequences", "one length", "two numbers", "brown dog"]
     write_rows(
         folder / "corpus.jsonl", [{"_id": f"d{i}", "title": "the", "text": text} for i, text in enumerate(texts)]
@@ -24,7 +24,6 @@ def write_retrieval(folder):
 
 def write_similarity(folder):
     """Four pairs."""
-    folder.mkdir(parents=True, exist_ok=True)
     pairs = [("the fox", "the fox", 5), ("the fox", "a fox", 4.0), ("the fox", "a dog", 2), ("the fox", "lengths", 0)]
     write_rows(folder / "test.jsonl", [{"sentence1": a, "sentence2": b, "score": s, "genre": "x"} for a, b, s in pairs])
     return folder
@@ -32,7 +31,6 @@ def write_similarity(folder):
 
 def write_labelled(folder, with_train):
     """Texts of two labels that hold different words."""
-    folder.mkdir(parents=True, exist_ok=True)
     rows = [{"text": f"fox jumps over {i}", "label": "animal"} for i in range(6)]
     rows += [{"text": f"pad sequences length {i}", "label": 1} for i in range(6)]
     write_rows(folder / "test.jsonl", rows[::2])
@@ -43,7 +41,6 @@ def write_labelled(folder, with_train):
 
 def write_pair_classification(folder):
     """Four pairs, two of which mean the same."""
-    folder.mkdir(parents=True, exist_ok=True)
     pairs = [("the fox", "a fox", 1), ("brown dog", "the brown dog", True), ("pad sequences", "lazy dog", 0)]
     pairs.append(("two numbers", "the quick fox", False))
     write_rows(folder / "test.jsonl", [{"sentence1": a, "sentence2": b, "label": x, "genre": "x"} for a, b, x in pairs])
@@ -52,7 +49,6 @@ def write_pair_classification(folder):
 
 def write_reranking(folder):
     """Two queries that share candidates; the first names two of its own twice."""
-    folder.mkdir(parents=True, exist_ok=True)
     relevant = ["the quick brown fox", "brown dog", "brown dog"]
     rows = [{"query": "brown fox", "positive": relevant, "negatives": ["two numbers", "one length", "two numbers"]}]
     rows.append({"query": "length", "positive": "one length", "negatives": ["lazy dog", "the quick brown fox"]})
@@ -62,7 +58,6 @@ def write_reranking(folder):
 
 def write_summarisation(folder):
     """Three texts, the last with marks that are all the same."""
-    folder.mkdir(parents=True, exist_ok=True)
     texts = [
         (["the fox", "a fox"], ["quick brown fox", "lazy dog", "two numbers"], [3, 2, 1]),
         (["two numbers"], ["one number", "the dog"], [1.5, 4]),

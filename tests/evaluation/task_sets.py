@@ -21,8 +21,6 @@ WORDS = [word for words in TOPICS.values() for word in words]
 def write_sets(root: Path) -> Path:
     """One folder of each kind below `root`: search, pairs, topics (classification) and groups (clustering)."""
     draw = random.Random(0)
-    for name in ("search", "pairs", "topics", "groups"):
-        (root / name).mkdir(parents=True)
     texts = [" ".join(draw.choices(WORDS, k=8)) for _ in range(24)]
     write_rows(
         root / "search" / "corpus.jsonl", [{"_id": f"d{i}", "title": "", "text": t} for i, t in enumerate(texts)]
@@ -88,7 +86,6 @@ def write_other_sets(root: Path, tasks: list[Any]) -> Path:
     pairs, reranked, summaries = tasks
     for task in tasks:
         task.load_data()
-        (root / task.metadata.name).mkdir(parents=True)
     rows = [{"label" if name == "labels" else name: row[name] for name in row} for row in pairs.dataset["test"]]
     write_rows(root / "Pairs" / "test.jsonl", rows)
     split = reranked.dataset["default"]["test"]

@@ -3,6 +3,7 @@
 import json
 import math
 import zipfile
+from collections import Counter
 from functools import partial
 from itertools import combinations
 from types import SimpleNamespace
@@ -13,16 +14,15 @@ import pytest
 from huggingface_hub.errors import GatedRepoError
 
 from embeddings.common import InputError, OptionError
-from embeddings.evaluation import air_bench, evaluate_widths
+from embeddings.evaluation import air_bench
 from embeddings.evaluation.air_bench import air_bench_sets, air_bench_tasks, format_domains
-from embeddings.evaluation.instructions import Instructions
-from embeddings.evaluation.mteb_library import find_tasks
-from embeddings.evaluation.task_runs import TaskSettings, format_table, run_tasks
+from embeddings.evaluation.mteb_library import Instructions
+from embeddings.evaluation.task_runs import TaskSettings, find_tasks, format_table, run_tasks
 from embeddings.inference.context import sample_context
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.vector_folder import encode_corpus
 from tests.evaluation.air_bench_sets import NUM_DOCUMENTS, NUM_QUERIES, read_set, stand_in
-from tests.evaluation.data import write_rows
+from tests.helpers.interrupts import interrupted_at
 from tests.inference.models import counted_encodings, tiny_embedder
 from tests.models.contextual_models import tiny_contextual
 
@@ -47,10 +47,7 @@ def of_task(name):
 
 def test_there_are_as_many_sets_as_the_benchmark_says():
     assert len({one.name for one in air_bench_sets()}) == len(air_bench_sets())
-    of_version = {
-        version: {one[:5] for one in air_bench_sets() if one.version == version} for version in ("24.04", "24.05")
-    }
-    assert {version: len(sets) for version, sets in of_version.items()} == {"24.04": 28, "24.05": 69}
+    assert Counter(version for version, *_ in {one[:5] for one in air_bench_sets()}) == {"24.04": 28, "24.05": 69}
     assert len({one.domain for one in air_bench_sets() if one.domain != "msmarco"}) == 9
     assert len({one.language for one in air_bench_sets()}) == 13
 
@@ -104,7 +101,8 @@ def by_hand(encoder, corpus, queries, relevant, width=None, **prompts):
     return sum(gains) / len(gains), sum(recalls) / len(recalls)
 
 
-def test_public_labels_are_scored_as_a_loop_scores_them(encoder, world, tmp_path):
+def test_public_labels_are_scored_as_a_loop_scores_them_with_the_models_prompts(world, tmp_path):
+    encoder = Encoder(tiny_embedder(prompts={"query": "the fox ", "document": "a dog "}), precision="float32")
     labels = world / LABELS / FILES / "dev_qrels.jsonl"
     labels.write_text(2 * labels.read_text())  # A pair counts once.
     scores = run(encoder, "air-bench-qa-finance-en,air-bench-long-doc-arxiv", tmp_path / "out", widths=[32, 8])
@@ -128,45 +126,26 @@ def test_public_labels_are_scored_as_a_loop_scores_them(encoder, world, tmp_path
     assert (row["num_queries"], row["num_documents"]) == (NUM_QUERIES, NUM_DOCUMENTS)
 
 
-def test_prompts_and_instructions_reach_queries_and_documents(world, tmp_path):
-    encoder = Encoder(tiny_embedder(prompts={"query": "the fox ", "document": "a dog "}), precision="float32")
+def test_instructions_go_before_queries(world, tmp_path):
+    encoder = Encoder(tiny_embedder(), precision="float32")
     data = read_set(world, "qa_finance_en")
-    (plain,) = run(encoder, FINANCE, tmp_path / "out")
-    assert plain.scores[32] == pytest.approx(by_hand(encoder, *data)[0], abs=1e-6)
     (told,) = run(encoder, FINANCE, tmp_path / "out", instructions=Instructions("mine", {"Retrieval": "over the dog"}))
     expected = by_hand(encoder, *data, prompt="Instruct: over the dog\nQuery: ")[0]
     assert told.scores[32] == pytest.approx(expected, abs=1e-6)
-    bare = by_hand(Encoder(tiny_embedder(), precision="float32"), *data)[0]
-    assert len({round(value, 6) for value in (plain.scores[32], told.scores[32], bare)}) == 3
+    assert expected != pytest.approx(by_hand(encoder, *data)[0], abs=1e-6)
 
 
-def as_folder(world, folder, repository):
-    """A stand-in as an evaluation folder."""
-    corpus, queries, relevant = read_set(world, repository)
-    folder.mkdir()
-    write_rows(folder / "corpus.jsonl", [{"_id": name, "text": text} for name, text in corpus.items()])
-    write_rows(folder / "queries.jsonl", [{"_id": name, "text": text} for name, text in queries.items()])
-    rows = [f"{query}\t{document}\t1" for query in queries for document in sorted(relevant[query])]
-    (folder / "qrels.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *rows]) + "\n")
-    return folder
-
-
-def test_a_contextual_model_reads_the_set_in_its_own_corpus(world, tmp_path, monkeypatch):
+def test_a_contextual_model_reads_a_set_in_its_own_corpus(world, tmp_path, monkeypatch):
     encoder = Encoder(tiny_contextual(), precision="float32")
     monkeypatch.setattr(air_bench, "encode_corpus", partial(encode_corpus, shard_size=16))
     corpus, queries, _ = read_set(world, "qa_finance_en", version="24.04", split="test")
     found = []
     for settings in ({}, {"context_size": 4}, {"context_size": 4, "context_seed": 1}):
-        folder = tmp_path / str(len(found))
-        run(encoder, [FINANCE, PRIVATE[0]], folder, **settings)
-        (path,) = folder.rglob(f"{FINANCE}.json")
-        (same,) = evaluate_widths(encoder, as_folder(world, folder / "set", "qa_finance_en"), [32], **settings)
-        row = json.loads(path.read_text())["scores"]["dev"][0]
-        assert {name: row[name] for name in same.metrics} == pytest.approx(same.metrics, abs=1e-5)
+        run(encoder, PRIVATE[0], tmp_path / str(len(found)), **settings)
         context = sample_context(encoder, [*corpus.values()], 4, settings.get("context_seed", 0)) if settings else None
         document_ND = encoder.encode([*corpus.values()], context=context, role="document")
         cosine_N = Encoder.similarity(encoder.encode([queries["q-0"]], context=context, role="query"), document_ND)[0]
-        (path,) = folder.rglob("en_default_test.json")
+        (path,) = (tmp_path / str(len(found))).rglob("en_default_test.json")
         searched = json.loads(path.read_text())["search_results"]["q-0"]
         assert searched == pytest.approx(dict(zip(corpus, cosine_N.tolist(), strict=True)), abs=1e-6)
         found.append(np.array([searched[name] for name in corpus]))
@@ -177,20 +156,14 @@ def test_a_contextual_model_reads_the_set_in_its_own_corpus(world, tmp_path, mon
 def test_a_killed_search_resumes_in_the_corpus(encoder, world, tmp_path, monkeypatch):
     monkeypatch.setattr(air_bench, "encode_corpus", partial(encode_corpus, shard_size=16))
     whole = run(encoder, FINANCE, tmp_path / "whole", widths=[32, 8])
-    encode, counts = Encoder.encode, []
-
-    def killed(self, texts, *args, **options):
-        counts.append(len(texts))
-        if counts == [1, 16, 16]:
-            raise KeyboardInterrupt
-        return encode(self, texts, *args, **options)
-
-    monkeypatch.setattr(Encoder, "encode", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run(encoder, FINANCE, tmp_path / "out", widths=[32, 8])
+    with monkeypatch.context() as patch:
+        # In the second shard of the corpus.
+        patch.setattr(Encoder, "encode", interrupted_at(Encoder.encode, call=3))
+        with pytest.raises(KeyboardInterrupt):
+            run(encoder, FINANCE, tmp_path / "out", widths=[32, 8])
     (left,) = (tmp_path / "out").rglob("*.corpus")
     assert [path.name for path in left.rglob("vectors-*.npy")] == ["vectors-00000.npy"]
-    counts.clear()
+    counts = counted_encodings(monkeypatch)
     assert run(encoder, FINANCE, tmp_path / "out", widths=[32, 8]) == whole
     # The empty text asks whether the prompt is known; both widths share the vectors.
     assert counts == [1, 16, 8, NUM_QUERIES]
@@ -302,14 +275,11 @@ def test_the_table_has_a_row_a_language_and_width():
 
 def test_the_papers_means_are_over_sets():
     """Tables 9 and 10 of NV-Embed, against the counts of the sets here."""
-    counts = {"qa": {}, "long-doc": {}}
-    for one in of_task("air-bench-24.04-en"):
-        counts[one.task][one.domain] = counts[one.task].get(one.domain, 0) + 1
     for task, rows in air_bench._table()["paper"].items():
+        domains = [one.domain for one in of_task("air-bench-24.04-en") if one.task == task]
         for row in rows.values():
-            assert {*row} == {*counts[task], "mean"}
-            total = sum(row[domain] * count for domain, count in counts[task].items())
-            assert row["mean"] == pytest.approx(total / sum(counts[task].values()), abs=0.006)
+            assert {*row} == {*domains, "mean"}
+            assert row["mean"] == pytest.approx(np.mean([row[domain] for domain in domains]), abs=0.006)
 
 
 CARD, OF_LABELS = f"{FOLDER}/README.md", f"{LABELS}/{FILES}/dev_qrels.jsonl"
@@ -320,12 +290,7 @@ CARD, OF_LABELS = f"{FOLDER}/README.md", f"{LABELS}/{FILES}/dev_qrels.jsonl"
     [
         (CARD, "queries_default_dev", "queries_dev", "qa_finance_en, AIR-Bench_24.05: has no split queries"),
         (CARD, "AIR-Bench_24.05\n", "AIR-Bench_24.06\n", "has no split corpus_default (BuilderConfig"),
-        (
-            f"{LABELS}/README.md",
-            "qrels_default_dev",
-            "qrels_dev",
-            "qrels-qa_finance_en-dev, AIR-Bench_24.05: has no s",
-        ),
+        (f"{LABELS}/README.md", "qrels_default_dev", "qrels_dev", "qrels-qa_finance_en-dev, AIR-Bench_24.05: has no s"),
         (f"{FOLDER}/{FILES}/*.jsonl", '"text"', '"body"', "split corpus_default has no column text (found: id, body)"),
         (f"{FOLDER}/{FILES}/corpus.jsonl", '"doc-7"', '"doc-8"', "an id of the corpus occurs twice"),
         (f"{FOLDER}/{FILES}/dev_queries.jsonl", '"q-1"', '"q-2"', "an id of the queries occurs twice"),

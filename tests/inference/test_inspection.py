@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.common import OptionError, TextSettings, UserError
 from embeddings.data.tokenize import TextTokenizer, TokenSpan
 from embeddings.inference import (
     ContextualShift,
@@ -17,14 +17,7 @@ from embeddings.inference import (
     latent_weights,
     sample_context,
 )
-from embeddings.inference.inspection import (
-    PLACES,
-    TokenWeights,
-    anchor_shares,
-    place_of,
-    shares_of,
-    token_weights,
-)
+from embeddings.inference.inspection import PLACES, TokenWeights, anchor_shares, place_of, shares_of, token_weights
 from embeddings.models import AnchorTokenPooling, Embedder, LatentAttentionPooling, MeanPooling, make_bidirectional
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
@@ -99,8 +92,6 @@ def test_a_prompt_weighs_nothing_and_the_text_behind_it_everything():
     (without,) = token_weights(embedder, ["pad the fox"])
     assert by_name.text == found.text == PROMPT + "pad the fox"
     assert without.text == "pad the fox"
-    with pytest.raises(OptionError, match="prompt_name"):
-        token_weights(embedder, ["a"], prompt_name="qury")
 
 
 def test_a_models_own_pooling_is_used_unless_another_is_given():
@@ -130,10 +121,6 @@ def test_a_model_is_left_as_found_also_after_a_refusal():
         with pytest.raises(OptionError, match=r"under a causal mask.*by_visible_queries: true"):
             token_weights(embedder, TEXTS)
         token_weights(embedder, TEXTS, AnchorTokenPooling(32, by_visible_queries=True))
-    with pytest.raises(InputError, match="is contextual"):
-        token_weights(tiny_contextual(), ["a"])
-    with pytest.raises(OptionError, match="texts must not be empty"):
-        anchor_shares(embedder, [])
     with pytest.raises(OptionError, match=r"layers \[7\] must be among the 2"):
         token_weights(embedder, TEXTS, AnchorTokenPooling(32, layers=(7,)))
     assert [module.training for module in embedder.modules()] == modes
@@ -245,18 +232,6 @@ def test_a_prompt_that_is_not_pooled_has_no_row():
     np.testing.assert_allclose(found.weight_TR, weight_TR[-4:], rtol=1e-4, atol=1e-6)
 
 
-def test_what_has_no_latents_or_no_such_head_is_refused():
-    other = Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
-    for model in (other, tiny_contextual()):
-        with pytest.raises(InputError, match="the model: has mean pooling, and no latents; give one with latent"):
-            latent_weights(model, TEXTS)
-    for head in (-1, 2):
-        with pytest.raises(OptionError, match=f"head must be from 0 to 1, the model's heads, got {head}"):
-            latent_weights(latent_embedder(), TEXTS, head=head)
-    with pytest.raises(OptionError, match="must name a prompt of the model"):
-        latent_weights(latent_embedder(), TEXTS, prompt_name="qury")
-
-
 ROUTED_TEXTS = ["the quick brown fox", "dog", "how do I pad sequences to one length", "7 jumps " * 20]
 
 
@@ -282,14 +257,6 @@ def test_the_loads_are_those_of_each_text_alone(role, mini_batch_tokens):
     assert (loads.layers, loads.top_k, loads.num_tokens) == ([1, 3], 2, sum(map(len, ids)))
     assert loads.share_YX.sum(1).tolist() == pytest.approx([1, 1])
     torch.testing.assert_close(loads.share_YX, expected.double() / expected.sum(1, keepdim=True))
-
-
-def test_what_routes_no_tokens_is_refused():
-    dense = Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
-    with pytest.raises(InputError, match="the model: is dense: it has no experts to send tokens to; give a sparse one"):
-        expert_loads(Encoder(dense), ROUTED_TEXTS)
-    with pytest.raises(InputError, match="the model: is contextual"):
-        expert_loads(Encoder(tiny_contextual()), ROUTED_TEXTS)
 
 
 SHIFT_TEXTS = ["the quick brown fox", "dog", "how do I pad sequences to one length"]
@@ -329,13 +296,40 @@ def test_the_cosines_are_those_of_loops():
     assert shift.stays_nearest == pytest.approx(np.mean(stays))
 
 
-def test_too_little_to_compare_and_a_model_without_a_context_are_refused():
+def moved(model, num_texts=3, num_contexts=2):
+    """The shift of so many texts in so many contexts, which are those of a contextual model."""
     encoder = Encoder(tiny_contextual(), precision="float32")
-    contexts = [sample_context(encoder, CORPUS, 3, seed) for seed in (1, 2)]
-    with pytest.raises(OptionError, match="documents must be two or more"):
-        contextual_shift(encoder, SHIFT_TEXTS[:1], contexts)
-    with pytest.raises(OptionError, match="contexts must be two or more"):
-        contextual_shift(encoder, SHIFT_TEXTS, contexts[:1])
-    plain = Encoder(Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32)), precision="float32")
-    with pytest.raises(OptionError, match="this model takes none"):
-        contextual_shift(plain, SHIFT_TEXTS, contexts)
+    contexts = [sample_context(encoder, CORPUS, 3, seed) for seed in range(num_contexts)]
+    return contextual_shift(Encoder(model, precision="float32"), SHIFT_TEXTS[:num_texts], contexts)
+
+
+@pytest.mark.parametrize(
+    ("look", "says"),
+    [
+        (lambda: token_weights(tiny_contextual(), ["a"]), "is contextual"),
+        (lambda: token_weights(embedder_of(), ["a"], prompt_name="qury"), "must name a prompt of the model"),
+        (lambda: anchor_shares(embedder_of(), []), "texts must not be empty"),
+        (
+            lambda: latent_weights(embedder_of(), TEXTS),
+            "has mean pooling, and no latents; give one with latent",
+        ),
+        (lambda: latent_weights(tiny_contextual(), TEXTS), "has mean pooling, and no latents"),
+        (lambda: latent_weights(latent_embedder(), TEXTS, head=-1), "head must be from 0 to 1, .* got -1"),
+        (
+            lambda: latent_weights(latent_embedder(), TEXTS, head=2),
+            "head must be from 0 to 1, .*heads, got 2",
+        ),
+        (lambda: latent_weights(latent_embedder(), TEXTS, prompt_name="qury"), "must name a prompt of the model"),
+        (
+            lambda: expert_loads(Encoder(embedder_of()), TEXTS),
+            "is dense: it has no experts .*; give a sparse one",
+        ),
+        (lambda: expert_loads(Encoder(tiny_contextual()), TEXTS), "the model: is contextual"),
+        (lambda: moved(tiny_contextual(), num_texts=1), "documents must be two or more"),
+        (lambda: moved(tiny_contextual(), num_contexts=1), "contexts must be two or more"),
+        (lambda: moved(embedder_of()), "this model takes none"),
+    ],
+)
+def test_what_a_model_does_not_have_is_refused(look, says):
+    with pytest.raises(UserError, match=says):
+        look()

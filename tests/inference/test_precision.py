@@ -3,26 +3,19 @@
 import json
 import os
 import platform
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from embeddings.common import OptionError
 from embeddings.inference import Encoder, encode_corpus, precision, search_corpus
-from embeddings.inference import precision as int8_kernels
-from embeddings.inference.precision import (
-    Int8Products,
-    QuantisedInput,
-    has_int8_products,
-    resolve_precision,
-)
+from embeddings.inference.precision import Int8Products, QuantisedInput, has_int8_products, resolve_precision
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
 from tests.helpers.processes import run_command
 from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
+from tests.inference.models import write_corpus
 from tests.models.contextual_models import tiny_modernbert, tiny_nomic, tiny_xlm_roberta
 
 CPU = torch.device("cpu")
@@ -32,7 +25,7 @@ CPU = torch.device("cpu")
 def processor(tmp_path, monkeypatch):
     """Pretends that the processor lists these flags."""
 
-    def pretend(content: str) -> None:
+    def pretend(content):
         path = tmp_path / "cpuinfo"
         path.write_text(content)
         monkeypatch.setattr(precision, "_CPU_INFO", path)
@@ -88,7 +81,7 @@ pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), r
 TEXTS = ["how do I pad sequences", "the quick brown fox jumps over the lazy dog", "z", ""]
 
 
-def embedder(backbone: nn.Module | None = None) -> Embedder:
+def embedder(backbone=None):
     torch.manual_seed(0)
     return Embedder(backbone or tiny_bert(), wordpiece_tokenizer(), MeanPooling(32), head=nn.Linear(32, 12)).eval()
 
@@ -96,13 +89,13 @@ def embedder(backbone: nn.Module | None = None) -> Embedder:
 class Tiny(nn.Module):
     """A layer where `Int8Products` looks for one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.backbone = tiny_bert()
         self.layer = self.backbone.encoder.layer[0].intermediate.dense
 
 
-def rounded(layer: nn.Linear, input_NI: torch.Tensor) -> torch.Tensor:
+def rounded(layer, input_NI):
     """Written out: weights to 255 steps a row, inputs to about as many a token."""
     weight_scale_O1 = layer.weight.abs().amax(1, keepdim=True) / 127
     input_scale_N1 = input_NI.abs().amax(1, keepdim=True) / 127
@@ -112,10 +105,10 @@ def rounded(layer: nn.Linear, input_NI: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("reduce", [False, True])
 @torch.no_grad()
-def test_products_are_those_of_rounded_numbers(reduce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_those_of_rounded_numbers(reduce, monkeypatch):
     if not (reduce or has_int8_products()):
         pytest.skip("this processor sums pairs of products in 16 bits")
-    monkeypatch.setattr(int8_kernels, "has_int8_products", lambda: not reduce)
+    monkeypatch.setattr(precision, "has_int8_products", lambda: not reduce)
     model = Tiny()
     input_NI = torch.randn(50, 32) * torch.logspace(-3, 3, 50)[:, None]
     exact = model.layer(input_NI)
@@ -131,24 +124,22 @@ def test_products_are_those_of_rounded_numbers(reduce: bool, monkeypatch: pytest
 
 @pytest.mark.parametrize("make", [tiny_bert, tiny_xlm_roberta, tiny_nomic, tiny_modernbert, tiny_mistral])
 @torch.no_grad()
-def test_no_backbone_changes_a_tensor_between_layers_that_share_it(
-    make: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_backbone_changes_a_tensor_between_layers_that_share_it(make, monkeypatch):
     backbone, ids = make().eval(), torch.randint(5, 100, (2, 9))
     with Int8Products(backbone).on():
         shared = backbone(ids).last_hidden_state
-    quantised = int8_kernels.QuantisedInput._quantised
-    monkeypatch.setattr(int8_kernels.QuantisedInput, "of", lambda self, _, input_I: quantised(self, input_I))
+    quantised = precision.QuantisedInput._quantised
+    monkeypatch.setattr(precision.QuantisedInput, "of", lambda self, _, input_I: quantised(self, input_I))
     with Int8Products(backbone).on():
         assert torch.equal(backbone(ids).last_hidden_state, shared)
 
 
 @torch.no_grad()
-def test_a_model_is_itself_again_afterwards() -> None:
+def test_a_model_is_itself_again_afterwards():
     model = embedder()
     ids = torch.randint(5, 300, (2, 9))
     before, products = model.backbone(ids).last_hidden_state, Int8Products(model)
-    assert len(products) == 12
+    assert len(products._products) == 12
     state = {name: value.clone() for name, value in model.state_dict().items()}
     with products.on():
         assert not torch.equal(model.backbone(ids).last_hidden_state, before)
@@ -160,7 +151,7 @@ def test_a_model_is_itself_again_afterwards() -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
-def test_adapters_and_the_layers_beneath_them_run_in_int8_and_the_head_does_not() -> None:
+def test_adapters_and_the_layers_beneath_them_run_in_int8_and_the_head_does_not():
     model = embedder(add_lora(tiny_bert(), LoraSettings(rank=2)))
     parts = {name: module for name, module in model.backbone.named_modules() if type(module) is nn.Linear}
     beneath = [module for name, module in parts.items() if name.endswith(".base_layer")]
@@ -174,14 +165,14 @@ def test_adapters_and_the_layers_beneath_them_run_in_int8_and_the_head_does_not(
 
 
 @torch.no_grad()
-def test_what_is_not_finite_stays_so() -> None:
+def test_what_is_not_finite_stays_so():
     model, input_NI = Tiny(), torch.randn(3, 32)
     input_NI[0, 4], input_NI[1, 5] = torch.nan, torch.inf
     with Int8Products(model).on():
         assert model.layer(input_NI).isfinite().all(dim=1).tolist() == [False, False, True]
 
 
-def test_vectors_lie_near_and_search_goes_by_them(tmp_path) -> None:
+def test_vectors_lie_near_and_search_goes_by_them(tmp_path):
     model = embedder()
     exact = Encoder(model, precision="float32").encode(TEXTS)
     encoder = Encoder(model, precision="int8")
@@ -191,13 +182,11 @@ def test_vectors_lie_near_and_search_goes_by_them(tmp_path) -> None:
     assert np.abs(exact - found).max() > 1e-5
     assert np.abs(encoder.encode(TEXTS[:1]) - found[:1]).max() < 0.02
     assert np.array_equal(Encoder(model, precision="float32").encode(TEXTS), exact)
-    lines = (json.dumps({"_id": str(row), "text": text}) for row, text in enumerate(TEXTS[:3]))
-    (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
-    encode_corpus(encoder, tmp_path / "corpus.jsonl", tmp_path / "vectors")
+    encode_corpus(encoder, write_corpus(tmp_path / "corpus.jsonl", TEXTS[:3]), tmp_path / "vectors")
     assert json.loads((tmp_path / "vectors" / "manifest.json").read_text())["precision"] == "int8"
     for searching in (encoder, Encoder(model, precision="float32")):
         (hits,) = search_corpus(searching, tmp_path / "vectors", [TEXTS[1]], 3)
-        assert hits[0].document_id == "1"
+        assert hits[0].document_id == "d1"
 
 
 OVERFLOW = """
@@ -214,7 +203,7 @@ with torch.inference_mode():
 
 
 @pytest.mark.parametrize(("has_products", "is_right"), [(False, True), (True, False)])
-def test_without_products_of_8_bits_pairs_of_the_largest_numbers_do_not_overflow(has_products, is_right) -> None:
+def test_without_products_of_8_bits_pairs_of_the_largest_numbers_do_not_overflow(has_products, is_right):
     """oneDNN told to do as on a processor without them: 7 bits are right there, and 8 are not."""
     code, environment = OVERFLOW.format(has_products=has_products), {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     run = run_command(["-c", code], env=environment, check=True)
@@ -222,7 +211,7 @@ def test_without_products_of_8_bits_pairs_of_the_largest_numbers_do_not_overflow
 
 
 @torch.no_grad()
-def test_another_tensor_or_another_module_is_quantised_anew() -> None:
+def test_another_tensor_or_another_module_is_quantised_anew():
     inputs, owners = QuantisedInput(), (nn.Identity(), nn.Identity())
     first, second = torch.randn(4, 8), torch.randn(4, 8)
     found = inputs.of(owners[0], first)

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.jobs import save_array
 from embeddings.inference import search
 from embeddings.inference.encoder import Encoder
-from embeddings.inference.search import CorpusSearch, TopK, nearest_signs, search_corpus, search_signs, search_top_k
+from embeddings.inference.search import CorpusSearch, TopK, search_corpus, search_signs, search_top_k
 from embeddings.inference.vector_folder import encode_corpus
-from embeddings.inference.vectors import VectorShards, float_rows, sign_bits, stored_rows, unit_rows
+from embeddings.inference.vectors import float_rows, stored_rows
+from tests.data.cluster_folders import unit_vectors
 from tests.inference.models import counted_encodings, some_texts, tiny_embedder, write_corpus
+from tests.inference.test_vectors import formatted_shards
 
 
 def whole_numbers(rows, width=4, seed=0, largest=3):
@@ -43,55 +44,28 @@ def test_every_tile_and_k_gives_the_sorted_list_with_ties_by_row(tile, top_k, mo
     assert found.score_QK.tolist() == scores
 
 
-def some_vectors(rows, width=24, seed=0):
-    return unit_rows(np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32))
-
-
-def shards(folder, vectors, shard_size=7):
-    found = VectorShards(folder, len(vectors), vectors.shape[1], shard_size, "binary")
-    for shard in range(found.num_shards):
-        save_array(found.path(shard), sign_bits(vectors[shard * shard_size : (shard + 1) * shard_size]))
-    return found
-
-
-def nearest_by_hand(query, documents, top_k):
-    """Every document's differing signs, counted one by one, sorted by their number, then by row."""
-    keys = [(sum((a > 0) != (b > 0) for a, b in zip(query, row, strict=True)), n) for n, row in enumerate(documents)]
-    return sorted(keys)[:top_k]
-
-
 def search_by_hand(query, documents, top_k, multiplier):
+    """Documents by differing signs, counted one by one, then by row; the nearest ones by their scores, then by row."""
+    keys = [(sum((a > 0) != (b > 0) for a, b in zip(query, row, strict=True)), n) for n, row in enumerate(documents)]
     scored = []
-    for _, row in nearest_by_hand(query, documents, top_k * multiplier):
+    for _, row in sorted(keys)[: top_k * multiplier]:
         dot = sum(float(number) * (1 if other > 0 else -1) for number, other in zip(query, documents[row], strict=True))
         scored.append((-float(np.float32(dot / len(query) ** 0.5)), row))
     best = sorted(scored)[:top_k]
     return [-score for score, _ in best], [row for _, row in best]
 
 
-@pytest.mark.parametrize("width", [8, 24, 64, 136])
-@pytest.mark.parametrize(("tile", "top_k"), [(1, 1), (3, 7), (3, 40), (50, 7), (50, 60), (1000, 40)])
-def test_distances_and_ties_equal_a_count_by_hand(width, tile, top_k, monkeypatch):
-    monkeypatch.setattr(search, "DOCUMENT_TILE", tile)
-    monkeypatch.setattr(search, "_QUERIES", max(1, tile // 2))
-    queries, documents = some_vectors(6, width, 1), some_vectors(50, width)
-    documents[40:44] = documents[3]
-    pieces = [sign_bits(documents[start:stop]) for start, stop in ((0, 11), (11, 11), (11, 50))]
-    found = nearest_signs(sign_bits(queries), iter(pieces), top_k)
-    assert (found.distance_QK.dtype, found.index_QK.dtype) == (np.int64, np.int64)
-    for query, distances, rows in zip(queries, found.distance_QK.tolist(), found.index_QK.tolist(), strict=True):
-        assert list(zip(distances, rows, strict=True)) == nearest_by_hand(query, documents, top_k)
-
-
-@pytest.mark.parametrize("shard_size", [1, 7, 100])
+@pytest.mark.parametrize("width", [8, 24, 136])
+@pytest.mark.parametrize(("shard_size", "tile"), [(1, 1), (7, 3), (7, 50), (100, 3), (100, 1000)])
 @pytest.mark.parametrize(("top_k", "multiplier"), [(1, 1), (5, 1), (5, 4), (3, 100), (60, 4)])
-def test_scores_and_order_equal_a_loop_by_hand(shard_size, top_k, multiplier, tmp_path, monkeypatch):
+def test_signs_scores_and_ties_equal_a_loop_by_hand(width, shard_size, tile, top_k, multiplier, tmp_path, monkeypatch):
+    monkeypatch.setattr(search, "DOCUMENT_TILE", tile)
     monkeypatch.setattr(search, "_QUERIES", 4)
-    queries, documents = some_vectors(9, seed=1), some_vectors(40)
+    queries, documents = unit_vectors(6, width, 1), unit_vectors(40, width)
     documents[[30, 20]] = documents[10]
-    found = search_signs(queries, shards(tmp_path, documents, shard_size), top_k, multiplier)
+    found = search_signs(queries, formatted_shards(tmp_path, documents, "binary", shard_size), top_k, multiplier)
     assert (found.score_QK.dtype, found.index_QK.dtype) == (np.float32, np.int64)
-    assert found.index_QK.shape == (9, min(top_k, 40))
+    assert found.index_QK.shape == (6, min(top_k, 40))
     for query, scores, rows in zip(queries, found.score_QK.tolist(), found.index_QK.tolist(), strict=True):
         by_hand = search_by_hand(query, documents, top_k, multiplier)
         assert rows == by_hand[1]
@@ -99,26 +73,25 @@ def test_scores_and_order_equal_a_loop_by_hand(shard_size, top_k, multiplier, tm
 
 
 def test_edges_one_row_no_query_no_document_and_a_query_of_zeros(tmp_path):
-    one = shards(tmp_path, some_vectors(1))
-    assert search_signs(some_vectors(2), one, 10).index_QK.tolist() == [[0], [0]]
-    assert search_signs(some_vectors(0), one, 10).score_QK.shape == (0, 1)
-    assert search_signs(some_vectors(3), shards(tmp_path, some_vectors(0)), 10).index_QK.shape == (3, 0)
-    documents = -np.abs(some_vectors(9))
-    zeros = search_signs(np.zeros((1, 24), np.float32), shards(tmp_path, documents), 3)
+    one = formatted_shards(tmp_path, unit_vectors(1), "binary")
+    assert search_signs(unit_vectors(2), one, 10).index_QK.tolist() == [[0], [0]]
+    assert search_signs(unit_vectors(0), one, 10).score_QK.shape == (0, 1)
+    none = formatted_shards(tmp_path, unit_vectors(0), "binary")
+    assert search_signs(unit_vectors(3), none, 10).index_QK.shape == (3, 0)
+    documents = formatted_shards(tmp_path, -np.abs(unit_vectors(9)), "binary", shard_size=7)
+    zeros = search_signs(np.zeros((1, 8), np.float32), documents, 3)
     assert (zeros.score_QK.tolist(), zeros.index_QK.tolist()) == ([[0, 0, 0]], [[0, 1, 2]])
 
 
 def test_numbers_that_are_not_positive_are_refused_and_a_damaged_shard_is_named(tmp_path):
-    documents = shards(tmp_path, some_vectors(9))
+    documents = formatted_shards(tmp_path, unit_vectors(9), "binary", shard_size=7)
     with pytest.raises(OptionError, match=r"top_k must be >= 1, got -1"):
-        search_signs(some_vectors(1), documents, -1)
+        search_signs(unit_vectors(1), documents, -1)
     with pytest.raises(OptionError, match="rescore_multiplier must be >= 1, got 0; leave it out for 4"):
-        search_signs(some_vectors(1), documents, 1, 0)
-    with pytest.raises(OptionError, match="top_k must be >= 1"):
-        nearest_signs(sign_bits(some_vectors(1)), [], 0)
-    np.save(documents.path(1), np.zeros((2, 24), np.float32))
-    with pytest.raises(InputError, match=r"vectors-00001\.npy: holds float32 of shape \(2, 24\), expected uint8 of"):
-        search_signs(some_vectors(1), documents, 1)
+        search_signs(unit_vectors(1), documents, 1, 0)
+    np.save(documents.path(1), np.zeros((2, 8), np.float32))
+    with pytest.raises(InputError, match=r"vectors-00001\.npy: holds float32 of shape \(2, 8\), expected uint8 of"):
+        search_signs(unit_vectors(1), documents, 1)
 
 
 QUERIES = [some_texts(11)[3], "quick fox"]
@@ -175,23 +148,27 @@ def test_a_folder_of_another_model_is_refused_before_a_query(corpus, encoder, tm
         CorpusSearch(Encoder(tiny_embedder(query_max_length=9)), tmp_path / "out")
 
 
-@pytest.mark.parametrize("vector_format", ["float16", "int8", "binary"])
-@pytest.mark.parametrize("top_k", [3, 11, 30])
-def test_vectors_of_every_format_are_ranked_by_the_cosines_of_what_is_kept(
-    vector_format, top_k, corpus, encoder, tmp_path
-):
-    folder = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4, vector_format=vector_format)
-    exact = encoder.encode(some_texts(11))
-    kept = float_rows(stored_rows(exact, vector_format, "here"), vector_format).astype(np.float64)
+@pytest.mark.parametrize("vector_format", [None, "float32", "float16", "int8", "binary"])
+@pytest.mark.parametrize("top_k", [3, 30])
+def test_a_file_and_folders_of_every_format_are_ranked_by_cosines(vector_format, top_k, corpus, tmp_path):
+    encoder = Encoder(tiny_embedder(normalize=False, prompts={"query": "the "}), precision="float32")
+    kept = exact = encoder.encode(some_texts(11))
+    place = corpus
+    if vector_format is not None:
+        place = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4, vector_format=vector_format).path
+        kept = float_rows(stored_rows(exact, vector_format, "here"), vector_format).astype(np.float64)
     multiplier = {"rescore_multiplier": 4} if vector_format == "binary" else {}
-    found = CorpusSearch(encoder, folder.path, **multiplier).search(QUERIES, top_k)
+    found = CorpusSearch(encoder, place, **multiplier).search(QUERIES, top_k)
     for query, hits in zip(encoder.encode(QUERIES, role="query"), found, strict=True):
-        cosine = [float(row @ query / np.sqrt(row @ row)) for row in kept]
+        assert abs(np.linalg.norm(query) - 1.0) > 0.1
+        cosine = [float(row @ query / np.linalg.norm(row) / np.linalg.norm(query)) for row in kept]
         # Of 11 documents all are candidates, even for 3 x 4.
         best = sorted(range(11), key=lambda row: -cosine[row])[:top_k]
         assert [hit.document_id for hit in hits] == [f"d{row}" for row in best]
         np.testing.assert_allclose([hit.score for hit in hits], [cosine[row] for row in best], atol=1e-6)
-        assert np.abs(exact[best[0]] @ query - cosine[best[0]]) > 1e-7
+        if vector_format in ("float16", "int8", "binary"):
+            by_exact = float(exact[best[0]] @ query / np.linalg.norm(exact[best[0]]) / np.linalg.norm(query))
+            assert abs(by_exact - cosine[best[0]]) > 1e-7
 
 
 @pytest.mark.parametrize("vector_format", [None, "float32", "int8"])

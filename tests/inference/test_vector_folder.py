@@ -1,19 +1,36 @@
-"""A corpus is encoded shard by shard, resumes after a kill, and is searched where it lies."""
+"""A corpus is read strictly and encoded by one or several processes, with the same bytes after a kill."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from embeddings.common import InputError, OptionError
 from embeddings.inference import vector_folder
 from embeddings.inference.context import choose_context, draw_context
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.search import search_corpus
-from embeddings.inference.vector_folder import VectorFolder, encode_corpus
+from embeddings.inference.vector_folder import (
+    Document,
+    VectorFolder,
+    encode_corpus,
+    on_devices,
+    parse_devices,
+    read_corpus,
+)
 from embeddings.inference.vectors import VECTOR_FORMATS, stored_rows
-from tests.inference.models import counted_encodings, some_texts, tiny_embedder, write_corpus
+from tests.helpers.interrupts import interrupted_at
+from tests.inference.models import counted_encodings, on_encode, some_texts, tiny_embedder, write_corpus
 from tests.models.contextual_models import tiny_contextual
 
 
@@ -43,17 +60,10 @@ def test_shards_hold_the_vectors_and_documents_in_order(shard_size, shards, corp
 
 
 @contextmanager
-def killed_at(killed, monkeypatch):
+def killed_at(shard, monkeypatch):
     """What runs inside is killed before it writes a shard."""
-    write_shard = vector_folder._write_shard
-
-    def write(shards, shard, *rest):
-        if shard == killed:
-            raise KeyboardInterrupt
-        write_shard(shards, shard, *rest)
-
     with monkeypatch.context() as patch:
-        patch.setattr(vector_folder, "_write_shard", write)
+        patch.setattr(vector_folder, "_write_shard", interrupted_at(vector_folder._write_shard, shard + 1))
         with pytest.raises(KeyboardInterrupt):
             yield
 
@@ -77,28 +87,22 @@ def test_a_killed_run_resumes_with_the_same_bytes_in_every_format(
     encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
     # The empty text asks whether the prompt is known.
     assert counts == [1, *[4, 4, 3][killed:]]
+    # A finished folder is left as it is.
+    encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
+    assert counts[-1] == 1
     assert content(tmp_path / "resumed") == content(tmp_path / "whole")
 
 
 def test_a_run_resumed_with_another_budget_keeps_the_mini_batches_of_the_first(corpus, encoder, tmp_path, monkeypatch):
-    encode, seen = Encoder.encode, []
-
-    def killed(self, texts, *args, **options):
-        if any(texts):
-            seen.append(self.mini_batch_tokens)
-            if len(seen) == 2:
-                raise KeyboardInterrupt
-        return encode(self, texts, *args, **options)
-
-    small, large = encoder.with_mini_batch_tokens(40), encoder.with_mini_batch_tokens(4000)
+    small, large, seen = encoder.with_mini_batch_tokens(40), encoder.with_mini_batch_tokens(4000), []
     encode_corpus(small, corpus, tmp_path / "whole", shard_size=4)
-    monkeypatch.setattr(Encoder, "encode", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_at(1, monkeypatch):
         encode_corpus(small, corpus, tmp_path / "resumed", shard_size=4)
+    on_encode(monkeypatch, lambda used, texts, _: seen.append(used.mini_batch_tokens) if any(texts) else None)
     for resumed in (large, large):
         encode_corpus(resumed, corpus, tmp_path / "resumed", shard_size=4)
         assert content(tmp_path / "resumed") == content(tmp_path / "whole")
-    assert seen == [40] * 4
+    assert seen == [40] * 2
     assert large.mini_batch_tokens == 4000
 
 
@@ -117,24 +121,17 @@ def test_a_kill_between_documents_and_vectors_leaves_the_shard_open(corpus, enco
     assert content(tmp_path / "resumed") == content(tmp_path / "whole")
 
 
-def test_a_finished_folder_is_left_as_it_is(corpus, encoder, tmp_path, monkeypatch):
-    encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
-    before = content(tmp_path / "out")
-    counts = counted_encodings(monkeypatch)
-    encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
-    assert counts == [1]
-    assert content(tmp_path / "out") == before
-
-
 def test_another_corpus_model_or_option_is_refused_by_name(corpus, encoder, tmp_path):
     encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     before = content(tmp_path / "out")
-    with pytest.raises(InputError, match="field 'shard_size' is 4, expected 5"):
-        encode_corpus(encoder, corpus, tmp_path / "out", shard_size=5)
-    with pytest.raises(InputError, match="field 'prompt_name' is None, expected 'other'"):
-        encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4, prompt_name="other")
-    with pytest.raises(InputError, match="field 'model_sha256' is"):
-        encode_corpus(Encoder(tiny_embedder(), precision="float32"), corpus, tmp_path / "out", shard_size=4)
+    other = Encoder(tiny_embedder(), precision="float32")
+    for used, options, says in (
+        (encoder, {"shard_size": 5}, "field 'shard_size' is 4, expected 5"),
+        (encoder, {"shard_size": 4, "prompt_name": "other"}, "field 'prompt_name' is None, expected 'other'"),
+        (other, {"shard_size": 4}, "field 'model_sha256' is"),
+    ):
+        with pytest.raises(InputError, match=says):
+            encode_corpus(used, corpus, tmp_path / "out", **options)
     corpus.write_text(corpus.read_text().replace("d10", "d99"))
     with pytest.raises(InputError, match="field 'corpus_sha256' is"):
         encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
@@ -177,19 +174,6 @@ def test_a_bad_corpus_or_option_writes_nothing(corpus, encoder, tmp_path):
     with pytest.raises(InputError, match=r"corpus\.jsonl:12: "):
         encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("encoded_before", [False, True])
-def test_scores_are_cosines_even_where_the_model_does_not_normalise(encoded_before, corpus, tmp_path):
-    encoder = Encoder(tiny_embedder(normalize=False, prompts={"query": "the "}), precision="float32")
-    place = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4).path if encoded_before else corpus
-    (hits,) = search_corpus(encoder, place, ["quick fox"], top_k=11)
-    query = encoder.encode(["quick fox"], role="query")[0]
-    documents = encoder.encode(some_texts(11))
-    assert abs(np.linalg.norm(query) - 1.0) > 0.1
-    cosine = documents @ query / np.linalg.norm(documents, axis=1) / np.linalg.norm(query)
-    assert [hit.document_id for hit in hits] == [f"d{row}" for row in np.argsort(-cosine)]
-    np.testing.assert_allclose([hit.score for hit in hits], np.sort(cosine)[::-1], atol=1e-5)
 
 
 @pytest.mark.parametrize(("value", "kind"), [(np.nan, "not finite"), (np.inf, "not finite"), (0, "zero")])
@@ -266,16 +250,14 @@ def test_a_killed_contextual_run_ends_with_the_same_bytes(contextual, corpus, tm
 
 def test_another_context_is_refused_and_nothing_changes(contextual, corpus, tmp_path):
     context, other = (choose_context(contextual, corpus, 3, seed) for seed in (0, 1))
-    for name, own, asked in (("with", context, other), ("without", None, other)):
+    for name, own, asked in (("with", context, other), ("without", None, other), ("with", context, None)):
         encode_corpus(contextual, corpus, tmp_path / name, context=own)
         before = content(tmp_path / name)
-        with pytest.raises(InputError, match="asked for is 3 documents of seed 1"):
-            search_corpus(contextual, tmp_path / name, ["fox"], context=asked)
         with pytest.raises(InputError, match=r"field 'context(\.seed)?' is"):
             encode_corpus(contextual, corpus, tmp_path / name, context=asked)
         assert content(tmp_path / name) == before
-    with pytest.raises(InputError, match=r"field 'context(\.seed)?' is"):
-        encode_corpus(contextual, corpus, tmp_path / "with")
+    with pytest.raises(InputError, match="was encoded without a context, asked for is 3 documents of seed 1"):
+        search_corpus(contextual, tmp_path / "without", ["fox"], context=other)
 
 
 def test_a_draw_is_compared_with_the_folders_context_and_not_encoded(contextual, corpus, tmp_path, monkeypatch):
@@ -287,3 +269,218 @@ def test_a_draw_is_compared_with_the_folders_context_and_not_encoded(contextual,
     assert [hit.document_id for hit in hits] == [hit.document_id for hit in expected]
     with pytest.raises(InputError, match=r"with 3 documents of seed 2 .* asked for is 3 documents of seed 1"):
         search_corpus(contextual, tmp_path / "out", ["quick fox"], context=other)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("rows", "documents"),
+    [
+        ([{"_id": "a", "title": "Title", "text": "body"}], [("a", "Title body")]),
+        ([{"_id": "b", "title": "", "text": "body"}], [("b", "body")]),
+        ([{"_id": "c", "title": "Title", "text": ""}], [("c", "Title")]),
+        ([{"_id": "d", "text": "tëxt", "metadata": {"url": 1}}, {"_id": 7, "text": ""}], [("d", "tëxt"), ("7", "")]),
+        # Rows without ids are numbered from 0, and `id` serves where there is no `_id`.
+        ([{"text": "x"}, {"text": "y"}], [("0", "x"), ("1", "y")]),
+        ([{"id": "a", "text": "x"}, {"id": 7, "text": "y"}], [("a", "x"), ("7", "y")]),
+        ([{"_id": "a", "id": "x", "text": "x"}, {"_id": "b", "id": "x", "text": "y"}], [("a", "x"), ("b", "y")]),
+    ],
+)
+def test_a_row_has_an_id_and_title_and_text_joined_by_a_space(rows, documents, tmp_path):
+    assert list(read_corpus(write(tmp_path / "corpus.jsonl", rows))) == documents
+    table = pa.Table.from_pylist([{key: str(value) for key, value in row.items()} for row in rows])
+    pq.write_table(table, tmp_path / "corpus.parquet")
+    assert list(read_corpus(tmp_path / "corpus.parquet")) == documents
+
+
+def test_columns_may_have_other_names(tmp_path):
+    rows = [{"id": "a", "query": "x", "title": "T"}, {"id": "b", "query": "y", "text": "no"}]
+    path = write(tmp_path / "corpus.jsonl", rows)
+    found = list(read_corpus(path, {"text": "query", "_id": "id", "title": "heading"}))
+    assert found == [Document("a", "x"), Document("b", "y")]
+    both = write(tmp_path / "both.jsonl", [{"id": "the text", "key": "k"}])
+    assert list(read_corpus(both, {"text": "id"})) == [Document("0", "the text")]
+    with pytest.raises(InputError, match=r"corpus\.jsonl:1: field 'answer' is missing"):
+        list(read_corpus(path, {"text": "answer"}))
+    with pytest.raises(OptionError, match="columns must be the column of _id, title or text, got 'query'"):
+        list(read_corpus(path, {"query": "text"}))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"_id": "b"}, r"field 'text' is missing \(found: _id\)"),
+        ({"_id": "b", "text": None}, "field 'text' is null, expected text"),
+        ({"_id": "b", "text": "x", "title": 3}, "field 'title' is a number, expected text"),
+        ({"_id": "a", "text": "x"}, "the id 'a' occurs a second time"),
+        ({"id": "a", "text": "x"}, "the id 'a' occurs a second time"),
+        ({"_id": "", "text": "x"}, "field '_id' is empty"),
+        ({"_id": True, "text": "x"}, "field '_id' is true or false, expected text"),
+        ({"_id": 1.5, "text": "x"}, "field '_id' is a number, expected text"),
+        ({"_id": "b", "text": "\ud800"}, "field 'text' holds half of a character"),
+    ],
+)
+def test_a_bad_row_is_named(row, message, tmp_path):
+    path = write(tmp_path / "corpus.jsonl", [{"_id": "a", "text": "x"}, row])
+    with pytest.raises(InputError, match=rf"corpus\.jsonl:2: {message}; ") as caught:
+        list(read_corpus(path))
+    assert "\n" not in str(caught.value)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_gpus", "found"),
+    [
+        (1, 0, ("cpu",)),
+        (3, 0, ("cpu", "cpu", "cpu")),
+        ("cpu, cpu", 0, ("cpu", "cpu")),
+        (2, 4, ("cuda:0", "cuda:1")),
+        ("cuda:3,cuda:1", 4, ("cuda:3", "cuda:1")),
+        ("cuda", 1, ("cuda",)),
+        ("cpu", 4, ("cpu",)),
+        (0, 0, "devices must be >= 1, got 0; give a number"),
+        (0, 4, "devices must be from 1 to the 4 GPUs there are, got 0"),
+        (5, 4, "devices must be from 1 to the 4 GPUs there are, got 5"),
+        ("cuda:0", 0, r"devices must name devices of this machine \(cpu\), got 'cuda:0'"),
+        *((name, 0, "devices must name devices") for name in ("cuda", "", "cpu,", "tpu")),
+        ("cuda:4", 4, "devices must name devices"),
+        ("cpu,cuda:0", 4, "devices must all be of one kind"),
+    ],
+)
+def test_devices_are_counted_or_named_and_refused_where_they_are_not_there(devices, num_gpus, found, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    if isinstance(found, tuple):
+        assert parse_devices(devices) == found
+    else:
+        with pytest.raises(OptionError, match=found):
+            parse_devices(devices)
+
+
+def test_a_single_device_works_here_and_reads_no_further_than_asked():
+    encoder, read = Encoder(tiny_embedder()), []
+    results = on_devices(encoder, ("cpu",), lambda used, item: (used, read.append(item), item)[::2], iter(range(3)))
+    assert next(results) == (encoder, 0)
+    assert read == [0]
+    assert [item for _, item in results] == [1, 2]
+
+
+def test_a_model_that_lies_nowhere_cannot_be_shared_out():
+    with pytest.raises(OptionError, match="devices needs a model that was read from a directory"):
+        on_devices(Encoder(tiny_embedder()), ("cpu", "cpu"), print, [])
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_the_model_makes_room_for_others_and_is_back_afterwards(is_closed, model, monkeypatch):
+    encoder, moves, events = Encoder.from_pretrained(model, device="cpu"), [], []
+    monkeypatch.setattr(encoder.embedder, "to", moves.append)
+    home = encoder.embedder.device
+
+    def spread(makers, items):
+        for item in items:
+            events.append((item, list(moves)))
+            yield item
+
+    monkeypatch.setattr(vector_folder, "spread", spread)
+    results = on_devices(encoder, ("cpu", "cpu"), print, [1, 2])
+    assert moves == []
+    assert next(results) == 1
+    results.close() if is_closed else list(results)
+    assert events == [(1, ["cpu"]), (2, ["cpu"])][: 1 if is_closed else 2]
+    assert moves == ["cpu", home]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("devices") / "model"
+    tiny_embedder(prompts={"document": "a dog "}).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def encoded(model, corpus, output, **options):
+    encoder = Encoder.from_pretrained(model, device="cpu", precision="float32", dimensions=20)
+    context = choose_context(encoder, corpus) if encoder.num_context else None
+    encode_corpus(encoder, corpus, output, shard_size=4, context=context, **options)
+    return content(output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_contextual", "vector_format"), [(False, "float32"), (False, "int8"), (True, "float32")])
+def test_two_devices_and_a_tokeniser_write_the_bytes_of_one_process(
+    is_contextual, vector_format, model, tmp_path, one_thread
+):
+    corpus, options = write_corpus(tmp_path / "corpus.jsonl", some_texts(40)), {"vector_format": vector_format}
+    if is_contextual:
+        model = str(tmp_path / "contextual")
+        tiny_contextual().save_pretrained(model)
+    whole = encoded(model, corpus, tmp_path / "whole", **options)
+    assert len([name for name in whole if name.startswith("vectors")]) == 10
+    found = encoded(model, corpus, tmp_path / "shared", devices=("cpu", "cpu"), tokenizer_workers=1, **options)
+    assert found == whole
+    for name in ("vectors-00002.npy", "vectors-00007.npy", "manifest.json"):
+        (tmp_path / "shared" / name).unlink()
+    manifest = json.loads(whole["manifest.json"]) | {"complete": False}
+    (tmp_path / "shared" / "manifest.json").write_text(json.dumps(manifest))
+    assert encoded(model, corpus, tmp_path / "shared", tokenizer_workers=2, **options) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "number", "code", "says"),
+    [
+        ("group", signal.SIGINT, 130, "interrupted; finished files and shards are kept"),
+        ("worker", signal.SIGKILL, 70, ", cpu was ended by a signal (SIGKILL); what is finished is kept"),
+    ],
+)
+def test_a_run_that_is_cut_short_goes_on(target, number, code, says, model, tmp_path, one_thread):
+    corpus, output = write_corpus(tmp_path / "corpus.jsonl", some_texts(800)), tmp_path / "out"
+    line = ["encode", "--model", model, "--input", str(corpus), "--output", str(output), "--precision", "float32"]
+    line += ["--dimensions", "20", "--shard_size", "4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "main.py", *line, "--devices", "2"],
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    while not list(output.glob("vectors-*.npy")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    if target == "group":
+        # As a terminal's Ctrl-C.
+        os.killpg(process.pid, number)
+    else:
+        os.kill(worker_of(process.pid), number)
+    errors = process.communicate()[1].decode().strip().splitlines()
+    assert not [line for line in errors if "Traceback" in line]
+    assert process.returncode == code
+    assert errors[-1].startswith("error: ")
+    assert says in errors[-1]
+    left = content(output)
+    assert 0 < len([name for name in left if name.startswith("vectors")]) < 200
+    assert not [name for name in left if name.startswith(".")] or target == "worker"
+    whole = encoded(model, corpus, tmp_path / "whole")
+    resumed = encoded(model, corpus, output)
+    assert {name: resumed[name] for name in whole} == whole
+
+
+def worker_of(process):
+    """One of the processes that a process started for a device."""
+    for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return int(child)
+    raise AssertionError("no worker")

@@ -17,7 +17,7 @@ from embeddings.common.jobs import ArrayTask
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached
 from embeddings.data.table import StoredRow
-from embeddings.inference.bm25 import WordTokenizer
+from embeddings.inference.bm25 import word_tokens
 from embeddings.mining import duplicates
 from embeddings.mining.duplicates import (
     COPY,
@@ -157,8 +157,7 @@ def words(seed, count):
 
 def loop_coverage(texts, text):
     """The largest share of a text's BM25 weight that another text holds, with the formula written out."""
-    tokenize = WordTokenizer()
-    documents = [tokens for tokens in map(tokenize, texts) if len(set(tokens)) >= MIN_TOKENS]
+    documents = [tokens for tokens in map(word_tokens, texts) if len(set(tokens)) >= MIN_TOKENS]
     mean_length = sum(map(len, documents)) / max(1, len(documents))
     frequency = Counter(token for document in documents for token in set(document))
     best = 0.0
@@ -169,7 +168,7 @@ def loop_coverage(texts, text):
             / (count + 1.5 * (1 - 0.75 + 0.75 * len(document) / mean_length))
             for token in set(document)
         }
-        shared = sum(weight for token, weight in weights.items() if token in set(tokenize(text)))
+        shared = sum(weight for token, weight in weights.items() if token in set(word_tokens(text)))
         best = max(best, shared / sum(weights.values()))
     return best
 

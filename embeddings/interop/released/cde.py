@@ -30,10 +30,7 @@ _FIRST, _SECOND = "first_stage_model.embedder.", "second_stage_model.backbone."
 _NULL = "second_stage_model.sequence_dropout_null_embedding"
 # Both published backbones have heads of this width.
 _HEAD_WIDTH = 64
-_FORMS = {
-    "nomic": ContextForm(adds_pooled=False),
-    "modernbert": ContextForm(has_positions=True, pools_prompt=True),
-}
+_FORMS = {"nomic": ContextForm(adds_pooled=False), "modernbert": ContextForm(has_positions=True, pools_prompt=True)}
 
 
 def load(folder: Path, assumed: Assumed | None = None) -> Imported:
@@ -190,8 +187,7 @@ def _names(kind: str) -> dict[str, str | Published]:
 def _prepared_words(config: PretrainedConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The second stage with what is done to its words before the encoder done in the table of words.
 
-    In training, v1's encoder adds no token type to inputs that are vectors, which transformers' does: its table is zero
-    here.
+    In training, v1's encoder adds no token type to vectors, which transformers' does: its table is zero here.
     """
     if not isinstance(config, ModernBertConfig):
         words, types = "embeddings.word_embeddings.weight", "embeddings.token_type_embeddings.weight"

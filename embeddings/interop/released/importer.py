@@ -15,13 +15,7 @@ from embeddings.common.io import write_json
 from embeddings.common.process import logger
 from embeddings.common.text import one_line
 from embeddings.interop.released import cde, llm2vec, nomic, nv_embed
-from embeddings.interop.released.checkpoint import (
-    Assumed,
-    Imported,
-    ReleasedConfig,
-    described_embedder,
-    loaded_model,
-)
+from embeddings.interop.released.checkpoint import Assumed, Imported, ReleasedConfig, described_embedder, loaded_model
 from embeddings.models.backbone import load_tokenizer
 from embeddings.models.directory import is_contextual
 from embeddings.models.embedder import Embedder

@@ -51,7 +51,6 @@ def load(folder: Path, base: Sequence[str] = (), assumed: Assumed | None = None)
 
     Vectors are the mean over the text's own tokens and what the template puts behind it, of unit length. The published
     code cuts a text longer than 400 tokens between words; here it is cut as any text, to the whole length.
-
     """
     *adapters, decoder = adapter_chain(folder, base)
     # The published code's own settings, where the folder has none.

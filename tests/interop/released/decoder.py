@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.interop.released.nomic import rotated
 from tests.interop.released.published import State
 
 HIDDEN, HEADS, GROUPS, LAYERS, INNER, ROWS = 32, 4, 2, 2, 48, 512
@@ -44,12 +45,9 @@ def decoder_shapes(prefix: str = "") -> dict[str, tuple[int, ...]]:
 def decoder_states(state: State, ids: list[int]) -> Tensor:
     """The states after the last norm, every token seeing all others, (L, H)."""
     width, length = HIDDEN // HEADS, len(ids)
-    angle = torch.arange(length)[:, None] / 10000.0 ** (torch.arange(0, width, 2) / width)
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
 
     def turned(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        return rotated(x, torch.arange(length), {"rotary_emb_base": FIELDS["rope_theta"]})
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * state[f"{name}.weight"]

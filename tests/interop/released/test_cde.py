@@ -3,7 +3,6 @@
 import json
 import sys
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -122,25 +121,6 @@ def test_version_1_gives_the_vectors_that_it_was_trained_for(tmp_path, monkeypat
     embedder = load_embedder(tmp_path / "ours")
     assert isinstance(embedder, ContextualEmbedder)
     assert embedder.slots.null_H.abs().max() == 0
-
-
-@pytest.mark.slow
-def test_an_imported_model_encodes_on_two_devices_as_on_one(tmp_path, monkeypatch):
-    folder, _, _ = published_v1(tmp_path / "published", monkeypatch)
-    load(folder).model.save_pretrained(tmp_path / "ours")
-    for name, texts in (("texts", TEXTS * 3), ("corpus", DOCUMENTS)):
-        rows = "".join(json.dumps({"text": f"{text} {row}"}) + "\n" for row, text in enumerate(texts))
-        (tmp_path / f"{name}.jsonl").write_text(rows)
-    line = ["encode", "--model", str(tmp_path / "ours"), "--input", str(tmp_path / "texts.jsonl"), "--shard-size", "4"]
-    line += ["--context", str(tmp_path / "corpus.jsonl"), "--precision", "float32", "--output"]
-    assert main([*line, str(tmp_path / "one")]) == 0
-    assert main([*line, str(tmp_path / "two"), "--devices", "2"]) == 0
-    one, two = (
-        np.concatenate([np.load(path) for path in sorted((tmp_path / name).glob("vectors-*.npy"))])
-        for name in ("one", "two")
-    )
-    assert one.shape == (12, HIDDEN)
-    assert np.array_equal(one, two)
 
 
 # --- version 2: ModernBERT --------------------------------------------------------------------------------------------

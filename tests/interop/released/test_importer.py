@@ -1,7 +1,6 @@
 """Importing a checkpoint: its family, its record and card, its licence and usage, and what is never overwritten."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from embeddings.interop.released.nomic import load_moe
 from embeddings.models import Embedder
 from embeddings.models.model_card import stated_licence
 from embeddings.models.model_files import IMPORT_FILE
+from tests.helpers.interrupts import interrupted_at
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 from tests.interop.released import nomic
 from tests.interop.released.nomic import DENSE, MOE, nomic_folder
@@ -52,14 +52,13 @@ def test_a_source_is_never_written_to_and_a_kill_leaves_nothing_new(tmp_path, mo
         import_released(str(folder), folder)
     with pytest.raises(OptionError, match="revision cannot apply to"):
         import_released(str(folder), tmp_path / "ours", revision="main")
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(importer, "write_json", killed)
-    with pytest.raises(KeyboardInterrupt):
-        import_released(str(folder), tmp_path / "ours")
-    assert [path.name for path in tmp_path.iterdir()] == ["published"]
+    # The model is written before both, and is not there without them.
+    for written in ("write_json", "write_model_card"):
+        with monkeypatch.context() as patch:
+            patch.setattr(importer, written, interrupted_at(print))
+            with pytest.raises(KeyboardInterrupt):
+                import_released(str(folder), tmp_path / "ours")
+        assert [path.name for path in tmp_path.iterdir()] == ["published"]
 
 
 def test_a_card_names_the_source_and_its_licence_and_copies_nothing(tmp_path):
@@ -82,33 +81,6 @@ def test_a_card_names_the_source_and_its_licence_and_copies_nothing(tmp_path):
     (tmp_path / "ours" / "README.md").write_text("mine\n")
     import_released(str(folder), tmp_path / "ours")
     assert (tmp_path / "ours" / "README.md").read_text() == "mine\n"
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_at_every_moment_the_directory_is_whole_or_not_there(is_first, tmp_path, monkeypatch):
-    """What a kill would leave is what lies there before and after each step of the file system."""
-    folder, _, _ = nomic_folder(tmp_path / "published", MOE)
-    target = tmp_path / "ours"
-    if not is_first:
-        import_released(str(folder), target)
-    first = sorted(path.name for path in target.iterdir()) if target.exists() else None
-    replace, seen = os.replace, []
-
-    def names():
-        return sorted(path.name for path in target.iterdir()) if target.exists() else None
-
-    def watched(source, destination):
-        seen.append(names())
-        replace(source, destination)
-        seen.append(names())
-
-    monkeypatch.setattr(os, "replace", watched)
-    import_released(str(folder), target)
-    assert {IMPORT_FILE, "README.md", "modules.json", "model.safetensors"} <= set(names())
-    assert len(seen) > 2
-    # In between an earlier model is whole beside its place.
-    assert all(found in (None, first, names()) for found in seen)
-    assert seen[-1] == names()
 
 
 def test_whatever_a_config_meets_in_an_architecture_is_one_line(tmp_path, monkeypatch):
@@ -140,10 +112,13 @@ def test_the_family_is_told_by_the_config(config, is_directory, load, tmp_path):
     assert loader_of(tmp_path) is load
 
 
-def test_another_family_is_one_line(tmp_path):
+def test_another_family_and_a_contextual_model_of_this_library_are_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(InputError, match="model_type 'bert' belongs to no published family that is known here; import"):
         loader_of(tmp_path)
+    tiny_contextual().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="is a model directory of this library already; use it as it is"):
+        load_directory(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -305,9 +280,3 @@ def test_what_the_folder_does_not_say_is_the_mean_of_unit_length(tmp_path):
     embedder = load_directory(folder).model
     assert isinstance(embedder, Embedder)
     assert (embedder.normalize, embedder.text.pool_prompt, embedder.text.document_max_length) == (True, True, 128)
-
-
-def test_a_contextual_model_of_this_library_needs_no_import(tmp_path):
-    tiny_contextual().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="is a model directory of this library already; use it as it is"):
-        load_directory(tmp_path)
