@@ -1,6 +1,7 @@
 """Many requests at once: limits and budget, and a journal that keeps each answer before the next request goes out."""
 
 import asyncio
+import io
 import json
 import os
 import random
@@ -28,8 +29,6 @@ _MAX_RETRY_AFTER_SECONDS = 600.0
 # Tokens that an endpoint adds to a prompt. A byte-level tokenizer makes at most one token a byte of the rest.
 _PROMPT_OVERHEAD = 64
 _MINUTE = 60.0
-# Longest sleep at a time: how soon a waiting request learns that the job has stopped.
-_TICK_SECONDS = 1.0
 
 Sleep = Callable[[float], Awaitable[None]]
 
@@ -118,18 +117,14 @@ class RateLimiter:
         self._seconds_per_token = _MINUTE / limits.tokens_per_minute if limits.tokens_per_minute else 0.0
         self._clock, self._sleep = clock, sleep
         self._next_request = self._next_token = self._pause_end = clock()
-        self._is_stopped = False
 
     async def wait(self) -> None:
-        """Wait until a request may go out, or the job has stopped."""
+        """Wait until a request may go out."""
         turn = max(self._next_request, self._clock())
         self._next_request = turn + self._seconds_per_request
         # Tokens spent, or a pause that begins, during the wait postpone the turn.
-        while not self._is_stopped:
-            wait = max(turn, self._next_token, self._pause_end) - self._clock()
-            if wait <= 0:
-                return
-            await self._sleep(min(wait, _TICK_SECONDS))
+        while (seconds := max(turn, self._next_token, self._pause_end) - self._clock()) > 0:
+            await self._sleep(seconds)
 
     def spend(self, num_tokens: int) -> None:
         self._next_token = max(self._next_token, self._clock()) + num_tokens * self._seconds_per_token
@@ -137,10 +132,6 @@ class RateLimiter:
     def pause(self, seconds: float) -> None:
         """Let no request go out for some seconds from now."""
         self._pause_end = max(self._pause_end, self._clock() + seconds)
-
-    def stop(self) -> None:
-        """End all waits: the job has stopped, and no further request goes out."""
-        self._is_stopped = True
 
 
 class Journal:
@@ -155,20 +146,11 @@ class Journal:
         num_answers: Answers so far, refusals not counted.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, file: io.FileIO, reader: io.BufferedReader) -> None:
+        self.path, self._file, self._reader = path, file, reader
         self.prompt_tokens = self.completion_tokens = self.num_answers = 0
         self._places: dict[str, int] = {}
-        is_new = not path.exists()
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by `close`
-        if is_new:
-            fsync_path(path.parent)
-        self._reader = open(path, "rb")  # noqa: SIM115 - closed by `close`
-        try:
-            self._read()
-        except InputError:
-            self.close()
-            raise
+        self._read()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -201,10 +183,6 @@ class Journal:
                 self._file.truncate(place)
             raise
         self._note(key, place, answer)
-
-    def close(self) -> None:
-        self._reader.close()
-        self._file.close()
 
     def _note(self, key: str, place: int, answer: Answer) -> None:
         self._places[key] = place
@@ -239,11 +217,11 @@ def open_journal(path: Path) -> Iterator[Journal]:
     with file_lock(lock, wait=False) as held:
         if not held:
             raise InputError(str(path), "another process is at work on it", "wait for it, or name another folder")
-        journal = Journal(path)
         try:
-            yield journal
+            with open(path, "ab", buffering=0) as file, open(path, "rb") as reader:
+                fsync_path(path.parent)
+                yield Journal(path, file, reader)
         finally:
-            journal.close()
             lock.unlink(missing_ok=True)
 
 
@@ -269,7 +247,7 @@ class RequestRunner:
         self.client, self.journal, self.limits, self.budget = client, journal, limits, budget
         self.retries: Counter[str] = Counter()
         self.exhausted = False
-        self._rate = RateLimiter(limits)
+        self._rate = RateLimiter(limits, sleep=self._sleep)
         self._reserved = 0
         self._failure: UserError | None = None
         self._stopped, self._settled = asyncio.Event(), asyncio.Condition()
@@ -320,7 +298,6 @@ class RequestRunner:
             except UserError as error:
                 self._failure = self._failure or error
                 self._stopped.set()
-                self._rate.stop()
                 return
             finally:
                 self._reserved -= reserve
@@ -374,11 +351,17 @@ class RequestRunner:
         raise AssertionError
 
     async def _back_off(self, retry: int, retry_after_seconds: float | None) -> None:
-        """Wait before a retry, or until the job stops; a wait that the endpoint asks for holds for every request."""
+        """Wait before a retry; a wait that the endpoint asks for holds for every request."""
         if retry_after_seconds is not None:
             seconds = min(retry_after_seconds, _MAX_RETRY_AFTER_SECONDS)
             self._rate.pause(seconds)
         else:
             seconds = min(_MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0**retry) * random.uniform(0.5, 1.0)
+        await self._sleep(seconds)
+
+    async def _sleep(self, seconds: float) -> None:
+        """Sleep; where the job stops meanwhile, its error ends the request."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._stopped.wait(), seconds)
+        if self._failure is not None:
+            raise self._failure
