@@ -3,10 +3,10 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from embeddings.common.errors import InputError
 from embeddings.common.io import atomic_path, check_manifest, file_sha256, text_hash, write_manifest
@@ -54,13 +54,13 @@ class Outcome:
     """What became of the items.
 
     Attributes:
-        attempts: The attempt whose answer was accepted, by the item's place among all.
+        records: The accepted record and its file, by the item's place among all.
         rejections: The rejected answers.
         repairs: Accepted answers that had to be repaired, by what was repaired.
         num_unasked: Items without any answer, for lack of budget.
     """
 
-    attempts: dict[int, int] = field(default_factory=dict)
+    records: dict[int, tuple[str, Fields]] = field(default_factory=dict)
     rejections: list[Rejection] = field(default_factory=list)
     repairs: Counter[str] = field(default_factory=Counter)
     num_unasked: int = 0
@@ -71,17 +71,17 @@ def run_rounds(items: Callable[[], Iterable[Item]], total: int, runner: RequestR
 
     `items` gives the same items at each call. A round is judged when all of its answers are there, in the order of the
     items. So what is accepted, copies of earlier queries included, follows from the answers alone, not from their order
-    or from kills. Memory: a hash of each accepted query, and the rejections.
+    or from kills. Records and rejections are in memory.
     """
     if runner.exhausted:
         return Outcome(num_unasked=total)
     outcome, seen = Outcome(), set[tuple[str, int]]()
     for attempt in range(runner.limits.max_attempts):
-        left = total - len(outcome.attempts)
-        requests = (item.request(seed, attempt) for place, item in enumerate(items()) if place not in outcome.attempts)
+        left = total - len(outcome.records)
+        requests = (item.request(seed, attempt) for place, item in enumerate(items()) if place not in outcome.records)
         runner.run(requests, left, "examples" if attempt == 0 else f"examples, attempt {attempt + 1}")
         for place, item in enumerate(items()):
-            if place in outcome.attempts:
+            if place in outcome.records:
                 continue
             answer = runner.journal.get(item.request(seed, attempt).key)
             if answer is None:
@@ -96,9 +96,9 @@ def run_rounds(items: Callable[[], Iterable[Item]], total: int, runner: RequestR
                 outcome.rejections.append(Rejection(item.id, attempt, rejected.reason, rejected.detail))
                 continue
             seen.add(key)
-            outcome.attempts[place] = attempt
+            outcome.records[place] = item.file, draft.fields
             outcome.repairs.update(set(draft.repairs))
-        if runner.exhausted or len(outcome.attempts) == total:
+        if runner.exhausted or len(outcome.records) == total:
             break
     return outcome
 
@@ -152,19 +152,22 @@ class Job:
         `extra_files` are the lines of more files by name.
         """
         outcome = run_rounds(items, total, self.runner, seed)
-        counts = self._write_records(items, seed, outcome)
+        records: dict[str, list[str]] = {}
+        for _, (name, fields) in sorted(outcome.records.items()):
+            records.setdefault(name, []).append(json.dumps(fields, ensure_ascii=False) + "\n")
         rejections = [*self.task_rejections, *outcome.rejections]
-        lines = {**extra_files, REJECTED_FILE: (json.dumps(item._asdict()) + "\n" for item in rejections)}
-        for name, content in lines.items():
+        rejected = (json.dumps(item._asdict()) + "\n" for item in rejections)
+        files = {**records, **extra_files, REJECTED_FILE: rejected}
+        for name, content in files.items():
             with atomic_path(self.folder / name) as temporary, open(temporary, "w", encoding="utf-8") as file:
                 file.writelines(content)
         journal, budget = self.runner.journal, self.runner.budget
         report = SynthesisReport(
             num_wanted=total,
-            num_records=counts,
+            num_records={name: len(lines) for name, lines in sorted(records.items())},
             rejected=dict(Counter(item.reason for item in rejections).most_common()),
             repaired=dict(outcome.repairs.most_common()),
-            num_given_up=total - len(outcome.attempts) - outcome.num_unasked,
+            num_given_up=total - len(outcome.records) - outcome.num_unasked,
             num_unasked=outcome.num_unasked,
             num_answers=len(journal),
             prompt_tokens=journal.prompt_tokens,
@@ -174,30 +177,13 @@ class Job:
             complete=not self.runner.exhausted,
         )
         before = check_manifest(self.folder, {}).get("files", {})
-        hashes = {name: file_sha256(self.folder / name) for name in sorted({*counts, *lines})}
+        hashes = {name: file_sha256(self.folder / name) for name in sorted(files)}
         facts = {"complete": report.complete, "files": hashes, "report": asdict(report)}
         write_manifest(self.folder, {**self.fields, **facts})
         # An earlier run may have asked for more.
         for name in set(before) - set(hashes):
             (self.folder / name).unlink(missing_ok=True)
         return report
-
-    def _write_records(self, items: Callable[[], Iterable[Item]], seed: int, outcome: Outcome) -> dict[str, int]:
-        """Write the records of all accepted answers in the order of the items; returns how many each file has."""
-        counts: Counter[str] = Counter()
-        with ExitStack() as stack:
-            files: dict[str, TextIO] = {}
-            for place, item in enumerate(items() if outcome.attempts else ()):
-                if place not in outcome.attempts:
-                    continue
-                if item.file not in files:
-                    temporary = stack.enter_context(atomic_path(self.folder / item.file))
-                    files[item.file] = stack.enter_context(open(temporary, "w", encoding="utf-8"))
-                answer = self.runner.journal.get(item.request(seed, outcome.attempts[place]).key)
-                assert answer is not None
-                files[item.file].write(json.dumps(item.read(parse_answer(answer)).fields, ensure_ascii=False) + "\n")
-                counts[item.file] += 1
-        return dict(sorted(counts.items()))
 
 
 def finished_report(folder: Path, fields: Fields) -> SynthesisReport | None:

@@ -24,18 +24,22 @@ def read(parsed):
     return Draft({"query": parsed.value["query"]}, parsed.repairs)
 
 
+def says(**value):
+    return Reply(json.dumps(value))
+
+
 def items(count):
     return [Item(f"a-{number}", f"{'ab'[number % 2]}.jsonl", f"prompt {number}", read) for number in range(count)]
 
 
 def run(folder, client=None, identity=IDENTITY, size=SIZE, budget=None, count=4):
-    client = client or FakeClient(lambda prompt, seed, _: Reply(json.dumps({"query": prompt})))
+    client = client or FakeClient(lambda prompt, seed, _: says(query=prompt))
     with open_job(folder, identity, size, client, replace(EAGER, max_attempts=2), budget) as job:
         return job.run(lambda: items(count), count, 0, {"extra.txt": ["one\n"]})
 
 
 def test_each_file_has_its_records_in_the_order_of_the_items(tmp_path):
-    report = run(tmp_path / "job", FakeClient(lambda p, s, _: Reply(json.dumps({"query": p})), shuffled=True))
+    report = run(tmp_path / "job", FakeClient(lambda prompt, seed, _: says(query=prompt), shuffled=True))
     assert (tmp_path / "job" / "a.jsonl").read_text() == '{"query": "prompt 0"}\n{"query": "prompt 2"}\n'
     assert (tmp_path / "job" / "b.jsonl").read_text() == '{"query": "prompt 1"}\n{"query": "prompt 3"}\n'
     assert (tmp_path / "job" / "extra.txt").read_text() == "one\n"
@@ -45,17 +49,21 @@ def test_each_file_has_its_records_in_the_order_of_the_items(tmp_path):
     assert finished_report(tmp_path / "job", {**IDENTITY, "count": 5}) is None
 
 
-def test_rejected_answers_are_listed_and_counted(tmp_path):
+def test_rejected_answers_are_listed_and_counted_and_repairs_of_accepted_ones(tmp_path):
     def behaviour(prompt, seed, count):
-        return Reply("no JSON \ud800" if prompt == "prompt 1" else f"```\n{json.dumps({'query': prompt})}\n```")
+        answer = f"```\n{json.dumps({'query': prompt, 'bad': prompt == 'prompt 3'})}\n```"
+        return Reply("no JSON \ud800" if prompt == "prompt 1" else answer)
 
     report = run(tmp_path / "job", FakeClient(behaviour), budget=Budget(None, 1e6, 2e6))
     lines = [json.loads(line) for line in (tmp_path / "job" / "rejected.jsonl").read_text().splitlines()]
     assert [(line["id"], line["attempt"], line["reason"]) for line in lines] == [
         ("a-1", 0, "not_json"),
+        ("a-3", 0, "wrong_type"),
         ("a-1", 1, "not_json"),
+        ("a-3", 1, "wrong_type"),
     ]
-    assert (report.rejected, report.repaired, report.num_given_up) == ({"not_json": 2}, {"code_fence": 3}, 1)
+    assert report.rejected == {"not_json": 2, "wrong_type": 2}
+    assert (report.repaired, report.num_given_up) == ({"code_fence": 2}, 2)
     assert report.cost == report.prompt_tokens + 2 * report.completion_tokens
 
 
@@ -73,12 +81,9 @@ def test_a_changed_file_of_a_finished_job_is_refused_and_a_missing_one_is_not_fi
         finished_report(tmp_path, fields)
 
 
-def test_a_larger_job_goes_on_from_a_smaller_one_and_a_smaller_one_leaves_no_old_file(tmp_path):
-    run(tmp_path, count=2, size={"count": 2})
-    client = FakeClient(lambda prompt, seed, _: Reply(json.dumps({"query": prompt})))
-    assert run(tmp_path, client, count=4).num_records == {"a.jsonl": 2, "b.jsonl": 2}
-    assert len(client.asked) == 2
-    assert run(tmp_path, client, count=1, size={"count": 1}).num_records == {"a.jsonl": 1}
+def test_a_smaller_job_leaves_no_old_file(tmp_path):
+    run(tmp_path)
+    assert run(tmp_path, count=1, size={"count": 1}).num_records == {"a.jsonl": 1}
     assert not (tmp_path / "b.jsonl").exists()
 
 
@@ -90,20 +95,8 @@ def test_two_processes_do_not_work_in_one_folder(tmp_path):
     assert run(tmp_path / "job").num_answers == 4
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-def test_a_mistake_before_the_first_answer_leaves_nothing(tmp_path, is_there):
-    refuses = FakeClient(lambda prompt, seed, _: Reply(None, refusal="status 400", usage=False))
-    folder = tmp_path / "deep" / "job"
-    if is_there:
-        folder.mkdir(parents=True)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(InputError, match="refuses the request"):
-        run(folder, refuses)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def items_of_one_file(count, is_unique=True, file="a.jsonl"):
-    return [Item(f"a-{number}", file, f"prompt {number}", read, is_unique) for number in range(count)]
+def items_of_one_file(count, is_unique=True):
+    return [Item(f"a-{number}", "a.jsonl", f"prompt {number}", read, is_unique) for number in range(count)]
 
 
 def reasons(outcome):
@@ -115,10 +108,6 @@ def rounds(folder, client, found, max_attempts=3, limits=EAGER):
         return run_rounds(lambda: iter(found), len(found), runner, seed=1)
 
 
-def says(**value):
-    return Reply(json.dumps(value))
-
-
 def test_what_is_rejected_is_asked_again_with_another_seed_up_to_the_limit(tmp_path):
     seeds = {}
 
@@ -128,7 +117,7 @@ def test_what_is_rejected_is_asked_again_with_another_seed_up_to_the_limit(tmp_p
         return says(query=prompt, bad=len(seeds[prompt]) <= number)
 
     outcome = rounds(tmp_path, FakeClient(behaviour), items_of_one_file(5), max_attempts=3)
-    assert outcome.attempts == {0: 0, 1: 1, 2: 2}
+    assert sorted(outcome.records) == [0, 1, 2]
     assert [len(seeds[f"prompt {number}"]) for number in range(5)] == [1, 2, 3, 3, 3]
     assert all(len(set(found)) == len(found) for found in seeds.values())
     assert reasons(outcome) == {"wrong_type": 1 + 2 + 3 + 3}
@@ -141,7 +130,7 @@ def test_of_two_items_with_one_query_the_earlier_one_is_kept_whatever_comes_firs
         return Reply(json.dumps({"query": f"The QUERY {number // 2}!"}), seconds=0.02 if number % 2 == 0 else 0)
 
     outcome = rounds(tmp_path, FakeClient(behaviour), items_of_one_file(6), max_attempts=1)
-    assert sorted(outcome.attempts) == [0, 2, 4]
+    assert sorted(outcome.records) == [0, 2, 4]
     assert reasons(outcome) == {"duplicate_query": 3}
 
 
@@ -149,18 +138,9 @@ def test_copies_are_looked_for_within_a_file_and_only_where_asked(tmp_path):
     client = FakeClient(lambda prompt, seed, count: says(query="the same"))
     places = [("a.jsonl", 0), ("a.jsonl", 1), ("b.jsonl", 2), ("b.jsonl", 3)]
     both = [Item(f"x-{place}", file, f"prompt {place}", read) for file, place in places]
-    assert sorted(rounds(tmp_path, client, both, max_attempts=1).attempts) == [0, 2]
+    assert sorted(rounds(tmp_path, client, both, max_attempts=1).records) == [0, 2]
     (tmp_path / "other").mkdir()
-    assert len(rounds(tmp_path / "other", client, items_of_one_file(4, is_unique=False)).attempts) == 4
-
-
-def test_repairs_are_counted_for_accepted_answers_alone(tmp_path):
-    def behaviour(prompt, seed, count):
-        bad = prompt == "prompt 0"
-        return Reply(f"```\n{json.dumps({'query': prompt, 'bad': bad})}\n```")
-
-    outcome = rounds(tmp_path, FakeClient(behaviour), items_of_one_file(3), max_attempts=1)
-    assert outcome.repairs == {"code_fence": 2}
+    assert len(rounds(tmp_path / "other", client, items_of_one_file(4, is_unique=False)).records) == 4
 
 
 def hard_to_please(prompt, seed, count):
@@ -172,7 +152,7 @@ def hard_to_please(prompt, seed, count):
 @pytest.mark.parametrize("concurrency", [1, 3, 16])
 def test_order_and_interruptions_change_nothing(tmp_path, concurrency):
     whole = rounds(tmp_path, FakeClient(hard_to_please), items_of_one_file(30))
-    assert 3 < len(whole.attempts) < 30
+    assert 3 < len(whole.records) < 30
     assert {"duplicate_query", "not_json", "wrong_type"} == set(reasons(whole))
     folder = tmp_path / "ended"
     folder.mkdir()
