@@ -113,8 +113,10 @@ def test_a_wrong_address_key_or_model_is_the_users_to_mend(reply, says):
     ],
 )
 def test_what_may_be_better_next_time_is_unanswered(reply, says, wait, is_final):
-    with pytest.raises(UnansweredError, match=says) as failure:
-        ask(reply)
+    with chat_server(lambda prompt, seed, count: reply) as server:
+        with pytest.raises(UnansweredError, match=says) as failure:
+            ask_at(server.endpoint)
+        assert len(server.requests) == 1
     assert (failure.value.retry_after_seconds, failure.value.is_final) == (wait, is_final)
 
 
@@ -125,26 +127,15 @@ def test_an_answer_that_is_late_or_trickles_in_is_waited_for_only_so_long(reply)
     assert ask(Reply("x", seconds=0.05))[0].content == "x"
 
 
-def test_one_request_is_tried_once():
-    with chat_server(lambda prompt, seed, count: Reply(status=500)) as server:
-        with pytest.raises(UnansweredError):
-            ask_at(server.endpoint)
-        assert len(server.requests) == 1
-
-
 @pytest.mark.parametrize("endpoint", ["localhost:8000", "ftp://x/v1", "http://", "http://x:port/v1", ""])
 def test_what_is_no_address_is_refused(endpoint):
     with pytest.raises(OptionError, match="endpoint must be an address"):
         ChatClient(endpoint, Sampling("m"))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("temperature", -0.1), ("temperature", float("nan")), ("max_answer_tokens", 0), ("extra_body", {"n": 2})],
-)
-def test_impossible_sampling_is_refused(name, value):
-    with pytest.raises(OptionError, match=name):
-        Sampling("m", **{name: value})
+def test_a_temperature_that_is_no_number_is_refused():
+    with pytest.raises(OptionError, match="temperature"):
+        Sampling("m", float("nan"))
 
 
 def test_a_missing_client_is_named_with_its_extra(monkeypatch):
