@@ -22,8 +22,6 @@ _RETRIED = frozenset({408, 409, 425, 429})
 _REFUSED = frozenset({400, 403, 413, 422})
 _SHOWN = 160
 
-TokenLimitField = Literal["max_tokens", "max_completion_tokens"]
-
 
 class EndpointError(UserError):
     """An endpoint that no longer answers. What it has answered is kept; the same command resumes."""
@@ -86,7 +84,7 @@ class Sampling:
     model: str
     temperature: float | None = 1.0
     max_answer_tokens: int = 4096
-    token_limit_field: TokenLimitField = "max_tokens"
+    token_limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     json_mode: bool = False
     extra_body: Mapping[str, Any] | None = None
 
@@ -142,18 +140,14 @@ class ChatClient:
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
         """The time in which requests may be made: connections belong to one event loop."""
-        self._client = self._openai.AsyncOpenAI(
+        async with self._openai.AsyncOpenAI(
             base_url=self.endpoint,
             # The client insists on a key; a server that asks for none ignores it.
             api_key=os.environ.get(API_KEY_VARIABLE) or "none",
             timeout=self.timeout_seconds,
             max_retries=0,
-        )
-        try:
+        ) as self._client:
             yield
-        finally:
-            await self._client.close()
-            self._client = None
 
     async def ask(self, request: Request) -> Answer:
         """The answer to a request; a refusal of this one prompt is an answer too.
