@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from embeddings.common import InputError
 from embeddings.figures.drawing import line_label, line_style, plain_axes, point_markers, pyplot, run_names, write_png
-from embeddings.figures.run_facts import LOSS, SCORE, Curve, metrics_path, read_curve, read_curves
+from embeddings.figures.run_facts import LOSS, SCORE, Curve, metrics_path, read_curves
 
 Dot = tuple[Mapping[str, float | str], float]
 
@@ -34,7 +34,7 @@ def draw_curves(runs: Sequence[Path], output: Path) -> None:
     An `InputError` names a run that has no `metrics.csv` or logged no loss, or whose file is damaged.
     """
     plt = pyplot()
-    found = [read_curves(run, [LOSS, SCORE]) for run in runs]
+    found = [read_curves(run) for run in runs]
     for run, curves in zip(runs, found, strict=True):
         if not curves[LOSS][0]:
             raise InputError(str(metrics_path(run)), f"has no {LOSS!r}", "give a run that logged its loss")
@@ -105,7 +105,7 @@ def draw_routing_curves(runs: Sequence[Path], output: Path) -> None:
 
 def read_routing_curve(run: Path, column: str) -> tuple[list[int], list[float]]:
     """One column of what `RoutingStatistics` logged, the steps and the values, all finite."""
-    steps, values = read_curve(run, column)
+    steps, values = read_curves(run)[column]
     path, fix = str(metrics_path(run)), "give a run with the callback RoutingStatistics"
     if not steps:
         raise InputError(path, f"has no {column!r}", fix)

@@ -120,11 +120,11 @@ def _curves(facts: RunFacts) -> tuple[list[dict[str, str]], list[str]]:
     pictures, notes = [], []
     if not facts.curves:
         notes.append("Its folder holds no metrics.csv with values: neither loss nor scores are known here.")
-    elif not facts.curves.get(LOSS, ([], []))[0]:
+    elif not facts.curves[LOSS][0]:
         notes.append("It logged no training loss, so no curves are drawn.")
     else:
         pictures.append(_picture(draw_curves, facts.folder, "Loss and validation score over the optimiser steps."))
-    logged = [column for column in (ENTROPY, IDLE) if facts.curves.get(column, ([], []))[0]]
+    logged = [column for column in (ENTROPY, IDLE) if facts.curves[column][0]]
     if len(logged) == 2 and facts.not_finite.keys().isdisjoint(logged):
         pictures.append(_picture(draw_routing_curves, facts.folder, "How evenly the experts were used."))
     elif logged:
@@ -296,7 +296,7 @@ def opening(facts: RunFacts) -> str:
     if len(known) == len(seconds):
         several = f", in {len(known)} processes one after another" if len(known) > 1 else ""
         said.append(f"It took {duration(sum(known))}{several}.")
-    losses = [value for value in facts.curves.get(LOSS, ([], []))[1] if math.isfinite(value)]
+    losses = [value for value in facts.curves[LOSS][1] if math.isfinite(value)]
     if losses:
         first, last = (sum(part) / len(part) for part in (losses[:WINDOW], losses[-WINDOW:]))
         means = count(min(WINDOW, len(losses)), "logged value")
