@@ -21,7 +21,6 @@ Curve = tuple[list[int], list[float]]
 
 LOSS, SCORE = "train/loss", "val/ndcg_at_10"
 THROUGHPUT = "throughput/"
-_NO_METRICS = ("step", "epoch")
 _HINT = "give the folder of a run of fit, such as checkpoints/runs/NAME/version_0"
 
 
@@ -138,7 +137,7 @@ def _read_part(run: Path) -> Curves:
     try:
         reader = read_metrics(path)
         names = reader.fieldnames or ()
-        found = Curves({name: ([], []) for name in names if name not in _NO_METRICS})
+        found = Curves({name: ([], []) for name in names if name not in ("step", "epoch")})
         for row in reader if "step" in names else ():
             for column, (steps, values) in found.items():
                 if row.get(column):
@@ -166,7 +165,7 @@ class Part(NamedTuple):
 
     folder: Path
     record: Mapping[str, Any]
-    resumed_from: str | None
+    resumed_from: Any
     numeric_errors: list[Mapping[str, Any]]
 
     @property
@@ -249,12 +248,8 @@ def _read_parts(folder: Path) -> list[Part]:
             errors.append(_mapping(json.loads(path.read_bytes())))
         except (ValueError, RecursionError):
             errors.append({})
-    earlier_parts = [Part(folder, record, _text(record.get("resumed_from")), []) for record in records]
-    return [*earlier_parts, Part(folder, last, _text(resumed_from), errors)]
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
+    earlier_parts = [Part(folder, record, record.get("resumed_from"), []) for record in records]
+    return [*earlier_parts, Part(folder, last, resumed_from, errors)]
 
 
 def _summary(column: str, curve: Curve) -> Summary | None:

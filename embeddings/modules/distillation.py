@@ -89,11 +89,6 @@ class FrozenTeacher:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
-    def move_to(self, device: torch.device) -> None:
-        """Move to the device that the student's batches lie on."""
-        if self.embedder.device != device:
-            self.embedder.to(device)
-
 
 class LayerTeacher(FrozenTeacher):
     """A frozen teacher of states; it loads itself where none is given.
@@ -132,7 +127,7 @@ class LayerTeacher(FrozenTeacher):
         Precision: the teacher as the student, under autocast or not; differences and sums in float32 at least.
         """
         attended_NL, pooled_NL = tokens.attention_mask_NL, tokens.pooling_mask_NL
-        self.move_to(attended_NL.device)
+        self.embedder.to(attended_NL.device)
         # The places once for all layers: a device is asked for each, and the host waits.
         attended_T, pooled_T = (mask_NL.flatten().nonzero().squeeze(1) for mask_NL in (attended_NL, pooled_NL))
         with torch.no_grad(), captured_states(self.embedder) as teacher:
@@ -176,7 +171,7 @@ class VectorTeacher(FrozenTeacher):
     @torch.no_grad()
     def _vectors(self, tokens: TokenBatch) -> Tensor:
         """The vectors of N texts in their order, (N, S), in mini-batches of similar lengths."""
-        self.move_to(tokens.device)
+        self.embedder.to(tokens.device)
         plan = plan_mini_batches(tokens.lengths_N, MINI_BATCH_TOKENS)
         sorted_NS = torch.cat([self.embedder(tokens.padded(rows_n, self.embedder.pad_token_id)) for rows_n in plan])
         return torch.empty_like(sorted_NS).index_copy_(0, moved(torch.cat(plan), tokens.device), sorted_NS)

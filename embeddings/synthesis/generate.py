@@ -37,10 +37,8 @@ from embeddings.synthesis.validate import (
     read_tasks,
 )
 
-TASKS_FILE, RECORDS_FILE = "tasks.jsonl", "records.jsonl"
 # Raised whenever the same answers would give other records or prompts, so that an older folder is not resumed.
 RECIPE = 1
-NUM_EXAMPLES = 1000
 # A model that repeats itself brings ever fewer new tasks: after so many rounds the list stays as it is.
 MAX_ROUNDS = 8
 
@@ -92,7 +90,7 @@ class Plan:
 
     @property
     def total(self) -> int:
-        return NUM_EXAMPLES if self.num_examples is None else self.num_examples
+        return 1000 if self.num_examples is None else self.num_examples
 
     @property
     def weights(self) -> dict[str, float]:
@@ -191,7 +189,7 @@ def synthesize(
             job.task_rejections += rejections
         rows = ({"category": name, "task": task} for name, found in tasks.items() for task in found)
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        return job.run(partial(plan_items, plan, templates, tasks), plan.total, plan.seed, {TASKS_FILE: lines})
+        return job.run(partial(plan_items, plan, templates, tasks), plan.total, plan.seed, {"tasks.jsonl": lines})
 
 
 def plan_items(plan: Plan, templates: Templates, tasks: Mapping[str, Sequence[str]]) -> Iterator[Item]:
@@ -327,7 +325,7 @@ def pair_items(source: SourceConfig, cached: CachedSource, templates: Templates)
     for row, (_, record) in enumerate(read_records(source, cached)):
         prompt = templates.negatives(record.query, record.positives[0])
         read = partial(read_negatives, record=_fields(record), field=REGENERATED_FIELD, prompt=prompt)
-        yield Item(f"row-{row}", RECORDS_FILE, prompt, read, is_unique=False)
+        yield Item(f"row-{row}", "records.jsonl", prompt, read, is_unique=False)
 
 
 def regenerate_dry_run(source: SourceConfig, templates: Templates) -> str:

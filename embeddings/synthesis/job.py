@@ -15,8 +15,6 @@ from embeddings.synthesis.client import ChatClient, Request, make_request
 from embeddings.synthesis.runner import Budget, Limits, RequestRunner, open_journal
 from embeddings.synthesis.validate import Draft, Parsed, Reason, RejectedAnswer, normalised, parse_answer
 
-JOURNAL_FILE, REJECTED_FILE = "journal.jsonl", "rejected.jsonl"
-
 Fields = Mapping[str, Any]
 
 
@@ -157,7 +155,7 @@ class Job:
             records.setdefault(name, []).append(json.dumps(fields, ensure_ascii=False) + "\n")
         rejections = [*self.task_rejections, *outcome.rejections]
         rejected = (json.dumps(item._asdict()) + "\n" for item in rejections)
-        files = {**records, **extra_files, REJECTED_FILE: rejected}
+        files = {**records, **extra_files, "rejected.jsonl": rejected}
         for name, content in files.items():
             with atomic_path(self.folder / name) as temporary, open(temporary, "w", encoding="utf-8") as file:
                 file.writelines(content)
@@ -210,7 +208,7 @@ def open_job(
     A folder that a user's mistake leaves without any answer is removed again if it is new. `identity` decides prompts
     and records: an earlier run must have the same. `size` may change from run to run. Both are JSON types.
     """
-    journal_path = folder / JOURNAL_FILE
+    journal_path = folder / "journal.jsonl"
     with discard_on_user_error(folder, unless=lambda: journal_path.exists() and journal_path.stat().st_size > 0):
         fields = {**JobFolder(folder, identity, defaults=size).fields, **size}
         with (

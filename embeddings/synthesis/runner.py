@@ -30,8 +30,6 @@ _MAX_RETRY_AFTER_SECONDS = 600.0
 _PROMPT_OVERHEAD = 64
 _MINUTE = 60.0
 
-Sleep = Callable[[float], Awaitable[None]]
-
 
 @dataclass(frozen=True)
 class Limits:
@@ -111,7 +109,10 @@ class RateLimiter:
     """Spaces requests evenly, without bursts; each waits until the tokens of earlier answers are worked off."""
 
     def __init__(
-        self, limits: Limits, clock: Callable[[], float] = time.monotonic, sleep: Sleep = asyncio.sleep
+        self,
+        limits: Limits,
+        sleep: Callable[[float], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seconds_per_request = _MINUTE / limits.requests_per_minute if limits.requests_per_minute else 0.0
         self._seconds_per_token = _MINUTE / limits.tokens_per_minute if limits.tokens_per_minute else 0.0
