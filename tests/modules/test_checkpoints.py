@@ -41,11 +41,6 @@ class Line(BaseModule):
         return self.layer(value)
 
 
-def test_an_optimiser_that_cannot_be_is_one_line() -> None:
-    with pytest.raises(InputError, match=r"model\.optimizer: Invalid learning rate: -1"):
-        Line(lr=-1.0)._make_optimizer()
-
-
 class Weights(L.Callback):
     """Keeps the weights of before the first step and of after each."""
 
