@@ -19,6 +19,7 @@ from embeddings.models import BackboneConfig, ContextualEmbedder
 from embeddings.modules import CDEModule, ContextSettings
 from tests.data.surrogates import write_surrogates
 from tests.helpers.contrastive import Record, batch_of, random_batch
+from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import component, fit, write_config, write_retrieval_folder
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 from tests.modules.cde_runs import CACHE, CONTEXT, cde_config
@@ -196,11 +197,7 @@ def test_documents_that_the_first_stage_has_no_positions_for_are_refused_before_
     if exported is not None:
         export = component("ExportModel", output=str(tmp_path / "model"), document_max_length=exported)
         config["trainer"]["callbacks"] = [export]
-    path = write_config(tmp_path, config)
-    before = sorted(tmp_path.rglob("*"))
-    assert main(["fit", "--config", path]) == 2
-    assert says in capsys.readouterr().err.strip().splitlines()[-1]
-    assert sorted(tmp_path.rglob("*")) == before
+    assert_refused(capsys, tmp_path, says, main, ["fit", "--config", write_config(tmp_path, config)])
 
 
 def test_longer_documents_than_the_first_stage_has_positions_are_cut_where_the_context_has_a_limit(

@@ -27,6 +27,7 @@ from embeddings.training import GradCache
 from embeddings.training.gradcache import plain_step
 from tests.helpers.contrastive import batch_of, gradient_vector, random_batch, random_records, relative_error
 from tests.helpers.ranks import run_on_two_ranks
+from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import backbone_folder, component, fit, quiet_trainer, run_config, write_config
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.losses.test_distillation import divergence_reference
@@ -223,13 +224,8 @@ def test_a_contextual_student_follows_a_teacher(tmp_path: Path) -> None:
 def test_a_teacher_that_cannot_be_followed_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = taught_config(tmp_path, "bert")
     (tmp_path / "teacher").rename(tmp_path / "gone")
-    path = write_config(tmp_path, config)
-    before = sorted(tmp_path.rglob("*"))
-    assert main(["fit", "--config", path]) == 2
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert str(tmp_path / "teacher") in line
-    assert "is no directory" in line
-    assert sorted(tmp_path.rglob("*")) == before
+    says = f"{tmp_path / 'teacher'}: is no directory"
+    assert_refused(capsys, tmp_path, says, main, ["fit", "--config", write_config(tmp_path, config)])
 
 
 def test_two_teachers_are_refused() -> None:
