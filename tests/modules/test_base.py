@@ -190,12 +190,11 @@ def test_a_fused_optimiser_clips_and_updates_as_the_plain_one(scaled: bool, tmp_
     assert relative_error(*weights) < 1e-4
 
 
-def test_another_pooling_than_the_initial_models_is_refused(mistral: str, tmp_path: Path) -> None:
+def test_another_pooling_than_the_initial_models_and_one_that_cannot_be_are_refused(
+    mistral: str, tmp_path: Path
+) -> None:
     make(mistral).save_pretrained(tmp_path / "one")
     with pytest.raises(OptionError, match=r"model\.pooling must be what .*AnchorTokenPooling .*got 'MeanPooling"):
         make(mistral, MeanPooling, initial_model=tmp_path / "one")
-
-
-def test_a_pooling_that_cannot_be_made_is_refused_with_the_usual_one(mistral: str) -> None:
     with pytest.raises(UserError, match=r"model\.pooling\.num_latents must be >= 1, got 0; take the usual"):
         make(mistral, lambda width: LatentAttentionPooling(width, num_latents=0))

@@ -228,12 +228,9 @@ def test_a_sparse_model_is_refused_with_the_way_out(objective: Any, tmp_path: Pa
         MaskedLMModule(objective, BackboneConfig(sparse))
 
 
-def test_rows_longer_than_the_positions_are_refused(tmp_path: Path) -> None:
+def test_rows_longer_than_the_positions_or_than_a_window_that_keeps_documents_apart_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"data\.row_length must be <= 128, the positions that the backbone has"):
         fit(tmp_path, language_config(tmp_path, "mlm"), "--data.init_args.row_length=129")
-
-
-def test_rows_longer_than_a_window_cannot_be_kept_apart(tmp_path: Path) -> None:
     model = causal_mistral()
     model.config.sliding_window = 16
     folder = save_backbone(str(tmp_path / "windowed"), model, bpe_tokenizer())
