@@ -151,13 +151,6 @@ def test_no_malformed_answer_reaches_the_data(tmp_path):
         assert all(negative.text.startswith("negative ") for negative in record.negatives)
 
 
-def test_a_finished_job_asks_nothing(tmp_path):
-    report = run(tmp_path, FakeClient(answers_badly))
-    client = FakeClient(answers_badly)
-    assert run(tmp_path, client) == report
-    assert client.asked == []
-
-
 def test_more_examples_cost_only_what_is_new(tmp_path):
     run(tmp_path / "job", FakeClient(), Plan("mgh", 10, num_tasks=10))
     client = FakeClient()
