@@ -225,7 +225,7 @@ def facts_of_checkpoint(state: Mapping[str, Any], run: Path) -> TrainingFacts:
     with suppress(InputError):
         record = read_run_record(run)
     with suppress(InputError):
-        scores = zip(*read_curves(run, [SCORE])[SCORE], strict=True)
+        scores = zip(*read_curves(run)[SCORE], strict=True)
         known = [(step, value) for step, value in scores if step <= steps]
     return TrainingFacts(state["run_config"], steps, record, known)
 

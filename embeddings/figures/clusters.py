@@ -36,7 +36,6 @@ MAX_POINTS = 5000
 PERPLEXITY = 30.0
 _MARKERS = ("o", "^", "s", "v", "P", "X")
 _NAME_LENGTH = 48
-_ORDINALS = ("first", "second")
 Vectors = npt.NDArray[np.floating[Any]]
 
 
@@ -65,8 +64,8 @@ class Plane(NamedTuple):
 
     def name_axes(self, axis: Any) -> None:
         """Name the axes of a picture, alike in scale, with their shares of the variance."""
-        for place, label in enumerate((axis.set_xlabel, axis.set_ylabel)):
-            label(f"{_ORDINALS[place]} principal axis ({self.share_2[place]:.1%} of the variance)", size=9)
+        axis.set_xlabel(f"first principal axis ({self.share_2[0]:.1%} of the variance)", size=9)
+        axis.set_ylabel(f"second principal axis ({self.share_2[1]:.1%} of the variance)", size=9)
         axis.set_aspect("equal", adjustable="datalim")
         axis.tick_params(labelsize=8)
         plain_axes(axis)

@@ -9,23 +9,14 @@ from typing import Any, Literal
 
 from embeddings.common import InputError
 from embeddings.figures.drawing import line_label, line_style, plain_axes, point_markers, pyplot, run_names, write_png
-from embeddings.figures.run_facts import LOSS, SCORE, Curve, metrics_path, read_curve, read_curves
+from embeddings.figures.run_facts import LOSS, SCORE, Curve, metrics_path, read_curves
 
 Dot = tuple[Mapping[str, float | str], float]
 
 ENTROPY, IDLE = "routing/load_entropy", "routing/idle_experts"
 # Logged values over which the loss is averaged in the picture: one batch is noisy.
 WINDOW = 8
-# With more runs than this the scores have no numbers.
-_MAX_NUMBERED = 1
 _DOT, _MEAN, _BEST = "#8fb3d9", "#1f4e79", "#d1600f"
-# From this ratio of the largest value to the smallest the axis is logarithmic.
-_LOG_RATIO = 10
-# From this ratio only powers of ten are labelled.
-_WIDE_RATIO = 200
-_COLUMNS = 3
-_MAX_TICKS = 6
-_NAME_COLUMNS, _NAME_LINES = 34, 3
 
 
 def draw_curves(runs: Sequence[Path], output: Path) -> None:
@@ -34,7 +25,7 @@ def draw_curves(runs: Sequence[Path], output: Path) -> None:
     An `InputError` names a run that has no `metrics.csv` or logged no loss, or whose file is damaged.
     """
     plt = pyplot()
-    found = [read_curves(run, [LOSS, SCORE]) for run in runs]
+    found = [read_curves(run) for run in runs]
     for run, curves in zip(runs, found, strict=True):
         if not curves[LOSS][0]:
             raise InputError(str(metrics_path(run)), f"has no {LOSS!r}", "give a run that logged its loss")
@@ -44,7 +35,7 @@ def draw_curves(runs: Sequence[Path], output: Path) -> None:
     for number, (name, curves) in enumerate(zip(run_names(runs), found, strict=True)):
         _draw_loss(axes[0, 0], curves[LOSS], number, line_label(name))
         if has_scores:
-            _draw_scores(axes[1, 0], curves[SCORE], number, is_numbered=len(runs) <= _MAX_NUMBERED)
+            _draw_scores(axes[1, 0], curves[SCORE], number, is_numbered=len(runs) == 1)
     axes[0, 0].set_ylabel(f"training loss\n(bold: mean of {WINDOW} logged values)")
     axes[0, 0].set_ylim(bottom=0)
     if has_scores:
@@ -105,7 +96,7 @@ def draw_routing_curves(runs: Sequence[Path], output: Path) -> None:
 
 def read_routing_curve(run: Path, column: str) -> tuple[list[int], list[float]]:
     """One column of what `RoutingStatistics` logged, the steps and the values, all finite."""
-    steps, values = read_curve(run, column)
+    steps, values = read_curves(run)[column]
     path, fix = str(metrics_path(run)), "give a run with the callback RoutingStatistics"
     if not steps:
         raise InputError(path, f"has no {column!r}", fix)
@@ -124,7 +115,7 @@ def draw_sweep(dots: Sequence[Dot], label: str, mode: Literal["max", "min"], tit
     plt = pyplot()
     panels = list(dots[0][0])
     best = (max if mode == "max" else min)(dots, key=lambda dot: dot[1])
-    columns = min(len(panels), _COLUMNS)
+    columns = min(len(panels), 3)
     rows = math.ceil(len(panels) / columns)
     tallest = max((len(means(dots, name)) for name in panels if not is_numeric(dots, name)), default=0)
     size = (7.0 if columns == 1 else 4.8 * columns), rows * max(3.6, 1.6 + 0.5 * tallest)
@@ -171,15 +162,16 @@ def _draw_numbers(axis: Any, dots: Sequence[Dot], name: str, best: Dot) -> None:
     if 1 < len(found) < len(dots):
         axis.plot(list(found), list(found.values()), "-", color=_MEAN, linewidth=1.2, marker="D", label="mean")
     axis.plot([float(best[0][name])], [best[1]], "o", color=_BEST, markersize=7, label="best run")
-    if min(numbers) > 0 and max(numbers) / min(numbers) >= _LOG_RATIO:
+    if min(numbers) > 0 and max(numbers) / min(numbers) >= 10:
         from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
         axis.set_xscale("log")
-        is_wide = max(numbers) / min(numbers) > _WIDE_RATIO
+        # Over many decades only powers of ten are labelled.
+        is_wide = max(numbers) / min(numbers) > 200
         axis.xaxis.set_major_locator(LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0)))
         axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.xaxis.set_minor_formatter(NullFormatter())
-    if len(found) <= _MAX_TICKS:
+    if len(found) <= 6:
         axis.set_xticks(list(found), [f"{value:g}" for value in found])
         axis.minorticks_off()
     axis.margins(x=0.08, y=0.12)
@@ -192,7 +184,7 @@ def _draw_names(axis: Any, dots: Sequence[Dot], name: str, best: Dot, mode: Lite
     if len(found) < len(dots):
         axis.plot(list(found.values()), [places[value] for value in found], "D", color=_MEAN, label="mean")
     axis.plot([best[1]], [places[best[0][name]]], "o", color=_BEST, markersize=7, label="best run")
-    wrap = partial(textwrap.fill, width=_NAME_COLUMNS, max_lines=_NAME_LINES, placeholder=" …")
+    wrap = partial(textwrap.fill, width=34, max_lines=3, placeholder=" …")
     axis.set_yticks(list(places.values()), [wrap(str(value)) for value in places], size=9, parse_math=False)
     ends = -0.7, len(places) - 0.3
     axis.set_ylim(ends if mode == "max" else ends[::-1])  # the best on top

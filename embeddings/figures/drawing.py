@@ -12,11 +12,8 @@ from embeddings.common.errors import require
 from embeddings.common.io import atomic_path, write_text
 from embeddings.common.text import shorten
 
-DOTS_PER_INCH = 120
 GREY, BLACK, EDGE = "#777777", "#1a1a1a", "#e4dccb"
 MISSING, LINE_BREAK = "□", "↵"
-# Lines with more points than this have no markers.
-MAX_MARKED = 40
 MAX_NAME_LENGTH = 70
 # In the order of matplotlib's ten colours; the next ten lines are dashed, and so on.
 _STYLES = ("-", "--", "-.", ":")
@@ -45,7 +42,7 @@ def write_png(figure: Any, output: Path) -> None:
     """Write a figure as a PNG, atomically, and close it; an existing file is replaced."""
     try:
         with atomic_path(output) as temporary:
-            figure.savefig(temporary, dpi=DOTS_PER_INCH, format="png")
+            figure.savefig(temporary, dpi=120, format="png")
     finally:
         pyplot().close(figure)
 
@@ -167,7 +164,7 @@ def line_style(number: int) -> dict[str, Any]:
 
 def point_markers(num_points: int) -> dict[str, Any]:
     """Dots for a line with few points; a single point would draw no line."""
-    return {"marker": "o", "markersize": 3.5} if num_points <= MAX_MARKED else {}
+    return {"marker": "o", "markersize": 3.5} if num_points <= 40 else {}
 
 
 def colour_of(number: int) -> Any:

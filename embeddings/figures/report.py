@@ -22,10 +22,6 @@ METHODS = {
     "CDEModule": "contextual document embeddings (CDE, Morris and Rush 2024, arXiv:2410.02525)",
     "MaskedLMModule": "masked language modelling, to adapt a backbone",
 }
-# Of the run's own pictures; a folder may hold any number.
-MAX_PICTURES = 20
-_MAX_SHOWN = 300
-_PNG = b"\x89PNG\r\n\x1a\n"
 _SPEEDS = {
     "pairs_per_second": ("pairs a second, all processes", "{:,.1f}"),
     "tokens_per_second": ("tokens a second, all processes", "{:,.0f}"),
@@ -72,26 +68,20 @@ def write_report(run: Path, output: Path) -> None:
 
 
 def _trained(facts: RunFacts) -> dict[str, str]:
-    model, record = "model.init_args.", facts.record
-    versions = record.get("versions")
-
-    def setting(path: str) -> str:
-        value = facts.setting(path)
-        return "" if value is None else part_of_config(value)
-
+    record, versions = facts.record, facts.record.get("versions")
     return {
         "method": method(facts),
         "starts from": backbone(facts),
         "size": size(facts),
-        "pooling": setting(f"{model}pooling"),
-        "adapter": setting(f"{model}lora"),
-        "loss": setting(f"{model}loss"),
-        "optimiser": setting(f"{model}optimizer"),
-        "schedule": setting(f"{model}schedule"),
+        "pooling": part_of_config(facts.setting("model.init_args.pooling")),
+        "adapter": part_of_config(facts.setting("model.init_args.lora")),
+        "loss": part_of_config(facts.setting("model.init_args.loss")),
+        "optimiser": part_of_config(facts.setting("model.init_args.optimizer")),
+        "schedule": part_of_config(facts.setting("model.init_args.schedule")),
         "queries a batch": batch(facts),
-        "hard negatives": setting("data.init_args.num_negatives"),
+        "hard negatives": part_of_config(facts.setting("data.init_args.num_negatives")),
         "planned length": length(facts),
-        "seed": setting("seed_everything"),
+        "seed": part_of_config(facts.setting("seed_everything")),
         "precision": str(record.get("precision") or "not noted"),
         "hardware": hardware(facts),
         "started": moment(record.get("started")),
@@ -109,8 +99,7 @@ def _sources(facts: RunFacts) -> list[list[str]]:
     for source in found if isinstance(found, list) else []:
         if isinstance(source, Mapping):
             number = counts.get(str(source.get("name")))
-            fields = [source.get(key) for key in ("name", "path", "weight", "instruction")]
-            shown = ["" if value is None else part_of_config(value) for value in fields]
+            shown = [part_of_config(source.get(key)) for key in ("name", "path", "weight", "instruction")]
             cells.append([shown[0], f"{number:,}" if isinstance(number, int) else "not noted", *shown[1:]])
     return cells
 
@@ -120,11 +109,11 @@ def _curves(facts: RunFacts) -> tuple[list[dict[str, str]], list[str]]:
     pictures, notes = [], []
     if not facts.curves:
         notes.append("Its folder holds no metrics.csv with values: neither loss nor scores are known here.")
-    elif not facts.curves.get(LOSS, ([], []))[0]:
+    elif not facts.curves[LOSS][0]:
         notes.append("It logged no training loss, so no curves are drawn.")
     else:
         pictures.append(_picture(draw_curves, facts.folder, "Loss and validation score over the optimiser steps."))
-    logged = [column for column in (ENTROPY, IDLE) if facts.curves.get(column, ([], []))[0]]
+    logged = [column for column in (ENTROPY, IDLE) if facts.curves[column][0]]
     if len(logged) == 2 and facts.not_finite.keys().isdisjoint(logged):
         pictures.append(_picture(draw_routing_curves, facts.folder, "How evenly the experts were used."))
     elif logged:
@@ -145,10 +134,10 @@ def _image(content: bytes, caption: str) -> dict[str, str]:
 
 
 def _own_pictures(run: Path) -> list[dict[str, str]]:
-    """The pictures that somebody put into the folder; the curves are on the page already."""
+    """The first 20 pictures that somebody put into the folder; the curves are on the page already."""
     paths = [path for path in sorted(run.glob("*.png")) if path.name != "curves.png" and path.is_file()]
-    found = [(path.name, path.read_bytes()) for path in paths[:MAX_PICTURES]]
-    return [_image(content, name) for name, content in found if content.startswith(_PNG)]
+    found = [(path.name, path.read_bytes()) for path in paths[:20]]
+    return [_image(content, name) for name, content in found if content.startswith(b"\x89PNG\r\n\x1a\n")]
 
 
 def _scores(facts: RunFacts) -> list[list[str]]:
@@ -175,7 +164,7 @@ def _processes(facts: RunFacts) -> list[list[str]]:
         end = ending(part, last if isinstance(last, int) else 0) if part.end else "It left no note of its end."
         took = "not noted" if part.seconds is None else duration(part.seconds)
         started = moment(part.record.get("started"))
-        rows.append([part.folder.absolute().name, started, took, part.resumed_from or "the beginning", end])
+        rows.append([part.folder.absolute().name, started, took, str(part.resumed_from or "the beginning"), end])
     return rows
 
 
@@ -222,11 +211,13 @@ def method(facts: RunFacts) -> str:
 
 def part_of_config(value: Any) -> str:
     """A class and its arguments, or a mapping or list of them, on one line; what is null is left out."""
+    if value is None:
+        return ""
     if isinstance(value, Mapping) and "class_path" in value:
         inner = part_of_config(value.get("init_args") or {})
         return short_class(value["class_path"]) + (f" ({inner})" if inner else "")
     if isinstance(value, Mapping):
-        shown = ((name, part_of_config(each)) for name, each in value.items() if each is not None)
+        shown = ((name, part_of_config(each)) for name, each in value.items())
         return _cut(", ".join(f"{name} {each}" for name, each in shown if each))
     if isinstance(value, list):
         return _cut(", ".join(map(part_of_config, value)))
@@ -237,9 +228,8 @@ def part_of_config(value: Any) -> str:
 
 def backbone(facts: RunFacts) -> str:
     """What the training begins with: a model directory, or else the backbone."""
-    arguments = "model.init_args."
-    initial = facts.setting(f"{arguments}initial_model")
-    return str(initial or facts.setting(f"{arguments}backbone.name") or "a model that the config describes")
+    initial = facts.setting("model.init_args.initial_model")
+    return str(initial or facts.setting("model.init_args.backbone.name") or "a model that the config describes")
 
 
 def size(facts: RunFacts) -> str:
@@ -296,7 +286,7 @@ def opening(facts: RunFacts) -> str:
     if len(known) == len(seconds):
         several = f", in {len(known)} processes one after another" if len(known) > 1 else ""
         said.append(f"It took {duration(sum(known))}{several}.")
-    losses = [value for value in facts.curves.get(LOSS, ([], []))[1] if math.isfinite(value)]
+    losses = [value for value in facts.curves[LOSS][1] if math.isfinite(value)]
     if losses:
         first, last = (sum(part) / len(part) for part in (losses[:WINDOW], losses[-WINDOW:]))
         means = count(min(WINDOW, len(losses)), "logged value")
@@ -366,4 +356,4 @@ def _of_scores(score: Summary | None) -> str:
 
 
 def _cut(text: str) -> str:
-    return shorten(text, _MAX_SHOWN)
+    return shorten(text, 300)

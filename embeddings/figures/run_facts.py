@@ -4,7 +4,7 @@ import csv
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -21,9 +21,14 @@ Curve = tuple[list[int], list[float]]
 
 LOSS, SCORE = "train/loss", "val/ndcg_at_10"
 THROUGHPUT = "throughput/"
-_NOTHING: Curve = ([], [])
-_NO_METRICS = ("step", "epoch")
 _HINT = "give the folder of a run of fit, such as checkpoints/runs/NAME/version_0"
+
+
+class Curves(dict[str, Curve]):
+    """What a run logged, by column; one that it did not log is empty."""
+
+    def __missing__(self, column: str) -> Curve:
+        return [], []
 
 
 def read_run_config(run: Path) -> dict[str, Any]:
@@ -96,13 +101,8 @@ def _number(run: Path) -> int | None:
     return int(digits) if digits.isdecimal() else None
 
 
-def read_curve(run: Path, column: str) -> Curve:
-    """One column of what a run logged (see `read_curves`); empty where it was not."""
-    return read_curves(run, [column])[column]
-
-
-def read_curves(run: Path, columns: Sequence[str] | None = None) -> dict[str, Curve]:
-    """Columns of a run's `metrics.csv`, or all: the steps at which each was logged, and its values.
+def read_curves(run: Path) -> Curves:
+    """The columns of a run's `metrics.csv`: the steps at which each was logged, and its values.
 
     A resumed run has the values of all its processes (see `run_parts`), those of an earlier one up to the first step
     that the next one logged: what it logged after its last checkpoint was lost. An incomplete last line, and a
@@ -111,16 +111,15 @@ def read_curves(run: Path, columns: Sequence[str] | None = None) -> dict[str, Cu
     written = [part for part in run_parts(run) if metrics_path(part).is_file()]
     if not written:
         raise InputError(str(metrics_path(run)), "no such file", _HINT)
-    found: dict[str, Curve] = {}
+    found = Curves()
     for part in written:
         own = _read_part(part)
         first = min((steps_made(column, steps[0]) for column, (steps, _) in own.items() if steps), default=None)
         for column in {**found, **own}:
-            before = found.get(column, _NOTHING)
-            steps, values = before if first is None else _cut(column, before, first)
-            own_steps, own_values = own.get(column, _NOTHING)
+            steps, values = found[column] if first is None else _cut(column, found[column], first)
+            own_steps, own_values = own[column]
             found[column] = steps + own_steps, values + own_values
-    return found if columns is None else {column: found.get(column, _NOTHING) for column in columns}
+    return found
 
 
 def _cut(column: str, curve: Curve, first: int) -> Curve:
@@ -133,12 +132,12 @@ def metrics_path(run: Path) -> Path:
     return run / METRICS_FILE
 
 
-def _read_part(run: Path) -> dict[str, Curve]:
+def _read_part(run: Path) -> Curves:
     path = metrics_path(run)
     try:
         reader = read_metrics(path)
         names = reader.fieldnames or ()
-        found: dict[str, Curve] = {name: ([], []) for name in names if name not in _NO_METRICS}
+        found = Curves({name: ([], []) for name in names if name not in ("step", "epoch")})
         for row in reader if "step" in names else ():
             for column, (steps, values) in found.items():
                 if row.get(column):
@@ -166,7 +165,7 @@ class Part(NamedTuple):
 
     folder: Path
     record: Mapping[str, Any]
-    resumed_from: str | None
+    resumed_from: Any
     numeric_errors: list[Mapping[str, Any]]
 
     @property
@@ -189,7 +188,7 @@ class RunFacts:
     config: Mapping[str, Any]
     config_text: str
     parts: list[Part]
-    curves: Mapping[str, Curve]
+    curves: Curves
 
     @classmethod
     def read(cls, folder: Path) -> "RunFacts":
@@ -197,7 +196,7 @@ class RunFacts:
         config = read_run_config(folder)
         text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
         parts = run_parts(folder)
-        curves = read_curves(folder) if any(metrics_path(part).is_file() for part in parts) else {}
+        curves = read_curves(folder) if any(metrics_path(part).is_file() for part in parts) else Curves()
         return cls(folder, config, text, [part for each in parts for part in _read_parts(each)], curves)
 
     @property
@@ -249,12 +248,8 @@ def _read_parts(folder: Path) -> list[Part]:
             errors.append(_mapping(json.loads(path.read_bytes())))
         except (ValueError, RecursionError):
             errors.append({})
-    earlier_parts = [Part(folder, record, _text(record.get("resumed_from")), []) for record in records]
-    return [*earlier_parts, Part(folder, last, _text(resumed_from), errors)]
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
+    earlier_parts = [Part(folder, record, record.get("resumed_from"), []) for record in records]
+    return [*earlier_parts, Part(folder, last, resumed_from, errors)]
 
 
 def _summary(column: str, curve: Curve) -> Summary | None:

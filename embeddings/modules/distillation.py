@@ -80,24 +80,27 @@ class WidthMaps(nn.Module):
         return [change(state) for change, state in zip(self.maps, states, strict=True)]
 
 
-class LayerTeacher:
-    """A frozen teacher beside a student; it loads itself where none is given.
+class FrozenTeacher:
+    """A model beside a student, no part of the module that trains: neither trained, saved, sharded nor copied."""
 
-    It is no part of the module that trains: neither saved, sharded nor copied. An `OptionError` tells that teacher and
-    student do not fit: another tokenizer, another width without a map, a layer that one of them does not have.
-    """
-
-    def __init__(self, settings: LayerDistillation, student: Embedder, teacher: Embedder | None = None) -> None:
-        self.embedder = Embedder.from_pretrained(settings.teacher) if teacher is None else teacher
-        self.embedder.eval().requires_grad_(False)
-        depth, teacher_depth = (len(list(layers(plain_backbone(model.backbone)))) for model in (student, self.embedder))
-        self.pairs = layer_pairs(depth, teacher_depth, settings.layers)
-        self._check(settings, student)
+    def __init__(self, embedder: Embedder) -> None:
+        self.embedder = embedder.eval().requires_grad_(False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
-    def _check(self, settings: LayerDistillation, student: Embedder) -> None:
+
+class LayerTeacher(FrozenTeacher):
+    """A frozen teacher of states; it loads itself where none is given.
+
+    An `OptionError` tells that teacher and student do not fit: another tokenizer, another width without a map, a layer
+    that one of them does not have.
+    """
+
+    def __init__(self, settings: LayerDistillation, student: Embedder, teacher: Embedder | None = None) -> None:
+        super().__init__(Embedder.from_pretrained(settings.teacher) if teacher is None else teacher)
+        depth, teacher_depth = (len(list(layers(plain_backbone(model.backbone)))) for model in (student, self.embedder))
+        self.pairs = layer_pairs(depth, teacher_depth, settings.layers)
         width, wanted = self.embedder.hidden_size, settings.teacher_width or student.hidden_size
         if width != wanted:
             rule = f"has states of width {width}, and the student's become {wanted} wide"
@@ -124,8 +127,7 @@ class LayerTeacher:
         Precision: the teacher as the student, under autocast or not; differences and sums in float32 at least.
         """
         attended_NL, pooled_NL = tokens.attention_mask_NL, tokens.pooling_mask_NL
-        if self.embedder.device != attended_NL.device:
-            self.embedder.to(attended_NL.device)
+        self.embedder.to(attended_NL.device)
         # The places once for all layers: a device is asked for each, and the host waits.
         attended_T, pooled_T = (mask_NL.flatten().nonzero().squeeze(1) for mask_NL in (attended_NL, pooled_NL))
         with torch.no_grad(), captured_states(self.embedder) as teacher:
@@ -143,23 +145,20 @@ class LayerTeacher:
         return {_ERRORS: total, _OUTPUT_ERRORS: output, **counts}
 
 
-class VectorTeacher:
+class VectorTeacher(FrozenTeacher):
     """A frozen teacher that gives a loss the vectors of each batch (`Distillation.teacher`).
 
-    Like `LayerTeacher` it is no part of the module that trains. It reads the texts by its own tokenizer, prompts and
-    lengths, as `encode` does without options, so its vectors are those that `surrogate_vectors` would hold; `tokens`
-    tokenises them in the data workers. A contextual model reads no context.
+    It reads the texts by its own tokenizer, prompts and lengths, as `encode` does without options, so its vectors are
+    those that `surrogate_vectors` would hold; `tokens` tokenises them in the data workers. A contextual model reads no
+    context.
 
     Precision: its weights as stored, under autocast where the run is; vectors in float32 at least.
     """
 
     def __init__(self, name: str, teacher: Embedder | None = None) -> None:
-        self.name, self.embedder = name, load_embedder(name) if teacher is None else teacher
-        self.embedder.eval().requires_grad_(False)
+        super().__init__(load_embedder(name) if teacher is None else teacher)
+        self.name = name
         self.tokens = TextTokenizer(self.embedder.tokenizer, self.embedder.text)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
 
     def taught(self, batch: ContrastiveBatch) -> ContrastiveBatch:
         """The batch with the teacher's vectors of its queries, (B, S), and candidates, (C, S)."""
@@ -172,8 +171,7 @@ class VectorTeacher:
     @torch.no_grad()
     def _vectors(self, tokens: TokenBatch) -> Tensor:
         """The vectors of N texts in their order, (N, S), in mini-batches of similar lengths."""
-        if self.embedder.device != tokens.device:
-            self.embedder.to(tokens.device)
+        self.embedder.to(tokens.device)
         plan = plan_mini_batches(tokens.lengths_N, MINI_BATCH_TOKENS)
         sorted_NS = torch.cat([self.embedder(tokens.padded(rows_n, self.embedder.pad_token_id)) for rows_n in plan])
         return torch.empty_like(sorted_NS).index_copy_(0, moved(torch.cat(plan), tokens.device), sorted_NS)

@@ -5,11 +5,9 @@ from typing import TYPE_CHECKING
 from embeddings.common.process import lazy_names
 
 if TYPE_CHECKING:
-    from embeddings.synthesis.client import ChatClient, EndpointError, Sampling
-    from embeddings.synthesis.generate import Plan, regenerate_negatives, synthesize
-    from embeddings.synthesis.job import SynthesisReport
+    from embeddings.synthesis.client import Budget, ChatClient, EndpointError, Limits, Sampling
+    from embeddings.synthesis.generate import Plan, SynthesisReport, regenerate_negatives, synthesize
     from embeddings.synthesis.prompts import METHODS, PromptOptions, Templates
-    from embeddings.synthesis.runner import Budget, Limits
 
 __all__ = [
     "METHODS",

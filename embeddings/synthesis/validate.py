@@ -324,16 +324,14 @@ def check_levels(paths: Sequence[Path], encoder: "Encoder", max_records: int = 1
 
     Source: Pan et al. 2025 (MGH), section 5.1, Table 4.
     """
-    num_records = sum(1 for _ in _graded_records(paths))
-    if not num_records:
+    records = list(_graded_records(paths))
+    if not records:
         raise InputError(str(paths[0]) if paths else "levels", "no record has four levels", "check another file")
-    count = min(max_records, num_records)
-    places = {place * num_records // count for place in range(count)}
-    chosen = [record for place, record in enumerate(_graded_records(paths)) if place in places]
+    count = min(max_records, len(records))
+    chosen = [records[place * len(records) // count] for place in range(count)]
     query_ND = _unit(encoder.encode([record.query for record in chosen], role="query"))
-    similarity = [_unit(encoder.encode([record.positives[0] for record in chosen]))]
-    for level in range(NUM_LEVELS):
-        similarity.append(_unit(encoder.encode([record.negatives[level].text for record in chosen])))
+    texts = [[record.positives[0], *(negative.text for negative in record.negatives)] for record in chosen]
+    similarity = [_unit(encoder.encode(list(column))) for column in zip(*texts, strict=True)]
     cosine_SN = np.stack([np.einsum("nd,nd->n", query_ND, vector_ND) for vector_ND in similarity])
     falling_N = (np.diff(cosine_SN[1:], axis=0) <= 0).all(axis=0)
     positive, *levels = cosine_SN.mean(axis=1).tolist()

@@ -271,7 +271,7 @@ def test_a_resumed_run_stays_in_its_folder_and_logs_each_step_once(tmp_path):
     assert [earlier["started"] for earlier in now["earlier"]] == [record["started"]]
     facts = RunFacts.read(folder)
     assert [(part.resumed_from, part.end.get("how")) for part in facts.parts] == [(None, None), (str(last), "finished")]
-    assert read_curves(folder, ["train/loss"])["train/loss"][0] == [0, 1, 2, 3, 4, 5]
+    assert read_curves(folder)["train/loss"][0] == [0, 1, 2, 3, 4, 5]
     write_report(folder, folder / "report.html")
     page = (folder / "report.html").read_text()
     assert "It ran to its end at step 6." in page

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from embeddings.common.io import write_manifest
-from embeddings.data.samplers.clustered import KIND, write_cluster_files
+from tests.data import cluster_folders
 
 SOURCE_KEY = hashlib.sha256(b"source").hexdigest()[:32]
 WIDTH = 5
@@ -24,11 +24,7 @@ def write_clusters(
     centres = rng.normal(size=(num_clusters, 2 * WIDTH))
     rows = centres[ids] + 0.1 * rng.normal(size=(len(ids), 2 * WIDTH))
     sides = [(side / np.linalg.norm(side, axis=1, keepdims=True)).astype(np.float32) for side in np.split(rows, 2, 1)]
-    folder.mkdir(parents=True)
-    centroids = (centres / np.linalg.norm(centres, axis=1, keepdims=True)).astype(np.float32)
-    neighbours = np.zeros((num_clusters, 1), dtype=np.int32)
-    fields = write_cluster_files(folder, [np.array(ids, dtype=np.int32)], centroids, neighbours)
-    write_manifest(folder, {"kind": KIND, "complete": True, "source_key": SOURCE_KEY, **fields})
+    cluster_folders.write_clusters(folder, ids, num_clusters, SOURCE_KEY)
     vectors = folder.with_name(f"{folder.name}.vectors")
     (vectors / "index").mkdir(parents=True)
     write_manifest(vectors / "index", {"kind": "pair_index", "source_key": SOURCE_KEY})

@@ -20,7 +20,7 @@ from embeddings.figures.clusters import (
 )
 from embeddings.inference import ContextualShift
 from tests.figures.cluster_folders import SOURCE_KEY, write_clusters
-from tests.figures.layout import on_the_page
+from tests.helpers.shown import on_the_page
 
 pytest.importorskip("matplotlib")
 

@@ -12,6 +12,8 @@ from embeddings.figures.curves import (
     means,
 )
 
+pytest.importorskip("matplotlib")
+
 HEADER = "step,train/loss,val/ndcg_at_10\n"
 ONE = HEADER + "0,2.0,\n0,,0.25\n1,1.0,\n2,,0.5\n"
 
@@ -69,9 +71,6 @@ def test_several_runs_have_a_colour_each_in_both_panels(tmp_path, drawn):
     assert [line.get_color() for line in loss.lines] == [colours[0], colours[0], colours[1], colours[1]]
     assert legend_of(figure) == ["one/version_0", "two/version_0"]
     assert len(score.texts) == 0
-
-
-pytest.importorskip("matplotlib")
 
 
 ROUTED = "step,train/loss,routing/load_entropy,routing/idle_experts\n"
@@ -152,7 +151,6 @@ def test_means_are_in_the_order_of_numbers_or_of_the_metric():
 
 
 def test_a_dollar_sign_of_a_value_or_a_name_begins_no_formula(tmp_path):
-    pytest.importorskip("matplotlib")
     odd = r"my$\a{$"
     draw_sweep([({odd: odd, f"{odd}2": 1.0}, 0.5)], odd, "min", odd, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -1,12 +1,10 @@
 """Files, pages, letters and lines that all figures share."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from embeddings.common import InputError
-from embeddings.common.errors import MissingExtraError
 from embeddings.figures.drawing import (
     MAX_NAME_LENGTH,
     MISSING,
@@ -36,12 +34,6 @@ def test_an_output_that_cannot_be_is_refused(name, what, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=what):
         check_output(tmp_path / name)
-
-
-def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtraError, match=r"matplotlib is not installed; run: pip install -e '\.\[quickstart\]'"):
-        check_output(tmp_path / "a.png")
 
 
 def test_a_figure_is_written_whole_and_let_go(tmp_path):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from embeddings.common import ContrastiveBatch, OptionError
 from embeddings.losses import InfoNCE, MatryoshkaInfoNCE, SurrogateFilter, info_nce, is_negative_mask, similarity_matrix
-from embeddings.losses.masks import CandidateKeys, QueryKeys, query_index
 from embeddings.training import GradCache
 from tests.helpers.contrastive import Record, TinyStep, batch_of, random_batch, random_records, relative_error
 from tests.helpers.tiny import tiny_bert
@@ -20,8 +19,7 @@ from tests.training.test_gradcache import REPLAYED, TOLERANCE, cached_gradient, 
 
 
 def mask_of(batch: ContrastiveBatch) -> Tensor:
-    index_B = query_index(batch, [len(batch)], 0)
-    return is_negative_mask(QueryKeys.of(batch, index_B), CandidateKeys.of(batch, index_B), batch.positive_index_B)
+    return is_negative_mask(*test_masks.keys(batch), batch.positive_index_B)
 
 
 def loop_reference(query: Tensor, candidate: Tensor, batch: ContrastiveBatch, temperature: float) -> float:

@@ -1,10 +1,12 @@
-"""No test waits a second before a retry."""
+"""No test waits a second before a retry, or asks a proxy."""
 
 import pytest
 
-from embeddings.synthesis import runner
+from embeddings.synthesis import client
 
 
 @pytest.fixture(autouse=True)
-def short_backoff(monkeypatch):
-    monkeypatch.setattr(runner, "BACKOFF_SECONDS", 0.001)
+def short_and_direct(monkeypatch):
+    monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.001)
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)

@@ -7,8 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from embeddings.synthesis.client import Request, Sampling
-from embeddings.synthesis.runner import Budget, Journal, Limits, RequestRunner, open_journal
+from embeddings.synthesis.client import Budget, Journal, Limits, Request, RequestRunner, Sampling, open_journal
 from embeddings.synthesis.validate import Answer
 from tests.helpers.chat_server import Reply, answers_well
 

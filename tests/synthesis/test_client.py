@@ -1,23 +1,32 @@
-"""One request through the real client to a server that answers well, badly, slowly, and not at all."""
+"""One request through the real client to a server, and many, each paid for once, within limits and a budget."""
 
 import asyncio
+import os
 import sys
+import time
+from itertools import pairwise
 
 import pytest
 
 from embeddings.common import InputError, MissingExtraError, OptionError
-from embeddings.synthesis.client import ChatClient, Sampling, UnansweredError, make_request
+from embeddings.synthesis import client as client_module
+from embeddings.synthesis.client import (
+    Budget,
+    ChatClient,
+    EndpointError,
+    Limits,
+    RateLimiter,
+    Sampling,
+    UnansweredError,
+    make_request,
+    open_journal,
+)
 from embeddings.synthesis.validate import Answer
 from tests.helpers.chat_server import Reply, chat_server
+from tests.synthesis.models import EAGER, FakeClient, make_runner
 
 REQUEST = make_request("example/short_long-0/0", "Write something.", 7)
 LIST_REQUEST = make_request("tasks/short_long/0", "Write a list.", 7, wants_object=False)
-
-
-@pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch):
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "OPENAI_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def ask(reply, sampling=None, request=REQUEST, timeout_seconds=5.0):
@@ -113,8 +122,10 @@ def test_a_wrong_address_key_or_model_is_the_users_to_mend(reply, says):
     ],
 )
 def test_what_may_be_better_next_time_is_unanswered(reply, says, wait, is_final):
-    with pytest.raises(UnansweredError, match=says) as failure:
-        ask(reply)
+    with chat_server(lambda prompt, seed, count: reply) as server:
+        with pytest.raises(UnansweredError, match=says) as failure:
+            ask_at(server.endpoint)
+        assert len(server.requests) == 1
     assert (failure.value.retry_after_seconds, failure.value.is_final) == (wait, is_final)
 
 
@@ -125,26 +136,15 @@ def test_an_answer_that_is_late_or_trickles_in_is_waited_for_only_so_long(reply)
     assert ask(Reply("x", seconds=0.05))[0].content == "x"
 
 
-def test_one_request_is_tried_once():
-    with chat_server(lambda prompt, seed, count: Reply(status=500)) as server:
-        with pytest.raises(UnansweredError):
-            ask_at(server.endpoint)
-        assert len(server.requests) == 1
-
-
 @pytest.mark.parametrize("endpoint", ["localhost:8000", "ftp://x/v1", "http://", "http://x:port/v1", ""])
 def test_what_is_no_address_is_refused(endpoint):
     with pytest.raises(OptionError, match="endpoint must be an address"):
         ChatClient(endpoint, Sampling("m"))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("temperature", -0.1), ("temperature", float("nan")), ("max_answer_tokens", 0), ("extra_body", {"n": 2})],
-)
-def test_impossible_sampling_is_refused(name, value):
-    with pytest.raises(OptionError, match=name):
-        Sampling("m", **{name: value})
+def test_a_temperature_that_is_no_number_is_refused():
+    with pytest.raises(OptionError, match="temperature"):
+        Sampling("m", float("nan"))
 
 
 def test_a_missing_client_is_named_with_its_extra(monkeypatch):
@@ -159,3 +159,289 @@ def test_a_key_holds_the_prompts_hash_and_seeds_differ():
     assert other.seed == REQUEST.seed
     assert make_request("example/short_long-0/1", "Write something.", 7).seed != REQUEST.seed
     assert make_request("example/short_long-0/0", "Write something.", 8).seed != REQUEST.seed
+
+
+REQUESTS = [make_request(f"example/a-{number}/0", f"prompt {number}", 0) for number in range(12)]
+
+
+def ask_all(folder, client, limits=EAGER, budget=None, requests=REQUESTS):
+    with make_runner(folder, client, limits, budget) as (runner, journal):
+        runner.run(iter(requests), len(requests), "requests")
+    return runner, journal
+
+
+def test_every_request_is_answered_and_none_twice(tmp_path):
+    client = FakeClient(shuffled=True)
+    ask_all(tmp_path, client, requests=REQUESTS[:5])
+    _, journal = ask_all(tmp_path, client)
+    assert sorted(request.key for request in client.asked) == sorted(request.key for request in REQUESTS)
+    assert len(journal) == 12
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 50])
+def test_so_many_requests_are_under_way_at_once(tmp_path, concurrency):
+    client = FakeClient(lambda prompt, seed, count: Reply("x", seconds=0.005))
+    ask_all(tmp_path, client, Limits(concurrency=concurrency))
+    assert client.most_at_once == min(concurrency, 12)
+
+
+def test_a_request_that_fails_is_tried_again_after_ever_longer_waits(tmp_path, caplog, monkeypatch):
+    times = []
+    monkeypatch.setattr(client_module, "BACKOFF_SECONDS", 0.02)
+
+    def behaviour(prompt, seed, count):
+        times.append(time.monotonic())
+        return Reply("x") if count == 3 else UnansweredError("status 500", "no")
+
+    limits = Limits(concurrency=1, max_retries=3)
+    runner, journal = ask_all(tmp_path, FakeClient(behaviour), limits, requests=REQUESTS[:1])
+    assert runner.retries == {"status 500": 3}
+    assert len(journal) == 1
+    # Whoever watches learns at once why nothing moves, and once.
+    (message,) = caplog.messages
+    assert "status 500 (no); retrying, at most 3 times" in message
+    waits = [after - before for before, after in pairwise(times)]
+    assert all(wait >= 0.02 * 2**retry / 2 for retry, wait in enumerate(waits))
+
+
+def test_what_the_endpoint_asks_for_holds_every_request_back(tmp_path):
+    times = {}
+
+    def behaviour(prompt, seed, count):
+        if prompt == "prompt 0" and count == 0:
+            times["asked"] = time.monotonic()
+            return UnansweredError("status 429", retry_after_seconds=0.08)
+        times[prompt] = time.monotonic()
+        return Reply("x", seconds=0.01)
+
+    ask_all(tmp_path, FakeClient(behaviour), Limits(concurrency=2), requests=REQUESTS[:6])
+    late = [prompt for prompt, when in times.items() if when >= times["asked"] + 0.08]
+    assert len(late) >= 5
+
+
+def test_after_the_last_retry_the_job_stops_and_what_is_under_way_is_kept(tmp_path):
+    def behaviour(prompt, seed, count):
+        return UnansweredError("status 503") if prompt == "prompt 1" else Reply("x", seconds=0.05)
+
+    client = FakeClient(behaviour)
+    with pytest.raises(
+        EndpointError, match=r"http://fake/v1: status 503 \(tried 3 times\).*the same command resumes"
+    ) as end:
+        ask_all(tmp_path, client, Limits(concurrency=4, max_retries=2))
+    assert end.value.exit_code == 74
+    asked = {request.key for request in client.asked} - {REQUESTS[1].key}
+    assert len(asked) == 3
+    client.behaviour = lambda prompt, seed, count: Reply("x")
+    client.asked.clear()
+    _, journal = ask_all(tmp_path, client)
+    assert len(journal) == 12
+    assert not asked & {request.key for request in client.asked}
+
+
+def test_a_job_that_stops_does_not_sit_out_the_waits_of_others(tmp_path):
+    def behaviour(prompt, seed, count):
+        if prompt == "prompt 0":
+            return UnansweredError("status 429", retry_after_seconds=300)
+        return UnansweredError("no money", is_final=True)
+
+    start = time.monotonic()
+    with pytest.raises(EndpointError, match="no money"):
+        ask_all(tmp_path, FakeClient(behaviour), requests=REQUESTS[:2])
+    assert time.monotonic() - start < 2
+
+
+def test_a_refusal_is_an_answer_once_there_was_another(tmp_path):
+    refusal = Reply(None, refusal="status 400: no", usage=False)
+    client = FakeClient(lambda prompt, seed, count: refusal if prompt == "prompt 2" else Reply("x"))
+    _, journal = ask_all(tmp_path, client, Limits(concurrency=1))
+    assert (len(journal), journal.num_answers) == (12, 11)
+    ask_all(tmp_path, client)
+    assert len(client.asked) == 12
+
+
+@pytest.mark.parametrize("concurrency", [1, 6])
+def test_no_token_is_spent_beyond_the_budget_in_one_run_or_several(tmp_path, concurrency):
+    # A prompt of some 8 bytes and answers of 40 tokens, which is also their limit.
+    client = FakeClient(lambda prompt, seed, count: Reply("x" * 160, seconds=0.001), sampling=Sampling("m", 1.0, 40))
+    each = len("prompt 0") // 4 + 40
+    budget = Budget(token_budget=6 * each)
+    runner, journal = ask_all(tmp_path, client, Limits(concurrency=concurrency), budget)
+    spent = journal.prompt_tokens + journal.completion_tokens
+    assert runner.exhausted
+    assert 3 * each <= spent <= 6 * each
+    runner, journal = ask_all(tmp_path, client, Limits(concurrency=concurrency), budget)
+    assert runner.exhausted
+    assert journal.prompt_tokens + journal.completion_tokens == spent
+    runner, journal = ask_all(tmp_path, client, Limits(concurrency=concurrency), Budget(token_budget=12 * each + 200))
+    assert not runner.exhausted
+    assert len(journal) == len(client.asked) == 12
+
+
+def test_an_endpoint_that_counts_no_tokens_has_neither_budget_nor_price(tmp_path):
+    client = FakeClient(lambda prompt, seed, count: Reply("x", usage=False))
+    with pytest.raises(InputError, match="does not say how many tokens"):
+        ask_all(tmp_path, client, budget=Budget(token_budget=10**6))
+    with pytest.raises(InputError, match="leave token_budget and the prices out"):
+        ask_all(tmp_path, client, budget=Budget(None, 1.0, 2.0))
+    _, journal = ask_all(tmp_path, client)
+    assert len(client.asked) == len(journal) == 12
+
+
+def test_a_rate_holds_over_retries(tmp_path):
+    client = FakeClient(lambda prompt, seed, count: Reply("x") if count else UnansweredError("status 500"))
+    start = time.monotonic()
+    limits = Limits(concurrency=8, requests_per_minute=60 * 100)
+    ask_all(tmp_path, client, limits)
+    assert len(client.asked) == 24
+    assert time.monotonic() - start >= 0.23
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Limits(max_retries=-1), "max_retries"),
+        (lambda: Budget(None, 1.0), "price_per_million_prompt_tokens needs the other price"),
+        (lambda: Budget(None, -1.0, 1.0), "price_per_million_prompt_tokens must be >= 0"),
+    ],
+)
+def test_impossible_numbers_are_refused(make, says):
+    with pytest.raises(OptionError, match=says):
+        make()
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+    async def sleep(self, seconds):
+        self.now += seconds
+
+
+def turns(pace, clock, count, tokens=0):
+    """When each of some requests goes out, one after another, each costing so many tokens."""
+
+    async def run():
+        found = []
+        for _ in range(count):
+            await pace.wait()
+            found.append(round(clock.now - 100, 6))
+            pace.spend(tokens)
+        return found
+
+    return asyncio.run(run())
+
+
+def make(**rates):
+    clock = Clock()
+    return RateLimiter(Limits(**rates), clock=clock, sleep=clock.sleep), clock
+
+
+@pytest.mark.parametrize(
+    ("rates", "tokens", "expected"),
+    [
+        ({}, 10**9, [0, 0, 0]),
+        ({"requests_per_minute": 30}, 0, [0, 2, 4]),
+        ({"tokens_per_minute": 600}, 25, [0, 2.5, 5]),
+        ({"tokens_per_minute": 600, "requests_per_minute": 10}, 25, [0, 6, 12]),
+    ],
+)
+def test_requests_are_spaced_evenly_and_wait_until_tokens_are_worked_off(rates, tokens, expected):
+    assert turns(*make(**rates), 3, tokens) == expected
+
+
+def test_time_that_nobody_used_is_not_saved_up():
+    pace, clock = make(requests_per_minute=60)
+    clock.now += 50
+    assert turns(pace, clock, 3) == [50, 51, 52]
+
+
+def test_a_pause_holds_everyone_back():
+    pace, clock = make()
+    pace.pause(7)
+    pace.pause(3)
+    assert turns(pace, clock, 2) == [7, 7]
+
+
+FULL = Answer('two\nlines, half a character \ud800, "quotes"', "stop", None, 11, 5)
+REFUSED = Answer(None, None, "status 400: no", None, None)
+
+
+def test_answers_come_back_as_they_were_in_a_later_process_too(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    with open_journal(path) as journal:
+        journal.append("a", FULL)
+        journal.append("b", REFUSED)
+        assert journal.get("a") == FULL
+    with open_journal(path) as journal:
+        assert (journal.get("a"), journal.get("b"), journal.get("c")) == (FULL, REFUSED, None)
+        assert "a" in journal
+        assert "c" not in journal
+        assert (len(journal), journal.num_answers) == (2, 1)
+        assert (journal.prompt_tokens, journal.completion_tokens) == (11, 5)
+        journal.append("c", Answer("x", prompt_tokens=1))
+        assert journal.prompt_tokens == 12
+        assert journal.get("a") == FULL
+        assert journal.get("c") == Answer("x", prompt_tokens=1)
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A journal of one answer."""
+    path = tmp_path / "journal.jsonl"
+    with open_journal(path) as journal:
+        journal.append("a", FULL)
+    return path
+
+
+def test_every_cut_of_the_last_line_leaves_the_lines_before(path):
+    first = path.stat().st_size
+    with open_journal(path) as journal:
+        journal.append("b", FULL)
+    whole = path.read_bytes()
+    for size in range(first, len(whole)):
+        path.write_bytes(whole[:size])
+        with open_journal(path) as journal:
+            assert ("a" in journal, "b" in journal) == (True, False)
+            journal.append("b", FULL)
+        assert path.read_bytes() == whole
+    path.write_bytes(whole[:first] + b'{"key": \x00\x00\n')
+    with open_journal(path) as journal:
+        assert len(journal) == 1
+
+
+def test_a_damaged_line_before_the_last_is_named_and_left_alone(path):
+    damaged = b"[1]\n" + path.read_bytes()
+    path.write_bytes(damaged)
+    with pytest.raises(InputError, match=r"journal.jsonl:1: is no answer"), open_journal(path):
+        pass
+    assert path.read_bytes() == damaged
+
+
+def test_a_full_disk_leaves_no_half_line(path, monkeypatch):
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    size = path.stat().st_size
+    with open_journal(path) as journal:
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            journal.append("b", FULL)
+        assert path.stat().st_size == size
+        assert "b" not in journal
+        monkeypatch.undo()
+        journal.append("b", FULL)
+        assert journal.get("b") == FULL
+
+
+def test_an_answer_is_on_disk_when_append_returns(path, monkeypatch):
+    synced = []
+    real = os.fsync
+    with open_journal(path) as journal:
+        monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_size), real(handle)))
+        journal.append("b", FULL)
+        assert synced == [path.stat().st_size]

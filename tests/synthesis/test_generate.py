@@ -1,4 +1,4 @@
-"""Both stages against a server: records that training reads, the same after every kill, and nothing paid twice."""
+"""Both stages: records that training reads, a folder of one job, the same after every kill, and nothing paid twice."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -14,21 +15,24 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.random import derive_seed
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached, read_records
-from embeddings.synthesis.client import ChatClient, Sampling
+from embeddings.synthesis.client import Budget, ChatClient, EndpointError, Limits, Sampling, UnansweredError
 from embeddings.synthesis.generate import (
     MAX_ROUNDS,
+    Item,
     Plan,
     brainstorm,
     dry_run,
+    finished_report,
+    open_job,
     plan_items,
     read_task_file,
     regenerate_dry_run,
     regenerate_negatives,
+    run_rounds,
     synthesize,
 )
 from embeddings.synthesis.prompts import METHODS, MGH, NV_EMBED, PromptOptions, Templates
-from embeddings.synthesis.runner import Budget, Limits
-from embeddings.synthesis.validate import Parsed, RejectedAnswer, read_example
+from embeddings.synthesis.validate import Draft, Parsed, RejectedAnswer, read_example
 from tests.data.rows import write_jsonl
 from tests.helpers.chat_server import Reply, answers_badly, answers_well, chat_server
 from tests.helpers.forks import fork
@@ -147,15 +151,6 @@ def test_no_malformed_answer_reaches_the_data(tmp_path):
         assert all(negative.text.startswith("negative ") for negative in record.negatives)
 
 
-def test_a_finished_job_and_another_order_of_answers_change_nothing(tmp_path):
-    report = run(tmp_path / "one", FakeClient(answers_badly))
-    client = FakeClient(answers_badly)
-    assert run(tmp_path / "one", client) == report
-    assert client.asked == []
-    run(tmp_path / "two", FakeClient(answers_badly, shuffled=True))
-    assert contents(tmp_path / "two") == contents(tmp_path / "one")
-
-
 def test_more_examples_cost_only_what_is_new(tmp_path):
     run(tmp_path / "job", FakeClient(), Plan("mgh", 10, num_tasks=10))
     client = FakeClient()
@@ -223,11 +218,7 @@ def test_impossible_plans_are_refused(make, says):
 @pytest.mark.parametrize(
     ("num_kills", "num_examples"), [(3, 12), pytest.param(20, 60, marks=pytest.mark.slow)], ids=["3", "20"]
 )
-def test_a_job_killed_at_random_ends_with_the_files_of_an_uninterrupted_one(
-    num_kills, num_examples, tmp_path, monkeypatch
-):
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "OPENAI_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
+def test_a_job_killed_at_random_ends_with_the_files_of_an_uninterrupted_one(num_kills, num_examples, tmp_path):
     plan, draw = Plan("mgh", num_examples, num_tasks=5, seed=3), random.Random(0)
 
     def behaviour(prompt, seed, count):
@@ -411,3 +402,163 @@ def test_a_dry_run_shows_the_first_pair(source):
     assert text.startswith("=== negatives for 6 pairs ===\n")
     assert "\nquestion 0\n" in text
     assert "\nanswer 0\n" in text
+
+
+IDENTITY, SIZE = {"kind": "test", "seed": 1}, {"count": 4}
+
+
+def read_query(parsed):
+    if parsed.value.get("bad"):
+        raise RejectedAnswer("wrong_type", "bad")
+    return Draft({"query": parsed.value["query"]}, parsed.repairs)
+
+
+def says(**value):
+    return Reply(json.dumps(value))
+
+
+def some_items(count):
+    return [Item(f"a-{number}", f"{'ab'[number % 2]}.jsonl", f"prompt {number}", read_query) for number in range(count)]
+
+
+def echo(prompt, seed, count):
+    return says(query=prompt)
+
+
+def run_job(folder, client=None, identity=IDENTITY, size=SIZE, budget=None, count=4):
+    with open_job(folder, identity, size, client or FakeClient(echo), replace(EAGER, max_attempts=2), budget) as job:
+        return job.run(lambda: some_items(count), count, 0, {"extra.txt": ["one\n"]})
+
+
+def test_each_file_has_its_records_in_the_order_of_the_items(tmp_path):
+    report = run_job(tmp_path / "job", FakeClient(echo, shuffled=True))
+    assert (tmp_path / "job" / "a.jsonl").read_text() == '{"query": "prompt 0"}\n{"query": "prompt 2"}\n'
+    assert (tmp_path / "job" / "b.jsonl").read_text() == '{"query": "prompt 1"}\n{"query": "prompt 3"}\n'
+    assert (tmp_path / "job" / "extra.txt").read_text() == "one\n"
+    assert report.num_records == {"a.jsonl": 2, "b.jsonl": 2}
+    assert (report.num_answers, report.prompt_tokens, report.complete) == (4, 8, True)
+    assert finished_report(tmp_path / "job", {**IDENTITY, **SIZE}) == report
+    assert finished_report(tmp_path / "job", {**IDENTITY, "count": 5}) is None
+
+
+def test_rejected_answers_are_listed_and_counted_and_repairs_of_accepted_ones(tmp_path):
+    def behaviour(prompt, seed, count):
+        answer = f"```\n{json.dumps({'query': prompt, 'bad': prompt == 'prompt 3'})}\n```"
+        return Reply("no JSON \ud800" if prompt == "prompt 1" else answer)
+
+    report = run_job(tmp_path / "job", FakeClient(behaviour), budget=Budget(None, 1e6, 2e6))
+    lines = [json.loads(line) for line in (tmp_path / "job" / "rejected.jsonl").read_text().splitlines()]
+    assert [(line["id"], line["attempt"], line["reason"]) for line in lines] == [
+        ("a-1", 0, "not_json"),
+        ("a-3", 0, "wrong_type"),
+        ("a-1", 1, "not_json"),
+        ("a-3", 1, "wrong_type"),
+    ]
+    assert report.rejected == {"not_json": 2, "wrong_type": 2}
+    assert (report.repaired, report.num_given_up) == ({"code_fence": 2}, 2)
+    assert report.cost == report.prompt_tokens + 2 * report.completion_tokens
+
+
+def test_a_changed_file_of_a_finished_job_is_refused_and_a_missing_one_is_not_finished(tmp_path):
+    run_job(tmp_path)
+    fields = {**IDENTITY, **SIZE}
+    whole = contents(tmp_path)
+    (tmp_path / "a.jsonl").unlink()
+    assert finished_report(tmp_path, fields) is None
+    client = FakeClient()
+    run_job(tmp_path, client)
+    assert (contents(tmp_path), client.asked) == (whole, [])
+    (tmp_path / "a.jsonl").write_text("changed\n")
+    with pytest.raises(InputError, match=r"a\.jsonl: is not the file that the job wrote; delete it"):
+        finished_report(tmp_path, fields)
+
+
+def test_a_smaller_job_leaves_no_old_file(tmp_path):
+    run_job(tmp_path)
+    assert run_job(tmp_path, count=1, size={"count": 1}).num_records == {"a.jsonl": 1}
+    assert not (tmp_path / "b.jsonl").exists()
+
+
+def test_two_processes_do_not_work_in_one_folder(tmp_path):
+    with open_job(tmp_path / "job", IDENTITY, SIZE, FakeClient(), EAGER, Budget()) as job:
+        with pytest.raises(InputError, match="another process is at work"):
+            run_job(tmp_path / "job")
+        assert job.folder.is_dir()
+    assert run_job(tmp_path / "job").num_answers == 4
+
+
+def items_of_one_file(count, is_unique=True):
+    return [Item(f"a-{number}", "a.jsonl", f"prompt {number}", read_query, is_unique) for number in range(count)]
+
+
+def reasons(outcome):
+    return Counter(rejection.reason for rejection in outcome.rejections)
+
+
+def rounds(folder, client, found, max_attempts=3, limits=EAGER):
+    with make_runner(folder, client, replace(limits, max_attempts=max_attempts)) as (runner, _):
+        return run_rounds(lambda: iter(found), len(found), runner, seed=1)
+
+
+def test_what_is_rejected_is_asked_again_with_another_seed_up_to_the_limit(tmp_path):
+    seeds = {}
+
+    def behaviour(prompt, seed, count):
+        seeds.setdefault(prompt, []).append(seed)
+        number = int(prompt.split()[1])
+        return says(query=prompt, bad=len(seeds[prompt]) <= number)
+
+    outcome = rounds(tmp_path, FakeClient(behaviour), items_of_one_file(5), max_attempts=3)
+    assert sorted(outcome.records) == [0, 1, 2]
+    assert [len(seeds[f"prompt {number}"]) for number in range(5)] == [1, 2, 3, 3, 3]
+    assert all(len(set(found)) == len(found) for found in seeds.values())
+    assert reasons(outcome) == {"wrong_type": 1 + 2 + 3 + 3}
+    assert outcome.rejections[0] == ("a-1", 0, "wrong_type", "bad")
+
+
+def test_of_two_items_with_one_query_the_earlier_one_is_kept_whatever_comes_first(tmp_path):
+    def behaviour(prompt, seed, count):
+        number = int(prompt.split()[1])
+        return Reply(json.dumps({"query": f"The QUERY {number // 2}!"}), seconds=0.02 if number % 2 == 0 else 0)
+
+    outcome = rounds(tmp_path, FakeClient(behaviour), items_of_one_file(6), max_attempts=1)
+    assert sorted(outcome.records) == [0, 2, 4]
+    assert reasons(outcome) == {"duplicate_query": 3}
+
+
+def test_copies_are_looked_for_within_a_file_and_only_where_asked(tmp_path):
+    client = FakeClient(lambda prompt, seed, count: says(query="the same"))
+    places = [("a.jsonl", 0), ("a.jsonl", 1), ("b.jsonl", 2), ("b.jsonl", 3)]
+    both = [Item(f"x-{place}", file, f"prompt {place}", read_query) for file, place in places]
+    assert sorted(rounds(tmp_path, client, both, max_attempts=1).records) == [0, 2]
+    (tmp_path / "other").mkdir()
+    assert len(rounds(tmp_path / "other", client, items_of_one_file(4, is_unique=False)).records) == 4
+
+
+def hard_to_please(prompt, seed, count):
+    """An answer by prompt and seed: good, a copy, or spoilt."""
+    value = {"query": f"query {seed % 9}", "bad": seed % 4 == 0}
+    return Reply(json.dumps(value) if seed % 5 else "no JSON")
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 16])
+def test_order_and_interruptions_change_nothing(tmp_path, concurrency):
+    whole = rounds(tmp_path, FakeClient(hard_to_please), items_of_one_file(30))
+    assert 3 < len(whole.records) < 30
+    assert {"duplicate_query", "not_json", "wrong_type"} == set(reasons(whole))
+    folder = tmp_path / "ended"
+    folder.mkdir()
+
+    def ending(ends_after, prompt, seed, count):
+        if len(client.asked) > ends_after:
+            return UnansweredError("gone", is_final=True)
+        return hard_to_please(prompt, seed, count)
+
+    for ends_after in (0, 3, 10, 2, 20, 7, 1000):
+        client = FakeClient(partial(ending, ends_after), shuffled=True)
+        limits = Limits(concurrency=concurrency)
+        try:
+            outcome = rounds(folder, client, items_of_one_file(30), limits=limits)
+        except EndpointError:
+            assert ends_after < 1000
+    assert outcome == whole
