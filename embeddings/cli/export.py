@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
-from embeddings.cli.configs import located, read_config
+from embeddings.cli.configs import class_name, read_config
 from embeddings.cli.parser import reason
 from embeddings.cli.retrieval import load_encoder
 from embeddings.common import InputError, OptionError
@@ -287,7 +287,7 @@ def retraining(configs: list[Path], pruning: PruningOptions) -> Retrain:
     """What trains a model directory by configs of `fit` and writes another one; refused where nothing is pruned."""
     if pruning.prune is None and pruning.layers is None:
         raise OptionError("retrain", str(configs[0]), "has no effect without --prune or --layers", "use fit")
-    read = [read_config(located(str(path))) for path in configs]
+    read = [read_config(str(path)) for path in configs]
 
     def train(model: Path, work: Path) -> Path:
         from embeddings.cli.fit import run_trainer
@@ -322,7 +322,7 @@ def export_to(target: Path, config: dict[str, Any]) -> bool:
     """Have the `ExportModel` of a config write to `target`; returns whether it has one."""
     trainer, found = config.get("trainer") or {}, False
     for callback in [*(trainer.get("callbacks") or []), *(trainer.get("callbacks+") or [])]:
-        if isinstance(callback, dict) and str(callback.get("class_path")).rpartition(".")[2] == "ExportModel":
+        if isinstance(callback, dict) and class_name(callback) == "ExportModel":
             callback["init_args"] = {**callback.get("init_args", {}), "output": str(target), "replace": True}
             found = True
     return found
