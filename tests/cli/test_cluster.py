@@ -73,68 +73,30 @@ def test_tasks_share_the_work(pairs, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--features", "bm25", "--cluster_size", "4", "--num_clusters", "4"], "takes the place of cluster_size"),
-        (["--features", "bm25", "--negatives"], "negatives has no effect on words"),
-        (["--features", "bm25", "--query-prompt", "query: "], "query_prompt has no effect on words"),
-        (["--model", "MODEL", "--negatives", "--input", "bare.jsonl"], "no row has negatives"),
-        (["--features", "bm25", "--gpu"], "gpu needs"),
+        (["--cluster_size", "4", "--num_clusters", "4"], "takes the place of cluster_size"),
+        (["--negatives"], "negatives has no effect on words"),
+        (["--query-prompt", "query: "], "query_prompt has no effect on words"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(
-    options, says, pairs, model, tmp_path, capsys, monkeypatch
+def test_options_that_exclude_each_other_are_refused(options, says, pairs, tmp_path, capsys):
+    line = ["cluster", "--input", str(pairs), "--output", str(tmp_path / "clusters"), "--features", "bm25"]
+    assert_refused(capsys, tmp_path, says, main, [*line, *options])
+
+
+def test_after_damaged_vectors_nothing_is_left_and_the_same_line_works_once_they_are_mended(
+    pairs, model, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EMBED_CACHE", str(tmp_path.parent / f"{tmp_path.name}-cache"))
-    write_pairs(tmp_path / "bare.jsonl", 12, num_negatives=0)
-    line = ["cluster", "--input", str(pairs), "--output", "clusters", "--num_iterations", "1"]
-    assert_refused(capsys, tmp_path, says, main, [*line, *(model if word == "MODEL" else word for word in options)])
-
-
-LINE = ["cluster", "--input", "pairs.jsonl", "--output", "clusters", "--num_clusters", "4", "--num_iterations", "2"]
-
-
-@pytest.fixture(scope="module")
-def encoded(model, tmp_path_factory):
-    """A folder of pairs and their vectors, and beside it the folder of converted sources."""
-    folder = tmp_path_factory.mktemp("encoded")
-    write_pairs(folder / "pairs.jsonl", 12)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EMBED_CACHE", str(folder.parent / "encoded-cache"))
-        patch.chdir(folder)
-        assert main([*LINE, "--model", model, "--vectors", "vectors"]) == 0
-    shutil.rmtree(folder / "clusters")
-    return folder
-
-
-def one(vectors, value):
-    """The vectors with the second one all of one value."""
-    return np.where(np.arange(len(vectors))[:, None] == 1, value, vectors).astype(np.float32)
-
-
-@pytest.mark.parametrize(
-    ("svd_dim", "role", "damage", "says"),
-    [
-        ("null", "queries", lambda vectors: one(vectors, np.nan), "vectors-00000.npy:1: the vector is not finite"),
-        ("6", "documents", lambda vectors: one(vectors, 0), "vectors-00000.npy:1: the vector is zero"),
-        ("null", "documents", lambda vectors: vectors[:, :31], "vectors-00000.npy: holds float32 of shape"),
-        ("6", "queries", None, "vectors-00000.npy: is missing, empty or damaged"),
-    ],
-    ids=["nan", "zero", "narrow", "cut"],
-)
-def test_after_damaged_vectors_nothing_is_left_and_the_same_line_works_once_they_are_mended(
-    svd_dim, damage, says, role, model, encoded, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setenv("EMBED_CACHE", str(encoded.parent / "encoded-cache"))
-    folder = tmp_path / "copy"
-    shutil.copytree(encoded, folder)
-    monkeypatch.chdir(folder)
-    path = folder / "vectors" / role / "vectors-00000.npy"
-    whole = path.read_bytes()
-    if damage is None:
-        path.write_bytes(whole[:-4])
-    else:
-        np.save(path, damage(np.load(path)))
-    line = [*LINE, "--model", model, "--vectors", "vectors", "--svd_dim", svd_dim]
-    assert_refused(capsys, folder, f"error: vectors/{role}/{says}", main, line)
+    line = ["cluster", "--input", "pairs.jsonl", "--output", "clusters", "--model", model, "--vectors", "vectors"]
+    line += ["--num_clusters", "4", "--num_iterations", "2"]
+    assert main(line) == 0
+    shutil.rmtree("clusters")
+    path = tmp_path / "vectors" / "queries" / "vectors-00000.npy"
+    whole, damaged = path.read_bytes(), np.load(path)
+    damaged[1] = np.nan
+    np.save(path, damaged)
+    says = "error: vectors/queries/vectors-00000.npy:1: the vector is not finite"
+    assert_refused(capsys, tmp_path, says, main, line)
     path.write_bytes(whole)
     assert main(line) == 0

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +17,9 @@ from embeddings.inference import Encoder
 from embeddings.models import Embedder, LatentAttentionPooling
 from embeddings.models.model_files import dequantised_weights, zeros_by_matrix
 from tests.compression.models import build, some_texts, write_model, write_texts
-from tests.helpers.processes import Command
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import component, run_config, write_config, write_pairs, write_retrieval_folder
 from tests.helpers.tiny import bpe_tokenizer
-from tests.helpers.waiting import wait_for
 
 TEXTS = [*some_texts(12, seed=9), "", "one"]
 
@@ -121,33 +117,6 @@ def test_the_score_before_and_after_is_in_table_and_card(compress, tmp_path, cap
     assert f"| nDCG@10 after | {after} |" in card
     assert "| pruning | sparsegpt, 2:4 |" in card
     assert "| zeros in the layers' matrices | 50.00% |" in card
-
-
-def test_a_killed_command_resumes_with_the_same_bytes(compress, model, tmp_path):
-    options = ["--prune", "sparsegpt", "--pattern", "2:4"]
-    assert compress(*options, output="whole") == 0
-    words = ["-m", "embeddings", "compress", "--model", str(model), "--calibration", "texts.txt", *options]
-    code = (
-        "import sys, time; from embeddings.cli.main import main; import embeddings.compression.compress as c;"
-        "prune = c.prune_by_sparsegpt; c.prune_by_sparsegpt = lambda *a: (time.sleep(0.1), prune(*a))[1];"
-        f"sys.exit(main({words[2:]!r} + ['--output', 'small']))"
-    )
-    with Command([sys.executable, "-c", code], cwd=tmp_path) as process:
-        second = tmp_path / "small.work" / "prune.layers" / "layer-00001.safetensors"
-        wait_for(second.exists, "the second layer")
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert not Path("small").exists()
-    done = Path("small.work/prune.layers/layer-00001.safetensors").stat()
-    assert compress("--prune", "wanda", output="small") == 2  # another job is in the folder of work
-    assert Path("small.work/prune.layers/layer-00001.safetensors").stat().st_mtime_ns == done.st_mtime_ns
-    assert compress(*options) == 0
-    for file in Path("whole").rglob("*"):
-        if file.is_file() and file.name != "README.md":
-            assert file.read_bytes() == Path("small", file.relative_to("whole")).read_bytes()
-    card = Path("whole/README.md").read_text().replace("whole", "small")
-    assert card == Path("small/README.md").read_text()
-    assert not Path("small.work").exists()
 
 
 def test_sparsity_is_shown_as_a_picture_and_a_table(compress, capsys):

@@ -166,11 +166,8 @@ def test_the_facts_are_those_of_the_checkpoints_step(record, metrics, expected, 
         "",
         "[]",
         '[{"name": "a", "metrics": {}}]',
-        '[{"name": "a", "metrics": {"x": "high"}}]',
-        '[{"name": 3, "metrics": {"x": 0.5}}]',
         '[{"name": "a", "metrics": {"x": 0.5, "y": NaN}}]',
         '[{"name": "a", "metrics": {"x": 1%s}}]' % ("0" * 400),
-        '[{"name": "a", "metrics": {"x": true}}]',
         "[" * 100_000,
     ],
 )
@@ -231,16 +228,8 @@ def test_a_copy_of_a_model_whose_card_says_more_is_named(
     ("damage", "says"),
     [
         (lambda folder: change(folder, **{"emb_ln.bias": None}), "lacks 1 of the 52 tensors of Nomic's encoder with"),
-        (lambda folder: change(folder, **{"extra.weight": torch.zeros(1)}), "has no place for, extra.weight first"),
-        (lambda folder: change(folder, **{"emb_ln.bias": torch.zeros(9)}), "emb_ln.bias has shape (9,), by"),
-        (lambda folder: changed_config(folder, model_type="t5"), "model_type 't5' belongs to no published family"),
         (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), "model.bin is a pickle, which"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), "model.safetensors: is damaged"),
-        (lambda folder: (folder / "config.json").unlink(), "config.json: is no readable JSON"),
-        (lambda folder: changed_config(folder, moe_every_n_layers="two"), "config.json: makes no model: "),
         (lambda folder: changed_config(folder, moe_top_k=9), "config.json: makes no model: top_k must be from 1 to"),
-        (lambda folder: changed_config(folder, initializer_range=True), "has initializer_range True, expected a"),
-        (lambda folder: (folder / "tokenizer.json").unlink(), "published: "),
     ],
 )
 def test_a_checkpoint_that_is_not_whole_is_one_line_and_nothing_is_written(

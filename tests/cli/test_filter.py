@@ -5,17 +5,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from lightning.pytorch import Trainer
 
 from embeddings.cli.main import main
 from embeddings.cli.mining import evaluation_texts
-from embeddings.data import EmbeddingDataModule, SourceConfig
 from embeddings.inference import Encoder
-from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger
 from tests.data.rows import pairs, write_jsonl
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import write_retrieval_folder
-from tests.helpers.tiny import wordpiece_tokenizer
 from tests.mining.filter_world import topic_vectors
 
 EMOTIONS = [
@@ -89,33 +85,15 @@ def test_a_source_is_filtered_and_the_counts_are_printed(model, tmp_path, capsys
     assert [json.loads(line) for line in lines] == [{name: row[name] for name in ("query", "positive")} for row in kept]
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--input", "no.jsonl"], "no.jsonl: no such file"),
-        (["--input", "bad.jsonl"], "bad.jsonl:4: field 'query'"),
-        (["--input", "good.jsonl", "--model", "MODEL", "--segment-by", "language"], "jsonl:1: the record has no l"),
-        (["--input", "good.jsonl", "--bm25-threshold", "0.5"], "bm25_threshold needs evaluation texts"),
-        (["--input", "good.jsonl", "--no-remove-copies"], "leaves no rule"),
-        (["--input", "same.jsonl", "--decontaminate", "eval"], "no record would stay"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_written(
-    options, says, model, tmp_path, capsys, monkeypatch
-):
+def test_a_threshold_needs_evaluation_texts(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("EMBED_CACHE", str(tmp_path.with_name(f"{tmp_path.name} cache")))
     write_jsonl(tmp_path / "good.jsonl", pairs(3))
-    write_jsonl(tmp_path / "bad.jsonl", [*pairs(3), {"positive": "p"}])
-    write_jsonl(tmp_path / "same.jsonl", [{"query": "tested 1", "positive": "p"}])
-    folder_of(tmp_path / "eval", "test", [{"text": f"tested {row}", "label": row % 2} for row in range(4)])
-    words = [model if word == "MODEL" else word for word in options]
-    assert_refused(capsys, tmp_path, says, main, ["filter", "--output", "out/kept.parquet", *words])
+    line = ["filter", "--input", "good.jsonl", "--output", "kept.parquet", "--bm25-threshold", "0.5"]
+    assert_refused(capsys, tmp_path, "bm25_threshold needs evaluation texts", main, line)
 
 
-@pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 @pytest.mark.parametrize("conversion", ["class_by_example", "binary_by_label"])
-def test_labelled_texts_lose_those_of_evaluation_sets_and_are_a_source_again(conversion, tmp_path, monkeypatch, capsys):
+def test_labelled_texts_lose_those_of_evaluation_sets(conversion, tmp_path, monkeypatch):
     """NV-Embed §4.2: Emotion by BM25, and the clustering sets by equality, against their own test texts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
@@ -133,10 +111,3 @@ def test_labelled_texts_lose_those_of_evaluation_sets_and_are_a_source_again(con
     assert removed == {"copies": 1, "equal to an evaluation text": 2, "similar to an evaluation text": 1}
     kept = [{**row, "label": str(row["label"])} for row in (*EMOTIONS[1:5], same_text)]
     assert pq.read_table("kept.parquet").to_pylist() == kept
-    texts = {} if conversion == "class_by_example" else {"label_texts": {"0": "joy", "1": "sadness"}}
-    sources = [SourceConfig("emotion", "kept.parquet", conversion, **texts)]
-    module = Ledger(lambda batch: batch.row_B.tolist(), wordpiece_tokenizer())
-    off = ("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar", "use_distributed_sampler")
-    trainer = Trainer(accelerator="cpu", max_epochs=1, **dict.fromkeys(off, False))
-    trainer.fit(module, EmbeddingDataModule(sources, batch_size=2, num_negatives=1))
-    assert len({row for rows in module.rows for row in rows}) == 4

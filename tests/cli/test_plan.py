@@ -8,7 +8,6 @@ import pytest
 
 from embeddings.cli.configs import read_recipes
 from embeddings.cli.main import main
-from tests.configs.files import CONFIGS
 from tests.helpers.runs import component, run_config, write_config
 
 RECIPES = read_recipes()
@@ -51,16 +50,6 @@ def test_every_recipe_is_planned_without_its_model_data_and_gpus(
     assert float(table["total"].split()[0].replace(",", "")) > 0
     assert "hours" in table
     assert not table["steps"].startswith("not known")
-
-
-def test_published_sizes_are_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of Nomic Embed v2: 475 M parameters (arXiv:2502.07972, §4.1)."""
-    monkeypatch.setenv("EMBED_TRAIN_DATA", "data")
-    files = ["base", "methods/moe_pretrain", "scales/h100x16_batch16384"]
-    data = ["--data.num_negatives=0", "--data.sources", "[{name: a, path: a.jsonl}]"]
-    table = planned(capsys, *(f"--config={CONFIGS}/{name}.yaml" for name in files), *data)
-    assert table["batch of a GPU"] == "1,024 queries of 512, 1,024 documents of 512 tokens"
-    assert round(int(table["parameters trained"].replace(",", "")) / 1e6) == 475
 
 
 def test_options_of_a_plan_change_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,14 +128,6 @@ def test_what_this_process_is_sent_is_passed_on(number, tmp_path):
     assert forwarder.received == [getattr(signal, f"SIG{number}")]
 
 
-@pytest.mark.parametrize(("number", "code"), [("INT", 130), ("USR1", 138)])
-def test_after_a_signal_no_process_begins(number, code, tmp_path):
-    with SignalForwarder() as forwarder:
-        send(number)
-        assert forwarder.run(["touch", str(tmp_path / "begun")], []) == code
-    assert not (tmp_path / "begun").exists()
-
-
 def test_a_signal_that_comes_while_a_process_begins_is_passed_on(tmp_path, monkeypatch):
     begin = subprocess.Popen
 

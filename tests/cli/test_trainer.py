@@ -168,17 +168,6 @@ def test_a_resumed_run_ends_at_the_same_bits_in_its_own_folder(path: str, tmp_pa
     assert len(curves[0]) == len(curves[1])
 
 
-def test_another_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = trainer(tmp_path, 2)
-    first.fit(*parts(tmp_path))
-    other = trainer(tmp_path, 2)
-    other.fit(*parts(tmp_path, lr=2e-2), ckpt_path="auto")
-    error = capsys.readouterr().err
-    assert "is of another run: model.init_args.optimizer.init_args.lr is 0.01 there and 0.02 here" in error
-    assert "nothing to resume below" in error
-    assert Path(str(other.log_dir)) != Path(str(first.log_dir))
-
-
 def test_options_and_callbacks_begin_as_in_base_yaml() -> None:
     plain = emb.Trainer(accelerator="cpu")
     kinds = [type(callback) for callback in plain.callbacks]  # type: ignore[attr-defined]
