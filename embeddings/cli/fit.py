@@ -32,10 +32,9 @@ from embeddings.callbacks.run_record import RunRecord, model_checkpoints, plain_
 from embeddings.cli.configs import check_configs, check_functions, expand_recipe, restrict_imports
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, reason, with_hint
-from embeddings.cli.trainer import check_checkpoint, check_start, choose_folder
+from embeddings.cli.trainer import check_checkpoint, check_start, choose_folder, say
 from embeddings.common import OptionError, UserError
 from embeddings.common.errors import program
-from embeddings.common.process import is_first_process
 from embeddings.common.text import one_line
 from embeddings.figures.run_facts import metrics_path, read_curve
 from embeddings.models.language_model import HeadKind
@@ -121,8 +120,8 @@ class TrainerCLI(LightningCLI):
             if self.only_checks:
                 weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             use_stand_in(changes, Path(folder))
-        for line in changes.lines if is_first_process() else ():
-            print(f"changed {line}", file=sys.stderr)
+        for line in changes.lines:
+            say(f"changed {line}")
 
     def _dump_config(self) -> None:
         """Make of the config what a module's `save_hyperparameters` saves; Lightning would check it once more."""
