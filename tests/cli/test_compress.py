@@ -32,10 +32,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def compress(model, tmp_path, monkeypatch):
+def compress(model, tmp_path):
     """Run `compress` in a folder of its own; returns the exit code."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
     texts = shutil.copy(model.parent / "texts.txt", tmp_path)
 
     def run(*options, output="small", source=model, calibration=texts):
@@ -219,9 +217,8 @@ def test_a_student_of_some_layers_is_a_model_directory(compress, model, tmp_path
     assert {found.fraction for found in zeros_by_matrix(Path("both"))} == {0.5}
 
 
-def test_another_config_of_retraining_trains_anew_and_the_same_one_does_not(tmp_path, model, monkeypatch):
+def test_another_config_of_retraining_trains_anew_and_the_same_one_does_not(tmp_path, model):
     """A retrained model in the folder of work is that of its configs; those of the library are found by name."""
-    monkeypatch.chdir(tmp_path)
     pruning = PruningOptions("magnitude", "2:4")
     (tmp_path / "one").mkdir()
     config = Path(retrain_config(tmp_path / "one", model))

@@ -195,8 +195,7 @@ def test_a_script_prints_no_advice_of_libraries(tmp_path: Path, caplog: pytest.L
     assert "Tip" not in caplog.text
 
 
-def test_a_trial_of_a_batch_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_trial_of_a_batch_leaves_nothing(tmp_path: Path) -> None:
     trainer(tmp_path, 2, fast_dev_run=1).fit(*parts(tmp_path))
     assert not list(tmp_path.rglob("run.json"))
 
