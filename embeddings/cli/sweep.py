@@ -295,8 +295,8 @@ def results_of(runs: Sequence[Run], metric: Metric, file: Path) -> list[Result]:
         record = run.record() or {"metrics": {}, "seconds": None}
         columns |= set(record["metrics"])
         summary = record["metrics"].get(metric.column, {})
-        reached = [summary.get(name) for name in ("last", metric.mode, f"{metric.mode}_step")]
-        found.append(Result(run, run.status, *reached, record["seconds"]))
+        last, best, step = (summary.get(name) for name in ("last", metric.mode, f"{metric.mode}_step"))
+        found.append(Result(run, run.status, last, best, step, record["seconds"]))
     if any(result.status == "done" for result in found) and metric.column not in columns:
         what = f"no run has logged {metric.column!r}"
         raise InputError(f"{file}: metric", what, f"column takes one of {', '.join(sorted(columns)) or 'none'}")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Literal
 
 from embeddings.cli.configs import class_name, unfolded
@@ -148,7 +148,8 @@ def summaries(run: Path) -> dict[str, dict[str, float]]:
     for column, curve in sorted(read_curves(run).items()) if metrics_path(run).is_file() else ():
         values = {step: value for step, value in zip(*curve, strict=True) if math.isfinite(value)}
         if values:
-            chosen = {"last": max(values), "min": min(values, key=values.get), "max": max(values, key=values.get)}
+            at = values.__getitem__
+            chosen = {"last": max(values), "min": min(values, key=at), "max": max(values, key=at)}
             found[column] = {name: values[step] for name, step in chosen.items()}
             found[column] |= {f"{name}_step": step for name, step in chosen.items()}
     return found
@@ -204,9 +205,7 @@ class SignalForwarder:
         self._previous = {number: signal.signal(number, self._pass_on) for number in FORWARDED}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         ignored = bool(self.received) or isinstance(error, PreemptedError)
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_IGN if ignored else handler)
