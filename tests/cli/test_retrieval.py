@@ -290,7 +290,7 @@ def contextual(tmp_path_factory):
     return str(folder)
 
 
-def test_a_context_is_chosen_by_encode_and_kept_for_search(contextual, tmp_path, capsys, monkeypatch):
+def test_a_context_is_chosen_by_encode_and_kept_for_search(contextual, tmp_path, capsys):
     corpus, vectors = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl"), str(tmp_path / "vectors")
     encode = ["encode", "--model", contextual, "--input", corpus, "--output", vectors, "--precision", "float32"]
     assert main([*encode, "--context", corpus, "--context-size", "3", "--context_seed", "1"]) == 0
@@ -306,13 +306,6 @@ def test_a_context_is_chosen_by_encode_and_kept_for_search(contextual, tmp_path,
         found.append([line.split() for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")])
     assert found[0] == found[1] == found[2]
     assert found[0] != found[3]
-    with monkeypatch.context() as patch:
-        patch.setattr(Encoder, "encode_context", lambda *_: pytest.fail("encoded again"))
-        assert main(["search", "--model", contextual, *own, *given, "--precision", "float32", "fox"]) == 0
-    other = ["search", "--model", contextual, *own, "--context", corpus, "--context-size", "3", "fox"]
-    for says in ("was encoded with 3 documents of seed 1", "asked for is 3 documents of seed 0"):
-        assert_refused(capsys, tmp_path, says, main, other)
-    assert_refused(capsys, tmp_path, "field 'context.", main, [*encode, "--context", corpus, "--context-size", "2"])
 
 
 def test_a_contextual_model_without_a_context_is_told_in_one_line(contextual, model, tmp_path, caplog, capsys):
