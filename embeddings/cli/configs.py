@@ -79,7 +79,7 @@ def may_import(path: str) -> bool:
 def check_functions(argv: Sequence[str], parsed: Any) -> None:
     """Refuse options that name a function: a callback would call it with whatever its hook receives."""
     # Functions that are a class's own default occur in neither.
-    text = repr([*argv, *map(read_config, config_paths(argv))])
+    text = repr([*argv, *(content for path in config_paths(argv) for _, content in configs_of(path))])
     for function in _functions(parsed):
         name = getattr(function, "__qualname__", type(function).__name__)
         path = f"{function.__module__}.{name}"
@@ -145,7 +145,7 @@ def check_configs(argv: Sequence[str]) -> None:
 
     The second method would inherit the first's nested arguments, and the run would lose its checkpoints, in silence.
     """
-    configs = [(path, read_config(path)) for path in config_paths(argv)]
+    configs = [config for path in config_paths(argv) for config in configs_of(path)]
     chosen = [path for path, content in configs if chooses(content, "model")]
     if len(chosen) > 1:
         raise ConfigError(f"{chosen[0]} and {chosen[1]} both choose model.class_path; give one method config a run")
@@ -217,9 +217,34 @@ def config_paths(argv: Sequence[str]) -> list[str]:
     return [path for path in found if path]
 
 
+def configs_of(path: str) -> list[tuple[str, dict[str, Any]]]:
+    """A config and those that it names under `config:`, by paths from itself, each with its content, `unfolded`.
+
+    One that gives a mapping which the config it names gives too is refused: the parser would drop the latter.
+    """
+    found: list[tuple[str, dict[str, Any]]] = []
+    path = located(path)
+    while path not in (earlier for earlier, _ in found):
+        content = unfolded(read_config(path))
+        for naming, earlier in found:
+            for key, value in content.items():
+                if isinstance(value, dict) and isinstance(earlier.get(key), dict):
+                    what = f"gives {key} beside {path}, which it names and whose {key} would be lost"
+                    raise InputError(f"--config {naming}", what, "name both by --config options, which are merged")
+        found.append((path, content))
+        further = content.get("config")
+        if further is None:
+            return found
+        if not isinstance(further, str):
+            raise InputError(f"--config {path}", "config: must be one file", "name more by further --config options")
+        is_place = _is_file(path) and _FILE_NAME.fullmatch(further)
+        path = os.path.normpath(Path(path).parent / further) if is_place else further
+    raise InputError(f"--config {path}", "names itself", "take its config: away")
+
+
 def read_config(path: str) -> dict[str, Any]:
-    """The content of a config, `unfolded`: a file, or the text itself."""
-    path, where = located(path), f"--config {path}"
+    """The content of a config: a file, or the text itself."""
+    where = f"--config {path}"
     if _is_file(path):
         content = read_yaml(path, where)
     elif _FILE_NAME.fullmatch(path):
@@ -229,11 +254,7 @@ def read_config(path: str) -> dict[str, Any]:
         content = parse_yaml(path, where)
     if not isinstance(content, dict):
         raise InputError(where, "holds no options", "write them as OPTION: VALUE")
-    if content.get("config") is not None:
-        # The parser would drop a mapping of the config that is named, where this one gives it too.
-        raise InputError(where, "names another config", "give both by --config options, which are merged")
-    found: dict[str, Any] = unfolded(content)
-    return found
+    return content
 
 
 def _is_file(value: str) -> bool:

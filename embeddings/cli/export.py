@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from embeddings.cli.configs import class_name, read_config
+from embeddings.cli.configs import class_name, located, read_config
 from embeddings.cli.parser import reason
 from embeddings.cli.retrieval import load_encoder
 from embeddings.common import InputError, OptionError
@@ -285,7 +285,7 @@ def retraining(configs: list[Path], pruning: PruningOptions) -> Retrain:
     """What trains a model directory by configs of `fit` and writes another one; refused where nothing is pruned."""
     if pruning.prune is None and pruning.layers is None:
         raise OptionError("retrain", str(configs[0]), "has no effect without --prune or --layers", "use fit")
-    read = [read_config(str(path)) for path in configs]
+    read = [read_config(located(str(path))) for path in configs]
 
     def train(model: Path, work: Path) -> Path:
         from embeddings.cli.fit import run_trainer

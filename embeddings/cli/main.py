@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from embeddings import __version__
-from embeddings.cli.configs import CONFIGS, restrict_imports
+from embeddings.cli.configs import CONFIGS, config_paths, configs_of, restrict_imports
 from embeddings.cli.errors import ConfigError, run_guarded
 from embeddings.cli.parser import OneLineParser
 from embeddings.common.errors import program
@@ -158,6 +158,8 @@ def run_command(name: str, argv: Sequence[str]) -> None:
     for parameter in command.positional:
         parser.add_argument(parameter, **_by_position(hints[parameter], command.is_optional))
     words = parser.normalised(argv)
+    for path in config_paths(words):  # refused before the parser reads it
+        configs_of(path)
     options = parser.parse_args(words).as_dict()
     arguments = {key: options[key] for key in [*added, *command.positional] if key in hints}
     for parameter, group in groups.items():

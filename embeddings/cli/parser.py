@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, Namespace  # type: ignore[attr-defined]
 
-from embeddings.cli.configs import VARIABLE, config_paths, located, may_import, read_config
+from embeddings.cli.configs import VARIABLE, config_paths, configs_of, located, may_import
 from embeddings.cli.errors import ConfigError
 from embeddings.common import UserError
 from embeddings.common.text import one_line
@@ -37,8 +37,10 @@ class ReplacingConfigFile(ActionConfigFile):
     """
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        forget_lists(cfg, read_config(str(values)))
-        super().__call__(parser, cfg, located(str(values)), option_string)  # type: ignore[no-untyped-call]
+        values = located(str(values))
+        for _, content in configs_of(values):
+            forget_lists(cfg, content)
+        super().__call__(parser, cfg, values, option_string)  # type: ignore[no-untyped-call]
 
 
 def forget_lists(earlier: Namespace, later: Mapping[str, Any]) -> None:
@@ -116,7 +118,9 @@ class OneLineParser(ArgumentParser):
                 raise cause
             cause = cause.__cause__
         options = re.findall(r"--[\w.]+", self.format_help())
-        keys = dict.fromkeys(key for path in config_paths(self.words) for key in keys_of(read_config(path)))
+        keys = dict.fromkeys(
+            key for path in config_paths(self.words) for _, content in configs_of(path) for key in keys_of(content)
+        )
         raise ConfigError(explain(message, [option for option in options if option != "--help"], keys)) from ex
 
     def normalised(self, argv: Sequence[str]) -> list[str]:

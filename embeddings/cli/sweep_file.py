@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from embeddings.cli.configs import chooses, expand_recipe, located, read_config, read_yaml
+from embeddings.cli.configs import chooses, configs_of, expand_recipe, located, read_yaml
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser
 from embeddings.common import InputError
@@ -127,8 +127,9 @@ def read_sweep(path: Path) -> Sweep:
     file = _parsed(SweepFile, content, str(path), ("parameters", "metric"))
     parameters, metric = content.get("parameters"), _parsed(Metric, content.get("metric", {}), f"{path}: metric")
     configs = _configs(path, file)
-    contents = tuple(map(read_config, configs))
-    is_method = [chooses(content, "model") for content in contents]
+    of_each = [[content for _, content in configs_of(config)] for config in configs]
+    # The config that chooses the method, directly or through one that it names.
+    is_method = [any(chooses(content, "model") for content in found) for found in of_each]
     recipe = file.recipe or Path(configs[is_method.index(True) if any(is_method) else -1]).stem
     points = tuple(_points(path, file, parameters))
     for index, point in enumerate(points):
@@ -137,6 +138,7 @@ def read_sweep(path: Path) -> Sweep:
     if file.method == "tpe":
         # A drawn point stood for all of them in the checks.
         search, points = Search(parameters, file.num_runs or 0, file.seed or 0), ()
+    contents = tuple(itertools.chain(*of_each))
     return Sweep(path.stem, recipe, configs, contents, file.method, points, metric, search)
 
 

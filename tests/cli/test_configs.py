@@ -8,13 +8,12 @@ import yaml
 from embeddings.cli.configs import (
     MAX_ALIASED_VALUES,
     check_configs,
+    configs_of,
     expand_recipe,
     located,
     parse_yaml,
-    read_config,
     read_recipes,
     read_yaml,
-    unfolded,
 )
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.fit import Checked, check_arguments, run_trainer
@@ -97,30 +96,42 @@ def test_the_librarys_configs_are_found_from_any_folder_and_a_file_that_is_here_
     name = "lightning_configs/base.yaml"
     assert Path(located(name)) == CONFIGS / "base.yaml"
     assert located(f"./{name}") == located(name)
-    assert read_config(name) == unfolded(yaml.safe_load((CONFIGS / "base.yaml").read_text()))
+    assert configs_of(name) == [(located(name), yaml.safe_load((CONFIGS / "base.yaml").read_text()))]
     assert len(read_recipes()) > 20
     for other in ("base.yaml", "lightning_configs/none.yaml", str(CONFIGS / "base.yaml"), "trainer: {max_steps: 1}"):
         assert located(other) == other
     (tmp_path / "lightning_configs").mkdir()
     (tmp_path / name).write_text("seed_everything: 7\n")
     assert located(name) == name
-    assert read_config(name) == {"seed_everything": 7}
+    assert configs_of(name) == [(name, {"seed_everything": 7})]
 
 
-@pytest.mark.parametrize("second", ["--config={}/two.yaml", "-c{}/two.yaml", "-c={}/two.yaml"])
+@pytest.mark.parametrize("second", ["--config={}/two.yaml", "-c{}/two.yaml", "-c={}/two.yaml", "-c={}/sub/names.yaml"])
 def test_two_method_configs_are_refused_by_name(second, tmp_path):
+    (tmp_path / "sub").mkdir()
     texts = {"one": "model.class_path: one\n", "two": "model:\n  class_path: two\n", "scale": "trainer: {devices: 2}\n"}
-    for name, text in texts.items():
+    for name, text in {**texts, "sub/names": "config: ../two.yaml\n"}.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     check_configs(["fit", "--config", str(tmp_path / "scale.yaml"), second.format(tmp_path)])
     with pytest.raises(ConfigError, match=r"one\.yaml and .*two\.yaml both choose"):
         check_configs(["fit", "--config", str(tmp_path / "one.yaml"), second.format(tmp_path)])
 
 
-def test_a_config_that_names_another_is_refused(tmp_path):
-    path = write_config(tmp_path, {"config": "other.yaml", "trainer": {"max_steps": 8}})
-    with pytest.raises(InputError, match=r"config\.yaml: names another config; give both by --config options"):
-        check_configs(["fit", "--config", path])
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("config: [b.yaml]", r"a\.yaml: config: must be one file; name more by"),
+        ("config: b.yaml", r"a\.yaml: names itself; take"),
+        ("config: c.yaml\ntrainer: {max_steps: 8}", r"a\.yaml: gives trainer beside c\.yaml, .* would be lost; name"),
+    ],
+)
+def test_a_config_that_names_others_as_the_parser_does_not_take_it_is_refused(content, what, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = {"a": content, "b": f"config: ../{tmp_path.name}/a.yaml\n", "c": "trainer: {max_steps: 9}\n"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    with pytest.raises(InputError, match=what):
+        check_configs(["fit", "--config", "a.yaml"])
 
 
 @pytest.mark.parametrize("part", ["model", "data"])

@@ -97,6 +97,11 @@ def test_runs_are_called_by_the_config_that_chooses_the_method(write, tmp_path):
         (tmp_path / f"{name}.yaml").write_text(text)
     configs = [str(tmp_path / f"{name}.yaml") for name in ("data", "method", "scale")]
     assert read_sweep(write({"configs": configs, "parameters": {"a": [1]}})).recipe == "method"
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "named.yaml").write_text("config: ../method.yaml\n")
+    named = [configs[0], str(tmp_path / "sub" / "named.yaml"), configs[2]]
+    sweep = read_sweep(write({"configs": named, "parameters": {"a": [1]}}))
+    assert sweep.recipe == "named"
     assert read_sweep(write({"configs": configs[::2], "parameters": {"a": [1]}})).recipe == "scale"
 
 
