@@ -156,7 +156,7 @@ def check_configs(argv: Sequence[str]) -> None:
     for path, content in configs:
         trainer = content.get("trainer")
         for key, value in trainer.items() if isinstance(trainer, Mapping) else ():
-            given = [_class_name(each) for each in (value if isinstance(value, list) else [value]) if each is not None]
+            given = [class_name(each) for each in (value if isinstance(value, list) else [value]) if each is not None]
             if key == "callbacks+":
                 kept += given
             elif key == "callbacks":
@@ -186,8 +186,9 @@ def chooses(content: Mapping[str, Any], part: str) -> bool:
     return isinstance(value, str) or (isinstance(value, Mapping) and "class_path" in value)
 
 
-def _class_name(callback: Any) -> str:
-    path = callback.get("class_path") if isinstance(callback, Mapping) else callback
+def class_name(part: Any) -> str:
+    """The last name of the class of a part that a config lists."""
+    path = part.get("class_path") if isinstance(part, Mapping) else part
     return str(path).rpartition(".")[2]
 
 

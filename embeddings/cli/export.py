@@ -10,9 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
-from embeddings.cli.configs import located, read_config
+from embeddings.cli.configs import class_name, located, read_config
 from embeddings.cli.parser import reason
 from embeddings.cli.retrieval import load_encoder
 from embeddings.common import InputError, OptionError
@@ -296,7 +294,6 @@ def retraining(configs: list[Path], pruning: PruningOptions) -> Retrain:
         folder, target = work / f"retrain-{key}", work / f"retrained-{key}"
         if target.exists():
             return target
-        folder.mkdir(parents=True, exist_ok=True)
         copies = deepcopy(read)
         exported = [export_to(target, config) for config in copies]
         options: dict[str, Any] = {"initial_model": str(model)}
@@ -307,12 +304,8 @@ def retraining(configs: list[Path], pruning: PruningOptions) -> Retrain:
             added.append(component("embeddings.callbacks.ExportModel", output=str(target), replace=True))
         logger = component("lightning.pytorch.loggers.CSVLogger", save_dir=str(folder), name="runs")
         trainer = {"default_root_dir": str(folder), "logger": logger, "callbacks+": added}
-        words = []
-        for number, config in enumerate([*copies, {"trainer": trainer, "model": {"init_args": options}}]):
-            path = folder / f"config-{number}.yaml"
-            path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-            words += ["--config", str(path)]
-        run_trainer(["fit", *words, "--ckpt_path", "auto"])
+        configs = [*copies, {"trainer": trainer, "model": {"init_args": options}}]
+        run_trainer(["fit", *(f"--config={json.dumps(config, default=str)}" for config in configs), "--ckpt_path=auto"])
         return target
 
     return train
@@ -322,7 +315,7 @@ def export_to(target: Path, config: dict[str, Any]) -> bool:
     """Have the `ExportModel` of a config write to `target`; returns whether it has one."""
     trainer, found = config.get("trainer") or {}, False
     for callback in [*(trainer.get("callbacks") or []), *(trainer.get("callbacks+") or [])]:
-        if isinstance(callback, dict) and str(callback.get("class_path")).rpartition(".")[2] == "ExportModel":
+        if isinstance(callback, dict) and class_name(callback) == "ExportModel":
             callback["init_args"] = {**callback.get("init_args", {}), "output": str(target), "replace": True}
             found = True
     return found

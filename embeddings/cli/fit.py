@@ -1,6 +1,5 @@
 """The commands that train: LightningCLI with our parser, our checks and our record of a run."""
 
-import json
 import logging
 import os
 import re
@@ -9,9 +8,9 @@ import sys
 import warnings
 import weakref
 from argparse import SUPPRESS
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -30,15 +29,14 @@ from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import replace_displays
 from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
 from embeddings.callbacks.run_record import RunRecord, model_checkpoints, plain_types, run_logger
-from embeddings.cli.configs import check_configs, check_functions, expand_recipe, parse_yaml, restrict_imports
+from embeddings.cli.configs import check_configs, check_functions, expand_recipe, restrict_imports
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, reason, with_hint
-from embeddings.cli.trainer import check_checkpoint, check_start, choose_folder
-from embeddings.common import InputError, OptionError, UserError
+from embeddings.cli.trainer import check_checkpoint, check_start, choose_folder, say
+from embeddings.common import OptionError, UserError
 from embeddings.common.errors import program
-from embeddings.common.io import METRICS_FILE, read_metrics, row_steps_made
-from embeddings.common.process import is_first_process
 from embeddings.common.text import one_line
+from embeddings.figures.run_facts import metrics_path, read_curve
 from embeddings.models.language_model import HeadKind
 from embeddings.models.model_files import PACKAGED_NAME
 from embeddings.models.stand_in import TINY, architecture, tiny_architecture, write_stand_in
@@ -122,8 +120,8 @@ class TrainerCLI(LightningCLI):
             if self.only_checks:
                 weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             use_stand_in(changes, Path(folder))
-        for line in changes.lines if is_first_process() else ():
-            print(f"changed {line}", file=sys.stderr)
+        for line in changes.lines:
+            say(f"changed {line}")
 
     def _dump_config(self) -> None:
         """Make of the config what a module's `save_hyperparameters` saves; Lightning would check it once more."""
@@ -246,7 +244,7 @@ def make_cli(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Traine
             auto_configure_optimizers=False,
             run=False,
             parser_kwargs={"prog": f"{program()} {kind.command}", "description": kind.summary},
-            args=lists_as_configs(argv[1:]),
+            args=lists_emptied(argv[1:]),
         )
 
 
@@ -271,11 +269,10 @@ def end_lines(trainer: L.Trainer) -> list[str]:
 
 
 def score_line(scored: RetrievalEvaluation, run: Path) -> str:
-    """nDCG@10 before training and at its best, from the run's `metrics.csv`; empty where fewer than two were logged."""
-    path, column = run / METRICS_FILE, f"{scored.name}/ndcg_at_10"
-    if not path.is_file():
+    """nDCG@10 before training and at its best, as the run logged it; empty where fewer than two were logged."""
+    if not metrics_path(run).is_file():
         return ""
-    scores = {row_steps_made(row): float(row[column] or "nan") for row in read_metrics(path) if row.get(column)}
+    scores = dict(zip(*read_curve(run, f"{scored.name}/ndcg_at_10"), strict=True))
     first = scores.pop(0, None)
     if first is None or not scores:
         return ""
@@ -305,63 +302,43 @@ def check_numbers(given: Namespace) -> None:
         raise OptionError("trainer.devices", devices, rule, "lower it")
 
 
-def lists_as_configs(argv: Sequence[str]) -> list[str]:
-    """The words with each option whose value is a list of mappings as a config of its own, so that it replaces too."""
-    words, position = list(argv), 0
-    while position < len(words):
-        name, equals, value = words[position].partition("=")
-        if not equals:
-            value = "".join(words[position + 1 : position + 2])
-        content = _list_of_mappings(value) if re.fullmatch(r"--[^.]+\..*[^+]", name) else None
-        if content is not None:
-            for key in reversed(name.removeprefix("--").split(".")):
-                content = {key: content}
-            words[position : position + (1 if equals else 2)] = [f"--config={json.dumps(content)}"]
-        position += 1
-    return words
-
-
-def _list_of_mappings(value: str) -> Any:
-    """The list that a value is, if it holds a mapping."""
-    with suppress(InputError):
-        content = parse_yaml(value, "") if value.lstrip().startswith("[") else None
-        return content if isinstance(content, list) and any(isinstance(each, dict) for each in content) else None
-    return None
+def lists_emptied(argv: Sequence[str]) -> list[str]:
+    """The words with each list of mappings emptied before it is given, so that it replaces an earlier one."""
+    found: list[str] = []
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if re.fullmatch(r"--[^.]+\..*[^+]", name) and re.match(r"\s*\[.*\{", value if equals else following, re.DOTALL):
+            found.append(f"{name}=[]")
+        found.append(word)
+    return found
 
 
 class HeldNotes(L.Callback):
     """Keeps Lightning's notes and all warnings back until the run begins: one that is refused ends in one line."""
 
     def __init__(self) -> None:
-        self._notes: list[Callable[[], None]] = []
+        self._notes: list[MemoryHandler] = []
         self._warnings: list[tuple[Any, ...]] = []
-        self._show, self._has_begun = warnings.showwarning, False
+        self._show = warnings.showwarning
 
     @contextmanager
     def holding(self) -> Iterator[None]:
         """Keep notes back meanwhile; those of a run that never begins are dropped."""
         with ExitStack() as stack:
-            for name in ("lightning.fabric", "lightning.pytorch"):
-                for handler in logging.getLogger(name).handlers:
-                    hold = partial(self._hold, handler)
-                    handler.addFilter(hold)
-                    stack.callback(handler.removeFilter, hold)
+            for owner in map(logging.getLogger, ("lightning.fabric", "lightning.pytorch")):
+                for handler in list(owner.handlers):
+                    # A warning that Lightning logs is written at once, with the notes before it.
+                    held = MemoryHandler(sys.maxsize, logging.WARNING, handler, flushOnClose=False)
+                    self._notes.append(held)
+                    owner.removeHandler(handler)
+                    owner.addHandler(held)
+                    stack.callback(owner.addHandler, handler)
+                    stack.callback(owner.removeHandler, held)
+                    stack.callback(held.close)
             self._show = warnings.showwarning
             stack.callback(setattr, warnings, "showwarning", self._show)
             setattr(warnings, "showwarning", lambda *warning: self._warnings.append(warning))  # noqa: B010 - for mypy
             yield
-
-    def _hold(self, handler: logging.Handler, record: logging.LogRecord) -> bool:
-        if not self._has_begun:
-            self._notes.append(partial(handler.emit, record))
-            # A warning that Lightning logs is written at once, with the notes before it.
-            if record.levelno >= logging.WARNING:
-                self._write()
-        return self._has_begun
-
-    def _write(self) -> None:
-        while self._notes:
-            self._notes.pop(0)()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Write what was kept, and everything further at once."""
@@ -369,8 +346,9 @@ class HeldNotes(L.Callback):
         for warning in self._warnings:
             self._show(*warning)
         self._warnings.clear()
-        self._write()
-        self._has_begun = True
+        for held in self._notes:
+            held.flush()
+            held.capacity = 0
 
 
 class Changes:

@@ -23,7 +23,7 @@ from embeddings.data import SourceConfig
 from embeddings.data.public import ROOT_VARIABLE, Hub, PublicSource, PublicTable, Stage, corpus_path, fetch_source
 from embeddings.data.records import table_writer
 from embeddings.data.sources import Conversion
-from embeddings.data.store import CachedSource, open_cached, record_place
+from embeddings.data.store import open_cached, record_place
 from embeddings.inference import Encoder
 from embeddings.mining import (
     ClusterSettings,
@@ -288,21 +288,20 @@ class StageWork:
         folder, _, name = key.partition("/")
         config = SourceConfig(name, str(self.target(key)))
         source = open_cached(config)
-        encode = partial(self._encode, source)
+
+        def encode(step: Mapping[str, Any], kind: str, **options: Any) -> PairVectors:
+            encoding, target = self.encoding(step), self.output / folder / kind / name
+            options |= {**encoding.prompts, "devices": encoding.device_names}
+            return encode_pairs(self.encoder(step), source, target, **options)
+
         if (step := self.stage.cluster) is not None:
-            vectors = encode(step, self.output / folder / "cluster_vectors" / name)
+            vectors = encode(step, "cluster_vectors")
             settings = ClusterSettings()
             features = VectorFeatures(vectors, None, settings.seed, partial(record_place, config, source))
             cluster_pairs(features, source, self.output / folder / "clusters" / name, settings)
         if (step := self.stage.vectors) is not None:
             has_negatives = self.stage.data["num_negatives"] > 0
-            encode(step, self.output / folder / "vectors" / name, negatives=has_negatives)
-
-    def _encode(self, source: CachedSource, step: Mapping[str, Any], folder: Path, **options: Any) -> PairVectors:
-        encoding = self.encoding(step)
-        return encode_pairs(
-            self.encoder(step), source, folder, **encoding.prompts, devices=encoding.device_names, **options
-        )
+            encode(step, "vectors", negatives=has_negatives)
 
     def is_made(self, key: str) -> bool:
         """Whether a source can be trained on: its file is there, and what training reads beside it."""

@@ -269,10 +269,10 @@ class Result:
 
     run: Run
     status: str
-    last: float | None = None
-    best: float | None = None
-    best_step: int | None = None
-    seconds: float | None = None
+    last: float | None
+    best: float | None
+    best_step: int | None
+    seconds: float | None
 
     def value(self, metric: Metric) -> float | None:
         return self.last if metric.value == "last" else self.best
@@ -292,14 +292,11 @@ def results_of(runs: Sequence[Run], metric: Metric, file: Path) -> list[Result]:
     """The results of a sweep's runs, the best first and the missing ones last; the metric must have been logged."""
     found, columns = [], set()
     for run in runs:
-        record = run.record()
-        if record is None:
-            found.append(Result(run, run.status))
-            continue
+        record = run.record() or {"metrics": {}, "seconds": None}
         columns |= set(record["metrics"])
         summary = record["metrics"].get(metric.column, {})
-        best = (summary.get(metric.mode), summary.get(f"{metric.mode}_step"))
-        found.append(Result(run, "done", summary.get("last"), *best, record["seconds"]))
+        last, best, step = (summary.get(name) for name in ("last", metric.mode, f"{metric.mode}_step"))
+        found.append(Result(run, run.status, last, best, step, record["seconds"]))
     if any(result.status == "done" for result in found) and metric.column not in columns:
         what = f"no run has logged {metric.column!r}"
         raise InputError(f"{file}: metric", what, f"column takes one of {', '.join(sorted(columns)) or 'none'}")

@@ -13,14 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Literal
 
-from embeddings.cli.configs import unfolded
+from embeddings.cli.configs import class_name, unfolded
 from embeddings.cli.sweep_file import Point, Sweep
 from embeddings.common import PreemptedError
 from embeddings.common.errors import CHECKOUT, program
-from embeddings.common.io import read_json_or_empty, read_metrics, write_json
+from embeddings.common.io import read_json_or_empty, write_json
+from embeddings.figures.run_facts import metrics_path, read_curves
 
 # What Python runs for the command line. An installed package is not looked for in the current folder first.
 COMMAND = ["-P", "-m", "embeddings"] if CHECKOUT is None else [str(CHECKOUT / "main.py")]
@@ -80,10 +81,10 @@ def placed(contents: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
     The first logger is a CSV logger, whose `version_N` of a process holds its `metrics.csv`; other loggers stay.
     """
     loggers = [logger for logger in _listed(contents, "logger") if isinstance(logger, Mapping)]
-    own = next((logger.get("init_args") or {} for logger in loggers if _kind(logger) == "CSVLogger"), {})
+    own = next((logger.get("init_args") or {} for logger in loggers if class_name(logger) == "CSVLogger"), {})
     arguments = {key: value for key, value in own.items() if key != "version"}
     first = {"class_path": CSV_LOGGER, "init_args": {**arguments, "save_dir": str(folder), "name": ""}}
-    others = [_moved(logger, folder) for logger in loggers if _kind(logger) != "CSVLogger"]
+    others = [_moved(logger, folder) for logger in loggers if class_name(logger) != "CSVLogger"]
     words = [f"--trainer.default_root_dir={folder}", f"--trainer.logger={json.dumps([first, *others], default=str)}"]
     callbacks = _listed(contents, "callbacks")
     moved = [_moved(callback, folder) for callback in callbacks]
@@ -121,15 +122,15 @@ def train(run: Run, lock: int | None, forwarder: "SignalForwarder") -> int:
         print(f"resumed from {checkpoint}", flush=True)
     code = forwarder.run([sys.executable, *command_words(), *words], [] if lock is None else [lock])
     if code == 0 and lock is not None:
-        # The commit that the run's last process noted.
-        records = sorted(run.folder.glob("version_*/run.json"), key=_version)
+        # A run that had no checkpoint yet began anew in the next folder; `version_10` comes after `version_9`.
+        last = max(run.folder.glob("version_*"), key=lambda path: (len(path.name), path.name), default=run.folder)
         fields = {
             "point": run.point,
             "command": run.line(),
             "seconds": round(time.monotonic() - start, 1),
             "resumed_from": checkpoint,
-            "commit": json.loads(records[-1].read_text(encoding="utf-8"))["commit"] if records else None,
-            "metrics": summaries(run.folder),
+            "commit": read_json_or_empty(last / "run.json").get("commit"),
+            "metrics": summaries(last),
         }
         write_json(run.folder / "done.json", fields)
     return code
@@ -141,25 +142,16 @@ def command_words() -> list[str]:
     return [str(called)] if called.name == "embeddings" and called.is_file() else COMMAND
 
 
-def summaries(folder: Path) -> dict[str, dict[str, float]]:
-    """Of each column of a run's `metrics.csv` its last value, its least and its largest, and their steps.
-
-    A resumed run has several files; of two values of one step the later one counts. Damaged values are left out.
-    """
-    columns: dict[str, dict[int, float]] = {}
-    for path in sorted(folder.glob("version_*/metrics.csv"), key=_version):
-        for row in read_metrics(path):
-            step = row.get("step") or ""
-            for column, text in row.items():
-                value = _number(text) if step.isdecimal() and column not in ("step", "epoch") else math.nan
-                if math.isfinite(value):
-                    columns.setdefault(column, {})[int(step)] = value
+def summaries(run: Path) -> dict[str, dict[str, float]]:
+    """Of each column that a run logged its last value, its least and its largest, and their steps."""
     found = {}
-    for column, values in sorted(columns.items()):
-        at = values.__getitem__
-        chosen = {"last": max(values), "min": min(values, key=at), "max": max(values, key=at)}
-        found[column] = {name: values[step] for name, step in chosen.items()}
-        found[column] |= {f"{name}_step": step for name, step in chosen.items()}
+    for column, curve in sorted(read_curves(run).items()) if metrics_path(run).is_file() else ():
+        values = {step: value for step, value in zip(*curve, strict=True) if math.isfinite(value)}
+        if values:
+            at = values.__getitem__
+            chosen = {"last": max(values), "min": min(values, key=at), "max": max(values, key=at)}
+            found[column] = {name: values[step] for name, step in chosen.items()}
+            found[column] |= {f"{name}_step": step for name, step in chosen.items()}
     return found
 
 
@@ -177,35 +169,19 @@ def _listed(contents: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     return found
 
 
-def _kind(part: Mapping[str, Any]) -> str:
-    return str(part.get("class_path")).rpartition(".")[2]
-
-
 def _moved(part: Any, folder: Path) -> Any:
     """A logger or callback with the places that it writes to in a folder, under the last of their own names."""
     if not isinstance(part, Mapping):
         return part
     arguments = part.get("init_args") or {}
     # Where its place changes, as with each process's logs, Lightning forgets on resuming which checkpoint was the best.
-    places = {"dirpath": "checkpoints"} if _kind(part) == "ModelCheckpoint" else {}
+    places = {"dirpath": "checkpoints"} if class_name(part) == "ModelCheckpoint" else {}
     places |= {name: arguments[name] for name in PLACES if isinstance(arguments.get(name), str)}
     moved: dict[str, Any] = {name: str(folder / Path(place).name) for name, place in places.items()}
     # A run that was cut short after its export, without a checkpoint, begins anew.
-    if _kind(part) in ("ExportModel", "ExportLanguageModel"):
+    if class_name(part) in ("ExportModel", "ExportLanguageModel"):
         moved["replace"] = True
     return {**part, "init_args": {**arguments, **moved}} if moved else part
-
-
-def _number(text: str | None) -> float:
-    try:
-        return float(text or "nan")
-    except (ValueError, TypeError):  # no number, or all that is more than the header has columns
-        return math.nan
-
-
-def _version(path: Path) -> int:
-    number = path.parent.name.removeprefix("version_")
-    return int(number) if number.isdigit() else -1
 
 
 # What a cluster or a terminal sends to end a job, or to have it save itself.
@@ -229,9 +205,7 @@ class SignalForwarder:
         self._previous = {number: signal.signal(number, self._pass_on) for number in FORWARDED}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         ignored = bool(self.received) or isinstance(error, PreemptedError)
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_IGN if ignored else handler)

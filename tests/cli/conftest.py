@@ -10,6 +10,12 @@ from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbo
 from tests.helpers.runs import backbone_folder, run_config, write_config
 
 
+@pytest.fixture(autouse=True)
+def _in_the_folder(tmp_path, monkeypatch):
+    """Commands run in the test's own folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     """A model directory that mean-pools a tiny BERT."""
@@ -20,9 +26,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def sweep_file(tmp_path, monkeypatch):
+def sweep_file(tmp_path):
     """Writes a sweep of tiny runs; returns its path."""
-    monkeypatch.chdir(tmp_path)
     config = run_config(tmp_path)
     config["trainer"]["callbacks"] = [
         {

@@ -92,8 +92,7 @@ def test_a_recipe_expands_to_its_configs_in_place(tmp_path):
         expand_recipe(["fit", "--recipe", "quickstart"], str(tmp_path / "recipes.csv"))
 
 
-def test_the_librarys_configs_are_found_from_any_folder_and_a_file_that_is_here_comes_first(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_librarys_configs_are_found_from_any_folder_and_a_file_that_is_here_comes_first(tmp_path):
     name = "lightning_configs/base.yaml"
     assert Path(located(name)) == CONFIGS / "base.yaml"
     assert located(f"./{name}") == located(name)
@@ -210,7 +209,7 @@ def test_no_other_class_is_called_by_a_word_of_the_command_line(option, tmp_path
 @pytest.mark.parametrize(
     "path", ["embeddings.data.store.open_cached", "torch.nn.init.zeros_", "embeddings.callbacks.RunHealth.setup"]
 )
-def test_a_callbacks_hook_names_no_function(path, tmp_path, monkeypatch):
+def test_a_callbacks_hook_names_no_function(path, tmp_path):
     config = run_config(tmp_path)
     hook = {"class_path": "lightning.pytorch.callbacks.LambdaCallback", "init_args": {"on_fit_start": path}}
     config["trainer"]["callbacks"] = [hook]

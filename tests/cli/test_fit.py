@@ -1,13 +1,15 @@
-"""`fit`: how configs merge, what it prints, and what is held back until a run begins."""
+"""`fit`: how configs merge, what it prints, what is held back until a run begins, and what makes a run small."""
 
 import logging
 import warnings
+from pathlib import Path
 
 import pytest
 
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.fit import Checked, HeldNotes, check_arguments, run_trainer
 from embeddings.cli.main import main
+from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import run_config, write_config
 
 OFF = {"in_batch_negatives": False}
@@ -161,3 +163,51 @@ def test_notes_and_warnings_come_as_a_run_begins_and_then_at_once(written, recwa
                 note("Trainer.fit stopped")
                 assert written[-1] == "Trainer.fit stopped"
         assert warnings.showwarning is before
+
+
+def small(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str]]:
+    """Run a small run's config; returns the exit code and the changes."""
+    capsys.readouterr()
+    code = main(["fit", "--config", write_config(folder, run_config(folder, "mistral")), *words])
+    lines = capsys.readouterr().err.splitlines()
+    return code, [line.removeprefix("changed ") for line in lines if line.startswith("changed ")]
+
+
+def test_each_option_changes_its_own_and_says_each_change_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small(tmp_path, capsys, "--check")
+    before = sorted(tmp_path.rglob("*"))
+    cut = (0, ["data.sources: 1 of 1 cut to at most 9 rows each"])
+    assert small(tmp_path, capsys, "--limit-data", "9", "--check") == cut
+    code, changes = small(tmp_path, capsys, "--stand-in", "tiny", "--check")
+    assert code == 0
+    assert changes[0].startswith(f"model.backbone.name: {tmp_path / 'backbone'} -> ")
+    assert changes[1:] == ["data.batch_size: 8 -> 4"]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_the_command_line_gives_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--stand-in=tiny", "--trainer.max_steps=7", "--data.batch_size", "5", "--check")
+    code, changes = small(tmp_path, capsys, *words)
+    assert (code, [line.partition(":")[0] for line in changes]) == (0, ["model.backbone.name"])
+    # A model that is given is what the stand-in is made of.
+    words = ("--stand-in", "tiny", "--model.backbone.name", str(tmp_path / "backbone"), "--check")
+    code, changes = small(tmp_path, capsys, *words)
+    assert code == 0
+    assert changes[0].startswith(f"model.backbone.name: {tmp_path / 'backbone'} -> ")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--limit-data", "0"), "limit_data must be >= 1, got 0; 2000 is enough"),
+        (("--stand-in", "small"), "stand_in"),
+        (("--stand-in", "tiny", "--model.backbone.name", "a/b"), "a/b: is not here, and its architecture is not known"),
+    ],
+)
+def test_a_bad_value_is_refused_in_a_line(
+    words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, run_config(tmp_path, "mistral"))
+    assert_refused(capsys, tmp_path, says, main, ["fit", "--config", config, *words])

@@ -3,12 +3,14 @@
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.main import COMMANDS, Command, main, run_command
 
+ROOT = Path(__file__).parents[2]
 CALLS = []
 
 
@@ -86,8 +88,7 @@ def calls(monkeypatch):
         ("spill null", "null"),
     ],
 )
-def test_options_positions_and_dataclass_fields_reach_the_function(line, expected, calls, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_options_positions_and_dataclass_fields_reach_the_function(line, expected, calls, tmp_path):
     (tmp_path / "paint.yaml").write_text("coats: 4\nhours: 4\n")
     name, *argv = line.split()
     if argv[:1] == ["some"]:
@@ -120,8 +121,7 @@ def test_print_config_and_help_show_all_options_and_run_nothing(calls, capsys):
         ("red --config twice.yaml", "the key 'coats' stands twice"),
     ],
 )
-def test_a_wrong_line_is_refused_before_the_function_runs(line, says, calls, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_wrong_line_is_refused_before_the_function_runs(line, says, calls, tmp_path):
     texts = {"other": "coat: 2\n", "empty": "coat: {}\n", "null": "coats: null\n", "twice": "coats: 1\ncoats: 2\n"}
     for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text)
@@ -160,8 +160,7 @@ def test_every_command_loads_and_documents_each_option(capsys):
         (["search", "\udce9"], 2, "is not valid UTF-8"),
     ],
 )
-def test_a_line_prints_help_or_ends_in_one_line(argv, code, says, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_line_prints_help_or_ends_in_one_line(argv, code, says, capsys, tmp_path):
     assert main(argv) == code
     written = capsys.readouterr()
     assert says in (written.err if code else written.out)
@@ -182,4 +181,4 @@ def test_the_help_of_fit_names_recipes_and_knows_our_classes_by_their_short_name
 def test_a_stop_signal_during_the_exit_changes_nothing():
     late = "import atexit, os, runpy, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGUSR1)"
     script = f"{late}; sys.argv = ['main.py', '--help']; runpy.run_path('main.py', run_name='__main__')"
-    assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL, cwd=ROOT).returncode == 0

@@ -1,6 +1,7 @@
-"""`prepare` of a recipe through the command line: from stand-ins of data sets to what its data config trains on."""
+"""`prepare` of a recipe, from stand-ins of data sets to what its data config trains on; the parts of `quickstart`."""
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -13,8 +14,10 @@ from lightning import LightningDataModule
 
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
+from embeddings.cli.quickstart import CLUSTERING, CLUSTERS, SPLITS, score_table
 from embeddings.data import SourceConfig
 from embeddings.data.public import PublicTable
+from embeddings.mining import ClusterSettings
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, quiet_trainer
 from tests.data.public.mirror import answer, question, rows_of, write_data_set, write_mirror
 from tests.helpers.refusals import assert_refused
@@ -22,6 +25,7 @@ from tests.helpers.runs import write_retrieval_folder
 from tests.helpers.tiny import sentencepiece_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+ROOT = Path(__file__).parents[2]
 TABLE = PublicTable.read()
 LIMIT = 30
 STAGES = {stage.config: stage for stage in TABLE.stages}
@@ -39,10 +43,8 @@ def hub(tmp_path_factory):
 
 
 @pytest.fixture
-def prepare(model, hub, tmp_path, monkeypatch):
+def prepare(model, hub):
     """Run `prepare` with the stand-ins and more options; returns the exit code."""
-    monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
 
     def run(recipe, *options, mirror=hub, output="out", limit=LIMIT):
         words = ["--limit", str(limit), "--mirror", str(mirror), "--teacher", model]
@@ -95,13 +97,11 @@ def test_each_stage_becomes_what_its_data_config_trains_on(config, prepare, monk
 
 
 @pytest.mark.parametrize("config", stages("nv_embed_stage1"))
-def test_the_line_of_the_page_ends_in_a_scored_stand_in(config, model, hub, tmp_path, monkeypatch, capsys):
+def test_the_line_of_the_page_ends_in_a_scored_stand_in(config, model, hub, monkeypatch, capsys):
     """Only the recipe's names, the teacher and FOLDER are changed, and where the data sets lie."""
-    stage, page = STAGES[config], Path(__file__).parents[2] / "docs" / "prepare.md"
+    stage, page = STAGES[config], ROOT / "docs" / "prepare.md"
     (block,) = (text for text in page.read_text("utf-8").split("```") if " && " in text)
     exported = f"checkpoints/stand_in/{'mgh_public' if config == 'mgh' else config}"
-    monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
     names = {
         "nv-embed --stage 1": f"{stage.recipe} --mirror {hub}" + (f" --stage {stage.stage}" if stage.stage else ""),
         "nv_embed_stage1_h100x8": stage.run,
@@ -289,6 +289,47 @@ def test_check_asks_the_hub_for_access_and_commit(monkeypatch, capsys):
         (["--limit", "3", "docstrings"], "recipe must come first, got 'docstrings'; write: "),
     ],
 )
-def test_impossible_options_are_one_line_and_nothing_is_written(options, says, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_impossible_options_are_one_line_and_nothing_is_written(options, says, capsys, tmp_path):
     assert_refused(capsys, tmp_path, says, main, ["prepare", *options])
+
+
+def results():
+    row = {"ndcg_at_10": 0.1, "mrr_at_10": 0.2, "recall_at_10": 0.3, "num_queries": 4, "num_documents": 5}
+    return {key: {split: dict(row) for split in SPLITS} for key in ("bm25", "before", "after")}
+
+
+def test_the_table_has_a_row_a_system_and_the_metrics_of_both_splits():
+    lines = score_table(results()).splitlines()
+    assert [line.split("  ")[0] for line in lines[2:5]] == ["BM25", "before training", "after training"]
+    assert lines[4].split()[-6:] == ["0.100", "0.200", "0.300"] * 2
+    assert "held-out 4 queries over 5 documents" in lines[5]
+
+
+def test_clusters_made_by_hand_are_those_of_the_quickstart():
+    numbers = r"--output (\S+)[\s\\#]+--cluster-size (\d+) --num-iterations (\d+) --num-runs (\d+)"
+    configs = [f"lightning_configs/{name}.yaml" for name in ("quickstart", "sweeps/pooling")]
+    for path in (*configs, "docs/methods/nv-embed.md"):
+        output, size, iterations, runs = re.search(numbers, (ROOT / path).read_text("utf-8")).groups()
+        assert output == str(CLUSTERS), path
+        made = ClusterSettings(cluster_size=int(size), num_iterations=int(iterations), num_runs=int(runs))
+        assert made == CLUSTERING, path
+    book = (ROOT / "examples" / "quickstart.ipynb").read_text("utf-8")
+    (words,) = re.findall(r"ClusterSettings\((.+?)\)", book)
+    assert words == "cluster_size=32, num_iterations=10, num_runs=1"
+    assert ClusterSettings(cluster_size=32, num_iterations=10, num_runs=1) == CLUSTERING
+
+
+def test_the_command_builds_the_corpus_where_it_is_told(tmp_path, monkeypatch):
+    calls = []
+    prepare = "embeddings.cli.quickstart.prepare_docstrings"
+    monkeypatch.setattr(prepare, lambda output, **options: calls.append((output, options)))
+    words = ["prepare", "docstrings", "--output", str(tmp_path / "out")]
+    assert main([*words, "--force", "true"]) == main([*words, "--max-rows", "9"]) == 0
+    options = [{"force": True, "max_rows": None}, {"force": False, "max_rows": 9}]
+    assert calls == [(tmp_path / "out", each) for each in options]
+
+
+def test_a_folder_that_holds_something_else_is_refused(tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("mine")
+    line = ["prepare", "docstrings", "--output", str(tmp_path)]
+    assert_refused(capsys, tmp_path, "must be new, empty or an earlier docstring corpus", main, line)

@@ -168,17 +168,6 @@ def test_a_resumed_run_ends_at_the_same_bits_in_its_own_folder(path: str, tmp_pa
     assert len(curves[0]) == len(curves[1])
 
 
-def test_another_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = trainer(tmp_path, 2)
-    first.fit(*parts(tmp_path))
-    other = trainer(tmp_path, 2)
-    other.fit(*parts(tmp_path, lr=2e-2), ckpt_path="auto")
-    error = capsys.readouterr().err
-    assert "is of another run: model.init_args.optimizer.init_args.lr is 0.01 there and 0.02 here" in error
-    assert "nothing to resume below" in error
-    assert Path(str(other.log_dir)) != Path(str(first.log_dir))
-
-
 def test_options_and_callbacks_begin_as_in_base_yaml() -> None:
     plain = emb.Trainer(accelerator="cpu")
     kinds = [type(callback) for callback in plain.callbacks]  # type: ignore[attr-defined]
@@ -206,8 +195,7 @@ def test_a_script_prints_no_advice_of_libraries(tmp_path: Path, caplog: pytest.L
     assert "Tip" not in caplog.text
 
 
-def test_a_trial_of_a_batch_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_trial_of_a_batch_leaves_nothing(tmp_path: Path) -> None:
     trainer(tmp_path, 2, fast_dev_run=1).fit(*parts(tmp_path))
     assert not list(tmp_path.rglob("run.json"))
 

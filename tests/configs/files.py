@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import ArgumentParser
 
+from embeddings.cli.configs import read_yaml
 from embeddings.cli.fit import run_trainer
 from embeddings.data.sources import SourceConfig
 from tests.helpers.runs import write_config
@@ -15,23 +15,10 @@ CONFIGS = Path(__file__).parents[2] / "lightning_configs"
 _MACHINE_PATH = re.compile(r"(?<![\w}.)])/(home|work|root|tmp|mnt|data|Users)\b|s3://|gs://|[A-Z]:\\")
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that comes twice, which YAML readers otherwise resolve in silence."""
-
-
-def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key) for key, _ in node.value]
-    assert len(keys) == len(set(keys)), f"a key comes twice: {keys}"
-    return {key: loader.construct_object(value, deep=True) for key, (_, value) in zip(keys, node.value, strict=True)}
-
-
-_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-
-
 def read(name: str | Path) -> dict[str, Any]:
     """The content of a config, a path or its name below `lightning_configs` without the suffix."""
     path = name if isinstance(name, Path) else CONFIGS / f"{name}.yaml"
-    content = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    content = read_yaml(path, str(path))
     assert isinstance(content, dict)
     return content
 

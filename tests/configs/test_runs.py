@@ -22,7 +22,6 @@ from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached
 from embeddings.inference import Encoder
 from embeddings.models import (
-    AnchorTokenPooling,
     ContextualEmbedder,
     Embedder,
     LatentAttentionPooling,
@@ -30,10 +29,9 @@ from embeddings.models import (
     load_backbone,
 )
 from embeddings.models.backbone import BackboneConfig
-from embeddings.modules import CDEModule, MGHCurriculumModule, NVEmbedModule
+from embeddings.modules import CDEModule, NVEmbedModule
 from tests.configs.files import CONFIGS, read, small_run
 from tests.data.cluster_folders import write_clusters
-from tests.data.rows import graded, write_jsonl
 from tests.data.surrogates import write_surrogates
 from tests.helpers.runs import backbone_folder, write_config, write_pairs, write_retrieval_folder
 from tests.helpers.tiny import tiny_t5, wordpiece_tokenizer
@@ -155,27 +153,6 @@ def test_the_command_that_clusters_runs_as_the_config_of_cde_writes_it(tmp_path:
     pq.write_table(pa.table(pairs), tmp_path / "data" / "cde_unsupervised" / "reddit.parquet")
     assert main(words[2:]) == 0
     assert "wrote 2 clusters of 513 rows to data/cde_unsupervised/clusters/reddit" in capsys.readouterr().out
-
-
-def test_mgh_runs_its_curriculum(tmp_path: Path) -> None:
-    rows = [{**row, "instruction": "Find it"} for row in graded(40)]
-    sources = [{"name": "records", "path": str(write_jsonl(tmp_path / "records.jsonl", rows))}]
-    text = read("data/mgh")["data"]["init_args"]["text"] | {"query_max_length": 64, "document_max_length": 32}
-    data = read("data/mgh")["data"]
-    data["init_args"] |= {"sources": sources, "text": text, "batch_size": 4, "num_workers": 0, "cache_dir": "cache"}
-    backbone = {"name": backbone_folder(tmp_path / "backbone", "mistral")}
-    small = {"trainer": {**ONE_CPU, "max_steps": 4}, "model": of_module(backbone=backbone), "data": data}
-    cli = small_run(tmp_path, [*phase("mgh"), CONFIGS / "scales" / "h100x1_batch64.yaml"], small)
-    assert isinstance(cli.model, MGHCurriculumModule)
-    assert isinstance(cli.model.embedder.pooling, AnchorTokenPooling)
-    assert cli.trainer.global_step == 4
-    assert cli.trainer.callback_metrics["train/level"] == 1
-    optimizer = cli.trainer.optimizers[0]
-    assert isinstance(optimizer, torch.optim.Adam)
-    assert optimizer.param_groups[0]["weight_decay"] == 0
-    exported = Embedder.from_pretrained("checkpoints/mgh")
-    assert exported.text.instruction_prompt("Find it") == "[INST] Instruct: Find it\nQuery: "
-    assert exported.text.suffix == " [/INST]"
 
 
 def test_fine_tuning_of_moe_starts_from_what_pre_training_exported(tmp_path: Path) -> None:

@@ -1,0 +1,450 @@
+"""`search`, `index`, `encode` and `evaluate`: hits of files, folders and typed lines, contexts, widths and scores."""
+
+import io
+import json
+import shlex
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from embeddings.cli.main import main
+from embeddings.cli.retrieval import FormatName, answer_lines, is_terminal
+from embeddings.common import InputError
+from embeddings.inference import Encoder
+from embeddings.inference.vectors import VECTOR_FORMATS
+from embeddings.models import Embedder
+from tests.evaluation.air_bench_sets import stand_in
+from tests.evaluation.task_sets import write_sets
+from tests.helpers.refusals import assert_refused
+from tests.helpers.runs import write_retrieval_folder
+from tests.inference.models import tiny_embedder
+from tests.models.contextual_models import tiny_contextual
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A model, a corpus file and its encoded folder without an index."""
+    folder = tmp_path_factory.mktemp("index")
+    tiny_embedder().save_pretrained(folder / "model")
+    corpus = write_retrieval_folder(folder / "eval") / "corpus.jsonl"
+    model, vectors = str(folder / "model"), str(folder / "vectors")
+    assert (
+        main(["encode", "--model", model, "--input", str(corpus), "--output", vectors, *FLOAT32, "--devices", "cpu"])
+        == 0
+    )
+    return model, str(corpus), vectors
+
+
+FLOAT32 = ["--precision", "float32"]
+
+
+def lines_of(capsys, *line):
+    assert main(list(line)) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def error_of(capsys, *line):
+    capsys.readouterr()
+    assert main(list(line)) == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_an_index_gives_the_hits_of_the_exact_search(world, capsys):
+    model, _, vectors = world
+    search = ["search", "--model", model, "--corpus", vectors, *FLOAT32]
+    assert "no manifest lies beside this output" in error_of(capsys, "index", "--vectors", f"{vectors}/none")
+    said = error_of(capsys, *search, "--index", "ivf", "fox")
+    assert "there is no index of these vectors; make it with the command index" in said
+    (said,) = lines_of(capsys, "index", "--vectors", vectors, "--num-lists", "2")
+    assert said == f"wrote {vectors}/ivf.faiss: 8 vectors in 2 lists, 2 searched for a query; recall@10 1.000"
+    exact = lines_of(capsys, *search, "fox")
+    assert len(exact) == 10
+    assert lines_of(capsys, *search, "--index", "ivf", "fox") == exact
+    lines_of(capsys, "index", "--vectors", vectors, "--num-lists", "2", "--num-probes", "1")
+    few = lines_of(capsys, *search, "--index", "ivf", "--top_k", "8", "fox")
+    assert 2 <= len(few) < 16
+
+
+@pytest.mark.parametrize("place", [1, 2], ids=["file", "folder"])
+def test_queries_are_read_line_by_line_with_one_model_in_memory(place, world, capsys, monkeypatch):
+    model, search = world[0], ["search", "--model", world[0], "--corpus", world[place], *FLOAT32, "--top_k", "2"]
+    expected = [lines_of(capsys, *search, query) for query in ("fox", "lazy dog")]
+    loaded, load = [], Encoder.from_pretrained.__func__
+
+    def counting(kind, *arguments, **options):
+        loaded.append(arguments)
+        return load(kind, *arguments, **options)
+
+    monkeypatch.setattr(Encoder, "from_pretrained", classmethod(counting))
+    monkeypatch.setattr("sys.stdin", Typed("fox\nlazy dog\n\nnever\n"))
+    found = lines_of(capsys, *search, "--interactive")
+    assert loaded == [(model,)]
+    assert [line for line in found if not line.endswith(" ms")] == expected[0] + expected[1]
+    assert len([line for line in found if line.endswith(" ms")]) == 2
+
+
+@pytest.mark.parametrize("size", [1, 2**30])
+def test_a_large_corpus_file_names_the_command_that_encodes_it_once(size, world, capsys, monkeypatch):
+    monkeypatch.setattr("embeddings.cli.retrieval.LARGE_CORPUS_BYTES", size)
+    model, corpus, vectors = world
+    capsys.readouterr()
+    for place in (corpus, vectors):
+        assert main(["search", "--model", model, "--corpus", place, *FLOAT32, "fox"]) == 0
+        said = [line for line in capsys.readouterr().err.splitlines() if "encode it once" in line]
+        if size > 1 or place == vectors:
+            assert said == []
+            continue
+        (line,) = said
+        words = shlex.split(line.rpartition(": python main.py ")[2])
+        assert words[-2:] == FLOAT32
+        assert main(words) == 0
+        assert main(["search", "--model", model, "--corpus", f"{corpus}.vectors", *FLOAT32, "fox"]) == 0
+
+
+def test_ctrl_c_ends_it_with_code_130(world, capsys, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    (model, _, vectors), typed = world, Typed("")
+    typed.buffer.readline = interrupted
+    monkeypatch.setattr("sys.stdin", typed)
+    assert main(["search", "--model", model, "--corpus", vectors, "--interactive"]) == 130
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: interrupted")
+
+
+def test_a_terminal_needs_no_option(world, capsys, monkeypatch):
+    model, _, vectors = world
+    monkeypatch.setattr("sys.stdin", Typed("fox\n", is_terminal=True))
+    assert len(lines_of(capsys, "search", "--model", model, "--corpus", vectors, "--top_k", "2")) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "query must be given, got None; write it last, or read queries with --interactive"),
+        (["--interactive", "fox"], "interactive must be left out where a query is given"),
+        (["--index", "ivf", "fox"], "index needs an encoded folder, got 'ivf'"),
+        (["--index", "hnsw", "fox"], "index"),
+    ],
+)
+def test_a_search_that_cannot_be_is_one_line(options, says, world, capsys, monkeypatch):
+    model, corpus, _ = world
+    monkeypatch.setattr("sys.stdin", Typed("fox\n"))
+    assert says in error_of(capsys, "search", "--model", model, "--corpus", corpus, *options)
+
+
+class Typed(io.TextIOWrapper):
+    """Standard input, of a person where `is_terminal` is set."""
+
+    def __init__(self, text, is_terminal=False):
+        super().__init__(io.BytesIO(text if isinstance(text, bytes) else text.encode()), encoding="utf-8")
+        self._is_terminal = is_terminal
+
+    def isatty(self):
+        return self._is_terminal
+
+
+def answers(monkeypatch, stream):
+    found = []
+    monkeypatch.setattr("sys.stdin", stream)
+    answer_lines(found.append)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("quick fox\n  lazy dog  \nlast", ["quick fox", "lazy dog", "last"]),
+        ("one\n\ntwo\n", ["one"]),
+        ("one\n \t\ntwo\n", ["one"]),
+        (None, []),
+    ],
+)
+def test_lines_are_answered_until_the_end_or_an_empty_one(text, expected, monkeypatch, capsys):
+    assert answers(monkeypatch, None if text is None else Typed(text)) == expected
+    written = capsys.readouterr()
+    assert [float(line.removesuffix(" ms")) >= 0 for line in written.out.splitlines()] == [True] * len(expected)
+    assert written.err == ""
+
+
+def test_queries_before_a_line_of_another_encoding_are_answered_and_its_own_number_is_named(monkeypatch):
+    found = []
+    monkeypatch.setattr("sys.stdin", Typed(b"good one\ncaf\xc3\xa9\nbad \xff\n"))
+    with pytest.raises(InputError, match=r"^standard input:3: is not valid UTF-8; write it as UTF-8$"):
+        answer_lines(found.append)
+    assert found == ["good one", "café"]
+
+
+def test_a_line_is_answered_before_the_next_is_read(monkeypatch):
+    events, typed = [], Typed("one\ntwo\n")
+    read = typed.buffer.readline
+    typed.buffer.readline = lambda: (events.append("read"), read())[1]
+    monkeypatch.setattr("sys.stdin", typed)
+    answer_lines(events.append)
+    assert events == ["read", "one", "read", "two", "read"]
+
+
+def test_a_person_is_shown_where_to_type(monkeypatch, capsys):
+    assert answers(monkeypatch, Typed("one\n", is_terminal=True)) == ["one"]
+    assert capsys.readouterr().err == "query> query> "
+    assert is_terminal()
+    monkeypatch.setattr("sys.stdin", None)
+    assert not is_terminal()
+
+
+ENCODE = ["encode", "--model", "MODEL", "--input", "good.jsonl", "--output", "out"]
+
+
+def test_a_corpus_file_and_its_encoded_folder_give_the_same_hits(world, capsys):
+    model, *places = world
+    search = ["search", "--model", model, *FLOAT32, "--top_k", "3", "fox", "--corpus"]
+    found = [[line.split()[1] for line in lines_of(capsys, *search, place)[::2]] for place in places]
+    assert len(found[0]) == 3
+    assert found[0] == found[1]
+
+
+def test_the_formats_to_choose_from_are_those_of_the_library():
+    assert get_args(FormatName) == VECTOR_FORMATS
+
+
+@pytest.mark.parametrize(("vector_format", "num_bytes"), [("float16", 64), ("int8", 36), ("binary", 4)])
+def test_a_corpus_is_encoded_and_searched_in_a_smaller_format(
+    vector_format, num_bytes, model, tmp_path, capsys, monkeypatch
+):
+    corpus, vectors = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl"), str(tmp_path / "vectors")
+    encode = ["encode", "--model", model, "--input", corpus, "--output", vectors, "--precision", "float32"]
+    assert main([*encode, "--vector-format", vector_format]) == 0
+    assert f"{vectors}: {vector_format}, {num_bytes} bytes each" in capsys.readouterr().out
+    assert json.loads((tmp_path / "vectors" / "manifest.json").read_text())["vector_format"] == vector_format
+    search = ["search", "--model", model, "--corpus", vectors, "--precision", "float32", "--top_k", "8"]
+    assert main([*search, "fox"]) == 0
+    found = capsys.readouterr().out
+    assert len(found.splitlines()) == 16
+    monkeypatch.setattr("sys.stdin", Typed("fox\n"))
+    assert main([*search, "--interactive"]) == 0
+    assert capsys.readouterr().out.startswith(found)
+    assert main([*encode]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"field 'vector_format' is '{vector_format}', expected 'float32'" in last
+    code = main([*search, "--rescore-multiplier", "2", "fox"])
+    assert code == (0 if vector_format == "binary" else 2)
+    if vector_format != "float16":
+        for line in (["index", "--vectors", vectors], [*search, "--index", "ivf", "fox"]):
+            assert main(line) == 2
+            assert f"holds {vector_format} vectors, and an index" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_model_encodes_and_searches_at_fewer_dimensions(model, tmp_path, capsys):
+    corpus = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl")
+    vectors, cut = str(tmp_path / "vectors"), ["--dimensions", "8", "--precision", "float32"]
+    assert main(["encode", "--model", model, "--input", corpus, "--output", vectors, *cut]) == 0
+    assert "wrote 8 vectors of width 8" in capsys.readouterr().out
+    assert np.load(tmp_path / "vectors" / "vectors-00000.npy").shape == (8, 8)
+    found = []
+    for place in (corpus, vectors):
+        assert main(["search", "--model", model, "--corpus", place, *cut, "fox"]) == 0
+        found.append([line.split()[1] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")])
+    assert len(found[0]) == 5
+    assert found[0] == found[1]
+    line = ["search", "--model", model, "--corpus", vectors, "fox"]
+    assert_refused(capsys, tmp_path, "field 'embedding_dim' is 8", main, line)
+
+
+def test_scores_say_their_widths_and_others_than_the_trained_ones_are_warned_of(model, tmp_path, capsys, caplog):
+    folder, output = write_retrieval_folder(tmp_path / "eval"), tmp_path / "scores.json"
+    embedder = Embedder.from_pretrained(model)
+    embedder.trained_widths = (32, 8)
+    embedder.save_pretrained(tmp_path / "trained")
+    line = ["evaluate", "--data", str(folder), "--output", str(output), "--precision", "float32"]
+
+    def scores(model, *options):
+        caplog.clear()
+        assert main([*line, "--model", str(model), *options]) == 0
+        rows = json.loads(output.read_text())
+        return [(row["dimensions"], row["metrics"]) for row in rows], {str(row["trained_widths"]) for row in rows}
+
+    whole, trained = scores(tmp_path / "trained")
+    assert (whole[0][0], trained) == (32, {"[32, 8]"})
+    cut, _ = scores(tmp_path / "trained", "--dimensions", "8")
+    assert "--dimensions" not in caplog.text
+    both, _ = scores(tmp_path / "trained", "--dimensions", "[32, 8]")
+    assert "--dimensions" not in caplog.text
+    assert [width for width, _ in both] == [32, 8]
+    assert [metrics["ndcg_at_10"] for _, metrics in both] == [whole[0][1]["ndcg_at_10"], cut[0][1]["ndcg_at_10"]]
+    scores(tmp_path / "trained", "--dimensions", "[8, 5]")
+    assert "--dimensions 5: the model was trained at 32, 8; scores may suffer" in caplog.text
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+    assert scores(model, "--dimensions", "5")[1] == {"[]"}
+    assert "--dimensions 5: the model does not say that it was trained so" in caplog.text
+    caplog.clear()
+    assert main(["search", "--model", model, "--corpus", str(folder / "corpus.jsonl"), "--dimensions", "5", "fox"]) == 0
+    assert "--dimensions 5" in caplog.text
+    capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def contextual(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("contextual") / "model"
+    tiny_contextual().save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_context_is_chosen_by_encode_and_kept_for_search(contextual, tmp_path, capsys):
+    corpus, vectors = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl"), str(tmp_path / "vectors")
+    encode = ["encode", "--model", contextual, "--input", corpus, "--output", vectors, "--precision", "float32"]
+    assert main([*encode, "--context", corpus, "--context-size", "3", "--context_seed", "1"]) == 0
+    manifest = json.loads((tmp_path / "vectors" / "manifest.json").read_text())
+    assert (manifest["context"]["num_documents"], manifest["context"]["seed"]) == (3, 1)
+    assert len(manifest["context_document_ids"]) == 3
+    capsys.readouterr()
+    found = []
+    own = ["--corpus", vectors]
+    given = ["--context", vectors, "--context-size", "3", "--context-seed", "1"]
+    for place in (own, [*own, *given], ["--corpus", corpus, *given], ["--corpus", corpus]):
+        assert main(["search", "--model", contextual, *place, "--precision", "float32", "fox"]) == 0
+        found.append([line.split() for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")])
+    assert found[0] == found[1] == found[2]
+    assert found[0] != found[3]
+
+
+def test_a_contextual_model_without_a_context_is_told_in_one_line(contextual, model, tmp_path, caplog, capsys):
+    folder = write_retrieval_folder(tmp_path / "eval")
+    corpus, vectors = str(folder / "corpus.jsonl"), str(tmp_path / "vectors")
+    search = ["search", "--corpus", corpus, "fox", "--model"]
+    encode = ["encode", "--input", corpus, "--output", vectors, "--model"]
+    evaluate = ["evaluate", "--data", str(folder), "--model"]
+
+    def lines(*command):
+        caplog.clear()
+        assert main([*command, "--precision", "float32"]) == 0
+        return [line for line in caplog.messages if "contextual" in line]
+
+    says = "the model is contextual, and without %s it reads texts with no context"
+    for command, option in ((search, "--context"), (evaluate, "--context-size")):
+        assert lines(*command, contextual) == [says % option]
+        assert lines(*command, model) == []
+    assert lines(*search, contextual, "--context", corpus) == []
+    assert lines(*evaluate, contextual, "--context-size", "2") == []
+    assert lines(*encode, contextual, "--context", corpus) == []
+    assert lines("search", "--corpus", vectors, "fox", "--model", contextual) == []
+    assert lines(*encode[:4], f"{vectors}-alone", "--model", contextual) == [says % "--context"]
+
+
+def test_scores_are_printed_and_written_and_each_folder_gives_its_context(contextual, tmp_path, capsys):
+    one, two = write_retrieval_folder(tmp_path / "a" / "one"), write_retrieval_folder(tmp_path / "two")
+    output = tmp_path / "scores.json"
+    line = ["evaluate", "--model", contextual, "--data", f"[{one}, {two}]", "--output", str(output)]
+    assert main([*line, "--context-size", "4"]) == 0
+    scores = json.loads(output.read_text())
+    assert [(score["name"], score["counts"]["num_context"]) for score in scores] == [("one", 4), ("two", 4)]
+    assert f"{scores[0]['metrics']['ndcg_at_10']:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            ["encode", "--input", "good.jsonl", "--output", "out", "--context", "good.jsonl", "--context-size", "6"],
+            "context_size must be from 1 to the model's 5 context documents, got 6",
+        ),
+        (["search", "--corpus", "good.jsonl", "--context-size", "2", "fox"], "context_size needs a corpus"),
+    ],
+)
+def test_a_bad_context_is_one_line_and_exit_code_2(argv, says, contextual, tmp_path, capsys):
+    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
+    assert_refused(capsys, tmp_path, says, main, [argv[0], "--model", contextual, *argv[1:]])
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            ["search", "--model", "MODEL", "--corpus", "good.jsonl", "--context", "good.jsonl", "x"],
+            "this model takes none",
+        ),
+        (["search", "--model", "no_model_here", "--corpus", "good.jsonl", "--top_k", "0", "words"], "top_k must be"),
+        (["evaluate", "--model", "no_model_here", "--data", "nowhere", "--output", "."], "--output .: is a directory"),
+        (
+            [*ENCODE, "--vector-format", "binary", "--dimensions", "20"],
+            "a multiple of 8, these have 20, got 'binary'; take",
+        ),
+        ([*ENCODE, "--vector-format", "int4"], "vector_format"),
+        ([*ENCODE, "--tokenizer-workers", "-1"], "tokenizer_workers must be >= 0, got -1"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(argv, says, model, tmp_path, capsys):
+    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
+    assert_refused(capsys, tmp_path, says, main, [model if word == "MODEL" else word for word in argv])
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    """The sets of every kind of task."""
+    folder = tmp_path_factory.mktemp("tasks")
+    write_sets(folder)
+    return folder
+
+
+def line(model, output, *options):
+    return ["evaluate", "--model", model, "--output", str(output), *FLOAT32, *options]
+
+
+def test_tasks_are_scored_shared_and_resumed(model, sets, tmp_path, capsys, monkeypatch):
+    tasks = ["--tasks", f"[{sets}/pairs, {sets}/topics]"]
+    share = ["--task-index", "0", "--num-tasks", "2"]
+    assert main(line(model, tmp_path / "out", *tasks, *share)) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == "this process's tasks are done, 1 others are missing"
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "2")
+    assert main(line(model, tmp_path / "out", *tasks)) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in table] == ["task", "pairs", "topics", "mean", "mean", "mean"]
+    assert len([*(tmp_path / "out").glob("results/*/*/scores.csv")]) == 1
+    monkeypatch.setattr(Encoder, "encode", lambda *_, **__: pytest.fail("encoded again"))
+    assert main(line(model, tmp_path / "out", *tasks)) == 0
+    assert capsys.readouterr().out.splitlines() == table
+
+
+def test_widths_and_instructions_reach_the_tasks(model, sets, tmp_path, capsys):
+    options = ["--tasks", f"{sets}/pairs", "--dimensions", "[32, 8]", "--instructions", "mgh"]
+    assert main(line(model, tmp_path / "out", *options)) == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == ["task", "type", "metric", "score_32", "score_8"]
+    folders = sorted(path.parent.name.split("-")[0] for path in (tmp_path / "out").rglob("pairs.json"))
+    assert folders == ["dimensions_8__instructions_mgh", "instructions_mgh"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "data or tasks must be given, got 'neither'"),
+        (["--data", "sets", "--tasks", "SciFact"], "data or tasks must be given, got 'both'"),
+        (["--data", "sets", "--num-tasks", "2"], "num_tasks has no effect without --tasks"),
+        (["--data", "sets", "--instructions", "mgh"], "instructions has no effect without --tasks"),
+        (["--tasks", "SciFact", "--output", "file"], "is a file; name a folder"),
+        (["--tasks", "SciFact", "--output", "null"], "output must name the folder of the tasks' results"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(options, says, model, tmp_path, capfd):
+    (tmp_path / "sets").mkdir()
+    (tmp_path / "file").touch()
+    assert_refused(capfd, tmp_path, says, main, line(model, "out", *options))
+
+
+def test_air_bench_is_scored_by_domain_and_searched_where_its_labels_are_private(model, tmp_path, capsys, monkeypatch):
+    stand_in(monkeypatch, tmp_path)
+    tasks = ["--tasks", "[air-bench-qa-law-en-de, air-bench-24.04-qa-law]", "--dimensions", "[32, 8]"]
+    assert main(line(model, tmp_path / "out", *tasks)) == 0
+    table = [row.split() for row in capsys.readouterr().out.splitlines()]
+    names = [row[0] for row in table[1:4]]
+    assert names == [
+        f"air-bench-{name}" for name in ("24.05-qa-law-en-dev", "24.05-qa-law-de-dev", "24.04-qa-law-en-test")
+    ]
+    assert table[3][3:] == ["searched", "searched"]
+    (mean,) = [row[-2:] for row in table if row[:4] == ["mean", "of", "2", "all"]]
+    title = next(number for number, row in enumerate(table) if row[:3] == ["AIR-Bench", "24.05", "qa"])
+    assert [row[:2] for row in table[title + 1 : title + 4]] == [["en", "[32]"], ["de", "[32]"], ["all", "[32]"]]
+    assert float(table[title + 3][-1]) == pytest.approx(100 * float(mean[0]), abs=0.01)
+    assert [row[-1] for row in table[title + 7 :]] == ["25.10", "25.00", "20.65"]
+    assert len([*(tmp_path / "out").rglob("*_NoReranker.zip")]) == 2
