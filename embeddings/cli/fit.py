@@ -36,7 +36,7 @@ from embeddings.cli.trainer import check_checkpoint, check_start, choose_folder,
 from embeddings.common import OptionError, UserError
 from embeddings.common.errors import program
 from embeddings.common.text import one_line
-from embeddings.figures.run_facts import metrics_path, read_curve
+from embeddings.figures.run_facts import metrics_path, read_curves
 from embeddings.models.language_model import HeadKind
 from embeddings.models.model_files import PACKAGED_NAME
 from embeddings.models.stand_in import TINY, architecture, tiny_architecture, write_stand_in
@@ -272,7 +272,7 @@ def score_line(scored: RetrievalEvaluation, run: Path) -> str:
     """nDCG@10 before training and at its best, as the run logged it; empty where fewer than two were logged."""
     if not metrics_path(run).is_file():
         return ""
-    scores = dict(zip(*read_curve(run, f"{scored.name}/ndcg_at_10"), strict=True))
+    scores = dict(zip(*read_curves(run)[f"{scored.name}/ndcg_at_10"], strict=True))
     first = scores.pop(0, None)
     if first is None or not scores:
         return ""
