@@ -277,7 +277,7 @@ def linear_layers(layer: nn.Module) -> dict[str, nn.Linear]:
 def inputs_added(
     sums: dict[str, Tensor], linear: Mapping[str, nn.Linear], attention_NL: Tensor, needs: Statistic
 ) -> Iterator[None]:
-    """Add to the sums, by the layers' names, what linear layers are given inside; tokens that are padding are left out."""
+    """Add up what linear layers are given inside, by their names; tokens that are padding are left out."""
     is_token_R = attention_NL.flatten()
 
     def add(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:

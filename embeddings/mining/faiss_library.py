@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from embeddings.common.errors import InputError, OptionError, pip_install, require
+from embeddings.common.errors import OptionError, pip_install, require
 from embeddings.common.io import check_vectors
 from embeddings.common.jobs import progress_bar
 
@@ -153,7 +153,7 @@ def num_duplicates(centroids: NDArray[np.float32]) -> int:
     return len(centroids) - len(np.unique(np.round(centroids, 5), axis=0))
 
 
-BLOCK = 16_384
+_BLOCK = 16_384
 # Comparing all with all costs k² products: up to here minutes on two cores.
 MAX_EXACT = 131_072
 _NUM_PROBES = 32
@@ -163,15 +163,8 @@ def nearest_centroids(
     vectors: NDArray[np.float32], centroids: NDArray[np.float32], gpu: bool = False
 ) -> NDArray[np.int32]:
     """The centroid with the largest inner product with each vector, exactly: its number, (n,) int32."""
-    if vectors.shape[1] != centroids.shape[1]:
-        what = f"vectors of width {vectors.shape[1]} do not go with centroids of width {centroids.shape[1]}"
-        raise InputError("clusters", what, "make the clusters again")
-    index = _index(centroids, gpu)
-    found = np.empty(len(vectors), dtype=np.int32)
-    for start in range(0, len(vectors), BLOCK):
-        block = np.ascontiguousarray(vectors[start : start + BLOCK], dtype=np.float32)
-        found[start : start + BLOCK] = index.search(block, 1)[1][:, 0]
-    return found
+    _, found_N1 = _index(centroids, gpu).search(np.ascontiguousarray(vectors, dtype=np.float32), 1)
+    return np.asarray(found_N1[:, 0], dtype=np.int32)
 
 
 def neighbour_lists(
@@ -189,8 +182,8 @@ def neighbour_lists(
         return lists
     exact = _index(centroids, gpu)
     index = exact if num_centroids <= max_exact else _index(centroids, gpu, int(4 * num_centroids**0.5))
-    for start in range(0, num_centroids, BLOCK):
-        block = centroids[start : start + BLOCK]
+    for start in range(0, num_centroids, _BLOCK):
+        block = centroids[start : start + _BLOCK]
         found = index.search(block, wanted + 1)[1]
         short = np.flatnonzero((found < 0).any(axis=1))
         if len(short):
@@ -198,7 +191,7 @@ def neighbour_lists(
         is_itself = found == start + np.arange(len(found))[:, None]
         # Where a copy is found in a centroid's place, the last one goes.
         is_itself[~is_itself.any(axis=1), -1] = True
-        lists[start : start + BLOCK] = found[~is_itself].reshape(len(found), -1)
+        lists[start : start + _BLOCK] = found[~is_itself].reshape(len(found), -1)
     return lists
 
 
