@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, MissingExtraError, OptionError
-from embeddings.mining import faiss_library as centroids
+from embeddings.mining import faiss_library
 from embeddings.mining.faiss_library import (
     kmeans_run,
     load_faiss,
@@ -180,9 +180,7 @@ def test_impossible_options_are_refused_in_one_line(options, message):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("block", [1, 7, 1000])
-def test_the_nearest_centroid_is_that_of_brute_force(block, monkeypatch):
-    monkeypatch.setattr(centroids, "BLOCK", block)
+def test_the_nearest_centroid_is_that_of_brute_force():
     vectors, means = unit_vectors(50, seed=1), unit_vectors(9)
     found = nearest_centroids(vectors, means)
     assert found.dtype == np.int32
@@ -192,7 +190,9 @@ def test_the_nearest_centroid_is_that_of_brute_force(block, monkeypatch):
 @pytest.mark.parametrize(
     ("count", "num_neighbours", "width"), [(40, 5, 5), (40, 39, 39), (3, 32, 2), (2, 1, 1), (1, 4, 0)]
 )
-def test_lists_hold_the_nearest_others_nearest_first(count, num_neighbours, width):
+@pytest.mark.parametrize("block", [7, 1000])
+def test_lists_hold_the_nearest_others_nearest_first(count, num_neighbours, width, block, monkeypatch):
+    monkeypatch.setattr(faiss_library, "_BLOCK", block)
     means = unit_vectors(count)
     lists = neighbour_lists(means, num_neighbours)
     assert lists.dtype == np.int32

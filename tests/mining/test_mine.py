@@ -36,14 +36,14 @@ def _teachers(monkeypatch):
     know_teachers(monkeypatch)
 
 
-def run(folder, output, rules=RULES, rows=ROWS, models=("teacher",), load=Teacher, source=None, **options):
+def run(folder, output, rules=RULES, rows=ROWS, models=("teacher",), reranker=None, source=None, **options):
     path = folder / f"{len(rows)}-pairs.jsonl"
     if not path.exists():
         write_jsonl(path, rows)
     return mine_negatives(
         SourceConfig("pairs", str(path), **(source or {})),
         folder / output,
-        Teachers(models, load),
+        Teachers(models, Teacher, reranker=reranker),
         rules,
         **{"shard_size": 5, "cache_dir": folder / "cache", **options},
     )
