@@ -39,8 +39,6 @@ _PAIR_BLOCK = 512
 _DOUBTFUL_BLOCK = 64
 # Scores of one product of queries and a tile: 32 MiB in float32.
 _PRODUCT_SCORES = 1 << 23
-# Documents that are rounded at once.
-_ROUNDED = 512
 # Vectors count as unit vectors to a thousandth.
 _UNIT = 1.01
 
@@ -88,11 +86,14 @@ class CoarseSearch:
 
     def __call__(self, first_row: int, tile_TD: Floats) -> BestOfTile:
         """What finds a tile's best documents for some of the queries."""
-        tile_DT = self._rounded(tile_TD).T
+        tile = torch.from_numpy(tile_TD)
+        rounded = tile.to(self._dtype)
+        if self._dtype != torch.float32:
+            self._most_lost = max(self._most_lost, float((tile - rounded.float()).norm(dim=1).max()))
 
         def best(chunk: slice, top_k: int) -> tuple[Floats, Rows]:
             queries = torch.split(self._query_QD[chunk], max(1, _PRODUCT_SCORES // len(tile_TD)))
-            found = [topk_per_row(query_QD @ tile_DT, top_k) for query_QD in queries]
+            found = [topk_per_row(query_QD @ rounded.T, top_k) for query_QD in queries]
             score_QK, place_QK = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
             return score_QK, place_QK + first_row
 
@@ -100,17 +101,6 @@ class CoarseSearch:
 
     def bound(self, last_Q: Floats) -> Floats:
         return score_bound(last_Q, self._lost_Q, self._most_lost, self._query_QD.shape[1], self._dtype)
-
-    def _rounded(self, tile_TD: Floats) -> Tensor:
-        """Round a tile, a piece at a time, and measure what is lost."""
-        if self._dtype == torch.float32:
-            return torch.from_numpy(tile_TD)
-        rounded_TD = torch.empty(tile_TD.shape, dtype=self._dtype)
-        for start in range(0, len(tile_TD), _ROUNDED):
-            piece_nD = torch.from_numpy(tile_TD[start : start + _ROUNDED])
-            rounded_nD = rounded_TD[start : start + _ROUNDED].copy_(piece_nD)
-            self._most_lost = max(self._most_lost, float((piece_nD - rounded_nD.float()).norm(dim=1).max()))
-        return rounded_TD
 
 
 def score_bound(
@@ -142,7 +132,7 @@ class ExactSearch:
 
     Precision: a score is the inner product summed in float64, rounded to float32.
     Determinism: scores and rows are the same whatever the size of shards and the number of queries in a call.
-    Memory: two tiles of 48 MiB, 32 MiB of scores, and 12 bytes for each of (2 `top_k` + 16) documents of a query.
+    Memory: four tiles of 48 MiB, 32 MiB of scores, and 12 bytes for each of (2 `top_k` + 16) documents of a query.
     Related: `GpuSearch`, which does the same on a GPU.
     """
 
