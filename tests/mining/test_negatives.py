@@ -22,8 +22,6 @@ from embeddings.mining.pair_index import index_pairs
 from tests.data.rows import write_jsonl
 from tests.mining.pair_sources import source
 
-FREE = {"margin": None, "num_negatives": 3}
-
 
 def survivors(candidates, facts, rules, q):
     """What no rule takes of a query: (mean, row, rank, given level), hardest first; and the removal counts."""
@@ -131,19 +129,20 @@ def one_query(scores, positive, **known):
     return ScoredCandidates(np.arange(width)[None], texts, score_TQC), facts
 
 
-def rows(candidates_and_facts, **options):
-    return choose_negatives(*candidates_and_facts, NegativeRules(**{**FREE, **options})).row_QN[0].tolist()
-
-
-def test_the_margin_lies_below_a_negative_positive_score_too():
-    # A positive at -0.5: the bound is -0.525, where -0.5 * 0.95 = -0.475 would let candidates above it through.
-    assert rows(one_query([-0.49, -0.51, -0.53], -0.5), margin=0.95) == [2, -1, -1]
-    assert rows(one_query([-0.1, 0.0], 0.0), margin=0.95) == [0, -1, -1]
-
-
-def test_a_candidate_at_the_margin_goes():
-    assert rows(one_query([0.5, 0.25], 1.0), absolute_margin=0.5) == [1, -1, -1]
-    assert rows(one_query([0.5, 0.25], 1.0), margin=0.5) == [1, -1, -1]
+@pytest.mark.parametrize(
+    ("scores", "positive", "margins", "expected"),
+    [
+        # A positive at -0.5: the bound is -0.525, where -0.5 * 0.95 = -0.475 would let candidates above it through.
+        ([-0.49, -0.51, -0.53], -0.5, {"margin": 0.95}, [2, -1, -1]),
+        ([-0.1, 0.0], 0.0, {"margin": 0.95}, [0, -1, -1]),
+        # A candidate at the margin goes.
+        ([0.5, 0.25], 1.0, {"margin": None, "absolute_margin": 0.5}, [1, -1, -1]),
+        ([0.5, 0.25], 1.0, {"margin": 0.5}, [1, -1, -1]),
+    ],
+)
+def test_a_negative_lies_below_the_margins_whatever_the_sign(scores, positive, margins, expected):
+    found = choose_negatives(*one_query(scores, positive), NegativeRules(3, **margins))
+    assert found.row_QN[0].tolist() == expected
 
 
 def test_a_draw_is_of_the_window_hardest_first_and_follows_from_seed_query_and_document():
@@ -246,13 +245,6 @@ def test_the_levels_equal_a_loop(kind, options, num_teachers):
     assert max(lengths) >= 4
 
 
-def levels_of(scores, positive, num_negatives=4, **options):
-    """Documents level by level of one query whose candidates are documents 0, 1, … with these scores."""
-    rules = NegativeRules(num_negatives, **{"margin": None, **options})
-    found = choose_levels(*one_query(scores, positive), rules, "quantiles")
-    return [found.row_QN[0][found.level_N == level].tolist() for level in (1, 2, 3, 4)]
-
-
 MIXED = [-0.9, 0.5, -0.1, 0.2, 0.4, -0.5, 0.1, 0.3]
 NEAR = [0.99, 0.98, 0.97, 0.96, 0.5, 0.4, 0.3, 0.2]
 
@@ -264,28 +256,23 @@ NEAR = [0.99, 0.98, 0.97, 0.96, 0.5, 0.4, 0.3, 0.2]
         (MIXED, {"num_negatives": 8}, [[1, 4], [7, 3], [6, 2], [5, 0]]),
         # Of equal scores the lower document is the harder one.
         ([0.0] * 8, {"num_negatives": 8}, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        # They are cut after the margin.
         (NEAR, {}, [[0], [2], [4], [6]]),
         (NEAR, {"margin": 0.95}, [[4], [5], [6], [7]]),
+        # A surplus goes to the easier quarters, and fewer than four leave the hardest empty.
+        ([], {"num_negatives": 8}, [[], [], [], []]),
+        (NEAR[:1], {"num_negatives": 8}, [[], [], [], [0]]),
+        (NEAR[:3], {"num_negatives": 8}, [[], [0], [1], [2]]),
+        (NEAR[:6], {"num_negatives": 8}, [[0], [1], [2, 3], [4, 5]]),
+        (NEAR[:7], {"num_negatives": 8}, [[0], [1, 2], [3, 4], [5, 6]]),
     ],
 )
-def test_quarters_go_from_near_to_far_and_are_cut_after_the_margin(scores, options, expected):
-    assert levels_of(scores, 1.0, **options) == expected
-
-
-@pytest.mark.parametrize(
-    ("count", "expected"),
-    [
-        (0, [[], [], [], []]),
-        (1, [[], [], [], [0]]),
-        (3, [[], [0], [1], [2]]),
-        (6, [[0], [1], [2, 3], [4, 5]]),
-        (7, [[0], [1, 2], [3, 4], [5, 6]]),
-    ],
-)
-def test_a_surplus_goes_to_the_easier_quarters_and_fewer_than_four_leave_the_hardest_empty(count, expected):
-    scores = [*np.linspace(0.9, 0.1, count), *[5.0] * (8 - count)]
-    found = levels_of(scores, 1.0, 8, margin=0.95)
-    assert [[row for row in rows if row >= 0] for rows in found] == expected
+def test_quarters_go_from_near_to_far(scores, options, expected):
+    """The candidates of one query are documents 0, 1, … with these scores, and others above the margin."""
+    rules = NegativeRules(**{"num_negatives": 4, "margin": 1.0, **options})
+    found = choose_levels(*one_query([*scores, 5.0, 6.0], 1.0), rules, "quantiles")
+    by_level = [found.row_QN[0][found.level_N == level].tolist() for level in (1, 2, 3, 4)]
+    assert [[row for row in rows if row >= 0] for rows in by_level] == expected
 
 
 def test_a_draw_within_levels_is_of_the_level_and_follows_from_seed_query_and_document():
