@@ -218,8 +218,8 @@ def encode_pairs(
         found = None if path is None else EncodedFolder.open(path, role, prompt_name, model)
         sides.append(_Side(role, prompt_name, found))
     index = index or index_pairs(source, Path(folder) / "index", corpus, negatives)
-    places = ((Path(folder) / _FOLDERS[side.role], side.num_rows(index)) for side in sides)
-    made = [VectorShards(place, num_rows, encoder.embedding_dim, shard_size) for place, num_rows in places]
+    sizes = zip(_FOLDERS.values(), (index.num_queries, index.num_documents), strict=True)
+    made = [VectorShards(Path(folder) / name, size, encoder.embedding_dim, shard_size) for name, size in sizes]
     budget = encoder.mini_batch_tokens
     for side, shards in zip(sides, made, strict=True):
         budget = _encode_side(encoder, index, side, shards, model, budget, devices, task)
@@ -332,9 +332,6 @@ class _Side:
     role: TextRole
     prompt_name: PromptChoice
     encoded: EncodedFolder | None
-
-    def num_rows(self, index: PairIndex) -> int:
-        return index.num_queries if self.role == "query" else index.num_documents
 
     def texts(self, index: PairIndex, rows: list[int]) -> list[str]:
         return index.source.table.queries(rows) if self.role == "query" else index.document_texts(rows)

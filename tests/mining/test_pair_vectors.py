@@ -15,7 +15,7 @@ from embeddings.mining.pair_vectors import EncodedFolder, EncodedTexts, encode_p
 from tests.data.rows import write_jsonl
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.refusals import refused
-from tests.inference.models import some_texts, tiny_embedder
+from tests.inference.models import encode_nothing_more, some_texts, tiny_embedder
 from tests.mining.pair_sources import content, source
 from tests.mining.teachers import unit
 from tests.models.contextual_models import tiny_contextual
@@ -45,35 +45,20 @@ def test_vectors_are_those_of_the_texts_at_unit_length(shard_size, encoder, tmp_
     assert (opened.query_shards, opened.document_shards) == (vectors.query_shards, vectors.document_shards)
 
 
-@pytest.mark.parametrize("shard_size", [2, 5])
-def test_two_processes_give_the_bytes_of_one(shard_size, tmp_path, monkeypatch):
+def test_two_processes_give_the_bytes_of_one(tmp_path, monkeypatch):
     tiny_embedder(normalize=False, prompts={"query": "the "}).save_pretrained(tmp_path / "model")
     encoder = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32")
-    pairs = source(tmp_path, ROWS)
-    encode_pairs(encoder, pairs, tmp_path / "whole", shard_size=shard_size)
-    encode = Encoder.encode
-
-    def nothing(self, texts, *arguments, **options):
-        assert not any(texts)
-        return encode(self, texts, *arguments, **options)
-
-    # All texts are encoded in the other processes.
-    monkeypatch.setattr(Encoder, "encode", nothing)
-    encode_pairs(encoder, pairs, tmp_path / "shared", shard_size=shard_size, devices=("cpu", "cpu"))
-    assert content(tmp_path / "shared") == content(tmp_path / "whole")
-    assert encoder.embedder.device.type == "cpu"
-
-
-def test_two_processes_take_one_tasks_shards_and_what_is_there_already(tmp_path):
-    tiny_embedder(normalize=False).save_pretrained(tmp_path / "model")
-    encoder = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32")
-    pairs = source(tmp_path, ROWS)
     write_jsonl(tmp_path / "some.jsonl", [{"text": text} for text in TEXTS[6:9]])
     encoded = EncodedTexts(documents=encode_corpus(encoder, tmp_path / "some.jsonl", tmp_path / "some").path)
-    encode_pairs(encoder, pairs, tmp_path / "whole", shard_size=1, encoded=encoded)
-    options = {"shard_size": 1, "encoded": encoded, "task": ArrayTask(1, 2)}
-    encode_pairs(encoder, pairs, tmp_path / "shared", devices=("cpu", "cpu"), **options)
-    assert content(tmp_path / "shared") == content(tmp_path / "whole")
+    options = {"source": source(tmp_path, ROWS), "shard_size": 1, "encoded": encoded}
+    encode_pairs(encoder, folder=tmp_path / "whole", **options)
+    # One task's shards, and what is left here.
+    encode_pairs(encoder, folder=tmp_path / "task", devices=("cpu", "cpu"), task=ArrayTask(1, 2), **options)
+    # All texts are encoded in the other processes.
+    encode_nothing_more(monkeypatch)
+    encode_pairs(encoder, folder=tmp_path / "shared", devices=("cpu", "cpu"), **options)
+    assert content(tmp_path / "shared") == content(tmp_path / "task") == content(tmp_path / "whole")
+    assert encoder.embedder.device.type == "cpu"
 
 
 def test_a_run_resumed_with_another_budget_keeps_the_mini_batches_of_the_first(encoder, tmp_path, monkeypatch):
