@@ -12,11 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from embeddings.common import InputError, OptionError, TokenBatch
-from embeddings.compression.layerwise import (
-    LayerwiseJob,
-    LayerwiseModel,
-    linear_layers,
-)
+from embeddings.compression.layerwise import LayerwiseJob, LayerwiseModel, linear_layers
 from embeddings.compression.pruning import Sparsity, prune_by_magnitude, prune_by_sparsegpt
 from embeddings.models.backbone import load_model
 from embeddings.models.bidirectional import layers, make_bidirectional
