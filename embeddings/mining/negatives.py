@@ -13,7 +13,7 @@ from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import text_hash
 from embeddings.common.random import derive_seed, mix_bits
 from embeddings.data.records import NUM_LEVELS
-from embeddings.mining.pair_index import KnownPositives, PairIndex, concatenated_ranges
+from embeddings.mining.pair_index import BLOCK, KnownPositives, PairIndex, concatenated_ranges
 
 Choice = Literal["top", "random"]
 
@@ -325,13 +325,15 @@ class DocumentQrels:
     def __init__(self, judged: TextQrels, index: PairIndex, where: str) -> None:
         self._num_documents = index.num_documents
         self._scale = np.unique(judged.grade_J[judged.grade_J > 0])
-        row_D = np.flatnonzero(np.isin(index.document_hashes, judged.document_hash_J))
-        row_D = row_D[np.argsort(index.document_hashes[row_D])]
-        hash_D = index.document_hashes[row_D]
-        is_there_J = np.isin(judged.document_hash_J, hash_D)
-        self._query_hash_J, self._grade_J = judged.query_hash_J[is_there_J], judged.grade_J[is_there_J]
-        self._row_J = row_D[np.searchsorted(hash_D, judged.document_hash_J[is_there_J])]
-        if not np.isin(index.query_hashes, self._query_hash_J).any():
+        hash_D, row_D = _rows_of(np.unique(judged.document_hash_J), index)
+        place_J = np.minimum(np.searchsorted(hash_D, judged.document_hash_J), max(0, len(hash_D) - 1))
+        is_there_J = hash_D[place_J] == judged.document_hash_J if len(hash_D) else np.zeros(len(place_J), np.bool_)
+        self._query_hash_J = judged.query_hash_J[is_there_J]
+        self._row_J, self._grade_J = row_D[place_J[is_there_J]], judged.grade_J[is_there_J]
+        if not any(
+            np.isin(index.query_hashes[start : start + BLOCK], self._query_hash_J).any()
+            for start in range(0, index.num_queries, BLOCK)
+        ):
             fix = "write queries and documents of the records as the judgments' files do"
             raise InputError(where, "judges no document for any query of the source", fix)
 
@@ -354,6 +356,19 @@ class DocumentQrels:
         known_P = np.divmod(np.union1d(key_P, key_j[~is_lower_j]), self._num_documents)
         known = KnownPositives(known.group_Q, *known_P)
         return QueryQrels(known, start_Q < stop_Q, query_j[is_lower_j], row_j[is_lower_j], level_j[is_lower_j])
+
+
+def _rows_of(hash_n: Int64s, index: PairIndex) -> tuple[Int64s, Int64s]:
+    """Which of some ascending hashes are documents', ascending, and the rows of these."""
+    hashes, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for start in range(0, index.num_documents, BLOCK):
+        hash_B = np.asarray(index.document_hashes[start : start + BLOCK])
+        place_m = np.flatnonzero(np.isin(hash_B, hash_n))
+        hashes.append(hash_B[place_m])
+        rows.append(place_m + start)
+    hash_D, row_D = np.concatenate(hashes), np.concatenate(rows)
+    order_D = np.argsort(hash_D, kind="stable")
+    return hash_D[order_D], row_D[order_D]
 
 
 LevelKind = Literal["quantiles", "grades"]

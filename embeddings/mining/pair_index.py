@@ -1,26 +1,30 @@
 """Which documents a source of pairs has: each text once, numbered by first appearance, and which are whose."""
 
 import os
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.format import open_memmap
 
 from embeddings.common.errors import InputError
 from embeddings.common.io import atomic_folder, check_manifest, file_sha256, load_array, text_hash, write_manifest
-from embeddings.common.jobs import save_array
 from embeddings.common.process import logger
 from embeddings.data.readers import open_reader
 from embeddings.data.store import CachedSource
 from embeddings.data.table import StoredRow, Table, write_table
 from embeddings.inference.corpus import text_field
 
+BLOCK = 1 << 16
 # Rows whose texts are read at once.
 _TEXT_ROWS = 1 << 11
+# Texts whose hashes are sorted in memory at once: about 100 bytes each.
+PART = 1 << 22
 
 Int64s = npt.NDArray[np.int64]
 
@@ -143,7 +147,7 @@ def index_pairs(
         corpus: A file of more documents (`text`, and `title` where there is one), or None. Empty texts are left out.
         negatives: Whether the rows' negatives are documents too, after the positives and before the corpus.
 
-    Memory: about 50 bytes a text while the index is made: their 64-bit hashes are sorted in memory.
+    Memory: does not grow with the number of texts, whose 64-bit hashes are sorted a part at a time.
     Raises:
         InputError: If the source's rows are no pairs, none has the negatives asked for, the corpus cannot be used, or
             the folder holds another index.
@@ -161,54 +165,62 @@ def index_pairs(
         check_manifest(target, key)
         return PairIndex(target, source)
     with atomic_folder(target) as stage:
-        _write_queries(source.table, stage)
-        # The entries are the texts of the rows by kind, then those of the corpus.
-        hashes = {"positive": _write_texts(source.table.positives, len(source.table), stage / "positive")}
-        if negatives:
-            hashes["negative"] = _write_texts(source.table.negatives, len(source.table), stage / "negative")
-            if not len(hashes["negative"]):
-                raise InputError(str(source.folder), "no row has negatives", "leave out the option negatives")
-        text_hashes, body_hashes = array("q"), array("q")
+        hashes, bodies = stage / "hashes.bin", stage / "bodies.bin"
+        with open(hashes, "wb") as file:
+            sizes = {"positive": _write_rows(source.table, stage, file)}
+            if negatives:
+                sizes["negative"] = _write_texts(source.table.negatives, len(source.table), stage / "negative", file)
+                if not sizes["negative"]:
+                    raise InputError(str(source.folder), "no row has negatives", "leave out the option negatives")
+            if corpus is not None:
+                with open(bodies, "wb") as body_file:
+                    write_table(stage, _hashed_corpus(Path(corpus), file, body_file))
+        num_texts = hashes.stat().st_size // 8
         if corpus is not None:
-            write_table(stage, _hashed_corpus(Path(corpus), text_hashes, body_hashes))
-        hash_C, body_C = (np.array(found, dtype=np.int64) for found in (text_hashes, body_hashes))
-        num_documents = _write_documents(stage, hashes, hash_C, None if corpus is None else body_C)
+            with open(hashes, "ab") as file, open(bodies, "rb") as body_file:
+                shutil.copyfileobj(body_file, file)
+            bodies.unlink()
+        num_documents = _write_documents(stage, hashes, sizes, num_texts)
         write_manifest(stage, {**key, "num_queries": len(source.table), "num_documents": num_documents})
     return PairIndex(target, source)
 
 
-def _write_queries(table: Table, stage: Path) -> None:
-    """Write each row's query hash, `query_order`, which has rows of one query side by side, and `query_slots`.
+def _write_rows(table: Table, stage: Path, hashes: IO[bytes]) -> int:
+    """Write each row's query hash, and the hash of each positive; returns the number of positives.
 
-    The latter is where a row's neighbours begin and end in the order.
+    `query_order` has rows of one query side by side; `query_slots` is where a row's neighbours begin and end there.
     """
-    hashes = np.concatenate([_hashes(table.queries(rows)) for rows in _row_blocks(len(table))])
-    order, slots = _sorted_slots(hashes)
-    for name, array_N in (("query_hashes", hashes), ("query_order", order), ("query_slots", slots)):
-        save_array(stage / f"{name}.npy", array_N)
+    create = partial(open_memmap, mode="w+", dtype=np.int64)
+    query_hashes = create(stage / "query_hashes.npy", shape=(len(table),))
+    for rows in _row_blocks(len(table)):
+        query_hashes[rows.start : rows.stop] = list(map(text_hash, table.queries(rows)))
+    order, done = create(stage / "query_order.npy", shape=(len(table),)), 0
+    slots = create(stage / "query_slots.npy", shape=(len(table), 2))
+    for row_n, slot_n2 in _slots(query_hashes):
+        order[done : done + len(row_n)] = row_n
+        slots[row_n] = slot_n2
+        done += len(row_n)
+    return _write_texts(table.positives, len(table), stage / "positive", hashes)
 
 
-def _write_texts(texts_of: Callable[[range], list[list[str]]], num_rows: int, path: Path) -> Int64s:
-    """Write where the texts of each row begin (`PATH_offsets.npy`); returns their hashes."""
-    hashes, counts = [], [0]
+def _write_texts(texts_of: Callable[[range], list[list[str]]], num_rows: int, path: Path, hashes: IO[bytes]) -> int:
+    """Write where the texts of each row begin (`PATH_offsets.npy`), and their hashes; returns their number."""
+    offsets = open_memmap(path.with_name(f"{path.name}_offsets.npy"), "w+", np.int64, (num_rows + 1,))
+    total = 0
     for rows in _row_blocks(num_rows):
         found = texts_of(rows)
-        hashes.append(_hashes(chain.from_iterable(found)))
-        counts += map(len, found)
-    save_array(path.with_name(f"{path.name}_offsets.npy"), np.cumsum(counts))
-    return np.concatenate(hashes)
+        offsets[rows.start + 1 : rows.stop + 1] = total + np.cumsum([len(texts) for texts in found])
+        np.fromiter(map(text_hash, chain.from_iterable(found)), np.int64).tofile(hashes)
+        total += sum(map(len, found))
+    return total
 
 
 def _row_blocks(num_rows: int) -> Iterator[range]:
     return (range(start, min(start + _TEXT_ROWS, num_rows)) for start in range(0, num_rows, _TEXT_ROWS))
 
 
-def _hashes(texts: Iterable[str]) -> Int64s:
-    return np.fromiter(map(text_hash, texts), np.int64)
-
-
-def _hashed_corpus(path: Path, text_hashes: "array[int]", body_hashes: "array[int]") -> Iterator[StoredRow]:
-    """The documents of a corpus file as rows to store; hashes with and without title are added on the way."""
+def _hashed_corpus(path: Path, hashes: IO[bytes], bodies: IO[bytes]) -> Iterator[StoredRow]:
+    """The documents of a corpus file as rows to store; hashes with and without title are written on the way."""
     left_out = 0
     for where, fields in open_reader(path, ("title", "text"), ("text",)):
         title, body = text_field(where, {"title": "", **fields}, "title"), text_field(where, fields, "text")
@@ -217,50 +229,111 @@ def _hashed_corpus(path: Path, text_hashes: "array[int]", body_hashes: "array[in
         if not text.strip() or "\x00" in text:
             left_out += 1
             continue
-        text_hashes.append(text_hash(text))
-        body_hashes.append(text_hash(body if body.strip() else text))
+        np.array([text_hash(text)], np.int64).tofile(hashes)
+        np.array([text_hash(body if body.strip() else text)], np.int64).tofile(bodies)
         yield StoredRow(text)
     if left_out:
         logger.warning("%s: %d documents without text are left out", path, left_out)
 
 
-def _write_documents(stage: Path, hashes: dict[str, Int64s], hash_C: Int64s, body_C: Int64s | None) -> int:
-    """Write the document of each text of the rows, by kind, and the facts of each document; returns their number.
+def _write_documents(stage: Path, hashes_path: Path, sizes: dict[str, int], num_texts: int) -> int:
+    """Write the document of each positive and negative, and the facts of each document; returns their number.
 
-    `hash_C` is of the texts of the corpus, `body_C` of the same without their titles, None without a corpus.
+    `sizes` is the number of entries by kind; with those of the corpus they are `num_texts`, and behind these come the
+    corpus's bodies. The file of hashes is removed.
     """
-    hash_E = np.concatenate([*hashes.values(), hash_C])
-    hash_U, first_U, place_E = np.unique(hash_E, return_index=True, return_inverse=True)
-    # Documents are numbered as they first appear.
-    entry_D = np.sort(first_U)
-    row_U = np.searchsorted(entry_D, first_U)
-    row_E = row_U[place_E]
-    save_array(stage / "document_hashes.npy", hash_E[entry_D])
-    save_array(stage / "document_entries.npy", entry_D)
-    width, start = np.int32 if len(entry_D) <= np.iinfo(np.int32).max else np.int64, 0
-    for kind, found in hashes.items():
-        save_array(stage / f"{kind}_rows.npy", row_E[start : start + len(found)].astype(width))
-        start += len(found)
-    if body_C is not None:
-        # Which documents are one text with and without its title: those of `d` are `twin_rows[slice(*slots[d])]`.
-        place_C = np.minimum(np.searchsorted(hash_U, body_C), len(hash_U) - 1)
-        pair_n2 = np.stack([row_U[place_C], row_E[start:]], axis=1)[hash_U[place_C] == body_C]
-        pair_n2 = pair_n2[pair_n2[:, 0] != pair_n2[:, 1]]
-        pair_n2 = np.concatenate([pair_n2, pair_n2[:, ::-1]])
-        order_n, slot_n2 = _sorted_slots(hash_E[entry_D][pair_n2[:, 0]])
-        slot_D2 = np.zeros((len(entry_D), 2), np.int64)
-        slot_D2[pair_n2[:, 0]] = slot_n2
-        save_array(stage / "twin_slots.npy", slot_D2)
-        save_array(stage / "twin_rows.npy", pair_n2[order_n, 1])
-    return len(entry_D)
+    total = hashes_path.stat().st_size // 8
+    hash_E: Int64s = np.memmap(hashes_path, np.int64, "r", shape=(total,))
+    scratch = {stage / "first.bin": total, stage / "number.bin": num_texts}
+    first_E, number_E = (np.memmap(path, np.int64, "w+", shape=(size,)) for path, size in scratch.items())
+    for entry_n, is_first_n in equal_hashes(hash_E):
+        first_E[entry_n] = entry_n[is_first_n][np.cumsum(is_first_n) - 1]
+    blocks = [(start, min(start + BLOCK, num_texts)) for start in range(0, num_texts, BLOCK)]
+    num_documents = sum(int(np.count_nonzero(first_E[start:stop] == np.arange(start, stop))) for start, stop in blocks)
+    width = np.int32 if num_documents <= np.iinfo(np.int32).max else np.int64
+    create = partial(open_memmap, mode="w+")
+    kinds = [create(stage / f"{kind}_rows.npy", dtype=width, shape=(size,)) for kind, size in sizes.items()]
+    hash_D = create(stage / "document_hashes.npy", dtype=np.int64, shape=(num_documents,))
+    entry_D = create(stage / "document_entries.npy", dtype=np.int64, shape=(num_documents,))
+    done = 0
+    for start, stop in blocks:
+        first_B = np.asarray(first_E[start:stop])
+        new_B = first_B == np.arange(start, stop)
+        number_E[start:stop] = done + np.cumsum(new_B) - 1
+        end = done + int(np.count_nonzero(new_B))
+        entry_D[done:end] = start + np.flatnonzero(new_B)
+        hash_D[done:end] = hash_E[start:stop][new_B]
+        # A text's first entry never lies behind it, so its number is known by now.
+        rows_B, first = number_E[first_B], 0
+        for rows_P in kinds:
+            begin, last = max(start, first), min(stop, first + len(rows_P))
+            if begin < last:
+                rows_P[begin - first : last - first] = rows_B[begin - start : last - start]
+            first += len(rows_P)
+        done = end
+    if total > num_texts:
+        _write_twins(stage, hash_D, first_E, number_E, sum(sizes.values()))
+    for path in (hashes_path, *scratch):
+        path.unlink()
+    return num_documents
 
 
-def _sorted_slots(hash_n: Int64s) -> tuple[Int64s, Int64s]:
-    """The entries sorted by hash, (n,), and where in this order the hash of each begins and ends, (n, 2)."""
-    order_n = np.argsort(hash_n, kind="stable")
-    sorted_n = hash_n[order_n]
-    edges = [np.searchsorted(sorted_n, hash_n, side) for side in ("left", "right")]
-    return order_n, np.stack(edges, axis=1)
+def _write_twins(stage: Path, hash_D: Int64s, first_E: Int64s, number_E: Int64s, corpus_start: int) -> None:
+    """Write which documents are one text with and without its title: those of `d` are `twin_rows[slice(*slots[d])]`.
+
+    `first_E` is the first entry with the same hash, of the rows' texts, the corpus's and then its bodies; `number_E`
+    the document of each first entry that is no body; `corpus_start` the first entry of the corpus.
+    """
+    num_texts, path = len(number_E), stage / "twins.bin"
+    with open(path, "wb") as file:
+        for start in range(num_texts, len(first_E), BLOCK):
+            body_B = first_E[start : min(start + BLOCK, len(first_E))]
+            text_B = first_E[corpus_start + start - num_texts :][: len(body_B)]
+            is_document_B = body_B < num_texts
+            pair_n2 = np.stack([number_E[body_B[is_document_B]], number_E[text_B[is_document_B]]], axis=1)
+            pair_n2 = pair_n2[pair_n2[:, 0] != pair_n2[:, 1]]
+            pair_n2 = np.concatenate([pair_n2, pair_n2[:, ::-1]])
+            np.column_stack([hash_D[pair_n2[:, 0]], pair_n2]).tofile(file)
+    num_pairs = path.stat().st_size // 24
+    slots_D2 = open_memmap(stage / "twin_slots.npy", "w+", np.int64, (len(hash_D), 2))
+    row_P = open_memmap(stage / "twin_rows.npy", "w+", np.int64, (num_pairs,))
+    if num_pairs:
+        pair_P3: Int64s = np.memmap(path, np.int64, "r", shape=(num_pairs, 3))
+        done = 0
+        for pair_n, slot_n2 in _slots(pair_P3[:, 0]):
+            row_P[done : done + len(pair_n)] = pair_P3[pair_n, 2]
+            slots_D2[pair_P3[pair_n, 1]] = slot_n2
+            done += len(pair_n)
+    path.unlink()
+
+
+def _slots(hash_E: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
+    """The entries sorted by hash, a part at a time, and where in this order the hash of each begins and ends."""
+    done = 0
+    for entry_n, is_first_n in equal_hashes(hash_E):
+        edges = np.append(np.flatnonzero(is_first_n), len(entry_n)) + done
+        group_n = np.cumsum(is_first_n) - 1
+        yield entry_n, np.stack([edges[group_n], edges[group_n + 1]], axis=1)
+        done += len(entry_n)
+
+
+def equal_hashes(hash_E: Int64s, part: int = PART) -> Iterator[tuple[Int64s, npt.NDArray[np.bool_]]]:
+    """The entries sorted by hash, about `part` of them at a time, and whether each is the first with its hash.
+
+    Hashes are spread evenly over 64 bits. Equal ones lie in one part, in the order of the entries.
+    """
+    bits = max(0, (len(hash_E) - 1).bit_length() - (part.bit_length() - 1))
+    for bucket in range(1 << bits):
+        entries = []
+        for start in range(0, len(hash_E), BLOCK):
+            # By the uppermost bits; a shift by all 64 leaves 0.
+            bucket_B = np.asarray(hash_E[start : start + BLOCK]).view(np.uint64) >> np.uint64(64 - bits)
+            entries.append(start + np.flatnonzero(bucket_B == bucket))
+        entry_n = np.concatenate(entries)
+        hash_n = hash_E[entry_n]
+        order_n = np.argsort(hash_n, kind="stable")
+        hash_n = hash_n[order_n]
+        yield entry_n[order_n], np.append(True, hash_n[1:] != hash_n[:-1])[: len(hash_n)]
 
 
 def concatenated_ranges(start_n: Int64s, stop_n: Int64s) -> Int64s:

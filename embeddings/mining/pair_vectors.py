@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.format import open_memmap
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import CHECKED, check_manifest, check_vectors, text_hash
-from embeddings.common.jobs import ArrayTask, ShardedJob, progress_bar, require_shard_size, save_array
+from embeddings.common.io import CHECKED, atomic_path, check_manifest, check_vectors, file_lock, text_hash
+from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, progress_bar, require_shard_size, save_array
 from embeddings.common.process import logger
 from embeddings.common.text import INSTRUCTION, GivenPrompt, PromptChoice, TextRole, choose_prompt, instruction_prompt
 from embeddings.data.store import CachedSource
 from embeddings.inference.encoder import embedder_sha256
 from embeddings.inference.vector_folder import SHARD_SIZE, VectorFolder, on_devices, parse_devices
 from embeddings.inference.vectors import VectorShards, unit_rows
-from embeddings.mining.pair_index import Int64s, PairIndex, index_pairs
+from embeddings.mining.pair_index import BLOCK, Int64s, PairIndex, equal_hashes, index_pairs
 
 if TYPE_CHECKING:
     from embeddings.inference.encoder import Encoder
@@ -125,24 +126,47 @@ class EncodedFolder:
         identity = {name: fields.get(name) for name in ("corpus_sha256", "columns", "mini_batch_tokens")}
         return cls(vectors, identity)
 
-    def find(self, hash_N: Int64s) -> Int64s:
+    def find(self, hash_N: Int64s, rows_path: Path) -> Int64s:
         """The row of each text's vector in the folder, by the text's hash; -1 where it has none, (N,) int64.
 
-        Of texts that occur there several times, the first counts. Raises `InputError` if the folder holds none of them.
+        The rows are kept in `rows_path`; of several processes that come here at once, one looks. Memory does not grow
+        with the number of texts (see `equal_hashes`). Raises `InputError` if the folder holds none of the texts.
         """
-        folder = self.vectors
-        shards = map(folder.shards.rows, range(folder.num_shards))
-        texts = (document.text for rows in shards for document in folder.documents(rows))
-        hash_M = np.fromiter(map(text_hash, texts), np.int64)
-        order_M = np.argsort(hash_M, kind="stable")
-        place_N = np.minimum(np.searchsorted(hash_M, hash_N, sorter=order_M), len(hash_M) - 1)
-        row_N = np.where(hash_M[order_M[place_N]] == hash_N, order_M[place_N], -1)
-        num_found = np.count_nonzero(row_N >= 0)
-        if not num_found:
-            rule = f"holds none of the {len(hash_N)} texts that it is to give the vectors of"
-            raise InputError(str(folder.path), rule, "name a folder of these texts, or none")
-        logger.info("%s gives the vectors of %d of %d texts", folder.path, num_found, len(hash_N))
+        lock = rows_path.with_name(f".{rows_path.name}.lock")
+        if not rows_path.exists():
+            with file_lock(lock):
+                if not rows_path.exists():
+                    _write_rows(self.vectors, hash_N, rows_path)
+                lock.unlink(missing_ok=True)
+        row_N: Int64s = load_shard(rows_path, mapped=True)
         return row_N
+
+
+def _write_rows(folder: VectorFolder, hash_N: Int64s, rows_path: Path) -> None:
+    """Write the row of each text's vector in the folder; of texts that occur there several times, the first."""
+    scratch, num_texts, num_found = rows_path.with_name(f".{rows_path.name}.hashes.tmp"), len(hash_N), 0
+    with open(scratch, "wb") as file:
+        for start in range(0, num_texts, BLOCK):
+            np.asarray(hash_N[start : start + BLOCK], dtype=np.int64).tofile(file)
+        for shard in range(folder.num_shards):
+            documents = folder.documents(folder.shards.rows(shard))
+            np.array([text_hash(document.text) for document in documents], np.int64).tofile(file)
+    hash_E: Int64s = np.memmap(scratch, np.int64, "r", shape=(num_texts + folder.num_documents,))
+    with atomic_path(rows_path) as temporary:
+        row_N = open_memmap(temporary, "w+", np.int64, (num_texts,))
+        for entry_n, is_first_n in equal_hashes(hash_E):
+            group_n, is_made_n = np.cumsum(is_first_n) - 1, entry_n >= num_texts
+            made_G = np.full(int(np.count_nonzero(is_first_n)), -1)
+            # Backwards, so that the first of equal texts is the last to be written.
+            made_G[group_n[is_made_n][::-1]] = entry_n[is_made_n][::-1] - num_texts
+            row_N[entry_n[~is_made_n]] = made_G[group_n[~is_made_n]]
+            num_found += int(np.count_nonzero(made_G[group_n[~is_made_n]] >= 0))
+        row_N.flush()
+        scratch.unlink()
+        if not num_found:
+            rule = f"holds none of the {num_texts} texts that it is to give the vectors of"
+            raise InputError(str(folder.path), rule, "name a folder of these texts, or none")
+    logger.info("%s gives the vectors of %d of %d texts", folder.path, num_found, num_texts)
 
 
 @dataclass(frozen=True)
@@ -249,7 +273,7 @@ def _encode_side(
     found_N = None
     if side.encoded is not None:
         hash_N = index.query_hashes if side.role == "query" else index.document_hashes
-        found_N = side.encoded.find(hash_N)
+        found_N = side.encoded.find(hash_N, shards.folder / "encoded_rows.npy")
 
     def texts(shard: int) -> _ShardTexts:
         """What is there of a shard, and the texts that are left to encode."""
