@@ -1,13 +1,7 @@
 """Floor 3: finished models made smaller, layer by layer: pruning and quantisation of weights."""
 
 from embeddings.compression.calibration import CalibrationOptions
-from embeddings.compression.compress import (
-    Compression,
-    CompressionReport,
-    PruningOptions,
-    QuantizationOptions,
-    Retrain,
-)
+from embeddings.compression.compress import Compression, CompressionReport, PruningOptions, QuantizationOptions, Retrain
 from embeddings.compression.pruning import Sparsity, prune_by_magnitude, prune_by_sparsegpt, prune_by_wanda
 from embeddings.compression.quantization import quantise_by_gptq
 

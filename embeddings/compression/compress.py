@@ -23,13 +23,7 @@ from embeddings.common import OptionError
 from embeddings.common.io import atomic_folder, file_sha256, share_files, write_json, write_text
 from embeddings.common.jobs import discard_on_user_error
 from embeddings.compression.calibration import CalibrationOptions, calibration_texts, tokenise
-from embeddings.compression.layerwise import (
-    LayerwiseJob,
-    LayerwiseModel,
-    Statistic,
-    Treatment,
-    linear_layers,
-)
+from embeddings.compression.layerwise import LayerwiseJob, LayerwiseModel, Statistic, Treatment, linear_layers
 from embeddings.compression.pruning import (
     PruningMethod,
     Sparsity,
@@ -103,7 +97,9 @@ class PruningOptions:
 
     @property
     def needs(self) -> Statistic:
-        return {"sparsegpt": "gram", "wanda": "squares"}.get(self.prune or "", "none")  # type: ignore[return-value]
+        if self.prune == "sparsegpt":
+            return "gram"
+        return "squares" if self.prune == "wanda" else "none"
 
     def fields(self) -> dict[str, Any]:
         names = ["prune", "pattern", *(["damping", "block_size"] if self.prune == "sparsegpt" else [])]
@@ -254,39 +250,28 @@ class Compression:
         new directory within the folder that it is given, or the one that it wrote there before. Layers cannot be chosen
         of a contextual model, or one whose layers cannot be told: an `OptionError`.
         """
-        model, facts = self.source, self.calibration
+        model = self.source
         # A layer that is written already must not be lost by a later mistake.
         with discard_on_user_error(self.work, unless=lambda: any(self.work.glob("*/layer-*.safetensors"))):
             if self.pruning.layers is not None:
                 model = self._shorten(self.pruning.layers)
             if self.pruning.prune is not None:
-                model = self._phase("prune", model, self.pruning, facts if self.pruning.needs != "none" else None, None)
+                model = self._phase("prune", model, self.pruning)
             if retrain is not None:
                 model = retrain(model, self.work)
             if self.quantization.quantize is not None:
                 number, size = FORMAT_OF[self.quantization.quantize], self.quantization.group_size
                 config = quantization_config(number, size, self._outside_linear())
-                model = self._phase("quantise", model, self.quantization, facts, config)
+                model = self._phase("quantise", model, self.quantization, config)
         return model
 
-    def _phase(
-        self,
-        name: str,
-        source: Path,
-        treatment: Treatment,
-        calibration: dict[str, Any] | None,
-        config: dict[str, Any] | None,
-    ) -> Path:
-        """Treat every matrix of a model directory; returns the new directory."""
+    def _phase(self, name: str, source: Path, treatment: Treatment, config: dict[str, Any] | None = None) -> Path:
+        """Treat every matrix of a model directory; returns the new directory, whose config.json names `config`."""
         target = self.work / f"{name}d"
         model = LayerwiseModel(source, self._device)
+        calibration = None if treatment.needs == "none" else self.calibration
         hashes = {file.name: file_sha256(file) for file in weight_files(source)}
-        fields = {
-            "kind": f"{name} layers",
-            "weights_sha256": hashes,
-            **treatment.fields(),
-            "calibration": calibration,
-        }
+        fields = {"kind": f"{name} layers", "weights_sha256": hashes, **treatment.fields(), "calibration": calibration}
         tokens, pad = (None, 0) if calibration is None else tokenise(self._texts, model, self._max_length)
         job = LayerwiseJob(model, self.work / f"{name}.layers", fields, treatment, tokens, pad)
         if target.exists():  # of these options: the job's manifest was compared

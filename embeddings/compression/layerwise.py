@@ -5,8 +5,9 @@ In memory are the embeddings, one layer, and the states of the calibration texts
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -38,8 +39,7 @@ from embeddings.models.moe.experts import Experts
 Statistic = Literal["gram", "squares", "none"]
 # The same number on every machine: it decides how sums are rounded.
 MINI_BATCH_TOKENS = 4096
-OUTSIDE_FILE, STATES_FILE = "outside.safetensors", "states.safetensors"
-_FORMAT = {"format": "pt"}
+OUTSIDE_FILE = "outside.safetensors"
 _EXPERTS = re.compile(r"Experts$|MoE|Moe(Block|Mlp|MLP|Layer)|SparseMoe")
 
 
@@ -170,7 +170,7 @@ class LayerwiseModel:
         stored = dict(tensors)
         if not any(name.endswith(f".weight{SCALE}") for name in tensors):
             stored = revert_weight_conversion(self.model, stored)
-        save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path, metadata=_FORMAT)
+        save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path, metadata={"format": "pt"})
 
     @contextmanager
     def loaded(self, index: int, file: Path | None = None) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
@@ -273,60 +273,37 @@ def linear_layers(layer: nn.Module) -> dict[str, nn.Linear]:
     return {name: part for name, part in layer.named_modules() if isinstance(part, nn.Linear)}
 
 
-class InputStatistics:
-    """Float32 sums over the tokens that linear layers are given; layers given the same tensor share one sum."""
+@contextmanager
+def inputs_added(
+    sums: dict[str, Tensor], linear: Mapping[str, nn.Linear], attention_NL: Tensor, needs: Statistic
+) -> Iterator[None]:
+    """Add up what linear layers are given inside, by their names; tokens that are padding are left out."""
+    is_token_R = attention_NL.flatten()
 
-    def __init__(self, linear: Mapping[str, nn.Linear], needs: Statistic) -> None:
-        self._linear, self._needs = linear, needs
-        self._owner: dict[str, str] = {}
-        self._sums: dict[str, Tensor] = {}
+    def add(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        input_RI = inputs[0].reshape(-1, inputs[0].shape[-1])
+        assert len(input_RI) == len(is_token_R), "a layer is given other rows than the texts' tokens"
+        input_TI = input_RI[is_token_R]
+        added = input_TI.T @ input_TI if needs == "gram" else input_TI.square().sum(dim=0)
+        if name in sums:
+            sums[name] += added
+        else:
+            sums[name] = added
 
-    @contextmanager
-    def watch(self, attention_NL: Tensor) -> Iterator[None]:
-        """Add up what the layers are given inside; tokens that are padding are left out."""
-        seen: dict[int, tuple[str, Tensor]] = {}  # holds the tensors, so that no other one gets their id
-        is_first = not self._owner
-        handles = [
-            module.register_forward_pre_hook(self._hook(name, attention_NL.flatten(), seen))
-            for name, module in self._linear.items()
-            if is_first or self._owner[name] == name
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _hook(self, name: str, is_token_R: Tensor, seen: dict[int, tuple[str, Tensor]]) -> Callable[..., None]:
-        def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            """Add what the layer is given, unless another one of the same input adds it."""
-            given = inputs[0]
-            owner = seen.setdefault(id(given), (name, given))[0]
-            self._owner.setdefault(name, owner)
-            if owner != name:
-                return
-            input_RI = given.reshape(-1, given.shape[-1])
-            assert len(input_RI) == len(is_token_R), "a layer is given other rows than the texts' tokens"
-            input_TI = input_RI[is_token_R]
-            added = input_TI.T @ input_TI if self._needs == "gram" else input_TI.square().sum(dim=0)
-            if name in self._sums:
-                self._sums[name] += added
-            else:
-                self._sums[name] = added
-
-        return add
-
-    def pop(self, name: str) -> Tensor:
-        """The sum of a layer's inputs, (I, I) or (I); forgotten once its last layer has asked."""
-        owner = self._owner.pop(name)
-        return self._sums[owner] if owner in self._owner.values() else self._sums.pop(owner)
+    handles = [module.register_forward_pre_hook(partial(add, name)) for name, module in linear.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class LayerwiseJob:
     """A resumable job over the layers of a model: each is written to a file of its own.
 
-    After a kill the same call resumes at the first layer that is missing and writes the same bytes. `tokens` are the
-    calibration texts, None where the treatment needs none.
+    After a kill the same call resumes at the first layer that is missing and writes the same bytes; the texts pass
+    through the layers that are written once more. `tokens` are the calibration texts, None where the treatment needs
+    none.
 
     Memory: embeddings, one layer and its sums, and the states of all texts at one layer.
     """
@@ -344,7 +321,7 @@ class LayerwiseJob:
         self._plan = [] if tokens is None else plan_mini_batches(tokens.lengths_N, MINI_BATCH_TOKENS)
         self._job = ShardedJob(folder, fields, len(model.layers), stem="layer", suffix=".safetensors")
         self._states: list[Tensor] = []
-        self._at: int | None = None
+        self._at = 0
 
     @property
     def files(self) -> list[Path]:
@@ -362,59 +339,40 @@ class LayerwiseJob:
             self._states = []
 
     def _make(self, index: int, path: Path) -> None:
-        needs = self._treatment.needs
-        if needs != "none":
+        if self._plan:
             self._advance(index)
+        sums: dict[str, Tensor] = {}
         name = self._model.layers[index][0]
         with self._model.loaded(index) as (layer, tensors):
             linear = linear_layers(layer)
-            statistics = InputStatistics(linear, needs)
-            for rows, state_NLH in zip(self._plan, self._states, strict=True) if needs != "none" else ():
+            for rows, state_NLH in zip(self._plan, self._states, strict=True):
                 tokens = self._padded(rows)
-                with statistics.watch(tokens.attention_mask_NL):
+                with inputs_added(sums, linear, tokens.attention_mask_NL, self._treatment.needs):
                     self._model.run(index, tokens, state_NLH.to(self._model.device))
             for part, module in linear.items():
                 key = f"{name}.{part}."
-                given = None if needs == "none" else statistics.pop(part)
-                made = self._treatment(module.weight.detach(), given, tensors[f"{key}weight"].dtype)
+                made = self._treatment(module.weight.detach(), sums.pop(part, None), tensors[f"{key}weight"].dtype)
                 tensors |= {f"{key}{suffix}": tensor.cpu() for suffix, tensor in made.items()}
         self._model.written(tensors, path)
 
     def _advance(self, index: int) -> None:
         """Have the states of the texts at the input of a layer, behind the layers that are written."""
-        if self._at is None:
-            self._read_states(index)
-        if self._at is None:
+        if not self._states:
             self._states = [self._model.first_states(self._padded(rows)).cpu() for rows in self._plan]
-            self._at = 0
-        while self._at < index:
-            with self._model.loaded(self._at, self._job.path(self._at)):
+        for before in range(self._at, index):
+            with self._model.loaded(before, self._job.path(before)):
                 for place, rows in enumerate(self._plan):
                     state_NLH = self._states[place].to(self._model.device)
-                    self._states[place] = self._model.run(self._at, self._padded(rows), state_NLH).cpu()
-            self._at += 1
-            if self._at == index:
-                named = {f"{place:05d}": states.contiguous() for place, states in enumerate(self._states)}
-                about = {"layer": str(self._at), "num_outputs": str(self._model.num_outputs)}
-                with atomic_path(self._job.folder / STATES_FILE) as temporary:
-                    save_file(named, temporary, metadata=about)
+                    self._states[place] = self._model.run(before, self._padded(rows), state_NLH).cpu()
+        self._at = index
 
     def _padded(self, rows: Tensor) -> PaddedTokens:
         assert self._tokens is not None
         padded = self._tokens.padded(rows, self._pad)
         return PaddedTokens(*(part.to(self._model.device) for part in padded))
 
-    def _read_states(self, index: int) -> None:
-        """Take what a killed process left, if it is of this layer or an earlier one."""
-        with suppress(OSError, SafetensorError), safe_open(self._job.folder / STATES_FILE, framework="pt") as opened:
-            about = opened.metadata()
-            if int(about["layer"]) <= index:
-                self._states = [opened.get_tensor(name).clone() for name in sorted(opened.keys())]
-                self._at, self._model.num_outputs = int(about["layer"]), int(about["num_outputs"])
-
     def _finish(self) -> dict[str, Any]:
         """Write what lies outside the layers, as it is."""
         with atomic_path(self._job.folder / OUTSIDE_FILE) as temporary:
             self._model.written(self._model.stored(None), temporary)
-        (self._job.folder / STATES_FILE).unlink(missing_ok=True)
         return {}

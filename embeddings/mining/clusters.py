@@ -485,12 +485,12 @@ def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Vect
 
 
 def _best_run(runs: ShardedJob) -> KMeans:
-    best = KMeans(np.empty((0, 0), np.float32), -math.inf)
-    for path in map(runs.path, range(runs.num_shards)):
+    def objective(path: Path) -> float:
         with load_shard(path) as found:
-            if float(found["objective"]) > best.objective:
-                best = KMeans(np.asarray(found["centroids"]), float(found["objective"]))
-    return best
+            return float(found["objective"])
+
+    with load_shard(max(map(runs.path, range(runs.num_shards)), key=objective)) as best:
+        return KMeans(best["centroids"], float(best["objective"]))
 
 
 def _assign(features: PairFeatures, centroids: Vectors, settings: ClusterSettings, shard: int, path: Path) -> None:

@@ -26,7 +26,7 @@ _REASONS = "verdicts.npy"
 SHARD_ROWS = 65_536
 # Records whose keys are made at once: some megabytes.
 _BLOCK = 512
-# Records whose texts, or shingles at 8 bytes a word, are kept while pairs are compared.
+# Records whose shingles, at 8 bytes a word, are kept while pairs are compared.
 _REMEMBERED = 4096
 
 
@@ -96,15 +96,14 @@ def _write_keys(table: Table, rule: NearDuplicates | None, shard_size: int, shar
 def _compare(job: ShardedJob, table: Table, rule: NearDuplicates | None) -> Mapping[str, Any]:
     """Write the reasons; returns how many records each rule takes out."""
 
-    @lru_cache(maxsize=_REMEMBERED)
-    def pair(row: int) -> list[str]:
-        return _pair(table.row(row))
+    def are_equal(earlier: int, later: int) -> bool:
+        return _pair(table.row(earlier)) == _pair(table.row(later))
 
     def column(key: int) -> npt.NDArray[np.uint32]:
         return np.concatenate([load_shard(job.path(shard), mapped=True)[key] for shard in range(job.num_shards)])
 
     reason_N = np.full(len(table), KEPT, dtype=np.uint8)
-    reason_N[mark_copies([column(0)], len(table), lambda earlier, later: pair(earlier) == pair(later))] = COPY
+    reason_N[mark_copies([column(0)], len(table), are_equal)] = COPY
     if rule is not None:
         row_n = np.flatnonzero(reason_N == KEPT).astype(np.uint32)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from embeddings.common.errors import InputError, OptionError, pip_install, require
+from embeddings.common.errors import OptionError, pip_install, require
 from embeddings.common.io import check_vectors
 from embeddings.common.jobs import progress_bar
 
@@ -153,66 +153,43 @@ def num_duplicates(centroids: NDArray[np.float32]) -> int:
     return len(centroids) - len(np.unique(np.round(centroids, 5), axis=0))
 
 
-BLOCK = 16_384
-# Comparing all with all costs k² products: up to here minutes on two cores.
-MAX_EXACT = 131_072
-_NUM_PROBES = 32
+_BLOCK = 16_384
 
 
 def nearest_centroids(
     vectors: NDArray[np.float32], centroids: NDArray[np.float32], gpu: bool = False
 ) -> NDArray[np.int32]:
     """The centroid with the largest inner product with each vector, exactly: its number, (n,) int32."""
-    if vectors.shape[1] != centroids.shape[1]:
-        what = f"vectors of width {vectors.shape[1]} do not go with centroids of width {centroids.shape[1]}"
-        raise InputError("clusters", what, "make the clusters again")
-    index = _index(centroids, gpu)
-    found = np.empty(len(vectors), dtype=np.int32)
-    for start in range(0, len(vectors), BLOCK):
-        block = np.ascontiguousarray(vectors[start : start + BLOCK], dtype=np.float32)
-        found[start : start + BLOCK] = index.search(block, 1)[1][:, 0]
-    return found
+    _, found_N1 = _index(centroids, gpu).search(np.ascontiguousarray(vectors, dtype=np.float32), 1)
+    return np.asarray(found_N1[:, 0], dtype=np.int32)
 
 
-def neighbour_lists(
-    centroids: NDArray[np.float32], num_neighbours: int, gpu: bool = False, max_exact: int = MAX_EXACT
-) -> NDArray[np.int32]:
+def neighbour_lists(centroids: NDArray[np.float32], num_neighbours: int, gpu: bool = False) -> NDArray[np.int32]:
     """Each centroid's nearest others by inner product, nearest first, (k, n) int32, n at most `num_neighbours`.
 
-    Exact up to `max_exact` centroids. Of more, each is compared with those in the nearest 32 of 4·√k groups: a tour
-    that goes by these lists is approximate anyway.
+    All are compared with all: k² products, where an iteration of k-means takes k for each vector.
     """
     num_centroids = len(centroids)
     wanted = min(num_neighbours, num_centroids - 1)
     lists = np.empty((num_centroids, wanted), dtype=np.int32)
     if not wanted:
         return lists
-    exact = _index(centroids, gpu)
-    index = exact if num_centroids <= max_exact else _index(centroids, gpu, int(4 * num_centroids**0.5))
-    for start in range(0, num_centroids, BLOCK):
-        block = centroids[start : start + BLOCK]
+    index = _index(centroids, gpu)
+    for start in range(0, num_centroids, _BLOCK):
+        block = centroids[start : start + _BLOCK]
         found = index.search(block, wanted + 1)[1]
-        short = np.flatnonzero((found < 0).any(axis=1))
-        if len(short):
-            found[short] = exact.search(block[short], wanted + 1)[1]
         is_itself = found == start + np.arange(len(found))[:, None]
         # Where a copy is found in a centroid's place, the last one goes.
         is_itself[~is_itself.any(axis=1), -1] = True
-        lists[start : start + BLOCK] = found[~is_itself].reshape(len(found), -1)
+        lists[start : start + _BLOCK] = found[~is_itself].reshape(len(found), -1)
     return lists
 
 
-def _index(centroids: NDArray[np.float32], gpu: bool, num_groups: int = 0) -> Any:
-    """An index by inner product that compares with all centroids, or with those of the nearest groups."""
+def _index(centroids: NDArray[np.float32], gpu: bool) -> Any:
+    """An index by inner product that compares with all centroids."""
     faiss = load_faiss(gpu)
-    width = centroids.shape[1]
-    index = faiss.IndexFlatIP(width)
-    if num_groups:
-        index = faiss.IndexIVFFlat(index, width, num_groups, faiss.METRIC_INNER_PRODUCT)
-        index.cp.min_points_per_centroid = 1
-        index.nprobe = _NUM_PROBES
+    index = faiss.IndexFlatIP(centroids.shape[1])
     if gpu:
         index = faiss.index_cpu_to_all_gpus(index)
-    index.train(centroids)
     index.add(centroids)
     return index

@@ -5,11 +5,10 @@ One rule is consistency: how many documents of its segment a query finds nearer 
 
 import hashlib
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import accumulate, compress
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -82,18 +81,19 @@ class Segments:
         if group_N is not None:
             order_N = np.argsort(group_N, kind="stable")
             parts = np.split(row_N[order_N], np.flatnonzero(np.diff(group_N[order_N])) + 1)
-        self._parts = [part_n for part_n in parts if len(part_n)]
-        self._counts = [-(-len(part_n) // segment_size) for part_n in self._parts]
-        self._stops = list(accumulate(self._counts))
+        # Of each segment its group's rows, its number among the group's segments, and how many these are.
+        self._segments: list[tuple[npt.NDArray[np.uint32], int, int]] = []
+        for row_n in parts:
+            count = -(-len(row_n) // segment_size)
+            self._segments += [(row_n, number, count) for number in range(count)]
 
     def __len__(self) -> int:
-        return sum(self._counts)
+        return len(self._segments)
 
     def members(self, segment: int) -> _Int64s:
         """The rows of a segment, in order, found without those of the others."""
-        place = bisect_right(self._stops, segment)
-        row_n, count = self._parts[place], self._counts[place]
-        number, total = segment - (self._stops[place] - count), len(row_n)
+        row_n, number, count = self._segments[segment]
+        total = len(row_n)
         start, stop = number * total // count, (number + 1) * total // count
         order = KeyedPermutation(total, derive_seed(self._seed, "segments"))
         positions: _Int64s = np.sort(order(np.arange(start, stop, dtype=np.int64)))

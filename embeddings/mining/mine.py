@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -35,7 +35,7 @@ from embeddings.common.text import PromptChoice, one_line
 from embeddings.data.records import NUM_LEVELS, Record, is_json_lines, table_writer
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_records
-from embeddings.data.table import StoredRow
+from embeddings.data.table import Table
 from embeddings.inference.encoder import embedder_sha256, module_sha256
 from embeddings.inference.vector_folder import SHARD_SIZE
 from embeddings.mining.faiss_library import faiss_version, load_faiss
@@ -127,9 +127,10 @@ def scoring_job(folder: Path, reranker: Reranker, num_shards: int) -> ShardedJob
     return ShardedJob(folder / f"scores-{fields['model_sha256'][:12]}", fields, num_shards, stem="scores")
 
 
-def score_shard(reranker: Reranker, rows: Sequence[StoredRow], mined: Path, path: Path) -> None:
-    """Write the scores of the texts of some rows: of each row its positives, then the negatives that were mined."""
-    negatives = read_shard(mined)["negatives"].to_pylist()
+def score_shard(reranker: Reranker, table: Table, shard_size: int, mined: ShardedJob, shard: int, path: Path) -> None:
+    """Write the scores of the texts of a shard's rows: of each its positives, then the negatives that were mined."""
+    rows = table.rows(shard_rows(shard, shard_size, len(table)))
+    negatives = read_shard(mined.path(shard))["negatives"].to_pylist()
     pairs = [
         (row.query, text)
         for row, found in zip(rows, negatives, strict=True)
@@ -362,21 +363,16 @@ def mine_negatives(
         scoring = None
         if reranker is not None:
             scoring = scoring_job(work, reranker, job.num_shards)
-
-            def score(shard: int, path: Path) -> None:
-                rows = source.table.rows(shard_rows(shard, shard_size, len(source.table)))
-                score_shard(reranker, rows, job.path(shard), path)
-
-            scoring.run(score, task)
-        if job.missing() or (scoring is not None and scoring.missing()):
+            scoring.run(partial(score_shard, reranker, source.table, shard_size, job), task)
+        jobs = [job] if scoring is None else [job, scoring]
+        if any(each.missing() for each in jobs):
             return None
         with file_lock(work / ".merge.lock"):
             # Another task may have been here first.
             records = (record for _, record in read_records(config, source))
             report = _finished(target, fields) or _merge(job, scoring, target, records, encoded, fields)
-        job.finish()
-        if scoring is not None:
-            scoring.finish()
+        for each in jobs:
+            each.finish()
     return report
 
 

@@ -1,7 +1,6 @@
 """From vectors to negatives: candidates of a shard of queries, scored by every teacher, and what the rules leave."""
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -29,7 +27,7 @@ from embeddings.mining.negatives import (
     draw_documents,
     mark,
 )
-from embeddings.mining.pair_index import PairIndex, concatenated_ranges
+from embeddings.mining.pair_index import PairIndex
 from embeddings.mining.pair_vectors import PairVectors
 from embeddings.mining.search import DocumentSearch, Floats, Rows, pair_scores
 
@@ -71,9 +69,7 @@ class ShardMiner:
         hash_Q = np.asarray(self.index.query_hashes[queries.start : queries.stop])
         known = self.index.known_positives(row_Q)
         judged = None if self.qrels is None else self.qrels.of_queries(hash_Q, known)
-        if judged is not None:
-            group_P = np.append(known.group_P, judged.positive_group_P)
-            known = known._replace(group_P=group_P, row_P=np.append(known.row_P, judged.positive_row_P))
+        known = known if judged is None else judged.known
         most_known = int(np.bincount(known.group_P).max())
         top_k = min(self.rules.last_rank + 1 + min(most_known, MAX_OWN_TEXTS), self.index.num_documents)
         found = [search.search(query_QD, top_k) for search, query_QD in zip(self.searches, query_TQD, strict=True)]
@@ -91,8 +87,8 @@ class ShardMiner:
         )
         if self.levels is not None:
             candidates = self._leveled(query_TQD, [top.index_QK for top in found], facts, judged)
-            judged_Q = None if judged is None else judged.is_judged_G[known.group_Q]
-            negatives = choose_levels(candidates, facts, self.rules, self.levels, judged_Q)
+            is_judged_Q = None if judged is None else judged.is_judged_Q
+            negatives = choose_levels(candidates, facts, self.rules, self.levels, is_judged_Q)
         else:
             if len(found) == 1:
                 row_QC, score_TQC = found[0].index_QK, found[0].score_QK[None]
@@ -113,9 +109,10 @@ class ShardMiner:
     ) -> ScoredCandidates:
         """The documents that were found, drawn or judged to be less relevant than the positives."""
         drawn_QR = draw_documents(facts.number_Q, self.index.num_documents, self.rules)
-        query_L, row_L, level_L = _of_queries(judged, facts.group_Q)
-        row_QC = _union([*rows, drawn_QR, _padded(query_L, row_L, len(facts.number_Q))])
-        marked = mark(row_QC, self.index.num_documents, drawn_QR, query_L, row_L, level_L)
+        none = np.empty(0, np.int64)
+        lower = (none, none, none.astype(np.int8)) if judged is None else (judged.query_L, judged.row_L, judged.level_L)
+        row_QC = _union([*rows, drawn_QR, _padded(*lower[:2], len(facts.number_Q))])
+        marked = mark(row_QC, self.index.num_documents, drawn_QR, *lower)
         score_TQC = self._candidate_scores(query_TQD, row_QC)
         return ScoredCandidates(row_QC, self.index.document_hashes[row_QC], score_TQC, *marked)
 
@@ -136,17 +133,6 @@ def _union(rows: Sequence[Rows]) -> Rows:
     row_QC = np.sort(np.concatenate(rows, axis=1), axis=1)
     row_QC[:, 1:][row_QC[:, 1:] == row_QC[:, :-1]] = -1
     return row_QC
-
-
-def _of_queries(judged: QueryQrels | None, group_Q: Rows) -> tuple[Rows, Rows, npt.NDArray[np.int8]]:
-    """The query, document and level of each document judged less relevant, (L,) each, query after query."""
-    if judged is None:
-        return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int8)
-    start_Q = np.searchsorted(judged.lower_group_L, group_Q, side="left")
-    stop_Q = np.searchsorted(judged.lower_group_L, group_Q, side="right")
-    place_L = concatenated_ranges(start_Q, stop_Q)
-    query_L = np.repeat(np.arange(len(group_Q)), stop_Q - start_Q)
-    return query_L, judged.lower_row_L[place_L], judged.lower_level_L[place_L]
 
 
 def _padded(query_L: Rows, row_L: Rows, num_queries: int) -> Rows:
@@ -238,16 +224,14 @@ def report_levels(shards: Iterable[Mapping[str, Mapping[str, float]] | None]) ->
         return None
     report: ByLevel = {}
     for level in found[0]:
-        total: Counter[str] = Counter()
-        for shard in found:
-            total.update({name: shard[level][name] for name in ("num_negatives", "num_lacking", "sum")})
-        count = int(total["num_negatives"])
-        present = [shard[level] for shard in found if shard[level]["num_negatives"]]
+        parts = [shard[level] for shard in found]
+        present = [part for part in parts if part["num_negatives"]]
+        count = sum(part["num_negatives"] for part in parts)
         report[level] = {
             "num_negatives": count,
-            "num_lacking": int(total["num_lacking"]),
+            "num_lacking": sum(part["num_lacking"] for part in parts),
             "lowest_score": min((part["lowest_score"] for part in present), default=None),
-            "mean_score": total["sum"] / count if count else None,
+            "mean_score": sum(part["sum"] for part in parts) / count if count else None,
             "highest_score": max((part["highest_score"] for part in present), default=None),
         }
     return report

@@ -293,18 +293,21 @@ class TextQrels(NamedTuple):
 
 
 class QueryQrels(NamedTuple):
-    """What is judged of some queries, by the groups of `KnownPositives`.
+    """What is judged of some queries.
 
-    `is_judged_G` says whether any document of the corpus is judged for a group. Then follow the documents judged at
-    least as relevant as the positives, and those judged less relevant, by ascending group, with their levels 1 to 3.
+    Attributes:
+        known: Their known positives and what was judged at least as relevant.
+        is_judged_Q: Whether any document of the corpus is judged for a query.
+        query_L: The query's place, for each document judged less relevant, ascending.
+        row_L: The document.
+        level_L: Its level, 1 to 3.
     """
 
-    is_judged_G: Mask
-    positive_group_P: Int64s
-    positive_row_P: Int64s
-    lower_group_L: Int64s
-    lower_row_L: Int64s
-    lower_level_L: Int8s
+    known: KnownPositives
+    is_judged_Q: Mask
+    query_L: Int64s
+    row_L: Int64s
+    level_L: Int8s
 
 
 class DocumentQrels:
@@ -336,24 +339,23 @@ class DocumentQrels:
 
     def of_queries(self, hash_Q: Int64s, known: KnownPositives) -> QueryQrels:
         """What is judged of the queries with these text hashes and known positives."""
-        hash_G = np.zeros(int(known.group_Q.max()) + 1, np.int64)
-        hash_G[known.group_Q] = hash_Q
-        start_G = np.searchsorted(self._query_hash_J, hash_G, side="left")
-        stop_G = np.searchsorted(self._query_hash_J, hash_G, side="right")
-        place_j = concatenated_ranges(start_G, stop_G)
-        group_j = np.repeat(np.arange(len(hash_G)), stop_G - start_G)
+        start_Q = np.searchsorted(self._query_hash_J, hash_Q, side="left")
+        stop_Q = np.searchsorted(self._query_hash_J, hash_Q, side="right")
+        place_j = concatenated_ranges(start_Q, stop_Q)
+        query_j = np.repeat(np.arange(len(hash_Q)), stop_Q - start_Q)
         row_j, grade_j = self._row_J[place_j], self._grade_J[place_j]
         key_P = known.group_P * self._num_documents + known.row_P
-        is_known_j = np.isin(group_j * self._num_documents + row_j, key_P)
-        least_G = np.full(len(hash_G), np.inf)
-        np.minimum.at(least_G, group_j[is_known_j], grade_j[is_known_j])
-        least_G = np.where(np.isinf(least_G), self._scale[0], np.maximum(least_G, self._scale[0]))
-        is_lower_j = ~is_known_j & (grade_j < least_G[group_j])
-        is_positive_j = ~is_known_j & ~is_lower_j
-        steps_j = np.searchsorted(self._scale, least_G[group_j]) - np.searchsorted(self._scale, grade_j)
+        key_j = known.group_Q[query_j] * self._num_documents + row_j
+        is_known_j = np.isin(key_j, key_P)
+        least_Q = np.full(len(hash_Q), np.inf)
+        np.minimum.at(least_Q, query_j[is_known_j], grade_j[is_known_j])
+        least_Q = np.where(np.isinf(least_Q), self._scale[0], np.maximum(least_Q, self._scale[0]))
+        is_lower_j = ~is_known_j & (grade_j < least_Q[query_j])
+        steps_j = np.searchsorted(self._scale, least_Q[query_j]) - np.searchsorted(self._scale, grade_j)
         level_j = np.where(grade_j <= 0, IRRELEVANT_LEVEL, np.minimum(steps_j, IRRELEVANT_LEVEL - 1)).astype(np.int8)
-        positive, lower = ((group_j[is_own_j], row_j[is_own_j]) for is_own_j in (is_positive_j, is_lower_j))
-        return QueryQrels(start_G < stop_G, *positive, *lower, level_j[is_lower_j])
+        known_P = np.divmod(np.union1d(key_P, key_j[~is_lower_j]), self._num_documents)
+        known = KnownPositives(known.group_Q, *known_P)
+        return QueryQrels(known, start_Q < stop_Q, query_j[is_lower_j], row_j[is_lower_j], level_j[is_lower_j])
 
 
 def _rows_of(hash_n: Int64s, index: PairIndex) -> tuple[Int64s, Int64s]:

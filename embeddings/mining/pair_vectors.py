@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -242,8 +242,8 @@ def encode_pairs(
         found = None if path is None else EncodedFolder.open(path, role, prompt_name, model)
         sides.append(_Side(role, prompt_name, found))
     index = index or index_pairs(source, Path(folder) / "index", corpus, negatives)
-    places = ((Path(folder) / _FOLDERS[side.role], side.num_rows(index)) for side in sides)
-    made = [VectorShards(place, num_rows, encoder.embedding_dim, shard_size) for place, num_rows in places]
+    sizes = zip(_FOLDERS.values(), (index.num_queries, index.num_documents), strict=True)
+    made = [VectorShards(Path(folder) / name, size, encoder.embedding_dim, shard_size) for name, size in sizes]
     budget = encoder.mini_batch_tokens
     for side, shards in zip(sides, made, strict=True):
         budget = _encode_side(encoder, index, side, shards, model, budget, devices, task)
@@ -261,8 +261,8 @@ def _encode_side(
     task: ArrayTask | None,
 ) -> int:
     """Make what is missing of a side's vectors; returns the mini-batches' tokens, those of whoever began it."""
-    how = {"kind": f"{side.role} vectors", "prompt_name": side.prompt_name}
-    fields = {**index.key, **model, **how, "num_rows": shards.num_rows, "shard_size": shards.shard_size}
+    kind, sizes = f"{side.role} vectors", {"num_rows": shards.num_rows, "shard_size": shards.shard_size}
+    fields = {**index.key, **model, "kind": kind, "prompt_name": side.prompt_name, **sizes}
     identity = None if side.encoded is None else side.encoded.identity
     defaults = {"mini_batch_tokens": budget, "encoded": identity}
     job = ShardedJob(shards.folder, fields, shards.num_shards, stem="vectors", defaults=defaults)
@@ -292,10 +292,10 @@ def _encode_side(
 
     maker = _ShardMaker(job, side.role, budget, f"{_FOLDERS[side.role]} of {index.source.folder.name}", shards)
     own = [shard for shard in (task or ArrayTask()).shards(job.num_shards) if not job.path(shard).exists()]
-    if (used := devices[: len(own)]) and len(used) > 1:
-        with ExitStack() as stack:
-            made = stack.enter_context(closing(on_devices(encoder, used, maker, map(texts, own))))
-            bar = stack.enter_context(progress_bar(len(own), str(how["kind"]), "shard"))
+    used = devices[: len(own)]
+    if len(used) > 1:
+        made = on_devices(encoder, used, maker, map(texts, own))
+        with closing(made), progress_bar(len(own), kind, "shard") as bar:
             for _ in made:
                 bar.update()
     # All shards, or those that other tasks have left.
@@ -356,9 +356,6 @@ class _Side:
     role: TextRole
     prompt_name: PromptChoice
     encoded: EncodedFolder | None
-
-    def num_rows(self, index: PairIndex) -> int:
-        return index.num_queries if self.role == "query" else index.num_documents
 
     def texts(self, index: PairIndex, rows: list[int]) -> list[str]:
         return index.source.table.queries(rows) if self.role == "query" else index.document_texts(rows)

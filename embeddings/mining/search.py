@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,14 +15,16 @@ from embeddings.common.io import check_vectors
 from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array
 from embeddings.common.random import derive_seed
 from embeddings.inference.precision import has_native_bfloat16
-from embeddings.inference.search import TopK
+from embeddings.inference.search import TopK, require_top_k
 from embeddings.inference.vectors import VectorShards
 from embeddings.mining.faiss_library import faiss_version, kmeans_run, load_faiss, new_lists
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
-# See `CoarseSearch.__call__`; the row is -1 where a tile has no more documents.
-Scan = Callable[[slice, int, Floats, int], tuple[Floats, Rows]]
+# Scores and rows of a tile's best documents, by a slice of the queries and how many; row -1 where there are no more.
+BestOfTile = Callable[[slice, int], tuple[Floats, Rows]]
+# Takes a tile and the row of its first document.
+Scan = Callable[[int, Floats], BestOfTile]
 
 # Documents that are compared at once: enough that choosing the best costs little beside the products.
 TILE_BYTES = 48 << 20
@@ -38,8 +39,6 @@ _PAIR_BLOCK = 512
 _DOUBTFUL_BLOCK = 64
 # Scores of one product of queries and a tile: 32 MiB in float32.
 _PRODUCT_SCORES = 1 << 23
-# Documents that are rounded at once.
-_ROUNDED = 512
 # Vectors count as unit vectors to a thousandth.
 _UNIT = 1.01
 
@@ -79,34 +78,29 @@ class CoarseSearch:
         query = torch.from_numpy(query_QD)
         self._query_QD, self._dtype = query.to(dtype), dtype
         self._lost_Q = (query - query.to(dtype).float()).norm(dim=1).numpy()
-        self._most_lost, self._tile_row, self._tile_DT = 0.0, -1, torch.empty(0)
+        self._most_lost = 0.0
 
     def width(self, top_k: int) -> int:
         """How many documents to keep, so that the true top k are nearly always among them."""
         return (2 * top_k if self._dtype == torch.bfloat16 else top_k) + SLACK
 
-    def __call__(self, chunk: slice, first_row: int, tile_TD: Floats, top_k: int) -> tuple[Floats, Rows]:
-        """Scores and rows of a tile's best documents for a chunk of the queries."""
-        if first_row != self._tile_row:
-            self._take_tile(first_row, tile_TD)
-        queries = torch.split(self._query_QD[chunk], max(1, _PRODUCT_SCORES // len(tile_TD)))
-        found = [topk_per_row(query_QD @ self._tile_DT, top_k) for query_QD in queries]
-        score_QK, place_QK = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
-        return score_QK, place_QK + first_row
+    def __call__(self, first_row: int, tile_TD: Floats) -> BestOfTile:
+        """What finds a tile's best documents for some of the queries."""
+        tile = torch.from_numpy(tile_TD)
+        rounded = tile.to(self._dtype)
+        if self._dtype != torch.float32:
+            self._most_lost = max(self._most_lost, float((tile - rounded.float()).norm(dim=1).max()))
+
+        def best(chunk: slice, top_k: int) -> tuple[Floats, Rows]:
+            queries = torch.split(self._query_QD[chunk], max(1, _PRODUCT_SCORES // len(tile_TD)))
+            found = [topk_per_row(query_QD @ rounded.T, top_k) for query_QD in queries]
+            score_QK, place_QK = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
+            return score_QK, place_QK + first_row
+
+        return best
 
     def bound(self, last_Q: Floats) -> Floats:
         return score_bound(last_Q, self._lost_Q, self._most_lost, self._query_QD.shape[1], self._dtype)
-
-    def _take_tile(self, first_row: int, tile_TD: Floats) -> None:
-        """Round a tile, a piece at a time, and measure what is lost."""
-        tile = torch.from_numpy(tile_TD)
-        if self._dtype != torch.float32:
-            tile = torch.empty(tile.shape, dtype=self._dtype)
-            for start in range(0, len(tile), _ROUNDED):
-                piece_nD = torch.from_numpy(tile_TD[start : start + _ROUNDED])
-                rounded_nD = tile[start : start + _ROUNDED].copy_(piece_nD)
-                self._most_lost = max(self._most_lost, float((piece_nD - rounded_nD.float()).norm(dim=1).max()))
-        self._tile_row, self._tile_DT = first_row, tile.T
 
 
 def score_bound(
@@ -138,7 +132,7 @@ class ExactSearch:
 
     Precision: a score is the inner product summed in float64, rounded to float32.
     Determinism: scores and rows are the same whatever the size of shards and the number of queries in a call.
-    Memory: two tiles of 48 MiB, 32 MiB of scores, and 12 bytes for each of (2 `top_k` + 16) documents of a query.
+    Memory: four tiles of 48 MiB, 32 MiB of scores, and 12 bytes for each of (2 `top_k` + 16) documents of a query.
     Related: `GpuSearch`, which does the same on a GPU.
     """
 
@@ -194,8 +188,7 @@ class ExactSearch:
 
 def check_search(documents: VectorShards, query_QD: Floats, top_k: int) -> None:
     """Check what a search is asked for, as `DocumentSearch` says."""
-    if top_k < 1:
-        raise OptionError("top_k", top_k, "must be >= 1", "100 is usual")
+    require_top_k(top_k)
     if query_QD.shape[1] != documents.embedding_dim:
         what = f"holds vectors of width {documents.embedding_dim}, the queries' is {query_QD.shape[1]}"
         raise InputError(str(documents.folder), what, "encode both with one model")
@@ -244,9 +237,10 @@ def best_of_tiles(documents: VectorShards, num_queries: int, width: int, scan: S
     score_QK = np.full((num_queries, width), -np.inf, np.float32)
     row_QK = np.full((num_queries, width), -1, np.int64)
     for first_row, tile_TD in tiles(documents):
+        best_of_tile = scan(first_row, tile_TD)
         for start in range(0, num_queries, QUERY_CHUNK):
             chunk = slice(start, start + QUERY_CHUNK)
-            scores, rows = scan(chunk, first_row, tile_TD, min(width, len(tile_TD)))
+            scores, rows = best_of_tile(chunk, min(width, len(tile_TD)))
             scores = np.concatenate([score_QK[chunk], scores], axis=1)
             rows = np.concatenate([row_QK[chunk], rows], axis=1)
             best = np.argpartition(-scores, width - 1, axis=1)[:, :width]
@@ -361,25 +355,26 @@ class IvfSearch:
         check_search(self.documents, query_QD, top_k)
         if self.gpu and top_k > (most := GPU_MAX_DOCUMENTS - SLACK):
             raise OptionError("top_k", top_k, f"must be <= {most} on a GPU", "lower it, or search on the CPU")
-        width = min(top_k + SLACK, self.documents.num_rows)
-        probes = self._faiss.knn(query_QD, self.centroid_CD, self.num_probes, metric=self._faiss.METRIC_INNER_PRODUCT)
-        found = best_of_tiles(self.documents, len(query_QD), width, partial(self._tile_top_k, query_QD, probes))
-        return in_order(query_QD, found.index_QK, self.documents, top_k)
+        faiss, width = self._faiss, min(top_k + SLACK, self.documents.num_rows)
+        score_QP, list_QP = faiss.knn(query_QD, self.centroid_CD, self.num_probes, metric=faiss.METRIC_INNER_PRODUCT)
 
-    def _tile_top_k(
-        self, query_QD: Floats, probes: tuple[Floats, Rows], chunk: slice, first_row: int, tile_TD: Floats, top_k: int
-    ) -> tuple[Floats, Rows]:
-        faiss, list_T = self._faiss, self._lists_of(first_row, len(tile_TD))
-        index = new_lists(self._quantizer, len(self.centroid_CD))
-        index.nprobe = self.num_probes
-        index.add_core(len(tile_TD), faiss.swig_ptr(tile_TD), None, faiss.swig_ptr(list_T))
-        if self.gpu:
-            index = faiss.index_cpu_to_gpu(self._resources, 0, index)
+        def scan(first_row: int, tile_TD: Floats) -> BestOfTile:
+            list_T = self._lists_of(first_row, len(tile_TD))
+            index = new_lists(self._quantizer, len(self.centroid_CD))
+            index.add_core(len(tile_TD), faiss.swig_ptr(tile_TD), None, faiss.swig_ptr(list_T))
+            if self.gpu:
+                index = faiss.index_cpu_to_gpu(self._resources, 0, index)
             index.nprobe = self.num_probes
-        probe_score_QP, probe_QP = (part[chunk] for part in probes)
-        score_QK, row_QK = index.search_preassigned(query_QD[chunk], top_k, probe_QP, probe_score_QP)
-        # Where a list has no more documents, faiss gives row -1 and the least float.
-        return np.where(row_QK < 0, np.float32(-np.inf), score_QK), np.where(row_QK < 0, -1, row_QK + first_row)
+
+            def best(chunk: slice, top_k: int) -> tuple[Floats, Rows]:
+                score_QK, row_QK = index.search_preassigned(query_QD[chunk], top_k, list_QP[chunk], score_QP[chunk])
+                # Where a list has no more documents, faiss gives row -1 and the least float.
+                return np.where(row_QK < 0, np.float32(-np.inf), score_QK), np.where(row_QK < 0, -1, row_QK + first_row)
+
+            return best
+
+        found = best_of_tiles(self.documents, len(query_QD), width, scan)
+        return in_order(query_QD, found.index_QK, self.documents, top_k)
 
     def _lists_of(self, first_row: int, count: int) -> Rows:
         """The lists of some documents, one after another, (count,) int64."""

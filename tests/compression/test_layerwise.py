@@ -12,11 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from embeddings.common import InputError, OptionError, TokenBatch
-from embeddings.compression.layerwise import (
-    LayerwiseJob,
-    LayerwiseModel,
-    linear_layers,
-)
+from embeddings.compression.layerwise import LayerwiseJob, LayerwiseModel, linear_layers
 from embeddings.compression.pruning import Sparsity, prune_by_magnitude, prune_by_sparsegpt
 from embeddings.models.backbone import load_model
 from embeddings.models.bidirectional import layers, make_bidirectional
@@ -151,7 +147,6 @@ def test_every_matrix_is_treated_with_the_inputs_that_earlier_layers_now_give(tm
     expected = load_file(tmp_path / "whole" / "model.safetensors")
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[key], expected[key]) for key in expected)
-    assert not (tmp_path / "work" / "states.safetensors").exists()
 
 
 def test_weights_keep_their_dtype_and_the_next_layer_gets_them_rounded(tmp_path):
@@ -163,10 +158,8 @@ def test_weights_keep_their_dtype_and_the_next_layer_gets_them_rounded(tmp_path)
     assert {weight.dtype for weight, _ in treatment.given} == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("stop_at", "damage"), [(1, None), (7, None), (10, None), (14, "missing"), (14, "cut"), (18, None)]
-)
-def test_a_stopped_job_resumes_at_the_last_whole_layer_with_the_same_bytes(tmp_path, stop_at, damage):
+@pytest.mark.parametrize("stop_at", [1, 7, 10, 18])
+def test_a_stopped_job_resumes_at_the_last_whole_layer_with_the_same_bytes(tmp_path, stop_at):
     build("bert").save_pretrained(tmp_path / "model")
     tokens = some_tokens()
 
@@ -178,10 +171,6 @@ def test_a_stopped_job_resumes_at_the_last_whole_layer_with_the_same_bytes(tmp_p
     whole.run()
     with pytest.raises(KeyboardInterrupt):
         job("stopped", Pruned(stop_at)).run()
-    states = tmp_path / "stopped" / "states.safetensors"
-    if damage is not None:
-        content = states.read_bytes()
-        states.write_bytes(content[:100]) if damage == "cut" else states.unlink()
     resumed = job("stopped", again := Pruned())
     assert sum(file.exists() for file in resumed.files) == (stop_at - 1) // 6
     resumed.run()

@@ -1,16 +1,20 @@
 """Functions that are interrupted at one of their calls."""
 
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
 
-def interrupted_at(function: Callable[..., Any], call: int = 1) -> Callable[..., Any]:
-    """The function, interrupted as by Ctrl-C in place of its `call`-th call, counted from 1."""
+def interrupted_at(function: Callable[..., Any], call: int = 1, killed: bool = False) -> Callable[..., Any]:
+    """The function, in place of whose `call`-th call, from 1, comes Ctrl-C, or the process is killed."""
     calls: list[None] = []
 
     def interrupted(*args: Any, **options: Any) -> Any:
         calls.append(None)
         if len(calls) == call:
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise KeyboardInterrupt
         return function(*args, **options)
 

@@ -2,7 +2,6 @@
 
 import random
 import re
-import sys
 from functools import cache
 
 import numpy as np
@@ -10,22 +9,12 @@ import numpy as np
 from embeddings.common.io import text_hash
 from embeddings.data import SourceConfig
 from embeddings.inference import Encoder
-from embeddings.mining import duplicates, filter
 from embeddings.mining.duplicates import Decontaminator, EvaluationTexts
 from embeddings.mining.filter import FilterRules, filter_pairs
 from tests.data.rows import write_jsonl
 from tests.inference.models import tiny_embedder
 
 NUM_CLEAN = 40
-# Where a run may be ended: the function, and which of its calls.
-PLACES = {
-    "keys": (duplicates, "_write_keys", 3),
-    "comparison": (duplicates, "_compare", 1),
-    "reasons": (duplicates, "_write_reasons", 2),
-    "segment": (filter, "_write_ranks", 2),
-    "writing": (filter, "write_records", 1),
-    "manifest": (filter, "write_file_manifest", 1),
-}
 EVALUATION = EvaluationTexts(
     ["What is the *evaluated* question, please?", "how long does the longest river of africa flow"],
     ["An evaluated document about mountains and the glaciers on them."],
@@ -111,17 +100,3 @@ def run_filter(config, output, task=None, rules=RULES):
         task=task,
         cache_dir=output.parent / "cache",
     )
-
-
-def stop_amid_segments():
-    """At the second segment tell the parent process that the place is reached, and wait for ever."""
-    real, calls = filter._write_ranks, []
-
-    def stopping(*args):
-        calls.append(1)
-        if len(calls) == 2:
-            print("amid", flush=True)
-            sys.stdin.readline()
-        return real(*args)
-
-    filter._write_ranks = stopping

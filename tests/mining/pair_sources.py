@@ -16,6 +16,12 @@ TOPICS = (
 )
 
 
+def source(folder, rows, **options):
+    """The rows as a converted source."""
+    config = SourceConfig("pairs", str(write_jsonl(folder / "pairs.jsonl", rows)), **options)
+    return open_cached(config, folder / "cache")
+
+
 def topic_of(row):
     """The topic of a row of `topic_source`."""
     return row * 7 % 3
@@ -28,7 +34,7 @@ def topic_source(folder, num_rows=60):
         words = TOPICS[topic_of(row)]
         chosen = [words[(row + step) % 5] for step in range(4)]
         rows.append({"query": f"{chosen[0]} {chosen[1]}", "positive": [f"{' '.join(chosen)} {row}", "another"]})
-    return open_cached(SourceConfig("pairs", str(write_jsonl(folder / "pairs.jsonl", rows))))
+    return source(folder, rows)
 
 
 def write_vectors(folder, vectors, shard_size, kind):
@@ -44,13 +50,7 @@ def content(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def made_vectors(
-    folder,
-    source,
-    queries=None,
-    documents=None,
-    shard_size=16,
-):
+def made_vectors(folder, source, queries=None, documents=None, shard_size=16):
     """Pair vectors of a source: those given, or random ones."""
     index = index_pairs(source, folder / "index")
     queries = unit_vectors(index.num_queries, seed=1) if queries is None else queries

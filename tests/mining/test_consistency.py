@@ -6,14 +6,11 @@ import pytest
 from embeddings.common import InputError
 from embeddings.common.io import write_manifest
 from embeddings.common.jobs import ArrayTask
-from embeddings.data import SourceConfig
-from embeddings.data.store import open_cached
 from embeddings.inference.vectors import unit_rows
 from embeddings.mining import filter as consistency
 from embeddings.mining.filter import NOT_RANKED, Segments, rank_pairs
 from embeddings.mining.pair_index import index_pairs
-from tests.data.rows import write_jsonl
-from tests.mining.pair_sources import made_vectors
+from tests.mining.pair_sources import made_vectors, source
 
 NUM_ROWS, WIDTH = 50, 4
 
@@ -28,11 +25,11 @@ def some_rows():
 
 def pair_vectors(folder, rows, query_ND, vector_of, shard_size=7):
     """Vectors of a source, those of documents by their text."""
-    source = open_cached(SourceConfig("a", str(write_jsonl(folder / "a.jsonl", rows))), folder / "cache")
-    index = index_pairs(source, folder / "index")
+    pairs = source(folder, rows)
+    index = index_pairs(pairs, folder / "index")
     document_MD = np.stack([vector_of(text) for text in index.document_texts(range(index.num_documents))])
     sides = (unit_rows(vector_ND.astype(np.float32)) for vector_ND in (query_ND, document_MD))
-    return made_vectors(folder, source, *sides, shard_size)
+    return made_vectors(folder, pairs, *sides, shard_size)
 
 
 def rounded_vectors(folder, shard_size=7):
@@ -92,21 +89,6 @@ def test_an_equal_vector_in_another_tile_is_a_tie(tmp_path, monkeypatch):
     query_ND = generator.normal(size=(33, 257))
     vectors = pair_vectors(tmp_path, rows, query_ND, lambda _: query_ND[0], shard_size=4)
     assert rank_pairs(vectors, tmp_path / "work").tolist() == [0] * 33
-
-
-def test_planted_inconsistent_pairs_are_found_and_no_others(tmp_path):
-    generator = np.random.default_rng(1)
-    topic_ND = generator.normal(size=(60, 16))
-    rows = [{"query": f"q {row}", "positive": f"d {row}"} for row in range(60)]
-    wrong = {7: 30, 31: 2, 59: 12}
-    document_of = {f"d {row}": wrong.get(row, row) for row in range(60)}
-
-    def vector_of(text):
-        return topic_ND[document_of[text]] + 0.05 * np.random.default_rng(len(text)).normal(size=16)
-
-    vectors = pair_vectors(tmp_path, rows, topic_ND, vector_of)
-    found = rank_pairs(vectors, tmp_path / "work", segment_size=30, seed=4)
-    assert np.flatnonzero(found >= 2).tolist() == sorted(wrong)
 
 
 def test_tasks_and_shards_of_vectors_change_no_byte(tmp_path):

@@ -1,23 +1,16 @@
 """Copies and near-copies of pairs equal those of a loop over all earlier records."""
 
-import gzip
-import json
-import math
-import os
 import random
 import re
-from collections import Counter
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
-from embeddings.data import SourceConfig
-from embeddings.data.store import open_cached
 from embeddings.data.table import StoredRow
-from embeddings.inference.bm25 import word_tokens
+from embeddings.inference.bm25 import BM25, word_tokens
 from embeddings.mining import duplicates
 from embeddings.mining.duplicates import (
     COPY,
@@ -31,14 +24,10 @@ from embeddings.mining.duplicates import (
     find_contaminated,
     find_duplicates,
 )
-from tests.data.rows import pairs, write_jsonl
+from tests.data.rows import pairs
+from tests.mining import pair_sources
 
-DATA = Path(os.environ.get("EMBED_DATA", Path(__file__).parents[3] / "shared" / "data"))
-
-
-def source(folder, rows):
-    config = SourceConfig("a", str(write_jsonl(folder / "a.jsonl", rows)), suspect_rows="keep")
-    return open_cached(config, folder / "cache")
+source = partial(pair_sources.source, suspect_rows="keep")
 
 
 def varied_rows(seed=0):
@@ -155,24 +144,6 @@ def words(seed, count):
     return " ".join(f"w{generator.randrange(150)}" for _ in range(count))
 
 
-def loop_coverage(texts, text):
-    """The largest share of a text's BM25 weight that another text holds, with the formula written out."""
-    documents = [tokens for tokens in map(word_tokens, texts) if len(set(tokens)) >= MIN_TOKENS]
-    mean_length = sum(map(len, documents)) / max(1, len(documents))
-    frequency = Counter(token for document in documents for token in set(document))
-    best = 0.0
-    for document in documents:
-        weights = {
-            token: math.log(1 + (len(documents) - frequency[token] + 0.5) / (frequency[token] + 0.5))
-            * (count := document.count(token))
-            / (count + 1.5 * (1 - 0.75 + 0.75 * len(document) / mean_length))
-            for token in set(document)
-        }
-        shared = sum(weight for token, weight in weights.items() if token in set(word_tokens(text)))
-        best = max(best, shared / sum(weights.values()))
-    return best
-
-
 @pytest.mark.parametrize("threshold", [0.3, 0.45, 0.6, 1.0])
 def test_reasons_equal_a_loop(threshold):
     evaluation = EvaluationTexts([words(seed, 3 + seed % 7) for seed in range(20)], [words(99, 30), words(98, 4)])
@@ -182,13 +153,16 @@ def test_reasons_equal_a_loop(threshold):
     def normal(text):
         return re.findall(r"\w+", text.lower())
 
+    def coverage(texts, text):
+        return BM25([own for own in texts if len(set(word_tokens(own))) >= MIN_TOKENS]).coverage([text])[0]
+
     everything = [normal(text) for texts in evaluation for text in texts]
     expected = []
     for record in records:
-        coverage = [loop_coverage(evaluation.queries, record.query)]
-        coverage += [loop_coverage(evaluation.documents, text) for text in record.positives]
+        covered = [coverage(evaluation.queries, record.query)]
+        covered += [coverage(evaluation.documents, text) for text in record.positives]
         is_equal = any(normal(text) in everything for text in (record.query, *record.positives))
-        expected.append(EQUAL if is_equal else SIMILAR if max(coverage) >= threshold - 1e-5 else KEPT)
+        expected.append(EQUAL if is_equal else SIMILAR if max(covered) >= threshold - 1e-5 else KEPT)
     assert Decontaminator(evaluation, threshold).reasons(records).tolist() == expected
     assert expected.count(EQUAL) == 2
     assert (SIMILAR in expected) == (threshold < 1)
@@ -271,19 +245,3 @@ def test_impossible_thresholds_are_refused(threshold):
         Decontaminator(EvaluationTexts(["a"], []), threshold)
     with pytest.raises(OptionError, match="decontaminate must bring at least one text"):
         Decontaminator(EvaluationTexts([], []))
-
-
-@pytest.mark.skipif(not (DATA / "nq_pairs").is_dir(), reason="the shared data sets are not here (EMBED_DATA)")
-def test_evaluation_questions_planted_among_real_ones_are_found(tmp_path):
-    with gzip.open(DATA / "nq_pairs" / "train.jsonl.gz", "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    held_out, rows = [row["query"] for row in rows[:200]], rows[200:1200]
-    planted = {row: held_out[number] for number, row in enumerate(range(3, 1000, 97))}
-    for row, text in planted.items():
-        rows[row]["query"] = f"Please, {text.upper()}?"
-    found = find_contaminated(
-        source(tmp_path, rows), tmp_path / "work", Decontaminator(EvaluationTexts(held_out, []), 0.9)
-    )
-    assert (found[list(planted)] != KEPT).all()
-    assert (found != KEPT).sum() <= len(planted) + 10
-    assert np.isin(found, [KEPT, EQUAL, SIMILAR]).all()

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.data.sources import SourceConfig
-from embeddings.data.store import open_cached
 from embeddings.mining import clusters as features
 from embeddings.mining.clusters import Bm25Features, VectorFeatures, _bm25_weights, _term_counts, unit_features
 from tests.data.cluster_folders import unit_vectors
-from tests.data.rows import labelled, write_jsonl
-from tests.mining.pair_sources import made_vectors, topic_of, topic_source
+from tests.data.rows import labelled
+from tests.mining.pair_sources import made_vectors, source, topic_of, topic_source
 
 
 def fitted(of, kind=VectorFeatures, **options):
@@ -71,14 +69,11 @@ def test_axes_of_a_sample_serve_all_rows(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("value", "kind"), [(0.0, "zero"), (np.nan, "not finite")])
 def test_a_row_without_direction_is_named(value, kind, tmp_path):
-    source = topic_source(tmp_path)
     queries = unit_vectors(60)
     queries[23] = value
-    made = fitted(made_vectors(tmp_path / "vectors", source, queries))
+    made = fitted(made_vectors(tmp_path / "vectors", topic_source(tmp_path), queries))
     with pytest.raises(InputError, match=rf"queries/vectors-00001\.npy:7: the vector is {kind}"):
         made.rows(np.arange(10, 40))
-    with pytest.raises(InputError, match=f"row 5: what it is clustered by is {kind}"):
-        unit_features(np.full((1, 4), value, np.float32), np.array([5]))
     with pytest.raises(InputError, match=f"file:5: what it is clustered by is {kind}"):
         unit_features(np.full((1, 4), value, np.float32), np.array([5]), "file:{}".format)
 
@@ -106,9 +101,8 @@ def bm25(texts):
 
 def test_weights_are_those_of_the_formula(tmp_path):
     rows = [{"query": "a dog a cat", "positive": "The DOG, the dog!"}, {"query": "one", "positive": "naïve 東京 x"}]
-    source = open_cached(SourceConfig("s", str(write_jsonl(tmp_path / "s.jsonl", rows))))
     texts = ["a dog a cat", "one", "The DOG, the dog!", "naïve 東京 x"]
-    learned = Bm25Features(source).fit()
+    learned = Bm25Features(source(tmp_path, rows)).fit()
     weights = _bm25_weights(_term_counts(texts), learned).toarray()
     for row, expected in enumerate(bm25(texts)):
         np.testing.assert_allclose(sorted(weights[row][weights[row] > 0]), sorted(expected.values()), rtol=1e-6)
@@ -128,23 +122,23 @@ def test_pairs_about_one_thing_lie_together_and_both_orders_differ(tmp_path):
 
 
 def test_one_seed_learns_the_same_bits_and_a_sample_does(tmp_path, monkeypatch):
-    source = topic_source(tmp_path)
+    pairs = topic_source(tmp_path)
     monkeypatch.setattr(features, "MAX_FITTED_ROWS", 30)
-    first, again, other = (Bm25Features(source, 4, seed).fit() for seed in (1, 1, 2))
+    first, again, other = (Bm25Features(pairs, 4, seed).fit() for seed in (1, 1, 2))
     assert all(first[name].tobytes() == again[name].tobytes() for name in first)
     assert first["axes"].tobytes() != other["axes"].tobytes()
-    assert fitted_words(source, svd_dim=4, seed=1).rows(np.arange(60)).shape == (60, 8)
+    assert fitted_words(pairs, svd_dim=4, seed=1).rows(np.arange(60)).shape == (60, 8)
 
 
 def test_few_words_leave_axes_at_zero(tmp_path):
     rows = [{"query": "up", "positive": "down"}, {"query": "down", "positive": "up up"}]
-    made = fitted_words(open_cached(SourceConfig("s", str(write_jsonl(tmp_path / "s.jsonl", rows)))), svd_dim=4)
+    made = fitted_words(source(tmp_path, rows), svd_dim=4)
     assert made.rows(np.arange(2)).shape == (2, 8)
 
 
 def test_a_row_with_words_on_one_side_has_a_direction_and_one_without_any_is_named(tmp_path):
     rows = [{"query": "up", "positive": "down"}, {"query": "?!", "positive": "up"}, {"query": "?!", "positive": "..."}]
-    made_of = open_cached(SourceConfig("s", str(write_jsonl(tmp_path / "s.jsonl", rows))))
+    made_of = source(tmp_path, rows)
     made = fitted_words(made_of, svd_dim=2)
     assert made.rows(np.arange(2)).shape == (2, 4)
     with pytest.raises(InputError, match="row 2: what it is clustered by is zero"):
@@ -156,7 +150,7 @@ def test_a_row_with_words_on_one_side_has_a_direction_and_one_without_any_is_nam
 
 def test_a_source_without_any_word_is_refused(tmp_path):
     rows = [{"query": "?!", "positive": "..."}]
-    made = Bm25Features(open_cached(SourceConfig("s", str(write_jsonl(tmp_path / "s.jsonl", rows)))))
+    made = Bm25Features(source(tmp_path, rows))
     with pytest.raises(InputError, match="holds a word; use --features vectors"):
         made.fit()
 
@@ -164,6 +158,6 @@ def test_a_source_without_any_word_is_refused(tmp_path):
 def test_labelled_texts_and_impossible_widths_are_refused(tmp_path):
     with pytest.raises(OptionError, match="svd_dim must lie in 1 … 120, the number of texts, got 121"):
         Bm25Features(topic_source(tmp_path), svd_dim=121)
-    path = write_jsonl(tmp_path / "classes.jsonl", labelled(3, 3))
+    texts = source(tmp_path, labelled(3, 3), conversion="class_by_example")
     with pytest.raises(InputError, match="the source holds labelled texts, no pairs"):
-        Bm25Features(open_cached(SourceConfig("classes", str(path), conversion="class_by_example")))
+        Bm25Features(texts)

@@ -1,8 +1,7 @@
 """Planted copies, contaminated records and inconsistent pairs go, nothing else does, and a kill changes no byte."""
 
 import json
-import subprocess
-from pathlib import Path
+import signal
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -13,25 +12,21 @@ from embeddings.common.jobs import ArrayTask
 from embeddings.data import SourceConfig, open_source
 from embeddings.data.records import parse_record
 from embeddings.inference import Encoder
-from embeddings.mining import filter
+from embeddings.mining import duplicates, filter
 from embeddings.mining.duplicates import Decontaminator, EvaluationTexts
 from embeddings.mining.filter import RULES, FilterRules, filter_pairs
 from tests.data.rows import pairs, write_jsonl
+from tests.helpers.forks import in_a_child
 from tests.helpers.interrupts import interrupted_at
-from tests.helpers.processes import Command
 from tests.inference.models import tiny_embedder
-from tests.mining.filter_world import PLACES, planted_records, run_filter, topic_vectors, write_source
+from tests.mining.filter_world import planted_records, run_filter, topic_vectors, write_source
+from tests.mining.pair_sources import content
 
-CHILD = """
-import sys
-from pathlib import Path
-from embeddings.data import SourceConfig
-from embeddings.inference import Encoder
-from tests.mining.filter_world import run_filter, stop_amid_segments, topic_vectors
-Encoder.encode = topic_vectors
-stop_amid_segments()
-run_filter(SourceConfig("input", sys.argv[1]), Path(sys.argv[2]))
-"""
+# Where a run may be ended: the function, and which of its calls.
+PLACES = [
+    *((duplicates, "_write_keys", 3), (duplicates, "_compare", 1), (duplicates, "_write_reasons", 2)),
+    *((filter, "_write_ranks", 2), (filter, "write_records", 1), (filter, "write_file_manifest", 1)),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +43,6 @@ def whole(tmp_path_factory):
         patch.setattr(Encoder, "encode", topic_vectors)
         run_filter(config, folder / "whole.parquet")
     return config, (folder / "whole.parquet").read_bytes()
-
-
-def files(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_what_was_planted_goes_by_its_rule_and_nothing_else(tmp_path):
@@ -75,36 +66,22 @@ def test_what_was_planted_goes_by_its_rule_and_nothing_else(tmp_path):
     assert len(source) == 41
 
 
-def test_a_killed_process_is_resumed_with_the_same_bytes(whole, tmp_path):
+@pytest.mark.parametrize(("module", "name", "call"), PLACES)
+def test_a_process_killed_anywhere_is_resumed_with_the_same_bytes(module, name, call, whole, tmp_path):
     config, expected = whole
     output = tmp_path / "killed" / "whole.parquet"
-    arguments = ["-c", CHILD, config.path, str(output)]
-    root = Path(__file__).parents[2]
-    with Command(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as process:
-        assert process.stdout.readline() == "amid\n"
-        process.kill()
-    work = output.parent / "whole.parquet.work"
-    made = {path: (path.stat().st_mtime_ns, content) for path, content in files(work).items() if path.suffix == ".npy"}
-    assert {"keys-00005.npy", "segment-00000.npy"} <= {path.name for path in made}
-    assert not (work / "consistency" / "segment-00001.npy").exists()
+
+    def killed():
+        setattr(module, name, interrupted_at(getattr(module, name), call, killed=True))
+        run_filter(config, output)
+
+    assert in_a_child(killed) == -signal.SIGKILL
     assert not output.exists()
+    made = {path: path.stat().st_mtime_ns for path in output.parent.rglob("*-0*.npy")}
+    assert len(made) >= 2
     run_filter(config, output)
     assert output.read_bytes() == expected
-    assert made == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in made}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_run_that_ends_anywhere_is_resumed_with_the_same_bytes(place, whole, tmp_path, monkeypatch):
-    config, expected = whole
-    output = tmp_path / "ended" / "whole.parquet"
-    module, name, call = PLACES[place]
-    with monkeypatch.context() as patch:
-        patch.setattr(module, name, interrupted_at(getattr(module, name), call))
-        with pytest.raises(KeyboardInterrupt):
-            run_filter(config, output)
-    assert not output.exists()
-    run_filter(config, output)
-    assert output.read_bytes() == expected
+    assert made == {path: path.stat().st_mtime_ns for path in made}
 
 
 def test_the_tasks_of_an_array_give_the_bytes_of_one_process(whole, tmp_path):
@@ -118,9 +95,9 @@ def test_the_tasks_of_an_array_give_the_bytes_of_one_process(whole, tmp_path):
 def test_a_finished_file_is_left_as_it_is_and_other_rules_are_refused(tmp_path):
     config, output = write_source(tmp_path), tmp_path / "whole.parquet"
     run_filter(config, output)
-    before = files(tmp_path)
+    before = content(tmp_path)
     run_filter(config, output)
-    assert files(tmp_path) == before
+    assert content(tmp_path) == before
     with pytest.raises(InputError, match=r"field 'rules\."):
         run_filter(config, output, rules=FilterRules(near_duplicates=0.9, top_k=2))
     output.write_bytes(output.read_bytes() + b"x")
@@ -223,10 +200,10 @@ def test_a_record_without_a_language_is_named_and_nothing_is_written(tmp_path):
     config, rows = mixed_source(tmp_path)
     del rows[4]["language"]
     write_jsonl(tmp_path / "a.jsonl", rows)
-    before = files(tmp_path).keys()
+    before = content(tmp_path).keys()
     with pytest.raises(InputError, match=r"a\.jsonl:5: the record has no language"):
         by_language(config, tmp_path / "kept.parquet")
-    assert {path for path in files(tmp_path) if "cache" not in path.parts} == before
+    assert {path for path in content(tmp_path) if not path.startswith("cache")} == before
 
 
 def test_records_left_out_as_suspect_shift_no_row(tmp_path):

@@ -1,21 +1,22 @@
-"""Mining ends with the same file whoever made its shards and however often it was killed."""
+"""Mining ends with the same file whoever made its shards and however often it was killed, and a curriculum takes it."""
 
 import json
 import os
 import signal
 from functools import partial
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
-from embeddings.data import PlanEntry, SourceConfig, open_source
+from embeddings.data import CurriculumBatchSampler, EmbeddingDataModule, PlanEntry, SourceConfig, open_source
 from embeddings.mining.mine import MiningReport, SearchOptions, Teachers, mine_negatives
-from embeddings.mining.negatives import NegativeRules
+from embeddings.mining.negatives import LevelRules, NegativeRules, TextQrels, draw_documents
 from tests.data.rows import write_jsonl
 from tests.helpers.forks import in_a_child
-from tests.mining.teachers import Teacher, know_teachers
+from tests.mining.teachers import Teacher, know_teachers, unit
 
 ROWS = [
     {
@@ -29,6 +30,8 @@ ROWS = [
     for row in range(22)
 ]
 RULES = NegativeRules(num_negatives=3, margin=0.95, last_rank=12)
+QUANTILES = LevelRules("quantiles")
+STRANGE = TextQrels.of([("nobody's", "a", 1), ("nobody's", "b", 0)], "qrels")
 
 
 @pytest.fixture(autouse=True)
@@ -36,14 +39,14 @@ def _teachers(monkeypatch):
     know_teachers(monkeypatch)
 
 
-def run(folder, output, rules=RULES, rows=ROWS, models=("teacher",), load=Teacher, source=None, **options):
+def run(folder, output, rules=RULES, rows=ROWS, models=("teacher",), reranker=None, source=None, **options):
     path = folder / f"{len(rows)}-pairs.jsonl"
     if not path.exists():
         write_jsonl(path, rows)
     return mine_negatives(
         SourceConfig("pairs", str(path), **(source or {})),
         folder / output,
-        Teachers(models, load),
+        Teachers(models, Teacher, reranker=reranker),
         rules,
         **{"shard_size": 5, "cache_dir": folder / "cache", **options},
     )
@@ -187,12 +190,6 @@ def test_a_corpus_gives_more_negatives_and_never_the_querys_own_text(tmp_path):
     assert second["negatives"]
 
 
-def test_too_few_documents_leave_nothing_behind(tmp_path):
-    with pytest.raises(InputError, match="holds 22 different documents, too few for 22 negatives"):
-        run(tmp_path, "deep/mined.parquet", rules=NegativeRules(22, None), vectors=tmp_path / "vectors")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["22-pairs.jsonl", "cache"]
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -208,11 +205,19 @@ def test_impossible_options_are_refused(make, says):
         make()
 
 
-def test_labelled_texts_are_no_pairs(tmp_path):
-    path = write_jsonl(tmp_path / "texts.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
-    config = SourceConfig("texts", str(path), conversion="class_by_label")
-    with pytest.raises(OptionError, match="holds no records to mine for"):
-        mine_negatives(config, tmp_path / "mined.parquet", Teachers(["teacher"], Teacher), RULES)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rules": NegativeRules(22, None)}, "holds 22 different documents, too few for 22 negatives"),
+        ({"rules": NegativeRules(7), "levels": QUANTILES}, "num_negatives must be a multiple of 4 with levels"),
+        ({"levels": LevelRules("grades", STRANGE)}, "judgments: judges no document for any query"),
+        ({"source": {"conversion": "class_by_label"}}, "holds no records to mine for"),
+    ],
+)
+def test_what_cannot_be_mined_leaves_nothing_behind(options, says, tmp_path):
+    with pytest.raises((InputError, OptionError), match=says):
+        run(tmp_path, "deep/mined.parquet", **{"rules": NegativeRules(4), "vectors": tmp_path / "vectors", **options})
+    assert {path.name for path in tmp_path.iterdir()} <= {"22-pairs.jsonl", "cache"}
 
 
 def test_the_manifest_says_what_the_file_is_made_of(tmp_path):
@@ -223,3 +228,139 @@ def test_the_manifest_says_what_the_file_is_made_of(tmp_path):
     assert {"source_key", "corpus_sha256", "search", "shard_size", "faiss", "versions", "removed"} <= set(manifest)
     names = {path.name for path in (tmp_path / "mined.parquet.work" / "vectors").iterdir()}
     assert names == {"index", "teacher-0", "teacher-1"}
+
+
+LEVEL_ROWS = [{"query": f"t{row % 4} question {row}", "positive": f"t{row % 4} answer {row}"} for row in range(22)]
+STRANGERS = [{"text": f"t{row % 6} stranger {row}"} for row in range(40)]
+# Of query r: answer r + 4 one step below its own, r + 8 further below, r + 12 irrelevant.
+GRADES = {0: 3, 4: 2, 8: 1, 12: 0}
+JUDGED = TextQrels.of(
+    [
+        (LEVEL_ROWS[row]["query"], LEVEL_ROWS[(row + step) % 22]["positive"], g)
+        for row in range(21)
+        for step, g in GRADES.items()
+    ],
+    "qrels",
+)
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """Mine with levels in the test's folder; gives the report."""
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", STRANGERS)
+
+    def go(output="mined.parquet", levels=QUANTILES, **options):
+        given = {"rules": NegativeRules(4, 0.95, last_rank=8), "rows": LEVEL_ROWS, **options}
+        return run(tmp_path, output, corpus=corpus, levels=levels, **given)
+
+    return go
+
+
+def loop(rules, teachers):
+    """The levels of each record by a loop over all documents, nearest first."""
+    documents = [row["positive"] for row in LEVEL_ROWS] + [row["text"] for row in STRANGERS]
+    queries = [row["query"] for row in LEVEL_ROWS]
+    scores = [unit(t.encode(queries)).astype(float) @ unit(t.encode(documents)).astype(float).T for t in teachers]
+    expected = []
+    for row in range(len(LEVEL_ROWS)):
+        drawn = draw_documents(np.array([row]), len(documents), rules)[0].tolist()
+        near = sorted(set(range(len(documents))) - {row}, key=lambda d: -sum(score[row, d] for score in scores))
+        pool = [d for rank, d in enumerate(near) if rank < rules.last_rank or d in drawn]
+        left = [d for d in pool if all(s[row, d] < s[row, row] - abs(s[row, row]) * 0.05 for s in scores)]
+        levels, start = [], 0
+        for part in range(4):
+            size = (len(left) + part) // 4
+            levels += [(documents[d], part + 1) for d in left[start : start + size][: rules.num_negatives // 4]]
+            start += size
+        expected.append(levels)
+    return expected
+
+
+@pytest.mark.parametrize("models", [["teacher"], ["one", "two"]])
+def test_mined_levels_equal_a_loop_over_all_documents(models, mine, tmp_path):
+    rules = NegativeRules(8, 0.95, last_rank=60)
+    report = mine(rules=rules, models=models)
+    rows = pq.read_table(tmp_path / "mined.parquet").to_pylist()
+    found = [[(item["text"], item["level"]) for item in row["negatives"]] for row in rows]
+    expected = loop(rules, [Teacher(name) for name in models])
+    assert found == expected
+    assert sum(map(len, found)) == report.num_negatives > 150
+    scores = {level: [] for level in "1234"}
+    for row in rows:
+        for item, score in zip(row["negatives"], row["negative_scores"], strict=True):
+            scores[str(item["level"])].append(score)
+    for level, part in report.by_level.items():
+        assert part["num_negatives"] == len(scores[level])
+        assert (part["lowest_score"], part["highest_score"]) == (min(scores[level]), max(scores[level]))
+        assert part["mean_score"] == pytest.approx(np.mean(scores[level]), abs=1e-6)
+    means = [part["mean_score"] for part in report.by_level.values()]
+    assert means == sorted(means, reverse=True)
+    manifest = json.loads((tmp_path / "mined.manifest.json").read_text())
+    assert (manifest["levels"], manifest["by_level"]) == ({"kind": "quantiles"}, report.by_level)
+    mine("parts.parquet", rules=rules, models=models, task=ArrayTask(1, 2))
+    assert mine("parts.parquet", rules=rules, models=models)._replace(output=report.output) == report
+    assert outputs(tmp_path, "parts.parquet") == outputs(tmp_path, "mined.parquet")
+    for levels in (None, LevelRules("grades", JUDGED)):
+        with pytest.raises(InputError, match="field 'levels"):
+            mine(rules=rules, models=models, levels=levels)
+
+
+def test_grades_give_the_levels_and_the_report_counts_what_lacks(mine, tmp_path, caplog):
+    report = mine(levels=LevelRules("grades", JUDGED), rules=NegativeRules(4, 0.95, last_rank=4, choice="random"))
+    rows = pq.read_table(tmp_path / "mined.parquet").to_pylist()
+    documents = {row["positive"] for row in LEVEL_ROWS} | {row["text"] for row in STRANGERS}
+    for number, row in enumerate(rows[:-1]):
+        levels = {item["level"]: item["text"] for item in row["negatives"]}
+        assert [levels[level] for level in (1, 2, 3)] == [
+            LEVEL_ROWS[(number + 4 * level) % 22]["positive"] for level in (1, 2, 3)
+        ]
+        assert levels.get(4, "t0 stranger 0") in documents - {LEVEL_ROWS[(number + s) % 22]["positive"] for s in GRADES}
+    assert rows[-1]["negatives"] == []
+    lacking = [sum(level not in {n["level"] for n in row["negatives"]} for row in rows) for level in (1, 2, 3, 4)]
+    assert [part["num_lacking"] for part in report.by_level.values()] == lacking
+    assert lacking[:3] == [1, 1, 1]
+    assert report.removed["query_not_judged"] > 0
+    assert "1 of 22 records have no negative of level 1" in caplog.text
+
+
+def test_what_was_judged_as_good_as_the_positive_is_never_a_negative(mine, tmp_path):
+    equal = [(row["query"], LEVEL_ROWS[(number + 16) % 22]["positive"], 3) for number, row in enumerate(LEVEL_ROWS)]
+    own = [(row["query"], row["positive"], 3) for row in LEVEL_ROWS]
+    lower = [(LEVEL_ROWS[0]["query"], STRANGERS[0]["text"], 0)]
+    judged = LevelRules("grades", TextQrels.of([*equal, *own, *lower], "qrels"))
+    report = mine(levels=judged, rules=NegativeRules(60, None, last_rank=60))
+    for number, row in enumerate(pq.read_table(tmp_path / "mined.parquet").to_pylist()):
+        texts = [item["text"] for item in row["negatives"]]
+        assert len(texts) >= 15
+        assert LEVEL_ROWS[(number + 16) % 22]["positive"] not in texts
+    assert report.removed["own_positive"] == 44
+
+
+def data(folder, **options):
+    """A data module whose curriculum reads what was mined."""
+    return EmbeddingDataModule(
+        [SourceConfig("mined", str(folder / "mined.parquet"))],
+        batch_size=4,
+        num_negatives=1,
+        sampler=partial(CurriculumBatchSampler, **options),
+        cache_dir=str(folder / "cache"),
+    )
+
+
+def test_a_curriculum_takes_the_file_and_refuses_one_without_levels(mine, tmp_path):
+    mine(rules=NegativeRules(4, None, last_rank=8))
+    data(tmp_path).prepare_data()
+    rows = pq.read_table(tmp_path / "mined.parquet").to_pylist()
+    assert [[item["level"] for item in row["negatives"]] for row in rows] == [[1, 2, 3, 4]] * 22
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    mine("plain/mined.parquet", rules=NegativeRules(4, None, last_rank=8), levels=None)
+    with pytest.raises(OptionError, match="needs negatives with levels"):
+        data(plain).prepare_data()
+
+
+def test_what_grades_leave_out_needs_a_coarser_level_to_stand_in(mine, tmp_path):
+    mine(levels=LevelRules("grades", JUDGED))
+    with pytest.raises(InputError, match=r"record \d+ has no negative of level 4"):
+        data(tmp_path).prepare_data()
+    data(tmp_path, missing_level="coarser").prepare_data()

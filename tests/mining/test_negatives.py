@@ -1,14 +1,26 @@
-"""The rules equal a plain loop over candidates, with ties, negative scores, copies and several teachers."""
+"""The rules, levels and judgments equal plain loops, with ties, negative scores, copies, draws and several teachers."""
 
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from embeddings.common import OptionError
-from embeddings.mining.negatives import REASONS, MinedQueries, NegativeRules, ScoredCandidates, choose_negatives
-
-FREE = {"margin": None, "num_negatives": 3}
+from embeddings.common import InputError, OptionError
+from embeddings.mining.negatives import (
+    REASONS,
+    DocumentQrels,
+    LevelRules,
+    MinedQueries,
+    NegativeRules,
+    ScoredCandidates,
+    TextQrels,
+    choose_levels,
+    choose_negatives,
+    draw_documents,
+)
+from embeddings.mining.pair_index import index_pairs
+from tests.data.rows import write_jsonl
+from tests.mining.pair_sources import source
 
 
 def survivors(candidates, facts, rules, q):
@@ -117,19 +129,20 @@ def one_query(scores, positive, **known):
     return ScoredCandidates(np.arange(width)[None], texts, score_TQC), facts
 
 
-def rows(candidates_and_facts, **options):
-    return choose_negatives(*candidates_and_facts, NegativeRules(**{**FREE, **options})).row_QN[0].tolist()
-
-
-def test_the_margin_lies_below_a_negative_positive_score_too():
-    # A positive at -0.5: the bound is -0.525, where -0.5 * 0.95 = -0.475 would let candidates above it through.
-    assert rows(one_query([-0.49, -0.51, -0.53], -0.5), margin=0.95) == [2, -1, -1]
-    assert rows(one_query([-0.1, 0.0], 0.0), margin=0.95) == [0, -1, -1]
-
-
-def test_a_candidate_at_the_margin_goes():
-    assert rows(one_query([0.5, 0.25], 1.0), absolute_margin=0.5) == [1, -1, -1]
-    assert rows(one_query([0.5, 0.25], 1.0), margin=0.5) == [1, -1, -1]
+@pytest.mark.parametrize(
+    ("scores", "positive", "margins", "expected"),
+    [
+        # A positive at -0.5: the bound is -0.525, where -0.5 * 0.95 = -0.475 would let candidates above it through.
+        ([-0.49, -0.51, -0.53], -0.5, {"margin": 0.95}, [2, -1, -1]),
+        ([-0.1, 0.0], 0.0, {"margin": 0.95}, [0, -1, -1]),
+        # A candidate at the margin goes.
+        ([0.5, 0.25], 1.0, {"margin": None, "absolute_margin": 0.5}, [1, -1, -1]),
+        ([0.5, 0.25], 1.0, {"margin": 0.5}, [1, -1, -1]),
+    ],
+)
+def test_a_negative_lies_below_the_margins_whatever_the_sign(scores, positive, margins, expected):
+    found = choose_negatives(*one_query(scores, positive), NegativeRules(3, **margins))
+    assert found.row_QN[0].tolist() == expected
 
 
 def test_a_draw_is_of_the_window_hardest_first_and_follows_from_seed_query_and_document():
@@ -166,19 +179,233 @@ def test_a_draw_is_even_over_the_window():
     np.testing.assert_allclose(count[1:] / 600, 0.4, atol=0.07)
 
 
+def graded_world(seed, num_teachers):
+    """The world of the plain rules, with draws, judged documents and a query that nobody judged."""
+    candidates, facts = world(seed, num_teachers)
+    generator = np.random.default_rng(seed + 1000)
+    shape = candidates.row_QC.shape
+    drawn = generator.random(shape) < 0.4
+    level = np.where(generator.random(shape) < 0.3, generator.integers(1, 4, shape), 0).astype(np.int8)
+    judged_Q = generator.random(shape[0]) < 0.8
+    level[~judged_Q] = 0
+    return candidates._replace(drawn_QC=drawn, level_QC=level), facts, judged_Q
+
+
+def quarters(left):
+    """The four parts of a list, as even as can be, the larger ones last."""
+    sizes = [(len(left) + extra) // 4 for extra in range(4)]
+    ends = np.cumsum(sizes)
+    return [left[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def found_of(negatives, each):
+    """(score, row) of each query and level."""
+    scores, rows = negatives.score_QN.tolist(), negatives.row_QN.tolist()
+    return [
+        [
+            [(s, r) for s, r in zip(score[at : at + each], row[at : at + each], strict=True) if r >= 0]
+            for at in range(0, 4 * each, each)
+        ]
+        for score, row in zip(scores, rows, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["quantiles", "grades"])
+@pytest.mark.parametrize("options", [{}, {"margin": None}, {"first_rank": 3, "num_negatives": 8, "last_rank": 10}])
+@pytest.mark.parametrize("num_teachers", [1, 3])
+def test_the_levels_equal_a_loop(kind, options, num_teachers):
+    rules = NegativeRules(**{"num_negatives": 4, "margin": 0.75, "last_rank": 7, **options})
+    each, lengths = rules.num_negatives // 4, set()
+    for seed in range(15):
+        candidates, facts, judged_Q = graded_world(seed, num_teachers)
+        if kind == "quantiles":
+            candidates = candidates._replace(level_QC=np.zeros_like(candidates.level_QC))
+        found = choose_levels(candidates, facts, rules, kind, judged_Q if kind == "grades" else None)
+        assert found.level_N.tolist() == [level for level in (1, 2, 3, 4) for _ in range(each)]
+        num_left = 0
+        for q, by_level in enumerate(found_of(found, each)):
+            left, _ = survivors(candidates, facts, rules, q)
+            if kind == "quantiles":
+                expected = [part[:each] for part in quarters(left)]
+            else:
+                left = left if judged_Q[q] else []
+                level = [given or (3 if rank <= rules.last_rank else 4) for _, _, rank, given in left]
+                expected = []
+                for wanted in (1, 2, 3, 4):
+                    own = [item for item, has in zip(left, level, strict=True) if has == wanted]
+                    # The sort is stable: judged ones first, each kind hardest first.
+                    chosen = sorted(own, key=lambda item: item[3] == 0)[:each]
+                    expected.append([item for item in own if item in chosen])
+            num_left += len(left)
+            lengths.add(len(left))
+            assert by_level == [[(score, row) for score, row, *_ in part] for part in expected]
+        assert found.num_left == num_left
+        assert num_left + sum(found.removed.values()) == np.count_nonzero(candidates.row_QC >= 0)
+    assert len(lengths) > 3
+    assert max(lengths) >= 4
+
+
+MIXED = [-0.9, 0.5, -0.1, 0.2, 0.4, -0.5, 0.1, 0.3]
+NEAR = [0.99, 0.98, 0.97, 0.96, 0.5, 0.4, 0.3, 0.2]
+
+
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("scores", "options", "expected"),
     [
-        ({"num_negatives": 0}, "num_negatives must be >= 1"),
-        ({"margin": 0.0}, "margin must lie in"),
-        ({"margin": 1.5}, "margin must lie in"),
-        ({"margin": float("nan")}, "margin must lie in"),
-        ({"absolute_margin": -0.1}, "absolute_margin must be finite"),
-        ({"first_rank": 0}, "first_rank must be >= 1"),
-        ({"choice": "best"}, "choice must be top or random"),
-        ({"num_negatives": 7, "first_rank": 10, "last_rank": 12}, "last_rank must leave 7 ranks"),
+        (MIXED, {}, [[1], [7], [6], [5]]),
+        (MIXED, {"num_negatives": 8}, [[1, 4], [7, 3], [6, 2], [5, 0]]),
+        # Of equal scores the lower document is the harder one.
+        ([0.0] * 8, {"num_negatives": 8}, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        # They are cut after the margin.
+        (NEAR, {}, [[0], [2], [4], [6]]),
+        (NEAR, {"margin": 0.95}, [[4], [5], [6], [7]]),
+        # A surplus goes to the easier quarters, and fewer than four leave the hardest empty.
+        ([], {"num_negatives": 8}, [[], [], [], []]),
+        (NEAR[:1], {"num_negatives": 8}, [[], [], [], [0]]),
+        (NEAR[:3], {"num_negatives": 8}, [[], [0], [1], [2]]),
+        (NEAR[:6], {"num_negatives": 8}, [[0], [1], [2, 3], [4, 5]]),
+        (NEAR[:7], {"num_negatives": 8}, [[0], [1, 2], [3, 4], [5, 6]]),
     ],
 )
-def test_impossible_rules_are_refused(options, says):
+def test_quarters_go_from_near_to_far(scores, options, expected):
+    """The candidates of one query are documents 0, 1, … with these scores, and others above the margin."""
+    rules = NegativeRules(**{"num_negatives": 4, "margin": 1.0, **options})
+    found = choose_levels(*one_query([*scores, 5.0, 6.0], 1.0), rules, "quantiles")
+    by_level = [found.row_QN[0][found.level_N == level].tolist() for level in (1, 2, 3, 4)]
+    assert [[row for row in rows if row >= 0] for rows in by_level] == expected
+
+
+def test_a_draw_within_levels_is_of_the_level_and_follows_from_seed_query_and_document():
+    scores = np.linspace(1, 0, 40)
+    taken = []
+    for number in range(50):
+        candidates, facts = one_query(scores, 2.0)
+        facts = facts._replace(number_Q=np.array([number]))
+        rules = NegativeRules(4, None, choice="random")
+        found = choose_levels(candidates, facts, rules, "quantiles").row_QN[0]
+        mixed = ScoredCandidates(*(np.ascontiguousarray(part[..., ::-1]) for part in candidates[:3]))
+        np.testing.assert_array_equal(choose_levels(mixed, facts, rules, "quantiles").row_QN[0], found)
+        assert (found // 10).tolist() == [0, 1, 2, 3]
+        taken.append(found)
+    assert (np.ptp(taken, axis=0) >= 6).all()
+
+
+def test_documents_are_drawn_by_row_alone_and_evenly():
+    rules = NegativeRules(4, first_rank=11, last_rank=60, seed=3)
+    drawn = draw_documents(np.arange(400), 20, rules)
+    assert drawn.shape == (400, 20)
+    np.testing.assert_array_equal(draw_documents(np.arange(100, 103), 20, rules), drawn[100:103])
+    np.testing.assert_allclose(np.bincount(drawn.ravel(), minlength=20) / drawn.size, 0.05, atol=0.01)
+    assert draw_documents(np.arange(2), 1000, rules).shape == (2, 50)
+    other = draw_documents(np.arange(400), 20, NegativeRules(4, first_rank=11, last_rank=60, seed=4))
+    assert (other != drawn).mean() > 0.9
+
+
+ROWS = [
+    {"query": "q0", "positive": "a"},
+    {"query": "q1", "positive": ["b", "c"]},
+    {"query": "q2", "positive": "nobody judged this"},
+    {"query": "q0", "positive": "b"},
+    {"query": "q3", "positive": "d"},
+]
+FEW = TextQrels.of([("q", "a", 1), ("q", "b", 0)], "qrels")
+JUDGED = [
+    *(("q0", text, grade) for text, grade in (("a", 3), ("b", 2), ("c", 3), ("d", 1), ("e", 0), ("f", 2))),
+    *(("q1", text, grade) for text, grade in (("b", 3), ("d", 2), ("e", 1), ("f", -1), ("not there", 1), ("c", 4))),
+    *(("q2", text, grade) for text, grade in (("a", 1), ("b", 0), ("c", 3))),
+    ("another query", "a", 3),
+]
+
+
+def levels_by_loop(judged, positives):
+    """For each query text the documents judged as good as its positives, and the levels of the others."""
+    scale = sorted({grade for *_, grade in judged if grade > 0})
+    found = {}
+    for query, own in positives.items():
+        grades = {text: grade for asked, text, grade in judged if asked == query}
+        least = max(min((grades[text] for text in own if text in grades), default=0), scale[0])
+        equal = {text for text, grade in grades.items() if grade >= least} - own
+        levels = {}
+        for text, grade in grades.items():
+            if text not in own and grade < least:
+                levels[text] = 3 if grade <= 0 else min(scale.index(least) - scale.index(grade), 2)
+        found[query] = (equal, levels)
+    return found
+
+
+def test_levels_and_further_positives_equal_a_loop(tmp_path):
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in "fedcba"])
+    index = index_pairs(source(tmp_path, ROWS), tmp_path / "index", corpus)
+    rows = np.arange(len(ROWS))
+    known = index.known_positives(rows)
+    judgments = DocumentQrels(TextQrels.of(JUDGED, "qrels"), index, "qrels")
+    judged = judgments.of_queries(np.asarray(index.query_hashes), known)
+    positives = {"q0": {"a", "b"}, "q1": {"b", "c"}, "q2": {"nobody judged this"}, "q3": {"d"}}
+    expected = levels_by_loop([row for row in JUDGED if row[1] != "not there"], positives)
+    assert expected["q0"] == ({"c", "f"}, {"d": 1, "e": 3})
+    assert expected["q1"] == (set(), {"d": 1, "e": 2, "f": 3})
+    assert expected["q2"] == ({"a", "c"}, {"b": 3})
+    for query, row in (("q0", 0), ("q1", 1), ("q2", 2), ("q0", 3), ("q3", 4)):
+        own = judged.query_L == row
+        found = zip(judged.row_L[own].tolist(), judged.level_L[own].tolist(), strict=True)
+        levels = {index.document_texts([document])[0]: level for document, level in found}
+        good = set(index.document_texts(judged.known.row_P[judged.known.group_P == known.group_Q[row]]))
+        assert (good - positives[query], levels) == expected[query]
+        assert positives[query] <= good
+        assert judged.is_judged_Q[row] == (query != "q3")
+    assert (np.diff(judged.query_L) >= 0).all()
+    assert len(np.unique(np.stack([judged.known.group_P, judged.known.row_P]), axis=1).T) == len(judged.known.row_P)
+
+
+def test_of_a_pair_judged_twice_the_higher_grade_counts_and_order_does_not():
+    first = TextQrels.of([("q", "a", 1), ("q", "b", 0), ("q", " a", 2)], "qrels")
+    second = TextQrels.of([("q", "a ", 2), ("q", "a", 1), ("q", "b", 0)], "qrels")
+    assert sorted(first.grade_J.tolist()) == [0, 2]
+    assert first.sha256() == second.sha256()
+    assert first.sha256() != TextQrels.of([("q", "a", 1), ("q", "b", 0)], "qrels").sha256()
+
+
+@pytest.mark.parametrize(
+    ("judged", "says"),
+    [
+        ([], "qrels: no document is relevant"),
+        ([("q", "a", 0), ("q", "b", -1)], "qrels: no document is relevant"),
+        ([("q", "a", 1), ("q", "b", 1)], "qrels: every judged document has the score 1, .*--levels quantiles"),
+    ],
+)
+def test_judgments_that_set_nothing_apart_are_refused(judged, says):
+    with pytest.raises(InputError, match=says):
+        TextQrels.of(judged, "qrels")
+
+
+@pytest.mark.parametrize("judged", [[("q9", "a", 1), ("q9", "b", 0)], [("q0", "x", 1), ("q0", "y", 0)]])
+def test_judgments_of_other_queries_or_documents_are_refused(judged, tmp_path):
+    index = index_pairs(source(tmp_path, ROWS), tmp_path / "index")
+    with pytest.raises(InputError, match="qrels: judges no document for any query of the source"):
+        DocumentQrels(TextQrels.of(judged, "qrels"), index, "qrels")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        (NegativeRules, {"num_negatives": 0}, "num_negatives must be >= 1"),
+        (NegativeRules, {"margin": 0.0}, "margin must lie in"),
+        (NegativeRules, {"margin": 1.5}, "margin must lie in"),
+        (NegativeRules, {"margin": float("nan")}, "margin must lie in"),
+        (NegativeRules, {"absolute_margin": -0.1}, "absolute_margin must be finite"),
+        (NegativeRules, {"first_rank": 0}, "first_rank must be >= 1"),
+        (NegativeRules, {"choice": "best"}, "choice must be top or random"),
+        (NegativeRules, {"num_negatives": 7, "first_rank": 10, "last_rank": 12}, "last_rank must leave 7 ranks"),
+        (LevelRules, {"kind": "grades"}, "levels needs judgments"),
+        (LevelRules, {"kind": "steps"}, "levels must be quantiles or grades"),
+        (LevelRules, {"kind": "quantiles", "judged": FEW}, "judgments have no effect on quantiles"),
+    ],
+)
+def test_impossible_rules_are_refused(kind, options, says):
     with pytest.raises(OptionError, match=says):
-        NegativeRules(**options)
+        kind(**options)
+
+
+def test_the_manifest_tells_judgments_apart():
+    assert LevelRules("quantiles").fields == {"kind": "quantiles"}
+    assert LevelRules("grades", FEW).fields == {"kind": "grades", "judgments_sha256": FEW.sha256()}

@@ -1,4 +1,4 @@
-"""The vectors of pairs are those of their texts, in shards, whoever made them."""
+"""The vectors of pairs are those of their texts, in shards, whoever made them; what `encode` made serves them too."""
 
 import json
 
@@ -6,15 +6,19 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
+from embeddings.common.io import text_hash
 from embeddings.common.jobs import ArrayTask, save_array
-from embeddings.inference import Encoder, encode_corpus
+from embeddings.inference import Encoder, choose_context, encode_corpus
+from embeddings.inference.encoder import embedder_sha256
 from embeddings.inference.vector_folder import SHARD_SIZE
-from embeddings.mining.pair_vectors import EncodedTexts, encode_pairs, open_pair_vectors
+from embeddings.mining.pair_vectors import EncodedFolder, EncodedTexts, encode_pairs, open_pair_vectors
 from tests.data.rows import write_jsonl
 from tests.helpers.interrupts import interrupted_at
-from tests.inference.models import some_texts, tiny_embedder
-from tests.mining.pair_sources import content
-from tests.mining.test_pair_index import source
+from tests.helpers.refusals import refused
+from tests.inference.models import encode_nothing_more, some_texts, tiny_embedder
+from tests.mining.pair_sources import content, source
+from tests.mining.teachers import unit
+from tests.models.contextual_models import tiny_contextual
 
 TEXTS = some_texts(12)
 ROWS = [{"query": TEXTS[row], "positive": [TEXTS[6 + row // 2], TEXTS[6 + row]]} for row in range(6)]
@@ -23,10 +27,6 @@ ROWS = [{"query": TEXTS[row], "positive": [TEXTS[6 + row // 2], TEXTS[6 + row]]}
 @pytest.fixture(scope="module")
 def encoder():
     return Encoder(tiny_embedder(normalize=False, prompts={"query": "the ", "other": "a dog "}), precision="float32")
-
-
-def unit(vectors):
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
 @pytest.mark.parametrize("shard_size", [1, 4, SHARD_SIZE])
@@ -45,35 +45,20 @@ def test_vectors_are_those_of_the_texts_at_unit_length(shard_size, encoder, tmp_
     assert (opened.query_shards, opened.document_shards) == (vectors.query_shards, vectors.document_shards)
 
 
-@pytest.mark.parametrize("shard_size", [2, 5])
-def test_two_processes_give_the_bytes_of_one(shard_size, tmp_path, monkeypatch):
+def test_two_processes_give_the_bytes_of_one(tmp_path, monkeypatch):
     tiny_embedder(normalize=False, prompts={"query": "the "}).save_pretrained(tmp_path / "model")
     encoder = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32")
-    pairs = source(tmp_path, ROWS)
-    encode_pairs(encoder, pairs, tmp_path / "whole", shard_size=shard_size)
-    encode = Encoder.encode
-
-    def nothing(self, texts, *arguments, **options):
-        assert not any(texts)
-        return encode(self, texts, *arguments, **options)
-
-    # All texts are encoded in the other processes.
-    monkeypatch.setattr(Encoder, "encode", nothing)
-    encode_pairs(encoder, pairs, tmp_path / "shared", shard_size=shard_size, devices=("cpu", "cpu"))
-    assert content(tmp_path / "shared") == content(tmp_path / "whole")
-    assert encoder.embedder.device.type == "cpu"
-
-
-def test_two_processes_take_one_tasks_shards_and_what_is_there_already(tmp_path):
-    tiny_embedder(normalize=False).save_pretrained(tmp_path / "model")
-    encoder = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32")
-    pairs = source(tmp_path, ROWS)
     write_jsonl(tmp_path / "some.jsonl", [{"text": text} for text in TEXTS[6:9]])
     encoded = EncodedTexts(documents=encode_corpus(encoder, tmp_path / "some.jsonl", tmp_path / "some").path)
-    encode_pairs(encoder, pairs, tmp_path / "whole", shard_size=1, encoded=encoded)
-    options = {"shard_size": 1, "encoded": encoded, "task": ArrayTask(1, 2)}
-    encode_pairs(encoder, pairs, tmp_path / "shared", devices=("cpu", "cpu"), **options)
-    assert content(tmp_path / "shared") == content(tmp_path / "whole")
+    options = {"source": source(tmp_path, ROWS), "shard_size": 1, "encoded": encoded}
+    encode_pairs(encoder, folder=tmp_path / "whole", **options)
+    # One task's shards, and what is left here.
+    encode_pairs(encoder, folder=tmp_path / "task", devices=("cpu", "cpu"), task=ArrayTask(1, 2), **options)
+    # All texts are encoded in the other processes.
+    encode_nothing_more(monkeypatch)
+    encode_pairs(encoder, folder=tmp_path / "shared", devices=("cpu", "cpu"), **options)
+    assert content(tmp_path / "shared") == content(tmp_path / "task") == content(tmp_path / "whole")
+    assert encoder.embedder.device.type == "cpu"
 
 
 def test_a_run_resumed_with_another_budget_keeps_the_mini_batches_of_the_first(encoder, tmp_path, monkeypatch):
@@ -214,3 +199,71 @@ def test_a_folder_of_another_model_leaves_nothing_behind(folders, tmp_path):
     with pytest.raises(InputError, match=r"q/manifest.json: field 'model_sha256' is"):
         encode_pairs(other, source(tmp_path, ROWS), tmp_path / "out", encoded=folders)
     assert not (tmp_path / "out").exists()
+
+
+CORPUS = [*TEXTS[:9], TEXTS[2], " "]
+
+
+@pytest.fixture(scope="module")
+def encoded(encoder, tmp_path_factory):
+    """Encodes the corpus, in which one text is there twice, and gives the folder."""
+    folder = tmp_path_factory.mktemp("encoded")
+    corpus = write_jsonl(folder / "corpus.jsonl", [{"text": text} for text in CORPUS])
+
+    def encode(name="vectors", encoder=encoder, **options):
+        return encode_corpus(encoder, corpus, folder / name, shard_size=4, **options).path
+
+    return encode
+
+
+def opened(folder, encoder, role="document", prompt_name=None, **change):
+    """The folder as a job opens it, which needs this role, prompt and model."""
+    model = {"model_sha256": embedder_sha256(encoder), "precision": "float32", "embedding_dim": 32}
+    return EncodedFolder.open(folder, role, prompt_name, model | change)
+
+
+def test_each_text_finds_the_first_of_its_vectors(encoder, encoded):
+    folder = opened(encoded(), encoder)
+    asked = ["nobody's", TEXTS[2], f"  {TEXTS[7]}\n", TEXTS[0], TEXTS[2], TEXTS[8]]
+    assert folder.find(np.array([text_hash(text) for text in asked])).tolist() == [-1, 2, 7, 0, 2, 8]
+    with pytest.raises(InputError, match=r"vectors: holds none of the 2 texts .*; name a folder of these"):
+        folder.find(np.array([1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model_sha256": "another"}, "field 'model_sha256' is"),
+        ({"precision": "bfloat16"}, "field 'precision' is 'float32', expected 'bfloat16'"),
+        ({"embedding_dim": 64}, "field 'embedding_dim' is 32, expected 64"),
+        ({"role": "query"}, "field 'role' is 'document', expected 'query'"),
+        ({"prompt_name": "other"}, "field 'prompt_name' is None, expected 'other'"),
+    ],
+)
+def test_a_folder_that_was_made_in_another_way_is_refused_by_name(change, says, encoder, encoded):
+    refused(InputError, f"manifest.json: {says}", opened, encoded(), encoder, **change)
+
+
+def test_the_prompt_of_the_roles_name_is_what_comes_of_none(encoder, encoded):
+    for made in (None, "query"):
+        folder = encoded(f"by {made}", role="query", prompt_name=made)
+        for prompt in (None, "query"):
+            opened(folder, encoder, "query", prompt)
+    folder = encoded("by other", role="query", prompt_name="other")
+    refused(InputError, "field 'prompt_name' is 'other', expected None", opened, folder, encoder, "query")
+
+
+def test_vectors_made_in_a_context_or_not_finished_are_refused(encoded, tmp_path):
+    contextual = Encoder(tiny_contextual(), precision="float32")
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in TEXTS])
+    folder = encoded("in context", contextual, context=choose_context(contextual, corpus, 2))
+    refused(InputError, "field 'context' is", opened, folder, contextual)
+    manifest = encoded("contextual", contextual) / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "complete": False}))
+    refused(InputError, "field 'complete' is False", opened, manifest.parent, contextual)
+
+
+@pytest.mark.parametrize("vector_format", ["float16", "int8", "binary"])
+def test_vectors_that_are_not_kept_in_float32_are_refused_by_their_format(vector_format, encoder, encoded):
+    says = f"holds {vector_format} vectors, and a job takes float32; encode .* with --vector-format float32"
+    refused(InputError, says, opened, encoded(vector_format, vector_format=vector_format), encoder)

@@ -2,9 +2,9 @@
 
 import json
 import math
-import os
 import signal
 import sys
+from functools import partial
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -16,12 +16,14 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel
 from embeddings.common import InputError, MissingExtraError, OptionError
 from embeddings.common.jobs import ArrayTask
 from embeddings.data import PlanEntry, SourceConfig, open_source
-from embeddings.mining.mine import Reranker, Teachers, mine_negatives
+from embeddings.mining.mine import Reranker
 from embeddings.mining.negatives import LevelRules, NegativeRules
-from tests.data.rows import write_jsonl
 from tests.helpers.forks import in_a_child
+from tests.helpers.interrupts import interrupted_at
 from tests.helpers.tiny import wordpiece_tokenizer
-from tests.mining.teachers import Teacher, know_teachers
+from tests.mining import test_mine
+from tests.mining.teachers import know_teachers
+from tests.mining.test_mine import outputs
 
 WORDS = ["pad", "one", "two", "sum", "fox", "dog", "quick", "brown", "lazy", "jumps", "numbers", "return"]
 ROWS = [
@@ -58,25 +60,14 @@ def cross_encoder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("models") / "reranker", num_labels=1)
 
 
-def run(folder, output, reranker, **options):
-    path = folder / "pairs.jsonl"
-    if not path.exists():
-        write_jsonl(path, ROWS)
-    teachers = Teachers(["teacher"], Teacher, reranker=reranker)
-    given = {"shard_size": 5, "cache_dir": folder / "cache", **options}
-    return mine_negatives(SourceConfig("pairs", str(path)), folder / output, teachers, NegativeRules(4, None), **given)
-
-
-def outputs(folder, name):
-    """The bytes of what a run is for."""
-    return [(folder / part).read_bytes() for part in (f"{name}.parquet", f"{name}.manifest.json")]
+run = partial(test_mine.run, rules=NegativeRules(4, None), rows=ROWS)
 
 
 @pytest.mark.parametrize("levels", [None, LevelRules("quantiles")], ids=["plain", "levels"])
 @pytest.mark.parametrize("output", ["mined.parquet", "mined.jsonl"])
 def test_the_scores_are_those_of_the_library_and_train(levels, output, cross_encoder, tmp_path):
-    run(tmp_path, output, Reranker(cross_encoder, "cpu"), levels=levels)
-    run(tmp_path, "bare.parquet", None, levels=levels)
+    run(tmp_path, output, reranker=Reranker(cross_encoder, "cpu"), levels=levels)
+    run(tmp_path, "bare.parquet", levels=levels)
     assert "reranker" not in json.loads((tmp_path / "bare.manifest.json").read_text())
     if output.endswith("parquet"):
         rows = pq.read_table(tmp_path / output).to_pylist()
@@ -100,37 +91,29 @@ def test_the_scores_are_those_of_the_library_and_train(levels, output, cross_enc
 
 def test_kills_tasks_and_a_second_model_end_with_the_same_bytes(cross_encoder, tmp_path):
     reranker = Reranker(cross_encoder, "cpu")
-    report = run(tmp_path, "whole.parquet", reranker)
-    whole = outputs(tmp_path, "whole")
+    report = run(tmp_path, "whole.parquet", reranker=reranker)
+    whole = outputs(tmp_path, "whole.parquet")
     assert json.loads(whole[1])["reranker"] == reranker.fields
-    parts = [run(tmp_path, "parts.parquet", reranker, task=ArrayTask(index, 3)) for index in (2, 0, 1)]
+    parts = [run(tmp_path, "parts.parquet", reranker=reranker, task=ArrayTask(index, 3)) for index in (2, 0, 1)]
     assert [part is None for part in parts] == [True, True, False]
-    assert outputs(tmp_path, "parts") == whole
+    assert outputs(tmp_path, "parts.parquet") == whole
     score, made = reranker.scores, []
-
-    def killed_after_two(pairs):
-        made.append(len(pairs))
-        if len(made) > 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return score(pairs)
-
-    reranker.scores = killed_after_two
-    assert in_a_child(lambda: run(tmp_path, "killed.parquet", reranker)) == -signal.SIGKILL
+    reranker.scores = interrupted_at(score, 3, killed=True)
+    assert in_a_child(lambda: run(tmp_path, "killed.parquet", reranker=reranker)) == -signal.SIGKILL
     scored = tmp_path / "killed.parquet.work" / f"scores-{reranker.fields['model_sha256'][:12]}"
     assert sorted(path.name for path in scored.glob("scores-*")) == ["scores-00000.npy", "scores-00001.npy"]
-    made.clear()
     reranker.scores = lambda pairs: made.append(len(pairs)) or score(pairs)
-    assert run(tmp_path, "killed.parquet", reranker)._replace(output=report.output) == report
+    assert run(tmp_path, "killed.parquet", reranker=reranker)._replace(output=report.output) == report
     assert len(made) == 3
-    assert outputs(tmp_path, "killed") == whole
+    assert outputs(tmp_path, "killed.parquet") == whole
     # What was mined serves another model, and what is there is never taken for another model's.
     other = Reranker(save_model(tmp_path / "other", seed=1, num_labels=1), "cpu")
     for wrong, says in ((other, "field 'reranker.model_sha256'"), (None, "field 'reranker': the output was made with")):
         with pytest.raises(InputError, match=says):
-            run(tmp_path, "killed.parquet", wrong)
+            run(tmp_path, "killed.parquet", reranker=wrong)
     (tmp_path / "killed.parquet").unlink()
-    assert run(tmp_path, "killed.parquet", other) is not None
-    assert outputs(tmp_path, "killed")[0] != whole[0]
+    assert run(tmp_path, "killed.parquet", reranker=other) is not None
+    assert outputs(tmp_path, "killed.parquet")[0] != whole[0]
     assert pq.read_table(tmp_path / "killed.parquet", columns=["negatives"]).equals(
         pq.read_table(tmp_path / "whole.parquet", columns=["negatives"])
     )

@@ -1,4 +1,7 @@
-"""The exact search is the brute-force search, whatever the shards, tiles, ties and copies."""
+"""The exact search is the brute-force search, whatever the shards, tiles, ties, copies and device."""
+
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -6,30 +9,40 @@ import torch
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
+from embeddings.inference.vectors import VectorShards
+from embeddings.mining import gpu_search
 from embeddings.mining import search as knn
+from embeddings.mining.gpu_search import GpuSearch, exact_products, search_sizes
 from embeddings.mining.search import CoarseSearch, ExactSearch, build_ivf, rounding_error, sample_rows, topk_per_row
 from tests.mining.vectors import brute_force, shards, unit_vectors
 
+CPU = torch.device("cpu")
 COPIES = [(row, 3) for row in range(10, 60, 2)]
 
 
-@pytest.fixture(params=[True, False], ids=["bfloat16", "float32"], autouse=True)
-def has_bfloat16(request, monkeypatch):
-    """Whether the processor seems to multiply bfloat16."""
-    monkeypatch.setattr(knn, "has_native_bfloat16", lambda device: request.param)
-    return request.param
+@pytest.fixture(params=["bfloat16", "float32", "gpu"])
+def exact(request, monkeypatch):
+    """The exact search on a CPU that multiplies bfloat16, on one that does not, and a GPU's, here on the CPU."""
+    monkeypatch.setattr(knn, "has_native_bfloat16", lambda device: request.param == "bfloat16")
+    return partial(GpuSearch, device=CPU) if request.param == "gpu" else ExactSearch
+
+
+def assert_same(found, expected):
+    """The same rows, and the same bits of the scores."""
+    np.testing.assert_array_equal(found.index_QK, expected.index_QK)
+    np.testing.assert_array_equal(found.score_QK, expected.score_QK)
 
 
 @pytest.mark.parametrize(
     ("shard_size", "tile_bytes"), [(1, 32 * 7), (9, 1), (9, 32 * 7), (64, 32 * 7), (1000, 48 << 20)]
 )
-def test_the_search_equals_a_loop_over_all_pairs(shard_size, tile_bytes, tmp_path, monkeypatch):
+def test_the_search_equals_a_loop_over_all_pairs(shard_size, tile_bytes, exact, tmp_path, monkeypatch):
     monkeypatch.setattr(knn, "TILE_BYTES", tile_bytes)
     # Fewer queries are compared at once than there are.
     monkeypatch.setattr(knn, "QUERY_CHUNK", 3)
     monkeypatch.setattr(knn, "_PRODUCT_SCORES", 80)
     documents, queries = unit_vectors(64, copies=[(5, 9), (63, 0)]), unit_vectors(7, seed=1)
-    search = ExactSearch(shards(tmp_path, documents, shard_size))
+    search = exact(shards(tmp_path, documents, shard_size))
     for top_k in (1, 5, 48, 64, 100):
         found = search.search(queries, top_k)
         scores, rows = brute_force(queries, documents, top_k)
@@ -38,7 +51,7 @@ def test_the_search_equals_a_loop_over_all_pairs(shard_size, tile_bytes, tmp_pat
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 20, 40])
-def test_more_equal_documents_than_the_slack_holds_are_ordered_by_row(top_k, tmp_path, monkeypatch):
+def test_more_equal_documents_than_the_slack_holds_are_ordered_by_row(top_k, exact, tmp_path, monkeypatch):
     documents = unit_vectors(70, copies=COPIES)
     assert len(COPIES) > knn.SLACK
     queries = np.concatenate([documents[3:4], -documents[3:4], unit_vectors(70, seed=2)])
@@ -47,19 +60,19 @@ def test_more_equal_documents_than_the_slack_holds_are_ordered_by_row(top_k, tmp
     monkeypatch.setattr(ExactSearch, "_among_all", lambda self, q, *a: among_all.append(len(q)) or again(self, q, *a))
     for shard_size, tile_bytes in ((70, 48 << 20), (4, 32 * 5)):
         monkeypatch.setattr(knn, "TILE_BYTES", tile_bytes)
-        search = ExactSearch(shards(tmp_path / str(shard_size), documents, shard_size))
+        search = exact(shards(tmp_path / str(shard_size), documents, shard_size))
         found.append(search.search(queries, top_k))
     assert among_all or top_k >= 20
-    assert found[0].index_QK.tolist() == found[1].index_QK.tolist() == brute_force(queries, documents, top_k)[1]
-    np.testing.assert_array_equal(found[0].score_QK, found[1].score_QK)
+    assert found[0].index_QK.tolist() == brute_force(queries, documents, top_k)[1]
+    assert_same(found[0], found[1])
 
 
-def test_both_scans_lead_to_the_same_bits_without_a_second_look_at_most_queries(tmp_path, monkeypatch, has_bfloat16):
+def test_a_quick_scan_leaves_few_queries_in_doubt_and_changes_no_bit(exact, tmp_path, monkeypatch):
     documents, queries = shards(tmp_path, unit_vectors(3000, 64), 999), unit_vectors(50, 64, seed=1)
-    scanned = []
-    scan = ExactSearch._scanned
-    monkeypatch.setattr(ExactSearch, "_scanned", lambda self, of, q, k: scanned.append(len(q)) or scan(self, of, q, k))
-    found = ExactSearch(documents).search(queries, 20)
+    search, scanned = exact(documents), []
+    scan = search._scanned
+    monkeypatch.setattr(search, "_scanned", lambda of, q, k: scanned.append(len(q)) or scan(of, q, k))
+    found = search.search(queries, 20)
     assert scanned[0] == 50
     assert sum(scanned[1:]) < 10
     all_scores = (queries.astype(np.float64) @ np.concatenate(list(documents)).T.astype(np.float64)).astype(np.float32)
@@ -70,15 +83,15 @@ def test_both_scans_lead_to_the_same_bits_without_a_second_look_at_most_queries(
 @pytest.mark.parametrize(
     ("value", "kind"), [(0, "zero"), (np.nan, "not finite"), (np.inf, "not finite"), (2, "of length")]
 )
-def test_a_document_without_direction_is_named(value, kind, tmp_path):
+def test_a_document_without_direction_is_named(value, kind, exact, tmp_path):
     documents = unit_vectors(10)
     documents[5] = value
     with pytest.raises(InputError, match=rf"vectors-00001\.npy:1: the vector is {kind}"):
-        ExactSearch(shards(tmp_path, documents, 4)).search(unit_vectors(2), 3)
+        exact(shards(tmp_path, documents, 4)).search(unit_vectors(2), 3)
 
 
-def test_queries_that_do_not_fit_are_refused(tmp_path):
-    search = ExactSearch(shards(tmp_path, unit_vectors(10), 4))
+def test_queries_that_do_not_fit_are_refused(exact, tmp_path):
+    search = exact(shards(tmp_path, unit_vectors(10), 4))
     with pytest.raises(InputError, match="holds vectors of width 8, the queries' is 5"):
         search.search(unit_vectors(2, 5), 3)
     with pytest.raises(InputError, match="query vectors:1: the vector is zero"):
@@ -95,7 +108,7 @@ def test_no_document_scores_above_the_bound_of_its_score(dtype, width):
     true_QN = queries.astype(np.float64) @ documents.T.astype(np.float64)
     looseness = []
     for first_row in (0, 300):
-        scores, rows = scan(slice(0, 20), first_row, documents[first_row : first_row + 300], 300)
+        scores, rows = scan(first_row, documents[first_row : first_row + 300])(slice(0, 20), 300)
         assert (np.sort(rows, axis=1) == np.arange(first_row, first_row + 300)).all()
         for place in range(300):
             excess = (
@@ -142,22 +155,17 @@ def clustered(count, seed=0, width=16, centres=20):
     return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
 
 
-def recall(found, exact):
-    return np.mean([len(set(a) & set(b)) / len(b) for a, b in zip(found.tolist(), exact.tolist(), strict=True)])
-
-
 def test_recall_at_10_rises_with_the_probes_and_reaches_all(tmp_path):
     documents, queries = shards(tmp_path / "documents", clustered(2000), 700), clustered(100, seed=5)
     exact = ExactSearch(documents).search(queries, 10)
     reached = []
     for num_probes in (1, 4, 16):
-        search = build_ivf(documents, tmp_path / "ivf", num_probes=num_probes, num_lists=16)
-        found = search.search(queries, 10)
-        reached.append(recall(found.index_QK, exact.index_QK))
+        found = build_ivf(documents, tmp_path / "ivf", num_probes=num_probes, num_lists=16).search(queries, 10)
+        pairs = zip(found.index_QK.tolist(), exact.index_QK.tolist(), strict=True)
+        reached.append(np.mean([len(set(rows) & set(best)) / 10 for rows, best in pairs]))
     assert reached[0] > 0.4
     assert reached[1] > 0.9
-    np.testing.assert_array_equal(found.index_QK, exact.index_QK)
-    np.testing.assert_array_equal(found.score_QK, exact.score_QK)
+    assert_same(found, exact)
 
 
 def test_tasks_and_tiles_change_nothing(tmp_path, monkeypatch):
@@ -170,9 +178,7 @@ def test_tasks_and_tiles_change_nothing(tmp_path, monkeypatch):
             assert path.read_bytes() == (tmp_path / "parts" / name / path.name).read_bytes()
     monkeypatch.setattr(knn, "TILE_BYTES", 64 * 100)
     monkeypatch.setattr(knn, "QUERY_CHUNK", 7)
-    found = parts.search(queries, 5)
-    np.testing.assert_array_equal(found.index_QK, whole.index_QK)
-    np.testing.assert_array_equal(found.score_QK, whole.score_QK)
+    assert_same(parts.search(queries, 5), whole)
 
 
 def test_a_gpu_returns_so_many_documents_of_lists(tmp_path):
@@ -221,3 +227,117 @@ def test_a_vector_without_direction_is_named_even_if_it_is_in_no_sample(tmp_path
     vectors[row] = np.nan
     with pytest.raises(InputError, match=rf"vectors-{row // 8:05d}\.npy:{row % 8}: the vector is not finite"):
         build_ivf(shards(tmp_path / "documents", vectors, 8), tmp_path / "ivf", num_lists=1)
+
+
+def cut(monkeypatch, tile_rows, pass_queries, product_queries, num_pairs, is_resident):
+    """Searches are cut so."""
+    sizes = gpu_search.SearchSizes(is_resident, tile_rows, pass_queries, product_queries, num_pairs, 0)
+    monkeypatch.setattr(gpu_search, "search_sizes", lambda *_: sizes)
+
+
+@pytest.mark.parametrize("is_resident", [True, False], ids=["kept", "streamed"])
+@pytest.mark.parametrize(("tile_rows", "queries", "at_once", "pairs"), [(1, 1, 1, 1), (7, 5, 2, 3), (64, 7, 7, 9999)])
+def test_any_pieces_find_what_a_loop_over_all_pairs_finds(
+    tile_rows, queries, at_once, pairs, is_resident, tmp_path, monkeypatch
+):
+    documents, query_QD = unit_vectors(64, copies=[(5, 9), (63, 0)]), unit_vectors(7, seed=1)
+    stored = shards(tmp_path, documents, 9)
+    cut(monkeypatch, tile_rows, queries, at_once, pairs, is_resident)
+    search = GpuSearch(stored, device=CPU)
+    for top_k in (1, 5, 30, 64, 100):
+        found = search.search(query_QD, top_k)
+        assert found.index_QK.tolist() == brute_force(query_QD, documents, top_k)[1]
+        assert_same(found, ExactSearch(stored).search(query_QD, top_k))
+
+
+@pytest.mark.parametrize("is_resident", [True, False], ids=["kept", "streamed"])
+def test_vectors_stored_in_float16_stay_so(is_resident, tmp_path, monkeypatch):
+    halves = unit_vectors(300, 32).astype(np.float16)
+    shards(tmp_path, halves, 40)
+    documents = VectorShards(tmp_path, 300, 32, 40, "float16")
+    cut(monkeypatch, 64, 9, 4, 100, is_resident)
+    search, query_QD = GpuSearch(documents, device=CPU), unit_vectors(9, 32, seed=1)
+    assert_same(search.search(query_QD, 12), ExactSearch(documents).search(query_QD, 12))
+    assert [tile.dtype for tile in search._kept] == [torch.float16] * (5 if is_resident else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [1, 8, 384])
+def test_no_document_scores_above_the_bound_of_a_gpus_score(dtype, width):
+    query_QD, document_ND = unit_vectors(20, width), unit_vectors(600, width, seed=1)
+    quick_QN = (torch.from_numpy(query_QD).to(dtype) @ torch.from_numpy(document_ND).to(dtype).T).float().numpy()
+    lost = gpu_search._most_lost(width) if dtype == torch.float16 else 0.0
+    for vectors in (query_QD, document_ND):
+        assert np.linalg.norm(vectors - vectors.astype(np.float16).astype(np.float32), axis=1).max() <= max(lost, 1e-3)
+    true_QN = query_QD.astype(np.float64) @ document_ND.T.astype(np.float64)
+    excess_QN = gpu_search.score_bound(quick_QN, lost, lost, width, dtype) - true_QN
+    assert excess_QN.min() >= 0
+    assert excess_QN.max() < 0.004
+
+
+def test_products_are_exact_inside_only():
+    matmul = torch.backends.cuda.matmul
+    torch.set_float32_matmul_precision("high")
+    try:
+        with exact_products():
+            assert torch.get_float32_matmul_precision() == "highest"
+            assert not matmul.allow_fp16_reduced_precision_reduction
+        assert torch.get_float32_matmul_precision() == "high"
+        assert matmul.allow_fp16_reduced_precision_reduction
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    ("millions", "dtype", "memory", "stays"),
+    [(10, "float16", 16, False), (10, "float16", 20, True), (10, "float32", 40, True), (100, "float16", 64, False)],
+)
+def test_the_sizes_that_the_documentation_states(millions, dtype, memory, stays):
+    """100M documents of width 768 take 154 GB in float16."""
+    size, width = np.dtype(dtype).itemsize, gpu_search.kept_documents(200)
+    vectors = millions * 10**6 * 768 * size
+    sizes = search_sizes(millions * 10**6, 768, size, width, 65_536, memory)
+    assert sizes.is_resident == stays
+    assert vectors * stays < sizes.num_bytes <= memory * 2**30
+    assert 2000 < sizes.product_queries < 65_535
+    takes, documents = f"{sizes.num_bytes / 2**30:.1f} GiB", "stay" if stays else "stream"
+    row = f"| {millions}M, {dtype} | {vectors / 1e9:.1f} GB | {memory} GiB | {takes} | {documents} |"
+    assert row in (Path(__file__).parents[2] / "docs" / "mining.md").read_text().splitlines()
+
+
+@pytest.mark.parametrize("width", [17, 266, 5000])
+@pytest.mark.parametrize("memory", [0.03, 0.2, 1, 16, 70])
+def test_pieces_fit_any_memory_that_is_accepted(memory, width):
+    sizes = search_sizes(10**6, 1024, 4, width, 50_000, memory)
+    assert sizes.num_bytes <= memory * 2**30
+    assert min(sizes.tile_rows, sizes.pass_queries, sizes.product_queries, sizes.num_pairs) >= 1
+
+
+def test_too_little_memory_is_refused_with_what_would_do(tmp_path):
+    documents = shards(tmp_path, unit_vectors(300, 64), 100)
+    with pytest.raises(OptionError, match="gpu_memory_gib must be >= ") as refused:
+        GpuSearch(documents, 1e-5, CPU).search(unit_vectors(2, 64), 20)
+    least = float(str(refused.value).split(">= ")[1].split()[0])
+    found = GpuSearch(documents, least, CPU).search(unit_vectors(2, 64), 20)
+    assert_same(found, ExactSearch(documents).search(unit_vectors(2, 64), 20))
+    with pytest.raises(OptionError, match="gpu_memory_gib"):
+        GpuSearch(documents, 0.99 * least, CPU).search(unit_vectors(2, 64), 20)
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(OptionError, match="gpu needs a CUDA device"):
+        GpuSearch(shards(tmp_path, unit_vectors(10), 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", [0.01, 4])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_finds_the_same_within_its_memory(memory, tmp_path):
+    documents, query_QD = shards(tmp_path, unit_vectors(30_000, 64), 999), unit_vectors(500, 64, seed=1)
+    search = GpuSearch(documents, memory)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = search.search(query_QD, 20)
+    assert torch.cuda.max_memory_allocated() - before <= search.sizes(500, 20).num_bytes <= memory * 2**30
+    assert_same(found, ExactSearch(documents).search(query_QD, 20))

@@ -3,10 +3,7 @@
 import errno
 import json
 import resource
-import shutil
-from contextlib import contextmanager
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +15,7 @@ from embeddings.inference.vector_folder import VectorFolder
 from embeddings.inference.vectors import stored_rows, unit_rows
 from embeddings.mining.vector_index import INDEX_FILE, MANIFEST_FILE, build_index, folder_sha256, recall_of
 from embeddings.mining.vector_index import VectorIndex as Index
+from tests.helpers.disks import fake_disk
 from tests.mining.vectors import shards, unit_vectors
 
 
@@ -104,13 +102,9 @@ def test_other_vectors_or_a_damaged_file_are_refused(folder, vectors):
         Index.open(folder)
     build_index(folder)
     path, before = folder.path / INDEX_FILE, (folder.path / INDEX_FILE).read_bytes()
-    for content, says in (
-        (before[:-9], "field 'num_bytes' is .*; make it with the command index"),
-        (bytes(200) + before[200:], "field 'head_sha256' is .*; make it with the command index"),
-        (b"", "field 'num_bytes' is"),
-    ):
+    for content, field in ((before[:-9], "num_bytes"), (bytes(200) + before[200:], "head_sha256"), (b"", "num_bytes")):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=says):
+        with pytest.raises(InputError, match=f"field '{field}' is .*; make it with the command index"):
             Index.open(folder)
     path.write_bytes(before)
     Index.open(folder)
@@ -147,23 +141,18 @@ def test_damage_inside_the_file_is_refused_when_it_is_opened_or_where_it_is_foun
         Index.open(folder).search(np.abs(unit_rows(vectors[7:8])), 5)
 
 
-@contextmanager
-def most_bytes_of_a_file(limit):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 # The last bytes are written when the file is closed, and faiss does not say why that fails.
 @pytest.mark.parametrize(("missing", "code"), [(20_000, errno.EFBIG), (1, errno.EIO)])
 def test_a_file_that_cannot_be_written_leaves_the_index_that_was_there(missing, code, folder, vectors):
     made = build_index(folder, num_lists=8)
     size, before = (folder.path / INDEX_FILE).stat().st_size, sorted(folder.path.iterdir())
-    with most_bytes_of_a_file(size - missing), pytest.raises(OSError, match="Errno") as failure:
-        build_index(folder, num_lists=8, seed=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - missing, hard))
+    try:
+        with pytest.raises(OSError, match="Errno") as failure:
+            build_index(folder, num_lists=8, seed=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (failure.value.errno, failure.value.filename.endswith(".tmp")) == (code, True)
     assert sorted(folder.path.iterdir()) == before
     again = Index.open(folder)
@@ -173,7 +162,7 @@ def test_a_file_that_cannot_be_written_leaves_the_index_that_was_there(missing, 
 
 def test_no_list_is_trained_where_the_disk_has_no_room(folder, monkeypatch):
     monkeypatch.setattr("embeddings.mining.vector_index.train_centroids", None)
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(total=10**9, free=600 * (4 * 8 + 8)))
+    fake_disk(monkeypatch, 600 * (4 * 8 + 8))
     with pytest.raises(OSError, match="bytes are needed and 24,000 available"):
         build_index(folder)
 
