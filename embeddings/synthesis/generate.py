@@ -547,6 +547,6 @@ def regenerate_dry_run(source: SourceConfig, templates: Templates) -> str:
 
 def _fields(record: Record) -> Mapping[str, Any]:
     """The record as a row without its negatives."""
-    named = {"id": record.id, "label": record.label, "score": record.score, "instruction": record.instruction}
+    named = {name: getattr(record, name) for name in ("id", "label", "score", "instruction", "language")}
     given = {name: value for name, value in named.items() if value is not None}
     return {"query": record.query, "positive": list(record.positives), **given}

@@ -353,7 +353,7 @@ def test_a_file_that_is_no_task_file_is_refused(tmp_path, content, says):
 OLD = {"negatives": ["old"], "score": 2}
 ROWS = [
     {"query": f"question {n}", "positive": [f"answer {n}", f"another {n}"], "id": f"r{n}", **OLD} for n in range(5)
-] + [{"query": "question 0", "positive": "other answer", "instruction": "Answer.", "label": "x"}]
+] + [{"query": "question 0", "positive": "other answer", "instruction": "Answer.", "label": "x", "language": "en"}]
 
 
 @pytest.fixture
@@ -375,7 +375,7 @@ def test_positives_and_fields_stay_and_negatives_are_new(tmp_path, source):
     for after, before in zip(new, old, strict=True):
         assert [negative.level for negative in after.negatives] == [1, 2, 3, 4]
         assert not set(after.negatives) & set(before.negatives)
-        for name in ("query", "positives", "id", "score", "label", "instruction"):
+        for name in ("query", "positives", "id", "score", "label", "instruction", "language"):
             assert getattr(after, name) == getattr(before, name)
     assert sum("\nanswer 3\n" in request.prompt for request in client.asked) == 1
 
