@@ -5,7 +5,7 @@ Runs of every method, plain and under GradCache, with accumulated batches, with 
 weights, optimiser, schedule, loader and random state. The ledger that each step's rows and loss were written to has
 every step of the plan, and the last entry of a step is the uninterrupted run's: no example is lost, or there twice.
 
-Children are forked from a process that has imported everything, so that a start takes half a second.
+Processes are forked from one that has imported everything, so that a start takes half a second.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from lightning.pytorch.callbacks import Callback
 
 from embeddings.cli.main import main
 from embeddings.common.checkpoint_file import read_checkpoint
+from tests.helpers.processes import Command
 from tests.helpers.runs import component, run_config, write_config
 from tests.modules.cde_runs import cde_config
 from tests.modules.language_runs import language_config
@@ -35,6 +37,16 @@ from tests.modules.moe_modules import moe_config
 STEPS = 12
 CACHE = component("GradCacheCallback", mini_batch_tokens=80)
 KEEP = component("ModelCheckpoint", every_n_train_steps=1, save_last=True, save_top_k=0)
+# A tiny run of each method with dropout.
+METHODS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "nv-embed": lambda folder: run_config(folder, "mistral", dropout=0.1),
+    "mgh": lambda folder: mgh_config(folder, dropout=0.1),
+    "moe": moe_config,
+    "cde": lambda folder: cde_config(folder, dropout=0.1),
+    "masked language model": lambda folder: language_config(folder, "mlm"),
+    "moe, accumulated": moe_config,
+    "nv-embed, changing accumulation": lambda folder: run_config(folder, dropout=0.1),
+}
 # Batches of one optimiser step: the same number in all epochs, or from one epoch on another.
 ACCUMULATIONS: dict[str, dict[str, Any]] = {
     "moe, accumulated": {"accumulate_grad_batches": 2, "callbacks": [CACHE]},
@@ -73,25 +85,11 @@ class Ledger(Callback):
         Path(self.path).with_name("done").touch()
 
 
-def configs() -> dict[str, Callable[[Path], dict[str, Any]]]:
-    """A tiny run of each method with dropout."""
-    return {
-        "nv-embed": lambda folder: run_config(folder, "mistral", dropout=0.1),
-        "mgh": lambda folder: mgh_config(folder, dropout=0.1),
-        "moe": moe_config,
-        "cde": lambda folder: cde_config(folder, dropout=0.1),
-        "masked language model": lambda folder: language_config(folder, "mlm"),
-        "moe, accumulated": moe_config,
-        "nv-embed, changing accumulation": lambda folder: run_config(folder, dropout=0.1),
-    }
-
-
 def chosen(run_number: int) -> tuple[str, bool, int]:
     """The method of a run, whether it is under GradCache, and its workers: each comes with each in turn."""
-    methods = list(configs())
-    method = methods[run_number % len(methods)]
+    method = list(METHODS)[run_number % len(METHODS)]
     has_cache = method != "masked language model" and method not in ACCUMULATIONS
-    return method, bool(run_number // len(methods) % 2) and has_cache, run_number % 3
+    return method, bool(run_number // len(METHODS) % 2) and has_cache, run_number % 3
 
 
 def killed_config(
@@ -99,7 +97,7 @@ def killed_config(
 ) -> dict[str, Any]:
     """The config of one run in `folder`, with a checkpoint after each step unless `keep` says otherwise."""
     folder.mkdir(parents=True)
-    config = configs()[method](folder)
+    config = METHODS[method](folder)
     ledger = component(f"{__package__}.kills.Ledger", path=str(folder / "ledger.jsonl"), seconds=seconds)
     accumulation = ACCUMULATIONS.get(method, {"callbacks": []})
     callbacks = [ledger, keep, *([CACHE] if cached else []), *accumulation["callbacks"]]
@@ -108,36 +106,26 @@ def killed_config(
     return config
 
 
-def start_child(folder: Path, config: dict[str, Any]) -> int:
-    """Train from the newest checkpoint in a child with a group of its own; returns its number."""
+def start(folder: Path, config: dict[str, Any]) -> Command:
+    """Train from the newest checkpoint, in a process with a group of its own."""
     words = ["fit", "--config", write_config(folder, config), "--ckpt_path", "auto"]
-    child = os.fork()
-    if not child:
-        os.setpgid(0, 0)
-        output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os._exit(main(words))
-    with suppress(ProcessLookupError, PermissionError):  # whoever comes first
-        os.setpgid(child, 0)
-    return child
+    with open(folder / "output.txt", "ab") as output:
+        return Command([words], function=main, stdout=output, stderr=output)
 
 
-def run(folder: Path, config: dict[str, Any], kill_after: float | None) -> bool:
-    """Train in a child, and kill it after some seconds; returns whether it ended before."""
-    child = start_child(folder, config)
-    deadline = time.monotonic() + (300 if kill_after is None else kill_after)
-    while time.monotonic() < deadline:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            code = os.waitstatus_to_exitcode(status)
-            assert code == 0, f"exit code {code}: {(folder / 'output.txt').read_text()[-2000:]}"
-            return True
-        time.sleep(0.01)
-    assert kill_after is not None, "no end after 300 seconds"
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return False
+def run(folder: Path, config: dict[str, Any], kill_after: float | None = None) -> bool:
+    """Train in a process, and kill it after some seconds; returns whether it ended before."""
+    process = start(folder, config)
+    try:
+        code = process.wait(300 if kill_after is None else kill_after)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert kill_after is not None, "no end after 300 seconds"
+        return False
+    assert code == 0, f"exit code {code}: {(folder / 'output.txt').read_text()[-2000:]}"
+    return True
 
 
 def ledger(folder: Path) -> dict[int, list[Any]]:
@@ -178,7 +166,7 @@ def kill_until_done(
     """Train one run with at most so many kills; returns the number of kills, and what differs in the end."""
     whole = killed_config(folder / "whole", method, cached, num_workers, seconds=0.0)
     start = time.monotonic()
-    run(folder / "whole", whole, None)
+    run(folder / "whole", whole)
     seconds = time.monotonic() - start
     config = killed_config(folder / "killed", method, cached, num_workers, seconds=0.05)
     kills = 0
