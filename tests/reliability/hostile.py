@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from tests.reliability.cases import (
@@ -30,6 +29,7 @@ from tests.reliability.cases import (
 )
 from tests.reliability.checkpoints import SEARCH, backbone, model
 from tests.reliability.index import vectors
+from tests.reliability.records import parquet
 from tests.reliability.world import Place
 
 CANARY = "canary"
@@ -49,6 +49,9 @@ class Payload:
 
 
 PICKLE = pickle.dumps(Payload())
+# A column whose type says that Python is to unpickle it.
+EXTENSION = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": PICKLE}
+SCHEMA = pa.schema([pa.field("query", pa.string(), metadata=EXTENSION), pa.field("positive", pa.string())])
 
 
 def saved(value: object) -> Make:
@@ -93,18 +96,6 @@ def with_module(make: Make) -> Make:
 def object_array(folder: Path) -> None:
     """Turn a shard of vectors into an array of objects."""
     np.save(folder / "vectors-00000.npy", np.array([Payload()] * 5, dtype=object), allow_pickle=True)
-
-
-def pickled_column(place: Place) -> None:
-    """A Parquet column of pickles, as bytes."""
-    pq.write_table(pa.table({"query": [PICKLE], "positive": ["b"]}), place.folder / "pairs.jsonl")
-
-
-def extension_column(place: Place) -> None:
-    """A Parquet column whose type says that Python is to unpickle it."""
-    names = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": PICKLE}
-    schema = pa.schema([pa.field("query", pa.string(), metadata=names), pa.field("positive", pa.string())])
-    pq.write_table(pa.table({"query": ["a"], "positive": ["b"]}, schema=schema), place.folder / "pairs.jsonl")
 
 
 def shards(name: str) -> Make:
@@ -277,9 +268,12 @@ CASES = {
     FILTER: {
         # Data.
         "a pickle for records": (put("pairs.jsonl", PICKLE), "pairs.jsonl:1: "),
-        "a column of pickles": (pickled_column, "pairs.jsonl:1: query is bytes, expected text"),
+        "a column of pickles": (
+            parquet({"query": [PICKLE], "positive": ["b"]}),
+            "pairs.jsonl:1: query is bytes, expected text",
+        ),
         "records nested deep": (put("pairs.jsonl", deep()), "pairs.jsonl:1: the JSON is nested too deep"),
-        "a column that asks to be unpickled": (extension_column, "", 0),
+        "a column that asks to be unpickled": (parquet({"query": ["a"], "positive": ["b"]}, schema=SCHEMA), "", 0),
         "a script beside the records": (
             both(rows("pairs.jsonl", {"query": "a", "positive": "b"}), put("pairs.py", MODULE)),
             "",

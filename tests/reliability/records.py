@@ -63,12 +63,12 @@ def zipped() -> bytes:
     return gzip.compress(b"".join(b'{"query": "q %d", "positive": "p %d"}\n' % (row, row) for row in range(3000)))
 
 
-def parquet(columns: dict[str, object], change: Callable[[bytes], bytes] = bytes) -> Make:
+def parquet(columns: dict[str, object], change: Callable[[bytes], bytes] = bytes, **options: Any) -> Make:
     """A Parquet file of these columns under the name of JSON lines, its bytes changed."""
 
     def make(place: Place) -> None:
         path = place.folder / "pairs.jsonl"
-        pq.write_table(pa.table(columns), path)
+        pq.write_table(pa.table(columns, **options), path)
         path.write_bytes(change(path.read_bytes()))
 
     return make
