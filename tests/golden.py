@@ -23,8 +23,6 @@ import os
 import pkgutil
 import re
 import shutil
-import socket
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable
@@ -40,61 +38,44 @@ from lightning.pytorch.callbacks import Callback
 
 import embeddings
 from embeddings.cli.main import main
-from tests.helpers.runs import run_config
+from tests.helpers.processes import run_command
+from tests.helpers.runs import component, run_config
 from tests.modules.cde_runs import cde_config
 from tests.modules.mgh_runs import mgh_config
 from tests.modules.moe_modules import moe_config
 
+ROOT = Path(__file__).parents[1]
 Values = dict[str, Any]
 Case = Callable[[Path, Path], Values]  # (the record's folder, a folder to write to) → values by name
 
 CONFIGS = {"nv_embed": run_config, "mgh": mgh_config, "moe": moe_config, "cde": cde_config}
-CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 64}}
-KEEP = {
-    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-    "init_args": {"every_n_train_steps": 5, "save_top_k": -1},
-}
+CACHE = component("GradCacheCallback", mini_batch_tokens=64)
+KEEP = component("ModelCheckpoint", every_n_train_steps=5, save_top_k=-1)
 NUM_RECORDS = 600
 MODEL = "all-MiniLM-L6-v2"
 SOURCE = {"name": "docstrings", "path": "IN/records.jsonl"}
 SAMPLERS: dict[str, Values] = {
-    "blended": {"class_path": "embeddings.data.BlendedBatchSampler", "init_args": {"steps_per_epoch": 20}},
-    "homogeneous": {"class_path": "embeddings.data.HomogeneousBatchSampler"},
-    "curriculum": {
-        "class_path": "embeddings.data.CurriculumBatchSampler",
-        "init_args": {"inner": {"class_path": "embeddings.data.BlendedBatchSampler"}, "missing_level": "coarser"},
-    },
-    "clustered": {
-        "class_path": "embeddings.data.ClusteredBatchSampler",
-        "init_args": {"clusters": {"docstrings": "IN/clusters"}},
-    },
+    "blended": component("embeddings.data.BlendedBatchSampler", steps_per_epoch=20),
+    "homogeneous": component("embeddings.data.HomogeneousBatchSampler"),
+    "curriculum": component(
+        "embeddings.data.CurriculumBatchSampler",
+        inner={"class_path": "embeddings.data.BlendedBatchSampler"},
+        missing_level="coarser",
+    ),
+    "clustered": component("embeddings.data.ClusteredBatchSampler", clusters={"docstrings": "IN/clusters"}),
 }
 JOBS = {
-    "mine": ["mine", "--model", MODEL, "--input", "IN/records.jsonl", "--output", "OUT/mined.parquet"],
-    "mine_levels": [
-        *("mine", "--model", MODEL, "--input", "IN/records.jsonl", "--output", "OUT/levels.parquet"),
-        *("--levels", "quantiles", "--index", "ivf"),
-    ],
-    "filter": [
-        *("filter", "--model", MODEL, "--input", "IN/records.jsonl", "--output", "OUT/kept.parquet"),
-        *("--near_duplicates", "0.8", "--decontaminate", "IN/docstrings/eval/validation"),
-    ],
-    "cluster": [
-        *("cluster", "--model", MODEL, "--input", "IN/records.jsonl", "--output", "OUT/clusters"),
-        *("--cluster_size", "32"),
-    ],
-    "cluster_bm25": [
-        *("cluster", "--features", "bm25", "--input", "IN/records.jsonl", "--output", "OUT/clusters"),
-        *("--cluster_size", "32"),
-    ],
-    "encode": ["encode", "--model", MODEL, "--input", "IN/corpus.jsonl", "--output", "OUT/vectors"],
-    "encode_int8": [
-        *("encode", "--model", MODEL, "--input", "IN/corpus.jsonl", "--output", "OUT/vectors"),
-        *("--vector_format", "int8", "--precision", "float32"),
-    ],
-    "evaluate": [
-        *("evaluate", "--model", MODEL, "--data", "IN/docstrings/eval/validation", "--output", "OUT/scores.json"),
-    ],
+    "mine": f"mine --model {MODEL} --input IN/records.jsonl --output OUT/mined.parquet",
+    "mine_levels": f"mine --model {MODEL} --input IN/records.jsonl --output OUT/levels.parquet --levels quantiles "
+    "--index ivf",
+    "filter": f"filter --model {MODEL} --input IN/records.jsonl --output OUT/kept.parquet --near_duplicates 0.8 "
+    "--decontaminate IN/docstrings/eval/validation",
+    "cluster": f"cluster --model {MODEL} --input IN/records.jsonl --output OUT/clusters --cluster_size 32",
+    "cluster_bm25": "cluster --features bm25 --input IN/records.jsonl --output OUT/clusters --cluster_size 32",
+    "encode": f"encode --model {MODEL} --input IN/corpus.jsonl --output OUT/vectors",
+    "encode_int8": f"encode --model {MODEL} --input IN/corpus.jsonl --output OUT/vectors --vector_format int8 "
+    "--precision float32",
+    "evaluate": f"evaluate --model {MODEL} --data IN/docstrings/eval/validation --output OUT/scores.json",
 }
 
 
@@ -107,10 +88,9 @@ def digest(path: Path) -> str:
 
 
 def run(words: Iterable[str], inputs: Path, output: Path) -> None:
-    """Run one command line with IN and OUT replaced."""
+    """Run one command line, with IN and OUT replaced, in a process of its own."""
     line = [word.replace("IN/", f"{inputs}/").replace("OUT/", f"{output}/") for word in words]
-    code = main(line)
-    assert code == 0, f"exit code {code}: {' '.join(line)}"
+    run_command([ROOT / "main.py", *line], timeout=1200, check=True)
 
 
 # Inputs, written once by `record` and read by every comparison.
@@ -124,7 +104,7 @@ def write_inputs(folder: Path) -> None:
     (folder / "records.jsonl").write_text("".join(lines), encoding="utf-8")
     texts = [{"_id": str(row), "text": json.loads(line)["positive"]} for row, line in enumerate(lines)]
     (folder / "corpus.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
-    run(JOBS["cluster"], folder, folder)
+    run(JOBS["cluster"].split(), folder, folder)
     for method, config_of in CONFIGS.items():
         home = folder / method
         home.mkdir()
@@ -141,17 +121,13 @@ def write_inputs(folder: Path) -> None:
 def losses(method: str, cached: bool, ranks: int, inputs: Path, output: Path) -> Values:
     """Ten steps' losses, and the exported weights' SHA-256."""
     config = yaml.safe_load((inputs / method / "config.yaml").read_text().replace("OUT/", f"{output}/"))
-    export = {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(output / "model")}}
+    export = component("ExportModel", output=str(output / "model"))
     config["trainer"]["callbacks"] = [*([CACHE] if cached else []), KEEP, export]
     if ranks > 1:
         config["trainer"] |= {"devices": ranks, "strategy": "ddp_find_unused_parameters_true"}
         config["data"]["init_args"]["batch_size"] = 4
     (output / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    words = ["fit", "--config", "OUT/config.yaml"]
-    if ranks == 1:
-        run(words, inputs, output)
-    else:
-        on_ranks(ranks, partial(run, words, inputs, output))
+    run(["fit", "--config", "OUT/config.yaml"], inputs, output)
     return trained(output)
 
 
@@ -187,7 +163,7 @@ def vectors_of_written(method: str, inputs: Path, output: Path) -> Values:
 
 def job(name: str, inputs: Path, output: Path) -> Values:
     """What one corpus job writes, but for its manifests, which hold times and versions."""
-    run(JOBS[name], inputs, output)
+    run(JOBS[name].split(), inputs, output)
     if name == "evaluate":
         return {
             row["name"]: [row["metrics"], row["counts"]] for row in json.loads((output / "scores.json").read_text())
@@ -215,7 +191,7 @@ def plan(name: str, inputs: Path, output: Path) -> Values:
     config = yaml.safe_load((inputs / "nv_embed" / "config.yaml").read_text().replace("OUT/", f"{output}/"))
     config["data"]["init_args"] |= {"sampler": sampler, "sources": [{**SOURCE, "path": str(inputs / "records.jsonl")}]}
     config["data"]["init_args"]["num_negatives"] = 0
-    config["trainer"]["callbacks"] = [{"class_path": "tests.golden.PlanRecorder", "init_args": {"path": "OUT/plan"}}]
+    config["trainer"]["callbacks"] = [component("tests.golden.PlanRecorder", path="OUT/plan")]
     config["trainer"] |= {"max_steps": 8}
     text = yaml.safe_dump(config).replace("OUT/", f"{output}/")
     (output / "config.yaml").write_text(text, encoding="utf-8")
@@ -278,53 +254,14 @@ def cases(recording: bool) -> dict[str, Case]:
     return found
 
 
-# Each case runs in a child that is forked from this process, which has imported everything.
-
-
-def in_child(work: Callable[[], Values], result: Path, log: Path, **environment: str) -> int:
-    """Start `work` in a child; its values go to `result`, its output to `log`. Returns the child's number."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        os.environ.update(environment)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        result.write_text(json.dumps(work()))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def on_ranks(ranks: int, work: Callable[[], Any]) -> None:
-    """Run `work` in one child for each rank, as a launcher would start them."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    shared = {"NODE_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder, f"{rank}.txt") for rank in range(ranks)]
-        children = [
-            in_child(work, Path(os.devnull), logs[rank], LOCAL_RANK=str(rank), RANK=str(rank), **shared)
-            for rank in range(ranks)
-        ]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        assert not any(codes), f"exit codes {codes}: {[log.read_text()[-1500:] for log in logs]}"
-
-
-def values_of(name: str, case: Case, inputs: Path, output: Path) -> Values:
+def values_of(case: Case, inputs: Path, output: Path) -> Values:
     """One case's values, or its error under "failed"."""
     output.mkdir(parents=True, exist_ok=True)
-    result, log = output / ".values.json", output / ".log.txt"
-    child = in_child(partial(case, inputs, output), result, log)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return json.loads(result.read_text()) if code == 0 else {"failed": log.read_text()[-2000:]}
+    try:
+        # As the record holds them: lists for tuples, words for keys.
+        return dict(json.loads(json.dumps(case(inputs, output))))
+    except Exception:
+        return {"failed": traceback.format_exc()[-2000:]}
 
 
 def differences(found: Any, expected: Any, path: str) -> list[str]:
@@ -342,16 +279,13 @@ def differences(found: Any, expected: Any, path: str) -> list[str]:
 def record(folder: Path) -> int:
     """Write inputs, what the methods write, and every case's values."""
     folder.mkdir(parents=True)
-    failed = values_of("inputs", lambda inputs, _: write_inputs(inputs) or {}, folder, folder / "inputs").get("failed")
-    if failed:
-        print(failed)
-        return 1
+    write_inputs(folder)
     values = {}
     for name, case in cases(recording=True).items():
         kind, *rest = name.split("/")
         written = kind == "loss" and rest[1:] == ["plain", "1"]
         with tempfile.TemporaryDirectory() as output:
-            values[name] = values_of(name, case, folder, folder / "written" / rest[0] if written else Path(output))
+            values[name] = values_of(case, folder, folder / "written" / rest[0] if written else Path(output))
         print(name, values[name].get("failed", "recorded"), flush=True)
     (folder / "golden.json").write_text(json.dumps(values, indent=1))
     return int(any("failed" in value for value in values.values()))
@@ -368,7 +302,7 @@ def compare(folder: Path, only: list[str]) -> int:
     lines = []
     for name, case in chosen.items():
         with tempfile.TemporaryDirectory() as output:
-            found = values_of(name, case, folder, Path(output))
+            found = values_of(case, folder, Path(output))
         new = differences(found, expected[name], name)
         print(f"{name}: {'equal' if not new else 'DIFFERS'}", *new, sep="\n    ", flush=True)
         lines += new

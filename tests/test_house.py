@@ -14,6 +14,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """The syntax tree of each file of the library."""
+    return {path: ast.parse(path.read_text("utf-8")) for path in (ROOT / "embeddings").rglob("*.py")}
+
+
 def test_every_package_has_its_folder_of_tests():
     packages = [path.parent for path in (ROOT / "embeddings").glob("*/__init__.py")]
     assert len(packages) >= 14
@@ -21,8 +27,8 @@ def test_every_package_has_its_folder_of_tests():
 
 
 def test_no_file_names_a_path_of_a_machine():
-    files = [p for p in ROOT.rglob("*") if p.suffix in {".py", ".yaml", ".md", ".cfg"} and ".venv" not in p.parts]
-    files = [p for p in files if not {"checkpoints", "data", ".cache"} & set(p.relative_to(ROOT).parts[:1])]
+    tops = [top for top in ROOT.iterdir() if top.name not in {".git", ".venv", ".cache", "checkpoints", "data"}]
+    files = [p for top in tops for p in (top, *top.rglob("*")) if p.suffix in {".py", ".yaml", ".md", ".cfg"}]
     assert len(files) > 60
     pattern = re.compile(r"(?<![\w.])/(?:home|root|work|mnt|Users)/\w")
     assert [str(p) for p in files if p != Path(__file__) and pattern.search(p.read_text(encoding="utf-8"))] == []
@@ -30,17 +36,17 @@ def test_no_file_names_a_path_of_a_machine():
 
 def test_no_two_files_import_each_other():
     """Imports inside functions count too; those of a package's `__init__` do not."""
-    files = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in (ROOT / "embeddings").rglob("*.py")}
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in trees()}
     graph: dict[str, set[str]] = {}
-    for name, path in files.items():
+    for path, name in names.items():
         if path.name != "__init__.py":
             found: set[str] = set()
-            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            for node in ast.walk(trees()[path]):
                 if isinstance(node, ast.ImportFrom):
                     parts = [*name.split(".")[: -node.level if node.level else 0], *(node.module or "").split(".")]
                     module = ".".join(part for part in parts if part)
                     found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-            graph[name] = {other for other in found if other in files}
+            graph[name] = found & {*names.values()}
     assert sum(map(len, graph.values())) > 500
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
@@ -92,11 +98,7 @@ def names(requirements: str) -> set[str]:
 @cache
 def imports() -> dict[str, set[str]]:
     """The modules that each file of the library imports, by its path in the package."""
-    package = ROOT / "embeddings"
-    return {
-        str(path.relative_to(package)): set(imported(ast.parse(path.read_text("utf-8"))))
-        for path in package.rglob("*.py")
-    }
+    return {str(path.relative_to(ROOT / "embeddings")): set(imported(tree)) for path, tree in trees().items()}
 
 
 @pytest.mark.parametrize("library", CONFINED)

@@ -4,7 +4,6 @@ import functools
 import importlib.util
 import re
 import shlex
-import sys
 import unicodedata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,18 +11,10 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 
 
-def load_hooks() -> Any:
-    """The module that MkDocs calls; it lies beside the pages, not in a package."""
-    if "docs_hooks" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules["docs_hooks"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules["docs_hooks"]
-
-
-hooks = load_hooks()
+# The module that MkDocs calls; it lies beside the pages, not in a package.
+_spec: Any = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+hooks: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(hooks)
 FENCE = re.compile(r"^( *)```(.*?)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 ROOT_FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
@@ -87,10 +78,16 @@ def shell_lines_of(block: Block) -> list[list[str]]:
     return [words for line in lines if line and (words := shlex.split(line, comments=True))]
 
 
-def command_of(words: list[str]) -> list[str] | None:
-    """What follows `python main.py` or `embeddings` on a line, without variables; None for another program."""
+def without_variables(words: list[str]) -> list[str]:
+    """A line without the variables that it sets at its beginning."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
+    return words
+
+
+def command_of(words: list[str]) -> list[str] | None:
+    """What follows `python main.py` or `embeddings` on a line, without variables; None for another program."""
+    words = without_variables(words)
     if words[:2] == ["python", "main.py"]:
         return words[2:]
     return words[1:] if words[:1] == ["embeddings"] else None

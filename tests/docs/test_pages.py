@@ -24,12 +24,17 @@ from tests.docs.pages import (
     name_of,
     prose,
     shell_lines_of,
+    without_variables,
 )
+from tests.docs.test_tutorials import TUTORIALS
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 
 GENERATED = {"cli.md", "api/index.md", *(f"api/{package}.md" for package in hooks.packages())}
 COMMANDS = commands()
-FIT = [(page, words) for page, words in COMMANDS if words[0] in ("fit", "plan")]
+# Of the pages whose blocks test_tutorials runs, the recipes alone are left.
+RUN = {f"docs/{name}.md" for name in TUTORIALS}
+TRAINING = [(page, words) for page, words in COMMANDS if words[0] in ("fit", "plan")]
+FIT = [(page, words) for page, words in TRAINING if page not in RUN or words[1] == "--recipe"]
 OTHERS = [(page, words) for page, words in COMMANDS if words[0] not in ("fit", "plan")]
 
 
@@ -129,9 +134,7 @@ def test_programs_and_modules_that_blocks_name_are_there():
     for page in PAGES:
         lines = [words for block in blocks(page) for words in shell_lines_of(block)]
         lines += [code.split() for code in re.findall(r"`((?:make|[A-Z_=0-9 ]*python -m) [^`…]+)`", prose(page))]
-        for words in lines:
-            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-                words = words[1:]
+        for words in map(without_variables, lines):
             if words[:1] == ["make"] and words[1:]:
                 assert words[1] in targets, f"{name_of(page)}: {words}"
                 seen.add("make")
@@ -159,7 +162,6 @@ def test_a_line_that_was_not_run_says_so():
 FOLDERS = "lightning_configs|embeddings|examples|tests|benchmarks|docs|tools"
 PACKAGES = "|".join(sorted(path.parent.name for path in (ROOT / "embeddings").glob("*/__init__.py")))
 GROUPS = "methods|scales|data|jobs|one_gpu|sweeps|slurm"
-EXAMPLES = {"data/docstrings", "data/clusters"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

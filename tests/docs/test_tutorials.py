@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import yaml
@@ -18,38 +17,27 @@ from embeddings.cli.main import main
 from embeddings.common import TextSettings
 from embeddings.data.docstrings import prepare_docstrings
 from embeddings.models import Embedder, MeanPooling
+from tests.docs.pages import ROOT, blocks
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 METHODS = ("nv-embed", "mgh", "moe", "cde")
 TUTORIALS = [*(f"methods/{name}" for name in METHODS), "mining", "evaluation", "released-models"]
 # What comes after a page's configs: fewer steps of fewer and shorter texts.
 SMALL_TEXT = {"query_max_length": 48, "document_max_length": 24}
 SMALL_RUN = {
-    "trainer": {"max_steps": 6, "enable_progress_bar": False},
+    "trainer": {"max_steps": 4, "enable_progress_bar": False},
     "model": {"init_args": {"schedule": {"warmup_steps": 1}}},
     "data": {"init_args": {"batch_size": 4, "text": SMALL_TEXT}},
 }
+COUNTS = {"validation": 10, "in_domain": 10, "held_out": 16}
 SMALL_BY_PAGE = {
-    "methods/cde": {"model": {"init_args": {"first_stage_training": {"word_steps": 3}}}},
+    "methods/cde": {"model": {"init_args": {"first_stage_training": {"word_steps": 2}}}},
     # The callback of the config logs the routing at every tenth step.
     "methods/moe": {"trainer": {"max_steps": 10}},
 }
 # By a stand-in with random weights all texts are alike, so that the margin leaves no negative.
 ADDED = {"fit": ["--config", "small.yaml", "--config", "small_here.yaml"], "mine": ["--margin", "null"]}
-
-
-class Block(NamedTuple):
-    """A fenced block of a page: what stands behind the fence, and what is in it."""
-
-    info: str
-    text: str
-
-
-def blocks_of(page: str) -> list[Block]:
-    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    return [Block(*found) for found in re.findall(r"^```(\w[^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
 
 
 def commands_in(text: str) -> list[str]:
@@ -73,15 +61,9 @@ def small_world(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     text = TextSettings(query_max_length=128, document_max_length=128)
     stand_in = Embedder(tiny_bert(hidden_size=size), wordpiece_tokenizer(), MeanPooling(size), text=text)
     stand_in.save_pretrained("all-MiniLM-L6-v2")
-    sizes = {
-        "num_validation_documents": 10,
-        "num_validation_queries": 5,
-        "num_in_domain_documents": 10,
-        "num_in_domain_queries": 5,
-        "num_held_out_documents": 16,
-        "num_held_out_queries": 8,
-    }
-    small = partial(prepare_docstrings, packages=["click"], held_out_packages=["jinja2", "packaging"], **sizes)
+    sizes = {f"num_{split}_documents": count for split, count in COUNTS.items()}
+    sizes |= {f"num_{split}_queries": count // 2 for split, count in COUNTS.items()}
+    small = partial(prepare_docstrings, packages=["click"], held_out_packages=["packaging"], **sizes)
     monkeypatch.setattr("embeddings.cli.quickstart.prepare_docstrings", small)
 
 
@@ -91,7 +73,7 @@ def test_a_tutorial_runs_from_an_empty_folder(page: str, capsys: pytest.CaptureF
     Path("small.yaml").write_text(yaml.safe_dump(SMALL_RUN))
     Path("small_here.yaml").write_text(yaml.safe_dump(SMALL_BY_PAGE.get(page, {"trainer": {}})))
     names = []
-    for block in blocks_of(page):
+    for block in blocks(DOCS / f"{page}.md"):
         if title := re.fullmatch(r'yaml title="(.+)"', block.info):
             Path(title[1]).write_text(block.text)
         for command in commands_in(block.text) if block.info == "bash" else []:
@@ -109,7 +91,7 @@ def test_a_tutorial_runs_from_an_empty_folder(page: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_methods_page_names_files_objects_and_recipes_that_are_there(name: str) -> None:
+def test_a_methods_page_names_objects_and_recipes_that_are_there(name: str) -> None:
     text = (DOCS / "methods" / f"{name}.md").read_text(encoding="utf-8")
     found = re.findall(r"`(embeddings/[\w/]+)\.py`: ((?:`\w+`(?:, )?)+)", text)
     objects = [(module, each) for module, listed in found for each in re.findall(r"`(\w+)`", listed)]
@@ -119,7 +101,3 @@ def test_a_methods_page_names_files_objects_and_recipes_that_are_there(name: str
     recipes = set(re.findall(r"`(\w+_h100x\d+)`", text))
     assert len(recipes) >= 4
     assert recipes <= set(read_recipes())
-    for file in set(re.findall(r"`((?:scales|data|methods|jobs)/\w+\.yaml)`", text)):
-        assert (ROOT / "lightning_configs" / file).is_file(), file
-    for file in set(re.findall(r"(lightning_configs/[\w/]+\.yaml)", text)):
-        assert (ROOT / file).is_file(), file

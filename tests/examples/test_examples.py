@@ -1,6 +1,7 @@
-"""The examples, run on stand-ins: a tiny encoder, a tiny decoder, and pairs of a few words."""
+"""The top-level names, and the examples run on stand-ins: a tiny encoder, a tiny decoder, and pairs of a few words."""
 
 import ast
+import gzip
 import importlib
 import json
 import os
@@ -19,6 +20,7 @@ import pytest
 from jsonargparse import auto_cli, capture_parser
 from sentence_transformers import SentenceTransformer
 
+import embeddings
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import TextSettings
@@ -32,9 +34,6 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 Printed = Callable[[str], list[Any]]
-
-# Lightning's advice to a script, whose author may not want workers.
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +76,14 @@ def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return found
 
 
+def test_the_public_names_are_classes_and_a_function() -> None:
+    functions = [name for name in embeddings.__all__ if not isinstance(getattr(embeddings, name), type)]
+    assert functions == ["source_from_rows"]
+    assert callable(embeddings.source_from_rows)
+    with pytest.raises(AttributeError, match="module 'embeddings' has no attribute 'Encode'"):
+        embeddings.Encode  # noqa: B018
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_says_what_it_does_and_its_command_parses(name: str) -> None:
     docstring = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text("utf-8"))) or ""
@@ -86,6 +93,27 @@ def test_a_script_says_what_it_does_and_its_command_parses(name: str) -> None:
     parser: Any = capture_parser(lambda: auto_cli(script(name)))
     for line in lines:
         parser.parse_args(shlex.split(line, comments=True)[2:])
+
+
+# Lightning's advice to a script, whose author may not want the log.
+@pytest.mark.filterwarnings("ignore:.*`tensorboardX` has been removed")
+def test_the_first_example_trains_exports_and_searches(world: Path, printed: Printed) -> None:
+    Path("data").mkdir()
+    Path("data/train.jsonl.gz").write_bytes(gzip.compress((world / "pairs.jsonl").read_bytes()))
+    shutil.copytree(world / "validation", "data/eval/validation")
+    run("train", "data", "model", steps=2, batch_size=8)
+    found = printed(r"^(-?[01]\.\d{3})  (.*)$")[-3:]
+    assert found[0][1].endswith("Shortest path in a graph.")
+    assert [float(score) for score, _ in found] == sorted((float(score) for score, _ in found), reverse=True)
+    # Mean pooling needs no code of its own: any server that reads sentence-transformers directories takes it.
+    assert not list(Path("model").glob("*.py"))
+    theirs = SentenceTransformer("model", device="cpu")
+    ours = Encoder.from_pretrained("model", precision="float32", device="cpu")
+    texts = ["how do I pad", "a graph"]
+    assert np.abs(theirs.encode_query(texts) - ours.encode_query(texts)).max() <= 1e-5
+    scores = ours.similarity(ours.encode_query(texts), ours.encode_document(texts))
+    expected = theirs.similarity(theirs.encode_query(texts), theirs.encode_document(texts)).numpy()
+    assert np.abs(expected - scores).max() <= 1e-5
 
 
 def test_own_pairs_are_split_trained_on_and_scored(world: Path, printed: Printed) -> None:

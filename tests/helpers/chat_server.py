@@ -84,51 +84,18 @@ def answers_badly(prompt: str, seed: int, count: int) -> Reply:
 
 
 class ChatServer:
-    """A server on a free local port; `behaviour` replies to a prompt with a seed, given how often they had come before.
-
-    `served` has prompt and seed of each request whose response was sent whole.
-    """
+    """What a server is asked; `behaviour` replies to a prompt with a seed, given how often they had come before."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         self.behaviour = behaviour
+        self.endpoint = ""
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.served: list[tuple[str, int]] = []
         self.most_at_once = self._at_once = 0
         self._lock = threading.Lock()
-        owner = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            # Headers and body in one piece: two of them would wait for each other.
-            wbufsize = -1
-
-            def do_POST(self) -> None:
-                with suppress(ConnectionError):
-                    owner._serve(self)
-
-            def log_message(self, *arguments: Any) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 64
-
-            def handle_error(self, *arguments: Any) -> None:
-                pass
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def _serve(self, handler: BaseHTTPRequestHandler) -> None:
+    def serve(self, handler: BaseHTTPRequestHandler) -> None:
+        """Answer one request."""
         request = json.loads(handler.rfile.read(int(handler.headers["content-length"])))
         prompt, seed = request["messages"][0]["content"], request["seed"]
         with self._lock:
@@ -157,19 +124,38 @@ class ChatServer:
             handler.wfile.write(body[start : start + step])
             handler.wfile.flush()
             time.sleep(reply.trickle_seconds)
-        if reply.status == 200:
-            with self._lock:
-                self.served.append((prompt, seed))
 
 
 @contextmanager
 def chat_server(behaviour: Behaviour = answers_well) -> Iterator[ChatServer]:
-    """A server while the context lasts."""
-    server = ChatServer(behaviour)
-    try:
-        yield server
-    finally:
-        server.close()
+    """A server on a free local port while the context lasts."""
+    chat = ChatServer(behaviour)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        # Headers and body in one piece: two of them would wait for each other.
+        wbufsize = -1
+
+        def do_POST(self) -> None:
+            with suppress(ConnectionError):
+                chat.serve(self)
+
+        def log_message(self, *arguments: Any) -> None: ...
+
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 64
+
+        def handle_error(self, *arguments: Any) -> None: ...
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        chat.endpoint = f"http://127.0.0.1:{server.server_port}/v1"
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield chat
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def _body(reply: Reply, prompt: str) -> dict[str, Any]:
@@ -184,8 +170,6 @@ def _body(reply: Reply, prompt: str) -> dict[str, Any]:
         "choices": [{"index": 0, "message": message, "finish_reason": reply.finish_reason}],
     }
     if reply.usage:
-        prompt_tokens, completion_tokens = len(prompt) // 4, len(reply.content or "") // 4
-        total = prompt_tokens + completion_tokens
-        counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
-        body["usage"] = counts
+        asked, answered = len(prompt) // 4, len(reply.content or "") // 4
+        body["usage"] = {"prompt_tokens": asked, "completion_tokens": answered, "total_tokens": asked + answered}
     return body

@@ -77,16 +77,15 @@ def stood_in_hub() -> Iterator[StoodInHub]:
 
         do_GET = do_POST = do_PUT = do_HEAD = answer
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
-        yield hub
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        hub.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield hub
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def _answer(hub: StoodInHub, method: str, path: str, body: bytes, headers: Any) -> Any:

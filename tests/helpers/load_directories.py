@@ -12,20 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 HIDDEN = (
-    "embeddings",
-    "tests",
-    "deepspeed",
-    "einops",
-    "faiss",
-    "jsonargparse",
-    "lightning",
-    "lightning_fabric",
-    "lightning_utilities",
-    "mteb",
-    "peft",
-    "pytorch_lightning",
-    "torchmetrics",
-)
+    "embeddings", "tests", "deepspeed", "einops", "faiss", "jsonargparse", "lightning", "lightning_fabric",
+    "lightning_utilities", "mteb", "peft", "pytorch_lightning", "torchmetrics",
+)  # fmt: skip
 
 
 class Hiding:

@@ -130,13 +130,12 @@ def run_command(
     cwd: str | Path | None = None,
     timeout: float = 280,
     check: bool = False,
-    text: bool = True,
-) -> subprocess.CompletedProcess[Any]:
+) -> subprocess.CompletedProcess[str]:
     """Exit code, stdout and stderr of a Python command line, as `subprocess.run` gives them.
 
     With `check` another exit code than 0 is an `AssertionError` with what the command said.
     """
-    with Command(words, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=text) as process:
+    with Command(words, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         finally:

@@ -18,7 +18,7 @@ from tests.helpers.processes import Command
 Cases = Callable[[int], dict[str, Any]]
 
 
-def run_on_two_ranks(cases: Cases, timeout_seconds: float = 280) -> list[dict[str, Any]]:
+def run_on_two_ranks(cases: Cases) -> list[dict[str, Any]]:
     """What `cases(rank)`, a function of a module's top level, returns on rank 0 and on rank 1.
 
     Each call has two processes of its own, forked from the server, which no other test has touched. A collective that
@@ -26,7 +26,7 @@ def run_on_two_ranks(cases: Cases, timeout_seconds: float = 280) -> list[dict[st
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks = [Command([rank, folder, cases], function=_worker) for rank in range(2)]
-        end = time.monotonic() + timeout_seconds
+        end = time.monotonic() + 280
         try:
             while any(rank.poll() is None for rank in ranks):
                 if any(rank.returncode for rank in ranks) or time.monotonic() > end:

@@ -12,23 +12,9 @@ from embeddings.cli.fit import run_trainer
 from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 
 WORDS = [
-    "pad",
-    "sequences",
-    "one",
-    "length",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "lazy",
-    "dog",
-    "sum",
-    "two",
-    "numbers",
-    "return",
-    "question",
-    "passage",
-]
+    "pad", "sequences", "one", "length", "quick", "brown", "fox", "jumps", "lazy", "dog", "sum", "two", "numbers",
+    "return", "question", "passage",
+]  # fmt: skip
 
 
 def component(class_path: str, **init_args: Any) -> dict[str, Any]:

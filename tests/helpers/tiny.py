@@ -14,19 +14,9 @@ from transformers import (
 )
 from transformers.trainer_utils import set_seed
 
-from embeddings.models.stand_in import TEXTS, VOCAB_SIZE, sentencepiece_tokenizer, wordpiece_tokenizer
-
-__all__ = [
-    "TEXTS",
-    "VOCAB_SIZE",
-    "bpe_tokenizer",
-    "save_backbone",
-    "sentencepiece_tokenizer",
-    "tiny_bert",
-    "tiny_mistral",
-    "tiny_t5",
-    "wordpiece_tokenizer",
-]
+from embeddings.models.stand_in import TEXTS, VOCAB_SIZE
+from embeddings.models.stand_in import sentencepiece_tokenizer as sentencepiece_tokenizer
+from embeddings.models.stand_in import wordpiece_tokenizer as wordpiece_tokenizer
 
 
 def bpe_tokenizer() -> PreTrainedTokenizerFast:

@@ -4,20 +4,16 @@ import hashlib
 import json
 import os
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embeddings.cli.main import main
 from tests.reliability.world import Place
 
 Make = Callable[[Place], object]
 
 MAX_CHARACTERS = 300
-# Ten are the aim; loading torch, Lightning and transformers alone takes nine to ten of a slow CPU's.
-MAX_SECONDS = 20.0
 
 # Lines that most cases go to; what they read is what a case makes.
 CLUSTER = "cluster --features bm25 --num-clusters 2 --svd-dim 2 --input pairs.jsonl --output out"
@@ -34,30 +30,21 @@ class Case:
     """One malformed input.
 
     Args:
-        name: What is wrong with it.
         make: Makes it, in the folder that the command runs in.
         line: The command line; a word in capitals is a file or model of the world.
         says: What the message must hold: file and row, field or option, and the rule.
         code: The exit code.
     """
 
-    name: str
     make: Make
-    line: str | Sequence[str]
+    line: str
     says: str
     code: int = 2
 
-    @property
-    def words(self) -> list[str]:
-        """The command line's words."""
-        return self.line.split() if isinstance(self.line, str) else list(self.line)
 
-
-def cases(
-    lines: Mapping[str | tuple[str, ...], Mapping[str, tuple[Make, str] | tuple[Make, str, int]]],
-) -> list[Case]:
-    """Cases by command line and name: what makes each, what the message must hold, and an exit code other than 2."""
-    return [Case(name, made[0], line, *made[1:]) for line, named in lines.items() for name, made in named.items()]
+def by_name(lines: Mapping[str, Mapping[str, tuple[Any, ...]]]) -> dict[str, Case]:
+    """Cases by name, of what makes each, what the message must hold, and an exit code other than 2, by command line."""
+    return {name: Case(made[0], line, *made[1:]) for line, named in lines.items() for name, made in named.items()}
 
 
 def nothing(place: Place) -> None:
@@ -82,10 +69,10 @@ def pairs(**fields: object) -> Make:
     return rows("pairs.jsonl", GOOD, {**GOOD, **fields})
 
 
-def both(*makes: Make) -> Make:
-    """Makes one after another."""
+def both(*makes: Callable[[Any], object]) -> Callable[[Any], None]:
+    """Makes, or damages, one after another."""
 
-    def make(place: Place) -> None:
+    def make(place: Any) -> None:
         for one in makes:
             one(place)
 
@@ -97,15 +84,71 @@ def run(*changes: Callable[[dict[str, Any]], object]) -> Make:
     return lambda place: place.config(*changes)
 
 
-def copied(name: str, damage: Callable[[Path], object], to: str = "") -> Make:
-    """Makes a copy of one of the world's files or folders and damages it."""
+def at(place: str, **values: object) -> Make:
+    """The config of a run with these values at a place, as `trainer` or `model.init_args`."""
+
+    def change(config: dict[str, Any]) -> None:
+        for name in place.split(".") if place else ():
+            config = config.setdefault(name, {})
+        config.update(values)
+
+    return run(change)
+
+
+def chosen(place: str, path: str, **arguments: object) -> Make:
+    """The config of a run with this class at a place."""
+    *parents, last = place.split(".")
+    return at(".".join(parents), **{last: {"class_path": path, "init_args": arguments}})
+
+
+def callback(path: str, **arguments: object) -> Make:
+    """The config of a run with this callback."""
+    return at("trainer", callbacks=[{"class_path": path, "init_args": arguments}])
+
+
+def source(**options: Any) -> Make:
+    """The config of a run whose source has these options."""
+    return run(lambda config: config["data"]["init_args"]["sources"][0].update(options))
+
+
+def unchanged(folder: Path) -> None:
+    """Leaves a copy as it is."""
+
+
+def copied(name: str, damage: Callable[[Path], object] = unchanged, to: str = "") -> Make:
+    """Makes a copy of one of the world's files or folders, and may damage it."""
     return lambda place: damage(place.copy(name, to))
+
+
+def content(name: str, text: str | bytes) -> Callable[[Path], object]:
+    """Gives a file of a folder another content."""
+    return lambda folder: (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+
+
+def without(name: str) -> Callable[[Path], object]:
+    """Takes a file out of a folder."""
+    return lambda folder: (folder / name).unlink()
+
+
+def edited(name: str, /, **changes: object) -> Callable[[Path], object]:
+    """Changes fields of a JSON file in a folder."""
+
+    def edit(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+def bytes_of(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    """Changes the bytes of a file in a folder."""
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
 def judged(*lines: str) -> Make:
     """Makes the evaluation folder with these judgments."""
     text = "".join(f"{line}\n" for line in ("query-id\tcorpus-id\tscore", *lines))
-    return copied("eval", lambda folder: (folder / "qrels.tsv").write_text(text))
+    return copied("eval", content("qrels.tsv", text))
 
 
 def tree(folder: Path) -> dict[str, str]:
@@ -135,29 +178,13 @@ def _digest(path: Path) -> str:
         return "unreadable"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a command ended; seconds are the CPU's, so that a busy machine is not taken for a slow command."""
-
-    code: int
-    errors: str
-    seconds: float
-
-
-def run_here(words: list[str], read_errors: Callable[[], str]) -> Outcome:
-    """Run a command in this process; the function gives what it wrote to standard error."""
-    start = time.process_time()
-    code = main(words)
-    return Outcome(code, read_errors(), time.process_time() - start)
-
-
-def faults(case: Case, outcome: Outcome, place: Place, before: dict[str, str]) -> list[str]:
+def faults(case: Case, code: int, errors: str, place: Place, before: dict[str, str]) -> list[str]:
     """What is wrong with a refusal; nothing where it is as it should be."""
     found = []
-    if outcome.code != case.code:
-        found.append(f"exit code {outcome.code}, expected {case.code}")
+    if code != case.code:
+        found.append(f"exit code {code}, expected {case.code}")
     # What a set scored is said before the next one.
-    lines = [line for line in outcome.errors.removesuffix("\n").split("\n") if not line.startswith("eval: ")]
+    lines = [line for line in errors.removesuffix("\n").split("\n") if not line.startswith("eval: ")]
     if len(lines) != 1:
         found.append(f"{len(lines)} lines on standard error")
     line = lines[-1].replace(f"{place.folder}/", "").replace(f"{place.world.root}/", "")
@@ -172,6 +199,4 @@ def faults(case: Case, outcome: Outcome, place: Place, before: dict[str, str]) -
     after = tree(place.folder)
     if changed := sorted(name for name in {*before, *after} if before.get(name) != after.get(name)):
         found.append(f"changed {', '.join(changed[:5])}")
-    if outcome.seconds > MAX_SECONDS:
-        found.append(f"{outcome.seconds:.1f} s")
-    return [*found, f"standard error: {outcome.errors[-1500:]!r}"] if found else []
+    return [*found, f"standard error: {errors[-1500:]!r}"] if found else []

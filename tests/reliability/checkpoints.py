@@ -1,16 +1,14 @@
 """Model directories and checkpoints that are damaged, of another kind, or unfinished."""
 
 import json
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.reliability.cases import FIT, Make, both, cases, copied, nothing, put, rows, run
+from tests.reliability.cases import FIT, Make, both, bytes_of, copied, edited, nothing, rows, run, without
 
 SEARCH = "search --model model --corpus corpus.jsonl fox"
 WEIGHTS = "model.safetensors"
@@ -23,34 +21,7 @@ def model(damage: Callable[[Path], object], name: str = "model") -> Make:
 
 def backbone(damage: Callable[[Path], object], name: str = "backbone") -> Make:
     """A run over a backbone that is damaged."""
-    change: Callable[[dict[str, Any]], object]
-    change = lambda config: config["model"]["init_args"]["backbone"].update(name="model")  # noqa: E731
-    return both(copied(name, damage, "model"), run(change))
-
-
-def content(name: str, text: str | bytes) -> Callable[[Path], object]:
-    """Gives a file of a folder another content."""
-    return lambda folder: (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
-
-
-def without(name: str) -> Callable[[Path], object]:
-    """Takes a file out of a folder."""
-    return lambda folder: (folder / name).unlink()
-
-
-def edited(name: str, /, **changes: object) -> Callable[[Path], object]:
-    """Changes fields of a JSON file in a folder."""
-
-    def edit(folder: Path) -> None:
-        path = folder / name
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    return edit
-
-
-def bytes_of(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
-    """Changes the bytes of a file in a folder."""
-    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+    return both(copied(name, damage, "model"), run(lambda c: c["model"]["init_args"]["backbone"].update(name="model")))
 
 
 def weights(change: Callable[[dict[str, torch.Tensor]], object], name: str = WEIGHTS) -> Callable[[Path], object]:
@@ -92,106 +63,75 @@ def adapters_alone(folder: Path) -> None:
 
 EXPORT, CONVERT = "export --checkpoint last.ckpt --output out", "convert --source model --output out --keep-head false"
 RESUME = FIT + " --ckpt_path last.ckpt --trainer.max_steps 4"
-CASES = cases(
-    {
-        SEARCH: {
-            "weights cut off": (model(bytes_of(WEIGHTS, lambda data: data[:-900])), "model: cannot be loaded: "),
-            "weights with a flipped bit in their header": (
-                model(bytes_of(WEIGHTS, lambda data: data[:9] + bytes([data[9] ^ 4]) + data[10:])),
-                "model: cannot be loaded: ",
-            ),
-            "weights that are not there": (model(without(WEIGHTS)), "model: cannot be loaded: "),
-            "weights as a pickle": (model(pickled), "model: cannot be loaded: "),
-            "weights that are NaN": (model(weights(poisoned)), "encoder.layer.1.output.dense.weight"),
-            "a weight that is missing": (
-                model(weights(lambda tensors: tensors.pop("encoder.layer.1.output.dense.weight"))),
-                "model: 1 weights of BertModel are missing, encoder.layer.1.output.dense.weight first",
-            ),
-            "a config of another width": (
-                model(edited("config.json", hidden_size=64)),
-                "model: embeddings.LayerNorm.bias has shape (32,), by config.json it has (64,)",
-            ),
-            "a config of another architecture": (model(edited("config.json", model_type="mistral")), "model: "),
-            "a config of a width that heads do not divide": (
-                model(edited("config.json", num_attention_heads=5)),
-                "model: cannot be loaded: ",
-            ),
-            "a config with a text for a number": (
-                model(edited("config.json", num_hidden_layers="two")),
-                "model/config.json: ",
-            ),
-            "a config that is cut off": (model(bytes_of("config.json", lambda data: data[:90])), "model/config.json: "),
-            "no config": (model(without("config.json")), "model/config.json: "),
-            "no tokenizer": (model(without("tokenizer.json")), "model: "),
-            "a tokenizer of another model": (
-                model(more_tokens),
-                "model: the tokenizer has id 900, the model has 384 embeddings",
-            ),
-            "a tokenizer without a pad token": (
-                model(edited("tokenizer_config.json", pad_token=None)),
-                "model: the tokenizer has no pad and no eos token",
-            ),
-            "a pooling that is unknown": (
-                model(edited("1_Pooling/config.json", pooling_mode_mean_tokens=False)),
-                "model/1_Pooling/config.json: has a pooling without a mode",
-            ),
-            "a pooling without its weights": (
-                model(without("1_Pooling/model.safetensors"), "latent"),
-                "model/1_Pooling/model.safetensors: cannot be loaded",
-            ),
-            "a length of 2 tokens": (
-                model(edited("sentence_bert_config.json", max_seq_length=2)),
-                "model/sentence_bert_config.json: ",
-            ),
-            "a prompt that is a number": (
-                model(edited("config_sentence_transformers.json", prompts={"query": 3})),
-                "model/config_sentence_transformers.json: ",
-            ),
-            "widths that vectors do not have": (
-                model(edited("config_sentence_transformers.json", matryoshka_dimensions=[64])),
-                "model/config_sentence_transformers.json: matryoshka_dimensions must list widths from 1 to 32",
-            ),
-            "a contextual model without its first stage": (
-                model(lambda folder: shutil.rmtree(folder / "0_Context"), "contextual"),
-                "model",
-            ),
-        },
-        FIT: {
-            "a shard that is missing": (
-                backbone(lambda folder: next(folder.glob("model-00002*")).unlink(), "sharded"),
-                "model: cannot be loaded: ",
-            ),
-            "adapters without their model": (backbone(adapters_alone), "model"),
-        },
-        SEARCH.replace("model model", "model nowhere/model"): {
-            "a model that is nowhere": (
-                rows("corpus.jsonl", {"text": "a"}),
-                "nowhere/model: neither a directory nor a model that the Hub gives",
-            ),
-        },
-        EXPORT: {
-            "no checkpoint to export": (nothing, "last.ckpt: no such checkpoint file"),
-            "a checkpoint that is cut off": (
-                copied("last.ckpt", lambda path: path.write_bytes(path.read_bytes()[:5000])),
-                "last.ckpt: ",
-            ),
-            "a checkpoint that is a pickle": (put("last.ckpt", pickle.dumps({"state_dict": {}})), "last.ckpt: "),
-        },
-        RESUME: {
-            "a checkpoint that is not there": (run(), "--ckpt_path last.ckpt: no such file"),
-            "a pickle to resume from": (both(run(), put("last.ckpt", pickle.dumps({}))), "--ckpt_path last.ckpt: "),
-        },
-        CONVERT: {
-            "a decoder to convert": (
-                copied("decoder", lambda folder: None, "model"),
-                "model has no rotary form here, got 'mistral'",
-            ),
-        },
-        CONVERT.replace(" out", " model"): {
-            "a model to convert onto itself": (
-                copied("backbone", lambda folder: None, "model"),
-                "output must not be the source",
-            ),
-        },
-    }
-)
+CASES = {
+    SEARCH: {
+        "weights cut off": (model(bytes_of(WEIGHTS, lambda data: data[:-900])), "model: cannot be loaded: "),
+        "weights as a pickle": (model(pickled), "model: cannot be loaded: "),
+        "weights that are NaN": (model(weights(poisoned)), "encoder.layer.1.output.dense.weight"),
+        "a weight that is missing": (
+            model(weights(lambda tensors: tensors.pop("encoder.layer.1.output.dense.weight"))),
+            "model: 1 weights of BertModel are missing, encoder.layer.1.output.dense.weight first",
+        ),
+        "a config of another width": (
+            model(edited("config.json", hidden_size=64)),
+            "model: embeddings.LayerNorm.bias has shape (32,), by config.json it has (64,)",
+        ),
+        "a config of another architecture": (model(edited("config.json", model_type="mistral")), "model: "),
+        "a config of a width that heads do not divide": (
+            model(edited("config.json", num_attention_heads=5)),
+            "model: cannot be loaded: ",
+        ),
+        "a config with a text for a number": (
+            model(edited("config.json", num_hidden_layers="two")),
+            "model/config.json: ",
+        ),
+        "no config": (model(without("config.json")), "model/config.json: "),
+        "no tokenizer": (model(without("tokenizer.json")), "model: "),
+        "a tokenizer of another model": (
+            model(more_tokens),
+            "model: the tokenizer has id 900, the model has 384 embeddings",
+        ),
+        "a pooling that is unknown": (
+            model(edited("1_Pooling/config.json", pooling_mode_mean_tokens=False)),
+            "model/1_Pooling/config.json: has a pooling without a mode",
+        ),
+        "a pooling without its weights": (
+            model(without("1_Pooling/model.safetensors"), "latent"),
+            "model/1_Pooling/model.safetensors: cannot be loaded",
+        ),
+        "a length of 2 tokens": (
+            model(edited("sentence_bert_config.json", max_seq_length=2)),
+            "model/sentence_bert_config.json: ",
+        ),
+        "a prompt that is a number": (
+            model(edited("config_sentence_transformers.json", prompts={"query": 3})),
+            "model/config_sentence_transformers.json: ",
+        ),
+        "widths that vectors do not have": (
+            model(edited("config_sentence_transformers.json", matryoshka_dimensions=[64])),
+            "model/config_sentence_transformers.json: matryoshka_dimensions must list widths from 1 to 32",
+        ),
+        "a contextual model without its first stage": (
+            model(lambda folder: shutil.rmtree(folder / "0_Context"), "contextual"),
+            "model",
+        ),
+    },
+    FIT: {
+        "a shard that is missing": (
+            backbone(lambda folder: next(folder.glob("model-00002*")).unlink(), "sharded"),
+            "model: cannot be loaded: ",
+        ),
+        "adapters without their model": (backbone(adapters_alone), "model"),
+    },
+    EXPORT: {
+        "no checkpoint to export": (nothing, "last.ckpt: no such checkpoint file"),
+        "a checkpoint that is cut off": (
+            copied("last.ckpt", lambda path: path.write_bytes(path.read_bytes()[:5000])),
+            "last.ckpt: ",
+        ),
+    },
+    RESUME: {"a checkpoint that is not there": (run(), "--ckpt_path last.ckpt: no such file")},
+    CONVERT.replace(" out", " model"): {
+        "a model to convert onto itself": (copied("backbone", to="model"), "output must not be the source")
+    },
+}

@@ -2,52 +2,16 @@
 
 from typing import Any
 
-from tests.reliability.cases import CLUSTER, FILTER, FIT, MINE, Make, both, cases, nothing, put, run
-from tests.reliability.texts import source
+import yaml
+
+from tests.reliability.cases import CLUSTER, FILTER, FIT, Make, at, callback, chosen, nothing, put, run, source
 from tests.reliability.world import Place
-
-HELP = "--help lists the options"
-
-
-def at(place: str, **values: object) -> Make:
-    """The config of a run with these values at a place, as `trainer` or `model.init_args`."""
-
-    def change(config: dict[str, Any]) -> None:
-        for name in place.split(".") if place else ():
-            config = config.setdefault(name, {})
-        config.update(values)
-
-    return run(change)
-
-
-def chosen(place: str, path: str, **arguments: object) -> Make:
-    """The config of a run with this class at a place."""
-    *parents, last = place.split(".")
-    return at(".".join(parents), **{last: {"class_path": path, "init_args": arguments}})
-
-
-def callback(path: str, **arguments: object) -> Make:
-    """The config of a run with this callback."""
-    return at("trainer", callbacks=[{"class_path": path, "init_args": arguments}])
-
-
-def text(content: str, name: str = "config.yaml") -> Make:
-    """A config of this text."""
-    return put(name, content)
-
-
-def bomb(levels: int = 30) -> str:
-    """A few lines of YAML that stand for 2 to the 30 values."""
-    lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, levels)]
-    return "\n".join(lines) + "\n"
 
 
 def sweep(**changes: object) -> Make:
     """A sweep over the config of a run, with these keys."""
 
     def make(place: Place) -> None:
-        import yaml
-
         place.config()
         parameters = {"model.init_args.loss.init_args.temperature": [0.1, 0.2]}
         place.write("sweep.yaml", yaml.safe_dump({"configs": ["config.yaml"], "parameters": parameters, **changes}))
@@ -66,181 +30,94 @@ def method(name: str, **arguments: object) -> Make:
     return run(change)
 
 
-CHECKPOINT, EXPORT = "lightning.pytorch.callbacks.ModelCheckpoint", "embeddings.callbacks.ExportModel"
+EXPORT = "embeddings.callbacks.ExportModel"
 LOSS, OPTIMIZER = "model.init_args.loss.init_args", "model.init_args.optimizer.init_args"
 DATA, SCHEDULE = "data.init_args", "model.init_args.schedule"
-CASES = cases(
-    {
-        FIT: {
-            "an unknown section": (at("", trainr={"max_steps": 3}), "'trainr.max_steps' is not accepted; did you mean"),
-            "an unknown option of the trainer": (at("trainer", max_stepz=3), "did you mean trainer.max_steps?"),
-            "an unknown option over an empty mapping": (at("trainer", max_stepz={}), "did you mean trainer.max_steps?"),
-            "an unknown argument over an empty mapping": (at("model.init_args", shedule={}), "did you mean schedule?"),
-            "an unknown option of the loss": (at(LOSS, temprature=1), "did you mean temperature?"),
-            "an unknown option of a source": (source(instructions="find"), "did you mean instruction?"),
-            "a class that no package has": (
-                at("model", class_path="NVEmbedModul"),
-                "model: expected the name of a class, got",
+CASES = {
+    FIT: {
+        "an unknown section": (at("", trainr={"max_steps": 3}), "'trainr.max_steps' is not accepted; did you mean"),
+        "an unknown option over an empty mapping": (at("trainer", max_stepz={}), "did you mean trainer.max_steps?"),
+        "an unknown argument over an empty mapping": (at("model.init_args", shedule={}), "did you mean schedule?"),
+        "an unknown option of the loss": (at(LOSS, temprature=1), "did you mean temperature?"),
+        "an unknown option of a source": (source(instructions="find"), "did you mean instruction?"),
+        "a class that no package has": (
+            at("model", class_path="NVEmbedModul"),
+            "model: expected the name of a class, got",
+        ),
+        "a word for a number": (at(DATA, batch_size="many"), "data.batch_size: expected int, got many"),
+        "a negative learning rate": (at(OPTIMIZER, lr=-1.0), "model.optimizer: Invalid learning rate: -1.0"),
+        "a batch of 0": (at(DATA, batch_size=0), "data.batch_size must be >= 1, got 0"),
+        "a temperature of 0": (at(LOSS, temperature=0), "temperature must be > 0, got 0.0"),
+        "null for a number": (at(DATA, batch_size=None), "data.batch_size: expected int, got null"),
+        "accumulation over no batch": (
+            at("trainer", accumulate_grad_batches=0),
+            "trainer.accumulate_grad_batches must be >= 1, got 0",
+        ),
+        "clipping to less than 0": (
+            at("trainer", gradient_clip_val=-1.0),
+            "trainer.gradient_clip_val must be >= 0, got -1.0",
+        ),
+        "an unknown precision": (at("trainer", precision="fp99"), "trainer.precision: expected"),
+        "a seed below 0": (at("", seed_everything=-1), "seed_everything must lie in 0 … 4294967295, got -1"),
+        "a thousand processes": (at("trainer", devices=10**6), "trainer.devices must be at most 8 for each CPU"),
+        "an integer of 5,000 digits": (
+            put("config.yaml", "trainer: {max_steps: " + "9" * 5000 + "}\n"),
+            "is no int (Exceeds the",
+        ),
+        "no device": (at("trainer", devices=0), "trainer.devices: 0"),
+        "heads that do not divide the width": (
+            chosen(
+                "model.init_args.pooling", "embeddings.models.LatentAttentionPooling", paper_literal=True, num_heads=3
             ),
-            "a word for a number": (at(DATA, batch_size="many"), "data.batch_size: expected int, got many"),
-            "a negative learning rate": (at(OPTIMIZER, lr=-1.0), "model.optimizer: Invalid learning rate: -1.0"),
-            "a batch of 0": (at(DATA, batch_size=0), "data.batch_size must be >= 1, got 0"),
-            "fewer devices than none": (at("trainer", devices=-5), "devices: -5: "),
-            "a temperature of 0": (at(LOSS, temperature=0), "temperature must be > 0, got 0.0"),
-            "a warm-up as long as the run": (
-                at(SCHEDULE, warmup_steps=1),
-                "model.schedule.warmup_steps must be below the run's 1 optimiser steps",
-            ),
-            "null for a number": (at(DATA, batch_size=None), "data.batch_size: expected int, got null"),
-            "accumulation over no batch": (
-                at("trainer", accumulate_grad_batches=0),
-                "trainer.accumulate_grad_batches must be >= 1, got 0",
-            ),
-            "clipping to less than 0": (
-                at("trainer", gradient_clip_val=-1.0),
-                "trainer.gradient_clip_val must be >= 0, got -1.0",
-            ),
-            "an unknown precision": (at("trainer", precision="fp99"), "trainer.precision: expected"),
-            "a seed below 0": (at("", seed_everything=-1), "seed_everything must lie in 0 … 4294967295, got -1"),
-            "a thousand processes": (at("trainer", devices=10**6), "trainer.devices must be at most 8 for each CPU"),
-            "two nodes and no launcher": (
-                at("trainer", num_nodes=2),
-                "trainer.num_nodes must be 1 where no launcher starts a process on each node, got 2; start it by srun",
-            ),
-            "an integer of 5,000 digits": (
-                text("trainer: {max_steps: " + "9" * 5000 + "}\n"),
-                "is no int (Exceeds the",
-            ),
-            "no device": (at("trainer", devices=0), "trainer.devices: 0"),
-            "mini-batches of 0 tokens": (
-                callback("embeddings.callbacks.GradCacheCallback", mini_batch_tokens=0),
-                "mini_batch_tokens must be >= 1, got 0",
-            ),
-            "heads that do not divide the width": (
-                chosen(
-                    "model.init_args.pooling",
-                    "embeddings.models.LatentAttentionPooling",
-                    paper_literal=True,
-                    num_heads=3,
-                ),
-                "num_heads must divide the hidden size 32, got 3",
-            ),
-            "adapters that are nowhere": (
-                at("model.init_args", lora={"rank": 2, "alpha": 8, "target_modules": ["nope"]}),
-                "nope",
-            ),
-            "a width that vectors do not have": (
-                chosen("model.init_args.loss", "embeddings.losses.MatryoshkaInfoNCE", temperature=0.1, widths=[64]),
-                "64",
-            ),
-            "more experts a token than experts": (
-                method("MoEEmbedModule", upcycling={"num_experts": 2, "top_k": 3}),
-                "upcycling.top_k",
-            ),
-            "fewer context documents than one": (method("CDEModule", context={"num_context": 0}), "num_context"),
-            "a path whose variable is not set": (
-                source(path="$NOWHERE_AT_ALL/pairs.jsonl"),
-                "the environment variable NOWHERE_AT_ALL is not set",
-            ),
-            "two sources of one name": (
-                at(DATA, sources=[{"name": "a", "path": "pairs.jsonl"}] * 2),
-                "data.sources must have different names, got 'a'",
-            ),
-            "a weight without effect": (
-                at(
-                    DATA, sources=[{"name": f"w{weight}", "path": "pairs.jsonl", "weight": weight} for weight in (1, 2)]
-                ),
-                "weight cannot take effect with",
-            ),
-            "a model where a file lies": (callback(EXPORT, output="pairs.jsonl"), "which is no folder"),
-            "a model of longer texts than it has positions": (
-                callback(EXPORT, output="model", document_max_length=129),
-                "ExportModel.document_max_length must be <= 128, the positions that the backbone has, got 129",
-            ),
-            "a filter without vectors": (
-                at(LOSS, false_negative_filter={"margin": 0.0}),
-                "model.loss needs a source with surrogate_vectors",
-            ),
-            "a source without weight": (
-                source(weight=0),
-                "data.sources[pairs].weight must be a finite number > 0, got 0",
-            ),
-            "no source": (at(DATA, sources=[]), "data.sources must name at least one source"),
-            "an unknown class": (chosen("model", "embeddings.modules.NVEmbedModul"), "NVEmbedModul"),
-            "a class that is none of a model": (chosen("model", "embeddings.losses.InfoNCE"), "InfoNCE"),
-            "a YAML bomb": (text(bomb()), "--config config.yaml: "),
-            "an alias that holds itself": (text("a: &a [*a]\n"), "--config config.yaml: "),
-            "tabs in YAML": (text("trainer:\n\tmax_steps: 3\n"), "--config config.yaml: not a YAML file"),
-            "a key twice": (
-                text("trainer: {max_steps: 1}\ndata: {}\ntrainer: {max_steps: 2}\n"),
-                "config.yaml: the key 'trainer' stands twice, in lines 1 and 3",
-            ),
-            "an unknown tag": (text("trainer: !secret a\n"), "--config config.yaml: not a YAML file"),
-            "a list for a config": (text("- trainer\n"), "config.yaml: "),
-            "a bracket that is not closed": (text("trainer: {max_steps: 3\n"), "--config config.yaml: not a YAML file"),
-            "a config that is not there": (nothing, "--config config.yaml: no such file"),
-        },
-        FIT + " --trainer.max_steps=-1 --trainer.max_epochs=-1": {
-            "a decay without an end": (
-                both(at(SCHEDULE, decay="linear"), nothing),
-                "model.schedule.total_steps must be known to decay",
-            ),
-        },
-        FILTER + " --config job.yaml": {
-            "a job's config with an unknown key": (
-                text("remove_copys: true\n", "job.yaml"),
-                "did you mean remove_copies?",
-            ),
-        },
-        "sweep sweep.yaml --count": {
-            "a key twice in a sweep": (
-                text("method: grid\nmethod: list\n", "sweep.yaml"),
-                "sweep.yaml: the key 'method' stands twice",
-            ),
-            "an unknown key of a sweep": (sweep(paramters={}), "did you mean parameters?"),
-            "a sweep's range without its end": (
-                sweep(method="random", num_runs=2, parameters={"seed_everything": {"low": 1}}),
-                "parameters.seed_everything: the following arguments are required: high; it takes low, high, log, int",
-            ),
-        },
-        FIT + " --model.init_args.optimizer.init_args.lr=nan": {
-            "a number that is none": (run(), "model.optimizer.lr: expected float, got nan"),
-        },
-        "fit --recipe nope": {
-            "an unknown recipe": (nothing, "recipe"),
-        },
-        FILTER + " --near-duplicate 0.8": {
-            "an unknown option of a job": (nothing, "did you mean --near_duplicates?"),
-        },
-        "filter --input pairs.jsonl": {
-            "an option that is missing": (nothing, "output"),
-        },
-        FILTER + " --near-duplicates 0.4": {
-            "a similarity below a half": (nothing, "near_duplicates"),
-        },
-        MINE.replace("null", "1.5"): {
-            "a margin above 1": (nothing, "margin must lie in (0, 1], got 1.5"),
-        },
-        CLUSTER + " --model MODEL": {
-            "words and a model at once": (nothing, "features uses neither model nor vectors"),
-        },
-        FILTER + " --task-index 3 --num-tasks 2": {
-            "a task beyond the last": (nothing, "task_index must lie in 0 … 1, got 3"),
-        },
-        "sweep sweep.yaml --dry-run": {
-            "a sweep over a key that there is not": (
-                sweep(parameters={"trainer.max_stepz": [1]}),
-                "sweep.yaml: point 0: ",
-            ),
-        },
-        "sweep sweep.yaml --index 7": {
-            "a point that is not in a sweep": (sweep(), "index must lie in 0 … 1, got 7"),
-        },
-        "fti --config config.yaml": {
-            "an unknown command": (nothing, "there is no command 'fti'"),
-        },
-        "synthesize --endpoint here --model m --output out": {
-            "an endpoint that is no address": (nothing, "endpoint must be an address, got 'here'"),
-        },
-    }
-)
+            "num_heads must divide the hidden size 32, got 3",
+        ),
+        "adapters that are nowhere": (
+            at("model.init_args", lora={"rank": 2, "alpha": 8, "target_modules": ["nope"]}),
+            "nope",
+        ),
+        "a model where a file lies": (callback(EXPORT, output="pairs.jsonl"), "which is no folder"),
+        "a model of longer texts than it has positions": (
+            callback(EXPORT, output="model", document_max_length=129),
+            "ExportModel.document_max_length must be <= 128, the positions that the backbone has, got 129",
+        ),
+        "a filter without vectors": (
+            at(LOSS, false_negative_filter={"margin": 0.0}),
+            "model.loss needs a source with surrogate_vectors",
+        ),
+        "an unknown class": (chosen("model", "embeddings.modules.NVEmbedModul"), "NVEmbedModul"),
+        "a class that is none of a model": (chosen("model", "embeddings.losses.InfoNCE"), "InfoNCE"),
+        "an alias that holds itself": (put("config.yaml", "a: &a [*a]\n"), "--config config.yaml: "),
+        "tabs in YAML": (put("config.yaml", "trainer:\n\tmax_steps: 3\n"), "--config config.yaml: not a YAML file"),
+        "a list for a config": (put("config.yaml", "- trainer\n"), "config.yaml: "),
+        "a config that is not there": (nothing, "--config config.yaml: no such file"),
+    },
+    FIT + " --trainer.max_steps=-1 --trainer.max_epochs=-1": {
+        "a decay without an end": (at(SCHEDULE, decay="linear"), "model.schedule.total_steps must be known to decay")
+    },
+    FILTER + " --config job.yaml": {
+        "a job's config with an unknown key": (put("job.yaml", "remove_copys: true\n"), "did you mean remove_copies?")
+    },
+    "sweep sweep.yaml --count": {
+        "a key twice in a sweep": (
+            put("sweep.yaml", "method: grid\nmethod: list\n"),
+            "sweep.yaml: the key 'method' stands twice",
+        ),
+        "an unknown key of a sweep": (sweep(paramters={}), "did you mean parameters?"),
+        "a sweep's range without its end": (
+            sweep(method="random", num_runs=2, parameters={"seed_everything": {"low": 1}}),
+            "parameters.seed_everything: the following arguments are required: high; it takes low, high, log, int",
+        ),
+    },
+    FIT + " --model.init_args.optimizer.init_args.lr=nan": {
+        "a number that is none": (run(), "model.optimizer.lr: expected float, got nan")
+    },
+    "fit --recipe nope": {"an unknown recipe": (nothing, "recipe")},
+    FILTER + " --near-duplicate 0.8": {"an unknown option of a job": (nothing, "did you mean --near_duplicates?")},
+    "filter --input pairs.jsonl": {"an option that is missing": (nothing, "output")},
+    CLUSTER + " --model MODEL": {"words and a model at once": (nothing, "features uses neither model nor vectors")},
+    "sweep sweep.yaml --dry-run": {
+        "a sweep over a key that there is not": (sweep(parameters={"trainer.max_stepz": [1]}), "sweep.yaml: point 0: ")
+    },
+    "sweep sweep.yaml --index 7": {"a point that is not in a sweep": (sweep(), "index must lie in 0 … 1, got 7")},
+    "fti --config config.yaml": {"an unknown command": (nothing, "there is no command 'fti'")},
+}

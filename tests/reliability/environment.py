@@ -5,8 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.reliability.cases import ENCODE, FILTER, FIT, MINE, Make, both, cases, copied, nothing, put, rows, run
-from tests.reliability.config import at
+from tests.reliability.cases import ENCODE, FILTER, FIT, MINE, Make, at, both, nothing, put, rows, run
 from tests.reliability.world import Place
 
 SHOW = "show curves --run run --output out.png"
@@ -15,7 +14,6 @@ SEARCH = "search --model MODEL --corpus corpus.jsonl fox"
 SYNTHESIZE = "synthesize --endpoint http://127.0.0.1:9/v1 --model m --num-examples 2 --max-retries 0 --output out"
 corpus = rows("corpus.jsonl", {"text": "a fox"})
 pairs = rows("pairs.jsonl", *({"query": f"q {row}", "positive": f"p {row}"} for row in range(6)))
-evaluation = copied("eval", lambda folder: None)
 in_the_way = put("out", "mine")
 taken = put("out/notes.txt", "mine")
 
@@ -65,100 +63,78 @@ def failing(number: int) -> Make:
     return make
 
 
-FULL, READ_ONLY, NOT_ALLOWED = failing(errno.ENOSPC), failing(errno.EROFS), failing(errno.EACCES)
-CASES = cases(
-    {
-        ENCODE: {
-            "a file where vectors are to lie": (both(corpus, in_the_way), "out: something else lies there already"),
-            "a folder of something else for vectors": (both(corpus, taken), "out: something else lies there already"),
-            "a pipe for a corpus": (pipe("corpus.jsonl"), "corpus.jsonl: is no regular file"),
-            "a full disk for vectors": (both(corpus, FULL), "No space left on device; free or allow the path", 74),
-            "a disk that is read-only, for vectors": (
-                both(corpus, READ_ONLY),
-                "Read-only file system; free or allow the path",
-                74,
-            ),
-        },
-        ENCODE.replace(" out", " out/vectors"): {
-            "a way through a file": (both(corpus, in_the_way), "out"),
-        },
-        FILTER: {
-            "a folder where records are to lie": (both(pairs, folder("out.parquet")), "out.parquet"),
-            "a file where the cache is to lie": (
-                both(pairs, put("sources", "mine"), variable("EMBED_CACHE", "sources")),
-                "sources: the cache cannot be written (File exists)",
-            ),
-            "a link to nothing": (
-                lambda place: (place.folder / "pairs.jsonl").symlink_to("gone.jsonl"),
-                "pairs.jsonl: no such file",
-            ),
-            "a task of an array that is none": (
-                both(pairs, variable("SLURM_ARRAY_TASK_ID", "first")),
-                "SLURM_ARRAY_TASK_ID must be a whole number >= 0, got 'first'",
-            ),
-        },
-        SHOW: {
-            "no matplotlib": (
-                both(put("run/metrics.csv", "step,train/loss\n0,1.5\n1,1.0\n"), missing("matplotlib")),
-                "matplotlib is not installed; run: pip install -e '.[quickstart]'",
-            ),
-        },
-        CONVERT: {
-            "a file where a model is to lie": (in_the_way, "output leads to out, which is no folder"),
-        },
-        FIT: {
-            "a file where runs are to lie": (both(run(), put("run", "mine")), "run"),
-            "a GPU to train on where there is none": (at("trainer", accelerator="gpu"), "trainer.accelerator: gpu"),
-            "half precision on a CPU": (
-                at("trainer", precision="16-true"),
-                "trainer.precision must not be float16 on a CPU, got '16-true'",
-            ),
-            "a SLURM variable that is no number": (
-                both(run(), variable("SLURM_PROCID", "first")),
-                "SLURM_PROCID must be an integer >= 0 in the environment, got 'first'",
-            ),
-            "a job of several tasks that none was started for": (
-                both(run(), variable("SLURM_NTASKS", "2")),
-                "Use `--ntasks-per-node=2` instead",
-            ),
-            "packages to trust that are none": (
-                both(run(), variable("EMBED_IMPORTS", "no-package")),
-                "EMBED_IMPORTS=no-package is no list of packages as one imports them",
-            ),
-            "a full disk for a run": (both(run(), FULL), "No space left on device; free or allow the path", 74),
-            "a folder that may not be written, for a run": (
-                both(run(), NOT_ALLOWED),
-                "Permission denied; free or allow the path",
-                74,
-            ),
-        },
-        SYNTHESIZE: {
-            "no client of an endpoint": (
-                missing("openai"),
-                "openai is not installed; run: pip install -e '.[synthesis]'",
-            ),
-            "an endpoint that nobody answers at": (nothing, "http://127.0.0.1:9/v1: ", 74),
-        },
-        MINE: {
-            "no faiss": (both(pairs, missing("faiss")), "faiss is not installed; run: pip install -e '.[cpu]'"),
-        },
-        MINE + " --gpu true": {
-            "a GPU to search on where there is none": (pairs, "gpu needs"),
-        },
-        ENCODE + " --precision float16": {
-            "a format that a processor has not": (
-                corpus,
-                "precision: expected 'auto', 'float32', 'bfloat16', 'int8', got float16",
-            ),
-        },
-        SEARCH.replace("MODEL", "organisation/nothing"): {
-            "a model that was never fetched": (
-                corpus,
-                "organisation/nothing: neither a directory nor a model that the Hub gives",
-            ),
-        },
-        FILTER.replace("pairs.jsonl", "hub:organisation/nothing"): {
-            "a data set that was never fetched": (nothing, "hub:organisation/nothing: cannot be read"),
-        },
-    }
-)
+FULL, NOT_ALLOWED = failing(errno.ENOSPC), failing(errno.EACCES)
+CASES = {
+    ENCODE: {
+        "a file where vectors are to lie": (both(corpus, in_the_way), "out: something else lies there already"),
+        "a folder of something else for vectors": (both(corpus, taken), "out: something else lies there already"),
+        "a pipe for a corpus": (pipe("corpus.jsonl"), "corpus.jsonl: is no regular file"),
+        "a full disk for vectors": (both(corpus, FULL), "No space left on device; free or allow the path", 74),
+    },
+    ENCODE.replace(" out", " out/vectors"): {"a way through a file": (both(corpus, in_the_way), "out")},
+    FILTER: {
+        "a folder where records are to lie": (both(pairs, folder("out.parquet")), "out.parquet"),
+        "a file where the cache is to lie": (
+            both(pairs, put("sources", "mine"), variable("EMBED_CACHE", "sources")),
+            "sources: the cache cannot be written (File exists)",
+        ),
+        "a link to nothing": (
+            lambda place: (place.folder / "pairs.jsonl").symlink_to("gone.jsonl"),
+            "pairs.jsonl: no such file",
+        ),
+        "a task of an array that is none": (
+            both(pairs, variable("SLURM_ARRAY_TASK_ID", "first")),
+            "SLURM_ARRAY_TASK_ID must be a whole number >= 0, got 'first'",
+        ),
+    },
+    SHOW: {
+        "no matplotlib": (
+            both(put("run/metrics.csv", "step,train/loss\n0,1.5\n1,1.0\n"), missing("matplotlib")),
+            "matplotlib is not installed; run: pip install -e '.[quickstart]'",
+        )
+    },
+    CONVERT: {"a file where a model is to lie": (in_the_way, "output leads to out, which is no folder")},
+    FIT: {
+        "a file where runs are to lie": (both(run(), put("run", "mine")), "run"),
+        "a GPU to train on where there is none": (at("trainer", accelerator="gpu"), "trainer.accelerator: gpu"),
+        "half precision on a CPU": (
+            at("trainer", precision="16-true"),
+            "trainer.precision must not be float16 on a CPU, got '16-true'",
+        ),
+        "a SLURM variable that is no number": (
+            both(run(), variable("SLURM_PROCID", "first")),
+            "SLURM_PROCID must be an integer >= 0 in the environment, got 'first'",
+        ),
+        "a job of several tasks that none was started for": (
+            both(run(), variable("SLURM_NTASKS", "2")),
+            "Use `--ntasks-per-node=2` instead",
+        ),
+        "packages to trust that are none": (
+            both(run(), variable("EMBED_IMPORTS", "no-package")),
+            "EMBED_IMPORTS=no-package is no list of packages as one imports them",
+        ),
+        "a folder that may not be written, for a run": (
+            both(run(), NOT_ALLOWED),
+            "Permission denied; free or allow the path",
+            74,
+        ),
+    },
+    SYNTHESIZE: {
+        "no client of an endpoint": (missing("openai"), "openai is not installed; run: pip install -e '.[synthesis]'"),
+        "an endpoint that nobody answers at": (nothing, "http://127.0.0.1:9/v1: ", 74),
+    },
+    MINE: {"no faiss": (both(pairs, missing("faiss")), "faiss is not installed; run: pip install -e '.[cpu]'")},
+    MINE + " --gpu true": {"a GPU to search on where there is none": (pairs, "gpu needs")},
+    ENCODE + " --precision float16": {
+        "a format that a processor has not": (
+            corpus,
+            "precision: expected 'auto', 'float32', 'bfloat16', 'int8', got float16",
+        )
+    },
+    SEARCH.replace("MODEL", "organisation/nothing"): {
+        "a model that was never fetched": (
+            corpus,
+            "organisation/nothing: neither a directory nor a model that the Hub gives",
+        )
+    },
+}

@@ -2,27 +2,25 @@
 
 A good file or model is copied, one of its files is mutated, and a command reads it. It must end by itself within 30 s
 of processor time: with code 0 where the damage does no harm, else with 2, 70 or 74 and one line, and never with a
-traceback. Case i of a seed is the same anywhere: `--only I` runs it again and says what it did. Cases run in two
-processes, each of which is begun anew after a case that kills it.
+traceback. Case i of a seed is the same anywhere: `--only I` runs it again and says what it did. Each case runs in a
+process of its own, two of them at a time.
 """
 
 import argparse
 import contextlib
 import io
 import json
-import os
 import random
 import re
 import resource
 import signal
-import subprocess
-import sys
 import tempfile
-import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -30,6 +28,7 @@ from typing import Any
 import pytest
 
 from embeddings.cli.main import main
+from tests.helpers.processes import Command, start_server
 from tests.reliability.cases import CLUSTER, ENCODE, EVALUATE, FILTER, FIT, MINE, SEARCH
 from tests.reliability.world import Place, World
 
@@ -121,7 +120,7 @@ class _Overtime(BaseException):
 
 
 @contextlib.contextmanager
-def time_limit(seconds: int, is_over: Event) -> Iterator[None]:
+def time_limit(seconds: float, is_over: Event) -> Iterator[None]:
     """End what takes longer, by the CPU's time, and set the event, which stays where the end is not passed on."""
 
     def stop(*_: object) -> None:
@@ -141,7 +140,6 @@ def run_case(world: World, seed: int, index: int) -> dict[str, Any]:
     """Make a case, run its command in this process, and say how it ended."""
     chance = random.Random(f"{seed}/{index}")
     target = chance.choices(TARGETS, [one.weight for one in TARGETS])[0]
-    home = Path.cwd()
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
         patch.chdir(folder)
@@ -151,13 +149,8 @@ def run_case(world: World, seed: int, index: int) -> dict[str, Any]:
             place.config()
         path = folder / target.to if target.source is None else place.copy(target.source, target.to)
         file = damage(path, chance)
-        words = target.line.replace("CORPUS", str(world.path("eval") / "corpus.jsonl")).split()
-        case = {"index": index, "line": target.line, "file": file}
-        try:
-            case |= _outcome(world.words(words))
-        finally:
-            os.chdir(home)
-    return case
+        words = target.line.replace("CORPUS", str(world.path("eval") / "corpus.jsonl"))
+        return {"index": index, "line": target.line, "file": file} | _outcome(world.words(words))
 
 
 def _outcome(words: list[str]) -> dict[str, Any]:
@@ -180,71 +173,36 @@ def _outcome(words: list[str]) -> dict[str, Any]:
     return {"code": code}
 
 
-def run_share(seed: int, indices: range, journal: Path, root: Path) -> None:
-    """Run some cases in this process, each noted before and after."""
+def run_apart(root: Path, seed: int, index: int) -> dict[str, Any]:
+    """Run a case in a process of its own, whose death is a fault too."""
+    with tempfile.TemporaryFile() as output:
+        code = Command([root, seed, index], function=_print_case, stdout=output, stderr=output).wait()
+        output.seek(0)
+        said = output.read().decode(errors="replace")
+    if code:
+        return {"index": index, "code": code, "fault": f"the process ended with {code}: {said[-1500:]}"}
+    case: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return case
+
+
+def _print_case(root: Path, seed: int, index: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
-    world = World(root)
-    with journal.open("a") as file:
-        # Behind whatever one that was killed has left of a line.
-        file.write("\n")
-        for index in indices:
-            file.write(json.dumps({"began": index}) + "\n")
-            file.flush()
-            file.write(json.dumps(run_case(world, seed, index)) + "\n")
-            file.flush()
+    print(json.dumps(run_case(World(root), seed, index)))
 
 
-def fuzz(count: int, seed: int, root: Path, processes: int = 2) -> list[dict[str, Any]]:
-    """Run the cases in several processes; returns those that ended as none may.
-
-    A process that ends before its first case is a `RuntimeError`: it would happen again.
-    """
-    words = [sys.executable, "-m", "tests.reliability.fuzz", "--seed", str(seed), "--root", str(root)]
-    journals = [root / f"journal-{part}.jsonl" for part in range(processes)]
-    running: dict[int, subprocess.Popen[bytes]] = {}
-    firsts: dict[int, int] = {}
+def fuzz(count: int, seed: int, root: Path) -> list[dict[str, Any]]:
+    """Run the cases, two at a time; returns those that ended as none may."""
     codes: Counter[int] = Counter()
-    faults: list[dict[str, Any]] = []
-    shown = 0.0
-
-    def start(part: int, first: int) -> None:
-        firsts[part] = first
-        share = ["--share", str(first), str(count), str(processes), str(journals[part])]
-        with journals[part].with_suffix(".txt").open("wb") as said:
-            running[part] = subprocess.Popen([*words, *share], stdout=said, stderr=said)
-
-    for part in range(processes):
-        journals[part].unlink(missing_ok=True)
-        start(part, part)
-    while running:
-        time.sleep(0.5)
-        for part, child in list(running.items()):
-            if child.poll() is None:
-                continue
-            del running[part]
-            began = _read(journals[part])[0]
-            if child.returncode:
-                said = journals[part].with_suffix(".txt").read_text(errors="replace")[-1500:]
-                if began < firsts[part]:
-                    raise RuntimeError(f"a process ended with {child.returncode} before case {firsts[part]}: {said}")
-                faults.append({"index": began, "fault": f"the process ended with {child.returncode}: {said}"})
-                start(part, began + processes)
-        if time.monotonic() > shown + 30 or not running:
-            shown = time.monotonic()
-            cases = [case for journal in journals for case in _read(journal)[1]]
-            codes = Counter(case["code"] for case in cases)
-            print(f"{len(cases)} of {count}: codes {dict(sorted(codes.items()))}", flush=True)
-    return faults + [case for journal in journals for case in _read(journal)[1] if "fault" in case]
-
-
-def _read(journal: Path) -> tuple[int, list[dict[str, Any]]]:
-    """The case that began last, and all that ended; the half line of a process that was killed says nothing."""
-    lines = []
-    for line in journal.read_text().splitlines() if journal.exists() else []:
-        with contextlib.suppress(ValueError):
-            lines.append(json.loads(line))
-    began = [line["began"] for line in lines if "began" in line]
-    return (began[-1] if began else -1), [line for line in lines if "code" in line]
+    faults = []
+    start_server()
+    with ThreadPool(2) as pool:
+        for case in pool.imap_unordered(partial(run_apart, root, seed), range(count)):
+            codes[case["code"]] += 1
+            if "fault" in case:
+                faults.append(case)
+            if codes.total() % 100 == 0:
+                print(f"{codes.total()} of {count}: codes {dict(sorted(codes.items()))}", flush=True)
+    return faults
 
 
 def run() -> int:
@@ -253,23 +211,15 @@ def run() -> int:
     parser.add_argument("--count", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="run one case, and print how it ended")
-    parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--share", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.share:
-        first, count, step, journal = given.share
-        run_share(given.seed, range(int(first), int(count), int(step)), Path(journal), given.root)
-        return 0
     with tempfile.TemporaryDirectory() as name:
-        root = given.root or Path(name)
-        root.mkdir(exist_ok=True)
-        world = World(root)
+        world = World(Path(name))
         for target in TARGETS:
             world.path(target.source or "pairs.jsonl")
         if given.only is not None:
             print(json.dumps(run_case(world, given.seed, given.only), indent=1).replace("\\n", "\n"))
             return 0
-        faults = fuzz(given.count, given.seed, root)
+        faults = fuzz(given.count, given.seed, world.root)
     for case in faults:
         print(json.dumps(case).replace("\\n", "\n"))
     print(f"{given.count} damaged files: {len(faults)} ended with a traceback, a crash, or after {MAX_SECONDS} s")

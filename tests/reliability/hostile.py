@@ -1,25 +1,35 @@
 """Models, checkpoints, configs and data that try to have code run, or other places than their own written or read."""
 
-import io
 import json
 import os
 import pickle
 import struct
-import tarfile
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
-from tests.reliability.cases import EVALUATE, FILTER, FIT, Make, both, cases, copied, put, rows, run
-from tests.reliability.checkpoints import SEARCH, backbone, content, edited, model
-from tests.reliability.config import at, callback, chosen
+from tests.reliability.cases import (
+    EVALUATE,
+    FILTER,
+    FIT,
+    Make,
+    at,
+    both,
+    callback,
+    chosen,
+    content,
+    copied,
+    edited,
+    put,
+    rows,
+    run,
+)
+from tests.reliability.checkpoints import SEARCH, backbone, model
 from tests.reliability.index import vectors
+from tests.reliability.records import parquet
 from tests.reliability.world import Place
 
 CANARY = "canary"
@@ -28,7 +38,6 @@ EXPORT = "export --checkpoint last.ckpt --output out"
 RESUME = f"{FIT} --ckpt_path last.ckpt"
 PYTHON = "!!python/object/apply:os.system [touch canary]"
 OPTIMIZER = "model.init_args.optimizer"
-CONVERT = "convert --source BACKBONE --output out --keep-head false"
 MODULE = f"open({CANARY!r}, 'w').close()\nclass Thing:\n    def __init__(self, *a, **k): pass\n"
 
 
@@ -40,6 +49,9 @@ class Payload:
 
 
 PICKLE = pickle.dumps(Payload())
+# A column whose type says that Python is to unpickle it.
+EXTENSION = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": PICKLE}
+SCHEMA = pa.schema([pa.field("query", pa.string(), metadata=EXTENSION), pa.field("positive", pa.string())])
 
 
 def saved(value: object) -> Make:
@@ -47,31 +59,10 @@ def saved(value: object) -> Make:
     return lambda place: torch.save(value, place.folder / "last.ckpt")
 
 
-def both_of(*damages: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Does one damage after another."""
-
-    def damage(folder: Path) -> None:
-        for one in damages:
-            one(folder)
-
-    return damage
-
-
-def nested_archive() -> bytes:
-    """An archive in an archive, the inner one with a pickle."""
-    inner, outer = io.BytesIO(), io.BytesIO()
-    with zipfile.ZipFile(inner, "w") as file:
-        file.writestr("archive/data.pkl", PICKLE)
-    with zipfile.ZipFile(outer, "w") as file:
-        file.writestr("archive/data.pkl", inner.getvalue())
-        file.writestr("archive/version", "3\n")
-    return outer.getvalue()
-
-
-def safetensors(header: bytes | dict[str, Any], body: bytes = b"", length: int | None = None) -> bytes:
-    """A safetensors file of this header, which may lie about its length."""
+def safetensors(header: bytes | dict[str, Any], body: bytes = b"") -> bytes:
+    """A safetensors file of this header."""
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(encoded) if length is None else length) + encoded + body
+    return struct.pack("<Q", len(encoded)) + encoded + body
 
 
 def tensor(start: int, stop: int, shape: int = 2) -> dict[str, Any]:
@@ -84,20 +75,10 @@ def deep(levels: int = 100_000) -> str:
     return '{"a":' * levels + "1" + "}" * levels
 
 
-def remote(**names: str) -> Callable[[Path], object]:
+def remote(folder: Path) -> None:
     """Has a model's config ask for the code that lies beside it."""
-
-    def make(folder: Path) -> None:
-        edited("config.json", auto_map=names)(folder)
-        (folder / "canary_module.py").write_text(MODULE)
-
-    return make
-
-
-def unknown_remote(folder: Path) -> None:
-    """Has a model of an unknown type ask for the code that lies beside it."""
-    remote(AutoConfig="canary_module.Thing", AutoModel="canary_module.Thing")(folder)
-    edited("config.json", model_type="canary")(folder)
+    edited("config.json", auto_map={"AutoConfig": "canary_module.Thing", "AutoModel": "canary_module.Thing"})(folder)
+    (folder / "canary_module.py").write_text(MODULE)
 
 
 def remote_tokenizer(folder: Path) -> None:
@@ -105,16 +86,6 @@ def remote_tokenizer(folder: Path) -> None:
     changes = {"auto_map": {"AutoTokenizer": ["canary_module.Thing", None]}, "tokenizer_class": "Thing"}
     edited("tokenizer_config.json", **changes)(folder)
     (folder / "canary_module.py").write_text(MODULE)
-
-
-def tar_of(name: str) -> bytes:
-    """A tar archive with a member that leads out of its folder."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as file:
-        member = tarfile.TarInfo(name)
-        member.size = len(PICKLE)
-        file.addfile(member, io.BytesIO(PICKLE))
-    return buffer.getvalue()
 
 
 def with_module(make: Make) -> Make:
@@ -125,18 +96,6 @@ def with_module(make: Make) -> Make:
 def object_array(folder: Path) -> None:
     """Turn a shard of vectors into an array of objects."""
     np.save(folder / "vectors-00000.npy", np.array([Payload()] * 5, dtype=object), allow_pickle=True)
-
-
-def pickled_column(place: Place) -> None:
-    """A Parquet column of pickles, as bytes."""
-    pq.write_table(pa.table({"query": [PICKLE], "positive": ["b"]}), place.folder / "pairs.jsonl")
-
-
-def extension_column(place: Place) -> None:
-    """A Parquet column whose type says that Python is to unpickle it."""
-    names = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": PICKLE}
-    schema = pa.schema([pa.field("query", pa.string(), metadata=names), pa.field("positive", pa.string())])
-    pq.write_table(pa.table({"query": ["a"], "positive": ["b"]}, schema=schema), place.folder / "pairs.jsonl")
 
 
 def shards(name: str) -> Make:
@@ -163,225 +122,185 @@ def linked(name: str) -> Make:
     return make
 
 
-CASES = cases(
-    {
-        SEARCH: {
-            # Pickles in a model's directory.
-            "a pickle for weights": (model(content("model.safetensors", PICKLE)), "model: cannot be loaded: "),
-            "a pickle for a tokenizer": (model(content("tokenizer.json", PICKLE)), "model: tokenizer cannot be read: "),
-            "a pickle for a config": (model(content("config.json", PICKLE)), "model/config.json: "),
-            "weights with a header of all memory": (
-                model(content("model.safetensors", safetensors(b"{}", length=2**63 - 1))),
-                "model: cannot be loaded: ",
-            ),
-            "weights that overlap": (
-                model(content("model.safetensors", safetensors({"a": tensor(0, 8), "b": tensor(4, 12)}, bytes(12)))),
-                "model: cannot be loaded: ",
-            ),
-            "weights of another size than their shape": (
-                model(content("model.safetensors", safetensors({"a": tensor(0, 8, 2**60)}, bytes(8)))),
-                "model: cannot be loaded: ",
-            ),
-            "weights with a header nested deep": (
-                model(content("model.safetensors", safetensors(deep(10_000).encode()))),
-                "model: cannot be loaded: ",
-            ),
-            "a config nested deep": (model(content("config.json", deep())), "model/config.json: "),
-            "a module outside of the folder": (
-                model(content("modules.json", '[{"type": "x.Pooling", "path": "../elsewhere"}]')),
-                "leads outside",
-            ),
-            "a module that is a function": (
-                model(content("modules.json", '[{"type": "os.system", "path": ""}]')),
-                "has the unknown module system",
-            ),
-            "an activation that is a function": (
-                model(
-                    both_of(
-                        content(
-                            "modules.json",
-                            '[{"type": "x.Pooling", "path": "1_Pooling"}, {"type": "x.Dense", "path": "2_Dense"}]',
-                        ),
-                        lambda folder: (folder / "2_Dense").mkdir(),
-                        content("2_Dense/config.json", '{"activation_function": "os.system", "in_features": 1}'),
-                    )
-                ),
-                "model/2_Dense/config.json: is more than a linear head",
-            ),
-            "a pooling that is a function": (
-                model(edited("1_Pooling/config.json", name="os.system"), "latent"),
-                "names no pooling",
-            ),
-            "a config of an unknown kind with its code": (model(unknown_remote), "model/config.json: "),
-            "an attention from a repository": (
-                model(edited("config.json", attn_implementation="evil/kernel", _attn_implementation="evil/kernel")),
-                "model/config.json: attn_implementation asks for the code of 'evil/kernel'",
-            ),
-            "adapters of a model elsewhere": (
-                model(
-                    content("adapter_config.json", '{"peft_type": "LORA", "base_model_name_or_path": "../elsewhere"}')
-                ),
-                "model: holds adapters of another model",
-            ),
-            # What lies in a model's directory and is of no use to it.
-            "more pickles beside the weights": (
-                model(
-                    both_of(
-                        *(content(name, PICKLE) for name in ("optimizer.pt", "a.pkl", "training_args.bin", "x.ckpt"))
-                    )
-                ),
-                "",
-                0,
-            ),
-            "a config that asks for the code beside it": (
-                model(remote(AutoConfig="canary_module.Thing", AutoModel="canary_module.Thing")),
-                "",
-                0,
-            ),
-            "a tokenizer that asks for the code beside it": (model(remote_tokenizer), "", 0),
-            "a chat template that calls": (
-                model(
-                    edited(
-                        "tokenizer_config.json",
-                        chat_template="{{ cycler.__init__.__globals__.os.system('touch canary') }}",
-                    )
-                ),
-                "",
-                0,
-            ),
-            "portable code that was changed": (model(content("portable.py", MODULE), "latent"), "", 0),
-        },
-        EXPORT: {
-            # Checkpoints.
-            "a checkpoint that is a pickle": (put("last.ckpt", PICKLE), "last.ckpt: "),
-            "a checkpoint in an archive in an archive": (put("last.ckpt", nested_archive()), "last.ckpt: "),
-            "a checkpoint that names an instantiator": (
-                saved({"state_dict": {}, "hyper_parameters": {"_instantiator": "os.system", "command": COMMAND}}),
-                "last.ckpt: ",
-            ),
-            "a checkpoint that names a class": (
-                saved({"state_dict": {}, "hyper_parameters": {"_class_path": "os.system", "command": COMMAND}}),
-                "last.ckpt: ",
-            ),
-            "a checkpoint whose config calls": (
-                saved(
-                    {
-                        "state_dict": {},
-                        "run_config": {"model": {"class_path": "os.system", "init_args": {"command": COMMAND}}},
-                    }
-                ),
-                "last.ckpt: ",
-            ),
-        },
-        RESUME: {
-            "a pickle to go on from": (both(run(), put("last.ckpt", PICKLE)), "last.ckpt: "),
-        },
-        FIT: {
-            # Configs.
-            "a tag that calls": (put("config.yaml", f"trainer: {PYTHON}\n"), "config.yaml: not a YAML file"),
-            "a tag that names a function": (
-                put("config.yaml", "a: !!python/name:os.system\n"),
-                "config.yaml: not a YAML file",
-            ),
-            "os.system for an optimiser": (chosen(OPTIMIZER, "os.system", command=COMMAND), "may not name os.system"),
-            "subprocess.Popen for a callback": (
-                callback("subprocess.Popen", args=COMMAND, shell=True),
-                "may not name subprocess.Popen",
-            ),
-            "another module through one of ours": (
-                chosen(OPTIMIZER, "embeddings.callbacks.run_record.subprocess.Popen", args=COMMAND),
-                "may not name",
-            ),
-            "a module beside the command": (
-                with_module(chosen("data", "canary_module.Thing")),
-                "may not name canary_module.Thing",
-            ),
-            "a target of hydra's": (at("model.init_args", _target_="os.system", command=COMMAND), "_target_"),
-            "code from a repository": (at("model.init_args.backbone", trust_remote_code=True), "trust_remote_code"),
-            "an attention from a repository, by config": (
-                at("model.init_args.backbone", attn_implementation="evil/kernel"),
-                "attn_implementation must be a name",
-            ),
-            "an environment variable through omegaconf": (
-                at("data.init_args", sources=[{"name": "a", "path": "${oc.env:HOME}/pairs.jsonl"}]),
-                "${oc.env:HOME}/pairs.jsonl: no such file",
-            ),
-            "a callable for a callback": (
-                callback("lightning.pytorch.callbacks.LambdaCallback", on_fit_start="os.system"),
-                "may not name os.system",
-            ),
-            "a name that a terminal obeys": (
-                at("data.init_args", sources=[{"name": "a\x1b[2J\x1b]0;title\x07", "path": "gone.jsonl"}] * 2),
-                "must have different names",
-            ),
-            "an index of shards that leads outside": (
-                shards("../canary.safetensors"),
-                "names the shard '../canary.safetensors'",
-            ),
-        },
-        FILTER + " --config job.yaml": {
-            "a tag that calls, for a job": (put("job.yaml", f"columns: {PYTHON}\n"), "job.yaml: not a YAML file"),
-            "a module for a mapping": (
-                with_module(put("job.yaml", "columns: {class_path: canary_module.Thing}\n")),
-                "columns",
-            ),
-        },
-        "sweep sweep.yaml --count": {
-            "a config of a sweep that leads elsewhere": (
-                put("sweep.yaml", "configs: [/proc/self/environ]\nparameters: {a: [1]}\n"),
-                "/proc/self/environ",
-            ),
-        },
-        "sweep sweep.yaml --dry-run": {
-            "os.system in a sweep": (
+CASES = {
+    SEARCH: {
+        # Pickles in a model's directory.
+        "a pickle for weights": (model(content("model.safetensors", PICKLE)), "model: cannot be loaded: "),
+        "a pickle for a tokenizer": (model(content("tokenizer.json", PICKLE)), "model: tokenizer cannot be read: "),
+        "a pickle for a config": (model(content("config.json", PICKLE)), "model/config.json: "),
+        "weights that overlap": (
+            model(content("model.safetensors", safetensors({"a": tensor(0, 8), "b": tensor(4, 12)}, bytes(12)))),
+            "model: cannot be loaded: ",
+        ),
+        "weights of another size than their shape": (
+            model(content("model.safetensors", safetensors({"a": tensor(0, 8, 2**60)}, bytes(8)))),
+            "model: cannot be loaded: ",
+        ),
+        "weights with a header nested deep": (
+            model(content("model.safetensors", safetensors(deep(10_000).encode()))),
+            "model: cannot be loaded: ",
+        ),
+        "a config nested deep": (model(content("config.json", deep())), "model/config.json: "),
+        "a module outside of the folder": (
+            model(content("modules.json", '[{"type": "x.Pooling", "path": "../elsewhere"}]')),
+            "leads outside",
+        ),
+        "a module that is a function": (
+            model(content("modules.json", '[{"type": "os.system", "path": ""}]')),
+            "has the unknown module system",
+        ),
+        "an activation that is a function": (
+            model(
                 both(
-                    run(),
-                    put(
-                        "sweep.yaml",
-                        f"configs: [config.yaml]\nparameters: {{{OPTIMIZER}: [{{class_path: os.system}}]}}\n",
+                    content(
+                        "modules.json",
+                        '[{"type": "x.Pooling", "path": "1_Pooling"}, {"type": "x.Dense", "path": "2_Dense"}]',
                     ),
+                    lambda folder: (folder / "2_Dense").mkdir(),
+                    content("2_Dense/config.json", '{"activation_function": "os.system", "in_features": 1}'),
+                )
+            ),
+            "model/2_Dense/config.json: is more than a linear head",
+        ),
+        "a pooling that is a function": (
+            model(edited("1_Pooling/config.json", name="os.system"), "latent"),
+            "names no pooling",
+        ),
+        "a config of an unknown kind with its code": (
+            model(both(remote, edited("config.json", model_type="canary"))),
+            "model/config.json: ",
+        ),
+        "an attention from a repository": (
+            model(edited("config.json", attn_implementation="evil/kernel", _attn_implementation="evil/kernel")),
+            "model/config.json: attn_implementation asks for the code of 'evil/kernel'",
+        ),
+        "adapters of a model elsewhere": (
+            model(content("adapter_config.json", '{"peft_type": "LORA", "base_model_name_or_path": "../elsewhere"}')),
+            "model: holds adapters of another model",
+        ),
+        # What lies in a model's directory and is of no use to it.
+        "more pickles beside the weights": (
+            model(both(*(content(name, PICKLE) for name in ("optimizer.pt", "a.pkl", "training_args.bin", "x.ckpt")))),
+            "",
+            0,
+        ),
+        "a config that asks for the code beside it": (model(remote), "", 0),
+        "a tokenizer that asks for the code beside it": (model(remote_tokenizer), "", 0),
+        "a chat template that calls": (
+            model(
+                edited(
+                    "tokenizer_config.json", chat_template="{{ cycler.__init__.__globals__.os.system('touch canary') }}"
+                )
+            ),
+            "",
+            0,
+        ),
+        "portable code that was changed": (model(content("portable.py", MODULE), "latent"), "", 0),
+    },
+    EXPORT: {
+        # Checkpoints.
+        "a checkpoint that is a pickle": (put("last.ckpt", PICKLE), "last.ckpt: "),
+        "a checkpoint that names an instantiator": (
+            saved({"state_dict": {}, "hyper_parameters": {"_instantiator": "os.system", "command": COMMAND}}),
+            "last.ckpt: ",
+        ),
+    },
+    RESUME: {"a pickle to go on from": (both(run(), put("last.ckpt", PICKLE)), "last.ckpt: ")},
+    FIT: {
+        # Configs.
+        "a tag that calls": (put("config.yaml", f"trainer: {PYTHON}\n"), "config.yaml: not a YAML file"),
+        "os.system for an optimiser": (chosen(OPTIMIZER, "os.system", command=COMMAND), "may not name os.system"),
+        "another module through one of ours": (
+            chosen(OPTIMIZER, "embeddings.callbacks.run_record.subprocess.Popen", args=COMMAND),
+            "may not name",
+        ),
+        "a module beside the command": (
+            with_module(chosen("data", "canary_module.Thing")),
+            "may not name canary_module.Thing",
+        ),
+        "a target of hydra's": (at("model.init_args", _target_="os.system", command=COMMAND), "_target_"),
+        "code from a repository": (at("model.init_args.backbone", trust_remote_code=True), "trust_remote_code"),
+        "an attention from a repository, by config": (
+            at("model.init_args.backbone", attn_implementation="evil/kernel"),
+            "attn_implementation must be a name",
+        ),
+        "an environment variable through omegaconf": (
+            at("data.init_args", sources=[{"name": "a", "path": "${oc.env:HOME}/pairs.jsonl"}]),
+            "${oc.env:HOME}/pairs.jsonl: no such file",
+        ),
+        "a callable for a callback": (
+            callback("lightning.pytorch.callbacks.LambdaCallback", on_fit_start="os.system"),
+            "may not name os.system",
+        ),
+        "a name that a terminal obeys": (
+            at("data.init_args", sources=[{"name": "a\x1b[2J\x1b]0;title\x07", "path": "gone.jsonl"}] * 2),
+            "must have different names",
+        ),
+        "an index of shards that leads outside": (
+            shards("../canary.safetensors"),
+            "names the shard '../canary.safetensors'",
+        ),
+    },
+    FILTER + " --config job.yaml": {
+        "a tag that calls, for a job": (put("job.yaml", f"columns: {PYTHON}\n"), "job.yaml: not a YAML file"),
+        "a module for a mapping": (
+            with_module(put("job.yaml", "columns: {class_path: canary_module.Thing}\n")),
+            "columns",
+        ),
+    },
+    "sweep sweep.yaml --count": {
+        "a config of a sweep that leads elsewhere": (
+            put("sweep.yaml", "configs: [/proc/self/environ]\nparameters: {a: [1]}\n"),
+            "/proc/self/environ",
+        )
+    },
+    "sweep sweep.yaml --dry-run": {
+        "os.system in a sweep": (
+            both(
+                run(),
+                put(
+                    "sweep.yaml", f"configs: [config.yaml]\nparameters: {{{OPTIMIZER}: [{{class_path: os.system}}]}}\n"
                 ),
-                "may not name os.system",
             ),
-        },
-        FILTER: {
-            # Data.
-            "a pickle for records": (put("pairs.jsonl", PICKLE), "pairs.jsonl:1: "),
-            "a tar archive with a way out": (put("pairs.jsonl", tar_of("../../canary")), "pairs.jsonl:1: "),
-            "a column of pickles": (pickled_column, "pairs.jsonl:1: query is bytes, expected text"),
-            "records nested deep": (put("pairs.jsonl", deep()), "pairs.jsonl:1: the JSON is nested too deep"),
-            "a column that asks to be unpickled": (extension_column, "", 0),
-            "a script beside the records": (
-                both(rows("pairs.jsonl", {"query": "a", "positive": "b"}), put("pairs.py", MODULE)),
-                "",
-                0,
-            ),
-            "a link for a lock": (
-                both(rows("pairs.jsonl", {"query": "a", "positive": "b"}), linked("out.parquet.work/.lock")),
-                "out.parquet.work/.lock: ",
-                74,
-            ),
-        },
-        FILTER.replace("pairs.jsonl", "hub:data"): {
-            "a data set that is a folder with a script": (put("data/data.py", MODULE), "hub:data: cannot be read"),
-        },
-        SEARCH.replace("model model", "model MODEL"): {
-            "an id that a terminal obeys": (rows("corpus.jsonl", {"_id": "a\x1b]0;x\x07", "text": "b\x1b[2J"}), "", 0),
-        },
-        "search --model MODEL --corpus vectors fox": {
-            # Vectors and folders of work.
-            "vectors that are objects": (
-                vectors(object_array),
-                "vectors/vectors-00000.npy: is missing, empty or damaged",
-            ),
-            "a manifest nested deep": (
-                vectors(content("manifest.json", deep())),
-                "vectors/manifest.json: is empty or damaged",
-            ),
-        },
-        EVALUATE: {
-            # Links in place of what is written.
-            "a link where scores are to lie": (both(copied("eval", lambda folder: None), linked("scores.json")), "", 0),
-        },
-    }
-)
+            "may not name os.system",
+        )
+    },
+    FILTER: {
+        # Data.
+        "a pickle for records": (put("pairs.jsonl", PICKLE), "pairs.jsonl:1: "),
+        "a column of pickles": (
+            parquet({"query": [PICKLE], "positive": ["b"]}),
+            "pairs.jsonl:1: query is bytes, expected text",
+        ),
+        "records nested deep": (put("pairs.jsonl", deep()), "pairs.jsonl:1: the JSON is nested too deep"),
+        "a column that asks to be unpickled": (parquet({"query": ["a"], "positive": ["b"]}, schema=SCHEMA), "", 0),
+        "a script beside the records": (
+            both(rows("pairs.jsonl", {"query": "a", "positive": "b"}), put("pairs.py", MODULE)),
+            "",
+            0,
+        ),
+        "a link for a lock": (
+            both(rows("pairs.jsonl", {"query": "a", "positive": "b"}), linked("out.parquet.work/.lock")),
+            "out.parquet.work/.lock: ",
+            74,
+        ),
+    },
+    FILTER.replace("pairs.jsonl", "hub:data"): {
+        "a data set that is a folder with a script": (put("data/data.py", MODULE), "hub:data: cannot be read")
+    },
+    SEARCH.replace("model model", "model MODEL"): {
+        "an id that a terminal obeys": (rows("corpus.jsonl", {"_id": "a\x1b]0;x\x07", "text": "b\x1b[2J"}), "", 0)
+    },
+    "search --model MODEL --corpus vectors fox": {
+        # Vectors and folders of work.
+        "vectors that are objects": (vectors(object_array), "vectors/vectors-00000.npy: is missing, empty or damaged"),
+        "a manifest nested deep": (
+            vectors(content("manifest.json", deep())),
+            "vectors/manifest.json: is empty or damaged",
+        ),
+    },
+    EVALUATE: {
+        # Links in place of what is written.
+        "a link where scores are to lie": (both(copied("eval"), linked("scores.json")), "", 0)
+    },
+}

@@ -7,17 +7,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.reliability.cases import FIT, MINE, Make, both, cases, copied, rows
-from tests.reliability.checkpoints import bytes_of, edited
-from tests.reliability.relations import clustered_on
-from tests.reliability.texts import source
+from tests.reliability.cases import FIT, MINE, Make, both, bytes_of, copied, edited, rows, source, unchanged, without
+from tests.reliability.records import clustered_on
 from tests.reliability.world import Place
 
 SEARCH = "search --model MODEL --corpus vectors --precision float32 fox"
 SECOND = "vectors-00001.npy"
 
 
-def vectors(damage: Callable[[Path], object]) -> Make:
+def vectors(damage: Callable[[Path], object] = unchanged) -> Make:
     """A copy of an encoded corpus that is damaged."""
     return copied("vectors", damage)
 
@@ -43,7 +41,7 @@ def filled(value: float, row: int = 1) -> Callable[[NDArray[np.float32]], NDArra
     return fill
 
 
-def mined(role: str, damage: Callable[[Path], object], *makes: Make) -> Make:
+def mined(role: str, damage: Callable[[Path], object] = unchanged) -> Make:
     """The good pairs, and their vectors by `mine`, of which a role's are damaged."""
 
     def make(place: Place) -> None:
@@ -63,86 +61,74 @@ def few(*texts: str) -> Make:
 
 MINED = MINE.replace("out.parquet", "out.parquet --vectors vectors --precision float32")
 SHARD = "vectors-00000.npy"
-CASES = cases(
-    {
-        SEARCH: {
-            "a shard of vectors that is missing": (
-                vectors(lambda folder: (folder / SECOND).unlink()),
-                f"vectors/{SECOND}: is missing, empty or damaged",
-            ),
-            "a shard that is cut off": (
-                vectors(lambda folder: (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-9])),
-                f"vectors/{SECOND}: is missing, empty or damaged",
-            ),
-            "a shard of another width": (
-                vectors(changed(SECOND, lambda array: array[:, :8])),
-                f"vectors/{SECOND}: holds float32 of shape (3, 8), expected",
-            ),
-            "a vector that is NaN": (
-                vectors(changed(SECOND, filled(np.nan))),
-                f"vectors/{SECOND}:1: the vector is not finite",
-            ),
-            "a vector that is zero": (vectors(changed(SECOND, filled(0))), f"vectors/{SECOND}:1: the vector is zero"),
-            "vectors that are unfinished": (
-                vectors(edited("manifest.json", complete=False)),
-                "vectors/manifest.json: field 'complete' is False, expected True",
-            ),
-            "a manifest without a field": (
-                vectors(bytes_of("manifest.json", lambda text: text.replace(b"shard_size", b"size_of_shard"))),
-                "vectors/manifest.json: ",
-            ),
-            "a manifest of more documents than there are": (
-                vectors(edited("manifest.json", num_documents=800)),
-                "vectors/",
-            ),
-        },
-        SEARCH.replace("fox", "fox --top-k 8"): {
-            "documents that are missing": (
-                vectors(lambda folder: (folder / "documents-00001.jsonl").unlink()),
-                "vectors/documents-00001.jsonl: is missing or damaged",
-            ),
-        },
-        SEARCH.replace("MODEL", "OTHER"): {
-            "vectors by another model": (
-                vectors(lambda folder: None),
-                "vectors/manifest.json: field 'model_sha256' is",
-            ),
-        },
-        "encode --model MODEL --input vectors/documents-00000.jsonl --output vectors": {
-            "vectors of other options": (
-                vectors(lambda folder: None),
-                "vectors/manifest.json: field 'corpus_sha256' is",
-            ),
-        },
-        MINED: {
-            "a vector to mine from that is NaN": (
-                mined("documents", changed(SHARD, filled(np.nan))),
-                f"vectors/documents/{SHARD}:1: the vector is not finite",
-            ),
-            "vectors to mine from that are of other records": (
-                both(mined("documents", lambda folder: None), few("one", "two", "three")),
-                "vectors/index/manifest.json: field 'source_key' is",
-            ),
-        },
-        MINE + " --query-vectors vectors --precision float32": {
-            "vectors by encode in another role": (
-                both(few("one", "two", "three"), vectors(lambda folder: None)),
-                "vectors/manifest.json: field 'role' is 'document', expected 'query'",
-            ),
-        },
-        FIT: {
-            "clusters that are cut off": (
-                clustered_on(lambda folder: (folder / "centroids.npy").write_bytes(b"\x93NUMPY")),
-                "clusters/centroids.npy: is missing or not what was written",
-            ),
-            "clusters whose centroids are NaN": (
-                clustered_on(changed("centroids.npy", filled(np.nan))),
-                "clusters/centroids.npy:1: is not finite",
-            ),
-            "vectors for a filter that are not there": (
-                source(surrogate_vectors="gone"),
-                "gone/index/manifest.json: no manifest",
-            ),
-        },
-    }
-)
+CASES = {
+    SEARCH: {
+        "a shard of vectors that is missing": (
+            vectors(without(SECOND)),
+            f"vectors/{SECOND}: is missing, empty or damaged",
+        ),
+        "a shard of another width": (
+            vectors(changed(SECOND, lambda array: array[:, :8])),
+            f"vectors/{SECOND}: holds float32 of shape (3, 8), expected",
+        ),
+        "a vector that is NaN": (
+            vectors(changed(SECOND, filled(np.nan))),
+            f"vectors/{SECOND}:1: the vector is not finite",
+        ),
+        "a vector that is zero": (vectors(changed(SECOND, filled(0))), f"vectors/{SECOND}:1: the vector is zero"),
+        "vectors that are unfinished": (
+            vectors(edited("manifest.json", complete=False)),
+            "vectors/manifest.json: field 'complete' is False, expected True",
+        ),
+        "a manifest without a field": (
+            vectors(bytes_of("manifest.json", lambda text: text.replace(b"shard_size", b"size_of_shard"))),
+            "vectors/manifest.json: ",
+        ),
+        "a manifest of more documents than there are": (
+            vectors(edited("manifest.json", num_documents=800)),
+            "vectors/",
+        ),
+    },
+    SEARCH.replace("fox", "fox --top-k 8"): {
+        "documents that are missing": (
+            vectors(lambda folder: (folder / "documents-00001.jsonl").unlink()),
+            "vectors/documents-00001.jsonl: is missing or damaged",
+        )
+    },
+    SEARCH.replace("MODEL", "OTHER"): {
+        "vectors by another model": (vectors(), "vectors/manifest.json: field 'model_sha256' is")
+    },
+    "encode --model MODEL --input vectors/documents-00000.jsonl --output vectors": {
+        "vectors of other options": (vectors(), "vectors/manifest.json: field 'corpus_sha256' is")
+    },
+    MINED: {
+        "a vector to mine from that is NaN": (
+            mined("documents", changed(SHARD, filled(np.nan))),
+            f"vectors/documents/{SHARD}:1: the vector is not finite",
+        ),
+        "vectors to mine from that are of other records": (
+            both(mined("documents"), few("one", "two", "three")),
+            "vectors/index/manifest.json: field 'source_key' is",
+        ),
+    },
+    MINE + " --query-vectors vectors --precision float32": {
+        "vectors by encode in another role": (
+            both(few("one", "two", "three"), vectors()),
+            "vectors/manifest.json: field 'role' is 'document', expected 'query'",
+        )
+    },
+    FIT: {
+        "clusters that are cut off": (
+            clustered_on(lambda folder: (folder / "centroids.npy").write_bytes(b"\x93NUMPY")),
+            "clusters/centroids.npy: is missing or not what was written",
+        ),
+        "clusters whose centroids are NaN": (
+            clustered_on(changed("centroids.npy", filled(np.nan))),
+            "clusters/centroids.npy:1: is not finite",
+        ),
+        "vectors for a filter that are not there": (
+            source(surrogate_vectors="gone"),
+            "gone/index/manifest.json: no manifest",
+        ),
+    },
+}

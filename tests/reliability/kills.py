@@ -5,17 +5,20 @@ Runs of every method, plain and under GradCache, with accumulated batches, with 
 weights, optimiser, schedule, loader and random state. The ledger that each step's rows and loss were written to has
 every step of the plan, and the last entry of a step is the uninterrupted run's: no example is lost, or there twice.
 
-Children are forked from a process that has imported everything, so that a start takes half a second.
+Processes are forked from one that has imported everything, so that a start takes half a second.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
 import signal
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from lightning.pytorch.callbacks import Callback
 
 from embeddings.cli.main import main
 from embeddings.common.checkpoint_file import read_checkpoint
+from tests.helpers.processes import Command
 from tests.helpers.runs import component, run_config, write_config
 from tests.modules.cde_runs import cde_config
 from tests.modules.language_runs import language_config
@@ -35,6 +39,16 @@ from tests.modules.moe_modules import moe_config
 STEPS = 12
 CACHE = component("GradCacheCallback", mini_batch_tokens=80)
 KEEP = component("ModelCheckpoint", every_n_train_steps=1, save_last=True, save_top_k=0)
+# A tiny run of each method with dropout.
+METHODS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "nv-embed": lambda folder: run_config(folder, "mistral", dropout=0.1),
+    "mgh": lambda folder: mgh_config(folder, dropout=0.1),
+    "moe": moe_config,
+    "cde": lambda folder: cde_config(folder, dropout=0.1),
+    "masked language model": lambda folder: language_config(folder, "mlm"),
+    "moe, accumulated": moe_config,
+    "nv-embed, changing accumulation": lambda folder: run_config(folder, dropout=0.1),
+}
 # Batches of one optimiser step: the same number in all epochs, or from one epoch on another.
 ACCUMULATIONS: dict[str, dict[str, Any]] = {
     "moe, accumulated": {"accumulate_grad_batches": 2, "callbacks": [CACHE]},
@@ -73,33 +87,19 @@ class Ledger(Callback):
         Path(self.path).with_name("done").touch()
 
 
-def configs() -> dict[str, Callable[[Path], dict[str, Any]]]:
-    """A tiny run of each method with dropout."""
-    return {
-        "nv-embed": lambda folder: run_config(folder, "mistral", dropout=0.1),
-        "mgh": lambda folder: mgh_config(folder, dropout=0.1),
-        "moe": moe_config,
-        "cde": lambda folder: cde_config(folder, dropout=0.1),
-        "masked language model": lambda folder: language_config(folder, "mlm"),
-        "moe, accumulated": moe_config,
-        "nv-embed, changing accumulation": lambda folder: run_config(folder, dropout=0.1),
-    }
-
-
-def chosen(run_number: int) -> tuple[str, bool, int]:
-    """The method of a run, whether it is under GradCache, and its workers: each comes with each in turn."""
-    methods = list(configs())
-    method = methods[run_number % len(methods)]
+def chosen(run_number: int) -> tuple[str, bool]:
+    """The method of a run, and whether it is under GradCache: each comes with each in turn."""
+    method = list(METHODS)[run_number % len(METHODS)]
     has_cache = method != "masked language model" and method not in ACCUMULATIONS
-    return method, bool(run_number // len(methods) % 2) and has_cache, run_number % 3
+    return method, bool(run_number // len(METHODS) % 2) and has_cache
 
 
 def killed_config(
-    folder: Path, method: str, cached: bool, num_workers: int, seconds: float, keep: dict[str, Any] = KEEP
+    folder: Path, method: str, cached: bool, num_workers: int, seconds: float, keep: dict[str, Any]
 ) -> dict[str, Any]:
-    """The config of one run in `folder`, with a checkpoint after each step unless `keep` says otherwise."""
+    """The config of one run in `folder`, whose checkpoints `keep` writes, and which waits after each step."""
     folder.mkdir(parents=True)
-    config = configs()[method](folder)
+    config = METHODS[method](folder)
     ledger = component(f"{__package__}.kills.Ledger", path=str(folder / "ledger.jsonl"), seconds=seconds)
     accumulation = ACCUMULATIONS.get(method, {"callbacks": []})
     callbacks = [ledger, keep, *([CACHE] if cached else []), *accumulation["callbacks"]]
@@ -108,36 +108,26 @@ def killed_config(
     return config
 
 
-def start_child(folder: Path, config: dict[str, Any]) -> int:
-    """Train from the newest checkpoint in a child with a group of its own; returns its number."""
+def start(folder: Path, config: dict[str, Any]) -> Command:
+    """Train from the newest checkpoint, in a process with a group of its own."""
     words = ["fit", "--config", write_config(folder, config), "--ckpt_path", "auto"]
-    child = os.fork()
-    if not child:
-        os.setpgid(0, 0)
-        output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os._exit(main(words))
-    with suppress(ProcessLookupError, PermissionError):  # whoever comes first
-        os.setpgid(child, 0)
-    return child
+    with open(folder / "output.txt", "ab") as output:
+        return Command([words], function=main, stdout=output, stderr=output)
 
 
-def run(folder: Path, config: dict[str, Any], kill_after: float | None) -> bool:
-    """Train in a child, and kill it after some seconds; returns whether it ended before."""
-    child = start_child(folder, config)
-    deadline = time.monotonic() + (300 if kill_after is None else kill_after)
-    while time.monotonic() < deadline:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            code = os.waitstatus_to_exitcode(status)
-            assert code == 0, f"exit code {code}: {(folder / 'output.txt').read_text()[-2000:]}"
-            return True
-        time.sleep(0.01)
-    assert kill_after is not None, "no end after 300 seconds"
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return False
+def run(folder: Path, config: dict[str, Any], kill_after: float | None = None) -> bool:
+    """Train in a process, and kill it after some seconds; returns whether it ended before."""
+    process = start(folder, config)
+    try:
+        code = process.wait(300 if kill_after is None else kill_after)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert kill_after is not None, "no end after 300 seconds"
+        return False
+    assert code == 0, f"exit code {code}: {(folder / 'output.txt').read_text()[-2000:]}"
+    return True
 
 
 def ledger(folder: Path) -> dict[int, list[Any]]:
@@ -172,43 +162,58 @@ def differences(found: Any, expected: Any, path: str = "") -> list[str]:
     return [] if found == expected else [path]
 
 
-def kill_until_done(
-    folder: Path, method: str, cached: bool, num_workers: int, chance: random.Random, most: int
-) -> tuple[int, list[str]]:
-    """Train one run with at most so many kills; returns the number of kills, and what differs in the end."""
-    whole = killed_config(folder / "whole", method, cached, num_workers, seconds=0.0)
-    start = time.monotonic()
-    run(folder / "whole", whole, None)
-    seconds = time.monotonic() - start
-    config = killed_config(folder / "killed", method, cached, num_workers, seconds=0.05)
-    kills = 0
-    while not run(folder / "killed", config, chance.uniform(0, 1.2 * seconds) if kills < most else None):
-        kills += 1
-    found = differences(final_state(folder / "killed"), final_state(folder / "whole"))
-    expected, entries = ledger(folder / "whole"), ledger(folder / "killed")
+def unlike(folder: Path, whole: Path) -> list[str]:
+    """What differs in the end between a run that was cut short and one that was not."""
+    expected, entries = ledger(whole), ledger(folder)
     lost = [f"step {step} is lost" for step in expected if step not in entries]
-    return kills, found + lost + [f"step {step} differs" for step in entries if entries[step] != expected.get(step)]
+    lost += [f"step {step} differs" for step in entries if entries[step] != expected.get(step)]
+    return differences(final_state(folder), final_state(whole)) + lost
 
 
-def kill(count: int, seed: int) -> int:
-    """Kill so many times over all methods; returns how many runs ended otherwise than the uninterrupted one."""
+def kill(folder: Path, config: dict[str, Any], chance: random.Random, seconds: float, most: int) -> Counter[str]:
+    """Train one run of so many seconds with at most so many kills, and no more than eight; returns their number."""
+    kills = 0
+    while not run(folder, config, chance.uniform(0, 1.2 * seconds) if kills < min(8, most) else None):
+        kills += 1
+    return Counter(kills=kills)
+
+
+def cut_runs(
+    text: str | None, count: int, cut: Callable[..., Counter[str]], keep: dict[str, Any], workers: Iterable[int]
+) -> int:
+    """Cut runs of all methods short, as often as the command line says or `count` times; returns how many were spoilt.
+
+    Args:
+        text: What the command's help says.
+        count: The usual number of cuts.
+        cut: Trains a run to its end, and returns how often it cut it short, by kind.
+        keep: What writes the checkpoints.
+        workers: Numbers of workers of the loader, which each come in turn.
+    """
+    parser = argparse.ArgumentParser(description=text)
+    parser.add_argument("--count", type=int, default=count)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
     os.environ["EMBED_IMPORTS"] = "tests"
     torch.set_num_threads(1)
-    chance, kills, runs, wrong = random.Random(seed), 0, 0, 0
-    while kills < count:
-        method, cached, num_workers = chosen(runs)
-        with tempfile.TemporaryDirectory() as folder:
-            made, found = kill_until_done(Path(folder), method, cached, num_workers, chance, min(8, count - kills))
-        kills, runs, wrong = kills + made, runs + 1, wrong + bool(found)
+    chance, cuts, runs, wrong, turns = random.Random(given.seed), Counter[str](), 0, 0, itertools.cycle(workers)
+    while cuts.total() < given.count:
+        (method, cached), num_workers = chosen(runs), next(turns)
+        with tempfile.TemporaryDirectory() as name:
+            whole, folder = Path(name, "whole"), Path(name, "cut")
+            config = killed_config(whole, method, cached, num_workers, 0.0, keep)
+            began = time.monotonic()
+            run(whole, config)
+            seconds = time.monotonic() - began
+            config = killed_config(folder, method, cached, num_workers, 0.05, keep)
+            made = cut(folder, config, chance, seconds, given.count - cuts.total())
+            found = unlike(folder, whole)
+        cuts, runs, wrong = cuts + made, runs + 1, wrong + bool(found)
         how = f"{method}{', GradCache' if cached else ''}, {num_workers} workers"
-        print(f"{kills:>4} kills  {how}: {made} kills, {'; '.join(found[:3]) or 'the same bits'}", flush=True)
-    print(f"{kills} kills in {runs} runs; {runs - wrong} ended with the same bits and ledger, {wrong} did not")
+        print(f"{cuts.total():>4}  {how}: {dict(made)}, {'; '.join(found[:3]) or 'the same bits'}", flush=True)
+    print(f"{dict(cuts)} in {runs} runs; {runs - wrong} ended with the same bits and ledger, {wrong} did not")
     return wrong
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    raise SystemExit(bool(kill(given.count, given.seed)))
+    raise SystemExit(bool(cut_runs(__doc__, 100, kill, KEEP, range(3))))

@@ -6,22 +6,21 @@ queue it again, has one checkpoint, said one line and left with 75; one that had
 run that is resumed and reaches its end has the bits of one that was never signalled.
 """
 
-import argparse
 import os
 import random
+import re
 import signal
-import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.callbacks.preempted_runs import fake_scontrol
 from tests.helpers.runs import component
-from tests.reliability.kills import chosen, differences, final_state, killed_config, ledger, run, start_child
+from tests.reliability.kills import cut_runs, ledger, run, start
 
+PATH = os.environ["PATH"]
 SIGNALS = ([10], [15], [10, 15], [15, 15])
 # One checkpoint at the end alone: whatever lies there before was written because of a signal.
 KEEP = component("ModelCheckpoint", every_n_train_steps=500, save_last=True, save_on_exception=True)
@@ -32,15 +31,15 @@ def signalled(folder: Path, config: dict[str, Any], chance: random.Random, secon
     asked, output = folder / "asked.txt", folder / "output.txt"
     output.unlink(missing_ok=True)
     calls, steps = len(asked.read_text().splitlines()), len(ledger(folder))
-    child = start_child(folder, config)
-    while not _listens(child):
+    process = start(folder, config)
+    while process.poll() is None and not _listens(process.pid):
         time.sleep(0.005)
     time.sleep(chance.uniform(0, seconds))
     send = chance.choice([os.kill, os.killpg])
     for number in chance.choice(SIGNALS):
-        if not _is_over(child):
-            send(child, number)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with suppress(ProcessLookupError):
+            send(process.pid, number)
+    code = process.wait()
     said, left = output.read_text(), [path.name for path in folder.rglob("last*.ckpt")]
     requeued = len(asked.read_text().splitlines()) - calls
     taken = ledger(folder)
@@ -56,50 +55,27 @@ def signalled(folder: Path, config: dict[str, Any], chance: random.Random, secon
     return "during" if len(taken) > steps else "before"
 
 
-def signal_runs(count: int, seed: int) -> int:
-    """Send so many over all methods; returns how many runs ended otherwise than one without signals."""
-    os.environ |= {"EMBED_IMPORTS": "tests", "SLURM_JOB_ID": "77"}
-    torch.set_num_threads(1)
-    chance, sent, runs, wrong, places = random.Random(seed), 0, 0, 0, Counter[str]()
-    path = os.environ["PATH"]
-    while sent < count:
-        method, cached, _ = chosen(runs)
-        num_workers = 1
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            whole = killed_config(folder / "whole", method, cached, num_workers, 0.0, KEEP)
-            start = time.monotonic()
-            run(folder / "whole", whole, None)
-            config = killed_config(folder / "cut", method, cached, num_workers, 0.05, KEEP)
-            fake_scontrol(folder / "cut")
-            os.environ["PATH"] = f"{folder / 'cut' / 'bin'}:{path}"
-            seconds, mine = time.monotonic() - start, Counter[str]()
-            while not mine["after"] and sent < count:
-                mine[signalled(folder / "cut", config, chance, seconds)] += 1
-                sent += 1
-            if not mine["after"]:
-                run(folder / "cut", config, None)
-            found = differences(final_state(folder / "cut"), final_state(folder / "whole"))
-            found += ["the ledger"] * (ledger(folder / "cut") != ledger(folder / "whole"))
-        places, runs, wrong = places + mine, runs + 1, wrong + bool(found)
-        print(f"{sent:>4} signals  {method}: {dict(mine)}, {'; '.join(found[:3]) or 'the same bits'}", flush=True)
-    print(f"{sent} signals ({dict(places)}) to {runs} runs; {runs - wrong} ended with the same bits, {wrong} did not")
-    return wrong
+def send_signals(
+    folder: Path, config: dict[str, Any], chance: random.Random, seconds: float, most: int
+) -> Counter[str]:
+    """Train one run of so many seconds with at most so many signals; returns their number by when they came."""
+    fake_scontrol(folder)
+    os.environ |= {"SLURM_JOB_ID": "77", "PATH": f"{folder / 'bin'}:{PATH}"}
+    places = Counter[str]()
+    while not places["after"] and places.total() < most:
+        places[signalled(folder, config, chance, seconds)] += 1
+    if not places["after"]:
+        run(folder, config)
+    return places
 
 
-def _listens(child: int) -> bool:
+def _listens(pid: int) -> bool:
     """Whether a process has a handler for SIGTERM, or is over."""
-    caught = [line for line in Path(f"/proc/{child}/status").read_text().splitlines() if line.startswith("SigCgt:")]
-    return not caught or bool(int(caught[0].split()[1], 16) & 1 << (signal.SIGTERM - 1))
-
-
-def _is_over(child: int) -> bool:
-    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    with suppress(FileNotFoundError, ProcessLookupError):
+        caught = re.search(r"^SigCgt:\t(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return caught is None or bool(int(caught[1], 16) & 1 << (signal.SIGTERM - 1))
+    return True
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    raise SystemExit(bool(signal_runs(given.count, given.seed)))
+    raise SystemExit(bool(cut_runs(__doc__, 200, send_signals, KEEP, [1])))

@@ -1,8 +1,9 @@
 """Files damaged at random end in a code and at most one line; the whole is `python -m tests.reliability.fuzz`."""
 
+import os
 import random
 import re
-import sys
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,19 +70,18 @@ def _spin_and_refuse() -> None:
 def test_a_command_that_never_ends_is_found(
     command: Callable[[], None], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fuzz, "MAX_SECONDS", 1)
+    monkeypatch.setattr(fuzz, "MAX_SECONDS", 0.2)
     monkeypatch.setattr(fuzz, "main", lambda words: run_guarded(command))
-    assert re.search("_Overtime|took more than 1 s", fuzz.run_case(world, 0, 0)["fault"])
+    assert re.search("_Overtime|took more than 0.2 s", fuzz.run_case(world, 0, 0)["fault"])
 
 
-def test_a_process_that_dies_before_its_first_case_is_not_begun_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def _die(*case: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_case_in_a_process_of_its_own_ends_as_here_and_one_that_kills_its_process_is_found(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\n[ $(wc -l < begun) -lt 3 ] || exit 0\necho >> begun\necho no memory\nexit 3\n")
-    broken.chmod(0o755)
-    (tmp_path / "begun").touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "executable", str(broken))
-    with pytest.raises(RuntimeError, match="ended with 3 before case 0: no memory"):
-        fuzz.fuzz(4, 0, tmp_path, processes=1)
+    assert fuzz.run_apart(world.root, 0, 0) == fuzz.run_case(world, 0, 0)
+    monkeypatch.setattr(fuzz, "_print_case", _die)
+    assert "the process ended with -9" in fuzz.run_apart(world.root, 0, 0)["fault"]

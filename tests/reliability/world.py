@@ -1,5 +1,6 @@
 """The tiny world that malformed inputs are made in: good files and models, each built when first asked for."""
 
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -14,8 +15,8 @@ import yaml
 from embeddings.cli.main import main
 from embeddings.common import TextSettings
 from embeddings.models import Embedder, LatentAttentionPooling, MeanPooling
-from tests.helpers.runs import run_config, write_pairs, write_retrieval_folder
-from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
+from tests.helpers.runs import component, run_config, write_pairs, write_retrieval_folder
+from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 from tests.models.moe import tiny_moe
 
@@ -36,9 +37,12 @@ class World:
             _BUILDERS[name](self, target)
         return target
 
-    def words(self, line: list[str]) -> list[str]:
-        """A command line with the names in capitals as paths."""
-        return [str(self.path(word.lower())) if word.isupper() and word.lower() in _BUILDERS else word for word in line]
+    def words(self, line: str) -> list[str]:
+        """The words of a command line, the names in capitals as paths."""
+        words = shlex.split(line)
+        return [
+            str(self.path(word.lower())) if word.isupper() and word.lower() in _BUILDERS else word for word in words
+        ]
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -48,8 +52,8 @@ class World:
         config["model"]["init_args"]["backbone"]["name"] = str(self.path("backbone"))
         config["trainer"] |= {"max_steps": 1, "default_root_dir": "run"}
         config["trainer"]["logger"]["init_args"]["save_dir"] = "run"
-        config["data"]["init_args"] |= {"cache_dir": "cache", "sources": [{"name": "pairs", "path": "pairs.jsonl"}]}
-        config["data"]["init_args"]["batch_size"] = 4
+        sources = [{"name": "pairs", "path": "pairs.jsonl"}]
+        config["data"]["init_args"] |= {"cache_dir": "cache", "sources": sources, "batch_size": 4}
         config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
         shutil.rmtree(scratch)
         return config
@@ -92,22 +96,14 @@ def _model(path: Path, backbone: Any, pooling: Any) -> None:
     Embedder(backbone, wordpiece_tokenizer(), pooling, text=text).save_pretrained(path)
 
 
-def _run(words: list[str]) -> None:
-    assert main([*words]) == 0
+def _run(world: World, line: str) -> None:
+    assert main(world.words(line)) == 0
 
 
-def _job(world: World, path: Path, command: str, *options: str) -> None:
+def _job(world: World, path: Path, options: str) -> None:
     """The output of a command over the good pairs."""
-    pairs, model = str(world.path("pairs.jsonl")), str(world.path("model"))
-    _run([command, "--model", model, "--input", pairs, "--output", str(path), "--precision", "float32", *options])
-
-
-def _sharded(path: Path) -> None:
-    """A model's folder whose weights lie in several files."""
-    path.mkdir()
-    model = tiny_bert()
-    model.save_pretrained(path, max_shard_size="60KB")
-    wordpiece_tokenizer().save_pretrained(path)
+    command, _, options = options.partition(" ")
+    _run(world, f"{command} --model MODEL --input PAIRS.JSONL --output {path} --precision float32 {options}")
 
 
 def _run_folder(world: World, path: Path) -> None:
@@ -116,27 +112,23 @@ def _run_folder(world: World, path: Path) -> None:
     place = Place(path, world, pytest.MonkeyPatch())
 
     def two_steps(config: dict[str, Any]) -> None:
-        config["trainer"]["max_steps"] = 2
-        config["trainer"]["default_root_dir"] = str(path / "run")
+        keep = component("ModelCheckpoint", save_last=True, every_n_train_steps=2)
+        config["trainer"] |= {"max_steps": 2, "default_root_dir": str(path / "run"), "callbacks": [keep]}
         config["trainer"]["logger"]["init_args"]["save_dir"] = str(path / "run")
-        checkpoint = {"save_last": True, "every_n_train_steps": 2}
-        kind = "lightning.pytorch.callbacks.ModelCheckpoint"
-        config["trainer"]["callbacks"] = [{"class_path": kind, "init_args": checkpoint}]
         config["data"]["init_args"]["cache_dir"] = str(path / "cache")
         config["data"]["init_args"]["sources"][0]["path"] = str(path / "pairs.jsonl")
 
-    _run(["fit", "--config", str(place.config(two_steps))])
+    _run(world, f"fit --config {place.config(two_steps)}")
 
 
 def _encoded(world: World, path: Path) -> None:
-    corpus = str(world.path("eval") / "corpus.jsonl")
-    line = ["encode", "--model", str(world.path("model")), "--input", corpus, "--output", str(path)]
-    _run([*line, "--precision", "float32", "--shard-size", "5"])
+    corpus = world.path("eval") / "corpus.jsonl"
+    _run(world, f"encode --model MODEL --input {corpus} --output {path} --precision float32 --shard-size 5")
 
 
 def _indexed(world: World, path: Path) -> None:
     shutil.copytree(world.path("vectors"), path)
-    _run(["index", "--vectors", str(path), "--num-lists", "2"])
+    _run(world, f"index --vectors {path} --num-lists 2")
 
 
 def _logged(world: World, path: Path) -> None:
@@ -150,24 +142,27 @@ def _checkpoint(world: World, path: Path) -> None:
     shutil.copyfile(found, path)
 
 
+def _saved(path: Path, shard_size: str = "50GB") -> None:
+    """A backbone's folder, whose weights lie in files of this size."""
+    tiny_bert().save_pretrained(path, max_shard_size=shard_size)
+    wordpiece_tokenizer().save_pretrained(path)
+
+
 _BUILDERS: dict[str, Callable[[World, Path], object]] = {
     "pairs.jsonl": lambda world, path: write_pairs(path, NUM_PAIRS),
     "eval": lambda world, path: write_retrieval_folder(path),
-    "backbone": lambda world, path: save_backbone(str(path), tiny_bert(), wordpiece_tokenizer()),
-    "decoder": lambda world, path: save_backbone(str(path), tiny_mistral(), sentencepiece_tokenizer()),
-    "sharded": lambda world, path: _sharded(path),
+    "backbone": lambda world, path: _saved(path),
+    "sharded": lambda world, path: _saved(path, "60KB"),
     "model": lambda world, path: _model(path, tiny_bert(), MeanPooling(32)),
     "other": lambda world, path: _model(path, tiny_bert(seed=1, hidden_size=16), MeanPooling(16)),
     "latent": lambda world, path: _model(path, tiny_bert(), LatentAttentionPooling(32, 4, 2, 8)),
     "sparse": lambda world, path: _model(path, tiny_moe(), MeanPooling(32)),
     "contextual": lambda world, path: tiny_contextual().save_pretrained(path),
-    "vectors": lambda world, path: _encoded(world, path),
-    "clusters": lambda world, path: _job(world, path, "cluster", "--cluster-size", "4", "--num-iterations", "3"),
-    "mined": lambda world, path: _job(
-        world, path / "mined.parquet", "mine", "--num-negatives", "2", "--margin", "null"
-    ),
-    "indexed": lambda world, path: _indexed(world, path),
-    "run": lambda world, path: _run_folder(world, path),
-    "logged": lambda world, path: _logged(world, path),
-    "last.ckpt": lambda world, path: _checkpoint(world, path),
+    "vectors": _encoded,
+    "clusters": lambda world, path: _job(world, path, "cluster --cluster-size 4 --num-iterations 3"),
+    "mined": lambda world, path: _job(world, path / "mined.parquet", "mine --num-negatives 2 --margin null"),
+    "indexed": _indexed,
+    "run": _run_folder,
+    "logged": _logged,
+    "last.ckpt": _checkpoint,
 }
