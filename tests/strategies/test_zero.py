@@ -21,27 +21,19 @@ from embeddings.common import NumericError, UserError
 from embeddings.strategies.sharded import full_optimizer_state, set_full_optimizer_state
 from tests.helpers.poison import PoisonBackward
 from tests.helpers.ranks import run_on_two_ranks
-from tests.helpers.runs import run_config, write_config
+from tests.helpers.runs import component, quiet_trainer, run_config, write_config
 from tests.strategies.cpu_zero import CpuZero
-from tests.strategies.fits import batches, be_launched, methods, train, write_models
+from tests.strategies.fits import batches, be_launched, methods, train
 
 METHOD = "nv-embed"
 CASES = [(1, "32-true", False), (2, "bf16-mixed", False), (3, "32-true", True)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models")
-    write_models(path)
-    return path
 
 
 def test_two_stages_under_gradcache_are_refused_where_zero_1_loses_one(folder: Path) -> None:
     made = methods(folder)
     for stage, method in ((1, "nv-embed"), (2, "cde"), (1, "cde")):
         strategy = CpuZero(stage=stage)
-        trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False)
-        callback = GradCacheCallback()
+        trainer, callback = quiet_trainer(devices=1, strategy=strategy), GradCacheCallback()
         if (stage, method) != (1, "cde"):
             callback.check_run(trainer, made[method](), None)
             continue
@@ -98,15 +90,9 @@ def test_an_infinite_gradient_of_one_rank_ends_all_before_the_update(folder: Pat
 @pytest.mark.slow
 def test_the_command_line_ends_with_70_and_the_rows(tmp_path: Path) -> None:
     config = run_config(tmp_path)
-    strategy = {"stage": 2, "process_group_backend": "gloo"}
-    config["trainer"] |= {
-        "devices": 2,
-        "strategy": {"class_path": "tests.strategies.cpu_zero.CpuZero", "init_args": strategy},
-        "callbacks": [
-            {"class_path": "tests.helpers.poison.PoisonBackward", "init_args": {"rank": 1, "batch": 1}},
-            {"class_path": "embeddings.callbacks.RunHealth"},
-        ],
-    }
+    strategy = component("tests.strategies.cpu_zero.CpuZero", stage=2, process_group_backend="gloo")
+    callbacks = [component("tests.helpers.poison.PoisonBackward", rank=1, batch=1), component("RunHealth")]
+    config["trainer"] |= {"devices": 2, "strategy": strategy, "callbacks": callbacks}
     environment = {**os.environ, "EMBED_IMPORTS": "tests", "DS_ACCELERATOR": "cpu"}
     words = [sys.executable, "main.py", "fit", "--config", write_config(tmp_path, config)]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=280, env=environment)
