@@ -21,6 +21,7 @@ from embeddings.cli.trainer import find_latest_checkpoint
 from embeddings.common.checkpoint_file import read_checkpoint
 from tests.callbacks.preempted_runs import STEPS, fake_scontrol, fit_words, preempted_config, signalled
 from tests.helpers.processes import run_command
+from tests.helpers.runs import quiet_trainer
 
 ROOT = Path(__file__).parents[2]
 PREEMPTIONS = int(os.environ.get("PREEMPTIONS", "4"))
@@ -118,9 +119,8 @@ class KillAt:
 def train(folder: Path, writer: DurableCheckpointIO, checkpoint: str | None = None) -> Trainer:
     """Four steps, each with two checkpoints: the step's own, which takes the place of the one before, and the last."""
     keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_last=True)
-    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "limit_val_batches": 0, "max_steps": 4}
-    options |= {"enable_progress_bar": False, "enable_model_summary": False}
-    run = Trainer(callbacks=[keep], plugins=[writer], **options)
+    options = {"enable_checkpointing": True, "limit_val_batches": 0, "max_steps": 4}
+    run = quiet_trainer(callbacks=[keep], plugins=[writer], **options)
     run.fit(BoringModel(), ckpt_path=checkpoint)
     return run
 

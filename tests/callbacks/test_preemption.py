@@ -1,6 +1,5 @@
 """What a signal does to a run: one checkpoint, one place in the queue, one exit code, and the same bits in the end."""
 
-import csv
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from embeddings.callbacks import DurableCheckpointIO, Preemption, preemption
@@ -17,7 +17,8 @@ from embeddings.cli.main import main
 from embeddings.common import PreemptedError
 from embeddings.common.process import STOP_SIGNALS, stop_request
 from tests.callbacks.preempted_runs import STEPS, fake_scontrol, fit_words, preempted_config, signalled
-from tests.helpers.runs import component, write_config
+from tests.helpers.refusals import assert_refused
+from tests.helpers.runs import component, logged_rows, quiet_trainer, write_config
 
 USR1, TERM = int(signal.SIGUSR1), int(signal.SIGTERM)
 SLURM = {"SLURM_JOB_ID": "77"}
@@ -71,11 +72,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def logged_losses(folder: Path) -> list[tuple[int, float]]:
-    rows: list[dict[str, str]] = []
-    for path in folder.rglob("metrics.csv"):
-        with open(path, newline="") as file:
-            rows += csv.DictReader(file)
-    return sorted((int(row["step"]), float(row["train/loss"])) for row in rows if row.get("train/loss"))
+    return [(int(row["step"]), float(row["train/loss"])) for row in logged_rows(folder, "train/loss")]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +245,7 @@ def test_a_step_is_the_last_only_where_the_trainer_may_stop(
     """It is asked to at the first step, as by `EarlyStopping` or a `Timer`; an epoch has four."""
     config = preempted_config(tmp_path)
     config["trainer"] |= limits
-    config["trainer"]["callbacks"].append({"class_path": "tests.callbacks.preempted_runs.StopsEarly"})
+    config["trainer"]["callbacks"].append(component("tests.callbacks.preempted_runs.StopsEarly"))
     assert main(fit_words(tmp_path, signalled(config, step=step, numbers=[USR1]))) == code
     assert steps(tmp_path) == list(range(1, step + 1))
     assert (tmp_path / "final.pt").exists() == (code == 0)
@@ -288,10 +285,8 @@ def test_ranks_that_are_no_commands_of_their_own_are_refused(
 ) -> None:
     config = preempted_config(tmp_path)
     config["trainer"] |= {"devices": 2, "strategy": "ddp_spawn"}
-    assert main(["fit", "--config", write_config(tmp_path, config)]) == 2
-    *_, line = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: trainer.strategy must start each rank as a command of its own")
-    assert not (tmp_path / "run").exists()
+    words = ["fit", "--config", write_config(tmp_path, config)]
+    assert_refused(capsys, tmp_path, "trainer.strategy must start each rank as a command of its own", main, words)
 
 
 def test_lightnings_own_handlers_are_neither_run_nor_put_in_place(
@@ -310,13 +305,8 @@ def test_lightnings_own_handlers_are_neither_run_nor_put_in_place(
 
 
 def test_without_the_command_line_the_callback_hears_and_gives_the_signals_back() -> None:
-    from lightning import Trainer
-    from lightning.pytorch.demos.boring_classes import BoringModel
-
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
-    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-    options |= {"enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0, "max_steps": 2}
-    trainer = Trainer(callbacks=[Preemption()], **options)
+    trainer = quiet_trainer(callbacks=[Preemption()], limit_val_batches=0, max_steps=2)
     trainer.fit(BoringModel())
     assert trainer.global_step == 2
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
