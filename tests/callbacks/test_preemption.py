@@ -22,6 +22,7 @@ from tests.helpers.runs import component, logged_rows, quiet_trainer, write_conf
 
 USR1, TERM = int(signal.SIGUSR1), int(signal.SIGTERM)
 SLURM = {"SLURM_JOB_ID": "77"}
+ARRAY = {"SLURM_JOB_ID": "80", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}
 SRUN = {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NAME": "train"}
 
 pytestmark = pytest.mark.filterwarnings(
@@ -76,17 +77,19 @@ def logged_losses(folder: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "environment", "code", "asked"),
+    ("numbers", "environment", "refuses", "code", "asked"),
     [
-        ([TERM], {}, 143, []),
-        ([TERM], SLURM, 75, ["requeue 77"]),
-        ([TERM, TERM, USR1], SLURM | SRUN, 75, ["requeue 77"]),
-        ([USR1], {"SLURM_JOB_ID": "80", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}, 75, ["requeue 77_3"]),
+        ([TERM], {}, False, 143, []),
+        ([TERM], SLURM, False, 75, ["requeue 77"]),
+        ([TERM], SLURM, True, 143, ["requeue 77"]),
+        ([TERM, TERM, USR1], SLURM | SRUN, False, 75, ["requeue 77"]),
+        ([USR1], ARRAY, False, 75, ["requeue 77_3"]),
     ],
 )
 def test_a_signal_is_one_checkpoint_one_requeue_and_the_runs_own_exit_code(
     numbers: list[int],
     environment: dict[str, str],
+    refuses: bool,
     code: int,
     asked: list[str],
     tmp_path: Path,
@@ -94,7 +97,7 @@ def test_a_signal_is_one_checkpoint_one_requeue_and_the_runs_own_exit_code(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    log, config = scontrol(), preempted_config(tmp_path)
+    log, config = scontrol(code=int(refuses)), preempted_config(tmp_path)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert main(fit_words(tmp_path, signalled(config, step=3, numbers=numbers))) == code
@@ -103,6 +106,7 @@ def test_a_signal_is_one_checkpoint_one_requeue_and_the_runs_own_exit_code(
     assert not (tmp_path / "final.pt").exists()
     (line,) = preempted_lines(capsys)
     assert "stopped after step 3" in line
+    assert ("scontrol requeue 77 failed (Invalid job id); resume with --ckpt_path" in line) == refuses
     assert line.endswith("last.ckpt")
     assert steps(tmp_path) == [1, 2, 3]
 
@@ -249,17 +253,6 @@ def test_a_step_is_the_last_only_where_the_trainer_may_stop(
     assert main(fit_words(tmp_path, signalled(config, step=step, numbers=[USR1]))) == code
     assert steps(tmp_path) == list(range(1, step + 1))
     assert (tmp_path / "final.pt").exists() == (code == 0)
-
-
-def test_where_scontrol_refuses_the_checkpoint_is_kept_and_one_line_says_so(
-    tmp_path: Path, scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = scontrol(code=1)
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=3, numbers=[TERM]))) == 143
-    (line,) = preempted_lines(capsys)
-    assert "scontrol requeue 77 failed (Invalid job id); resume with --ckpt_path" in line
-    assert (checkpoints(tmp_path), log.read_text()) == (["last.ckpt"], "requeue 77\n")
 
 
 @pytest.mark.parametrize(("at", "num_ranks"), [("setup", 1), ("on_train_start", 1), ("setup", 2)])
