@@ -133,10 +133,6 @@ def finish_writing(trainer: L.Trainer) -> None:
         trainer.strategy.checkpoint_io.wait()
 
 
-# The old checkpoint, the new one while it is written, and a tenth for other files.
-_CHECKPOINTS = 2.2
-
-
 @runtime_checkable
 class _TrainedModule(Protocol):
     """What a `BaseModule` knows of the size of its checkpoints."""
@@ -155,7 +151,8 @@ def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed
     if not kept or trainer.fast_dev_run or not is_first_process():  # type: ignore[attr-defined]
         return
     of_logger = trainer.loggers[0].save_dir if trainer.loggers else None
-    needed = int(_CHECKPOINTS * checkpoint_bytes(module, str(trainer.precision)))
+    # The old checkpoint, the new one while it is written, and a tenth for other files.
+    needed = int(2.2 * checkpoint_bytes(module, str(trainer.precision)))
     for folder in {str(callback.dirpath or of_logger or trainer.default_root_dir) for callback in kept}:
         if "://" not in folder:
             own = Path(resumed or "")

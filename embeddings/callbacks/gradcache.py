@@ -14,7 +14,6 @@ from embeddings.training.strategy import training_strategy
 
 # Of the memory that a first step leaves free: texts differ in length, and others may need memory too.
 KEPT_SHARE = 0.5
-_MEBIBYTE = 2**20
 
 
 class GradCacheCallback(L.Callback):
@@ -100,15 +99,15 @@ class GradCacheCallback(L.Callback):
             return
         self._measured_gib = self.engine.budget.kept_gib = self._kept_gib(trainer, pl_module)
         if trainer.is_global_zero:
-            what = "half of what the first step left free"
-            logger.info("GradCache keeps graphs within %.2f GiB a rank, %s", self._measured_gib, what)
+            line = "GradCache keeps graphs within %.2f GiB a rank, half of what the first step left free"
+            logger.info(line, self._measured_gib)
 
     def _kept_gib(self, trainer: L.Trainer, module: L.LightningModule) -> float:
         """The share of the free memory that each rank has, of the rank with the least; ranks on a CPU share it."""
         free = KEPT_SHARE * free_memory_bytes(module.device)
         if module.device.type == "cpu":
             free /= trainer.num_devices
-        return reduce_int(int(free // _MEBIBYTE), "min", module.device) / 1024
+        return reduce_int(int(free // 2**20), "min", module.device) / 1024
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         assert isinstance(pl_module, GradCacheModule)

@@ -32,10 +32,6 @@ from embeddings.training.gradcache import (
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-_BAR_SECONDS = 0.5
-# tqdm's smoothing: 0 takes the mean pace, so that evaluations and checkpoints count for the time left.
-_SMOOTHING = 0.0
-
 
 class StepProgress(ProgressBar):
     """Shows the steps of the full run, also those before a resume; Lightning's bars show the batches of one epoch.
@@ -71,10 +67,10 @@ class StepProgress(ProgressBar):
             delay=0,
             every_seconds=self.every_seconds,
             initial=trainer.global_step,
-            mininterval=_BAR_SECONDS,
+            mininterval=0.5,
             miniters=1,
             dynamic_ncols=True,
-            smoothing=_SMOOTHING,
+            smoothing=0,  # the mean pace, so that evaluations and checkpoints count for the time left
             disable=not self._enabled,
         )
 
@@ -129,10 +125,6 @@ def replace_displays(trainer: L.Trainer, given: Sequence[L.Callback]) -> None:
             callbacks[place] = StepProgress()
         elif isinstance(callback, ModelSummary) and callback not in given:
             callbacks[place] = ParameterCount()
-
-
-_PEAK_WIDTH = {"cpu": 1024, "cuda": 8192}
-_PEAK_RUNS = 5
 
 
 @dataclass
@@ -303,11 +295,11 @@ def dtype_of(precision: str) -> torch.dtype:
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """The speed of a square matrix product in 10^12 operations a second, the best of a few runs."""
-    width = _PEAK_WIDTH.get(device.type, 1024)
+    """The speed of a square matrix product in 10^12 operations a second, the best of five runs."""
+    width = 8192 if device.type == "cuda" else 1024
     left = torch.randn(width, width, device=device).to(dtype)
     best = float("inf")
-    for _ in range(_PEAK_RUNS):
+    for _ in range(5):
         start = time.perf_counter()
         torch.mm(left, left)
         if device.type == "cuda":

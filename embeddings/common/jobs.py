@@ -1,5 +1,6 @@
 """Resumable jobs over shards: a folder that knows which shards are done, and the processes that share them."""
 
+import io
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Generic, TextIO, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -60,38 +61,25 @@ def progress_bar(
     options["delay"] = PROGRESS_DELAY_SECONDS if delay is None else delay
     if sys.stderr is not None and sys.stderr.isatty():
         return tqdm(**options)
-    return _LineBar(**{**options, "file": _Lines(sys.stderr), "mininterval": every_seconds, "miniters": 1})
+    return _LineBar(**{**options, "mininterval": every_seconds, "miniters": 1})
 
 
 class _LineBar(tqdm):  # type: ignore[type-arg]
-    """A bar that is never shown more often than its interval says, whatever changes in it."""
+    """A bar of lines, never shown more often than its interval says but for its end, whatever changes in it."""
 
     def __init__(self, **options: Any) -> None:
         self._shown_at = time.time() if options["delay"] > 0 else -math.inf
-        super().__init__(**options)
+        self._shown = ""
+        super().__init__(**options, file=io.StringIO())
 
-    def refresh(self, *arguments: Any, **options: Any) -> None:
-        if not self.disable and (now := time.time()) - self._shown_at >= self.mininterval:
-            self._shown_at = now
-            super().refresh(*arguments, **options)
-
-
-class _Lines:
-    """A stream on which each state of a bar is a line of its own, written once."""
-
-    def __init__(self, stream: TextIO | None) -> None:
-        self._stream, self._last = stream, ""
-
-    def write(self, text: str) -> None:
-        # tqdm shows the last step twice, with other seconds.
-        line = text.strip()
-        if line and line.partition("[")[0] != self._last.partition("[")[0] and self._stream is not None:
-            self._stream.write(line + "\n")
-            self._last = line
-
-    def flush(self) -> None:
-        if self._stream is not None:
-            self._stream.flush()
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        line, now = str(self), time.time()
+        # tqdm disables a bar that ends before it shows its last state, and shows a state twice, with other seconds.
+        is_due = self.disable or now - self._shown_at >= self.mininterval
+        state = line.partition("[")[0]
+        if msg is None and is_due and state != self._shown and sys.stderr is not None:
+            print(line, file=sys.stderr, flush=True)
+            self._shown_at, self._shown = now, state
 
 
 @dataclass(frozen=True)

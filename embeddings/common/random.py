@@ -3,10 +3,8 @@
 import hashlib
 import math
 import os
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 NUM_ROUNDS = 6
@@ -31,15 +29,6 @@ def run_seed(seed: int | None) -> int:
 def numpy_generator(seed: int, *stream: int | str) -> np.random.Generator:
     """A numpy generator for one stream of `seed`."""
     return np.random.default_rng(derive_seed(seed, *stream))
-
-
-def fork_rng(device: torch.device) -> AbstractContextManager[None]:
-    """A context that restores the random state of the CPU, and of `device` where it is a CUDA device."""
-    if device.type == "cuda":
-        return torch.random.fork_rng(devices=[device])
-    if device.type == "cpu":
-        return torch.random.fork_rng(devices=[])
-    return nullcontext()
 
 
 def mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

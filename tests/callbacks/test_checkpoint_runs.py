@@ -7,22 +7,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 
 from embeddings.callbacks import checkpoints, preemption
 from embeddings.callbacks.checkpoints import check_checkpoint_room, checkpoint_bytes
-from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common.checkpoint_file import pack, read_checkpoint, write_checkpoint
 from embeddings.modules.checkpoint import configured_module
 from tests.callbacks.preempted_runs import fit_words, preempted_config, signalled
 from tests.helpers.checkpoints import save
 from tests.helpers.disks import fake_disk
-from tests.helpers.runs import component, run_config, write_config
+from tests.helpers.runs import component, fit, quiet_trainer, run_config, write_config
 
 ASYNCHRONOUS = component("embeddings.callbacks.DurableCheckpointIO", asynchronous=True)
 
@@ -35,21 +33,18 @@ def checkpointed(folder: Path, asynchronous: bool = False, **options: Any) -> di
     """A run of four steps with a `last.ckpt` after each."""
     config = run_config(folder, dropout=0.1)
     keep = {"every_n_train_steps": 1, "save_last": True, "save_top_k": 0, **options}
-    config["trainer"] |= {
-        "callbacks": [component("ModelCheckpoint", **keep)],
-        "plugins": [ASYNCHRONOUS] if asynchronous else None,
-    }
+    config["trainer"]["callbacks"] = [component("ModelCheckpoint", **keep)]
+    config["trainer"]["plugins"] = [ASYNCHRONOUS] if asynchronous else None
     return config
 
 
-def fit(folder: Path, config: dict[str, Any], *words: str) -> int:
+def exit_code(folder: Path, config: dict[str, Any], *words: str) -> int:
     return main(["fit", "--config", write_config(folder, config), *words])
 
 
-def last_line(capsys: pytest.CaptureFixture[str], beginning: str) -> str:
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(beginning)]
-    assert len(lines) == 1
-    return lines[0]
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return line
 
 
 class Averages(Callback):
@@ -73,7 +68,7 @@ def test_what_lightning_and_our_parts_put_in_comes_back(tmp_path: Path, monkeypa
         component("EarlyStopping", monitor="train/loss", patience=9, mode="max"),
         *map(component, names),
     ]
-    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    cli = fit(tmp_path, config)
     found = read_checkpoint(next(Path(cli.trainer.log_dir).rglob("last.ckpt")))
     expected, again = saved[-1], pack(found)
     assert again.tree == expected.tree
@@ -100,8 +95,8 @@ def test_a_disk_that_fills_up_ends_the_run_with_74_and_the_checkpoint_before(
         left[0] = step
         folder = tmp_path / str(step)
         folder.mkdir()
-        assert fit(folder, checkpointed(folder, asynchronous)) == 74
-        line = last_line(capsys, "error: ")
+        assert exit_code(folder, checkpointed(folder, asynchronous)) == 74
+        line = error_line(capsys)
         assert "last.ckpt: No space left on device: " in line
         assert " bytes are needed and " in line
         (path,) = folder.rglob("*.ckpt")
@@ -112,11 +107,11 @@ def test_a_disk_that_fills_up_ends_the_run_with_74_and_the_checkpoint_before(
 def test_a_checkpoint_gives_the_module_no_arguments(tmp_path: Path) -> None:
     """Lightning would build the module by what a file says."""
     config = checkpointed(tmp_path)
-    assert fit(tmp_path, config) == 0
+    assert exit_code(tmp_path, config) == 0
     content = read_checkpoint(next(tmp_path.rglob("last.ckpt")))
     content["hyper_parameters"] = {"_class_path": "os.system", "command": "touch canary", "seed": 9}
     path = save(content, tmp_path / "hostile.ckpt")
-    cli = run_trainer(["fit", "--config", write_config(tmp_path, config), "--ckpt_path", path])
+    cli = fit(tmp_path, config, "--ckpt_path", path)
     assert cli.model._seed == 0
 
 
@@ -136,7 +131,7 @@ def test_a_stop_waits_for_the_thread_and_the_run_goes_on_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = preempted_config(tmp_path)
-    assert fit(tmp_path, config) == 0
+    assert exit_code(tmp_path, config) == 0
     whole, real, answered = state(tmp_path), preemption.answer, list[int]()
 
     def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> Any:
@@ -160,21 +155,20 @@ def test_a_disk_with_too_little_room_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = checkpointed(tmp_path, dirpath=str(tmp_path / "kept"))
-    words = ["fit", "--config", write_config(tmp_path, config)]
-    cli = run_trainer(words)
+    cli = fit(tmp_path, config)
     (last,) = tmp_path.rglob("last.ckpt")
     size, estimate = last.stat().st_size, checkpoint_bytes(cli.model)
     assert 0.8 * size < estimate < 1.2 * size
     needed, before = int(2.2 * estimate), sorted(tmp_path.rglob("*"))
     capsys.readouterr()
     fake_disk(monkeypatch, needed - 1)
-    assert main(words) == 74
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert exit_code(tmp_path, config) == 74
+    line = error_line(capsys)
     says = f"No space left on device: {needed:,} bytes are needed and {needed - 1:,} available"
     assert line.startswith(f"error: {tmp_path / 'kept'}: {says}; ")
     assert sorted(tmp_path.rglob("*")) == before
     fake_disk(monkeypatch, needed)
-    assert main(words) == 0
+    assert exit_code(tmp_path, config) == 0
     # A run that goes on has one of the two already.
     fake_disk(monkeypatch, needed - size)
     check_checkpoint_room(cli.trainer, cli.model, resumed=str(last))
@@ -196,14 +190,14 @@ def test_the_frozen_base_of_lora_takes_no_room(tmp_path: Path) -> None:
 def test_a_run_that_keeps_no_checkpoint_here_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_disk(monkeypatch, 0)
     module: Any = nn.Linear(2, 3)
-    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    keeping = quiet_trainer(enable_checkpointing=True)
     with pytest.raises(OSError, match=r"132 bytes are needed and 0 available"):
-        check_checkpoint_room(L.Trainer(**options), _with_state(module))
-    check_checkpoint_room(L.Trainer(**options, enable_checkpointing=False), module)
-    remote = L.pytorch.callbacks.ModelCheckpoint("memory://run")
-    check_checkpoint_room(L.Trainer(**options, callbacks=[remote]), module)
+        check_checkpoint_room(keeping, _with_state(module))
+    check_checkpoint_room(quiet_trainer(), module)
+    remote = ModelCheckpoint("memory://run")
+    check_checkpoint_room(quiet_trainer(enable_checkpointing=True, callbacks=[remote]), module)
     monkeypatch.setenv("SLURM_PROCID", "1")
-    check_checkpoint_room(L.Trainer(**options), module)
+    check_checkpoint_room(keeping, module)
 
 
 def _with_state(module: Any) -> Any:

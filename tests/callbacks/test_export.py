@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -18,7 +17,7 @@ from embeddings.common import OptionError, UserError, instruction_prompt
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.inference import Encoder
 from embeddings.models import Embedder
-from tests.helpers.runs import component, run_config, write_config, write_retrieval_folder
+from tests.helpers.runs import component, fit, run_config, write_retrieval_folder
 from tests.modules.language_runs import language_config
 
 
@@ -38,14 +37,11 @@ def run_with_export(tmp_path, best, **lengths):
     folder = write_retrieval_folder(tmp_path / "eval")
     config["trainer"]["callbacks"] = [
         component("RetrievalEvaluation", folder=str(folder), every_n_steps=1),
-        {
-            "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-            # Minimising a score keeps a checkpoint that is not the last one's equal.
-            "init_args": {"monitor": "train/loss", "mode": "max", "every_n_train_steps": 1, "save_top_k": 1},
-        },
+        # Maximising a loss keeps a checkpoint that is not the last one's equal.
+        component("ModelCheckpoint", monitor="train/loss", mode="max", every_n_train_steps=1, save_top_k=1),
         component("ExportModel", output=str(tmp_path / "model"), best=best, **lengths),
     ]
-    return run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    return fit(tmp_path, config)
 
 
 def exported(tmp_path):
@@ -75,7 +71,7 @@ def test_a_fast_development_run_writes_nothing(tmp_path):
     config = run_config(tmp_path)
     config["trainer"]["fast_dev_run"] = True
     config["trainer"]["callbacks"] = [component("ExportModel", output=str(tmp_path / "model"))]
-    run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    fit(tmp_path, config)
     assert not (tmp_path / "model").exists()
 
 
@@ -84,7 +80,7 @@ def test_the_model_knows_the_prompts_that_its_sources_put_before_texts(tmp_path)
     config = run_config(tmp_path)
     config["data"]["init_args"]["sources"][0] |= {"instruction": "Find it", "document_prompt": "passage: "}
     config["trainer"]["callbacks"] = [component("ExportModel", output=str(tmp_path / "model"))]
-    run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    fit(tmp_path, config)
     encoder = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32")
     prompt = instruction_prompt("Find it")
     assert encoder.embedder.text.prompts == {"pairs": prompt, "query": prompt, "document": "passage: "}
@@ -117,40 +113,34 @@ def test_a_model_of_another_run_is_replaced_only_on_request(tmp_path):
         run_trainer([*words, "--ckpt_path=auto", "--trainer.max_steps=6"])
     config = yaml.safe_load((tmp_path / "config.yaml").read_text())
     config["trainer"]["callbacks"][2]["init_args"]["replace"] = True
-    run_trainer(["fit", "--config", write_config(tmp_path, config), "--seed_everything=5"])
+    fit(tmp_path, config, "--seed_everything=5")
     assert any(not torch.equal(value, resumed[name]) for name, value in exported(tmp_path).items())
-
-
-def export(folder: Path, best: bool = False) -> dict[str, Any]:
-    return component("ExportLanguageModel", output=str(folder / "model"), best=best)
 
 
 @pytest.mark.parametrize("best", [False, True])
 def test_the_best_or_the_last_language_model_is_written(best: bool, tmp_path: Path) -> None:
     config = language_config(tmp_path, "mlm")
     config["trainer"] |= {"max_steps": 3, "val_check_interval": 1, "check_val_every_n_epoch": None}
-    keep = {"monitor": "val/loss", "mode": "max", "save_on_train_epoch_end": False}
-    config["trainer"]["callbacks"] = [
-        # The highest loss is the first one's, so that best and last differ.
-        component("ModelCheckpoint", **keep),
-        export(tmp_path, best),
-    ]
-    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    # The highest loss is the first one's, so that best and last differ.
+    keep = component("ModelCheckpoint", monitor="val/loss", mode="max", save_on_train_epoch_end=False)
+    export = component("ExportLanguageModel", output=str(tmp_path / "model"), best=best)
+    config["trainer"]["callbacks"] = [keep, export]
+    cli = fit(tmp_path, config)
     written = load_file(tmp_path / "model" / "model.safetensors")
-    path = cli.trainer.checkpoint_callback.best_model_path
-    kept = read_checkpoint(path)["state_dict"]
+    kept = read_checkpoint(cli.trainer.checkpoint_callback.best_model_path)["state_dict"]
     name = "bert.encoder.layer.0.output.dense.weight"
     assert torch.equal(written[name], kept[f"language_model.model.{name}"]) is best
     assert (tmp_path / "model" / "tokenizer.json").is_file()
 
 
 def test_a_module_without_a_language_model_and_a_file_in_the_way_are_refused(tmp_path: Path) -> None:
+    export = component("ExportLanguageModel", output=str(tmp_path / "model"))
     config = run_config(tmp_path)
-    config["trainer"]["callbacks"] = [export(tmp_path)]
+    config["trainer"]["callbacks"] = [export]
     with pytest.raises(UserError, match="NVEmbedModule trains none; use ExportModel"):
-        run_trainer(["fit", "--config", write_config(tmp_path, config)])
+        fit(tmp_path, config)
     config = language_config(tmp_path, "mlm")
-    config["trainer"]["callbacks"] = [export(tmp_path)]
+    config["trainer"]["callbacks"] = [export]
     (tmp_path / "model").write_text("mine")
     with pytest.raises(OptionError, match="which is no folder"):
-        run_trainer(["fit", "--config", write_config(tmp_path, config)])
+        fit(tmp_path, config)

@@ -9,10 +9,9 @@ from lightning.pytorch.strategies import FSDPStrategy
 from safetensors.torch import load_file
 
 from embeddings.callbacks import GradCacheCallback
-from embeddings.cli.fit import run_trainer
 from embeddings.common import OptionError, UserError
 from tests.helpers.processes import run_command
-from tests.helpers.runs import component, run_config, write_config
+from tests.helpers.runs import component, fit, quiet_trainer, run_config, write_config
 
 
 class Module(L.LightningModule):
@@ -25,8 +24,7 @@ class Module(L.LightningModule):
 )
 def test_only_auto_without_a_share_is_measured(options, expected):
     callback = GradCacheCallback(**options)
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    callback.setup(trainer, Module(), "fit")
+    callback.setup(quiet_trainer(), Module(), "fit")
     assert callback.engine.budget.kept_gib == expected
     assert callback._is_auto == (options == {})
 
@@ -36,9 +34,9 @@ def auto_run(tmp_path, monkeypatch, free_gib, *words):
     monkeypatch.setattr("embeddings.callbacks.gradcache.free_memory_bytes", lambda device: int(free_gib * 2**30))
     config = run_config(tmp_path)
     keep = component("ModelCheckpoint", every_n_train_steps=2, save_top_k=-1)
-    config["trainer"]["callbacks"] = [component("GradCacheCallback", mini_batch_tokens=40), keep, component("Count")]
-    config["trainer"]["callbacks"][-1]["class_path"] = f"{__name__}.Count"
-    cli = run_trainer(["fit", "--config", write_config(tmp_path, config), *words])
+    cache = component("GradCacheCallback", mini_batch_tokens=40)
+    config["trainer"]["callbacks"] = [cache, keep, component(f"{__name__}.Count")]
+    cli = fit(tmp_path, config, *words)
     found = {type(callback): callback for callback in cli.trainer.callbacks}
     return found[GradCacheCallback], found[Count].recomputed
 
@@ -82,9 +80,8 @@ def test_a_resumed_run_keeps_the_number_unless_the_memory_is_no_longer_there(
 
 
 def test_other_modules_strategies_and_impossible_options_are_refused():
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(UserError, match="needs a contrastive module"):
-        GradCacheCallback().setup(trainer, L.LightningModule(), "fit")
+        GradCacheCallback().setup(quiet_trainer(), L.LightningModule(), "fit")
     sharded = SimpleNamespace(strategy=FSDPStrategy.__new__(FSDPStrategy))
     with pytest.raises(UserError, match=r"does not run under FSDPStrategy; set trainer\.strategy to ddp"):
         GradCacheCallback().setup(sharded, Module(), "fit")
@@ -102,11 +99,8 @@ def test_two_ranks_train_to_the_weights_of_one_with_twice_the_batch(tmp_path):
     weights = {}
     for ranks, batch_size in ((1, 16), (2, 8)):
         export = component("ExportModel", output=str(tmp_path / f"m{ranks}"))
-        config["trainer"] |= {
-            "devices": ranks,
-            "strategy": "ddp" if ranks > 1 else "auto",
-            "callbacks": [cache, export],
-        }
+        config["trainer"] |= {"devices": ranks, "callbacks": [cache, export]}
+        config["trainer"]["strategy"] = "ddp" if ranks > 1 else "auto"
         config["data"]["init_args"]["batch_size"] = batch_size
         path = write_config(tmp_path, config, f"{ranks}.yaml")
         run_command(["main.py", "fit", "--config", path], check=True)

@@ -21,6 +21,7 @@ from embeddings.cli.trainer import find_latest_checkpoint
 from embeddings.common.checkpoint_file import read_checkpoint
 from tests.callbacks.preempted_runs import STEPS, fake_scontrol, fit_words, preempted_config, signalled
 from tests.helpers.processes import run_command
+from tests.helpers.runs import quiet_trainer
 
 ROOT = Path(__file__).parents[2]
 PREEMPTIONS = int(os.environ.get("PREEMPTIONS", "4"))
@@ -67,37 +68,26 @@ def test_signals_at_random_instants() -> None:
 
 @pytest.mark.slow
 @LONG
-def test_a_signal_to_one_rank_of_two_stops_both_at_one_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_signal_to_one_rank_of_two_stops_both_at_one_step(is_early: bool, tmp_path: Path) -> None:
+    """After the third step, or before the first one, while that rank still starts."""
     config = preempted_config(tmp_path, batch_size=4)
     config["trainer"] |= {"devices": 2, "strategy": "ddp"}
     asked = fake_scontrol(tmp_path)
-    process = start(tmp_path, signalled(config, step=3, numbers=[10], rank=1))
+    signals: dict[str, Any] = {"step": 1, "at": "setup"} if is_early else {"step": 3}
+    process = start(tmp_path, signalled(config, numbers=[10], rank=1, **signals))
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 75, errors
     assert_no_process_is_left(process)
-    assert [lines_of(tmp_path / f"steps{rank}.txt") for rank in range(2)] == [["1", "2", "3"]] * 2
+    says = "stopped at step 0, where it began" if is_early else "stopped after step 3"
+    assert errors.count(f"preempted: SIGUSR1: {says}") == 1
     assert lines_of(asked) == ["requeue 77"]
-    assert errors.count("preempted: SIGUSR1: stopped after step 3") == 1
-    assert [path.name for path in (tmp_path / "run").rglob("*.ckpt*")] == ["last.ckpt"]
+    assert [lines_of(tmp_path / f"steps{rank}.txt") for rank in range(2)] == [[] if is_early else ["1", "2", "3"]] * 2
+    assert [path.name for path in (tmp_path / "run").rglob("*.ckpt*")] == ([] if is_early else ["last.ckpt"])
     process = start(tmp_path, config)
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     assert lines_of(tmp_path / "steps1.txt") == [str(step) for step in range(1, STEPS + 1)]
-
-
-@pytest.mark.slow
-@LONG
-def test_a_signal_to_one_rank_that_still_starts_stops_both_before_the_first_step(tmp_path: Path) -> None:
-    config = preempted_config(tmp_path, batch_size=4)
-    config["trainer"] |= {"devices": 2, "strategy": "ddp"}
-    asked = fake_scontrol(tmp_path)
-    process = start(tmp_path, signalled(config, step=1, numbers=[10], rank=1, at="setup"))
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == 75, errors
-    assert_no_process_is_left(process)
-    assert errors.count("preempted: SIGUSR1: stopped at step 0, where it began") == 1
-    assert lines_of(asked) == ["requeue 77"]
-    assert not list(tmp_path.rglob("*.ckpt")) + list(tmp_path.glob("steps*.txt"))
 
 
 STAGES = ["write", "header", "sync", "verify", "rename", "sync folder", "done", "prune", "pruned"]
@@ -118,9 +108,8 @@ class KillAt:
 def train(folder: Path, writer: DurableCheckpointIO, checkpoint: str | None = None) -> Trainer:
     """Four steps, each with two checkpoints: the step's own, which takes the place of the one before, and the last."""
     keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_last=True)
-    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "limit_val_batches": 0, "max_steps": 4}
-    options |= {"enable_progress_bar": False, "enable_model_summary": False}
-    run = Trainer(callbacks=[keep], plugins=[writer], **options)
+    options = {"enable_checkpointing": True, "limit_val_batches": 0, "max_steps": 4}
+    run = quiet_trainer(callbacks=[keep], plugins=[writer], **options)
     run.fit(BoringModel(), ckpt_path=checkpoint)
     return run
 

@@ -1,6 +1,5 @@
 """What a signal does to a run: one checkpoint, one place in the queue, one exit code, and the same bits in the end."""
 
-import csv
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from embeddings.callbacks import DurableCheckpointIO, Preemption, preemption
@@ -17,10 +17,12 @@ from embeddings.cli.main import main
 from embeddings.common import PreemptedError
 from embeddings.common.process import STOP_SIGNALS, stop_request
 from tests.callbacks.preempted_runs import STEPS, fake_scontrol, fit_words, preempted_config, signalled
-from tests.helpers.runs import component, write_config
+from tests.helpers.refusals import assert_refused
+from tests.helpers.runs import component, logged_rows, quiet_trainer, write_config
 
 USR1, TERM = int(signal.SIGUSR1), int(signal.SIGTERM)
 SLURM = {"SLURM_JOB_ID": "77"}
+ARRAY = {"SLURM_JOB_ID": "80", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}
 SRUN = {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NAME": "train"}
 
 pytestmark = pytest.mark.filterwarnings(
@@ -71,25 +73,23 @@ def steps(folder: Path) -> list[int]:
 
 
 def logged_losses(folder: Path) -> list[tuple[int, float]]:
-    rows: list[dict[str, str]] = []
-    for path in folder.rglob("metrics.csv"):
-        with open(path, newline="") as file:
-            rows += csv.DictReader(file)
-    return sorted((int(row["step"]), float(row["train/loss"])) for row in rows if row.get("train/loss"))
+    return [(int(row["step"]), float(row["train/loss"])) for row in logged_rows(folder, "train/loss")]
 
 
 @pytest.mark.parametrize(
-    ("numbers", "environment", "code", "asked"),
+    ("numbers", "environment", "refuses", "code", "asked"),
     [
-        ([TERM], {}, 143, []),
-        ([TERM], SLURM, 75, ["requeue 77"]),
-        ([TERM, TERM, USR1], SLURM | SRUN, 75, ["requeue 77"]),
-        ([USR1], {"SLURM_JOB_ID": "80", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}, 75, ["requeue 77_3"]),
+        ([TERM], {}, False, 143, []),
+        ([TERM], SLURM, False, 75, ["requeue 77"]),
+        ([TERM], SLURM, True, 143, ["requeue 77"]),
+        ([TERM, TERM, USR1], SLURM | SRUN, False, 75, ["requeue 77"]),
+        ([USR1], ARRAY, False, 75, ["requeue 77_3"]),
     ],
 )
 def test_a_signal_is_one_checkpoint_one_requeue_and_the_runs_own_exit_code(
     numbers: list[int],
     environment: dict[str, str],
+    refuses: bool,
     code: int,
     asked: list[str],
     tmp_path: Path,
@@ -97,7 +97,7 @@ def test_a_signal_is_one_checkpoint_one_requeue_and_the_runs_own_exit_code(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    log, config = scontrol(), preempted_config(tmp_path)
+    log, config = scontrol(code=int(refuses)), preempted_config(tmp_path)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert main(fit_words(tmp_path, signalled(config, step=3, numbers=numbers))) == code
@@ -106,6 +106,7 @@ def test_a_signal_is_one_checkpoint_one_requeue_and_the_runs_own_exit_code(
     assert not (tmp_path / "final.pt").exists()
     (line,) = preempted_lines(capsys)
     assert "stopped after step 3" in line
+    assert ("scontrol requeue 77 failed (Invalid job id); resume with --ckpt_path" in line) == refuses
     assert line.endswith("last.ckpt")
     assert steps(tmp_path) == [1, 2, 3]
 
@@ -248,21 +249,10 @@ def test_a_step_is_the_last_only_where_the_trainer_may_stop(
     """It is asked to at the first step, as by `EarlyStopping` or a `Timer`; an epoch has four."""
     config = preempted_config(tmp_path)
     config["trainer"] |= limits
-    config["trainer"]["callbacks"].append({"class_path": "tests.callbacks.preempted_runs.StopsEarly"})
+    config["trainer"]["callbacks"].append(component("tests.callbacks.preempted_runs.StopsEarly"))
     assert main(fit_words(tmp_path, signalled(config, step=step, numbers=[USR1]))) == code
     assert steps(tmp_path) == list(range(1, step + 1))
     assert (tmp_path / "final.pt").exists() == (code == 0)
-
-
-def test_where_scontrol_refuses_the_checkpoint_is_kept_and_one_line_says_so(
-    tmp_path: Path, scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = scontrol(code=1)
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=3, numbers=[TERM]))) == 143
-    (line,) = preempted_lines(capsys)
-    assert "scontrol requeue 77 failed (Invalid job id); resume with --ckpt_path" in line
-    assert (checkpoints(tmp_path), log.read_text()) == (["last.ckpt"], "requeue 77\n")
 
 
 @pytest.mark.parametrize(("at", "num_ranks"), [("setup", 1), ("on_train_start", 1), ("setup", 2)])
@@ -288,10 +278,8 @@ def test_ranks_that_are_no_commands_of_their_own_are_refused(
 ) -> None:
     config = preempted_config(tmp_path)
     config["trainer"] |= {"devices": 2, "strategy": "ddp_spawn"}
-    assert main(["fit", "--config", write_config(tmp_path, config)]) == 2
-    *_, line = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: trainer.strategy must start each rank as a command of its own")
-    assert not (tmp_path / "run").exists()
+    words = ["fit", "--config", write_config(tmp_path, config)]
+    assert_refused(capsys, tmp_path, "trainer.strategy must start each rank as a command of its own", main, words)
 
 
 def test_lightnings_own_handlers_are_neither_run_nor_put_in_place(
@@ -310,13 +298,8 @@ def test_lightnings_own_handlers_are_neither_run_nor_put_in_place(
 
 
 def test_without_the_command_line_the_callback_hears_and_gives_the_signals_back() -> None:
-    from lightning import Trainer
-    from lightning.pytorch.demos.boring_classes import BoringModel
-
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
-    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-    options |= {"enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0, "max_steps": 2}
-    trainer = Trainer(callbacks=[Preemption()], **options)
+    trainer = quiet_trainer(callbacks=[Preemption()], limit_val_batches=0, max_steps=2)
     trainer.fit(BoringModel())
     assert trainer.global_step == 2
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before

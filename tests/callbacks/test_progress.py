@@ -1,6 +1,5 @@
 """The progress of a run: steps of the whole run, not batches of an epoch, whatever stderr is."""
 
-import csv
 import itertools
 import json
 import re
@@ -18,14 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from embeddings.callbacks import StepProgress, Throughput
 from embeddings.callbacks.progress import Work, backbone_of, dtype_of, flops, work_of
-from embeddings.cli.fit import TrainerCLI, run_trainer
+from embeddings.cli.fit import TrainerCLI
 from embeddings.cli.main import main
 from embeddings.common import OptionError, UserError
 from embeddings.common.types import Prediction
 from embeddings.models.moe.upcycling import Upcycling, upcycle
 from embeddings.training.gradcache import GradCache
 from tests.helpers.contrastive import random_batch, with_context
-from tests.helpers.runs import component, run_config, write_config
+from tests.helpers.runs import component, fit, logged_rows, run_config, write_config
 from tests.helpers.tiny import tiny_bert
 from tests.models.moe import tiny_rotary
 from tests.modules.cde_runs import cde_config
@@ -33,10 +32,10 @@ from tests.modules.cde_runs import cde_config
 EACH_STEP: dict[str, Any] = component("StepProgress", every_seconds=0)
 
 
-def fit(folder: Path, *arguments: str, callbacks: list[dict[str, Any]], **trainer: Any) -> TrainerCLI:
+def run(folder: Path, *words: str, callbacks: list[dict[str, Any]], **trainer: Any) -> TrainerCLI:
     config = run_config(folder)
     config["trainer"] |= {"enable_progress_bar": None, "callbacks": callbacks, **trainer}
-    return run_trainer(["fit", "--config", write_config(folder, config), *arguments])
+    return fit(folder, config, *words)
 
 
 def steps_shown(stderr: str) -> list[str]:
@@ -44,7 +43,7 @@ def steps_shown(stderr: str) -> list[str]:
 
 
 def test_a_log_gets_one_line_a_step_with_loss_and_time_left(tmp_path, capsys):
-    fit(tmp_path, callbacks=[EACH_STEP])
+    run(tmp_path, callbacks=[EACH_STEP])
     stderr = capsys.readouterr().err
     assert steps_shown(stderr) == ["0/4", "1/4", "2/4", "3/4", "4/4"]
     lines = [line for line in stderr.split("\n") if "training:" in line]
@@ -54,7 +53,7 @@ def test_a_log_gets_one_line_a_step_with_loss_and_time_left(tmp_path, capsys):
 
 
 def test_an_accumulated_batch_is_no_step_and_epochs_are_one_run(tmp_path, capsys):
-    fit(tmp_path, callbacks=[EACH_STEP], max_steps=-1, max_epochs=2, accumulate_grad_batches=4)
+    run(tmp_path, callbacks=[EACH_STEP], max_steps=-1, max_epochs=2, accumulate_grad_batches=4)
     stderr = capsys.readouterr().err
     assert steps_shown(stderr) == ["0/4", "1/4", "2/4", "3/4", "4/4"]
     epochs = re.findall(r"(\d)/4 \[.*epoch=(\d)", stderr)
@@ -64,18 +63,16 @@ def test_an_accumulated_batch_is_no_step_and_epochs_are_one_run(tmp_path, capsys
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_resumed_run_begins_at_its_step(tmp_path, capsys):
     checkpoint = component("ModelCheckpoint", dirpath=str(tmp_path / "kept"), save_last=True, every_n_train_steps=2)
-    fit(tmp_path, callbacks=[EACH_STEP, checkpoint], max_steps=2)
+    run(tmp_path, callbacks=[EACH_STEP, checkpoint], max_steps=2)
     capsys.readouterr()
-    config = str(tmp_path / "config.yaml")
-    run_trainer(
-        ["fit", "--config", config, "--trainer.max_steps", "4", "--ckpt_path", str(tmp_path / "kept/last.ckpt")]
-    )
+    resumed = ("--ckpt_path", str(tmp_path / "kept/last.ckpt"))
+    run(tmp_path, *resumed, callbacks=[EACH_STEP, checkpoint], max_steps=4)
     assert steps_shown(capsys.readouterr().err) == ["2/4", "3/4", "4/4"]
 
 
 def test_a_terminal_gets_one_bar(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    fit(tmp_path, callbacks=[])
+    run(tmp_path, callbacks=[])
     bars = [line for line in capsys.readouterr().err.split("\n") if "training:" in line]
     assert len(bars) == 1
     assert bars[0].count("\r") > 1
@@ -87,19 +84,19 @@ def test_a_terminal_gets_one_bar(tmp_path, capsys, monkeypatch):
     [
         ([], None, StepProgress),
         ([], False, type(None)),
-        ([{"class_path": "lightning.pytorch.callbacks.TQDMProgressBar"}], None, TQDMProgressBar),
+        ([component("TQDMProgressBar")], None, TQDMProgressBar),
     ],
 )
 def test_the_command_line_shows_it_unless_told_otherwise(tmp_path, callbacks, enabled, expected):
-    trainer = fit(tmp_path, callbacks=callbacks, enable_progress_bar=enabled, max_steps=2).trainer
+    trainer = run(tmp_path, callbacks=callbacks, enable_progress_bar=enabled, max_steps=2).trainer
     assert type(trainer.progress_bar_callback) is expected
 
 
 @pytest.mark.parametrize("is_named", [False, True])
 def test_the_model_is_one_line_without_arithmetic_unless_a_summary_is_named(is_named, tmp_path, capsys):
-    callbacks = [{"class_path": "lightning.pytorch.callbacks.RichModelSummary"}] if is_named else []
     config = run_config(tmp_path)
-    config["trainer"] |= {"enable_model_summary": None, "callbacks": callbacks, "max_steps": 2}
+    config["trainer"] |= {"enable_model_summary": None, "max_steps": 2}
+    config["trainer"]["callbacks"] = [component("RichModelSummary")] if is_named else []
     assert main(["fit", "--config", write_config(tmp_path, config)]) == 0
     out, err = capsys.readouterr()
     (line,) = re.findall(r"^([\d,]+) parameters, ([\d,]+) of them trained$", err, re.MULTILINE) or [None]
@@ -111,7 +108,7 @@ def test_the_model_is_one_line_without_arithmetic_unless_a_summary_is_named(is_n
 def test_other_ranks_show_nothing(tmp_path, capsys):
     bar = StepProgress(every_seconds=0)
     bar.disable()
-    trainer = fit(tmp_path, callbacks=[], max_steps=2).trainer
+    trainer = run(tmp_path, callbacks=[], max_steps=2).trainer
     capsys.readouterr()
     bar.setup(trainer, trainer.lightning_module, "fit")
     bar.on_train_start(trainer, trainer.lightning_module)
@@ -192,8 +189,8 @@ def test_the_arithmetic_of_real_steps(stages, tmp_path):
     # Attention of products that torch can count, and texts of one length, since padding is computed and not counted.
     options["backbone"]["attn_implementation"] = "eager"
     write_alike(tmp_path / "pairs.jsonl")
-    config["trainer"]["callbacks"] = [{"class_path": f"{__name__}.CountsOperations"}]
-    trainer = run_trainer(["fit", "--config", write_config(tmp_path, config)]).trainer
+    config["trainer"]["callbacks"] = [component(f"{__name__}.CountsOperations")]
+    trainer = fit(tmp_path, config).trainer
     (counts,) = (callback for callback in trainer.callbacks if isinstance(callback, CountsOperations))
     assert counts.counted > 1e6
     assert flops(trainer.lightning_module, counts._work) / counts.counted == pytest.approx(1.0, abs=0.1)
@@ -238,9 +235,8 @@ def test_a_run_logs_its_speed(tmp_path):
     assert {precision: dtype_of(precision) for precision in dtypes} == dtypes
     config = run_config(tmp_path)
     config["trainer"]["callbacks"] = [component("Throughput", every_n_steps=2)]
-    run_trainer(["fit", "--config", write_config(tmp_path, config)])
-    with next((tmp_path / "run").rglob("metrics.csv")).open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["throughput/pairs_per_second"]]
+    fit(tmp_path, config)
+    rows = logged_rows(tmp_path, "throughput/pairs_per_second")
     assert [int(row["step"]) for row in rows] == [2, 4]
     for row in rows:
         pairs, tokens = float(row["throughput/pairs_per_second"]), float(row["throughput/tokens_per_second"])

@@ -1,15 +1,16 @@
-import csv
-from pathlib import Path
-
 import pytest
 
 from embeddings.callbacks import RetrievalEvaluation
-from embeddings.cli.fit import run_trainer
 from embeddings.common import InputError, OptionError
 from embeddings.evaluation import evaluate_folder, evaluate_widths
 from embeddings.inference import Encoder
-from tests.helpers.runs import component, run_config, write_config, write_retrieval_folder
+from tests.helpers.runs import component, fit, logged_rows, run_config, write_retrieval_folder
 from tests.inference.models import counted_encodings
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return str(write_retrieval_folder(tmp_path / "eval", num_queries=15))
 
 
 def scored_run(tmp_path, widths=None, trainer=None, words=(), **options):
@@ -20,21 +21,19 @@ def scored_run(tmp_path, widths=None, trainer=None, words=(), **options):
     keep = {"monitor": "val/ndcg_at_10", "mode": "max", "every_n_train_steps": 2, "save_top_k": -1, "save_last": True}
     callbacks = [component("RetrievalEvaluation", **options), component("ModelCheckpoint", **keep)]
     config["trainer"]["callbacks"] = callbacks
-    return run_trainer(["fit", "--config", write_config(tmp_path, config), *words])
+    return fit(tmp_path, config, *words)
 
 
-def scores_of(trainer):
-    with open(Path(trainer.log_dir) / "metrics.csv") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("val/ndcg_at_10")]
+def scores_of(tmp_path):
+    rows = logged_rows(tmp_path, "val/ndcg_at_10")
     found = {int(row["step"]): float(row["val/ndcg_at_10"]) for row in rows}
     assert len(found) == len(rows)
     return found
 
 
-def test_scores_are_logged_at_the_start_and_every_n_steps_and_choose_the_checkpoint(tmp_path):
-    folder = write_retrieval_folder(tmp_path / "eval", num_queries=15)
-    cli = scored_run(tmp_path, trainer={"limit_train_batches": 4}, folder=str(folder), every_n_steps=2)
-    scores = scores_of(cli.trainer)
+def test_scores_are_logged_at_the_start_and_every_n_steps_and_choose_the_checkpoint(tmp_path, folder):
+    cli = scored_run(tmp_path, trainer={"limit_train_batches": 4}, folder=folder, every_n_steps=2)
+    scores = scores_of(tmp_path)
     assert sorted(scores) == [0, 2, 4]
     assert all(module.training for module in cli.model.modules())
     # Behind an epoch other callbacks see the newest score, not a mean.
@@ -49,37 +48,33 @@ def test_scores_are_logged_at_the_start_and_every_n_steps_and_choose_the_checkpo
     assert best.best_model_score == pytest.approx(max(scores[2], scores[4]), abs=1e-6)
 
 
-def test_without_a_number_of_steps_each_epoch_is_scored_and_early_stopping_sees_it(tmp_path):
-    folder = write_retrieval_folder(tmp_path / "eval", num_queries=15)
+def test_without_a_number_of_steps_each_epoch_is_scored_and_early_stopping_sees_it(tmp_path, folder):
     config = run_config(tmp_path)
     config["trainer"] |= {"max_steps": -1, "max_epochs": 5, "limit_train_batches": 2}
     config["model"]["init_args"]["optimizer"]["init_args"]["lr"] = 0.0  # no score is better than the first
     stop = {"monitor": "val/ndcg_at_10", "mode": "max", "patience": 2, "check_on_train_epoch_end": True}
-    scored = component("RetrievalEvaluation", folder=str(folder), every_n_steps=None)
+    scored = component("RetrievalEvaluation", folder=folder, every_n_steps=None)
     config["trainer"]["callbacks"] = [component("EarlyStopping", **stop), scored]
-    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
-    assert sorted(scores_of(cli.trainer)) == [0, 2, 4, 6]
+    fit(tmp_path, config)
+    assert sorted(scores_of(tmp_path)) == [0, 2, 4, 6]
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_a_resumed_run_does_not_score_the_step_where_it_begins_again(tmp_path):
-    folder = write_retrieval_folder(tmp_path / "eval", num_queries=15)
-    options = {"folder": str(folder), "every_n_steps": 2, "trainer": {"accumulate_grad_batches": 2, "max_steps": 2}}
-    first = scored_run(tmp_path, **options)
-    assert sorted(scores_of(first.trainer)) == [0, 2]
+def test_a_resumed_run_does_not_score_the_step_where_it_begins_again(tmp_path, folder):
+    options = {"folder": folder, "every_n_steps": 2, "trainer": {"accumulate_grad_batches": 2, "max_steps": 2}}
+    scored_run(tmp_path, **options)
+    assert sorted(scores_of(tmp_path)) == [0, 2]
     options["trainer"]["max_steps"] = 4
-    last = scored_run(tmp_path, words=["--ckpt_path", "auto"], **options)
-    assert sorted(scores_of(last.trainer)) == [0, 2, 4]
+    scored_run(tmp_path, words=["--ckpt_path", "auto"], **options)
+    assert sorted(scores_of(tmp_path)) == [0, 2, 4]
 
 
-def test_a_model_of_several_widths_is_scored_at_each_from_one_encoding(tmp_path, monkeypatch):
-    folder = write_retrieval_folder(tmp_path / "eval", num_queries=15)
+def test_a_model_of_several_widths_is_scored_at_each_from_one_encoding(tmp_path, folder, monkeypatch):
     encoded = counted_encodings(monkeypatch)
-    cli = scored_run(tmp_path, widths=[32, 4], folder=str(folder), every_n_steps=2)
+    cli = scored_run(tmp_path, widths=[32, 4], folder=folder, every_n_steps=2)
     # Queries and documents, before training and after steps 2 and 4.
     assert len(encoded) == 6
-    with open(Path(cli.trainer.log_dir) / "metrics.csv") as file:
-        rows = [row for row in csv.DictReader(file) if row["val/ndcg_at_10"]]
+    rows = logged_rows(tmp_path, "val/ndcg_at_10")
     assert len(rows) == 3
     whole, cut = (
         result.metrics["ndcg_at_10"] for result in evaluate_widths(Encoder(cli.model.embedder), folder, [32, 4])

@@ -1,9 +1,9 @@
-"""What a run records of itself: its folder, its metrics, its machine and its end, and who may write there."""
+"""A run's folder, its metrics, its record of itself and of its end, who may write there, and its device's settings."""
 
-import csv
 import errno
 import fcntl
 import json
+import os
 import subprocess
 from datetime import datetime
 from pathlib import Path
@@ -18,18 +18,11 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 
-from embeddings.callbacks import run_record
-from embeddings.callbacks.run_record import (
-    LOCK_FILE,
-    ResumedRun,
-    RunLogger,
-    RunRecord,
-    keep_metrics,
-    run_logger,
-)
+from embeddings.callbacks import DeviceSettings, run_record
+from embeddings.callbacks.run_record import LOCK_FILE, ResumedRun, RunLogger, RunRecord, keep_metrics, run_logger
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
-from embeddings.common import PreemptedError
+from embeddings.common import OptionError, PreemptedError
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.common.process import cpu_name
 from embeddings.figures import draw_curves
@@ -37,7 +30,7 @@ from embeddings.figures.report import write_report
 from embeddings.figures.run_facts import RunFacts, read_curves
 from embeddings.models.model_files import replaced_folder
 from tests.helpers.processes import Command
-from tests.helpers.runs import component, run_config, write_config
+from tests.helpers.runs import component, fit, logged_rows, run_config, write_config
 
 
 def test_a_run_notes_what_it_was_its_machine_its_size_its_data_and_its_end(tmp_path):
@@ -109,7 +102,7 @@ def test_how_a_run_ended_before_its_time_is_noted_where_the_disk_takes_a_note(is
 
         monkeypatch.setattr(run_record, "write_json", write_json)
     with pytest.raises((ValueError, PreemptedError)) as error:
-        run_trainer(["fit", "--config", write_config(tmp_path, config)])
+        fit(tmp_path, config)
     assert not isinstance(error.value, OSError)
     (path,) = tmp_path.rglob("run.json")
     end = json.loads(path.read_text()).get("end")
@@ -191,16 +184,15 @@ class Remote(Logger):
 def logging_to(folder: Path, kind: object, **trainer) -> str:
     """The config of a run with a logger of a kind; the path of its file."""
     config = run_config(folder)
-    options = {"save_dir": str(folder / "run")}
-    named = {"class_path": f"{__name__}.{kind.__name__}", "init_args": options} if isinstance(kind, type) else kind
+    save_dir = str(folder / "run")
+    named = component(f"{__name__}.{kind.__name__}", save_dir=save_dir) if isinstance(kind, type) else kind
     config["trainer"] |= {"logger": named, **trainer}
     return write_config(folder, config)
 
 
 def rows_of(folder: Path) -> list[int]:
     """The steps whose loss is in a run's file, in its order."""
-    with open(folder / "metrics.csv", newline="") as file:
-        return [int(row["step"]) for row in csv.DictReader(file) if row["train/loss"]]
+    return [int(row["step"]) for row in logged_rows(folder, "train/loss")]
 
 
 @pytest.mark.parametrize("kind", [None, Remote], ids=["no choice", "wandb"])
@@ -281,8 +273,8 @@ def test_a_resumed_run_stays_in_its_folder_and_logs_each_step_once(tmp_path):
 def test_a_file_that_may_begin_a_variant_gets_a_new_folder(tmp_path):
     """One of a finished run, one that is not its last, and one of another learning rate."""
     config = run_config(tmp_path)
-    keep = {"every_n_train_steps": 1, "save_top_k": -1, "save_last": True}
-    config["trainer"]["callbacks"] = [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep}]
+    keep = component("ModelCheckpoint", every_n_train_steps=1, save_top_k=-1, save_last=True)
+    config["trainer"]["callbacks"] = [keep]
     words = ["fit", "--config", write_config(tmp_path, config), "--trainer.max_steps=3"]
     folder = Path(run_trainer(words).trainer.log_dir)
     saved = folder / "checkpoints"
@@ -358,3 +350,43 @@ def test_rows_are_on_disk_once_a_checkpoint_is(tmp_path):
     logger.after_save_checkpoint(trainer.checkpoint_callback)
     assert "0.5" in next(tmp_path.rglob("metrics.csv")).read_text()
     logger.finalize("success")
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "")
+
+
+@pytest.mark.usefixtures("allocator")
+def test_a_run_has_the_precision_asked_for_and_gives_it_back(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", seen.append)
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [component("DeviceSettings", float32_products="high", expandable_segments=True)]
+    fit(tmp_path, config)
+    assert seen == ["high", "highest"]
+    with pytest.raises(OptionError, match="float32_products must be highest or high, got 'tf32'"):
+        DeviceSettings("tf32")
+
+
+@pytest.mark.usefixtures("allocator")
+@pytest.mark.parametrize(
+    ("grows", "given", "expected"),
+    [
+        (True, ("", ""), ("expandable_segments:True", "")),
+        (True, ("", "max_split_size_mb:64"), ("", "max_split_size_mb:64,expandable_segments:True")),
+        (True, ("expandable_segments:False", ""), ("expandable_segments:False", "")),
+        (False, ("", ""), ("", "")),
+    ],
+)
+def test_segments_grow_unless_the_environment_says_otherwise(grows, given, expected, monkeypatch):
+    for name, value in zip(ALLOCATOR, given, strict=True):
+        monkeypatch.setenv(name, value)
+    settings = DeviceSettings(expandable_segments=grows)
+    settings.setup(None, None, "fit")
+    settings.teardown(None, None, "fit")
+    assert tuple(os.environ[name] for name in ALLOCATOR) == expected

@@ -234,39 +234,36 @@ def crafted(path, tree, **metadata):
     return path
 
 
+PICKLE = "is a pickle, which could run code when it is read"
+NONE_OF_OURS = "is no checkpoint of this library, or a part of one"
+DEEP = '{"tree":' + '{"!tuple":[' * 3000 + "]}" * 3000 + ',"xxh3_64":{}}'
 STRANGERS = {
-    "torch.save": lambda p: torch.save({"state_dict": Payload()}, p),
-    "torch.save, old": lambda p: torch.save({"x": Payload()}, p, _use_new_zipfile_serialization=False),
-    "other weights": lambda p: save_file({"a": torch.ones(1)}, p),
-    "other format": lambda p: save_file({"a": torch.ones(1)}, p, metadata={"format": "pt"}),
-    "future version": lambda p: crafted(p, {}, version="2"),
-    "huge header": lambda p: p.write_bytes(struct.pack("<Q", 2**40) + b"{}"),
-    "empty": lambda p: p.write_bytes(b""),
-    "a list": lambda p: crafted(p, [1]),
-    "no content": lambda p: crafted(p, {}, content="[]"),
-    "deep": lambda p: crafted(p, {}, content="[" * 100_000),
-    "deep in tags": lambda p: crafted(
-        p, {}, content='{"tree":' + '{"!tuple":[' * 3000 + "]}" * 3000 + ',"xxh3_64":{}}'
+    "torch.save": (lambda p: torch.save({"state_dict": Payload()}, p), PICKLE),
+    "torch.save, old": (lambda p: torch.save({"x": Payload()}, p, _use_new_zipfile_serialization=False), PICKLE),
+    "other weights": (lambda p: save_file({"a": torch.ones(1)}, p), NONE_OF_OURS),
+    "other format": (
+        lambda p: save_file({"a": torch.ones(1)}, p, metadata={"format": "pt"}),
+        "is a file of 'pt', not of 'embeddings checkpoint'",
     ),
-    "unknown tag": lambda p: crafted(p, {"a": {"!instance": "os.system"}}),
-    "missing tensor": lambda p: crafted(p, {"a": {"!tensor": "b"}}),
-}
-SAYS = {
-    "torch.save": "is a pickle, which could run code when it is read",
-    "torch.save, old": "is a pickle, which could run code when it is read",
-    "other format": "is a file of 'pt', not of 'embeddings checkpoint'",
-    "future version": "has format version 2, and this library reads 1",
-    "a list": "holds a list, not a dict",
+    "future version": (lambda p: crafted(p, {}, version="2"), "has format version 2, and this library reads 1"),
+    "huge header": (lambda p: p.write_bytes(struct.pack("<Q", 2**40) + b"{}"), NONE_OF_OURS),
+    "empty": (lambda p: p.write_bytes(b""), NONE_OF_OURS),
+    "a list": (lambda p: crafted(p, [1]), "holds a list, not a dict"),
+    "no content": (lambda p: crafted(p, {}, content="[]"), NONE_OF_OURS),
+    "deep": (lambda p: crafted(p, {}, content="[" * 100_000), NONE_OF_OURS),
+    "deep in tags": (lambda p: crafted(p, {}, content=DEEP), NONE_OF_OURS),
+    "unknown tag": (lambda p: crafted(p, {"a": {"!instance": "os.system"}}), NONE_OF_OURS),
+    "missing tensor": (lambda p: crafted(p, {"a": {"!tensor": "b"}}), NONE_OF_OURS),
 }
 
 
-@pytest.mark.parametrize("kind", STRANGERS)
-def test_a_strangers_file_is_refused_in_one_line_and_runs_nothing(kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("write_file", "says"), STRANGERS.values(), ids=STRANGERS)
+def test_a_strangers_file_is_refused_in_one_line_and_runs_nothing(write_file, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "x.ckpt"
-    STRANGERS[kind](path)
+    write_file(path)
     line = refusal(path)
-    assert SAYS.get(kind, "is no checkpoint of this library, or a part of one") in line
+    assert says in line
     assert "\n" not in line
     assert os.listdir(tmp_path) == ["x.ckpt"]
 

@@ -1,17 +1,21 @@
-"""Shards appear whole, are shared out, taken over, and finished once."""
+"""Shards appear whole, are shared out, taken over and finished once; processes that work for this one end in a line."""
 
 import json
 import os
 import re
 import signal
+import subprocess
 import sys
+import textwrap
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from embeddings.common import InputError, OptionError, jobs
+from embeddings.common.errors import WorkerError
 from embeddings.common.io import file_lock, file_sha256, write_file_manifest
 from embeddings.common.jobs import (
     ArrayTask,
@@ -21,9 +25,12 @@ from embeddings.common.jobs import (
     finished_manifest,
     manifest_path,
     shard_rows,
+    spread,
 )
-from tests.helpers.processes import run_command
+from tests.helpers.processes import Command, run_command
+from tests.helpers.waiting import wait_for
 
+ROOT = Path(__file__).parents[2]
 FIELDS = {"kind": "letters", "seed": 3}
 
 
@@ -80,8 +87,9 @@ def test_a_terminal_gets_a_bar_after_two_seconds(clock, capsys, monkeypatch):
 
 
 def test_every_bar_is_made_in_one_place():
-    package = Path(jobs.__file__).parents[1]
-    found = [path.name for path in package.rglob("*.py") if re.search(r"\btqdm\(", path.read_text("utf-8"))]
+    found = [
+        path.name for path in (ROOT / "embeddings").rglob("*.py") if re.search(r"\btqdm\(", path.read_text("utf-8"))
+    ]
     assert found == ["jobs.py"]
 
 
@@ -128,14 +136,6 @@ def test_an_array_whose_numbers_are_none_is_refused(name, value, monkeypatch):
     monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
     with pytest.raises(OptionError, match=f"SLURM_ARRAY_TASK_{name} must be a whole number >= ., got '{value}'; give"):
         TaskOptions().resolve()
-
-
-def test_a_job_whose_manifest_is_damaged_is_refused(tmp_path):
-    job = ShardedJob(tmp_path, FIELDS, 1)
-    (tmp_path / "manifest.json").write_text("")
-    for look in (lambda: ShardedJob(tmp_path, FIELDS, 1), lambda: job.complete):
-        with pytest.raises(InputError, match=r"manifest\.json: is empty or damaged"):
-            look()
 
 
 def test_a_job_is_made_finished_and_then_left_as_it_is(tmp_path):
@@ -330,3 +330,125 @@ def test_shards_cover_all_rows_in_order(num_rows, shard_size):
     covered = [row for shard in range(num_shards) for row in shard_rows(shard, shard_size, num_rows)]
     assert covered == list(range(num_rows))
     assert all(shard_rows(shard, shard_size, num_rows) for shard in range(num_shards))
+
+
+class Refused(OSError):
+    """An error that pickle cannot make again."""
+
+    def __init__(self, host, why):
+        super().__init__(f"{host} {why}")
+
+
+def _work(log, number, item):
+    """Note the item; a negative one is a way to fail."""
+    if item == -1:
+        raise InputError("corpus.jsonl:7", "the vector is zero", "check its text")
+    if item == -2:
+        raise RuntimeError("out of memory")
+    if item == -3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if item == -4:
+        raise Refused("the store", "is closed")
+    time.sleep(0.1)
+    (log / f"{item}").write_text(f"{number}")
+    return item * item
+
+
+def _make(log, number):
+    return partial(_work, log, number)
+
+
+def on_two(log, items):
+    return spread({f"device {number}": partial(_make, log, number) for number in range(2)}, items)
+
+
+def done(log):
+    return sorted(int(path.name) for path in log.iterdir())
+
+
+def noted(items, read):
+    for item in items:
+        read.append(item)
+        yield item
+
+
+def test_each_item_is_worked_on_once_and_read_when_there_is_room(tmp_path):
+    read = []
+    results = on_two(tmp_path, noted(range(9), read))
+    found = [next(results)]
+    assert len(read) <= 5
+    found += results
+    assert sorted(found) == [item * item for item in range(9)]
+    assert done(tmp_path) == list(range(9))
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"0", "1"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "says"),
+    [
+        (-1, InputError, "^corpus.jsonl:7: the vector is zero; check its text$"),
+        (-2, WorkerError, "^the process of device 0 met RuntimeError: out of memory; what is finished is kept$"),
+        (-3, WorkerError, r"^the process of device 0 was ended by a signal \(SIGKILL\); what is finished is kept$"),
+        (-4, WorkerError, "^the process of device 0 met Refused: the store is closed; what is finished is kept$"),
+    ],
+)
+def test_a_process_that_fails_is_named_and_the_others_finish_what_they_have(bad, kind, says, tmp_path):
+    found, read = [], []
+    with pytest.raises(kind, match=says):
+        found.extend(on_two(tmp_path, noted([bad, *range(100)], read)))
+    # The other process had two at least, and nothing new was begun.
+    assert sorted(found) == [item * item for item in done(tmp_path)]
+    assert {0, 2} <= set(done(tmp_path))
+    assert len(read) < 100
+
+
+def test_a_large_item_and_a_large_result_pass_each_other(tmp_path):
+    items = [bytes(3_000_000)] * 6
+    assert sum(map(len, spread({"one": _make_echo}, items))) == 18_000_000
+
+
+def _make_echo():
+    return lambda item: item
+
+
+SCRIPT = """
+    import sys, time
+    from functools import partial
+    from pathlib import Path
+    from embeddings.common.io import atomic_path
+    from embeddings.common.jobs import spread
+
+    def work(folder, item):
+        with atomic_path(folder / "shard.npy"):
+            (folder / "begun").touch()
+            time.sleep(60)
+
+    def make(folder):
+        (folder / f"{__import__('os').getpid()}.pid").touch()
+        return partial(work, folder)
+
+    if __name__ == "__main__":
+        list(spread({"one": partial(make, Path(sys.argv[1]))}, [1]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_process_ends_with_the_one_it_works_for_and_leaves_no_half_file(number, tmp_path):
+    script, folder = tmp_path / "script.py", tmp_path / "out"
+    script.write_text(textwrap.dedent(SCRIPT))
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    first = Command([script, folder], env=environment, stderr=subprocess.DEVNULL)
+    wait_for((folder / "begun").exists, "the first item", 60)
+    (process,) = (int(path.stem) for path in folder.glob("*.pid"))
+    first.send_signal(number)
+    first.wait()
+    wait_for(lambda: not _runs(process), "the end of the process", 60)
+    assert sorted(path.name for path in folder.iterdir()) == [f"{process}.pid", "begun"]
+
+
+def _runs(process):
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False

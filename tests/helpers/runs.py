@@ -9,6 +9,7 @@ import lightning.pytorch.callbacks
 import yaml
 
 from embeddings.cli.fit import run_trainer
+from embeddings.common.io import read_metrics
 from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 
 WORDS = [
@@ -122,3 +123,9 @@ def write_config(folder: Path, config: dict[str, Any], name: str = "config.yaml"
 def fit(folder: Path, config: dict[str, Any], *words: str) -> Any:
     """Run `fit` by the command line's own parser; returns it, with the trainer, the model and the data."""
     return run_trainer(["fit", "--config", write_config(folder, config), *words])
+
+
+def logged_rows(folder: Path, column: str) -> list[dict[str, str]]:
+    """The rows of all `metrics.csv` below a folder that have a value in a column, in the order of their files."""
+    rows = [row for path in sorted(folder.rglob("metrics.csv")) for row in read_metrics(path)]
+    return [row for row in rows if row.get(column)]

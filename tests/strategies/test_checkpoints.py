@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.ranks import run_on_two_ranks
-from tests.strategies.fits import State, batches, be_launched, methods, train, write_models
+from tests.strategies.fits import State, batches, be_launched, methods, train
 from tests.strategies.test_gradients import STRATEGIES
 
 FAST = ("fsdp2", "zero 2")
@@ -52,20 +52,13 @@ def cases(folder: Path, names: tuple[str, ...], rank: int) -> dict[str, State]:
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models")
-    write_models(path)
-    run(path, "auto", None, "alone")
-    return path
-
-
 Found = Callable[[str], dict[str, State]]
 
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
     """What two ranks had of the fast ones or of the slow ones, of which the name is one."""
+    run(folder, "auto", None, "alone")
 
     @cache
     def of(names: tuple[str, ...]) -> dict[str, State]:

@@ -1,8 +1,10 @@
-"""The command line under strategies that cut the weights: scores, the best checkpoint, a resumed run, the export."""
+"""The command line on two ranks: scores, the best checkpoint, the export, and a resume on another number of ranks."""
 
+import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +55,45 @@ def test_a_run_that_was_cut_short_exports_what_ddp_does(strategy: dict[str, Any]
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=2e-4)
+
+
+LEDGER = "tests.reliability.kills.Ledger"
+
+
+def elastic_config(folder: Path, ranks: int, ledger: Path, sampler: str) -> dict[str, Any]:
+    """Six steps of eight pairs, six and a half of them an epoch, spread over so many ranks."""
+    config = run_config(folder, dropout=0.1)
+    keep = {"dirpath": str(folder / "kept"), "every_n_train_steps": 3, "save_last": True, "save_top_k": 0}
+    callbacks = [component(LEDGER, path=str(ledger), seconds=0.0), component("ModelCheckpoint", **keep)]
+    strategy = DDP if ranks > 1 else "auto"
+    config["trainer"] |= {"max_steps": 6, "devices": ranks, "strategy": strategy, "callbacks": callbacks}
+    config["data"]["init_args"] |= {"batch_size": 8 // ranks, "sampler": {"class_path": f"embeddings.data.{sampler}"}}
+    return config
+
+
+def rows_of_steps(ledger: Path) -> dict[int, list[int]]:
+    """The rows of each step, of all ranks."""
+    found = defaultdict(list)
+    for line in ledger.read_text().splitlines():
+        entry = json.loads(line)
+        found[entry["step"]] += entry["rows"]
+    return {step: sorted(rows) for step, rows in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "sampler"), [(2, 1, "BlendedBatchSampler"), (1, 2, "HomogeneousBatchSampler")]
+)
+def test_the_examples_of_a_step_do_not_depend_on_the_ranks(
+    before: int, after: int, sampler: str, tmp_path: Path
+) -> None:
+    ledgers = [tmp_path / f"{name}.jsonl" for name in ("whole", "changed")]
+    fit(tmp_path, elastic_config(tmp_path, 1, ledgers[0], sampler))
+    three = ("--trainer.max_steps=3", "--model.init_args.schedule.total_steps=6")
+    fit(tmp_path, elastic_config(tmp_path, before, ledgers[1], sampler), *three)
+    last = max((tmp_path / "kept").glob("last*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    fit(tmp_path, elastic_config(tmp_path, after, ledgers[1], sampler), f"--ckpt_path={last}")
+    whole, changed = map(rows_of_steps, ledgers)
+    assert list(changed) == [1, 2, 3, 4, 5, 6]
+    assert changed == whole
+    assert len({row for rows in whole.values() for row in rows}) > 40

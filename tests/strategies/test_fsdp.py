@@ -4,7 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -13,7 +12,8 @@ from embeddings.common import OptionError
 from embeddings.losses import InfoNCE
 from embeddings.strategies import FSDP2Strategy
 from tests.helpers.ranks import run_on_two_ranks
-from tests.strategies.fits import batches, be_launched, methods, relative_error, train, write_models
+from tests.helpers.runs import quiet_trainer
+from tests.strategies.fits import batches, be_launched, methods, relative_error, train
 
 # The bias that experts share is rounded to bfloat16 with their matrices; all else is as under DDP.
 METHODS = {"nv-embed, whole backbone": 2e-3, "moe": 2e-2}
@@ -30,22 +30,17 @@ def updates(folder: Path, rank: int) -> dict[Any, Any]:
     return found
 
 
-def test_in_bfloat16_and_with_kept_graphs_two_ranks_have_the_update_of_ddp(tmp_path: Path) -> None:
-    write_models(tmp_path)
-    made = methods(tmp_path)
+def test_in_bfloat16_and_with_kept_graphs_two_ranks_have_the_update_of_ddp(folder: Path) -> None:
+    made = methods(folder)
     starts = {name: {key: value.detach() for key, value in made[name]().named_parameters()} for name in METHODS}
-    for of_rank in run_on_two_ranks(partial(updates, tmp_path)):
+    for of_rank in run_on_two_ranks(partial(updates, folder)):
         for name, tolerance in METHODS.items():
             after, expected = of_rank[name, FSDP2Strategy], of_rank[name, DDPStrategy]
             assert relative_error(after, expected, starts[name]) < tolerance
 
 
-def test_a_single_number_that_is_learnt_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    write_models(tmp_path)
-    make = partial(methods(tmp_path)["nv-embed"], loss=InfoNCE(learnable_temperature=True))
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=FSDP2Strategy(), max_steps=1, logger=False, enable_checkpointing=False
-    )
-    module = make()
+def test_a_single_number_that_is_learnt_is_refused_before_anything_starts(folder: Path) -> None:
+    make = partial(methods(folder)["nv-embed"], loss=InfoNCE(learnable_temperature=True))
+    module, trainer = make(), quiet_trainer(devices=2, strategy=FSDP2Strategy(), max_steps=1)
     with pytest.raises(OptionError, match=r"cannot shard loss\.log_temperature, a single num.*learnable_temperature"):
         module.check_run(trainer, module, None)

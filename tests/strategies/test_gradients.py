@@ -1,19 +1,23 @@
 """Every method under every strategy on two gloo ranks, plain and under GradCache: the gradient of a single process."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import lightning as L
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from embeddings.callbacks.progress import Work, flops
+from embeddings.models import backbone
 from embeddings.strategies import FSDP2Strategy
 from tests.helpers.ranks import run_on_two_ranks
 from tests.strategies.cpu_zero import CpuZero
-from tests.strategies.fits import batches, be_launched, methods, one_update, relative_error, write_models
+from tests.strategies.fits import batches, be_launched, methods, one_update, relative_error, train
 
 STRATEGIES: dict[str, Any] = {
     "ddp": DDPStrategy,
@@ -63,8 +67,24 @@ def updates(folder: Path, cases: list[tuple[str, str, bool]], rank: int) -> dict
     return found
 
 
-def updates_and_mutants(folder: Path, rank: int) -> dict[Any, Any]:
+class Counts(L.Callback):
+    """Keeps what `Throughput` counts for a hundred tokens once a step has been made."""
+
+    found = 0.0
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self.found = flops(pl_module, Work(read=100))
+
+
+COUNTED = ("fsdp2", "zero 3")
+
+
+def updates_counts_and_mutants(folder: Path, rank: int) -> dict[Any, Any]:
     found, make = updates(folder, CASES, rank), methods(folder)["moe"]
+    for name in COUNTED:
+        counts = Counts()
+        train(make, batches("moe", rank), STRATEGIES[name](), 2, 1, callbacks=[counts])
+        found["operations", name] = counts.found
     for name, mutant in MUTANTS.items():
         with patch("embeddings.modules.moe_embed.sum_over_ranks", mutant):
             found[name] = one_update(make, batches("moe", rank), DDPStrategy(), 2, cached=False)
@@ -72,15 +92,8 @@ def updates_and_mutants(folder: Path, rank: int) -> dict[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models")
-    write_models(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[Any, Any]]:
-    return run_on_two_ranks(partial(updates_and_mutants, folder))
+    return run_on_two_ranks(partial(updates_counts_and_mutants, folder))
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +128,14 @@ def test_a_balancing_loss_of_a_rank_alone_shows(
     assert min(relative_error(of_rank[mutant], after, start) for of_rank in found) > 1e-4
 
 
+def test_the_operations_are_those_of_the_whole_model_however_it_is_sharded(
+    folder: Path, found: list[dict[Any, Any]]
+) -> None:
+    whole = flops(methods(folder)["moe"](), Work(read=100))
+    assert whole > 1e6
+    assert [of_rank["operations", name] for of_rank in found for name in COUNTED] == [whole] * 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "strategy", "cached"), SLOW)
 def test_so_have_they_under_the_other_strategies(
@@ -123,3 +144,25 @@ def test_so_have_they_under_the_other_strategies(
     start, after = expected[method]
     for of_rank in found_slowly:
         assert relative_error(of_rank[method, strategy, cached], after, start) < 1e-6
+
+
+COMPILED = "nv-embed, whole backbone"
+
+
+def compiled_updates(folder: Path, rank: int) -> dict[Any, Any]:
+    be_launched(rank)
+    backbone._COMPILER = {"backend": "aot_eager"}
+    make: Any = methods(folder)[COMPILED]
+    compiled = partial(make.func, replace(make.args[0], compile=True), **make.keywords)
+    names = ("fsdp2", "zero 3", "zero 2")
+    return {name: one_update(compiled, batches(COMPILED, rank), STRATEGIES[name](), 2, cached=True) for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_compiled_layers_have_the_gradient_of_plain_ones(folder: Path, expected: dict[str, Any]) -> None:
+    start, after = expected[COMPILED]
+    for of_rank in run_on_two_ranks(partial(compiled_updates, folder)):
+        assert len(of_rank) == 3
+        for found in of_rank.values():
+            assert relative_error(found, after, start) < 1e-6

@@ -16,7 +16,7 @@ from embeddings.strategies import FSDP2Strategy
 from embeddings.training.gradcache import GradCache
 from embeddings.training.plan import LossSize, Setting, StrategyName, sent_bytes
 from tests.helpers.ranks import run_on_two_ranks
-from tests.strategies.fits import batches, be_launched, methods, train, write_models
+from tests.strategies.fits import batches, be_launched, methods, train
 
 RANKS, ACCUMULATED = 2, 2
 STRATEGIES: dict[StrategyName, Any] = {"ddp": DDPStrategy, "fsdp2": FSDP2Strategy}
@@ -80,9 +80,8 @@ def sent_and_planned(folder: Path, cases: list[Any], rank: int) -> dict[Any, Any
 
 
 @pytest.mark.parametrize("cases", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
-def test_two_ranks_send_what_is_planned(cases: list[Any], tmp_path: Path) -> None:
-    write_models(tmp_path)
-    found = run_on_two_ranks(partial(sent_and_planned, tmp_path, cases))[0]
+def test_two_ranks_send_what_is_planned(cases: list[Any], folder: Path) -> None:
+    found = run_on_two_ranks(partial(sent_and_planned, folder, cases))[0]
     assert list(found) == cases
     for case, (sent, parts) in found.items():
         assert set(parts) == {"gradients", "candidates and their gradients"} | (

@@ -4,44 +4,32 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from embeddings.callbacks import GradCacheCallback
 from embeddings.common import NumericError, UserError
-from embeddings.strategies.sharded import full_optimizer_state, set_full_optimizer_state
 from tests.helpers.poison import PoisonBackward
 from tests.helpers.ranks import run_on_two_ranks
-from tests.helpers.runs import run_config, write_config
+from tests.helpers.runs import component, quiet_trainer, run_config, write_config
 from tests.strategies.cpu_zero import CpuZero
-from tests.strategies.fits import batches, be_launched, methods, train, write_models
+from tests.strategies.fits import batches, be_launched, methods, train
 
 METHOD = "nv-embed"
 CASES = [(1, "32-true", False), (2, "bf16-mixed", False), (3, "32-true", True)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models")
-    write_models(path)
-    return path
 
 
 def test_two_stages_under_gradcache_are_refused_where_zero_1_loses_one(folder: Path) -> None:
     made = methods(folder)
     for stage, method in ((1, "nv-embed"), (2, "cde"), (1, "cde")):
         strategy = CpuZero(stage=stage)
-        trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False)
-        callback = GradCacheCallback()
+        trainer, callback = quiet_trainer(devices=1, strategy=strategy), GradCacheCallback()
         if (stage, method) != (1, "cde"):
             callback.check_run(trainer, made[method](), None)
             continue
@@ -98,15 +86,9 @@ def test_an_infinite_gradient_of_one_rank_ends_all_before_the_update(folder: Pat
 @pytest.mark.slow
 def test_the_command_line_ends_with_70_and_the_rows(tmp_path: Path) -> None:
     config = run_config(tmp_path)
-    strategy = {"stage": 2, "process_group_backend": "gloo"}
-    config["trainer"] |= {
-        "devices": 2,
-        "strategy": {"class_path": "tests.strategies.cpu_zero.CpuZero", "init_args": strategy},
-        "callbacks": [
-            {"class_path": "tests.helpers.poison.PoisonBackward", "init_args": {"rank": 1, "batch": 1}},
-            {"class_path": "embeddings.callbacks.RunHealth"},
-        ],
-    }
+    strategy = component("tests.strategies.cpu_zero.CpuZero", stage=2, process_group_backend="gloo")
+    callbacks = [component("tests.helpers.poison.PoisonBackward", rank=1, batch=1), component("RunHealth")]
+    config["trainer"] |= {"devices": 2, "strategy": strategy, "callbacks": callbacks}
     environment = {**os.environ, "EMBED_IMPORTS": "tests", "DS_ACCELERATOR": "cpu"}
     words = [sys.executable, "main.py", "fit", "--config", write_config(tmp_path, config)]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=280, env=environment)
@@ -116,55 +98,3 @@ def test_the_command_line_ends_with_70_and_the_rows(tmp_path: Path) -> None:
         (path,) = tmp_path.rglob(f"numeric-error-rank-{rank}.json")
         (read,) = json.loads(path.read_text())["batches"]
         assert (read["batch"], len(read["rows"]["pairs"])) == (1, 8)
-
-
-@pytest.fixture(autouse=True)
-def _one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def parameters() -> list[list[nn.Parameter]]:
-    """Two groups: a matrix and a matrix, and a vector."""
-    return [[nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(1, 2))], [nn.Parameter(torch.zeros(4))]]
-
-
-def flat(groups: list[list[nn.Parameter]]) -> Any:
-    """DeepSpeed's optimiser over one flat partition a group, each parameter with its place in it."""
-    partitions = [torch.zeros(sum(parameter.numel() for parameter in group)) for group in groups]
-    for partition, group in zip(partitions, groups, strict=True):
-        start = 0
-        for parameter in group:
-            size = parameter.numel()
-            mapping = SimpleNamespace(
-                get_hp_fragment=lambda partition=partition: partition,
-                hp_fragment_address=SimpleNamespace(start=start, numel=size),
-                lp_fragment_address=SimpleNamespace(start=0, numel=size),
-            )
-            parameter._hp_mapping = mapping  # type: ignore[attr-defined]
-            start += size
-    inner = torch.optim.AdamW([{"params": [partitions[0]]}, {"params": [partitions[1]], "weight_decay": 0.0}], lr=0.1)
-    return SimpleNamespace(optimizer=inner, param_groups=inner.param_groups, single_partition_of_fp32_groups=partitions)
-
-
-def test_the_state_is_that_of_a_plain_optimiser_and_comes_back() -> None:
-    groups = parameters()
-    plain = torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=0.1)
-    for number, parameter in enumerate(parameter for group in groups for parameter in group):
-        parameter.grad = torch.arange(float(parameter.numel())).view_as(parameter) + number
-    plain.step()
-    expected = plain.state_dict()
-    zero = flat(groups)
-    set_full_optimizer_state(zero, groups, expected)
-    found = full_optimizer_state(zero, groups, keep=True)
-    assert found["param_groups"] == expected["param_groups"]
-    for index, values in expected["state"].items():
-        assert found["state"][index].keys() == values.keys()
-        assert all(torch.equal(found["state"][index][name], value) for name, value in values.items())
-    assert full_optimizer_state(zero, groups, keep=False)["state"][0]["exp_avg"] is None
-
-
-def test_an_optimiser_that_has_made_no_step_has_no_state() -> None:
-    groups = parameters()
-    assert full_optimizer_state(flat(groups), groups, keep=True)["state"] == {}

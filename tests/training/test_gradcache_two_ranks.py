@@ -1,6 +1,11 @@
-"""GradCache on two gloo ranks against one process with the whole batch: two ranks x B = one rank x 2B."""
+"""GradCache on two gloo ranks against one process with the whole batch: two ranks x B = one rank x 2B.
+
+So too of two stages, where both ranks read one context.
+"""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -13,12 +18,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from embeddings.common import ContrastiveBatch, Representations, TokenBatch
 from embeddings.common.distributed import gather_candidates
+from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE, MatryoshkaInfoNCE
 from embeddings.training import GradCache
-from tests.helpers.contrastive import Record, TinyStep, batch_of, gradient_vector, random_records, relative_error
+from tests.helpers.contrastive import (
+    Record,
+    TinyContextualStep,
+    TinyStep,
+    batch_of,
+    gradient_vector,
+    random_records,
+    relative_error,
+    with_context,
+)
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.tiny import tiny_bert, tiny_mistral
-from tests.training.test_gradcache import TOLERANCE, lora
+from tests.training.test_gradcache import TOLERANCE, OneTower, TruncatedFirstStage, errors, lora
 
 ENGINES = {
     "one text": GradCache(mini_batch_texts=1),
@@ -136,14 +151,17 @@ def error_through_the_wrapper(rank: int, dtype: torch.dtype) -> float:
     return relative_error(gradient_vector(step), of_one_process(dtype=dtype))
 
 
+def all_kept(engine: GradCache) -> GradCache:
+    return GradCache(engine.mini_batch_tokens, engine.mini_batch_texts, kept_fraction=1.0)
+
+
 def error_with_dropout(rank: int, dtype: torch.dtype, backbone: Callable[[], nn.Module], engine: GradCache) -> float:
     """Against the same mini-batches with every graph kept, from the same random state on each rank."""
     found = []
-    for kept_fraction in (None, 1.0):
+    for one in (engine, all_kept(engine)):
         step = make_step(True, dtype=dtype, backbone=backbone).train()
         torch.manual_seed(10 + rank)
-        under = GradCache(engine.mini_batch_tokens, engine.mini_batch_texts, kept_fraction=kept_fraction)
-        found.append(under_ddp(step, under, shard(rank, 0)))
+        found.append(under_ddp(step, one, shard(rank, 0)))
     return relative_error(*found)
 
 
@@ -162,6 +180,107 @@ def forwards_with_equal_mini_batches(rank: int) -> tuple[int, int]:
         GradCache(mini_batch_texts=1, kept_fraction=0.3, equal_mini_batches=equal).step(step, batch_of(shard))
         counts.append(step.num_forwards)
     return counts[0], counts[1]
+
+
+def contextual(gathers: bool = True, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> TinyContextualStep:
+    step = TinyContextualStep(tiny_bert(1, dropout), tiny_bert(2, dropout), context_dropout=dropout).to(dtype)
+    step.loss = InfoNCE(temperature=0.05, gather_across_devices=gathers)
+    return step.train(dropout > 0)
+
+
+def with_shared_context(batch: ContrastiveBatch) -> ContrastiveBatch:
+    return replace(batch, context=take_texts(batch_of(records(1)).candidate, torch.arange(7)))
+
+
+class Encoders(nn.Module):
+    """Both encoders behind one forward, as a wrapper needs them."""
+
+    def __init__(self, step: TinyContextualStep) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, tokens: TokenBatch, context: Tensor | None, is_first: bool) -> Tensor:
+        return self.step.embed_context(tokens) if is_first else self.step.embed(tokens, context).vector_ND
+
+
+class WrappedStages:
+    """A step whose encoders are inside one DDP, so that each mini-batch's forward goes through it."""
+
+    trains_context = True
+
+    def __init__(self, step: TinyContextualStep) -> None:
+        self.step, self.encoders = step, DistributedDataParallel(Encoders(step))
+        self.loss_from_representations = step.loss_from_representations
+
+    def embed_context(self, tokens: TokenBatch) -> Tensor:
+        return self.encoders(tokens, None, True)
+
+    def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
+        return Representations(self.encoders(tokens, context, False))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.encoders.no_sync()
+
+
+def of_two_stages(rank: int, dtype: torch.dtype) -> dict[str, float]:
+    """How far the gradient of either encoder is from what it should be, the larger of both."""
+
+    def reference(num_negatives: int = 1) -> Tensor:
+        step = contextual(False, dtype=dtype)
+        step.plain_loss(with_shared_context(batch_of(records(num_negatives)))).loss.backward()
+        return gradient_vector(step)
+
+    def found(engine: GradCache | None, batch: ContrastiveBatch, dropout: float = 0.0) -> Tensor:
+        step = contextual(dropout=dropout, dtype=dtype)
+        torch.manual_seed(10 + rank)
+        return under_ddp(step, engine, batch)
+
+    own, whole = with_shared_context(shard(rank)), reference()
+    gradients = {
+        name: (found(engine, own), whole)
+        for name, engine in {"plain": None, **{name: ENGINES[name] for name in (*CUTS, "half kept")}}.items()
+    }
+    gradients["no negatives"] = found(ENGINES["uneven"], with_shared_context(shard(rank, 0))), reference(0)
+    # All graphs may be kept, but the one whose backward synchronises.
+    wrapped = WrappedStages(contextual(dtype=dtype))
+    GradCache(40, kept_fraction=1.0).step(wrapped, own, no_sync=wrapped.no_sync)
+    gradients["through the wrapper"] = gradient_vector(wrapped.step), whole
+    for name in CUTS:
+        gradients[f"dropout, {name}"] = found(ENGINES[name], own, 0.1), found(all_kept(ENGINES[name]), own, 0.1)
+    # Each rank reads its own documents, of which one has two and the other seven.
+    apart = with_context(shard(rank), (2, 7)[rank])
+    equal = GradCache(40, kept_gib=1e-3, equal_mini_batches=True)
+    for name, engine in (("own contexts", GradCache(mini_batch_texts=1)), ("equal mini-batches", equal)):
+        gradients[name] = found(engine, apart), found(None, apart)
+    return {name: max(errors(contextual(), *both)) for name, both in gradients.items()}
+
+
+def num_synchronisations(rank: int) -> int:
+    """Gradient reductions in a step over many mini-batches of both stages."""
+    calls = []
+    module = DistributedDataParallel(StepModule(contextual(), GradCache(mini_batch_texts=1)))
+
+    def count(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        calls.append(bucket.index())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    module.register_comm_hook(None, count)
+    module(with_shared_context(shard(rank))).backward()
+    return max(calls.count(index) for index in calls)
+
+
+STAGE_MUTANTS = (OneTower, TruncatedFirstStage)
+
+
+def error_of_first_stage(rank: int, mutant: Any) -> float:
+    """Of an engine with an error, to the plain step on the same ranks."""
+    batch = with_shared_context(shard(rank))
+    with patch("embeddings.training.gradcache._TwoPasses", mutant):
+        found = under_ddp(contextual(), GradCache(mini_batch_texts=2), batch)
+    _, first = errors(contextual(), found, under_ddp(contextual(), None, batch))
+    return first
 
 
 def times_world_size(candidate_CD: Tensor, counts: list[int]) -> Tensor:
@@ -214,11 +333,15 @@ def errors_of_equal_steps(rank: int, dtype: torch.dtype) -> dict[str, float]:
 
 
 def cases(rank: int) -> dict[Any, Any]:
-    results: dict[Any, Any] = {dtype: errors_of_equal_steps(rank, dtype) for dtype in TOLERANCE}
+    results: dict[Any, Any] = {}
+    for dtype in TOLERANCE:
+        results[dtype] = errors_of_equal_steps(rank, dtype), of_two_stages(rank, dtype)
     for name, mutant in MUTANTS.items():
         results[name] = error(rank, ENGINES["uneven"], gather=mutant)
     results["no gather"] = error(rank, ENGINES["uneven"], gathers=False)
+    results |= {mutant.__name__: error_of_first_stage(rank, mutant) for mutant in STAGE_MUTANTS}
     results["forwards"] = forwards_with_equal_mini_batches(rank)
+    results["synchronisations"] = num_synchronisations(rank)
     return results
 
 
@@ -229,13 +352,16 @@ def results() -> list[dict[Any, Any]]:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_two_ranks_equal_one_with_twice_the_batch(results: list[dict[Any, Any]], dtype: torch.dtype) -> None:
-    for errors in (result[dtype] for result in results):
-        assert len(errors) == len(ENGINES) + 9 + 3 * len(CUTS)
-        assert max(errors.values()) <= TOLERANCE[dtype], errors
+    for one_stage, two_stages in (result[dtype] for result in results):
+        assert (len(one_stage), len(two_stages)) == (len(ENGINES) + 9 + 3 * len(CUTS), 6 + 2 * len(CUTS))
+        assert max(one_stage.values()) <= TOLERANCE[dtype], one_stage
+        assert max(two_stages.values()) <= TOLERANCE[dtype], two_stages
 
 
-@pytest.mark.parametrize("mutant", [*MUTANTS, "no gather"])
-def test_a_wrong_gather_is_caught(results: list[dict[Any, Any]], mutant: str) -> None:
+@pytest.mark.parametrize("mutant", [*MUTANTS, "no gather", *(mutant.__name__ for mutant in STAGE_MUTANTS)])
+def test_a_wrong_gather_and_a_first_stage_that_loses_mini_batches_or_a_tower_are_caught(
+    results: list[dict[Any, Any]], mutant: str
+) -> None:
     assert min(result[mutant] for result in results) > 1e-2
 
 
@@ -243,3 +369,7 @@ def test_equal_mini_batches_run_as_many_forwards_on_every_rank(results: list[dic
     (unequal_0, equal_0), (unequal_1, equal_1) = (result["forwards"] for result in results)
     assert unequal_0 < unequal_1
     assert equal_0 == equal_1
+
+
+def test_gradients_of_two_stages_are_synchronised_once_a_step(results: list[dict[Any, Any]]) -> None:
+    assert [result["synchronisations"] for result in results] == [1, 1]

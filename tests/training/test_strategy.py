@@ -1,20 +1,31 @@
-"""FSDP2 on one rank; that the gradient of several is right is tested with the strategies."""
+"""What each strategy offers, and FSDP2 on one rank; the strategies have tests of the gradient of several."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from embeddings.models.bidirectional import layers
-from embeddings.training.strategy import full_parameters, full_state, shard, sharded_like
+from embeddings.strategies import FSDP2Strategy
+from embeddings.training.strategy import (
+    TrainingStrategy,
+    full_parameters,
+    full_state,
+    shard,
+    sharded_like,
+    training_strategy,
+)
 from tests.helpers.tiny import tiny_bert
 from tests.models.moe import padded_ids, tiny_moe
+from tests.strategies.cpu_zero import CpuZero
 
 
 @pytest.fixture
@@ -111,3 +122,30 @@ def test_under_autocast_matrices_are_gathered_in_its_dtype_and_norms_and_routers
         states = [made(ids_NL, mask_NL.long()).last_hidden_state for made in (bert, tiny_bert())]
     assert torch.equal(*states)
     assert {parameter.dtype for parameter in bert.parameters()} == {full}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_sharded", "single_file", "gradcache", "context_stage", "equal_mini_batches"),
+    [
+        (SingleDeviceStrategy("cpu"), False, True, True, True, False),
+        (DDPStrategy(), False, True, True, True, False),
+        (FSDP2Strategy(), True, True, True, True, True),
+        (CpuZero(stage=1), False, True, True, False, False),
+        (CpuZero(stage=2), False, True, True, True, True),
+        (CpuZero(stage=3), True, True, True, True, True),
+        (ModelParallelStrategy(), True, False, False, True, False),
+        (FSDPStrategy.__new__(FSDPStrategy), False, False, False, True, False),
+    ],
+    ids=["one device", "ddp", "fsdp2", "zero 1", "zero 2", "zero 3", "lightning's fsdp2", "lightning's fsdp"],
+)
+def test_each_strategy_says_what_it_offers(
+    strategy: Any, is_sharded: bool, single_file: bool, gradcache: bool, context_stage: bool, equal_mini_batches: bool
+) -> None:
+    found = training_strategy(strategy)
+    assert (found is strategy) == isinstance(strategy, TrainingStrategy)
+    assert (found.is_sharded, found.single_file_checkpoints) == (is_sharded, single_file)
+    assert (found.supports_gradcache, found.supports_context_stage) == (gradcache, context_stage)
+    assert found.equal_mini_batches == equal_mini_batches
+    if found is not strategy:
+        with found.full_weights() as nothing:
+            assert nothing is None
