@@ -2,8 +2,8 @@
 
 Nomic Embed v2 finds the multilingual experts behind the dense model with 100M pairs and ahead with more
 (arXiv:2502.07972, §7.2). Here the pairs are Tatoeba sentences of 36 languages with their English translations, one pass
-over 1,024 to 16,384 of them; the smaller sets are parts of the larger ones. Scored is the search for the translation
-among the English sentences that no training pair has. Needs EMBED_DATA.
+over 1,024 to 28,544 of them, which is all there are in whole batches; the smaller sets are parts of the larger ones.
+Scored is the search for the translation among the English sentences that no training pair has. Needs EMBED_DATA.
 """
 
 import json
@@ -27,7 +27,7 @@ from embeddings.models.moe.upcycling import parameter_counts
 
 # One English sentence in so many is held out, with all its translations.
 HELD_OUT = 10
-NUM_PAIRS = (1024, 2048, 4096, 8192, 16_384)
+NUM_PAIRS = (1024, 2048, 4096, 8192, 16_384, 28_544)
 # Languages in Latin letters, most of which the model's word pieces spell in few tokens.
 LATIN = (
     *("afr", "deu", "est", "eus", "fin", "fra", "hun", "ind", "ita"),
