@@ -305,7 +305,7 @@ def check_numbers(given: Namespace) -> None:
 def lists_emptied(argv: Sequence[str]) -> list[str]:
     """The words with each list of mappings emptied before it is given, so that it replaces an earlier one."""
     found: list[str] = []
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip(argv, [*argv, ""][1:], strict=True):
         name, equals, value = word.partition("=")
         if re.fullmatch(r"--[^.]+\..*[^+]", name) and re.match(r"\s*\[.*\{", value if equals else following, re.DOTALL):
             found.append(f"{name}=[]")

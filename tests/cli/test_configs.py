@@ -12,6 +12,7 @@ from embeddings.cli.configs import (
     expand_recipe,
     located,
     parse_yaml,
+    read_config,
     read_recipes,
     read_yaml,
 )
@@ -77,6 +78,10 @@ def test_a_file_that_cannot_be_read_is_one_line(content, says, tmp_path):
 
 
 TABLE = "lightning_configs/recipes.csv"
+
+
+def test_a_config_may_be_text_that_is_too_long_for_a_name():
+    assert read_config(f"{{data: {'x' * 5000}}}") == {"data": "x" * 5000}
 
 
 def test_a_recipe_expands_to_its_configs_in_place(tmp_path):

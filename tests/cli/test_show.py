@@ -339,6 +339,7 @@ def test_a_page_lies_in_the_run_unless_named(tmp_path, capsys, monkeypatch):
     [
         ("anchor-tokens --model mean", "texts"),
         ("anchor-tokens --model mean TEXT --axis both", "axis"),
+        ("anchor-tokens --model mean TEXT --layers []", "pooling.layers must name a layer"),
         ("anchor-tokens --model mean TEXT --layers 9", "among the 2 attention layers"),
         ("anchor-tokens --model mean TEXT --output .", "--output .: is a directory; name an HTML file"),
         ("latent-attention --model latent TEXT --num-latents 65", "num_latents must be from 1 to 64"),

@@ -7,10 +7,11 @@ import pytest
 
 from embeddings.common import InputError
 from embeddings.common.io import text_hash
+from embeddings.data.sources import SourceConfig
+from embeddings.data.store import open_cached
 from embeddings.mining import pair_index
-from embeddings.mining.pair_index import index_pairs
+from embeddings.mining.pair_index import equal_hashes, index_pairs
 from tests.data.rows import labelled, write_jsonl
-from tests.mining.pair_sources import source
 
 ROWS = [
     {"query": "q0", "positive": "a"},
@@ -28,6 +29,12 @@ CORPUS = [
 ]
 
 
+def source(folder, rows=ROWS, **options):
+    return open_cached(
+        SourceConfig("pairs", str(write_jsonl(folder / "pairs.jsonl", rows)), **options), folder / "cache"
+    )
+
+
 def reference(rows, corpus):
     """The documents in order of first appearance, and each row's positives, in plain Python."""
     documents, positives = {}, []
@@ -43,9 +50,9 @@ def reference(rows, corpus):
 
 @pytest.mark.parametrize("negatives", [None, [["x", "c "], [], ["a", "y", "x"], ["z"]]])
 @pytest.mark.parametrize("corpus", [[], CORPUS])
-@pytest.mark.parametrize("block", [1, 3, 1 << 11])
+@pytest.mark.parametrize("block", [1, 2, 3, 1 << 16])
 def test_the_index_equals_a_loop_over_the_texts(negatives, corpus, block, tmp_path, monkeypatch):
-    monkeypatch.setattr(pair_index, "_TEXT_ROWS", block)
+    monkeypatch.setattr(pair_index, "BLOCK", block)
     given = negatives or [[]] * 4
     rows = [{**row, "negatives": texts} for row, texts in zip(ROWS, given, strict=True)]
     path = write_jsonl(tmp_path / "corpus.jsonl", corpus) if corpus else None
@@ -57,6 +64,7 @@ def test_the_index_equals_a_loop_over_the_texts(negatives, corpus, block, tmp_pa
     assert index.source.table.queries(range(4)) == [row["query"] for row in ROWS]
     assert index.document_hashes.tolist() == [text_hash(text) for text in documents]
     assert index.positive_rows.dtype == np.int32
+    assert not list((tmp_path / "index").glob("*.bin"))
     if negatives is not None:
         found = [index.negative_rows[slice(*index.negative_offsets[row : row + 2])].tolist() for row in range(4)]
         assert found == [[documents.index(text.strip()) for text in texts] for texts in given]
@@ -76,17 +84,31 @@ def test_an_index_with_negatives_is_not_taken_for_one_without(tmp_path):
 
 def test_negatives_that_no_row_has_are_refused_and_leave_nothing(tmp_path):
     with pytest.raises(InputError, match="no row has negatives; leave out the option negatives"):
-        index_pairs(source(tmp_path, ROWS), tmp_path / "index", negatives=True)
+        index_pairs(source(tmp_path), tmp_path / "index", negatives=True)
     assert not (tmp_path / "index").exists()
 
 
 def test_an_index_of_before_negatives_could_be_documents_is_still_good(tmp_path):
-    pairs = source(tmp_path, ROWS)
+    pairs = source(tmp_path)
     key = index_pairs(pairs, tmp_path / "index").key
     manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
     del manifest["negatives"]
     (tmp_path / "index" / "manifest.json").write_text(json.dumps(manifest))
     assert index_pairs(pairs, tmp_path / "index").key == key
+
+
+@pytest.mark.parametrize("part", [1, 4, 32, 1000])
+def test_equal_hashes_are_neighbours_in_one_part_whatever_its_size(part):
+    generator = np.random.default_rng(0)
+    hashes = generator.integers(-(2**63), 2**63 - 1, 40)[generator.integers(0, 40, 300)]
+    groups, parts = {}, 0
+    for entries, is_first in equal_hashes(hashes, part):
+        parts += 1
+        for entry, starts in zip(entries.tolist(), is_first.tolist(), strict=True):
+            assert starts == (hashes[entry] not in groups)
+            groups.setdefault(hashes[entry], []).append(entry)
+    assert parts > 1 or part == 1000
+    assert sorted(groups.values()) == sorted(np.flatnonzero(hashes == value).tolist() for value in set(hashes))
 
 
 @pytest.mark.parametrize("rows", [range(4), range(1, 2), range(2, 4)])
@@ -111,7 +133,13 @@ TITLED = [
 ]
 
 
-def test_a_text_behind_a_title_is_known_where_the_text_alone_is_and_the_other_way_round(tmp_path):
+@pytest.mark.parametrize("block", [1, 3, 1 << 16])
+@pytest.mark.parametrize("part", [1, 1 << 22])
+def test_a_text_behind_a_title_is_known_where_the_text_alone_is_and_the_other_way_round(
+    block, part, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(pair_index, "BLOCK", block)
+    monkeypatch.setattr(pair_index.equal_hashes, "__defaults__", (part,))
     rows = [*ROWS, {"query": "titled", "positive": "V b"}]
     index = index_pairs(source(tmp_path, rows), tmp_path / "index", write_jsonl(tmp_path / "corpus.jsonl", TITLED))
     known = index.known_positives(np.arange(5))
@@ -127,12 +155,13 @@ def test_a_text_behind_a_title_is_known_where_the_text_alone_is_and_the_other_wa
         {"V b", "b"},
     ]
     assert len(np.unique(np.stack([known.group_P, known.row_P]), axis=1).T) == len(known.row_P)
+    assert not any(path.suffix == ".bin" for path in (tmp_path / "index").iterdir())
 
 
 def test_a_finished_index_is_opened_and_another_input_refused(tmp_path, monkeypatch):
-    pairs = source(tmp_path, ROWS)
+    pairs = source(tmp_path)
     index_pairs(pairs, tmp_path / "index")
-    monkeypatch.setattr(pair_index, "_write_documents", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(pair_index, "_write_rows", lambda *_: pytest.fail("made again"))
     assert index_pairs(pairs, tmp_path / "index").num_documents == 4
     with pytest.raises(InputError, match="field 'corpus_sha256'"):
         index_pairs(pairs, tmp_path / "index", write_jsonl(tmp_path / "corpus.jsonl", CORPUS))
@@ -145,7 +174,7 @@ def test_a_finished_index_is_opened_and_another_input_refused(tmp_path, monkeypa
 def test_a_corpus_that_cannot_be_used_leaves_nothing(content, tmp_path):
     (tmp_path / "corpus.jsonl").write_text(content)
     with pytest.raises(InputError, match=r"corpus\.jsonl:1"):
-        index_pairs(source(tmp_path, ROWS), tmp_path / "index", tmp_path / "corpus.jsonl")
+        index_pairs(source(tmp_path), tmp_path / "index", tmp_path / "corpus.jsonl")
     assert not (tmp_path / "index").exists()
 
 

@@ -142,11 +142,6 @@ def test_what_is_no_address_is_refused(endpoint):
         ChatClient(endpoint, Sampling("m"))
 
 
-def test_a_temperature_that_is_no_number_is_refused():
-    with pytest.raises(OptionError, match="temperature"):
-        Sampling("m", float("nan"))
-
-
 def test_a_missing_client_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(MissingExtraError, match=r"pip install -e '.\[synthesis\]'"):
@@ -299,7 +294,14 @@ def test_a_rate_holds_over_retries(tmp_path):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Limits(max_retries=-1), "max_retries"),
+        (lambda: Sampling("m", -0.1), "temperature must lie between 0 and 2"),
+        (lambda: Sampling("m", float("nan")), "temperature must lie between 0 and 2"),
+        (lambda: Sampling("m", max_answer_tokens=0), "max_answer_tokens must be >= 1"),
+        (lambda: Sampling("m", extra_body={"n": 2}), "extra_body must not set"),
+        (lambda: Limits(concurrency=0), "concurrency must be >= 1"),
+        (lambda: Limits(max_retries=-1), "max_retries must be >= 0"),
+        (lambda: Limits(requests_per_minute=0), "requests_per_minute must be > 0"),
+        (lambda: Budget(token_budget=0), "token_budget must be >= 1"),
         (lambda: Budget(None, 1.0), "price_per_million_prompt_tokens needs the other price"),
         (lambda: Budget(None, -1.0, 1.0), "price_per_million_prompt_tokens must be >= 0"),
     ],
