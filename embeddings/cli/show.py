@@ -417,7 +417,7 @@ def clusters(
     if not folder.is_dir():
         fix = "name the vectors of the same source, which `cluster --model` writes"
         raise InputError(f"--vectors {vectors or folder.name}", "no such folder", fix)
-    kept = SurrogateVectors(folder, found.source_key)
+    kept = SurrogateVectors(folder, found.source_key, check_vectors=False)
     points = draw_cluster_points(found, kept, num_clusters, rows_per_cluster, seed)
     title = f"{one_line(clusters.absolute().name, 40)}: {len(points.clusters)} of {found.num_clusters:,} clusters"
     subtitle = (

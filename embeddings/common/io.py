@@ -336,6 +336,8 @@ def load_array(path: Path, hint: str, mapped: bool = False) -> Any:
 
 # Of the squared length, after rounding to float32.
 UNIT_TOLERANCE = 1e-3
+# What a manifest says of a folder whose every vector was checked before it was written.
+CHECKED = "directions_checked"
 
 
 def check_vectors(

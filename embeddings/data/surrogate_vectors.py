@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError
-from embeddings.common.io import UNIT_TOLERANCE, check_manifest, check_vectors, load_array
+from embeddings.common.io import CHECKED, UNIT_TOLERANCE, check_manifest, check_vectors, load_array
+from embeddings.common.jobs import progress_bar
 
 # Files that a process holds mapped at once: a system allows some 65,000 maps, and large sources have more shards.
 _MAPPED_SHARDS = 512
+_CHECKED_ROWS = 8192
 _FIX = "encode the pairs of this source again"
 
 Vectors = npt.NDArray[np.float32]
@@ -25,10 +27,11 @@ class SurrogateVectors:
     The folder holds `index/` (which documents are whose positives and negatives), `queries/` and `documents/` (shards
     of vectors). It travels to another process by its name and is opened there again.
 
-    Opening reads the header of every shard, some 0.1 ms each. A vector is checked when it is drawn, in 1 microsecond.
+    Opening reads the header of every shard, some 0.1 ms each, and all vectors of shards that are not older than the
+    manifest, which says that the job checked them. A vector is checked again when it is drawn, in 1 microsecond.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], source_key: str) -> None:
+    def __init__(self, folder: str | os.PathLike[str], source_key: str, check_vectors: bool = True) -> None:
         self.folder, self.source_key = Path(folder), source_key
         index = self.folder / "index"
         fields = check_manifest(index, {"kind": "pair_index", "source_key": source_key})
@@ -38,9 +41,13 @@ class SurrogateVectors:
         self._document_shards = _Shards(self.folder / "documents", "document vectors", source_key)
         if self._query_shards.width != self._document_shards.width:
             raise InputError(str(self.folder), "queries and documents are not of one width", _FIX)
+        if check_vectors:
+            self._query_shards.check()
+            self._document_shards.check()
 
-    def __reduce__(self) -> tuple[type["SurrogateVectors"], tuple[Path, str]]:
-        return SurrogateVectors, (self.folder, self.source_key)
+    def __reduce__(self) -> tuple[type["SurrogateVectors"], tuple[Path, str, bool]]:
+        """The folder and the key alone; its vectors are checked by now."""
+        return SurrogateVectors, (self.folder, self.source_key, False)
 
     @property
     def width(self) -> int:
@@ -88,8 +95,9 @@ class _Shards:
         fields = check_manifest(folder, {"kind": kind, "source_key": source_key, "complete": True})
         self.folder, self.width = folder, fields.integer("embedding_dim", least=1)
         self.num_rows, self.shard_size = fields.integer("num_rows"), fields.integer("shard_size", least=1)
-        for shard in range(-(-self.num_rows // self.shard_size)):
-            self._check_shape(shard)
+        self._checked_ns = (folder / "manifest.json").stat().st_mtime_ns if fields.get(CHECKED) else 0
+        # Shards whose vectors no job has checked: written otherwise, or after the manifest.
+        self._unchecked = [s for s in range(-(-self.num_rows // self.shard_size)) if not self._was_checked(s)]
         self._load = lru_cache(_MAPPED_SHARDS)(self._map)
 
     def __getitem__(self, row: int) -> Vectors:
@@ -102,18 +110,29 @@ class _Shards:
             check_vectors(vector[None], str(self.folder / _file(shard)), place, unit=True)
         return vector
 
+    def check(self) -> None:
+        """Read every vector that no job has checked, with progress and the time left on standard error."""
+        with progress_bar(None, f"checking {self.folder}", "shard", iterable=self._unchecked) as shards:
+            for shard in shards:
+                vector_ND = self._map(shard)
+                for start in range(0, len(vector_ND), _CHECKED_ROWS):
+                    block_nD = vector_ND[start : start + _CHECKED_ROWS]
+                    check_vectors(block_nD, str(self.folder / _file(shard)), start, unit=True)
+
     def _map(self, shard: int) -> Vectors:
         return np.asarray(_mapped(self.folder / _file(shard)))
 
-    def _check_shape(self, shard: int) -> None:
-        """Check a shard's size and shape, not its vectors."""
+    def _was_checked(self, shard: int) -> bool:
+        """Check a shard's size and shape, not its vectors; returns whether a manifest newer than it checked these."""
         path, found = self.folder / _file(shard), _mapped(self.folder / _file(shard))
         expected = (min(self.shard_size, self.num_rows - shard * self.shard_size), self.width)
         if found.shape != expected or found.dtype != np.float32:
             what = f"holds {found.dtype} of shape {found.shape}, expected float32 of shape {expected}"
             raise InputError(str(path), what, _FIX)
-        if path.stat().st_size != found.offset + found.nbytes:
+        status = path.stat()
+        if status.st_size != found.offset + found.nbytes:
             raise InputError(str(path), f"holds more than its {expected[0]} vectors", _FIX)
+        return status.st_mtime_ns < self._checked_ns
 
 
 def _file(shard: int) -> str:

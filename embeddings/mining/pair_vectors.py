@@ -12,7 +12,7 @@ import numpy.typing as npt
 from numpy.lib.format import open_memmap
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import atomic_path, check_manifest, check_vectors, file_lock, text_hash
+from embeddings.common.io import CHECKED, atomic_path, check_manifest, check_vectors, file_lock, text_hash
 from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, progress_bar, require_shard_size, save_array
 from embeddings.common.process import logger
 from embeddings.common.text import INSTRUCTION, GivenPrompt, PromptChoice, TextRole, choose_prompt, instruction_prompt
@@ -300,8 +300,8 @@ def _encode_side(
                 bar.update()
     # All shards, or those that other tasks have left.
     job.run(lambda shard, path: maker.write(encoder, texts(shard), path), task, take_over=True)
-    # Each shard's vectors were checked as it was made: an earlier version of training reads them through without this.
-    job.finish(lambda: {"directions_checked": True})
+    # Each shard's vectors were checked as it was made, so training need not read them through.
+    job.finish(lambda: {CHECKED: True})
     return budget
 
 

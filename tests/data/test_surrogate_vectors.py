@@ -1,17 +1,19 @@
-"""The surrogate's vectors of rows, from the folder to the batch, and damage that is refused."""
-
 import json
+import math
+import os
 import pickle
 
 import numpy as np
 import pytest
+import torch
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.io import text_hash
+from embeddings.common.io import CHECKED, text_hash, write_manifest
 from embeddings.data import EmbeddingDataModule, Mixture, PlanEntry, SourceConfig, SourceDataset, surrogate_vectors
 from embeddings.data.samplers.base import LevelRule
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.data.tokenize import ContrastiveCollator, TextSettings, TextTokenizer
+from embeddings.losses import InfoNCE, SurrogateFilter
 from tests.data.rows import dataset, pairs
 from tests.data.surrogates import number_of, write_surrogates
 from tests.helpers.refusals import refused
@@ -37,24 +39,30 @@ def documents_of(plain):
     return list(dict.fromkeys(text for row in range(8) for text in plain.cached.table.row(row).positives))
 
 
-def test_every_row_has_the_vectors_of_its_query_and_positives(plain, tmp_path):
+def test_every_row_has_the_vectors_of_its_query_and_positives(plain, tmp_path, monkeypatch):
     vectors = SurrogateVectors(write_surrogates(tmp_path / "s", plain.cached), plain.cached.folder.name)
     documents = documents_of(plain)
     assert vectors.width == 4
-    for each in (vectors, pickle.loads(pickle.dumps(vectors))):
+    with monkeypatch.context() as patch:
+        # A worker does not read again what its parent checked.
+        patch.setattr(surrogate_vectors._Shards, "check", lambda _: pytest.fail("read"))
+        copied = pickle.loads(pickle.dumps(vectors))
+    for each in (vectors, copied):
         for row in range(8):
             assert number_of(each.query(row)) == row + 0.25
             expected = [documents.index(text) for text in plain.cached.table.row(row).positives]
             assert number_of(each.positives(row)).tolist() == expected
 
 
-def test_the_vectors_that_the_jobs_write_are_read(plain, tmp_path):
+def test_the_vectors_that_the_jobs_write_are_read_and_vouched_for(plain, tmp_path):
     from embeddings.inference import Encoder
     from embeddings.mining.pair_vectors import encode_pairs
     from tests.inference.models import tiny_embedder
 
     encoder = Encoder(tiny_embedder(), precision="float32")
     written = encode_pairs(encoder, plain.cached, tmp_path / "s", shard_size=3, negatives=True)
+    for name in ("queries", "documents"):
+        assert json.loads((tmp_path / "s" / name / "manifest.json").read_text())[CHECKED] is True
     vectors = SurrogateVectors(tmp_path / "s", plain.cached.folder.name)
     assert vectors.width == written.query_shards.embedding_dim
     queries, documents = (np.concatenate(list(shards)) for shards in (written.query_shards, written.document_shards))
@@ -95,6 +103,27 @@ def test_the_negatives_of_a_level_have_their_own_vectors(tmp_path):
             for count in (1, 2, 4):
                 found = number_of(example.surrogate_negatives(count)).tolist()
                 assert found == [number[text] for text in texts[:count]]
+
+
+def test_the_filter_takes_out_other_queries_hard_negatives_and_spares_a_querys_own(tmp_path):
+    rows = [
+        {"query": "query 0", "positive": "positive 0", "negatives": ["copy of 1", "own copy of 0"]},
+        {"query": "query 1", "positive": "positive 1", "negatives": ["copy of 0", "own copy of 1"]},
+    ]
+    plain = dataset(tmp_path, rows)
+    folder = write_surrogates(tmp_path / "s", plain.cached, width=2, shard_size=9, negatives=True)
+    # Two positives, then the negatives of row 0 and of row 1: which query each of them answers.
+    answers = [0, 1, 1, 0, 0, 1]
+    np.save(folder / "queries" / "vectors-00000.npy", np.eye(2, dtype=np.float32))
+    np.save(folder / "documents" / "vectors-00000.npy", np.eye(2, dtype=np.float32)[answers])
+    source = with_vectors(plain, folder)
+    collate = ContrastiveCollator(TextTokenizer(wordpiece_tokenizer(), TextSettings()), 2, 2)
+    batch = collate([source[PlanEntry(row, 0)] for row in range(2)])
+    vectors = torch.eye(2, dtype=torch.float64)
+    # Scores are 1 where a document answers and 0 elsewhere: beside the positive, three others score 0 and two score 1.
+    for rule, num_left in ((None, 2), (SurrogateFilter(), 1), (SurrogateFilter(spare_own_negatives=False), 0)):
+        loss = InfoNCE(1.0, false_negative_filter=rule)(vectors, vectors[answers], batch).loss.item()
+        assert loss == pytest.approx(math.log(1 + num_left + 3 / math.e))
 
 
 @pytest.mark.parametrize(("has_vectors", "num_negatives"), [(False, 1), (False, 0), (True, 1)])
@@ -166,7 +195,27 @@ def test_a_vector_without_direction_is_named_by_shard_and_row(role, value, kind,
     vectors = np.load(path)
     vectors[2] = value
     np.save(path, vectors)
-    opened = SurrogateVectors(tmp_path / "s", plain.cached.folder.name)
+    expected = rf"{role}/vectors-00001\.npy:2: the vector is {kind}; check its text"
+    refused(InputError, expected, with_vectors, plain, tmp_path / "s")
+    # What goes wrong after the start is found when it is drawn.
+    opened = SurrogateVectors(tmp_path / "s", plain.cached.folder.name, check_vectors=False)
     assert (opened.query(0) @ opened.query(0), opened.positives(0).shape) == (pytest.approx(1), (2, 4))
-    with pytest.raises(InputError, match=rf"{role}/vectors-00001\.npy:2: the vector is {kind}; check its text"):
+    with pytest.raises(InputError, match=expected):
         [(opened.query(row), opened.positives(row)) for row in range(8)]
+
+
+def test_vectors_that_the_job_checked_are_not_read_again_but_those_written_later_are(plain, tmp_path, monkeypatch):
+    folder = write_surrogates(tmp_path / "s", plain.cached)
+    for name in ("queries", "documents"):
+        manifest = json.loads((folder / name / "manifest.json").read_text())
+        write_manifest(folder / name, {**manifest, CHECKED: True})
+        os.utime(folder / name / "manifest.json", ns=(2 * 10**18, 2 * 10**18))
+    read, real = [], surrogate_vectors._Shards._map
+    monkeypatch.setattr(surrogate_vectors._Shards, "_map", lambda self, shard: read.append(shard) or real(self, shard))
+    with_vectors(plain, folder)
+    assert read == []
+    path = folder / "documents" / "vectors-00002.npy"
+    np.save(path, 0 * np.load(path))
+    os.utime(path, ns=(3 * 10**18, 3 * 10**18))
+    refused(InputError, r"documents/vectors-00002\.npy:0: the vector is zero", with_vectors, plain, folder)
+    assert read == [2]
