@@ -1,4 +1,4 @@
-"""Configs as people hand them on: how their YAML is read, what they may import, and the recipes that combine them."""
+"""Config files: reading their YAML safely, restricting what they may import, and expanding recipes."""
 
 import csv
 import functools
@@ -20,10 +20,10 @@ from embeddings.common.errors import CHECKOUT, PACKAGE, shown
 from embeddings.common.text import one_line
 
 FOLDER = "lightning_configs"
-# Where the library's configs lie: in a checkout's top folder, or inside the installed package.
+# The library's configs: in the top folder of a checkout, or inside the installed package.
 CONFIGS = (CHECKOUT or PACKAGE) / FOLDER
 RECIPES = f"{FOLDER}/recipes.csv"
-# Packages that a config may name classes of, beside those that this variable adds.
+# Configs may name classes of the packages in `ALLOWED` and of those in this environment variable.
 VARIABLE = "EMBED_IMPORTS"
 ALLOWED = (
     *(f"embeddings.{name}" for name in embeddings.__all__),
@@ -46,7 +46,7 @@ ALLOWED = (
     "torch.nn",
     "torch.optim",
 )
-# A few lines of aliases can stand for billions of values; these many may stand beyond those that are written out.
+# Maximum number of values that come from YAML aliases: a few lines of nested aliases can expand to billions.
 MAX_ALIASED_VALUES = 10_000
 
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
@@ -57,8 +57,8 @@ _FILE_NAME = re.compile(r"[^{\n]+")
 def restrict_imports() -> None:
     """Restrict what the parsers import to `ALLOWED` and the packages in `$EMBED_IMPORTS`, separated by commas.
 
-    A class path in a config is a call of whatever it names. jsonargparse checks both the path as written and the module
-    that defines the object, so none of our modules leads to another library's objects.
+    A class path in a config calls the object that it names. jsonargparse checks the path as written and the module that
+    defines the object, so a config cannot reach another library's objects through one of our modules.
     """
     try:
         set_parsing_settings(
@@ -67,18 +67,18 @@ def restrict_imports() -> None:
             instantiate_subclass_spec_in_any=False,
         )
     except ValueError as error:
-        rule = "is no list of packages as one imports them"
+        rule = "is not a comma-separated list of package names"
         raise UserError(f"{VARIABLE}={os.environ[VARIABLE]} {rule}; write my_package, or unset it") from error
 
 
 def may_import(path: str) -> bool:
-    """Whether a config may name the object of this path, as far as the path tells."""
+    """Whether the allow-list permits this import path in a config."""
     return any(path == allowed or path.startswith(f"{allowed}.") for allowed in (*ALLOWED, *_trusted()))
 
 
 def check_functions(argv: Sequence[str], parsed: Any) -> None:
-    """Refuse options that name a function: a callback would call it with whatever its hook receives."""
-    # Functions that are a class's own default occur in neither.
+    """Refuse options that name a function: a callback would call it with its hook's arguments."""
+    # A function that is only a class's default value is neither in the arguments nor in a config.
     text = repr([*argv, *(content for path in config_paths(argv) for _, content in configs_of(path))])
     for function in _functions(parsed):
         name = getattr(function, "__qualname__", type(function).__name__)
@@ -91,7 +91,7 @@ def check_functions(argv: Sequence[str], parsed: Any) -> None:
 
 
 def _functions(value: Any) -> Iterator[Any]:
-    """The functions in a value, at any depth."""
+    """The functions inside a value, at any depth."""
     if isinstance(value, Namespace):
         value = vars(value)
     if isinstance(value, dict):
@@ -108,20 +108,21 @@ def _trusted() -> list[str]:
 
 
 def located(path: str) -> str:
-    """Where a config lies: at its path, or in the library's own folder, so that its names work from any folder."""
-    own = CONFIGS.parent / path
-    return str(own) if Path(path).parts[:1] == (FOLDER,) and not _is_file(path) and _is_file(str(own)) else path
+    """The path of a config: as written, or else inside the library, so that `lightning_configs/…` works anywhere."""
+    in_library = CONFIGS.parent / path
+    is_library_name = Path(path).parts[:1] == (FOLDER,)
+    return str(in_library) if is_library_name and not _is_file(path) and _is_file(str(in_library)) else path
 
 
 def read_recipes(path: str = RECIPES) -> dict[str, dict[str, str]]:
-    """The rows of the recipe table by name; an empty value means not run."""
+    """The rows of the recipe table by name; an empty value means that it was not measured."""
     with open(located(path), encoding="utf-8", newline="") as file:
         return {row["recipe"]: row for row in csv.DictReader(file)}
 
 
 def expand_recipe(argv: Sequence[str], path: str = RECIPES) -> list[str]:
-    """Replace `--recipe NAME` by the `--config` options of that row; other arguments keep their place."""
-    position = next((place for place, word in enumerate(argv) if re.match("--recipe(=|$)", word)), None)
+    """Replace `--recipe NAME` by the `--config` options of that row; other arguments keep their order."""
+    position = next((index for index, word in enumerate(argv) if re.match("--recipe(=|$)", word)), None)
     if position is None:
         return list(argv)
     name, end = argv[position].partition("=")[2], position + 1
@@ -130,7 +131,7 @@ def expand_recipe(argv: Sequence[str], path: str = RECIPES) -> list[str]:
             raise ConfigError(f"--recipe needs a name; {path} lists them")
         name, end = argv[end], end + 1
     if not _is_file(located(path)):
-        raise ConfigError(f"--recipe: {path} is missing; install the library anew, or give --config")
+        raise ConfigError(f"--recipe: {path} is missing; reinstall the library, or give --config")
     recipes = read_recipes(path)
     if name not in recipes:
         near = get_close_matches(name, recipes, n=3)
@@ -141,105 +142,107 @@ def expand_recipe(argv: Sequence[str], path: str = RECIPES) -> list[str]:
 
 
 def check_configs(argv: Sequence[str]) -> None:
-    """Refuse configs that each choose a method, or drop an earlier one's callbacks.
+    """Refuse two configs that choose a method, and a config that drops callbacks of an earlier one.
 
-    The second method would inherit the first's nested arguments, and the run would lose its checkpoints, in silence.
+    Without this check the second method would silently inherit nested arguments of the first, and the run would
+    silently lose its checkpoints.
     """
     configs = [config for path in config_paths(argv) for config in configs_of(path)]
     chosen = [path for path, content in configs if chooses(content, "model")]
     if len(chosen) > 1:
-        raise ConfigError(f"{chosen[0]} and {chosen[1]} both choose model.class_path; give one method config a run")
+        raise ConfigError(f"{chosen[0]} and {chosen[1]} both choose model.class_path; give only one method config")
     for part in ("model", "data"):
         if not any(re.match(rf"--{part}(\.class_path)?(=|$)", word) for word in argv):
             _check_order(part, configs)
-    kept: list[str] = []
+    callbacks: list[str] = []
     for path, content in configs:
         trainer = content.get("trainer")
         for key, value in trainer.items() if isinstance(trainer, Mapping) else ():
-            given = [class_name(each) for each in (value if isinstance(value, list) else [value]) if each is not None]
+            names = [class_name(each) for each in (value if isinstance(value, list) else [value]) if each is not None]
             if key == "callbacks+":
-                kept += given
+                callbacks += names
             elif key == "callbacks":
-                dropped = [name for name in kept if name not in given]
-                if given and dropped:
+                dropped = [name for name in callbacks if name not in names]
+                if names and dropped:
                     hint = "write callbacks+: to add to them, or callbacks: [] above callbacks+: to drop them"
                     what = f"trainer.callbacks drops {', '.join(dropped)} of an earlier config"
                     raise ConfigError(f"{path}: {what}; {hint}")
-                kept = given
+                callbacks = names
 
 
 def _check_order(part: str, configs: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Refuse a config with arguments of a class that only a later one chooses, or none."""
-    for place, (path, content) in enumerate(configs):
+    """Refuse a config that sets arguments of a class before any config chooses the class."""
+    for position, (path, content) in enumerate(configs):
         if chooses(content, part):
             return
         if isinstance(value := content.get(part), Mapping) and value:
-            later = next((path for path, content in configs[place + 1 :] if chooses(content, part)), None)
+            later = next((path for path, content in configs[position + 1 :] if chooses(content, part)), None)
             other, first = (later, later) if later else ("any config", "one that does")
             what = f"sets {part}.{next(iter(value))} before {other} chooses {part}.class_path"
             raise ConfigError(f"{path}: {what}; give {first} first")
 
 
 def chooses(content: Mapping[str, Any], part: str) -> bool:
-    """Whether a config's content names the class of the model or of the data."""
+    """Whether a config chooses the class of `model` or `data`."""
     value = content.get(part)
     return isinstance(value, str) or (isinstance(value, Mapping) and "class_path" in value)
 
 
 def class_name(part: Any) -> str:
-    """The last name of the class of a part that a config lists."""
+    """The class name, without modules, of a callback or logger in a config."""
     path = part.get("class_path") if isinstance(part, Mapping) else part
     return str(path).rpartition(".")[2]
 
 
 def unfolded(value: Any) -> Any:
-    """The value with each dotted key (`a.b`) as a mapping in a mapping."""
+    """The value with each dotted key (`a.b`) expanded to nested mappings."""
     if isinstance(value, list):
         return [unfolded(element) for element in value]
     if not isinstance(value, Mapping):
         return value
-    found: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for key, content in value.items():
         first, _, rest = str(key).partition(".")
-        inner, other = unfolded({rest: content} if rest else content), found.get(first)
-        found[first] = {**other, **inner} if isinstance(inner, dict) and isinstance(other, dict) else inner
-    return found
+        inner, other = unfolded({rest: content} if rest else content), nested.get(first)
+        nested[first] = {**other, **inner} if isinstance(inner, dict) and isinstance(other, dict) else inner
+    return nested
 
 
 def config_paths(argv: Sequence[str]) -> list[str]:
     """The values of `--config` (or `-c`), in order; `-cFILE` is `-c FILE`."""
-    found = []
+    paths = []
     for word, following in zip(argv, [*argv[1:], ""], strict=False):
         if word in ("--config", "-c"):
-            found.append(following)
+            paths.append(following)
         elif joined := re.match("--config=|-c=?", word):
-            found.append(word[joined.end() :])
-    return [path for path in found if path]
+            paths.append(word[joined.end() :])
+    return [path for path in paths if path]
 
 
 def configs_of(path: str) -> list[tuple[str, dict[str, Any]]]:
-    """A config and those that it names under `config:`, by paths from itself, each with its content, `unfolded`.
+    """A config and the configs that it includes under `config:`, each as (path, `unfolded` content).
 
-    One that gives a mapping which the config it names gives too is refused: the parser would drop the latter.
+    Included paths are relative to the including file. Two of them may not set the same mapping: the parser would drop
+    the included one.
     """
-    found: list[tuple[str, dict[str, Any]]] = []
+    configs: list[tuple[str, dict[str, Any]]] = []
     path = located(path)
-    while path not in (earlier for earlier, _ in found):
+    while path not in (earlier for earlier, _ in configs):
         content = unfolded(read_config(path))
-        for naming, earlier in found:
+        for including, earlier in configs:
             for key, value in content.items():
                 if isinstance(value, dict) and isinstance(earlier.get(key), dict):
-                    what = f"gives {key} beside {path}, which it names and whose {key} would be lost"
-                    raise InputError(f"--config {naming}", what, "name both by --config options, which are merged")
-        found.append((path, content))
-        further = content.get("config")
-        if further is None:
-            return found
-        if not isinstance(further, str):
-            raise InputError(f"--config {path}", "config: must be one file", "name more by further --config options")
-        is_place = _is_file(path) and _FILE_NAME.fullmatch(further)
-        path = os.path.normpath(Path(path).parent / further) if is_place else further
-    raise InputError(f"--config {path}", "names itself", "take its config: away")
+                    what = f"sets {key}, so the {key} of {path}, which it includes, would be lost"
+                    raise InputError(f"--config {including}", what, "give both by --config options, which are merged")
+        configs.append((path, content))
+        included = content.get("config")
+        if included is None:
+            return configs
+        if not isinstance(included, str):
+            raise InputError(f"--config {path}", "config: must be one file", "give more files by --config options")
+        is_path = _is_file(path) and _FILE_NAME.fullmatch(included)
+        path = os.path.normpath(Path(path).parent / included) if is_path else included
+    raise InputError(f"--config {path}", "includes itself", "remove its config: key")
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -248,24 +251,24 @@ def read_config(path: str) -> dict[str, Any]:
     if _is_file(path):
         content = read_yaml(path, where)
     elif _FILE_NAME.fullmatch(path):
-        raise InputError(where, "no such file", f"the library's own lie in {CONFIGS}")
+        raise InputError(where, "no such file", f"the library's configs are in {CONFIGS}")
     else:
         where = "--config"
         content = parse_yaml(path, where)
     if not isinstance(content, dict):
-        raise InputError(where, "holds no options", "write them as OPTION: VALUE")
+        raise InputError(where, "contains no options", "write them as OPTION: VALUE")
     return content
 
 
 def _is_file(value: str) -> bool:
     try:
         return Path(value).is_file()
-    except OSError:  # text that is too long for a name
+    except OSError:  # a config's text, too long for a file name
         return False
 
 
 def read_yaml(path: str | Path, where: str) -> Any:
-    """The content of a YAML file, which messages call `where`; an `InputError` as by `parse_yaml`."""
+    """The content of a YAML file; `where` names it in an `InputError`."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -276,7 +279,7 @@ def read_yaml(path: str | Path, where: str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The content of a YAML text: one document without custom tags, keys given twice, or floods of aliases."""
+    """The content of a YAML text: one document without custom tags, duplicate keys or too many aliased values."""
     try:
         return _PlainLoader(text, where).get_single_data()
     except yaml.MarkedYAMLError as error:
@@ -285,15 +288,15 @@ def parse_yaml(text: str, where: str) -> Any:
     except yaml.YAMLError as error:
         raise InputError(where, f"not a YAML file: {str(error).splitlines()[0]}", "correct the line") from error
     except RecursionError:
-        raise InputError(where, "it is nested too deep, or an alias holds itself", "write it flat") from None
+        raise InputError(where, "is nested too deeply, or an alias contains itself", "flatten it") from None
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """The safe loader without duplicate keys, of which the later one would win, and without floods of aliases."""
+    """The safe loader, which also refuses duplicate keys and more than `MAX_ALIASED_VALUES` aliased values."""
 
     def __init__(self, text: str, where: str) -> None:
         self.where = where
-        # How many values were read and how many of them by aliases; how many each node stands for.
+        # The number of values so far, of those from aliases, and of those inside each node.
         self.num_values = self.num_aliased = 0
         self.sizes: dict[yaml.Node | None, int] = {}
         super().__init__(text)
@@ -307,8 +310,8 @@ class _PlainLoader(yaml.SafeLoader):
             self.num_values += self.sizes[node]
             self.num_aliased += self.sizes[node]
             if self.num_aliased > MAX_ALIASED_VALUES:
-                what = f"its aliases stand for more than {MAX_ALIASED_VALUES:,} values"
-                raise InputError(self.where, what, "write out what they stand for")
+                what = f"its aliases expand to more than {MAX_ALIASED_VALUES:,} values"
+                raise InputError(self.where, what, "write out their values")
             return node
         self.num_values += 1
         self.sizes[node] = self.num_values - before
@@ -317,11 +320,11 @@ class _PlainLoader(yaml.SafeLoader):
             for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
                 name, line = (key.tag, key.value), key.start_mark.line + 1
                 if name in lines:
-                    what = f"the key {key.value!r} stands twice, in lines {lines[name]} and {line}"
+                    what = f"the key {key.value!r} occurs twice, in lines {lines[name]} and {line}"
                     raise InputError(self.where, what, "keep one of them")
                 lines[name] = line
         elif isinstance(node, yaml.ScalarNode) and (found := _NO_TEXT.search(node.value)):
-            problem = "a NUL character" if found[0] == "\0" else "half of a character"
+            problem = "a NUL character" if found[0] == "\0" else "an unpaired surrogate"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
 
@@ -331,6 +334,6 @@ class _PlainLoader(yaml.SafeLoader):
         except (yaml.YAMLError, RecursionError):
             raise
         except Exception as error:  # an impossible date, or a number with too many digits
-            what = f"{shown(node.value, 30)} is no {node.tag.rpartition(':')[2]}"
+            what = f"{shown(node.value, 30)} is not a valid {node.tag.rpartition(':')[2]}"
             detail = f" ({str(error).partition(';')[0]})" if isinstance(error, ValueError) else ""
             raise yaml.MarkedYAMLError(problem=what + detail, problem_mark=node.start_mark) from error

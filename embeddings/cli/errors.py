@@ -1,4 +1,4 @@
-"""How a command ends: one line on standard error, and an exit code that scripts can rely on."""
+"""How a command ends: one line on standard error and a documented exit code."""
 
 import io
 import os
@@ -24,31 +24,34 @@ _DEAD_WORKER = re.compile(
     r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (?:is killed by signal: (\w+)|exited unexpectedly)"
 )
 
-# What gloo, NCCL and torch's store say where another rank has ended.
+# Messages of gloo, NCCL and torch's store after another rank has ended.
 _LOST_RANK = re.compile(
     r"[Cc]onnection (?:was likely )?(?:closed|reset)|remote process exited|remote worker|Broken pipe"
 )
 
-# The functions that do a command's work; errors raised outside of them are about the arguments.
+# The functions that run a command's work; errors raised outside of them are about the arguments.
 _AT_WORK = {("lightning.pytorch.trainer.trainer", "_run_stage"), ("embeddings.cli.main", "call")}
 
 
 class ConfigError(UserError):
-    """A command line or config that does not parse."""
+    """A command line or config that cannot be parsed."""
 
 
 def run_guarded(command: Callable[[], None]) -> int:
-    """Run a command and return its exit code; whatever fails is one line on standard error.
+    """Run a command and return its exit code; each failure is one line on standard error.
 
-    Code 2: a `UserError`, or a file where a folder is needed. 74: a full disk, a refused path or standard output, and
-    what libraries say of a file or a connection. 70: NaN or Inf, and a worker process that died. 130: Ctrl-C. 75 or
-    143: a stop signal. The traceback of any other exception is in a file that the line names; its code is 2 before the
-    command's work has begun, and 70 afterwards.
+    Exit codes:
+        2: A `UserError`, or a file where a folder is needed.
+        70: NaN or Inf, or a worker process that died.
+        74: A full disk, a path or standard output that cannot be written, or a library's file or connection error.
+        75 or 143: A stop signal.
+        130: Ctrl-C.
+        Any other exception: 2 before the command's work has begun, else 70; the line names a file with its traceback.
     """
     _prepare_output()
     code = _run(command)
-    refusal = _unwritten()
-    return _report(_output_line(refusal), EXIT_IO) if refusal is not None and code == EXIT_OK else code
+    output_error = _flush_output()
+    return _report(_output_line(output_error), EXIT_IO) if output_error is not None and code == EXIT_OK else code
 
 
 def _run(command: Callable[[], None]) -> int:
@@ -64,7 +67,7 @@ def _run(command: Callable[[], None]) -> int:
             _say(f"{how}: {one_line(stop.line, limit=600)}")
         return stop.exit_code
     except SystemExit as stop:
-        # Lightning turns Ctrl-C into an exit of its own; the parser ends so behind its help.
+        # Lightning turns Ctrl-C into a SystemExit; the parser raises one after printing its help.
         if isinstance(stop.__context__, KeyboardInterrupt):
             return _report(INTERRUPTED, EXIT_INTERRUPTED)
         if isinstance(stop.code, str):
@@ -72,27 +75,27 @@ def _run(command: Callable[[], None]) -> int:
         return stop.code or EXIT_OK
     except (NotADirectoryError, FileExistsError, IsADirectoryError) as error:
         where = _without_suffix(error.filename or "a path")
-        return _report(f"{where}: {error.strerror}, so nothing can be written there; name another place", EXIT_INPUT)
+        return _report(f"{where}: {error.strerror}, so nothing can be written there; choose another path", EXIT_INPUT)
     except OSError as error:
-        refusal = _unwritten() if error.filename is None else None
-        return _report(_io_line(error) if refusal is None else _output_line(refusal), EXIT_IO)
+        output_error = _flush_output() if error.filename is None else None
+        return _report(_io_line(error) if output_error is None else _output_line(output_error), EXIT_IO)
     except BaseException as error:
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
-        return _unforeseen(error)
+        return _report_unexpected(error)
     return EXIT_OK
 
 
-def _unforeseen(error: BaseException) -> int:
-    """End a command for any other exception: one line, and a file with the traceback."""
-    # torch raises it in the main process as soon as the system reports the death.
+def _report_unexpected(error: BaseException) -> int:
+    """Report any other exception in one line, and write its traceback to a file; returns the exit code."""
+    # torch raises this in the main process when a loader's worker dies.
     dead = _DEAD_WORKER.search(str(error))
     if dead is not None:
-        cause = f"was ended by a signal ({dead[2]})" if dead[2] else "exited"
+        cause = f"was killed by a signal ({dead[2]})" if dead[2] else "exited"
         fix = "lower data.num_workers or data.batch_size if memory ran out, and resume with --ckpt_path"
-        return _report(f"a worker of the loader, process {dead[1]}, {cause}; {fix}", EXIT_INTERNAL)
+        return _report(f"a data loader worker, process {dead[1]}, {cause}; {fix}", EXIT_INTERNAL)
     path = _write_traceback(error)
-    where = f"the traceback is in {path}" if path else "no folder takes its traceback"
+    where = f"the traceback is in {path}" if path else "no folder for its traceback is writable"
     ranks = sys.modules.get("embeddings.strategies.ranks")
     if ranks is not None and isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
         lost = ranks.lost_rank()
@@ -107,7 +110,7 @@ def _unforeseen(error: BaseException) -> int:
 
 
 def _write_traceback(error: BaseException) -> str:
-    """Write an exception's traceback beside the run, or into the temporary folder; returns the file, "" for none."""
+    """Write an exception's traceback to the run's or the temporary folder; returns the file, or ""."""
     text = f"{shlex.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}"
     for folder in (getattr(error, "run_folder", None), None):
         with suppress(OSError):
@@ -119,12 +122,12 @@ def _write_traceback(error: BaseException) -> str:
 
 
 def _io_line(error: OSError) -> str:
-    """What failed and a hint; a library's error without a number says both file and reason in its text."""
+    """The problem and a hint. A library's error without `errno` has the file and the reason in its text."""
     if error.errno is None:
         what = str(error) or type(error).__name__
-        return f"{what}; correct the file or the connection that this names, then run the command again"
+        return f"{what}; correct the named file or connection, then run the command again"
     where = f"{_without_suffix(error.filename)}: " if error.filename else ""
-    return f"{where}{error.strerror}; free or allow the path, then run the command again"
+    return f"{where}{error.strerror}; free space or change permissions, then run the command again"
 
 
 def _without_suffix(path: object) -> str:
@@ -137,38 +140,38 @@ def _report(message: str, code: int) -> int:
 
 
 def _say(line: str) -> None:
-    """Write a line to standard error; where that is full, only the exit code is left."""
+    """Write a line to standard error, unless that fails: then only the exit code reports the error."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
-        _give_up(sys.stderr)
+        _redirect_to_null(sys.stderr)
 
 
 def _prepare_output() -> None:
-    """Let the standard streams take any text: an escape for what their encoding lacks; a closed one takes nothing."""
+    """Escape characters that the standard streams cannot encode, and replace closed streams by the null device."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - it is open as long as the process lives
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the process ends
         elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 
-def _unwritten() -> OSError | None:
-    """Why standard output has not taken all that was printed, None where it has."""
+def _flush_output() -> OSError | None:
+    """Flush standard output; returns the error if that fails."""
     try:
         sys.stdout.flush()
     except OSError as error:
-        _give_up(sys.stdout)
+        _redirect_to_null(sys.stdout)
         return error
     return None
 
 
 def _output_line(error: OSError) -> str:
-    return f"standard output: {error.strerror}; free its disk or give another, then run the command again"
+    return f"standard output: {error.strerror}; free disk space or redirect it, then run the command again"
 
 
-def _give_up(stream: IO[str]) -> None:
-    """Point a stream to the null device: Python would fail again as it flushes the rest at its exit."""
+def _redirect_to_null(stream: IO[str]) -> None:
+    """Redirect a stream to the null device, so that Python's flush at exit does not fail again."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

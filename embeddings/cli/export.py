@@ -59,20 +59,20 @@ def export(
 ) -> None:
     """Write the model of a training checkpoint: a sentence-transformers directory, or a language model's directory.
 
-    The checkpoint says how its module is built. Only this library's classes and PyTorch's optimisers are made from it,
-    and its tensors are read without running any code, so a checkpoint from elsewhere cannot run anything. An embedding
-    model gets a card, `README.md`, with what the checkpoint and the files of its run know of the training, and the
-    `curves.png` that `show curves` drew there.
+    The checkpoint contains its module's config. Only this library's classes and PyTorch's optimisers are instantiated,
+    and tensors are read without running code, so an untrusted checkpoint is safe to export. An embedding model gets a
+    card, `README.md`, with the training facts of the checkpoint and of its run's files, and the run's `curves.png` if
+    `show curves` wrote one.
 
     Args:
         checkpoint: A `.ckpt` file that `fit` wrote.
         output: The directory to write; an existing one is replaced once the new one is complete.
         scores: A JSON file that `evaluate --output` wrote, for the card; `scores.json` in the directory is a copy.
         licence: The model's licence for the card, as the Hub names it (`apache-2.0`).
-        format: `onnx` writes the backbone's graph too, as `onnx/model.onnx`, where sentence-transformers looks for it;
-            for models that load without code of their own. `onnx-int8` writes that and, beside it, the same graph with
-            its linear layers in int8, as `onnx/model_qint8_avx512_vnni.onnx`. `adapter` writes the LoRA matrices
-            unmerged too, as `adapter/` in peft's layout; the model itself has them merged either way.
+        format: `onnx` also writes the backbone's graph, as `onnx/model.onnx`, where sentence-transformers looks for it;
+            only for models that load without custom code. `onnx-int8` also writes that graph with int8 linear layers,
+            as `onnx/model_qint8_avx512_vnni.onnx`. `adapter` also writes the unmerged LoRA matrices, as `adapter/` in
+            peft's layout; the model itself always has them merged.
     """
     from embeddings.interop.onnx import check_onnx
 
@@ -86,13 +86,13 @@ def export(
     set_weights(module, state, str(checkpoint))
     embedder = getattr(module, "embedder", None)
     if embedder is None:
-        given = {"scores": scores, "licence": licence, "format": None if format == "torch" else format}
-        refuse_given(given, "is for embedding models only")
+        options = {"scores": scores, "licence": licence, "format": None if format == "torch" else format}
+        refuse_given(options, "is for embedding models only")
         module.save_pretrained(output)
         print(f"wrote {output}")
         return
     if format == "adapter" and embedder.frozen_base is None:
-        rule = "needs LoRA matrices on a model that has files of its own"
+        rule = "needs LoRA matrices on a base model that is a directory or a Hub id"
         raise OptionError("format", format, rule, "leave it out: the model directory holds all weights")
     if format in ("onnx", "onnx-int8"):
         check_onnx(embedder)
@@ -127,32 +127,32 @@ def push(
 ) -> None:
     """Upload a model directory with its card to the Hugging Face Hub, in one commit.
 
-    Only files of the model go up, with `README.md`, `scores.json` and the licence. The card shows the scores of
-    `scores.json`, which `evaluate --output` wrote. The token is that of `HF_TOKEN` or of `hf auth login`.
+    Only the model's files are uploaded, with `README.md`, `scores.json` and the licence. The card shows the scores of
+    `scores.json`, which `evaluate --output` wrote. The token comes from `HF_TOKEN` or `hf auth login`.
 
     Args:
-        model: The directory.
-        name: The repository, `OWNER/NAME`; `NAME` alone is one of the token's owner.
+        model: The model directory.
+        name: The repository, `OWNER/NAME`; `NAME` alone belongs to the token's owner.
         private: Whether a new repository is private.
-        revision: The branch to commit to, made where it is missing; main where none is given.
+        revision: The branch to commit to, created if it does not exist; default main.
         message: First line of the commit.
-        update: Whether a repository of this name may exist; its model files that the directory lacks are deleted.
+        update: Whether to update an existing repository; its model files that the directory lacks are deleted.
     """
     pushed = push_to_hub(model, name, private=private, revision=revision, message=message, update=update)
     size = f"{pushed.num_bytes / 1e6:,.1f} MB"
     print(f"pushed {len(pushed.files)} files ({size}) to {pushed.url}, commit {pushed.commit[:12]}")
     if pushed.left_out:
-        print(f"left out, since they are no files of the model: {', '.join(pushed.left_out)}")
+        print(f"left out, since they are not files of the model: {', '.join(pushed.left_out)}")
 
 
 def write_graphs(folder: Path, output: Path, *, with_int8: bool) -> list[str]:
-    """Write the ONNX graphs of a model directory, and return a line on each, by the place where it will lie."""
+    """Write the ONNX graphs of a model directory; returns a line on each, with its final path below `output`."""
     from embeddings.interop.onnx import GRAPH_FILE, INT8_GRAPH_FILE, write_int8_onnx, write_onnx
 
     lines = [f"wrote {output / GRAPH_FILE}: {write_onnx(folder)}"]
     if with_int8:
-        told = f"least cosine {write_int8_onnx(folder):.4f} of mean states over texts of random tokens"
-        lines.append(f"wrote {output / INT8_GRAPH_FILE}: {told}")
+        accuracy = f"minimum cosine {write_int8_onnx(folder):.4f} of mean states over texts of random tokens"
+        lines.append(f"wrote {output / INT8_GRAPH_FILE}: {accuracy}")
     return lines
 
 
@@ -166,47 +166,48 @@ def import_checkpoint(
 ) -> None:
     """Write the model directory of a published checkpoint, without running its code.
 
-    Known are NV-Embed v1 and v2, nomic-embed-text-v1, v1.5 and v2-moe, nomic-bert-2048, cde-small v1 and v2, LLM2Vec's
-    adapters, and sentence-transformers directories. Read are config.json, safetensors, the tokenizer and what a
-    sentence-transformers directory says. The checkpoint must be complete and of one family; what it has that the
-    model has no use for is named. An embedding model gets a card, `README.md`, with the source, the licence that the
-    source's own card states, prompts and use. Numbers that the model needs and no file states (cde-small's heads,
-    rotation and windows, the longest text) are printed, and kept in import.json.
+    Supported are NV-Embed v1 and v2, nomic-embed-text-v1, v1.5 and v2-moe, nomic-bert-2048, cde-small v1 and v2,
+    LLM2Vec's adapters, and sentence-transformers directories. Only config.json, safetensors, the tokenizer and the
+    settings of a sentence-transformers directory are read. The checkpoint must be complete; unused tensors are named.
+    An embedding model gets a card, `README.md`, with the source, the licence of the source's card, prompts and usage.
+    Numbers that the model needs but no file states (cde-small's heads, rotation and windows, the maximum length) are
+    printed, and recorded in import.json.
 
     Args:
         source: A directory or Hub id.
         output: The directory to write; an existing one is replaced once the new one is complete.
         revision: Commit, tag or branch of a Hub id.
-        base: What an adapter was trained on, where its files do not say it: directories or Hub ids, the decoder last.
-        known_as: The published name of a model in a directory of another name, whose card uses vectors as no file
-            states: `nomic-embed-text-v1.5` (layer norm and widths) or `nomic-embed-text-v2-moe` (widths).
-        assume: Numbers that no file states, by the names that this command prints: `--assume.num_attention_heads 8`.
+        base: The models that an adapter was trained on, if its files do not say: directories or Hub ids, decoder last.
+        known_as: The published name of a renamed model, if its card defines settings that are in no file:
+            `nomic-embed-text-v1.5` (layer norm and widths) or `nomic-embed-text-v2-moe` (widths).
+        assume: Numbers that no file states, under the names that this command prints: `--assume.num_attention_heads 8`.
     """
     bases = [base] if isinstance(base, str) else base or ()
     made = import_released(source, output, revision, bases, known_as, assume)
     left = made.report.left
-    names = f", left {len(left)} ({', '.join(left[:4])}{', …' if len(left) > 4 else ''})" if left else ", left none"
-    used_as = "" if made.used_as is None else f"; vectors as the card of {made.used_as} has them"
-    print(f"wrote {output} from {made.family}: used {len(made.report.used)} tensors, none missing{names}{used_as}")
+    names = f" ({', '.join(left[:4])}{', …' if len(left) > 4 else ''})" if left else ""
+    unused = f", {len(left) or 'none'} unused{names}"
+    used_as = "" if made.used_as is None else f"; with the vector settings of {made.used_as}'s card"
+    print(f"wrote {output} from {made.family}: used {len(made.report.used)} tensors, none missing{unused}{used_as}")
     if made.assumed:
         numbers = ", ".join(f"{name} {value:g}" for name, value in made.assumed.items())
-        print(f"assumed, since no file states it: {numbers}; --assume.NAME gives another")
+        print(f"assumed, since no file states it: {numbers}; --assume.NAME changes a number")
 
 
 def convert(
     source: str, output: Path, num_positions: int = 2048, rope_theta: float = 10_000.0, keep_head: bool = True
 ) -> None:
-    """Write the rotary model of an XLM-R, RoBERTa or BERT checkpoint.
+    """Replace the learned positions of an XLM-R, RoBERTa or BERT checkpoint by rotary ones.
 
-    All weights but the position table stay, so the model has to get used to its new positions before it is of use:
+    All weights except the position table are copied, so the model must be adapted to its new positions before use: run
     `fit` with `lightning_configs/methods/mlm_adapt.yaml`.
 
     Args:
-        source: A directory or Hub id of XLM-R, RoBERTa or BERT, with its language-model head or without.
+        source: A directory or Hub id of XLM-R, RoBERTa or BERT, with or without its language-model head.
         output: The directory to write; an existing one is replaced once the new one is complete.
-        num_positions: Tokens that the model is meant for; its tokenizer cuts longer texts.
-        rope_theta: Base of the rotation's angles.
-        keep_head: Whether the language-model head goes along, which the adaptation needs.
+        num_positions: Maximum tokens of a text; the tokenizer truncates longer ones.
+        rope_theta: Base of the rotary angles.
+        keep_head: Whether to copy the language-model head, which the adaptation needs.
     """
     made = write_rotary_model(source, output, num_positions, rope_theta, keep_head)
     vocabulary = f"vocabulary of {made.vocabulary_before:,} rows padded to {made.vocabulary_after:,}"
@@ -215,17 +216,17 @@ def convert(
 
 
 def facts_of_checkpoint(state: Mapping[str, Any], run: Path) -> TrainingFacts:
-    """What a checkpoint and its run's folder say of the training; a missing or damaged file says nothing."""
+    """The training facts in a checkpoint and its run's folder; missing and damaged files are skipped."""
     steps = state.get("global_step")
     steps = steps if isinstance(steps, int) else 0
     record: dict[str, Any] = {}
-    known: list[tuple[int, float]] = []
+    validation: list[tuple[int, float]] = []
     with suppress(InputError):
         record = read_run_record(run)
     with suppress(InputError):
         scores = zip(*read_curves(run)[SCORE], strict=True)
-        known = [(step, value) for step, value in scores if step <= steps]
-    return TrainingFacts(state["run_config"], steps, record, known)
+        validation = [(step, value) for step, value in scores if step <= steps]
+    return TrainingFacts(state["run_config"], steps, record, validation)
 
 
 def compress(
@@ -240,24 +241,24 @@ def compress(
     quantization: QuantizationOptions,
     calibration: CalibrationOptions,
 ) -> None:
-    """Prune and quantise the matrices in a model's layers, one layer in memory; the same line resumes after a kill.
+    """Prune and quantise the matrices of a model's layers, layer by layer; to resume, run the same command again.
 
-    Embeddings, norms, pooling and head stay as they are. The output is a model directory with all else that the model's
-    has, and a card that says what was done. What is done so far is in `OUTPUT.work` until the output is complete.
+    Embeddings, norms, pooling and head are unchanged. The output is a model directory with all other files of the
+    model's, and a card that describes the compression. Partial results are in `OUTPUT.work` until it is complete.
 
     Args:
         model: A model directory or Hub id.
         output: The directory to write; it must not exist.
-        data: A retrieval folder, by which the model is scored before and after.
-        format: `onnx` writes the backbone's graph too, `onnx-int8` that and, beside it, one with its linear layers in
-            int8 (see `export`). Graphs of quantised weights compute with the numbers that they stand for.
-        device: Where each layer lies while its turn lasts, `cpu` or `cuda`; a GPU if there is one.
-        retrain: A config of `fit`, or several as `[base.yaml, method.yaml]`, by which the model is trained after
-            pruning and before quantisation. It starts from the pruned model with LoRA that keeps its zeros, and its
-            logger, output and checkpoints lie in `OUTPUT.work`. The pooling must be the model's.
+        data: A retrieval folder on which the model is scored before and after.
+        format: `onnx` also writes the backbone's graph; `onnx-int8` also writes a graph with int8 linear layers (see
+            `export`). Graphs of quantised weights compute with the dequantised values.
+        device: Device on which each layer is compressed, `cpu` or `cuda`; default a GPU if there is one.
+        retrain: A config of `fit`, or several as `[base.yaml, method.yaml]`, to train the model with after pruning and
+            before quantisation. Training starts from the pruned model, with LoRA that preserves its zeros; its logs,
+            output and checkpoints go to `OUTPUT.work`. The config's pooling must be the model's.
         pruning: Which weights become zero.
-        quantization: In which numbers weights are stored.
-        calibration: Which texts show what each layer is given.
+        quantization: The format in which weights are stored.
+        calibration: The texts from which the inputs of each layer are computed.
     """
     from embeddings.interop.onnx import check_onnx
 
@@ -265,7 +266,7 @@ def compress(
     started = time.perf_counter()
     job = Compression(model, output, pruning, quantization, calibration, device)
     if format != "torch":
-        # A model that no graph can be made of is refused before anything is written.
+        # Refuse a model that cannot be exported to ONNX before anything is written.
         check_onnx(load_embedder(str(job.source)))
     before = None if folder is None else score(str(job.source), folder, device)
     seconds = -time.perf_counter()
@@ -282,19 +283,19 @@ def compress(
 
 
 def retraining(configs: list[Path], pruning: PruningOptions) -> Retrain:
-    """What trains a model directory by configs of `fit` and writes another one; refused where nothing is pruned."""
+    """A function that trains a pruned model directory with configs of `fit` and returns the new directory."""
     if pruning.prune is None and pruning.layers is None:
         raise OptionError("retrain", str(configs[0]), "has no effect without --prune or --layers", "use fit")
-    read = [read_config(located(str(path))) for path in configs]
+    contents = [read_config(located(str(path))) for path in configs]
 
     def train(model: Path, work: Path) -> Path:
         from embeddings.cli.fit import run_trainer
 
-        key = sha256(json.dumps([model.name, *read], default=str).encode()).hexdigest()[:12]
+        key = sha256(json.dumps([model.name, *contents], default=str).encode()).hexdigest()[:12]
         folder, target = work / f"retrain-{key}", work / f"retrained-{key}"
         if target.exists():
             return target
-        copies = deepcopy(read)
+        copies = deepcopy(contents)
         exported = [export_to(target, config) for config in copies]
         options: dict[str, Any] = {"initial_model": str(model)}
         if pruning.prune is not None:
@@ -312,13 +313,13 @@ def retraining(configs: list[Path], pruning: PruningOptions) -> Retrain:
 
 
 def export_to(target: Path, config: dict[str, Any]) -> bool:
-    """Have the `ExportModel` of a config write to `target`; returns whether it has one."""
-    trainer, found = config.get("trainer") or {}, False
+    """Redirect the `ExportModel` of a config to `target`; returns whether the config has one."""
+    trainer, has_export = config.get("trainer") or {}, False
     for callback in [*(trainer.get("callbacks") or []), *(trainer.get("callbacks+") or [])]:
         if isinstance(callback, dict) and class_name(callback) == "ExportModel":
             callback["init_args"] = {**callback.get("init_args", {}), "output": str(target), "replace": True}
-            found = True
-    return found
+            has_export = True
+    return has_export
 
 
 def component(class_path: str, **init_args: Any) -> dict[str, Any]:
@@ -334,17 +335,17 @@ def score(model: str, folder: RetrievalFolder, device: str | None) -> float:
 
 
 def compression_table(report: CompressionReport, scores: dict[str, float], seconds: float, total: float) -> str:
-    """What was calibrated on, and size, zeros, score and time as text."""
+    """The calibration texts, and a table of size, zeros, score and time."""
     rows: list[list[object]] = [["", "before", "after"]]
     rows.append(["weights, MB", f"{report.bytes_before / 1e6:,.1f}", f"{report.bytes_after / 1e6:,.1f}"])
     rows.append(["zeros in the layers' matrices", f"{report.zeros_before:.2%}", f"{report.zeros:.2%}"])
     if scores:
         rows.append(["nDCG@10", f"{scores['before']:.4f}", f"{scores['after']:.4f}"])
-    rows.append(["seconds of compression, in all", f"{seconds:.1f}", f"{total:.1f}"])
+    rows.append(["seconds of compression, in total", f"{seconds:.1f}", f"{total:.1f}"])
     lines = [format_table(rows)]
     if report.calibration is not None:
-        about = report.calibration
-        limit = "the model's limits" if about["max_length"] is None else f"at most {about['max_length']} a text"
-        told = f"{about['num_texts']} texts, {about['num_tokens']:,} tokens ({limit}), seed {about['seed']}"
-        lines.insert(0, f"calibrated on {told}")
+        texts = report.calibration
+        limit = "the model's limits" if texts["max_length"] is None else f"at most {texts['max_length']} a text"
+        size = f"{texts['num_texts']} texts, {texts['num_tokens']:,} tokens ({limit})"
+        lines.insert(0, f"calibrated on {size}, seed {texts['seed']}")
     return "\n".join(lines)

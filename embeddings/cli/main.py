@@ -1,4 +1,4 @@
-"""The entry point: the commands, and what a line of arguments runs."""
+"""The entry point: the list of commands, and the parsing and running of one."""
 
 import re
 import sys
@@ -24,12 +24,12 @@ from embeddings.common.process import (
 
 @dataclass(frozen=True)
 class Command:
-    """A function that is a command: its parameters are the options, and so are the fields of its dataclasses."""
+    """A command: a function whose parameters, and the fields of its dataclass parameters, are the options."""
 
     # `module:function`; it is imported only when the command runs.
     target: str
     summary: str
-    # Parameters given by position; the last one is a list where it takes several words, and may be optional.
+    # Positional parameters; the last one may be a list, and may be optional.
     positional: tuple[str, ...] = ()
     is_optional: bool = False
 
@@ -38,56 +38,63 @@ class Command:
         return function
 
 
-# A name of two words is a command and its subcommand.
+# A name of two words is a command with its subcommand.
 COMMANDS = {
-    "prepare": Command("embeddings.cli.prepare:prepare", "a recipe's public data sets, ready to train", ("recipe",)),
-    "prepare docstrings": Command("embeddings.cli.quickstart:docstrings", "a training corpus of installed packages"),
-    "quickstart": Command("embeddings.cli.quickstart:quickstart", "corpus, training, scores and searches in minutes"),
-    "encode": Command("embeddings.cli.retrieval:encode", "texts of a file to vectors in a folder"),
-    "index": Command("embeddings.cli.retrieval:index", "an index of a folder of vectors, for quick searches"),
+    "prepare": Command(
+        "embeddings.cli.prepare:prepare", "make a recipe's training data from public data sets", ("recipe",)
+    ),
+    "prepare docstrings": Command(
+        "embeddings.cli.quickstart:docstrings", "make a training corpus of installed packages"
+    ),
+    "quickstart": Command("embeddings.cli.quickstart:quickstart", "train, evaluate and search in minutes"),
+    "encode": Command("embeddings.cli.retrieval:encode", "encode the texts of a file into a folder of vectors"),
+    "index": Command("embeddings.cli.retrieval:index", "build an index of encoded vectors, for faster search"),
     "search": Command(
-        "embeddings.cli.retrieval:search", "the documents of a corpus nearest to a query", ("query",), is_optional=True
+        "embeddings.cli.retrieval:search",
+        "find the documents of a corpus nearest to a query",
+        ("query",),
+        is_optional=True,
     ),
-    "evaluate": Command("embeddings.cli.retrieval:evaluate", "score a model on evaluation folders or tasks of mteb"),
-    "cluster": Command("embeddings.cli.mining:cluster", "clusters of similar rows, for batches that are hard"),
-    "mine": Command("embeddings.cli.mining:mine", "hard negatives for training records"),
-    "filter": Command("embeddings.cli.mining:filter_records", "the training records that are worth training on"),
-    "synthesize": Command("embeddings.cli.mining:synthesize", "training records that a language model writes"),
-    "export": Command("embeddings.cli.export:export", "a training checkpoint to a model directory"),
-    "push": Command("embeddings.cli.export:push", "a model directory to the Hugging Face Hub", ("model", "name")),
-    "import": Command("embeddings.cli.export:import_checkpoint", "a published checkpoint to a model directory"),
-    "convert": Command("embeddings.cli.export:convert", "a checkpoint with learned positions to one with rotary ones"),
-    "compress": Command("embeddings.cli.export:compress", "a smaller model: weights pruned and in 8 bits"),
+    "evaluate": Command("embeddings.cli.retrieval:evaluate", "score a model on evaluation folders or mteb tasks"),
+    "cluster": Command("embeddings.cli.mining:cluster", "cluster similar records, for hard in-batch negatives"),
+    "mine": Command("embeddings.cli.mining:mine", "mine hard negatives for training records"),
+    "filter": Command("embeddings.cli.mining:filter_records", "remove duplicate and contaminated training records"),
+    "synthesize": Command("embeddings.cli.mining:synthesize", "generate training records with a language model"),
+    "export": Command("embeddings.cli.export:export", "convert a training checkpoint to a model directory"),
+    "push": Command(
+        "embeddings.cli.export:push", "upload a model directory to the Hugging Face Hub", ("model", "name")
+    ),
+    "import": Command("embeddings.cli.export:import_checkpoint", "convert a published checkpoint to a model directory"),
+    "convert": Command("embeddings.cli.export:convert", "replace a checkpoint's learned positions by rotary ones"),
+    "compress": Command("embeddings.cli.export:compress", "prune and quantize a model"),
     "sweep": Command(
-        "embeddings.cli.sweep:sweep", "runs over a grid, a list or random values of config keys", ("file",)
+        "embeddings.cli.sweep:sweep", "train runs over a grid, a list or random values of config keys", ("file",)
     ),
-    "report": Command("embeddings.cli.show:report", "one HTML page about a run", ("run",)),
-    "show curves": Command("embeddings.cli.show:curves", "a picture of the loss and score of runs"),
+    "report": Command("embeddings.cli.show:report", "write an HTML report on a run", ("run",)),
+    "show curves": Command("embeddings.cli.show:curves", "plot the loss and score of runs"),
     "show anchor-tokens": Command(
-        "embeddings.cli.show:anchor_tokens", "a picture of texts by anchor-token-aware pooling's weights", ("texts",)
+        "embeddings.cli.show:anchor_tokens", "show the anchor-token-aware pooling weights of texts", ("texts",)
     ),
     "show latent-attention": Command(
-        "embeddings.cli.show:latent_attention", "a picture of which latents tokens attend to", ("texts",)
+        "embeddings.cli.show:latent_attention", "plot which latents the tokens of texts attend to", ("texts",)
     ),
     "show routing": Command(
         "embeddings.cli.show:routing",
-        "a picture of where a sparse model's tokens go, or of runs' expert loads",
+        "plot how a sparse model routes tokens, or the expert loads of runs",
         ("texts",),
         is_optional=True,
     ),
-    "show contextual-shift": Command(
-        "embeddings.cli.show:contextual_shift", "a picture of vectors that move between contexts"
-    ),
-    "show clusters": Command("embeddings.cli.show:clusters", "a picture of the rows of some clusters"),
-    "show sparsity": Command("embeddings.cli.show:sparsity", "a picture of the zeros in each matrix of a model"),
+    "show contextual-shift": Command("embeddings.cli.show:contextual_shift", "plot how vectors move between contexts"),
+    "show clusters": Command("embeddings.cli.show:clusters", "plot the rows of some clusters"),
+    "show sparsity": Command("embeddings.cli.show:sparsity", "plot the share of zeros in each matrix of a model"),
 }
 TRAINER_COMMANDS = {
     "fit": "train a model from configs (--config FILE, or --recipe NAME)",
-    "plan": "what such a training needs: memory, arithmetic, hours, disk",
+    "plan": "estimate what the same training needs: memory, arithmetic, hours, disk",
 }
-# Lightning's other loops, which no module has, and the command that does their work.
+# Lightning's other loops, which our modules do not implement, and the command to use instead.
 OTHER_LOOPS = {"validate": "evaluate", "test": "evaluate", "predict": "encode"}
-# What commands are called elsewhere.
+# Names of the commands in other tools.
 ALIASES = {"train": "fit", "finetune": "fit", "embed": "encode", "benchmark": "evaluate"}
 
 
@@ -105,9 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Run the command that the process was started with, and exit."""
+    """Run the command of `sys.argv`, and exit with its code."""
     code = main()
-    # The run has ended; a signal during the exit would only change the exit code.
+    # The command has ended: a signal during the exit would only change the exit code.
     ignore_stop_signals()
     raise SystemExit(code)
 
@@ -115,30 +122,30 @@ def run() -> NoReturn:
 def dispatch(argv: list[str]) -> None:
     """Run the command that `argv[0]` names."""
     for word in argv:
-        if re.search(r"[\ud800-\udfff]", word):  # can be neither tokenised nor written
+        if re.search(r"[\ud800-\udfff]", word):  # lone surrogates cannot be encoded as UTF-8
             raise ConfigError(f"{word!r} on the command line is not valid UTF-8; write it as UTF-8")
     name, pair = argv[0], " ".join(argv[:2])
-    kinds = [command.removeprefix(f"{name} ") for command in COMMANDS if command.startswith(f"{name} ")]
+    subcommands = [command.removeprefix(f"{name} ") for command in COMMANDS if command.startswith(f"{name} ")]
     if pair in COMMANDS:
         run_command(pair, argv[2:])
     elif name in COMMANDS:
         run_command(name, argv[1:])
-    elif kinds and argv[1:2] in (["-h"], ["--help"]):
+    elif subcommands and argv[1:2] in (["-h"], ["--help"]):
         print(usage(name))
-    elif kinds:
-        given = f"got {argv[1]!r}" if argv[1:] else "got nothing"
-        raise ConfigError(f"{name}: the next word must be {' or '.join(kinds)}, {given}; {name} --help lists them")
+    elif subcommands:
+        got = f"got {argv[1]!r}" if argv[1:] else "got nothing"
+        raise ConfigError(f"{name}: the next word must be {' or '.join(subcommands)}, {got}; {name} --help lists them")
     elif name in TRAINER_COMMANDS:
         check_variables()
         with handle_preemption():
-            # Lightning and torch load only for the commands that train.
+            # Lightning is imported only by the commands that train.
             target = "plan:plan" if name == "plan" else "plan:check_run" if "--check" in argv else "fit:run_trainer"
             resolve_name(f"embeddings.cli.{target}")(argv)
     elif name in OTHER_LOOPS:
-        raise ConfigError(f"{name}: no module has such a loop; train with fit, use its model with {OTHER_LOOPS[name]}")
+        raise ConfigError(f"{name}: no module has this loop; train with fit, use its model with {OTHER_LOOPS[name]}")
     else:
-        alike = [ALIASES[name]] if name in ALIASES else get_close_matches(name, [*TRAINER_COMMANDS, *COMMANDS], n=1)
-        guess = f"did you mean {alike[0]}? " if alike else ""
+        matches = [ALIASES[name]] if name in ALIASES else get_close_matches(name, [*TRAINER_COMMANDS, *COMMANDS], n=1)
+        guess = f"did you mean {matches[0]}? " if matches else ""
         raise ConfigError(f"there is no command {name[:40]!r}; {guess}--help lists all")
 
 
@@ -153,12 +160,12 @@ def run_command(name: str, argv: Sequence[str]) -> None:
     parser.add_argument("--config", action="config")
     added = parser.add_function_arguments(function, skip={*command.positional, *groups}, fail_untyped=True)
     for group in groups.values():
-        # A field that two dataclasses share is one option.
+        # A field that several dataclasses share is one option.
         added += parser.add_class_arguments(group, None, skip=set(added), fail_untyped=True, instantiate=False)
     for parameter in command.positional:
-        parser.add_argument(parameter, **_by_position(hints[parameter], command.is_optional))
+        parser.add_argument(parameter, **_positional(hints[parameter], command.is_optional))
     words = parser.normalised(argv)
-    for path in config_paths(words):  # refused before the parser reads it
+    for path in config_paths(words):  # check each config before the parser reads it
         configs_of(path)
     options = parser.parse_args(words).as_dict()
     arguments = {key: options[key] for key in [*added, *command.positional] if key in hints}
@@ -168,12 +175,12 @@ def run_command(name: str, argv: Sequence[str]) -> None:
 
 
 def call(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Do a command's work; an exception that passes here comes from the work, not from its options (see `errors`)."""
+    """Run a command's function; `errors` looks for this frame to tell errors of the work from errors in the options."""
     function(**arguments)
 
 
-def _by_position(annotation: Any, is_optional: bool) -> dict[str, Any]:
-    """How the parser takes a parameter by position; one that is left out is not the word null."""
+def _positional(annotation: Any, is_optional: bool) -> dict[str, Any]:
+    """The parser's arguments for a positional parameter; the word `null` is text, not None."""
     if get_origin(annotation) is list:
         return {"type": get_args(annotation)[0], "nargs": "*" if is_optional else "+"}
     if not is_optional:
@@ -183,7 +190,7 @@ def _by_position(annotation: Any, is_optional: bool) -> dict[str, Any]:
 
 
 def usage(first_word: str = "") -> str:
-    """The list of commands, or of those that begin with a word."""
+    """The list of all commands, or of those whose first word is given."""
     line = f"{program()} COMMAND"
     lines = [f"usage: {line} [options]   ({line} --help lists its options)", ""]
     rows = {**TRAINER_COMMANDS, **{name: command.summary for name, command in COMMANDS.items()}}

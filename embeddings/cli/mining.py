@@ -1,4 +1,4 @@
-"""`mine`, `cluster`, `filter` and `synthesize`: jobs that make training records, or choose among them."""
+"""`mine`, `cluster`, `filter` and `synthesize`: jobs that create, select or group training records."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,16 +66,16 @@ SuspectRows = Literal["refuse", "leave_out", "keep"]
 
 @dataclass(frozen=True)
 class JudgeOptions:
-    """What tells how relevant a text is, besides the teachers that choose negatives.
+    """Sources of relevance besides the teachers.
 
     Args:
-        levels: What gives negatives a level from 1, the hardest, to 4, for the curriculum: `quantiles`, quarters of the
-            teacher's similarity over candidates and as many drawn documents; `grades`, human judgments: a step below
-            the positive, further below, irrelevant or not judged, drawn.
+        levels: How negatives get a level from 1, the hardest, to 4, for the curriculum. `quantiles`: quarters of the
+            teacher's similarity over the candidates and as many random documents. `grades`: human judgments, that is
+            one step below the positive, further below, irrelevant or not judged, random.
         judgments: For `grades`, a qrels file (`FOLDER/qrels.tsv`, `FOLDER/qrels/train.tsv`) whose folder's corpus is
-            searched; its queries are found by their text.
-        reranker: A cross-encoder (sentence-transformers), a directory or Hub id, whose scores of positives and chosen
-            negatives are the output's `scores`, which the loss MarginMSE follows.
+            searched. Its queries are matched by their text.
+        reranker: A cross-encoder (sentence-transformers), a directory or Hub id. Its scores of the positives and the
+            chosen negatives become the output's `scores`, the targets of the loss MarginMSE.
     """
 
     levels: Literal["quantiles", "grades"] | None = None
@@ -100,27 +100,27 @@ def mine(
     encoding: EncodingOptions,
     task: TaskOptions,
 ) -> None:
-    """Mine hard negatives that are no hidden positives; the same line resumes after a kill.
+    """Mine hard negatives, without false negatives; to resume, run the same command again.
 
-    Candidates are the documents nearest to each query. Its own positives and its own text are removed, and so is what a
-    teacher scores too near to the positive.
+    Candidates are the documents nearest to each query. The query's own positives and text are removed, and also the
+    candidates whose teacher score is too close to the positive's.
 
     Args:
-        model: A model directory or Hub id, the teacher; several as `[MODEL, MODEL]`, each of which can refuse.
-        input: A file, a glob, a list of these, or `hub:organisation/name`, of what `conversion` says.
-        output: The Parquet or `.jsonl` file to write; `NAME.manifest.json` and the folder of work lie beside it.
-        corpus: A file of more documents, with `text` and an optional `title`, beside the records' positives.
-        columns: Column of a field, for fields whose column has another name.
-        conversion: What the input holds: `pairs`, records with `query` and `positive`; `sts`, rows with `sentence1`,
-            `sentence2` and `score`, of which each pair of a high score becomes two records, one in each direction.
-        min_score: Least score of such a pair; 4 unless given.
-        suspect_rows: What becomes of records that contradict themselves.
-        shard_size: Records of a shard.
-        judge: What tells how relevant a text is, besides the teachers.
-        rules: What makes a candidate a negative.
+        model: The teacher, a model directory or Hub id; several as `[MODEL, MODEL]`, each of which can reject.
+        input: A file, a glob, a list of these, or `hub:organisation/name`; `conversion` describes the rows.
+        output: The Parquet or `.jsonl` file to write, with `NAME.manifest.json` and the working folder beside it.
+        corpus: A file of more candidate documents, with `text` and an optional `title`, besides the records' positives.
+        columns: Column name of each field whose column has a different name.
+        conversion: Format of the input: `pairs`, records with `query` and `positive`; `sts`, rows with `sentence1`,
+            `sentence2` and `score`: each pair with a high score becomes two records, one in each direction.
+        min_score: Minimum score of such a pair; default 4.
+        suspect_rows: How to treat records that contradict themselves.
+        shard_size: Records per shard.
+        judge: Sources of relevance besides the teachers.
+        rules: Which candidates become negatives.
         search: How the nearest documents are found.
-        encoding: How texts become vectors.
-        task: Which part of the work this process does.
+        encoding: How texts are encoded.
+        task: Which share of the work this process does.
     """
     models = [model] if isinstance(model, str) else model
     encoded = encoding.encoded(len(models))
@@ -142,7 +142,7 @@ def mine(
         shard_size=shard_size,
         task=task.resolve(),
     )
-    print("this task's shards are done, others are missing" if report is None else mining_table(report))
+    print("this task's shards are done, other tasks' shards are missing" if report is None else mining_table(report))
 
 
 def _load(model: str, encoding: EncodingOptions) -> Encoder:
@@ -150,21 +150,21 @@ def _load(model: str, encoding: EncodingOptions) -> Encoder:
 
 
 def _judged_texts(qrels: Path, levels: str | None, corpus: Path | None) -> tuple[TextQrels, Path]:
-    """The judgments in a qrels file, by text, and the corpus that they are about."""
+    """The judgments of a qrels file with texts in place of ids, and their corpus file."""
     if levels != "grades":
-        raise OptionError("judgments", str(qrels), "have no effect without --levels grades", "leave them out")
+        raise OptionError("judgments", str(qrels), "has no effect without --levels grades", "leave it out")
     files = retrieval_files_of(qrels)
     if corpus is not None:
-        raise OptionError("corpus", str(corpus), f"is {files.corpus} with judgments", "leave it out")
+        raise OptionError("corpus", str(corpus), f"is always {files.corpus} with these judgments", "leave it out")
     data = read_retrieval_files(files)
-    found = data.qrels
-    rows = zip(found.query_J.tolist(), found.document_J.tolist(), found.relevance_J.tolist(), strict=True)
+    ids = data.qrels
+    rows = zip(ids.query_J.tolist(), ids.document_J.tolist(), ids.relevance_J.tolist(), strict=True)
     judged = ((data.queries[query], data.documents[document], grade) for query, document, grade in rows)
     return TextQrels.of(judged, str(qrels)), files.corpus
 
 
 def mining_table(report: MiningReport) -> str:
-    """What each rule removed, and what was left, as text."""
+    """How many candidates each rule removed and how many remain, as text."""
     removed = {reason.replace("_", " "): count for reason, count in report.removed.items()}
     table = removal_table("candidates", report.num_candidates, removed)
     lines = [f"{report.num_queries} queries, {report.num_documents} documents", table]
@@ -175,7 +175,7 @@ def mining_table(report: MiningReport) -> str:
             scores = f"scores {low} to {high}, mean {mean}"
         count, lacking = part["num_negatives"], part["num_lacking"]
         lines.append(f"level {level}: {count} negatives, {scores}; {lacking} records have none")
-    lines.append(f"{report.num_short} records have fewer negatives than asked for, {report.num_empty} of them none")
+    lines.append(f"{report.num_short} records have fewer negatives than requested, {report.num_empty} of them none")
     return "\n".join([*lines, f"wrote {report.num_negatives} negatives to {report.output}"])
 
 
@@ -193,24 +193,25 @@ def cluster(
     encoding: EncodingOptions,
     task: TaskOptions,
 ) -> None:
-    """Cluster the records of one source by query and document; the same line resumes after a kill.
+    """Cluster the records of one source by query and document; to resume, run the same command again.
 
-    Train with `sampler: ClusteredBatchSampler` and `clusters: {NAME: OUTPUT}`, the source NAME having the same path,
+    Train with `sampler: ClusteredBatchSampler` and `clusters: {NAME: OUTPUT}`. The source NAME must have the same path,
     columns and suspect_rows as here.
 
     Args:
         input: A file, a glob, a list of these, or `hub:organisation/name`, of records with `query` and `positive`.
         output: The folder to write. Vectors go to `OUTPUT.vectors` unless `vectors` names another folder; training
             reads them as a source's `surrogate_vectors`.
-        model: The surrogate, a model directory or Hub id, for features `vectors`.
-        features: Cluster by the surrogate's vectors, or by words alone (BM25 weights and a truncated SVD).
-        svd_dim: Width that vectors [query; document] are reduced to, or none; for bm25 the width of each text, 128.
-        columns: Column of a field, for fields whose column has another name.
-        suspect_rows: What becomes of records that contradict themselves.
-        negatives: Whether the records' negatives get vectors too, to filter false ones; clusters stay the same.
+        model: The surrogate model, a directory or Hub id, for `--features vectors`.
+        features: Cluster by the surrogate's vectors, or by words only (`bm25`: BM25 weights and a truncated SVD).
+        svd_dim: Width that [query; document] vectors are reduced to; not reduced by default. For `bm25`, the width of
+            each text; default 128.
+        columns: Column name of each field whose column has a different name.
+        suspect_rows: How to treat records that contradict themselves.
+        negatives: Whether to encode the records' negatives too, to filter false ones; the clusters do not change.
         settings: How the rows are clustered.
-        encoding: How texts become vectors.
-        task: Which part of the work this process does.
+        encoding: How texts are encoded.
+        task: Which share of the work this process does.
     """
     if features == "vectors" and model is None:
         raise OptionError("model", None, "must be given", "name a model directory, or use --features bm25")
@@ -229,7 +230,7 @@ def cluster(
         else:
             encoder = _load(model, encoding)
             check_svd_dim(svd_dim, encoder.embedding_dim)
-            # Refuse what k-means has no memory for before the source is encoded.
+            # Check the memory that k-means needs before the source is encoded.
             settings.resolve_training_rows(len(source.table), num_clusters, svd_dim or 2 * encoder.embedding_dim)
             how: dict[str, Any] = {"encoded": encoding.encoded()[0], "task": task.resolve(), **encoding.prompts}
             how |= {"negatives": negatives, "devices": encoding.device_names}
@@ -237,7 +238,7 @@ def cluster(
             made = VectorFeatures(vectors, svd_dim, settings.seed, row_name)
         found = cluster_pairs(made, source, output, settings, task.resolve())
     if found is None:
-        print(f"this task's part of {output} is done, others have rows to assign")
+        print(f"this task's share of {output} is done, other tasks still have rows to assign")
     else:
         print(f"wrote {found.num_clusters} clusters of {found.num_rows} rows to {output}")
 
@@ -249,7 +250,7 @@ def _check_words_only(model: str | None, negatives: bool, encoding: EncodingOpti
     given: dict[str, Any] = {"negatives": negatives or None, "devices": encoding.devices}
     for name, value in encoding.prompts.items():
         given |= {name[:-5]: value["text"]} if isinstance(value, dict) else {name: value}
-    refuse_given(given, "has no effect on words, which need no vectors")
+    refuse_given(given, "has no effect on --features bm25")
 
 
 def filter_records(
@@ -268,27 +269,29 @@ def filter_records(
     encoding: EncodingOptions,
     task: TaskOptions,
 ) -> None:
-    """Keep the training records that are worth training on; the same line resumes after a kill.
+    """Remove training records that are not worth training on; to resume, run the same command again.
 
-    The rules, in this order: copies, near-copies, records equal or similar to evaluation texts, and records whose query
-    has other documents nearer to it than its own. Input is one source; where it holds several languages, records of one
-    are compared with each other alone with `--segment-by language`.
+    Removed are, in this order: duplicates, near-duplicates, records equal or similar to evaluation texts, and
+    inconsistent records, whose query is closer to other documents than to its own. The input is one source. With
+    `--segment-by language`, records are compared only with records of the same language.
 
     Args:
-        input: A file, a glob, a list of these, or `hub:organisation/name`, of what `conversion` says.
-        output: The Parquet or `.jsonl` file to write; `NAME.manifest.json` and the folder of work lie beside it.
-        model: A model directory or Hub id that judges consistency; without a model there is no such rule.
-        decontaminate: A folder that is, or holds, evaluation folders; several as `[FOLDER, FOLDER]`.
-        decontaminate_documents: Whether documents of retrieval folders count; not where training shares their corpus.
-        bm25_threshold: Share of an evaluation text's BM25 weight from which a text is similar to it, up to 1.
-        columns: Column of a field, for fields whose column has another name.
-        conversion: What the input holds: `pairs`, records with `query` and `positive`; the others, rows with `text` and
-            `label`, to which the rules on copies and evaluation texts apply.
-        suspect_rows: What becomes of records that contradict themselves.
-        shard_size: Records of a shard.
+        input: A file, a glob, a list of these, or `hub:organisation/name`; `conversion` describes the rows.
+        output: The Parquet or `.jsonl` file to write, with `NAME.manifest.json` and the working folder beside it.
+        model: A model directory or Hub id that finds inconsistent records; without it they are kept.
+        decontaminate: An evaluation folder, or a folder of them; several as `[FOLDER, FOLDER]`.
+        decontaminate_documents: Whether to compare with documents of retrieval folders; turn it off if training uses
+            their corpus.
+        bm25_threshold: A text is similar to an evaluation text if it shares at least this fraction of that text's BM25
+            weight; at most 1.
+        columns: Column name of each field whose column has a different name.
+        conversion: Format of the input: `pairs`, records with `query` and `positive`; the others, rows with `text` and
+            `label`, for which only duplicates and evaluation texts are removed.
+        suspect_rows: How to treat records that contradict themselves.
+        shard_size: Records per shard.
         rules: Which records are removed.
-        encoding: How texts become vectors.
-        task: Which part of the work this process does.
+        encoding: How texts are encoded.
+        task: Which share of the work this process does.
     """
     report = filter_pairs(
         SourceConfig("input", input, conversion, columns=columns or {}, suspect_rows=suspect_rows),
@@ -308,39 +311,41 @@ def filter_records(
 
 
 def decontaminator(
-    given: Path | list[Path] | None, bm25_threshold: float | None, documents: bool = True
+    folders: Path | list[Path] | None, bm25_threshold: float | None, documents: bool = True
 ) -> Decontaminator | None:
-    """What knows the texts of evaluation folders, or None where none is given."""
-    if given is None:
+    """The decontaminator for the texts of evaluation folders; None without folders."""
+    if folders is None:
         rule = "needs evaluation texts to compare with"
         refuse_given({"bm25_threshold": bm25_threshold}, rule, "give --decontaminate FOLDER")
         return None
-    return Decontaminator(evaluation_texts(given if isinstance(given, list) else [given], documents), bm25_threshold)
+    roots = folders if isinstance(folders, list) else [folders]
+    return Decontaminator(evaluation_texts(roots, documents), bm25_threshold)
 
 
 def evaluation_texts(roots: list[Path], documents: bool = True) -> EvaluationTexts:
-    """The texts that the evaluation folders at or below some folders test on, in the roles of query and document.
+    """The test texts of all evaluation folders at or below `roots`, as queries and as documents.
 
-    Texts of retrieval and reranking folders have one role, and count as documents only where `documents` is set.
+    Texts of retrieval and reranking folders have one role; their documents are included only if `documents` is set.
+    Texts of other folders have both roles.
     """
     queries: list[str] = []
-    found: list[str] = []
+    document_texts: list[str] = []
     for path in (path for root in roots for path in find_evaluation_folders(root)):
         folder = read_evaluation_folder(path)
         if isinstance(folder, RetrievalFolder | RerankingFolder):
             queries += folder.queries
-            found += folder.documents if documents else []
+            document_texts += folder.documents if documents else []
             continue
-        # Nothing is scored by the texts that a classification folder trains on.
+        # A classification folder's training texts are not test texts.
         texts = folder.test_texts if isinstance(folder, ClassificationFolder) else corpus_texts(folder)
         queries += texts
-        found += texts
-    return EvaluationTexts(queries, found)
+        document_texts += texts
+    return EvaluationTexts(queries, document_texts)
 
 
 def removal_table(name: str, total: int, removed: Mapping[str, int]) -> str:
-    left = accumulate(removed.values(), sub, initial=total)
-    rows = zip([name, *removed], ["", *removed.values()], left, strict=True)
+    remaining = accumulate(removed.values(), sub, initial=total)
+    rows = zip([name, *removed], ["", *removed.values()], remaining, strict=True)
     return format_table([["", "removed", "left"], *rows])
 
 
@@ -360,30 +365,30 @@ def synthesize(
     limits: Limits,
     budget: Budget,
 ) -> None:
-    """Write synthetic training records by a language model; the same line resumes after a kill, and pays nothing twice.
+    """Generate training records with a language model; to resume, run the same command again: no answer is paid twice.
 
-    The model brainstorms tasks, then writes an example for each draw of a task and its placeholders. Any endpoint of
-    OpenAI's chat protocol will do; the key is the environment variable OPENAI_API_KEY, and none where it is not set.
+    The model brainstorms tasks, then writes an example for each randomly drawn task and its placeholders. Any endpoint
+    with OpenAI's chat protocol works. The API key, if any, is the environment variable OPENAI_API_KEY.
 
     Args:
-        endpoint: Base address, as `http://HOST:PORT/v1`.
+        endpoint: Base URL, such as `http://HOST:PORT/v1`.
         model: The model's name at the endpoint.
-        output: The folder to write: `CATEGORY.jsonl` (or `records.jsonl`), and a journal of every answer.
+        output: The folder to write: `CATEGORY.jsonl` (or `records.jsonl`), and a journal of all answers.
         regenerate_negatives: Records that get four new negatives each: a file, a glob, a list, or `hub:OWNER/NAME`.
-        columns: Column of a field of these records, for fields whose column has another name.
-        suspect_rows: What becomes of records among them that contradict themselves; `leave_out` where nothing is given.
+        columns: Column name of each field of these records whose column has a different name.
+        suspect_rows: How to treat those of these records that contradict themselves; default `leave_out`.
         judge: A model directory or Hub id; the report says whether its similarity to the query falls by level.
-        dry_run: Whether to print prompts, ask nothing and write nothing.
-        plan: What is asked for.
-        prompts: What fills the prompts.
-        sampling: How the model answers.
+        dry_run: Whether to print the prompts only, without requests and files.
+        plan: What to generate.
+        prompts: What the prompts contain.
+        sampling: How the model generates answers.
         limits: How the endpoint is used.
         budget: What the answers may cost.
     """
     templates = Templates(METHODS[plan.method], prompts)
     if judge is not None and plan.method == "nv_embed":
         raise OptionError("judge", judge, "has no effect on nv_embed, which has no levels", "leave it out")
-    # Loaded before anything is paid for.
+    # Loaded before the first paid request.
     encoder = None if judge is None or dry_run else load_encoder(judge)
     if regenerate_negatives is None:
         refuse_given({"columns": columns, "suspect_rows": suspect_rows}, "needs regenerate_negatives")
@@ -412,32 +417,32 @@ def synthesize(
 
 
 def level_table(judge: str, encoder: Encoder, paths: list[Path]) -> str:
-    """How similar the negatives of each level of records are to their queries by a model, as text."""
-    found = check_levels(paths, encoder)
-    rows = [("  positive", f"{found.positive:.3f}")]
-    rows += [(f"  level {level}", f"{mean:.3f}") for level, mean in enumerate(found.levels, start=1)]
-    lines = [f"mean cosine with the query by {judge}, {found.num_records} records:", format_table(rows)]
-    lines.append(f"similarity falls from level to level in {found.falling_fraction:.0%} of the records")
-    return "\n".join(lines if found.is_falling else [*lines, "the means do not fall from level to level"])
+    """The mean similarity of the negatives of each level to their queries, by the judge model, as text."""
+    check = check_levels(paths, encoder)
+    rows = [("  positive", f"{check.positive:.3f}")]
+    rows += [(f"  level {level}", f"{mean:.3f}") for level, mean in enumerate(check.levels, start=1)]
+    lines = [f"mean cosine with the query by {judge}, {check.num_records} records:", format_table(rows)]
+    lines.append(f"similarity decreases from level to level in {check.falling_fraction:.0%} of the records")
+    return "\n".join(lines if check.is_falling else [*lines, "the means do not decrease from level to level"])
 
 
 def synthesis_table(report: SynthesisReport, output: Path) -> str:
-    """What was asked for, what came of it, and what it took, as text."""
+    """The numbers of answers, records, rejections and tokens, and the cost, as text."""
     written = sum(report.num_records.values())
     lines = [f"{report.num_answers} answers, {written} records of {report.num_wanted}"]
-    groups = {"rejected": report.rejected, "repaired": report.repaired, "tried again": report.retries}
-    counts = {(group, what): count for group, found in groups.items() for what, count in found.items()}
+    groups = {"rejected": report.rejected, "repaired": report.repaired, "retried": report.retries}
+    counts = {(group, what): count for group, reasons in groups.items() for what, count in reasons.items()}
     if counts:
         rows = [(f"  {group}: {what.replace('_', ' ')}", count) for (group, what), count in counts.items()]
         lines.append(format_table(rows))
     if report.num_given_up:
-        lines.append(f"{report.num_given_up} records have no answer that could be used")
+        lines.append(f"{report.num_given_up} records have no usable answer")
     tokens = report.prompt_tokens + report.completion_tokens
     lines.append(f"{tokens} tokens: {report.prompt_tokens} of prompts, {report.completion_tokens} of answers")
     if report.cost is not None:
         lines.append(f"cost {report.cost:.2f}")
     if not report.complete:
-        lines.append(f"the token budget is used up, {report.num_unasked} records were not asked for;")
-        lines.append("the same line with a larger token_budget resumes")
+        lines.append(f"the token budget is used up, {report.num_unasked} records were not requested;")
+        lines.append("to resume, run the same command with a larger token_budget")
     lines += [f"wrote {count} records to {output / name}" for name, count in report.num_records.items()]
     return "\n".join(lines)

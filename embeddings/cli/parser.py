@@ -1,4 +1,4 @@
-"""The parser of every command: jsonargparse with errors of one line, flags for booleans and configs read safely."""
+"""The parser of all commands: jsonargparse with one-line errors, boolean flags and safely read configs."""
 
 import inspect
 import re
@@ -25,15 +25,15 @@ _CLASS = re.compile(r"Problem with given class_path '([^']+)':\s*")
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)|(?:Option|accept option) '([^']+)'")
 
 
-# What keys are called elsewhere, and here.
+# Names of keys in other tools, and our names for them.
 _OTHER_NAMES = {"learning_rate": "lr", "epochs": "max_epochs", "per_device_train_batch_size": "batch_size"}
 
 
 class ReplacingConfigFile(ActionConfigFile):
     """A config whose lists replace earlier ones; `name+:` still appends.
 
-    jsonargparse fills in what an element leaves out from the earlier list's element at its place, where both lists are
-    equally long: a second `sources` would inherit the first one's instructions.
+    jsonargparse merges the elements of two lists of equal length one by one: a second `sources` would inherit the
+    instructions of the first.
     """
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
@@ -44,20 +44,20 @@ class ReplacingConfigFile(ActionConfigFile):
 
 
 def forget_lists(earlier: Namespace, later: Mapping[str, Any]) -> None:
-    """Empty each list of `earlier` that `later` gives too."""
+    """Empty each list of `earlier` that `later` sets too."""
     for key, value in later.items():
         owner = earlier
         if key not in owner and isinstance(owner.get("init_args"), Namespace):
-            owner = owner["init_args"]  # the arguments alone of a class that was chosen before
-        found = owner.get(key)
-        if isinstance(value, list) and isinstance(found, list):
+            owner = owner["init_args"]  # `later` has only arguments of a class that `earlier` chose
+        previous = owner.get(key)
+        if isinstance(value, list) and isinstance(previous, list):
             owner[key] = []
-        elif isinstance(value, dict) and isinstance(found, Namespace):
-            forget_lists(found, value)
+        elif isinstance(value, dict) and isinstance(previous, Namespace):
+            forget_lists(previous, value)
 
 
 class OneLineParser(ArgumentParser):
-    """A parser with errors of one line, flags for booleans, no abbreviations, and null only where a type has it."""
+    """A parser with one-line errors, boolean flags, no abbreviations, and null only where the type allows it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.words: list[str] = []
@@ -72,7 +72,7 @@ class OneLineParser(ArgumentParser):
         name = args[0].removeprefix("--").rstrip("_")
         if kwargs.get("action") in (ActionConfigFile, "config"):
             kwargs |= {"action": ReplacingConfigFile, "help": CONFIG_HELP}
-        elif iskeyword(name):  # a parameter cannot be called so, but an option can
+        elif iskeyword(name):  # an option may have this name, but a Python parameter may not
             args, kwargs = (f"--{name}",), {**kwargs, "dest": args[0].removeprefix("--"), "metavar": name.upper()}
         elif kwargs.get("type") is bool and "." not in args[0]:
             kwargs = {**kwargs, "action": ActionYesNo}
@@ -80,7 +80,7 @@ class OneLineParser(ArgumentParser):
         return super().add_argument(*args, **kwargs)
 
     def validate(self, namespace: Namespace, skip_unset: bool = True, **kwargs: Any) -> None:
-        """Check null too, which jsonargparse passes over, but for positions that are left out."""
+        """Check null values too, which jsonargparse skips, except positional arguments that are left out."""
         checked = namespace.clone()
         for action in self._actions:
             if action.nargs == "?" and not action.option_strings and checked.get(action.dest) is None:
@@ -88,12 +88,12 @@ class OneLineParser(ArgumentParser):
         try:
             super().validate(checked, skip_unset=False, **kwargs)
         except Exception:
-            # Names what is missing, if anything is. Not before: each class in a class would be checked twice as often.
+            # This names a missing option, if any. Checking it first would double the checks at each level of classes.
             super().validate(namespace, **kwargs)
             raise
 
     def _apply_actions(self, cfg: Any, *args: Any, **kwargs: Any) -> Namespace:
-        """Read an unknown name over `{}` as one over null, which is refused: jsonargparse drops an empty mapping."""
+        """Replace `{}` under an unknown name by null, which is refused: jsonargparse would drop an empty mapping."""
         cfg = Namespace(cfg) if isinstance(cfg, dict) else cfg  # type: ignore[no-untyped-call]
         for key in _empty_keys(cfg):
             if not self.knows(key):
@@ -101,15 +101,15 @@ class OneLineParser(ArgumentParser):
         return super()._apply_actions(cfg, *args, **kwargs)
 
     def knows(self, key: str) -> bool:
-        """Whether a dotted key is an option, a group of options, or a part of an option's value."""
-        # An option that takes a class has a second action, for help on the class.
+        """Whether a dotted key is an option, a group of options, or inside an option's value."""
+        # An option whose value is a class has a second action, `.help`.
         names = {action.dest for action in self._actions if not action.dest.endswith(".help")}
         groups = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
         parts = any(key.startswith(f"{name}.") for name in names - groups)
         return key in names or parts or any(name.startswith(f"{key}.") for name in names)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise the message for the command line to print; parsers nested inside types keep the library's exception."""
+        """Raise a one-line `ConfigError`; parsers nested inside types keep jsonargparse's exception."""
         if not self.exit_on_error:
             super().error(message, ex)
         cause: BaseException | None = ex
@@ -124,39 +124,39 @@ class OneLineParser(ArgumentParser):
         raise ConfigError(explain(message, [option for option in options if option != "--help"], keys)) from ex
 
     def normalised(self, argv: Sequence[str]) -> list[str]:
-        """The words with underscores in option names, and flags without values; what follows `--` stays.
+        """The words with underscores in option names, and flags without values; words after `--` stay unchanged.
 
         `--top-k=3` becomes `--top_k=3`, `--force true` becomes `--force`, and `--force false` becomes `--no_force`.
         """
         flags = {f"--{action.dest}" for action in self._actions if isinstance(action, ActionYesNo)}
         end = list(argv).index("--") if "--" in argv else len(argv)
-        found: list[str] = []
-        flag = ""  # the word before, if it is one whose value may follow
+        words: list[str] = []
+        flag = ""  # the previous word, if it is a boolean flag that a value may follow
         for word in argv[:end]:
             name, equals, value = word.partition("=")
             if name.startswith("--"):
                 name = f"--{name[2:].replace('-', '_')}"
             if flag and word in ("true", "false"):
-                name, value = found.pop(), word
+                name, value = words.pop(), word
             flag = name if name in flags and not equals + value else ""
             if name in flags and value in ("true", "false"):
                 name, equals, value = (name if value == "true" else f"--no_{name[2:]}"), "", ""
-            found.append(f"{name}{equals}{value}")
-        return [*found, *argv[end:]]
+            words.append(f"{name}{equals}{value}")
+        return [*words, *argv[end:]]
 
 
 def _empty_keys(value: Any) -> list[str]:
-    """The dotted keys under which an empty mapping stands."""
+    """The dotted keys of empty mappings."""
     items = value.__dict__ if isinstance(value, Namespace) else value
-    found = []
+    keys = []
     for name, inner in items.items():
         if isinstance(inner, (Namespace, dict)):
-            found += [f"{name}.{key}" for key in _empty_keys(inner)] if inner else [str(name)]
-    return found
+            keys += [f"{name}.{key}" for key in _empty_keys(inner)] if inner else [str(name)]
+    return keys
 
 
 def keys_of(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The full keys that a config sets (`unfolded`), and those that it leaves to the defaults of its classes."""
+    """The full keys that a config (`unfolded`) sets, and all arguments of the classes that it chooses."""
     for name, value in content.items():
         key = f"{prefix}{name.removesuffix('+')}"
         if not isinstance(value, Mapping):
@@ -168,7 +168,7 @@ def keys_of(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def explain(message: str, options: Iterable[str], keys: Iterable[str] = ()) -> str:
-    """A parser's message as one line with a hint; for an unknown option, the one of `options` or `keys` like it."""
+    """A parser's message as one line with a hint; for an unknown option, the hint names similar `options` or `keys`."""
     line = reason(message)
     owner = _CLASS.search(line)
     if owner is not None:
@@ -179,32 +179,33 @@ def explain(message: str, options: Iterable[str], keys: Iterable[str] = ()) -> s
     name = unknown[1] or unknown[2]
     prefix = "" if unknown[1] or owner else "--"
     last = _OTHER_NAMES.get(name.strip("-").rpartition(".")[2], name.strip("-").rpartition(".")[2])
-    # A key of a config is among the keys itself.
-    every = [*(f"--{key}" for key in keys), *options] if unknown[1] else []
-    full = [option for option in dict.fromkeys(every) if option.rpartition(".")[2] == last]
+    # The keys include an unknown key of a config itself, so they are used for command-line options only.
+    candidates = [*(f"--{key}" for key in keys), *options] if unknown[1] else []
+    same_last = [option for option in dict.fromkeys(candidates) if option.rpartition(".")[2] == last]
     longer = [option for option in dict.fromkeys(options) if option.startswith(prefix + name)]
-    alike = (longer or full)[:4] or get_close_matches(prefix + name, list(options), n=1)
+    matches = (longer or same_last)[:4] or get_close_matches(prefix + name, list(options), n=1)
     where = f" by {owner[1].rpartition('.')[2]}" if owner else ""
-    guess = f"did you mean {' or '.join(option.removeprefix(prefix) for option in alike)}? " if alike else ""
+    guess = f"did you mean {' or '.join(option.removeprefix(prefix) for option in matches)}? " if matches else ""
     return f"{line}{where}; {guess}--help lists the options"
 
 
 def with_hint(line: str) -> str:
-    """A message of a library with a hint, where it has none."""
+    """A library's message, with a hint added if it has none."""
     if "expected " in line[:200]:
-        return f"{one_line(line, 220)}; --help says what each option takes"
+        return f"{one_line(line, 220)}; --help describes each option"
     if "; " in line:
         return line
     unknown = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line)
-    alike = get_close_matches(unknown[2], dir(sys.modules.get(unknown[1])), n=1) if unknown else []
-    guess = f"did you mean {alike[0]}? " if alike else ""
+    matches = get_close_matches(unknown[2], dir(sys.modules.get(unknown[1])), n=1) if unknown else []
+    guess = f"did you mean {matches[0]}? " if matches else ""
     return f"{one_line(line, 220).rstrip('.')}; {guess}--help lists the options"
 
 
 def reason(message: str) -> str:
-    """The reason inside a parser's message, behind the full key that it is about.
+    """The reason inside a parser's message, after the full key of the option.
 
-    Of a value that fits none of several types it is the first type's complaint, or the types if each names its own.
+    For a value that matches none of several types it is the list of types if each complaint only names a type, or else
+    the first type's complaint.
     """
     keys: list[str] = []
     refused = re.search(r"Importing '([^']+)' is not allowed", message)
@@ -248,12 +249,12 @@ def _types(complaints: Iterable[str]) -> str:
         name = re.sub(r"typing\.Literal\[(.*)\]", r"\1", name)
         if not name.startswith("dot import path"):
             names.append("null" if name == "NoneType" else name)
-    # What was left out wants a class.
+    # Only null or an import path fits: the option's value is a class.
     return one_line(" or ".join(names), 100) if set(names) - {"null"} else "the name of a class"
 
 
 def _parameters(class_path: str) -> list[str]:
-    """The arguments of a class, by its path; none where it cannot be imported, or may not be."""
+    """The arguments of the class at an import path; empty if it cannot or may not be imported."""
     try:
         return list(inspect.signature(resolve_name(class_path)).parameters) if may_import(class_path) else []
     except (ImportError, AttributeError, TypeError, ValueError):

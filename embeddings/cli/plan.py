@@ -1,4 +1,4 @@
-"""`plan` and `fit --check`: what a training needs and would do, known before it is paid for."""
+"""`plan` and `fit --check`: what a training run needs and would do, without running it."""
 
 import shutil
 from argparse import SUPPRESS
@@ -48,30 +48,30 @@ from embeddings.training.plan import (
 )
 
 GIB, GB = 2**30, 1e9
-# An H100's NVLink sends 450 GB/s to the GPUs of its node, and its network card 400 Gb/s to other nodes.
+# Bandwidth of an H100: 450 GB/s by NVLink to the GPUs of its node, and 400 Gb/s by its network card to other nodes.
 GPUS_OF_A_NODE, NVLINK_GB, NETWORK_GB = 8, 450.0, 50.0
-# What CUDA, NCCL and fragmentation leave of a GPU's memory.
+# Fraction of GPU memory left after CUDA, NCCL and fragmentation.
 USABLE = 0.9
-# Bytes of a token on disk: of packed rows as they are stored, of English text about as many.
+# Bytes per token on disk: exact for packed rows, approximate for English text.
 BYTES_A_TOKEN = 4
 OPTIONS: dict[str, tuple[type, Any, str]] = {
-    "gpus": (int, None, "GPUs of the run, in place of those of its configs"),
-    "gpu": (str, "H100 SXM", "what the GPU is called"),
-    "gpu_memory_gb": (float, 80.0, "memory of a GPU in 10^9 bytes"),
-    "peak_tflops": (float, 989.0, "dense bfloat16 operations of a GPU a second, in 10^12"),
-    "peak_share": (float, 0.4, "share of the peak that a run's arithmetic reaches"),
-    "link_gb": (float, None, "10^9 bytes a second that a GPU sends; 450 up to 8 GPUs (NVLink), else 50 (400 Gb/s)"),
-    "pairs": (int, None, "training pairs of an epoch, or tokens of plain texts"),
-    "query_tokens": (int, None, "tokens of a query; the maximum where it is left out"),
-    "document_tokens": (int, None, "tokens of a document; the maximum where it is left out"),
-    "model_config": (str, None, "a config.json, in place of the backbone's own"),
+    "gpus": (int, None, "number of GPUs; default that of the configs"),
+    "gpu": (str, "H100 SXM", "name of the GPU"),
+    "gpu_memory_gb": (float, 80.0, "memory per GPU in 10^9 bytes"),
+    "peak_tflops": (float, 989.0, "peak dense bfloat16 operations per GPU and second, in 10^12"),
+    "peak_share": (float, 0.4, "fraction of the peak that the run's arithmetic reaches"),
+    "link_gb": (float, None, "bandwidth per GPU in GB/s; default 450 up to 8 GPUs (NVLink), else 50 (400 Gb/s)"),
+    "pairs": (int, None, "training pairs per epoch, or tokens of plain texts"),
+    "query_tokens": (int, None, "tokens per query; default the maximum"),
+    "document_tokens": (int, None, "tokens per document; default the maximum"),
+    "model_config": (str, None, "a config.json to use in place of the backbone's"),
 }
 
 
 class PlanCLI(CheckingCLI):
-    """`fit` up to its parsed options, with those of a plan."""
+    """`fit` until its arguments are checked, with the options of `plan`."""
 
-    command, summary = "plan", "Say what a training needs: memory, arithmetic, hours, disk."
+    command, summary = "plan", "Estimate what a training run needs: memory, arithmetic, hours, disk."
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
@@ -81,10 +81,10 @@ class PlanCLI(CheckingCLI):
 
 
 def plan(argv: Sequence[str]) -> None:
-    """Print what a run needs: parameters, memory of a GPU, arithmetic of a step, hours and disk.
+    """Print what a run needs: parameters, GPU memory, arithmetic of a step, hours and disk.
 
-    The model is built of its config alone, on the meta device, and one step is traced on tensors without content. No
-    weights, data or GPU are needed.
+    The model is built from its config on the meta device, and one step is traced without data. No weights, data or GPU
+    are needed.
     """
     try:
         run_trainer(["fit", *argv[1:]], PlanCLI)
@@ -92,51 +92,51 @@ def plan(argv: Sequence[str]) -> None:
         parser, run = checked.args
     else:
         return
-    given = {name: run.pop(name, default) for name, (_, default, _) in OPTIONS.items()}
-    for name, value in given.items():
+    options = {name: run.pop(name, default) for name, (_, default, _) in OPTIONS.items()}
+    for name, value in options.items():
         if isinstance(value, int | float) and not 0 < value < float("inf"):
             raise OptionError(name, value, "must be > 0", "leave it out for the default")
-    if given["peak_share"] > 1:
-        raise OptionError("peak_share", given["peak_share"], "must be <= 1", "0.4 is usual for a well fed GPU")
+    if options["peak_share"] > 1:
+        raise OptionError("peak_share", options["peak_share"], "must be <= 1", "0.4 is usual if data is no bottleneck")
     with TemporaryDirectory() as folder:
-        module = build(parser, run, given["model_config"], Path(folder))
-    setting = setting_of(run, given["gpus"])
+        module = build(parser, run, options["model_config"], Path(folder))
+    setting = setting_of(run, options["gpus"])
     is_quantised = bool((run.model.init_args.get("backbone") or {}).get("quantization"))
     with without_data(module):
-        texts, loss = trace_run(module, run, setting, given)
-    found = plan_step(module, texts, loss, setting, module.state_per_weight())
-    print("\n".join(lines(module, found, texts, run, setting, given)))
+        texts, loss = trace_run(module, run, setting, options)
+    cost = plan_step(module, texts, loss, setting, module.state_per_weight())
+    print("\n".join(lines(module, cost, texts, run, setting, options)))
     if is_quantised:
         print("note: weights in 4 bits are counted in bfloat16")
 
 
 def build(parser: LightningArgumentParser, run: Any, model_config: str | None, folder: Path) -> BaseModule:
-    """The run's module on the meta device, of the backbones' configs alone."""
+    """The run's module on the meta device, built from the backbones' configs only."""
     model: Any = run.model.init_args
     start = model.pop("initial_model", None)
     for name in ("backbone", "first_stage_backbone"):
         if model.get(name) is None:
             continue
-        place = folder / name
         if model_config is None:
-            found = architecture(start or model[name].name)
+            config = architecture(start or model[name].name)
         else:
-            own = folder / "given"
-            own.mkdir(exist_ok=True)
+            copy = folder / "given"
+            copy.mkdir(exist_ok=True)
             if not Path(model_config).is_file():
-                raise InputError(model_config, "is no file", "give the backbone's config.json")
-            shutil.copy(model_config, own / "config.json")
+                raise InputError(model_config, "is not a file", "give the backbone's config.json")
+            shutil.copy(model_config, copy / "config.json")
             try:
-                found = read_config(own)
+                config = read_config(copy)
             except InputError as error:
-                raise InputError(model_config, "is no model's config", "give the backbone's config.json") from error
-        write_structure(place, found)
-        for option, value in {"name": str(place), "revision": None, "compile": False, "quantization": None}.items():
+                raise InputError(model_config, "is not a model config", "give the backbone's config.json") from error
+        structure = folder / name
+        write_structure(structure, config)
+        for option, value in {"name": str(structure), "revision": None, "compile": False, "quantization": None}.items():
             model[name][option] = value
     if model.get("masking") is not None:
-        # What hides a token is one of the structure's own tokenizer.
+        # The mask token must be in the vocabulary of the structure's tokenizer.
         model.masking.mask_token = "_" if model.objective == "mntp" else None
-    # Callbacks and strategies may need what is not here.
+    # Only the model: callbacks and strategies may need hardware or files that this machine lacks.
     only_model = Namespace(model=run.model)  # type: ignore[no-untyped-call]
     with torch.device("meta"):
         module = parser.instantiate_classes(only_model).model
@@ -145,27 +145,27 @@ def build(parser: LightningArgumentParser, run: Any, model_config: str | None, f
 
 
 def setting_of(run: Any, gpus: int | None) -> Setting:
-    """How the run's step is run."""
+    """The settings of the run that determine the cost of a step."""
     trainer = run.trainer
     ranks = gpus or (num_devices(trainer.devices) or 1) * trainer.num_nodes
     caches = [each for each in trainer.callbacks or () if each.class_path.endswith("GradCacheCallback")]
-    found: Any = caches[-1].init_args if caches else {}
-    kept = found.get("kept_gib")
+    options: Any = caches[-1].init_args if caches else {}
+    kept = options.get("kept_gib")
     half = any(str(trainer.precision).startswith(kind) for kind in ("bf16", "16"))
     return Setting(
         num_ranks=ranks,
         strategy=strategy_name(trainer.strategy, ranks),
         half_products=half,
-        mini_batch_tokens=found.get("mini_batch_tokens"),
-        mini_batch_texts=found.get("mini_batch_texts"),
-        # What `auto` keeps follows from what is free.
+        mini_batch_tokens=options.get("mini_batch_tokens"),
+        mini_batch_texts=options.get("mini_batch_texts"),
+        # `auto` depends on the free memory, which is not known here.
         kept_gib=float(kept) if isinstance(kept, int | float) else 0.0,
         accumulated=int(trainer.accumulate_grad_batches),
     )
 
 
 def strategy_name(strategy: Any, num_ranks: int) -> StrategyName:
-    """What the ranks share, by the option of the trainer."""
+    """The plan's name for the trainer's strategy."""
     if isinstance(strategy, Namespace):
         name, options = str(strategy.class_path), strategy.get("init_args") or {}
         if name.endswith("ZeroStrategy"):
@@ -176,16 +176,16 @@ def strategy_name(strategy: Any, num_ranks: int) -> StrategyName:
     return "ddp" if num_ranks > 1 else "single"
 
 
-def trace_run(module: BaseModule, run: Any, setting: Setting, given: dict[str, Any]) -> tuple[list[Texts], LossSize]:
-    """The texts of one rank's batch with what they cost, and its loss; inside `without_data`."""
+def trace_run(module: BaseModule, run: Any, setting: Setting, options: dict[str, Any]) -> tuple[list[Texts], LossSize]:
+    """The texts of one rank's batch with their cost, and the size of its loss; call it inside `without_data`."""
     data, half = run.data.init_args, setting.half_products
     if isinstance(module, MaskedLMModule):
         language_model, length = module.language_model, int(data.row_length)
 
         def states(count: int) -> torch.Tensor:
             ids_NL = torch.zeros(count, length, dtype=torch.int64)
-            found: torch.Tensor = language_model(ids_NL, ids_NL, module.task.separate_documents, False)
-            return found
+            states_TH: torch.Tensor = language_model(ids_NL, ids_NL, module.task.separate_documents, False)
+            return states_TH
 
         masking = run.model.init_args.masking
         share = 1.0 if module.task.objective == "causal" else float(0.15 if masking is None else masking.probability)
@@ -195,83 +195,85 @@ def trace_run(module: BaseModule, run: Any, setting: Setting, given: dict[str, A
         tile = int(run.model.init_args.head.tile_logits)
         return [Texts("rows", data.batch_size, length, cost)], LossSize(rows, columns, width, tile)
     if not isinstance(module, ContrastiveModule):
-        raise OptionError("model", type(module).__name__, "is not planned", "plan a contrastive or a language model")
+        raise OptionError("model", type(module).__name__, "is not planned", "use a contrastive or a language model")
     queries, text = int(data.batch_size), data.text or TextSettings()
     documents = queries * (1 + int(data.num_negatives))
-    query_tokens = given["query_tokens"] or int(text.query_max_length)
-    document_tokens = given["document_tokens"] or int(text.document_max_length)
+    query_tokens = options["query_tokens"] or int(text.query_max_length)
+    document_tokens = options["document_tokens"] or int(text.document_max_length)
     texts = trace_embedder(module.embedder, queries, documents, query_tokens, document_tokens, half)
     loss: InfoNCE = module.loss
     gathers = loss.gather_across_devices and loss.in_batch_negatives != "off"
     width = sum(loss.widths or (module.embedder.embedding_dim,))
     columns = documents * (setting.num_ranks if gathers else 1)
-    # A plan is of GPUs, wherever it is made.
+    # The plan is for GPUs, also if it is made on a CPU.
     tile = scores_at_once(loss.tile_size, "cuda")
     gathered = columns if gathers else 0
     return texts, LossSize(queries, columns, width, tile, queries + documents, gathered)
 
 
 def num_steps(run: Any, setting: Setting, pairs: int | None) -> tuple[float | None, str]:
-    """The optimiser steps of the run, None where they follow from data that are not known, and why so many."""
+    """The optimiser steps of the run and their origin; None and a hint if they depend on unknown data."""
     data, trainer = run.data.init_args, run.trainer
-    a_step = data.batch_size * setting.num_ranks * setting.accumulated
+    step_pairs = data.batch_size * setting.num_ranks * setting.accumulated
     if trainer.max_steps > 0:
         return trainer.max_steps, "trainer.max_steps"
     rows = [source.max_rows for source in data.get("sources") or ()]
     if pairs is None and rows and all(rows):
         pairs = sum(rows)
     if pairs is None or not trainer.max_epochs or trainer.max_epochs < 0:
-        return None, "give --pairs, the training pairs of an epoch" if pairs is None else "the run has no end"
+        return None, "give --pairs, the training pairs per epoch" if pairs is None else "the run has no end"
     if data.get("row_length"):
         pairs = pairs // int(data.row_length)
-    return trainer.max_epochs * (pairs // a_step), f"{trainer.max_epochs} x {pairs:,} pairs"
+    return trainer.max_epochs * (pairs // step_pairs), f"{trainer.max_epochs} x {pairs:,} pairs"
 
 
 def lines(
-    module: BaseModule, found: Plan, texts: Sequence[Texts], run: Any, setting: Setting, given: dict[str, Any]
+    module: BaseModule, cost: Plan, texts: Sequence[Texts], run: Any, setting: Setting, options: dict[str, Any]
 ) -> list[str]:
-    """The table, and a warning where the run does not fit."""
-    total, gpu_gb = sum(found.memory.values()) / GB, given["gpu_memory_gb"]
+    """The table, and a warning if the run does not fit into memory."""
+    total, gpu_gb = sum(cost.memory.values()) / GB, options["gpu_memory_gb"]
     towers = ", ".join(f"{text.count:,} {text.name} of {text.tokens}" for text in texts)
     rows: list[list[str]] = [
         ["model", type(module).__name__],
-        ["GPUs", f"{setting.num_ranks} x {given['gpu']}, {setting.strategy}, {run.trainer.precision}"],
-        ["parameters trained", f"{found.trained:,}"],
-        ["parameters frozen", f"{found.frozen:,}"],
-        ["batch of a GPU", f"{towers} tokens"],
+        ["GPUs", f"{setting.num_ranks} x {options['gpu']}, {setting.strategy}, {run.trainer.precision}"],
+        ["parameters trained", f"{cost.trained:,}"],
+        ["parameters frozen", f"{cost.frozen:,}"],
+        ["batch per GPU", f"{towers} tokens"],
     ]
     if setting.mini_batch_tokens is not None:
-        cached = f"{found.num_mini_batches} mini-batches, {found.kept:.0%} of the graphs kept"
+        cached = f"{cost.num_mini_batches} mini-batches, {cost.kept:.0%} of the graphs kept"
         rows.append(["GradCache", cached])
-    rows.append(["memory of a GPU at its peak, GB", ""])
-    rows += [[f"  {part}", _amount(size / GB)] for part, size in found.memory.items() if size]
+    rows.append(["peak memory per GPU, GB", ""])
+    rows += [[f"  {part}", _amount(size / GB)] for part, size in cost.memory.items() if size]
     rows.append(["  total", f"{total:.1f} of {gpu_gb:g}"])
-    peak_share = given["peak_share"]
-    seconds = sum(found.operations.values()) / (given["peak_tflops"] * 1e12 * peak_share)
-    rows += part_rows("operations of a GPU a step, 10^12", found.operations, 1e12)
-    rows.append(["a step, seconds", f"{seconds:.3g} at {peak_share:g} of {given['peak_tflops']:g} TFLOP/s"])
-    if found.sent:
-        link_gb = float(given["link_gb"] or (NVLINK_GB if setting.num_ranks <= GPUS_OF_A_NODE else NETWORK_GB))
-        sending = sum(found.sent.values()) / (link_gb * 1e9)
-        rows += part_rows("sent by a GPU a step, GB", found.sent, GB)
+    peak_share = options["peak_share"]
+    seconds = sum(cost.operations.values()) / (options["peak_tflops"] * 1e12 * peak_share)
+    rows += part_rows("operations per GPU and step, 10^12", cost.operations, 1e12)
+    peak = f"{peak_share:g} of {options['peak_tflops']:g} TFLOP/s"
+    rows.append(["arithmetic of a step, seconds", f"{seconds:.3g} at {peak}"])
+    if cost.sent:
+        link_gb = float(options["link_gb"] or (NVLINK_GB if setting.num_ranks <= GPUS_OF_A_NODE else NETWORK_GB))
+        sending = sum(cost.sent.values()) / (link_gb * 1e9)
+        rows += part_rows("sent per GPU and step, GB", cost.sent, GB)
         rows.append(["sending it, seconds", f"{sending:.3g} at {link_gb:g} GB/s"])
-        # Arithmetic at its share of the peak, and the same work in the time of both.
-        least, most = (peak_share * seconds / time for time in (seconds + sending, max(seconds, sending)))
-        how = f"{most:.2f} if sending hides behind arithmetic, {least:.2f} if it does not"
-        rows += [["share of the peak", how], ["limits the step", "arithmetic" if seconds >= sending else "sending"]]
+        # Sending takes place after the arithmetic, or at the same time.
+        low, high = (peak_share * seconds / time for time in (seconds + sending, max(seconds, sending)))
+        how = f"{high:.2f} if sending overlaps with arithmetic, {low:.2f} if not"
+        bottleneck = "arithmetic" if seconds >= sending else "sending"
+        rows += [["share of the peak", how], ["limits the step", bottleneck]]
         seconds = max(seconds, sending)
-    rows += run_rows(module, texts, run, setting, given, seconds, found)
+    rows += run_rows(module, texts, run, setting, options, seconds, cost)
     table = format_table(rows, align="<<")
     if total <= USABLE * gpu_gb:
         return [table]
     fix = "lower data.batch_size or GradCache's mini_batch_tokens and kept_gib, or shard with FSDP2 or ZeRO"
-    largest = max(found.memory, key=lambda part: found.memory[part])
-    what = f"{total:.1f} GB do not fit: {USABLE:.0%} of {gpu_gb:g} GB are usable, and most are {largest}"
+    largest = max(cost.memory, key=lambda part: cost.memory[part])
+    what = f"{total:.1f} GB do not fit: {USABLE:.0%} of {gpu_gb:g} GB are usable; the largest part is {largest}"
     return [table, f"warning: {what}; {fix}"]
 
 
 def part_rows(title: str, sizes: dict[str, float], unit: float) -> list[list[str]]:
-    """The rows of the table about something that has parts, and their sum."""
+    """Table rows with the size of each part and the total."""
     parts = {**{f"  {part}": size for part, size in sizes.items()}, "  total": sum(sizes.values())}
     return [[title, ""], *([name, _amount(size / unit)] for name, size in parts.items())]
 
@@ -281,46 +283,46 @@ def run_rows(
     texts: Sequence[Texts],
     run: Any,
     setting: Setting,
-    given: dict[str, Any],
+    options: dict[str, Any],
     seconds: float,
-    found: Plan,
+    cost: Plan,
 ) -> list[list[str]]:
-    """The rows of the table about the whole run: steps, pairs, tokens, hours and disk."""
+    """Table rows about the run: steps, pairs, tokens, hours and disk."""
     pairs = run.data.init_args.batch_size * setting.num_ranks * setting.accumulated
-    # A context's documents are among the batch's own.
-    read = sum(text.count * text.tokens for text in texts if text.name != "context documents")
-    tokens = read * setting.num_ranks * setting.accumulated
-    steps, why = num_steps(run, setting, given["pairs"])
+    # Context documents are documents of the batch.
+    rank_tokens = sum(text.count * text.tokens for text in texts if text.name != "context documents")
+    tokens = rank_tokens * setting.num_ranks * setting.accumulated
+    steps, why = num_steps(run, setting, options["pairs"])
     unit = "rows" if isinstance(module, MaskedLMModule) else "pairs"
-    rows = [[f"{unit} a step", f"{pairs:,}"], ["tokens a step, at most", f"{tokens:,}"]]
+    rows = [[f"{unit} per step", f"{pairs:,}"], ["tokens per step, at most", f"{tokens:,}"]]
     if steps is None:
         rows.append(["steps", f"not known: {why}"])
     else:
         hours = steps * seconds / 3600
-        rows += [["steps", f"{steps:,} ({why})"], [f"{unit} in all", f"{steps * pairs:,}"]]
-        rows.append(["hours", f"{_amount(hours)}, {_amount(hours * setting.num_ranks)} of a GPU"])
-        data = min(steps * pairs, given["pairs"] or steps * pairs) / pairs * tokens * BYTES_A_TOKEN
+        rows += [["steps", f"{steps:,} ({why})"], [f"{unit} in total", f"{steps * pairs:,}"]]
+        rows.append(["hours", f"{_amount(hours)}, {_amount(hours * setting.num_ranks)} GPU hours"])
+        data = min(steps * pairs, options["pairs"] or steps * pairs) / pairs * tokens * BYTES_A_TOKEN
         rows.append(["disk: converted data, GB", f"{_amount(data / GB)} at most"])
     weights = {id(weight): weight for weight in module.parameters()}.values()
-    kept = found.trained * 4 * (1 + module.state_per_weight())
+    trained_bytes = cost.trained * 4 * (1 + module.state_per_weight())
     frozen = [] if module.frozen_base is not None else [weight for weight in weights if not weight.requires_grad]
-    left = sum(weight.numel() * weight.element_size() for weight in frozen)
-    rows.append(["disk: a checkpoint, GB", _amount((kept + left) / GB)])
+    frozen_bytes = sum(weight.numel() * weight.element_size() for weight in frozen)
+    rows.append(["disk: a checkpoint, GB", _amount((trained_bytes + frozen_bytes) / GB)])
     size = sum(weight.numel() * weight.element_size() for weight in weights)
-    rows.append(["disk: the model's directory, GB", _amount(size / GB)])
-    if given["pairs"] is not None and isinstance(module, ContrastiveModule):
-        rows += search_rows(int(given["pairs"]), module.embedder.embedding_dim)
+    rows.append(["disk: the model directory, GB", _amount(size / GB)])
+    if options["pairs"] is not None and isinstance(module, ContrastiveModule):
+        rows += search_rows(int(options["pairs"]), module.embedder.embedding_dim)
     return rows
 
 
 def search_rows(num_pairs: int, width: int) -> list[list[str]]:
-    """The rows about mining and clustering all pairs on a GPU, by a teacher of the model's width, in its defaults."""
+    """Table rows about mining and clustering all pairs on a GPU, with a teacher of this width and default settings."""
     kept = kept_documents(NegativeRules.last_rank + 1)
     sizes = search_sizes(num_pairs, width, 4, min(kept, num_pairs), SHARD_SIZE, MEMORY_GIB)
     vectors = f"{_amount(4 * num_pairs * width / GB)} GB of vectors"
-    how = "stay on it" if sizes.is_resident else "stream through it"
+    how = "fit on the GPU" if sizes.is_resident else "are streamed through the GPU"
     clusters = -(-num_pairs // CLUSTER_SIZE)
-    held = f"{_amount(4 * clusters * width / GIB)} for {clusters:,} centroids; {vectors} stay in main memory"
+    held = f"{_amount(4 * clusters * width / GIB)} for {clusters:,} centroids; {vectors} are in main memory"
     return [
         ["mine --gpu, GiB", f"{_amount(sizes.num_bytes / GIB)} of {MEMORY_GIB:g}; {vectors} {how}"],
         ["cluster --gpu, GiB", held],
@@ -328,26 +330,26 @@ def search_rows(num_pairs: int, width: int) -> list[list[str]]:
 
 
 def _amount(value: float) -> str:
-    """A number with two decimals, or with two digits where it is small."""
+    """A number with two decimals, or with two significant digits if it is < 1."""
     return f"{value:,.2f}" if value >= 1 else f"{value:.2g}"
 
 
 def check_run(argv: Sequence[str]) -> None:
-    """Check a run as `fit` would begin it, and print what it would do; nothing is trained or written.
+    """Check a run as `fit` does before its first step, and print what it would do; nothing is trained or written.
 
-    Config, model, data and checkpoint are read as the run reads them. A source that is not converted yet is converted
-    in a temporary folder, so that each of its rows is checked. One line names all faults found before data are read.
+    Config, model, data and checkpoint are read as in the run. A source that is not converted yet is converted in a
+    temporary folder, so all its rows are checked. One line names all errors that are found before data is read.
     """
     run_trainer(argv, RunCheck)
 
 
 class RunCheck(TrainerCLI):
-    """`fit` up to its first step, with accelerator and devices as the config says wherever they are."""
+    """`fit` until its first step, for the accelerator and devices of the config even if this machine lacks them."""
 
     only_checks = True
 
     def instantiate_classes(self) -> None:
-        """Make module, data and trainer; without a GPU weights in 4 bits are read as they are in their file."""
+        """Make module, data and trainer; without a GPU, weights are not quantised to 4 bits."""
         arguments: Any = self.config.model.get("init_args")
         backbone = None if arguments is None else arguments.get("backbone")
         if backbone is not None and backbone.get("quantization") and not torch.cuda.is_available():
@@ -355,26 +357,26 @@ class RunCheck(TrainerCLI):
         super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Make the trainer; where its devices are not here, as many processes on the CPU stand for them."""
-        given = self.config_init.trainer
-        count = num_devices(given.devices)
-        self.is_here = is_here(given.accelerator, count)
+        """Make the trainer; missing devices are replaced by as many processes on the CPU."""
+        options = self.config_init.trainer
+        count = num_devices(options.devices)
+        self.is_here = is_here(options.accelerator, count)
         return super().instantiate_trainer(
             **kwargs, **({} if self.is_here else {"accelerator": "cpu", "devices": count or 1})
         )
 
     def after_instantiate_classes(self) -> None:
-        """Have each part check the run and collect what they find, then read the data and say what the run would do."""
-        faults: dict[str, UserError] = {}
+        """Run the checks of all parts and collect their errors, then read the data and print what the run would do."""
+        errors: dict[str, UserError] = {}
         for check in start_checks(self.trainer, self.model, self.datamodule, self.config.ckpt_path):
             try:
                 check()
             except UserError as error:
-                faults.setdefault(str(error), error)
-        if len(faults) > 1:
-            raise UserError(f"{len(faults)} faults: {' | '.join(faults)}")
-        for fault in faults.values():
-            raise fault
+                errors.setdefault(str(error), error)
+        if len(errors) > 1:
+            raise UserError(f"{len(errors)} errors: {' | '.join(errors)}")
+        if errors:
+            raise next(iter(errors.values()))
         trainer, module, data = self.trainer, self.model, self.datamodule
         with ExitStack() as stack:
             stack.enter_context(planning_for(trainer.world_size))
@@ -390,15 +392,15 @@ class RunCheck(TrainerCLI):
             print("\n".join(self.lines()))
 
     def lines(self) -> list[str]:
-        """What the run would do: its model, data, hardware and places."""
-        module, given, trainer, data = self.model, self.config, self.trainer, self.datamodule
+        """The run's model, data, hardware and paths."""
+        module, config, trainer, data = self.model, self.config, self.trainer, self.datamodule
         model = self.config_dump["model"]["init_args"]
         name = (model.get("backbone") or {}).get("name")
         total = parameter_counts(module).total
         trained = count_values(weight for weight in module.parameters() if weight.requires_grad)
         counts = f"{total:,} parameters, {trained:,} of them trained and {total - trained:,} frozen"
-        options = {option: given.trainer[option] for option in ("accelerator", "devices", "num_nodes", "strategy")}
-        options |= {"precision": given.trainer.precision}
+        options = {option: config.trainer[option] for option in ("accelerator", "devices", "num_nodes", "strategy")}
+        options |= {"precision": config.trainer.precision}
         shown = [f"{option} {value}" for option, value in options.items() if isinstance(value, int | str)]
         lines = [f"model: {type(module).__name__}{f' on {name}' if name else ''}: {counts}"]
         if isinstance(data, PlannedDataModule):
@@ -409,21 +411,21 @@ class RunCheck(TrainerCLI):
             steps = run_steps(trainer, batches)
             lines.append(format_table([["sources:", "rows"], *rows]))
             lines.append(f"global batch: {data.batch_size * ranks:,} ({factors})")
-            lines.append(f"steps: {'without an end' if steps is None else f'{steps:,}'}, {batches:,} batches an epoch")
-        lines.append(f"hardware: {', '.join(shown)}{'' if self.is_here else '; as given, not tried here'}")
+            lines.append(f"steps: {'unlimited' if steps is None else f'{steps:,}'}, {batches:,} batches per epoch")
+        lines.append(f"hardware: {', '.join(shown)}{'' if self.is_here else '; not available here, so not tested'}")
         if (logger := run_logger(trainer)) is not None:
             lines.append(f"run: {logger.log_dir}")
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         exports = [callback for callback in callbacks if isinstance(callback, ExportModel | ExportLanguageModel)]
         lines += [f"model directory: {callback.output}" for callback in exports]
-        found = given.ckpt_path
-        content = peek_checkpoint(found) if found and Path(found).is_file() else {}
-        lines.append(f"resume: {found}, step {content.get('global_step', 'unknown')}" if found else "resume: no")
-        return [*lines, "no fault was found, and nothing was written"]
+        path = config.ckpt_path
+        content = peek_checkpoint(path) if path and Path(path).is_file() else {}
+        lines.append(f"resume: {path}, step {content.get('global_step', 'unknown')}" if path else "resume: no")
+        return [*lines, "no error was found, and nothing was written"]
 
 
 def num_devices(devices: Any) -> int | None:
-    """How many devices of a machine an option of the trainer asks for; None for as many as there are."""
+    """The devices per machine that `trainer.devices` requests; None for all."""
     if isinstance(devices, list):
         return len(devices)
     words = str(devices).split(",")
@@ -433,7 +435,7 @@ def num_devices(devices: Any) -> int | None:
 
 
 def is_here(accelerator: Any, count: int | None) -> bool:
-    """Whether this machine has the devices that a config names."""
+    """Whether this machine has the requested devices."""
     if accelerator in ("gpu", "cuda"):
         return torch.cuda.is_available() and (count or 1) <= torch.cuda.device_count()
     return accelerator not in ("mps", "tpu")

@@ -1,4 +1,4 @@
-"""`prepare`: the sources of a recipe from public data sets, fetched, filtered, mined and clustered as it asks."""
+"""`prepare`: downloads a recipe's public data sets, then filters, mines and clusters them as the recipe says."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -47,15 +47,16 @@ _BATCH_ROWS = 4096
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What happens to the rows after they are fetched.
+    """The steps after the download.
 
     Args:
-        fetch_only: Whether nothing does: no model is loaded. The same line without it resumes from there.
-        teacher: The model of every step, a directory or Hub id, in place of the recipe's: it mines, filters, clusters.
-        decontaminate: A folder that is, or holds, evaluation folders, several as `[FOLDER, FOLDER]`: the sources whose
-            recipe asks for it lose the rows that are equal to their texts.
-        bm25_threshold: Share of an evaluation text's BM25 weight from which a text is similar to it, and goes too.
-        precision: Format of matrix products of the models.
+        fetch_only: Whether to download only, without loading a model. The same command without this option continues.
+        teacher: The model for mining, filtering and clustering, a directory or Hub id; default the recipe's models.
+        decontaminate: An evaluation folder, or a folder of them; several as `[FOLDER, FOLDER]`. Rows equal to their
+            texts are removed from the sources whose recipe requires it.
+        bm25_threshold: A text is similar to an evaluation text, and removed too, if it shares at least this fraction of
+            that text's BM25 weight.
+        precision: Format of the models' matrix products.
         devices: Devices that share the encoding: how many, or their names (see `mine`).
     """
 
@@ -80,22 +81,22 @@ def prepare(
     *,
     steps: StepOptions,
 ) -> None:
-    """Make the sources that a recipe trains on, from public data sets of the Hub; the same line resumes after a kill.
+    """Make a recipe's training data from public data sets of the Hub; to resume, run the same command again.
 
-    The files lie as the recipe's data config names them, below `output`. A data set that is gone, gated or changed is
-    named at the end, and the others are made.
+    Files below `output` have the names that the recipe's data config expects. Data sets that are missing, gated or
+    changed are listed at the end; all others are made.
 
     Args:
-        recipe: Which recipe; `docstrings`, a corpus of installed packages, is offline and has other options.
-        output: The folder to write, which `EMBED_TRAIN_DATA` then names. Each file has a manifest beside it.
-        stage: One of the recipe's stages: 1 or 2, pretrain or finetune, unsupervised or supervised. All if left out.
-        limit: Maximum rows of a source, the first ones.
-        only: Names of the sources to make, separated by commas; also of those that are left out otherwise.
-        from_: A collection that holds some of the sources with negatives, in place of their own data sets.
-        unconfirmed: Whether to fetch sources too whose place is not confirmed to be that of the recipe's data.
-        check: Whether only to ask if each data set is there; nothing is written.
-        mirror: A folder that holds the data sets as `ORGANISATION/NAME`, to read in place of the Hub.
-        steps: What happens to the rows after they are fetched.
+        recipe: The recipe. `docstrings`, a corpus of installed packages, works offline and has other options.
+        output: The folder to write; set `EMBED_TRAIN_DATA` to it for training. Each file has a manifest beside it.
+        stage: One of the recipe's stages: 1 or 2, pretrain or finetune, unsupervised or supervised. Default all.
+        limit: Maximum rows of each source; the first ones are used.
+        only: Comma-separated names of the sources to make, including sources that are otherwise left out.
+        from_: A collection that contains some sources with negatives, to use in place of their original data sets.
+        unconfirmed: Whether to download also data sets that are not confirmed to be those of the recipe.
+        check: Whether to check only that each data set is available; nothing is written.
+        mirror: A folder with the data sets as `ORGANISATION/NAME`, to use in place of the Hub.
+        steps: The steps after the download.
     """
     if recipe == "docstrings":
         raise OptionError("recipe", recipe, "must come first", f"write: {program()} prepare docstrings --output FOLDER")
@@ -116,9 +117,11 @@ def prepare(
     jobs = {key: place for key, place in places.items() if place.kind and (asked or place.confirmed)}
     left_out = {key: str(place.why_left_out) for key, place in places.items() if key not in jobs}
     if names is not None and left_out:
-        raise OptionError("only", only, f"names what cannot be fetched ({_listed(left_out)})", "leave it out")
+        raise OptionError("only", only, f"has sources that cannot be fetched ({_listed(left_out)})", "leave them out")
     if not any(place.decontaminate for place in jobs.values()):
-        refuse_given({"decontaminate": steps.decontaminate}, "has no effect on sources whose paper asks for none")
+        refuse_given(
+            {"decontaminate": steps.decontaminate}, "has no effect: the papers of these sources do not ask for it"
+        )
     judge = decontaminator(steps.decontaminate, steps.bm25_threshold)
     works = [StageWork(each, output, steps, jobs, judge) for each in stages]
     for work in works:
@@ -126,7 +129,7 @@ def prepare(
     failures: dict[str, str] = {}
 
     def attempt(key: str, step: Callable[..., object], *arguments: Any) -> None:
-        """Take a step of a source, unless one before it failed; the others do not depend on it."""
+        """Run a step of a source, unless an earlier step of the source failed; sources are independent."""
         try:
             if key not in failures:
                 step(*arguments)
@@ -134,7 +137,7 @@ def prepare(
             failures[key] = str(error)
             logger.warning("%s is left out: %s", key, error)
 
-    # All that needs the network comes before what needs the devices.
+    # All downloads come first, so that the network is not needed while the devices work.
     for work in works:
         for key in work.keys:
             attempt(key, fetch_source, jobs[key], work.fetched(key), hub, limit)
@@ -144,7 +147,7 @@ def prepare(
         print(work.summary(left_out))
     if failures:
         what = f"{len(failures)} of {len(places)} sources could not be made: {_listed(failures)}"
-        raise InputError(f"prepare {recipe}", what, "run the same line again for these, or train without them")
+        raise InputError(f"prepare {recipe}", what, "run the same command again for these, or train without them")
 
 
 def _check_names(
@@ -165,28 +168,28 @@ def _listed(reasons: dict[str, str]) -> str:
 
 
 def _check(places: dict[str, PublicSource], hub: Hub) -> None:
-    """Ask whether each data set is there, and print what is found; one that is not is an error."""
-    rows, missing, found = [], {}, dict[str, str]()
+    """Check that each data set is available, and print the answers; missing data sets are an error."""
+    rows, missing, answers = [], {}, dict[str, str]()
     for key, place in places.items():
         if place.kind is None:
             rows.append([key, place.place, f"cannot be fetched: {place.note}"])
             continue
         try:
-            answer = found.get(str(place.repository)) or hub.check(place)
-            found[str(place.repository)] = answer
-            rows.append([key, place.place, answer if place.confirmed else f"{answer}, not confirmed to be the set"])
+            answer = answers.get(str(place.repository)) or hub.check(place)
+            answers[str(place.repository)] = answer
+            rows.append([key, place.place, answer if place.confirmed else f"{answer}, not confirmed"])
         except InputError as error:
             missing[key] = str(error)
             rows.append([key, place.place, "missing"])
     print(format_table([["source", "data set", "found"], *rows], "<<<"))
     if missing:
-        what = f"{len(missing)} of {len(places)} data sets are not there: {_listed(missing)}"
-        raise InputError("prepare --check", what, "leave them out, or find them anew")
+        what = f"{len(missing)} of {len(places)} data sets are not available: {_listed(missing)}"
+        raise InputError("prepare --check", what, "leave them out, or find another copy")
 
 
 @dataclass
 class StageWork:
-    """The files of one stage below `output`: the steps that make them from `places`, and the config that reads them."""
+    """One stage below `output`: the steps that make its files from `places`, and the config that reads them."""
 
     stage: Stage
     output: Path
@@ -210,7 +213,7 @@ class StageWork:
         return self.stage.mine is not None and is_pairs and not self.places[key].own_negatives
 
     def fetched(self, key: str) -> Path:
-        """The file that is fetched: the target itself where no step follows."""
+        """The path of the download: the target itself if no step follows."""
         target = self.target(key)
         return target.parent / "fetched" / target.name if self.filters(key) or self.mines(key) else target
 
@@ -225,15 +228,15 @@ class StageWork:
         return EncodingOptions(precision=self.options.precision, devices=self.options.devices, **prompts)
 
     def check_options(self) -> None:
-        """Check that faiss is there where it is needed, and say what the steps leave undone."""
+        """Import faiss if it is needed, and warn about sources that are not decontaminated."""
         named = [self.wanted[key].name for key in self.keys if self.places[key].decontaminate]
         if self.decontaminator is None and named:
-            logger.warning("not decontaminated, as the paper asks: %s; give --decontaminate FOLDER", ", ".join(named))
+            logger.warning("not decontaminated, unlike in the paper: %s; give --decontaminate FOLDER", ", ".join(named))
         if not self.options.fetch_only and (self.stage.cluster or any(map(self.mines, self.keys))):
             load_faiss()
 
     def finish(self, key: str) -> None:
-        """Make the target of what was fetched, and what training reads beside it."""
+        """Make the target from the download, and the clusters and vectors for training."""
         path, source = self.fetched(key), self.places[key]
         documents = corpus_path(path)
         if self.filters(key):
@@ -246,21 +249,21 @@ class StageWork:
             self._cluster(key)
 
     def _filter(self, key: str, path: Path) -> Path:
-        """Take out what the recipe takes out; returns the file of what stays."""
+        """Filter and decontaminate the rows as the recipe says; returns the new file."""
         source, output = self.places[key], self.target(key)
         if self.mines(key):
             output = path.with_name(f"{path.stem}.kept.parquet")
-        step, judge, top_k = self.stage.filter, dict[str, Any](), None
+        step, model_options, top_k = self.stage.filter, dict[str, Any](), None
         if step is not None and not source.filtered:
             encoding, top_k = self.encoding(step), step["top_k"]
-            judge = {"encoder": self.encoder(step), **encoding.prompts, "devices": encoding.device_names}
+            model_options = {"encoder": self.encoder(step), **encoding.prompts, "devices": encoding.device_names}
         kind: Conversion = "pairs" if self.wanted[key].conversion == "pairs" else "class_by_example"
         filter_pairs(
             SourceConfig(self.wanted[key].name, str(path), kind),
             output,
             FilterRules(top_k=top_k),
             decontaminator=self.decontaminator if source.decontaminate else None,
-            **judge,
+            **model_options,
         )
         return output
 
@@ -284,7 +287,7 @@ class StageWork:
         )
 
     def _cluster(self, key: str) -> None:
-        """Cluster the records, and write the vectors that tell false negatives, where the data config says."""
+        """Write the clusters, and the vectors for filtering false negatives, where the data config expects them."""
         folder, _, name = key.partition("/")
         config = SourceConfig(name, str(self.target(key)))
         source = open_cached(config)
@@ -304,7 +307,7 @@ class StageWork:
             encode(step, "vectors", negatives=has_negatives)
 
     def is_made(self, key: str) -> bool:
-        """Whether a source can be trained on: its file is there, and what training reads beside it."""
+        """Whether a source is ready for training: its file, clusters and vectors are complete."""
         folder, _, name = key.partition("/")
         beside = [self.output / folder / "clusters" / name] if self.stage.cluster else []
         beside += [self.output / folder / "vectors" / name / "documents"] if self.stage.vectors else []
@@ -317,7 +320,7 @@ class StageWork:
         )
 
     def write_config(self) -> Path:
-        """Write the data config's sources that are there, with their licences; returns the file."""
+        """Write a data config with the sources that are ready, and their licences; returns its path."""
         table, sources = PublicTable.read(), []
         for key, entry in zip(self.wanted, self.stage.data["sources"], strict=True):
             licence = self.places.get(key, table.place_of(key, None)).licence
@@ -325,7 +328,7 @@ class StageWork:
                 sources.append(entry | ({"licence": licence} if licence else {}))
         path = self.output / f"{self.stage.config}.yaml"
         counted = f"{len(sources)} of {len(self.wanted)}"
-        head = f"# The sources of {self.stage.config} that lie here, {counted}.\n#   {self.line(path)}\n"
+        head = f"# The sources of {self.stage.config} in this folder, {counted}.\n#   {self.line(path)}\n"
         arguments = {**(self.stage.data_changes or {}), "sources": sources}
         data = {"class_path": "embeddings.data.EmbeddingDataModule", "init_args": arguments}
         write_text(path, head + yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True, width=110))
@@ -336,19 +339,19 @@ class StageWork:
         return f"{ROOT_VARIABLE}={output} {program()} fit --recipe {self.stage.run} --config {config}"
 
     def summary(self, left_out: Mapping[str, str]) -> str:
-        """What was made and what was not, as text."""
+        """The sources that were made and those that were not, as text."""
         made, rows = sum(map(self.is_made, self.wanted)), []
         for key in self.keys:
             config, path = self.wanted[key], self.fetched(key) if self.options.fetch_only else self.target(key)
             count = f"{pq.read_metadata(path).num_rows:,}" if path.exists() else "missing"
             paper = "" if config.max_rows is None else f"{config.max_rows:,}"
             rows.append([config.name, count, paper, self.places[key].licence or "not stated", self.places[key].place])
-        table = format_table([["source", "rows", "of the paper", "licence", "data set"], *rows], "<>><<")
+        table = format_table([["source", "rows", "in the paper", "licence", "data set"], *rows], "<>><<")
         name = f"{self.stage.recipe}{f', stage {self.stage.stage}' if self.stage.stage else ''}"
-        lines = [f"{name}: {made} of {len(self.wanted)} sources can be trained on", table]
+        lines = [f"{name}: {made} of {len(self.wanted)} sources are ready for training", table]
         for key in (key for key in self.wanted if key in left_out):
-            most = self.wanted[key].max_rows
-            lines.append(f"left out: {self.wanted[key].name}{f', {most:,} rows' if most else ''}: {left_out[key]}")
+            size = self.wanted[key].max_rows
+            lines.append(f"left out: {self.wanted[key].name}{f', {size:,} rows' if size else ''}: {left_out[key]}")
         if made:
             lines.append(self.line(self.write_config()))
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`quickstart`: a corpus, a trained model, its scores beside BM25's, and three searches, in minutes."""
+"""`quickstart`: builds a corpus, trains a model, compares its scores with BM25's, and searches, in minutes."""
 
 import time
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ Vectors = npt.NDArray[np.float32]
 
 CONFIG = "lightning_configs/quickstart.yaml"
 CORPUS, OUTPUT = Path("data/docstrings"), Path("checkpoints/quickstart")
-# In the corpus, so that they go when that is made anew.
+# In the corpus folder, so that rebuilding the corpus deletes them.
 CLUSTERS = CORPUS / "clusters"
 CLUSTERING = ClusterSettings(cluster_size=32, num_iterations=10, num_runs=1)
 NUM_PHASES = 6
@@ -42,25 +42,25 @@ EXAMPLES = (
 
 
 def quickstart() -> None:
-    """Build the docstring corpus, train on it, and show what it brought.
+    """Build the docstring corpus, train on it, and compare scores before and after.
 
-    A finished corpus in `data/docstrings` and its clusters are reused. `checkpoints/quickstart` is then a model
-    directory, with `curves.png` and `metrics.json` in it. Both places are those of lightning_configs/quickstart.yaml,
-    which trains.
+    A finished corpus in `data/docstrings` and its clusters are reused. The result is the model directory
+    `checkpoints/quickstart`, with `curves.png` and `metrics.json`. The training config is
+    lightning_configs/quickstart.yaml, which has the same paths.
     """
     seconds: dict[str, float] = {}
     with phase(1, "the docstring corpus", seconds, "corpus"):
         prepare_docstrings(CORPUS)
 
-    with phase(2, "clusters of pairs that share words: a batch each", seconds, "clusters"):
+    with phase(2, "clusters of pairs with similar words, one for each batch", seconds, "clusters"):
         source = open_cached(SourceConfig("docstrings", str(CORPUS / "train.jsonl.gz")))
-        found = cluster_pairs(Bm25Features(source), source, CLUSTERS, CLUSTERING)
-        assert found is not None
-        print(f"  {found.num_clusters} clusters of {found.num_rows} pairs in {CLUSTERS}")
+        clusters = cluster_pairs(Bm25Features(source), source, CLUSTERS, CLUSTERING)
+        assert clusters is not None
+        print(f"  {clusters.num_clusters} clusters of {clusters.num_rows} pairs in {CLUSTERS}")
 
     data = {split: read_retrieval_folder(CORPUS / "eval" / split) for split in SPLITS}
     results: dict[str, Any] = {}
-    with phase(3, "scores before training: BM25, and the model as it comes", seconds, "before"):
+    with phase(3, "scores before training: BM25, and the pretrained model", seconds, "before"):
         results["bm25"] = score_bm25(data)
         results["before"], _ = score_model("all-MiniLM-L6-v2", data)
     with phase(4, "training", seconds, "train"):
@@ -75,14 +75,14 @@ def quickstart() -> None:
 
     figures.draw_curves([run], OUTPUT / "curves.png")
     print(f"\n{score_table(results)}\n")
-    print(f"{results['seconds']['total']:.0f} s in all; model, curves.png and metrics.json are in {OUTPUT}")
+    print(f"{results['seconds']['total']:.0f} s in total; model, curves.png and metrics.json are in {OUTPUT}")
     line = f"{program()} search --model {OUTPUT} --corpus {CORPUS}/eval/held_out/corpus.jsonl"
     print(f'search it: {line} "your words"')
 
 
 @contextmanager
 def phase(number: int, title: str, seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Announce a phase and record how long it took."""
+    """Print the title of a phase and record its duration."""
     print(f"\n[{number}/{NUM_PHASES}] {title}", flush=True)
     start = time.perf_counter()
     yield
@@ -99,7 +99,7 @@ def score_bm25(data: Folders) -> dict[str, Any]:
 
 
 def score_model(model: str, data: Folders) -> tuple[dict[str, Any], Vectors]:
-    """The scores of a model on both splits, and its vectors of the last split's documents."""
+    """The scores of a model on both splits, and its document vectors of the last split."""
     tune_malloc()
     embedder = Embedder.from_pretrained(model)
     embedder.text = TextSettings(query_max_length=128, document_max_length=128)
@@ -136,7 +136,7 @@ def show_searches(model: Path, folder: RetrievalFolder, document_ND: Vectors) ->
 
 
 def score_table(results: dict[str, Any]) -> str:
-    """The scores as text: a row a system, a group of columns a split."""
+    """The scores as a table: a row for each system, a group of columns for each split."""
     names = {"bm25": "BM25", "before": "before training", "after": "after training"}
     rows = [["", "held-out functions", "", "", "held-out packages"], ["", *("nDCG@10", "MRR@10", "Recall@10") * 2]]
     for key, title in names.items():
@@ -155,11 +155,11 @@ def docstrings(
     force: bool = False,
     max_rows: int | None = None,
 ) -> None:
-    """Build a training corpus of the installed packages' functions: query-document pairs.
+    """Build a training corpus of query-document pairs from the functions of installed packages.
 
     Args:
-        output: The folder to write; a finished one with the same inputs is kept.
-        force: Whether to build it again all the same.
-        max_rows: Maximum training pairs, spread evenly over all; the evaluation folders stay whole.
+        output: The folder to write; a finished corpus of the same inputs is reused.
+        force: Whether to rebuild a finished corpus.
+        max_rows: Maximum number of training pairs, sampled evenly; evaluation folders are not limited.
     """
     prepare_docstrings(output, force=force, max_rows=max_rows)

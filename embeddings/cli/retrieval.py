@@ -1,4 +1,4 @@
-"""`encode`, `index`, `search` and `evaluate`: vectors of texts, the documents nearest to a query, and scores."""
+"""`encode`, `index`, `search` and `evaluate`: vectors of texts, search and evaluation."""
 
 import io
 import shlex
@@ -35,7 +35,7 @@ from embeddings.mining.vector_index import INDEX_FILE
 
 PrecisionName = Literal["auto", "float32", "bfloat16", "int8"]
 FormatName = Literal["float32", "float16", "int8", "binary"]
-# From this size on a corpus file is worth encoding once.
+# For larger corpus files, `search` recommends to run `encode` once.
 LARGE_CORPUS_BYTES = 2**20
 
 
@@ -57,32 +57,32 @@ def encode(
     devices: int | str | None = None,
     tokenizer_workers: int | None = None,
 ) -> None:
-    """Encode the texts of a file into a folder of vectors, shard by shard; the same line resumes after a kill.
+    """Encode the texts of a file into a folder of vectors, in shards; to resume, run the same command again.
 
-    The folder can be searched, and gives `mine`, `cluster` and `filter` the vectors of the texts that it holds
-    (`--document-vectors`, `--query-vectors`).
+    The folder can be searched. `mine`, `cluster` and `filter` can reuse its vectors (`--document-vectors`,
+    `--query-vectors`).
 
     Args:
         model: A model directory or Hub id.
-        input: A JSONL file (`.gz` too) or Parquet file with `text`, and `_id` and `title` where there are any.
+        input: A JSONL (also `.gz`) or Parquet file with `text`, and optionally `_id` and `title`.
         output: The folder to write: `vectors-*.npy`, `documents-*.jsonl`, `manifest.json`.
-        prompt_name: Which of the model's prompts goes before each text; the one of the role's name where none is given.
-        prompt: What goes before each text, in place of one of the model's prompts, such as `"query: "`.
-        role: Whose prompt and length limit hold for the texts.
-        columns: Column of `text`, `_id` or `title`, where it has another name: `{text: query}`.
-        precision: Format of matrix products; `auto` is bfloat16 where the hardware has it. `int8`, on a CPU, is
-            faster than float32 and costs some of the score.
-        dimensions: How many leading dimensions of each vector are kept, of a model trained so; all if left out.
-        vector_format: How vectors are stored: `int8` with a scale for each vector, `binary` as signs, eight in a
-            byte. `search` reads all formats, `index` float32 and float16, other commands float32.
-        shard_size: Texts of a shard.
-        context: The corpus that a contextual model reads each text in, a file or an encoded folder; a search takes the
-            same. Without it the model reads texts alone.
-        context_size: How many documents are drawn, of a small corpus some twice; as the model takes if left out.
-        context_seed: Seed of the draw.
-        devices: Devices that share the shards, a process on each: how many GPUs (without GPUs: how many parts of the
-            CPU), or their names, as `cuda:0,cuda:1`. One GPU, or the CPU, if left out.
-        tokenizer_workers: Processes that tokenise ahead of the devices; one for each GPU, none on a CPU, if left out.
+        prompt_name: Name of the model's prompt to prepend to each text; default the one named like the role.
+        prompt: Text to prepend to each text in place of a prompt of the model, such as `"query: "`.
+        role: Role of the texts, which determines the default prompt and the maximum length.
+        columns: Column names of `text`, `_id` or `title`, if they differ: `{text: query}`.
+        precision: Format of matrix products; `auto` is bfloat16 if the hardware supports it. `int8`, on a CPU only, is
+            faster than float32 and lowers scores slightly.
+        dimensions: Number of leading dimensions to keep of each vector, for a Matryoshka model; default all.
+        vector_format: Storage format: `int8` with a scale for each vector, `binary` with signs, eight per byte.
+            `search` reads all formats, `index` float32 and float16, other commands float32.
+        shard_size: Texts per shard.
+        context: The corpus from which a contextual model gets its context documents, a file or an encoded folder; use
+            the same for `search`. Without it the model encodes texts without context.
+        context_size: Number of context documents to draw, repeated if the corpus is small; default the model's number.
+        context_seed: Random seed of this draw.
+        devices: Devices that share the shards, one process on each: a number of GPUs (without GPUs, of CPU processes),
+            or names such as `cuda:0,cuda:1`. Default one GPU, or the CPU.
+        tokenizer_workers: Processes that tokenise in advance; default one for each GPU, none on a CPU.
     """
     chosen = choose_prompt("prompt", prompt_name, prompt)
     names = () if devices is None else parse_devices(devices)
@@ -102,7 +102,7 @@ def encode(
 def load_encoder(
     model: str, precision: PrecisionName = "auto", dimensions: int | None = None, device: str | None = None
 ) -> Encoder:
-    """The encoder of a model directory with a progress bar; on a CPU this process keeps freed memory from here on."""
+    """The encoder of a model, with a progress bar; on a CPU, malloc is tuned for the rest of the process."""
     encoder = Encoder.from_pretrained(
         model, device=device, precision=precision, dimensions=dimensions, show_progress=True
     )
@@ -113,7 +113,7 @@ def load_encoder(
 
 
 def draw_named_context(encoder: Encoder, source: Path | None, size: int | None, seed: int) -> ContextDraw | None:
-    """The context documents drawn from a corpus, or None where none is named."""
+    """The context documents drawn from a corpus; None without a corpus."""
     if source is None:
         if size is not None:
             raise OptionError("context_size", size, "needs a corpus to draw from", "name one with --context")
@@ -122,18 +122,18 @@ def draw_named_context(encoder: Encoder, source: Path | None, size: int | None, 
 
 
 def warn_of_untrained(encoder: Encoder, widths: list[int]) -> None:
-    """Warn where vectors are cut to a width that the model was not trained at, as far as it says."""
+    """Warn if vectors are truncated to a width that the model does not list as trained."""
     trained = encoder.embedder.trained_widths
     untrained = [width for width in widths if 0 < width < encoder.embedder.embedding_dim and width not in trained]
     if untrained:
-        given = ", ".join(map(str, untrained))
-        known = f"was trained at {', '.join(map(str, trained))}" if trained else "does not say that it was trained so"
-        logger.warning("--dimensions %s: the model %s; scores may suffer", given, known)
+        listed = ", ".join(map(str, untrained))
+        known = f"was trained at {', '.join(map(str, trained))}" if trained else "lists no trained widths"
+        logger.warning("--dimensions %s: the model %s; scores may be lower", listed, known)
 
 
 def warn_without_context(encoder: Encoder, has_context: bool, option: str) -> None:
     if encoder.num_context and not has_context:
-        logger.warning("the model is contextual, and without %s it reads texts with no context", option)
+        logger.warning("the model is contextual; without %s it encodes texts without context", option)
 
 
 def search(
@@ -150,44 +150,44 @@ def search(
     context_size: int | None = None,
     context_seed: int = 0,
 ) -> None:
-    """Print the documents nearest to a query, or to each of the lines that are typed where none is given.
+    """Print the documents nearest to a query, or to each line of input if no query is given.
 
     Args:
-        query: What to look for. Without it queries are read from a terminal, line by line, until an empty one.
+        query: The query. Without it, queries are read from the terminal, one per line, until an empty line.
         model: A model directory or Hub id.
-        corpus: A corpus file, which each search encodes anew, or a folder that `encode` wrote with the same model.
-        top_k: How many documents.
-        index: Compare with every document, or only with those that the folder's index finds (see `index`).
-        rescore_multiplier: How many binary vectors are rescored with the query's full one for each hit; 4 if left out.
-        interactive: Whether queries are read from standard input even if that is no terminal.
+        corpus: A corpus file, which each search encodes again, or a folder that `encode` wrote with the same model.
+        top_k: Number of documents to print.
+        index: `exact` compares with every document, `ivf` only with those that the folder's index finds (see `index`).
+        rescore_multiplier: Binary vectors to rescore with the float query vector, per printed document; default 4.
+        interactive: Whether to read queries from standard input even if it is not a terminal.
         precision: Format of matrix products.
-        dimensions: How many leading dimensions of each vector are compared; an encoded folder must hold as many.
-        context: The corpus that a contextual model reads texts in, a file or an encoded folder; one that `encode` wrote
-            for `corpus` knows its own, and refuses another.
-        context_size: How many documents are drawn; as many as the model takes if left out.
-        context_seed: Seed of the draw.
+        dimensions: Number of leading dimensions to compare; an encoded folder must have the same number.
+        context: The corpus from which a contextual model gets its context documents, a file or an encoded folder. A
+            folder that `encode` wrote with a context contains it, and another one is refused.
+        context_size: Number of context documents to draw; default the model's number.
+        context_seed: Random seed of this draw.
     """
     if query is not None and interactive:
-        raise OptionError("interactive", True, "must be left out where a query is given", "drop one of them")
+        raise OptionError("interactive", True, "must not be given with a query", "leave one out")
     if query is None and not interactive and not is_terminal():
         raise OptionError("query", None, "must be given", "write it last, or read queries with --interactive")
     if query is not None and not query.strip():
-        raise OptionError("query", query, "must not be empty", "say what to look for")
+        raise OptionError("query", query, "must not be empty", "write what to search for")
     require_top_k(top_k)
     if rescore_multiplier is not None:
         require_multiplier(rescore_multiplier)
     if index == "ivf" and not corpus.is_dir():
-        raise OptionError("index", "ivf", "needs an encoded folder", "run encode and index first, and name the folder")
+        raise OptionError("index", "ivf", "needs an encoded folder", "run encode and index first, then give the folder")
     nearest = None if index == "exact" else VectorIndex.open(VectorFolder.open(corpus)).search
     encoder = load_encoder(model, precision, dimensions)
     drawn = draw_named_context(encoder, context, context_size, context_seed)
     if corpus.is_file() and corpus.stat().st_size >= LARGE_CORPUS_BYTES:
-        given = {"precision": precision, "dimensions": dimensions, "context": context, "context_size": context_size}
-        chosen = {name: value for name, value in given.items() if value not in (None, "auto")}
+        options = {"precision": precision, "dimensions": dimensions, "context": context, "context_size": context_size}
+        chosen = {name: value for name, value in options.items() if value not in (None, "auto")}
         words = ["encode", "--model", model, "--input", str(corpus), "--output", f"{corpus}.vectors"]
         words += [str(word) for name, value in chosen.items() for word in (f"--{name}", value)]
         line = f"{program()} {shlex.join(words)}"
-        logger.info("each search encodes %s anew; encode it once and search %s.vectors: %s", corpus, corpus, line)
+        logger.info("each search encodes %s again; encode it once, then search %s.vectors: %s", corpus, corpus, line)
     searched = CorpusSearch(encoder, corpus, context=drawn, nearest=nearest, rescore_multiplier=rescore_multiplier)
     warn_without_context(encoder, searched.has_context, "--context")
 
@@ -204,15 +204,15 @@ def search(
 
 
 def index(vectors: Path, num_lists: int | None = None, num_probes: int | None = None, seed: int = 0) -> None:
-    """Make the index of an encoded folder's vectors, beside them: inverted lists, for `search --index ivf`.
+    """Build an index (inverted lists) of an encoded folder, for `search --index ivf`.
 
-    Its recall@10 against the exact search is printed, of 200 documents of the folder as queries.
+    The command prints the recall@10 compared with exact search, for 200 documents of the folder as queries.
 
     Args:
-        vectors: A folder that `encode` wrote; `ivf.faiss` and `ivf.manifest.json` are added to it, or replaced.
-        num_lists: Lists; chosen by the number of vectors if left out.
-        num_probes: Lists that are searched for a query; 32 if left out, or all where there are fewer.
-        seed: Seed of the sample that the lists are trained on.
+        vectors: A folder that `encode` wrote; `ivf.faiss` and `ivf.manifest.json` in it are created or replaced.
+        num_lists: Number of lists; default depends on the number of vectors.
+        num_probes: Number of lists to search for each query; default 32, or all if there are fewer.
+        seed: Random seed of the sample on which the lists are trained.
     """
     folder = VectorFolder.open(vectors)
     made = build_index(folder, num_lists=num_lists, num_probes=num_probes, seed=seed)
@@ -227,8 +227,8 @@ def is_terminal() -> bool:
 
 
 def answer_lines(answer: Callable[[str], None]) -> None:
-    """Answer the lines of standard input until its end or an empty one, each with the time that it took."""
-    # The bytes: text is decoded ahead, and would fail on a line that is not asked for yet.
+    """Answer each line of standard input, until the end or an empty line, and print the time it took."""
+    # Read bytes: a text stream decodes ahead, and would fail before it reaches an invalid line.
     stream = io.BytesIO() if sys.stdin is None else sys.stdin.buffer
     for number in count(1):
         if is_terminal():
@@ -258,28 +258,27 @@ def evaluate(
     *,
     task: TaskOptions,
 ) -> None:
-    """Score a model on evaluation folders (`--data`) or on tasks of mteb (`--tasks`).
+    """Score a model on evaluation folders (`--data`) or mteb tasks (`--tasks`).
 
     Args:
         model: A model directory or Hub id.
-        data: A folder that is, or holds, evaluation folders; several as `[FOLDER, FOLDER]`. mteb scores all kinds but
+        data: An evaluation folder, or a folder of them; several as `[FOLDER, FOLDER]`. mteb scores all kinds except
             retrieval and similarity.
-        tasks: Tasks or benchmarks of mteb, groups of tasks (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), sets of
-            AIR-Bench (`air-bench`, `air-bench-qa-law-en`, `air-bench-24.04`), or folders as for `data`, which then have
-            their results kept; several as `[NAME, NAME]`. After a kill the same line resumes at the first task that is
-            not done.
-        prompt_name: Which of the model's prompts goes before queries (retrieval, reranking) or every text (others).
-        instructions: With `tasks`, what queries (retrieval) or every text (the other kinds) is encoded with, by task:
-            the published tables `nv-embed` and `mgh`, or a JSON file `{"instructions": {TASK: TEXT}}`. Not beside
+        tasks: mteb tasks or benchmarks, task groups (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), AIR-Bench sets
+            (`air-bench`, `air-bench-qa-law-en`, `air-bench-24.04`), or folders as for `data`, whose results are then
+            saved; several as `[NAME, NAME]`. To resume at the first unfinished task, run the same command again.
+        prompt_name: Name of the model's prompt for queries (retrieval, reranking) or all texts (other kinds).
+        instructions: With `tasks`, the instruction of each task for queries (retrieval) or all texts (other kinds): the
+            published tables `nv-embed` and `mgh`, or a JSON file `{"instructions": {TASK: TEXT}}`. Not together with
             `prompt_name`.
-        output: A JSON file for the scores; with `tasks` the folder of their results, in mteb's format, a `scores.csv`
-            beside those of each model and its settings.
+        output: A JSON file for the scores. With `tasks`, a folder for results in mteb's format, with a `scores.csv` for
+            each model and its settings.
         precision: Format of matrix products.
-        dimensions: How many leading dimensions of each vector are compared, of a model that was trained so; several as
-            `[384, 128]`, from one encoding; all if left out.
-        context_size: How many documents of each folder's or task's own corpus a contextual model reads its texts in;
-            without it the model reads texts alone.
-        context_seed: Seed of the draw.
+        dimensions: Number of leading dimensions to compare, for a Matryoshka model; several as `[384, 128]`, computed
+            from one encoding; default all.
+        context_size: Number of context documents that a contextual model draws from each folder's or task's corpus;
+            without it the model encodes texts without context.
+        context_seed: Random seed of this draw.
         task: Which of the tasks this process runs.
     """
     if (data is None) == (tasks is None):
@@ -294,9 +293,9 @@ def evaluate(
         refuse_given({"instructions": instructions, **asdict(task)}, "has no effect without --tasks")
         folders = data if isinstance(data, list) else [data] if data is not None else []
         if not folders:
-            raise InputError("--data", "names no folder", "name one, or several as [FOLDER, FOLDER]")
+            raise InputError("--data", "has no folder", "give one, or several as [FOLDER, FOLDER]")
         if output is not None and output.is_dir():
-            raise InputError(f"--output {output}", "is a directory", "name a JSON file")
+            raise InputError(f"--output {output}", "is a directory", "give a JSON file")
         run = partial(_score_folders, folders=folders, output=output, settings=settings)
     encoder = load_encoder(model, precision, None)
     warn_of_untrained(encoder, widths or [])
@@ -307,11 +306,11 @@ def evaluate(
 def _planned_tasks(
     names: str | list[str], output: Path | None, instructions: str | None, task: ArrayTask, settings: dict[str, Any]
 ) -> Callable[[Encoder, str], str]:
-    """What runs this process's tasks of mteb and returns the table of all; what needs no model is checked now."""
+    """A function that runs this process's tasks and returns the table of all; options are checked now."""
     if output is None:
-        raise OptionError("output", None, "must name the folder of the tasks' results", "--output FOLDER")
+        raise OptionError("output", None, "must be the folder for the tasks' results", "give --output FOLDER")
     if output.exists() and not output.is_dir():
-        raise InputError(f"--output {output}", "is a file", "name a folder")
+        raise InputError(f"--output {output}", "is a file", "give a folder")
     table = None if instructions is None else Instructions.read(instructions)
     load_mteb()
     from embeddings.evaluation.air_bench import AirBenchTask, format_domains
@@ -323,8 +322,8 @@ def _planned_tasks(
     def run(encoder: Encoder, model: str) -> str:
         scores = run_tasks(encoder, model, tasks, output, chosen, task.shards(len(tasks)))
         missing = sum(not score.complete for score in scores)
-        sets = [(one, score.scores) for one, score in zip(tasks, scores, strict=True) if isinstance(one, AirBenchTask)]
-        labelled = [(one.data, known) for one, known in sets if one.data.has_labels]
+        pairs = [(one, score.scores) for one, score in zip(tasks, scores, strict=True) if isinstance(one, AirBenchTask)]
+        labelled = [(one.data, values) for one, values in pairs if one.data.has_labels]
         domains = f"\n\n{format_domains(labelled)}" if labelled else ""
         others = f"\nthis process's tasks are done, {missing} others are missing" if missing else ""
         return format_table(scores) + domains + others

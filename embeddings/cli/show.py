@@ -1,4 +1,4 @@
-"""`show` and `report`: pictures of runs and models, with the same numbers as tables, and a page about a run."""
+"""`show` and `report`: figures of runs and models with their numbers as tables, and an HTML report on a run."""
 
 from collections.abc import Iterable, Sequence
 from itertools import compress
@@ -49,16 +49,16 @@ from embeddings.models.model_files import resolve_model, zeros_by_matrix
 from embeddings.models.moe.upcycling import load_metrics
 from embeddings.models.poolings import pooling_name
 
-# Latents named beside a token, and beside the mean of a text's tokens.
+# Number of latents listed for a token, and for the mean of a text's tokens.
 _OF_A_TOKEN, _OF_A_TEXT = 3, 8
 
 
 def curves(run: Path | list[Path], output: Path | None = None) -> None:
-    """Draw the loss and nDCG@10 of some runs over their optimiser steps.
+    """Plot the loss and nDCG@10 of runs over optimiser steps.
 
     Args:
-        run: The run's folder, which holds the `metrics.csv` that `fit` wrote; several as `[RUN,RUN]`, in one picture.
-        output: The PNG file to write; `curves.png` in the run's folder, or for several here, where none is given.
+        run: The folder of a run, with the `metrics.csv` that `fit` wrote; several as `[RUN,RUN]`, in one figure.
+        output: The PNG file to write; default `curves.png` in the run's folder, or in this folder for several runs.
     """
     runs = [run] if isinstance(run, Path) else run
     _require_runs("run", runs)
@@ -70,7 +70,7 @@ def curves(run: Path | list[Path], output: Path | None = None) -> None:
 
 def _require_runs(option: str, runs: Sequence[Path]) -> None:
     if not runs:
-        raise OptionError(option, runs, "must name a run", "give a folder such as checkpoints/runs/NAME/version_0")
+        raise OptionError(option, runs, "must not be empty", "give a folder such as checkpoints/runs/NAME/version_0")
 
 
 def anchor_tokens(
@@ -85,34 +85,35 @@ def anchor_tokens(
     include_first: bool | None = None,
     by_visible_queries: bool | None = None,
 ) -> None:
-    """Show where anchor-token-aware pooling puts its weight in some texts, and print it as a table.
+    """Show the weights of anchor-token-aware pooling on the tokens of texts, and print them as a table.
 
-    A model that pools so shows its own weights, any other one those that such a pooling would give.
+    A model with this pooling shows its own weights; other models show the weights that this pooling would compute.
 
     Args:
-        texts: The texts, shown below each other on one scale.
+        texts: The texts, shown with a common colour scale.
         model: A model directory or Hub id.
         output: The HTML file to write.
-        prompt_name: Which of the model's prompts precedes each text, the role's if left out; its tokens get no weight.
-        role: Whose prompt and length limit hold for the texts.
-        axis: `key`: what a token receives; `query`: how evenly it looks about. The pooling's own, or `key`, if left
-            out, and so the others.
-        layers: Whose attention counts, from 0 or, negative, from the last: `-1`, or several as `[-1,-2]`.
-        per_head: Whether heads count alike.
-        include_first: Whether the text's first token is pooled.
-        by_visible_queries: Whether weights are divided by the queries that see the token, for a causal mask's key axis.
+        prompt_name: Name of the model's prompt to prepend to each text; default the role's. Its tokens get no weight.
+        role: Role of the texts, which determines the default prompt and the maximum length.
+        axis: `key`: the attention that a token receives; `query`: how evenly its attention is distributed. The default
+            of this option and of those below is the model's setting, or else that of the pooling.
+        layers: Layers whose attention is used, from 0 or, if negative, from the last: `-1`, or several as `[-1,-2]`.
+        per_head: Whether each head has the same weight.
+        include_first: Whether to pool the first token of a text.
+        by_visible_queries: Whether to divide weights by the number of queries that see the token, for the key axis of a
+            causal mask.
     """
     _check_texts(texts)
     figures.check_output(output, "an HTML file", needs_matplotlib=False)
     embedder = Encoder.from_pretrained(model).embedder
-    given = {
+    options = {
         "axis": axis,
         "layers": [layers] if isinstance(layers, int) else layers,
         "per_head": per_head,
         "include_first": include_first,
         "by_visible_queries": by_visible_queries,
     }
-    pooling, whose = _anchor_pooling(embedder, {name: value for name, value in given.items() if value is not None})
+    pooling, whose = _anchor_pooling(embedder, {name: value for name, value in options.items() if value is not None})
     weights = token_weights(embedder, texts, pooling, prompt_name=prompt_name, role=role)
     _check_tokens(texts, [compress(each.spans, each.pooled_T) for each in weights])
     title = f"{one_line(Path(model).name, 40)}{whose}"
@@ -128,39 +129,39 @@ def _check_texts(texts: Sequence[str]) -> None:
 
 
 def _check_tokens(texts: Sequence[str], pooled: Iterable[Iterable[TokenSpan]]) -> None:
-    """Refuse a text of which nothing but special tokens is pooled."""
+    """Refuse a text without any pooled token besides special tokens."""
     for text, spans in zip(texts, pooled, strict=True):
         if all(span.is_special for span in spans):
-            rule = "must hold a token of its own"
-            raise OptionError("TEXT", text[:40], rule, "the model's tokenizer drops all of it")
+            rule = "must have a token that is not special"
+            raise OptionError("TEXT", text[:40], rule, "use another text: the tokenizer drops all of this one")
 
 
-def _anchor_pooling(embedder: Embedder, given: dict[str, object]) -> tuple[AnchorTokenPooling, str]:
-    """The pooling whose weights are shown, and whose it is, as the end of a title that begins with the model's name."""
+def _anchor_pooling(embedder: Embedder, options: dict[str, object]) -> tuple[AnchorTokenPooling, str]:
+    """The pooling whose weights are shown, and its description, which follows the model's name in the title."""
     own = embedder.pooling if isinstance(embedder.pooling, AnchorTokenPooling) else None
     settings = (own or AnchorTokenPooling(embedder.hidden_size)).arguments()
     try:
-        pooling = AnchorTokenPooling(embedder.hidden_size, **{**settings, **given})
+        pooling = AnchorTokenPooling(embedder.hidden_size, **{**settings, **options})
     except ValueError as error:
-        raise OptionError("layers", given.get("layers"), str(error), "leave it out for the last layer") from error
+        raise OptionError("layers", options.get("layers"), str(error), "leave it out for the last layer") from error
     if own is None:
         name = pooling_name(embedder.pooling).replace("_", "-")
-        return pooling, f" ({name} pooling): anchor weights as they would be"
+        return pooling, f" ({name} pooling): hypothetical anchor weights"
     same = pooling.arguments() == settings
-    return pooling, ": its own anchor weights" if same else ": anchor weights with other settings than its own"
+    return pooling, ": its own anchor weights" if same else ": anchor weights with changed settings"
 
 
 def _pooling_settings(pooling: AnchorTokenPooling) -> str:
     layers = ", ".join(map(str, pooling.layers))
     words = [f"{pooling.axis} axis", f"layer{'s' * (len(pooling.layers) > 1)} {layers}"]
-    words += ["heads count alike"] * pooling.per_head
+    words += ["equal head weights"] * pooling.per_head
     words += ["without the first token"] * (not pooling.include_first)
     words += ["by visible queries"] * pooling.by_visible_queries
     return ", ".join(words)
 
 
 def _anchor_table(weights: TokenWeights) -> str:
-    """Each token's weight, then the shares of the weight by place."""
+    """Each token's weight, then the share of the weight at each kind of position."""
     num_pooled = int(weights.pooled_T.sum())
     rows: list[list[object]] = [["  weight", "over mean", "token"]]
     for piece in weighted_pieces(weights):
@@ -169,9 +170,9 @@ def _anchor_table(weights: TokenWeights) -> str:
         numbers = [f"{piece.weight:.4f}", f"{piece.weight * num_pooled / piece.num_tokens:.2f}"]
         rows.append([*(numbers if piece.is_pooled else "--"), text])
     shares = shares_of([weights])
-    places = [("share of", "the weight", "the tokens")]
-    places += [(name, f"{shares.weight[at]:.1%}", f"{shares.tokens[at]:.1%}") for at, name in PLACE_NAMES.items()]
-    return f"{format_table(rows, '>><')}\n\n{format_table(places)}"
+    positions = [("share of", "the weight", "the tokens")]
+    positions += [(name, f"{shares.weight[at]:.1%}", f"{shares.tokens[at]:.1%}") for at, name in PLACE_NAMES.items()]
+    return f"{format_table(rows, '>><')}\n\n{format_table(positions)}"
 
 
 def latent_attention(
@@ -184,54 +185,54 @@ def latent_attention(
     num_latents: int = 24,
     by_text: bool = False,
 ) -> None:
-    """Draw how the tokens of some texts attend to the latents of a model that pools by them, and print it as a table.
+    """Plot which latents the tokens of texts attend to, in a model with latent attention, and print a table.
 
     Args:
-        texts: The texts, drawn below each other over the same latents.
+        texts: The texts, shown over the same latents.
         model: A model directory or Hub id.
         output: The PNG file to write.
-        prompt_name: Which of the model's prompts precedes each text, the role's if left out; its tokens do not attend.
-        role: Whose prompt and length limit hold for the texts.
-        head: The head whose attention is shown, from 0; the mean over all of them if left out.
-        num_latents: How many latents have a column: the busiest over all texts.
-        by_text: Whether a text is one row, with a column for every latent of every head, as in NV-Embed's Fig. 2.
+        prompt_name: Name of the model's prompt to prepend to each text; default the role's. Its tokens are not shown.
+        role: Role of the texts, which determines the default prompt and the maximum length.
+        head: The head whose attention is shown, from 0; default the mean over all heads.
+        num_latents: Number of latents shown: those with the most attention over all texts.
+        by_text: Whether to show a row for each text and a column for each latent of each head, as in NV-Embed's Fig. 2.
     """
     _check_texts(texts)
     if not 1 <= num_latents <= MAX_COLUMNS:
-        rule = f"must be from 1 to {MAX_COLUMNS}, what a picture has room for"
+        rule = f"must be from 1 to {MAX_COLUMNS}"
         raise OptionError("num_latents", num_latents, rule, "24 is usual")
     figures.check_output(output)
     embedder = Encoder.from_pretrained(model).embedder
-    found = latent_weights(embedder, texts, head=head, prompt_name=prompt_name, role=role)
-    _check_tokens(texts, [weights.spans for weights in found])
+    weights = latent_weights(embedder, texts, head=head, prompt_name=prompt_name, role=role)
+    _check_tokens(texts, [each.spans for each in weights])
     pooling = latent_pooling(embedder)
     total, shown = len(pooling.latents), min(num_latents, len(pooling.latents))
     if by_text:
-        title = f"{one_line(Path(model).name, 40)}: what its texts attend to"
+        title = f"{one_line(Path(model).name, 40)}: latents that its texts attend to"
         subtitle = "Latent attention, the mean over each text's tokens (NV-Embed, Fig. 2)."
-        draw_latents_by_text(found, title, subtitle, output)
+        draw_latents_by_text(weights, title, subtitle, output)
         print(f"{title}\n{subtitle}\n\nwrote {output}")
         return
     heads = f"mean of {pooling.num_heads} heads" if head is None else f"head {head} of {pooling.num_heads}"
-    title = f"{one_line(Path(model).name, 40)}: what its tokens attend to"
+    title = f"{one_line(Path(model).name, 40)}: latents that its tokens attend to"
     subtitle = (
-        f"Latent attention, {heads}. Columns: the {shown} busiest of {total} latents over all texts, counted from 0. "
-        "Spread: over how many latents a row's attention lies (exponential of its entropy)."
+        f"Latent attention, {heads}. Columns: the {shown} of {total} latents with the most attention, numbered from 0. "
+        "Spread: effective number of latents that a row attends to (exponential of the entropy)."
     )
-    figures.draw_latent_weights(found, num_latents, title, subtitle, output)
-    print("\n\n".join([f"{title}\n{subtitle}", *map(_latent_table, found), f"wrote {output}"]))
+    figures.draw_latent_weights(weights, num_latents, title, subtitle, output)
+    print("\n\n".join([f"{title}\n{subtitle}", *map(_latent_table, weights), f"wrote {output}"]))
 
 
 def _latent_table(weights: LatentWeights) -> str:
-    """Each token's heaviest latents, then those of the mean over the tokens."""
-    rows: list[list[object]] = [["  spread", "token", "latents, the heaviest first"]]
+    """The latents with the highest weights of each token, then of the mean over tokens."""
+    rows: list[list[object]] = [["  spread", "token", "latents, highest weight first"]]
     named = [
         (" ".join(token_name(weights.text, span).split()), weight_R, _OF_A_TOKEN)
         for span, weight_R in zip(weights.spans, weights.weight_TR, strict=True)
     ]
-    for name, weight_R, most in [*named, (MEAN, weights.mean_R, _OF_A_TEXT)]:
-        heaviest = (-weight_R).argsort(kind="stable")[:most]
-        shares = "  ".join(f"{latent} ({weight_R[latent]:.1%})" for latent in heaviest.tolist())
+    for name, weight_R, count in [*named, (MEAN, weights.mean_R, _OF_A_TEXT)]:
+        highest = (-weight_R).argsort(kind="stable")[:count]
+        shares = "  ".join(f"{latent} ({weight_R[latent]:.1%})" for latent in highest.tolist())
         rows.append([f"{spread(weight_R):.1f}", name, shares])
     return format_table(rows, "><")
 
@@ -245,23 +246,24 @@ def routing(
     prompt_name: str | None = None,
     role: Literal["document", "query"] | None = None,
 ) -> None:
-    """Draw where the tokens of some texts go in a sparse model, or how evenly the experts were used over training runs.
+    """Plot how a sparse model routes the tokens of texts, or how evenly training runs used the experts.
 
-    With `--model`, a row a sparse layer and a column an expert, printed as a table too. With `--runs`, two curves a run
-    of what the callback `RoutingStatistics` logged: the load entropy and the number of idle experts.
+    With `--model`, the figure has a row for each sparse layer and a column for each expert, also printed as a table.
+    With `--runs`, it has two curves for each run, which the callback `RoutingStatistics` logged: the load entropy and
+    the number of idle experts.
 
     Args:
-        texts: The texts, with a model only. One that occurs twice counts once.
+        texts: The texts, with `--model` only. Duplicates count once.
         model: A model directory or Hub id.
-        runs: Folders of runs, each of which holds the `metrics.csv` that `fit` wrote; several as `[RUN, RUN]`.
+        runs: Folders of runs, each with the `metrics.csv` that `fit` wrote; several as `[RUN, RUN]`.
         output: The PNG file to write.
-        input: A JSONL file (`.gz` too) or Parquet file with `text`, and `title` where there are any, in place of texts.
-        prompt_name: Which of the model's prompts precedes each text, the role's if left out; its tokens count too.
-        role: Whose prompt and length limit hold for the texts; `document` if left out.
+        input: A JSONL (also `.gz`) or Parquet file with `text`, and optionally `title`, in place of texts.
+        prompt_name: Name of the model's prompt to prepend to each text; default the role's. Its tokens count too.
+        role: Role of the texts, which determines the default prompt and the maximum length; default `document`.
     """
     if (model is None) == (runs is None):
-        given = "neither" if model is None else "both"
-        raise OptionError("model", given, "or runs must be given", "give exactly one: --model DIR TEXT, or --runs RUN")
+        got = "neither" if model is None else "both"
+        raise OptionError("model", got, "or runs must be given", "give exactly one: --model DIR TEXT, or --runs RUN")
     if model is None:
         hint = "leave it out, or give --model in place of --runs"
         options = {"TEXT": texts or None, "input": input, "prompt_name": prompt_name, "role": role}
@@ -273,21 +275,21 @@ def routing(
         print(f"wrote {output}")
         return
     if bool(texts) == (input is not None):
-        given = "both" if texts else "neither"
-        raise OptionError("TEXT", given, "or input must be given", "give texts, or --input FILE")
+        got = "both" if texts else "neither"
+        raise OptionError("TEXT", got, "or input must be given", "give texts, or --input FILE")
     _check_texts(texts)
     figures.check_output(output)
     if input is not None:
         texts = [document.text for document in read_corpus(input)]
         if not any(text.strip() for text in texts):
-            raise InputError(f"--input {input}", "holds no text", "give a file with texts")
+            raise InputError(f"--input {input}", "contains no text", "give a file with texts")
     encoder = Encoder.from_pretrained(model, precision="float32", show_progress=len(texts) > 1000)
     loads = expert_loads(encoder, texts, prompt_name, role or "document")
     num_texts, num_experts = len(set(texts)), loads.count_YX.shape[1]
-    title = f"{one_line(Path(model).name, 40)}: where the tokens of {num_texts:,} text{'s' * (num_texts > 1)} go"
+    title = f"{one_line(Path(model).name, 40)}: routing of the tokens of {num_texts:,} text{'s' * (num_texts > 1)}"
     subtitle = (
-        f"{loads.num_tokens:,} tokens, prompts and special tokens among them, each to {loads.top_k} of "
-        f"{num_experts} experts. Layers and experts count from 0."
+        f"{loads.num_tokens:,} tokens with prompts and special tokens, each routed to {loads.top_k} of "
+        f"{num_experts} experts. Layers and experts are numbered from 0."
     )
     figures.draw_expert_loads(loads, title, subtitle, output)
     load = load_metrics(loads.count_YX)
@@ -299,24 +301,24 @@ def routing(
 
 
 def sparsity(model: str, output: Path = Path("sparsity.png")) -> None:
-    """Draw the share of zeros in every matrix of a model's layers, and print it as a table.
+    """Plot the share of zeros in each matrix of a model's layers, and print it as a table.
 
     Args:
-        model: A model directory or Hub id, such as `compress` writes.
+        model: A model directory, for example the output of `compress`, or a Hub id.
         output: The PNG file to write.
     """
     figures.check_output(output)
     zeros = zeros_by_matrix(resolve_model(model))
     if not zeros:
-        raise InputError(model, "has no matrices in layers", "give a model of layers")
-    num_zeros, num_weights = sum(found.num_zeros for found in zeros), sum(found.num_weights for found in zeros)
+        raise InputError(model, "has no matrices in layers", "give a transformer model")
+    num_zeros, num_weights = sum(one.num_zeros for one in zeros), sum(one.num_weights for one in zeros)
     title = f"{one_line(Path(model).name, 40)}: {num_zeros / num_weights:.2%} of its layers' weights are zero"
     subtitle = f"{num_weights:,} weights in {len(zeros)} matrices; embeddings, norms and biases are not counted."
     figures.draw_zeros(zeros, title, subtitle, output)
-    names = list(dict.fromkeys(found.name for found in zeros))
+    names = list(dict.fromkeys(one.name for one in zeros))
     rows: list[list[object]] = [["layer", "all", *names]]
     for layer, share in layer_shares(zeros).items():
-        shares = {found.name: f"{found.fraction:.1%}" for found in zeros if found.layer == layer}
+        shares = {one.name: f"{one.fraction:.1%}" for one in zeros if one.layer == layer}
         rows.append([layer, f"{share:.1%}", *(shares.get(name, "") for name in names)])
     print(f"{title}\n{subtitle}\n\n{format_table(rows, '>')}\n\nwrote {output}")
 
@@ -330,36 +332,36 @@ def contextual_shift(
     context_size: int | None = None,
     seed: int = 0,
 ) -> None:
-    """Draw how the vectors of some documents move as a contextual model reads them in one context after another.
+    """Plot how a contextual model's vectors of the same documents differ between contexts.
 
-    Printed as a table too: how alike a document's vectors stay, and how near the nearest other document is.
+    A table shows how similar the vectors of one document are, and how close the nearest other document is.
 
     Args:
         model: The directory of a contextual model.
-        corpus: A corpus file or encoded folder, or several as `[A,B]`: documents of the first, contexts of each.
+        corpus: A corpus file or encoded folder, or several as `[A,B]`: documents are from the first, contexts from all.
         output: The PNG file to write.
-        num_documents: How many documents, 2 to 20.
-        num_contexts: How many contexts of each corpus, drawn one by one; 2 or more in all.
-        context_size: How many documents a context holds; as many as the model takes if left out.
-        seed: Seed of the draws.
+        num_documents: Number of documents, from 2 to 20.
+        num_contexts: Number of contexts drawn from each corpus; 2 or more in total.
+        context_size: Number of documents in a context; default the model's number.
+        seed: Random seed of the draws.
     """
     corpora = [corpus] if isinstance(corpus, Path) else corpus
     if not 1 <= len(corpora) <= MAX_CORPORA:
-        rule = f"must name from 1 to {MAX_CORPORA} corpora"
+        rule = f"must have from 1 to {MAX_CORPORA} corpora"
         raise OptionError("corpus", list(map(str, corpora)), rule, "give one, or several as [A,B]")
     if not 2 <= num_documents <= MAX_DOCUMENTS:
-        rule = f"must be from 2 to {MAX_DOCUMENTS}: more colours cannot be told apart"
+        rule = f"must be from 2 to {MAX_DOCUMENTS}, since more colours cannot be distinguished"
         raise OptionError("num_documents", num_documents, rule, "8 is usual")
     if num_contexts * len(corpora) < 2:
-        raise OptionError("num_contexts", num_contexts, "must give two contexts or more", "10 is usual")
+        raise OptionError("num_contexts", num_contexts, "must be >= 2 with one corpus, else >= 1", "10 is usual")
     figures.check_output(output)
     encoder = Encoder.from_pretrained(model, precision="float32")
     size = require_context_size(encoder, context_size)
-    # A small corpus gives some documents twice.
-    found = {document.text: document for document in draw_documents(corpora[0], num_documents, seed)}
-    documents = [document for text, document in found.items() if text.strip()]
+    # Draws from a small corpus contain duplicates.
+    by_text = {document.text: document for document in draw_documents(corpora[0], num_documents, seed)}
+    documents = [document for text, document in by_text.items() if text.strip()]
     if len(documents) < 2:
-        raise OptionError("corpus", str(corpora[0]), "must hold two documents that differ", "give a larger one")
+        raise OptionError("corpus", str(corpora[0]), "must have two different documents", "give a larger corpus")
     contexts = [
         choose_context(encoder, path, size, seed + 1 + draw) for path in corpora for draw in range(num_contexts)
     ]
@@ -367,15 +369,15 @@ def contextual_shift(
     names = [name for name in run_names(corpora) for _ in range(num_contexts)]
     title = f"{one_line(Path(model).name, 40)}: {len(documents)} documents in {len(contexts)} contexts"
     subtitle = (
-        f"A colour is a document of {names[0]}, a dot its vector behind {size} documents of a corpus. Of these vectors "
-        f"{shift.stays_nearest:.1%} are nearest, over all other contexts, to one of their own document."
+        f"Colours: documents of {names[0]}. Dots: their vectors in a context of {size} documents of a corpus. "
+        f"The nearest vector of another context is one of the same document for {shift.stays_nearest:.1%} of the dots."
     )
     figures.draw_contextual_shift(shift, [document.text for document in documents], names, title, subtitle, output)
     print(f"{title}\n{subtitle}\n\n{_shift_table(shift, documents)}\n\nwrote {output}")
 
 
 def _shift_table(shift: ContextualShift, documents: Sequence[Document]) -> str:
-    rows = [["between contexts", "the least", "with no context", "nearest other", "document"]]
+    rows = [["mean between contexts", "minimum", "with no context", "nearest other", "document"]]
     cosines = (shift.own_cosine_NP, shift.alone_cosine_N, shift.other_cosine_N)
     for document, own_P, alone, other in zip(documents, *cosines, strict=True):
         name = f"{one_line(document.document_id, 20)}: {one_line(document.text, 50)}"
@@ -393,36 +395,38 @@ def clusters(
     projection: Literal["pca", "tsne"] = "pca",
     perplexity: float | None = None,
 ) -> None:
-    """Draw rows of some clusters in two dimensions, and print how tight each cluster is.
+    """Plot rows of some clusters in two dimensions, and print how compact each cluster is.
 
     Args:
         clusters: The folder that `cluster` wrote.
-        vectors: The vectors of the same source; `CLUSTERS.vectors` if left out. Clusters by words (`--features bm25`)
-            have none of their own, but may be shown by a model's.
+        vectors: The vectors of the same source; default `CLUSTERS.vectors`. Clusters by words (`--features bm25`) have
+            no vectors, but can be plotted with those of a model.
         output: The PNG file to write.
-        num_clusters: How many clusters are drawn at random, at most 20.
-        rows_per_cluster: Most rows of one.
-        seed: Seed of the draw, which is all that is left to chance.
-        projection: `pca`, the plane in which rows differ most, or `tsne`, a map of neighbours, of 5,000 rows at most.
-        perplexity: About how many neighbours of a row t-SNE goes by, below a third of the rows; 30 if left out.
+        num_clusters: Number of randomly chosen clusters, at most 20.
+        rows_per_cluster: Maximum rows of a cluster.
+        seed: Random seed of the chosen clusters and rows.
+        projection: `pca`, the two principal components, or `tsne`, of at most 5,000 rows.
+        perplexity: Perplexity of t-SNE, about the number of neighbours considered; less than a third of the number of
+            rows, default 30.
     """
     if num_clusters > MAX_CLUSTERS:
-        rule = f"must be at most {MAX_CLUSTERS}: more colours cannot be told apart"
+        rule = f"must be at most {MAX_CLUSTERS}, since more colours cannot be distinguished"
         raise OptionError("num_clusters", num_clusters, rule, "10 is usual")
     if perplexity is not None and projection != "tsne":
         raise OptionError("perplexity", perplexity, "has no effect without --projection tsne", "leave it out")
     figures.check_output(output)
-    found = ClusterFolder(clusters)
+    cluster_folder = ClusterFolder(clusters)
     folder = vectors or clusters.absolute().with_name(f"{clusters.absolute().name}.vectors")
     if not folder.is_dir():
-        fix = "name the vectors of the same source, which `cluster --model` writes"
+        fix = "give the vectors of the same source, which `cluster --model` writes"
         raise InputError(f"--vectors {vectors or folder.name}", "no such folder", fix)
-    kept = SurrogateVectors(folder, found.source_key, check_vectors=False)
-    points = draw_cluster_points(found, kept, num_clusters, rows_per_cluster, seed)
-    title = f"{one_line(clusters.absolute().name, 40)}: {len(points.clusters)} of {found.num_clusters:,} clusters"
+    surrogates = SurrogateVectors(folder, cluster_folder.source_key, check_vectors=False)
+    points = draw_cluster_points(cluster_folder, surrogates, num_clusters, rows_per_cluster, seed)
+    counts = f"{len(points.clusters)} of {cluster_folder.num_clusters:,} clusters"
+    title = f"{one_line(clusters.absolute().name, 40)}: {counts}"
     subtitle = (
-        f"{len(points.vector_ND):,} of {found.num_rows:,} rows, at most {rows_per_cluster} of a cluster; a row is its "
-        "query's vector beside its document's. Numbers: the clusters, amid their rows."
+        f"{len(points.vector_ND):,} of {cluster_folder.num_rows:,} rows, at most {rows_per_cluster} per cluster. A dot "
+        "is a row's query and document vectors, concatenated. Numbers: the clusters, at the centre of their rows."
     )
     map_N2 = None
     if projection == "tsne":
@@ -430,8 +434,8 @@ def clusters(
         subtitle += f" Perplexity {perplexity:g}."
         map_N2 = neighbour_map(points.vector_ND, perplexity)
     figures.draw_clusters(points, title, subtitle, output, map_N2)
-    columns = ["cluster", "rows", "drawn", "cosine with its mean", "nearest other", "cosine of means"]
-    rows: list[list[object]] = [[*columns, "nearest its own mean"]]
+    columns = ["cluster", "rows", "plotted", "cosine with its mean", "nearest other", "cosine of means"]
+    rows: list[list[object]] = [[*columns, "nearest to own mean"]]
     for each in points.facts():
         cosines = f"{each.cosine:.3f}", each.nearest, f"{each.nearest_cosine:.3f}", f"{each.at_home:.1%}"
         rows.append([each.cluster, f"{each.num_rows:,}", each.num_drawn, *cosines])
@@ -439,14 +443,14 @@ def clusters(
 
 
 def report(run: Path, output: Path | None = None) -> None:
-    """Write a page about a run for people who were not there: one HTML file with its pictures inside.
+    """Write a report on a run, as one HTML file that includes its figures.
 
     Args:
         run: The run's folder, such as `checkpoints/runs/NAME/version_0`, with the `config.yaml` that `fit` wrote.
-        output: The HTML file to write; `report.html` in the run's folder where none is given.
+        output: The HTML file to write; default `report.html` in the run's folder.
     """
     if not run.is_dir():
-        raise InputError(str(run), "is no folder", "give that of a run of fit, such as checkpoints/runs/NAME/version_0")
+        raise InputError(str(run), "is not a folder", "give a run's folder, such as checkpoints/runs/NAME/version_0")
     path = output or run / "report.html"
     figures.check_output(path, "an HTML file")
     figures.write_report(run, path)

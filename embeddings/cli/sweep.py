@@ -1,4 +1,4 @@
-"""`sweep`: many runs of one recipe that differ in some config keys, one after another or as an array of tasks."""
+"""`sweep`: runs of one recipe with different values of config keys, one after another or as an array of tasks."""
 
 import csv
 import json
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class RunFailed(UserError):
-    """Runs that failed, with the exit code of the first of them."""
+    """Failed runs, with the exit code of the first."""
 
     def __init__(self, line: str, exit_code: int) -> None:
         super().__init__(line)
@@ -45,28 +45,28 @@ def sweep(
     results: bool | Path = False,
     output: Path = Path("checkpoints/sweeps"),
 ) -> None:
-    """Train the runs of a sweep that are not done yet; the same line resumes after a kill.
+    """Train the unfinished runs of a sweep; to resume, run the same command again.
 
-    A run's folder is `output/SWEEP/RECIPE-HASH`, where the hash is that of its settings, so a finished run is known by
-    its `done.json`, and an edited config makes new ones. A run that was cut short resumes from its newest checkpoint.
+    A run's folder is `output/SWEEP/RECIPE-HASH` with a hash of its settings, so an edited config makes new runs. A
+    finished run has a `done.json`. An interrupted run resumes from its newest checkpoint.
 
     Args:
-        file: The sweep: `recipe` or `configs`, `method` (grid, list, random or tpe), `parameters`, and for the last
-            two `num_runs` and `seed`; `metric` for the results. lightning_configs/sweeps/ has examples.
-        index: The one point to run, from 0, as `$SLURM_ARRAY_TASK_ID`; all, one after another, where none is given.
-        count: Whether to print the number of points and no more.
-        dry_run: Whether to print each point's folder and `fit` line, and run nothing.
-        results: Whether to collect what the finished runs reached, as a table, a CSV file and a plot beside it:
-            `true` for `results.csv` in the sweep's folder, or the CSV file to write.
+        file: The sweep file: `recipe` or `configs`, `method` (grid, list, random or tpe), `parameters`, `metric`, and
+            for random and tpe `num_runs` and `seed`. lightning_configs/sweeps/ has examples.
+        index: The only point to run, from 0, such as `$SLURM_ARRAY_TASK_ID`; default all, one after another.
+        count: Whether to print only the number of points.
+        dry_run: Whether to print only each point's folder and `fit` command.
+        results: Whether to write the results of the finished runs as a table, a CSV file and a plot beside it: `true`
+            for `results.csv` in the sweep's folder, or the CSV file to write.
         output: The folder of all sweeps.
     """
     if sum(map(bool, (count, dry_run, results))) > 1:
-        raise OptionError("sweep", "several", "takes one of --count, --dry-run and --results", "leave the others out")
+        raise OptionError("sweep", "several", "accepts one of --count, --dry-run and --results", "leave the others out")
     plan = read_sweep(file)
     if count or results:
         refuse_given({"index": index}, "has no effect on --count and --results")
     if index is not None and not 0 <= index < plan.num_points:
-        raise OptionError("index", index, f"must lie in 0 … {plan.num_points - 1}", "points are counted from 0")
+        raise OptionError("index", index, f"must be from 0 to {plan.num_points - 1}", "choose another point")
     if count:
         print(plan.num_points)
         return
@@ -75,11 +75,13 @@ def sweep(
         plan = with_proposed(plan, file, output, None if is_read else index + 1)  # type: ignore[operator]
     runs = runs_of(plan, output)
     if plan.search is not None and index is not None and index >= len(runs):
-        raise OptionError("index", index, f"has no point yet, only {len(runs)} are proposed", "run the sweep first")
+        raise OptionError(
+            "index", index, f"is not one of the {len(runs)} points proposed so far", "run the sweep first"
+        )
     if results:
         path = output / plan.name / "results.csv" if isinstance(results, bool) else results
         if path.suffix.lower() == ".png":
-            raise OptionError("results", str(path), "must be the CSV file", "end it in .csv; the plot lies beside it")
+            raise OptionError("results", str(path), "must be the CSV file", "end it in .csv; the plot is beside it")
         collect(plan, runs, path, file)
         return
     if dry_run:
@@ -88,18 +90,18 @@ def sweep(
         for run in chosen:
             print(f"{title(plan, run)} ({run.status})\n  {run.folder}\n  {run.line()}")
         if plan.search is not None and index is None and len(runs) < plan.num_points:
-            print(f"{plan.num_points - len(runs)} more points follow from the results of those before them")
+            print(f"{plan.num_points - len(runs)} more points depend on the results of earlier ones")
         return
     if index is None and num_processes() > 1:
-        rule = f"must be given where {num_processes()} processes train together"
+        rule = f"must be given if {num_processes()} processes train together"
         raise OptionError("index", None, rule, "start one process, or one job for each point")
     train_missing(plan, file, output, index)
 
 
 def with_proposed(plan: Sweep, file: Path, output: Path, count: int | None = None) -> Sweep:
-    """A search with the points proposed so far; where a number is given, with as many, proposed as needed.
+    """A search with the points proposed so far, or with `count` points; missing ones are proposed.
 
-    Proposals are kept in `points-HASH.json`, so that later calls and other processes have the same points.
+    Proposals are saved in `points-HASH.json`, so that later calls and other processes have the same points.
     """
     assert plan.search is not None
     about = [asdict(plan.metric), plan.search.seed, plan.search.parameters]
@@ -118,19 +120,19 @@ def with_proposed(plan: Sweep, file: Path, output: Path, count: int | None = Non
             runs = runs_of(replace(plan, points=tuple(points)), output)
             metric = logged_metric(runs, plan.metric)
             values = {result.run.index: result.value(metric) for result in results_of(runs, metric, file)}
-            tried = [(point, values[place]) for place, point in enumerate(points)]
+            tried = [(point, values[position]) for position, point in enumerate(points)]
             points.append(next_point(plan.search, metric.mode, tried))
             write_json(path, points)
     return replace(plan, points=tuple(points))
 
 
 def check_runs(plan: Sweep, file: Path, runs: Sequence[Run]) -> None:
-    """Check the arguments of runs as `fit` does, but for one whose keys and values, numbers apart, were seen."""
+    """Check the arguments of runs as `fit` does; runs that differ from earlier ones only in numbers are skipped."""
     from embeddings.cli.fit import check_arguments
 
     seen: set[tuple[str, str]] = set()
     for run in runs:
-        # In a list each point has keys of its own, which may not go together.
+        # In a list, each point may combine its keys differently.
         new = {(key, type(value).__name__ if is_number(value) else label(value)) for key, value in run.point.items()}
         if new <= seen and plan.method != "list":
             continue
@@ -142,10 +144,10 @@ def check_runs(plan: Sweep, file: Path, runs: Sequence[Run]) -> None:
 
 
 def train_missing(plan: Sweep, file: Path, output: Path, index: int | None) -> None:
-    """Train the runs that are not done, or the one of `index`; all are checked before the first begins.
+    """Train the unfinished runs, or the one of `index`; all are checked before the first starts.
 
-    The points of a search follow from the results of those before, and are checked in turn. A run that fails tells the
-    search nothing, and the same line runs it again.
+    The points of a search depend on earlier results, so each is checked when it is proposed. A failed run gives the
+    search no value; the same command trains it again.
     """
     runs = runs_of(plan, output)
     runs = runs if index is None else [runs[index]]
@@ -154,9 +156,9 @@ def train_missing(plan: Sweep, file: Path, output: Path, index: int | None) -> N
         print(f"{len(runs) - len(missing)} of {plan.num_points if index is None else 1} done already")
 
     def following() -> Iterator[Run]:
-        """Each run that is not done, once its point is known."""
-        for place in range(plan.num_points):
-            run = runs_of(with_proposed(plan, file, output, place + 1), output)[place]
+        """Each unfinished run, as soon as its point is proposed."""
+        for position in range(plan.num_points):
+            run = runs_of(with_proposed(plan, file, output, position + 1), output)[position]
             if run.status != "done":
                 check_runs(plan, file, [run])
                 yield run
@@ -170,53 +172,54 @@ def train_missing(plan: Sweep, file: Path, output: Path, index: int | None) -> N
 
 
 def train_each(plan: Sweep, runs: Iterable[Run], is_array_task: bool) -> None:
-    """Train runs that are checked, one after another; a failed one is an error after the others are done.
+    """Train checked runs one after another; failed runs raise an error after the others are done.
 
-    A run that ends with code 75 has had the job queued again, and the sweep ends with it. Where a signal finds no run
-    that could answer it, the sweep does.
+    The sweep ends when a run ends with code 75: that run has requeued the job. If a signal arrives while no run can
+    handle it, the sweep handles it.
     """
     codes: dict[int, int] = {}
     with SignalForwarder() as forwarder:
         for run in runs:
             codes[run.index] = code = train_alone(plan, run, forwarder, is_array_task)
             if code == EXIT_RESUMABLE:
-                line = f"point {run.index} was stopped; the same line resumes"
+                line = f"point {run.index} was stopped; run the same command again to resume"
                 raise PreemptedError(line if is_first_process() else "", code)
             if code and forwarder.received:
                 raise stopped(run, forwarder.received[0], code)
     failed = {index: code for index, code in codes.items() if code}
     if failed:
         which = ", ".join(f"point {index} with exit code {code}" for index, code in failed.items())
-        fix = "the lines above say why; the same line runs them again"
+        fix = "see the lines above, then run the same command to train them again"
         raise RunFailed(f"{len(failed)} of {len(codes)} runs failed: {which}; {fix}", next(iter(failed.values())))
 
 
 def train_alone(plan: Sweep, run: Run, forwarder: SignalForwarder, is_array_task: bool) -> int:
-    """Train a run unless another process is at it, or has done it; returns its exit code, 0 where it is left out.
+    """Train a run unless another process trains it or has finished it; returns its exit code, 0 if it is skipped.
 
-    The first rank decides, and the others begin meanwhile. Where it leaves the run out it fails, and the launcher ends
-    those that wait for it: torchrun always, srun with `--kill-on-bad-exit=1`.
+    The first rank decides, while the other ranks already start. If it skips the run it fails, so that the launcher ends
+    the waiting ranks: torchrun always, srun with `--kill-on-bad-exit=1`.
     """
     if not is_first_process():
         return train(run, None, forwarder)
     with exclusive(run.folder) as lock:
         if lock is None:
             if is_array_task:
-                fix = "wait for it; the same line then says whether it is done"
+                fix = "wait for it, then run the same command again"
                 raise InputError(str(run.folder), f"another process trains point {run.index}", fix)
-            print(f"{title(plan, run)}: another process is at it", flush=True)
+            print(f"{title(plan, run)}: another process trains it", flush=True)
             return 0
         if run.status == "done":
             if num_processes() > 1:
-                raise InputError(str(run.folder), f"another process has just done point {run.index}", "nothing is left")
+                what = f"another process has just finished point {run.index}"
+                raise InputError(str(run.folder), what, "nothing is left to do")
             return 0
         print(f"{title(plan, run)}\n  {run.folder}", flush=True)
         return train(run, lock, forwarder)
 
 
 def stopped(run: Run, number: signal.Signals, code: int) -> BaseException:
-    """How the sweep ends when a signal came and a run ended with `code`, that of the signal if it had no handler."""
-    point, hint = f"point {run.index}", "the same line resumes"
+    """The exception that ends the sweep after a signal; `code` is the run's exit code."""
+    point, hint = f"point {run.index}", "run the same command again to resume"
     if number in STOP_SIGNALS and code == 128 + number:
         return answer(number, f"stopped at {point}; {hint}", None, is_first_process())
     how = "was stopped by" if code == 128 + number else f"ended with exit code {code} after"
@@ -244,18 +247,18 @@ def collect(plan: Sweep, runs: Sequence[Run], path: Path, file: Path) -> None:
 
 
 def dots(plan: Sweep, results: Sequence["Result"]) -> list["Dot"]:
-    """The finished runs as a plot has them: each varied key's number or name, and the metric."""
+    """The finished runs for the plot: the value of each varied key, and the metric."""
     varied = {key: name for key, name in plan.names.items() if key != SEED_KEY} or plan.names
-    found: list[Dot] = []
+    finished: list[Dot] = []
     for result in results:
         value, point = result.value(plan.metric), result.run.point
-        given = {name: point[key] for key, name in varied.items() if key in point}
-        values = {name: content if is_number(content) else label(content) for name, content in given.items()}
+        settings = {name: point[key] for key, name in varied.items() if key in point}
+        values = {name: content if is_number(content) else label(content) for name, content in settings.items()}
         if plan.method == "list":  # its keys vary together
             values = {"point": ", ".join(f"{name}={label(content)}" for name, content in values.items())}
         if value is not None:
-            found.append((values, value))
-    return found
+            finished.append((values, value))
+    return finished
 
 
 def title(plan: Sweep, run: Run) -> str:
@@ -265,7 +268,7 @@ def title(plan: Sweep, run: Run) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run reached: the metric's last and best value, the best one's step, its last process's time."""
+    """The result of a run: the metric's last and best value, the step of the best, and the last process's duration."""
 
     run: Run
     status: str
@@ -282,14 +285,14 @@ class Result:
 
 
 def logged_metric(runs: Sequence[Run], metric: Metric) -> Metric:
-    """The metric; the training loss where it is the default, which no run has logged (a run without evaluation)."""
+    """The metric; the training loss if the metric is the default and no run has logged it (no evaluation)."""
     columns = {column for run in runs for column in (run.record() or {"metrics": {}})["metrics"]}
     is_absent = metric == Metric() and metric.column not in columns
     return Metric("train/loss", "min") if is_absent and "train/loss" in columns else metric
 
 
 def results_of(runs: Sequence[Run], metric: Metric, file: Path) -> list[Result]:
-    """The results of a sweep's runs, the best first and the missing ones last; the metric must have been logged."""
+    """The results of a sweep's runs, from best to worst, then those without a value; the metric must be logged."""
     found, columns = [], set()
     for run in runs:
         record = run.record() or {"metrics": {}, "seconds": None}
@@ -299,23 +302,23 @@ def results_of(runs: Sequence[Run], metric: Metric, file: Path) -> list[Result]:
         found.append(Result(run, run.status, last, best, step, record["seconds"]))
     if any(result.status == "done" for result in found) and metric.column not in columns:
         what = f"no run has logged {metric.column!r}"
-        raise InputError(f"{file}: metric", what, f"column takes one of {', '.join(sorted(columns)) or 'none'}")
+        raise InputError(f"{file}: metric", what, f"column must be one of {', '.join(sorted(columns)) or 'none'}")
     return sorted(found, key=lambda result: metric.rank(result.value(metric)))
 
 
 def result_table(results: Sequence[Result], names: Mapping[str, str], metric: Metric) -> str:
-    """The results as text, a row a point."""
+    """The results as a table, a row for each point."""
     rows = [["point", *names.values(), f"{metric.column} last", "best", "at step", "seconds", "status", "folder"]]
-    for found in results:
-        step, seconds = (None if value is None else f"{value:.0f}" for value in (found.best_step, found.seconds))
-        folder = None if found.status == "missing" else found.run.folder.name
-        measured = [_digits(found.last), _digits(found.best), step or "-", seconds or "-"]
-        rows.append([str(found.run.index), *found.labels(names), *measured, found.status, folder or "-"])
+    for result in results:
+        step, seconds = (None if value is None else f"{value:.0f}" for value in (result.best_step, result.seconds))
+        folder = None if result.status == "missing" else result.run.folder.name
+        measured = [_digits(result.last), _digits(result.best), step or "-", seconds or "-"]
+        rows.append([str(result.run.index), *result.labels(names), *measured, result.status, folder or "-"])
     return format_table(rows, "<")
 
 
 def seed_table(results: Sequence[Result], names: Mapping[str, str], metric: Metric) -> str | None:
-    """The mean and standard deviation over seeds, as text; None where nothing but the seed, or no seed, is varied."""
+    """The mean and standard deviation over seeds, as a table; None if only the seed, or no seed, is varied."""
     others = {key: name for key, name in names.items() if key != SEED_KEY}
     if SEED_KEY not in names or not others:
         return None

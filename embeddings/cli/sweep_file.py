@@ -1,4 +1,4 @@
-"""What a sweep file says: its configs, its metric, and its points, each a pure function of the file or of results."""
+"""Reading of a sweep file: its configs, its metric, and its points, which depend only on the file and on results."""
 
 import itertools
 import json
@@ -22,21 +22,21 @@ Method = Literal["grid", "list", "random", "tpe"]
 Kind = TypeVar("Kind")
 
 SEED_KEY = "seed_everything"
-# Each point becomes a folder, and all of them a table; more are a slip, and would not fit in memory.
+# Each point becomes a folder and a table row; more are a mistake, and would not fit in memory.
 MAX_POINTS = 100_000
-# Each run has its own folder, logger and checkpoint to resume from.
+# Keys that the sweep sets for each run.
 OWN_KEYS = ("config", "ckpt_path", "trainer.default_root_dir", "trainer.logger")
-# Optuna's own number: as many points are random before the sampler has enough results to model.
+# Optuna's default number of random points, before the sampler has enough results to model.
 NUM_RANDOM = 10
 
-# YAML takes a number without a point before its exponent for text.
+# YAML reads a number without a decimal point before its exponent as text.
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 _CLASS_PATH = re.compile(r"(?:\w+\.)+[A-Z]\w*")
 
 
 @dataclass(frozen=True)
 class SweepFile:
-    """The keys of a sweep file; `parameters` and `metric` are checked apart."""
+    """The keys of a sweep file; `parameters` and `metric` are checked separately."""
 
     recipe: str | None = None
     configs: list[str] | None = None
@@ -49,9 +49,9 @@ class SweepFile:
 
 @dataclass(frozen=True)
 class Metric:
-    """What points are compared by: a column of `metrics.csv`, its best side, and which of a run's values counts.
+    """The metric that compares points: a column of `metrics.csv`, its direction, and which value of a run counts.
 
-    The default is replaced by `train/loss` if it was never logged.
+    The default is replaced by `train/loss` if no run has logged it.
     """
 
     column: str = "val/ndcg_at_10"
@@ -59,7 +59,7 @@ class Metric:
     value: Literal["last", "best"] = "last"
 
     def rank(self, value: float | None) -> float:
-        """A number by which points are sorted, the best first and those without a value last."""
+        """A sort key: points from best to worst, then those without a value."""
         return math.inf if value is None else value if self.mode == "min" else -value
 
 
@@ -75,7 +75,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Search:
-    """What a sampler proposes points of: for each config key a list of values or a range."""
+    """The search space of a sampler: for each config key a list of values or a range."""
 
     parameters: Mapping[str, Any]
     num_runs: int
@@ -86,8 +86,8 @@ class Search:
 class Sweep:
     """A sweep file, read and checked.
 
-    `recipe` names its runs: the recipe, or the config that chooses the method. `contents` are the configs as mappings.
-    A search (`method: tpe`) has as many points as were proposed so far; the others follow from their results.
+    `recipe` names the runs' folders: the recipe, or the config that chooses the method. `contents` are the configs as
+    mappings. In a search (`method: tpe`), `points` are those proposed so far; later ones depend on their results.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Sweep:
 
     @property
     def num_points(self) -> int:
-        """The number of points, those that are not proposed yet among them."""
+        """The number of points, including those that are not proposed yet."""
         return len(self.points) if self.search is None else self.search.num_runs
 
     @property
@@ -110,40 +110,40 @@ class Sweep:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Read a sweep file: a recipe or configs, and what is to be varied.
+    """Read a sweep file: a recipe or configs, and the parameters to vary.
 
-    `method: grid` (the default) takes every combination of the lists in `parameters`, the last one varying fastest;
-    `list` takes the mappings that `parameters` lists; `random` draws `num_runs` points, from a list each value alike,
-    from `{low, high}` evenly (`log: true`: evenly in the logarithm; `int: true`: integers, both ends included). `tpe`
-    takes the same keys, and proposes each point by the metric of those before it (see `next_point`).
+    `method: grid` (the default) combines all values of the lists in `parameters`; the last one varies fastest. `list`
+    uses the mappings that `parameters` lists. `random` draws `num_runs` points: uniformly from a list or from
+    `{low, high}` (`log: true`: uniformly in the logarithm; `int: true`: integers, both ends included). `tpe` has the
+    same keys, and proposes each point from the metric of earlier points (see `next_point`).
 
-    A point follows from the file alone, and a drawn value from (`seed`, index, key): more runs, or another parameter,
-    leave the values that there were.
+    Points depend on the file only, and a drawn value on (`seed`, index, key) only: more runs, or another parameter, do
+    not change the other values.
     """
-    place = Path(located(str(path)))
-    if not place.is_file():
+    file_path = Path(located(str(path)))
+    if not file_path.is_file():
         raise InputError(str(path), "no such file", "give a sweep file, such as lightning_configs/sweeps/pooling.yaml")
-    content = _with_numbers(read_yaml(place, str(path)))
+    content = _with_numbers(read_yaml(file_path, str(path)))
     file = _parsed(SweepFile, content, str(path), ("parameters", "metric"))
     parameters, metric = content.get("parameters"), _parsed(Metric, content.get("metric", {}), f"{path}: metric")
     configs = _configs(path, file)
     of_each = [[content for _, content in configs_of(config)] for config in configs]
-    # The config that chooses the method, directly or through one that it names.
-    is_method = [any(chooses(content, "model") for content in found) for found in of_each]
+    # The config that chooses the method, directly or through one that it includes.
+    is_method = [any(chooses(content, "model") for content in included) for included in of_each]
     recipe = file.recipe or Path(configs[is_method.index(True) if any(is_method) else -1]).stem
     points = tuple(_points(path, file, parameters))
     for index, point in enumerate(points):
         _check_point(f"{path}: point {index}", point)
     search = None
     if file.method == "tpe":
-        # A drawn point stood for all of them in the checks.
+        # The random points were only for the checks.
         search, points = Search(parameters, file.num_runs or 0, file.seed or 0), ()
     contents = tuple(itertools.chain(*of_each))
     return Sweep(path.stem, recipe, configs, contents, file.method, points, metric, search)
 
 
 def _parsed(kind: type[Kind], content: Any, where: str, unread: Sequence[str] = ()) -> Kind:
-    """A mapping of the file as a dataclass, by the parser of the command line; the values of some keys stay unread."""
+    """A mapping of the file as a dataclass, parsed like a command line; the values of keys in `unread` are ignored."""
     if not isinstance(content, dict):
         raise InputError(where, f"must be a mapping, got {content!r}", "write it as KEY: VALUE")
     parser = OneLineParser()
@@ -152,22 +152,22 @@ def _parsed(kind: type[Kind], content: Any, where: str, unread: Sequence[str] = 
         parsed = parser.parse_object({key: None if key in unread else value for key, value in content.items()})
         return kind(**vars(parsed))
     except (ConfigError, OverflowError) as error:
-        # The parser's hint names the options of a command.
+        # Replace the parser's hint, which is about the options of a command.
         keys = ", ".join(kind.__dataclass_fields__)  # type: ignore[attr-defined]
-        raise ConfigError(f"{where}: {re.sub('--help .*', f'it takes {keys}', str(error))}") from error
+        raise ConfigError(f"{where}: {re.sub('--help .*', f'the keys are {keys}', str(error))}") from error
 
 
 def next_point(search: Search, mode: Literal["max", "min"], tried: Sequence[tuple[Point, float | None]]) -> Point:
-    """The point that the tree-structured Parzen estimator proposes after those tried, each with its value, if any.
+    """The next point of the tree-structured Parzen estimator, given the points tried so far with their values.
 
-    The first `NUM_RANDOM` points are random, as are further ones until so many have a value. The point follows from the
-    arguments alone with one version of Optuna; numbers have six digits.
+    Points are random until `NUM_RANDOM` have a value. With the same version of Optuna, the point depends only on the
+    arguments. Numbers have six digits.
 
     Source: Bergstra et al. 2011, Algorithms for Hyper-Parameter Optimization, section 4, by Optuna's `TPESampler`.
     """
     optuna: Any = require("optuna", "optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    # Optuna's choices are texts and numbers, a config's may be mappings: they are given as JSON.
+    # Optuna's choices must be texts or numbers, but values may be mappings, so they are passed as JSON.
     lists = {key for key, source in search.parameters.items() if isinstance(source, list)}
     ranges: dict[str, Any] = {}
     for key, source in search.parameters.items():
@@ -182,8 +182,8 @@ def next_point(search: Search, mode: Literal["max", "min"], tried: Sequence[tupl
     study = optuna.create_study(direction=f"{mode}imize", sampler=sampler)
     for point, value in tried:
         if value is not None:
-            given = {key: json.dumps(content) if key in lists else content for key, content in point.items()}
-            study.add_trial(optuna.trial.create_trial(params=given, distributions=ranges, value=value))
+            params = {key: json.dumps(content) if key in lists else content for key, content in point.items()}
+            study.add_trial(optuna.trial.create_trial(params=params, distributions=ranges, value=value))
     return {
         key: json.loads(value) if key in lists else _in_range(value, search.parameters[key])
         for key, value in study.ask(ranges).params.items()
@@ -191,20 +191,20 @@ def next_point(search: Search, mode: Literal["max", "min"], tried: Sequence[tupl
 
 
 def short_names(points: Sequence[Point]) -> dict[str, str]:
-    """A name for each key of the points: as many of its last parts as tell it from the others."""
+    """A short name for each key: as few of its last parts as make it unique."""
     keys = list(dict.fromkeys(key for point in points for key in point))
     parts = {key: [part for part in key.split(".") if part not in ("init_args", "class_path")] or [key] for key in keys}
     names = {}
     for key in keys:
-        alike = [".".join(parts[other]) for other in keys if other != key]
+        others = [".".join(parts[other]) for other in keys if other != key]
         candidates = [".".join(parts[key][-count:]) for count in range(1, len(parts[key]) + 1)]
-        unlike = [name for name in candidates if not any(f".{other}".endswith(f".{name}") for other in alike)]
-        names[key] = unlike[0] if unlike else key
+        unique = [name for name in candidates if not any(f".{other}".endswith(f".{name}") for other in others)]
+        names[key] = unique[0] if unique else key
     return names
 
 
 def label(value: Any) -> str:
-    """A value in few letters: a class by its last name, with its arguments."""
+    """A short text for a value; a class is shown by its name, without modules, and its arguments."""
     if isinstance(value, str):
         return value.rpartition(".")[2] if _CLASS_PATH.fullmatch(value) else value
     if isinstance(value, Mapping):
@@ -222,7 +222,7 @@ def is_number(value: Any) -> bool:
 
 
 def _with_numbers(value: Any) -> Any:
-    """The same with numbers such as 1e-5, which YAML reads as text, as numbers."""
+    """The value with texts such as 1e-5, which YAML does not read as numbers, as numbers."""
     if isinstance(value, dict):
         return {key: _with_numbers(content) for key, content in value.items()}
     if isinstance(value, list):
@@ -233,17 +233,17 @@ def _with_numbers(value: Any) -> Any:
 def _configs(path: Path, file: SweepFile) -> tuple[str, ...]:
     """The config files that a sweep file, or its recipe, lists."""
     if bool(file.recipe) == bool(file.configs):
-        raise InputError(str(path), "needs either recipe or configs", "name a recipe, or list config files")
+        raise InputError(str(path), "needs either recipe or configs", "give a recipe, or a list of config files")
     configs = file.configs or expand_recipe(["--recipe", str(file.recipe)])[1::2]
     for config in configs:
         if not Path(located(config)).is_file():
-            fix = "paths are those from the folder that the command runs in"
+            fix = "write the path relative to the current folder"
             raise InputError(f"{path}: config {config}", "no such file", fix)
     return tuple(configs)
 
 
 def _points(path: Path, file: SweepFile, parameters: Any) -> Iterable[Point]:
-    """The points of a sweep file; those of a search as `method: random` would draw them."""
+    """The points of a sweep file; for a search those of `method: random`."""
     where, is_drawn = f"{path}: parameters", file.method in ("random", "tpe")
     for key, value in {"seed": file.seed, "num_runs": file.num_runs}.items():
         if value is not None and not is_drawn:
@@ -256,7 +256,7 @@ def _points(path: Path, file: SweepFile, parameters: Any) -> Iterable[Point]:
         _check_values(where, points)
         return points
     if not isinstance(parameters, dict) or not parameters:
-        raise InputError(where, f"must map config keys to values, got {parameters!r}", "name at least one key")
+        raise InputError(where, f"must map config keys to values, got {parameters!r}", "give at least one key")
     for key, source in parameters.items():
         check = _check_range if is_drawn and isinstance(source, dict) else _check_values
         check(f"{where}.{key}", source)
@@ -264,45 +264,45 @@ def _points(path: Path, file: SweepFile, parameters: Any) -> Iterable[Point]:
     if is_drawn:
         where, number = f"{path}: num_runs", file.num_runs or 0
         if number < 1:
-            raise InputError(where, f"must be an integer >= 1, got {file.num_runs!r}", "say how many to draw")
+            raise InputError(where, f"must be an integer >= 1, got {file.num_runs!r}", "give the number of points")
     if number > MAX_POINTS:
-        fix = "vary less, or draw fewer points with method: random"
+        fix = "vary fewer values, or draw fewer points with method: random"
         raise InputError(where, f"makes {number} points, more than {MAX_POINTS}", fix)
     if not is_drawn:
         return (dict(zip(parameters, values, strict=True)) for values in itertools.product(*parameters.values()))
     seed = file.seed or 0
     return [
-        # A text seeds alike on every machine and Python.
+        # Seeds that are texts give the same numbers on all machines and Python versions.
         {key: _draw(source, random.Random(f"{seed}/{index}/{key}").random()) for key, source in parameters.items()}
         for index in range(number)
     ]
 
 
 def _check_values(where: str, values: Any) -> None:
-    """Check a list of values, no two of which may be alike, and which JSON must be able to hold."""
+    """Check that a list of values has no duplicates and can be written as JSON."""
     if not isinstance(values, list) or not values:
         raise InputError(where, f"must be a list of values, got {values!r}", "list at least one")
     texts = Counter[str]()
     for value in values:
         try:
             texts[json.dumps(value, sort_keys=True)] += 1
-        except TypeError as error:  # a date, binary data, a set, or a key that is no name
-            raise InputError(where, f"{value!r} cannot be given to fit", "put a date or a key in quotes") from error
+        except TypeError as error:  # a date, binary data, a set, or a key that is not text
+            raise InputError(where, f"{value!r} cannot be passed to fit", "put a date or a key in quotes") from error
     ((text, count),) = texts.most_common(1)
     if count > 1:
-        raise InputError(where, f"holds {text} twice", "leave one out")
+        raise InputError(where, f"contains {text} twice", "leave one out")
 
 
 def _check_range(where: str, source: dict[str, Any]) -> None:
     drawn = _parsed(Range, source, where)
     if vars(drawn) | source != vars(drawn):
-        raise InputError(where, f"must hold numbers, and true or false, got {source}", "leave the quotes out")
+        raise InputError(where, f"must contain numbers, true or false, got {source}", "leave the quotes out")
     if not -math.inf < drawn.low < drawn.high < math.inf:
         raise InputError(where, f"low must be < high, and both finite, got {drawn.low} and {drawn.high}", "change them")
     if drawn.int and not (drawn.low.is_integer() and drawn.high.is_integer()):
         raise InputError(where, f"int: true needs integers, got {drawn.low} and {drawn.high}", "round them")
     if drawn.log and drawn.low <= 0:
-        raise InputError(f"{where}.low", f"must be > 0 with log: true, got {drawn.low}", "give the smallest to try")
+        raise InputError(f"{where}.low", f"must be > 0 with log: true, got {drawn.low}", "give a positive value")
 
 
 def _draw(source: Any, share: float) -> Any:
@@ -317,7 +317,7 @@ def _draw(source: Any, share: float) -> Any:
 
 
 def _in_range(value: float, source: Mapping[str, Any]) -> float:
-    """A number within its range, in six digits unless it is an integer."""
+    """A number clipped to its range; six digits unless it is an integer."""
     kind = type(value)
     return min(max(kind(value if kind is int else f"{value:.6g}"), kind(source["low"])), kind(source["high"]))
 
@@ -326,6 +326,6 @@ def _check_point(where: str, point: Point) -> None:
     for key in point:
         if not isinstance(key, str) or not re.fullmatch(r"\w+(\.\w+)*\+?", key):
             fix = "write it as model.init_args.loss.init_args.temperature"
-            raise InputError(where, f"{key!r} is no config key", fix)
+            raise InputError(where, f"{key!r} is not a config key", fix)
         if any(key == own or key.startswith(f"{own}.") or key == f"{own}+" for own in OWN_KEYS):
-            raise InputError(where, f"{key} is what a sweep gives every run itself", "leave it out")
+            raise InputError(where, f"{key} is set by the sweep for each run", "leave it out")

@@ -1,4 +1,4 @@
-"""The runs of a sweep: their folders, the lines that train them, and what became of each."""
+"""The runs of a sweep: their folders, commands, training and records."""
 
 import fcntl
 import hashlib
@@ -23,18 +23,18 @@ from embeddings.common.errors import CHECKOUT, program
 from embeddings.common.io import read_json_or_empty, write_json
 from embeddings.figures.run_facts import metrics_path, read_curves
 
-# What Python runs for the command line. An installed package is not looked for in the current folder first.
+# Python's arguments that start the command line; -P keeps the current folder out of the import path.
 COMMAND = ["-P", "-m", "embeddings"] if CHECKOUT is None else [str(CHECKOUT / "main.py")]
 CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"
-# The arguments by which callbacks and loggers are told where to write.
-PLACES = ("output", "dirpath", "save_dir")
+# Arguments of callbacks and loggers that are output paths.
+PATH_ARGUMENTS = ("output", "dirpath", "save_dir")
 
 _HASH_DIGITS = 10
 
 
 @dataclass(frozen=True)
 class Run:
-    """A point's run: its number from 0, the config keys that it sets, its folder, and the line that trains it."""
+    """The run of a point: its index from 0, the config keys that it sets, its folder, and its arguments of `fit`."""
 
     index: int
     point: Point
@@ -48,7 +48,7 @@ class Run:
         return "unfinished" if any(self.folder.glob("version_*")) else "missing"
 
     def record(self) -> dict[str, Any] | None:
-        """What `done.json` holds once the run is finished."""
+        """The content of `done.json`; None if the run is not finished."""
         return read_json_or_empty(self.folder / "done.json") or None
 
     def line(self) -> str:
@@ -57,32 +57,33 @@ class Run:
 
 def runs_of(sweep: Sweep, output: Path) -> list[Run]:
     """The runs of a sweep's points, each in the folder `output/SWEEP/RECIPE-HASH`."""
-    found = []
+    runs = []
     configs = [word for config in sweep.configs for word in ("--config", config)]
     for index, point in enumerate(sweep.points):
         folder = output / sweep.name / f"{sweep.recipe}-{settings_hash(sweep.contents, point)}"
         words = ["fit", *configs]
         words += [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in point.items()]
         words += placed([*sweep.contents, unfolded(point)], folder)
-        found.append(Run(index, point, folder, tuple(words)))
-    return found
+        runs.append(Run(index, point, folder, tuple(words)))
+    return runs
 
 
 def settings_hash(contents: Sequence[Mapping[str, Any]], point: Point) -> str:
-    """Some hex digits that stand for a run's settings: the configs' contents, in order, and the values of its point."""
-    # Not merged first: what becomes of a class's arguments when a later config chooses another class, the parser knows.
+    """A short hexadecimal hash of a run's settings: the contents of the configs, in order, and the point."""
+    # The configs are not merged first, because only the parser can merge the arguments of classes.
     text = json.dumps([contents, point], sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_HASH_DIGITS]
 
 
 def placed(contents: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
-    """Options that send what a run writes into its folder: logs, checkpoints, and what callbacks put elsewhere.
+    """Options that redirect all output of a run to its folder: logs, checkpoints, and the output of callbacks.
 
-    The first logger is a CSV logger, whose `version_N` of a process holds its `metrics.csv`; other loggers stay.
+    The first logger becomes a CSV logger, which writes the `metrics.csv` of each process to its `version_N`; other
+    loggers follow.
     """
     loggers = [logger for logger in _listed(contents, "logger") if isinstance(logger, Mapping)]
-    own = next((logger.get("init_args") or {} for logger in loggers if class_name(logger) == "CSVLogger"), {})
-    arguments = {key: value for key, value in own.items() if key != "version"}
+    csv_options = next((logger.get("init_args") or {} for logger in loggers if class_name(logger) == "CSVLogger"), {})
+    arguments = {key: value for key, value in csv_options.items() if key != "version"}
     first = {"class_path": CSV_LOGGER, "init_args": {**arguments, "save_dir": str(folder), "name": ""}}
     others = [_moved(logger, folder) for logger in loggers if class_name(logger) != "CSVLogger"]
     words = [f"--trainer.default_root_dir={folder}", f"--trainer.logger={json.dumps([first, *others], default=str)}"]
@@ -93,10 +94,10 @@ def placed(contents: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[int | None]:
-    """The lock on a run's folder, as an open file's number; None where another process holds it.
+    """The file descriptor of the lock on a run's folder; None if another process has the lock.
 
-    A process that inherits the number holds the lock too. Between machines it holds as far as the file system's `flock`
-    does: NFS needs a mount without `nolock` and `local_lock`, Lustre one with `flock`.
+    A process that inherits the descriptor has the lock too. The lock works between machines if the file system's
+    `flock` does: NFS needs a mount without `nolock` and `local_lock`, Lustre one with `flock`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a") as file:
@@ -109,9 +110,9 @@ def exclusive(folder: Path) -> Iterator[int | None]:
 
 
 def train(run: Run, lock: int | None, forwarder: "SignalForwarder") -> int:
-    """Train a point in a process of its own, from its newest checkpoint if it has one; returns its exit code.
+    """Train a run in a new process, from its newest checkpoint if it has one; returns the exit code.
 
-    `lock` is the number of its lock's file; None on a further rank, which does not write done.json.
+    `lock` is the file descriptor of its lock; None on all ranks but the first, which do not write done.json.
     """
     from embeddings.cli.trainer import find_latest_checkpoint  # loads Lightning
 
@@ -122,7 +123,7 @@ def train(run: Run, lock: int | None, forwarder: "SignalForwarder") -> int:
         print(f"resumed from {checkpoint}", flush=True)
     code = forwarder.run([sys.executable, *command_words(), *words], [] if lock is None else [lock])
     if code == 0 and lock is not None:
-        # A run that had no checkpoint yet began anew in the next folder; `version_10` comes after `version_9`.
+        # A restarted run without a checkpoint uses the next folder; `version_10` comes after `version_9`.
         last = max(run.folder.glob("version_*"), key=lambda path: (len(path.name), path.name), default=run.folder)
         fields = {
             "point": run.point,
@@ -137,62 +138,62 @@ def train(run: Run, lock: int | None, forwarder: "SignalForwarder") -> int:
 
 
 def command_words() -> list[str]:
-    """What Python runs for a run: the installed command where that was called, whose lines then name it."""
+    """Python's arguments that start the command line: the installed command if this process is one, else `COMMAND`."""
     called = Path(sys.argv[0])
     return [str(called)] if called.name == "embeddings" and called.is_file() else COMMAND
 
 
 def summaries(run: Path) -> dict[str, dict[str, float]]:
-    """Of each column that a run logged its last value, its least and its largest, and their steps."""
-    found = {}
+    """The last, minimum and maximum value of each logged column, with their steps."""
+    columns = {}
     for column, curve in sorted(read_curves(run).items()) if metrics_path(run).is_file() else ():
         values = {step: value for step, value in zip(*curve, strict=True) if math.isfinite(value)}
         if values:
             at = values.__getitem__
             chosen = {"last": max(values), "min": min(values, key=at), "max": max(values, key=at)}
-            found[column] = {name: values[step] for name, step in chosen.items()}
-            found[column] |= {f"{name}_step": step for name, step in chosen.items()}
-    return found
+            columns[column] = {name: values[step] for name, step in chosen.items()}
+            columns[column] |= {f"{name}_step": step for name, step in chosen.items()}
+    return columns
 
 
 def _listed(contents: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
-    """A list of the trainer's after all configs: a later one replaces it, or appends with `name+`."""
-    found: list[Any] = []
+    """A list option of the trainer after all configs: a later config replaces it, or appends by `name+`."""
+    merged: list[Any] = []
     for content in contents:
         trainer = content.get("trainer")
         for key, value in trainer.items() if isinstance(trainer, Mapping) else ():
             elements = list(value) if isinstance(value, list) else [value]
             if key == name:
-                found = elements
+                merged = elements
             elif key == f"{name}+":
-                found = [*found, *elements]
-    return found
+                merged = [*merged, *elements]
+    return merged
 
 
 def _moved(part: Any, folder: Path) -> Any:
-    """A logger or callback with the places that it writes to in a folder, under the last of their own names."""
+    """A logger or callback with its output paths moved to a folder; the last part of each path stays."""
     if not isinstance(part, Mapping):
         return part
     arguments = part.get("init_args") or {}
-    # Where its place changes, as with each process's logs, Lightning forgets on resuming which checkpoint was the best.
-    places = {"dirpath": "checkpoints"} if class_name(part) == "ModelCheckpoint" else {}
-    places |= {name: arguments[name] for name in PLACES if isinstance(arguments.get(name), str)}
-    moved: dict[str, Any] = {name: str(folder / Path(place).name) for name, place in places.items()}
-    # A run that was cut short after its export, without a checkpoint, begins anew.
+    # A fixed checkpoint folder: if it changes when a run resumes, Lightning forgets which checkpoint was the best.
+    paths = {"dirpath": "checkpoints"} if class_name(part) == "ModelCheckpoint" else {}
+    paths |= {name: arguments[name] for name in PATH_ARGUMENTS if isinstance(arguments.get(name), str)}
+    moved: dict[str, Any] = {name: str(folder / Path(path).name) for name, path in paths.items()}
+    # A run that was interrupted after its export, without a checkpoint, starts again.
     if class_name(part) in ("ExportModel", "ExportLanguageModel"):
         moved["replace"] = True
     return {**part, "init_args": {**arguments, **moved}} if moved else part
 
 
-# What a cluster or a terminal sends to end a job, or to have it save itself.
+# Signals that a cluster or terminal sends to end a job, or to make it save a checkpoint.
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class SignalForwarder:
-    """Passes signals on to the process that is at work, and begins no other once one has come.
+    """Forwards signals to the running child process, and starts no other one after a signal.
 
-    Inside this context none of the signals ends this process; nor afterwards where it was left because of one, so that
-    none comes between a run's answer and the exit. `received` holds what came so far.
+    Inside this context the signals do not end this process. If the context ends because of one, they are ignored
+    afterwards too, so that none changes the exit code. `received` contains the signals so far.
     """
 
     def __init__(self) -> None:
@@ -202,7 +203,7 @@ class SignalForwarder:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "SignalForwarder":
-        self._previous = {number: signal.signal(number, self._pass_on) for number in FORWARDED}
+        self._previous = {number: signal.signal(number, self._forward) for number in FORWARDED}
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
@@ -211,10 +212,10 @@ class SignalForwarder:
             signal.signal(number, signal.SIG_IGN if ignored else handler)
 
     def run(self, words: Sequence[str], inherited: Sequence[int]) -> int:
-        """Run a line to its end; returns its exit code, 128 and the signal's number if one killed it or came before."""
+        """Run a command; returns its exit code, or 128 plus the signal's number if one killed it or came before."""
         if self.received:
             return 128 + self.received[0]
-        # A group of its own: a terminal's Ctrl-C comes once, from here, and does not end a run that is saving itself.
+        # A separate process group: Ctrl-C reaches the run only once, from here, and does not kill a run that is saving.
         self._process = subprocess.Popen(words, pass_fds=tuple(inherited), process_group=0)
         while self._early:
             self._process.send_signal(self._early.pop(0))
@@ -222,7 +223,7 @@ class SignalForwarder:
         self._process = None
         return code if code >= 0 else 128 - code
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
         if self._process is None:
             self._early.append(signal.Signals(number))

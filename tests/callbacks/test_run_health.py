@@ -108,7 +108,7 @@ def test_a_dead_worker_is_named_at_once(tmp_path):
     assert ended.returncode == 70, ended.stderr
     worker = re.search(r"worker (\d+)", ended.stdout)[1]
     *_, line = ended.stderr.strip().splitlines()
-    assert line.startswith(f"error: a worker of the loader, process {worker}, was ended by a signal (Killed); lower")
+    assert line.startswith(f"error: a data loader worker, process {worker}, was killed by a signal (Killed); lower")
     assert "Traceback" not in ended.stderr
     assert time.monotonic() - start < 30 + 20
 

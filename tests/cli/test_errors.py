@@ -30,8 +30,8 @@ TEMPORARY = "out/.scores.json.x7_abc9.tmp"
         (InputError("a.jsonl:3", "field 'query' is missing", "add it"), 2, "a.jsonl:3: field"),
         (NumericError("loss is nan at step 3"), 70, "loss is nan"),
         (OSError(errno.ENOSPC, "No space left on device", TEMPORARY), 74, "out/scores.json: No space left on device; "),
-        (OSError("cannot connect\nto x"), 74, "cannot connect to x; correct the file or the connection"),
-        (TimeoutError(), 74, "TimeoutError; correct the file or the connection"),
+        (OSError("cannot connect\nto x"), 74, "cannot connect to x; correct the named file or connection"),
+        (TimeoutError(), 74, "TimeoutError; correct the named file or connection"),
         (NotADirectoryError(errno.ENOTDIR, "Not a directory", "notes.txt/out"), 2, "notes.txt/out: Not a directory"),
         (FileExistsError(errno.EEXIST, "File exists", "notes.txt"), 2, "notes.txt: File exists"),
         (KeyboardInterrupt(), 130, "interrupted; "),
@@ -39,7 +39,7 @@ TEMPORARY = "out/.scores.json.x7_abc9.tmp"
         (SystemExit(3), 3, None),
     ],
 )
-def test_each_fault_is_one_line_and_its_own_code(error, code, says, capsys):
+def test_each_error_is_one_line_with_its_exit_code(error, code, says, capsys):
     assert run_guarded(raising(error)) == code
     written = capsys.readouterr()
     assert written.out == ""
@@ -48,11 +48,11 @@ def test_each_fault_is_one_line_and_its_own_code(error, code, says, capsys):
 
 
 class PanicException(BaseException):
-    """As a library written in Rust raises it."""
+    """Like the exception of a library written in Rust."""
 
 
 @pytest.mark.parametrize("error", [AssertionError("ours"), RuntimeError("first\nlast"), PanicException("at once")])
-def test_an_exception_that_nobody_foresaw_is_one_line_and_its_traceback_is_in_a_file(error, capsys):
+def test_an_unexpected_exception_is_one_line_and_its_traceback_is_in_a_file(error, capsys):
     assert run_guarded(raising(error)) == 2
     words = " ".join(str(error).split())
     found = re.fullmatch(
@@ -63,12 +63,12 @@ def test_an_exception_that_nobody_foresaw_is_one_line_and_its_traceback_is_in_a_
     Path(found[1]).unlink()
 
 
-def test_one_of_a_commands_own_work_is_internal(capsys):
+def test_an_unexpected_exception_in_the_commands_work_has_code_70(capsys):
     assert run_guarded(lambda: call(raising(KeyError("name")), {})) == 70
     assert "error: 'name' (KeyError); the traceback is in " in capsys.readouterr().err
 
 
-def test_a_traceback_lies_beside_the_run_that_it_ended(tmp_path, capsys):
+def test_the_traceback_of_a_run_is_in_its_folder(tmp_path, capsys):
     error = KeyError("name")
     error.run_folder = str(tmp_path)
     run_guarded(raising(error))
@@ -76,7 +76,7 @@ def test_a_traceback_lies_beside_the_run_that_it_ended(tmp_path, capsys):
     assert str(file) in capsys.readouterr().err
 
 
-def test_another_base_exception_passes():
+def test_other_base_exceptions_are_not_caught():
     with pytest.raises(GeneratorExit):
         run_guarded(raising(GeneratorExit()))
 
@@ -84,9 +84,9 @@ def test_another_base_exception_passes():
 @pytest.mark.parametrize(
     ("redirection", "words", "ending"),
     [
-        (">/dev/full", "print('é')", (74, "error: standard output: No space left on device; free its disk or give ")),
-        (">/dev/full", "print('é', flush=True)", (74, "error: standard output: No space left on device; free its ")),
-        (">/dev/full", "sys.exit(print('é'))", (74, "error: standard output: No space left on device; free its ")),
+        (">/dev/full", "print('é')", (74, "error: standard output: No space left on device; free disk space or ")),
+        (">/dev/full", "print('é', flush=True)", (74, "error: standard output: No space left on device; free disk ")),
+        (">/dev/full", "sys.exit(print('é'))", (74, "error: standard output: No space left on device; free disk ")),
         (">/dev/full 2>&1", "print('é')", (74, "")),
         (">/dev/full 2>&1", "int('x')", (2, "")),
         ("| true", "print('é' * 10**6)", (74, "error: Broken pipe; ")),
@@ -94,7 +94,7 @@ def test_another_base_exception_passes():
         ("| cat >&2", "print('é')", (0, "\\xe9")),
     ],
 )
-def test_standard_output_that_is_ascii_full_or_closed_is_no_traceback(redirection, words, ending):
+def test_ascii_full_and_closed_standard_output_end_without_a_traceback(redirection, words, ending):
     guarded = f"import sys; from embeddings.cli.errors import run_guarded as run; sys.exit(run(lambda: {words}))"
     script = f'set -o pipefail; {sys.executable} -c "{guarded}" {redirection}'
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}

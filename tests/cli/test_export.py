@@ -1,4 +1,4 @@
-"""`export`, `import` and `convert`: checkpoints of ours, published ones and ones with learned positions."""
+"""`export`, `import` and `convert`: our checkpoints, published ones and ones with learned positions."""
 
 import json
 import re
@@ -85,7 +85,7 @@ def test_a_graph_is_written_on_request_and_a_refusal_leaves_the_old_model(tmp_pa
     assert "# out\n" in card
     assert main([*words[:-1], "onnx-int8"]) == 0
     said, int8_graph = capsys.readouterr().out, Path("onnx/model_qint8_avx512_vnni.onnx")
-    assert float(re.search(r"least cosine ([\d.]+) of mean states", said)[1]) > 0.99
+    assert float(re.search(r"minimum cosine ([\d.]+) of mean states", said)[1]) > 0.99
     before = content(out)
     assert len(before[int8_graph]) < len(before[Path("onnx/model.onnx")])
     monkeypatch.setattr("embeddings.interop.onnx._TOLERANCE", -1.0)
@@ -141,7 +141,7 @@ def test_lora_matrices_are_written_for_peft_beside_the_merged_model(tmp_path, ca
     del config["model"]["init_args"]["lora"]
     _, checkpoint = trained(tmp_path, config, 3)
     says = refused(checkpoint, capsys, tmp_path / "no", "--format", "adapter")
-    assert "format needs LoRA matrices on a model" in says
+    assert "format needs LoRA matrices on a base model" in says
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_lora_matrices_are_written_for_peft_beside_the_merged_model(tmp_path, ca
         ("[", "step\n1\n", ({}, [])),
         (None, None, ({}, [])),
     ],
-    ids=["whole", "damaged", "missing"],
+    ids=["complete", "damaged", "missing"],
 )
 def test_the_facts_are_those_of_the_checkpoints_step(record, metrics, expected, tmp_path):
     if record is not None:
@@ -176,7 +176,7 @@ def test_the_facts_are_those_of_the_checkpoints_step(record, metrics, expected, 
         "[" * 100_000,
     ],
 )
-def test_what_evaluate_did_not_write_is_refused(content, tmp_path):
+def test_a_scores_file_that_evaluate_did_not_write_is_refused(content, tmp_path):
     path = Path(tmp_path / "scores.json")
     path.write_text(content)
     with pytest.raises(InputError, match=r"scores.json: .*; give the file that evaluate --output wrote"):
@@ -196,19 +196,19 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> None:
     save_file({name: tensor for name, tensor in state.items() if tensor is not None}, folder / "model.safetensors")
 
 
-def test_one_line_says_what_was_used_and_what_was_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_line_lists_used_and_unused_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, state, _ = nomic_folder(tmp_path / "published", MOE)
     assert run(folder, tmp_path / "plain") == 0
     used = f"used {len(state)} tensors, none missing"
     where = tmp_path / "plain"
-    assert capsys.readouterr().out == f"wrote {where} from Nomic's encoder with experts: {used}, left none\n"
+    assert capsys.readouterr().out == f"wrote {where} from Nomic's encoder with experts: {used}, none unused\n"
     change(folder, **{"pooler.dense.weight": torch.zeros(32, 32), "pooler.dense.bias": torch.zeros(32)})
     assert run(folder, tmp_path / "pooled") == 0
-    assert f"{used}, left 2 (pooler.dense.bias, pooler.dense.weight)\n" in capsys.readouterr().out
+    assert f"{used}, 2 unused (pooler.dense.bias, pooler.dense.weight)\n" in capsys.readouterr().out
     assert torch.equal(encoded(tmp_path / "plain"), encoded(tmp_path / "pooled"))
 
 
-def test_a_copy_of_a_model_whose_card_says_more_is_named(
+def test_a_renamed_model_gets_the_settings_of_its_published_card(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
@@ -219,13 +219,13 @@ def test_a_copy_of_a_model_whose_card_says_more_is_named(
     given = ("--known-as", "nomic-embed-text-v1.5")
     assert_refused(capsys, tmp_path, "known_as cannot apply to", run, folder, tmp_path / "ours", *given)
     assert run(folder, tmp_path / "ours", "--known-as", "nomic-embed-text-v2-moe") == 0
-    assert capsys.readouterr().out.endswith("; vectors as the card of nomic-embed-text-v2-moe has them\n")
+    assert capsys.readouterr().out.endswith("; with the vector settings of nomic-embed-text-v2-moe's card\n")
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "the lazy dog"}\n')
     line = ["encode", "--model", str(tmp_path / "ours"), "--input", str(texts), "--output"]
     for width, warns in (("256", False), ("64", True)):
         assert main([*line, str(tmp_path / width), "--dimensions", width]) == 0
-        assert ("the model was trained at 768, 256; scores may suffer" in caplog.text) == warns
+        assert ("the model was trained at 768, 256; scores may be lower" in caplog.text) == warns
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_copy_of_a_model_whose_card_says_more_is_named(
         (lambda folder: changed_config(folder, moe_top_k=9), "config.json: makes no model: top_k must be from 1 to"),
     ],
 )
-def test_a_checkpoint_that_is_not_whole_is_one_line_and_nothing_is_written(
+def test_an_incomplete_checkpoint_is_refused_in_one_line_and_nothing_is_written(
     damage: object, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _, _ = nomic_folder(tmp_path / "published", MOE)
@@ -289,9 +289,7 @@ def test_a_checkpoint_is_converted_and_one_line_says_how_large_it_is(
         assert module.language_model.model.num_parameters() == size
 
 
-def test_an_earlier_model_is_replaced_and_the_output_is_no_source(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_earlier_model_is_replaced_and_other_files_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, output = source_folder(tmp_path / "source"), tmp_path / "rotary"
     assert convert(source, output, "--num-positions", "100") == 0
     (output / "notes.txt").write_text("mine")
@@ -300,7 +298,7 @@ def test_an_earlier_model_is_replaced_and_the_output_is_no_source(
     assert (output / "notes.txt").read_text() == "mine"
 
 
-def test_what_cannot_be_converted_is_one_line_and_nothing_is_written(
+def test_a_conversion_error_is_one_line_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source_folder(Path("headless"), has_head=False)

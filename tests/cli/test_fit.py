@@ -1,4 +1,4 @@
-"""`fit`: how configs merge, what it prints, what is held back until a run begins, and what makes a run small."""
+"""`fit`: merging of configs, output, log lines held back until training starts, and stand-ins."""
 
 import logging
 import warnings
@@ -52,7 +52,7 @@ def test_a_list_given_twice_replaces_the_first(as_option, tmp_path, monkeypatch)
         (["--data", "TextDataModule"], "name path packages column"),
     ],
 )
-def test_the_settings_of_a_source_have_a_help(words, settings, capsys):
+def test_the_help_lists_the_settings_of_a_source(words, settings, capsys):
     assert main(["fit", *words, "--data.sources.help"]) == 0
     shown = capsys.readouterr().out
     assert [name for name in settings.split() if f"\n  --data.sources.{name} " not in shown] == []
@@ -66,7 +66,7 @@ def test_arguments_are_checked_without_a_run(tmp_path):
     before = sorted(tmp_path.rglob("*"))
     check_arguments(line)
     wrongs = {"--trainer.max_steps=x": "expected int", "--ckpt_path=no.ckpt": "no such file"}
-    wrongs |= {f"--ckpt_path={name}": "names no file here; auto" for name in ("best", "last", "hpc")}
+    wrongs |= {f"--ckpt_path={name}": "is not a file; use auto" for name in ("best", "last", "hpc")}
     for wrong, says in wrongs.items():
         with pytest.raises(ConfigError, match=says):
             check_arguments([*line, wrong])
@@ -79,7 +79,7 @@ def with_callbacks(tmp_path, *callbacks):
     return ["fit", "--config", write_config(tmp_path, config)]
 
 
-def test_fit_ends_with_where_things_lie_and_the_next_two_commands(tmp_path, capsys):
+def test_fit_prints_paths_and_the_next_two_commands_at_the_end(tmp_path, capsys):
     model = str(tmp_path / "model")
     assert main(with_callbacks(tmp_path, ("embeddings.callbacks.ExportModel", {"output": model}))) == 0
     written = capsys.readouterr()
@@ -135,7 +135,7 @@ def note(text, level=logging.INFO):
     logging.getLogger("lightning.pytorch.utilities.rank_zero").log(level, text)
 
 
-def test_notes_of_a_run_that_never_begins_are_dropped_but_a_warning_of_lightnings_log(written):
+def test_log_lines_are_dropped_if_training_never_starts_except_with_a_warning(written):
     with HeldNotes().holding():
         note("GPU available")
         logging.getLogger("lightning.fabric.utilities.seed").info("Seed set to 0")
@@ -147,7 +147,7 @@ def test_notes_of_a_run_that_never_begins_are_dropped_but_a_warning_of_lightning
         assert written[1:] == ["GPU available", "something is odd"]
 
 
-def test_notes_and_warnings_come_as_a_run_begins_and_then_at_once(written, recwarn):
+def test_log_lines_and_warnings_are_written_when_training_starts_and_then_at_once(written, recwarn):
     warnings.simplefilter("always")
     before = warnings.showwarning
     for begins in (False, True):
@@ -173,12 +173,10 @@ def small(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tupl
     return code, [line.removeprefix("changed ") for line in lines if line.startswith("changed ")]
 
 
-def test_each_option_changes_its_own_and_says_each_change_in_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_option_reports_its_changes_line_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small(tmp_path, capsys, "--check")
     before = sorted(tmp_path.rglob("*"))
-    cut = (0, ["data.sources: 1 of 1 cut to at most 9 rows each"])
+    cut = (0, ["data.sources: 1 of 1 limited to 9 rows each"])
     assert small(tmp_path, capsys, "--limit-data", "9", "--check") == cut
     code, changes = small(tmp_path, capsys, "--stand-in", "tiny", "--check")
     assert code == 0
@@ -187,11 +185,11 @@ def test_each_option_changes_its_own_and_says_each_change_in_a_line(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_what_the_command_line_gives_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_options_keep_their_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--stand-in=tiny", "--trainer.max_steps=7", "--data.batch_size", "5", "--check")
     code, changes = small(tmp_path, capsys, *words)
     assert (code, [line.partition(":")[0] for line in changes]) == (0, ["model.backbone.name"])
-    # A model that is given is what the stand-in is made of.
+    # The stand-in has the architecture of the model on the command line.
     words = ("--stand-in", "tiny", "--model.backbone.name", str(tmp_path / "backbone"), "--check")
     code, changes = small(tmp_path, capsys, *words)
     assert code == 0

@@ -1,4 +1,4 @@
-"""Which command a line runs, and how a function's signature becomes its options."""
+"""Dispatch of commands, and the options made from a function's signature."""
 
 import subprocess
 import sys
@@ -88,7 +88,7 @@ def calls(monkeypatch):
         ("spill null", "null"),
     ],
 )
-def test_options_positions_and_dataclass_fields_reach_the_function(line, expected, calls, tmp_path):
+def test_options_positional_arguments_and_dataclass_fields_reach_the_function(line, expected, calls, tmp_path):
     (tmp_path / "paint.yaml").write_text("coats: 4\nhours: 4\n")
     name, *argv = line.split()
     if argv[:1] == ["some"]:
@@ -110,7 +110,7 @@ def test_print_config_and_help_show_all_options_and_run_nothing(calls, capsys):
     ("line", "says"),
     [
         ("", "colour"),
-        ("red --coats many", "coats: expected int, got many; --help says"),
+        ("red --coats many", "coats: expected int, got many; --help describes"),
         ("red --coat 3", "did you mean --coats?"),
         ("red --coats null", "coats: expected int, got null"),
         ("red blue", "unrecognized arguments: blue"),
@@ -118,10 +118,10 @@ def test_print_config_and_help_show_all_options_and_run_nothing(calls, capsys):
         ("red --config none.yaml", "--config none.yaml: no such file"),
         ("red --config other.yaml", "Option 'coat' is not accepted; did you mean coats? --help"),
         ("red --config empty.yaml", "Option 'coat' is not accepted; did you mean coats? --help"),
-        ("red --config twice.yaml", "the key 'coats' stands twice"),
+        ("red --config twice.yaml", "the key 'coats' occurs twice"),
     ],
 )
-def test_a_wrong_line_is_refused_before_the_function_runs(line, says, calls, tmp_path):
+def test_wrong_arguments_are_refused_before_the_function_runs(line, says, calls, tmp_path):
     texts = {"other": "coat: 2\n", "empty": "coat: {}\n", "null": "coats: null\n", "twice": "coats: 1\ncoats: 2\n"}
     for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text)
@@ -160,7 +160,7 @@ def test_every_command_loads_and_documents_each_option(capsys):
         (["search", "\udce9"], 2, "is not valid UTF-8"),
     ],
 )
-def test_a_line_prints_help_or_ends_in_one_line(argv, code, says, capsys, tmp_path):
+def test_a_command_prints_help_or_a_one_line_error(argv, code, says, capsys, tmp_path):
     assert main(argv) == code
     written = capsys.readouterr()
     assert says in (written.err if code else written.out)

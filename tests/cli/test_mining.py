@@ -1,4 +1,4 @@
-"""`mine`, `cluster` and `filter`: records, clusters and rows out, and one line and code 2 for what cannot be."""
+"""`mine`, `cluster` and `filter`: their output, and one line and code 2 for user errors."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def test_pairs_become_records_with_negatives_and_a_report(mine, capsys):
 
 
 @pytest.mark.parametrize("levels", [[], ["--levels", "quantiles"]], ids=["plain", "levels"])
-def test_an_output_called_jsonl_holds_the_same_rows_as_json_lines(levels, mine):
+def test_a_jsonl_output_has_the_same_rows_as_parquet(levels, mine):
     options = ["--num-negatives", "4", "--margin", "null", *levels]
     for output in ("mined.parquet", "mined.jsonl"):
         assert mine(*options, output=output) == 0
@@ -64,7 +64,7 @@ def test_an_output_called_jsonl_holds_the_same_rows_as_json_lines(levels, mine):
     assert rows == [{name: value for name, value in row.items() if value is not None} for row in expected]
 
 
-def test_a_reranker_scores_what_was_mined(mine, tmp_path, capsys):
+def test_a_reranker_scores_the_mined_records(mine, tmp_path, capsys):
     reranker = save_model(tmp_path / "reranker", num_labels=1)
     assert mine("--num-negatives", "2", "--margin", "null", "--reranker", reranker) == 0
     rows = pq.read_table("mined.parquet").to_pylist()
@@ -106,7 +106,7 @@ def test_scored_pairs_are_mined_both_ways_and_train_without_in_batch_negatives(m
     assert metrics["train/loss"] > 1e-3
 
 
-def test_levels_by_quantiles_are_one_of_each_and_reported(mine, capsys):
+def test_levels_by_quantiles_give_one_negative_of_each_level(mine, capsys):
     options = ["--levels", "quantiles", "--margin", "null"]
     assert mine(*options) == 0
     printed = capsys.readouterr().out
@@ -140,7 +140,7 @@ def write_judged(folder, judged):
     (folder / "judged" / "qrels" / "train.tsv").write_text("\n".join(lines) + "\n")
 
 
-def test_a_teacher_without_prompts_takes_those_given(mine, model, tmp_path, capsys):
+def test_a_teacher_without_prompts_uses_those_of_the_options(mine, model, tmp_path, capsys):
     """E5's prefixes, which its directory does not name."""
     given = ["--query-prompt", "query: ", "--document-prompt", "passage: "]
     assert mine("--num-negatives", "3", "--margin", "null", *given, "--vectors", "vectors") == 0
@@ -163,7 +163,7 @@ def test_a_teacher_without_prompts_takes_those_given(mine, model, tmp_path, caps
 def test_array_tasks_share_the_work_and_the_last_one_reports(mine, capsys, monkeypatch):
     options = ["--num-negatives", "3", "--margin", "null", "--shard-size", "5"]
     assert mine(*options, "--task-index", "1", "--num-tasks", "2") == 0
-    assert "others are missing" in capsys.readouterr().out
+    assert "other tasks' shards are missing" in capsys.readouterr().out
     for name, value in {"ID": "4", "MIN": "4", "COUNT": "2"}.items():
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
     assert mine(*options) == 0
@@ -182,8 +182,8 @@ def test_a_task_on_another_number_of_threads_ends_with_the_same_bytes(mine, caps
 
 JUDGED = ["--judgments", "judged/qrels/train.tsv"]
 BAD = [
-    (JUDGED, "judgments have no effect without --levels grades"),
-    ([*JUDGED, "--levels", "grades", "--corpus", "pairs.jsonl"], "corpus is judged/corpus.jsonl with judgments"),
+    (JUDGED, "judgments has no effect without --levels grades"),
+    ([*JUDGED, "--levels", "grades", "--corpus", "pairs.jsonl"], "corpus is always judged/corpus.jsonl with these"),
     (["--gpu-memory-gib", "8"], "gpu_memory_gib is for the exact search on a GPU"),
     (["--gpu", "--gpu-memory-gib=-1"], "gpu_memory_gib must be a finite number > 0"),
     (["--document-vectors", "[d, d]"], "document_vectors must be as many folders as there are models (1)"),
@@ -192,12 +192,12 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "says"), BAD, ids=[" ".join(options) for options, _ in BAD])
-def test_what_cannot_be_is_one_line_and_code_2_and_nothing_is_written(options, says, mine, tmp_path, capsys):
+def test_a_user_error_is_one_line_and_code_2_and_nothing_is_written(options, says, mine, tmp_path, capsys):
     write_judged(tmp_path / "work", [("q0", "d0", 1), ("q1", "d1", 1)])
     assert_refused(capsys, tmp_path / "work", says, mine, *options)
 
 
-def test_what_encode_made_is_not_encoded_again(mine, model, monkeypatch):
+def test_vectors_of_encode_are_reused(mine, model, monkeypatch):
     rows = [json.loads(line) for line in Path("pairs.jsonl").read_text().splitlines()]
     extra = [{"title": "the", "text": f"stranger {row}"} for row in range(3)]
     write_jsonl(Path("corpus.jsonl"), [*extra, *({"text": row["positive"]} for row in rows[::-1])])
@@ -223,9 +223,7 @@ def content(folder):
 
 
 @pytest.mark.parametrize("features", ["vectors", "bm25"])
-def test_a_file_of_pairs_becomes_clusters_and_the_same_line_again_changes_nothing(
-    features, source, model, tmp_path, capsys
-):
+def test_pairs_are_clustered_and_the_same_command_again_changes_nothing(features, source, model, tmp_path, capsys):
     output = tmp_path / "clusters"
     line = ["cluster", "--input", str(source), "--output", str(output), "--cluster_size", "8", "--num_iterations", "3"]
     line += ["--model", model, "--precision", "float32", "--svd_dim", "6"] if features == "vectors" else []
@@ -241,7 +239,7 @@ def test_a_file_of_pairs_becomes_clusters_and_the_same_line_again_changes_nothin
     assert content(output) == before
 
 
-def test_vectors_of_hard_negatives_are_written_where_they_are_asked_for_and_change_no_cluster(source, model, tmp_path):
+def test_vectors_of_negatives_are_written_on_request_and_do_not_change_the_clusters(source, model, tmp_path):
     ids = []
     for negatives in ("false", "true"):
         line = ["cluster", "--input", str(source), "--output", str(tmp_path / negatives), "--cluster_size", "8"]
@@ -265,7 +263,7 @@ def test_tasks_share_the_work(source, tmp_path, capsys):
     line = ["cluster", "--input", str(source), "--output", str(output), "--features", "bm25", "--num_clusters", "4"]
     line += ["--shard_size", "10", "--num_iterations", "2", "--num_tasks", "2", "--task_index"]
     assert main([*line, "1"]) == 0
-    assert "others have rows to assign" in capsys.readouterr().out
+    assert "other tasks still have rows to assign" in capsys.readouterr().out
     assert main([*line, "0"]) == 0
     assert "wrote 4 clusters" in capsys.readouterr().out
 
@@ -274,8 +272,8 @@ def test_tasks_share_the_work(source, tmp_path, capsys):
     ("options", "says"),
     [
         (["--cluster_size", "4", "--num_clusters", "4"], "takes the place of cluster_size"),
-        (["--negatives"], "negatives has no effect on words"),
-        (["--query-prompt", "query: "], "query_prompt has no effect on words"),
+        (["--negatives"], "negatives has no effect on --features bm25"),
+        (["--query-prompt", "query: "], "query_prompt has no effect on --features bm25"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(options, says, source, tmp_path, capsys):
@@ -283,7 +281,7 @@ def test_options_that_exclude_each_other_are_refused(options, says, source, tmp_
     assert_refused(capsys, tmp_path, says, main, [*line, *options])
 
 
-def test_after_damaged_vectors_nothing_is_left_and_the_same_line_works_once_they_are_mended(
+def test_damaged_vectors_leave_no_output_and_the_same_command_works_once_they_are_repaired(
     source, model, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("EMBED_CACHE", str(tmp_path.parent / f"{tmp_path.name}-cache"))
@@ -314,7 +312,7 @@ def folder_of(path: Path, name: str, rows: list) -> Path:
     return path
 
 
-def test_the_texts_of_every_kind_of_evaluation_folder_are_read(tmp_path):
+def test_texts_of_all_kinds_of_evaluation_folders_are_read(tmp_path):
     retrieval = write_retrieval_folder(tmp_path / "all" / "retrieval")
     sts = [{"sentence1": f"one {row}", "sentence2": f"two {row}", "score": row} for row in range(2)]
     folder_of(tmp_path / "all" / "sts", "test", sts)

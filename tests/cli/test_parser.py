@@ -1,4 +1,4 @@
-"""The parser's messages as one line with a hint, and the words as it takes them."""
+"""The parser's messages as one line with a hint, and the normalisation of arguments."""
 
 import pytest
 import yaml
@@ -9,7 +9,7 @@ from embeddings.cli.parser import OneLineParser, explain, keys_of, reason
 from embeddings.common.text import one_line
 
 
-def test_the_reason_of_a_union_error_is_its_first_types():
+def test_the_reason_of_a_union_error_is_that_of_the_first_type():
     inner = (
         "Does not fit\n    Errors:\n      - batch_size must be >= 1, got 0;\n        lower it\n      - Expected a int"
     )
@@ -37,7 +37,7 @@ PRECISION = """Parser key "trainer.precision":
 )
 def test_a_value_of_a_wrong_type_keeps_its_key_and_lists_the_types(message, says):
     assert reason(message) == says
-    assert explain(message, []) == f"{says}; --help says what each option takes"
+    assert explain(message, []) == f"{says}; --help describes each option"
 
 
 OPTIONS = ["--help", "--top_k", "--near_duplicates", "--margin", "--model", "--margin", "--trainer.max_steps"]
@@ -53,7 +53,7 @@ OF_SOURCE = "Problem with given class_path 'embeddings.data.SourceConfig':\n  Op
         ("unrecognized arguments: --m=3", "; did you mean --margin or --model? --help"),
         ("Subcommand 'fit' does not accept option 'trainer.max_stepz'", "; did you mean trainer.max_steps? --help"),
         (OF_SOURCE, "Option 'colums' is not accepted by SourceConfig; did you mean columns? --help"),
-        # No class is imported for its arguments that a config may not name.
+        # A class outside the allow-list is not imported for its arguments.
         (OF_SOURCE.replace("embeddings.data", "foreign"), "Option 'colums' is not accepted by SourceConfig; --help"),
         ("expected one argument", "expected one argument"),
         ("module 'embeddings.common' has no attribute 'UserEror'", "'UserEror'; did you mean UserError? --help lists"),
@@ -61,7 +61,7 @@ OF_SOURCE = "Problem with given class_path 'embeddings.data.SourceConfig':\n  Op
         ("temperature must be > 0, got 0; try 0.05", "got 0; try 0.05"),
     ],
 )
-def test_a_message_gets_a_hint_and_an_unknown_name_the_one_most_like_it(message, says, tmp_path, monkeypatch):
+def test_a_message_gets_a_hint_and_an_unknown_name_a_suggestion(message, says, tmp_path, monkeypatch):
     (tmp_path / "foreign.py").write_text("raise SystemExit('ran')")
     monkeypatch.syspath_prepend(tmp_path)
     line = explain(message, OPTIONS)
@@ -91,7 +91,7 @@ trainer: {callbacks+: [{class_path: lightning.pytorch.callbacks.ModelCheckpoint}
 """
 
 
-def test_a_config_has_the_keys_that_it_sets_and_those_of_the_classes_it_names():
+def test_keys_of_a_config_include_the_arguments_of_its_classes():
     keys = list(keys_of(unfolded(yaml.safe_load(KEYS))))
     assert {"trainer.callbacks", "data.init_args.batch_size", "model.init_args.loss.init_args.temperature"} < set(keys)
     assert keys.index("model.init_args.optimizer.init_args.lr") < keys.index("model.init_args.pooling")
@@ -106,7 +106,7 @@ def test_a_config_has_the_keys_that_it_sets_and_those_of_the_classes_it_names():
         ("--epochs 4", "--trainer.max_epochs"),
     ],
 )
-def test_an_option_by_its_last_name_is_answered_with_the_full_key(given, meant, tmp_path, capsys):
+def test_the_last_part_of_a_key_as_option_suggests_the_full_key(given, meant, tmp_path, capsys):
     path = tmp_path / "mine.yaml"
     path.write_text(KEYS)
     assert main(["fit", "--config", str(path), *given.split()]) == 2

@@ -1,4 +1,4 @@
-"""`plan` on recipes and small runs, and `fit --check`: what a run would do, told on a machine without its hardware."""
+"""`plan` on recipes and small runs, and `fit --check` on a machine without the run's hardware."""
 
 import re
 from pathlib import Path
@@ -56,23 +56,23 @@ def test_every_recipe_is_planned_without_its_model_data_and_gpus(
     assert not table["steps"].startswith("not known")
 
 
-def test_options_of_a_plan_change_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_options_of_plan_change_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = ["--config", small(tmp_path)]
     table = planned(capsys, *config)
-    assert table["batch of a GPU"] == "8 queries of 16, 24 documents of 16 tokens"
-    assert (table["steps"], table["pairs in all"]) == ("4 (trainer.max_steps)", "32")
+    assert table["batch per GPU"] == "8 queries of 16, 24 documents of 16 tokens"
+    assert (table["steps"], table["pairs in total"]) == ("4 (trainer.max_steps)", "32")
     # 3 products of 8 x 24 scores of width 32.
     assert table["loss"] == "3.7e-08"
     more = planned(capsys, *config, "--gpus", "4", "--gpu", "A100", "--query-tokens=4", "--peak-tflops", "312")
     assert more["GPUs"].startswith("4 x A100, ddp, ")
-    assert more["batch of a GPU"] == "8 queries of 4, 24 documents of 16 tokens"
-    assert more["pairs in all"] == "128"
-    assert more["a step, seconds"].endswith("at 0.4 of 312 TFLOP/s")
+    assert more["batch per GPU"] == "8 queries of 4, 24 documents of 16 tokens"
+    assert more["pairs in total"] == "128"
+    assert more["arithmetic of a step, seconds"].endswith("at 0.4 of 312 TFLOP/s")
     epochs = planned(capsys, *config, "--trainer.max_steps=-1", "--trainer.max_epochs=3", "--pairs=100")
     assert epochs["steps"] == "36 (3 x 100 pairs)"
     unknown = planned(capsys, *config, "--trainer.max_steps=-1", "--trainer.max_epochs=3")
     assert "mine --gpu, GiB" not in unknown
-    assert unknown["steps"] == "not known: give --pairs, the training pairs of an epoch"
+    assert unknown["steps"] == "not known: give --pairs, the training pairs per epoch"
     assert "hours" not in unknown
 
 
@@ -82,8 +82,8 @@ def test_the_memory_of_a_search_on_a_gpu_is_that_of_the_search_itself(
     """100M vectors of width 32 are 12.8 GB, which three quarters of 16 GiB hold; ten times as many stream."""
     config, sizes = ["--config", small(tmp_path)], []
     for pairs, vectors, clusters, how in (
-        (10**8, "12.80", "0.023 for 195,313", "stay on it"),
-        (10**9, "128.00", "0.23 for 1,953,125", "stream through it"),
+        (10**8, "12.80", "0.023 for 195,313", "fit on the GPU"),
+        (10**9, "128.00", "0.23 for 1,953,125", "are streamed through the GPU"),
     ):
         table = planned(capsys, *config, f"--pairs={pairs}")
         found = re.fullmatch(r"([\d.]+) of 16; ([\d.]+) GB of vectors (.*)", table["mine --gpu, GiB"])
@@ -91,7 +91,7 @@ def test_the_memory_of_a_search_on_a_gpu_is_that_of_the_search_itself(
         assert found.groups()[1:] == (vectors, how)
         sizes.append(float(found[1]))
         memory = table["cluster --gpu, GiB"]
-        assert memory == f"{clusters} centroids; {vectors} GB of vectors stay in main memory"
+        assert memory == f"{clusters} centroids; {vectors} GB of vectors are in main memory"
     assert 12.8e9 / 2**30 < sizes[0] <= 16
     assert sizes[1] < 4
 
@@ -103,7 +103,7 @@ def test_a_slow_link_limits_the_step(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert planned(capsys, *config, "--gpus", gpus)["sending it, seconds"].endswith(f" at {link} GB/s")
     fast = planned(capsys, *config, "--gpus=2", "--link-gb=1e9")
     assert fast["limits the step"] == "arithmetic"
-    assert fast["share of the peak"] == "0.40 if sending hides behind arithmetic, 0.40 if it does not"
+    assert fast["share of the peak"] == "0.40 if sending overlaps with arithmetic, 0.40 if not"
     slow = planned(capsys, *config, "--gpus=2", "--link-gb=1e-5")
     assert slow["limits the step"] == "sending"
     assert slow["share of the peak"].startswith("0.00 if")
@@ -113,22 +113,22 @@ def test_a_slow_link_limits_the_step(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp2"])
-def test_a_strategy_of_a_config_is_known(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_strategy_is_recognised(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kinds: dict[str, Any] = {"fsdp2": component("embeddings.strategies.FSDP2Strategy")}
     kinds |= {f"zero{n}": component("embeddings.strategies.ZeroStrategy", stage=n) for n in (1, 3)}
     config = small(tmp_path, strategy=kinds[strategy], precision="bf16-mixed")
     assert planned(capsys, "--config", config, "--gpus=2")["GPUs"] == f"2 x H100 SXM, {strategy}, bf16-mixed"
 
 
-def test_a_run_that_does_not_fit_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_warns_of_a_run_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = planned(capsys, "--config", small(tmp_path), "--gpu-memory-gb", "0.001")
     warning = next(value for name, value in table.items() if name.startswith("warning"))
-    assert "do not fit: 90% of 0.001 GB are usable, and most are activations" in warning
+    assert "do not fit: 90% of 0.001 GB are usable; the largest part is activations" in warning
     assert "shard with FSDP2 or ZeRO" in warning
     assert not any(name.startswith("warning") for name in planned(capsys, "--config", small(tmp_path)))
 
 
-def test_gradcache_and_a_config_of_the_model_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gradcache_and_a_model_config_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache = component("GradCacheCallback", mini_batch_tokens=64)
     config = ["--config", small(tmp_path, callbacks=[cache]), "--model.backbone.name", "nobody/nothing"]
     table = planned(capsys, *config, "--model-config", str(tmp_path / "backbone" / "config.json"))
@@ -143,8 +143,8 @@ def test_gradcache_and_a_config_of_the_model_are_read(tmp_path: Path, capsys: py
         (("--gpus", "0"), "gpus must be > 0, got 0"),
         (("--peak-share", "1.5"), "peak_share must be <= 1, got 1.5"),
         (("--pairs=-1",), "pairs must be > 0, got -1"),
-        (("--model-config", "no.json"), "no.json: is no file; give the backbone's config.json"),
-        (("--model-config", __file__), f"{__file__}: is no model's config; give the backbone's config.json"),
+        (("--model-config", "no.json"), "no.json: is not a file; give the backbone's config.json"),
+        (("--model-config", __file__), f"{__file__}: is not a model config; give the backbone's config.json"),
         (("--recipe", "nothing"), "there is no recipe"),
     ],
 )
@@ -187,7 +187,7 @@ STRATEGIES = ["ddp", component("embeddings.strategies.FSDP2Strategy"), component
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["ddp", "fsdp2", "zero"])
-def test_a_run_of_two_nodes_is_told_of_on_a_machine_without_a_gpu(strategy, checked, tmp_path):
+def test_a_run_on_two_nodes_is_described_on_a_machine_without_a_gpu(strategy, checked, tmp_path):
     lines = checked({**GPUS, "strategy": strategy})
     model, *others = lines
     assert model.startswith(f"model: NVEmbedModule on {tmp_path}/backbone: ")
@@ -198,11 +198,11 @@ def test_a_run_of_two_nodes_is_told_of_on_a_machine_without_a_gpu(strategy, chec
         "sources:  rows",
         "  pairs     64",
         "global batch: 32 (2 on each of 16 processes)",
-        "steps: 4, 2 batches an epoch",
-        f"hardware: {given}precision bf16-mixed; as given, not tried here",
+        "steps: 4, 2 batches per epoch",
+        f"hardware: {given}precision bf16-mixed; not available here, so not tested",
         f"run: {tmp_path}/run/tiny/version_0",
         "resume: no",
-        "no fault was found, and nothing was written",
+        "no error was found, and nothing was written",
     ]
 
 
@@ -219,13 +219,11 @@ def test_a_run_on_this_machine_says_nothing_of_missing_hardware(checked, tmp_pat
     [
         (GPUS, {}, "", "the 64 training rows (batch_size x 16 ranks), got 8"),
         ({}, {}, '{"query": "alone"}\n', "pairs.jsonl:65: field 'positive'"),
-        ({}, {"check": True}, "", "--check: is an option of the command line alone"),
+        ({}, {"check": True}, "", "--check: must not be in a config"),
     ],
     ids=["global batch", "bad row", "in a config"],
 )
-def test_what_a_run_would_refuse_is_refused_before_it_is_queued(
-    trainer, more, row, says, tmp_path, capsys, monkeypatch
-):
+def test_the_check_refuses_what_the_run_would_refuse(trainer, more, row, says, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = run_config(tmp_path)
     config["trainer"] |= trainer
@@ -248,12 +246,12 @@ def test_frozen_weights_are_counted(tmp_path, capsys, monkeypatch):
     assert frozen > trained > 0
 
 
-def test_all_that_is_missing_is_named_at_once(tmp_path, capsys):
+def test_all_missing_files_are_named_in_one_line(tmp_path, capsys):
     sources = [{"name": name, "path": f"{name}.jsonl"} for name in ("one", "two", "pairs")]
     config = run_config(tmp_path, sources=sources)
     config["trainer"]["callbacks"] = [component("embeddings.callbacks.RetrievalEvaluation", folder="eval")]
     words = ["fit", "--config", write_config(tmp_path, config), "--check"]
-    both = "2 faults: data.sources: 2 paths name no file: one.jsonl (no such file), two.jsonl"
+    both = "2 errors: data.sources: 2 paths name no file: one.jsonl (no such file), two.jsonl"
     for missing in (both, " | eval"):
         assert_refused(capsys, tmp_path, missing, main, words)
     for name in ("one", "two"):

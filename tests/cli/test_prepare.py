@@ -74,7 +74,7 @@ def test_each_stage_becomes_what_its_data_config_trains_on(config, prepare, monk
     assert prepare(stage.recipe, *(["--stage", stage.stage] if stage.stage else [])) == 0
     printed = capsys.readouterr().out
     fetched = {key for key in stage.wanted() if TABLE.place_of(key, None).why_left_out is None}
-    assert f"{len(fetched)} of {len(stage.wanted())} sources can be trained on" in printed
+    assert f"{len(fetched)} of {len(stage.wanted())} sources are ready for training" in printed
     assert {str(path) for path in Path("out").glob("*/*.parquet")} == {f"out/{key}.parquet" for key in fetched}
     for key in stage.wanted().keys() - fetched:
         assert f"left out: {key.partition('/')[2]}" in printed
@@ -172,9 +172,9 @@ def test_a_curriculums_negatives_have_levels(prepare):
 
 def test_contextual_batches_get_clusters_and_the_filters_vectors(prepare, capsys):
     assert prepare("cde", "--stage", "supervised", "--fetch-only") == 0
-    assert "0 of 2 sources can be trained on" in capsys.readouterr().out
+    assert "0 of 2 sources are ready for training" in capsys.readouterr().out
     assert prepare("cde", "--stage", "supervised") == 0
-    assert "2 of 2 sources can be trained on" in capsys.readouterr().out
+    assert "2 of 2 sources are ready for training" in capsys.readouterr().out
     for name in ("hotpotqa", "msmarco"):
         assert Path(f"out/cde_supervised/clusters/{name}/cluster_ids.npy").exists()
         index = json.loads(Path(f"out/cde_supervised/vectors/{name}/index/manifest.json").read_text())
@@ -189,7 +189,7 @@ def test_texts_like_the_test_sets_go_where_the_recipe_asks_for_it(prepare, tmp_p
         texts = held_out if split == "test" else [{"text": f"other {row}", "label": str(row % 2)} for row in range(4)]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
     assert prepare("nv-embed", "--stage", "2", "--only", "emotion,imdb") == 0
-    assert "not decontaminated, as the paper asks: emotion; give --decontaminate FOLDER" in caplog.text
+    assert "not decontaminated, unlike in the paper: emotion; give --decontaminate FOLDER" in caplog.text
     shutil.rmtree("out")
     options = ["--stage", "2", "--only", "emotion,imdb", "--decontaminate", str(tmp_path / "mteb")]
     assert prepare("nv-embed", *options) == 0
@@ -210,13 +210,13 @@ def test_a_set_that_is_gone_or_changed_is_named_and_the_others_are_made(prepare,
     last = written.err.strip().splitlines()[-1]
     assert "2 of 3 sources could not be made: squad (hub:rajpurkar/squad: has no" in last
     assert "scifact (hub:mteb/scifact: is not in" in last
-    assert "1 of 16 sources can be trained on" in written.out
+    assert "1 of 16 sources are ready for training" in written.out
     assert [Path(path).name for path in Path("out/nv_embed").glob("*.parquet")] == ["nq.parquet"]
     before = Path("out/nv_embed/nq.parquet").read_bytes()
     shutil.copytree(hub / "mteb" / "scifact", mirror / "mteb" / "scifact")
     write_data_set(mirror / "rajpurkar" / "squad", {"default": {"train": rows_of(squad, 40)}})
     assert prepare("nv-embed", *options, mirror=mirror) == 0
-    assert "3 of 16 sources can be trained on" in capsys.readouterr().out
+    assert "3 of 16 sources are ready for training" in capsys.readouterr().out
     assert Path("out/nv_embed/nq.parquet").read_bytes() == before
 
 
@@ -224,7 +224,7 @@ def test_fetching_alone_loads_no_model_and_what_is_not_confirmed_is_made_when_as
     monkeypatch.setattr("embeddings.cli.prepare.load_encoder", None)
     assert prepare("nv-embed", "--stage", "1", "--only", "nq,nli,arguana", "--fetch-only") == 0
     printed = capsys.readouterr().out
-    assert "1 of 16 sources can be trained on" in printed
+    assert "1 of 16 sources are ready for training" in printed
     assert f"nq {LIMIT}" in " ".join(printed.split())
     assert not Path("out/nv_embed/nq.parquet").exists()
     assert len(rows("out/nv_embed/fetched/arguana.parquet")) == LIMIT
@@ -244,13 +244,13 @@ def test_check_asks_for_each_set_and_writes_nothing(prepare, hub, tmp_path, caps
     assert prepare("nv-embed", "--check", output=None) == 0
     printed = capsys.readouterr().out
     assert "nv_embed/arguana" in printed
-    assert "not confirmed to be the set" in printed
+    assert "not confirmed" in printed
     assert "cannot be fetched: The challenge's data need a registration" in printed
     assert not Path("out").exists()
     assert prepare("cde", "--check", output=None, mirror=tmp_path) == 2
     written = capsys.readouterr()
     assert written.out.count("missing") == 4
-    assert "4 of 4 data sets are not there: reddit (hub:nomic-ai/nomic-embed-uns" in written.err
+    assert "4 of 4 data sets are not available: reddit (hub:nomic-ai/nomic-embed-uns" in written.err
 
 
 def test_check_asks_the_hub_for_access_and_commit(monkeypatch, capsys):
@@ -269,7 +269,7 @@ def test_check_asks_the_hub_for_access_and_commit(monkeypatch, capsys):
     assert main(["prepare", "cde", "--check"]) == 2
     written = capsys.readouterr()
     assert written.out.count("dc9becf5b832f22f00007f14581bd73e2e6cf3aa") == 2
-    assert "2 of 4 data sets are not there: hotpotqa (hub:nomic-ai/nomic-embed-supervised-data: can" in written.err
+    assert "2 of 4 data sets are not available: hotpotqa (hub:nomic-ai/nomic-embed-supervised-data: can" in written.err
     assert "restricted" in written.err
     assert set(asked) == {(f"nomic-ai/nomic-embed-{kind}-data", "dataset") for kind in ("supervised", "unsupervised")}
 
@@ -280,7 +280,7 @@ def test_check_asks_the_hub_for_access_and_commit(monkeypatch, capsys):
         (["nv-embed", "--limit", "0"], "limit must be >= 1, got 0"),
         (["nv-embed", "--stage", "3"], "stage must be 1 or 2, got '3'"),
         (["mgh", "--only", "nq,nothing"], "only must name sources of mgh, got 'nq,nothing'; they are nli, dureader"),
-        (["nv-embed", "--only", "bioasq", "--output", "o"], "only names what cannot be fetched (bioasq (The challenge"),
+        (["nv-embed", "--only", "bioasq", "--output", "o"], "only has sources that cannot be fetched (bioasq (The ch"),
         (["mgh", "--from", "bge-full-data"], "from has no effect on mgh, got 'bge-full-data'"),
         (["cde", "--from", "other"], "from must be bge-full-data, got 'other'"),
         (["cde"], "output must be given"),

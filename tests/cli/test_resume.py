@@ -1,4 +1,4 @@
-"""Which checkpoint a run is resumed from, and what makes it another run's."""
+"""The checkpoint that a run resumes from, and checkpoints of other runs."""
 
 import inspect
 import os
@@ -39,7 +39,7 @@ def test_the_newest_checkpoint_at_any_depth_is_taken(tmp_path):
     assert find_latest_checkpoint(tmp_path) == str(tmp_path / "step=4.ckpt")
 
 
-def test_one_that_cannot_be_used_is_left_out_with_a_line(tmp_path, capsys, monkeypatch):
+def test_an_unusable_checkpoint_is_skipped_with_a_line(tmp_path, capsys, monkeypatch):
     oldest = save(RESUMABLE, tmp_path / "step=1.ckpt", 1)
     damage(save(RESUMABLE | {"state_dict": {"w": torch.ones(3)}}, tmp_path / "step=2.ckpt", 2))
     weights = {key: RESUMABLE[key] for key in RESUMABLE if key not in ("optimizer_states", "lr_schedulers")}
@@ -53,7 +53,7 @@ def test_one_that_cannot_be_used_is_left_out_with_a_line(tmp_path, capsys, monke
     says = [
         "last.ckpt: is no checkpoint of this library, or a part of one; ",
         "torch.ckpt: is a pickle, ",
-        "w.ckpt: cannot be resumed from, it holds no lr_schedulers, optimizer_states; ",
+        "w.ckpt: cannot be resumed from, because it has no lr_schedulers, optimizer_states; ",
         "step=2.ckpt: is damaged in state_dict/w, bytes ",
     ]
     assert len(lines) == len(says)
@@ -66,16 +66,16 @@ def test_one_that_cannot_be_used_is_left_out_with_a_line(tmp_path, capsys, monke
     assert find_latest_checkpoint(tmp_path) is None
 
 
-def test_each_part_that_training_resumes_from_is_asked_for(tmp_path):
+def test_a_checkpoint_without_a_part_that_resuming_needs_is_refused(tmp_path):
     check_resumable(Path(save(RESUMABLE, tmp_path / "whole.ckpt")))
     for name in RESUMABLE.keys() - {"global_step"}:
         rest = {key: value for key, value in RESUMABLE.items() if key != name}
-        with pytest.raises(InputError, match=f"holds no {name}; give a run's last.ckpt"):
+        with pytest.raises(InputError, match=f"has no {name}; give a run's last.ckpt"):
             check_resumable(Path(save(rest, tmp_path / "rest.ckpt")))
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_a_checkpoint_of_another_run_is_passed_over(tmp_path, capsys):
+def test_a_checkpoint_of_another_run_is_skipped(tmp_path, capsys):
     config = run_config(tmp_path)
     keep = {"every_n_train_steps": 1, "save_top_k": 0, "save_last": True, "dirpath": str(tmp_path / "run" / "kept")}
     config["trainer"]["callbacks"] = [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep}]
@@ -93,8 +93,8 @@ def test_a_checkpoint_of_another_run_is_passed_over(tmp_path, capsys):
     assert (trainer.ckpt_path, trainer.global_step, left_out()) == (last, 3, [])
     trainer = fit("--ckpt_path=auto", "--model.init_args.loss.init_args.temperature=0.2", "--trainer.max_steps=2")
     assert (trainer.ckpt_path, trainer.global_step) == (None, 2)
-    differs = "model.init_args.loss.init_args.temperature is 0.1 there and 0.2 here"
-    says = f"left out: {last}: is of another run: {differs}; restore it, or name the file by --ckpt_path"
+    differs = "model.init_args.loss.init_args.temperature is 0.1 in the checkpoint and 0.2 here"
+    says = f"left out: {last}: belongs to another run: {differs}; restore it, or give the file by --ckpt_path"
     assert left_out() == [says]
     assert fit("--ckpt_path", last, "--model.init_args.normalize=false", "--trainer.max_steps=3").ckpt_path == last
 
@@ -104,7 +104,7 @@ def test_many_checkpoints_of_other_runs_are_one_line(tmp_path, capsys):
         save(RESUMABLE | {"run_config": {"seed_everything": 1}}, tmp_path / f"step={step}.ckpt", step)
     assert find_latest_checkpoint(tmp_path, {"seed_everything": 2}) is None
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"left out: {tmp_path}/step=33.ckpt: is of another run: seed_everything is 1 there and 2")
+    assert line.startswith(f"left out: {tmp_path}/step=33.ckpt: belongs to another run: seed_everything is 1 in ")
     assert line.endswith(" (and 33 more of other runs)")
 
 
@@ -115,7 +115,7 @@ def test_another_global_batch_is_another_run_and_the_same_one_over_other_ranks_i
     saved = save(RESUMABLE | plan | {"run_config": run}, tmp_path / "last.ckpt")
     assert find_latest_checkpoint(tmp_path, run, 16) == saved
     assert check_resumable(Path(saved), run, 16) is None
-    assert check_resumable(Path(saved), run, 32) == "its global batch size is 16, here it is 32"
+    assert check_resumable(Path(saved), run, 32) == "its global batch size is 16, this run's is 32"
 
 
 def test_a_checkpoint_with_another_pooling_is_refused_by_name(tmp_path):
@@ -129,18 +129,18 @@ def test_a_checkpoint_with_another_pooling_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_auto_begins_anew_beside_a_run_of_another_batch(tmp_path, capsys):
+def test_auto_starts_a_new_run_if_the_batch_size_differs(tmp_path, capsys):
     config = run_config(tmp_path)
     words = ["fit", "--config", write_config(tmp_path, config), "--ckpt_path=auto", "--trainer.max_steps=2"]
     first = run_trainer(words).trainer
     second = run_trainer([*words, "--data.init_args.batch_size=4"]).trainer
     assert (second.ckpt_path, second.global_step) == (None, 2)
     assert first.log_dir != second.log_dir
-    assert "its global batch size is 8, here it is 4" in (said := capsys.readouterr().err)
+    assert "its global batch size is 8, this run's is 4" in (said := capsys.readouterr().err)
     assert f"nothing to resume below {tmp_path}" in said
 
 
-def test_checkpoints_go_on_in_the_folder_that_lightning_knows(tmp_path):
+def test_checkpoints_continue_in_the_folder_that_lightning_recognises(tmp_path):
     """The best ones are known again only by the very same name of the folder, absolute or relative."""
     saved = save(RESUMABLE, tmp_path / "runs" / "checkpoints" / "last.ckpt", 1)
     for root in ("runs", "./runs", str(tmp_path / "runs")):
@@ -216,11 +216,14 @@ def changed(**values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (changed(seed_everything=1), "seed_everything is 0 there and 1 here"),
-        (changed(model__class_path="CDEModule"), "model.class_path is 'embeddings.modules.NVEmbedModule' there and 'C"),
-        (changed(model__init_args__backbone__name="b"), "model.init_args.backbone.name is 'a' there and 'b' here"),
-        (changed(model__init_args__lora={"rank": 4}), "model.init_args.lora is None there and {'rank': 4} here"),
-        (changed(model__init_args__schedule__warmup_steps=2), "model.init_args.schedule.warmup_steps is 1 there"),
+        (changed(seed_everything=1), "seed_everything is 0 in the checkpoint and 1 here"),
+        (changed(model__class_path="CDEModule"), "model.class_path is 'embeddings.modules.NVEmbedModule' in the"),
+        (
+            changed(model__init_args__backbone__name="b"),
+            "model.init_args.backbone.name is 'a' in the checkpoint and 'b'",
+        ),
+        (changed(model__init_args__lora={"rank": 4}), "model.init_args.lora is None in the checkpoint and {'rank': 4}"),
+        (changed(model__init_args__schedule__warmup_steps=2), "model.init_args.schedule.warmup_steps is 1 in"),
         (changed(data__init_args__sources__0__path="other.jsonl"), "data.init_args.sources[0].path is 'pairs.jsonl'"),
         (changed(data__init_args__sources=[]), "data.init_args.sources is [{"),
         (changed(data__init_args__sampler__init_args__total_steps=9), "data.init_args.sampler.init_args.total_steps"),
@@ -269,7 +272,7 @@ FREE = {
 }
 
 
-def test_a_new_option_of_a_name_that_is_free_is_noticed() -> None:
+def test_all_options_with_free_names_are_listed() -> None:
     """Another value of it would still be the same run."""
     free = {name.rpartition(".")[2] for name in _FREE}
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""`search`, `index`, `encode` and `evaluate`: hits of files, folders and typed lines, contexts, widths and scores."""
+"""`search`, `index`, `encode` and `evaluate`: results for files, folders and typed lines, contexts, widths, scores."""
 
 import io
 import json
@@ -50,7 +50,7 @@ def error_of(capsys, *line):
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_an_index_gives_the_hits_of_the_exact_search(world, capsys):
+def test_an_index_returns_the_hits_of_exact_search(world, capsys):
     model, _, vectors = world
     search = ["search", "--model", model, "--corpus", vectors, *FLOAT32]
     assert "no manifest lies beside this output" in error_of(capsys, "index", "--vectors", f"{vectors}/none")
@@ -113,7 +113,7 @@ def test_ctrl_c_ends_it_with_code_130(world, capsys, monkeypatch):
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: interrupted")
 
 
-def test_a_terminal_needs_no_option(world, capsys, monkeypatch):
+def test_queries_from_a_terminal_need_no_option(world, capsys, monkeypatch):
     model, _, vectors = world
     monkeypatch.setattr("sys.stdin", Typed("fox\n", is_terminal=True))
     assert len(lines_of(capsys, "search", "--model", model, "--corpus", vectors, "--top_k", "2")) == 5
@@ -123,19 +123,19 @@ def test_a_terminal_needs_no_option(world, capsys, monkeypatch):
     ("options", "says"),
     [
         ([], "query must be given, got None; write it last, or read queries with --interactive"),
-        (["--interactive", "fox"], "interactive must be left out where a query is given"),
+        (["--interactive", "fox"], "interactive must not be given with a query"),
         (["--index", "ivf", "fox"], "index needs an encoded folder, got 'ivf'"),
         (["--index", "hnsw", "fox"], "index"),
     ],
 )
-def test_a_search_that_cannot_be_is_one_line(options, says, world, capsys, monkeypatch):
+def test_an_impossible_search_is_one_line(options, says, world, capsys, monkeypatch):
     model, corpus, _ = world
     monkeypatch.setattr("sys.stdin", Typed("fox\n"))
     assert says in error_of(capsys, "search", "--model", model, "--corpus", corpus, *options)
 
 
 class Typed(io.TextIOWrapper):
-    """Standard input, of a person where `is_terminal` is set."""
+    """Standard input; a terminal if `is_terminal` is set."""
 
     def __init__(self, text, is_terminal=False):
         super().__init__(io.BytesIO(text if isinstance(text, bytes) else text.encode()), encoding="utf-8")
@@ -168,7 +168,7 @@ def test_lines_are_answered_until_the_end_or_an_empty_one(text, expected, monkey
     assert written.err == ""
 
 
-def test_queries_before_a_line_of_another_encoding_are_answered_and_its_own_number_is_named(monkeypatch):
+def test_queries_before_an_invalid_line_are_answered_and_its_number_is_named(monkeypatch):
     found = []
     monkeypatch.setattr("sys.stdin", Typed(b"good one\ncaf\xc3\xa9\nbad \xff\n"))
     with pytest.raises(InputError, match=r"^standard input:3: is not valid UTF-8; write it as UTF-8$"):
@@ -185,7 +185,7 @@ def test_a_line_is_answered_before_the_next_is_read(monkeypatch):
     assert events == ["read", "one", "read", "two", "read"]
 
 
-def test_a_person_is_shown_where_to_type(monkeypatch, capsys):
+def test_a_terminal_shows_a_prompt(monkeypatch, capsys):
     assert answers(monkeypatch, Typed("one\n", is_terminal=True)) == ["one"]
     assert capsys.readouterr().err == "query> query> "
     assert is_terminal()
@@ -251,7 +251,7 @@ def test_a_model_encodes_and_searches_at_fewer_dimensions(model, tmp_path, capsy
     assert_refused(capsys, tmp_path, "field 'embedding_dim' is 8", main, line)
 
 
-def test_scores_say_their_widths_and_others_than_the_trained_ones_are_warned_of(model, tmp_path, capsys, caplog):
+def test_scores_contain_their_widths_and_untrained_widths_are_warned_of(model, tmp_path, capsys, caplog):
     folder, output = write_retrieval_folder(tmp_path / "eval"), tmp_path / "scores.json"
     embedder = Embedder.from_pretrained(model)
     embedder.trained_widths = (32, 8)
@@ -273,10 +273,10 @@ def test_scores_say_their_widths_and_others_than_the_trained_ones_are_warned_of(
     assert [width for width, _ in both] == [32, 8]
     assert [metrics["ndcg_at_10"] for _, metrics in both] == [whole[0][1]["ndcg_at_10"], cut[0][1]["ndcg_at_10"]]
     scores(tmp_path / "trained", "--dimensions", "[8, 5]")
-    assert "--dimensions 5: the model was trained at 32, 8; scores may suffer" in caplog.text
+    assert "--dimensions 5: the model was trained at 32, 8; scores may be lower" in caplog.text
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
     assert scores(model, "--dimensions", "5")[1] == {"[]"}
-    assert "--dimensions 5: the model does not say that it was trained so" in caplog.text
+    assert "--dimensions 5: the model lists no trained widths" in caplog.text
     caplog.clear()
     assert main(["search", "--model", model, "--corpus", str(folder / "corpus.jsonl"), "--dimensions", "5", "fox"]) == 0
     assert "--dimensions 5" in caplog.text
@@ -290,7 +290,7 @@ def contextual(tmp_path_factory):
     return str(folder)
 
 
-def test_a_context_is_chosen_by_encode_and_kept_for_search(contextual, tmp_path, capsys):
+def test_encode_draws_a_context_and_search_reuses_it(contextual, tmp_path, capsys):
     corpus, vectors = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl"), str(tmp_path / "vectors")
     encode = ["encode", "--model", contextual, "--input", corpus, "--output", vectors, "--precision", "float32"]
     assert main([*encode, "--context", corpus, "--context-size", "3", "--context_seed", "1"]) == 0
@@ -308,7 +308,7 @@ def test_a_context_is_chosen_by_encode_and_kept_for_search(contextual, tmp_path,
     assert found[0] != found[3]
 
 
-def test_a_contextual_model_without_a_context_is_told_in_one_line(contextual, model, tmp_path, caplog, capsys):
+def test_a_contextual_model_without_a_context_gets_a_warning(contextual, model, tmp_path, caplog, capsys):
     folder = write_retrieval_folder(tmp_path / "eval")
     corpus, vectors = str(folder / "corpus.jsonl"), str(tmp_path / "vectors")
     search = ["search", "--corpus", corpus, "fox", "--model"]
@@ -320,7 +320,7 @@ def test_a_contextual_model_without_a_context_is_told_in_one_line(contextual, mo
         assert main([*command, "--precision", "float32"]) == 0
         return [line for line in caplog.messages if "contextual" in line]
 
-    says = "the model is contextual, and without %s it reads texts with no context"
+    says = "the model is contextual; without %s it encodes texts without context"
     for command, option in ((search, "--context"), (evaluate, "--context-size")):
         assert lines(*command, contextual) == [says % option]
         assert lines(*command, model) == []
@@ -422,8 +422,8 @@ def test_widths_and_instructions_reach_the_tasks(model, sets, tmp_path, capsys):
         (["--data", "sets", "--tasks", "SciFact"], "data or tasks must be given, got 'both'"),
         (["--data", "sets", "--num-tasks", "2"], "num_tasks has no effect without --tasks"),
         (["--data", "sets", "--instructions", "mgh"], "instructions has no effect without --tasks"),
-        (["--tasks", "SciFact", "--output", "file"], "is a file; name a folder"),
-        (["--tasks", "SciFact", "--output", "null"], "output must name the folder of the tasks' results"),
+        (["--tasks", "SciFact", "--output", "file"], "is a file; give a folder"),
+        (["--tasks", "SciFact", "--output", "null"], "output must be the folder for the tasks' results"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(options, says, model, tmp_path, capfd):
@@ -432,7 +432,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(options, says, model, tmp_path, c
     assert_refused(capfd, tmp_path, says, main, line(model, "out", *options))
 
 
-def test_air_bench_is_scored_by_domain_and_searched_where_its_labels_are_private(model, tmp_path, capsys, monkeypatch):
+def test_air_bench_is_scored_by_domain_or_only_searched_if_labels_are_private(model, tmp_path, capsys, monkeypatch):
     stand_in(monkeypatch, tmp_path)
     tasks = ["--tasks", "[air-bench-qa-law-en-de, air-bench-24.04-qa-law]", "--dimensions", "[32, 8]"]
     assert main(line(model, tmp_path / "out", *tasks)) == 0

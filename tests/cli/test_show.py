@@ -1,4 +1,4 @@
-"""The pictures and a run's page through the command line; what they show is tested beside each of them."""
+"""The figures and the report through the command line; their content is tested in `tests/figures`."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ DRAWN = ("latent_weights", "expert_loads", "routing_curves", "contextual_shift",
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Model directories by what is special about them."""
+    """Model directories of each kind."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     pooling = LatentAttentionPooling(32, num_latents=30, num_heads=2, head_dim=8)
@@ -78,7 +78,7 @@ def write_run(folder, rows="50,,0.9,1.0\n"):
     return folder
 
 
-def test_curves_go_beside_the_run_and_those_of_several_into_the_working_folder(tmp_path, capsys):
+def test_curves_of_a_run_are_in_its_folder_and_those_of_several_in_the_working_folder(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     for name in ("one", "two"):
         write_run(tmp_path / name, "50,2.0,,\n")
@@ -86,17 +86,17 @@ def test_curves_go_beside_the_run_and_those_of_several_into_the_working_folder(t
     assert main(["show", "curves", "--run=[two]"]) == 0
     assert capsys.readouterr().out == "wrote curves.png\nwrote two/curves.png\n"
     assert (tmp_path / "two" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    for words, says in ((["[]"], "run must name a run, got []"), (["one", "--output", "two"], "is a directory")):
+    for words, says in ((["[]"], "run must not be empty, got []"), (["one", "--output", "two"], "is a directory")):
         assert_refused(capsys, tmp_path, says, main, ["show", "curves", "--run", *words])
 
 
-def test_a_picture_and_a_table_of_a_model_that_pools_otherwise(models, tmp_path, capsys, monkeypatch):
+def test_anchor_weights_of_a_model_with_another_pooling(models, tmp_path, capsys, monkeypatch):
     (tmp_path / "anchor-tokens.html").write_bytes(b"old")
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # the page needs none
     assert show("anchor-tokens", models, "mean", TEXT, "dog") == 0
     assert (tmp_path / "anchor-tokens.html").read_bytes().startswith(b"<!DOCTYPE html>")
     out = capsys.readouterr().out
-    assert out.startswith("mean (mean pooling): anchor weights as they would be\n")
+    assert out.startswith("mean (mean pooling): hypothetical anchor weights\n")
     assert "key axis, layer -1." in out
     rows = rows_of(out)
     tokens = ["[CLS]", "the", "quick", "brown", "fox", ",", "one", "length", "[SEP]", "[CLS]", "dog", "[SEP]"]
@@ -107,21 +107,21 @@ def test_a_picture_and_a_table_of_a_model_that_pools_otherwise(models, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["anchor-tokens.html"]
 
 
-def test_a_models_own_settings_hold_and_each_option_changes_one(models, drawing, capsys):
+def test_the_models_settings_are_defaults_and_each_option_changes_one(models, drawing, capsys):
     given = [[], ["--layers", "-1"], ["--layers", "[0,-1]"], ["--axis", "query"], ["--per-head", "false"]]
     given += [["--include-first", "false"], ["--by-visible-queries", "true"], ["--layers", "0"]]
     for options in given:
         assert show("anchor-tokens", models, "anchor", TEXT, *options) == 0
     titles, subtitles = ([drawn[place] for drawn in drawing] for place in (1, 2))
     assert titles[0] == titles[-1] == "anchor: its own anchor weights"
-    assert set(titles[1:-1]) == {"anchor: anchor weights with other settings than its own"}
-    own = "Anchor-token-aware pooling, key axis, layer 0, heads count alike"
+    assert set(titles[1:-1]) == {"anchor: anchor weights with changed settings"}
+    own = "Anchor-token-aware pooling, key axis, layer 0, equal head weights"
     assert subtitles == [
         f"{own}.",
         own.replace("layer 0", "layer -1") + ".",
         own.replace("layer 0", "layers 0, -1") + ".",
         own.replace("key", "query") + ".",
-        own.removesuffix(", heads count alike") + ".",
+        own.removesuffix(", equal head weights") + ".",
         f"{own}, without the first token.",
         f"{own}, by visible queries.",
         f"{own}.",
@@ -153,14 +153,14 @@ def test_a_causal_model_needs_the_visible_queries_or_the_other_axis(models, draw
     assert show("anchor-tokens", models, "causal", TEXT, "--axis", "query") == 0
 
 
-def test_a_picture_and_a_table_of_where_each_token_looks(models, tmp_path, capsys):
+def test_a_figure_and_a_table_of_latent_attention(models, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert show("latent-attention", models, "latent", TEXT, "dog") == 0
     assert [path.name for path in tmp_path.iterdir()] == ["latent-attention.png"]
     assert (tmp_path / "latent-attention.png").read_bytes().startswith(b"\x89PNG")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "latent: what its tokens attend to"
-    assert lines[1].startswith("Latent attention, mean of 2 heads. Columns: the 24 busiest of 30 latents")
+    assert lines[0] == "latent: latents that its tokens attend to"
+    assert lines[1].startswith("Latent attention, mean of 2 heads. Columns: the 24 of 30 latents with the most at")
     rows = [line.split(maxsplit=2) for line in lines if line.endswith("%)")]
     tokens = ["[CLS]", "the", "quick", "brown", "fox", ",", "one", "length", "[SEP]", "mean"]
     assert [row[1] for row in rows] == [*tokens, "[CLS]", "dog", "[SEP]", "mean"]
@@ -173,10 +173,10 @@ def test_a_picture_and_a_table_of_where_each_token_looks(models, tmp_path, capsy
     (tmp_path / "latent-attention.png").unlink()
     assert show("latent-attention", models, "latent", TEXT, "dog", "--by-text") == 0
     assert (tmp_path / "latent-attention.png").read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.splitlines()[0] == "latent: what its texts attend to"
+    assert capsys.readouterr().out.splitlines()[0] == "latent: latents that its texts attend to"
 
 
-def test_a_head_a_prompt_and_the_columns_may_be_chosen(models, drawing, capsys):
+def test_the_head_the_prompt_and_the_columns_can_be_chosen(models, drawing, capsys):
     for options in [[], ["--head", "0"], ["--head", "1", "--num-latents", "64"], ["--role", "query"]]:
         assert show("latent-attention", models, "latent", TEXT, *options) == 0
     (mean,), (first,), (second,), (prompted,) = (drawn[0] for drawn in drawing)
@@ -184,10 +184,10 @@ def test_a_head_a_prompt_and_the_columns_may_be_chosen(models, drawing, capsys):
     assert abs(first.weight_TR - second.weight_TR).max() > 0.01
     assert prompted.text == f"search_query: {TEXT}"
     assert [drawn[1] for drawn in drawing] == [24, 24, 64, 24]
-    assert "head 1 of 2. Columns: the 30 busiest of 30" in drawing[2][3]
+    assert "head 1 of 2. Columns: the 30 of 30 latents" in drawing[2][3]
 
 
-def test_a_picture_and_a_table_of_where_the_tokens_go(models, tmp_path, capsys):
+def test_a_figure_and_a_table_of_routing(models, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     (tmp_path / "routing.png").write_bytes(b"old")
     assert show("routing", models, "sparse", *TEXTS) == 0
@@ -195,8 +195,8 @@ def test_a_picture_and_a_table_of_where_the_tokens_go(models, tmp_path, capsys):
     assert (tmp_path / "routing.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     lines = out.splitlines()
-    assert lines[0] == "sparse: where the tokens of 2 texts go"
-    assert lines[1].startswith("12 tokens, prompts and special tokens among them, each to 2 of 4 experts.")
+    assert lines[0] == "sparse: routing of the tokens of 2 texts"
+    assert lines[1].startswith("12 tokens with prompts and special tokens, each routed to 2 of 4 experts.")
     assert lines[3].split() == ["layer", "entropy", "busiest/even", "idle", "0", "1", "2", "3"]
     assert len({len(line) for line in lines[3:6]}) == 1
     rows = [line.split() for line in lines[4:6]]
@@ -210,7 +210,7 @@ def test_a_picture_and_a_table_of_where_the_tokens_go(models, tmp_path, capsys):
     assert lines[-1] == "wrote routing.png"
 
 
-def test_texts_may_be_those_of_a_file_and_a_prompt_is_counted(models, drawing, tmp_path, capsys):
+def test_texts_may_come_from_a_file_and_prompts_are_counted(models, drawing, tmp_path, capsys):
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, TEXTS[0]]))
     from_file = ["--input", "texts.jsonl"]
     by_name = [*from_file, "--prompt-name", "query", "--output", "other.png"]
@@ -220,7 +220,7 @@ def test_texts_may_be_those_of_a_file_and_a_prompt_is_counted(models, drawing, t
     assert by_role.tolist() == by_name.tolist() != plain.tolist()
     assert drawing[0][0].num_tokens > drawing[2][0].num_tokens == 12
     assert [drawn[3].name for drawn in drawing] == ["routing.png", "other.png", "routing.png"]
-    assert drawing[1][1] == drawing[0][1] == "sparse: where the tokens of 2 texts go"
+    assert drawing[1][1] == drawing[0][1] == "sparse: routing of the tokens of 2 texts"
 
 
 def test_one_run_or_several_may_be_given(tmp_path, drawing):
@@ -231,14 +231,14 @@ def test_one_run_or_several_may_be_given(tmp_path, drawing):
     assert [[str(run) for run in runs] for runs, _ in drawing] == [["one"], ["one", "two"]]
 
 
-def test_a_picture_and_a_table_of_how_documents_move(models, corpora, tmp_path, capsys):
+def test_a_figure_and_a_table_of_contextual_shift(models, corpora, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     words = ["--corpus", "one.jsonl", "--num-documents", "4", "--num-contexts", "3"]
     assert show("contextual-shift", models, "contextual", *words) == 0
     assert (tmp_path / "contextual-shift.png").read_bytes().startswith(b"\x89PNG")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "contextual: 4 documents in 3 contexts"
-    says = f"A colour is a document of {tmp_path.name}/one.jsonl, a dot its vector behind 5 documents of a corpus."
+    says = f"Colours: documents of {tmp_path.name}/one.jsonl. Dots: their vectors in a context of 5 documents"
     assert lines[1].startswith(says)
     rows = [line.split(maxsplit=5) for line in lines if " the " in line and ": " in line and line.startswith("  ")]
     assert len(rows) == 4
@@ -264,14 +264,14 @@ def test_contexts_are_drawn_from_each_corpus_and_documents_from_the_first(models
         np.testing.assert_allclose(shift.vector_CND[place], expected, atol=1e-5)
 
 
-def test_a_picture_and_a_table_of_how_tight_each_cluster_is(tmp_path, capsys):
+def test_a_figure_and_a_table_of_clusters(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     write_clusters(tmp_path / "found", IDS, 6)
     assert main(["show", "clusters", "--clusters", "found", "--num-clusters", "4", "--rows-per-cluster", "5"]) == 0
     assert (tmp_path / "clusters.png").read_bytes().startswith(b"\x89PNG")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "found: 4 of 6 clusters"
-    assert lines[1].startswith("20 of 60 rows, at most 5 of a cluster;")
+    assert lines[1].startswith("20 of 60 rows, at most 5 per cluster.")
     rows = [line.split() for line in lines if line.endswith("%")]
     assert len(rows) == 4
     numbers = {row[0] for row in rows}
@@ -283,7 +283,7 @@ def test_a_picture_and_a_table_of_how_tight_each_cluster_is(tmp_path, capsys):
     assert lines[-1] == "wrote clusters.png"
 
 
-def test_vectors_may_lie_elsewhere_and_the_seed_decides(tmp_path, drawing, capsys):
+def test_vectors_may_be_in_another_folder_and_the_seed_chooses_rows(tmp_path, drawing, capsys):
     folder, *_ = write_clusters(tmp_path / "found", IDS, 6)
     (tmp_path / "found.vectors").rename(tmp_path / "elsewhere")
     line = ["show", "clusters", "--clusters", str(folder), "--vectors", "elsewhere", "--rows-per-cluster", "3"]
@@ -301,12 +301,12 @@ def test_a_map_of_neighbours_is_drawn_by_its_seed_and_says_its_perplexity(tmp_pa
     line += ["--rows-per-cluster", "5", "--output"]
     for name, seed in (("a.png", "3"), ("b.png", "3"), ("c.png", "4")):
         assert main([*line, name, "--seed", seed]) == 0
-        assert "amid their rows. Perplexity 5.\n" in capsys.readouterr().out
+        assert "at the centre of their rows. Perplexity 5.\n" in capsys.readouterr().out
     pictures = [(tmp_path / name).read_bytes() for name in ("a.png", "b.png", "c.png")]
     assert pictures[0] == pictures[1] != pictures[2]
 
 
-def test_what_cluster_writes_is_what_is_shown(tmp_path, capsys, drawing):
+def test_the_output_of_cluster_can_be_shown(tmp_path, capsys, drawing):
     pytest.importorskip("faiss")
 
     save_model(tmp_path / "model", tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
@@ -317,12 +317,12 @@ def test_what_cluster_writes_is_what_is_shown(tmp_path, capsys, drawing):
     assert len(drawing[0][0].vector_ND) == 40
     assert drawing[0][0].vector_ND.shape[1] == 64
     assert main([*line, "--output", "words", "--features", "bm25"]) == 0
-    says = "--vectors words.vectors: no such folder; name the vectors of the same source, which `cluster --model` wri"
+    says = "--vectors words.vectors: no such folder; give the vectors of the same source, which `cluster --model` wri"
     assert_refused(capsys, tmp_path, says, main, ["show", "clusters", "--clusters", "words"])
     assert main(["show", "clusters", "--clusters", "words", "--vectors", "clusters.vectors"]) == 0
 
 
-def test_a_page_lies_in_the_run_unless_named(tmp_path, capsys, monkeypatch):
+def test_a_report_is_in_the_runs_folder_by_default(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     run = write_whole_run(tmp_path / "name" / "version_0")
     assert main(["report", "name/version_0"]) == 0
@@ -349,19 +349,19 @@ def test_a_page_lies_in_the_run_unless_named(tmp_path, capsys, monkeypatch):
         ("routing --model sparse --input a.jsonl TEXT", "TEXT or input must be given, got 'both'"),
         ("routing --runs run TEXT", "TEXT has no effect on runs"),
         ("routing --runs run --role query", "role has no effect on runs, got 'query'"),
-        ("contextual-shift --model contextual --corpus alike.jsonl", "corpus must hold two documents that differ"),
-        ("contextual-shift --model contextual --corpus []", "corpus must name from 1 to 6 corpora"),
+        ("contextual-shift --model contextual --corpus alike.jsonl", "corpus must have two different documents"),
+        ("contextual-shift --model contextual --corpus []", "corpus must have from 1 to 6 corpora"),
         ("contextual-shift --model contextual --corpus one.jsonl --num-documents 21", "num_documents must be from"),
-        ("contextual-shift --model contextual --corpus one.jsonl --num-contexts 1", "num_contexts must give two"),
+        ("contextual-shift --model contextual --corpus one.jsonl --num-contexts 1", "num_contexts must be >= 2"),
         ("clusters --clusters found --num-clusters 21", "num_clusters must be at most 20"),
         ("clusters --clusters found --perplexity 5", "perplexity has no effect without --projection tsne"),
         ("report", "run"),
-        ("report file", "file: is no folder; give that of a run of fit"),
+        ("report file", "file: is not a folder; give a run's folder"),
         ("report other", "other/config.yaml: no such file; give the folder of a run of fit"),
         ("report whole --output other", "--output other: is a directory; name an HTML file"),
     ],
 )
-def test_what_cannot_be_shown_is_one_line_and_nothing_is_written(line, says, models, corpora, tmp_path, capsys):
+def test_a_user_error_of_show_is_one_line_and_nothing_is_written(line, says, models, corpora, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     write_run(tmp_path / "run")
     write_run(tmp_path / "plain", "50,2.0,,\n")

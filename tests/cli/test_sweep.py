@@ -1,4 +1,4 @@
-"""The sweep through the command line: its runs are real and tiny, in this process; and what ends it before its time."""
+"""The sweep through the command line, with tiny runs in this process; signals, locks and failed runs."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ TEMPERATURE = "model.init_args.loss.init_args.temperature"
 
 
 class Killed(BaseException):
-    """What no line and no exit code stands for."""
+    """An exception that the command line does not catch."""
 
 
 class CutShort(L.Callback):
@@ -40,7 +40,7 @@ class CutShort(L.Callback):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """The `fit` lines that were run, in this process instead of one of their own."""
+    """The `fit` commands that were run, in this process instead of a new one."""
     lines = []
 
     def run(forwarder, words, inherited):
@@ -59,7 +59,7 @@ def names_in(folder):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_an_unfinished_point_goes_on_and_a_finished_one_is_left(sweep_file, ran, tmp_path, monkeypatch, capsys):
+def test_an_unfinished_point_resumes_and_a_finished_one_is_skipped(sweep_file, ran, tmp_path, monkeypatch, capsys):
     file = sweep_file({TEMPERATURE: [0.1, 0.2]})
     assert main(["sweep", file, "--index", "1"]) == 0
     (whole,) = (tmp_path / "checkpoints" / "sweeps" / "tried").iterdir()
@@ -87,7 +87,7 @@ def test_an_unfinished_point_goes_on_and_a_finished_one_is_left(sweep_file, ran,
     assert "1 of 1 done already" in capsys.readouterr().out
 
 
-def test_only_what_is_missing_is_run(sweep_file, faked, capsys):
+def test_only_unfinished_points_are_run(sweep_file, faked, capsys):
     folders, _ = faked
     file = sweep_file({"a": [1, 2, 3]})
     assert main(["sweep", file, "--index", "1"]) == 0
@@ -107,7 +107,7 @@ def test_only_what_is_missing_is_run(sweep_file, faked, capsys):
         assert len(folders) == number
 
 
-def test_a_run_that_another_process_has_is_left_to_it(sweep_file, faked, capsys):
+def test_a_run_that_another_process_trains_is_skipped(sweep_file, faked, capsys):
     folders, _ = faked
     file = sweep_file({"a": [1, 2]})
     assert main(["sweep", file, "--output", "out"]) == 0
@@ -119,11 +119,11 @@ def test_a_run_that_another_process_has_is_left_to_it(sweep_file, faked, capsys)
         assert f"error: {first}: another process trains point 0; wait for it" in capsys.readouterr().err
         assert main(["sweep", file, "--output", "out"]) == 0
     assert folders == [first, second, second]
-    assert "point 0 of 2: a=1: another process is at it" in capsys.readouterr().out
+    assert "point 0 of 2: a=1: another process trains it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("variable", ["SLURM_PROCID", "RANK", "LOCAL_RANK"])
-def test_a_further_rank_neither_locks_nor_notes(variable, sweep_file, faked, monkeypatch):
+def test_other_ranks_than_the_first_do_not_lock_or_write_records(variable, sweep_file, faked, monkeypatch):
     folders, endings = faked
     file = sweep_file({"a": [1]})
     endings[0] = (7,)
@@ -135,11 +135,11 @@ def test_a_further_rank_neither_locks_nor_notes(variable, sweep_file, faked, mon
 
 
 @pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "WORLD_SIZE"])
-def test_several_processes_train_one_point_alone(variable, sweep_file, faked, monkeypatch, tmp_path, capsys):
+def test_several_processes_need_an_index(variable, sweep_file, faked, monkeypatch, tmp_path, capsys):
     folders, _ = faked
     file = sweep_file({"a": [1, 2]})
     monkeypatch.setenv(variable, "2")
-    says = "error: index must be given where 2 processes train together, got None; "
+    says = "error: index must be given if 2 processes train together, got None; "
     assert_refused(capsys, tmp_path, says, main, ["sweep", file])
     assert main(["sweep", file, "--count"]) == 0
     assert main(["sweep", file, "--index", "1"]) == 0
@@ -147,7 +147,7 @@ def test_several_processes_train_one_point_alone(variable, sweep_file, faked, mo
 
 
 @pytest.mark.parametrize(("number", "code"), [("1", 0), ("2", 2)])
-def test_the_first_of_several_never_leaves_the_others_waiting(number, code, sweep_file, faked, monkeypatch, capsys):
+def test_the_first_rank_does_not_leave_the_others_waiting(number, code, sweep_file, faked, monkeypatch, capsys):
     folders, _ = faked
     file = sweep_file({"a": [1]})
     assert main(["sweep", file]) == 0
@@ -158,11 +158,11 @@ def test_the_first_of_several_never_leaves_the_others_waiting(number, code, swee
     monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: done.write_text(content))
     monkeypatch.setenv("WORLD_SIZE", number)
     assert main(["sweep", file, "--index", "0"]) == code
-    assert ("another process has just done point 0; " in capsys.readouterr().err) is bool(code)
+    assert ("another process has just finished point 0; " in capsys.readouterr().err) is bool(code)
     assert len(folders) == 1
 
 
-def test_a_failed_run_leaves_the_others(sweep_file, faked, capsys):
+def test_a_failed_run_does_not_stop_the_others(sweep_file, faked, capsys):
     folders, endings = faked
     file = sweep_file({"a": [1, 2, 3]})
     endings |= {0: (70,), 1: (2,)}
@@ -212,7 +212,7 @@ def test_results_are_a_table_a_csv_and_a_picture(sweep_file, faked, tmp_path, ca
         ([{"a": 1, "b": 2}, {"b": 3}], {"method": "list"}, [{"point": "a=1, b=2"}, {"point": "b=3"}]),
     ],
 )
-def test_the_picture_has_what_was_varied(parameters, more, panels, sweep_file, faked, monkeypatch):
+def test_the_plot_shows_the_varied_keys(parameters, more, panels, sweep_file, faked, monkeypatch):
     pytest.importorskip("matplotlib")
     drawn = []
     monkeypatch.setattr("embeddings.figures.draw_sweep", lambda dots, *_: drawn.extend(values for values, _ in dots))
@@ -225,14 +225,14 @@ def test_the_picture_has_what_was_varied(parameters, more, panels, sweep_file, f
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--index", "2"], "index must lie in 0 … 1, got 2"),
-        (["--count", "--dry-run"], "takes one of --count, --dry-run and --results"),
+        (["--index", "2"], "index must be from 0 to 1, got 2"),
+        (["--count", "--dry-run"], "accepts one of --count, --dry-run and --results"),
         (["--results", "true", "--index", "0"], "index has no effect on --count and --results"),
-        (["--results", "scores.png"], "results must be the CSV file, got 'scores.png'; end it in .csv; the plot lies"),
+        (["--results", "scores.png"], "results must be the CSV file, got 'scores.png'; end it in .csv; the plot is"),
         (["--results", "true"], "none of its 2 runs is done"),
     ],
 )
-def test_an_impossible_line_is_refused_and_nothing_written(words, says, sweep_file, tmp_path, capsys):
+def test_impossible_options_are_refused_and_nothing_is_written(words, says, sweep_file, tmp_path, capsys):
     file = sweep_file({"a": [1, 2]})
     assert_refused(capsys, tmp_path, says, main, ["sweep", file, *words])
 
@@ -265,7 +265,7 @@ SEEN = [
 
 
 @pytest.mark.parametrize(("parameters", "method", "expected"), SEEN)
-def test_a_combination_whose_values_were_seen_is_not_parsed_again(
+def test_a_combination_of_values_checked_before_is_not_parsed_again(
     parameters, method, expected, sweep_file, monkeypatch
 ):
     parsed = []
@@ -280,7 +280,7 @@ INT, HUP, USR1, TERM = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGT
 
 @pytest.fixture(autouse=True)
 def _own_signals(monkeypatch):
-    """What a stopped sweep leaves ignored until its process ends, which is the tests' here; no job."""
+    """Restores the signal handlers, which a stopped sweep leaves ignored; no SLURM job."""
     for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     handlers = {number: signal.getsignal(number) for number in FORWARDED}
@@ -292,17 +292,17 @@ def _own_signals(monkeypatch):
 @pytest.mark.parametrize(
     ("ending", "code", "says"),
     [
-        ((75, USR1), 75, "preempted: point 0 was stopped; the same line resumes\n"),
+        ((75, USR1), 75, "preempted: point 0 was stopped; run the same command again to resume\n"),
         # Only the run was told, or it was told twice.
-        ((75,), 75, "preempted: point 0 was stopped; the same line resumes\n"),
-        ((75, TERM, USR1), 75, "preempted: point 0 was stopped; the same line resumes\n"),
+        ((75,), 75, "preempted: point 0 was stopped; run the same command again to resume\n"),
+        ((75, TERM, USR1), 75, "preempted: point 0 was stopped; run the same command again to resume\n"),
         # The run did not hear it.
-        ((138, USR1), 75, "preempted: SIGUSR1: stopped at point 0; the same line resumes\n"),
-        ((143, TERM), 143, "preempted: SIGTERM: stopped at point 0; the same line resumes\n"),
-        ((2, USR1), 2, "error: point 0 ended with exit code 2 after SIGUSR1; the same line resumes\n"),
-        ((1, TERM), 1, "error: point 0 ended with exit code 1 after SIGTERM; the same line resumes\n"),
-        ((130, INT), 130, "interrupted: SIGINT: stopped at point 0; the same line resumes\n"),
-        ((129, HUP), 129, "error: point 0 was stopped by SIGHUP; the same line resumes\n"),
+        ((138, USR1), 75, "preempted: SIGUSR1: stopped at point 0; run the same command again to resume\n"),
+        ((143, TERM), 143, "preempted: SIGTERM: stopped at point 0; run the same command again to resume\n"),
+        ((2, USR1), 2, "error: point 0 ended with exit code 2 after SIGUSR1; run the same command again to resume\n"),
+        ((1, TERM), 1, "error: point 0 ended with exit code 1 after SIGTERM; run the same command again to resume\n"),
+        ((130, INT), 130, "interrupted: SIGINT: stopped at point 0; run the same command again to resume\n"),
+        ((129, HUP), 129, "error: point 0 was stopped by SIGHUP; run the same command again to resume\n"),
     ],
 )
 def test_a_stopped_run_ends_the_sweep(ending, code, says, sweep_file, faked, capsys):
@@ -314,7 +314,7 @@ def test_a_stopped_run_ends_the_sweep(ending, code, says, sweep_file, faked, cap
 
 
 @pytest.mark.parametrize(("ending", "num_asked"), [((75, USR1), 0), ((138, USR1), 1), ((143, TERM), 1)])
-def test_a_job_is_queued_again_once(ending, num_asked, sweep_file, faked, tmp_path, monkeypatch):
+def test_a_job_is_requeued_once(ending, num_asked, sweep_file, faked, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     asked = fake_scontrol(tmp_path)
@@ -325,7 +325,7 @@ def test_a_job_is_queued_again_once(ending, num_asked, sweep_file, faked, tmp_pa
     assert asked.read_text() == "requeue 12\n" * num_asked
 
 
-# A run that tells the sweep's process, and does not mind itself.
+# A run that signals the sweep's process and ignores the signal itself.
 LAST_STEP = """
 import os, signal, time
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -340,7 +340,7 @@ def test_a_signal_at_a_runs_last_step_ends_the_sweep_before_the_next(sweep_file,
     monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: None)
     file = sweep_file({"a": [1, 2]})
     assert main(["sweep", file]) == 75
-    assert capsys.readouterr().err == "preempted: SIGUSR1: stopped at point 1; the same line resumes\n"
+    assert capsys.readouterr().err == "preempted: SIGUSR1: stopped at point 1; run the same command again to resume\n"
     folders = [*(tmp_path / "checkpoints" / "sweeps" / "tried").iterdir()]
     assert sorted(len([*folder.iterdir()]) for folder in folders) == [1, 2]  # .lock, and done.json in one
     # Where nothing is left to do, there is nothing to be queued for.
@@ -380,7 +380,7 @@ def send_once_there(path, number):
 
 
 @pytest.mark.parametrize("number", ["INT", "TERM", "HUP", "USR1"])
-def test_what_this_process_is_sent_is_passed_on(number, tmp_path):
+def test_signals_are_forwarded(number, tmp_path):
     ready = tmp_path / "ready"
     with SignalForwarder() as forwarder:
         sender = send_once_there(ready, number)
@@ -389,7 +389,7 @@ def test_what_this_process_is_sent_is_passed_on(number, tmp_path):
     assert forwarder.received == [getattr(signal, f"SIG{number}")]
 
 
-def test_a_signal_that_comes_while_a_process_begins_is_passed_on(tmp_path, monkeypatch):
+def test_a_signal_while_a_process_starts_is_forwarded(tmp_path, monkeypatch):
     begin = subprocess.Popen
 
     def begin_and_be_told(*words, **options):
@@ -416,7 +416,7 @@ def left_by(error, number):
 @pytest.mark.parametrize(
     ("error", "number"), [(PreemptedError("", 75), None), (OSError("full"), "TERM"), (OSError("full"), None)]
 )
-def test_nothing_comes_between_a_stop_and_the_exit(error, number):
+def test_signals_are_ignored_after_a_stop(error, number):
     before = handlers()
     with pytest.raises(type(error)):
         left_by(error, number)

@@ -1,4 +1,4 @@
-"""What a sweep file says: its points and those of a search, the names of its runs, and what is refused."""
+"""Sweep files: points, searches, names of runs, and refused files."""
 
 import datetime
 import json
@@ -37,7 +37,7 @@ def points(path):
     return list(read_sweep(path).points)
 
 
-def test_a_grid_is_every_combination_the_last_key_fastest_and_a_list_is_as_given(write):
+def test_a_grid_is_every_combination_the_last_key_fastest_and_a_list_is_unchanged(write):
     path = write("configs: [PLACE]\nparameters: {b: [1, 2], a: [x, y, null]}\n")
     path.write_text(path.read_text().replace("PLACE", str(path.parent / "method.yaml")))
     expected = [{"b": b, "a": a} for b in (1, 2) for a in ("x", "y", None)]
@@ -49,7 +49,7 @@ def test_a_grid_is_every_combination_the_last_key_fastest_and_a_list_is_as_given
     assert points(write({"method": "list", "parameters": given})) == given
 
 
-def test_a_drawn_point_follows_from_seed_index_and_key(write):
+def test_a_drawn_point_depends_only_on_seed_index_and_key(write):
     parameters = {"a": {"low": 1e-5, "high": 1e-1, "log": True}, "b": ["x", "y", "z"], "c": {"low": -1, "high": 1}}
     content = {"method": "random", "num_runs": 40, "seed": 3, "parameters": parameters}
     found = points(write(content))
@@ -81,7 +81,7 @@ def test_numbers_without_a_point_are_numbers(write):
     assert points(write(text)) == [{"a": 1e-5}, {"a": 2000.0}, {"a": "1e5x"}, {"a": [0.01]}]
 
 
-def test_a_recipe_stands_for_its_configs(tmp_path):
+def test_a_recipe_is_replaced_by_its_configs(tmp_path):
     (tmp_path / "s.yaml").write_text("recipe: mgh_h100x1\nparameters: {a: [1]}\n")
     sweep = read_sweep(tmp_path / "s.yaml")
     assert sweep.recipe == "mgh_h100x1"
@@ -92,7 +92,7 @@ def test_a_recipe_stands_for_its_configs(tmp_path):
         read_sweep(tmp_path / "s.yaml")
 
 
-def test_runs_are_called_by_the_config_that_chooses_the_method(write, tmp_path):
+def test_runs_are_named_after_the_config_that_chooses_the_method(write, tmp_path):
     for name, text in (("data", "data: {}\n"), ("scale", "trainer: {devices: 2}\n")):
         (tmp_path / f"{name}.yaml").write_text(text)
     configs = [str(tmp_path / f"{name}.yaml") for name in ("data", "method", "scale")]
@@ -123,12 +123,12 @@ UNPARSED = [
     ({"parameters": ONE, "metric": "x"}, "metric: must be a mapping, got 'x'"),
     ({"parameters": {}}, "parameters: must map config keys"),
     ({"parameters": {"a": []}}, r"parameters\.a: must be a list of values, got \[\]"),
-    ({"parameters": {"a": [1, 2, 1]}}, r"parameters\.a: holds 1 twice"),
-    ({"parameters": {"a": [1, DATE]}}, r"parameters\.a: datetime.date\(2024, 5, 1\) cannot be given to fit; put"),
-    ({"parameters": {"a": [{DATE: 1}, {1: 1, "b": 2}]}}, r"parameters\.a: .* cannot be given to fit"),
+    ({"parameters": {"a": [1, 2, 1]}}, r"parameters\.a: contains 1 twice"),
+    ({"parameters": {"a": [1, DATE]}}, r"parameters\.a: datetime.date\(2024, 5, 1\) cannot be passed to fit; put"),
+    ({"parameters": {"a": [{DATE: 1}, {1: 1, "b": 2}]}}, r"parameters\.a: .* cannot be passed to fit"),
     ({"parameters": {f"a{key}": list(range(10)) for key in range(10)}}, "makes 10000000000 points, more than"),
-    ({"parameters": {"a b": [1]}}, "point 0: 'a b' is no config key"),
-    ({"parameters": {"trainer.logger": [True]}}, "trainer.logger is what a sweep gives every run itself"),
+    ({"parameters": {"a b": [1]}}, "point 0: 'a b' is not a config key"),
+    ({"parameters": {"trainer.logger": [True]}}, "trainer.logger is set by the sweep for each run"),
     ({"parameters": ONE, "num_runs": 3}, "num_runs: has no effect on method grid"),
     ({"method": "list", "parameters": []}, "must be a list of mappings"),
     ({"method": "list", "parameters": [{"a": 1}, {"a": 1}]}, "twice"),
@@ -141,7 +141,7 @@ BAD_RANGES = [
     ({"low": 2, "high": 2}, "low must be < high"),
     ({"low": 0, "high": math.inf}, "both finite"),
     ({"low": 0, "high": 10**400}, "too large"),
-    ({"low": "0", "high": 2}, "must hold numbers"),
+    ({"low": "0", "high": 2}, "must contain numbers"),
     ({"low": 0, "high": 2, "log": True}, r"low: must be > 0 with log"),
     ({"low": 0.5, "high": 2, "int": True}, "needs integers"),
     ({"low": 0, "high": 2, "log": "yes"}, "true or false"),
@@ -151,14 +151,14 @@ UNPARSED += [({**RANDOM, "parameters": {"a": source}}, rf"parameters\.a.*{says}"
 
 
 @pytest.mark.parametrize(("content", "says"), UNPARSED)
-def test_a_file_that_is_no_sweep_is_refused_by_key(content, says, write):
+def test_an_invalid_sweep_file_is_refused_with_the_key(content, says, write):
     path = write(content)
     with pytest.raises(UserError, match=says) as refused:
         read_sweep(path)
     assert str(path) in str(refused.value)
 
 
-def test_a_key_is_called_by_as_few_parts_as_tell_it_from_others():
+def test_a_short_name_has_as_few_parts_as_make_it_unique():
     keys = [TEMPERATURE, "model.init_args.router.temperature", "model.init_args.pooling.class_path", "a.lr"]
     found = list(short_names([dict.fromkeys(keys)]).values())
     assert found == ["loss.temperature", "router.temperature", "pooling", "lr"]
@@ -166,7 +166,7 @@ def test_a_key_is_called_by_as_few_parts_as_tell_it_from_others():
     assert list(short_names([{twice[0]: 1}, {twice[1]: 2}]).values()) == twice
 
 
-def test_values_are_shown_in_few_letters():
+def test_values_have_short_labels():
     pooling = {"class_path": "embeddings.models.AnchorTokenPooling", "init_args": {"axis": "query", "layers": [-1]}}
     assert label(pooling) == "AnchorTokenPooling(axis=query, layers=[-1])"
     assert label("embeddings.models.MeanPooling") == "MeanPooling"
@@ -203,7 +203,7 @@ def test_a_search_comes_nearer_to_the_best_than_random_points(mode, sign, has_op
     assert all(point["a"] == float(f"{point['a']:.6g}") for point in found)
 
 
-def test_a_point_follows_from_seed_and_results_alone(has_optuna):
+def test_a_proposed_point_depends_only_on_seed_and_results(has_optuna):
     search = Search(RANGES, 20, 3)
     found = walked(search, "min", 20, lambda point: point["a"])
     assert walked(search, "min", 20, lambda point: point["a"]) == found
@@ -213,7 +213,7 @@ def test_a_point_follows_from_seed_and_results_alone(has_optuna):
     assert other[NUM_RANDOM:] != found[NUM_RANDOM:]
 
 
-def test_choices_may_be_mappings_and_a_run_without_a_result_counts_for_nothing(has_optuna):
+def test_choices_may_be_mappings_and_runs_without_a_result_are_ignored(has_optuna):
     poolings = [{"class_path": "x.Mean"}, {"class_path": "x.Cls", "init_args": {"n": 1}}, None, "text", 2]
     search = Search({"p": poolings, "a": [0.1, 0.2]}, 30, 0)
     found = walked(search, "max", 30, lambda point: float(point["p"] == poolings[1]))
@@ -229,7 +229,7 @@ def trained(folders):
     return json.loads(proposals.read_text())
 
 
-def test_a_search_trains_each_point_once_and_ends_in_the_usual_table(sweep_file, faked, has_optuna, capsys):
+def test_a_search_trains_each_point_once_and_prints_the_usual_table(sweep_file, faked, has_optuna, capsys):
     folders, endings = faked
     search = {"method": "tpe", "num_runs": 13, "seed": 1}
     file = sweep_file({"a": {"low": 0.1, "high": 9.0, "log": True}}, **search)
@@ -237,7 +237,7 @@ def test_a_search_trains_each_point_once_and_ends_in_the_usual_table(sweep_file,
     assert main(["sweep", file, "--count"]) == 0
     assert main(["sweep", file, "--dry-run"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed == ["13", "13 more points follow from the results of those before them"]
+    assert printed == ["13", "13 more points depend on the results of earlier ones"]
     assert main(["sweep", file]) == 7
     assert "1 of 13 runs failed: point 4 with exit code 7; " in capsys.readouterr().err
     points = trained(folders)
@@ -259,7 +259,7 @@ def test_a_search_trains_each_point_once_and_ends_in_the_usual_table(sweep_file,
     assert "14 of 14 done" in lines
 
 
-def test_a_task_of_an_array_draws_what_is_missing_before_it(sweep_file, faked, has_optuna, tmp_path, capsys):
+def test_an_array_task_proposes_the_missing_points_before_its_own(sweep_file, faked, has_optuna, tmp_path, capsys):
     folders, _ = faked
     file = sweep_file({"a": {"low": 0.0, "high": 1.0}}, method="tpe", num_runs=4)
     assert main(["sweep", file, "--index", "2"]) == 0
@@ -267,7 +267,7 @@ def test_a_task_of_an_array_draws_what_is_missing_before_it(sweep_file, faked, h
     assert len(folders) == 1
     assert main(["sweep", file]) == 0
     assert len(set(folders)) == 4
-    assert_refused(capsys, tmp_path, "index must lie in 0 … 3, got 4", main, ["sweep", file, "--index", "4"])
+    assert_refused(capsys, tmp_path, "index must be from 0 to 3, got 4", main, ["sweep", file, "--index", "4"])
 
 
 def test_without_the_extra_a_search_is_one_line(sweep_file, faked, monkeypatch, capsys, tmp_path):

@@ -1,4 +1,4 @@
-"""The runs of a sweep: their folders, lines and locks, and the table of what they reached."""
+"""The runs of a sweep: folders, commands, locks and the table of results."""
 
 import csv
 import json
@@ -37,7 +37,7 @@ def write_metrics(folder, version, text):
     (run / "run.json").write_text(json.dumps({"commit": f"commit{version}"}))
 
 
-def test_a_run_has_a_folder_and_a_line(tmp_path):
+def test_a_run_has_a_folder_and_a_command(tmp_path):
     contents = [{"model": {"lr": 1}}]
     export = {"class_path": "ExportModel", "init_args": {"output": "a/b", "day": date(2024, 5, 1)}}
     point = {"a.b": 0.5, "c": "x y", "d": None, "e": {"f": [1]}}
@@ -52,7 +52,7 @@ def test_a_run_has_a_folder_and_a_line(tmp_path):
     assert value_of(words, "trainer.callbacks") == [export | {"init_args": moved}]
 
 
-def test_a_folder_follows_from_the_settings_alone():
+def test_the_hash_depends_only_on_the_settings():
     content, point = {"model": {"lr": 1, "loss": {"t": 2}}}, {"a": 1, "b": 2}
     first = settings_hash([content], point)
     assert len(first) == 10
@@ -61,7 +61,7 @@ def test_a_folder_follows_from_the_settings_alone():
     assert len({first, *(settings_hash(*other) for other in others)}) == 4
 
 
-def test_what_a_run_writes_goes_into_its_folder(tmp_path):
+def test_the_output_of_a_run_goes_into_its_folder(tmp_path):
     checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
     export = {"class_path": "ExportModel", "init_args": {"output": "checkpoints/model", "best": False}}
     kept = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "some/where"}}
@@ -104,7 +104,7 @@ def test_the_lock_lasts_as_long_as_a_process_that_inherited_it(tmp_path):
         assert third is not None
 
 
-def test_a_column_is_summed_up_by_its_last_least_and_largest_value(tmp_path):
+def test_a_column_is_summarised_by_last_minimum_and_maximum(tmp_path):
     write_metrics(tmp_path, 0, "epoch,step,train/loss,val/x\n0,0,3.0,\n0,1,1.0,\n0,2,,0.9\n,3,,0.7\n,4,2.5,nan\n")
     assert summaries(tmp_path / "version_0") == {
         "train/loss": {"last": 2.5, "last_step": 4, "min": 1.0, "min_step": 1, "max": 3.0, "max_step": 0},
@@ -113,7 +113,7 @@ def test_a_column_is_summed_up_by_its_last_least_and_largest_value(tmp_path):
     assert summaries(tmp_path) == {}
 
 
-def test_a_run_is_done_once_its_process_says_so(tmp_path):
+def test_a_run_is_done_after_its_process_ends_with_code_0(tmp_path):
     lines = []
 
     class Fake(SignalForwarder):
@@ -177,7 +177,7 @@ def numbers(results):
     return [result.run.index for result in results]
 
 
-def test_the_best_is_first_and_what_is_not_done_last(made, tmp_path):
+def test_results_are_sorted_from_best_to_worst_and_unfinished_runs_are_last(made, tmp_path):
     runs, _ = made
     found = results_of(runs, MAX, tmp_path)
     assert numbers(found) == [3, 1, 2, 0, 4, 5]
@@ -213,15 +213,15 @@ def test_tables_have_a_row_a_point_and_the_mean_over_seeds(made, tmp_path):
     assert [line.split()[:4] for line in lines[1:]] == [["0", "1", "-", "-"], ["1", "-", "2", "1"]]
 
 
-def test_a_metric_that_no_run_has_lists_those_there_are(made, tmp_path):
+def test_the_error_for_an_unknown_metric_lists_the_logged_ones(made, tmp_path):
     runs, _ = made
-    with pytest.raises(InputError, match=r"tried.yaml: metric: no run has logged 'val/y'; column takes one of val/x"):
+    with pytest.raises(InputError, match=r"tried.yaml: metric: no run has logged 'val/y'; column must be one of val/x"):
         results_of(runs, Metric("val/y"), tmp_path / "tried.yaml")
     finish(runs[4], 1.0, 1.0, 1.0, column="val/y")
     assert numbers(results_of(runs, Metric("val/y"), tmp_path))[0] == 4
 
 
-def test_the_training_loss_stands_in_for_a_default_metric_that_no_run_has_logged(made, tmp_path, capsys):
+def test_the_training_loss_replaces_a_default_metric_that_no_run_has_logged(made, tmp_path, capsys):
     runs, _ = made
     assert logged_metric(runs, Metric()) == Metric()
     plan = Sweep("tried", "method", (), ({},), "grid", tuple(run.point for run in runs))

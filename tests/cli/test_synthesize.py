@@ -79,7 +79,7 @@ def test_a_budget_says_how_to_go_on(capsys):
     with chat_server() as server:
         options = ["--num-examples", "30", "--max-answer-tokens", "300"]
         assert run(server.endpoint, *options, "--token-budget", "9000") == 0
-        assert "the same line with a larger token_budget resumes" in capsys.readouterr().out
+        assert "to resume, run the same command with a larger token_budget" in capsys.readouterr().out
         assert run(server.endpoint, *options) == 0
     assert "token budget" not in capsys.readouterr().out
 
@@ -103,7 +103,7 @@ def test_a_judge_says_how_similar_the_levels_are_and_is_loaded_before_anything_i
     printed = capsys.readouterr().out
     assert f"mean cosine with the query by {model}, 6 records:" in printed
     assert all(f"\n  level {level}  " in printed for level in range(1, 5))
-    assert "similarity falls from level to level in " in printed
+    assert "similarity decreases from level to level in " in printed
 
 
 BAD = [

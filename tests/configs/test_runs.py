@@ -239,7 +239,7 @@ def test_pairs_of_ones_own_train_with_or_without_a_validation_folder(
     line = next(line for line in written.splitlines() if line.startswith(("nDCG@10", "run: ")))
     if validates:
         assert len(best) == 1
-        pattern = r"nDCG@10 on validation: (0\.\d{3}) before training, ([01]\.\d{3}) after step (\d), its best"
+        pattern = r"nDCG@10 on validation: (0\.\d{3}) before training, ([01]\.\d{3}) at best \(step (\d)\)"
         before, after, step = re.fullmatch(pattern, line).groups()  # type: ignore[union-attr]
         assert best == [f"best-step={step}.ckpt"]
         assert float(after) > float(before)

@@ -110,7 +110,7 @@ def test_a_recipe_trains_on_a_stand_in_and_is_scored(recipe: str, capsys: pytest
     said = capsys.readouterr()
     assert "changed trainer.max_steps: " in said.err
     is_clustered = recipe.startswith(("cde", "quickstart"))
-    assert ("all rows, since their clusters" if is_clustered else "cut to at most 20 rows each") in said.err
+    assert ("all rows, because their clusters" if is_clustered else "limited to 20 rows each") in said.err
     (metrics,) = Path("checkpoints/runs").rglob("metrics.csv")
     losses = [float(row["train/loss"]) for row in read_metrics(metrics) if row.get("train/loss")]
     assert len(losses) >= 2

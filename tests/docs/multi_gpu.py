@@ -49,8 +49,13 @@ def cells(*words: str) -> str:
     table = planned(*words)
     first = {name: value.split()[0] for name, value in table.items() if value}
     share = table["share of the peak"].split()
-    most, least = share[0], share[-5]
-    found = [first["memory: total"], first["sent: total"], first["a step, seconds"], first["sending it, seconds"]]
+    most, least = share[0], share[-3]
+    found = [
+        first["memory: total"],
+        first["sent: total"],
+        first["arithmetic of a step, seconds"],
+        first["sending it, seconds"],
+    ]
     found += [most if most == least else f"{least} to {most}", table["limits the step"]]
     return " | ".join(found)
 

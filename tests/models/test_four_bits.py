@@ -52,7 +52,7 @@ def test_a_run_in_4_bits_on_a_cpu_is_one_line_and_yet_can_be_checked(tmp_path, c
     words = ["fit", "--config", write_config(tmp_path, small_config(tmp_path))]
     assert_refused(capsys, tmp_path, "backbone.quantization needs a CUDA GPU", main, words)
     assert main([*words, "--check"]) == 0
-    assert "no fault was found" in capsys.readouterr().out
+    assert "no error was found" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ CASES = {
             "trainer.gradient_clip_val must be >= 0, got -1.0",
         ),
         "an unknown precision": (at("trainer", precision="fp99"), "trainer.precision: expected"),
-        "a seed below 0": (at("", seed_everything=-1), "seed_everything must lie in 0 … 4294967295, got -1"),
+        "a seed below 0": (at("", seed_everything=-1), "seed_everything must be from 0 to 4294967295, got -1"),
         "a thousand processes": (at("trainer", devices=10**6), "trainer.devices must be at most 8 for each CPU"),
         "an integer of 5,000 digits": (
             put("config.yaml", "trainer: {max_steps: " + "9" * 5000 + "}\n"),
@@ -100,7 +100,7 @@ CASES = {
     "sweep sweep.yaml --count": {
         "a key twice in a sweep": (
             put("sweep.yaml", "method: grid\nmethod: list\n"),
-            "sweep.yaml: the key 'method' stands twice",
+            "sweep.yaml: the key 'method' occurs twice",
         ),
         "an unknown key of a sweep": (sweep(paramters={}), "did you mean parameters?"),
         "a sweep's range without its end": (
@@ -118,6 +118,6 @@ CASES = {
     "sweep sweep.yaml --dry-run": {
         "a sweep over a key that there is not": (sweep(parameters={"trainer.max_stepz": [1]}), "sweep.yaml: point 0: ")
     },
-    "sweep sweep.yaml --index 7": {"a point that is not in a sweep": (sweep(), "index must lie in 0 … 1, got 7")},
+    "sweep sweep.yaml --index 7": {"a point that is not in a sweep": (sweep(), "index must be from 0 to 1, got 7")},
     "fti --config config.yaml": {"an unknown command": (nothing, "there is no command 'fti'")},
 }

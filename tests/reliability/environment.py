@@ -69,7 +69,11 @@ CASES = {
         "a file where vectors are to lie": (both(corpus, in_the_way), "out: something else lies there already"),
         "a folder of something else for vectors": (both(corpus, taken), "out: something else lies there already"),
         "a pipe for a corpus": (pipe("corpus.jsonl"), "corpus.jsonl: is no regular file"),
-        "a full disk for vectors": (both(corpus, FULL), "No space left on device; free or allow the path", 74),
+        "a full disk for vectors": (
+            both(corpus, FULL),
+            "No space left on device; free space or change permissions",
+            74,
+        ),
     },
     ENCODE.replace(" out", " out/vectors"): {"a way through a file": (both(corpus, in_the_way), "out")},
     FILTER: {
@@ -111,11 +115,11 @@ CASES = {
         ),
         "packages to trust that are none": (
             both(run(), variable("EMBED_IMPORTS", "no-package")),
-            "EMBED_IMPORTS=no-package is no list of packages as one imports them",
+            "EMBED_IMPORTS=no-package is not a comma-separated list of package names",
         ),
         "a folder that may not be written, for a run": (
             both(run(), NOT_ALLOWED),
-            "Permission denied; free or allow the path",
+            "Permission denied; free space or change permissions",
             74,
         ),
     },

@@ -241,7 +241,7 @@ CASES = {
     FIT: {
         "half of a character in an instruction": (
             source(instruction="find \ud83d"),
-            "--config config.yaml: not a YAML file: half of a character, line 8",
+            "--config config.yaml: not a YAML file: an unpaired surrogate, line 8",
         ),
         "a Latin-1 config": (config(b"# caf\xe9\n"), "--config config.yaml: not a YAML file"),
         "a config with a control character": (config(b"# \x07\n"), "--config config.yaml: not a YAML file"),
@@ -312,9 +312,11 @@ CASES = {
         "nothing to search for": (rows("corpus.jsonl", {"text": "a"}), "query must not be empty")
     },
     SHOW + " fox ''": {"nothing to show": (put("a", ""), "TEXT must not be empty")},
-    SHOW + " \u200b\u200b": {"a text without a token of its own": (put("a", ""), "TEXT must hold a token of its own")},
+    SHOW + " \u200b\u200b": {
+        "a text without a token of its own": (put("a", ""), "TEXT must have a token that is not special")
+    },
     "show routing --model SPARSE --input texts.jsonl": {
-        "a file without a text to route": (rows("texts.jsonl", {"text": " "}), "--input texts.jsonl: holds no text")
+        "a file without a text to route": (rows("texts.jsonl", {"text": " "}), "--input texts.jsonl: contains no text")
     },
     f"{FILTER} {REFUSE}": {
         "a positive that is the query": (
@@ -337,7 +339,7 @@ CASES = {
             "eval/qrels.tsv: judges no document for any query of the source",
         )
     },
-    EVALUATE.replace(" eval ", " [] "): {"no folder": (put("a", ""), "--data: names no folder")},
+    EVALUATE.replace(" eval ", " [] "): {"no folder": (put("a", ""), "--data: has no folder")},
     EVALUATE + " --prompt-name passage": {
         "a prompt that the model has not": (
             EVALUATION,

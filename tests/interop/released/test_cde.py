@@ -228,7 +228,7 @@ def test_numbers_that_no_file_states_are_said_kept_and_can_be_given(tmp_path, ca
     said = "assumed, since no file states it: num_attention_heads 2, global_attn_every_n_layers 3, "
     said += "global_rope_theta 160000, local_rope_theta 10000, max_position_embeddings 8192, norm_eps 1e-05, "
     said += "local_attention 128; "
-    assert f"{said}--assume.NAME gives another\n" in capsys.readouterr().out
+    assert f"{said}--assume.NAME changes a number\n" in capsys.readouterr().out
     numbers = ["--assume.num_attention_heads", "4", "--assume.local_attention", "6", "--assume.local_rope_theta", "500"]
     assert main([*line[:-1], str(tmp_path / "other"), *numbers]) == 0
     for stage in (".", "0_Context"):
