@@ -1,4 +1,4 @@
-"""Train text-embedding models: four published recipes as Lightning modules. The public names import torch on first use."""
+"""Train text-embedding models: four published recipes as Lightning modules. The names import torch on first use."""
 
 from typing import TYPE_CHECKING
 

@@ -114,13 +114,13 @@ def located(path: str) -> str:
     return str(in_library) if is_library_name and not _is_file(path) and _is_file(str(in_library)) else path
 
 
-def read_recipes(path: str = RECIPES) -> dict[str, dict[str, str]]:
+def read_recipes() -> dict[str, dict[str, str]]:
     """The rows of the recipe table by name; an empty value means that it was not measured."""
-    with open(located(path), encoding="utf-8", newline="") as file:
+    with open(located(RECIPES), encoding="utf-8", newline="") as file:
         return {row["recipe"]: row for row in csv.DictReader(file)}
 
 
-def expand_recipe(argv: Sequence[str], path: str = RECIPES) -> list[str]:
+def expand_recipe(argv: Sequence[str]) -> list[str]:
     """Replace `--recipe NAME` by the `--config` options of that row; other arguments keep their order."""
     position = next((index for index, word in enumerate(argv) if re.match("--recipe(=|$)", word)), None)
     if position is None:
@@ -128,14 +128,13 @@ def expand_recipe(argv: Sequence[str], path: str = RECIPES) -> list[str]:
     name, end = argv[position].partition("=")[2], position + 1
     if not name:
         if end == len(argv):
-            raise ConfigError(f"--recipe needs a name; {path} lists them")
+            raise ConfigError(f"--recipe needs a name; {RECIPES} lists them")
         name, end = argv[end], end + 1
-    if not _is_file(located(path)):
-        raise ConfigError(f"--recipe: {path} is missing; reinstall the library, or give --config")
-    recipes = read_recipes(path)
+    recipes = read_recipes()
     if name not in recipes:
         near = get_close_matches(name, recipes, n=3)
-        hint = f"did you mean {' or '.join(near)}? {path} lists all" if near else f"{path} lists {', '.join(recipes)}"
+        guess = f"did you mean {' or '.join(near)}? " if near else ""
+        hint = f"{guess}{RECIPES} lists {'all' if near else ', '.join(recipes)}"
         raise ConfigError(f"there is no recipe {shown(name)}; {one_line(hint, 220)}")
     configs = [word for config in recipes[name]["configs"].split() for word in ("--config", config)]
     return [*argv[:position], *configs, *argv[end:]]

@@ -32,7 +32,7 @@ from embeddings.callbacks.run_record import RunRecord, model_checkpoints, plain_
 from embeddings.cli.configs import check_configs, check_functions, expand_recipe, restrict_imports
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, reason, with_hint
-from embeddings.cli.trainer import check_checkpoint, check_start, choose_folder, say
+from embeddings.cli.trainer import check_checkpoint, check_start, choose_folder, print_to_stderr
 from embeddings.common import OptionError, UserError
 from embeddings.common.errors import program
 from embeddings.common.text import one_line
@@ -58,7 +58,7 @@ MAX_DEVICES_PER_CPU = 8
 SOURCES_HELP = "--data.sources.help"
 UNION_ERROR = "Does not validate against any of the Union subtypes"
 
-# The folder of stand-in models; what `--stand_in` sets or limits follows.
+# The folder of stand-in models. The constants below are the settings and limits of a stand-in run.
 STAND_INS = "checkpoints/stand_in"
 MAX_STEPS = 6
 _HEADS: dict[str, HeadKind] = {"mlm": "masked", "mntp": "causal", "causal": "causal"}
@@ -121,7 +121,7 @@ class TrainerCLI(LightningCLI):
                 weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             use_stand_in(changes, Path(folder))
         for line in changes.lines:
-            say(f"changed {line}")
+            print_to_stderr(f"changed {line}")
 
     def _dump_config(self) -> None:
         """Convert the config for a module's `save_hyperparameters`; Lightning's method would check it once more."""
@@ -313,7 +313,7 @@ def lists_emptied(argv: Sequence[str]) -> list[str]:
 
 
 class HeldNotes(L.Callback):
-    """Holds back Lightning's log lines and all warnings until training starts, so that an error before is one line."""
+    """Holds back Lightning's log lines and all warnings until training starts, so that an earlier error is one line."""
 
     def __init__(self) -> None:
         self._notes: list[MemoryHandler] = []

@@ -100,7 +100,7 @@ def mine(
     encoding: EncodingOptions,
     task: TaskOptions,
 ) -> None:
-    """Mine hard negatives, without false negatives; to resume, run the same command again.
+    """Mine hard negatives and remove false ones; to resume, run the same command again.
 
     Candidates are the documents nearest to each query. The query's own positives and text are removed, and also the
     candidates whose teacher score is too close to the positive's.
@@ -236,11 +236,11 @@ def cluster(
             how |= {"negatives": negatives, "devices": encoding.device_names}
             vectors = encode_pairs(encoder, source, folder, **how)
             made = VectorFeatures(vectors, svd_dim, settings.seed, row_name)
-        found = cluster_pairs(made, source, output, settings, task.resolve())
-    if found is None:
+        clusters = cluster_pairs(made, source, output, settings, task.resolve())
+    if clusters is None:
         print(f"this task's share of {output} is done, other tasks still have rows to assign")
     else:
-        print(f"wrote {found.num_clusters} clusters of {found.num_rows} rows to {output}")
+        print(f"wrote {clusters.num_clusters} clusters of {clusters.num_rows} rows to {output}")
 
 
 def _check_words_only(model: str | None, negatives: bool, encoding: EncodingOptions) -> None:

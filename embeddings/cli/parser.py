@@ -96,11 +96,11 @@ class OneLineParser(ArgumentParser):
         """Replace `{}` under an unknown name by null, which is refused: jsonargparse would drop an empty mapping."""
         cfg = Namespace(cfg) if isinstance(cfg, dict) else cfg  # type: ignore[no-untyped-call]
         for key in _empty_keys(cfg):
-            if not self.knows(key):
+            if not self.accepts(key):
                 cfg[key] = None
         return super()._apply_actions(cfg, *args, **kwargs)
 
-    def knows(self, key: str) -> bool:
+    def accepts(self, key: str) -> bool:
         """Whether a dotted key is an option, a group of options, or inside an option's value."""
         # An option whose value is a class has a second action, `.help`.
         names = {action.dest for action in self._actions if not action.dest.endswith(".help")}

@@ -243,7 +243,7 @@ def lines(
     if setting.mini_batch_tokens is not None:
         cached = f"{cost.num_mini_batches} mini-batches, {cost.kept:.0%} of the graphs kept"
         rows.append(["GradCache", cached])
-    rows.append(["peak memory per GPU, GB", ""])
+    rows.append(["memory per GPU at its peak, GB", ""])
     rows += [[f"  {part}", _amount(size / GB)] for part, size in cost.memory.items() if size]
     rows.append(["  total", f"{total:.1f} of {gpu_gb:g}"])
     peak_share = options["peak_share"]

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from embeddings.cli.mining import decontaminator
-from embeddings.cli.retrieval import PrecisionName, load_encoder
+from embeddings.cli.retrieval import load_encoder
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import program, refuse_given
 from embeddings.common.io import atomic_path, check_manifest, write_text
@@ -24,7 +24,7 @@ from embeddings.data.public import ROOT_VARIABLE, Hub, PublicSource, PublicTable
 from embeddings.data.records import table_writer
 from embeddings.data.sources import Conversion
 from embeddings.data.store import open_cached, record_place
-from embeddings.inference import Encoder
+from embeddings.inference import Encoder, Precision
 from embeddings.mining import (
     ClusterSettings,
     Decontaminator,
@@ -358,7 +358,7 @@ class StageWork:
 
 
 @lru_cache(maxsize=1)
-def _load(name: str, precision: PrecisionName, device: str | None) -> Encoder:
+def _load(name: str, precision: Precision, device: str | None) -> Encoder:
     return load_encoder(name, precision, None, device)
 
 

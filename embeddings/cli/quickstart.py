@@ -128,8 +128,8 @@ def train() -> Path:
 def show_searches(model: Path, folder: RetrievalFolder, document_ND: Vectors) -> None:
     """Answer three example questions from the held-out packages."""
     encoder = Encoder.from_pretrained(str(model))
-    found = search_top_k(encoder.encode(EXAMPLES, role="query"), document_ND, top_k=3)
-    for query, scores, rows in zip(EXAMPLES, found.score_QK.tolist(), found.index_QK.tolist(), strict=True):
+    hits = search_top_k(encoder.encode(EXAMPLES, role="query"), document_ND, top_k=3)
+    for query, scores, rows in zip(EXAMPLES, hits.score_QK.tolist(), hits.index_QK.tolist(), strict=True):
         print(f"  {query}")
         for score, row in zip(scores, rows, strict=True):
             print(f"    {score:.3f}  {folder.document_ids[row]}")

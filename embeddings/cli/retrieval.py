@@ -23,7 +23,9 @@ from embeddings.inference import (
     ContextDraw,
     CorpusSearch,
     Encoder,
+    Precision,
     VectorFolder,
+    VectorFormat,
     draw_context,
     encode_corpus,
     parse_devices,
@@ -33,8 +35,6 @@ from embeddings.inference.vectors import bytes_per_vector
 from embeddings.mining import VectorIndex, build_index, recall_of
 from embeddings.mining.vector_index import INDEX_FILE
 
-PrecisionName = Literal["auto", "float32", "bfloat16", "int8"]
-FormatName = Literal["float32", "float16", "int8", "binary"]
 # For larger corpus files, `search` recommends to run `encode` once.
 LARGE_CORPUS_BYTES = 2**20
 
@@ -47,9 +47,9 @@ def encode(
     prompt: str | None = None,
     role: Literal["document", "query"] = "document",
     columns: dict[str, str] | None = None,
-    precision: PrecisionName = "auto",
+    precision: Precision = "auto",
     dimensions: int | None = None,
-    vector_format: FormatName = "float32",
+    vector_format: VectorFormat = "float32",
     shard_size: int = 8192,
     context: Path | None = None,
     context_size: int | None = None,
@@ -91,16 +91,25 @@ def encode(
         tokenizer_workers = 0 if encoder.device.type == "cpu" else max(1, len(names))
     drawn = draw_named_context(encoder, context, context_size, context_seed)
     warn_without_context(encoder, drawn is not None, "--context")
-    texts: dict[str, Any] = {"prompt_name": chosen, "role": role, "columns": columns}
-    texts["context"] = None if drawn is None else drawn.encoded(encoder)
-    kept: dict[str, Any] = {"shard_size": shard_size, "vector_format": vector_format}
-    folder = encode_corpus(encoder, input, output, **texts, **kept, devices=names, tokenizer_workers=tokenizer_workers)
+    folder = encode_corpus(
+        encoder,
+        input,
+        output,
+        prompt_name=chosen,
+        role=role,
+        columns=columns,
+        context=None if drawn is None else drawn.encoded(encoder),
+        shard_size=shard_size,
+        vector_format=vector_format,
+        devices=names,
+        tokenizer_workers=tokenizer_workers,
+    )
     size = f"{vector_format}, {bytes_per_vector(vector_format, folder.embedding_dim)} bytes each"
     print(f"wrote {folder.num_documents} vectors of width {folder.embedding_dim} to {output}: {size}")
 
 
 def load_encoder(
-    model: str, precision: PrecisionName = "auto", dimensions: int | None = None, device: str | None = None
+    model: str, precision: Precision = "auto", dimensions: int | None = None, device: str | None = None
 ) -> Encoder:
     """The encoder of a model, with a progress bar; on a CPU, malloc is tuned for the rest of the process."""
     encoder = Encoder.from_pretrained(
@@ -144,7 +153,7 @@ def search(
     index: Literal["exact", "ivf"] = "exact",
     rescore_multiplier: int | None = None,
     interactive: bool = False,
-    precision: PrecisionName = "auto",
+    precision: Precision = "auto",
     dimensions: int | None = None,
     context: Path | None = None,
     context_size: int | None = None,
@@ -251,7 +260,7 @@ def evaluate(
     prompt_name: str | None = None,
     instructions: str | None = None,
     output: Path | None = None,
-    precision: PrecisionName = "auto",
+    precision: Precision = "auto",
     dimensions: int | list[int] | None = None,
     context_size: int | None = None,
     context_seed: int = 0,

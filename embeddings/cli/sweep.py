@@ -231,18 +231,18 @@ def collect(plan: Sweep, runs: Sequence[Run], path: Path, file: Path) -> None:
     from embeddings.figures import check_output, draw_sweep
 
     plan = replace(plan, metric=logged_metric(runs, plan.metric))
-    found, metric = results_of(runs, plan.metric, file), plan.metric
-    print(result_table(found, plan.names, metric))
-    num_done = sum(result.status == "done" for result in found)
+    results, metric = results_of(runs, plan.metric, file), plan.metric
+    print(result_table(results, plan.names, metric))
+    num_done = sum(result.status == "done" for result in results)
     if not num_done:
         raise InputError(str(file), f"none of its {plan.num_points} runs is done", "run the sweep first")
-    means = seed_table(found, plan.names, metric)
+    means = seed_table(results, plan.names, metric)
     print(f"\n{means}" if means else "", f"\n{num_done} of {plan.num_points} done", sep="")
     picture = path.with_suffix(".png")
     check_output(picture)
-    write_results(found, plan.names, path)
+    write_results(results, plan.names, path)
     heading = f"{plan.name}: {num_done} of {plan.num_points} runs"
-    draw_sweep(dots(plan, found), f"{metric.column} ({metric.value})", metric.mode, heading, picture)
+    draw_sweep(dots(plan, results), f"{metric.column} ({metric.value})", metric.mode, heading, picture)
     print(f"wrote {path} and {picture}")
 
 
@@ -293,17 +293,17 @@ def logged_metric(runs: Sequence[Run], metric: Metric) -> Metric:
 
 def results_of(runs: Sequence[Run], metric: Metric, file: Path) -> list[Result]:
     """The results of a sweep's runs, from best to worst, then those without a value; the metric must be logged."""
-    found, columns = [], set()
+    results, columns = [], set()
     for run in runs:
         record = run.record() or {"metrics": {}, "seconds": None}
         columns |= set(record["metrics"])
         summary = record["metrics"].get(metric.column, {})
         last, best, step = (summary.get(name) for name in ("last", metric.mode, f"{metric.mode}_step"))
-        found.append(Result(run, run.status, last, best, step, record["seconds"]))
-    if any(result.status == "done" for result in found) and metric.column not in columns:
+        results.append(Result(run, run.status, last, best, step, record["seconds"]))
+    if any(result.status == "done" for result in results) and metric.column not in columns:
         what = f"no run has logged {metric.column!r}"
         raise InputError(f"{file}: metric", what, f"column must be one of {', '.join(sorted(columns)) or 'none'}")
-    return sorted(found, key=lambda result: metric.rank(result.value(metric)))
+    return sorted(results, key=lambda result: metric.rank(result.value(metric)))
 
 
 def result_table(results: Sequence[Result], names: Mapping[str, str], metric: Metric) -> str:

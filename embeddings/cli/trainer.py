@@ -158,7 +158,7 @@ def choose_folder(trainer: L.Trainer, run: dict[str, Any], path: str | None, bat
         path = find_latest_checkpoint(trainer.default_root_dir, run, batch_size and batch_size * ranks)
         if path is None:
             root = Path(trainer.default_root_dir or ".").resolve()
-            say(f"nothing to resume below {root}: the run starts from the beginning")
+            print_to_stderr(f"nothing to resume below {root}: the run starts from the beginning")
     if path:
         check_pooling(path, run)
         resumed = resumed_run(path, run, is_auto)
@@ -249,7 +249,7 @@ def find_latest_checkpoint(
         try:
             difference = check_resumable(path, run, global_batch_size)
         except InputError as error:
-            say(f"left out: {error}")
+            print_to_stderr(f"left out: {error}")
             continue
         if difference is None:
             chosen = str(path)
@@ -257,7 +257,7 @@ def find_latest_checkpoint(
         others.append(f"{path}: belongs to another run: {difference}; restore it, or give the file by --ckpt_path")
     if others:
         more = f" (and {len(others) - 1} more of other runs)" if len(others) > 1 else ""
-        say(f"left out: {others[0]}{more}")
+        print_to_stderr(f"left out: {others[0]}{more}")
     return chosen
 
 
@@ -372,6 +372,7 @@ def _run_folder(checkpoint: Path, run: Any) -> Path | None:
     return None
 
 
-def say(line: str) -> None:
+def print_to_stderr(line: str) -> None:
+    """Print a line to standard error, on the first process only."""
     if is_first_process():
         print(line, file=sys.stderr)

@@ -77,24 +77,19 @@ def test_a_file_that_cannot_be_read_is_one_line(content, says, tmp_path):
         read_yaml(path, "x")
 
 
-TABLE = "lightning_configs/recipes.csv"
-
-
 def test_a_config_may_be_text_that_is_too_long_for_a_name():
     assert read_config(f"{{data: {'x' * 5000}}}") == {"data": "x" * 5000}
 
 
-def test_a_recipe_expands_to_its_configs_in_place(tmp_path):
-    row = read_recipes(TABLE)["quickstart"]
-    argv = expand_recipe(["fit", "--recipe", "quickstart", "--trainer.max_epochs", "2"], TABLE)
+def test_a_recipe_expands_to_its_configs_in_place():
+    row = read_recipes()["quickstart"]
+    argv = expand_recipe(["fit", "--recipe", "quickstart", "--trainer.max_epochs", "2"])
     configs = [word for path in row["configs"].split() for word in ("--config", path)]
     assert argv == ["fit", *configs, "--trainer.max_epochs", "2"]
     with pytest.raises(ConfigError, match=r"there is no recipe 'nope'.*quickstart"):
-        expand_recipe(["fit", "--recipe", "nope"], TABLE)
+        expand_recipe(["fit", "--recipe", "nope"])
     with pytest.raises(ConfigError, match=r"'mgh_h100'; did you mean mgh_h100x1 or .*\? .*recipes\.csv lists all"):
-        expand_recipe(["fit", "--recipe", "mgh_h100"], TABLE)
-    with pytest.raises(ConfigError, match=r"recipes\.csv is missing; reinstall the library"):
-        expand_recipe(["fit", "--recipe", "quickstart"], str(tmp_path / "recipes.csv"))
+        expand_recipe(["fit", "--recipe", "mgh_h100"])
 
 
 def test_the_librarys_configs_are_found_from_any_folder_and_a_file_that_is_here_comes_first(tmp_path):

@@ -285,7 +285,7 @@ def test_check_asks_the_hub_for_access_and_commit(monkeypatch, capsys):
         (["cde", "--from", "other"], "from must be bge-full-data, got 'other'"),
         (["cde"], "output must be given"),
         (["cde", "--bm25-threshold", "0.9", "--output", "o"], "bm25_threshold needs evaluation texts to compare with"),
-        (["mgh", "--decontaminate", "o", "--output", "o"], "decontaminate has no effect on sources whose paper asks"),
+        (["mgh", "--decontaminate", "o", "--output", "o"], "decontaminate has no effect: the papers of these"),
         (["--limit", "3", "docstrings"], "recipe must come first, got 'docstrings'; write: "),
     ],
 )

@@ -3,16 +3,14 @@
 import io
 import json
 import shlex
-from typing import get_args
 
 import numpy as np
 import pytest
 
 from embeddings.cli.main import main
-from embeddings.cli.retrieval import FormatName, answer_lines, is_terminal
+from embeddings.cli.retrieval import answer_lines, is_terminal
 from embeddings.common import InputError
 from embeddings.inference import Encoder
-from embeddings.inference.vectors import VECTOR_FORMATS
 from embeddings.models import Embedder
 from tests.evaluation.air_bench_sets import stand_in
 from tests.evaluation.task_sets import write_sets
@@ -194,18 +192,6 @@ def test_a_terminal_shows_a_prompt(monkeypatch, capsys):
 
 
 ENCODE = ["encode", "--model", "MODEL", "--input", "good.jsonl", "--output", "out"]
-
-
-def test_a_corpus_file_and_its_encoded_folder_give_the_same_hits(world, capsys):
-    model, *places = world
-    search = ["search", "--model", model, *FLOAT32, "--top_k", "3", "fox", "--corpus"]
-    found = [[line.split()[1] for line in lines_of(capsys, *search, place)[::2]] for place in places]
-    assert len(found[0]) == 3
-    assert found[0] == found[1]
-
-
-def test_the_formats_to_choose_from_are_those_of_the_library():
-    assert get_args(FormatName) == VECTOR_FORMATS
 
 
 @pytest.mark.parametrize(("vector_format", "num_bytes"), [("float16", 64), ("int8", 36), ("binary", 4)])
