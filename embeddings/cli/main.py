@@ -66,7 +66,7 @@ COMMANDS = {
     ),
     "import": Command("embeddings.cli.export:import_checkpoint", "convert a published checkpoint to a model directory"),
     "convert": Command("embeddings.cli.export:convert", "replace a checkpoint's learned positions by rotary ones"),
-    "compress": Command("embeddings.cli.export:compress", "prune and quantize a model"),
+    "compress": Command("embeddings.cli.export:compress", "prune and quantise a model"),
     "sweep": Command(
         "embeddings.cli.sweep:sweep", "train runs over a grid, a list or random values of config keys", ("file",)
     ),

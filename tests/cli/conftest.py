@@ -1,4 +1,4 @@
-"""A model, sweeps of tiny runs, and runs that are only said to have been."""
+"""A model directory, sweeps of tiny runs, and faked runs of sweeps."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tests.helpers.runs import backbone_folder, run_config, write_config
 
 @pytest.fixture(autouse=True)
 def _in_the_folder(tmp_path, monkeypatch):
-    """Commands run in the test's own folder."""
+    """Commands run in the test's folder."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -49,9 +49,9 @@ def sweep_file(tmp_path):
 
 @pytest.fixture
 def faked(monkeypatch):
-    """The runs' folders, in the order that they were run in; nothing is trained or checked.
+    """The runs' folders in the order of the runs, and a dict of endings; nothing is trained or checked.
 
-    Beside them, for a point, what its run ends with: the exit code, and the signals that the sweep is sent meanwhile.
+    An ending of a point is the exit code of its run and the signals that are sent to the sweep during the run.
     """
     folders, endings = [], {}
 

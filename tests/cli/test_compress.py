@@ -1,4 +1,4 @@
-"""`compress` through the command line: a smaller model directory out, and one line and code 2 for what cannot be."""
+"""`compress` through the command line: its output, and one line and code 2 for user errors."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def compress(model, tmp_path):
-    """Run `compress` in a folder of its own; returns the exit code."""
+    """Run `compress` in the test's folder; returns the exit code."""
     texts = shutil.copy(model.parent / "texts.txt", tmp_path)
 
     def run(*options, output="small", source=model, calibration=texts):
@@ -49,7 +49,7 @@ def vectors(folder, texts=TEXTS):
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 @pytest.mark.parametrize("pattern", ["2:4", "4:8", "unstructured"])
-def test_a_pruned_model_has_its_zeros_and_is_a_whole_directory(compress, model, capsys, method, pattern):
+def test_a_pruned_model_has_its_zeros_and_is_a_complete_directory(compress, model, capsys, method, pattern):
     assert compress("--prune", method, "--pattern", pattern, "--num-texts", "10", "--max-length", "12") == 0
     printed = capsys.readouterr().out
     assert "calibrated on 10 texts" in printed
@@ -76,7 +76,7 @@ def test_a_pruned_model_has_its_zeros_and_is_a_whole_directory(compress, model, 
     assert not np.allclose(vectors("small"), vectors(model), atol=1e-3)
 
 
-def test_magnitude_needs_no_texts_and_takes_any_sparsity(compress, capsys):
+def test_pruning_by_magnitude_needs_no_texts_and_accepts_any_sparsity(compress, capsys):
     options = ["--prune", "magnitude", "--sparsity", "0.25"]
     assert compress(*options, calibration=None) == 0
     printed = capsys.readouterr().out
@@ -116,7 +116,7 @@ def test_the_score_before_and_after_is_in_table_and_card(compress, tmp_path, cap
     assert "| zeros in the layers' matrices | 50.00% |" in card
 
 
-def test_sparsity_is_shown_as_a_picture_and_a_table(compress, capsys):
+def test_sparsity_is_shown_as_a_figure_and_a_table(compress, capsys):
     pytest.importorskip("matplotlib")
     assert compress("--prune", "magnitude", "--pattern", "2:4", calibration=None) == 0
     capsys.readouterr()
@@ -129,7 +129,7 @@ def test_sparsity_is_shown_as_a_picture_and_a_table(compress, capsys):
     assert all(cell == "50.0%" for row in rows for cell in row[1:])
 
 
-def test_a_directory_with_a_head_and_code_of_its_own_is_copied_whole(compress, tmp_path):
+def test_all_other_files_of_a_model_directory_are_copied(compress, tmp_path):
     """The parts beside the backbone keep their weights."""
     pooling = LatentAttentionPooling(32, num_latents=4, num_heads=2, head_dim=8)
     head = torch.nn.Linear(32, 8)
@@ -142,7 +142,7 @@ def test_a_directory_with_a_head_and_code_of_its_own_is_copied_whole(compress, t
     assert vectors("small").shape == (len(TEXTS), 8)
 
 
-def test_what_cannot_be_is_one_line_and_writes_nothing(compress, model, tmp_path, capsys):
+def test_a_user_error_is_one_line_and_nothing_is_written(compress, model, tmp_path, capsys):
     def refused(says, *options, **arguments):
         assert_refused(capsys, tmp_path, says, lambda *words: compress(*words, **arguments), *options)
 
@@ -177,7 +177,7 @@ def retrain_config(folder, model, **lora):
     return write_config(folder, config)
 
 
-def test_a_pruned_model_is_retrained_under_its_zeros_and_then_quantised(compress, model, tmp_path, capsys):
+def test_a_pruned_model_is_retrained_with_its_zeros_and_then_quantised(compress, model, tmp_path, capsys):
     config = retrain_config(tmp_path, model)
     options = ["--prune", "sparsegpt", "--pattern", "2:4", "--retrain", config]
     assert compress(*options) == 0
@@ -196,7 +196,7 @@ def test_a_pruned_model_is_retrained_under_its_zeros_and_then_quantised(compress
     assert moved > 1000
     assert "sparsegpt, 2:4" in Path("small/README.md").read_text()
     assert compress(*options, "--quantize", "int8", output="tiny") == 0
-    # Rounding adds a few zeros and takes none.
+    # Rounding adds a few zeros and removes none.
     fractions = [found.fraction for found in zeros_by_matrix(Path("tiny"))]
     assert 0.5 <= min(fractions) <= max(fractions) < 0.51
     assert np.allclose(vectors("tiny"), vectors("small"), atol=0.02)
@@ -216,8 +216,8 @@ def test_a_student_of_some_layers_is_a_model_directory(compress, model, tmp_path
     assert {found.fraction for found in zeros_by_matrix(Path("both"))} == {0.5}
 
 
-def test_another_config_of_retraining_trains_anew_and_the_same_one_does_not(tmp_path, model):
-    """A retrained model in the folder of work is that of its configs; those of the library are found by name."""
+def test_a_pruned_model_is_retrained_again_only_with_another_config(tmp_path, model):
+    """Retrained models in the working folder are found by the hash of their configs."""
     pruning = PruningOptions("magnitude", "2:4")
     (tmp_path / "one").mkdir()
     config = Path(retrain_config(tmp_path / "one", model))

@@ -179,12 +179,12 @@ def test_callbacks_are_dropped_on_request_and_added_by_their_own_key(tmp_path, m
     config = run_config(tmp_path)
     config["trainer"]["callbacks"] = named("ModelCheckpoint")
     base = write_config(tmp_path, config, "base.yaml")
-    anew = of_callbacks(tmp_path, "anew.yaml", callbacks=[], **{"callbacks+": named("ModelSummary")})
-    (tmp_path / "anew.yaml").write_text("trainer:\n  callbacks: []\n  callbacks+:\n    - class_path: ModelSummary\n")
+    new = tmp_path / "new.yaml"
+    new.write_text("trainer:\n  callbacks: []\n  callbacks+:\n    - class_path: ModelSummary\n")
     more = of_callbacks(tmp_path, "more.yaml", **{"callbacks+": named("LearningRateMonitor")})
     whole = of_callbacks(tmp_path, "whole.yaml", callbacks=named("ModelCheckpoint", "ModelSummary"))
     for second, kept in (
-        (anew, ["ModelSummary"]),
+        (str(new), ["ModelSummary"]),
         (more, ["ModelCheckpoint", "LearningRateMonitor"]),
         (whole, ["ModelCheckpoint", "ModelSummary"]),
     ):

@@ -158,7 +158,7 @@ def test_a_bad_option_is_refused_in_a_line(
     assert said.out == ""
     assert said.err.strip().splitlines()[-1].startswith("error: ")
     assert says in said.err
-    # The advice names this command, not the one that trains.
+    # The hint is about `plan`, not about `fit`.
     assert " fit --config " not in said.err
 
 
@@ -167,7 +167,7 @@ GPUS = {"accelerator": "gpu", "devices": 8, "num_nodes": 2, "strategy": "ddp", "
 
 @pytest.fixture
 def checked(tmp_path, monkeypatch, capsys):
-    """Check a tiny run on two nodes of eight GPUs, none of which is here; returns the lines printed."""
+    """Check a tiny run on two nodes of eight GPUs without any GPU here; returns the printed lines."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def check(trainer=GPUS, *words, **data):

@@ -1,4 +1,4 @@
-"""`prepare` of a recipe, from stand-ins of data sets to what its data config trains on; the parts of `quickstart`."""
+"""`prepare` of a recipe, from stand-in data sets to training data; the parts of `quickstart`."""
 
 import json
 import re
@@ -32,7 +32,7 @@ STAGES = {stage.config: stage for stage in TABLE.stages}
 
 
 def stages(*quick):
-    """All stages, of which the quick ones are no part of the slow tier."""
+    """All stages; those that are not quick have the mark slow."""
     marks = [() if name in quick else pytest.mark.slow for name in STAGES]
     return [pytest.param(name, marks=mark) for name, mark in zip(STAGES, marks, strict=True)]
 
@@ -69,7 +69,7 @@ def rows(path):
 
 # Twenty sources and more take ten seconds each.
 @pytest.mark.parametrize("config", stages("nv_embed_stage1", "mgh", "cde_unsupervised", "cde_supervised"))
-def test_each_stage_becomes_what_its_data_config_trains_on(config, prepare, monkeypatch, capsys):
+def test_the_data_config_of_each_stage_trains_on_the_prepared_files(config, prepare, monkeypatch, capsys):
     stage = STAGES[config]
     assert prepare(stage.recipe, *(["--stage", stage.stage] if stage.stage else [])) == 0
     printed = capsys.readouterr().out
@@ -79,7 +79,7 @@ def test_each_stage_becomes_what_its_data_config_trains_on(config, prepare, monk
     for key in stage.wanted().keys() - fetched:
         assert f"left out: {key.partition('/')[2]}" in printed
 
-    # The line that it ends with, up to the model, which no test loads.
+    # The command that it prints at the end, without loading the model.
     variable, *line = printed.strip().splitlines()[-1].split()
     assert line[-5:] == ["fit", "--recipe", stage.run, "--config", f"out/{config}.yaml"]
     monkeypatch.setenv(*variable.split("="))
@@ -97,8 +97,8 @@ def test_each_stage_becomes_what_its_data_config_trains_on(config, prepare, monk
 
 
 @pytest.mark.parametrize("config", stages("nv_embed_stage1"))
-def test_the_line_of_the_page_ends_in_a_scored_stand_in(config, model, hub, monkeypatch, capsys):
-    """Only the recipe's names, the teacher and FOLDER are changed, and where the data sets lie."""
+def test_the_command_in_the_docs_trains_and_scores_a_stand_in(config, model, hub, monkeypatch, capsys):
+    """Only the names of the recipe, the teacher, FOLDER and the location of the data sets are replaced."""
     stage, page = STAGES[config], ROOT / "docs" / "prepare.md"
     (block,) = (text for text in page.read_text("utf-8").split("```") if " && " in text)
     exported = f"checkpoints/stand_in/{'mgh_public' if config == 'mgh' else config}"
@@ -129,7 +129,7 @@ def test_the_line_of_the_page_ends_in_a_scored_stand_in(config, model, hub, monk
     assert [name for name in made if name not in card] == []
 
 
-def test_mined_files_hold_negatives_by_the_teacher_behind_the_sets_instruction(prepare):
+def test_negatives_are_mined_by_the_teacher_with_the_data_sets_instruction(prepare):
     assert prepare("nv-embed", "--stage", "1", "--only", "fiqa,miracl,nli") == 0
     found = rows("out/nv_embed/fiqa.parquet")
     assert [row["query"] for row in found] == [question(row) for row in range(LIMIT)]
@@ -141,7 +141,7 @@ def test_mined_files_hold_negatives_by_the_teacher_behind_the_sets_instruction(p
     assert fields["query_prompt_name"] == {"text": f"Instruct: {asked}\nQuery: "}
     assert (fields["rules"]["num_negatives"], fields["rules"]["margin"]) == (7, 0.95)
     assert fields["corpus_sha256"]
-    # What a set brings as negatives are documents to mine among; where they are the ones to train on, they stay.
+    # A data set's negatives are candidates for mining, or stay if training uses them directly.
     mined = {text for row in rows("out/nv_embed/miracl.parquet") for text in row["negatives"] or ()}
     assert mined & {answer(row + 500) for row in range(LIMIT)}
     assert rows("out/nv_embed/nli.parquet")[2]["negatives"] == [answer(502 + n) for n in range(7)]
@@ -156,7 +156,7 @@ def test_mined_files_hold_negatives_by_the_teacher_behind_the_sets_instruction(p
     assert fields["query_prompt_name"]["text"].startswith("Instruct: Retrieve semantically similar text.")
 
 
-def test_web_pages_are_filtered_and_the_releases_pairs_are_not(prepare):
+def test_web_pages_are_filtered_and_released_pairs_are_not(prepare):
     assert prepare("moe", "--stage", "pretrain", "--only", "mc4_ar,agnews") == 0
     fields = json.loads(Path("out/moe_pretrain/mc4_ar.manifest.json").read_text())
     assert (fields["kind"], fields["rules"]["top_k"]) == ("filtered pairs", 2)
@@ -181,7 +181,7 @@ def test_contextual_batches_get_clusters_and_the_filters_vectors(prepare, capsys
         assert index["negatives"] is True
 
 
-def test_texts_like_the_test_sets_go_where_the_recipe_asks_for_it(prepare, tmp_path, caplog):
+def test_texts_of_test_sets_are_removed_if_the_recipe_requires_it(prepare, tmp_path, caplog):
     folder = tmp_path / "mteb" / "emotion"
     folder.mkdir(parents=True)
     held_out = [{"text": f"{question(row)} 0", "label": "joy"} for row in range(5)]
@@ -198,7 +198,7 @@ def test_texts_like_the_test_sets_go_where_the_recipe_asks_for_it(prepare, tmp_p
     assert len(rows("out/nv_embed/imdb.parquet")) == LIMIT
 
 
-def test_a_set_that_is_gone_or_changed_is_named_and_the_others_are_made(prepare, hub, tmp_path, capsys):
+def test_a_missing_or_changed_data_set_is_named_and_the_others_are_made(prepare, hub, tmp_path, capsys):
     mirror = tmp_path / "part"
     shutil.copytree(hub, mirror)
     shutil.rmtree(mirror / "mteb" / "scifact")
@@ -220,7 +220,7 @@ def test_a_set_that_is_gone_or_changed_is_named_and_the_others_are_made(prepare,
     assert Path("out/nv_embed/nq.parquet").read_bytes() == before
 
 
-def test_fetching_alone_loads_no_model_and_what_is_not_confirmed_is_made_when_asked_for(prepare, monkeypatch, capsys):
+def test_fetch_only_loads_no_model_and_unconfirmed_sources_are_made_on_request(prepare, monkeypatch, capsys):
     monkeypatch.setattr("embeddings.cli.prepare.load_encoder", None)
     assert prepare("nv-embed", "--stage", "1", "--only", "nq,nli,arguana", "--fetch-only") == 0
     printed = capsys.readouterr().out
@@ -232,7 +232,7 @@ def test_fetching_alone_loads_no_model_and_what_is_not_confirmed_is_made_when_as
     assert "left out" not in capsys.readouterr().out
 
 
-def test_a_collection_brings_its_own_negatives(prepare, tmp_path):
+def test_a_collection_has_its_own_negatives(prepare, tmp_path):
     held = [source for source in TABLE.sources if source.collection == "bge-full-data"]
     mirror = write_mirror(tmp_path / "bge", [*held, TABLE.place_of("nv_embed/nli", None)], 40)
     options = ["--stage", "1", "--from", "bge-full-data", "--only", "fever,nli"]
@@ -240,7 +240,7 @@ def test_a_collection_brings_its_own_negatives(prepare, tmp_path):
     assert rows("out/nv_embed/fever.parquet")[0]["negatives"] == [answer(500 + n) for n in range(9)]
 
 
-def test_check_asks_for_each_set_and_writes_nothing(prepare, hub, tmp_path, capsys):
+def test_check_looks_for_each_data_set_and_writes_nothing(prepare, hub, tmp_path, capsys):
     assert prepare("nv-embed", "--check", output=None) == 0
     printed = capsys.readouterr().out
     assert "nv_embed/arguana" in printed
@@ -253,7 +253,7 @@ def test_check_asks_for_each_set_and_writes_nothing(prepare, hub, tmp_path, caps
     assert "4 of 4 data sets are not available: reddit (hub:nomic-ai/nomic-embed-uns" in written.err
 
 
-def test_check_asks_the_hub_for_access_and_commit(monkeypatch, capsys):
+def test_check_gets_access_and_commit_from_the_hub(monkeypatch, capsys):
     asked = []
 
     class Api:
@@ -298,14 +298,14 @@ def results():
     return {key: {split: dict(row) for split in SPLITS} for key in ("bm25", "before", "after")}
 
 
-def test_the_table_has_a_row_a_system_and_the_metrics_of_both_splits():
+def test_the_score_table_has_a_row_for_each_system_and_both_splits():
     lines = score_table(results()).splitlines()
     assert [line.split("  ")[0] for line in lines[2:5]] == ["BM25", "before training", "after training"]
     assert lines[4].split()[-6:] == ["0.100", "0.200", "0.300"] * 2
     assert "held-out 4 queries over 5 documents" in lines[5]
 
 
-def test_clusters_made_by_hand_are_those_of_the_quickstart():
+def test_documented_cluster_commands_have_the_settings_of_quickstart():
     numbers = r"--output (\S+)[\s\\#]+--cluster-size (\d+) --num-iterations (\d+) --num-runs (\d+)"
     configs = [f"lightning_configs/{name}.yaml" for name in ("quickstart", "sweeps/pooling")]
     for path in (*configs, "docs/methods/nv-embed.md"):
@@ -319,7 +319,7 @@ def test_clusters_made_by_hand_are_those_of_the_quickstart():
     assert ClusterSettings(cluster_size=32, num_iterations=10, num_runs=1) == CLUSTERING
 
 
-def test_the_command_builds_the_corpus_where_it_is_told(tmp_path, monkeypatch):
+def test_prepare_docstrings_passes_on_its_options(tmp_path, monkeypatch):
     calls = []
     prepare = "embeddings.cli.quickstart.prepare_docstrings"
     monkeypatch.setattr(prepare, lambda output, **options: calls.append((output, options)))
@@ -329,7 +329,7 @@ def test_the_command_builds_the_corpus_where_it_is_told(tmp_path, monkeypatch):
     assert calls == [(tmp_path / "out", each) for each in options]
 
 
-def test_a_folder_that_holds_something_else_is_refused(tmp_path, capsys):
+def test_a_folder_with_other_files_is_refused(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("mine")
     line = ["prepare", "docstrings", "--output", str(tmp_path)]
     assert_refused(capsys, tmp_path, "must be new, empty or an earlier docstring corpus", main, line)

@@ -257,7 +257,7 @@ def test_a_key_that_no_config_has_is_refused_before_any_run(parameters, says, sw
     assert ran == []
 
 
-# 1 and 2 are of one type; 0.5 and each name are looked at. Each point of a list has keys of its own.
+# 1 and 2 have the same type; 0.5 and each name are checked. Each point of a list has its own keys.
 SEEN = [
     ({"a": [1, 2, 0.5], "b": ["x", "y"]}, "grid", [("1", "x"), ("1", "y"), ("0.5", "x")]),
     ([{"a": "x", "b": "y"}, {"a": "y", "b": "x"}, {"a": "x", "b": "x"}], "list", [("x", "y"), ("y", "x"), ("x", "x")]),
@@ -293,10 +293,10 @@ def _own_signals(monkeypatch):
     ("ending", "code", "says"),
     [
         ((75, USR1), 75, "preempted: point 0 was stopped; run the same command again to resume\n"),
-        # Only the run was told, or it was told twice.
+        # Only the run got the signal, or got it twice.
         ((75,), 75, "preempted: point 0 was stopped; run the same command again to resume\n"),
         ((75, TERM, USR1), 75, "preempted: point 0 was stopped; run the same command again to resume\n"),
-        # The run did not hear it.
+        # The run did not handle the signal.
         ((138, USR1), 75, "preempted: SIGUSR1: stopped at point 0; run the same command again to resume\n"),
         ((143, TERM), 143, "preempted: SIGTERM: stopped at point 0; run the same command again to resume\n"),
         ((2, USR1), 2, "error: point 0 ended with exit code 2 after SIGUSR1; run the same command again to resume\n"),
@@ -321,7 +321,7 @@ def test_a_job_is_requeued_once(ending, num_asked, sweep_file, faked, tmp_path, 
     _, endings = faked
     endings[0] = ending
     assert main(["sweep", sweep_file({"a": [1, 2]})]) == 75
-    # A run that ends with 75 has asked itself.
+    # A run that ends with 75 has requeued the job itself.
     assert asked.read_text() == "requeue 12\n" * num_asked
 
 
@@ -343,7 +343,7 @@ def test_a_signal_at_a_runs_last_step_ends_the_sweep_before_the_next(sweep_file,
     assert capsys.readouterr().err == "preempted: SIGUSR1: stopped at point 1; run the same command again to resume\n"
     folders = [*(tmp_path / "checkpoints" / "sweeps" / "tried").iterdir()]
     assert sorted(len([*folder.iterdir()]) for folder in folders) == [1, 2]  # .lock, and done.json in one
-    # Where nothing is left to do, there is nothing to be queued for.
+    # If nothing is left to do, the job is not requeued.
     assert main(["sweep", file, "--index", "1"]) == 0
 
 

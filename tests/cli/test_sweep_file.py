@@ -59,7 +59,7 @@ def test_a_drawn_point_depends_only_on_seed_index_and_key(write):
     fewer = points(write(content | {"parameters": {"c": parameters["c"]}}))
     assert [point["c"] for point in fewer] == [point["c"] for point in found]
     assert points(write(content | {"seed": 4})) != found
-    # Literal numbers, so that another version that draws otherwise is noticed.
+    # Literal numbers, to notice a version that draws other values.
     assert found[0] == {"a": 0.0191932, "b": "y", "c": -0.410577}
     assert {point["b"] for point in found} == {"x", "y", "z"}
     assert all(-1 <= point["c"] <= 1 for point in found)
@@ -196,7 +196,7 @@ def walked(search, mode, num_points, value_of):
 def test_a_search_comes_nearer_to_the_best_than_random_points(mode, sign, has_optuna):
     found = walked(Search(RANGES, 40, 0), mode, 40, lambda point: sign * (point["a"] - 0.3) ** 2)
     distances = [abs(point["a"] - 0.3) for point in found]
-    # Evenly drawn values lie 0.25 from it in the median.
+    # The median distance of uniformly drawn values is 0.25.
     assert statistics.median(distances[NUM_RANDOM:]) < 0.15
     assert all(0 <= point["a"] <= 1 and 1 <= point["b"] <= 64 for point in found)
     assert {type(point["b"]) for point in found} == {int}

@@ -1,4 +1,4 @@
-"""`synthesize` through the command line: records out, and one line and a code for what cannot be."""
+"""`synthesize` through the command line: records, reports, and one line and an exit code for errors."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ def run(endpoint, *options):
     return main(["synthesize", "--endpoint", endpoint, "--model", "m", "--output", "out", *options])
 
 
-def test_records_a_report_and_what_they_cost(work, capsys):
+def test_records_are_written_and_the_report_has_their_cost(work, capsys):
     with chat_server(answers_badly) as server:
         options = ["--num-examples", "20", "--num-tasks", "10", "--method", "nv_embed", "--seed=4"]
         prices = ["--price-per-million-prompt-tokens", "2.5", "--price-per-million-completion-tokens", "10"]
@@ -75,7 +75,7 @@ def test_a_dry_run_prints_prompts_and_needs_neither_server_nor_client(work, caps
     assert not (work / "out").exists()
 
 
-def test_a_budget_says_how_to_go_on(capsys):
+def test_an_exhausted_budget_says_how_to_resume(capsys):
     with chat_server() as server:
         options = ["--num-examples", "30", "--max-answer-tokens", "300"]
         assert run(server.endpoint, *options, "--token-budget", "9000") == 0
@@ -85,7 +85,7 @@ def test_a_budget_says_how_to_go_on(capsys):
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])
-def test_a_server_that_will_not_ends_with_2_and_nothing_is_written(status, work, capsys):
+def test_a_refusing_server_ends_with_code_2_and_nothing_is_written(status, work, capsys):
     with chat_server(lambda prompt, seed, count: Reply(status=status, error="unknown model")) as server:
         assert run(server.endpoint) == 2
     error = capsys.readouterr().err.strip().splitlines()
@@ -94,7 +94,7 @@ def test_a_server_that_will_not_ends_with_2_and_nothing_is_written(status, work,
     assert list(work.iterdir()) == []
 
 
-def test_a_judge_says_how_similar_the_levels_are_and_is_loaded_before_anything_is_asked(work, model, capsys):
+def test_a_judge_reports_the_similarity_of_levels_and_is_loaded_before_any_request(work, model, capsys):
     with chat_server() as server:
         assert run(server.endpoint, "--judge", "nowhere") == 2
         assert "nowhere" in capsys.readouterr().err
@@ -121,7 +121,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "says"), BAD, ids=[" ".join(options) for options, _ in BAD])
-def test_bad_input_is_one_line_and_code_2_and_nothing_is_written(options, says, work, capsys):
+def test_a_user_error_is_one_line_and_code_2_and_nothing_is_written(options, says, work, capsys):
     (work / "bad.jsonl").write_text('{"query": 3, "positive": "a"}\n')
     with chat_server(answers_well) as server:
         assert_refused(capsys, work, says, run, server.endpoint, *options)

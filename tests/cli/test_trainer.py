@@ -1,4 +1,4 @@
-"""A run that a script makes leaves what a run of `fit` leaves, trains the same bits, and resumes to them."""
+"""`Trainer` in a script: the same record and bits as `fit`, and resuming."""
 
 import json
 from functools import partial
@@ -68,7 +68,7 @@ def run_of(folder: Path) -> Path:
     return run
 
 
-def test_a_run_of_a_script_trains_the_bits_of_the_same_run_of_fit(tmp_path: Path) -> None:
+def test_a_script_trains_to_the_same_bits_as_fit(tmp_path: Path) -> None:
     module, pairs = parts(tmp_path)
     before = weights(module)
     trainer(tmp_path, 4).fit(module, pairs)
@@ -81,9 +81,7 @@ def test_a_run_of_a_script_trains_the_bits_of_the_same_run_of_fit(tmp_path: Path
     assert_same_bits(weights(module), weights(cli.model))
 
 
-def test_its_folder_opens_and_its_card_and_checkpoint_know_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_and_the_model_card_can_read_a_scripts_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module, pairs = parts(tmp_path)
     trainer(tmp_path, 4, emb.ExportModel(str(tmp_path / "model"))).fit(module, pairs)
     run = run_of(tmp_path)
@@ -112,7 +110,7 @@ def test_its_folder_opens_and_its_card_and_checkpoint_know_the_run(
     capsys.readouterr()
 
 
-def test_its_record_has_every_argument(tmp_path: Path) -> None:
+def test_a_scripts_record_has_all_arguments(tmp_path: Path) -> None:
     module, pairs = parts(tmp_path)
     trainer(tmp_path, 2, precision="bf16-mixed").fit(module, pairs)
     config = yaml.safe_load((run_of(tmp_path) / "config.yaml").read_text())
@@ -135,7 +133,7 @@ def test_its_record_has_every_argument(tmp_path: Path) -> None:
     assert checkpoint["run_config"]["model"] == config["model"]
 
 
-def test_an_optimiser_that_a_function_makes_is_recorded_by_what_it_makes(tmp_path: Path) -> None:
+def test_an_optimiser_made_by_a_function_is_recorded(tmp_path: Path) -> None:
     for optimizer in ({}, {"optimizer": lambda groups: torch.optim.AdamW(groups, lr=2e-5, weight_decay=0.03)}):
         module = emb.NVEmbedModule(emb.BackboneConfig(backbone_folder(tmp_path / "backbone")), **optimizer)
         made = emb.Trainer(accelerator="cpu", logger=False)._run_config(module, None, None)["model"]["init_args"]
@@ -152,7 +150,7 @@ def test_a_resumed_run_ends_at_the_same_bits_in_its_own_folder(path: str, tmp_pa
     first, pairs = parts(tmp_path)
     trainer(tmp_path / "halves", 2).fit(first, pairs)
     run = run_of(tmp_path / "halves")
-    # As a killed process leaves it: a run that says that it is finished is not continued by a named checkpoint.
+    # As after a kill: a named checkpoint of a finished run does not continue in its folder.
     record = json.loads((run / "run.json").read_text())
     del record["end"]
     (run / "run.json").write_text(json.dumps(record))
@@ -168,7 +166,7 @@ def test_a_resumed_run_ends_at_the_same_bits_in_its_own_folder(path: str, tmp_pa
     assert len(curves[0]) == len(curves[1])
 
 
-def test_options_and_callbacks_begin_as_in_base_yaml() -> None:
+def test_default_options_and_callbacks_are_those_of_base_yaml() -> None:
     plain = emb.Trainer(accelerator="cpu")
     kinds = [type(callback) for callback in plain.callbacks]  # type: ignore[attr-defined]
     for kind in (ModelCheckpoint, LearningRateMonitor, RunHealth, Throughput):
@@ -188,20 +186,20 @@ def test_options_and_callbacks_begin_as_in_base_yaml() -> None:
 
 
 @pytest.mark.filterwarnings("error:Starting from v1.9.0", "error:.*LeafSpec")
-def test_a_script_prints_no_advice_of_libraries(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_script_prints_no_tips_of_libraries(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         trainer(tmp_path, 1, enable_model_summary=True).fit(*parts(tmp_path))
     assert "GPU available" in caplog.text
     assert "Tip" not in caplog.text
 
 
-def test_a_trial_of_a_batch_leaves_nothing(tmp_path: Path) -> None:
+def test_a_fast_dev_run_leaves_no_record(tmp_path: Path) -> None:
     trainer(tmp_path, 2, fast_dev_run=1).fit(*parts(tmp_path))
     assert not list(tmp_path.rglob("run.json"))
 
 
-def test_a_run_that_its_steps_ended_within_an_epoch_goes_on_there_with_more_steps(tmp_path: Path) -> None:
-    """`last.ckpt` is from the end of training here: no step before it was due for one."""
+def test_a_run_that_ended_within_an_epoch_resumes_there_with_more_steps(tmp_path: Path) -> None:
+    """`last.ckpt` is from the end of training here, because no earlier step had one."""
     options = {"accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "log_every_n_steps": 1}
     states = []
     for name, steps in (("whole", (4,)), ("halves", (2, 4))):

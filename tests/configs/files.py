@@ -1,4 +1,4 @@
-"""Reads the configs that come with the library, builds what they configure, and runs them small."""
+"""Helpers that read the library's configs, instantiate them, and run small versions of them."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ def init_args(name: str, section: str) -> dict[str, Any]:
 
 
 def sources(name: str) -> dict[str, SourceConfig]:
-    """The sources of a data config by their names, each of which comes once."""
+    """The sources of a data config by name; names are unique."""
     listed = [SourceConfig(**fields) for fields in init_args(f"data/{name}", "data")["sources"]]
     by_name = {source.name: source for source in listed}
     assert len(by_name) == len(listed)
@@ -52,14 +52,14 @@ def method(name: str) -> dict[str, Any]:
 
 
 def build(base: type, content: dict[str, Any], section: str = "model") -> Any:
-    """What a config's section configures."""
+    """The object that a config's section configures."""
     parser = ArgumentParser()
     parser.add_subclass_arguments(base, section)
     return parser.instantiate_classes(parser.parse_object({section: content}))[section]
 
 
 def small_run(folder: Path, files: list[str | Path], small: dict[str, Any], *options: str) -> Any:
-    """Fit by config files as they are, but for what must be small, which comes after them; returns the CLI."""
+    """Train with unchanged config files, followed by one that makes the run small; returns the CLI."""
     trainer = {
         "accelerator": "cpu",
         "devices": 1,
@@ -73,7 +73,7 @@ def small_run(folder: Path, files: list[str | Path], small: dict[str, Any], *opt
 
 
 def check_texts(files: list[Path]) -> None:
-    """Every config begins with a comment that says what it is, has short lines, and names no place of one machine."""
+    """Check that configs start with a comment, have short lines, and contain no path of one machine."""
     for file in files:
         text = file.read_text(encoding="utf-8")
         assert text.startswith("# "), file.name

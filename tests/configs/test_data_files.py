@@ -1,4 +1,4 @@
-"""The data configs hold what the papers and releases say of their sets, and NV-Embed's tables agree with each other."""
+"""The data configs agree with the papers and releases, and NV-Embed's tables with each other."""
 
 import re
 import shlex
@@ -70,7 +70,7 @@ def test_table_12_is_complete_and_has_the_printed_sizes(table: dict[str, dict[st
         assert sum(row["task"] == task for row in table.values()) == count, task
 
 
-def test_sizes_add_up_to_the_draws_of_the_two_stages(table: dict[str, dict[str, Any]]) -> None:
+def test_sizes_add_up_to_the_samples_of_the_two_stages(table: dict[str, dict[str, Any]]) -> None:
     synthetic = read("data/nv_embed_tables")["synthetic"]
     retrieval = sum(row["num_samples"] for row in table.values() if row["task"] == "retrieval")
     everything = sum(row["num_samples"] for row in table.values()) + synthetic["num_samples"]
@@ -82,7 +82,7 @@ def test_sizes_add_up_to_the_draws_of_the_two_stages(table: dict[str, dict[str, 
     assert 18_000 * 128 / everything == pytest.approx(0.89, abs=0.01)
 
 
-def test_every_set_says_how_it_is_labelled_and_since_when_it_is_used(table: dict[str, dict[str, Any]]) -> None:
+def test_every_data_set_has_its_labelling_and_first_stage(table: dict[str, dict[str, Any]]) -> None:
     for name, row in table.items():
         assert row["instructions"], name
         assert all(text == text.strip() != "" for text in row["instructions"]), name
@@ -100,7 +100,7 @@ def test_every_set_says_how_it_is_labelled_and_since_when_it_is_used(table: dict
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_configs_hold_the_sizes_instructions_and_labelling_of_the_table(
+def test_configs_have_the_sizes_instructions_and_labelling_of_the_table(
     stage: int, table: dict[str, dict[str, Any]]
 ) -> None:
     arguments, listed = init_args(f"data/nv_embed_stage{stage}", "data"), sources(f"nv_embed_stage{stage}")
@@ -161,7 +161,7 @@ def test_classification_and_clustering_train_and_evaluate_with_one_instruction(
     assert compared == 23
 
 
-def test_table_5_by_label_is_the_second_stages_file_after_the_edit_that_it_names(tmp_path: Path) -> None:
+def test_the_documented_edit_of_the_stage_2_file_gives_table_5_by_label(tmp_path: Path) -> None:
     path = DATA / "nv_embed_stage2.yaml"
     (line,) = (line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#   sed "))
     command = shlex.split(line.removeprefix("#").split(" > ")[0].replace("THIS_FILE", str(path)))
@@ -242,9 +242,7 @@ def test_moe_fine_tunes_on_miracl_in_sixteen_languages_and_six_english_sets() ->
 
 
 @pytest.mark.parametrize(("phase", "num_groups"), [("pretrain", 3), ("finetune", 7)])
-def test_a_model_of_moe_knows_the_prefixes_of_search_and_every_set_its_public_source(
-    phase: str, num_groups: int
-) -> None:
+def test_moe_has_search_prefixes_and_a_public_source_for_each_data_set(phase: str, num_groups: int) -> None:
     text = TextSettings(**init_args(f"data/moe_{phase}", "data")["text"])
     settings = with_source_prompts(text, list(sources(f"moe_{phase}").values()))
     assert (settings.prompts["query"], settings.prompts["document"]) == SEARCH

@@ -1,4 +1,4 @@
-"""The method configs hold the numbers of their papers, differ where they say so, and build what they configure."""
+"""The method configs have the numbers of their papers, differ as documented, and can be instantiated."""
 
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ PAPERS: dict[str, dict[str, Any]] = {
     },
 }
 LOSS = "loss.init_args."
-# Two methods, and the keys of the module or trainer in which they differ, the outputs apart.
+# Two methods, and the keys of module and trainer in which they differ, except outputs.
 DIFFERENCES = [
     (
         "nv_embed_stage1",
@@ -160,12 +160,12 @@ ROUTED = {
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_a_method_holds_its_papers_numbers(name: str) -> None:
+def test_a_method_has_its_papers_numbers(name: str) -> None:
     config = method(name)
     assert {key: config[key] for key in PAPERS[name]} == PAPERS[name]
 
 
-def test_every_method_is_looked_at_here() -> None:
+def test_every_method_is_tested_here() -> None:
     names = {path.stem for path in (CONFIGS / "methods").iterdir()}
     assert names == set(PAPERS) | {"nv_embed_single_stage"}
     files = [*CONFIGS.glob("*.yaml"), *CONFIGS.glob("*/*.yaml")]
@@ -174,15 +174,15 @@ def test_every_method_is_looked_at_here() -> None:
 
 
 @pytest.mark.parametrize(("one", "other", "differs"), DIFFERENCES, ids=[f"{a}-{b}" for a, b, _ in DIFFERENCES])
-def test_a_method_differs_from_another_where_it_says_so(one: str, other: str, differs: set[str]) -> None:
+def test_two_methods_differ_only_in_the_listed_keys(one: str, other: str, differs: set[str]) -> None:
     first, second = method(one), method(other)
     found = {key for key in first | second if first.get(key, "absent") != second.get(key, "absent")}
-    # A section that is null in one file is one difference, not as many as it has numbers in the other.
+    # A section that is null in one file counts as one difference, whatever it has in the other.
     null = tuple(f"{key}." for key in found if second.get(key, "absent") is None)
     assert {key for key in found if not null or not key.startswith(null)} - {"trainer.callbacks+"} == differs
 
 
-def test_a_phase_starts_where_the_one_before_was_exported_and_no_two_methods_share_a_place() -> None:
+def test_a_phase_starts_from_the_previous_output_and_outputs_are_unique() -> None:
     outputs = {
         name: export["init_args"]["output"]
         for name in PAPERS
@@ -207,7 +207,7 @@ def test_moe_pre_training_is_built_on_a_tiny_stand_in_of_twelve_layers(name: str
     backbone = module.embedder.backbone
     if layers:
         settings = backbone.config
-        # One expert's weight divided by itself is always 1: the router would learn nothing from the vectors.
+        # With one expert, renormalised weights are always 1, so the router would get no gradient.
         assert (settings.num_experts, settings.experts_per_token, settings.renormalize_experts) == (8, top_k, top_k > 1)
     assert module.load_balancing == (LoadBalancing(1.0, "balanced") if layers else None)
     assert {part.p for part in module.modules() if isinstance(part, torch.nn.Dropout)} <= {0.0}

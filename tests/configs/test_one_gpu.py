@@ -1,4 +1,4 @@
-"""The configs of known models hold what their cards say, and train stand-ins of the same architectures."""
+"""The configs of known models agree with their cards, and train stand-ins of the same architectures."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ CARDS = {
 
 
 def qwen_tokenizer() -> PreTrainedTokenizerFast:
-    """Ends each text in <|endoftext|>, its padding token, and names another token its end of sequence."""
+    """A tokenizer that ends texts with <|endoftext|>, its padding token, and has another end-of-sequence token."""
     tokenizer = bpe_tokenizer()
     last = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     template = processors.TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", last)])
@@ -61,7 +61,7 @@ def stand_in(name: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_config_holds_what_the_models_card_says(name: str) -> None:
+def test_a_config_agrees_with_the_models_card(name: str) -> None:
     checkpoint, pooling, longest, prompts = CARDS[name]
     content = read(f"one_gpu/{name}")
     model, text = content["model"]["init_args"], content["data"]["init_args"]["text"]
@@ -73,7 +73,7 @@ def test_a_config_holds_what_the_models_card_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "modernbert_large"])
-def test_a_config_trains_a_stand_in_that_serves_as_its_card_says(
+def test_a_config_trains_a_stand_in_that_encodes_as_its_card_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

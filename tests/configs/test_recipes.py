@@ -1,4 +1,4 @@
-"""Every recipe, scale, sweep and job config parses whole, as the command line reads it."""
+"""Every recipe, scale, sweep and job config is parsed as by the command line."""
 
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,12 @@ from tests.helpers.runs import write_config
 RECIPES = read_recipes()
 
 
-# Sources of a data file that each recipe is parsed with; jsonargparse takes seconds for forty. `test_data_files` makes
-# all of each file.
+# Number of sources with which each recipe is parsed; jsonargparse needs seconds for forty. `test_data_files` reads all.
 NUM_PARSED = 1
 
 
 def shortened(path: str, folder: Path) -> str:
-    """A config with the first of its sources; itself where it has no more."""
+    """A copy of a config with its first source only; the config itself if it has no more."""
     content, is_short = read(Path(path)), False
     arguments = content.get("data", {}).get("init_args", {})
     for key in ("sources", "sources+"):
@@ -33,7 +32,7 @@ def shortened(path: str, folder: Path) -> str:
 
 
 def listed(paths: list[str]) -> list[dict[str, Any]]:
-    """The sources that config files have one after the other."""
+    """The sources after merging config files."""
     found: list[dict[str, Any]] = []
     for path in paths:
         arguments = read(Path(path)).get("data", {}).get("init_args", {})
@@ -42,7 +41,7 @@ def listed(paths: list[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_parses_and_keeps_every_files_callbacks(name, capsys, monkeypatch, tmp_path):
+def test_a_recipe_parses_and_keeps_the_callbacks_of_all_files(name, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("EMBED_TRAIN_DATA", "data")
     paths = RECIPES[name]["configs"].split()
     with pytest.raises(SystemExit) as stop:
@@ -53,7 +52,7 @@ def test_a_recipe_parses_and_keeps_every_files_callbacks(name, capsys, monkeypat
     assert printed["model"]["class_path"].startswith("embeddings.modules.")
     assert printed["data"]["class_path"].startswith("embeddings.data.")
     if name.startswith("cde") and name != "cde_docstrings":
-        # A rank's own documents fill the places of its context.
+        # Context documents come from the rank's batch.
         assert printed["data"]["init_args"]["batch_size"] >= printed["model"]["init_args"]["context"]["num_context"]
         is_small = name.startswith("cde_small")
         assert printed["model"]["init_args"]["context"]["num_context"] == (64 if is_small else 512)
@@ -61,7 +60,7 @@ def test_a_recipe_parses_and_keeps_every_files_callbacks(name, capsys, monkeypat
         # One hard negative in the best large model, none in the small setting (§6, §10.5).
         assert printed["data"]["init_args"]["num_negatives"] == (name == "cde_supervised_h100x8")
     if name.startswith("nv_embed"):
-        # The scale's batch survives the data file that comes after it: 8 ranks of 16 are the paper's 128.
+        # The data file does not change the scale's batch size: 8 ranks of 16 are the paper's 128.
         assert (printed["data"]["init_args"]["batch_size"], printed["trainer"]["devices"]) == (16, 8)
         assert printed["data"]["init_args"]["num_negatives"] == 7
         check_nv_embed_sources(name, sources)
@@ -86,7 +85,7 @@ def test_a_recipe_parses_and_keeps_every_files_callbacks(name, capsys, monkeypat
 
 
 def check_nv_embed_sources(name, sources):
-    """The synthetic samples are what S3 has beyond S2, and no source of S2 is lost by adding them (Table 4)."""
+    """S3 is S2 plus the synthetic samples; adding them loses no source of S2 (Table 4)."""
     synthetic = [source for source in sources if source["name"] == "synthetic"]
     assert len(sources) - len(synthetic) == (16 if "stage1" in name else 42)
     assert [source["max_rows"] for source in synthetic] == ([120_000] if "synthetic" in name else [])
@@ -122,7 +121,7 @@ def check_moe(name, printed):
     assert model["backbone"]["gradient_checkpointing"]
 
 
-def test_a_row_without_a_value_is_not_called_measured():
+def test_only_rows_with_a_value_have_the_status_measured():
     assert len(RECIPES) >= 7
     assert sum(name.startswith("cde") for name in RECIPES) >= 4
     for row in RECIPES.values():
@@ -144,7 +143,7 @@ def test_a_scale_that_shards_weights_parses_with_the_methods(scale: str, method:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("scales/*.yaml")), ids=lambda path: path.stem)
-def test_a_scale_names_as_many_devices_as_its_strategy_shares(path: Path) -> None:
+def test_the_name_of_a_scale_has_its_number_of_devices(path: Path) -> None:
     trainer: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))["trainer"]
     num_ranks = trainer["devices"] * trainer.get("num_nodes", 1)
     assert path.stem == "cpu" or path.stem.startswith(f"h100x{num_ranks}")

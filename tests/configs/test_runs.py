@@ -1,6 +1,6 @@
-"""The configs as they are, fitted on tiny stand-ins: each method's phases one after the other, and the small corpora.
+"""Unchanged configs train tiny stand-ins: the phases of each method one after the other, and the small corpora.
 
-Methods name their outputs, and later phases their start, relative to the working directory.
+Outputs of methods, and the starting points of later phases, are relative to the working directory.
 """
 
 import re
@@ -39,7 +39,7 @@ from tests.modules.moe_modules import dense_folder
 
 BASE = CONFIGS / "base.yaml"
 TEXT = {"query_max_length": 48, "document_max_length": 48}
-# What a scale's file asks for and a machine without GPUs does not have.
+# Replaces the GPU options of a scale.
 ONE_CPU = {"num_nodes": 1, "precision": "32-true", "strategy": "auto"}
 
 
@@ -62,7 +62,7 @@ def of_data(**init_args: Any) -> dict[str, Any]:
 
 
 def check_vectors(folder: str, query_prompt: str) -> None:
-    """A directory's vectors have unit length, differ between texts, and follow the trained prompt."""
+    """Check that vectors have unit length and differ between texts, and that the query prompt is the trained one."""
     encoder = Encoder.from_pretrained(folder, precision="float32")
     assert encoder.embedder.text.prompts["query"] == query_prompt
     vectors = encoder.encode(["the quick fox", "a lazy dog"], role="query")
@@ -75,7 +75,7 @@ def weights(cli: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_the_second_stage_of_nv_embed_starts_from_what_the_first_exported(tmp_path: Path) -> None:
+def test_the_second_stage_of_nv_embed_starts_from_the_exported_first(tmp_path: Path) -> None:
     path = str(write_pairs(tmp_path / "pairs.jsonl", num_pairs=12))
     small = {
         "trainer": {"max_steps": 3},
@@ -99,7 +99,7 @@ def test_the_second_stage_of_nv_embed_starts_from_what_the_first_exported(tmp_pa
         assert torch.isfinite(cli.trainer.callback_metrics["train/loss"])
         assert cli.model.loss.in_batch_negatives == in_batch_negatives
         assert isinstance(cli.model.embedder.pooling, LatentAttentionPooling)
-    # LoRA leaves the backbone's own weights alone, so after training they still are what stage 2 started from.
+    # LoRA does not change the backbone's weights, so after training they are those that stage 2 started from.
     state = second.model.embedder.backbone.state_dict()
     frozen = {name.removeprefix("base_model.model.").replace(".base_layer", ""): name for name in state}
     assert merged.keys() <= frozen.keys()
@@ -108,7 +108,7 @@ def test_the_second_stage_of_nv_embed_starts_from_what_the_first_exported(tmp_pa
     check_vectors("checkpoints/nv_embed_stage2", instruction_prompt("Find the passage"))
 
 
-def test_the_supervised_phase_of_cde_starts_from_what_the_unsupervised_one_exported(tmp_path: Path) -> None:
+def test_the_supervised_phase_of_cde_starts_from_the_exported_unsupervised_one(tmp_path: Path) -> None:
     path, num_pairs = write_pairs(tmp_path / "pairs.jsonl", num_pairs=12), 12
     source = open_cached(SourceConfig("pairs", str(path)), tmp_path / "cache")
     write_clusters(tmp_path / "clusters" / "pairs", [row % 3 for row in range(num_pairs)], 3, source.key)
@@ -129,7 +129,7 @@ def test_the_supervised_phase_of_cde_starts_from_what_the_unsupervised_one_expor
     exported = ContextualEmbedder.from_pretrained("checkpoints/cde_small").state_dict()
     assert exported.keys() == weights(first).keys()
     assert all(torch.equal(exported[name], weight) for name, weight in weights(first).items())
-    # Steps of length zero end where they began.
+    # With a learning rate of 0 the weights do not change.
     second = small_run(tmp_path, phase("cde_small_supervised"), small, "--model.init_args.optimizer.init_args.lr=0")
     assert all(torch.equal(exported[name], weight) for name, weight in weights(second).items())
     for cli in (first, second):
@@ -140,7 +140,7 @@ def test_the_supervised_phase_of_cde_starts_from_what_the_unsupervised_one_expor
     check_vectors("checkpoints/cde_small_supervised", "search_query: ")
 
 
-def test_the_command_that_clusters_runs_as_the_config_of_cde_writes_it(tmp_path: Path, capsys: Any) -> None:
+def test_the_cluster_command_in_the_config_of_cde_runs(tmp_path: Path, capsys: Any) -> None:
     comment = (CONFIGS / "data" / "cde_unsupervised.yaml").read_text().split("\ndata:")[0].replace("#", "")
     start = comment.index("python main.py cluster")
     line = comment[start : comment.index("\n\n", start)].replace("\\\n", " ").replace("${EMBED_TRAIN_DATA}", "data")
@@ -155,7 +155,7 @@ def test_the_command_that_clusters_runs_as_the_config_of_cde_writes_it(tmp_path:
     assert "wrote 2 clusters of 513 rows to data/cde_unsupervised/clusters/reddit" in capsys.readouterr().out
 
 
-def test_fine_tuning_of_moe_starts_from_what_pre_training_exported(tmp_path: Path) -> None:
+def test_fine_tuning_of_moe_starts_from_the_exported_pre_training(tmp_path: Path) -> None:
     def files(name: str, scale: str) -> list[str | Path]:
         """Base, method, scale, and the data file over one set of twelve pairs."""
         data = read(f"data/moe_{name}")
@@ -178,7 +178,7 @@ def test_fine_tuning_of_moe_starts_from_what_pre_training_exported(tmp_path: Pat
     later = small(loss={"init_args": {"widths": [32, 8]}}, optimizer=resting)
     second = small_run(tmp_path, files("finetune", "h100x8_batch256"), later)
     metrics = second.trainer.callback_metrics
-    # The routing is logged and weighs nothing, and steps of length zero end where pre-training did.
+    # Load balancing is logged with weight 0, and with a learning rate of 0 the weights do not change.
     assert metrics["train/loss"] == pytest.approx(float(metrics["train/contrastive"]))
     assert {"train/load_balancing", "train/loss_32", "train/loss_8"} <= set(metrics)
     assert weights(first).keys() == weights(second).keys()
@@ -186,7 +186,7 @@ def test_fine_tuning_of_moe_starts_from_what_pre_training_exported(tmp_path: Pat
     check_vectors("checkpoints/moe_finetune", "search_query: ")
 
 
-def test_the_small_decoder_runs_as_its_file_says_and_its_directory_is_a_backbone(tmp_path: Path) -> None:
+def test_the_small_decoder_trains_and_its_output_is_a_backbone(tmp_path: Path) -> None:
     """Only sizes, tokenizer, packages and steps are changed."""
     wordpiece_tokenizer().save_pretrained(tmp_path / "tokenizer")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -211,9 +211,7 @@ def test_the_small_decoder_runs_as_its_file_says_and_its_directory_is_a_backbone
 
 
 @pytest.mark.parametrize("validates", [False, True])
-def test_pairs_of_ones_own_train_with_or_without_a_validation_folder(
-    validates: bool, tmp_path: Path, capsys: Any
-) -> None:
+def test_own_pairs_train_with_and_without_a_validation_folder(validates: bool, tmp_path: Path, capsys: Any) -> None:
     write_pairs(tmp_path / "pairs.jsonl", num_negatives=1)
     files: list[str | Path] = [CONFIGS / "own_pairs.yaml"]
     if validates:

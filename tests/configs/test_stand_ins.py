@@ -1,4 +1,4 @@
-"""Every recipe trains on a stand-in, over a few rows of each kind of source that its data file has, and is scored."""
+"""Every recipe trains a stand-in on a few rows of each kind of its sources, and is scored."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.helpers.runs import WORDS, write_retrieval_folder
 
 RECIPES = read_recipes()
 NUM_ROWS = 24
-# The others take a minute and a half together; `test_runs` has the phases of each method.
+# The other recipes need 90 seconds in total; `test_runs` has the phases of each method.
 QUICK = ("cde_supervised_h100x8", "mgh_docstrings", "mntp_mistral_h100x1", "moe_finetune_h100x8")
 
 
@@ -32,7 +32,7 @@ def _in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of(source: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows in the format of a source: all fields of its conversion, under the columns that it names."""
+    """Rows in the format of a source: all fields of its conversion, in its columns."""
     columns, found = source.get("columns", {}), []
     labels = list(source.get("label_texts", {})) or ["first", "second"]
     for row in range(NUM_ROWS):
@@ -51,7 +51,7 @@ def rows_of(source: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def write_source(source: dict[str, Any], is_text: bool) -> dict[str, Any]:
-    """Write a source's files below `data`; returns it, reading files in place of the Hub or packages."""
+    """Write a source's files below `data`; returns the source with files in place of the Hub or packages."""
     if source.get("packages"):
         return source | {"packages": ["jsonargparse"]}
     paths = source["path"] if isinstance(source["path"], list) else [source["path"]]
@@ -67,15 +67,15 @@ def write_source(source: dict[str, Any], is_text: bool) -> dict[str, Any]:
 
 
 def kinds(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first source of each conversion, and the last one: what parsing forty takes is no part of this test."""
+    """The first source of each conversion, and the last one; parsing forty sources is slow."""
     chosen = {source.get("conversion", "pairs"): source for source in reversed(sources)}
     return [*chosen.values(), *(sources[-1:] if sources[-1] not in chosen.values() else [])]
 
 
 def write_data(recipe: str) -> None:
-    """Write what a recipe's sources, clusters, surrogate vectors and evaluation folders need, and its short data files.
+    """Write a recipe's sources, clusters, surrogate vectors, evaluation folders and short data configs.
 
-    A file below the working folder's `lightning_configs` goes before the library's own of that name.
+    A file below the working folder's `lightning_configs` replaces the library's file of that name.
     """
     for path in RECIPES[recipe]["configs"].split():
         content = read(CONFIGS.parent / path)
