@@ -49,7 +49,7 @@ ALLOWED = (
 # Maximum number of values that come from YAML aliases: a few lines of nested aliases can expand to billions.
 MAX_ALIASED_VALUES = 10_000
 
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+_INVALID_CHARACTER = re.compile("[\0\ud800-\udfff]")
 # A value of `--config` that names a file; anything else is the config's text.
 _FILE_NAME = re.compile(r"[^{\n]+")
 
@@ -322,7 +322,7 @@ class _PlainLoader(yaml.SafeLoader):
                     what = f"the key {key.value!r} occurs twice, in lines {lines[name]} and {line}"
                     raise InputError(self.where, what, "keep one of them")
                 lines[name] = line
-        elif isinstance(node, yaml.ScalarNode) and (found := _NO_TEXT.search(node.value)):
+        elif isinstance(node, yaml.ScalarNode) and (found := _INVALID_CHARACTER.search(node.value)):
             problem = "a NUL character" if found[0] == "\0" else "an unpaired surrogate"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node

@@ -30,7 +30,7 @@ _LOST_RANK = re.compile(
 )
 
 # The functions that run a command's work; errors raised outside of them are about the arguments.
-_AT_WORK = {("lightning.pytorch.trainer.trainer", "_run_stage"), ("embeddings.cli.main", "call")}
+_WORK_FUNCTIONS = {("lightning.pytorch.trainer.trainer", "_run_stage"), ("embeddings.cli.main", "call")}
 
 
 class ConfigError(UserError):
@@ -104,7 +104,7 @@ def _report_unexpected(error: BaseException) -> int:
     rank = "" if is_first_process() else f"rank {process_rank()}: "
     message, kind = one_line(str(error), 300).rstrip("."), type(error).__name__
     frames = traceback.walk_tb(error.__traceback__)
-    was_at_work = any((frame.f_globals.get("__name__"), frame.f_code.co_name) in _AT_WORK for frame, _ in frames)
+    was_at_work = any((frame.f_globals.get("__name__"), frame.f_code.co_name) in _WORK_FUNCTIONS for frame, _ in frames)
     what = f"{message} ({kind})" if message else kind
     return _report(f"{rank}{what}; {where}", EXIT_INTERNAL if was_at_work else EXIT_INPUT)
 

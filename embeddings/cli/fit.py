@@ -72,7 +72,7 @@ _DATA |= {"sampler.init_args.inner.init_args.steps_per_epoch": 2 * MAX_STEPS}
 _MODEL = {"schedule.warmup_steps": 2, "first_stage_training.word_steps": 2, "context.num_context": _DATA["batch_size"]}
 _CALLBACKS = {"every_n_steps": 2, "every_n_train_steps": 2, "mini_batch_tokens": 512}
 # Values of `max_steps` that mean no limit.
-_ENDLESS = (-1, None)
+_UNLIMITED = (-1, None)
 
 
 class FitParser(OneLineParser, LightningArgumentParser):
@@ -229,8 +229,8 @@ def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Tra
 
 def make_cli(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> TrainerCLI:
     """Construct the command line, which runs the command."""
-    notes = HeldNotes()
-    with notes.holding():
+    logs = HeldLogs()
+    with logs.holding():
         return kind(
             model_class=L.LightningModule,
             datamodule_class=L.LightningDataModule,
@@ -238,7 +238,7 @@ def make_cli(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Traine
             subclass_mode_data=True,
             save_config_callback=RunRecord,
             save_config_kwargs={"command": [*program().split(), *argv]},
-            trainer_defaults={"callbacks": [Preemption(), notes]},
+            trainer_defaults={"callbacks": [Preemption(), logs]},
             seed_everything_default=0,
             parser_class=FitParser,
             auto_configure_optimizers=False,
@@ -312,11 +312,11 @@ def lists_emptied(argv: Sequence[str]) -> list[str]:
     return words
 
 
-class HeldNotes(L.Callback):
+class HeldLogs(L.Callback):
     """Holds back Lightning's log lines and all warnings until training starts, so that an earlier error is one line."""
 
     def __init__(self) -> None:
-        self._notes: list[MemoryHandler] = []
+        self._handlers: list[MemoryHandler] = []
         self._warnings: list[tuple[Any, ...]] = []
         self._show = warnings.showwarning
 
@@ -328,7 +328,7 @@ class HeldNotes(L.Callback):
                 for handler in list(owner.handlers):
                     # A line of level WARNING is written at once, with the lines before it.
                     held = MemoryHandler(sys.maxsize, logging.WARNING, handler, flushOnClose=False)
-                    self._notes.append(held)
+                    self._handlers.append(held)
                     owner.removeHandler(handler)
                     owner.addHandler(held)
                     stack.callback(owner.addHandler, handler)
@@ -345,7 +345,7 @@ class HeldNotes(L.Callback):
         for warning in self._warnings:
             self._show(*warning)
         self._warnings.clear()
-        for held in self._notes:
+        for held in self._handlers:
             held.flush()
             held.capacity = 0
 
@@ -355,13 +355,15 @@ class Changes:
 
     def __init__(self, run: Namespace, argv: Sequence[str]) -> None:
         self.run, self.lines = run, list[str]()
-        self.given = {_plain(word.partition("=")[0].removeprefix("--")) for word in argv if word.startswith("--")}
+        self.on_command_line = {
+            _plain(word.partition("=")[0].removeprefix("--")) for word in argv if word.startswith("--")
+        }
 
     def set(self, key: str, value: Any, owner: Any = None, name: str = "") -> None:
         """Set a key of the config, or a key of its part `owner`, whose full name is then `name`."""
         owner, name = self.run if owner is None else owner, name or _plain(key)
         previous = owner.get(key, value)
-        if name not in self.given and previous != value:
+        if name not in self.on_command_line and previous != value:
             self.lines.append(f"{name}: {_shown(previous)} -> {_shown(value)}")
             owner[key] = value
 
@@ -411,7 +413,7 @@ def use_stand_in(changes: Changes, folder: Path) -> None:
         changes.set(f"trainer.{option}", value)
     if str(changes.run.trainer.precision).startswith("16"):
         changes.set("trainer.precision", "bf16-mixed")
-    if changes.run.trainer.max_steps in _ENDLESS:
+    if changes.run.trainer.max_steps in _UNLIMITED:
         changes.set("trainer.max_steps", MAX_STEPS)
     for part, limits in (("trainer", _TRAINER), ("data.init_args", _DATA), (key, _MODEL)):
         for option, limit in limits.items():
@@ -432,7 +434,7 @@ def _replace_backbone(changes: Changes, name: str, folder: Path) -> None:
     write_stand_in(stand_in, tiny_architecture(original), _HEADS.get(model.get("objective", "")))
     key = f"model.init_args.{name}"
     # A backbone named on the command line is replaced too: it determines the architecture.
-    changes.given.discard(f"model.{name}.name")
+    changes.on_command_line.discard(f"model.{name}.name")
     changes.set(f"{key}.name", str(stand_in))
     for option, value in (("revision", None), ("num_layers", None), ("compile", False), ("quantization", None)):
         changes.set(f"{key}.{option}", value)

@@ -14,6 +14,7 @@ from embeddings.common.errors import refuse_given
 from embeddings.common.jobs import TaskOptions, discard_on_user_error, require_free
 from embeddings.common.text import format_table
 from embeddings.data import SourceConfig
+from embeddings.data.sources import SuspectRows
 from embeddings.data.store import open_cached, record_place
 from embeddings.evaluation import find_evaluation_folders, read_evaluation_folder
 from embeddings.evaluation.folders import (
@@ -60,8 +61,6 @@ from embeddings.synthesis import (
     generate,
 )
 from embeddings.synthesis.validate import check_levels
-
-SuspectRows = Literal["refuse", "leave_out", "keep"]
 
 
 @dataclass(frozen=True)
@@ -226,17 +225,17 @@ def cluster(
     folder = encoding.vectors or output.with_name(f"{output.name}.vectors")
     with discard_on_user_error(output, folder):
         if model is None:
-            made: PairFeatures = Bm25Features(source, svd_dim, settings.seed, row_name)
+            pair_features: PairFeatures = Bm25Features(source, svd_dim, settings.seed, row_name)
         else:
             encoder = _load(model, encoding)
             check_svd_dim(svd_dim, encoder.embedding_dim)
             # Check the memory that k-means needs before the source is encoded.
             settings.resolve_training_rows(len(source.table), num_clusters, svd_dim or 2 * encoder.embedding_dim)
-            how: dict[str, Any] = {"encoded": encoding.encoded()[0], "task": task.resolve(), **encoding.prompts}
-            how |= {"negatives": negatives, "devices": encoding.device_names}
-            vectors = encode_pairs(encoder, source, folder, **how)
-            made = VectorFeatures(vectors, svd_dim, settings.seed, row_name)
-        clusters = cluster_pairs(made, source, output, settings, task.resolve())
+            options: dict[str, Any] = {"encoded": encoding.encoded()[0], "task": task.resolve(), **encoding.prompts}
+            options |= {"negatives": negatives, "devices": encoding.device_names}
+            vectors = encode_pairs(encoder, source, folder, **options)
+            pair_features = VectorFeatures(vectors, svd_dim, settings.seed, row_name)
+        clusters = cluster_pairs(pair_features, source, output, settings, task.resolve())
     if clusters is None:
         print(f"this task's share of {output} is done, other tasks still have rows to assign")
     else:
@@ -247,10 +246,10 @@ def _check_words_only(model: str | None, negatives: bool, encoding: EncodingOpti
     (encoded,) = encoding.encoded()
     if model is not None or encoding.vectors is not None or encoded != EncodedTexts():
         raise OptionError("features", "bm25", "uses neither model nor vectors", "leave them out")
-    given: dict[str, Any] = {"negatives": negatives or None, "devices": encoding.devices}
+    options: dict[str, Any] = {"negatives": negatives or None, "devices": encoding.devices}
     for name, value in encoding.prompts.items():
-        given |= {name[:-5]: value["text"]} if isinstance(value, dict) else {name: value}
-    refuse_given(given, "has no effect on --features bm25")
+        options |= {name[:-5]: value["text"]} if isinstance(value, dict) else {name: value}
+    refuse_given(options, "has no effect on --features bm25")
 
 
 def filter_records(

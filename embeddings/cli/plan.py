@@ -49,11 +49,11 @@ from embeddings.training.plan import (
 
 GIB, GB = 2**30, 1e9
 # Bandwidth of an H100: 450 GB/s by NVLink to the GPUs of its node, and 400 Gb/s by its network card to other nodes.
-GPUS_OF_A_NODE, NVLINK_GB, NETWORK_GB = 8, 450.0, 50.0
+GPUS_PER_NODE, NVLINK_GB, NETWORK_GB = 8, 450.0, 50.0
 # Fraction of GPU memory left after CUDA, NCCL and fragmentation.
-USABLE = 0.9
+USABLE_FRACTION = 0.9
 # Bytes per token on disk: exact for packed rows, approximate for English text.
-BYTES_A_TOKEN = 4
+BYTES_PER_TOKEN = 4
 OPTIONS: dict[str, tuple[type, Any, str]] = {
     "gpus": (int, None, "number of GPUs; default that of the configs"),
     "gpu": (str, "H100 SXM", "name of the GPU"),
@@ -252,7 +252,7 @@ def lines(
     peak = f"{peak_share:g} of {options['peak_tflops']:g} TFLOP/s"
     rows.append(["arithmetic of a step, seconds", f"{seconds:.3g} at {peak}"])
     if cost.sent:
-        link_gb = float(options["link_gb"] or (NVLINK_GB if setting.num_ranks <= GPUS_OF_A_NODE else NETWORK_GB))
+        link_gb = float(options["link_gb"] or (NVLINK_GB if setting.num_ranks <= GPUS_PER_NODE else NETWORK_GB))
         sending = sum(cost.sent.values()) / (link_gb * 1e9)
         rows += part_rows("sent per GPU and step, GB", cost.sent, GB)
         rows.append(["sending it, seconds", f"{sending:.3g} at {link_gb:g} GB/s"])
@@ -264,11 +264,13 @@ def lines(
         seconds = max(seconds, sending)
     rows += run_rows(module, texts, run, setting, options, seconds, cost)
     table = format_table(rows, align="<<")
-    if total <= USABLE * gpu_gb:
+    if total <= USABLE_FRACTION * gpu_gb:
         return [table]
     fix = "lower data.batch_size or GradCache's mini_batch_tokens and kept_gib, or shard with FSDP2 or ZeRO"
     largest = max(cost.memory, key=lambda part: cost.memory[part])
-    what = f"{total:.1f} GB do not fit: {USABLE:.0%} of {gpu_gb:g} GB are usable; the largest part is {largest}"
+    what = (
+        f"{total:.1f} GB do not fit: {USABLE_FRACTION:.0%} of {gpu_gb:g} GB are usable; the largest part is {largest}"
+    )
     return [table, f"warning: {what}; {fix}"]
 
 
@@ -301,7 +303,7 @@ def run_rows(
         hours = steps * seconds / 3600
         rows += [["steps", f"{steps:,} ({why})"], [f"{unit} in total", f"{steps * pairs:,}"]]
         rows.append(["hours", f"{_amount(hours)}, {_amount(hours * setting.num_ranks)} GPU hours"])
-        data = min(steps * pairs, options["pairs"] or steps * pairs) / pairs * tokens * BYTES_A_TOKEN
+        data = min(steps * pairs, options["pairs"] or steps * pairs) / pairs * tokens * BYTES_PER_TOKEN
         rows.append(["disk: converted data, GB", f"{_amount(data / GB)} at most"])
     weights = {id(weight): weight for weight in module.parameters()}.values()
     trained_bytes = cost.trained * 4 * (1 + module.state_per_weight())

@@ -35,7 +35,7 @@ from embeddings.inference.vectors import bytes_per_vector
 from embeddings.mining import VectorIndex, build_index, recall_of
 from embeddings.mining.vector_index import INDEX_FILE
 
-# For larger corpus files, `search` recommends to run `encode` once.
+# For larger corpus files, `search` recommends running `encode` once.
 LARGE_CORPUS_BYTES = 2**20
 
 

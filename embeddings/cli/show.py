@@ -50,7 +50,7 @@ from embeddings.models.moe.upcycling import load_metrics
 from embeddings.models.poolings import pooling_name
 
 # Number of latents listed for a token, and for the mean of a text's tokens.
-_OF_A_TOKEN, _OF_A_TEXT = 3, 8
+_NUM_TOKEN_LATENTS, _NUM_TEXT_LATENTS = 3, 8
 
 
 def curves(run: Path | list[Path], output: Path | None = None) -> None:
@@ -227,10 +227,10 @@ def _latent_table(weights: LatentWeights) -> str:
     """The latents with the highest weights of each token, then of the mean over tokens."""
     rows: list[list[object]] = [["  spread", "token", "latents, highest weight first"]]
     named = [
-        (" ".join(token_name(weights.text, span).split()), weight_R, _OF_A_TOKEN)
+        (" ".join(token_name(weights.text, span).split()), weight_R, _NUM_TOKEN_LATENTS)
         for span, weight_R in zip(weights.spans, weights.weight_TR, strict=True)
     ]
-    for name, weight_R, count in [*named, (MEAN, weights.mean_R, _OF_A_TEXT)]:
+    for name, weight_R, count in [*named, (MEAN, weights.mean_R, _NUM_TEXT_LATENTS)]:
         highest = (-weight_R).argsort(kind="stable")[:count]
         shares = "  ".join(f"{latent} ({weight_R[latent]:.1%})" for latent in highest.tolist())
         rows.append([f"{spread(weight_R):.1f}", name, shares])

@@ -127,9 +127,9 @@ def read_sweep(path: Path) -> Sweep:
     file = _parsed(SweepFile, content, str(path), ("parameters", "metric"))
     parameters, metric = content.get("parameters"), _parsed(Metric, content.get("metric", {}), f"{path}: metric")
     configs = _configs(path, file)
-    of_each = [[content for _, content in configs_of(config)] for config in configs]
+    config_contents = [[content for _, content in configs_of(config)] for config in configs]
     # The config that chooses the method, directly or through one that it includes.
-    is_method = [any(chooses(content, "model") for content in included) for included in of_each]
+    is_method = [any(chooses(content, "model") for content in included) for included in config_contents]
     recipe = file.recipe or Path(configs[is_method.index(True) if any(is_method) else -1]).stem
     points = tuple(_points(path, file, parameters))
     for index, point in enumerate(points):
@@ -138,7 +138,7 @@ def read_sweep(path: Path) -> Sweep:
     if file.method == "tpe":
         # The random points were only for the checks.
         search, points = Search(parameters, file.num_runs or 0, file.seed or 0), ()
-    contents = tuple(itertools.chain(*of_each))
+    contents = tuple(itertools.chain(*config_contents))
     return Sweep(path.stem, recipe, configs, contents, file.method, points, metric, search)
 
 

@@ -179,7 +179,7 @@ def _moved(part: Any, folder: Path) -> Any:
     paths = {"dirpath": "checkpoints"} if class_name(part) == "ModelCheckpoint" else {}
     paths |= {name: arguments[name] for name in PATH_ARGUMENTS if isinstance(arguments.get(name), str)}
     moved: dict[str, Any] = {name: str(folder / Path(path).name) for name, path in paths.items()}
-    # A run that was interrupted after its export, without a checkpoint, starts again.
+    # A run that was interrupted after its export, without a checkpoint, starts again and replaces it.
     if class_name(part) in ("ExportModel", "ExportLanguageModel"):
         moved["replace"] = True
     return {**part, "init_args": {**arguments, **moved}} if moved else part

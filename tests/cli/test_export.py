@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, XLMRobertaConfig, XLMRobertaForMaskedLM
+from transformers import BertConfig, BertForMaskedLM
 
 from embeddings.cli.export import facts_of_checkpoint
 from embeddings.cli.fit import run_trainer
@@ -190,19 +190,14 @@ def run(source: Path, output: Path, *options: str) -> int:
     return main(["import", "--source", str(source), "--output", str(output), *options])
 
 
-def change(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Put tensors into a folder's weights, or take them out."""
-    state = load_file(folder / "model.safetensors") | tensors
-    save_file({name: tensor for name, tensor in state.items() if tensor is not None}, folder / "model.safetensors")
-
-
 def test_one_line_lists_used_and_unused_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, state, _ = nomic_folder(tmp_path / "published", MOE)
     assert run(folder, tmp_path / "plain") == 0
     used = f"used {len(state)} tensors, none missing"
     where = tmp_path / "plain"
     assert capsys.readouterr().out == f"wrote {where} from Nomic's encoder with experts: {used}, none unused\n"
-    change(folder, **{"pooler.dense.weight": torch.zeros(32, 32), "pooler.dense.bias": torch.zeros(32)})
+    pooler = {"pooler.dense.weight": torch.zeros(32, 32), "pooler.dense.bias": torch.zeros(32)}
+    save_file(load_file(folder / "model.safetensors") | pooler, folder / "model.safetensors")
     assert run(folder, tmp_path / "pooled") == 0
     assert f"{used}, 2 unused (pooler.dense.bias, pooler.dense.weight)\n" in capsys.readouterr().out
     assert torch.equal(encoded(tmp_path / "plain"), encoded(tmp_path / "pooled"))
@@ -228,36 +223,22 @@ def test_a_renamed_model_gets_the_settings_of_its_published_card(
         assert ("the model was trained at 768, 256; scores may be lower" in caplog.text) == warns
 
 
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (lambda folder: change(folder, **{"emb_ln.bias": None}), "lacks 1 of the 52 tensors of Nomic's encoder with"),
-        (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), "model.bin is a pickle, which"),
-        (lambda folder: changed_config(folder, moe_top_k=9), "config.json: makes no model: top_k must be from 1 to"),
-    ],
-)
-def test_an_incomplete_checkpoint_is_refused_in_one_line_and_nothing_is_written(
-    damage: object, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_damaged_checkpoint_is_refused_in_one_line_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _, _ = nomic_folder(tmp_path / "published", MOE)
-    assert callable(damage)
-    damage(folder)
+    changed_config(folder, moe_top_k=9)
+    says = "config.json: makes no model: top_k must be from 1 to"
     assert_refused(capsys, tmp_path, says, run, folder, tmp_path / "ours")
 
 
 MAIN = Path(__file__).parents[2] / "main.py"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-KINDS = {"xlm-roberta": (XLMRobertaConfig, XLMRobertaForMaskedLM), "bert": (BertConfig, BertForMaskedLM)}
 
 
-def source_model(kind: str, has_head: bool = True) -> PreTrainedModel:
-    config, model = KINDS[kind]
-    made = model(config(vocab_size=390, max_position_embeddings=66, **SIZES))
-    return made if has_head else made.base_model
-
-
-def source_folder(folder: Path, kind: str = "bert", has_head: bool = True) -> Path:
-    return Path(save_backbone(str(folder), source_model(kind, has_head), wordpiece_tokenizer()))
+def source_folder(folder: Path, has_head: bool = True) -> Path:
+    model = BertForMaskedLM(BertConfig(vocab_size=390, max_position_embeddings=66, **SIZES))
+    return Path(save_backbone(str(folder), model if has_head else model.base_model, wordpiece_tokenizer()))
 
 
 def convert(source: Path | str, output: Path, *options: str) -> int:
@@ -265,11 +246,10 @@ def convert(source: Path | str, output: Path, *options: str) -> int:
 
 
 @pytest.mark.parametrize("has_head", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_is_converted_and_one_line_says_how_large_it_is(
-    kind: str, has_head: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_checkpoint_is_converted_and_one_line_has_its_size(
+    has_head: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = source_folder(tmp_path / "source", kind, has_head)
+    source = source_folder(tmp_path / "source", has_head)
     capsys.readouterr()  # what libraries said while the source was written
     options = ["--num-positions", "3000", "--rope-theta", "20000", "--keep-head", str(has_head).lower()]
     assert convert(source, tmp_path / "new" / "rotary", *options) == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from embeddings.cli.errors import ConfigError
-from embeddings.cli.fit import Checked, HeldNotes, check_arguments, run_trainer
+from embeddings.cli.fit import Checked, HeldLogs, check_arguments, run_trainer
 from embeddings.cli.main import main
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import run_config, write_config
@@ -136,12 +136,12 @@ def note(text, level=logging.INFO):
 
 
 def test_log_lines_are_dropped_if_training_never_starts_except_with_a_warning(written):
-    with HeldNotes().holding():
+    with HeldLogs().holding():
         note("GPU available")
         logging.getLogger("lightning.fabric.utilities.seed").info("Seed set to 0")
     note("later")
     assert written == ["later"]
-    with HeldNotes().holding():
+    with HeldLogs().holding():
         note("GPU available")
         note("something is odd", logging.WARNING)
         assert written[1:] == ["GPU available", "something is odd"]
@@ -151,13 +151,13 @@ def test_log_lines_and_warnings_are_written_when_training_starts_and_then_at_onc
     warnings.simplefilter("always")
     before = warnings.showwarning
     for begins in (False, True):
-        notes = HeldNotes()
-        with notes.holding():
+        logs = HeldLogs()
+        with logs.holding():
             warnings.warn("this trainer is slow", UserWarning, stacklevel=1)
             note("GPU available")
             assert (written, len(recwarn)) == ([], 0)
             if begins:
-                notes.setup(None, None, "fit")
+                logs.setup(None, None, "fit")
                 assert written[0] == "GPU available"
                 assert [str(warning.message) for warning in recwarn] == ["this trainer is slow"]
                 note("Trainer.fit stopped")

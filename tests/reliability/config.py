@@ -62,7 +62,7 @@ CASES = {
         "a thousand processes": (at("trainer", devices=10**6), "trainer.devices must be at most 8 for each CPU"),
         "an integer of 5,000 digits": (
             put("config.yaml", "trainer: {max_steps: " + "9" * 5000 + "}\n"),
-            "is no int (Exceeds the",
+            "is not a valid int (Exceeds the",
         ),
         "no device": (at("trainer", devices=0), "trainer.devices: 0"),
         "heads that do not divide the width": (
@@ -105,7 +105,7 @@ CASES = {
         "an unknown key of a sweep": (sweep(paramters={}), "did you mean parameters?"),
         "a sweep's range without its end": (
             sweep(method="random", num_runs=2, parameters={"seed_everything": {"low": 1}}),
-            "parameters.seed_everything: the following arguments are required: high; it takes low, high, log, int",
+            "parameters.seed_everything: the following arguments are required: high; the keys are low, high, log, int",
         ),
     },
     FIT + " --model.init_args.optimizer.init_args.lr=nan": {
