@@ -92,10 +92,9 @@ TRAINER_COMMANDS = {
     "fit": "train a model from configs (--config FILE, or --recipe NAME)",
     "plan": "estimate what the same training needs: memory, arithmetic, hours, disk",
 }
-# Lightning's other loops, which our modules do not implement, and the command to use instead.
-OTHER_LOOPS = {"validate": "evaluate", "test": "evaluate", "predict": "encode"}
-# Names of the commands in other tools.
-ALIASES = {"train": "fit", "finetune": "fit", "embed": "encode", "benchmark": "evaluate"}
+# Names of the commands in other tools, and Lightning's other loops, which our modules do not have.
+ALIASES = {"train": "fit", "finetune": "fit", "embed": "encode", "predict": "encode"}
+ALIASES |= dict.fromkeys(("benchmark", "validate", "test"), "evaluate")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,8 +140,6 @@ def dispatch(argv: list[str]) -> None:
             # Lightning is imported only by the commands that train.
             target = "plan:plan" if name == "plan" else "plan:check_run" if "--check" in argv else "fit:run_trainer"
             resolve_name(f"embeddings.cli.{target}")(argv)
-    elif name in OTHER_LOOPS:
-        raise ConfigError(f"{name}: no module has this loop; train with fit, use its model with {OTHER_LOOPS[name]}")
     else:
         matches = [ALIASES[name]] if name in ALIASES else get_close_matches(name, [*TRAINER_COMMANDS, *COMMANDS], n=1)
         guess = f"did you mean {matches[0]}? " if matches else ""

@@ -160,22 +160,15 @@ def test_a_teacher_without_prompts_uses_those_of_the_options(mine, model, tmp_pa
     assert_refused(capsys, tmp_path / "work", says, mine, *other, "--vectors", "vectors", *given[2:])
 
 
-def test_array_tasks_share_the_work_and_the_last_one_reports(mine, capsys, monkeypatch):
-    options = ["--num-negatives", "3", "--margin", "null", "--shard-size", "5"]
-    assert mine(*options, "--task-index", "1", "--num-tasks", "2") == 0
-    assert "other tasks' shards are missing" in capsys.readouterr().out
-    for name, value in {"ID": "4", "MIN": "4", "COUNT": "2"}.items():
-        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
-    assert mine(*options) == 0
-    assert "wrote 36 negatives" in capsys.readouterr().out
-
-
-def test_a_task_on_another_number_of_threads_ends_with_the_same_bytes(mine, capsys, monkeypatch):
+def test_tasks_share_the_work_and_write_the_same_bytes_with_any_number_of_threads(mine, capsys, monkeypatch):
     options = ["--num-negatives", "3", "--margin", "null", "--shard-size", "5"]
     assert mine(*options, "--output", "whole.parquet") == 0
-    for index, threads in (("1", torch.get_num_threads()), ("0", 7)):
+    tasks = (("1", torch.get_num_threads(), "other tasks' shards are missing"), ("0", 7, "wrote 36 negatives"))
+    for index, threads, says in tasks:
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        capsys.readouterr()
         assert mine(*options, "--task-index", index, "--num-tasks", "2") == 0
+        assert says in capsys.readouterr().out
     for name in ("{}.parquet", "{}.manifest.json"):
         assert Path(name.format("mined")).read_bytes() == Path(name.format("whole")).read_bytes()
 

@@ -100,17 +100,6 @@ def test_a_large_corpus_file_names_the_command_that_encodes_it_once(size, world,
         assert main(["search", "--model", model, "--corpus", f"{corpus}.vectors", *FLOAT32, "fox"]) == 0
 
 
-def test_ctrl_c_ends_it_with_code_130(world, capsys, monkeypatch):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    (model, _, vectors), typed = world, Typed("")
-    typed.buffer.readline = interrupted
-    monkeypatch.setattr("sys.stdin", typed)
-    assert main(["search", "--model", model, "--corpus", vectors, "--interactive"]) == 130
-    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: interrupted")
-
-
 def test_queries_from_a_terminal_need_no_option(world, capsys, monkeypatch):
     model, _, vectors = world
     monkeypatch.setattr("sys.stdin", Typed("fox\n", is_terminal=True))
