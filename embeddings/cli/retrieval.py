@@ -91,19 +91,10 @@ def encode(
         tokenizer_workers = 0 if encoder.device.type == "cpu" else max(1, len(names))
     drawn = draw_named_context(encoder, context, context_size, context_seed)
     warn_without_context(encoder, drawn is not None, "--context")
-    folder = encode_corpus(
-        encoder,
-        input,
-        output,
-        prompt_name=chosen,
-        role=role,
-        columns=columns,
-        context=None if drawn is None else drawn.encoded(encoder),
-        shard_size=shard_size,
-        vector_format=vector_format,
-        devices=names,
-        tokenizer_workers=tokenizer_workers,
-    )
+    texts: dict[str, Any] = {"prompt_name": chosen, "role": role, "columns": columns}
+    texts["context"] = None if drawn is None else drawn.encoded(encoder)
+    files: dict[str, Any] = {"shard_size": shard_size, "vector_format": vector_format}
+    folder = encode_corpus(encoder, input, output, **texts, **files, devices=names, tokenizer_workers=tokenizer_workers)
     size = f"{vector_format}, {bytes_per_vector(vector_format, folder.embedding_dim)} bytes each"
     print(f"wrote {folder.num_documents} vectors of width {folder.embedding_dim} to {output}: {size}")
 

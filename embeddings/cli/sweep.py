@@ -75,9 +75,8 @@ def sweep(
         plan = with_proposed(plan, file, output, None if is_read else index + 1)  # type: ignore[operator]
     runs = runs_of(plan, output)
     if plan.search is not None and index is not None and index >= len(runs):
-        raise OptionError(
-            "index", index, f"is not one of the {len(runs)} points proposed so far", "run the sweep first"
-        )
+        rule = f"must be below {len(runs)}, the number of points proposed so far"
+        raise OptionError("index", index, rule, "run the sweep first")
     if results:
         path = output / plan.name / "results.csv" if isinstance(results, bool) else results
         if path.suffix.lower() == ".png":

@@ -147,7 +147,6 @@ def test_every_command_loads_and_documents_each_option(capsys):
         (["--version"], 0, "embeddings "),
         (["show", "--help"], 0, "\n  show anchor-tokens "),
         (["prepare", "--help"], 0, "[--from FROM]"),
-        (["fti"], 2, "there is no command 'fti'; did you mean fit?"),
         (["train", "--config", "a.yaml"], 2, "there is no command 'train'; did you mean fit? --help lists all"),
         (["predict", "--config", "a.yaml"], 2, "there is no command 'predict'; did you mean encode? --help lists all"),
         (["search", "--modle", "x", "words"], 2, "modle"),
