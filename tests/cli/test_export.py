@@ -37,7 +37,7 @@ def refused(path, capsys, output, *words):
 
 
 def trained(tmp_path, config, num_steps=2):
-    """The command line that has trained by a config, and its checkpoint."""
+    """Train with a config; returns the CLI and its checkpoint."""
     config["trainer"]["max_steps"] = num_steps
     cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
     (checkpoint,) = Path(cli.trainer.log_dir).rglob("*.ckpt")
@@ -92,7 +92,7 @@ def test_a_graph_is_written_on_request_and_a_refusal_leaves_the_old_model(tmp_pa
     assert main(words) == 2
     assert "error: format must give torch's states" in capsys.readouterr().err
     assert content(out) == before
-    # The old run's curves go with its model.
+    # The curves of the old run are replaced with its model.
     curves.unlink()
     assert main(words[:-2]) == 0
     after = content(out)
@@ -250,7 +250,7 @@ def test_a_checkpoint_is_converted_and_one_line_has_its_size(
     has_head: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = source_folder(tmp_path / "source", has_head)
-    capsys.readouterr()  # what libraries said while the source was written
+    capsys.readouterr()  # discard what libraries printed while the source was written
     options = ["--num-positions", "3000", "--rope-theta", "20000", "--keep-head", str(has_head).lower()]
     assert convert(source, tmp_path / "new" / "rotary", *options) == 0
     out = capsys.readouterr().out

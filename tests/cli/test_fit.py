@@ -115,7 +115,7 @@ def test_early_stopping_on_an_unknown_metric_is_one_line(tmp_path, capsys):
 
 @pytest.fixture
 def written():
-    """What Lightning's loggers write."""
+    """The lines that Lightning's loggers write."""
     lines = []
 
     class Lines(logging.Handler):

@@ -16,12 +16,12 @@ from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import component, run_config, write_config, write_pairs, write_retrieval_folder
 
 RECIPES = read_recipes()
-# Their data files have a few sources; parsing forty takes seconds.
+# Recipes with few sources; parsing forty sources takes seconds.
 QUICK = ["mgh_docstrings", "small_decoder_mntp"]
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
-    """The table of a plan by the names of its rows, and the warning."""
+    """The rows of a plan's table by name, and the warning."""
     capsys.readouterr()
     assert main(["plan", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -80,7 +80,7 @@ def test_the_options_of_plan_change_its_table(tmp_path: Path, capsys: pytest.Cap
 def test_the_memory_of_a_search_on_a_gpu_is_that_of_the_search_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """100M vectors of width 32 are 12.8 GB, which three quarters of 16 GiB hold; ten times as many stream."""
+    """100M vectors of width 32 are 12.8 GB, less than three quarters of 16 GiB; ten times as many are streamed."""
     config, sizes = ["--config", small(tmp_path)], []
     for pairs, vectors, clusters, how in (
         (10**8, "12.80", "0.023 for 195,313", "fit on the GPU"),

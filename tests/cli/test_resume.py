@@ -109,7 +109,7 @@ def test_many_checkpoints_of_other_runs_are_one_line(tmp_path, capsys):
 
 
 def test_another_global_batch_is_another_run_and_the_same_one_over_other_ranks_is_not(tmp_path):
-    """Found by the plan in the checkpoint: 16 may be 16 on one rank or 8 on two."""
+    """The checkpoint's plan has the global batch size: 16 may be 16 on one rank or 8 on two."""
     run = {"data": {"class_path": "embeddings.data.EmbeddingDataModule", "init_args": {"batch_size": 8}}}
     plan = {"EmbeddingDataModule": {"loader": {"plan": {"global_batch_size": 16}}}}
     saved = save(RESUMABLE | plan | {"run_config": run}, tmp_path / "last.ckpt")
@@ -141,7 +141,7 @@ def test_auto_starts_a_new_run_if_the_batch_size_differs(tmp_path, capsys):
 
 
 def test_checkpoints_continue_in_the_folder_that_lightning_recognises(tmp_path):
-    """The best ones are known again only by the very same name of the folder, absolute or relative."""
+    """Lightning recognises its best checkpoints only if the folder is written in the same way."""
     saved = save(RESUMABLE, tmp_path / "runs" / "checkpoints" / "last.ckpt", 1)
     for root in ("runs", "./runs", str(tmp_path / "runs")):
         before = ModelCheckpoint(monitor="x")
@@ -244,16 +244,16 @@ def test_another_model_data_or_seed_is_another_run(given: dict[str, Any], says: 
         changed(data__init_args__sources__0__licence="apache-2.0"),
         changed(model__init_args__new="an option that a later version has"),
         changed(data__init_args__num_workers=2),
-        changed(data__init_args__batch_size=16),  # the plan in the checkpoint says what of it must be the same
+        changed(data__init_args__batch_size=16),  # the global batch size is in the checkpoint's plan
         changed(trainer__devices=2, trainer__num_nodes=2, data__init_args__batch_size=4),
     ],
 )
 def test_how_and_how_long_it_is_trained_makes_no_other_run(given: dict[str, Any]) -> None:
     assert first_difference(RUN, given) is None
-    assert first_difference({}, given) is None  # a checkpoint that does not say
+    assert first_difference({}, given) is None  # a checkpoint without a config
 
 
-# All options of the names that are free. Samplers get the batch size of a rank from the data.
+# All options whose names are in `_FREE`. Samplers get the batch size of a rank from the data.
 FREE = {
     "BackboneConfig": "attn_implementation compile gradient_checkpointing",
     "BatchSampler": "batch_size",
@@ -273,7 +273,7 @@ FREE = {
 
 
 def test_all_options_with_free_names_are_listed() -> None:
-    """Another value of it would still be the same run."""
+    """A new option with such a name may change in the same run, so it must be checked here."""
     free = {name.rpartition(".")[2] for name in _FREE}
     found: dict[str, str] = {}
     for package in (data, losses, models, modules):

@@ -154,7 +154,7 @@ def test_the_first_rank_does_not_leave_the_others_waiting(number, code, sweep_fi
     done = folders[0] / "done.json"
     content = done.read_text()
     done.unlink()
-    # Another process is done between this one's first look and its lock.
+    # Another process finishes the point after this one's check, but before its lock.
     monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: done.write_text(content))
     monkeypatch.setenv("WORLD_SIZE", number)
     assert main(["sweep", file, "--index", "0"]) == code
@@ -356,7 +356,7 @@ def test_a_signal_before_the_first_run_ends_the_sweep(number, code, sweep_file, 
     assert folders == []
 
 
-# A few seconds that a signal ends with code 7.
+# A process of a few seconds that ends with code 7 on a signal.
 CHILD = "trap 'exit 7' {number}; touch {ready}; for _ in $(seq 200); do sleep 0.02; done"
 
 

@@ -21,7 +21,7 @@ TEMPERATURE = "model.init_args.loss.init_args.temperature"
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a sweep over a config that is there; returns its path."""
+    """Writes a sweep file over an existing config; returns its path."""
     config = tmp_path / "method.yaml"
     config.write_text("model: {class_path: a.B}\n")
 
@@ -184,7 +184,7 @@ def has_optuna():
 
 
 def walked(search, mode, num_points, value_of):
-    """The points of a search whose runs reach `value_of` each point."""
+    """The points of a search in which each run has the result `value_of(point)`."""
     tried = []
     for _ in range(num_points):
         point = next_point(search, mode, tried)
@@ -224,7 +224,7 @@ def test_choices_may_be_mappings_and_runs_without_a_result_are_ignored(has_optun
 
 
 def trained(folders):
-    """The points of the runs that were trained, in their order."""
+    """The points of the trained runs, in order."""
     (proposals,) = folders[0].parent.glob("points-*.json")
     return json.loads(proposals.read_text())
 

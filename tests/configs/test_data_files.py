@@ -254,7 +254,7 @@ def test_moe_has_search_prefixes_and_a_public_source_for_each_data_set(phase: st
 
 
 @pytest.mark.parametrize(("name", "row_length", "rows"), [("mntp_wikitext", 512, 32), ("mlm_adapt", 2048, 4096)])
-def test_language_modelling_reads_so_many_rows_a_step(
+def test_language_modelling_has_the_expected_rows_per_step(
     name: str, row_length: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EMBED_TRAIN_DATA", "data")
