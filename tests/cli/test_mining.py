@@ -273,7 +273,7 @@ def test_tasks_share_the_work(source, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--cluster_size", "4", "--num_clusters", "4"], "takes the place of cluster_size"),
+        (["--cluster_size", "4", "--num_clusters", "4"], "replaces cluster_size"),
         (["--negatives"], "negatives has no effect on words"),
         (["--query-prompt", "query: "], "query_prompt has no effect on words"),
     ],

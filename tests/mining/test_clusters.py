@@ -95,7 +95,7 @@ def test_a_corpus_larger_than_the_memory_is_trained_on_a_sample_within_it(tmp_pa
 def test_a_sample_is_told_of_and_decides_the_folder(features, source, tmp_path, caplog):
     settings = replace(SETTINGS, memory_gib=(4 * 5 * 16 * 4 + 20 * 2 * (4 * 16 + 24)) / 2**30)
     cluster_pairs(features, source, tmp_path / "whole", settings)
-    assert "k-means is trained on 20 of 60 rows, 8 vectors a cluster, fewer than 39" in caplog.text
+    assert "k-means is trained on 20 of 60 rows, 8 vectors per cluster, fewer than 39" in caplog.text
     with pytest.raises(InputError, match="field 'max_training_rows' is 20, expected None"):
         cluster_pairs(features, source, tmp_path / "whole", SETTINGS)
 
@@ -130,7 +130,7 @@ def test_topics_become_clusters(kind, source, tmp_path):
     ("name", "call"),
     [
         *(("_save", 1), ("kmeans_run", 2), ("nearest_centroids", 3), ("neighbour_lists", 1)),
-        *(("num_duplicates", 1), ("write_cluster_files", 1), ("_remove_parts", 1)),
+        *(("num_duplicates", 1), ("write_cluster_files", 1), ("_remove_work", 1)),
     ],
 )
 def test_a_process_killed_anywhere_is_resumed_with_the_same_bytes(name, call, source, tmp_path):
@@ -144,7 +144,7 @@ def test_a_process_killed_anywhere_is_resumed_with_the_same_bytes(name, call, so
         go(tmp_path / "killed")
 
     assert in_a_child(killed) == -signal.SIGKILL
-    if name != "_remove_parts":
+    if name != "_remove_work":
         with pytest.raises(InputError, match="'complete' is False"):
             clusters.ClusterFolder(tmp_path / "killed")
     go(tmp_path / "killed")
@@ -158,7 +158,7 @@ def test_tasks_of_an_array_make_the_folder_of_one_process(features, source, tmp_
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("stage", ["_make", "load_shard", "_best_run"])
+@pytest.mark.parametrize("stage", ["_run_stages", "load_shard", "_best_run"])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_task_without_shards_lives_with_others_that_finish_meanwhile(stage, after, source, tmp_path, monkeypatch):
     made = made_vectors(tmp_path / "vectors", source)
@@ -233,7 +233,7 @@ def test_k_follows_the_cluster_size_and_the_format_bounds_the_rows():
         ({"max_training_rows": 2, "num_clusters": 5}, "max_training_rows must be at least half of the 5 clusters"),
         ({"memory_gib": float("nan")}, "memory_gib must be a finite number > 0"),
         ({"memory_gib": 1e-6, "num_clusters": 50}, "memory_gib must be at least 0.1 for 50 clusters of width 16"),
-        ({"memory_gib": 1e-6, "max_training_rows": 7}, "max_training_rows takes 0.1 GiB to train on"),
+        ({"memory_gib": 1e-6, "max_training_rows": 7}, "max_training_rows needs 0.1 GiB"),
     ],
 )
 def test_impossible_settings_are_refused_and_write_nothing(options, message, features, source, tmp_path):
@@ -246,5 +246,5 @@ def test_rows_that_are_all_alike_are_told_of(source, tmp_path, caplog):
     same = np.tile(unit_vectors(1), (61, 1))
     features = VectorFeatures(made_vectors(tmp_path / "same", source, same[:60], same))
     cluster_pairs(features, source, tmp_path / "out", ClusterSettings(num_clusters=10, num_iterations=2, num_runs=1))
-    assert "of 10 clusters" in caplog.text
+    assert "of 10 clusters have no rows" in caplog.text
     assert "centroids are copies" in caplog.text

@@ -220,7 +220,7 @@ def test_shards_and_tasks_change_no_reason(shard_size, tmp_path, monkeypatch):
     whole = rule.reasons([pairs_source.table.row(row) for row in range(21)]).tolist()
     assert whole[5] == EQUAL
     assert SIMILAR in whole
-    monkeypatch.setattr(duplicates, "_CHECKED_TOGETHER", 3)
+    monkeypatch.setattr(duplicates, "_CHECK_BLOCK", 3)
     for index in (1, 0):
         found = find_contaminated(
             pairs_source, tmp_path / "work", rule, shard_size=shard_size, task=ArrayTask(index, 2)
@@ -241,7 +241,7 @@ def test_texts_and_roles_both_decide_the_hash():
 
 @pytest.mark.parametrize("threshold", [0.0, -0.5, 1.1, float("nan")])
 def test_impossible_thresholds_are_refused(threshold):
-    with pytest.raises(OptionError, match="bm25_threshold must lie above 0 and be at most 1"):
+    with pytest.raises(OptionError, match="bm25_threshold must be > 0 and <= 1"):
         Decontaminator(EvaluationTexts(["a"], []), threshold)
-    with pytest.raises(OptionError, match="decontaminate must bring at least one text"):
+    with pytest.raises(OptionError, match="decontaminate must contain at least one text"):
         Decontaminator(EvaluationTexts([], []))

@@ -74,13 +74,13 @@ def test_a_row_without_direction_is_named(value, kind, tmp_path):
     made = fitted(made_vectors(tmp_path / "vectors", topic_source(tmp_path), queries))
     with pytest.raises(InputError, match=rf"queries/vectors-00001\.npy:7: the vector is {kind}"):
         made.rows(np.arange(10, 40))
-    with pytest.raises(InputError, match=f"file:5: what it is clustered by is {kind}"):
+    with pytest.raises(InputError, match=f"file:5: its features are {kind}"):
         unit_features(np.full((1, 4), value, np.float32), np.array([5]), "file:{}".format)
 
 
 @pytest.mark.parametrize("svd_dim", [0, 17])
 def test_an_impossible_width_is_refused(svd_dim, tmp_path):
-    with pytest.raises(OptionError, match=r"svd_dim must lie in 1 … 16, twice the vectors' width, got"):
+    with pytest.raises(OptionError, match=r"svd_dim must be between 1 and 16, twice the width of the vectors, got"):
         VectorFeatures(made_vectors(tmp_path, topic_source(tmp_path)), svd_dim)
 
 
@@ -141,23 +141,23 @@ def test_a_row_with_words_on_one_side_has_a_direction_and_one_without_any_is_nam
     made_of = source(tmp_path, rows)
     made = fitted_words(made_of, svd_dim=2)
     assert made.rows(np.arange(2)).shape == (2, 4)
-    with pytest.raises(InputError, match="row 2: what it is clustered by is zero"):
+    with pytest.raises(InputError, match="row 2: its features are zero"):
         made.rows(np.arange(3))
     named = fitted_words(made_of, svd_dim=2, row_name="file:{}".format)
-    with pytest.raises(InputError, match="file:2: what it is clustered by is zero"):
+    with pytest.raises(InputError, match="file:2: its features are zero"):
         named.rows(np.arange(3))
 
 
 def test_a_source_without_any_word_is_refused(tmp_path):
     rows = [{"query": "?!", "positive": "..."}]
     made = Bm25Features(source(tmp_path, rows))
-    with pytest.raises(InputError, match="holds a word; use --features vectors"):
+    with pytest.raises(InputError, match="no row contains a word; use --features vectors"):
         made.fit()
 
 
 def test_labelled_texts_and_impossible_widths_are_refused(tmp_path):
-    with pytest.raises(OptionError, match="svd_dim must lie in 1 … 120, the number of texts, got 121"):
+    with pytest.raises(OptionError, match="svd_dim must be between 1 and 120, the number of texts, got 121"):
         Bm25Features(topic_source(tmp_path), svd_dim=121)
     texts = source(tmp_path, labelled(3, 3), conversion="class_by_example")
-    with pytest.raises(InputError, match="the source holds labelled texts, no pairs"):
+    with pytest.raises(InputError, match="the source contains labelled texts, not pairs"):
         Bm25Features(texts)

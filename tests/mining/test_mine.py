@@ -210,7 +210,7 @@ def test_impossible_options_are_refused(make, says):
     [
         ({"rules": NegativeRules(22, None)}, "holds 22 different documents, too few for 22 negatives"),
         ({"rules": NegativeRules(7), "levels": QUANTILES}, "num_negatives must be a multiple of 4 with levels"),
-        ({"levels": LevelRules("grades", STRANGE)}, "judgments: judges no document for any query"),
+        ({"levels": LevelRules("grades", STRANGE)}, "judgments: has no judgment of a document for a query"),
         ({"source": {"conversion": "class_by_label"}}, "holds no records to mine for"),
     ],
 )

@@ -381,7 +381,7 @@ def test_judgments_that_set_nothing_apart_are_refused(judged, says):
 @pytest.mark.parametrize("judged", [[("q9", "a", 1), ("q9", "b", 0)], [("q0", "x", 1), ("q0", "y", 0)]])
 def test_judgments_of_other_queries_or_documents_are_refused(judged, tmp_path):
     index = index_pairs(source(tmp_path, ROWS), tmp_path / "index")
-    with pytest.raises(InputError, match="qrels: judges no document for any query of the source"):
+    with pytest.raises(InputError, match="qrels: has no judgment of a document for a query of the source"):
         DocumentQrels(TextQrels.of(judged, "qrels"), index, "qrels")
 
 
@@ -389,13 +389,17 @@ def test_judgments_of_other_queries_or_documents_are_refused(judged, tmp_path):
     ("kind", "options", "says"),
     [
         (NegativeRules, {"num_negatives": 0}, "num_negatives must be >= 1"),
-        (NegativeRules, {"margin": 0.0}, "margin must lie in"),
-        (NegativeRules, {"margin": 1.5}, "margin must lie in"),
-        (NegativeRules, {"margin": float("nan")}, "margin must lie in"),
+        (NegativeRules, {"margin": 0.0}, "margin must be > 0 and <= 1"),
+        (NegativeRules, {"margin": 1.5}, "margin must be > 0 and <= 1"),
+        (NegativeRules, {"margin": float("nan")}, "margin must be > 0 and <= 1"),
         (NegativeRules, {"absolute_margin": -0.1}, "absolute_margin must be finite"),
         (NegativeRules, {"first_rank": 0}, "first_rank must be >= 1"),
         (NegativeRules, {"choice": "best"}, "choice must be top or random"),
-        (NegativeRules, {"num_negatives": 7, "first_rank": 10, "last_rank": 12}, "last_rank must leave 7 ranks"),
+        (
+            NegativeRules,
+            {"num_negatives": 7, "first_rank": 10, "last_rank": 12},
+            "last_rank must leave at least 7 ranks",
+        ),
         (LevelRules, {"kind": "grades"}, "levels needs judgments"),
         (LevelRules, {"kind": "steps"}, "levels must be quantiles or grades"),
         (LevelRules, {"kind": "quantiles", "judged": FEW}, "judgments have no effect on quantiles"),

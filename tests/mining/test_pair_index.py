@@ -180,7 +180,7 @@ def test_a_corpus_that_cannot_be_used_leaves_nothing(content, tmp_path):
 
 def test_a_source_without_pairs_is_refused(tmp_path):
     texts = source(tmp_path, labelled(2, 2), conversion="class_by_example")
-    with pytest.raises(InputError, match="no pairs"):
+    with pytest.raises(InputError, match="labelled texts, not pairs"):
         index_pairs(texts, tmp_path / "index")
 
 

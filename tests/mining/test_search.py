@@ -92,7 +92,7 @@ def test_a_document_without_direction_is_named(value, kind, exact, tmp_path):
 
 def test_queries_that_do_not_fit_are_refused(exact, tmp_path):
     search = exact(shards(tmp_path, unit_vectors(10), 4))
-    with pytest.raises(InputError, match="holds vectors of width 8, the queries' is 5"):
+    with pytest.raises(InputError, match="contains vectors of width 8, the queries' is 5"):
         search.search(unit_vectors(2, 5), 3)
     with pytest.raises(InputError, match="query vectors:1: the vector is zero"):
         search.search(unit_vectors(2) * np.array([[1], [0]], np.float32), 3)
@@ -210,8 +210,8 @@ def test_the_default_number_of_lists_suits_the_documents(count, lists, tmp_path)
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"num_lists": 31}, "num_lists must lie in 1 … 30"),
-        ({"num_lists": 4, "num_probes": 5}, "num_probes must lie in"),
+        ({"num_lists": 31}, "num_lists must be between 1 and 30"),
+        ({"num_lists": 4, "num_probes": 5}, "num_probes must be between"),
     ],
 )
 def test_impossible_numbers_are_refused_before_anything_is_written(options, says, tmp_path):
@@ -258,7 +258,7 @@ def test_vectors_stored_in_float16_stay_so(is_resident, tmp_path, monkeypatch):
     cut(monkeypatch, 64, 9, 4, 100, is_resident)
     search, query_QD = GpuSearch(documents, device=CPU), unit_vectors(9, 32, seed=1)
     assert_same(search.search(query_QD, 12), ExactSearch(documents).search(query_QD, 12))
-    assert [tile.dtype for tile in search._kept] == [torch.float16] * (5 if is_resident else 0)
+    assert [tile.dtype for tile in search._resident] == [torch.float16] * (5 if is_resident else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -266,11 +266,11 @@ def test_vectors_stored_in_float16_stay_so(is_resident, tmp_path, monkeypatch):
 def test_no_document_scores_above_the_bound_of_a_gpus_score(dtype, width):
     query_QD, document_ND = unit_vectors(20, width), unit_vectors(600, width, seed=1)
     quick_QN = (torch.from_numpy(query_QD).to(dtype) @ torch.from_numpy(document_ND).to(dtype).T).float().numpy()
-    lost = gpu_search._most_lost(width) if dtype == torch.float16 else 0.0
+    error = gpu_search._float16_error(width) if dtype == torch.float16 else 0.0
     for vectors in (query_QD, document_ND):
-        assert np.linalg.norm(vectors - vectors.astype(np.float16).astype(np.float32), axis=1).max() <= max(lost, 1e-3)
+        assert np.linalg.norm(vectors - vectors.astype(np.float16).astype(np.float32), axis=1).max() <= max(error, 1e-3)
     true_QN = query_QD.astype(np.float64) @ document_ND.T.astype(np.float64)
-    excess_QN = gpu_search.score_bound(quick_QN, lost, lost, width, dtype) - true_QN
+    excess_QN = gpu_search.score_bound(quick_QN, error, error, width, dtype) - true_QN
     assert excess_QN.min() >= 0
     assert excess_QN.max() < 0.004
 

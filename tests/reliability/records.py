@@ -334,7 +334,7 @@ CASES = {
     MINE.replace("--num-negatives 2", "--levels grades --judgments eval/qrels.tsv"): {
         "judgments of other queries than the records'": (
             both(pairs(), judged("q0\td0\t1", "q0\td1\t2")),
-            "eval/qrels.tsv: judges no document for any query of the source",
+            "eval/qrels.tsv: has no judgment of a document for a query of the source",
         )
     },
     EVALUATE.replace(" eval ", " [] "): {"no folder": (put("a", ""), "--data: names no folder")},
