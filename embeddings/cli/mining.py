@@ -175,7 +175,7 @@ def mining_table(report: MiningReport) -> str:
             scores = f"scores {low} to {high}, mean {mean}"
         count, lacking = part["num_negatives"], part["num_lacking"]
         lines.append(f"level {level}: {count} negatives, {scores}; {lacking} records have none")
-    lines.append(f"{report.num_short} records have fewer negatives than asked for, {report.num_empty} of them none")
+    lines.append(f"{report.num_short} records have fewer negatives than num_negatives, {report.num_empty} of them none")
     return "\n".join([*lines, f"wrote {report.num_negatives} negatives to {report.output}"])
 
 

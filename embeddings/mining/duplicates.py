@@ -193,9 +193,7 @@ class Decontaminator:
 
     def __init__(self, evaluation: EvaluationTexts, bm25_threshold: float | None = None) -> None:
         if not any(evaluation):
-            raise OptionError(
-                "decontaminate", 0, "must contain at least one text", "name a folder with evaluation data"
-            )
+            raise OptionError("decontaminate", 0, "must have at least one text", "name a folder of evaluation data")
         if bm25_threshold is not None and not 0 < bm25_threshold <= 1:
             rule = "must be > 0 and <= 1"
             raise OptionError("bm25_threshold", bm25_threshold, rule, "leave it out to remove equal texts only")

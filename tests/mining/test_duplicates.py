@@ -243,5 +243,5 @@ def test_texts_and_roles_both_decide_the_hash():
 def test_impossible_thresholds_are_refused(threshold):
     with pytest.raises(OptionError, match="bm25_threshold must be > 0 and <= 1"):
         Decontaminator(EvaluationTexts(["a"], []), threshold)
-    with pytest.raises(OptionError, match="decontaminate must contain at least one text"):
+    with pytest.raises(OptionError, match="decontaminate must have at least one text"):
         Decontaminator(EvaluationTexts([], []))

@@ -218,7 +218,7 @@ def test_records_left_out_as_suspect_shift_no_row(tmp_path):
 def test_when_no_record_would_stay_one_line_says_so(tmp_path):
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", [*pairs(1), *pairs(1)])))
     rule = Decontaminator(EvaluationTexts(["query 0"], []))
-    with pytest.raises(InputError, match=r"no record would stay \(1 copies, 1 equal to an evaluation text\); loosen"):
+    with pytest.raises(InputError, match=r"no record would remain \(1 copies, 1 equal to an evaluation text\); loosen"):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), decontaminator=rule)
     assert not (tmp_path / "kept.parquet").exists()
     assert not (tmp_path / "kept.manifest.json").exists()
@@ -244,9 +244,9 @@ def test_a_source_that_changed_in_the_meantime_is_refused(tmp_path, monkeypatch)
         ({"near_duplicates": 0.8, "remove_copies": False}, "remove_copies excludes near_duplicates"),
         ({"top_k": 0}, "top_k must be >= 1, got 0"),
         ({"segment_size": 1}, "segment_size must be >= 2, got 1"),
-        ({"top_k": 2}, "model must be given for top_k"),
-        ({"segment_by": "language"}, "model must be given for top_k, segment_by"),
-        ({"remove_copies": False}, "leaves no rule to filter by"),
+        ({"top_k": 2}, "model must be set for top_k"),
+        ({"segment_by": "language"}, "model must be set for top_k, segment_by"),
+        ({"remove_copies": False}, "leaves no active rule"),
     ],
 )
 def test_impossible_rules_are_refused_before_anything_is_written(options, says, tmp_path):
@@ -259,12 +259,12 @@ def test_impossible_rules_are_refused_before_anything_is_written(options, says, 
 def test_sources_and_options_that_do_not_fit_are_refused(tmp_path):
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(3))))
     for option in ("vectors", "query_prompt_name", "document_prompt_name", "devices"):
-        with pytest.raises(OptionError, match="model must be given for top_k"):
+        with pytest.raises(OptionError, match="model must be set for top_k"):
             filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), **{option: "x"})
     with pytest.raises(OptionError, match="shard_size must be >= 1, got 0"):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), shard_size=0)
     scored = SourceConfig("a", config.path, conversion="sts")
-    with pytest.raises(OptionError, match="holds no records to keep"):
+    with pytest.raises(OptionError, match="has no records to filter"):
         filter_pairs(scored, tmp_path / "kept.parquet", FilterRules())
     mixed = [*pairs(2), {**pairs(1)[0], "negatives": ["n"]}, {**pairs(1)[0], "negatives": [{"text": "n", "level": 1}]}]
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", mixed)))

@@ -208,10 +208,10 @@ def test_impossible_options_are_refused(make, says):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"rules": NegativeRules(22, None)}, "holds 22 different documents, too few for 22 negatives"),
+        ({"rules": NegativeRules(22, None)}, "has 22 distinct documents, too few for 22 negatives"),
         ({"rules": NegativeRules(7), "levels": QUANTILES}, "num_negatives must be a multiple of 4 with levels"),
         ({"levels": LevelRules("grades", STRANGE)}, "judgments: has no judgment of a document for a query"),
-        ({"source": {"conversion": "class_by_label"}}, "holds no records to mine for"),
+        ({"source": {"conversion": "class_by_label"}}, "has no records to mine for"),
     ],
 )
 def test_what_cannot_be_mined_leaves_nothing_behind(options, says, tmp_path):

@@ -91,7 +91,7 @@ def test_a_second_model_shares_the_index(encoder, tmp_path):
     second = encode_pairs(Encoder(tiny_embedder(), precision="float32"), pairs, tmp_path / "two", index=first.index)
     assert second.index is first.index
     assert not (tmp_path / "two" / "index").exists()
-    with pytest.raises(OptionError, match="corpus belongs to the index"):
+    with pytest.raises(OptionError, match="corpus cannot be set with an existing index"):
         encode_pairs(encoder, pairs, tmp_path / "one", index=first.index, corpus="more.jsonl")
 
 
@@ -128,7 +128,7 @@ def test_each_rows_own_instruction_stands_in_the_prompt_of_its_query(encoder, tm
 def test_an_instruction_that_a_row_lacks_or_a_document_wants_is_refused(encoder, tmp_path):
     rows = [{"query": "fox", "positive": "dog", "instruction": "find"}, {"query": "lazy", "positive": "over"}]
     pairs = source(tmp_path, rows)
-    with pytest.raises(InputError, match=r"^row 1: has no instruction .* in the query prompt; give each record one"):
+    with pytest.raises(InputError, match=r"^row 1: has no instruction .* in the query prompt; add one to each record"):
         encode_pairs(encoder, pairs, tmp_path / "out", query_prompt_name={"text": "{instruction}: "})
     with pytest.raises(OptionError, match=r"may hold \{instruction\} only where it goes before the queries"):
         encode_pairs(encoder, pairs, tmp_path / "out", document_prompt_name={"text": "{instruction}: "})
@@ -237,7 +237,7 @@ def test_each_text_finds_the_first_of_its_vectors(part, block, encoder, encoded,
 
 
 def test_a_folder_of_other_texts_is_refused_and_leaves_nothing(encoder, encoded, tmp_path):
-    with pytest.raises(InputError, match=r"vectors: holds none of the 2 texts .*; name a folder of these"):
+    with pytest.raises(InputError, match=r"vectors: contains none of the 2 texts; name a folder of these"):
         opened(encoded(), encoder).find(np.array([1, 2]), tmp_path / "rows.npy")
     assert not [path for path in tmp_path.iterdir() if not path.name.endswith(".lock")]
 

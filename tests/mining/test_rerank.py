@@ -108,7 +108,10 @@ def test_kills_tasks_and_a_second_model_end_with_the_same_bytes(cross_encoder, t
     assert outputs(tmp_path, "killed.parquet") == whole
     # What was mined serves another model, and what is there is never taken for another model's.
     other = Reranker(save_model(tmp_path / "other", seed=1, num_labels=1), "cpu")
-    for wrong, says in ((other, "field 'reranker.model_sha256'"), (None, "field 'reranker': the output was made with")):
+    for wrong, says in (
+        (other, "field 'reranker.model_sha256'"),
+        (None, "field 'reranker': the output was written with"),
+    ):
         with pytest.raises(InputError, match=says):
             run(tmp_path, "killed.parquet", reranker=wrong)
     (tmp_path / "killed.parquet").unlink()
@@ -122,8 +125,8 @@ def test_kills_tasks_and_a_second_model_end_with_the_same_bytes(cross_encoder, t
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [
-        (BertModel, {}, "reranker must be a cross-encoder, and its weights, of BertModel, have no head for scores"),
-        (BertForSequenceClassification, {"num_labels": 3}, "reranker must give one score for a pair, and gives 3"),
+        (BertModel, {}, "reranker must be a cross-encoder, and the weights of BertModel have no head for scores"),
+        (BertForSequenceClassification, {"num_labels": 3}, "reranker must return one score per pair, not 3"),
     ],
 )
 def test_a_model_that_scores_no_pairs_is_refused(kind, options, says, tmp_path):
@@ -143,5 +146,5 @@ def test_a_model_that_cannot_be_had_is_one_line(tmp_path, monkeypatch):
 def test_a_score_that_is_not_finite_is_named(cross_encoder):
     reranker = Reranker(cross_encoder, "cpu")
     reranker.model.predict = lambda pairs, **_: np.array([1.0, math.nan])
-    with pytest.raises(InputError, match="gives 'fox' with 'two' a score that is not finite"):
+    with pytest.raises(InputError, match="the score of 'fox' with 'two' is not finite"):
         reranker.scores([("fox", "one"), ("fox", "two")])

@@ -297,7 +297,7 @@ CASES = {
             put("pairs.jsonl", b"[" + LINE.strip() + b",\n" + LINE + b"]\n"),
             "pairs.jsonl:1: a JSON array begins here, expected JSON lines",
         ),
-        "fewer documents than negatives": (pairs(positive="another"), "2 different documents, too few for 2 negatives"),
+        "fewer documents than negatives": (pairs(positive="another"), "2 distinct documents, too few for 2 negatives"),
     },
     FILTER + " --columns '{positive: answer}'": {
         "a column mapped to one that is not there": (
