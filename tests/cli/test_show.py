@@ -357,7 +357,7 @@ def test_a_page_lies_in_the_run_unless_named(tmp_path, capsys, monkeypatch):
         ("clusters --clusters found --perplexity 5", "perplexity has no effect without --projection tsne"),
         ("report", "run"),
         ("report file", "file: is no folder; give that of a run of fit"),
-        ("report other", "other/config.yaml: no such file; give the folder of a run of fit"),
+        ("report other", "other/config.yaml: no such file; name the folder of a run of fit"),
         ("report whole --output other", "--output other: is a directory; name an HTML file"),
     ],
 )

@@ -59,7 +59,7 @@ def shifted(kept, tmp_path):
     return draw
 
 
-def test_each_cluster_has_a_colour_its_rows_and_a_number_at_their_mean(drawn):
+def test_each_cluster_has_a_colour_and_a_number_at_its_mean(drawn):
     points = points_of(3)
     figure = drawn(points)
     (axis,) = figure.axes
@@ -79,7 +79,7 @@ def test_each_cluster_has_a_colour_its_rows_and_a_number_at_their_mean(drawn):
     assert figure.get_suptitle() == "A $title$"
 
 
-def test_a_map_takes_the_place_of_the_plane_and_has_no_scale(kept, tmp_path):
+def test_a_map_replaces_the_plane_and_has_no_scale(kept, tmp_path):
     points = points_of(2)
     map_N2 = np.arange(16.0).reshape(8, 2) ** 2
     draw_clusters(points, "t", "s", tmp_path / "a.png", map_N2)
@@ -108,7 +108,7 @@ def test_colours_differ_and_no_text_leaves_the_page(num_clusters, drawn):
 IDS = [0, 3, 0, 1, 3, 3, 0, 1, 3, 3, 0, 3]  # nothing in 2
 
 
-def test_all_rows_of_all_clusters_with_rows_are_drawn_where_there_is_room(sampled):
+def test_small_clusters_are_drawn_completely(sampled):
     draw, row_ND = sampled
     points = draw(20, 100)
     assert points.clusters == [0, 1, 3]
@@ -118,7 +118,7 @@ def test_all_rows_of_all_clusters_with_rows_are_drawn_where_there_is_room(sample
     np.testing.assert_allclose(points.vector_ND, row_ND[order], atol=1e-6)
 
 
-def test_of_many_some_are_drawn_by_the_seed_alone(sampled):
+def test_a_sample_depends_on_the_seed_only(sampled):
     draw, row_ND = sampled
     draws = [draw(2, 3, seed) for seed in range(8)]
     assert {tuple(points.clusters) for points in draws} == {(0, 1), (0, 3), (1, 3)}
@@ -187,10 +187,10 @@ def test_neighbours_stay_neighbours():
         (1, 1, "perplexity must be below a third of the 1 rows drawn"),
         (36, 0.5, "perplexity must be >= 1, got 0.5"),
         (36, float("nan"), "perplexity must be >= 1, got nan"),
-        (MAX_POINTS + 1, 30, "projection is for at most 5,000 rows, here 5,001"),
+        (MAX_POINTS + 1, 30, "projection is limited to 5,000 rows, here 5,001"),
     ],
 )
-def test_what_cannot_be_laid_out_is_refused(num_points, perplexity, says):
+def test_invalid_maps_are_refused(num_points, perplexity, says):
     with pytest.raises(OptionError, match=says):
         neighbour_map(np.zeros((num_points, 2)), perplexity)
 
@@ -202,7 +202,7 @@ def shift_of(num_documents, num_contexts):
     return ContextualShift(unit[:-1], unit[-1])
 
 
-def test_a_document_has_a_colour_a_corpus_a_shape_and_no_context_a_cross(shifted):
+def test_documents_have_colours_corpora_have_markers_and_no_context_is_a_cross(shifted):
     shift = shift_of(2, 3)
     figure = shifted(shift, ["first $x$ text", "second"], ["wiki", "wiki", "code"])
     (axis,) = figure.axes
@@ -222,7 +222,7 @@ def test_a_document_has_a_colour_a_corpus_a_shape_and_no_context_a_cross(shifted
     assert axis.get_xlabel().startswith("first principal axis (")
 
 
-def test_no_text_leaves_the_page_at_the_most_that_is_drawn(shifted):
+def test_no_text_leaves_the_page_at_the_maximum_size(shifted):
     names = [f"{number} " + "東京 a long document " * 9 for number in range(MAX_DOCUMENTS)]
     corpora = [f"corpus_{context % MAX_CORPORA}_{'x' * 20}" for context in range(12)]
     figure = shifted(shift_of(MAX_DOCUMENTS, 12), names, corpora, "a subtitle of many words, " * 20)

@@ -92,7 +92,7 @@ def test_a_corpus_larger_than_the_memory_is_trained_on_a_sample_within_it(tmp_pa
     assert (np.load(tmp_path / "out" / "cluster_ids.npy") == expected).mean() > 0.999
 
 
-def test_a_sample_is_told_of_and_decides_the_folder(features, source, tmp_path, caplog):
+def test_a_sample_is_reported_and_part_of_the_manifest(features, source, tmp_path, caplog):
     settings = replace(SETTINGS, memory_gib=(4 * 5 * 16 * 4 + 20 * 2 * (4 * 16 + 24)) / 2**30)
     cluster_pairs(features, source, tmp_path / "whole", settings)
     assert "k-means is trained on 20 of 60 rows, 8 vectors per cluster, fewer than 39" in caplog.text
@@ -100,7 +100,7 @@ def test_a_sample_is_told_of_and_decides_the_folder(features, source, tmp_path, 
         cluster_pairs(features, source, tmp_path / "whole", SETTINGS)
 
 
-def test_the_memory_of_reddits_65_million_rows_is_what_the_documentation_says():
+def test_the_memory_for_reddits_65_million_rows_is_as_documented():
     rows, width = 65_000_000, 1536
     k = ClusterSettings().resolve_num_clusters(rows)
     sampled = [ClusterSettings(memory_gib=gib).resolve_training_rows(rows, k, width) for gib in (16, 64, 749, 750)]
@@ -160,7 +160,7 @@ def test_tasks_of_an_array_make_the_folder_of_one_process(features, source, tmp_
 
 @pytest.mark.parametrize("stage", ["_run_stages", "load_shard", "_best_run"])
 @pytest.mark.parametrize("after", [False, True])
-def test_a_task_without_shards_lives_with_others_that_finish_meanwhile(stage, after, source, tmp_path, monkeypatch):
+def test_a_task_succeeds_if_others_finish_meanwhile(stage, after, source, tmp_path, monkeypatch):
     made = made_vectors(tmp_path / "vectors", source)
     cluster_pairs(VectorFeatures(made, 6), source, tmp_path / "whole", SETTINGS)
     real, entered, trained = getattr(clusters, stage), [], []
@@ -236,13 +236,13 @@ def test_k_follows_the_cluster_size_and_the_format_bounds_the_rows():
         ({"memory_gib": 1e-6, "max_training_rows": 7}, "max_training_rows needs 0.1 GiB"),
     ],
 )
-def test_impossible_settings_are_refused_and_write_nothing(options, message, features, source, tmp_path):
+def test_invalid_settings_are_refused_and_write_nothing(options, message, features, source, tmp_path):
     with pytest.raises(OptionError, match=message):
         cluster_pairs(features, source, tmp_path / "out", ClusterSettings(**options))
     assert not (tmp_path / "out").exists()
 
 
-def test_rows_that_are_all_alike_are_told_of(source, tmp_path, caplog):
+def test_equal_rows_are_reported(source, tmp_path, caplog):
     same = np.tile(unit_vectors(1), (61, 1))
     features = VectorFeatures(made_vectors(tmp_path / "same", source, same[:60], same))
     cluster_pairs(features, source, tmp_path / "out", ClusterSettings(num_clusters=10, num_iterations=2, num_runs=1))

@@ -60,7 +60,7 @@ def test_reduced_features_are_those_of_an_svd_of_both_orders(block, svd_dim, tmp
     np.testing.assert_allclose(found @ found.T, expected @ expected.T, atol=1e-4)
 
 
-def test_axes_of_a_sample_serve_all_rows(tmp_path, monkeypatch):
+def test_axes_of_a_sample_depend_on_the_seed_only(tmp_path, monkeypatch):
     vectors = made_vectors(tmp_path, topic_source(tmp_path))
     monkeypatch.setattr(features, "MAX_FITTED_ROWS", 20)
     one, again, other = (VectorFeatures(vectors, 4, seed).fit()["axes"] for seed in (0, 0, 1))
@@ -68,7 +68,7 @@ def test_axes_of_a_sample_serve_all_rows(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("value", "kind"), [(0.0, "zero"), (np.nan, "not finite")])
-def test_a_row_without_direction_is_named(value, kind, tmp_path):
+def test_a_row_with_invalid_features_is_named(value, kind, tmp_path):
     queries = unit_vectors(60)
     queries[23] = value
     made = fitted(made_vectors(tmp_path / "vectors", topic_source(tmp_path), queries))
@@ -79,7 +79,7 @@ def test_a_row_without_direction_is_named(value, kind, tmp_path):
 
 
 @pytest.mark.parametrize("svd_dim", [0, 17])
-def test_an_impossible_width_is_refused(svd_dim, tmp_path):
+def test_an_invalid_width_is_refused(svd_dim, tmp_path):
     with pytest.raises(OptionError, match=r"svd_dim must be between 1 and 16, twice the width of the vectors, got"):
         VectorFeatures(made_vectors(tmp_path, topic_source(tmp_path)), svd_dim)
 
@@ -108,7 +108,7 @@ def test_weights_are_those_of_the_formula(tmp_path):
         np.testing.assert_allclose(sorted(weights[row][weights[row] > 0]), sorted(expected.values()), rtol=1e-6)
 
 
-def test_pairs_about_one_thing_lie_together_and_both_orders_differ(tmp_path):
+def test_pairs_about_one_topic_are_close_and_both_orders_differ(tmp_path):
     made = fitted_words(topic_source(tmp_path), svd_dim=8)
     assert made.embedding_dim == 16
     found = made.rows(np.arange(60))
@@ -121,7 +121,7 @@ def test_pairs_about_one_thing_lie_together_and_both_orders_differ(tmp_path):
     np.testing.assert_allclose(swapped, np.concatenate([found[:, 8:], found[:, :8]], axis=1), atol=1e-6)
 
 
-def test_one_seed_learns_the_same_bits_and_a_sample_does(tmp_path, monkeypatch):
+def test_the_fit_depends_on_the_seed_only(tmp_path, monkeypatch):
     pairs = topic_source(tmp_path)
     monkeypatch.setattr(features, "MAX_FITTED_ROWS", 30)
     first, again, other = (Bm25Features(pairs, 4, seed).fit() for seed in (1, 1, 2))
@@ -136,7 +136,7 @@ def test_few_words_leave_axes_at_zero(tmp_path):
     assert made.rows(np.arange(2)).shape == (2, 8)
 
 
-def test_a_row_with_words_on_one_side_has_a_direction_and_one_without_any_is_named(tmp_path):
+def test_a_row_needs_words_on_one_side_and_is_named_without(tmp_path):
     rows = [{"query": "up", "positive": "down"}, {"query": "?!", "positive": "up"}, {"query": "?!", "positive": "..."}]
     made_of = source(tmp_path, rows)
     made = fitted_words(made_of, svd_dim=2)
@@ -155,7 +155,7 @@ def test_a_source_without_any_word_is_refused(tmp_path):
         made.fit()
 
 
-def test_labelled_texts_and_impossible_widths_are_refused(tmp_path):
+def test_labelled_texts_and_invalid_widths_are_refused(tmp_path):
     with pytest.raises(OptionError, match="svd_dim must be between 1 and 120, the number of texts, got 121"):
         Bm25Features(topic_source(tmp_path), svd_dim=121)
     texts = source(tmp_path, labelled(3, 3), conversion="class_by_example")

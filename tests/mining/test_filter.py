@@ -45,7 +45,7 @@ def whole(tmp_path_factory):
     return config, (folder / "whole.parquet").read_bytes()
 
 
-def test_what_was_planted_goes_by_its_rule_and_nothing_else(tmp_path):
+def test_each_planted_record_is_removed_by_its_rule_and_no_other_record_is(tmp_path):
     output = tmp_path / "out" / "kept.parquet"
     report = run_filter(write_source(tmp_path), output)
     planted = planted_records()
@@ -105,7 +105,7 @@ def test_a_finished_file_is_left_as_it_is_and_other_rules_are_refused(tmp_path):
         run_filter(config, output)
 
 
-def test_named_prompts_go_before_what_is_judged_and_belong_to_the_rules(tmp_path, monkeypatch):
+def test_prompts_are_used_for_consistency_and_are_part_of_the_manifest(tmp_path, monkeypatch):
     given = []
 
     def spy(self, texts, prompt_name=None, *args, **options):
@@ -137,7 +137,7 @@ def directions(self, texts, *args, **options):
     return vector_ND
 
 
-def test_what_goes_by_an_earlier_rule_is_nobodys_rival(tmp_path, monkeypatch):
+def test_records_removed_by_an_earlier_rule_are_not_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", directions)
     rows = [{"query": "q 0", "positive": "d 20"}, {"query": "q 90", "positive": "d 91"}]
     rivals = [{"query": "test 50", "positive": "d 5"}, {"query": "test 60", "positive": "d 6"}]
@@ -166,7 +166,7 @@ def by_language(config, output, segment_size=3):
     return filter_pairs(config, output, rules, encoder=Encoder(tiny_embedder(), precision="float32"))
 
 
-def test_records_of_one_language_are_rivals_of_each_other_alone(tmp_path, monkeypatch):
+def test_only_records_of_one_language_are_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", directions)
     config, rows = mixed_source(tmp_path)
     encoder = Encoder(tiny_embedder(), precision="float32")
@@ -206,7 +206,7 @@ def test_a_record_without_a_language_is_named_and_nothing_is_written(tmp_path):
     assert {path for path in content(tmp_path) if not path.startswith("cache")} == before
 
 
-def test_records_left_out_as_suspect_shift_no_row(tmp_path):
+def test_skipped_suspect_rows_do_not_shift_the_rows(tmp_path):
     rows = [*pairs(2), {"query": "q", "positive": "q"}, *pairs(3, "x"), pairs(1)[0]]
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", rows)), suspect_rows="leave_out")
     report = filter_pairs(config, tmp_path / "kept.parquet", FilterRules())
@@ -215,7 +215,7 @@ def test_records_left_out_as_suspect_shift_no_row(tmp_path):
     assert kept == ["query 0", "query 1", "xquery 0", "xquery 1", "xquery 2"]
 
 
-def test_when_no_record_would_stay_one_line_says_so(tmp_path):
+def test_an_empty_result_is_refused(tmp_path):
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", [*pairs(1), *pairs(1)])))
     rule = Decontaminator(EvaluationTexts(["query 0"], []))
     with pytest.raises(InputError, match=r"no record would remain \(1 copies, 1 equal to an evaluation text\); loosen"):
@@ -224,7 +224,7 @@ def test_when_no_record_would_stay_one_line_says_so(tmp_path):
     assert not (tmp_path / "kept.manifest.json").exists()
 
 
-def test_a_source_that_changed_in_the_meantime_is_refused(tmp_path, monkeypatch):
+def test_a_source_that_changes_during_the_job_is_refused(tmp_path, monkeypatch):
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(3))))
     real = filter.filter_reasons
     monkeypatch.setattr(
@@ -249,14 +249,14 @@ def test_a_source_that_changed_in_the_meantime_is_refused(tmp_path, monkeypatch)
         ({"remove_copies": False}, "leaves no active rule"),
     ],
 )
-def test_impossible_rules_are_refused_before_anything_is_written(options, says, tmp_path):
+def test_invalid_rules_are_refused_before_anything_is_written(options, says, tmp_path):
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(3))))
     with pytest.raises(OptionError, match=says):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules(**options))
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_sources_and_options_that_do_not_fit_are_refused(tmp_path):
+def test_unsuitable_sources_and_options_are_refused(tmp_path):
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(3))))
     for option in ("vectors", "query_prompt_name", "document_prompt_name", "devices"):
         with pytest.raises(OptionError, match="model must be set for top_k"):
@@ -273,7 +273,7 @@ def test_sources_and_options_that_do_not_fit_are_refused(tmp_path):
     assert not (tmp_path / "kept.parquet.work").exists()
 
 
-def test_scores_of_a_teacher_stay_with_the_records_that_stay(tmp_path):
+def test_scores_of_a_teacher_stay_with_their_records(tmp_path):
     rows = [{**row, "negatives": ["n"], "scores": [float(place), None]} for place, row in enumerate(pairs(4))]
     path = write_jsonl(tmp_path / "scored.jsonl", [*rows[:2], rows[0], *rows[2:]])
     for output in ("kept.parquet", "kept.jsonl"):

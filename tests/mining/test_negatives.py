@@ -140,7 +140,7 @@ def one_query(scores, positive, **known):
         ([0.5, 0.25], 1.0, {"margin": 0.5}, [1, -1, -1]),
     ],
 )
-def test_a_negative_lies_below_the_margins_whatever_the_sign(scores, positive, margins, expected):
+def test_a_negative_scores_below_the_margins_for_scores_of_any_sign(scores, positive, margins, expected):
     found = choose_negatives(*one_query(scores, positive), NegativeRules(3, **margins))
     assert found.row_QN[0].tolist() == expected
 
@@ -333,7 +333,7 @@ def levels_by_loop(judged, positives):
     return found
 
 
-def test_levels_and_further_positives_equal_a_loop(tmp_path):
+def test_levels_and_judged_positives_equal_a_loop(tmp_path):
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in "fedcba"])
     index = index_pairs(source(tmp_path, ROWS), tmp_path / "index", corpus)
     rows = np.arange(len(ROWS))
@@ -357,7 +357,7 @@ def test_levels_and_further_positives_equal_a_loop(tmp_path):
     assert len(np.unique(np.stack([judged.known.group_P, judged.known.row_P]), axis=1).T) == len(judged.known.row_P)
 
 
-def test_of_a_pair_judged_twice_the_higher_grade_counts_and_order_does_not():
+def test_the_higher_grade_of_a_pair_judged_twice_counts_in_any_order():
     first = TextQrels.of([("q", "a", 1), ("q", "b", 0), ("q", " a", 2)], "qrels")
     second = TextQrels.of([("q", "a ", 2), ("q", "a", 1), ("q", "b", 0)], "qrels")
     assert sorted(first.grade_J.tolist()) == [0, 2]
@@ -373,7 +373,7 @@ def test_of_a_pair_judged_twice_the_higher_grade_counts_and_order_does_not():
         ([("q", "a", 1), ("q", "b", 1)], "qrels: every judged document has the score 1, .*--levels quantiles"),
     ],
 )
-def test_judgments_that_set_nothing_apart_are_refused(judged, says):
+def test_judgments_without_two_grades_or_a_relevant_document_are_refused(judged, says):
     with pytest.raises(InputError, match=says):
         TextQrels.of(judged, "qrels")
 
@@ -410,6 +410,6 @@ def test_impossible_rules_are_refused(kind, options, says):
         kind(**options)
 
 
-def test_the_manifest_tells_judgments_apart():
+def test_the_manifest_identifies_the_judgments():
     assert LevelRules("quantiles").fields == {"kind": "quantiles"}
     assert LevelRules("grades", FEW).fields == {"kind": "grades", "judgments_sha256": FEW.sha256()}

@@ -134,7 +134,7 @@ def test_a_model_that_scores_no_pairs_is_refused(kind, options, says, tmp_path):
         Reranker(save_model(tmp_path / "model", kind, **options), "cpu")
 
 
-def test_a_model_that_cannot_be_had_is_one_line(tmp_path, monkeypatch):
+def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"nowhere: cannot be loaded as a cross-encoder \(") as error:
         Reranker(str(tmp_path / "nowhere"), "cpu")
     assert "\n" not in str(error.value)
