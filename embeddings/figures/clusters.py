@@ -59,7 +59,6 @@ class Plane(NamedTuple):
         return cls(mean_D, np.where(largest_2[:, None] < 0, -axis_2D, axis_2D), share_2)
 
     def points(self, vector_ND: Vectors) -> npt.NDArray[np.float64]:
-        """The positions of vectors (N, D) in the plane, (N, 2)."""
         point_N2: npt.NDArray[np.float64] = (vector_ND - self.mean_D) @ self.axis_2D.T
         return point_N2
 
@@ -76,12 +75,9 @@ class ClusterFacts(NamedTuple):
     """How compact a cluster is, and its distance from the other clusters of a sample.
 
     Attributes:
-        cluster: Number of the cluster.
-        num_rows: Its rows in the folder.
-        num_drawn: Its rows in the sample.
+        cluster: Number of the cluster; `num_rows` and `num_drawn` are its rows in the folder and in the sample.
         cosine: Mean cosine of its sampled rows with their mean.
-        nearest: The other cluster with the nearest mean, or itself if there is no other.
-        nearest_cosine: Cosine of the two means.
+        nearest: The other cluster with the nearest mean (itself if there is no other), and the cosine of the means.
         at_home: Share of its sampled rows that are nearest to its own mean.
     """
 
@@ -127,8 +123,7 @@ def draw_cluster_points(
 ) -> ClusterPoints:
     """Draw random non-empty clusters, and random rows of each; an `OptionError` if a number is below 1.
 
-    A row's vector is the unit-length concatenation of the vectors of its query and first positive, as `cluster` uses
-    before its reduction.
+    A row's unit vector concatenates those of its query and first positive, as `cluster` uses before its reduction.
     """
     for name, value in (("num_clusters", num_clusters), ("rows_per_cluster", rows_per_cluster)):
         if value < 1:
@@ -203,8 +198,7 @@ def neighbour_map(vector_ND: npt.NDArray[np.floating[Any]], perplexity: float = 
     Neighbours remain neighbours; the distances between groups and their sizes have no meaning. Distances are Euclidean,
     which orders unit vectors like the cosine. `perplexity` is roughly the number of neighbours of a vector.
 
-    Determinism: initialised with the two principal axes; equal for equal arguments on one machine and number of
-        threads.
+    Determinism: starts from the two principal axes; equal for equal arguments on one machine and number of threads.
     Source: van der Maaten and Hinton 2008, "Visualizing Data using t-SNE"; scikit-learn's Barnes-Hut version.
     """
     from sklearn.manifold import TSNE
@@ -223,8 +217,7 @@ def draw_contextual_shift(
     `corpora` the name of the corpus of each context; each corpus has a marker.
 
     Source: Morris and Rush 2024 (CDE), arXiv:2410.02525, §10.5, Fig. 15: randomly drawn documents of one corpus
-        (TREC-Covid), PCA of their vectors, one colour per document and one dot per context. Differs: the crosses, and
-        the markers.
+        (TREC-Covid), PCA of their vectors, one colour per document and one dot per context. Differs: other markers.
     """
     corpus_names = list(dict.fromkeys(corpora))
     assert len(names) <= MAX_DOCUMENTS

@@ -152,9 +152,8 @@ def means(dots: Sequence[Dot], name: str) -> dict[float | str, float]:
     for values, metric in dots:
         groups.setdefault(values[name], []).append(metric)
     mean_of = {value: sum(metrics) / len(metrics) for value, metrics in groups.items()}
-    return dict(
-        sorted(mean_of.items(), key=(lambda item: item[0]) if is_numeric(dots, name) else (lambda item: item[1]))
-    )
+    column = 0 if is_numeric(dots, name) else 1
+    return dict(sorted(mean_of.items(), key=lambda item: item[column]))
 
 
 def _draw_numbers(axis: Any, dots: Sequence[Dot], name: str, best: Dot) -> None:

@@ -176,9 +176,7 @@ def draw_latents_by_text(texts: Sequence[LatentWeights], title: str, subtitle: s
     Source: NV-Embed, appendix D, Fig. 2: 20 reviews by 4,096 columns, 512 latents in each of 8 heads.
     """
     if len(texts) > MAX_ROWS:
-        raise InputError(
-            "TEXT", f"there are {len(texts)} texts; the maximum for a figure is {MAX_ROWS}", "use fewer texts"
-        )
+        raise InputError("TEXT", f"{len(texts)} texts; the maximum for a figure is {MAX_ROWS}", "use fewer texts")
     num_heads, num_latents = texts[0].mean_AR.shape
     rows_NC = np.stack([weights.mean_AR.reshape(-1) for weights in texts])
     names = [drawn_label(weights.text, 2 * _MAX_TOKEN_NAME) for weights in texts]

@@ -41,8 +41,7 @@ def write_report(run: Path, output: Path) -> None:
     """Write a run's page: one self-contained HTML file without scripts or fonts, with embedded pictures.
 
     It uses the files of the run's folder: `config.yaml`, `run.json`, `metrics.csv` and those of callbacks, and for a
-    resumed run also the folders of its earlier processes. Only `config.yaml` is required; without other files the page
-    has less information.
+    resumed run also the folders of its earlier processes. Only `config.yaml` is required.
     """
     facts = RunFacts.read(run)
     (name,) = run_names([run])
@@ -254,8 +253,8 @@ def batch(facts: RunFacts) -> str:
         return "not recorded"
     factors = [f"{queries:,}"]
     factors += [f"{ranks} processes"] * (ranks > 1) + [f"{accumulated} batches per step"] * (accumulated > 1)
-    total = f" = {queries * ranks * accumulated:,} per optimiser step" if len(factors) > 1 else ""
-    return " × ".join(factors) + total
+    total = f" = {queries * ranks * accumulated:,} per optimiser step"
+    return " × ".join(factors) + total * (len(factors) > 1)
 
 
 def length(facts: RunFacts) -> str:
@@ -315,9 +314,8 @@ def health(facts: RunFacts) -> list[str]:
     for part in facts.parts:
         for error in part.numeric_errors:
             where = f" on rank {error['rank']}" if "rank" in error else ""
-            text.append(
-                f"At step {error.get('step', '?')}{where}: {_shortened(str(error.get('error', 'unknown error')))}"
-            )
+            reason = _shortened(str(error.get("error", "unknown error")))
+            text.append(f"At step {error.get('step', '?')}{where}: {reason}")
     text += [f"{name}: {count(times, 'value')} NaN or infinite." for name, times in facts.not_finite.items()]
     if not text and facts.curves:
         text.append("No logged value is NaN or infinite, and no step was stopped by a numeric error.")

@@ -66,12 +66,10 @@ def _previous_part(run: Path) -> Path | None:
     number, checkpoint = _number(run), _checkpoint(run)
     if number is None or checkpoint is None:
         return None
-    versions = {
-        version: path for path in run.absolute().parent.glob("version_*") if (version := _number(path)) is not None
-    }
-    for version in sorted((version for version in versions if version < number), reverse=True):
-        if (versions[version] / "config.yaml").is_file() and _wrote(versions[version], checkpoint):
-            return run.parent / versions[version].name
+    numbered = {_number(path): path for path in run.absolute().parent.glob("version_*")}
+    for earlier in sorted((other for other in numbered if other is not None and other < number), reverse=True):
+        if (numbered[earlier] / "config.yaml").is_file() and _wrote(numbered[earlier], checkpoint):
+            return run.parent / numbered[earlier].name
     return None
 
 
@@ -231,7 +229,6 @@ class RunFacts:
         return value
 
     def callbacks(self, name: str) -> list[Mapping[str, Any]]:
-        """The arguments of all callbacks of a class, by the class's name."""
         configs = self.setting("trainer.callbacks")
         callbacks = [_mapping(config) for config in configs] if isinstance(configs, list) else []
         matching = [config for config in callbacks if str(config.get("class_path")).rpartition(".")[2] == name]

@@ -200,15 +200,12 @@ class Bm25Features(PairFeatures):
         self, source: CachedSource, svd_dim: int | None = None, seed: int = 0, row_name: RowName = "row {}".format
     ) -> None:
         if source.classes is not None:
-            raise InputError(
-                str(source.folder), "the source contains labelled texts, not pairs", "use conversion: pairs"
-            )
+            raise InputError(str(source.folder), "contains labelled texts, not pairs", "use conversion: pairs")
         self._table, self._seed, self.row_name = source.table, seed, row_name
         self.num_rows = len(source.table)
         max_dim = min(2 * min(self.num_rows, MAX_FITTED_ROWS), _NUM_HASHES)
         if svd_dim is not None and not 1 <= svd_dim <= max_dim:
-            rule = f"must be between 1 and {max_dim}, the number of texts"
-            raise OptionError("svd_dim", svd_dim, rule, "128 is usual")
+            raise OptionError("svd_dim", svd_dim, f"must be between 1 and the {max_dim} texts", "128 is usual")
         self._dim = svd_dim or min(DEFAULT_DIM, max_dim)
         self.embedding_dim = 2 * self._dim
         self.fields = {"features": "bm25", "svd_dim": self._dim}
@@ -274,8 +271,7 @@ class ClusterSettings:
     """How a source is clustered.
 
     Args:
-        cluster_size: Mean rows per cluster: k is the number of rows over this, rounded up. The paper tries 64 to 4.2
-            million. None for 512.
+        cluster_size: Mean rows per cluster (k is rounded up); None for 512. The paper tries 64 to 4.2 million.
         num_clusters: k itself, instead of cluster_size.
         num_iterations: Lloyd iterations per run of k-means.
         num_runs: Runs of k-means; the best is used.
@@ -516,12 +512,12 @@ def _merge(job: ShardedJob, runs: ShardedJob, settings: ClusterSettings) -> dict
         "num_duplicates": num_duplicates(centroids),
         "largest_cluster": int(sizes.max()),
     }
-    num_empty, num_copies = statistics["num_empty"], statistics["num_duplicates"]
-    if num_empty or num_copies:
+    if statistics["num_empty"] or statistics["num_duplicates"]:
         logger.warning(
             "%s: %d of %d clusters have no rows (their centroids fit only the order [document; query], or rows are too "
             "similar for this number of clusters) and %d centroids are copies; the others have %.0f rows on average",
-            job.folder, num_empty, len(centroids), num_copies, sizes.sum() / (sizes > 0).sum(),
+            job.folder, statistics["num_empty"], len(centroids), statistics["num_duplicates"],
+            sizes.sum() / (sizes > 0).sum(),
         )  # fmt: skip
     return {**facts, **statistics}
 

@@ -113,8 +113,7 @@ def kmeans_run(
 
     Precision: float32 products and sums, as faiss computes them.
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix: spherical, 100 iterations, best of 3.
-    Differs: their code sets `max_points_per_centroid` after construction, which has no effect in faiss, and so trains
-    on 256 vectors per cluster.
+    Differs: their code sets `max_points_per_centroid` too late for faiss, and so trains on 256 vectors per cluster.
     """
     check_num_clusters(num_clusters, len(vectors))
     if num_iterations < 1:

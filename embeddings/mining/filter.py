@@ -115,8 +115,7 @@ def rank_pairs(
 
     A pair is consistent at `top_k` if this number is below `top_k`: ties count in its favour. The documents of a
     segment are the distinct positives of its records, except for positives of the same query text in any record of the
-    source. For a record with several positives the nearest counts. The search is exact. The segments are the job's
-    shards.
+    source. For a record with several positives the nearest counts. The search is exact. Each segment is a shard.
 
     Args:
         vectors: Unit vectors of the source's queries and documents.
@@ -132,11 +131,9 @@ def rank_pairs(
         (rows,) int32, memory-mapped; `NOT_RANKED` for records that are not considered.
 
     Precision: products in float32; scores within `TIE` are equal.
-    Memory: 8 bytes per record of the source, and 4 * D bytes per record of one segment: 1.5 GB for 1M records of
-        D = 384.
+    Memory: 8 bytes per record, and 4 * D bytes per record of one segment: 1.5 GB for 1M records with D = 384.
     Raises:
-        InputError: If the folder has other content, or was written with other options, or a vector is not of unit
-            length.
+        InputError: If the folder has other content or options, or a vector is not of unit length.
 
     Source: Nussbaum et al. 2024 (Nomic Embed), arXiv:2402.01613, and Nussbaum and Duderstadt 2025 (Nomic Embed v2),
         arXiv:2502.07972, section 4.2: segments of 1M pairs, kept if the document is among the 2 nearest.
@@ -338,8 +335,7 @@ def filter_pairs(
         task: Shards that this process computes; None for all.
         cache_dir: Folder of converted sources.
 
-    Memory: 2 bytes per record, 2 for its language, and the memory of one rule at a time (`find_duplicates`,
-        `rank_pairs`).
+    Memory: 2 bytes per record, 2 for its language, and that of one rule at a time (`find_duplicates`, `rank_pairs`).
     Raises:
         OptionError: If an option is invalid or cannot take effect, or no rule is active.
         InputError: If the source cannot be used, `output` is another file, or no record remains.
@@ -428,9 +424,8 @@ def filter_reasons(
         remove(verdict_N == COPY, 1)
         remove(verdict_N == NEAR_COPY, 2)
     if decontaminator is not None:
-        verdict_N = find_contaminated(
-            source, work / "decontamination", decontaminator, shard_size=shard_size, task=task
-        )
+        folder = work / "decontamination"
+        verdict_N = find_contaminated(source, folder, decontaminator, shard_size=shard_size, task=task)
         remove(verdict_N == EQUAL, 3)
         remove(verdict_N == SIMILAR, 4)
     if rules.top_k is not None and (reason_N == KEPT).any():

@@ -62,11 +62,8 @@ def search_sizes(
     pass_queries = min(num_queries, int(_QUERIES * sixteenth) // query_bytes)
     product_bytes = 6 * tile_rows + 288 * width
     product_queries, num_pairs = min(pass_queries, QUERY_CHUNK, work // product_bytes), work // pair_bytes
-    used = (
-        max(product_queries * product_bytes, num_pairs * pair_bytes)
-        + pass_queries * query_bytes
-        + tile_rows * document_bytes
-    )
+    used = max(product_queries * product_bytes, num_pairs * pair_bytes)
+    used += pass_queries * query_bytes + tile_rows * document_bytes
     return SearchSizes(
         is_resident, tile_rows, pass_queries, product_queries, num_pairs, used + (resident_bytes if is_resident else 0)
     )

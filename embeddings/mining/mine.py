@@ -162,8 +162,7 @@ class Teachers:
         query_prompt_name: Prompt of the queries (see `encode_pairs`).
         document_prompt_name: Prompt of the documents.
         encoded: Existing vectors of each model, in their order; may be empty.
-        reranker: A cross-encoder that scores each query with its positives and the chosen negatives; it does not
-            affect the choice.
+        reranker: A cross-encoder that scores each query with its positives and its negatives, once these are chosen.
     """
 
     models: Sequence[str]
@@ -175,9 +174,7 @@ class Teachers:
 
     def __post_init__(self) -> None:
         if not self.models or len(set(self.models)) < len(self.models):
-            raise OptionError(
-                "model", list(self.models), "must name one model or several different ones", "correct the list"
-            )
+            raise OptionError("model", list(self.models), "must name one or several different models", "correct it")
         assert len(self.encoded) in (0, len(self.models))
         object.__setattr__(self, "load", lru_cache(maxsize=1)(self.load))
 
@@ -301,8 +298,7 @@ def mine_negatives(
 
     The output is a source again: the fields of the records with new `negatives` (hardest first; with `levels` objects
     of `text` and `level`), `negative_scores` and `positive_scores` (means over the teachers), and a reranker's `scores`
-    of positives, then negatives. Beside it are `NAME.manifest.json` with the report, and `NAME.parquet.work`, which is
-    no longer needed.
+    of positives, then negatives. `NAME.manifest.json` has the report; the folder `NAME.parquet.work` may be deleted.
 
     A killed run resumes at the first missing shard. The tasks of an array share the shards and the last one writes the
     file; the bytes are the same except for the rounding of vectors (see `encode_pairs`).
@@ -335,9 +331,7 @@ def mine_negatives(
     require_shard_size(shard_size)
     is_json_lines(Path(output))
     if config.conversion not in ("pairs", "sts"):
-        raise config.fault(
-            "conversion", config.conversion, "has no records to mine for", "use a source of pairs or sts"
-        )
+        raise config.fault("conversion", config.conversion, "has no records to mine for", "use pairs or sts")
     # Resolved before the manifest is written, so that the default and the explicit number are the same job.
     if rules.num_negatives is None:
         rules = replace(rules, num_negatives=rules.count if levels is None else NUM_LEVELS)

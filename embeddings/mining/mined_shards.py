@@ -207,11 +207,10 @@ def shard_counts(mined: pa.Table) -> tuple[dict[str, int], dict[str, dict[str, f
 
 
 def with_mined(records: Sequence[Record], mined: pa.Table, graded: bool, scores: pa.Array | None = None) -> pa.Table:
-    """The records with the results of mining in place of their negatives and scores."""
     originals = record_table([replace(record, negatives=(), scores=()) for record in records], graded)
-    names = output_schema(graded).names
-    columns = [(mined if name in mined.schema.names else originals)[name] for name in names]
-    table = pa.table(columns, schema=output_schema(graded))
+    schema = output_schema(graded)
+    columns = [(mined if name in mined.schema.names else originals)[name] for name in schema.names]
+    table = pa.table(columns, schema=schema)
     return table if scores is None else table.append_column("scores", scores)
 
 

@@ -56,9 +56,8 @@ class NegativeRules:
         if self.count < 1:
             raise OptionError("num_negatives", self.count, "must be >= 1", "NV-Embed uses 7")
         if self.margin is not None and not 0 < self.margin <= 1:
-            raise OptionError(
-                "margin", self.margin, "must be > 0 and <= 1", "NV-Retriever uses 0.95; null switches it off"
-            )
+            hint = "NV-Retriever uses 0.95; null switches it off"
+            raise OptionError("margin", self.margin, "must be > 0 and <= 1", hint)
         if self.absolute_margin is not None and not (math.isfinite(self.absolute_margin) and self.absolute_margin >= 0):
             rule = "must be finite and >= 0"
             raise OptionError("absolute_margin", self.absolute_margin, rule, "leave it out to switch it off")
@@ -125,8 +124,7 @@ class Negatives(NamedTuple):
 class Remaining(NamedTuple):
     """The candidates of each query, hardest first, and which of them the rules leave.
 
-    `order_QC` is the index of each in the original order. Ranks start at 1 and count the candidates that neither answer
-    the query nor repeat a text.
+    `order_QC` is the index of each in the original order. Ranks start at 1 and do not count answers and repeated texts.
     """
 
     order_QC: Int64s
@@ -144,16 +142,14 @@ class Remaining(NamedTuple):
 def choose_negatives(candidates: ScoredCandidates, queries: MinedQueries, rules: NegativeRules) -> Negatives:
     """Up to `rules.count` negatives of each query: the hardest of its remaining candidates, or a random choice.
 
-    1. Removed are candidates known to answer the query (by row or by text), the query's own text, and all but the first
-       of equal texts.
+    1. Known positives (by row or by text), the query's own text, and all but the first of equal texts are removed.
     2. The others are ranked by the mean of the teachers' raw scores, ties by row. Ranks outside of `first_rank` …
        `last_rank` are removed; ranks do not depend on the margins.
     3. Candidates that any teacher scores too close to the positive are removed. Each teacher's score is compared with
        its own score of the positive, because scales differ. With several positives the lowest score counts.
 
     Precision: means and thresholds in float64 from float32 scores.
-    Determinism: a random choice is a function of (seed, query, document), independent of the order of the candidates
-        and of other queries.
+    Determinism: a random choice depends on (seed, query, document), not on the candidates' order or other queries.
     Source: Moreira et al. 2024 (NV-Retriever), arXiv:2407.15831, section 4.1. Differs: `p - |p| (1 - margin)` in place
         of `p margin`, which for a negative p would allow negatives above the positive.
     """
@@ -202,22 +198,16 @@ def remaining(candidates: ScoredCandidates, queries: MinedQueries, rules: Negati
 
 
 def take(
-    candidates: Remaining,
-    left_QC: Mask,
-    count: int,
-    number_Q: Int64s,
-    rules: NegativeRules,
-    last_QC: Mask | None = None,
+    ranked: Remaining, left_QC: Mask, count: int, number_Q: Int64s, rules: NegativeRules, last_QC: Mask | None = None
 ) -> tuple[Int64s, Floats]:
     """Up to `count` candidates of each query, the hardest or a draw, by score: documents and mean scores, (Q, N) each.
 
-    Candidates are taken from `left_QC`, those in `last_QC` only if there are too few others. Missing documents are -1
-    with score -inf.
+    Candidates are taken from `left_QC`, those in `last_QC` last. Missing documents are -1 with score -inf.
     """
     num_candidates, key_QC = left_QC.shape[1], np.zeros(left_QC.shape, np.uint64)
     if rules.choice == "random":
         key = np.uint64(derive_seed(rules.seed, "negatives"))
-        key_QC = mix_bits(mix_bits(number_Q.astype(np.uint64) ^ key)[:, None] ^ candidates.row_QC.astype(np.uint64))
+        key_QC = mix_bits(mix_bits(number_Q.astype(np.uint64) ^ key)[:, None] ^ ranked.row_QC.astype(np.uint64))
     # Remaining candidates first, then by random key; the sort is stable, so that equal keys leave the hardest first.
     keys = (key_QC, ~left_QC) if last_QC is None else (key_QC, last_QC, ~left_QC)
     order_QN = np.lexsort(keys, axis=1)[:, :count]
@@ -227,8 +217,8 @@ def take(
     index_QN = np.pad(index_QN, ((0, 0), (0, count - index_QN.shape[1])), mode="edge")
     taken_QN = np.take_along_axis(left_QC, index_QN, axis=1) & (np.arange(count) < num_candidates)
     return (
-        np.where(taken_QN, np.take_along_axis(candidates.row_QC, index_QN, axis=1), -1),
-        np.where(taken_QN, np.take_along_axis(candidates.mean_QC, index_QN, axis=1), np.float32(-np.inf)),
+        np.where(taken_QN, np.take_along_axis(ranked.row_QC, index_QN, axis=1), -1),
+        np.where(taken_QN, np.take_along_axis(ranked.mean_QC, index_QN, axis=1), np.float32(-np.inf)),
     )
 
 

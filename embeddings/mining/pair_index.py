@@ -153,7 +153,7 @@ def index_pairs(
     """
     target = Path(folder)
     if source.classes is not None:
-        raise InputError(str(source.folder), "the source contains labelled texts, not pairs", "use conversion: pairs")
+        raise InputError(str(source.folder), "contains labelled texts, not pairs", "use conversion: pairs")
     key = {
         "kind": "pair_index",
         "source_key": source.folder.name,

@@ -47,15 +47,13 @@ class EncodingOptions:
     """How commands encode the texts of a source, and which vectors exist already.
 
     Args:
-        vectors: Folder of the input's vectors by the same model; missing vectors are written to it. None for a folder
-            beside the output.
+        vectors: Folder of the input's vectors by the same model, completed if needed; None for one beside the output.
         query_vectors: A folder that `encode --role query` wrote with the same model; queries with the same text are not
             encoded again. With several models one folder each, as `[FOLDER, FOLDER]`.
         document_vectors: The same for documents, such as the vectors of the corpus.
         query_prompt_name: Name of the model's prompt for queries; None for `query` if it has one.
         document_prompt_name: Name of the model's prompt for documents.
-        query_prompt: Text of the prompt for queries, such as `"query: "`; `{instruction}` stands for the record's own
-            instruction.
+        query_prompt: Text of the prompt for queries, such as `"query: "`; may contain the record's `{instruction}`.
         document_prompt: Text of the prompt for documents.
         precision: Dtype of the model's matrix products.
         devices: Devices that share the encoding, one process each: the number of GPUs (without GPUs: of CPU processes),
@@ -114,8 +112,7 @@ class EncodedFolder:
     def open(cls, path: Path, role: TextRole, prompt_name: PromptChoice, model: Mapping[str, Any]) -> Self:
         """The folder at `path`, encoded in a role with a prompt; None is the role's default prompt.
 
-        Raises `InputError` if it is not a finished folder of `encode`, has other options or another model, or its
-        vectors are not in float32.
+        Raises `InputError` if it is not a finished folder of `encode` with these options and float32 vectors.
         """
         fields = check_manifest(path, {"kind": "vectors", "complete": True, **model, "role": role, "context": None})
         # Without a name, the prompt is the one named like the role.
@@ -237,9 +234,8 @@ def encode_pairs(
     encoded, prompt_names = encoded or EncodedTexts(), (query_prompt_name, document_prompt_name)
     for role, prompt_name, path in zip(_FOLDERS, prompt_names, (encoded.queries, encoded.documents), strict=True):
         # Raises an error for an unknown prompt before anything is written.
-        prompt = prompt_name
-        if role == "query" and _has_instruction(prompt_name):
-            prompt = _with_instruction(prompt_name, _longest_instruction(source))
+        is_template = role == "query" and _has_instruction(prompt_name)
+        prompt = _with_instruction(prompt_name, _longest_instruction(source)) if is_template else prompt_name
         encoder.encode([""], prompt, role=role)
         existing = None if path is None else EncodedFolder.open(path, role, prompt_name, model)
         sides.append(_Side(role, prompt_name, existing))

@@ -453,14 +453,12 @@ def ivf_sizes(num_documents: int, num_lists: int | None = None, num_probes: int 
     if num_lists is None:
         num_lists = max(1, min(int(4 * num_documents**0.5), MAX_LISTS, num_documents // 39))
     if not 1 <= num_lists <= num_documents:
-        rule = f"must be between 1 and {num_documents}, the number of documents"
+        rule = f"must be between 1 and the {num_documents} documents"
         raise OptionError("num_lists", num_lists, rule, "leave it out for the default")
     if num_probes is None:
         num_probes = min(PROBES, num_lists)
     if not 1 <= num_probes <= num_lists:
-        raise OptionError(
-            "num_probes", num_probes, f"must be between 1 and {num_lists}, the number of lists", "lower it"
-        )
+        raise OptionError("num_probes", num_probes, f"must be between 1 and the {num_lists} lists", "lower it")
     return num_lists, num_probes
 
 

@@ -1,4 +1,4 @@
-"""Clusters and documents in contexts, on a plane or a map of neighbours."""
+"""Clusters and documents in contexts, on a plane or a t-SNE map."""
 
 import numpy as np
 import pytest
@@ -159,12 +159,12 @@ def test_the_plane_is_that_of_the_largest_eigenvalues():
     np.testing.assert_allclose(points, (vectors - vectors.mean(0)) @ plane.axis_2D.T, atol=1e-4)
     np.testing.assert_allclose(points.var(axis=0, ddof=1), values[::-1][:2], rtol=1e-5)
     assert (plane.axis_2D[np.arange(2), np.abs(plane.axis_2D).argmax(1)] > 0).all()
-    # Mirrored vectors lie mirrored on the same axes.
+    # Mirrored vectors have the same axes.
     np.testing.assert_allclose(Plane.of(-vectors).axis_2D, plane.axis_2D, atol=1e-6)
 
 
 def groups(seed=0):
-    """Three groups of 12 unit vectors that lie far apart."""
+    """Three groups of 12 unit vectors that are far apart."""
     rng = np.random.default_rng(seed)
     place_N = np.repeat(np.arange(3), 12)
     vector_ND = np.eye(8)[place_N] + 0.1 * rng.normal(size=(36, 8))

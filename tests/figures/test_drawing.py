@@ -1,4 +1,4 @@
-"""Files, pages, letters and lines that all figures share."""
+"""Output files, pages, fonts and line styles of all figures."""
 
 from pathlib import Path
 

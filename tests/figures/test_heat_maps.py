@@ -46,7 +46,7 @@ def loads_drawn(kept, tmp_path):
 
 @pytest.fixture
 def latents_drawn(kept, tmp_path):
-    """The axes of latent weights: a heat map a text, and the scale."""
+    """The axes of latent weights: a heat map per text, and the scale."""
 
     def draw(texts, num_columns=3, subtitle="about it"):
         draw_latent_weights(texts, num_columns, "A title", subtitle, tmp_path / "a.png")
@@ -134,7 +134,7 @@ def test_the_papers_figure_has_a_row_per_text_and_a_column_per_latent_and_head(k
 
 def test_texts_count_equally_for_the_busiest_latents():
     assert busiest_latents([ONE], 4) == [1, 2, 0, 3]
-    # The text of three tokens weighs as much as the one of four.
+    # A text of three tokens has the same weight as one of four.
     assert busiest_latents([ONE, TWO], 2) == [3, 1]
 
 
@@ -206,7 +206,7 @@ def test_data_too_large_for_a_figure_are_refused(tmp_path):
         (lambda: draw_latent_weights([tokens], 3, *place), "TEXT: needs 1004 rows; the maximum for a figure is 1000"),
         (
             lambda: draw_latents_by_text([tokens] * 1001, *place),
-            "there are 1001 texts; the maximum for a figure is 1000",
+            "TEXT: 1001 texts; the maximum for a figure is 1000",
         ),
         (lambda: draw_zeros(layers, *place), "has 1001 layers of 1 matrices"),
     ):

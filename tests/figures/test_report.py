@@ -19,7 +19,7 @@ HOSTILE = '<script>alert("x")</script> & \'"></td>'
 
 
 class Reader(HTMLParser):
-    """The elements, attributes and text of some markup; white space between elements is left out."""
+    """The elements, attributes and text of markup, without white space between elements."""
 
     def __init__(self, markup):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A run's facts as its folder tells them: configs, logs, records, parts of a resumed run."""
+"""The data of a run from its folder: configs, logs, records, parts of a resumed run."""
 
 from pathlib import Path
 
@@ -133,7 +133,7 @@ def test_a_run_is_followed_from_part_to_part(tmp_path, monkeypatch):
     [
         # `--ckpt_path auto` has each process write beside the checkpoint that it resumed from.
         ("runs/name/version_0/checkpoints", False, ["version_0", "version_1", "version_2"]),
-        # A branch with checkpoints of its own is no part.
+        # A branch with separate checkpoints is not a part.
         ("runs/name/version_0/checkpoints", True, ["version_0", "version_2"]),
         # The runs of a sweep write beside their folders.
         ("runs/name/checkpoints", False, ["version_0", "version_1", "version_2"]),

@@ -1,4 +1,4 @@
-"""A source is clustered into the same folder whoever does it and however often it is killed."""
+"""Clustering writes the same folder with any number of tasks and after kills."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_a_corpus_larger_than_the_memory_is_trained_on_a_sample_within_it(tmp_pa
     tracemalloc.start()
     try:
         folder = cluster_pairs(features, source, tmp_path / "out", settings)
-        # Some blocks of features are in memory beside what k-means is trained on.
+        # Some blocks of features are in memory beside the training rows.
         peak = tracemalloc.get_traced_memory()[1]
         assert bound / 2 < peak < 1.5 * bound
     finally:

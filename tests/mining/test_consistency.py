@@ -1,4 +1,4 @@
-"""A pair's rank is the number of other documents of its segment that lie nearer to its query than its own."""
+"""A pair's rank is the number of documents in its segment that are nearer to its query than its own."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def pair_vectors(folder, rows, query_ND, vector_of, shard_size=7):
 
 
 def rounded_vectors(folder, shard_size=7):
-    """Vectors of few different values, negative ones among them, so that ties abound."""
+    """Vectors with few distinct values of both signs, so that there are many ties."""
     generator = np.random.default_rng(0)
     choices = np.array([[1, 1, 1, 1], [1, -1, 1, 1], [-1, -1, 1, 1], [1, -1, -1, -1], [2, 0, 0, 0], [0, -2, 0, 0]])
     query_ND = choices[generator.integers(0, 6, NUM_ROWS)]

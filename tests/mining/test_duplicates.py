@@ -31,7 +31,7 @@ source = partial(pair_sources.source, suspect_rows="keep")
 
 
 def varied_rows(seed=0):
-    """Families of records: changed queries, changed positives, both changed, and whole copies."""
+    """Families of records: changed queries, changed positives, both changed, and exact copies."""
     generator = random.Random(seed)
 
     def changed(text, count):

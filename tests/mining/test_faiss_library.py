@@ -1,4 +1,4 @@
-"""k-means equals a loop, uses every vector, and says what faiss keeps to itself."""
+"""k-means equals a loop and uses every vector, and errors are explicit where faiss is silent."""
 
 import sys
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ def test_lists_that_cannot_be_written_raise_an_os_error(tmp_path):
         write_lists(new_lists(quantizer, 2), tmp_path / "none" / "a")
 
 
-# A thread that still reads a mapped file when it becomes shorter ends the whole process.
+# If a thread still reads a mapped file when it is truncated, the process is killed.
 _SHORTER_AFTER_EACH_SEARCH = """
 import sys
 import numpy as np
@@ -99,7 +99,7 @@ def lloyd(vectors, centroids, num_iterations):
 
 
 def reference(vectors, num_clusters, **options):
-    """faiss by itself, with everything it needs to be told."""
+    """faiss called directly, with all necessary options."""
     told = {"spherical": True, "max_points_per_centroid": 10**6, "min_points_per_centroid": 1}
     kmeans = faiss.Kmeans(vectors.shape[1], num_clusters, **told, **options)
     kmeans.train(vectors)
@@ -109,7 +109,7 @@ def reference(vectors, num_clusters, **options):
 def test_a_run_equals_lloyds_loop_from_the_same_start():
     vectors = blobs(5, 40)
     start = reference(vectors, 5, niter=1, seed=3).centroids
-    # One iteration of faiss is one of ours; the loop goes on from there.
+    # The loop starts from the centroids after the first iteration.
     expected, _ = lloyd(vectors, start.copy(), 6)
     found = kmeans_run(vectors, 5, num_iterations=7, seed=3)
     np.testing.assert_allclose(found.centroids, expected, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Features are the two vectors side by side, in either order, at unit length, reduced as an SVD would."""
+"""Features are two concatenated vectors in either order, at unit length, optionally reduced by an SVD."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from tests.mining.pair_sources import made_vectors, source, topic_of, topic_sour
 
 
 def fitted(of, kind=VectorFeatures, **options):
-    """Features of vectors or of a source that have learned what they need."""
+    """Fitted features of vectors or of a source."""
     made = kind(of, **options)
     made.learned = made.fit()
     return made
@@ -56,7 +56,7 @@ def test_reduced_features_are_those_of_an_svd_of_both_orders(block, svd_dim, tmp
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     assert found.shape == (60, svd_dim)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-6)
-    # An axis may point either way; cosines do not.
+    # The sign of an axis is arbitrary; cosines do not depend on it.
     np.testing.assert_allclose(found @ found.T, expected @ expected.T, atol=1e-4)
 
 
@@ -130,17 +130,12 @@ def test_the_fit_depends_on_the_seed_only(tmp_path, monkeypatch):
     assert fitted_words(pairs, svd_dim=4, seed=1).rows(np.arange(60)).shape == (60, 8)
 
 
-def test_few_words_leave_axes_at_zero(tmp_path):
-    rows = [{"query": "up", "positive": "down"}, {"query": "down", "positive": "up up"}]
-    made = fitted_words(source(tmp_path, rows), svd_dim=4)
-    assert made.rows(np.arange(2)).shape == (2, 8)
-
-
 def test_a_row_needs_words_on_one_side_and_is_named_without(tmp_path):
     rows = [{"query": "up", "positive": "down"}, {"query": "?!", "positive": "up"}, {"query": "?!", "positive": "..."}]
     made_of = source(tmp_path, rows)
-    made = fitted_words(made_of, svd_dim=2)
-    assert made.rows(np.arange(2)).shape == (2, 4)
+    # With two words, two of the four axes are zero.
+    made = fitted_words(made_of, svd_dim=4)
+    assert made.rows(np.arange(2)).shape == (2, 8)
     with pytest.raises(InputError, match="row 2: its features are zero"):
         made.rows(np.arange(3))
     named = fitted_words(made_of, svd_dim=2, row_name="file:{}".format)
@@ -156,8 +151,8 @@ def test_a_source_without_any_word_is_refused(tmp_path):
 
 
 def test_labelled_texts_and_invalid_widths_are_refused(tmp_path):
-    with pytest.raises(OptionError, match="svd_dim must be between 1 and 120, the number of texts, got 121"):
+    with pytest.raises(OptionError, match="svd_dim must be between 1 and the 120 texts, got 121"):
         Bm25Features(topic_source(tmp_path), svd_dim=121)
     texts = source(tmp_path, labelled(3, 3), conversion="class_by_example")
-    with pytest.raises(InputError, match="the source contains labelled texts, not pairs"):
+    with pytest.raises(InputError, match="contains labelled texts, not pairs"):
         Bm25Features(texts)

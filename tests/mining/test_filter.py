@@ -1,4 +1,4 @@
-"""Planted copies, contaminated records and inconsistent pairs go, nothing else does, and a kill changes no byte."""
+"""Only planted copies, contaminated records and inconsistent pairs are removed, and a kill changes no byte."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ from tests.inference.models import tiny_embedder
 from tests.mining.filter_world import planted_records, run_filter, topic_vectors, write_source
 from tests.mining.pair_sources import content
 
-# Where a run may be ended: the function, and which of its calls.
+# Where a run is killed: the function, and the number of its call.
 PLACES = [
     *((duplicates, "_write_keys", 3), (duplicates, "_compare", 1), (duplicates, "_write_reasons", 2)),
     *((filter, "_write_ranks", 2), (filter, "write_records", 1), (filter, "write_file_manifest", 1)),
@@ -36,7 +36,7 @@ def _topics(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The source, and the file that one undisturbed process makes of it."""
+    """The source, and the output of one uninterrupted process."""
     folder = tmp_path_factory.mktemp("whole")
     config = write_source(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -130,7 +130,7 @@ def test_prompts_are_used_for_consistency_and_are_part_of_the_manifest(tmp_path,
 
 
 def directions(self, texts, *args, **options):
-    """Each text lies at the angle that its last word names."""
+    """Each text has a vector at the angle in its last word."""
     angle_N = np.radians([float(text.split()[-1]) if text else 0.0 for text in texts])
     vector_ND = np.zeros((len(texts), 32), np.float32)
     vector_ND[:, 0], vector_ND[:, 1] = np.cos(angle_N), np.sin(angle_N)
@@ -161,8 +161,8 @@ def mixed_source(folder):
     return SourceConfig("a", str(write_jsonl(folder / "a.jsonl", rows))), rows
 
 
-def by_language(config, output, segment_size=3):
-    rules = FilterRules(top_k=2, segment_size=segment_size, segment_by="language")
+def by_language(config, output):
+    rules = FilterRules(top_k=2, segment_by="language")
     return filter_pairs(config, output, rules, encoder=Encoder(tiny_embedder(), precision="float32"))
 
 
@@ -172,28 +172,12 @@ def test_only_records_of_one_language_are_compared(tmp_path, monkeypatch):
     encoder = Encoder(tiny_embedder(), precision="float32")
     report = filter_pairs(config, tmp_path / "whole.parquet", FilterRules(top_k=2), encoder=encoder)
     assert report.removed["inconsistent"] == 4
-    report = by_language(config, tmp_path / "parted.parquet", segment_size=100)
+    report = by_language(config, tmp_path / "parted.parquet")
     assert report.removed == {"copies": 0, "inconsistent": 0}
-    # The languages are there for the next job over the records.
+    # The output has the languages for the next job.
     assert [row["language"] for row in pq.read_table(report.output).to_pylist()] == [row["language"] for row in rows]
     assert json.loads((tmp_path / "parted.manifest.json").read_text())["rules"]["segment_by"] == "language"
     assert "segment_by" not in json.loads((tmp_path / "whole.manifest.json").read_text())["rules"]
-
-
-def test_a_killed_run_by_language_is_resumed_with_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(Encoder, "encode", directions)
-    config, _ = mixed_source(tmp_path)
-    expected = by_language(config, tmp_path / "whole" / "kept.parquet").output.read_bytes()
-    killed = tmp_path / "killed" / "kept.parquet"
-    with monkeypatch.context() as patch:
-        patch.setattr(filter, "_write_ranks", interrupted_at(filter._write_ranks, 3))
-        with pytest.raises(KeyboardInterrupt):
-            by_language(config, killed)
-    monkeypatch.setattr(filter, "read_languages", lambda *_: pytest.fail("read again"))
-    by_language(config, killed)
-    assert killed.read_bytes() == expected
-    for path in (tmp_path / "whole" / "kept.parquet.work").rglob("*.npy"):
-        assert path.read_bytes() == (killed.parent / path.relative_to(tmp_path / "whole")).read_bytes()
 
 
 def test_a_record_without_a_language_is_named_and_nothing_is_written(tmp_path):
@@ -222,19 +206,6 @@ def test_an_empty_result_is_refused(tmp_path):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), decontaminator=rule)
     assert not (tmp_path / "kept.parquet").exists()
     assert not (tmp_path / "kept.manifest.json").exists()
-
-
-def test_a_source_that_changes_during_the_job_is_refused(tmp_path, monkeypatch):
-    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(3))))
-    real = filter.filter_reasons
-    monkeypatch.setattr(
-        filter,
-        "filter_reasons",
-        lambda *args, **options: (write_jsonl(tmp_path / "a.jsonl", pairs(4)), real(*args, **options))[1],
-    )
-    with pytest.raises(InputError, match="its files have changed since the work began"):
-        filter_pairs(config, tmp_path / "kept.parquet", FilterRules())
-    assert not (tmp_path / "kept.parquet").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Mining ends with the same file whoever made its shards and however often it was killed, and a curriculum takes it."""
+"""Mining writes the same file with any number of tasks and after kills, and a curriculum reads it."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def run(folder, output, rules=RULES, rows=ROWS, models=("teacher",), reranker=No
 
 
 def outputs(folder, output):
-    """The bytes of what a run is for."""
+    """The bytes of a run's output and manifest."""
     return [(folder / name).read_bytes() for name in (output, output.replace(".parquet", ".manifest.json"))]
 
 
@@ -141,7 +141,7 @@ def test_a_run_killed_at_its_renames_ends_with_the_same_bytes(tmp_path):
     replace, kills = os.replace, 0
 
     def killed_at(count, after):
-        """Kill this process before or after its `count`-th rename of a file into its place."""
+        """Kill this process before or after its `count`-th rename of a file."""
         calls = []
 
         def counted(*arguments):
@@ -155,7 +155,7 @@ def test_a_run_killed_at_its_renames_ends_with_the_same_bytes(tmp_path):
         os.replace = counted
         run(tmp_path, "killed.parquet", **options)
 
-    # A fresh process each time: it gets a rename or two further than the one before it, until it is done.
+    # Each new process completes one or two more renames than the last, until the run is finished.
     for attempt in range(40):
         status = in_a_child(partial(killed_at, 2, after=attempt % 2 == 0))
         if status == 0:
@@ -196,8 +196,8 @@ def test_a_corpus_gives_more_negatives_and_never_the_querys_own_text(tmp_path):
         (lambda: SearchOptions(num_probes=3), "num_probes has no effect on the exact search"),
         (lambda: SearchOptions("ivf", num_lists=0), "num_lists must be >= 1"),
         (lambda: SearchOptions("flat"), "index must be exact or ivf"),
-        (lambda: Teachers([], Teacher), "must name one model or several different ones"),
-        (lambda: Teachers(["a", "a"], Teacher), "must name one model or several different ones"),
+        (lambda: Teachers([], Teacher), "must name one or several different models"),
+        (lambda: Teachers(["a", "a"], Teacher), "must name one or several different models"),
     ],
 )
 def test_invalid_options_are_refused(make, says):
@@ -232,7 +232,7 @@ def test_the_manifest_has_teachers_rules_and_versions(tmp_path):
 
 LEVEL_ROWS = [{"query": f"t{row % 4} question {row}", "positive": f"t{row % 4} answer {row}"} for row in range(22)]
 STRANGERS = [{"text": f"t{row % 6} stranger {row}"} for row in range(40)]
-# Of query r: answer r + 4 one step below its own, r + 8 further below, r + 12 irrelevant.
+# For query r: answer r + 4 is one grade below its own, r + 8 lower, r + 12 irrelevant.
 GRADES = {0: 3, 4: 2, 8: 1, 12: 0}
 JUDGED = TextQrels.of(
     [
@@ -246,7 +246,7 @@ JUDGED = TextQrels.of(
 
 @pytest.fixture
 def mine(tmp_path):
-    """Mine with levels in the test's folder; gives the report."""
+    """A function that mines with levels in the test's folder and returns the report."""
     corpus = write_jsonl(tmp_path / "corpus.jsonl", STRANGERS)
 
     def go(output="mined.parquet", levels=QUANTILES, **options):
@@ -337,7 +337,7 @@ def test_documents_judged_as_relevant_as_the_positive_are_never_negatives(mine, 
 
 
 def data(folder, **options):
-    """A data module whose curriculum reads what was mined."""
+    """A data module whose curriculum reads the mined records."""
     return EmbeddingDataModule(
         [SourceConfig("mined", str(folder / "mined.parquet"))],
         batch_size=4,

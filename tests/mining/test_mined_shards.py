@@ -1,4 +1,4 @@
-"""A shard's negatives are those of a loop over all documents by all teachers, and shards add up to the report."""
+"""A shard's negatives equal a loop over all documents and teachers, and the report sums up the shards."""
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -120,7 +120,7 @@ LEVELS = np.array([1, 2, 3, 4], np.int8)
 
 
 def shard(index, path, first, rows, scores, levels=LEVELS):
-    """The file of a shard with these negatives, one column a level."""
+    """The file of a shard with these negatives, one column per level."""
     row_QN, score_QN = np.array(rows), np.array(scores, np.float32)
     mined = MinedShard(
         range(first, first + len(rows)),

@@ -24,7 +24,7 @@ from tests.mining.pair_sources import source
 
 
 def survivors(candidates, facts, rules, q):
-    """What no rule takes of a query: (mean, row, rank, given level), hardest first; and the removal counts."""
+    """A query's remaining candidates as (mean, row, rank, judged level), hardest first, and the removal counts."""
     own = facts.known_group_P == facts.group_Q[q]
     rows, texts = set(facts.known_row_P[own].tolist()), set(facts.known_hash_P[own].tolist())
     places = [c for c in range(candidates.row_QC.shape[1]) if candidates.row_QC[q, c] >= 0]
@@ -135,7 +135,7 @@ def one_query(scores, positive, **known):
         # A positive at -0.5: the bound is -0.525, where -0.5 * 0.95 = -0.475 would let candidates above it through.
         ([-0.49, -0.51, -0.53], -0.5, {"margin": 0.95}, [2, -1, -1]),
         ([-0.1, 0.0], 0.0, {"margin": 0.95}, [0, -1, -1]),
-        # A candidate at the margin goes.
+        # A candidate at the margin is removed.
         ([0.5, 0.25], 1.0, {"margin": None, "absolute_margin": 0.5}, [1, -1, -1]),
         ([0.5, 0.25], 1.0, {"margin": 0.5}, [1, -1, -1]),
     ],
@@ -180,7 +180,7 @@ def test_a_draw_is_even_over_the_window():
 
 
 def graded_world(seed, num_teachers):
-    """The world of the plain rules, with draws, judged documents and a query that nobody judged."""
+    """As `world`, with random and judged documents, and queries without judgments."""
     candidates, facts = world(seed, num_teachers)
     generator = np.random.default_rng(seed + 1000)
     shape = candidates.row_QC.shape
@@ -192,7 +192,7 @@ def graded_world(seed, num_teachers):
 
 
 def quarters(left):
-    """The four parts of a list, as even as can be, the larger ones last."""
+    """A list in four equal parts; the last ones may be larger by one."""
     sizes = [(len(left) + extra) // 4 for extra in range(4)]
     ends = np.cumsum(sizes)
     return [left[end - size : end] for size, end in zip(sizes, ends, strict=True)]
@@ -254,12 +254,12 @@ NEAR = [0.99, 0.98, 0.97, 0.96, 0.5, 0.4, 0.3, 0.2]
     [
         (MIXED, {}, [[1], [7], [6], [5]]),
         (MIXED, {"num_negatives": 8}, [[1, 4], [7, 3], [6, 2], [5, 0]]),
-        # Of equal scores the lower document is the harder one.
+        # Among equal scores the lower document is harder.
         ([0.0] * 8, {"num_negatives": 8}, [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        # They are cut after the margin.
+        # The quarters are taken after the margin.
         (NEAR, {}, [[0], [2], [4], [6]]),
         (NEAR, {"margin": 0.95}, [[4], [5], [6], [7]]),
-        # A surplus goes to the easier quarters, and fewer than four leave the hardest empty.
+        # The remainder goes to the easier quarters; with fewer than four the hardest are empty.
         ([], {"num_negatives": 8}, [[], [], [], []]),
         (NEAR[:1], {"num_negatives": 8}, [[], [], [], [0]]),
         (NEAR[:3], {"num_negatives": 8}, [[], [0], [1], [2]]),
@@ -318,7 +318,7 @@ JUDGED = [
 
 
 def levels_by_loop(judged, positives):
-    """For each query text the documents judged as good as its positives, and the levels of the others."""
+    """For each query text the documents judged as relevant as its positives, and the levels of the others."""
     scale = sorted({grade for *_, grade in judged if grade > 0})
     found = {}
     for query, own in positives.items():

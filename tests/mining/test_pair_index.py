@@ -1,4 +1,4 @@
-"""Documents are numbered by first appearance, each text once, and every positive finds its document."""
+"""Distinct documents are numbered by first appearance, and every positive has its document."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The vectors of pairs are those of their texts, in shards, whoever made them; what `encode` made serves them too."""
+"""Pairs have the vectors of their texts with any number of tasks, and vectors that `encode` wrote are reused."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_two_processes_write_the_same_bytes_as_one(tmp_path, monkeypatch):
     encoded = EncodedTexts(documents=encode_corpus(encoder, tmp_path / "some.jsonl", tmp_path / "some").path)
     options = {"source": source(tmp_path, ROWS), "shard_size": 1, "encoded": encoded}
     encode_pairs(encoder, folder=tmp_path / "whole", **options)
-    # One task's shards, and what is left here.
+    # One task's shards, then the shards that are still missing.
     encode_pairs(encoder, folder=tmp_path / "task", devices=("cpu", "cpu"), task=ArrayTask(1, 2), **options)
     # All texts are encoded in the other processes.
     encode_nothing_more(monkeypatch)
@@ -156,7 +156,7 @@ def test_unfinished_vectors_are_not_opened(encoder, tmp_path):
 
 @pytest.fixture
 def folders(encoder, tmp_path):
-    """What `encode` made of the queries and of some documents, one of them no positive."""
+    """Output of `encode` for the queries and for some documents, one of them not a positive."""
     queries = write_jsonl(tmp_path / "queries.jsonl", [{"question": row["query"]} for row in ROWS[::-1]])
     texts = [TEXTS[7], "a stranger", TEXTS[11], f" {TEXTS[9]} "]
     documents = write_jsonl(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
@@ -190,7 +190,7 @@ def test_tasks_and_a_kill_change_no_byte_with_reused_vectors(folders, encoder, t
     for index in (1, 0):
         encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2, encoded=folders, task=ArrayTask(index, 2))
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
-    # What is whole needs no folder any more.
+    # Complete vectors do not need the folders any more.
     encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2)
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
 
@@ -207,7 +207,7 @@ CORPUS = [*TEXTS[:9], TEXTS[2], " "]
 
 @pytest.fixture(scope="module")
 def encoded(encoder, tmp_path_factory):
-    """Encodes the corpus, in which one text is there twice, and gives the folder."""
+    """A function that encodes the corpus, with one repeated text, and returns the folder."""
     folder = tmp_path_factory.mktemp("encoded")
     corpus = write_jsonl(folder / "corpus.jsonl", [{"text": text} for text in CORPUS])
 
@@ -218,7 +218,7 @@ def encoded(encoder, tmp_path_factory):
 
 
 def opened(folder, encoder, role="document", prompt_name=None, **change):
-    """The folder as a job opens it, which needs this role, prompt and model."""
+    """The folder, opened for a job with this role, prompt and model."""
     model = {"model_sha256": embedder_sha256(encoder), "precision": "float32", "embedding_dim": 32}
     return EncodedFolder.open(folder, role, prompt_name, model | change)
 

@@ -1,4 +1,4 @@
-"""The exact search is the brute-force search, whatever the shards, tiles, ties, copies and device."""
+"""The exact search equals brute force for all shards, tiles, ties, copies and devices."""
 
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ COPIES = [(row, 3) for row in range(10, 60, 2)]
 
 @pytest.fixture(params=["bfloat16", "float32", "gpu"])
 def exact(request, monkeypatch):
-    """The exact search on a CPU that multiplies bfloat16, on one that does not, and a GPU's, here on the CPU."""
+    """The exact search on a CPU with and without bfloat16, and the GPU's search, here on the CPU."""
     monkeypatch.setattr(knn, "has_native_bfloat16", lambda device: request.param == "bfloat16")
     return partial(GpuSearch, device=CPU) if request.param == "gpu" else ExactSearch
 
@@ -38,7 +38,7 @@ def assert_same(found, expected):
 )
 def test_the_search_equals_a_loop_over_all_pairs(shard_size, tile_bytes, exact, tmp_path, monkeypatch):
     monkeypatch.setattr(knn, "TILE_BYTES", tile_bytes)
-    # Fewer queries are compared at once than there are.
+    # The queries need several chunks.
     monkeypatch.setattr(knn, "QUERY_CHUNK", 3)
     monkeypatch.setattr(knn, "_PRODUCT_SCORES", 80)
     documents, queries = unit_vectors(64, copies=[(5, 9), (63, 0)]), unit_vectors(7, seed=1)
@@ -123,7 +123,7 @@ def test_no_document_scores_above_the_bound_of_its_score(dtype, width):
 @pytest.mark.parametrize("width", [1, 5, 16, 47, 160, 1000, 1003])
 @pytest.mark.parametrize("top_k", [1, 4, 30])
 def test_the_largest_values_and_their_places(dtype, width, top_k):
-    # bfloat16 makes many of them equal.
+    # In bfloat16 many of them are equal.
     score_QT = torch.randn(20, width, generator=torch.Generator().manual_seed(0)).to(dtype)
     top_k = min(top_k, width)
     values, places = map(torch.as_tensor, topk_per_row(score_QT, top_k))
@@ -149,7 +149,7 @@ def test_the_largest_values_are_found_at_any_position(order):
 
 
 def clustered(count, seed=0, width=16, centres=20):
-    """Vectors around a few centres, as those of texts are."""
+    """Vectors around a few centres, like those of texts."""
     centre = unit_vectors(centres, width)[np.random.default_rng(seed).integers(0, centres, count)]
     vectors = centre + 0.6 * unit_vectors(count, width, seed=seed + 1)
     return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
@@ -210,7 +210,7 @@ def test_the_default_number_of_lists_suits_the_documents(count, lists, tmp_path)
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"num_lists": 31}, "num_lists must be between 1 and 30"),
+        ({"num_lists": 31}, "num_lists must be between 1 and the 30 documents"),
         ({"num_lists": 4, "num_probes": 5}, "num_probes must be between"),
     ],
 )
@@ -229,8 +229,8 @@ def test_an_invalid_vector_outside_the_sample_is_named(tmp_path):
         build_ivf(shards(tmp_path / "documents", vectors, 8), tmp_path / "ivf", num_lists=1)
 
 
-def cut(monkeypatch, tile_rows, pass_queries, product_queries, num_pairs, is_resident):
-    """Searches are cut so."""
+def set_sizes(monkeypatch, tile_rows, pass_queries, product_queries, num_pairs, is_resident):
+    """Set the block sizes of searches."""
     sizes = gpu_search.SearchSizes(is_resident, tile_rows, pass_queries, product_queries, num_pairs, 0)
     monkeypatch.setattr(gpu_search, "search_sizes", lambda *_: sizes)
 
@@ -242,7 +242,7 @@ def test_all_block_sizes_give_the_results_of_a_loop_over_all_pairs(
 ):
     documents, query_QD = unit_vectors(64, copies=[(5, 9), (63, 0)]), unit_vectors(7, seed=1)
     stored = shards(tmp_path, documents, 9)
-    cut(monkeypatch, tile_rows, queries, at_once, pairs, is_resident)
+    set_sizes(monkeypatch, tile_rows, queries, at_once, pairs, is_resident)
     search = GpuSearch(stored, device=CPU)
     for top_k in (1, 5, 30, 64, 100):
         found = search.search(query_QD, top_k)
@@ -255,7 +255,7 @@ def test_float16_vectors_stay_float16_on_the_device(is_resident, tmp_path, monke
     halves = unit_vectors(300, 32).astype(np.float16)
     shards(tmp_path, halves, 40)
     documents = VectorShards(tmp_path, 300, 32, 40, "float16")
-    cut(monkeypatch, 64, 9, 4, 100, is_resident)
+    set_sizes(monkeypatch, 64, 9, 4, 100, is_resident)
     search, query_QD = GpuSearch(documents, device=CPU), unit_vectors(9, 32, seed=1)
     assert_same(search.search(query_QD, 12), ExactSearch(documents).search(query_QD, 12))
     assert [tile.dtype for tile in search._resident] == [torch.float16] * (5 if is_resident else 0)

@@ -1,4 +1,4 @@
-"""An index finds what the exact search finds where it looks everywhere, and is refused beside other vectors."""
+"""An index that searches all lists equals the exact search, and is refused for other vectors."""
 
 import errno
 import json
@@ -47,7 +47,7 @@ def test_searching_all_lists_equals_the_exact_search(folder, vectors):
     found, exact = index.search(queries, 10), search_top_k(queries, unit_rows(vectors), 10)
     np.testing.assert_allclose(found.score_QK, exact.score_QK, rtol=0, atol=1e-6)
     same = found.index_QK == exact.index_QK
-    # Rows may change places where their scores are equal but for rounding.
+    # Rows may be swapped if their scores differ only by rounding.
     assert same.mean() > 0.98
     assert (np.abs(np.diff(exact.score_QK, axis=1)).min(axis=1)[~same.all(axis=1)] < 1e-6).all()
     assert recall_of(index, folder) == 1.0
@@ -127,7 +127,7 @@ def test_damage_inside_the_file_is_detected_on_opening_or_searching(folder, vect
         path.write_bytes(bytes(damaged))
         with pytest.raises(InputError, match="'head_sha256'"):
             Index.open(folder)
-    # The last list ends with the row of its last document, behind the vectors of all.
+    # The file ends with the row of the last list's last document.
     row = int.from_bytes(before[-8:], "little")
     for kind in (600, 2**40, -5):
         path.write_bytes(before[:-8] + kind.to_bytes(8, "little", signed=True))
@@ -141,7 +141,7 @@ def test_damage_inside_the_file_is_detected_on_opening_or_searching(folder, vect
         Index.open(folder).search(np.abs(unit_rows(vectors[7:8])), 5)
 
 
-# The last bytes are written when the file is closed, and faiss does not say why that fails.
+# The last bytes are written when the file is closed, and faiss does not report the reason of a failure.
 @pytest.mark.parametrize(("missing", "code"), [(20_000, errno.EFBIG), (1, errno.EIO)])
 def test_a_failed_write_preserves_the_existing_index(missing, code, folder, vectors):
     made = build_index(folder, num_lists=8)
