@@ -92,16 +92,16 @@ class ClusterFacts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ClusterPoints:
-    """N unit rows drawn from K clusters, ascending; `place_N` is the index of a row's cluster in `clusters`."""
+    """N unit rows drawn from K clusters, ascending; `index_N` is the index of a row's cluster in `clusters`."""
 
     clusters: list[int]
     num_rows_K: npt.NDArray[np.int64]
-    place_N: npt.NDArray[np.int64]
+    index_N: npt.NDArray[np.int64]
     vector_ND: npt.NDArray[np.float32]
 
     @property
     def mean_KD(self) -> npt.NDArray[np.float32]:
-        return np.stack([self.vector_ND[self.place_N == index].mean(axis=0) for index in range(len(self.clusters))])
+        return np.stack([self.vector_ND[self.index_N == index].mean(axis=0) for index in range(len(self.clusters))])
 
     def facts(self) -> list[ClusterFacts]:
         """The facts of each cluster."""
@@ -110,7 +110,7 @@ class ClusterPoints:
         np.fill_diagonal(between_KK, -np.inf if len(self.clusters) > 1 else 1.0)
         facts = []
         for index, cluster in enumerate(self.clusters):
-            cosine_nK, nearest = cosine_NK[self.place_N == index], int(between_KK[index].argmax())
+            cosine_nK, nearest = cosine_NK[self.index_N == index], int(between_KK[index].argmax())
             at_home = float((cosine_nK.argmax(axis=1) == index).mean())
             cosines = float(cosine_nK[:, index].mean()), float(between_KK[index, nearest])
             sizes = int(self.num_rows_K[index]), len(cosine_nK)
@@ -131,13 +131,13 @@ def draw_cluster_points(
     generator = numpy_generator(seed, "shown clusters")
     sizes = np.diff(clusters.offsets)
     chosen = np.sort(generator.permutation(np.flatnonzero(sizes))[:num_clusters])
-    places, vectors_of_rows = [], []
-    for place, cluster in enumerate(chosen.tolist()):
+    indices, vectors_of_rows = [], []
+    for index, cluster in enumerate(chosen.tolist()):
         rows = np.asarray(clusters.rows_by_cluster[clusters.offsets[cluster] : clusters.offsets[cluster + 1]])
         for row in np.sort(generator.permutation(rows)[:rows_per_cluster]).tolist():
             vectors_of_rows.append(np.concatenate([vectors.query(row), vectors.positives(row)[0]]))
-            places.append(place)
-    return ClusterPoints(chosen.tolist(), sizes[chosen], np.array(places), unit_rows(np.stack(vectors_of_rows)))
+            indices.append(index)
+    return ClusterPoints(chosen.tolist(), sizes[chosen], np.array(indices), unit_rows(np.stack(vectors_of_rows)))
 
 
 def draw_clusters(
@@ -155,13 +155,13 @@ def draw_clusters(
         point_N2, mean_K2 = plane.points(points.vector_ND), plane.points(points.mean_KD)
     else:
         point_N2 = map_N2
-        places = range(len(points.clusters))
-        mean_K2 = np.stack([np.median(map_N2[points.place_N == place], axis=0) for place in places])
+        indices = range(len(points.clusters))
+        mean_K2 = np.stack([np.median(map_N2[points.index_N == index], axis=0) for index in indices])
     figure, axis = plt.subplots(figsize=(9, 7), layout="constrained")
     colours = list(map(colour_of, range(len(points.clusters))))
-    for place, (cluster, colour) in enumerate(zip(points.clusters, colours, strict=True)):
-        point_n2 = point_N2[points.place_N == place]
-        label = f"{cluster} ({points.num_rows_K[place]:,})"
+    for index, (cluster, colour) in enumerate(zip(points.clusters, colours, strict=True)):
+        point_n2 = point_N2[points.index_N == index]
+        label = f"{cluster} ({points.num_rows_K[index]:,})"
         axis.scatter(*point_n2.T, s=14, color=colour, alpha=0.7, linewidths=0, label=label)
     for cluster, colour, (x, y) in zip(points.clusters, colours, mean_K2.tolist(), strict=True):
         box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": colour, "linewidth": 1.2, "alpha": 0.85}

@@ -159,8 +159,8 @@ def nearest_centroids(
     vectors: NDArray[np.float32], centroids: NDArray[np.float32], gpu: bool = False
 ) -> NDArray[np.int32]:
     """The index of the centroid with the largest inner product with each vector, exact, (n,) int32."""
-    _, found_N1 = _index(centroids, gpu).search(np.ascontiguousarray(vectors, dtype=np.float32), 1)
-    return np.asarray(found_N1[:, 0], dtype=np.int32)
+    _, nearest_N1 = _index(centroids, gpu).search(np.ascontiguousarray(vectors, dtype=np.float32), 1)
+    return np.asarray(nearest_N1[:, 0], dtype=np.int32)
 
 
 def neighbour_lists(centroids: NDArray[np.float32], num_neighbours: int, gpu: bool = False) -> NDArray[np.int32]:
@@ -176,11 +176,11 @@ def neighbour_lists(centroids: NDArray[np.float32], num_neighbours: int, gpu: bo
     index = _index(centroids, gpu)
     for start in range(0, num_centroids, _BLOCK):
         block = centroids[start : start + _BLOCK]
-        found = index.search(block, width + 1)[1]
-        is_itself = found == start + np.arange(len(found))[:, None]
+        nearest = index.search(block, width + 1)[1]
+        is_itself = nearest == start + np.arange(len(nearest))[:, None]
         # If copies displace a centroid from its own list, the last entry is dropped.
         is_itself[~is_itself.any(axis=1), -1] = True
-        lists[start : start + _BLOCK] = found[~is_itself].reshape(len(found), -1)
+        lists[start : start + _BLOCK] = nearest[~is_itself].reshape(len(nearest), -1)
     return lists
 
 

@@ -207,10 +207,10 @@ def _write_texts(texts_of: Callable[[range], list[list[str]]], num_rows: int, pa
     offsets = open_memmap(path.with_name(f"{path.name}_offsets.npy"), "w+", np.int64, (num_rows + 1,))
     total = 0
     for rows in _row_blocks(num_rows):
-        found = texts_of(rows)
-        offsets[rows.start + 1 : rows.stop + 1] = total + np.cumsum([len(texts) for texts in found])
-        np.fromiter(map(text_hash, chain.from_iterable(found)), np.int64).tofile(hashes)
-        total += sum(map(len, found))
+        texts = texts_of(rows)
+        offsets[rows.start + 1 : rows.stop + 1] = total + np.cumsum([len(row) for row in texts])
+        np.fromiter(map(text_hash, chain.from_iterable(texts)), np.int64).tofile(hashes)
+        total += sum(map(len, texts))
     return total
 
 

@@ -113,7 +113,7 @@ def test_small_clusters_are_drawn_completely(sampled):
     points = draw(20, 100)
     assert points.clusters == [0, 1, 3]
     assert points.num_rows_K.tolist() == [4, 2, 6]
-    assert points.place_N.tolist() == [0] * 4 + [1] * 2 + [2] * 6
+    assert points.index_N.tolist() == [0] * 4 + [1] * 2 + [2] * 6
     order = [row for cluster in (0, 1, 3) for row, own in enumerate(IDS) if own == cluster]
     np.testing.assert_allclose(points.vector_ND, row_ND[order], atol=1e-6)
 
@@ -122,12 +122,12 @@ def test_a_sample_depends_on_the_seed_only(sampled):
     draw, row_ND = sampled
     draws = [draw(2, 3, seed) for seed in range(8)]
     assert {tuple(points.clusters) for points in draws} == {(0, 1), (0, 3), (1, 3)}
-    assert all(np.bincount(points.place_N).max() <= 3 for points in draws)
+    assert all(np.bincount(points.index_N).max() <= 3 for points in draws)
     again = draw(2, 3, 5)
     np.testing.assert_array_equal(again.vector_ND, draws[5].vector_ND)
     for points in draws:
         rows = [int(np.abs(row_ND - vector).sum(axis=1).argmin()) for vector in points.vector_ND]
-        assert [IDS[row] for row in rows] == [points.clusters[place] for place in points.place_N]
+        assert [IDS[row] for row in rows] == [points.clusters[place] for place in points.index_N]
         assert len({*rows}) == len(rows)
 
 
@@ -166,18 +166,18 @@ def test_the_plane_is_that_of_the_largest_eigenvalues():
 def groups(seed=0):
     """Three groups of 12 unit vectors that are far apart."""
     rng = np.random.default_rng(seed)
-    place_N = np.repeat(np.arange(3), 12)
-    vector_ND = np.eye(8)[place_N] + 0.1 * rng.normal(size=(36, 8))
-    return place_N, (vector_ND / np.linalg.norm(vector_ND, axis=1, keepdims=True)).astype(np.float32)
+    index_N = np.repeat(np.arange(3), 12)
+    vector_ND = np.eye(8)[index_N] + 0.1 * rng.normal(size=(36, 8))
+    return index_N, (vector_ND / np.linalg.norm(vector_ND, axis=1, keepdims=True)).astype(np.float32)
 
 
 def test_neighbours_stay_neighbours():
-    place_N, vector_ND = groups()
+    index_N, vector_ND = groups()
     point_N2 = neighbour_map(vector_ND, perplexity=5)
     assert point_N2.shape == (36, 2)
     distance_NN = np.linalg.norm(point_N2[:, None] - point_N2[None], axis=-1)
     nearest_N5 = np.argsort(distance_NN, axis=1)[:, 1:6]
-    assert (place_N[nearest_N5] == place_N[:, None]).all()
+    assert (index_N[nearest_N5] == index_N[:, None]).all()
 
 
 @pytest.mark.parametrize(
