@@ -1,4 +1,4 @@
-"""Floor 3: figures of runs and models, and the HTML report; matplotlib is known here only."""
+"""Floor 3: figures of runs and models, and the HTML report. Only this package imports matplotlib."""
 
 from embeddings.figures.clusters import draw_clusters, draw_contextual_shift
 from embeddings.figures.curves import draw_curves, draw_routing_curves, draw_sweep

@@ -1,7 +1,7 @@
-"""Vectors in two dimensions: clusters of a source, and documents in several contexts (CDE's Fig. 15).
+"""Plots of vectors in two dimensions: clusters of a source, and documents in several contexts (CDE's Fig. 15).
 
-Each `draw_…` function takes a title, a subtitle that is wrapped below it and the PNG file to write, and raises
-`MissingExtraError` where matplotlib is not installed.
+The arguments of each `draw_…` function include a title, a subtitle below it, and the PNG file to write. They raise
+`MissingExtraError` if matplotlib is not installed.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from embeddings.figures.drawing import (
 from embeddings.inference.inspection import ContextualShift
 from embeddings.inference.vectors import unit_rows
 
-# As many colours, and as many kinds of dots, can be told apart.
+# The numbers of distinguishable colours and markers.
 MAX_CLUSTERS = 20
 MAX_DOCUMENTS = 20
 MAX_CORPORA = 6
@@ -40,7 +40,7 @@ Vectors = npt.NDArray[np.floating[Any]]
 
 
 class Plane(NamedTuple):
-    """The two directions in which some vectors differ most: mean, unit axes and shares of the variance."""
+    """The first two principal axes of vectors: mean, unit axes and shares of the variance."""
 
     mean_D: npt.NDArray[np.float64]
     axis_2D: npt.NDArray[np.float64]
@@ -48,22 +48,22 @@ class Plane(NamedTuple):
 
     @classmethod
     def of(cls, vector_ND: Vectors) -> Self:
-        """The plane of vectors (N, D); of an axis and its opposite it has the one whose largest entry is positive."""
+        """The plane of vectors (N, D); the sign of an axis makes its largest entry positive."""
         mean_D = vector_ND.mean(axis=0, dtype=np.float64)
         _, spread_K, axis_KD = np.linalg.svd(vector_ND - mean_D, full_matrices=False)
         axis_2D, share_2 = np.zeros((2, len(mean_D))), np.zeros(2)
-        found = min(2, len(axis_KD))
-        axis_2D[:found] = axis_KD[:found]
-        share_2[:found] = spread_K[:found] ** 2 / max(float((spread_K**2).sum()), 1e-300)
+        num_axes = min(2, len(axis_KD))
+        axis_2D[:num_axes] = axis_KD[:num_axes]
+        share_2[:num_axes] = spread_K[:num_axes] ** 2 / max(float((spread_K**2).sum()), 1e-300)
         largest_2 = axis_2D[np.arange(2), np.abs(axis_2D).argmax(axis=1)]
         return cls(mean_D, np.where(largest_2[:, None] < 0, -axis_2D, axis_2D), share_2)
 
     def points(self, vector_ND: Vectors) -> npt.NDArray[np.float64]:
-        found: npt.NDArray[np.float64] = (vector_ND - self.mean_D) @ self.axis_2D.T
-        return found
+        point_N2: npt.NDArray[np.float64] = (vector_ND - self.mean_D) @ self.axis_2D.T
+        return point_N2
 
     def name_axes(self, axis: Any) -> None:
-        """Name the axes of a picture, alike in scale, with their shares of the variance."""
+        """Label the axes of a plot with their shares of the variance, and scale them equally."""
         axis.set_xlabel(f"first principal axis ({self.share_2[0]:.1%} of the variance)", size=9)
         axis.set_ylabel(f"second principal axis ({self.share_2[1]:.1%} of the variance)", size=9)
         axis.set_aspect("equal", adjustable="datalim")
@@ -72,13 +72,13 @@ class Plane(NamedTuple):
 
 
 class ClusterFacts(NamedTuple):
-    """How tight a cluster is, and how far from the others of a sample.
+    """How compact a cluster is, and its distance from the other clusters of a sample.
 
     Attributes:
-        cluster: Its number, then its rows in the folder and in the sample.
-        cosine: Mean cosine of its drawn rows with their mean.
-        nearest: The other cluster whose mean is nearest, itself where there is no other, and the cosine of the means.
-        at_home: Share of its drawn rows whose nearest mean is its own.
+        cluster: Number of the cluster; `num_rows` and `num_drawn` are its rows in the folder and in the sample.
+        cosine: Mean cosine of its sampled rows with their mean.
+        nearest: The other cluster with the nearest mean (itself if there is no other), and the cosine of the means.
+        at_home: Share of its sampled rows that are nearest to its own mean.
     """
 
     cluster: int
@@ -92,39 +92,38 @@ class ClusterFacts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ClusterPoints:
-    """N unit rows drawn from K clusters, ascending; `place_N` is the place of a row's cluster among them."""
+    """N unit rows drawn from K clusters, ascending; `index_N` is the index of a row's cluster in `clusters`."""
 
     clusters: list[int]
     num_rows_K: npt.NDArray[np.int64]
-    place_N: npt.NDArray[np.int64]
+    index_N: npt.NDArray[np.int64]
     vector_ND: npt.NDArray[np.float32]
 
     @property
     def mean_KD(self) -> npt.NDArray[np.float32]:
-        return np.stack([self.vector_ND[self.place_N == place].mean(axis=0) for place in range(len(self.clusters))])
+        return np.stack([self.vector_ND[self.index_N == index].mean(axis=0) for index in range(len(self.clusters))])
 
     def facts(self) -> list[ClusterFacts]:
         """The facts of each cluster."""
         mean_KD = unit_rows(self.mean_KD)
         cosine_NK, between_KK = self.vector_ND @ mean_KD.T, mean_KD @ mean_KD.T
         np.fill_diagonal(between_KK, -np.inf if len(self.clusters) > 1 else 1.0)
-        found = []
-        for place, cluster in enumerate(self.clusters):
-            own_nK, nearest = cosine_NK[self.place_N == place], int(between_KK[place].argmax())
-            at_home = float((own_nK.argmax(axis=1) == place).mean())
-            cosines = float(own_nK[:, place].mean()), float(between_KK[place, nearest])
-            sizes = int(self.num_rows_K[place]), len(own_nK)
-            found.append(ClusterFacts(cluster, *sizes, cosines[0], self.clusters[nearest], cosines[1], at_home))
-        return found
+        facts = []
+        for index, cluster in enumerate(self.clusters):
+            cosine_nK, nearest = cosine_NK[self.index_N == index], int(between_KK[index].argmax())
+            at_home = float((cosine_nK.argmax(axis=1) == index).mean())
+            cosines = float(cosine_nK[:, index].mean()), float(between_KK[index, nearest])
+            sizes = int(self.num_rows_K[index]), len(cosine_nK)
+            facts.append(ClusterFacts(cluster, *sizes, cosines[0], self.clusters[nearest], cosines[1], at_home))
+        return facts
 
 
 def draw_cluster_points(
     clusters: ClusterFolder, vectors: SurrogateVectors, num_clusters: int, rows_per_cluster: int, seed: int = 0
 ) -> ClusterPoints:
-    """Draw some clusters that hold rows, and some rows of each, by the seed; below 1 is an `OptionError`.
+    """Draw random non-empty clusters, and random rows of each; an `OptionError` if a number is below 1.
 
-    A row's vector is that of its query and that of its first positive, concatenated, at unit length: what `cluster`
-    uses before its reduction.
+    A row's unit vector concatenates those of its query and first positive, as `cluster` uses before its reduction.
     """
     for name, value in (("num_clusters", num_clusters), ("rows_per_cluster", rows_per_cluster)):
         if value < 1:
@@ -132,22 +131,22 @@ def draw_cluster_points(
     generator = numpy_generator(seed, "shown clusters")
     sizes = np.diff(clusters.offsets)
     chosen = np.sort(generator.permutation(np.flatnonzero(sizes))[:num_clusters])
-    places, found = [], []
-    for place, cluster in enumerate(chosen.tolist()):
+    indices, vectors_of_rows = [], []
+    for index, cluster in enumerate(chosen.tolist()):
         rows = np.asarray(clusters.rows_by_cluster[clusters.offsets[cluster] : clusters.offsets[cluster + 1]])
         for row in np.sort(generator.permutation(rows)[:rows_per_cluster]).tolist():
-            found.append(np.concatenate([vectors.query(row), vectors.positives(row)[0]]))
-            places.append(place)
-    return ClusterPoints(chosen.tolist(), sizes[chosen], np.array(places), unit_rows(np.stack(found)))
+            vectors_of_rows.append(np.concatenate([vectors.query(row), vectors.positives(row)[0]]))
+            indices.append(index)
+    return ClusterPoints(chosen.tolist(), sizes[chosen], np.array(indices), unit_rows(np.stack(vectors_of_rows)))
 
 
 def draw_clusters(
     points: ClusterPoints, title: str, subtitle: str, output: Path, map_N2: npt.NDArray[np.float64] | None = None
 ) -> None:
-    """Draw rows of at most 20 clusters on the plane in which they differ most, a colour and a number for each cluster.
+    """Plot rows of at most 20 clusters on their first two principal axes, with a colour and a number per cluster.
 
-    Clusters that touch here may be apart in other dimensions: the axes say how much of the variance is shown. `map_N2`
-    takes the plane's place (see `neighbour_map`); a number is then at the median of its cluster, not at the mean.
+    Clusters that touch here may be apart in other dimensions; the axis labels have the shares of the variance. `map_N2`
+    replaces the plane (see `neighbour_map`); a number is then at the median of its cluster, not at the mean.
     """
     assert len(points.clusters) <= MAX_CLUSTERS
     plt = pyplot()
@@ -156,50 +155,50 @@ def draw_clusters(
         point_N2, mean_K2 = plane.points(points.vector_ND), plane.points(points.mean_KD)
     else:
         point_N2 = map_N2
-        places = range(len(points.clusters))
-        mean_K2 = np.stack([np.median(map_N2[points.place_N == place], axis=0) for place in places])
+        indices = range(len(points.clusters))
+        mean_K2 = np.stack([np.median(map_N2[points.index_N == index], axis=0) for index in indices])
     figure, axis = plt.subplots(figsize=(9, 7), layout="constrained")
     colours = list(map(colour_of, range(len(points.clusters))))
-    for place, (cluster, colour) in enumerate(zip(points.clusters, colours, strict=True)):
-        own_n2 = point_N2[points.place_N == place]
-        label = f"{cluster} ({points.num_rows_K[place]:,})"
-        axis.scatter(*own_n2.T, s=14, color=colour, alpha=0.7, linewidths=0, label=label)
+    for index, (cluster, colour) in enumerate(zip(points.clusters, colours, strict=True)):
+        point_n2 = point_N2[points.index_N == index]
+        label = f"{cluster} ({points.num_rows_K[index]:,})"
+        axis.scatter(*point_n2.T, s=14, color=colour, alpha=0.7, linewidths=0, label=label)
     for cluster, colour, (x, y) in zip(points.clusters, colours, mean_K2.tolist(), strict=True):
         box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": colour, "linewidth": 1.2, "alpha": 0.85}
         axis.text(x, y, str(cluster), size=8, color=BLACK, ha="center", va="center", bbox=box)
     if map_N2 is None:
         plane.name_axes(axis)
     else:
-        # Neither the axes of a map of neighbours nor its distances have a unit.
+        # The axes and distances of t-SNE have no unit.
         axis.set_aspect("equal", adjustable="datalim")
         axis.set_xticks([])
         axis.set_yticks([])
-        axis.set_xlabel("t-SNE: only neighbourhoods have a meaning, distances between groups have none", size=9)
+        axis.set_xlabel("t-SNE: neighbourhoods have a meaning, distances between groups have none", size=9)
     figure.legend(loc="outside right upper", title="cluster (rows)", frameon=False, markerscale=2, fontsize=9)
     write_heading(figure, axis, title, subtitle, 88)
     write_png(figure, output)
 
 
 def check_neighbour_map(num_points: int, perplexity: float) -> None:
-    """Check that so many vectors can be laid out with this perplexity."""
+    """Check that t-SNE is possible for this number of vectors and perplexity."""
     if not perplexity >= 1:
         raise OptionError("perplexity", perplexity, "must be >= 1", "30 is usual")
     if num_points > MAX_POINTS:
-        rule = f"is for at most {MAX_POINTS:,} rows, here {num_points:,}"
+        rule = f"is limited to {MAX_POINTS:,} rows, here {num_points:,}"
         raise OptionError("projection", "tsne", rule, "lower rows_per_cluster or num_clusters")
-    # Each row's neighbourhood is its 3 x perplexity nearest ones.
+    # The neighbourhood of a row is its 3 x perplexity nearest rows.
     if num_points <= 3 * perplexity:
         rule = f"must be below a third of the {num_points} rows drawn"
         raise OptionError("perplexity", perplexity, rule, "lower it, or draw more rows")
 
 
 def neighbour_map(vector_ND: npt.NDArray[np.floating[Any]], perplexity: float = PERPLEXITY) -> npt.NDArray[np.float64]:
-    """Where t-SNE puts vectors (N, D), (N, 2) float64; an `OptionError` as of `check_neighbour_map`.
+    """The t-SNE positions of vectors (N, D), (N, 2) float64; `check_neighbour_map` checks the arguments.
 
-    Neighbours stay neighbours; distances between groups and their widths have no meaning. Distances are Euclidean,
-    which for unit vectors orders them as the cosine does. `perplexity` is about how many neighbours a vector has.
+    Neighbours remain neighbours; the distances between groups and their sizes have no meaning. Distances are Euclidean,
+    which orders unit vectors like the cosine. `perplexity` is roughly the number of neighbours of a vector.
 
-    Determinism: it begins at the two principal axes; equal for equal arguments on one machine and number of threads.
+    Determinism: starts from the two principal axes; equal for equal arguments on one machine and number of threads.
     Source: van der Maaten and Hinton 2008, "Visualizing Data using t-SNE"; scikit-learn's Barnes-Hut version.
     """
     from sklearn.manifold import TSNE
@@ -212,18 +211,17 @@ def neighbour_map(vector_ND: npt.NDArray[np.floating[Any]], perplexity: float = 
 def draw_contextual_shift(
     shift: ContextualShift, names: Sequence[str], corpora: Sequence[str], title: str, subtitle: str, output: Path
 ) -> None:
-    """Draw documents' vectors in several contexts, a colour a document; a cross is the vector without a context.
+    """Plot documents' vectors in several contexts, one colour per document; a cross is the vector without a context.
 
-    The plane is the one in which the vectors in contexts differ most. `names` are the documents', and `corpora` name
-    the corpus of each context: each corpus has a shape.
+    The axes are the first two principal axes of the vectors with contexts. `names` are the names of the documents, and
+    `corpora` the name of the corpus of each context; each corpus has a marker.
 
     Source: Morris and Rush 2024 (CDE), arXiv:2410.02525, §10.5, Fig. 15: randomly drawn documents of one corpus
-        (TREC-Covid), PCA of their vectors, a colour a document and a dot a context. Differs: the crosses, and the
-        shapes.
+        (TREC-Covid), PCA of their vectors, one colour per document and one dot per context. Differs: other markers.
     """
-    kinds = list(dict.fromkeys(corpora))
+    corpus_names = list(dict.fromkeys(corpora))
     assert len(names) <= MAX_DOCUMENTS
-    assert len(kinds) <= MAX_CORPORA
+    assert len(corpus_names) <= MAX_CORPORA
     plt = pyplot()
     from matplotlib.lines import Line2D
 
@@ -231,17 +229,17 @@ def draw_contextual_shift(
     plane = Plane.of(shift.vector_CND.reshape(-1, size))
     point_CN2 = plane.points(shift.vector_CND.reshape(-1, size)).reshape(num_contexts, num_documents, 2)
     alone_N2 = plane.points(shift.alone_ND)
-    figure, axis = plt.subplots(figsize=(9, 6.5 + 0.1 * (num_documents + len(kinds) + 2)), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9, 6.5 + 0.1 * (num_documents + len(corpus_names) + 2)), layout="constrained")
     handles = []
     for document, name in enumerate(names):
         colour = colour_of(document)
-        for kind, marker in zip(kinds, _MARKERS, strict=False):
-            own = [context for context, corpus in enumerate(corpora) if corpus == kind]
-            axis.scatter(*point_CN2[own, document].T, s=26, marker=marker, color=colour, alpha=0.75, linewidths=0)
+        for corpus_name, marker in zip(corpus_names, _MARKERS, strict=False):
+            contexts = [context for context, corpus in enumerate(corpora) if corpus == corpus_name]
+            axis.scatter(*point_CN2[contexts, document].T, s=26, marker=marker, color=colour, alpha=0.75, linewidths=0)
         axis.scatter(*alone_N2[document], s=70, marker="x", color=[colour], linewidths=2)
         handles.append(Line2D([], [], color=colour, marker="o", linestyle="", label=drawn_label(name, _NAME_LENGTH)))
-    for kind, marker in zip(kinds, _MARKERS, strict=False):
-        label = f"contexts of {drawn_label(kind, _NAME_LENGTH)}"
+    for corpus_name, marker in zip(corpus_names, _MARKERS, strict=False):
+        label = f"contexts of {drawn_label(corpus_name, _NAME_LENGTH)}"
         handles.append(Line2D([], [], color=BLACK, marker=marker, linestyle="", label=label))
     handles.append(Line2D([], [], color=BLACK, marker="x", linestyle="", label="no context"))
     plane.name_axes(axis)

@@ -1,4 +1,4 @@
-"""What figures share: files, HTML pages, colours, letters that a font has, headings, and the lines of runs."""
+"""Shared helpers of figures: output files, HTML pages, colours, fonts, headings, and line styles of runs."""
 
 import textwrap
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from embeddings.common.text import shorten
 GREY, BLACK, EDGE = "#777777", "#1a1a1a", "#e4dccb"
 MISSING, LINE_BREAK = "□", "↵"
 MAX_NAME_LENGTH = 70
-# In the order of matplotlib's ten colours; the next ten lines are dashed, and so on.
+# The first ten lines are solid, the next ten dashed, and so on.
 _STYLES = ("-", "--", "-.", ":")
 
 
 def pyplot() -> Any:
-    """matplotlib's pyplot, drawing without a screen; a `MissingExtraError` where matplotlib is not installed."""
+    """matplotlib's pyplot with a backend without a screen; a `MissingExtraError` if matplotlib is not installed."""
     require("matplotlib", "quickstart").use("Agg")
     import matplotlib.pyplot as plt
 
@@ -28,14 +28,14 @@ def pyplot() -> Any:
 
 
 def check_output(output: Path, kind: str = "a PNG file", needs_matplotlib: bool = True) -> None:
-    """Check, before anything costs time, that a figure can be drawn and written to a path."""
+    """Check, before any work, that a figure can be drawn and written to a path."""
     if needs_matplotlib:
         pyplot()
     if output.is_dir():
         raise InputError(f"--output {output}", "is a directory", f"name {kind}")
-    place = next(place for place in output.absolute().parents if place.exists())
-    if not place.is_dir():
-        raise InputError(f"--output {output}", f"leads through {place}, which is no folder", "name a new file")
+    existing = next(path for path in output.absolute().parents if path.exists())
+    if not existing.is_dir():
+        raise InputError(f"--output {output}", f"{existing} is not a folder", "name a new file")
 
 
 def write_png(figure: Any, output: Path) -> None:
@@ -56,7 +56,7 @@ def write_page(output: Path, template: str, **values: Any) -> None:
     )
     environment.tests["number_like"] = _is_number_like
     page = environment.get_template(template).render(values)
-    # Half a character of a damaged file cannot be written.
+    # Lone surrogates, from damaged files, cannot be encoded.
     write_text(output, page.encode("utf-8", "replace").decode())
 
 
@@ -66,39 +66,39 @@ def _is_number_like(cell: str) -> bool:
 
 @cache
 def shades() -> Any:
-    """The colour map of all shaded pictures, from 0 (white) to 1 (dark red)."""
+    """The colour map of all heat maps, from 0 (white) to 1 (dark red)."""
     plt = pyplot()
     from matplotlib.colors import LinearSegmentedColormap
 
-    paler = [plt.get_cmap("YlOrRd")(place / 100) for place in range(0, 86, 5)]
-    return LinearSegmentedColormap.from_list("shades", [(1, 1, 1, 1), *paler])
+    colours = [plt.get_cmap("YlOrRd")(percent / 100) for percent in range(0, 86, 5)]
+    return LinearSegmentedColormap.from_list("shades", [(1, 1, 1, 1), *colours])
 
 
 def is_dark(shade: tuple[float, ...]) -> bool:
-    """Whether letters on a shade (red, green, blue, from 0 to 1) must be white."""
+    """Whether text on a colour (red, green, blue, from 0 to 1) must be white."""
     return 0.299 * shade[0] + 0.587 * shade[1] + 0.114 * shade[2] < 0.5
 
 
 def drawable(text: str) -> str:
-    """A text as matplotlib can draw it, character by character; call it before the axes are made.
+    """A text in which matplotlib can draw every character; call it before the axes are created.
 
-    White space becomes spaces, a line break an arrow, and a letter that no installed font has becomes a box. Where the
-    default font lacks a letter, another installed font is added for it.
+    White space becomes spaces, a line break becomes an arrow, and a character without an installed font becomes a box.
+    If the default font has no glyph for a character, another installed font is added.
     """
-    return "".join(_drawn(letter) for letter in text)
+    return "".join(_drawable_character(character) for character in text)
 
 
 @cache
-def _drawn(letter: str) -> str:
-    if letter == "\n":
+def _drawable_character(character: str) -> str:
+    if character == "\n":
         return LINE_BREAK
-    if letter.isspace():
+    if character.isspace():
         return " "
-    return letter if category(letter) == "Cf" or _find_font(ord(letter)) else MISSING
+    return character if category(character) == "Cf" or _find_font(ord(character)) else MISSING
 
 
 def _find_font(code: int) -> bool:
-    """Whether some installed font has a character; matplotlib will use it from here on."""
+    """Whether an installed font has a character; matplotlib will use that font from now on."""
     families = pyplot().rcParams["font.family"]
     for name, path in _fonts():
         if code in _charmap(path):
@@ -110,14 +110,14 @@ def _find_font(code: int) -> bool:
 
 @cache
 def _fonts() -> list[tuple[str, str]]:
-    """Name and file of the regular fonts of this machine, the default one first."""
+    """Name and file of the installed regular fonts, the default font first."""
     from matplotlib.font_manager import FontProperties, findfont, fontManager
 
     default = findfont(FontProperties())
     regular = [entry for entry in fontManager.ttflist if str(entry.weight) in ("400", "normal", "regular", "book")]
     upright = [entry for entry in regular if entry.style == "normal" and "Last Resort" not in entry.name]
-    found = {entry.name: entry.fname for entry in upright}
-    return sorted(found.items(), key=lambda font: (font[1] != default, font[0]))
+    files = {entry.name: entry.fname for entry in upright}
+    return sorted(files.items(), key=lambda font: (font[1] != default, font[0]))
 
 
 @cache
@@ -128,12 +128,12 @@ def _charmap(path: str) -> frozenset[int]:
 
 
 def drawn_label(text: str, length: int) -> str:
-    """The beginning of a text on one line as matplotlib can draw it (see `drawable`); an ellipsis for an empty one."""
+    """The start of a text on one line, as `drawable`; an ellipsis if it is empty."""
     return shorten(drawable(text), length) or "…"
 
 
 def write_heading(figure: Any, axis: Any, title: str, subtitle: str, num_columns: int) -> None:
-    """Write a title over a figure, and a subtitle over its axis, wrapped over lines."""
+    """Write a title above a figure, and a wrapped subtitle above its axis."""
     lines = textwrap.wrap(drawable(subtitle), num_columns)
     axis.set_title("\n".join(lines), loc="left", size=9, color=GREY, parse_math=False)
     figure.suptitle(drawable(title), x=0.01, ha="left", size=12, weight="bold", color=BLACK, parse_math=False)
@@ -153,7 +153,7 @@ def run_names(runs: Sequence[Path]) -> list[str]:
 
 
 def line_label(name: str) -> str:
-    """A name as the legend shows it: not as a formula, not hidden, and no wider than the picture."""
+    """A name as a label of the legend: escaped, not hidden by a leading underscore, and shortened."""
     short = name if len(name) <= MAX_NAME_LENGTH else f"…{name[1 - MAX_NAME_LENGTH :]}"
     return " " * short.startswith("_") + short.replace("$", r"\$")
 
@@ -168,5 +168,5 @@ def point_markers(num_points: int) -> dict[str, Any]:
 
 
 def colour_of(number: int) -> Any:
-    """One of twenty colours that can be told apart."""
+    """One of twenty distinguishable colours."""
     return pyplot().get_cmap("tab20")((2 * number) % 20 + (number >= 10))

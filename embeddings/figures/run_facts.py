@@ -1,4 +1,4 @@
-"""The facts of a run, read from its folder: config, record, logged values, and the processes that it consists of."""
+"""The data of a run, read from its folder: config, record, logged values, and its processes."""
 
 import csv
 import json
@@ -16,23 +16,23 @@ import yaml
 from embeddings.common import InputError
 from embeddings.common.io import METRICS_FILE, read_metrics, steps_made
 
-# The steps at which something was logged, and its values.
+# The steps at which a value was logged, and the values.
 Curve = tuple[list[int], list[float]]
 
 LOSS, SCORE = "train/loss", "val/ndcg_at_10"
 THROUGHPUT = "throughput/"
-_HINT = "give the folder of a run of fit, such as checkpoints/runs/NAME/version_0"
+_HINT = "name the folder of a run of fit, such as checkpoints/runs/NAME/version_0"
 
 
 class Curves(dict[str, Curve]):
-    """What a run logged, by column; one that it did not log is empty."""
+    """The logged values of a run, by column; missing columns are empty."""
 
     def __missing__(self, column: str) -> Curve:
         return [], []
 
 
 def read_run_config(run: Path) -> dict[str, Any]:
-    """The merged config of a run; an `InputError` where there is none or it is damaged, as in all of this file."""
+    """The merged config of a run. As in all of this file, a missing or damaged file is an `InputError`."""
     return _read(run / "config.yaml", yaml.safe_load)
 
 
@@ -44,51 +44,50 @@ def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
     if not path.is_file():
         raise InputError(str(path), "no such file", _HINT)
     try:
-        found = parse(path.read_bytes())
+        content = parse(path.read_bytes())
     except (yaml.YAMLError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        content = None
+    if not isinstance(content, dict):
         raise InputError(str(path), "is damaged", _HINT)
-    return found
+    return content
 
 
 def run_parts(run: Path) -> list[Path]:
     """The folders of a run's processes, the earliest first: a resumed run has a `version_N` for each.
 
-    Paths are compared by their last parts, so that runs may be moved. A folder without a config is one part.
+    Paths are compared by their last parts, so that runs may be moved. A folder without a config is a single part.
     """
-    before = _part_before(run)
-    return [run] if before is None else [*run_parts(before), run]
+    previous = _previous_part(run)
+    return [run] if previous is None else [*run_parts(previous), run]
 
 
-def _part_before(run: Path) -> Path | None:
-    """The last folder before a run's own whose process wrote to the place of the checkpoint that it resumed from."""
+def _previous_part(run: Path) -> Path | None:
+    """The last earlier folder whose process may have written the checkpoint that this run resumed from."""
     number, checkpoint = _number(run), _checkpoint(run)
     if number is None or checkpoint is None:
         return None
-    beside = {found: path for path in run.absolute().parent.glob("version_*") if (found := _number(path)) is not None}
-    for found in sorted((found for found in beside if found < number), reverse=True):
-        if (beside[found] / "config.yaml").is_file() and _wrote(beside[found], checkpoint):
-            return run.parent / beside[found].name
+    numbered = {_number(path): path for path in run.absolute().parent.glob("version_*")}
+    for earlier in sorted((other for other in numbered if other is not None and other < number), reverse=True):
+        if (numbered[earlier] / "config.yaml").is_file() and _wrote(numbered[earlier], checkpoint):
+            return run.parent / numbered[earlier].name
     return None
 
 
 def _wrote(part: Path, checkpoint: Path) -> bool:
-    """Whether a process may have written a checkpoint: into its folder, into its config's, or where it resumed from."""
-    own = (part.parent.name, part.name)
-    if own in zip(checkpoint.parts, checkpoint.parts[1:], strict=False):
+    """Whether a process may have written a checkpoint: to its folder, a folder of its config, or where it resumed."""
+    if (part.parent.name, part.name) in zip(checkpoint.parts, checkpoint.parts[1:], strict=False):
         return True
     callbacks = (read_run_config(part).get("trainer") or {}).get("callbacks") or []
     arguments = [callback.get("init_args") or {} for callback in callbacks if isinstance(callback, dict)]
-    places = [Path(str(argument["dirpath"])) for argument in arguments if argument.get("dirpath")]
+    folders = [Path(str(argument["dirpath"])) for argument in arguments if argument.get("dirpath")]
     earlier = _checkpoint(part)
     if earlier is not None and not any(part.rglob("*.ckpt")):
-        places.append(earlier.parent)
-    return checkpoint.parent in places
+        folders.append(earlier.parent)
+    return checkpoint.parent in folders
 
 
 def _checkpoint(run: Path) -> Path | None:
-    """The checkpoint that a folder's first process resumed from: later ones resumed from its own."""
+    """The checkpoint that a folder's first process resumed from; later processes resumed from the folder's own."""
     path = read_run_config(run).get("ckpt_path") if (run / "config.yaml").is_file() else None
     earlier = read_run_record(run).get("earlier") if (run / "run.json").is_file() else None
     if isinstance(earlier, list) and earlier and isinstance(earlier[0], dict):
@@ -104,28 +103,28 @@ def _number(run: Path) -> int | None:
 def read_curves(run: Path) -> Curves:
     """The columns of a run's `metrics.csv`: the steps at which each was logged, and its values.
 
-    A resumed run has the values of all its processes (see `run_parts`), those of an earlier one up to the first step
-    that the next one logged: what it logged after its last checkpoint was lost. An incomplete last line, and a
-    process that was killed before it wrote anything, are ignored.
+    A resumed run has the values of all its processes (see `run_parts`). Those of an earlier process end at the first
+    step that the next one logged, because the steps after the last checkpoint were repeated. An incomplete last line,
+    and a process that was killed before it wrote anything, are ignored.
     """
-    written = [part for part in run_parts(run) if metrics_path(part).is_file()]
-    if not written:
+    parts = [part for part in run_parts(run) if metrics_path(part).is_file()]
+    if not parts:
         raise InputError(str(metrics_path(run)), "no such file", _HINT)
-    found = Curves()
-    for part in written:
-        own = _read_part(part)
-        first = min((steps_made(column, steps[0]) for column, (steps, _) in own.items() if steps), default=None)
-        for column in {**found, **own}:
-            steps, values = found[column] if first is None else _cut(column, found[column], first)
-            own_steps, own_values = own[column]
-            found[column] = steps + own_steps, values + own_values
-    return found
+    curves = Curves()
+    for part in parts:
+        new = _read_part(part)
+        first = min((steps_made(column, steps[0]) for column, (steps, _) in new.items() if steps), default=None)
+        for column in {**curves, **new}:
+            steps, values = curves[column] if first is None else _before(column, curves[column], first)
+            new_steps, new_values = new[column]
+            curves[column] = steps + new_steps, values + new_values
+    return curves
 
 
-def _cut(column: str, curve: Curve, first: int) -> Curve:
-    """What a curve has of the steps before one, counted as steps made."""
-    kept = sum(steps_made(column, step) < first for step in curve[0])
-    return curve[0][:kept], curve[1][:kept]
+def _before(column: str, curve: Curve, first: int) -> Curve:
+    """The part of a curve before a number of completed steps."""
+    count = sum(steps_made(column, step) < first for step in curve[0])
+    return curve[0][:count], curve[1][:count]
 
 
 def metrics_path(run: Path) -> Path:
@@ -137,9 +136,9 @@ def _read_part(run: Path) -> Curves:
     try:
         reader = read_metrics(path)
         names = reader.fieldnames or ()
-        found = Curves({name: ([], []) for name in names if name not in ("step", "epoch")})
+        curves = Curves({name: ([], []) for name in names if name not in ("step", "epoch")})
         for row in reader if "step" in names else ():
-            for column, (steps, values) in found.items():
+            for column, (steps, values) in curves.items():
                 if row.get(column):
                     value = float(row[column])
                     steps.append(int(row["step"]))
@@ -148,11 +147,11 @@ def _read_part(run: Path) -> Curves:
         raise InputError(str(path), f"is damaged ({error})", _HINT) from error
     if names and "step" not in names:
         raise InputError(str(path), "has no column 'step'", _HINT)
-    return found
+    return curves
 
 
 class Summary(NamedTuple):
-    """A column of what was logged, in four numbers and their steps, without values that are not finite."""
+    """First, last, highest and median value of a logged column, with steps; non-finite values are ignored."""
 
     first: tuple[int, float]
     last: tuple[int, float]
@@ -170,12 +169,12 @@ class Part(NamedTuple):
 
     @property
     def end(self) -> Mapping[str, Any]:
-        """How it ended; empty where it did not record it."""
+        """The recorded end; empty if there is none."""
         return _mapping(self.record.get("end"))
 
     @property
     def seconds(self) -> float | None:
-        """How long it took; None if unknown or if a clock was set back."""
+        """Duration; None if unknown or if a clock was set back."""
         started, ended = when(self.record.get("started")), when(self.end.get("time"))
         return None if started is None or ended is None or ended < started else (ended - started).total_seconds()
 
@@ -192,12 +191,12 @@ class RunFacts:
 
     @classmethod
     def read(cls, folder: Path) -> "RunFacts":
-        """The facts of a run's folder."""
+        """Read a run's folder."""
         config = read_run_config(folder)
         text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
         parts = run_parts(folder)
         curves = read_curves(folder) if any(metrics_path(part).is_file() for part in parts) else Curves()
-        return cls(folder, config, text, [part for each in parts for part in _read_parts(each)], curves)
+        return cls(folder, config, text, [part for path in parts for part in _read_parts(path)], curves)
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -205,39 +204,39 @@ class RunFacts:
 
     @cached_property
     def summaries(self) -> dict[str, Summary]:
-        """Each column that holds a number."""
-        found = {column: _summary(column, curve) for column, curve in self.curves.items()}
-        return {column: summary for column, summary in found.items() if summary is not None}
+        """The summaries of all columns with finite values."""
+        summaries = {column: _summary(column, curve) for column, curve in self.curves.items()}
+        return {column: summary for column, summary in summaries.items() if summary is not None}
 
     @property
     def last_step(self) -> int:
         """The last known optimiser step, recorded at the end or logged."""
         logged = (steps_made(column, steps[-1]) for column, (steps, _) in self.curves.items() if steps)
-        noted = self.parts[-1].end.get("step")
-        return max(0, *logged, noted if isinstance(noted, int) else 0)
+        recorded = self.parts[-1].end.get("step")
+        return max(0, *logged, recorded if isinstance(recorded, int) else 0)
 
     @property
     def not_finite(self) -> dict[str, int]:
-        """How many values of each column are NaN or infinite, for columns with any."""
+        """Number of NaN or infinite values of each column with any."""
         counts = {name: sum(not math.isfinite(value) for value in values) for name, (_, values) in self.curves.items()}
         return {name: count for name, count in counts.items() if count}
 
     def setting(self, path: str) -> Any:
-        """A value of the config by its dotted path, or None where there is none."""
-        found: Any = self.config
+        """A value of the config by its dotted path, or None."""
+        value: Any = self.config
         for key in path.split("."):
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
 
     def callbacks(self, name: str) -> list[Mapping[str, Any]]:
-        found = self.setting("trainer.callbacks")
-        listed = [_mapping(callback) for callback in found] if isinstance(found, list) else []
-        ours = [each for each in listed if str(each.get("class_path")).rpartition(".")[2] == name]
-        return [_mapping(each.get("init_args")) for each in ours]
+        configs = self.setting("trainer.callbacks")
+        callbacks = [_mapping(config) for config in configs] if isinstance(configs, list) else []
+        matching = [config for config in callbacks if str(config.get("class_path")).rpartition(".")[2] == name]
+        return [_mapping(config.get("init_args")) for config in matching]
 
 
 def _read_parts(folder: Path) -> list[Part]:
-    """The processes that wrote into a folder, the earliest first; numeric errors are the last one's."""
+    """The processes that wrote to a folder, the earliest first; numeric errors belong to the last one."""
     last = read_run_record(folder) if (folder / "run.json").is_file() else {}
     earlier = last.get("earlier")
     records = [_mapping(record) for record in (earlier if isinstance(earlier, list) else [])]
@@ -265,7 +264,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def when(text: Any) -> datetime | None:
-    """A time in a record, or None."""
+    """A time in a record, or None if it is invalid."""
     try:
         return datetime.fromisoformat(text).astimezone(UTC)
     except (ValueError, TypeError, OverflowError):

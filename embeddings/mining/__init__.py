@@ -1,4 +1,4 @@
-"""Floor 3: what is computed over a whole corpus before training. The names load their module on first use."""
+"""Floor 3: jobs over a whole corpus before training. Names load their module on first use."""
 
 from typing import TYPE_CHECKING
 

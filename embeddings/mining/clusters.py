@@ -1,4 +1,4 @@
-"""The clusters of a source of pairs: what pairs are clustered by, and the folder that the clustered sampler reads."""
+"""Clustering of a source of pairs: the features of pairs, and the folder that the clustered sampler reads."""
 
 import math
 import os
@@ -37,32 +37,32 @@ from embeddings.mining.pair_vectors import PairVectors
 
 CLUSTER_SIZE = 512
 _BLOCK = 8192
-# Measured of faiss-cpu 1.15: how often the centroids are held, and what a vector takes beside its numbers.
-_CENTROID_COPIES, _BYTES_A_VECTOR = 4, 24
-# Below this faiss warns that the centroids are of too few vectors.
+# Measured with faiss-cpu 1.15: copies of the centroids in memory, and bytes per vector beside its values.
+_CENTROID_COPIES, _BYTES_PER_VECTOR = 4, 24
+# faiss warns about fewer vectors per cluster.
 _MIN_VECTORS_PER_CLUSTER = 39
 
 Int64s = NDArray[np.int64]
 Vectors = NDArray[np.float32]
-# What a message calls a row of the source.
+# The name of a row of the source in messages.
 RowName = Callable[[int], str]
 
-# More rows than this move the axes of a few hundred dimensions by nothing that matters.
+# More rows do not change axes of a few hundred dimensions noticeably.
 MAX_FITTED_ROWS = 1 << 17
 
 
 class PairFeatures(ABC):
-    """A unit vector of each row of a source of pairs, computed when it is asked for.
+    """A unit vector for each row of a source of pairs, computed on demand.
 
-    What is learned of the rows (axes, term weights) is computed by one process and handed to the others as arrays: two
-    machines would not come to the same bits.
+    What is fitted to the rows (axes, term weights) is computed by one process and passed to the others as arrays,
+    because two machines would compute different bits.
 
     Attributes:
         num_rows: Rows of the source.
         embedding_dim: Width of a feature.
-        fields: What decides the features, for manifests.
-        row_name: What a message calls a row, such as its file and line.
-        learned: What `fit` learned; before that no row can be asked for.
+        fields: The options that determine the features, for manifests.
+        row_name: Name of a row in messages, such as its file and line.
+        learned: The result of `fit`, which must be set before `rows` is called.
     """
 
     num_rows: int
@@ -73,32 +73,32 @@ class PairFeatures(ABC):
 
     @abstractmethod
     def fit(self) -> dict[str, NDArray[Any]]:
-        """What has to be learned of the rows, by name."""
+        """The arrays that are fitted to the rows, by name."""
 
     @abstractmethod
     def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
-        """The query's part and the document's of the features of some rows, (n, d) float32 each."""
+        """The query features and the document features of some rows, (n, d) float32 each."""
 
     def rows(self, rows: Int64s, swapped: bool = False) -> Vectors:
         """The features of ascending rows, (n, embedding_dim) float32, unit rows; `swapped` puts the document first.
 
         Raises:
-            InputError: If a row has no direction; the message names it.
+            InputError: If the features of a row are zero or not finite; the message names it.
         """
         sides = self.sides(rows)
         return unit_features(np.concatenate(sides[::-1] if swapped else sides, axis=1), rows, self.row_name)
 
 
 class VectorFeatures(PairFeatures):
-    """A surrogate's vectors [q; d] or [d; q], d the row's first positive, reduced to principal axes where wanted.
+    """A surrogate's vectors [q; d] or [d; q], d the row's first positive, optionally reduced to principal axes.
 
-    The axes are those of the second moments of both orders, without centring, so that they are the same for both.
+    The axes are those of the second moments of both orders, without centring, so that both orders share them.
 
     Args:
         vectors: The surrogate's unit vectors.
-        svd_dim: Width to reduce to, 1 to twice the vectors' width, or None.
-        seed: Decides which rows the axes are computed of, where there are more than 131,072.
-        row_name: What a message calls a row, such as its file and line.
+        svd_dim: Width to reduce to, 1 to twice the width of the vectors, or None.
+        seed: Seed of the sample of rows for the axes, if there are more than 131,072.
+        row_name: Name of a row in messages, such as its file and line.
 
     Precision: second moments in float64; products with the axes in float32.
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix; reduction as in the released code.
@@ -117,7 +117,7 @@ class VectorFeatures(PairFeatures):
             self.fields |= {f"{role}_{name}": made[name] for name in ("model_sha256", "precision", "prompt_name")}
 
     def fit(self) -> dict[str, NDArray[Any]]:
-        """The principal axes, (2D, svd_dim), where the features are reduced."""
+        """The principal axes, (2D, svd_dim); empty without a reduction."""
         if self._svd_dim is None:
             return {}
         width = 2 * self._vectors.query_shards.embedding_dim
@@ -145,27 +145,27 @@ class VectorFeatures(PairFeatures):
 
 
 def check_svd_dim(svd_dim: int | None, embedding_dim: int) -> None:
-    """Refuse a width that [q; d] cannot be reduced to."""
+    """Check that [q; d] can be reduced to this width."""
     if svd_dim is not None and not 1 <= svd_dim <= 2 * embedding_dim:
-        rule = f"must lie in 1 … {2 * embedding_dim}, twice the vectors' width"
+        rule = f"must be between 1 and {2 * embedding_dim}, twice the width of the vectors"
         raise OptionError("svd_dim", svd_dim, rule, "128 is usual")
 
 
 def unit_features(vectors: Vectors, rows: Int64s, row_name: RowName = "row {}".format) -> Vectors:
-    """The vectors of some rows at unit length, (n, d) float32; an `InputError` names a row that has no direction."""
+    """The vectors of some rows at unit length, (n, d) float32; an `InputError` names a zero or non-finite row."""
     length_N1 = np.linalg.norm(vectors, axis=1, keepdims=True)
-    bad = np.flatnonzero(~(np.isfinite(length_N1[:, 0]) & (length_N1[:, 0] > 0)))
-    if len(bad):
-        what = f"what it is clustered by is {'zero' if length_N1[bad[0], 0] == 0 else 'not finite'}"
-        raise InputError(row_name(int(rows[bad[0]])), what, "check its texts and the model")
+    invalid = np.flatnonzero(~(np.isfinite(length_N1[:, 0]) & (length_N1[:, 0] > 0)))
+    if len(invalid):
+        what = f"its features are {'zero' if length_N1[invalid[0], 0] == 0 else 'not finite'}"
+        raise InputError(row_name(int(rows[invalid[0]])), what, "check its texts and the model")
     return np.asarray(vectors / length_N1, dtype=np.float32)
 
 
-def sample_rows(num_rows: int, most: int, seed: int) -> Int64s:
-    """All rows where there are no more than `most`, else as many random ones, ascending, int64."""
-    if num_rows <= most:
+def sample_rows(num_rows: int, max_rows: int, seed: int) -> Int64s:
+    """All rows, or `max_rows` random ones if there are more, ascending, int64."""
+    if num_rows <= max_rows:
         return np.arange(num_rows)
-    return np.sort(KeyedPermutation(num_rows, seed)(np.arange(most)))
+    return np.sort(KeyedPermutation(num_rows, seed)(np.arange(max_rows)))
 
 
 DEFAULT_DIM = 128
@@ -175,21 +175,21 @@ _K1, _B = 1.2, 0.75
 
 
 class Bm25Features(PairFeatures):
-    """Query and document of each row by their words: BM25 weights, a truncated SVD, unit length, side by side.
+    """BM25 weights of the words of query and document, reduced by a truncated SVD to unit length, and concatenated.
 
-    A text t has the weight idf(w)·f·(k1 + 1) / (f + k1·(1 - b + b·|t| / mean length)) for a word w that it holds f
-    times; words are hashed to 2^18 columns. Weights and axes are learned of both sides of at most 131,072 rows. A text
-    without a known word is zero; a row of two such texts has no direction.
+    A word w that occurs f times in a text t has the weight idf(w)·f·(k1 + 1) / (f + k1·(1 - b + b·|t| / mean length));
+    words are hashed to 2^18 columns. Weights and axes are fitted to both sides of at most 131,072 rows. A text without
+    a known word is zero; a row of two such texts is an error.
 
     Args:
         source: A converted source of pairs.
-        svd_dim: Width that each text is reduced to; the features are twice as wide. None: 128, or what the rows allow.
-        seed: Decides which rows are learned of, and the SVD's random start.
-        row_name: What a message calls a row, such as its file and line.
+        svd_dim: Reduced width of each text; the features are twice as wide. None: 128, or fewer with few rows.
+        seed: Seed of the sample of rows, and of the SVD's random start.
+        row_name: Name of a row in messages, such as its file and line.
 
     Precision: weights and SVD in float64, projections in float32.
     Raises:
-        InputError: If the source's rows are no pairs.
+        InputError: If the source's rows are not pairs.
         OptionError: If there are fewer texts than svd_dim.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, appendix (sparse variant); BM25 of Robertson & Zaragoza 2009
@@ -200,13 +200,13 @@ class Bm25Features(PairFeatures):
         self, source: CachedSource, svd_dim: int | None = None, seed: int = 0, row_name: RowName = "row {}".format
     ) -> None:
         if source.classes is not None:
-            raise InputError(str(source.folder), "the source holds labelled texts, no pairs", "use conversion: pairs")
+            raise InputError(str(source.folder), "contains labelled texts, not pairs", "use conversion: pairs")
         self._table, self._seed, self.row_name = source.table, seed, row_name
         self.num_rows = len(source.table)
-        most = min(2 * min(self.num_rows, MAX_FITTED_ROWS), _NUM_HASHES)
-        if svd_dim is not None and not 1 <= svd_dim <= most:
-            raise OptionError("svd_dim", svd_dim, f"must lie in 1 … {most}, the number of texts", "128 is usual")
-        self._dim = svd_dim or min(DEFAULT_DIM, most)
+        max_dim = min(2 * min(self.num_rows, MAX_FITTED_ROWS), _NUM_HASHES)
+        if svd_dim is not None and not 1 <= svd_dim <= max_dim:
+            raise OptionError("svd_dim", svd_dim, f"must be between 1 and the {max_dim} texts", "128 is usual")
+        self._dim = svd_dim or min(DEFAULT_DIM, max_dim)
         self.embedding_dim = 2 * self._dim
         self.fields = {"features": "bm25", "svd_dim": self._dim}
 
@@ -220,14 +220,14 @@ class Bm25Features(PairFeatures):
         frequency = np.bincount(counts.indices, minlength=_NUM_HASHES)
         terms = np.flatnonzero(frequency)
         if not len(terms):
-            raise InputError(self.row_name(0), "neither it nor any other row holds a word", "use --features vectors")
+            raise InputError(self.row_name(0), "no row contains a word", "use --features vectors")
         num_texts = counts.shape[0]
         learned: dict[str, NDArray[Any]] = {
             "terms": terms,
             "idf": np.log1p((num_texts - frequency[terms] + 0.5) / (frequency[terms] + 0.5)),
             "mean_length": np.array(counts.sum() / num_texts),
         }
-        # The solver wants as many columns as axes; with few words the rest of the axes stay zero.
+        # The solver needs as many columns as axes; with few words the other axes are zero.
         num_axes = min(self._dim, len(terms))
         svd = TruncatedSVD(num_axes, n_iter=7, random_state=derive_seed(self._seed, "svd") % 2**32)
         svd.fit(_bm25_weights(counts, learned))
@@ -249,7 +249,7 @@ class Bm25Features(PairFeatures):
 
 
 def _term_counts(texts: Sequence[str]) -> Any:
-    """How often each hashed term occurs in each text, a sparse (texts, 2^18) matrix."""
+    """Counts of the hashed terms in each text, a sparse (texts, 2^18) matrix."""
     from sklearn.feature_extraction.text import HashingVectorizer
 
     vectorizer = HashingVectorizer(n_features=_NUM_HASHES, alternate_sign=False, norm=None, token_pattern=_TERM)
@@ -271,17 +271,16 @@ class ClusterSettings:
     """How a source is clustered.
 
     Args:
-        cluster_size: Mean rows of a cluster: k is the rows over this, rounded up. The paper tries 64 to 4.2 million.
-            None for 512.
-        num_clusters: k itself, in place of cluster_size.
-        num_iterations: Lloyd iterations of a run of k-means.
-        num_runs: Runs of k-means, of which the best is kept.
-        max_training_rows: Maximum rows that k-means is trained on, twice each (both orders); None for as many as
-            `memory_gib` holds. Every row is assigned, from disk.
-        memory_gib: Maximum memory that training k-means takes, in GiB: both orders of the rows that it is trained on,
-            and what faiss holds of the centroids. Where not all rows fit, a random sample of them is trained on.
-        num_neighbours: Nearest clusters listed for each, for the sampler's tour.
-        shard_size: Rows that are assigned at once: what a kill costs at most.
+        cluster_size: Mean rows per cluster (k is rounded up); None for 512. The paper tries 64 to 4.2 million.
+        num_clusters: k itself, instead of cluster_size.
+        num_iterations: Lloyd iterations per run of k-means.
+        num_runs: Runs of k-means; the best is used.
+        max_training_rows: Maximum rows that k-means is trained on, each in both orders; None for as many as fit in
+            `memory_gib`. All rows are assigned, from disk.
+        memory_gib: Maximum memory for training k-means, in GiB: both orders of the training rows, and faiss's copies of
+            the centroids. If not all rows fit, k-means is trained on a random sample.
+        num_neighbours: Nearest clusters listed for each cluster, for the sampler's tour.
+        shard_size: Rows assigned per shard: the most that is lost when the job is killed.
         seed: Seed of every random choice.
         gpu: Whether k-means and the assignment run on the GPUs (needs the extra `gpu`).
 
@@ -302,7 +301,7 @@ class ClusterSettings:
 
     def __post_init__(self) -> None:
         if self.cluster_size is not None and self.num_clusters is not None:
-            rule = "takes the place of cluster_size"
+            rule = "replaces cluster_size"
             raise OptionError("num_clusters", self.num_clusters, rule, "give one of the two")
         if not (math.isfinite(self.memory_gib) and self.memory_gib > 0):
             raise OptionError("memory_gib", self.memory_gib, "must be a finite number > 0", "leave it out for 16")
@@ -312,7 +311,7 @@ class ClusterSettings:
                 raise OptionError(name, value, "must be >= 1", "leave it out for the default")
 
     def resolve_num_clusters(self, num_rows: int) -> int:
-        """Number of clusters for that many rows; refuses more than there are rows to train on."""
+        """Number of clusters for a number of rows; an `OptionError` if it exceeds the rows to train on."""
         if num_rows > MAX_ROWS:
             raise OptionError("input", num_rows, f"must have at most {MAX_ROWS} rows", "cluster it in parts")
         num_clusters = self.num_clusters
@@ -325,28 +324,28 @@ class ClusterSettings:
         return num_clusters
 
     def resolve_training_rows(self, num_rows: int, num_clusters: int, width: int) -> int | None:
-        """Most rows that k-means is trained on, or None for all; refuses what `memory_gib` does not hold.
+        """Maximum rows that k-means is trained on, or None for all; an `OptionError` if `memory_gib` is too small.
 
-        A row takes 2·(4·width + 24) bytes: both orders, and of each its cluster, its similarity and its length. faiss
-        holds the k centroids four times, 4·4·k·width bytes. 65M rows of width 1,536 in clusters of 512 (k = 126,954)
-        would take 750 GiB: 16 GiB hold 1.1M of them, 18 vectors a cluster, and 64 GiB 5.3M, 84 a cluster.
+        A row takes 2·(4·width + 24) bytes: both orders, each with its cluster, similarity and length. faiss has four
+        copies of the k centroids, 4·4·k·width bytes. 65M rows of width 1,536 in clusters of 512 (k = 126,954) take 750
+        GiB; 16 GiB are enough for 1.1M rows (18 vectors per cluster), and 64 GiB for 5.3M (84 per cluster).
         """
 
         def gib_for(rows: int) -> float:
             return math.ceil((centroid_bytes + rows * row_bytes) / 2**30 * 10) / 10
 
-        centroid_bytes, row_bytes = _CENTROID_COPIES * 4 * num_clusters * width, 2 * (4 * width + _BYTES_A_VECTOR)
-        most = int((self.memory_gib * 2**30 - centroid_bytes) // row_bytes)
-        asked = min(num_rows, self.max_training_rows or num_rows)
-        if asked <= most:
+        centroid_bytes, row_bytes = _CENTROID_COPIES * 4 * num_clusters * width, 2 * (4 * width + _BYTES_PER_VECTOR)
+        max_rows = int((self.memory_gib * 2**30 - centroid_bytes) // row_bytes)
+        wanted_rows = min(num_rows, self.max_training_rows or num_rows)
+        if wanted_rows <= max_rows:
             return self.max_training_rows
         if self.max_training_rows is not None:
-            rule = f"takes {gib_for(asked)} GiB to train on, more than memory_gib {self.memory_gib:g}"
+            rule = f"needs {gib_for(wanted_rows)} GiB, more than memory_gib {self.memory_gib:g}"
             raise OptionError("max_training_rows", self.max_training_rows, rule, "leave it out, or raise memory_gib")
-        if 2 * most < num_clusters:
+        if 2 * max_rows < num_clusters:
             rule = f"must be at least {gib_for(-(-num_clusters // 2))} for {num_clusters} clusters of width {width}"
             raise OptionError("memory_gib", self.memory_gib, rule, "raise it, or ask for fewer clusters")
-        return most
+        return max_rows
 
 
 def cluster_pairs(
@@ -358,39 +357,39 @@ def cluster_pairs(
 ) -> ClusterFolder | None:
     """Cluster the rows of a source into a folder that `ClusteredBatchSampler` reads.
 
-    k-means is trained on [q; d] and [d; q] of each row, or of a sample that fits in the memory; a row belongs to the
-    centroid nearest to its [q; d], found shard by shard. Where queries and documents lie apart, up to half of the
-    centroids are of [d; q] alone and get no row: the manifest and a warning say how many.
+    k-means is trained on [q; d] and [d; q] of all rows, or of a sample that fits in memory; each row is assigned to the
+    centroid nearest to its [q; d], shard by shard. If queries and documents are far apart, up to half of the centroids
+    fit only [d; q] and get no rows; the manifest and a warning report their number.
 
-    A kill costs at most one run of k-means or one shard of assignments; the same call resumes there and ends with the
-    same bytes. Tasks of an array share the runs and the shards, and the last one finishes the folder.
+    If the job is killed, at most one run of k-means or one shard of assignments is lost; the same call resumes there
+    and writes the same bytes. Tasks of an array share the runs and the shards; the last one finishes the folder.
 
     Args:
-        features: What the rows are clustered by.
-        source: The source they were computed of.
-        output: The folder to make.
-        settings: How; None for the paper's.
-        task: Which part of the work is this process's; None for all.
+        features: Features of the rows.
+        source: The source of the features.
+        output: The folder to write.
+        settings: Settings; None for the paper's.
+        task: Runs and shards that this process computes; None for all.
 
     Returns:
-        The clusters, or None where other tasks have shards to assign yet.
+        The clusters, or None if other tasks have not finished their shards.
 
-    Memory: `memory_gib` while k-means is trained; afterwards four times the centroids and some blocks of features.
+    Memory: `memory_gib` while k-means is trained; afterwards four copies of the centroids and some blocks of features.
     Raises:
-        InputError: If the folder holds something else, or was made with other options; or a row has no direction, or a
-            shard of vectors is damaged.
-        OptionError: If there are more clusters than rows, or than the memory holds, or no GPU where one is asked for.
+        InputError: If the folder has other content, or was written with other options; or the features of a row are
+            zero or not finite; or a shard of vectors is damaged.
+        OptionError: If there are more clusters than rows, or too many for the memory, or a requested GPU is missing.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 (Eq. 3) and §5. Differs: k-means by cosine, as released,
-        where §4.1 has Euclidean distances; sources that do not fit in memory are sampled, where the release cuts those
-        of more than 50M rows into parts and clusters each.
+        where §4.1 has Euclidean distances; sources that do not fit in memory are sampled, where the release splits
+        those of more than 50M rows and clusters each part.
     """
     settings = settings or ClusterSettings()
     assert features.num_rows == len(source.table)
     num_rows = features.num_rows
     num_clusters = settings.resolve_num_clusters(num_rows)
-    most = settings.resolve_training_rows(num_rows, num_clusters, features.embedding_dim)
-    settings = replace(settings, max_training_rows=most)
+    max_rows = settings.resolve_training_rows(num_rows, num_clusters, features.embedding_dim)
+    settings = replace(settings, max_training_rows=max_rows)
     load_faiss(settings.gpu)
     fields = _manifest_fields(features, source, settings, num_clusters)
     num_shards = -(-num_rows // settings.shard_size)
@@ -398,22 +397,22 @@ def cluster_pairs(
         job, work = ShardedJob(output, fields, num_shards, stem="assignment"), Path(output) / "work"
         try:
             if not job.complete:
-                _make(features, settings, job, work, task)
+                _run_stages(features, settings, job, work, task)
         except (FileNotFoundError, InputError):
-            # Another task may have finished meanwhile, and removed what this one was at.
+            # Another task may have finished meanwhile, and removed the work files.
             if not job.complete:
                 raise
         if not job.complete:
             return None
-    _remove_parts(job, work)
+    _remove_work(job, work)
     return ClusterFolder(output)
 
 
 def _manifest_fields(
     features: PairFeatures, source: CachedSource, settings: ClusterSettings, num_clusters: int
 ) -> dict[str, Any]:
-    # What comes of the settings for this source, however it was said.
-    chosen = {name: value for name, value in asdict(settings).items() if name not in ("cluster_size", "memory_gib")}
+    # Options that resolve to the same values for this source must give the same fields.
+    resolved = {name: value for name, value in asdict(settings).items() if name not in ("cluster_size", "memory_gib")}
     return {
         "kind": KIND,
         SETTINGS: source.settings,
@@ -421,42 +420,42 @@ def _manifest_fields(
         "num_rows": features.num_rows,
         "faiss": faiss_version(),
         **features.fields,
-        **chosen,
+        **resolved,
         "num_clusters": num_clusters,
         "num_neighbours": min(settings.num_neighbours, num_clusters - 1),
     }
 
 
-def _make(
+def _run_stages(
     features: PairFeatures, settings: ClusterSettings, job: ShardedJob, work: Path, task: ArrayTask | None
 ) -> None:
-    """Do the task's part of the stages that are left, as long as no other task finishes the job."""
+    """Compute the task's share of the remaining stages, until another task finishes the job."""
     with job.lock():
-        # Under the lock, so that no part is opened again that a finished job has removed.
+        # Under the lock, so that work files removed by a finished job are not created again.
         if job.complete:
             return
         fields = {name: value for name, value in job.fields.items() if name != "num_shards"}
         learning = ShardedJob(work / "features", {**fields, "kind": "features"}, 1, suffix=".npz")
         runs_fields = {**fields, "kind": "k-means"}
         runs = ShardedJob(work / "runs", runs_fields, settings.num_runs, stem="run", suffix=".npz")
-    # One process learns what the features need, the others take it from its file.
+    # One process fits the features, the others read its file.
     learning.run(lambda _, path: _save(path, features.fit()), task, take_over=True)
     with load_shard(learning.path(0)) as learned:
         features.learned = dict(learned)
     vectors = cache(partial(_training_vectors, features, settings))
 
     def train(run: int, path: Path) -> None:
-        how = (settings.num_iterations, settings.seed, settings.gpu, "training row")
-        found = kmeans_run(vectors(), fields["num_clusters"], run, *how)
-        _save(path, {"centroids": found.centroids, "objective": np.array(found.objective)})
+        options = (settings.num_iterations, settings.seed, settings.gpu, "training row")
+        result = kmeans_run(vectors(), fields["num_clusters"], run, *options)
+        _save(path, {"centroids": result.centroids, "objective": np.array(result.objective)})
 
     runs.run(train, task, take_over=True)
     job.run(partial(_assign, features, _best_run(runs).centroids, settings), task)
     job.finish(partial(_merge, job, runs, settings))
 
 
-def _remove_parts(job: ShardedJob, work: Path) -> None:
-    """Remove what the finished files hold; a kill in between leaves it to the next call."""
+def _remove_work(job: ShardedJob, work: Path) -> None:
+    """Remove the work files of a finished job; if this is interrupted, the next call continues."""
     paths = [path for path in map(job.path, range(job.num_shards)) if path.exists()]
     if paths or work.exists():
         with job.lock():
@@ -467,14 +466,14 @@ def _remove_parts(job: ShardedJob, work: Path) -> None:
 
 def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Vectors:
     """Both orders of the rows to train on, one order after the other, (2n, d) float32."""
-    most = settings.max_training_rows or features.num_rows
-    rows = sample_rows(features.num_rows, most, derive_seed(settings.seed, "training rows"))
+    max_rows = settings.max_training_rows or features.num_rows
+    rows = sample_rows(features.num_rows, max_rows, derive_seed(settings.seed, "training rows"))
     num_clusters = settings.resolve_num_clusters(features.num_rows)
     if len(rows) < features.num_rows:
-        a_cluster, few = 2 * len(rows) / num_clusters, ""
-        if a_cluster < _MIN_VECTORS_PER_CLUSTER:
-            few = f", fewer than {_MIN_VECTORS_PER_CLUSTER}: more memory_gib takes more of them"
-        counts = f"{len(rows)} of {features.num_rows} rows, {a_cluster:.0f} vectors a cluster{few}"
+        per_cluster, hint = 2 * len(rows) / num_clusters, ""
+        if per_cluster < _MIN_VECTORS_PER_CLUSTER:
+            hint = f", fewer than {_MIN_VECTORS_PER_CLUSTER}; raise memory_gib to use more rows"
+        counts = f"{len(rows)} of {features.num_rows} rows, {per_cluster:.0f} vectors per cluster{hint}"
         logger.warning("k-means is trained on %s", counts)
     vectors = np.empty((2 * len(rows), features.embedding_dim), dtype=np.float32)
     for swapped in (False, True):
@@ -486,8 +485,8 @@ def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Vect
 
 def _best_run(runs: ShardedJob) -> KMeans:
     def objective(path: Path) -> float:
-        with load_shard(path) as found:
-            return float(found["objective"])
+        with load_shard(path) as run:
+            return float(run["objective"])
 
     with load_shard(max(map(runs.path, range(runs.num_shards)), key=objective)) as best:
         return KMeans(best["centroids"], float(best["objective"]))
@@ -501,25 +500,26 @@ def _assign(features: PairFeatures, centroids: Vectors, settings: ClusterSetting
 
 
 def _merge(job: ShardedJob, runs: ShardedJob, settings: ClusterSettings) -> dict[str, Any]:
-    """Write the finished files; returns what they are like, for the manifest."""
+    """Write the finished files; returns statistics of the clusters for the manifest."""
     centroids, objective = _best_run(runs)
     assignments = [load_shard(job.path(shard), mapped=True) for shard in range(job.num_shards)]
     lists = neighbour_lists(centroids, settings.num_neighbours, settings.gpu)
     facts = write_cluster_files(job.folder, assignments, centroids, lists)
     sizes = np.sum([np.bincount(assignment, minlength=len(centroids)) for assignment in assignments], axis=0)
-    found = {
+    statistics = {
         "objective": objective,
         "num_empty": int((sizes == 0).sum()),
         "num_duplicates": num_duplicates(centroids),
         "largest_cluster": int(sizes.max()),
     }
-    if found["num_empty"] or found["num_duplicates"]:
+    if statistics["num_empty"] or statistics["num_duplicates"]:
         logger.warning(
-            "%s: of %d clusters %d hold no row (their centroids are of documents before queries, or of rows too alike "
-            "for so many clusters) and %d centroids are copies; the others hold %.0f rows on average",
-            job.folder, len(centroids), found["num_empty"], found["num_duplicates"], sizes.sum() / (sizes > 0).sum(),
+            "%s: %d of %d clusters have no rows (their centroids fit only the order [document; query], or rows are too "
+            "similar for this number of clusters) and %d centroids are copies; the others have %.0f rows on average",
+            job.folder, statistics["num_empty"], len(centroids), statistics["num_duplicates"],
+            sizes.sum() / (sizes > 0).sum(),
         )  # fmt: skip
-    return {**facts, **found}
+    return {**facts, **statistics}
 
 
 def _save(path: Path, arrays: dict[str, NDArray[Any]]) -> None:

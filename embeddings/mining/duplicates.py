@@ -20,14 +20,14 @@ from embeddings.data.table import StoredRow, Table
 from embeddings.inference.bm25 import BM25, word_tokens
 
 COPY, NEAR_COPY = 1, 2
-# A record that no rule removes; rules number their reasons from 1.
+# A record that no rule removes; the rules' codes start at 1.
 KEPT = 0
 _REASONS = "verdicts.npy"
 SHARD_ROWS = 65_536
-# Records whose keys are made at once: some megabytes.
+# Records whose keys are computed at once: a few megabytes.
 _BLOCK = 512
-# Records whose shingles, at 8 bytes a word, are kept while pairs are compared.
-_REMEMBERED = 4096
+# Records whose shingles (8 bytes per word) are cached while pairs are compared.
+_CACHED_RECORDS = 4096
 
 
 def find_duplicates(
@@ -39,29 +39,29 @@ def find_duplicates(
     shard_size: int = SHARD_ROWS,
     task: ArrayTask | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """For each record of a source, whether it is a copy (or a near-copy) of an earlier one that stays.
+    """For each record of a source, whether it is a copy or near-copy of an earlier record that is retained.
 
-    A copy has the query and the positives of the other, but for outer white space; a labelled text its text and class.
-    A near-copy has a query near the other's *and* positives near the other's, whatever their case: two questions about
-    one document are two records. Every candidate is checked on its whole text, so nothing else goes; of the near-copies
-    at the threshold itself 1 in 4,000 may stay. Keys are made shard by shard; one process compares them.
+    Copies have the same query and positives, or the same text and class, ignoring outer white space. Near-copies have
+    similar queries *and* similar positives, ignoring case: two questions about one document are two records. Candidates
+    are compared by their full texts, so no other record is removed; 1 in 4,000 near-copies exactly at the threshold may
+    be missed. Keys are computed shard by shard; one process compares them.
 
     Args:
         source: A converted source of pairs, or of labelled texts.
-        folder: The folder to work in.
-        near_duplicates: Minimum Jaccard similarity of near-copies, 0.5 to 1; None for copies alone.
-        shingle: What near-copies are compared by: runs of 3 words, or of 5 characters.
-        shard_size: Records of a shard.
-        task: Which shards are this process's; None for all.
+        folder: Working folder.
+        near_duplicates: Minimum Jaccard similarity of near-copies, 0.5 to 1; None for copies only.
+        shingle: Unit in which near-copies are compared: sequences of 3 words, or of 5 characters.
+        shard_size: Records per shard.
+        task: Shards that this process computes; None for all.
 
     Returns:
         `KEPT`, `COPY` or `NEAR_COPY` for each record, (rows,) uint8, memory-mapped.
 
-    Memory: on disk 4 bytes a record and key: 4 for copies, 64 more for near-copies at 0.8 (16 keys), 28 at 0.9, 424 at
-        0.5. In memory 40 bytes a record while keys are compared, and 36 for each key shared with another record.
+    Memory: on disk 4 bytes per record and key: 4 for copies, 64 more for near-copies at 0.8 (16 keys), 28 at 0.9, 424
+        at 0.5. In memory 40 bytes per record while keys are compared, and 36 per key shared with another record.
     Raises:
-        OptionError: If the threshold is out of its range.
-        InputError: If the folder holds something else, or was made with other options.
+        OptionError: If the threshold is out of range.
+        InputError: If the folder has other content, or was written with other options.
     """
     rule = None if near_duplicates is None else NearDuplicates(near_duplicates, num_parts=2, shingle=shingle)
     table = source.table
@@ -86,18 +86,18 @@ def _write_keys(table: Table, rule: NearDuplicates | None, shard_size: int, shar
     for start in range(0, len(rows), _BLOCK):
         records = table.rows(rows[start : start + _BLOCK])
         block = slice(start, start + len(records))
-        # Texts hold no NUL characters.
-        key_KN[0, block] = [text_hash("\0".join(_pair(record))) % 2**32 for record in records]
+        # Texts contain no NUL characters.
+        key_KN[0, block] = [text_hash("\0".join(_record_texts(record))) % 2**32 for record in records]
         if rule is not None:
-            key_KN[1:, block] = rule.keys([_parts(record) for record in records]).T
+            key_KN[1:, block] = rule.keys([_compared_texts(record) for record in records]).T
     save_array(path, key_KN)
 
 
 def _compare(job: ShardedJob, table: Table, rule: NearDuplicates | None) -> Mapping[str, Any]:
-    """Write the reasons; returns how many records each rule takes out."""
+    """Write the reasons; returns the number of records that each rule removes."""
 
     def are_equal(earlier: int, later: int) -> bool:
-        return _pair(table.row(earlier)) == _pair(table.row(later))
+        return _record_texts(table.row(earlier)) == _record_texts(table.row(later))
 
     def column(key: int) -> npt.NDArray[np.uint32]:
         return np.concatenate([load_shard(job.path(shard), mapped=True)[key] for shard in range(job.num_shards)])
@@ -107,50 +107,50 @@ def _compare(job: ShardedJob, table: Table, rule: NearDuplicates | None) -> Mapp
     if rule is not None:
         row_n = np.flatnonzero(reason_N == KEPT).astype(np.uint32)
 
-        @lru_cache(maxsize=_REMEMBERED)
+        @lru_cache(maxsize=_CACHED_RECORDS)
         def sets(row: int) -> Sequence[npt.NDArray[np.uint64]]:
             assert rule is not None
-            return rule.sets(_parts(table.row(row)))
+            return rule.sets(_compared_texts(table.row(row)))
 
-        def near_pair(earlier: int, later: int) -> bool:
+        def are_similar(earlier: int, later: int) -> bool:
             assert rule is not None
             return rule.alike(sets(int(row_n[earlier])), sets(int(row_n[later])))
 
         columns = (column(1 + key)[row_n] for key in range(rule.num_keys))
-        reason_N[row_n[mark_copies(columns, len(row_n), near_pair)]] = NEAR_COPY
+        reason_N[row_n[mark_copies(columns, len(row_n), are_similar)]] = NEAR_COPY
     write_array(job.folder / _REASONS, reason_N)
     return {"copies": int((reason_N == COPY).sum()), "near_copies": int((reason_N == NEAR_COPY).sum())}
 
 
-def _pair(record: StoredRow) -> list[str]:
-    """The texts that make two records copies: query and positives, or a labelled text and its class."""
+def _record_texts(record: StoredRow) -> list[str]:
+    """The texts by which records are copies: query and positives, or a labelled text and its class."""
     if not record.positives:
         return [record.query.strip(), f"class {record.label}"]
     return [record.query.strip(), *(text.strip() for text in record.positives)]
 
 
-def _parts(record: StoredRow) -> tuple[str, str]:
-    """The two texts that near-copies are compared by."""
+def _compared_texts(record: StoredRow) -> tuple[str, str]:
+    """The two texts by which near-copies are compared."""
     return record.query.casefold(), "\n".join(record.positives).casefold()
 
 
 EQUAL, SIMILAR = 1, 2
-# An evaluation text of fewer different tokens is covered by too many texts that have nothing to do with it.
+# Evaluation texts with fewer distinct tokens are covered by many unrelated texts.
 MIN_TOKENS = 4
-# The largest error of a sum of float32 shares that should be 1.
+# Maximum rounding error of a sum of float32 shares that should be 1.
 _ROUNDING = 1e-5
 
-_CHECKED_TOGETHER = 1024
-# Signs that tell names of programming languages apart stay; case, white space and other punctuation go.
+_CHECK_BLOCK = 1024
+# Keeps the signs in names of programming languages (c#, c++), and drops white space and other punctuation.
 _WORD = re.compile(r"[\w+#]+")
 
 
 class EvaluationTexts(NamedTuple):
-    """The texts that a model is to be evaluated on.
+    """The texts that a model will be evaluated on.
 
     Attributes:
-        queries: Queries; texts of tasks without queries belong here and in `documents`.
-        documents: Documents. Empty where training and evaluation share one corpus by design, as they do in BEIR.
+        queries: Queries; put texts of tasks without queries here and in `documents`.
+        documents: Documents. Empty if training and evaluation share one corpus by design, as in BEIR.
     """
 
     queries: Sequence[str]
@@ -168,35 +168,35 @@ class EvaluationTexts(NamedTuple):
 
 
 class Decontaminator:
-    """Tells training records that resemble evaluation texts.
+    """Finds training records that resemble evaluation texts.
 
-    `EQUAL`: the query or a positive is an evaluation query or document but for case, white space and punctuation.
+    `EQUAL`: the query or a positive equals an evaluation query or document, ignoring case, white space and punctuation.
 
-    `SIMILAR`: the query covers an evaluation query, or a positive an evaluation document, to the threshold or more.
-    Coverage (`BM25.coverage`) is the share of the evaluation text's BM25 weight that the training text holds, each
-    token counted once. Like is compared with like, since a document covers every question that it answers. Evaluation
-    texts of fewer than `MIN_TOKENS` different tokens are compared for equality alone. Negatives are not looked at. A
-    labelled text counts as a query.
+    `SIMILAR`: the coverage of an evaluation query by the query, or of an evaluation document by a positive, reaches the
+    threshold. Coverage (`BM25.coverage`) is the share of the evaluation text's BM25 weight that is in the training
+    text, each token counted once. Positives are not compared with evaluation queries, because a document covers every
+    question that it answers. Evaluation texts with fewer than `MIN_TOKENS` distinct tokens are only compared for
+    equality. Negatives are not checked. A labelled text counts as a query.
 
     Args:
-        evaluation: The evaluation texts, which stay in memory with an index of their words.
-        bm25_threshold: Minimum coverage of a similar text, above 0 and up to 1; None for equality alone.
+        evaluation: The evaluation texts; they remain in memory with an index of their words.
+        bm25_threshold: Minimum coverage of a similar text, > 0 and <= 1; None to check equality only.
 
-    Guarantees: a text that differs from every evaluation text is called equal to one by a collision of 64-bit hashes
-        only. A text equal to an evaluation text of enough tokens is also similar to it, at every threshold.
+    Guarantees: only a collision of 64-bit hashes can make different texts count as equal. A text that equals an
+        evaluation text with enough tokens is also similar to it, at every threshold.
     Raises:
-        OptionError: If there is no evaluation text, or the threshold is out of its range.
+        OptionError: If there is no evaluation text, or the threshold is out of range.
 
-    Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, section 4.2 (a BM25 threshold, its value and scale not
-        stated). Differs: the score is normalised by the evaluation text's own; exact matches are removed first.
+    Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, section 4.2 (a BM25 threshold; value and scale are not
+        stated). Differs: the score is divided by the evaluation text's score for itself; exact matches go first.
     """
 
     def __init__(self, evaluation: EvaluationTexts, bm25_threshold: float | None = None) -> None:
         if not any(evaluation):
-            raise OptionError("decontaminate", 0, "must bring at least one text", "name a folder with evaluation data")
+            raise OptionError("decontaminate", 0, "must have at least one text", "name a folder of evaluation data")
         if bm25_threshold is not None and not 0 < bm25_threshold <= 1:
-            rule = "must lie above 0 and be at most 1"
-            raise OptionError("bm25_threshold", bm25_threshold, rule, "leave it out to remove equal texts alone")
+            rule = "must be > 0 and <= 1"
+            raise OptionError("bm25_threshold", bm25_threshold, rule, "leave it out to remove equal texts only")
         self.evaluation, self.bm25_threshold = evaluation, bm25_threshold
 
     @cached_property
@@ -225,7 +225,7 @@ class Decontaminator:
 
     @cached_property
     def _indexes(self) -> list[BM25 | None]:
-        """The words of the queries that have enough of them, and of the documents."""
+        """BM25 indices of the queries and of the documents with enough tokens."""
         sides = [[text for text in texts if len(set(word_tokens(text))) >= MIN_TOKENS] for texts in self.evaluation]
         return [BM25(texts) if texts else None for texts in sides]
 
@@ -240,8 +240,8 @@ def find_contaminated(
 ) -> npt.NDArray[np.uint8]:
     """`KEPT`, `EQUAL` or `SIMILAR` for each record (see `Decontaminator`), (rows,) uint8, memory-mapped.
 
-    Arguments and errors as in `find_duplicates`; `rule` says what the model is to be evaluated on, and how near is too
-    near. Memory: 1 byte a record, and the evaluation texts.
+    Arguments and errors as in `find_duplicates`; `rule` has the evaluation texts and the threshold.
+    Memory: 1 byte per record, and the evaluation texts.
     """
     table = source.table
     fields = {
@@ -255,7 +255,7 @@ def find_contaminated(
     job.run(partial(_write_reasons, table, rule, shard_size), task, take_over=True)
 
     def join() -> dict[str, Any]:
-        """Write the reasons of all shards as one array; returns how many records each rule takes out."""
+        """Write the reasons of all shards as one array; returns the number of records that each rule removes."""
         reason_N = np.concatenate([load_shard(job.path(shard)) for shard in range(job.num_shards)])
         write_array(job.folder / _REASONS, reason_N)
         return {"equal": int((reason_N == EQUAL).sum()), "similar": int((reason_N == SIMILAR).sum())}
@@ -266,10 +266,10 @@ def find_contaminated(
 
 def _write_reasons(table: Table, rule: Decontaminator, shard_size: int, shard: int, path: Path) -> None:
     rows = shard_rows(shard, shard_size, len(table))
-    blocks = (rows[start : start + _CHECKED_TOGETHER] for start in range(0, len(rows), _CHECKED_TOGETHER))
+    blocks = (rows[start : start + _CHECK_BLOCK] for start in range(0, len(rows), _CHECK_BLOCK))
     save_array(path, np.concatenate([rule.reasons(table.rows(block)) for block in blocks]))
 
 
 def _hashes(texts: Iterable[str]) -> npt.NDArray[np.int64]:
-    """A hash of each text without its case, white space and punctuation; of a text without words, of all of it."""
+    """A hash of each text that ignores case, white space and punctuation; a text without words is hashed whole."""
     return np.array([text_hash(" ".join(_WORD.findall(text.casefold())) or text) for text in texts], dtype=np.int64)

@@ -1,6 +1,6 @@
-"""Filtering: which records of a source stay, by rules in a stated order, and the file of those that do.
+"""Filtering: the rules that remove records of a source, in a fixed order, and the file of the remaining records.
 
-One rule is consistency: how many documents of its segment a query finds nearer than its own.
+One rule is consistency: the number of documents in a segment that are nearer to a query than its own document.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 SEGMENT_SIZE = 1_000_000
 RANKS = "ranks.npy"
-# Scores nearer than this are equal: float32 sums of one product in two orders differ by less.
+# Scores closer than this are equal: float32 sums of one product in two orders differ by less.
 TIE = 1e-6
 NOT_RANKED = -1
 
@@ -67,23 +67,23 @@ _Int64s = npt.NDArray[np.int64]
 
 
 class Segments:
-    """The records to be compared, in segments of nearly one size, none of which holds two groups.
+    """The records to compare, in segments of nearly equal size, each from one group.
 
-    A segment holds what a keyed permutation of a group's records puts side by side, so that neighbours in the file,
-    which are often of one page or one user, hardly ever share one.
+    A segment is a contiguous range of a keyed permutation of a group's records. Neighbours in the file, which often
+    come from one page or one user, are rarely in the same segment.
     """
 
     def __init__(
         self, row_N: npt.NDArray[np.uint32], segment_size: int, seed: int, group_N: npt.NDArray[np.uint16] | None = None
     ) -> None:
         self.row_N, self._seed = row_N, seed
-        parts = [row_N]
+        groups = [row_N]
         if group_N is not None:
             order_N = np.argsort(group_N, kind="stable")
-            parts = np.split(row_N[order_N], np.flatnonzero(np.diff(group_N[order_N])) + 1)
-        # Of each segment its group's rows, its number among the group's segments, and how many these are.
+            groups = np.split(row_N[order_N], np.flatnonzero(np.diff(group_N[order_N])) + 1)
+        # For each segment the rows of its group, its index in the group, and the number of segments of the group.
         self._segments: list[tuple[npt.NDArray[np.uint32], int, int]] = []
-        for row_n in parts:
+        for row_n in groups:
             count = -(-len(row_n) // segment_size)
             self._segments += [(row_n, number, count) for number in range(count)]
 
@@ -91,7 +91,7 @@ class Segments:
         return len(self._segments)
 
     def members(self, segment: int) -> _Int64s:
-        """The rows of a segment, in order, found without those of the others."""
+        """The rows of a segment, in order, computed without the other segments."""
         row_n, number, count = self._segments[segment]
         total = len(row_n)
         start, stop = number * total // count, (number + 1) * total // count
@@ -111,31 +111,29 @@ def rank_pairs(
     device: str | torch.device = "cpu",
     task: ArrayTask | None = None,
 ) -> npt.NDArray[np.int32]:
-    """For each pair, how many documents of its segment lie nearer to its query than its own document does.
+    """For each pair, the number of documents in its segment that are nearer to its query than its own document.
 
-    A pair is consistent at `top_k` where this number is below `top_k`: ties count in its favour. The documents of a
-    segment are the different positives of its records; what any record of the source names as a positive of the same
-    query text is no rival. Of a record with several positives the nearest counts. All documents are compared, none is
-    approximated. The segments are the job's shards.
+    A pair is consistent at `top_k` if this number is below `top_k`: ties count in its favour. The documents of a
+    segment are the distinct positives of its records, except for positives of the same query text in any record of the
+    source. For a record with several positives the nearest counts. The search is exact. Each segment is a shard.
 
     Args:
         vectors: Unit vectors of the source's queries and documents.
-        folder: The folder to work in.
-        is_considered_N: Which records take part, (rows,); None for all. The others are nobody's rivals.
+        folder: Working folder.
+        is_considered_N: Records to rank, (rows,); None for all. Documents of other records are not compared.
         group_N: The group of each record, (rows,): only records of one group share a segment. None for one group.
-        segment_size: Maximum records of a segment, at least 2.
-        seed: Seed of what records share a segment.
-        device: Where vectors are multiplied.
-        task: Which segments are this process's; None for all.
+        segment_size: Maximum records per segment, at least 2.
+        seed: Seed of the assignment of records to segments.
+        device: Device of the products.
+        task: Segments that this process computes; None for all.
 
     Returns:
-        (rows,) int32, memory-mapped; `NOT_RANKED` where a record takes no part.
+        (rows,) int32, memory-mapped; `NOT_RANKED` for records that are not considered.
 
     Precision: products in float32; scores within `TIE` are equal.
-    Memory: 8 bytes a record of the source, and 4 * D bytes a record of one segment: 1.5 GB for 1M records of D = 384.
+    Memory: 8 bytes per record, and 4 * D bytes per record of one segment: 1.5 GB for 1M records with D = 384.
     Raises:
-        InputError: If the folder holds something else, or was made with other options, or a vector is not of unit
-            length.
+        InputError: If the folder has other content or options, or a vector is not of unit length.
 
     Source: Nussbaum et al. 2024 (Nomic Embed), arXiv:2402.01613, and Nussbaum and Duderstadt 2025 (Nomic Embed v2),
         arXiv:2502.07972, section 4.2: segments of 1M pairs, kept if the document is among the 2 nearest.
@@ -154,7 +152,7 @@ def rank_pairs(
         **vectors.index.key,
         "model_sha256": sides[1]["model_sha256"],
         "precision": sides[1]["precision"],
-        "prompt_names": [made["prompt_name"] for made in sides],
+        "prompt_names": [manifest["prompt_name"] for manifest in sides],
         "num_rows": num_rows,
         "rows_sha256": hashlib.sha256(row_N.tobytes()).hexdigest(),
         "groups_sha256": None if group_n is None else hashlib.sha256(group_n.tobytes()).hexdigest(),
@@ -169,7 +167,7 @@ def rank_pairs(
 
 
 def require_segment_size(segment_size: int) -> None:
-    """Refuse segments of fewer than 2 records, in which no record has a rival."""
+    """Check that segments have at least 2 records."""
     if segment_size < 2:
         raise OptionError("segment_size", segment_size, "must be >= 2", "the paper uses 1000000")
 
@@ -182,40 +180,40 @@ def segment_ranks(vectors: PairVectors, row_N: _Int64s, device: torch.device) ->
     document_M, column_E = np.unique(index.positive_rows[entry_E], return_inverse=True)
     owner_E = np.repeat(np.arange(len(row_N)), stop_N - start_N)
     query_ND = torch.from_numpy(vectors.query_shards.take(row_N))
-    own_N = torch.full((len(row_N),), -torch.inf)
-    # By document, so that each tile of documents finds its own entries side by side.
+    own_score_N = torch.full((len(row_N),), -torch.inf)
+    # By document, so that the entries of each tile of documents are contiguous.
     order_E = np.argsort(column_E, kind="stable")
     owner_E, column_E = owner_E[order_E], column_E[order_E]
     for start, tile_TD in _tiles(vectors.document_shards, document_M):
         first, last = np.searchsorted(column_E, [start, start + len(tile_TD)])
-        for part in range(first, last, _QUERY_TILE):
-            owner_e = torch.from_numpy(owner_E[part : min(part + _QUERY_TILE, last)])
-            column_e = torch.from_numpy(column_E[part : min(part + _QUERY_TILE, last)] - start)
+        for block in range(first, last, _QUERY_TILE):
+            owner_e = torch.from_numpy(owner_E[block : min(block + _QUERY_TILE, last)])
+            column_e = torch.from_numpy(column_E[block : min(block + _QUERY_TILE, last)] - start)
             score_e = (query_ND[owner_e] * tile_TD[column_e]).sum(dim=1)
-            own_N.scatter_reduce_(0, owner_e, score_e, "amax")
-    # The known positives among the segment's documents, ascending by group and column: a group's in a tile are a range.
+            own_score_N.scatter_reduce_(0, owner_e, score_e, "amax")
+    # The known positives in the segment, sorted by group and column, so that those of a group in a tile are contiguous.
     known = index.known_positives(row_N)
     column_P = np.minimum(np.searchsorted(document_M, known.row_P), len(document_M) - 1)
-    is_here_P = document_M[column_P] == known.row_P
-    key_P = known.group_P[is_here_P] * len(document_M) + column_P[is_here_P]
+    is_in_segment_P = document_M[column_P] == known.row_P
+    key_P = known.group_P[is_in_segment_P] * len(document_M) + column_P[is_in_segment_P]
     count_N = torch.zeros(len(row_N), dtype=torch.int32)
     for first, tile_TD in _tiles(vectors.document_shards, document_M):
         tile_DT = tile_TD.to(device).T
         for start in range(0, len(row_N), _QUERY_TILE):
-            part_N = slice(start, start + _QUERY_TILE)
-            is_nearer_NT = query_ND[part_N].to(device) @ tile_DT > own_N[part_N].to(device)[:, None] + TIE
-            least_n = known.group_Q[part_N] * len(document_M) + first
-            start_n, stop_n = np.searchsorted(key_P, least_n), np.searchsorted(key_P, least_n + len(tile_TD))
-            row_K = np.repeat(np.arange(len(least_n)), stop_n - start_n)
-            column_K = key_P[concatenated_ranges(start_n, stop_n)] - least_n[row_K]
+            chunk_N = slice(start, start + _QUERY_TILE)
+            is_nearer_NT = query_ND[chunk_N].to(device) @ tile_DT > own_score_N[chunk_N].to(device)[:, None] + TIE
+            first_key_n = known.group_Q[chunk_N] * len(document_M) + first
+            start_n, stop_n = np.searchsorted(key_P, first_key_n), np.searchsorted(key_P, first_key_n + len(tile_TD))
+            row_K = np.repeat(np.arange(len(first_key_n)), stop_n - start_n)
+            column_K = key_P[concatenated_ranges(start_n, stop_n)] - first_key_n[row_K]
             is_nearer_NT[torch.from_numpy(row_K), torch.from_numpy(column_K)] = False
-            count_N[part_N] += is_nearer_NT.sum(dim=1, dtype=torch.int32).cpu()
+            count_N[chunk_N] += is_nearer_NT.sum(dim=1, dtype=torch.int32).cpu()
     ranks: npt.NDArray[np.int32] = count_N.numpy()
     return ranks
 
 
 def _tiles(shards: VectorShards, row_M: _Int64s) -> Iterator[tuple[int, Tensor]]:
-    """The vectors of some rows, a tile at a time, each with the place of its first row."""
+    """The vectors of some rows, a tile at a time, each with the index of its first row."""
     for start in range(0, len(row_M), _DOCUMENT_TILE):
         yield start, torch.from_numpy(shards.take(row_M[start : start + _DOCUMENT_TILE]))
 
@@ -225,7 +223,7 @@ def _write_ranks(vectors: PairVectors, segments: Segments, device: torch.device,
 
 
 def _join(job: ShardedJob, segments: Segments, num_rows: int) -> dict[str, int]:
-    """Write the ranks of all segments as one array; returns how many records were ranked."""
+    """Write the ranks of all segments as one array; returns the number of ranked records."""
     rank_N = np.full(num_rows, NOT_RANKED, dtype=np.int32)
     for segment in range(job.num_shards):
         rank_N[segments.members(segment)] = load_shard(job.path(segment))
@@ -233,7 +231,7 @@ def _join(job: ShardedJob, segments: Segments, num_rows: int) -> dict[str, int]:
     return {"num_ranked": len(segments.row_N)}
 
 
-# In the order in which they are applied: what one rule takes out, the rules after it do not see.
+# In order of application; a rule does not consider records that an earlier rule removed.
 RULES = ("copies", "near-copies", "equal to an evaluation text", "similar to an evaluation text", "inconsistent")
 REASONS, LANGUAGES = "reasons.npy", "languages.npy"
 SegmentBy = Literal["source", "language"]
@@ -241,25 +239,25 @@ SegmentBy = Literal["source", "language"]
 
 @dataclass(frozen=True)
 class FilterRules:
-    """Which records are to go. The rules are applied in the order of `RULES`.
+    """The rules for removing records, applied in the order of `RULES`.
 
-    Copies go first, so that what resembles an evaluation text takes its near-copies along; consistency comes last, so
-    that nobody's rival is a record that goes anyway.
+    Copies are removed first, so that a record similar to an evaluation text is removed with its near-copies.
+    Consistency is last, so that pairs are not compared with records that are removed anyway.
 
     Args:
-        remove_copies: Whether a record with the query and positives of an earlier one goes. Not what you want where
-            the negatives of one pair are spread over several records.
-        near_duplicates: Minimum Jaccard similarity of query and positives of a near-copy, 0.5 to 1; None for no rule.
-        shingle: What near-copies are compared by: runs of words, or of characters.
+        remove_copies: Whether to remove records with the query and positives of an earlier one. Switch it off if the
+            negatives of one pair are spread over several records.
+        near_duplicates: Minimum Jaccard similarity of query and positives of near-copies, 0.5 to 1; None for no rule.
+        shingle: Unit in which near-copies are compared: sequences of words, or of characters.
         top_k: A pair is consistent if its document is among this many of the segment's documents nearest to its query;
-            Nomic uses 2. None for 2 where a model is given, else for no rule.
+            Nomic uses 2. None for 2 with a model, and no rule without.
         segment_size: Maximum records that are compared with each other for consistency; Nomic uses 1,000,000.
-        seed: Seed of which records share a segment.
-        segment_by: Whether all records of the source may share a segment, or only those of one `language`, a field that
-            every record then needs. Nomic cuts segments per language.
+        seed: Seed of the assignment of records to segments.
+        segment_by: Whether segments are drawn from all records of the source, or from those of one `language`, a field
+            that every record then needs. Nomic draws segments per language.
 
     Raises:
-        OptionError: If a value is impossible or cannot take effect.
+        OptionError: If a value is invalid or cannot take effect.
     """
 
     remove_copies: bool = True
@@ -281,12 +279,12 @@ class FilterRules:
 
 
 class FilterReport(NamedTuple):
-    """What filtering did.
+    """The result of filtering.
 
     Attributes:
-        output: The file of the records that stayed.
-        num_records: Records before.
-        removed: Records that each rule took out, by its name in `RULES`, for the rules that were asked for.
+        output: The file of the remaining records.
+        num_records: Number of records before filtering.
+        removed: Number of records that each active rule removed, by its name in `RULES`.
     """
 
     output: Path
@@ -314,43 +312,43 @@ def filter_pairs(
     task: ArrayTask | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> FilterReport:
-    """Write the records of a source that stay, with all their fields and in their order, to a Parquet or `.jsonl` file.
+    """Write the remaining records of a source, with all fields and in their order, to a Parquet or `.jsonl` file.
 
-    The file is a source again; columns that are no field of a record are left behind. Beside `NAME.parquet` are
-    `NAME.manifest.json` and the folder `NAME.parquet.work`, which may be deleted once the file is there. Its
-    `reasons.npy` holds for each record the number of the rule that took it out, from 1, and 0 for none.
+    The output is a source again; columns that are not fields of a record are dropped. Beside `NAME.parquet` are
+    `NAME.manifest.json` and the folder `NAME.parquet.work`, which may be deleted when the output is complete. Its
+    `reasons.npy` has for each record the number of the rule that removed it, from 1, or 0.
 
     A killed run resumes at the first missing shard, and the tasks of an array share the shards: the bytes are the same.
 
     Args:
-        config: A source of pairs, or of labelled texts, for which there are the rules on copies and evaluation texts.
+        config: A source of pairs, or of labelled texts (only the rules on copies and evaluation texts apply to these).
         output: The file to write.
-        rules: Which records go.
-        decontaminator: What the model is to be evaluated on, or None for no such rule.
-        encoder: The model that judges consistency, or None for no such rule.
+        rules: The rules for removing records.
+        decontaminator: The rule on evaluation texts, or None.
+        encoder: The model of the consistency rule, or None for no such rule.
         vectors: Folder of the source's vectors, to share them with other jobs; None for one in the work folder.
-        encoded: Folders that `encode` wrote with the same model: a text found there keeps that vector.
-        query_prompt_name: Prompt of the queries that are judged for consistency (see `encode_pairs`).
+        encoded: Folders that `encode` wrote with the same model; their vectors are reused.
+        query_prompt_name: Prompt of the queries for consistency (see `encode_pairs`).
         document_prompt_name: The same for documents.
-        devices: Devices that share the encoding, each with a process of its own (see `encode_pairs`).
-        shard_size: Records of a shard of the rules that need no vectors.
-        task: Which shards are this process's; None for all.
+        devices: Devices that share the encoding, one process each (see `encode_pairs`).
+        shard_size: Records per shard of the rules without vectors.
+        task: Shards that this process computes; None for all.
         cache_dir: Folder of converted sources.
 
-    Memory: 2 bytes a record, 2 for its language, and what each rule needs in turn (`find_duplicates`, `rank_pairs`).
+    Memory: 2 bytes per record, 2 for its language, and that of one rule at a time (`find_duplicates`, `rank_pairs`).
     Raises:
-        OptionError: If an option is impossible or cannot take effect, or no rule is asked for.
-        InputError: If the source cannot be used, something else lies at `output`, or no record stays.
+        OptionError: If an option is invalid or cannot take effect, or no rule is active.
+        InputError: If the source cannot be used, `output` is another file, or no record remains.
     """
     require_shard_size(shard_size)
     is_json_lines(Path(output))
     prompts: dict[str, Any] = {"query_prompt_name": query_prompt_name, "document_prompt_name": document_prompt_name}
     if encoder is not None and rules.top_k is None:
         rules = replace(rules, top_k=2)
-    needing = (rules.top_k, vectors, query_prompt_name, document_prompt_name, devices or None)
-    is_given = any(value is not None for value in needing) or (encoded or EncodedTexts()) != EncodedTexts()
-    if encoder is None and (is_given or rules.segment_by != "source"):
-        rule = "must be given for top_k, segment_by, vectors, prompts and devices to take effect"
+    model_options = (rules.top_k, vectors, query_prompt_name, document_prompt_name, devices or None)
+    needs_model = any(value is not None for value in model_options) or (encoded or EncodedTexts()) != EncodedTexts()
+    if encoder is None and (needs_model or rules.segment_by != "source"):
+        rule = "must be set for top_k, segment_by, vectors, prompts and devices to take effect"
         raise OptionError("model", None, rule, "name a model directory")
     chosen = _chosen_rules(config, rules, decontaminator)
     source = open_cached(config, cache_dir)
@@ -363,7 +361,7 @@ def filter_pairs(
     folder = work / "vectors" if vectors is None else Path(vectors)
 
     def ranks(is_considered_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-        """The ranks of some records; vectors are made only if a record is left to judge."""
+        """The ranks of some records; called only if records remain, so that vectors are not encoded in vain."""
         assert encoder is not None
         return rank_pairs(
             encode_pairs(encoder, source, folder, encoded=encoded, devices=devices, task=task, **prompts),
@@ -379,7 +377,7 @@ def filter_pairs(
     with discard_on_user_error(work, folder):
         ShardedJob(work, fields, num_shards=0)
         by_language = rules.segment_by == "language"
-        # Read once; a run that resumes finds them.
+        # Read once; a resumed run uses this file.
         if by_language and not (work / LANGUAGES).exists():
             write_array(work / LANGUAGES, read_languages(config, source))
         language_N = load_shard(work / LANGUAGES) if by_language else None
@@ -388,9 +386,9 @@ def filter_pairs(
         report = FilterReport(target, len(reason_N), {RULES[rule]: counts[rule + 1] for rule in chosen})
         if report.num_kept == 0:
             counted = ", ".join(f"{count} {rule}" for rule, count in report.removed.items() if count)
-            raise InputError(str(target), f"no record would stay ({counted})", "loosen a rule, and name a new file")
+            raise InputError(str(target), f"no record would remain ({counted})", "loosen a rule, and name a new file")
         with file_lock(work / ".lock"):
-            # Another task may have been here first.
+            # Another task may have written the file already.
             if _finished(target, fields) is None:
                 _write(config, source, reason_N, graded, report, fields, work)
     return report
@@ -405,17 +403,17 @@ def filter_reasons(
     shard_size: int,
     task: ArrayTask | None,
 ) -> npt.NDArray[np.uint8]:
-    """The rule that removes each record, by its place in `RULES` from 1, and 0 where it stays, (rows,) uint8.
+    """The rule that removes each record, by its index in `RULES` from 1, or 0 for none, (rows,) uint8.
 
-    `ranks` gives the ranks of the records that the earlier rules leave.
+    `ranks` returns the ranks of the records that the earlier rules leave.
     """
     reason_N = np.full(len(source.table), KEPT, dtype=np.uint8)
 
-    def remove(is_found_N: npt.NDArray[np.bool_], reason: int) -> None:
-        reason_N[is_found_N & (reason_N == KEPT)] = reason
+    def remove(is_matched_N: npt.NDArray[np.bool_], reason: int) -> None:
+        reason_N[is_matched_N & (reason_N == KEPT)] = reason
 
     if rules.remove_copies:
-        found_N = find_duplicates(
+        verdict_N = find_duplicates(
             source,
             work / "duplicates",
             near_duplicates=rules.near_duplicates,
@@ -423,26 +421,27 @@ def filter_reasons(
             shard_size=shard_size,
             task=task,
         )
-        remove(found_N == COPY, 1)
-        remove(found_N == NEAR_COPY, 2)
+        remove(verdict_N == COPY, 1)
+        remove(verdict_N == NEAR_COPY, 2)
     if decontaminator is not None:
-        found_N = find_contaminated(source, work / "decontamination", decontaminator, shard_size=shard_size, task=task)
-        remove(found_N == EQUAL, 3)
-        remove(found_N == SIMILAR, 4)
+        folder = work / "decontamination"
+        verdict_N = find_contaminated(source, folder, decontaminator, shard_size=shard_size, task=task)
+        remove(verdict_N == EQUAL, 3)
+        remove(verdict_N == SIMILAR, 4)
     if rules.top_k is not None and (reason_N == KEPT).any():
         remove(ranks(reason_N == KEPT) >= rules.top_k, 5)
     return reason_N
 
 
 def _chosen_rules(config: SourceConfig, rules: FilterRules, decontaminator: Decontaminator | None) -> list[int]:
-    """The rules that are asked for, by their place in `RULES`; refuses none, and those that suit no such source."""
+    """Indices in `RULES` of the active rules; an error if there are none, or one does not apply to the source."""
     if config.conversion == "sts":
         hint = "filter pairs or labelled texts"
-        raise config.fault("conversion", config.conversion, "holds no records to keep", hint)
+        raise config.fault("conversion", config.conversion, "has no records to filter", hint)
     if config.conversion != "pairs":
         for name in ("near_duplicates", "top_k"):
             if (value := getattr(rules, name)) is not None:
-                raise OptionError(name, value, "compares documents, which labelled texts do not have", "leave it out")
+                raise OptionError(name, value, "compares documents, and labelled texts have none", "leave it out")
     chosen = (
         rules.remove_copies,
         rules.near_duplicates is not None,
@@ -451,7 +450,7 @@ def _chosen_rules(config: SourceConfig, rules: FilterRules, decontaminator: Deco
         rules.top_k is not None,
     )
     if not any(chosen):
-        raise OptionError("remove_copies", False, "leaves no rule to filter by", "ask for one, such as near_duplicates")
+        raise OptionError("remove_copies", False, "leaves no active rule", "set one, such as near_duplicates")
     return [rule for rule, is_chosen in enumerate(chosen) if is_chosen]
 
 
@@ -462,9 +461,9 @@ def _manifest_fields(
     decontaminator: Decontaminator | None,
     encoder: "Encoder | None",
 ) -> dict[str, Any]:
-    # Files of older versions do not name these options, and are as good.
-    unsaid = [("segment_by", "source"), *((name, None) for name in prompts)]
-    chosen = {name: value for name, value in {**asdict(rules), **prompts}.items() if (name, value) not in unsaid}
+    # Defaults of newer options are omitted, so that manifests of older versions still match.
+    omitted = [("segment_by", "source"), *((name, None) for name in prompts)]
+    chosen = {name: value for name, value in {**asdict(rules), **prompts}.items() if (name, value) not in omitted}
     return {
         "kind": "filtered pairs",
         SETTINGS: source.settings,
@@ -479,9 +478,9 @@ def _manifest_fields(
 
 
 def _finished(output: Path, fields: dict[str, Any]) -> FilterReport | None:
-    """The report of a file that is there already, or None if there is none."""
-    found = finished_manifest(output, fields)
-    return None if found is None else FilterReport(output, found["num_records"], found["removed"])
+    """The report of an existing output, or None if there is none."""
+    manifest = finished_manifest(output, fields)
+    return None if manifest is None else FilterReport(output, manifest["num_records"], manifest["removed"])
 
 
 def _write(
@@ -506,5 +505,5 @@ def _write(
             count = write_labelled_texts(temporary, texts, json_lines)
         assert count == report.num_kept
         facts = {"removed": report.removed, "num_kept": count, "output_sha256": file_sha256(temporary)}
-        # The file comes last: where it is, its manifest is too.
+        # The file is renamed last: if it exists, its manifest does too.
         write_file_manifest(manifest_path(report.output), {**fields, **facts})

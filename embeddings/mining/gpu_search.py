@@ -1,4 +1,4 @@
-"""The exact search on a GPU, within a stated memory: documents stay on the device, or stream through it in tiles."""
+"""Exact search on a GPU within a memory limit: documents stay on the device, or are streamed in tiles."""
 
 import math
 from collections.abc import Iterator
@@ -17,18 +17,18 @@ from embeddings.inference.vectors import VectorShards
 from embeddings.mining.search import QUERY_CHUNK, SLACK, ExactSearch, Floats, fill, score_bound, topk_per_row
 
 MEMORY_GIB = 16.0
-# Beyond these sizes larger pieces make nothing faster.
+# Larger tiles and work buffers are not faster.
 _TILE_ROWS = 131_072
 _WORK_BYTES = 2 << 30
-# What documents that stay, a tile, the queries of a pass and all that is computed take of the memory, in sixteenths.
-_KEPT, _TILE, _QUERIES, _WORK = 12, 1, 1, 2
+# Sixteenths of the memory for resident documents, for a tile, for the queries of a pass, and for results of products.
+_RESIDENT, _TILE, _QUERIES, _WORK = 12, 1, 1, 2
 
 
 class SearchSizes(NamedTuple):
-    """The pieces of a search: whether all documents stay on the device, and how many are compared or scored at once.
+    """The block sizes of a search, and whether all documents stay on the device.
 
-    `pass_queries` share a pass over the documents, `product_queries` one product with a tile. `num_pairs` are scored
-    again at once. `num_bytes` is the most memory that all of this takes.
+    `pass_queries` queries share a pass over the documents, `product_queries` share one product with a tile, and
+    `num_pairs` pairs are scored again at once. `num_bytes` is the maximum memory in use.
     """
 
     is_resident: bool
@@ -42,29 +42,30 @@ class SearchSizes(NamedTuple):
 def search_sizes(
     num_documents: int, embedding_dim: int, stored_bytes: int, width: int, num_queries: int, memory_gib: float
 ) -> SearchSizes:
-    """How a search is cut so that it stays within its memory; `width` documents are kept of a query.
+    """The block sizes with which a search fits its memory; `width` documents are retained per query.
 
-    In bytes, of vectors of width D: `stored_bytes`·D for a document that stays; 6·D for one of a tile, with its cast;
-    6·D + 36·`width` for a query of a pass, in two dtypes and with what was found; 6 for a score of a product and
-    288·`width` for a query of it, with the choice of the largest; 24·D for a pair that is scored again, in float64.
+    Bytes for vectors of width D: `stored_bytes`·D per resident document; 6·D per document of a tile, with its cast;
+    6·D + 36·`width` per query of a pass, in two dtypes and with its results; 6 per score of a product, and 288·`width`
+    per query of it for the selection of the largest; 24·D per pair that is scored again, in float64.
 
-    Raises `OptionError` if the memory holds no piece of one row.
+    Raises `OptionError` if not even blocks of one row fit.
     """
     sixteenth = memory_gib * 2**30 / 16
-    kept_bytes, a_document = stored_bytes * num_documents * embedding_dim, 6 * embedding_dim
-    a_query, a_pair = 6 * embedding_dim + 36 * width, 24 * embedding_dim
-    if sixteenth < (least := max(a_query, a_pair / _WORK, 288 * width)):
-        rule = f"must be >= {math.ceil(16 * least / 2**30 * 1e6) / 1e6:g} for this width and so many candidates"
+    resident_bytes, document_bytes = stored_bytes * num_documents * embedding_dim, 6 * embedding_dim
+    query_bytes, pair_bytes = 6 * embedding_dim + 36 * width, 24 * embedding_dim
+    if sixteenth < (minimum := max(query_bytes, pair_bytes / _WORK, 288 * width)):
+        rule = f"must be >= {math.ceil(16 * minimum / 2**30 * 1e6) / 1e6:g} for this width and number of candidates"
         raise OptionError("gpu_memory_gib", memory_gib, rule, "raise it, or lower last_rank")
-    is_resident, work = kept_bytes <= _KEPT * sixteenth, min(_WORK_BYTES, int(_WORK * sixteenth))
-    # One row of scores takes at most half of the work.
-    tile_rows = min(_TILE_ROWS, num_documents, int(_TILE * sixteenth) // a_document, max(1, work // 12))
-    pass_queries = min(num_queries, int(_QUERIES * sixteenth) // a_query)
-    a_product = 6 * tile_rows + 288 * width
-    product_queries, num_pairs = min(pass_queries, QUERY_CHUNK, work // a_product), work // a_pair
-    used = max(product_queries * a_product, num_pairs * a_pair) + pass_queries * a_query + tile_rows * a_document
+    is_resident, work = resident_bytes <= _RESIDENT * sixteenth, min(_WORK_BYTES, int(_WORK * sixteenth))
+    # One row of scores takes at most half of the work buffer.
+    tile_rows = min(_TILE_ROWS, num_documents, int(_TILE * sixteenth) // document_bytes, max(1, work // 12))
+    pass_queries = min(num_queries, int(_QUERIES * sixteenth) // query_bytes)
+    product_bytes = 6 * tile_rows + 288 * width
+    product_queries, num_pairs = min(pass_queries, QUERY_CHUNK, work // product_bytes), work // pair_bytes
+    used = max(product_queries * product_bytes, num_pairs * pair_bytes)
+    used += pass_queries * query_bytes + tile_rows * document_bytes
     return SearchSizes(
-        is_resident, tile_rows, pass_queries, product_queries, num_pairs, used + (kept_bytes if is_resident else 0)
+        is_resident, tile_rows, pass_queries, product_queries, num_pairs, used + (resident_bytes if is_resident else 0)
     )
 
 
@@ -75,7 +76,7 @@ def require_gpu() -> None:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Inside, a GPU sums products in float32 and rounds no float32 to TF32, as the bound of a score assumes."""
+    """A context in which a GPU sums products in float32 and does not use TF32, as the score bound assumes."""
     matmul = torch.backends.cuda.matmul
     precision, reduced = torch.get_float32_matmul_precision(), matmul.allow_fp16_reduced_precision_reduction
     torch.set_float32_matmul_precision("highest")
@@ -88,27 +89,27 @@ def exact_products() -> Iterator[None]:
 
 
 class GpuSearch(ExactSearch):
-    """What `ExactSearch` finds, computed on a GPU.
+    """The results of `ExactSearch`, computed on a GPU.
 
-    The coarse search multiplies in float16: numbers of unit vectors lie in [-1, 1], where float16 is eight times as
-    precise as bfloat16 and as quick. What it keeps is scored again on the device in float64. Queries that its bound
-    leaves in doubt are searched once more by float32 products, and what is still in doubt (more equal documents than
-    the slack holds) on the CPU.
+    The coarse search multiplies in float16: the values of unit vectors are in [-1, 1], where float16 is eight times as
+    precise as bfloat16 and equally fast. Its results are scored again on the device in float64. If the error bound does
+    not exclude a missed document, the query is searched again with float32 products, and then, if there are more equal
+    documents than the slack, on the CPU.
 
-    Documents stay on the device where three quarters of the memory hold them. Otherwise they are read again, twice, in
-    every pass over them: 100M of width 768 take 154 GB in float16.
+    Documents stay on the device if three quarters of the memory are enough. Otherwise they are read twice in every pass
+    over them: 100M of width 768 take 154 GB in float16.
 
     Precision: a score is the inner product summed in float64, rounded to float32. Its last bit may differ from that of
-        `ExactSearch` where the sum lies within 1e-15 of the middle of two float32 numbers.
-    Determinism: but for that, the same whatever the memory, tiles, shards and the number of queries in a call.
+        `ExactSearch` if the sum is within 1e-15 of the middle of two float32 numbers.
+    Determinism: except for that, results do not depend on memory, tiles, shards or the number of queries in a call.
 
     Args:
         documents: Unit vectors.
-        memory_gib: Memory of the device that may be used, in GiB (see `search_sizes`), without CUDA's own context.
-        device: Where it runs; "cpu" to compare.
+        memory_gib: Device memory that may be used, in GiB (see `search_sizes`), not counting CUDA's own context.
+        device: Device of the search; "cpu" for comparisons.
 
     Raises:
-        OptionError: If there is no such GPU, or the memory is too small (when it searches).
+        OptionError: If there is no such GPU, or the memory is too small (at the first search).
     """
 
     def __init__(
@@ -120,12 +121,12 @@ class GpuSearch(ExactSearch):
             require_gpu()
         self._dtypes = [torch.float16, torch.float32]
         self._stored = torch.float16 if documents.vector_format == "float16" else torch.float32
-        self._kept: list[Tensor] = []
+        self._resident: list[Tensor] = []
 
     def sizes(self, num_queries: int, top_k: int) -> SearchSizes:
-        kind, documents = self._stored.itemsize, self.documents
+        itemsize, documents = self._stored.itemsize, self.documents
         width = min(kept_documents(top_k), documents.num_rows)
-        return search_sizes(documents.num_rows, documents.embedding_dim, kind, width, num_queries, self._memory_gib)
+        return search_sizes(documents.num_rows, documents.embedding_dim, itemsize, width, num_queries, self._memory_gib)
 
     def _scanned(self, dtype: torch.dtype, query_QD: Floats, top_k: int) -> tuple[TopK, npt.NDArray[np.bool_]]:
         sizes = self.sizes(len(query_QD), top_k)
@@ -138,14 +139,14 @@ class GpuSearch(ExactSearch):
         best = TopK(score_QK, row_QK)
         if kept_documents(top_k) >= self.documents.num_rows:
             return best, np.zeros(len(query_QD), np.bool_)
-        lost = _most_lost(self.documents.embedding_dim) if dtype == torch.float16 else 0.0
-        lost_document = 0.0 if self._stored == dtype else lost
-        return best, score_QK[:, -1] <= score_bound(last_Q, lost, lost_document, query_QD.shape[1], dtype)
+        error = _float16_error(self.documents.embedding_dim) if dtype == torch.float16 else 0.0
+        document_error = 0.0 if self._stored == dtype else error
+        return best, score_QK[:, -1] <= score_bound(last_Q, error, document_error, query_QD.shape[1], dtype)
 
     def _pass(
         self, query_QD: Tensor, dtype: torch.dtype, top_k: int, sizes: SearchSizes
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Scores and rows of the best documents of some queries, (Q, K), and the least coarse score kept, (Q,)."""
+        """Scores and rows of the best documents of some queries, (Q, K), and the lowest coarse score retained, (Q,)."""
         num_rows = self.documents.num_rows
         width, rounded_QD = min(kept_documents(top_k), num_rows), query_QD.to(dtype)
         score_QW = torch.full((len(query_QD), width), -math.inf, device=self._device)
@@ -154,51 +155,51 @@ class GpuSearch(ExactSearch):
             tile_DT = tile_TD.to(dtype).T
             for start in range(0, len(query_QD), sizes.product_queries):
                 chunk = slice(start, start + sizes.product_queries)
-                score_QK, place_QK = topk_per_row(rounded_QD[chunk] @ tile_DT, min(width, len(tile_TD)))
+                score_QK, index_QK = topk_per_row(rounded_QD[chunk] @ tile_DT, min(width, len(tile_TD)))
                 both_QK = torch.cat([score_QW[chunk], score_QK], dim=1)
                 score_QW[chunk], best_QW = both_QK.topk(width, dim=1, sorted=False)
-                row_QW[chunk] = torch.cat([row_QW[chunk], place_QK + first_row], dim=1).gather(1, best_QW)
+                row_QW[chunk] = torch.cat([row_QW[chunk], index_QK + first_row], dim=1).gather(1, best_QW)
         last_Q = score_QW.amin(dim=1)
-        # Each query's rows in order, which equal scores then keep.
+        # Each query's rows in order, so that the stable sort orders equal scores by row.
         row_QW = row_QW.sort(dim=1).values
         for first_row, tile_TD in self._tiles(sizes):
-            query_P, place_P = ((row_QW >= first_row) & (row_QW < first_row + len(tile_TD))).nonzero(as_tuple=True)
+            query_P, rank_P = ((row_QW >= first_row) & (row_QW < first_row + len(tile_TD))).nonzero(as_tuple=True)
             for start in range(0, len(query_P), sizes.num_pairs):
-                query_n, place_n = (part[start : start + sizes.num_pairs] for part in (query_P, place_P))
-                document_nD = tile_TD[row_QW[query_n, place_n] - first_row].double()
-                score_QW[query_n, place_n] = document_nD.mul_(query_QD[query_n]).sum(dim=1).float()
+                query_n, rank_n = (part[start : start + sizes.num_pairs] for part in (query_P, rank_P))
+                document_nD = tile_TD[row_QW[query_n, rank_n] - first_row].double()
+                score_QW[query_n, rank_n] = document_nD.mul_(query_QD[query_n]).sum(dim=1).float()
         score_QW, order_QW = score_QW.sort(dim=1, descending=True, stable=True)
         score_QK, row_QK = score_QW[:, :top_k], row_QW.gather(1, order_QW[:, :top_k])
         return score_QK.cpu().numpy(), row_QK.cpu().numpy(), last_Q.cpu().numpy()
 
     def _tiles(self, sizes: SearchSizes) -> Iterator[tuple[int, Tensor]]:
-        """All documents in tiles on the device, (T, D) as they are stored, each with its first row."""
-        if self._kept:
+        """All documents in tiles on the device, (T, D) in the stored dtype, each with its first row."""
+        if self._resident:
             first_row = 0
-            for tile_TD in self._kept:
+            for tile_TD in self._resident:
                 yield first_row, tile_TD
                 first_row += len(tile_TD)
             return
-        is_cuda, kept = self._device.type == "cuda", []
+        is_cuda, resident = self._device.type == "cuda", []
         shape = (sizes.tile_rows, self.documents.embedding_dim)
         staged_TD = torch.empty(shape, dtype=self._stored, pin_memory=is_cuda)
         for first_row, array_TD in fill(staged_TD.numpy(), self.documents):
             tile_TD = staged_TD[: len(array_TD)].to(self._device, copy=True)
             square_T = torch.linalg.vector_norm(tile_TD, dim=1, dtype=torch.float32).square()
-            bad_n = (~((square_T - 1).abs() < UNIT_TOLERANCE)).nonzero()[:1, 0]
-            if len(bad_n):
-                # Refuses the vector, and names its shard and the row in it.
-                self.documents.take(bad_n.cpu().numpy() + first_row)
-            kept += [tile_TD] if sizes.is_resident else []
+            invalid_n = (~((square_T - 1).abs() < UNIT_TOLERANCE)).nonzero()[:1, 0]
+            if len(invalid_n):
+                # Raises an error that names the vector's shard and its row in it.
+                self.documents.take(invalid_n.cpu().numpy() + first_row)
+            resident += [tile_TD] if sizes.is_resident else []
             yield first_row, tile_TD
-        self._kept = kept
+        self._resident = resident
 
 
 def kept_documents(top_k: int) -> int:
-    """How many documents the coarse search keeps, so that the true top k are nearly always among them."""
+    """Number of documents that the coarse search retains so that they nearly always include the true top k."""
     return top_k + top_k // 4 + SLACK
 
 
-def _most_lost(embedding_dim: int) -> float:
-    """A bound on how far a unit vector lies from itself in float16: relatively, and below its normal numbers."""
+def _float16_error(embedding_dim: int) -> float:
+    """A bound on the distance of a unit vector from its float16 values: relative error, and error of subnormals."""
     return float(1.01 * 2.0**-11 + embedding_dim**0.5 * 2.0**-25)

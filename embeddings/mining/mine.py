@@ -1,6 +1,6 @@
-"""Mining: hard negatives for the records of a source, by one or several teachers, into a file of training records.
+"""Mining of hard negatives for the records of a source by one or several teachers; the output has training records.
 
-A cross-encoder may score what was mined: a teacher of margins that reads the query and the text together.
+A cross-encoder may score the positives and negatives, as a teacher for distillation.
 """
 
 import json
@@ -61,25 +61,25 @@ if TYPE_CHECKING:
 
 
 BATCH_PAIRS = 32
-# Heads that a checkpoint may have for scores of pairs; without one the library would draw a head at random.
+# Model classes with a head for scores; for others the library would initialise a head at random.
 _SCORING = ("ForSequenceClassification", "ForCausalLM")
 
 
 class Reranker:
-    """A cross-encoder of sentence-transformers, which scores a query and a text that it reads together.
+    """A cross-encoder of sentence-transformers, which scores pairs of a query and a text.
 
-    Scores are those of `CrossEncoder.predict`, after the model's own activation: logits, or their sigmoid.
+    Scores are those of `CrossEncoder.predict`, after the model's activation: logits, or their sigmoid.
 
     Args:
-        model: A directory or Hub id, as `CrossEncoder` takes it.
-        device: Where it runs; None for the GPU if there is one.
+        model: A directory or Hub id, as for `CrossEncoder`.
+        device: Device of the model; None for the GPU if there is one.
 
-    Precision: the model's own dtype; scores are float32.
+    Precision: the model's dtype; scores are float32.
     Determinism: pairs are sorted by length into batches of `BATCH_PAIRS`, so the same pairs have the same scores.
     Raises:
         MissingExtraError: If sentence-transformers is not installed.
         InputError: If the model cannot be loaded.
-        OptionError: If it does not give one score, or its weights have no head for scores.
+        OptionError: If it does not return one score per pair, or its weights have no head for scores.
     """
 
     def __init__(self, model: str, device: str | None = None) -> None:
@@ -91,18 +91,18 @@ class Reranker:
                 self.model: Any = library.CrossEncoder(model, device=device)
         except (OSError, ValueError, RuntimeError) as error:
             what = f"cannot be loaded as a cross-encoder ({one_line(str(error), 120)})"
-            raise InputError(model, what, "check the name and the network, or give a directory") from error
-        head = next(iter(self.model.config.architectures or ()), "no known class")
+            raise InputError(model, what, "check the name and the network, or use a directory") from error
+        head = next(iter(self.model.config.architectures or ()), "an unknown class")
         if len(self.model) == 1 and not head.endswith(_SCORING):
-            rule = f"must be a cross-encoder, and its weights, of {head}, have no head for scores"
-            raise OptionError("reranker", model, rule, "name one such as cross-encoder/ms-marco-MiniLM-L6-v2")
+            rule = f"must be a cross-encoder, and the weights of {head} have no head for scores"
+            raise OptionError("reranker", model, rule, "name one, such as cross-encoder/ms-marco-MiniLM-L6-v2")
         if self.model.num_labels != 1:
-            rule = f"must give one score for a pair, and gives {self.model.num_labels}"
+            rule = f"must return one score per pair, not {self.model.num_labels}"
             raise OptionError("reranker", model, rule, "name a model for ranking")
 
     @cached_property
     def fields(self) -> dict[str, Any]:
-        """What decides its scores, as JSON types."""
+        """The options that determine the scores, for manifests, as JSON types."""
         settings = {"activation": repr(self.model.activation_fn), "max_length": self.model.max_seq_length}
         return {
             "model_sha256": module_sha256(self.model, self.model.tokenizer, settings),
@@ -111,41 +111,41 @@ class Reranker:
         }
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> Floats:
-        """The scores of P pairs of a query and a text, (P,) float32; an `InputError` where one is not finite."""
-        found = self.model.predict(list(pairs), batch_size=BATCH_PAIRS, show_progress_bar=False)
-        score_P: Floats = np.asarray(found, np.float32)
+        """The scores of P pairs of a query and a text, (P,) float32; an `InputError` if one is not finite."""
+        scores = self.model.predict(list(pairs), batch_size=BATCH_PAIRS, show_progress_bar=False)
+        score_P: Floats = np.asarray(scores, np.float32)
         if not np.isfinite(score_P).all():
             query, text = pairs[int(np.flatnonzero(~np.isfinite(score_P))[0])]
-            what = f"gives {query[:40]!r} with {text[:40]!r} a score that is not finite"
-            raise InputError(self.name, what, "give a model whose weights and dtype are sound")
+            what = f"the score of {query[:40]!r} with {text[:40]!r} is not finite"
+            raise InputError(self.name, what, "check the weights and the dtype of the model")
         return score_P
 
 
 def scoring_job(folder: Path, reranker: Reranker, num_shards: int) -> ShardedJob:
-    """The job that scores what shards of mining hold; each model has a folder of its own in `folder`."""
+    """The job that scores the mined shards; each model has a separate folder in `folder`."""
     fields = {"kind": "reranker's scores", **reranker.fields}
     return ShardedJob(folder / f"scores-{fields['model_sha256'][:12]}", fields, num_shards, stem="scores")
 
 
 def score_shard(reranker: Reranker, table: Table, shard_size: int, mined: ShardedJob, shard: int, path: Path) -> None:
-    """Write the scores of the texts of a shard's rows: of each its positives, then the negatives that were mined."""
+    """Write the scores of a shard's texts: for each row its positives, then its mined negatives."""
     rows = table.rows(shard_rows(shard, shard_size, len(table)))
     negatives = read_shard(mined.path(shard))["negatives"].to_pylist()
     pairs = [
         (row.query, text)
-        for row, found in zip(rows, negatives, strict=True)
-        for text in chain(row.positives, (item if isinstance(item, str) else item["text"] for item in found))
+        for row, mined_texts in zip(rows, negatives, strict=True)
+        for text in chain(row.positives, (item if isinstance(item, str) else item["text"] for item in mined_texts))
     ]
     save_array(path, reranker.scores(pairs))
 
 
 def read_scores(path: Path, records: Sequence[Record], mined: pa.Table) -> pa.Array:
-    """The scores of a shard, a list for each of its records with what was mined for them."""
+    """The scores of a shard, one list per record."""
     counts = [len(record.positives) for record in records]
     offsets = np.cumsum([0, *np.add(counts, pc.list_value_length(mined["negatives"]).to_pylist())])
     score_P = load_shard(path)
     if score_P.dtype != np.float32 or score_P.shape != (offsets[-1],):
-        raise InputError(str(path), "is not the file that was written", "delete its folder and run again")
+        raise InputError(str(path), "does not have the expected content", "delete its folder and run again")
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(score_P))
 
 
@@ -154,15 +154,15 @@ IndexKind = Literal["exact", "ivf"]
 
 @dataclass(frozen=True)
 class Teachers:
-    """The models whose scores decide, and the prompts of their texts.
+    """The models that score candidates, and the prompts of their texts.
 
     Args:
-        models: Their names, as `load` takes them, each once.
-        load: Gives the encoder of a name. One of them is kept at a time.
+        models: Names for `load`, each once.
+        load: Function that returns the encoder of a name. One encoder is in memory at a time.
         query_prompt_name: Prompt of the queries (see `encode_pairs`).
         document_prompt_name: Prompt of the documents.
-        encoded: What each model has encoded already, in their order; empty for none.
-        reranker: A cross-encoder that scores each query with its positives and chosen negatives; it chooses none.
+        encoded: Existing vectors of each model, in their order; may be empty.
+        reranker: A cross-encoder that scores each query with its positives and its negatives, once these are chosen.
     """
 
     models: Sequence[str]
@@ -174,40 +174,40 @@ class Teachers:
 
     def __post_init__(self) -> None:
         if not self.models or len(set(self.models)) < len(self.models):
-            raise OptionError("model", list(self.models), "must name one model or several different ones", "correct it")
+            raise OptionError("model", list(self.models), "must name one or several different models", "correct it")
         assert len(self.encoded) in (0, len(self.models))
         object.__setattr__(self, "load", lru_cache(maxsize=1)(self.load))
 
     def encode(self, source: CachedSource, index: PairIndex, folder: Path, **options: Any) -> list[PairVectors]:
-        """The vectors by each model: in `folder` itself by a single one, else each in a folder of its own."""
+        """The vectors of each model: in `folder` for a single model, else in a subfolder for each."""
         return [
             encode_pairs(
                 self.load(model),
                 source,
-                folder if len(self.models) == 1 else folder / f"teacher-{place}",
+                folder if len(self.models) == 1 else folder / f"teacher-{number}",
                 index=index,
                 query_prompt_name=self.query_prompt_name,
                 document_prompt_name=self.document_prompt_name,
-                encoded=self.encoded[place] if self.encoded else None,
+                encoded=self.encoded[number] if self.encoded else None,
                 **options,
             )
-            for place, model in enumerate(self.models)
+            for number, model in enumerate(self.models)
         ]
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How the nearest documents are found.
+    """Options of the search for the nearest documents.
 
     Args:
         index: `exact` compares every query with every document; `ivf` only with the documents of the nearest lists.
-        num_probes: Lists that `ivf` searches for a query; None for 32, or all where there are fewer.
-        num_lists: Lists of `ivf`, or None for a number that suits the documents (see `build_ivf`).
-        gpu: Whether the first GPU searches; `ivf` needs faiss's build for GPUs (the extra `gpu`).
-        gpu_memory_gib: Memory of the GPU for the exact search, in GiB; None for 16. Larger corpora stream through it.
+        num_probes: Lists that `ivf` searches per query; None for 32, or all if there are fewer.
+        num_lists: Number of lists of `ivf`, or None for a default by the number of documents (see `build_ivf`).
+        gpu: Whether to search on the first GPU; `ivf` needs faiss's build for GPUs (the extra `gpu`).
+        gpu_memory_gib: GPU memory for the exact search, in GiB; None for 16. Larger corpora are streamed.
 
     Raises:
-        OptionError: If a value is impossible or cannot take effect.
+        OptionError: If a value is invalid or cannot take effect.
     """
 
     index: IndexKind = "exact"
@@ -218,7 +218,7 @@ class SearchOptions:
 
     def __post_init__(self) -> None:
         if self.index not in ("exact", "ivf"):
-            raise OptionError("index", self.index, "must be exact or ivf", "exact finds all")
+            raise OptionError("index", self.index, "must be exact or ivf", "exact compares all documents")
         for name in ("num_probes", "num_lists"):
             value = getattr(self, name)
             if value is not None and self.index != "ivf":
@@ -241,7 +241,7 @@ class SearchOptions:
             require_gpu()
 
     def over(self, vectors: PairVectors, folder: Path, seed: int, task: ArrayTask | None) -> DocumentSearch:
-        """The search over a teacher's documents; `ivf` keeps its lists in `folder`."""
+        """The search over a teacher's documents; `ivf` writes its lists to `folder`."""
         shards = vectors.document_shards
         if self.index == "exact":
             return GpuSearch(shards, self.gpu_memory_gib or MEMORY_GIB) if self.gpu else ExactSearch(shards)
@@ -250,19 +250,19 @@ class SearchOptions:
 
 
 class MiningReport(NamedTuple):
-    """What mining did.
+    """The result of mining.
 
     Attributes:
         output: The file of mined records.
-        num_queries: Records.
-        num_documents: Different documents.
-        num_candidates: Candidates found, and with levels those drawn or judged.
+        num_queries: Number of records.
+        num_documents: Number of distinct documents.
+        num_candidates: Candidates found; with levels also those drawn or judged.
         removed: Candidates that each rule removed, by `negatives.REASONS`; with grades also `query_not_judged`.
         num_left: Candidates that no rule removed, chosen or not.
         num_negatives: Negatives chosen.
-        num_short: Records with fewer negatives than asked for, or none.
+        num_short: Records with fewer negatives than `num_negatives`.
         num_empty: Records without a negative.
-        num_replaced: Records whose own negatives the mined ones replace.
+        num_replaced: Records whose original negatives were replaced.
         by_level: Counts and scores of each level (see `report_levels`); None without levels.
     """
 
@@ -296,51 +296,51 @@ def mine_negatives(
 ) -> MiningReport | None:
     """Write the records of a source with mined negatives, in their order, to a Parquet or `.jsonl` file.
 
-    The file is a source again: the records' own fields with new `negatives` (hardest first; with `levels` objects of
-    `text` and `level`), `negative_scores` and `positive_scores` (means over the teachers), and a reranker's `scores` of
-    positives, then negatives. Beside it are `NAME.manifest.json` with the report, and `NAME.parquet.work`, now unused.
+    The output is a source again: the fields of the records with new `negatives` (hardest first; with `levels` objects
+    of `text` and `level`), `negative_scores` and `positive_scores` (means over the teachers), and a reranker's `scores`
+    of positives, then negatives. `NAME.manifest.json` has the report; the folder `NAME.parquet.work` may be deleted.
 
     A killed run resumes at the first missing shard. The tasks of an array share the shards and the last one writes the
-    file; the bytes are the same, but for the rounding of vectors (see `encode_pairs`).
+    file; the bytes are the same except for the rounding of vectors (see `encode_pairs`).
 
     Args:
-        config: A source of `pairs`, or of `sts`: its pairs of a high score, in both directions.
+        config: A source of `pairs`, or of `sts`: its pairs with a high score, in both directions.
         output: The file to write.
-        teachers: The models whose scores decide.
-        rules: What makes a candidate a negative.
-        search: How candidates are found; None for the exact search on the CPU.
-        levels: What gives the negatives levels (see `choose_levels`); None for negatives without.
-        corpus: A file of more documents (see `index_pairs`), or None for the source's positives alone.
+        teachers: The models that score the candidates.
+        rules: The rules by which candidates become negatives.
+        search: Search for candidates; None for the exact search on the CPU.
+        levels: How levels are determined (see `choose_levels`); None for negatives without levels.
+        corpus: A file of additional documents (see `index_pairs`), or None for only the source's positives.
         vectors: Folder of the vectors, to share them with other jobs; None for one in the work folder.
         devices: Devices that share the encoding (see `encode_pairs`).
-        shard_size: Records and vectors of a shard: what a kill costs at most.
-        task: Which shards are this process's; None for all.
+        shard_size: Records and vectors per shard: the most that is lost when the job is killed.
+        task: Shards that this process computes; None for all.
         cache_dir: Folder of converted sources.
 
     Returns:
         The report, or None while shards of other tasks are missing.
 
     Raises:
-        InputError: If the source, the corpus or a vector cannot be used, there are too few documents, no query is
-            judged, or something else lies at `output`.
+        InputError: If the source, the corpus or a vector cannot be used, there are too few documents, no query has a
+            judgment, or `output` is another file.
         MissingExtraError: If faiss is not installed.
-        OptionError: If an option is impossible or cannot take effect.
+        OptionError: If an option is invalid or cannot take effect.
     """
     search = search or SearchOptions()
     search.check()
     require_shard_size(shard_size)
     is_json_lines(Path(output))
     if config.conversion not in ("pairs", "sts"):
-        raise config.fault("conversion", config.conversion, "holds no records to mine for", "mine for pairs or sts")
-    # Before the manifest is written, so that the default and the number itself are one job.
+        raise config.fault("conversion", config.conversion, "has no records to mine for", "use pairs or sts")
+    # Resolved before the manifest is written, so that the default and the explicit number are the same job.
     if rules.num_negatives is None:
         rules = replace(rules, num_negatives=rules.count if levels is None else NUM_LEVELS)
     if levels is not None and rules.count % NUM_LEVELS:
-        rule = f"must be a multiple of {NUM_LEVELS} with levels, the same number of each"
-        raise OptionError("num_negatives", rules.count, rule, f"{NUM_LEVELS} gives one of each, as in MGH")
+        rule = f"must be a multiple of {NUM_LEVELS} with levels, for the same number of each"
+        raise OptionError("num_negatives", rules.count, rule, f"use {NUM_LEVELS} for one of each, as in MGH")
     source = open_cached(config, cache_dir)
     target, reranker = Path(output), teachers.reranker
-    # What was mined serves any reranker.
+    # Mined shards do not depend on the reranker.
     work_fields = _manifest_fields(source, teachers, rules, search, levels, corpus, shard_size)
     fields = work_fields if reranker is None else {**work_fields, "reranker": reranker.fields}
     if (report := _finished(target, fields)) is not None:
@@ -351,13 +351,13 @@ def mine_negatives(
         job = ShardedJob(work, work_fields, -(-len(source.table) // shard_size), stem="mined", suffix=".parquet")
         index = index_pairs(source, folder / "index", corpus)
         if index.num_documents <= rules.count:
-            what = f"holds {index.num_documents} different documents, too few for {rules.count} negatives"
-            raise InputError(f"source {config.name!r}", what, "give more with --corpus, or ask for fewer")
+            what = f"has {index.num_documents} distinct documents, too few for {rules.count} negatives"
+            raise InputError(f"source {config.name!r}", what, "add documents with --corpus, or lower num_negatives")
         qrels = None
         if levels is not None and levels.judged is not None:
             qrels = DocumentQrels(levels.judged, index, levels.judged_in)
         encoded = teachers.encode(source, index, folder, shard_size=shard_size, devices=devices, task=task)
-        searches = [search.over(made, work / f"ivf-{place}", rules.seed, task) for place, made in enumerate(encoded)]
+        searches = [search.over(made, work / f"ivf-{number}", rules.seed, task) for number, made in enumerate(encoded)]
         miner = ShardMiner(index, encoded, searches, rules, None if levels is None else levels.kind, qrels)
         job.run(lambda shard, path: write_shard(miner.mine(shard), index, rules, path), task)
         scoring = None
@@ -368,7 +368,7 @@ def mine_negatives(
         if any(each.missing() for each in jobs):
             return None
         with file_lock(work / ".merge.lock"):
-            # Another task may have been here first.
+            # Another task may have written the file already.
             records = (record for _, record in read_records(config, source))
             report = _finished(target, fields) or _merge(job, scoring, target, records, encoded, fields)
         for each in jobs:
@@ -385,7 +385,7 @@ def _manifest_fields(
     corpus: str | os.PathLike[str] | None,
     shard_size: int,
 ) -> dict[str, Any]:
-    """What decides the file's bytes, as JSON types."""
+    """The options that determine the output's bytes, for the manifest, as JSON types."""
     if corpus is not None and not Path(corpus).is_file():
         raise InputError(str(corpus), "no such file", "check the path")
     fields = {
@@ -426,9 +426,9 @@ def _merge(
                 shard_count, shard_levels = shard_counts(mined)
                 counts.update(shard_count)
                 levels.append(shard_levels)
-                own = list(islice(records, len(mined)))
-                scores = None if scoring is None else read_scores(scoring.path(shard), own, mined)
-                write(with_mined(own, mined, graded, scores))
+                originals = list(islice(records, len(mined)))
+                scores = None if scoring is None else read_scores(scoring.path(shard), originals, mined)
+                write(with_mined(originals, mined, graded, scores))
         removed = {name: count for name, count in counts.items() if name.startswith("removed ")}
         facts: dict[str, Any] = {
             "num_queries": index.num_queries,
@@ -438,13 +438,13 @@ def _merge(
             "by_level": report_levels(levels),
         }
         budgets = [check_manifest(made.query_shards.folder, {})["mini_batch_tokens"] for made in vectors]
-        made_of = {"mini_batch_tokens": budgets, "output_sha256": file_sha256(temporary)}
-        # The file comes last: where it is, its manifest is too.
-        write_file_manifest(manifest_path(output), {**fields, **facts, **made_of})
+        checks = {"mini_batch_tokens": budgets, "output_sha256": file_sha256(temporary)}
+        # The file is renamed last: if it exists, its manifest does too.
+        write_file_manifest(manifest_path(output), {**fields, **facts, **checks})
     report = MiningReport(output, **facts)
     for count, what in (
-        (report.num_replaced, "had negatives of their own, which the mined ones replace"),
-        (report.num_short, "have fewer negatives than asked for"),
+        (report.num_replaced, "had negatives, which the mined ones replace"),
+        (report.num_short, "have fewer negatives than num_negatives"),
     ):
         if count:
             logger.warning("%d of %d records %s", count, index.num_queries, what)
@@ -458,12 +458,12 @@ def _merge(
 
 
 def _finished(output: Path, fields: dict[str, Any]) -> MiningReport | None:
-    """The report of a file that is there already, or None if there is none."""
-    found = finished_manifest(output, fields)
-    if found is None:
+    """The report of an existing output, or None if there is none."""
+    manifest = finished_manifest(output, fields)
+    if manifest is None:
         return None
-    if "reranker" in found and "reranker" not in fields:
-        what = "field 'reranker': the output was made with one"
-        raise InputError(str(manifest_path(output)), what, "give the same --reranker, or name a new file")
-    # Files of before there were levels say nothing of them.
-    return MiningReport(output, **{name: found[name] for name in MiningReport._fields[1:] if name in found})
+    if "reranker" in manifest and "reranker" not in fields:
+        what = "field 'reranker': the output was written with a reranker"
+        raise InputError(str(manifest_path(output)), what, "use the same --reranker, or name a new file")
+    # Older manifests have no field for levels.
+    return MiningReport(output, **{name: manifest[name] for name in MiningReport._fields[1:] if name in manifest})

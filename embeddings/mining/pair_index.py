@@ -1,4 +1,4 @@
-"""Which documents a source of pairs has: each text once, numbered by first appearance, and which are whose."""
+"""The distinct documents of a source of pairs, numbered by first appearance, and the documents of each row."""
 
 import os
 import shutil
@@ -21,18 +21,18 @@ from embeddings.data.table import StoredRow, Table, write_table
 from embeddings.inference.vector_folder import text_field
 
 BLOCK = 1 << 16
-# Rows whose texts are read at once.
+# Rows read at once.
 _TEXT_ROWS = 1 << 11
-# Texts whose hashes are sorted in memory at once: about 100 bytes each.
+# Hashes sorted in memory at once: about 100 bytes each.
 PART = 1 << 22
 
 Int64s = npt.NDArray[np.int64]
 
 
 class KnownPositives(NamedTuple):
-    """The documents known to answer some queries, gathered by query text: queries of one text share a group.
+    """The documents known to answer some queries; queries with the same text share a group.
 
-    Each is a group, ascending, and a document's row, once in a group.
+    `group_P` and `row_P` are pairs of a group and a document's row, each once, sorted by group.
     """
 
     group_Q: Int64s
@@ -43,22 +43,22 @@ class KnownPositives(NamedTuple):
 class PairIndex:
     """Queries and documents of a source of pairs, by row, on disk.
 
-    A query is a row of the source. A document is a text that is the positive of some row, or its negative where these
-    were asked for, or a text of the extra corpus; texts that are equal but for outer white space are one document.
+    A query is a row of the source. A document is a positive of a row, a negative if negatives were included, or a text
+    of the extra corpus. Texts that differ only in outer white space are one document.
 
     Attributes:
-        folder: The index's folder.
+        folder: Folder of the index.
         source: The source.
-        num_queries: Rows of the source.
-        num_documents: Different texts.
+        num_queries: Number of rows of the source.
+        num_documents: Number of distinct texts.
         positive_offsets: The positives of query `i` are entries `offsets[i]` to `offsets[i + 1]`, (rows + 1,) int64.
-        positive_rows: Documents, (entries,) int32, or int64 where there are more than 2^31.
-        negative_offsets, negative_rows: The same of the negatives; None where these are no documents.
+        positive_rows: Documents, (entries,) int32, or int64 if there are more than 2^31.
+        negative_offsets, negative_rows: The same for negatives; None if they are not documents.
         document_hashes: `text_hash` of each document, (documents,) int64.
         query_hashes: `text_hash` of each query, (rows,) int64.
 
     Raises:
-        InputError: If the folder holds no index, or that of another source.
+        InputError: If the folder has no index, or the index of another source.
     """
 
     def __init__(self, folder: str | os.PathLike[str], source: CachedSource) -> None:
@@ -66,9 +66,9 @@ class PairIndex:
         self.fields = check_manifest(self.folder, {"kind": "pair_index", "source_key": source.folder.name})
         self.num_queries, self.num_documents = (self.fields.integer(name) for name in ("num_queries", "num_documents"))
 
-        def mapped(name: str, is_there: object = True) -> Any:
+        def mapped(name: str, exists: object = True) -> Any:
             path = self.folder / f"{name}.npy"
-            return load_array(path, "delete the folder and run again", mapped=True) if is_there else None
+            return load_array(path, "delete the folder and run again", mapped=True) if exists else None
 
         has_negatives = self.fields.get("negatives")
         self.positive_offsets: Int64s = mapped("positive_offsets")
@@ -86,37 +86,36 @@ class PairIndex:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What tells this index from others, for manifests."""
-        # Indices of before negatives could be documents do not say that no document is one.
+        """The fields that identify this index, for manifests."""
+        # Older indices have no field `negatives`; they contain none.
         return {name: self.fields.get(name) for name in ("source_key", "corpus_sha256", "negatives")}
 
     def positives(self, query: int) -> npt.NDArray[Any]:
-        """The documents that are a query's positives, in the row's order."""
+        """The positives of a query, in the order of its row."""
         return self.positive_rows[self.positive_offsets[query] : self.positive_offsets[query + 1]]
 
     def document_texts(self, documents: Sequence[int] | Int64s) -> list[str]:
-        """The texts of some documents, each as it first appeared."""
+        """The texts of documents, as each first appeared."""
         table, entry_N, first = self.source.table, np.asarray(self._entries[documents]), 0
         texts = [""] * len(entry_N)
         for offsets, texts_of in ((self.positive_offsets, table.positives), (self.negative_offsets, table.negatives)):
             if offsets is not None:
-                own_n = np.flatnonzero((entry_N >= first) & (entry_N < first + offsets[-1]))
-                row_n = np.searchsorted(offsets, entry_N[own_n] - first, side="right") - 1
-                place_n = entry_N[own_n] - first - offsets[row_n]
-                for own, place, found in zip(own_n.tolist(), place_n.tolist(), texts_of(row_n), strict=True):
-                    texts[own] = found[place]
+                index_n = np.flatnonzero((entry_N >= first) & (entry_N < first + offsets[-1]))
+                row_n = np.searchsorted(offsets, entry_N[index_n] - first, side="right") - 1
+                offset_n = entry_N[index_n] - first - offsets[row_n]
+                for index, offset, row in zip(index_n.tolist(), offset_n.tolist(), texts_of(row_n), strict=True):
+                    texts[index] = row[offset]
                 first += int(offsets[-1])
         if self._corpus is not None:
-            own_n = np.flatnonzero(entry_N >= first)
-            for own, text in zip(own_n.tolist(), self._corpus.queries(entry_N[own_n] - first), strict=True):
-                texts[own] = text
+            index_n = np.flatnonzero(entry_N >= first)
+            for index, text in zip(index_n.tolist(), self._corpus.queries(entry_N[index_n] - first), strict=True):
+                texts[index] = text
         return texts
 
     def known_positives(self, rows: Int64s) -> KnownPositives:
-        """All documents that some row of the source names as a positive of the same query text as one of `rows`.
+        """The positives, in any row of the source, of queries with the same text as those of `rows`.
 
-        Where the extra corpus holds a text behind a title and a positive is the text alone, or the other way round,
-        both are known positives.
+        If a positive is a corpus text without its title, or with it, the other form is a known positive too.
         """
         slot_G2, group_Q = np.unique(self._query_slots[rows], axis=0, return_inverse=True)
         row_R = self._query_order[concatenated_ranges(slot_G2[:, 0], slot_G2[:, 1])]
@@ -137,24 +136,24 @@ def index_pairs(
     corpus: str | os.PathLike[str] | None = None,
     negatives: bool = False,
 ) -> PairIndex:
-    """Number the documents of a source of pairs; an index that is there already is opened.
+    """Number the documents of a source of pairs; an existing index is opened.
 
-    Two different texts are taken for one with a probability below n^2 / 2^65, 3 in 10,000 for 100 million texts.
+    The probability that two different texts count as one is below n^2 / 2^65: 3 in 10,000 for 100 million texts.
 
     Args:
-        source: A converted source whose rows hold positives.
-        folder: The folder to make, atomically.
-        corpus: A file of more documents (`text`, and `title` where there is one), or None. Empty texts are left out.
+        source: A converted source whose rows have positives.
+        folder: The folder to write, atomically.
+        corpus: A file of additional documents (`text`, optional `title`), or None. Empty texts are skipped.
         negatives: Whether the rows' negatives are documents too, after the positives and before the corpus.
 
-    Memory: does not grow with the number of texts, whose 64-bit hashes are sorted a part at a time.
+    Memory: does not grow with the number of texts; their 64-bit hashes are sorted in buckets.
     Raises:
-        InputError: If the source's rows are no pairs, none has the negatives asked for, the corpus cannot be used, or
-            the folder holds another index.
+        InputError: If the source's rows are not pairs, `negatives` is set and no row has any, the corpus cannot be
+            used, or the folder contains another index.
     """
     target = Path(folder)
     if source.classes is not None:
-        raise InputError(str(source.folder), "the source holds labelled texts, no pairs", "use conversion: pairs")
+        raise InputError(str(source.folder), "contains labelled texts, not pairs", "use conversion: pairs")
     key = {
         "kind": "pair_index",
         "source_key": source.folder.name,
@@ -188,7 +187,7 @@ def index_pairs(
 def _write_rows(table: Table, stage: Path, hashes: IO[bytes]) -> int:
     """Write each row's query hash, and the hash of each positive; returns the number of positives.
 
-    `query_order` has rows of one query side by side; `query_slots` is where a row's neighbours begin and end there.
+    `query_order` lists the rows grouped by query text; `query_slots` is the start and end of each row's group in it.
     """
     create = partial(open_memmap, mode="w+", dtype=np.int64)
     query_hashes = create(stage / "query_hashes.npy", shape=(len(table),))
@@ -204,14 +203,14 @@ def _write_rows(table: Table, stage: Path, hashes: IO[bytes]) -> int:
 
 
 def _write_texts(texts_of: Callable[[range], list[list[str]]], num_rows: int, path: Path, hashes: IO[bytes]) -> int:
-    """Write where the texts of each row begin (`PATH_offsets.npy`), and their hashes; returns their number."""
+    """Write the offsets of each row's texts (`PATH_offsets.npy`), and their hashes; returns their number."""
     offsets = open_memmap(path.with_name(f"{path.name}_offsets.npy"), "w+", np.int64, (num_rows + 1,))
     total = 0
     for rows in _row_blocks(num_rows):
-        found = texts_of(rows)
-        offsets[rows.start + 1 : rows.stop + 1] = total + np.cumsum([len(texts) for texts in found])
-        np.fromiter(map(text_hash, chain.from_iterable(found)), np.int64).tofile(hashes)
-        total += sum(map(len, found))
+        texts = texts_of(rows)
+        offsets[rows.start + 1 : rows.stop + 1] = total + np.cumsum([len(row) for row in texts])
+        np.fromiter(map(text_hash, chain.from_iterable(texts)), np.int64).tofile(hashes)
+        total += sum(map(len, texts))
     return total
 
 
@@ -220,27 +219,27 @@ def _row_blocks(num_rows: int) -> Iterator[range]:
 
 
 def _hashed_corpus(path: Path, hashes: IO[bytes], bodies: IO[bytes]) -> Iterator[StoredRow]:
-    """The documents of a corpus file as rows to store; hashes with and without title are written on the way."""
-    left_out = 0
+    """The documents of a corpus file as rows to store; also writes their hashes with and without the title."""
+    num_skipped = 0
     for where, fields in open_reader(path, ("title", "text"), ("text",)):
         title, body = text_field(where, {"title": "", **fields}, "title"), text_field(where, fields, "text")
         text = " ".join(part for part in (title, body) if part)
-        # What the reader of training records would refuse in a negative.
+        # The reader of training records rejects such negatives.
         if not text.strip() or "\x00" in text:
-            left_out += 1
+            num_skipped += 1
             continue
         np.array([text_hash(text)], np.int64).tofile(hashes)
         np.array([text_hash(body if body.strip() else text)], np.int64).tofile(bodies)
         yield StoredRow(text)
-    if left_out:
-        logger.warning("%s: %d documents without text are left out", path, left_out)
+    if num_skipped:
+        logger.warning("%s: %d documents without text are skipped", path, num_skipped)
 
 
 def _write_documents(stage: Path, hashes_path: Path, sizes: dict[str, int], num_texts: int) -> int:
-    """Write the document of each positive and negative, and the facts of each document; returns their number.
+    """Write the document of each positive and negative, and the data of each document; returns their number.
 
-    `sizes` is the number of entries by kind; with those of the corpus they are `num_texts`, and behind these come the
-    corpus's bodies. The file of hashes is removed.
+    The file has the hashes of the entries of each kind (`sizes` counts them), then those of the corpus, `num_texts` in
+    all, then those of the corpus's texts without titles. The file is removed.
     """
     total = hashes_path.stat().st_size // 8
     hash_E: Int64s = np.memmap(hashes_path, np.int64, "r", shape=(total,))
@@ -263,7 +262,7 @@ def _write_documents(stage: Path, hashes_path: Path, sizes: dict[str, int], num_
         end = done + int(np.count_nonzero(new_B))
         entry_D[done:end] = start + np.flatnonzero(new_B)
         hash_D[done:end] = hash_E[start:stop][new_B]
-        # A text's first entry never lies behind it, so its number is known by now.
+        # A text's first entry is never after it, so its number is already known.
         rows_B, first = number_E[first_B], 0
         for rows_P in kinds:
             begin, last = max(start, first), min(stop, first + len(rows_P))
@@ -281,8 +280,8 @@ def _write_documents(stage: Path, hashes_path: Path, sizes: dict[str, int], num_
 def _write_twins(stage: Path, hash_D: Int64s, first_E: Int64s, number_E: Int64s, corpus_start: int) -> None:
     """Write which documents are one text with and without its title: those of `d` are `twin_rows[slice(*slots[d])]`.
 
-    `first_E` is the first entry with the same hash, of the rows' texts, the corpus's and then its bodies; `number_E`
-    the document of each first entry that is no body; `corpus_start` the first entry of the corpus.
+    `first_E` is the first entry with the same hash, in the order of `_write_documents`; `number_E` is the document of
+    each first entry below `num_texts`; `corpus_start` is the first entry of the corpus.
     """
     num_texts, path = len(number_E), stage / "twins.bin"
     with open(path, "wb") as file:
@@ -308,7 +307,7 @@ def _write_twins(stage: Path, hash_D: Int64s, first_E: Int64s, number_E: Int64s,
 
 
 def _slots(hash_E: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
-    """The entries sorted by hash, a part at a time, and where in this order the hash of each begins and ends."""
+    """The entries sorted by hash, one bucket at a time, and the start and end of the equal hashes of each."""
     done = 0
     for entry_n, is_first_n in equal_hashes(hash_E):
         edges = np.append(np.flatnonzero(is_first_n), len(entry_n)) + done
@@ -320,13 +319,13 @@ def _slots(hash_E: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
 def equal_hashes(hash_E: Int64s, part: int = PART) -> Iterator[tuple[Int64s, npt.NDArray[np.bool_]]]:
     """The entries sorted by hash, about `part` of them at a time, and whether each is the first with its hash.
 
-    Hashes are spread evenly over 64 bits. Equal ones lie in one part, in the order of the entries.
+    Hashes are uniform over 64 bits. Equal hashes are in one part, in the order of the entries.
     """
     bits = max(0, (len(hash_E) - 1).bit_length() - (part.bit_length() - 1))
     for bucket in range(1 << bits):
         entries = []
         for start in range(0, len(hash_E), BLOCK):
-            # By the uppermost bits; a shift by all 64 leaves 0.
+            # By the highest bits; a shift by all 64 gives 0.
             bucket_B = np.asarray(hash_E[start : start + BLOCK]).view(np.uint64) >> np.uint64(64 - bits)
             entries.append(start + np.flatnonzero(bucket_B == bucket))
         entry_n = np.concatenate(entries)
@@ -337,7 +336,7 @@ def equal_hashes(hash_E: Int64s, part: int = PART) -> Iterator[tuple[Int64s, npt
 
 
 def concatenated_ranges(start_n: Int64s, stop_n: Int64s) -> Int64s:
-    """All numbers of start … stop - 1 of each range, range after range, (sum of lengths,) int64."""
+    """The numbers start … stop - 1 of each range, concatenated, (sum of lengths,) int64."""
     length_n = stop_n - start_n
     before_n = np.cumsum(length_n) - length_n
     return np.repeat(start_n - before_n, length_n) + np.arange(int(length_n.sum()))

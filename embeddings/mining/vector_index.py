@@ -1,4 +1,4 @@
-"""An index of an encoded folder's vectors on disk: inverted lists that are mapped into memory, for quick searches."""
+"""A search index of an encoded folder's vectors: memory-mapped inverted lists on disk."""
 
 import hashlib
 import json
@@ -19,10 +19,10 @@ from embeddings.mining.faiss_library import faiss_version, load_faiss, map_lists
 from embeddings.mining.search import Floats, ivf_sizes, sample_rows, train_centroids
 
 INDEX_FILE, MANIFEST_FILE = "ivf.faiss", "ivf.manifest.json"
-_MAKE = "make it with the command index"
-# Of each file of vectors that is read to tell folders apart, from its end.
+_HINT = "make it with the command index"
+# Bytes at the end of each file of vectors that go into the folder's hash.
 _TAIL_BYTES = 4096
-# Vectors count as unit vectors to a thousandth.
+# Maximum length of a unit vector, with rounding.
 _UNIT = 1.001
 
 
@@ -44,40 +44,40 @@ class VectorIndex:
     def open(cls, folder: VectorFolder) -> Self:
         """The index beside a folder's vectors, mapped into memory.
 
-        All but the lists' content, which is as large as the vectors, is compared with the hash taken when it was made.
+        The hash of the file is checked, except for the content of the lists, which is as large as the vectors.
 
         Raises:
-            InputError: If there is none, it is damaged, it was made of other vectors, or these are int8 or binary.
+            InputError: If there is no index, it is damaged or of other vectors, or the vectors are int8 or binary.
             MissingExtraError: If faiss is not installed.
         """
         _require_floats(folder)
         load_faiss()
         path = folder.path / INDEX_FILE
         if not path.is_file():
-            raise InputError(str(path), "there is no index of these vectors", _MAKE)
-        expected = {"kind": "ivf index", "vectors_sha256": folder_sha256(folder), **_of_file(path, folder)}
-        fields = check_file_manifest(folder.path / MANIFEST_FILE, expected, _MAKE)
+            raise InputError(str(path), "there is no index of these vectors", _HINT)
+        expected = {"kind": "ivf index", "vectors_sha256": folder_sha256(folder), **_file_fields(path, folder)}
+        fields = check_file_manifest(folder.path / MANIFEST_FILE, expected, _HINT)
         try:
             lists = map_lists(path)
         except (RuntimeError, MemoryError):
-            raise InputError(str(path), "is damaged", _MAKE) from None
+            raise InputError(str(path), "is damaged", _HINT) from None
         lists.nprobe = min(fields.integer("num_probes", least=1), lists.nlist)
         return cls(lists, path)
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
-        """The nearest documents of each query that its lists hold (see `DocumentSearch`).
+        """The nearest documents of each query in its lists (see `DocumentSearch`).
 
         Raises:
-            InputError: If what was found shows that the lists are damaged.
+            InputError: If the results show that the lists are damaged.
             OptionError: If `top_k` is not positive.
         """
         require_top_k(top_k)
         score_QK, row_QK = self._lists.search(np.ascontiguousarray(query_QD), min(top_k, self._lists.ntotal))
-        # A document is a unit vector, whose product with a query is no larger than the query.
-        most_Q1 = _UNIT * np.linalg.norm(query_QD, axis=1, keepdims=True)
-        if ((row_QK < -1) | (row_QK >= self._lists.ntotal) | ((row_QK >= 0) & (score_QK > most_Q1))).any():
-            raise InputError(str(self._path), "is damaged", _MAKE)
-        # Where the lists hold no more documents, faiss gives row -1 and the least float.
+        # The product of a query with a unit vector is at most the length of the query.
+        bound_Q1 = _UNIT * np.linalg.norm(query_QD, axis=1, keepdims=True)
+        if ((row_QK < -1) | (row_QK >= self._lists.ntotal) | ((row_QK >= 0) & (score_QK > bound_Q1))).any():
+            raise InputError(str(self._path), "is damaged", _HINT)
+        # For missing documents faiss returns row -1 and the lowest float.
         score_QK[row_QK < 0] = -np.inf
         order_QK = np.lexsort((row_QK, -score_QK), axis=1)
         return TopK(np.take_along_axis(score_QK, order_QK, axis=1), np.take_along_axis(row_QK, order_QK, axis=1))
@@ -86,20 +86,20 @@ class VectorIndex:
 def build_index(
     folder: VectorFolder, *, num_lists: int | None = None, num_probes: int | None = None, seed: int = 0
 ) -> VectorIndex:
-    """Make the index of a folder's vectors, beside them; an older one is replaced.
+    """Build the index of a folder's vectors, beside them; an existing index is replaced.
 
     Args:
-        folder: What `encode_corpus` wrote.
-        num_lists: Lists, or None for `build_ivf`'s choice by the number of documents.
-        num_probes: Lists searched for a query, or None for 32, or all where there are fewer.
+        folder: Output of `encode_corpus`.
+        num_lists: Number of lists, or None for the default of `build_ivf`.
+        num_probes: Lists searched per query, or None for 32, or all if there are fewer.
         seed: Seed of the sample and of the k-means.
 
     Memory: all vectors, once.
     Raises:
-        InputError: If a vector is zero or not finite, or the vectors are int8 or binary, smaller than their index.
+        InputError: If a vector is zero or not finite, or the vectors are int8 or binary.
         MissingExtraError: If faiss is not installed.
         OptionError: If there are more lists than documents or fewer than probes.
-        OSError: If the disk has no room; an index that was there is kept.
+        OSError: If the disk is full; an existing index is preserved.
     """
     _require_floats(folder)
     faiss = load_faiss()
@@ -111,16 +111,16 @@ def build_index(
     quantizer = faiss.IndexFlatIP(folder.embedding_dim)
     quantizer.add(centroid_CD)
     lists = new_lists(quantizer, num_lists)
-    for vector_ND in _shown(folder, "adding vectors"):
+    for vector_ND in _with_progress(folder, "adding vectors"):
         lists.add(np.ascontiguousarray(vector_ND))
     # The old manifest is removed once the new file is complete, and before it replaces the old one.
     with atomic_path(path, verify=lambda _: manifest.unlink(missing_ok=True)) as temporary:
         write_lists(lists, temporary)
-        of_file = _of_file(temporary, folder)
+        file_fields = _file_fields(temporary, folder)
     fields = {
         "kind": "ivf index",
         "vectors_sha256": folder_sha256(folder),
-        **of_file,
+        **file_fields,
         "num_lists": num_lists,
         "num_probes": num_probes,
         "seed": seed,
@@ -133,20 +133,21 @@ def build_index(
 def recall_of(index: VectorIndex, folder: VectorFolder, num_queries: int = 200, top_k: int = 10) -> float:
     """The share of documents' nearest neighbours that an index finds.
 
-    Up to `num_queries` documents, spread evenly over the folder, are the queries; that each finds itself is left out.
+    The queries are up to `num_queries` documents, spread evenly over the folder; each query's own row is excluded.
     """
     row_Q = np.unique(np.linspace(0, folder.num_documents - 1, num_queries).astype(np.int64))
     query_QD = unit_rows(folder.shards.take(row_Q, unit=False))
-    exact = search_top_k(query_QD, _shown(folder, "measuring recall"), top_k + 1).index_QK.tolist()
-    hits = wanted = 0
-    for own, near, rows in zip(row_Q, exact, index.search(query_QD, top_k + 1).index_QK.tolist(), strict=True):
-        others, found = ([row for row in part if row != own][:top_k] for part in (near, rows))
-        hits, wanted = hits + len({*others} & {*found}), wanted + len(others)
-    return hits / wanted if wanted else 1.0
+    exact = search_top_k(query_QD, _with_progress(folder, "measuring recall"), top_k + 1).index_QK.tolist()
+    approximate = index.search(query_QD, top_k + 1).index_QK.tolist()
+    hits = total = 0
+    for query_row, *results in zip(row_Q, exact, approximate, strict=True):
+        expected, found = ([row for row in rows if row != query_row][:top_k] for rows in results)
+        hits, total = hits + len({*expected} & {*found}), total + len(expected)
+    return hits / total if total else 1.0
 
 
 def folder_sha256(folder: VectorFolder) -> str:
-    """A hash that tells a folder's vectors from others: its manifest, and size and end of each file of vectors."""
+    """A hash that identifies a folder's vectors: of its manifest, and of the size and end of each file of vectors."""
     fields = {name: value for name, value in check_manifest(folder.path, {}).items() if name != "versions"}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for path in map(folder.shards.path, range(folder.num_shards)):
@@ -159,8 +160,8 @@ def folder_sha256(folder: VectorFolder) -> str:
     return digest.hexdigest()
 
 
-def _shown(folder: VectorFolder, title: str) -> Iterator[Floats]:
-    """The folder's directions, piece by piece, and how far they are read."""
+def _with_progress(folder: VectorFolder, title: str) -> Iterator[Floats]:
+    """The folder's directions, block by block, with a progress bar."""
     with progress_bar(folder.num_documents, title, "vector") as bar:
         for vector_ND in folder.directions():
             yield vector_ND
@@ -168,12 +169,12 @@ def _shown(folder: VectorFolder, title: str) -> Iterator[Floats]:
 
 
 def _list_bytes(folder: VectorFolder) -> int:
-    """What the lists take of the file: each vector in float32, and its row in 64 bits."""
+    """Size of the lists in the file: each vector in float32, and its row in 64 bits."""
     return folder.num_documents * (4 * folder.embedding_dim + 8)
 
 
-def _of_file(path: Path, folder: VectorFolder) -> dict[str, Any]:
-    """What tells an index's file from others: its size, and a hash of all that comes before the lists' content."""
+def _file_fields(path: Path, folder: VectorFolder) -> dict[str, Any]:
+    """The size of an index's file, and a hash of everything before the content of the lists."""
     num_bytes = path.stat().st_size
     with open(path, "rb") as file:
         head = file.read(max(0, num_bytes - _list_bytes(folder)))

@@ -179,7 +179,7 @@ BAD = [
     ([*JUDGED, "--levels", "grades", "--corpus", "pairs.jsonl"], "corpus is always judged/corpus.jsonl with these"),
     (["--gpu-memory-gib", "8"], "gpu_memory_gib is for the exact search on a GPU"),
     (["--gpu", "--gpu-memory-gib=-1"], "gpu_memory_gib must be a finite number > 0"),
-    (["--document-vectors", "[d, d]"], "document_vectors must be as many folders as there are models (1)"),
+    (["--document-vectors", "[d, d]"], "document_vectors must have one folder for each model (1)"),
     (["--output", "mined.csv"], "output must end in .parquet or .jsonl, got 'mined.csv'"),
 ]
 
@@ -264,7 +264,7 @@ def test_tasks_share_the_work(source, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--cluster_size", "4", "--num_clusters", "4"], "takes the place of cluster_size"),
+        (["--cluster_size", "4", "--num_clusters", "4"], "replaces cluster_size"),
         (["--negatives"], "negatives has no effect on --features bm25"),
         (["--query-prompt", "query: "], "query_prompt has no effect on --features bm25"),
     ],

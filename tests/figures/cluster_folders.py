@@ -15,7 +15,7 @@ WIDTH = 5
 def write_clusters(
     folder: Path, ids: list[int], num_clusters: int, seed: int = 0
 ) -> tuple[Path, np.ndarray, np.ndarray]:
-    """Write `folder` and `folder.vectors`, rows of a cluster lying about a direction of its own.
+    """Write `folder` and `folder.vectors`, with the rows of each cluster around one direction.
 
     Returns:
         The folder, and the vectors of the queries and of the documents, (rows, 5) each.
@@ -28,7 +28,7 @@ def write_clusters(
     vectors = folder.with_name(f"{folder.name}.vectors")
     (vectors / "index").mkdir(parents=True)
     write_manifest(vectors / "index", {"kind": "pair_index", "source_key": SOURCE_KEY})
-    # The documents lie the other way round; every row but the first has a second positive.
+    # The documents are in reverse order; every row but the first has a second positive.
     last = len(ids) - 1
     first = last - np.arange(len(ids))
     positives = [[row] if row == last else [row, 0] for row in first.tolist()]

@@ -1,4 +1,4 @@
-"""Figures that are kept from being written and closed, so that a test can look at them."""
+"""Figures that are not written and closed, so that tests can inspect them."""
 
 import pytest
 

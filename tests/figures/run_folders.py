@@ -1,4 +1,4 @@
-"""Folders of runs as `fit` leaves them, without training."""
+"""Folders of runs as `fit` writes them, without training."""
 
 import json
 from pathlib import Path
@@ -63,7 +63,7 @@ def write_run(
     record: dict[str, Any] | None = None,
     metrics: str | None = METRICS,
 ) -> Path:
-    """Write a run's folder; keys given replace those of `CONFIG` and `RECORD`, and no metrics are no file."""
+    """Write a run's folder; the arguments replace keys of `CONFIG` and `RECORD`; None writes no metrics."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump({**CONFIG, **(config or {})}), encoding="utf-8")
     (folder / "run.json").write_text(json.dumps({**RECORD, **(record or {})}), encoding="utf-8")

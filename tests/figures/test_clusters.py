@@ -1,4 +1,4 @@
-"""Clusters and documents in contexts, on a plane or a map of neighbours."""
+"""Clusters and documents in contexts, on a plane or a t-SNE map."""
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def shifted(kept, tmp_path):
     return draw
 
 
-def test_each_cluster_has_a_colour_its_rows_and_a_number_at_their_mean(drawn):
+def test_each_cluster_has_a_colour_and_a_number_at_its_mean(drawn):
     points = points_of(3)
     figure = drawn(points)
     (axis,) = figure.axes
@@ -79,7 +79,7 @@ def test_each_cluster_has_a_colour_its_rows_and_a_number_at_their_mean(drawn):
     assert figure.get_suptitle() == "A $title$"
 
 
-def test_a_map_takes_the_place_of_the_plane_and_has_no_scale(kept, tmp_path):
+def test_a_map_replaces_the_plane_and_has_no_scale(kept, tmp_path):
     points = points_of(2)
     map_N2 = np.arange(16.0).reshape(8, 2) ** 2
     draw_clusters(points, "t", "s", tmp_path / "a.png", map_N2)
@@ -108,26 +108,26 @@ def test_colours_differ_and_no_text_leaves_the_page(num_clusters, drawn):
 IDS = [0, 3, 0, 1, 3, 3, 0, 1, 3, 3, 0, 3]  # nothing in 2
 
 
-def test_all_rows_of_all_clusters_with_rows_are_drawn_where_there_is_room(sampled):
+def test_small_clusters_are_drawn_completely(sampled):
     draw, row_ND = sampled
     points = draw(20, 100)
     assert points.clusters == [0, 1, 3]
     assert points.num_rows_K.tolist() == [4, 2, 6]
-    assert points.place_N.tolist() == [0] * 4 + [1] * 2 + [2] * 6
+    assert points.index_N.tolist() == [0] * 4 + [1] * 2 + [2] * 6
     order = [row for cluster in (0, 1, 3) for row, own in enumerate(IDS) if own == cluster]
     np.testing.assert_allclose(points.vector_ND, row_ND[order], atol=1e-6)
 
 
-def test_of_many_some_are_drawn_by_the_seed_alone(sampled):
+def test_a_sample_depends_on_the_seed_only(sampled):
     draw, row_ND = sampled
     draws = [draw(2, 3, seed) for seed in range(8)]
     assert {tuple(points.clusters) for points in draws} == {(0, 1), (0, 3), (1, 3)}
-    assert all(np.bincount(points.place_N).max() <= 3 for points in draws)
+    assert all(np.bincount(points.index_N).max() <= 3 for points in draws)
     again = draw(2, 3, 5)
     np.testing.assert_array_equal(again.vector_ND, draws[5].vector_ND)
     for points in draws:
         rows = [int(np.abs(row_ND - vector).sum(axis=1).argmin()) for vector in points.vector_ND]
-        assert [IDS[row] for row in rows] == [points.clusters[place] for place in points.place_N]
+        assert [IDS[row] for row in rows] == [points.clusters[place] for place in points.index_N]
         assert len({*rows}) == len(rows)
 
 
@@ -159,25 +159,25 @@ def test_the_plane_is_that_of_the_largest_eigenvalues():
     np.testing.assert_allclose(points, (vectors - vectors.mean(0)) @ plane.axis_2D.T, atol=1e-4)
     np.testing.assert_allclose(points.var(axis=0, ddof=1), values[::-1][:2], rtol=1e-5)
     assert (plane.axis_2D[np.arange(2), np.abs(plane.axis_2D).argmax(1)] > 0).all()
-    # Mirrored vectors lie mirrored on the same axes.
+    # Mirrored vectors have the same axes.
     np.testing.assert_allclose(Plane.of(-vectors).axis_2D, plane.axis_2D, atol=1e-6)
 
 
 def groups(seed=0):
-    """Three groups of 12 unit vectors that lie far apart."""
+    """Three groups of 12 unit vectors that are far apart."""
     rng = np.random.default_rng(seed)
-    place_N = np.repeat(np.arange(3), 12)
-    vector_ND = np.eye(8)[place_N] + 0.1 * rng.normal(size=(36, 8))
-    return place_N, (vector_ND / np.linalg.norm(vector_ND, axis=1, keepdims=True)).astype(np.float32)
+    index_N = np.repeat(np.arange(3), 12)
+    vector_ND = np.eye(8)[index_N] + 0.1 * rng.normal(size=(36, 8))
+    return index_N, (vector_ND / np.linalg.norm(vector_ND, axis=1, keepdims=True)).astype(np.float32)
 
 
 def test_neighbours_stay_neighbours():
-    place_N, vector_ND = groups()
+    index_N, vector_ND = groups()
     point_N2 = neighbour_map(vector_ND, perplexity=5)
     assert point_N2.shape == (36, 2)
     distance_NN = np.linalg.norm(point_N2[:, None] - point_N2[None], axis=-1)
     nearest_N5 = np.argsort(distance_NN, axis=1)[:, 1:6]
-    assert (place_N[nearest_N5] == place_N[:, None]).all()
+    assert (index_N[nearest_N5] == index_N[:, None]).all()
 
 
 @pytest.mark.parametrize(
@@ -187,10 +187,10 @@ def test_neighbours_stay_neighbours():
         (1, 1, "perplexity must be below a third of the 1 rows drawn"),
         (36, 0.5, "perplexity must be >= 1, got 0.5"),
         (36, float("nan"), "perplexity must be >= 1, got nan"),
-        (MAX_POINTS + 1, 30, "projection is for at most 5,000 rows, here 5,001"),
+        (MAX_POINTS + 1, 30, "projection is limited to 5,000 rows, here 5,001"),
     ],
 )
-def test_what_cannot_be_laid_out_is_refused(num_points, perplexity, says):
+def test_invalid_maps_are_refused(num_points, perplexity, says):
     with pytest.raises(OptionError, match=says):
         neighbour_map(np.zeros((num_points, 2)), perplexity)
 
@@ -202,7 +202,7 @@ def shift_of(num_documents, num_contexts):
     return ContextualShift(unit[:-1], unit[-1])
 
 
-def test_a_document_has_a_colour_a_corpus_a_shape_and_no_context_a_cross(shifted):
+def test_documents_have_colours_corpora_have_markers_and_no_context_is_a_cross(shifted):
     shift = shift_of(2, 3)
     figure = shifted(shift, ["first $x$ text", "second"], ["wiki", "wiki", "code"])
     (axis,) = figure.axes
@@ -222,7 +222,7 @@ def test_a_document_has_a_colour_a_corpus_a_shape_and_no_context_a_cross(shifted
     assert axis.get_xlabel().startswith("first principal axis (")
 
 
-def test_no_text_leaves_the_page_at_the_most_that_is_drawn(shifted):
+def test_no_text_leaves_the_page_at_the_maximum_size(shifted):
     names = [f"{number} " + "東京 a long document " * 9 for number in range(MAX_DOCUMENTS)]
     corpora = [f"corpus_{context % MAX_CORPORA}_{'x' * 20}" for context in range(12)]
     figure = shifted(shift_of(MAX_DOCUMENTS, 12), names, corpora, "a subtitle of many words, " * 20)

@@ -44,7 +44,7 @@ def legend_of(figure):
     return [text.get_text() for text in legend.get_texts()]
 
 
-def test_a_run_has_its_loss_its_mean_and_its_scores(tmp_path, drawn):
+def test_a_run_has_loss_running_mean_and_scores(tmp_path, drawn):
     many = "".join(f"{step},{float(step)},\n" for step in range(20))
     figure = drawn([write_run(tmp_path / "name" / "version_0", HEADER + "0,,0.25\n" + many + "20,,0.5\n")])
     loss, score = figure.axes
@@ -60,7 +60,7 @@ def test_a_run_has_its_loss_its_mean_and_its_scores(tmp_path, drawn):
     assert "training loss" in loss.get_ylabel()
 
 
-def test_several_runs_have_a_colour_each_in_both_panels(tmp_path, drawn):
+def test_each_run_has_one_colour_in_both_panels(tmp_path, drawn):
     two = HEADER + "0,3.0,\n4,2.5,\n5,,0.75\n"
     figure = drawn([write_run(tmp_path / "one" / "version_0"), write_run(tmp_path / "two" / "version_0", two)])
     loss, score = figure.axes
@@ -113,7 +113,7 @@ DOTS = [
 ]
 
 
-def test_numbers_have_an_axis_and_names_rows(kept, tmp_path):
+def test_numbers_have_an_axis_and_names_have_rows(kept, tmp_path):
     draw_sweep(DOTS, "score", "max", "two", tmp_path / "a.png")
     numbers, names = kept[0].axes
     assert (numbers.get_xlabel(), numbers.get_ylabel(), numbers.get_xscale()) == ("lr", "score", "log")
@@ -150,21 +150,21 @@ def test_means_are_in_the_order_of_numbers_or_of_the_metric():
     assert not is_numeric(DOTS, "pooling")
 
 
-def test_a_dollar_sign_of_a_value_or_a_name_begins_no_formula(tmp_path):
+def test_a_dollar_sign_starts_no_formula(tmp_path):
     odd = r"my$\a{$"
     draw_sweep([({odd: odd, f"{odd}2": 1.0}, 0.5)], odd, "min", odd, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_without_a_loss_is_named(tmp_path):
-    with pytest.raises(InputError, match="has no 'train/loss'; give a run that logged its loss"):
+    with pytest.raises(InputError, match="has no 'train/loss'; name a run that logged its loss"):
         draw_curves([write_run(tmp_path, HEADER + "0,,0.25\n")], tmp_path / "a.png")
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("step,train/loss\n0,2.0\n", "metrics.csv: has no 'routing/load_entropy'; give a run with the callback"),
+        ("step,train/loss\n0,2.0\n", "metrics.csv: has no 'routing/load_entropy'; name a run with the callback"),
         (ROUTED + "50,,0.9,\n", "has no 'routing/idle_experts'"),
         (ROUTED + "50,,nan,0\n", "has a 'routing/load_entropy' that is not finite"),
         (ROUTED + "50,,high,0\n", "is damaged"),

@@ -1,4 +1,4 @@
-"""Files, pages, letters and lines that all figures share."""
+"""Output files, pages, fonts and line styles of all figures."""
 
 from pathlib import Path
 
@@ -22,21 +22,21 @@ from embeddings.figures.drawing import (
 pytest.importorskip("matplotlib")
 
 
-def test_an_output_may_be_new_or_an_old_file(tmp_path):
+def test_an_output_may_be_a_new_or_existing_file(tmp_path):
     (tmp_path / "old.png").write_bytes(b"old")
     for name in ("old.png", "new.png", "new/folder/new.png"):
         check_output(tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["old.png"]
 
 
-@pytest.mark.parametrize(("name", "what"), [("", "is a directory"), ("file/a/b.png", "leads through .*file, which")])
-def test_an_output_that_cannot_be_is_refused(name, what, tmp_path):
+@pytest.mark.parametrize(("name", "what"), [("", "is a directory"), ("file/a/b.png", "file is not a folder")])
+def test_an_invalid_output_is_refused(name, what, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=what):
         check_output(tmp_path / name)
 
 
-def test_a_figure_is_written_whole_and_let_go(tmp_path):
+def test_a_figure_is_written_atomically_and_closed(tmp_path):
     plt = pyplot()
     before = plt.get_fignums()
     write_png(plt.figure(figsize=(1, 1)), tmp_path / "a.png")
@@ -47,12 +47,12 @@ def test_a_figure_is_written_whole_and_let_go(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
 
 
-def test_runs_of_one_name_are_told_apart_by_their_paths():
+def test_runs_of_one_name_have_their_paths_as_names():
     runs = [Path("a/x/version_0"), Path("b/x/version_0"), Path("b/x/version_1")]
     assert run_names(runs) == ["a/x/version_0", "b/x/version_0", "x/version_1"]
 
 
-def test_a_label_is_no_formula_is_seen_and_fits():
+def test_a_label_is_escaped_visible_and_short():
     assert line_label("$x$") == r"\$x\$"
     assert line_label("_hidden") == " _hidden"
     long = line_label("begin" + "x" * MAX_NAME_LENGTH + "end")
@@ -61,7 +61,7 @@ def test_a_label_is_no_formula_is_seen_and_fits():
     assert long.endswith("end")
 
 
-def test_what_no_font_has_is_a_box_and_no_glyph_is_missing(recwarn):
+def test_characters_without_a_font_become_boxes(recwarn):
     text = drawable("a\n b\ufdd0東 $x$")
     assert len(text) == 10
     assert text.startswith(f"a↵ b{MISSING}")
@@ -80,6 +80,6 @@ def test_a_label_is_one_line_and_never_empty():
     assert drawn_label(" ", 4) == "…"
 
 
-def test_numbers_are_told_from_words():
+def test_numbers_are_recognised():
     cells = ["1,234", "-0.5", "12.5%", "3 MB", "", "a1", "1.2.3", "NaN"]
     assert [_is_number_like(cell) for cell in cells] == [True] * 4 + [False] * 4

@@ -46,7 +46,7 @@ def loads_drawn(kept, tmp_path):
 
 @pytest.fixture
 def latents_drawn(kept, tmp_path):
-    """The axes of latent weights: a heat map a text, and the scale."""
+    """The axes of latent weights: a heat map per text, and the scale."""
 
     def draw(texts, num_columns=3, subtitle="about it"):
         draw_latent_weights(texts, num_columns, "A title", subtitle, tmp_path / "a.png")
@@ -121,7 +121,7 @@ ONE = weights_of("A $dog$", [[0.1, 0.6, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]])
 TWO = weights_of("fox", [[0.0, 0.0, 0.0, 1.0]])
 
 
-def test_the_papers_picture_has_a_row_a_text_and_a_column_for_each_latent_of_each_head(kept, tmp_path):
+def test_the_papers_figure_has_a_row_per_text_and_a_column_per_latent_and_head(kept, tmp_path):
     # Two heads, two tokens, three latents: averaged over the tokens by hand.
     first = LatentWeights("good", [], np.array([[[1, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 1]]], dtype=np.float32))
     second = LatentWeights("$bad$", [], np.array([[[0, 0, 1]], [[0.5, 0.25, 0.25]]], dtype=np.float32))
@@ -132,19 +132,19 @@ def test_the_papers_picture_has_a_row_a_text_and_a_column_for_each_latent_of_eac
     assert labels(axis) == [["head 0", "head 1"], ["good", "$bad$"]]
 
 
-def test_texts_count_alike_in_which_latents_are_the_busiest():
+def test_texts_count_equally_for_the_busiest_latents():
     assert busiest_latents([ONE], 4) == [1, 2, 0, 3]
-    # The text of three tokens weighs as much as the one of four.
+    # A text of three tokens has the same weight as one of four.
     assert busiest_latents([ONE, TWO], 2) == [3, 1]
 
 
-def test_the_spread_is_how_many_latents_share_alike():
+def test_the_spread_is_the_effective_number_of_latents():
     assert spread(np.array([0.25] * 4, dtype=np.float32)) == pytest.approx(4)
     assert spread(np.array([0.5, 0.0, 0.5], dtype=np.float32)) == pytest.approx(2)
     assert spread(np.array([0.0, 1.0], dtype=np.float32)) == 1
 
 
-def test_each_token_has_a_row_each_busy_latent_a_column_and_each_text_its_mean(latents_drawn):
+def test_latent_weights_have_a_row_per_token_a_column_per_latent_and_a_mean(latents_drawn):
     one, two, scale = latents_drawn([ONE, TWO])
     assert labels(one) == [["3", "1", "2"], ["[CLS]", "A", "$dog$", "[SEP]", "mean"]]
     assert labels(two) == [["3", "1", "2"], ["[CLS]", "fox", "[SEP]", "mean"]]
@@ -181,7 +181,7 @@ ZEROS = [
 ]
 
 
-def test_zeros_are_a_row_a_layer_and_a_column_a_matrix(kept, tmp_path):
+def test_zeros_have_a_row_per_layer_and_a_column_per_matrix(kept, tmp_path):
     draw_zeros(ZEROS, "A title", "about it", tmp_path / "a.png")
     axis = kept[-1].axes[0]
     shares = np.ma.filled(axis.images[0].get_array(), np.nan)
@@ -193,15 +193,21 @@ def test_zeros_are_a_row_a_layer_and_a_column_a_matrix(kept, tmp_path):
     assert layer_shares(ZEROS) == {0: 10 / 32, 1: 24 / 32}
 
 
-def test_more_than_a_picture_has_room_for_is_refused(tmp_path):
+def test_data_too_large_for_a_figure_are_refused(tmp_path):
     experts = ExpertLoads([1], torch.ones(1, MAX_EXPERTS + 1, dtype=torch.int64), 1)
     tokens = weights_of("a " * MAX_ROWS, [[0.5, 0.5]])
     layers = [MatrixZeros(layer, "mlp", 0, 4) for layer in range(MAX_ROWS + 1)]
     place = ("t", "s", tmp_path / "b.png")
     for draw, says in (
-        (lambda: draw_expert_loads(experts, *place), "has 4097 experts a layer, and a picture has room for 4096"),
-        (lambda: draw_latent_weights([tokens], 3, *place), "TEXT: needs 1004 rows, and a picture has room for 1000"),
-        (lambda: draw_latents_by_text([tokens] * 1001, *place), "are 1001, and a picture has room for 1000"),
+        (
+            lambda: draw_expert_loads(experts, *place),
+            "has 4097 experts per layer, more than the maximum of 4096 for a figure",
+        ),
+        (lambda: draw_latent_weights([tokens], 3, *place), "TEXT: needs 1004 rows; the maximum for a figure is 1000"),
+        (
+            lambda: draw_latents_by_text([tokens] * 1001, *place),
+            "TEXT: 1001 texts; the maximum for a figure is 1000",
+        ),
         (lambda: draw_zeros(layers, *place), "has 1001 layers of 1 matrices"),
     ):
         with pytest.raises(InputError, match=says):
@@ -231,7 +237,7 @@ def page_of(*texts, tmp_path):
     return spans, [unescape(re.sub("<.*?>", "", text, flags=re.DOTALL)) for text in paragraphs], page
 
 
-def test_tokens_are_shaded_as_the_texts_own_letters_and_the_rest_of_the_text_stays(tmp_path):
+def test_tokens_are_shaded_within_the_complete_text(tmp_path):
     (spans,), (text,), page = page_of(ANCHORED, tmp_path=tmp_path)
     assert [(letters, hint.split(" ")[2]) for _, hint, letters in spans] == [
         ("[CLS] 50.0%", "3.00"), ("The", "0.60"), ("fox", "0.60"), ("es", "0.60"), ("run", "0.30"),
@@ -242,7 +248,7 @@ def test_tokens_are_shaded_as_the_texts_own_letters_and_the_rest_of_the_text_sta
     assert "share of the weight (of the tokens): first token 50%" in page
 
 
-def test_the_largest_weight_is_the_darkest_and_a_prompt_has_no_shade(tmp_path):
+def test_the_largest_weight_is_darkest_and_a_prompt_is_not_shaded(tmp_path):
     prompted = weighted("q: <a", [("<s>", 0, 0), ("q:", 0, 2), ("▁<a", 2, 5)], [0.0, 0.0, 1.0], num_prompt=2)
     (of_words, of_prompted), (_, text), page = page_of(ANCHORED, prompted, tmp_path=tmp_path)
     assert of_words[0][0] == "background:#b10026;color:#fff"
@@ -252,7 +258,7 @@ def test_the_largest_weight_is_the_darkest_and_a_prompt_has_no_shade(tmp_path):
     assert page.count("<i style=") > 10
 
 
-def test_tokens_of_one_character_are_one_piece_of_their_sum_and_their_mean_shade(tmp_path):
+def test_tokens_of_one_character_are_merged(tmp_path):
     split = weighted("東a", [("æ", 0, 1), ("Ŀ", 0, 1), ("±", 0, 1), ("a", 1, 2)], [0.1, 0.2, 0.3, 0.4])
     found = [(piece.text, round(piece.weight, 4), piece.num_tokens) for piece in weighted_pieces(split)]
     assert found == [("東", 0.6, 3), ("a", 0.4, 1)]
@@ -262,7 +268,7 @@ def test_tokens_of_one_character_are_one_piece_of_their_sum_and_their_mean_shade
     ]  # fmt: skip
 
 
-def test_a_token_of_white_space_is_seen(tmp_path):
+def test_a_token_of_white_space_is_visible(tmp_path):
     spaced = weighted("a  \n b", [("a", 0, 1), ("ĠĠ", 1, 3), ("Ċ", 3, 4), ("Ġb", 4, 6)], [0.25, 0.25, 0.25, 0.25])
     (spans,), (text,), _ = page_of(spaced, tmp_path=tmp_path)
     assert [letters for *_, letters in spans] == ["a", "  ", "↵\n", "b"]

@@ -19,7 +19,7 @@ HOSTILE = '<script>alert("x")</script> & \'"></td>'
 
 
 class Reader(HTMLParser):
-    """The elements, attributes and text of some markup; white space between elements is left out."""
+    """The elements, attributes and text of markup, without white space between elements."""
 
     def __init__(self, markup):
         super().__init__()
@@ -48,7 +48,7 @@ def pictures(page):
     return [b64decode(source.removeprefix("data:image/png;base64,"), validate=True) for source in sources]
 
 
-def test_a_page_says_what_was_trained_how_it_went_and_where_it_lies(tmp_path, page_of):
+def test_a_page_has_settings_progress_and_results(tmp_path, page_of):
     run = write_run(tmp_path / "small" / "version_0")
     (run / "checkpoints").mkdir()
     (run / "checkpoints" / "last.ckpt").write_bytes(b"x" * 2500)
@@ -58,7 +58,7 @@ def test_a_page_says_what_was_trained_how_it_went_and_where_it_lies(tmp_path, pa
         "on 1,234 records of 2 sources",
         "LatentAttentionPooling (num_latents 64)",
         "InfoNCE (temperature 0.05)",
-        "32 × 2 processes × 4 batches a step = 256 an optimiser step",
+        "32 × 2 processes × 4 batches per step = 256 per optimiser step",
         "2,000 parameters, 500 of them trained",
         "0123456789abcdef+",
         "python main.py fit --config a.yaml",
@@ -67,9 +67,9 @@ def test_a_page_says_what_was_trained_how_it_went_and_where_it_lies(tmp_path, pa
         "a.jsonl, b.jsonl",
         "val/ndcg_at_100.250.520",
         "18.8%25.0%",
-        "No value that was logged is NaN or infinite",
+        "No logged value is NaN or infinite",
         "checkpoints/last.ckptcheckpoint2 kB",
-        "checkpoints/smallmodel directory, not found from where this page was made",
+        "checkpoints/smallmodel directory, not found when this page was written",
     ]
     assert [words for words in said if words not in page.text] == []
     assert "Interruptions" not in page.text
@@ -78,7 +78,7 @@ def test_a_page_says_what_was_trained_how_it_went_and_where_it_lies(tmp_path, pa
     assert (run / "config.yaml").read_text() in page.text
 
 
-def test_a_page_needs_nothing_but_itself(tmp_path, page_of):
+def test_a_page_is_self_contained(tmp_path, page_of):
     page = page_of(write_run(tmp_path / "run"))
     assert set(page.tags).isdisjoint({"script", "link", "iframe", "object", "a"})
     assert {name for name, _ in page.attributes} <= {"lang", "charset", "name", "content", "class", "src", "alt"}
@@ -89,7 +89,7 @@ def test_a_page_needs_nothing_but_itself(tmp_path, page_of):
     assert "@import" not in text
 
 
-def test_whatever_comes_from_a_file_is_text(tmp_path, page_of):
+def test_content_of_files_is_escaped(tmp_path, page_of):
     config = {
         "model": {"class_path": HOSTILE, "init_args": {"backbone": {"name": HOSTILE}, "loss": HOSTILE}},
         "data": {"init_args": {"sources": [{"name": HOSTILE, "path": HOSTILE, "instruction": [HOSTILE]}]}},
@@ -139,7 +139,7 @@ def test_routing_and_the_folders_own_pictures_are_shown(tmp_path, page_of):
     page = page_of(run)
     assert len(pictures(page)) == 3
     assert pictures(page)[-1] == PNG + b"own"
-    assert "Other pictures in its folder" in page.text
+    assert "Other pictures in the folder" in page.text
     assert pyplot().get_fignums() == []
 
 
@@ -149,21 +149,21 @@ ROUTED = "step,train/loss,routing/load_entropy,routing/idle_experts\n0,2.0,,\n"
 @pytest.mark.parametrize(
     ("metrics", "num_pictures", "says"),
     [
-        (ROUTED + "10,,0.9,1\n20,,nan,0\n", 1, "How evenly the experts were used is not drawn: "),
-        (ROUTED + "10,,0.9,\n", 1, "How evenly the experts were used is not drawn: "),
+        (ROUTED + "10,,0.9,1\n20,,nan,0\n", 1, "The plot of how evenly the experts were used is missing: "),
+        (ROUTED + "10,,0.9,\n", 1, "The plot of how evenly the experts were used is missing: "),
         ("step,train/loss,routing/load_entropy\n0,2.0,\n10,,0.9\n", 1, "routing/idle_experts was not logged"),
         ("step,epoch,val/ndcg_at_10\n0,0,0.5\n", 0, "It logged no training loss, so no curves are drawn."),
-        ("", 0, "Its folder holds no metrics.csv with values"),
+        ("", 0, "Its folder has no metrics.csv with values"),
     ],
 )
-def test_what_a_run_logged_in_part_is_shown_in_part(metrics, num_pictures, says, tmp_path, page_of):
+def test_partly_logged_values_are_shown(metrics, num_pictures, says, tmp_path, page_of):
     page = page_of(write_run(tmp_path / "run", metrics=metrics))
     assert len(pictures(page)) == num_pictures
     assert says in page.text
     assert ("val/ndcg_at_100.50.500.50" in page.text) == ("val/" in metrics)
 
 
-def test_checkpoints_that_lie_where_the_config_says_are_listed(tmp_path, page_of):
+def test_checkpoints_in_the_configs_folder_are_listed(tmp_path, page_of):
     place = tmp_path / "point" / "checkpoints"
     arguments = {"dirpath": str(place)}
     callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": arguments}
@@ -187,7 +187,7 @@ def facts_of(tmp_path):
     return make
 
 
-def test_the_opening_says_what_was_trained_and_what_came_of_it(facts_of):
+def test_the_opening_has_method_and_results(facts_of):
     assert words.opening(facts_of()) == (
         "This run trained some/backbone by NV-Embed (Lee et al. 2024, arXiv:2405.17428) on 1,234 records of 2 sources. "
         "It ran to its end at step 20. It took 1 h 5 min. "
@@ -209,37 +209,39 @@ def test_each_method_has_its_paper():
         ({"how": "interrupted", "step": 3, "why": ""}, "It was interrupted at step 3."),
         ({"how": "failed", "step": 3, "why": "NumericError: nan"}, "It failed at step 3: NumericError: nan."),
         ({"how": "finished"}, "It ran to its end."),
-        ({}, "It left no note of its end: it was killed or is still running; step 20 is the last one known."),
-        (None, "It left no note of its end: it was killed or is still running; step 20 is the last one known."),
+        ({}, "Its end was not recorded: it was killed or is still running. The last known step is 20."),
+        (None, "Its end was not recorded: it was killed or is still running. The last known step is 20."),
     ],
 )
-def test_each_way_to_end_is_said(end, says, facts_of):
+def test_each_way_to_end_has_a_sentence(end, says, facts_of):
     facts = facts_of(record={"end": end})
     assert words.ending(facts.parts[-1], facts.last_step) == says
 
 
-def test_scores_are_said_as_they_are(facts_of):
+def test_scores_have_a_sentence(facts_of):
     head = "step,train/loss,val/ndcg_at_10\n0,2.0,\n"
     assert words.opening(facts_of(metrics=head)).endswith("It logged no score.")
     once = words.opening(facts_of(metrics=head + "5,,0.5\n"))
-    assert once.endswith("The validation nDCG@10 was 0.500 at step 5, the one time it was taken.")
+    assert once.endswith("The validation nDCG@10 was 0.500 at step 5, its only measurement.")
     rising = words.opening(facts_of(metrics=head + "5,,0.5\n9,,0.6\n"))
     assert rising.endswith("went from 0.500 at step 5 to 0.600 at step 9, its best.")
 
 
-def test_numbers_that_went_wrong_are_named_and_good_ones_too(facts_of, tmp_path):
-    assert words.health(facts_of()) == ["No value that was logged is NaN or infinite, and no step was stopped for one."]
+def test_numeric_errors_are_named(facts_of, tmp_path):
+    assert words.health(facts_of()) == [
+        "No logged value is NaN or infinite, and no step was stopped by a numeric error."
+    ]
     facts = facts_of(metrics=METRICS + "21,1,nan,,,\n")
-    assert words.health(facts) == ["1 value of train/loss NaN or infinite."]
+    assert words.health(facts) == ["train/loss: 1 value NaN or infinite."]
     (tmp_path / "1" / "numeric-error-rank-2.json").write_text('{"step": 3, "rank": 2, "error": "the loss is nan"}')
     assert words.health(RunFacts.read(tmp_path / "1"))[0] == "At step 3 on rank 2: the loss is nan"
     assert words.health(facts_of(metrics=None)) == []
 
 
-def test_size_batch_length_and_hardware_are_said(facts_of):
+def test_size_batch_length_and_hardware_have_a_sentence(facts_of):
     facts = facts_of()
-    assert words.size(facts) == "2,000 parameters, 500 of them trained, 1,500 active for each token"
-    assert words.batch(facts) == "32 × 2 processes × 4 batches a step = 256 an optimiser step"
+    assert words.size(facts) == "2,000 parameters, 500 of them trained, 1,500 active per token"
+    assert words.batch(facts) == "32 × 2 processes × 4 batches per step = 256 per optimiser step"
     assert words.length(facts) == "2 epochs"
     assert words.hardware(facts) == "2 processes on 4 x Some CPU, each"
     whole = {"total": 5, "active": 5, "trained": 5}
@@ -251,12 +253,10 @@ def test_size_batch_length_and_hardware_are_said(facts_of):
     assert words.hardware(plain) == "1 process on 4 x Some CPU"
 
 
-def test_a_run_that_noted_nothing_is_said_to_have(facts_of):
+def test_missing_records_are_reported(facts_of):
     nothing = dict.fromkeys(("parameters", "world_size", "hardware", "source_rows", "started"))
     facts = facts_of(config={"model": None, "data": None, "trainer": None}, record=nothing)
-    assert words.size(facts) == words.batch(facts) == words.moment(facts.record["started"]) == "not noted"
-    assert words.length(facts) == "until it is stopped"
-    assert words.hardware(facts) == "processes that it did not count on hardware that it did not note"
-    assert words.opening(facts).startswith(
-        "This run trained a model that the config describes by a method that its config does not name."
-    )
+    assert words.size(facts) == words.batch(facts) == words.moment(facts.record["started"]) == "not recorded"
+    assert words.length(facts) == "unlimited"
+    assert words.hardware(facts) == "an unknown number of processes on unknown hardware"
+    assert words.opening(facts).startswith("This run trained an unnamed model by an unknown method.")

@@ -1,4 +1,4 @@
-"""A run's facts as its folder tells them: configs, logs, records, parts of a resumed run."""
+"""The data of a run from its folder: configs, logs, records, parts of a resumed run."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from embeddings.figures.run_facts import (
 from tests.figures.run_folders import write_run
 
 
-def test_what_was_logged_is_summed_up(tmp_path):
+def test_logged_values_are_summarised(tmp_path):
     facts = RunFacts.read(write_run(tmp_path / "run"))
     assert facts.summaries["val/ndcg_at_10"] == Summary((0, 0.25), (20, 0.5), (10, 0.75), 0.5)
     assert facts.summaries["throughput/padding"] == Summary((10, 0.125), (20, 0.25), (20, 0.25), 0.1875)
@@ -27,7 +27,7 @@ def test_what_was_logged_is_summed_up(tmp_path):
     assert facts.config_text == (tmp_path / "run" / "config.yaml").read_text()
 
 
-def test_the_last_step_is_known_from_the_note_of_the_end_or_from_the_log(tmp_path):
+def test_the_last_step_comes_from_the_record_or_the_log(tmp_path):
     end = {"end": {"how": "failed", "step": 23}}
     assert RunFacts.read(write_run(tmp_path / "a", record=end)).last_step == 23
     # The loss of the twentieth step is logged as that of step 19.
@@ -36,7 +36,7 @@ def test_the_last_step_is_known_from_the_note_of_the_end_or_from_the_log(tmp_pat
     assert RunFacts.read(write_run(tmp_path / "c", record={"end": None}, metrics=None)).last_step == 0
 
 
-def test_settings_and_callbacks_are_found_whatever_the_config_holds(tmp_path):
+def test_settings_and_callbacks_are_found_in_any_config(tmp_path):
     facts = RunFacts.read(write_run(tmp_path / "run"))
     assert facts.setting("model.init_args.pooling.init_args.num_latents") == 64
     assert facts.setting("model.init_args.lora.rank") is None
@@ -48,7 +48,7 @@ def test_settings_and_callbacks_are_found_whatever_the_config_holds(tmp_path):
     assert odd.setting("model.init_args") is None
 
 
-def test_the_parts_of_a_run_have_their_own_records_and_errors(tmp_path):
+def test_each_part_of_a_run_has_its_record_and_errors(tmp_path):
     first = write_run(tmp_path / "name" / "version_0", record={"end": {"how": "interrupted"}})
     for rank, text in enumerate(('{"step": 3}', "{", "[1]")):
         (first / f"numeric-error-rank-{rank}.json").write_text(text)
@@ -62,7 +62,7 @@ def test_the_parts_of_a_run_have_their_own_records_and_errors(tmp_path):
     assert parts[0].numeric_errors == [{"step": 3}, {}, {}]
 
 
-def test_a_folder_that_lacks_files_says_less_and_one_without_a_config_nothing(tmp_path):
+def test_only_the_config_is_required(tmp_path):
     run = write_run(tmp_path / "run", metrics=None)
     (run / "run.json").unlink()
     facts = RunFacts.read(run)
@@ -97,7 +97,7 @@ def names(parts):
     ],
 )
 def test_a_missing_or_damaged_file_is_one_line(name, read, damages, tmp_path):
-    with pytest.raises(InputError, match=f"{name}: no such file; give the folder of a run"):
+    with pytest.raises(InputError, match=f"{name}: no such file; name the folder of a run"):
         read(tmp_path)
     for damage in damages:
         (tmp_path / name).write_bytes(damage)
@@ -105,7 +105,7 @@ def test_a_missing_or_damaged_file_is_one_line(name, read, damages, tmp_path):
             read(tmp_path)
 
 
-def test_a_run_that_went_on_from_nothing_or_elsewhere_is_one_part(tmp_path):
+def test_a_run_that_did_not_resume_a_neighbour_is_one_part(tmp_path):
     alone = write_part(tmp_path / "a" / "version_0")
     assert run_parts(alone) == [alone]
     elsewhere = write_part(tmp_path / "a" / "version_1", None, "b/version_0/checkpoints/last.ckpt")
@@ -133,13 +133,13 @@ def test_a_run_is_followed_from_part_to_part(tmp_path, monkeypatch):
     [
         # `--ckpt_path auto` has each process write beside the checkpoint that it resumed from.
         ("runs/name/version_0/checkpoints", False, ["version_0", "version_1", "version_2"]),
-        # A branch with checkpoints of its own is no part.
+        # A branch with separate checkpoints is not a part.
         ("runs/name/version_0/checkpoints", True, ["version_0", "version_2"]),
         # The runs of a sweep write beside their folders.
         ("runs/name/checkpoints", False, ["version_0", "version_1", "version_2"]),
     ],
 )
-def test_parts_are_told_by_where_they_wrote(place, has_own, expected, tmp_path):
+def test_parts_are_identified_by_where_they_wrote(place, has_own, expected, tmp_path):
     runs, dirpath = tmp_path / "runs" / "name", None if "version" in place else place
     write_part(runs / "version_0", dirpath=dirpath, checkpoint=None if dirpath else "last.ckpt")
     checkpoint = f"{place}/last.ckpt"
@@ -157,7 +157,7 @@ def test_a_curve_is_the_rows_that_have_it(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (None, "no such file; give the folder of a run"),
+        (None, "no such file; name the folder of a run"),
         ("a,train/loss\n1,2.0\n", "has no column 'step'; "),
         ("train/loss,step\n2.0\n", "is damaged"),
         ("step,train/loss\n1,much\n", r"is damaged \("),
@@ -172,7 +172,7 @@ def test_a_missing_or_damaged_log_is_refused(text, says, tmp_path):
         read_curves(tmp_path)
 
 
-def test_a_part_that_was_killed_before_it_logged_is_passed_over(tmp_path):
+def test_a_part_that_was_killed_before_it_logged_is_skipped(tmp_path):
     runs = tmp_path / "runs" / "name"
     write_part(runs / "version_0", "0,0,4.0,\n")
     killed = write_part(runs / "version_1", None, "runs/name/version_0/checkpoints/a.ckpt")
@@ -181,7 +181,7 @@ def test_a_part_that_was_killed_before_it_logged_is_passed_over(tmp_path):
     assert read_curves(killed)["train/loss"] == ([0], [4.0])
 
 
-def test_what_a_lost_branch_logged_is_cut_in_all_columns_at_one_step(tmp_path):
+def test_values_after_the_last_checkpoint_are_dropped_in_all_columns(tmp_path):
     runs = tmp_path / "runs" / "name"
     lost = "".join(f"{step},0,{4 - step / 10},\n" for step in range(25))
     write_part(runs / "version_0", f"{lost}10,0,,0.3\n20,0,,0.9\n")

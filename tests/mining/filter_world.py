@@ -1,4 +1,4 @@
-"""A source with planted copies, contaminated records and inconsistent pairs, and a model that knows the topics."""
+"""A source with planted copies, contaminated records and inconsistent pairs, and a stand-in model for topics."""
 
 import random
 import re
@@ -28,7 +28,7 @@ def words(seed, count=30):
 
 
 def clean_record(row):
-    """Query and document of one topic, with every field that a record may have."""
+    """Query and document of one topic, with all fields of a record."""
     return {
         "query": f"topic {row} question {words(row, 12)}",
         "positive": [f"topic {row} answer {words(1000 + row)}", f"topic {row} second {words(2000 + row)}"][
@@ -44,7 +44,7 @@ def clean_record(row):
 
 
 def planted_records():
-    """Records, and for each the place in `filter.RULES` (from 1) of the rule that takes it out; 0 where it stays."""
+    """Records, each with the index in `filter.RULES` (from 1) of the rule that removes it, or 0."""
     records = [(clean_record(row), 0) for row in range(NUM_CLEAN)]
     copy = {**clean_record(3), "query": f"  {clean_record(3)['query']}\n", "negatives": None, "id": "copy"}
     near = {**clean_record(4), "positive": clean_record(4)["positive"][0].replace("answer", "ANSWER") + " more"}
@@ -64,13 +64,13 @@ def planted_records():
     ]
     generator = random.Random(0)
     for record, reason in planted:
-        # Behind what it is a copy of.
+        # After the original record.
         records.insert(generator.randrange(12, len(records) + 1), (record, reason))
     return records
 
 
 def topic_vectors(self, texts, prompt_name=None, context=None, role=None):
-    """A vector for each text, near those of the texts of the same topic; without a topic, near nothing."""
+    """A vector for each text, close to those of the same topic; without a topic, close to no other."""
     vectors = np.empty((len(texts), 32), np.float32)
     for row, text in enumerate(texts):
         topic = re.search(r"topic \d+", text)

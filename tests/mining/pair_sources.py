@@ -1,4 +1,4 @@
-"""Converted sources of pairs, and vectors of theirs that no model made."""
+"""Converted sources of pairs, with made-up vectors."""
 
 from embeddings.common.io import write_manifest
 from embeddings.data.sources import SourceConfig
@@ -28,7 +28,7 @@ def topic_of(row):
 
 
 def topic_source(folder, num_rows=60):
-    """Pairs about three topics, mixed, no word shared between topics."""
+    """Pairs about three topics, mixed; topics share no words."""
     rows = []
     for row in range(num_rows):
         words = TOPICS[topic_of(row)]
@@ -38,7 +38,7 @@ def topic_source(folder, num_rows=60):
 
 
 def write_vectors(folder, vectors, shard_size, kind):
-    """Shards of vectors with the manifest that encoding leaves beside them."""
+    """Shards of vectors with the manifest that encoding writes beside them."""
     made = shards(folder, vectors, shard_size)
     model = {"model_sha256": "none", "precision": "float32", "prompt_name": None}
     write_manifest(folder, {"kind": kind, "complete": True, **model})
@@ -51,7 +51,7 @@ def content(folder):
 
 
 def made_vectors(folder, source, queries=None, documents=None, shard_size=16):
-    """Pair vectors of a source: those given, or random ones."""
+    """Pair vectors of a source: the arguments, or random ones."""
     index = index_pairs(source, folder / "index")
     queries = unit_vectors(index.num_queries, seed=1) if queries is None else queries
     documents = unit_vectors(index.num_documents, seed=2) if documents is None else documents

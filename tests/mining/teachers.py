@@ -1,4 +1,4 @@
-"""Stand-ins for embedding models, whose vectors follow from a text's first word and a little of the whole."""
+"""Stand-ins for embedding models: vectors depend on a text's first word and slightly on the rest."""
 
 import numpy as np
 import torch
@@ -7,7 +7,7 @@ from embeddings.common.io import text_hash
 
 
 class Teacher:
-    """A text's vector is that of its topic, its first word, and `spread` times one of its own."""
+    """A text's vector is that of its first word (the topic) plus `spread` times a vector of the full text."""
 
     def __init__(self, name="teacher", spread=0.6, width=16, mini_batch_tokens=64):
         self.name, self.spread, self.embedding_dim = name, spread, width
@@ -31,7 +31,7 @@ class Teacher:
 
 
 def know_teachers(monkeypatch):
-    """Let the library tell stand-ins by their names, as it tells models by their hashes."""
+    """Identify stand-ins by their names, where the library uses hashes of models."""
     for module in ("mine", "pair_vectors"):
         monkeypatch.setattr(f"embeddings.mining.{module}.embedder_sha256", lambda encoder: encoder.name)
 

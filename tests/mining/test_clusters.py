@@ -1,4 +1,4 @@
-"""A source is clustered into the same folder whoever does it and however often it is killed."""
+"""Clustering writes the same folder with any number of tasks and after kills."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_a_corpus_larger_than_the_memory_is_trained_on_a_sample_within_it(tmp_pa
     tracemalloc.start()
     try:
         folder = cluster_pairs(features, source, tmp_path / "out", settings)
-        # Some blocks of features are in memory beside what k-means is trained on.
+        # Some blocks of features are in memory beside the training rows.
         peak = tracemalloc.get_traced_memory()[1]
         assert bound / 2 < peak < 1.5 * bound
     finally:
@@ -92,15 +92,15 @@ def test_a_corpus_larger_than_the_memory_is_trained_on_a_sample_within_it(tmp_pa
     assert (np.load(tmp_path / "out" / "cluster_ids.npy") == expected).mean() > 0.999
 
 
-def test_a_sample_is_told_of_and_decides_the_folder(features, source, tmp_path, caplog):
+def test_a_sample_is_reported_and_part_of_the_manifest(features, source, tmp_path, caplog):
     settings = replace(SETTINGS, memory_gib=(4 * 5 * 16 * 4 + 20 * 2 * (4 * 16 + 24)) / 2**30)
     cluster_pairs(features, source, tmp_path / "whole", settings)
-    assert "k-means is trained on 20 of 60 rows, 8 vectors a cluster, fewer than 39" in caplog.text
+    assert "k-means is trained on 20 of 60 rows, 8 vectors per cluster, fewer than 39" in caplog.text
     with pytest.raises(InputError, match="field 'max_training_rows' is 20, expected None"):
         cluster_pairs(features, source, tmp_path / "whole", SETTINGS)
 
 
-def test_the_memory_of_reddits_65_million_rows_is_what_the_documentation_says():
+def test_the_memory_for_reddits_65_million_rows_is_as_documented():
     rows, width = 65_000_000, 1536
     k = ClusterSettings().resolve_num_clusters(rows)
     sampled = [ClusterSettings(memory_gib=gib).resolve_training_rows(rows, k, width) for gib in (16, 64, 749, 750)]
@@ -130,7 +130,7 @@ def test_topics_become_clusters(kind, source, tmp_path):
     ("name", "call"),
     [
         *(("_save", 1), ("kmeans_run", 2), ("nearest_centroids", 3), ("neighbour_lists", 1)),
-        *(("num_duplicates", 1), ("write_cluster_files", 1), ("_remove_parts", 1)),
+        *(("num_duplicates", 1), ("write_cluster_files", 1), ("_remove_work", 1)),
     ],
 )
 def test_a_process_killed_anywhere_is_resumed_with_the_same_bytes(name, call, source, tmp_path):
@@ -144,7 +144,7 @@ def test_a_process_killed_anywhere_is_resumed_with_the_same_bytes(name, call, so
         go(tmp_path / "killed")
 
     assert in_a_child(killed) == -signal.SIGKILL
-    if name != "_remove_parts":
+    if name != "_remove_work":
         with pytest.raises(InputError, match="'complete' is False"):
             clusters.ClusterFolder(tmp_path / "killed")
     go(tmp_path / "killed")
@@ -158,9 +158,9 @@ def test_tasks_of_an_array_make_the_folder_of_one_process(features, source, tmp_
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("stage", ["_make", "load_shard", "_best_run"])
+@pytest.mark.parametrize("stage", ["_run_stages", "load_shard", "_best_run"])
 @pytest.mark.parametrize("after", [False, True])
-def test_a_task_without_shards_lives_with_others_that_finish_meanwhile(stage, after, source, tmp_path, monkeypatch):
+def test_a_task_succeeds_if_others_finish_meanwhile(stage, after, source, tmp_path, monkeypatch):
     made = made_vectors(tmp_path / "vectors", source)
     cluster_pairs(VectorFeatures(made, 6), source, tmp_path / "whole", SETTINGS)
     real, entered, trained = getattr(clusters, stage), [], []
@@ -233,18 +233,18 @@ def test_k_follows_the_cluster_size_and_the_format_bounds_the_rows():
         ({"max_training_rows": 2, "num_clusters": 5}, "max_training_rows must be at least half of the 5 clusters"),
         ({"memory_gib": float("nan")}, "memory_gib must be a finite number > 0"),
         ({"memory_gib": 1e-6, "num_clusters": 50}, "memory_gib must be at least 0.1 for 50 clusters of width 16"),
-        ({"memory_gib": 1e-6, "max_training_rows": 7}, "max_training_rows takes 0.1 GiB to train on"),
+        ({"memory_gib": 1e-6, "max_training_rows": 7}, "max_training_rows needs 0.1 GiB"),
     ],
 )
-def test_impossible_settings_are_refused_and_write_nothing(options, message, features, source, tmp_path):
+def test_invalid_settings_are_refused_and_write_nothing(options, message, features, source, tmp_path):
     with pytest.raises(OptionError, match=message):
         cluster_pairs(features, source, tmp_path / "out", ClusterSettings(**options))
     assert not (tmp_path / "out").exists()
 
 
-def test_rows_that_are_all_alike_are_told_of(source, tmp_path, caplog):
+def test_equal_rows_are_reported(source, tmp_path, caplog):
     same = np.tile(unit_vectors(1), (61, 1))
     features = VectorFeatures(made_vectors(tmp_path / "same", source, same[:60], same))
     cluster_pairs(features, source, tmp_path / "out", ClusterSettings(num_clusters=10, num_iterations=2, num_runs=1))
-    assert "of 10 clusters" in caplog.text
+    assert "of 10 clusters have no rows" in caplog.text
     assert "centroids are copies" in caplog.text

@@ -1,4 +1,4 @@
-"""A pair's rank is the number of other documents of its segment that lie nearer to its query than its own."""
+"""A pair's rank is the number of documents in its segment that are nearer to its query than its own."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def pair_vectors(folder, rows, query_ND, vector_of, shard_size=7):
 
 
 def rounded_vectors(folder, shard_size=7):
-    """Vectors of few different values, negative ones among them, so that ties abound."""
+    """Vectors with few distinct values of both signs, so that there are many ties."""
     generator = np.random.default_rng(0)
     choices = np.array([[1, 1, 1, 1], [1, -1, 1, 1], [-1, -1, 1, 1], [1, -1, -1, -1], [2, 0, 0, 0], [0, -2, 0, 0]])
     query_ND = choices[generator.integers(0, 6, NUM_ROWS)]
@@ -70,7 +70,7 @@ def test_ranks_equal_a_loop_with_ties_in_the_pairs_favour(segment_size, tile, tm
 
 
 @pytest.mark.parametrize("segment_size", [2, 4])
-def test_what_answers_the_same_query_elsewhere_is_no_rival(segment_size, tmp_path):
+def test_positives_of_the_same_query_in_other_rows_are_not_compared(segment_size, tmp_path):
     asked = [("one", "a"), (" one", "b"), ("one", "c"), ("two", "d")]
     rows = [{"query": query, "positive": text} for query, text in asked]
     # From the nearest to the farthest of every query.
@@ -118,7 +118,7 @@ def test_another_seed_model_or_choice_of_rows_is_refused_by_name(tmp_path):
         rank_pairs(vectors, tmp_path / "work", segment_size=9)
 
 
-def test_neighbours_share_a_segment_as_seldom_as_strangers_and_another_seed_parts_others():
+def test_neighbours_share_segments_at_random_and_the_seed_changes_them():
     row_N = np.arange(20_000, dtype=np.uint32)
     of_row = []
     for seed in (0, 1):
@@ -147,7 +147,7 @@ def test_a_segment_holds_one_group_and_every_row_is_in_one(groups, segment_size,
 
 
 @pytest.mark.parametrize("considered", [None, np.arange(NUM_ROWS) % 7 != 0])
-def test_only_records_of_one_group_are_rivals(considered, tmp_path):
+def test_only_records_of_one_group_are_compared(considered, tmp_path):
     vectors, query_ND, vector_of = rounded_vectors(tmp_path)
     group_N = (np.arange(NUM_ROWS) * 5 % 3).astype(np.uint16)
     found = rank_pairs(vectors, tmp_path / "work", is_considered_N=considered, group_N=group_N)

@@ -31,7 +31,7 @@ source = partial(pair_sources.source, suspect_rows="keep")
 
 
 def varied_rows(seed=0):
-    """Families of records: changed queries, changed positives, both changed, and whole copies."""
+    """Families of records: changed queries, changed positives, both changed, and exact copies."""
     generator = random.Random(seed)
 
     def changed(text, count):
@@ -93,7 +93,7 @@ def test_copies_are_those_of_a_loop(threshold, tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_few_records_are_no_special_case(count, tmp_path):
+def test_few_records_are_handled(count, tmp_path):
     found = find_duplicates(source(tmp_path, pairs(1) * count), tmp_path / "work", near_duplicates=0.8)
     assert found.tolist() == [KEPT, COPY][:count]
 
@@ -111,7 +111,7 @@ def test_shards_and_tasks_change_nothing(shard_size, tmp_path, monkeypatch):
         assert found.tolist() == whole.tolist()
 
 
-def test_hashes_that_collide_take_nothing_out(tmp_path, monkeypatch):
+def test_hash_collisions_remove_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(duplicates, "text_hash", lambda text: 5)
     rows = [*pairs(6), *pairs(2)]
     found = find_duplicates(source(tmp_path, rows), tmp_path / "work")
@@ -187,7 +187,7 @@ def test_reasons_equal_a_loop(threshold):
         ("...", "!!!", KEPT),
     ],
 )
-def test_equal_texts_go_whatever_their_role_and_similar_ones_within_it(query, positive, reason):
+def test_equal_texts_of_any_role_and_similar_texts_of_one_role_are_found(query, positive, reason):
     evaluation = EvaluationTexts(
         ["what is the capital city of France", "what is C#", "???"],
         ["The Seine runs through Paris and many other towns"],
@@ -197,7 +197,7 @@ def test_equal_texts_go_whatever_their_role_and_similar_ones_within_it(query, po
     assert Decontaminator(evaluation).reasons([record]).tolist() == [EQUAL if reason == EQUAL else KEPT]
 
 
-def test_negatives_are_not_looked_at_and_every_positive_is():
+def test_every_positive_is_checked_and_no_negative():
     rule = Decontaminator(EvaluationTexts(["one evaluation query with words"], []), 0.9)
     text = "one evaluation query with words"
     assert rule.reasons([StoredRow("q", ["p"], [text], [0])]).tolist() == [KEPT]
@@ -205,7 +205,7 @@ def test_negatives_are_not_looked_at_and_every_positive_is():
     assert rule.reasons([]).tolist() == []
 
 
-def test_a_text_repeated_is_no_nearer_than_once():
+def test_repetition_does_not_raise_the_coverage():
     rule = Decontaminator(EvaluationTexts(["alpha beta gamma delta epsilon zeta"], []), 0.6)
     once, often = StoredRow("alpha beta gamma", ["p"]), StoredRow("alpha beta gamma " * 20, ["p"])
     assert rule.reasons([once, often]).tolist() == [KEPT, KEPT]
@@ -220,7 +220,7 @@ def test_shards_and_tasks_change_no_reason(shard_size, tmp_path, monkeypatch):
     whole = rule.reasons([pairs_source.table.row(row) for row in range(21)]).tolist()
     assert whole[5] == EQUAL
     assert SIMILAR in whole
-    monkeypatch.setattr(duplicates, "_CHECKED_TOGETHER", 3)
+    monkeypatch.setattr(duplicates, "_CHECK_BLOCK", 3)
     for index in (1, 0):
         found = find_contaminated(
             pairs_source, tmp_path / "work", rule, shard_size=shard_size, task=ArrayTask(index, 2)
@@ -230,7 +230,7 @@ def test_shards_and_tasks_change_no_reason(shard_size, tmp_path, monkeypatch):
         find_contaminated(pairs_source, tmp_path / "work", Decontaminator(evaluation, 0.6), shard_size=shard_size)
 
 
-def test_texts_and_roles_both_decide_the_hash():
+def test_the_hash_depends_on_texts_and_roles():
     hashes = [
         EvaluationTexts(*texts).sha256()
         for texts in ((["a", "b"], []), (["a"], ["b"]), (["ab"], []), (["b", "a"], []), (["a\n1", "b"], []))
@@ -240,8 +240,8 @@ def test_texts_and_roles_both_decide_the_hash():
 
 
 @pytest.mark.parametrize("threshold", [0.0, -0.5, 1.1, float("nan")])
-def test_impossible_thresholds_are_refused(threshold):
-    with pytest.raises(OptionError, match="bm25_threshold must lie above 0 and be at most 1"):
+def test_invalid_thresholds_are_refused(threshold):
+    with pytest.raises(OptionError, match="bm25_threshold must be > 0 and <= 1"):
         Decontaminator(EvaluationTexts(["a"], []), threshold)
-    with pytest.raises(OptionError, match="decontaminate must bring at least one text"):
+    with pytest.raises(OptionError, match="decontaminate must have at least one text"):
         Decontaminator(EvaluationTexts([], []))

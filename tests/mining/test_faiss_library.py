@@ -1,4 +1,4 @@
-"""k-means equals a loop, uses every vector, and says what faiss keeps to itself."""
+"""k-means equals a loop and uses every vector, and errors are explicit where faiss is silent."""
 
 import sys
 from types import SimpleNamespace
@@ -24,13 +24,13 @@ from tests.helpers.refusals import refused
 
 
 @pytest.mark.parametrize(("gpu", "extra"), [(False, "cpu"), (True, "gpu")])
-def test_a_missing_faiss_names_the_extra_that_brings_it(gpu, extra, monkeypatch):
+def test_a_missing_faiss_names_its_extra(gpu, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(MissingExtraError, match=rf"pip install -e '\.\[{extra}\]'"):
         load_faiss(gpu)
 
 
-def test_a_gpu_is_refused_where_the_build_or_the_machine_has_none(monkeypatch):
+def test_a_gpu_is_refused_without_a_gpu_build_or_device(monkeypatch):
     build = SimpleNamespace(get_num_gpus=lambda: 0)
     monkeypatch.setitem(sys.modules, "faiss", build)
     with pytest.raises(OptionError, match="gpu needs a build of faiss for GPUs"):
@@ -42,7 +42,7 @@ def test_a_gpu_is_refused_where_the_build_or_the_machine_has_none(monkeypatch):
     assert load_faiss(gpu=True) is build
 
 
-def test_lists_that_do_not_fit_end_in_an_os_error(tmp_path):
+def test_lists_that_cannot_be_written_raise_an_os_error(tmp_path):
     quantizer = load_faiss().IndexFlatIP(2)
     quantizer.add(np.eye(2, dtype=np.float32))
     write_lists(new_lists(quantizer, 2), tmp_path / "a")
@@ -51,7 +51,7 @@ def test_lists_that_do_not_fit_end_in_an_os_error(tmp_path):
         write_lists(new_lists(quantizer, 2), tmp_path / "none" / "a")
 
 
-# A thread that still reads a mapped file when it becomes shorter ends the whole process.
+# If a thread still reads a mapped file when it is truncated, the process is killed.
 _SHORTER_AFTER_EACH_SEARCH = """
 import sys
 import numpy as np
@@ -72,7 +72,7 @@ for _ in range(300):
 """
 
 
-def test_nothing_reads_the_file_once_a_search_has_returned(tmp_path):
+def test_no_thread_reads_the_file_after_a_search_has_returned(tmp_path):
     run_command(["-c", _SHORTER_AFTER_EACH_SEARCH, str(tmp_path / "lists")], check=True)
 
 
@@ -99,7 +99,7 @@ def lloyd(vectors, centroids, num_iterations):
 
 
 def reference(vectors, num_clusters, **options):
-    """faiss by itself, with everything it needs to be told."""
+    """faiss called directly, with all necessary options."""
     told = {"spherical": True, "max_points_per_centroid": 10**6, "min_points_per_centroid": 1}
     kmeans = faiss.Kmeans(vectors.shape[1], num_clusters, **told, **options)
     kmeans.train(vectors)
@@ -109,7 +109,7 @@ def reference(vectors, num_clusters, **options):
 def test_a_run_equals_lloyds_loop_from_the_same_start():
     vectors = blobs(5, 40)
     start = reference(vectors, 5, niter=1, seed=3).centroids
-    # One iteration of faiss is one of ours; the loop goes on from there.
+    # The loop starts from the centroids after the first iteration.
     expected, _ = lloyd(vectors, start.copy(), 6)
     found = kmeans_run(vectors, 5, num_iterations=7, seed=3)
     np.testing.assert_allclose(found.centroids, expected, atol=1e-5)
@@ -118,7 +118,7 @@ def test_a_run_equals_lloyds_loop_from_the_same_start():
 
 
 @pytest.mark.parametrize("num_iterations", [1, 7, 20, 25])
-def test_runs_cut_into_calls_equal_one_call_of_faiss_with_the_best_of_three(num_iterations):
+def test_runs_of_several_calls_equal_the_best_of_three_of_faiss(num_iterations):
     vectors = unit_vectors(300, 8)
     expected = reference(vectors, 12, niter=num_iterations, nredo=3, seed=5)
     found = spherical_kmeans(vectors, 12, num_iterations=num_iterations, seed=5)
@@ -129,7 +129,7 @@ def test_runs_cut_into_calls_equal_one_call_of_faiss_with_the_best_of_three(num_
     assert found.objective == max(runs)
 
 
-def test_every_vector_counts_where_faiss_by_itself_takes_256_a_cluster():
+def test_every_vector_is_used_where_faiss_uses_256_per_cluster():
     vectors = blobs(2, 600, spread=0.4)
     one = kmeans_run(vectors, 1, num_iterations=2)
     mean = vectors.sum(axis=0, dtype=np.float64)
@@ -156,7 +156,7 @@ def test_a_cluster_for_each_vector_is_that_vector():
 
 
 @pytest.mark.parametrize(("value", "kind"), [(0.0, "zero"), (np.nan, "not finite"), (np.inf, "not finite")])
-def test_a_vector_without_direction_is_named_by_its_row(value, kind):
+def test_an_invalid_vector_is_named_by_its_row(value, kind):
     vectors = unit_vectors(20)
     vectors[13] = value
     with pytest.raises(InputError, match=f"vectors:13: the vector is {kind}"):
@@ -173,7 +173,7 @@ def test_a_vector_without_direction_is_named_by_its_row(value, kind):
         ({"gpu": True}, "gpu needs"),
     ],
 )
-def test_impossible_options_are_refused_in_one_line(options, message):
+def test_invalid_options_are_refused_in_one_line(options, message):
     if options.get("gpu") and faiss.get_num_gpus():
         pytest.skip("there is a GPU")
     refused(OptionError, message, spherical_kmeans, unit_vectors(20), **{"num_clusters": 2, **options})

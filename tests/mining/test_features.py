@@ -1,4 +1,4 @@
-"""Features are the two vectors side by side, in either order, at unit length, reduced as an SVD would."""
+"""Features are two concatenated vectors in either order, at unit length, optionally reduced by an SVD."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from tests.mining.pair_sources import made_vectors, source, topic_of, topic_sour
 
 
 def fitted(of, kind=VectorFeatures, **options):
-    """Features of vectors or of a source that have learned what they need."""
+    """Fitted features of vectors or of a source."""
     made = kind(of, **options)
     made.learned = made.fit()
     return made
@@ -56,11 +56,11 @@ def test_reduced_features_are_those_of_an_svd_of_both_orders(block, svd_dim, tmp
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     assert found.shape == (60, svd_dim)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-6)
-    # An axis may point either way; cosines do not.
+    # The sign of an axis is arbitrary; cosines do not depend on it.
     np.testing.assert_allclose(found @ found.T, expected @ expected.T, atol=1e-4)
 
 
-def test_axes_of_a_sample_serve_all_rows(tmp_path, monkeypatch):
+def test_axes_of_a_sample_depend_on_the_seed_only(tmp_path, monkeypatch):
     vectors = made_vectors(tmp_path, topic_source(tmp_path))
     monkeypatch.setattr(features, "MAX_FITTED_ROWS", 20)
     one, again, other = (VectorFeatures(vectors, 4, seed).fit()["axes"] for seed in (0, 0, 1))
@@ -68,19 +68,19 @@ def test_axes_of_a_sample_serve_all_rows(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("value", "kind"), [(0.0, "zero"), (np.nan, "not finite")])
-def test_a_row_without_direction_is_named(value, kind, tmp_path):
+def test_a_row_with_invalid_features_is_named(value, kind, tmp_path):
     queries = unit_vectors(60)
     queries[23] = value
     made = fitted(made_vectors(tmp_path / "vectors", topic_source(tmp_path), queries))
     with pytest.raises(InputError, match=rf"queries/vectors-00001\.npy:7: the vector is {kind}"):
         made.rows(np.arange(10, 40))
-    with pytest.raises(InputError, match=f"file:5: what it is clustered by is {kind}"):
+    with pytest.raises(InputError, match=f"file:5: its features are {kind}"):
         unit_features(np.full((1, 4), value, np.float32), np.array([5]), "file:{}".format)
 
 
 @pytest.mark.parametrize("svd_dim", [0, 17])
-def test_an_impossible_width_is_refused(svd_dim, tmp_path):
-    with pytest.raises(OptionError, match=r"svd_dim must lie in 1 … 16, twice the vectors' width, got"):
+def test_an_invalid_width_is_refused(svd_dim, tmp_path):
+    with pytest.raises(OptionError, match=r"svd_dim must be between 1 and 16, twice the width of the vectors, got"):
         VectorFeatures(made_vectors(tmp_path, topic_source(tmp_path)), svd_dim)
 
 
@@ -108,7 +108,7 @@ def test_weights_are_those_of_the_formula(tmp_path):
         np.testing.assert_allclose(sorted(weights[row][weights[row] > 0]), sorted(expected.values()), rtol=1e-6)
 
 
-def test_pairs_about_one_thing_lie_together_and_both_orders_differ(tmp_path):
+def test_pairs_about_one_topic_are_close_and_both_orders_differ(tmp_path):
     made = fitted_words(topic_source(tmp_path), svd_dim=8)
     assert made.embedding_dim == 16
     found = made.rows(np.arange(60))
@@ -121,7 +121,7 @@ def test_pairs_about_one_thing_lie_together_and_both_orders_differ(tmp_path):
     np.testing.assert_allclose(swapped, np.concatenate([found[:, 8:], found[:, :8]], axis=1), atol=1e-6)
 
 
-def test_one_seed_learns_the_same_bits_and_a_sample_does(tmp_path, monkeypatch):
+def test_the_fit_depends_on_the_seed_only(tmp_path, monkeypatch):
     pairs = topic_source(tmp_path)
     monkeypatch.setattr(features, "MAX_FITTED_ROWS", 30)
     first, again, other = (Bm25Features(pairs, 4, seed).fit() for seed in (1, 1, 2))
@@ -130,34 +130,29 @@ def test_one_seed_learns_the_same_bits_and_a_sample_does(tmp_path, monkeypatch):
     assert fitted_words(pairs, svd_dim=4, seed=1).rows(np.arange(60)).shape == (60, 8)
 
 
-def test_few_words_leave_axes_at_zero(tmp_path):
-    rows = [{"query": "up", "positive": "down"}, {"query": "down", "positive": "up up"}]
-    made = fitted_words(source(tmp_path, rows), svd_dim=4)
-    assert made.rows(np.arange(2)).shape == (2, 8)
-
-
-def test_a_row_with_words_on_one_side_has_a_direction_and_one_without_any_is_named(tmp_path):
+def test_a_row_needs_words_on_one_side_and_is_named_without(tmp_path):
     rows = [{"query": "up", "positive": "down"}, {"query": "?!", "positive": "up"}, {"query": "?!", "positive": "..."}]
     made_of = source(tmp_path, rows)
-    made = fitted_words(made_of, svd_dim=2)
-    assert made.rows(np.arange(2)).shape == (2, 4)
-    with pytest.raises(InputError, match="row 2: what it is clustered by is zero"):
+    # With two words, two of the four axes are zero.
+    made = fitted_words(made_of, svd_dim=4)
+    assert made.rows(np.arange(2)).shape == (2, 8)
+    with pytest.raises(InputError, match="row 2: its features are zero"):
         made.rows(np.arange(3))
     named = fitted_words(made_of, svd_dim=2, row_name="file:{}".format)
-    with pytest.raises(InputError, match="file:2: what it is clustered by is zero"):
+    with pytest.raises(InputError, match="file:2: its features are zero"):
         named.rows(np.arange(3))
 
 
 def test_a_source_without_any_word_is_refused(tmp_path):
     rows = [{"query": "?!", "positive": "..."}]
     made = Bm25Features(source(tmp_path, rows))
-    with pytest.raises(InputError, match="holds a word; use --features vectors"):
+    with pytest.raises(InputError, match="no row contains a word; use --features vectors"):
         made.fit()
 
 
-def test_labelled_texts_and_impossible_widths_are_refused(tmp_path):
-    with pytest.raises(OptionError, match="svd_dim must lie in 1 … 120, the number of texts, got 121"):
+def test_labelled_texts_and_invalid_widths_are_refused(tmp_path):
+    with pytest.raises(OptionError, match="svd_dim must be between 1 and the 120 texts, got 121"):
         Bm25Features(topic_source(tmp_path), svd_dim=121)
     texts = source(tmp_path, labelled(3, 3), conversion="class_by_example")
-    with pytest.raises(InputError, match="the source holds labelled texts, no pairs"):
+    with pytest.raises(InputError, match="contains labelled texts, not pairs"):
         Bm25Features(texts)

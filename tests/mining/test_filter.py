@@ -1,4 +1,4 @@
-"""Planted copies, contaminated records and inconsistent pairs go, nothing else does, and a kill changes no byte."""
+"""Only planted copies, contaminated records and inconsistent pairs are removed, and a kill changes no byte."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ from tests.inference.models import tiny_embedder
 from tests.mining.filter_world import planted_records, run_filter, topic_vectors, write_source
 from tests.mining.pair_sources import content
 
-# Where a run may be ended: the function, and which of its calls.
+# Where a run is killed: the function, and the number of its call.
 PLACES = [
     *((duplicates, "_write_keys", 3), (duplicates, "_compare", 1), (duplicates, "_write_reasons", 2)),
     *((filter, "_write_ranks", 2), (filter, "write_records", 1), (filter, "write_file_manifest", 1)),
@@ -36,7 +36,7 @@ def _topics(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The source, and the file that one undisturbed process makes of it."""
+    """The source, and the output of one uninterrupted process."""
     folder = tmp_path_factory.mktemp("whole")
     config = write_source(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -45,7 +45,7 @@ def whole(tmp_path_factory):
     return config, (folder / "whole.parquet").read_bytes()
 
 
-def test_what_was_planted_goes_by_its_rule_and_nothing_else(tmp_path):
+def test_each_planted_record_is_removed_by_its_rule_and_no_other_record_is(tmp_path):
     output = tmp_path / "out" / "kept.parquet"
     report = run_filter(write_source(tmp_path), output)
     planted = planted_records()
@@ -105,7 +105,7 @@ def test_a_finished_file_is_left_as_it_is_and_other_rules_are_refused(tmp_path):
         run_filter(config, output)
 
 
-def test_named_prompts_go_before_what_is_judged_and_belong_to_the_rules(tmp_path, monkeypatch):
+def test_prompts_are_used_for_consistency_and_are_part_of_the_manifest(tmp_path, monkeypatch):
     given = []
 
     def spy(self, texts, prompt_name=None, *args, **options):
@@ -130,14 +130,14 @@ def test_named_prompts_go_before_what_is_judged_and_belong_to_the_rules(tmp_path
 
 
 def directions(self, texts, *args, **options):
-    """Each text lies at the angle that its last word names."""
+    """Each text has a vector at the angle in its last word."""
     angle_N = np.radians([float(text.split()[-1]) if text else 0.0 for text in texts])
     vector_ND = np.zeros((len(texts), 32), np.float32)
     vector_ND[:, 0], vector_ND[:, 1] = np.cos(angle_N), np.sin(angle_N)
     return vector_ND
 
 
-def test_what_goes_by_an_earlier_rule_is_nobodys_rival(tmp_path, monkeypatch):
+def test_records_removed_by_an_earlier_rule_are_not_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", directions)
     rows = [{"query": "q 0", "positive": "d 20"}, {"query": "q 90", "positive": "d 91"}]
     rivals = [{"query": "test 50", "positive": "d 5"}, {"query": "test 60", "positive": "d 6"}]
@@ -161,39 +161,23 @@ def mixed_source(folder):
     return SourceConfig("a", str(write_jsonl(folder / "a.jsonl", rows))), rows
 
 
-def by_language(config, output, segment_size=3):
-    rules = FilterRules(top_k=2, segment_size=segment_size, segment_by="language")
+def by_language(config, output):
+    rules = FilterRules(top_k=2, segment_by="language")
     return filter_pairs(config, output, rules, encoder=Encoder(tiny_embedder(), precision="float32"))
 
 
-def test_records_of_one_language_are_rivals_of_each_other_alone(tmp_path, monkeypatch):
+def test_only_records_of_one_language_are_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", directions)
     config, rows = mixed_source(tmp_path)
     encoder = Encoder(tiny_embedder(), precision="float32")
     report = filter_pairs(config, tmp_path / "whole.parquet", FilterRules(top_k=2), encoder=encoder)
     assert report.removed["inconsistent"] == 4
-    report = by_language(config, tmp_path / "parted.parquet", segment_size=100)
+    report = by_language(config, tmp_path / "parted.parquet")
     assert report.removed == {"copies": 0, "inconsistent": 0}
-    # The languages are there for the next job over the records.
+    # The output has the languages for the next job.
     assert [row["language"] for row in pq.read_table(report.output).to_pylist()] == [row["language"] for row in rows]
     assert json.loads((tmp_path / "parted.manifest.json").read_text())["rules"]["segment_by"] == "language"
     assert "segment_by" not in json.loads((tmp_path / "whole.manifest.json").read_text())["rules"]
-
-
-def test_a_killed_run_by_language_is_resumed_with_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(Encoder, "encode", directions)
-    config, _ = mixed_source(tmp_path)
-    expected = by_language(config, tmp_path / "whole" / "kept.parquet").output.read_bytes()
-    killed = tmp_path / "killed" / "kept.parquet"
-    with monkeypatch.context() as patch:
-        patch.setattr(filter, "_write_ranks", interrupted_at(filter._write_ranks, 3))
-        with pytest.raises(KeyboardInterrupt):
-            by_language(config, killed)
-    monkeypatch.setattr(filter, "read_languages", lambda *_: pytest.fail("read again"))
-    by_language(config, killed)
-    assert killed.read_bytes() == expected
-    for path in (tmp_path / "whole" / "kept.parquet.work").rglob("*.npy"):
-        assert path.read_bytes() == (killed.parent / path.relative_to(tmp_path / "whole")).read_bytes()
 
 
 def test_a_record_without_a_language_is_named_and_nothing_is_written(tmp_path):
@@ -206,7 +190,7 @@ def test_a_record_without_a_language_is_named_and_nothing_is_written(tmp_path):
     assert {path for path in content(tmp_path) if not path.startswith("cache")} == before
 
 
-def test_records_left_out_as_suspect_shift_no_row(tmp_path):
+def test_skipped_suspect_rows_do_not_shift_the_rows(tmp_path):
     rows = [*pairs(2), {"query": "q", "positive": "q"}, *pairs(3, "x"), pairs(1)[0]]
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", rows)), suspect_rows="leave_out")
     report = filter_pairs(config, tmp_path / "kept.parquet", FilterRules())
@@ -215,26 +199,13 @@ def test_records_left_out_as_suspect_shift_no_row(tmp_path):
     assert kept == ["query 0", "query 1", "xquery 0", "xquery 1", "xquery 2"]
 
 
-def test_when_no_record_would_stay_one_line_says_so(tmp_path):
+def test_an_empty_result_is_refused(tmp_path):
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", [*pairs(1), *pairs(1)])))
     rule = Decontaminator(EvaluationTexts(["query 0"], []))
-    with pytest.raises(InputError, match=r"no record would stay \(1 copies, 1 equal to an evaluation text\); loosen"):
+    with pytest.raises(InputError, match=r"no record would remain \(1 copies, 1 equal to an evaluation text\); loosen"):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), decontaminator=rule)
     assert not (tmp_path / "kept.parquet").exists()
     assert not (tmp_path / "kept.manifest.json").exists()
-
-
-def test_a_source_that_changed_in_the_meantime_is_refused(tmp_path, monkeypatch):
-    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(3))))
-    real = filter.filter_reasons
-    monkeypatch.setattr(
-        filter,
-        "filter_reasons",
-        lambda *args, **options: (write_jsonl(tmp_path / "a.jsonl", pairs(4)), real(*args, **options))[1],
-    )
-    with pytest.raises(InputError, match="its files have changed since the work began"):
-        filter_pairs(config, tmp_path / "kept.parquet", FilterRules())
-    assert not (tmp_path / "kept.parquet").exists()
 
 
 @pytest.mark.parametrize(
@@ -244,27 +215,27 @@ def test_a_source_that_changed_in_the_meantime_is_refused(tmp_path, monkeypatch)
         ({"near_duplicates": 0.8, "remove_copies": False}, "remove_copies excludes near_duplicates"),
         ({"top_k": 0}, "top_k must be >= 1, got 0"),
         ({"segment_size": 1}, "segment_size must be >= 2, got 1"),
-        ({"top_k": 2}, "model must be given for top_k"),
-        ({"segment_by": "language"}, "model must be given for top_k, segment_by"),
-        ({"remove_copies": False}, "leaves no rule to filter by"),
+        ({"top_k": 2}, "model must be set for top_k"),
+        ({"segment_by": "language"}, "model must be set for top_k, segment_by"),
+        ({"remove_copies": False}, "leaves no active rule"),
     ],
 )
-def test_impossible_rules_are_refused_before_anything_is_written(options, says, tmp_path):
+def test_invalid_rules_are_refused_before_anything_is_written(options, says, tmp_path):
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(3))))
     with pytest.raises(OptionError, match=says):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules(**options))
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_sources_and_options_that_do_not_fit_are_refused(tmp_path):
+def test_unsuitable_sources_and_options_are_refused(tmp_path):
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(3))))
     for option in ("vectors", "query_prompt_name", "document_prompt_name", "devices"):
-        with pytest.raises(OptionError, match="model must be given for top_k"):
+        with pytest.raises(OptionError, match="model must be set for top_k"):
             filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), **{option: "x"})
     with pytest.raises(OptionError, match="shard_size must be >= 1, got 0"):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), shard_size=0)
     scored = SourceConfig("a", config.path, conversion="sts")
-    with pytest.raises(OptionError, match="holds no records to keep"):
+    with pytest.raises(OptionError, match="has no records to filter"):
         filter_pairs(scored, tmp_path / "kept.parquet", FilterRules())
     mixed = [*pairs(2), {**pairs(1)[0], "negatives": ["n"]}, {**pairs(1)[0], "negatives": [{"text": "n", "level": 1}]}]
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", mixed)))
@@ -273,7 +244,7 @@ def test_sources_and_options_that_do_not_fit_are_refused(tmp_path):
     assert not (tmp_path / "kept.parquet.work").exists()
 
 
-def test_scores_of_a_teacher_stay_with_the_records_that_stay(tmp_path):
+def test_scores_of_a_teacher_stay_with_their_records(tmp_path):
     rows = [{**row, "negatives": ["n"], "scores": [float(place), None]} for place, row in enumerate(pairs(4))]
     path = write_jsonl(tmp_path / "scored.jsonl", [*rows[:2], rows[0], *rows[2:]])
     for output in ("kept.parquet", "kept.jsonl"):

@@ -1,4 +1,4 @@
-"""Mining ends with the same file whoever made its shards and however often it was killed, and a curriculum takes it."""
+"""Mining writes the same file with any number of tasks and after kills, and a curriculum reads it."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def run(folder, output, rules=RULES, rows=ROWS, models=("teacher",), reranker=No
 
 
 def outputs(folder, output):
-    """The bytes of what a run is for."""
+    """The bytes of a run's output and manifest."""
     return [(folder / name).read_bytes() for name in (output, output.replace(".parquet", ".manifest.json"))]
 
 
@@ -86,7 +86,7 @@ def test_the_records_are_a_source_again_with_negatives_and_scores(tmp_path):
     assert report.removed["margin"] > 0
 
 
-def test_a_planted_false_negative_goes_at_margin_095_and_stays_without_it(tmp_path):
+def test_the_margin_removes_a_planted_false_negative(tmp_path):
     rows = [*ROWS, {"query": "t0 else", "positive": "t0 answer 0 again"}]
     found = {}
     for margin in (0.95, None):
@@ -99,7 +99,7 @@ def test_a_planted_false_negative_goes_at_margin_095_and_stays_without_it(tmp_pa
     assert len(found[0.95]) == 3
 
 
-def test_shard_sizes_tasks_and_kept_vectors_change_no_record(tmp_path):
+def test_shard_sizes_tasks_and_shared_vectors_change_no_record(tmp_path):
     run(tmp_path, "whole.parquet")
     whole = outputs(tmp_path, "whole.parquet")
     reports = [run(tmp_path, "parts.parquet", task=ArrayTask(index, 3)) for index in (2, 0, 1)]
@@ -114,7 +114,7 @@ def test_shard_sizes_tasks_and_kept_vectors_change_no_record(tmp_path):
         assert pq.read_table(tmp_path / f"{size}.parquet").equals(pq.read_table(tmp_path / "whole.parquet"))
 
 
-def test_a_finished_file_is_left_and_another_input_refused_by_name(tmp_path):
+def test_a_finished_file_is_reused_and_another_input_is_refused_by_name(tmp_path):
     first = run(tmp_path, "mined.parquet")
     before = outputs(tmp_path, "mined.parquet")
     assert run(tmp_path, "mined.parquet") == first
@@ -141,7 +141,7 @@ def test_a_run_killed_at_its_renames_ends_with_the_same_bytes(tmp_path):
     replace, kills = os.replace, 0
 
     def killed_at(count, after):
-        """Kill this process before or after its `count`-th rename of a file into its place."""
+        """Kill this process before or after its `count`-th rename of a file."""
         calls = []
 
         def counted(*arguments):
@@ -155,7 +155,7 @@ def test_a_run_killed_at_its_renames_ends_with_the_same_bytes(tmp_path):
         os.replace = counted
         run(tmp_path, "killed.parquet", **options)
 
-    # A fresh process each time: it gets a rename or two further than the one before it, until it is done.
+    # Each new process completes one or two more renames than the last, until the run is finished.
     for attempt in range(40):
         status = in_a_child(partial(killed_at, 2, after=attempt % 2 == 0))
         if status == 0:
@@ -196,11 +196,11 @@ def test_a_corpus_gives_more_negatives_and_never_the_querys_own_text(tmp_path):
         (lambda: SearchOptions(num_probes=3), "num_probes has no effect on the exact search"),
         (lambda: SearchOptions("ivf", num_lists=0), "num_lists must be >= 1"),
         (lambda: SearchOptions("flat"), "index must be exact or ivf"),
-        (lambda: Teachers([], Teacher), "must name one model or several different ones"),
-        (lambda: Teachers(["a", "a"], Teacher), "must name one model or several different ones"),
+        (lambda: Teachers([], Teacher), "must name one or several different models"),
+        (lambda: Teachers(["a", "a"], Teacher), "must name one or several different models"),
     ],
 )
-def test_impossible_options_are_refused(make, says):
+def test_invalid_options_are_refused(make, says):
     with pytest.raises(OptionError, match=says):
         make()
 
@@ -208,19 +208,19 @@ def test_impossible_options_are_refused(make, says):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"rules": NegativeRules(22, None)}, "holds 22 different documents, too few for 22 negatives"),
+        ({"rules": NegativeRules(22, None)}, "has 22 distinct documents, too few for 22 negatives"),
         ({"rules": NegativeRules(7), "levels": QUANTILES}, "num_negatives must be a multiple of 4 with levels"),
-        ({"levels": LevelRules("grades", STRANGE)}, "judgments: judges no document for any query"),
-        ({"source": {"conversion": "class_by_label"}}, "holds no records to mine for"),
+        ({"levels": LevelRules("grades", STRANGE)}, "judgments: has no judgment of a document for a query"),
+        ({"source": {"conversion": "class_by_label"}}, "has no records to mine for"),
     ],
 )
-def test_what_cannot_be_mined_leaves_nothing_behind(options, says, tmp_path):
+def test_sources_that_cannot_be_mined_leave_no_files(options, says, tmp_path):
     with pytest.raises((InputError, OptionError), match=says):
         run(tmp_path, "deep/mined.parquet", **{"rules": NegativeRules(4), "vectors": tmp_path / "vectors", **options})
     assert {path.name for path in tmp_path.iterdir()} <= {"22-pairs.jsonl", "cache"}
 
 
-def test_the_manifest_says_what_the_file_is_made_of(tmp_path):
+def test_the_manifest_has_teachers_rules_and_versions(tmp_path):
     run(tmp_path, "mined.parquet", models=["one", "two"])
     manifest = json.loads((tmp_path / "mined.manifest.json").read_text())
     assert [teacher["model_sha256"] for teacher in manifest["teachers"]] == ["one", "two"]
@@ -232,7 +232,7 @@ def test_the_manifest_says_what_the_file_is_made_of(tmp_path):
 
 LEVEL_ROWS = [{"query": f"t{row % 4} question {row}", "positive": f"t{row % 4} answer {row}"} for row in range(22)]
 STRANGERS = [{"text": f"t{row % 6} stranger {row}"} for row in range(40)]
-# Of query r: answer r + 4 one step below its own, r + 8 further below, r + 12 irrelevant.
+# For query r: answer r + 4 is one grade below its own, r + 8 lower, r + 12 irrelevant.
 GRADES = {0: 3, 4: 2, 8: 1, 12: 0}
 JUDGED = TextQrels.of(
     [
@@ -246,7 +246,7 @@ JUDGED = TextQrels.of(
 
 @pytest.fixture
 def mine(tmp_path):
-    """Mine with levels in the test's folder; gives the report."""
+    """A function that mines with levels in the test's folder and returns the report."""
     corpus = write_jsonl(tmp_path / "corpus.jsonl", STRANGERS)
 
     def go(output="mined.parquet", levels=QUANTILES, **options):
@@ -305,7 +305,7 @@ def test_mined_levels_equal_a_loop_over_all_documents(models, mine, tmp_path):
             mine(rules=rules, models=models, levels=levels)
 
 
-def test_grades_give_the_levels_and_the_report_counts_what_lacks(mine, tmp_path, caplog):
+def test_grades_determine_the_levels_and_the_report_counts_missing_ones(mine, tmp_path, caplog):
     report = mine(levels=LevelRules("grades", JUDGED), rules=NegativeRules(4, 0.95, last_rank=4, choice="random"))
     rows = pq.read_table(tmp_path / "mined.parquet").to_pylist()
     documents = {row["positive"] for row in LEVEL_ROWS} | {row["text"] for row in STRANGERS}
@@ -323,7 +323,7 @@ def test_grades_give_the_levels_and_the_report_counts_what_lacks(mine, tmp_path,
     assert "1 of 22 records have no negative of level 1" in caplog.text
 
 
-def test_what_was_judged_as_good_as_the_positive_is_never_a_negative(mine, tmp_path):
+def test_documents_judged_as_relevant_as_the_positive_are_never_negatives(mine, tmp_path):
     equal = [(row["query"], LEVEL_ROWS[(number + 16) % 22]["positive"], 3) for number, row in enumerate(LEVEL_ROWS)]
     own = [(row["query"], row["positive"], 3) for row in LEVEL_ROWS]
     lower = [(LEVEL_ROWS[0]["query"], STRANGERS[0]["text"], 0)]
@@ -337,7 +337,7 @@ def test_what_was_judged_as_good_as_the_positive_is_never_a_negative(mine, tmp_p
 
 
 def data(folder, **options):
-    """A data module whose curriculum reads what was mined."""
+    """A data module whose curriculum reads the mined records."""
     return EmbeddingDataModule(
         [SourceConfig("mined", str(folder / "mined.parquet"))],
         batch_size=4,
@@ -347,7 +347,7 @@ def data(folder, **options):
     )
 
 
-def test_a_curriculum_takes_the_file_and_refuses_one_without_levels(mine, tmp_path):
+def test_a_curriculum_reads_the_file_and_refuses_one_without_levels(mine, tmp_path):
     mine(rules=NegativeRules(4, None, last_rank=8))
     data(tmp_path).prepare_data()
     rows = pq.read_table(tmp_path / "mined.parquet").to_pylist()
@@ -359,7 +359,7 @@ def test_a_curriculum_takes_the_file_and_refuses_one_without_levels(mine, tmp_pa
         data(plain).prepare_data()
 
 
-def test_what_grades_leave_out_needs_a_coarser_level_to_stand_in(mine, tmp_path):
+def test_levels_missing_from_grades_need_coarser_replacements(mine, tmp_path):
     mine(levels=LevelRules("grades", JUDGED))
     with pytest.raises(InputError, match=r"record \d+ has no negative of level 4"):
         data(tmp_path).prepare_data()

@@ -1,4 +1,4 @@
-"""A shard's negatives are those of a loop over all documents by all teachers, and shards add up to the report."""
+"""A shard's negatives equal a loop over all documents and teachers, and the report sums up the shards."""
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -97,7 +97,7 @@ def test_a_query_among_its_own_positives_still_gets_all_ranks(world):
     assert mined.num_candidates < 6 * index.num_documents
 
 
-def test_known_positives_beyond_the_limit_cost_ranks_and_nothing_else(world, monkeypatch):
+def test_known_positives_beyond_the_limit_only_reduce_the_ranks(world, monkeypatch):
     monkeypatch.setattr(mined_shards, "MAX_OWN_TEXTS", 0)
     _, miner = world
     mined = miner(NegativeRules(num_negatives=12, margin=None, last_rank=12), Teacher(spread=0.1)).mine(2)
@@ -105,7 +105,7 @@ def test_known_positives_beyond_the_limit_cost_ranks_and_nothing_else(world, mon
     assert (mined.negatives.row_QN < 0).any()
 
 
-def test_a_query_vector_without_direction_is_named(world):
+def test_an_invalid_query_vector_is_named(world):
     made = world[1](NegativeRules(3), Teacher())
     shards = made.vectors[0].query_shards
     vectors = np.array(shards.load(1))
@@ -120,7 +120,7 @@ LEVELS = np.array([1, 2, 3, 4], np.int8)
 
 
 def shard(index, path, first, rows, scores, levels=LEVELS):
-    """The file of a shard with these negatives, one column a level."""
+    """The file of a shard with these negatives, one column per level."""
     row_QN, score_QN = np.array(rows), np.array(scores, np.float32)
     mined = MinedShard(
         range(first, first + len(rows)),
@@ -137,7 +137,7 @@ def index(tmp_path):
     return index_pairs(source(tmp_path, FEW), tmp_path / "index")
 
 
-def test_levels_lie_beside_the_texts_and_add_up_over_shards(index, tmp_path):
+def test_levels_are_stored_with_the_texts_and_summed_over_shards(index, tmp_path):
     none = -np.inf
     first = shard(
         index, tmp_path / "0", 0, [[1, 2, -1, 3], [0, -1, -1, 5]], [[0.75, 0.5, none, 0.25], [0.5, none, none, -0.25]]

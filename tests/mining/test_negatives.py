@@ -24,7 +24,7 @@ from tests.mining.pair_sources import source
 
 
 def survivors(candidates, facts, rules, q):
-    """What no rule takes of a query: (mean, row, rank, given level), hardest first; and the removal counts."""
+    """A query's remaining candidates as (mean, row, rank, judged level), hardest first, and the removal counts."""
     own = facts.known_group_P == facts.group_Q[q]
     rows, texts = set(facts.known_row_P[own].tolist()), set(facts.known_hash_P[own].tolist())
     places = [c for c in range(candidates.row_QC.shape[1]) if candidates.row_QC[q, c] >= 0]
@@ -135,12 +135,12 @@ def one_query(scores, positive, **known):
         # A positive at -0.5: the bound is -0.525, where -0.5 * 0.95 = -0.475 would let candidates above it through.
         ([-0.49, -0.51, -0.53], -0.5, {"margin": 0.95}, [2, -1, -1]),
         ([-0.1, 0.0], 0.0, {"margin": 0.95}, [0, -1, -1]),
-        # A candidate at the margin goes.
+        # A candidate at the margin is removed.
         ([0.5, 0.25], 1.0, {"margin": None, "absolute_margin": 0.5}, [1, -1, -1]),
         ([0.5, 0.25], 1.0, {"margin": 0.5}, [1, -1, -1]),
     ],
 )
-def test_a_negative_lies_below_the_margins_whatever_the_sign(scores, positive, margins, expected):
+def test_a_negative_scores_below_the_margins_for_scores_of_any_sign(scores, positive, margins, expected):
     found = choose_negatives(*one_query(scores, positive), NegativeRules(3, **margins))
     assert found.row_QN[0].tolist() == expected
 
@@ -180,7 +180,7 @@ def test_a_draw_is_even_over_the_window():
 
 
 def graded_world(seed, num_teachers):
-    """The world of the plain rules, with draws, judged documents and a query that nobody judged."""
+    """As `world`, with random and judged documents, and queries without judgments."""
     candidates, facts = world(seed, num_teachers)
     generator = np.random.default_rng(seed + 1000)
     shape = candidates.row_QC.shape
@@ -192,7 +192,7 @@ def graded_world(seed, num_teachers):
 
 
 def quarters(left):
-    """The four parts of a list, as even as can be, the larger ones last."""
+    """A list in four equal parts; the last ones may be larger by one."""
     sizes = [(len(left) + extra) // 4 for extra in range(4)]
     ends = np.cumsum(sizes)
     return [left[end - size : end] for size, end in zip(sizes, ends, strict=True)]
@@ -254,12 +254,12 @@ NEAR = [0.99, 0.98, 0.97, 0.96, 0.5, 0.4, 0.3, 0.2]
     [
         (MIXED, {}, [[1], [7], [6], [5]]),
         (MIXED, {"num_negatives": 8}, [[1, 4], [7, 3], [6, 2], [5, 0]]),
-        # Of equal scores the lower document is the harder one.
+        # Among equal scores the lower document is harder.
         ([0.0] * 8, {"num_negatives": 8}, [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        # They are cut after the margin.
+        # The quarters are taken after the margin.
         (NEAR, {}, [[0], [2], [4], [6]]),
         (NEAR, {"margin": 0.95}, [[4], [5], [6], [7]]),
-        # A surplus goes to the easier quarters, and fewer than four leave the hardest empty.
+        # The remainder goes to the easier quarters; with fewer than four the hardest are empty.
         ([], {"num_negatives": 8}, [[], [], [], []]),
         (NEAR[:1], {"num_negatives": 8}, [[], [], [], [0]]),
         (NEAR[:3], {"num_negatives": 8}, [[], [0], [1], [2]]),
@@ -318,7 +318,7 @@ JUDGED = [
 
 
 def levels_by_loop(judged, positives):
-    """For each query text the documents judged as good as its positives, and the levels of the others."""
+    """For each query text the documents judged as relevant as its positives, and the levels of the others."""
     scale = sorted({grade for *_, grade in judged if grade > 0})
     found = {}
     for query, own in positives.items():
@@ -333,7 +333,7 @@ def levels_by_loop(judged, positives):
     return found
 
 
-def test_levels_and_further_positives_equal_a_loop(tmp_path):
+def test_levels_and_judged_positives_equal_a_loop(tmp_path):
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in "fedcba"])
     index = index_pairs(source(tmp_path, ROWS), tmp_path / "index", corpus)
     rows = np.arange(len(ROWS))
@@ -357,7 +357,7 @@ def test_levels_and_further_positives_equal_a_loop(tmp_path):
     assert len(np.unique(np.stack([judged.known.group_P, judged.known.row_P]), axis=1).T) == len(judged.known.row_P)
 
 
-def test_of_a_pair_judged_twice_the_higher_grade_counts_and_order_does_not():
+def test_the_higher_grade_of_a_pair_judged_twice_counts_in_any_order():
     first = TextQrels.of([("q", "a", 1), ("q", "b", 0), ("q", " a", 2)], "qrels")
     second = TextQrels.of([("q", "a ", 2), ("q", "a", 1), ("q", "b", 0)], "qrels")
     assert sorted(first.grade_J.tolist()) == [0, 2]
@@ -373,7 +373,7 @@ def test_of_a_pair_judged_twice_the_higher_grade_counts_and_order_does_not():
         ([("q", "a", 1), ("q", "b", 1)], "qrels: every judged document has the score 1, .*--levels quantiles"),
     ],
 )
-def test_judgments_that_set_nothing_apart_are_refused(judged, says):
+def test_judgments_without_two_grades_or_a_relevant_document_are_refused(judged, says):
     with pytest.raises(InputError, match=says):
         TextQrels.of(judged, "qrels")
 
@@ -381,7 +381,7 @@ def test_judgments_that_set_nothing_apart_are_refused(judged, says):
 @pytest.mark.parametrize("judged", [[("q9", "a", 1), ("q9", "b", 0)], [("q0", "x", 1), ("q0", "y", 0)]])
 def test_judgments_of_other_queries_or_documents_are_refused(judged, tmp_path):
     index = index_pairs(source(tmp_path, ROWS), tmp_path / "index")
-    with pytest.raises(InputError, match="qrels: judges no document for any query of the source"):
+    with pytest.raises(InputError, match="qrels: has no judgment of a document for a query of the source"):
         DocumentQrels(TextQrels.of(judged, "qrels"), index, "qrels")
 
 
@@ -389,13 +389,17 @@ def test_judgments_of_other_queries_or_documents_are_refused(judged, tmp_path):
     ("kind", "options", "says"),
     [
         (NegativeRules, {"num_negatives": 0}, "num_negatives must be >= 1"),
-        (NegativeRules, {"margin": 0.0}, "margin must lie in"),
-        (NegativeRules, {"margin": 1.5}, "margin must lie in"),
-        (NegativeRules, {"margin": float("nan")}, "margin must lie in"),
+        (NegativeRules, {"margin": 0.0}, "margin must be > 0 and <= 1"),
+        (NegativeRules, {"margin": 1.5}, "margin must be > 0 and <= 1"),
+        (NegativeRules, {"margin": float("nan")}, "margin must be > 0 and <= 1"),
         (NegativeRules, {"absolute_margin": -0.1}, "absolute_margin must be finite"),
         (NegativeRules, {"first_rank": 0}, "first_rank must be >= 1"),
         (NegativeRules, {"choice": "best"}, "choice must be top or random"),
-        (NegativeRules, {"num_negatives": 7, "first_rank": 10, "last_rank": 12}, "last_rank must leave 7 ranks"),
+        (
+            NegativeRules,
+            {"num_negatives": 7, "first_rank": 10, "last_rank": 12},
+            "last_rank must leave at least 7 ranks",
+        ),
         (LevelRules, {"kind": "grades"}, "levels needs judgments"),
         (LevelRules, {"kind": "steps"}, "levels must be quantiles or grades"),
         (LevelRules, {"kind": "quantiles", "judged": FEW}, "judgments have no effect on quantiles"),
@@ -406,6 +410,6 @@ def test_impossible_rules_are_refused(kind, options, says):
         kind(**options)
 
 
-def test_the_manifest_tells_judgments_apart():
+def test_the_manifest_identifies_the_judgments():
     assert LevelRules("quantiles").fields == {"kind": "quantiles"}
     assert LevelRules("grades", FEW).fields == {"kind": "grades", "judgments_sha256": FEW.sha256()}

@@ -1,4 +1,4 @@
-"""Documents are numbered by first appearance, each text once, and every positive finds its document."""
+"""Distinct documents are numbered by first appearance, and every positive has its document."""
 
 import json
 
@@ -70,7 +70,7 @@ def test_the_index_equals_a_loop_over_the_texts(negatives, corpus, block, tmp_pa
         assert found == [[documents.index(text.strip()) for text in texts] for texts in given]
 
 
-def test_an_index_with_negatives_is_not_taken_for_one_without(tmp_path):
+def test_indices_with_and_without_negatives_are_distinguished(tmp_path):
     pairs = source(tmp_path, [{**row, "negatives": ["n"]} for row in ROWS])
     index = index_pairs(pairs, tmp_path / "with", negatives=True)
     with pytest.raises(InputError, match="field 'negatives' is True, expected None"):
@@ -82,13 +82,13 @@ def test_an_index_with_negatives_is_not_taken_for_one_without(tmp_path):
     assert without.negative_rows is None
 
 
-def test_negatives_that_no_row_has_are_refused_and_leave_nothing(tmp_path):
+def test_a_source_without_negatives_is_refused_and_leaves_no_files(tmp_path):
     with pytest.raises(InputError, match="no row has negatives; leave out the option negatives"):
         index_pairs(source(tmp_path), tmp_path / "index", negatives=True)
     assert not (tmp_path / "index").exists()
 
 
-def test_an_index_of_before_negatives_could_be_documents_is_still_good(tmp_path):
+def test_an_older_index_without_the_field_negatives_is_valid(tmp_path):
     pairs = source(tmp_path)
     key = index_pairs(pairs, tmp_path / "index").key
     manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
@@ -98,7 +98,7 @@ def test_an_index_of_before_negatives_could_be_documents_is_still_good(tmp_path)
 
 
 @pytest.mark.parametrize("part", [1, 4, 32, 1000])
-def test_equal_hashes_are_neighbours_in_one_part_whatever_its_size(part):
+def test_equal_hashes_are_adjacent_in_one_part_of_any_size(part):
     generator = np.random.default_rng(0)
     hashes = generator.integers(-(2**63), 2**63 - 1, 40)[generator.integers(0, 40, 300)]
     groups, parts = {}, 0
@@ -135,9 +135,7 @@ TITLED = [
 
 @pytest.mark.parametrize("block", [1, 3, 1 << 16])
 @pytest.mark.parametrize("part", [1, 1 << 22])
-def test_a_text_behind_a_title_is_known_where_the_text_alone_is_and_the_other_way_round(
-    block, part, tmp_path, monkeypatch
-):
+def test_a_text_with_and_without_its_title_are_both_known_positives(block, part, tmp_path, monkeypatch):
     monkeypatch.setattr(pair_index, "BLOCK", block)
     monkeypatch.setattr(pair_index.equal_hashes, "__defaults__", (part,))
     rows = [*ROWS, {"query": "titled", "positive": "V b"}]
@@ -158,7 +156,7 @@ def test_a_text_behind_a_title_is_known_where_the_text_alone_is_and_the_other_wa
     assert not any(path.suffix == ".bin" for path in (tmp_path / "index").iterdir())
 
 
-def test_a_finished_index_is_opened_and_another_input_refused(tmp_path, monkeypatch):
+def test_a_finished_index_is_opened_and_another_input_is_refused(tmp_path, monkeypatch):
     pairs = source(tmp_path)
     index_pairs(pairs, tmp_path / "index")
     monkeypatch.setattr(pair_index, "_write_rows", lambda *_: pytest.fail("made again"))
@@ -171,7 +169,7 @@ def test_a_finished_index_is_opened_and_another_input_refused(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("content", ['{"text": 3}\n', '{"txt": "a"}\n', '{"text": "a"'])
-def test_a_corpus_that_cannot_be_used_leaves_nothing(content, tmp_path):
+def test_an_invalid_corpus_leaves_no_files(content, tmp_path):
     (tmp_path / "corpus.jsonl").write_text(content)
     with pytest.raises(InputError, match=r"corpus\.jsonl:1"):
         index_pairs(source(tmp_path), tmp_path / "index", tmp_path / "corpus.jsonl")
@@ -180,7 +178,7 @@ def test_a_corpus_that_cannot_be_used_leaves_nothing(content, tmp_path):
 
 def test_a_source_without_pairs_is_refused(tmp_path):
     texts = source(tmp_path, labelled(2, 2), conversion="class_by_example")
-    with pytest.raises(InputError, match="no pairs"):
+    with pytest.raises(InputError, match="labelled texts, not pairs"):
         index_pairs(texts, tmp_path / "index")
 
 

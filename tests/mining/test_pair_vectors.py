@@ -1,4 +1,4 @@
-"""The vectors of pairs are those of their texts, in shards, whoever made them; what `encode` made serves them too."""
+"""Pairs have the vectors of their texts with any number of tasks, and vectors that `encode` wrote are reused."""
 
 import json
 
@@ -46,14 +46,14 @@ def test_vectors_are_those_of_the_texts_at_unit_length(shard_size, encoder, tmp_
     assert (opened.query_shards, opened.document_shards) == (vectors.query_shards, vectors.document_shards)
 
 
-def test_two_processes_give_the_bytes_of_one(tmp_path, monkeypatch):
+def test_two_processes_write_the_same_bytes_as_one(tmp_path, monkeypatch):
     tiny_embedder(normalize=False, prompts={"query": "the "}).save_pretrained(tmp_path / "model")
     encoder = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32")
     write_jsonl(tmp_path / "some.jsonl", [{"text": text} for text in TEXTS[6:9]])
     encoded = EncodedTexts(documents=encode_corpus(encoder, tmp_path / "some.jsonl", tmp_path / "some").path)
     options = {"source": source(tmp_path, ROWS), "shard_size": 1, "encoded": encoded}
     encode_pairs(encoder, folder=tmp_path / "whole", **options)
-    # One task's shards, and what is left here.
+    # One task's shards, then the shards that are still missing.
     encode_pairs(encoder, folder=tmp_path / "task", devices=("cpu", "cpu"), task=ArrayTask(1, 2), **options)
     # All texts are encoded in the other processes.
     encode_nothing_more(monkeypatch)
@@ -91,7 +91,7 @@ def test_a_second_model_shares_the_index(encoder, tmp_path):
     second = encode_pairs(Encoder(tiny_embedder(), precision="float32"), pairs, tmp_path / "two", index=first.index)
     assert second.index is first.index
     assert not (tmp_path / "two" / "index").exists()
-    with pytest.raises(OptionError, match="corpus belongs to the index"):
+    with pytest.raises(OptionError, match="corpus cannot be set with an existing index"):
         encode_pairs(encoder, pairs, tmp_path / "one", index=first.index, corpus="more.jsonl")
 
 
@@ -107,7 +107,7 @@ def test_prompts_are_chosen_by_name_and_a_wrong_one_writes_nothing(encoder, tmp_
     np.testing.assert_allclose(vectors.document_shards.load(0)[:1], expected, atol=1e-5)
 
 
-def test_each_rows_own_instruction_stands_in_the_prompt_of_its_query(encoder, tmp_path):
+def test_each_rows_instruction_is_in_the_prompt_of_its_query(encoder, tmp_path):
     tasks = ["find the dog", "jumps", "find the dog", "one length"]
     rows = [{"query": f"fox {row}", "positive": f"dog {row}", "instruction": task} for row, task in enumerate(tasks)]
     prompt = {"text": "Instruct: {instruction}\nQuery: "}
@@ -125,17 +125,17 @@ def test_each_rows_own_instruction_stands_in_the_prompt_of_its_query(encoder, tm
         encode_pairs(encoder, source(tmp_path, rows), tmp_path / "out", query_prompt_name={"text": "query: "})
 
 
-def test_an_instruction_that_a_row_lacks_or_a_document_wants_is_refused(encoder, tmp_path):
+def test_a_missing_instruction_or_one_for_documents_is_refused(encoder, tmp_path):
     rows = [{"query": "fox", "positive": "dog", "instruction": "find"}, {"query": "lazy", "positive": "over"}]
     pairs = source(tmp_path, rows)
-    with pytest.raises(InputError, match=r"^row 1: has no instruction .* in the query prompt; give each record one"):
+    with pytest.raises(InputError, match=r"^row 1: has no instruction .* in the query prompt; add one to each record"):
         encode_pairs(encoder, pairs, tmp_path / "out", query_prompt_name={"text": "{instruction}: "})
     with pytest.raises(OptionError, match=r"may hold \{instruction\} only where it goes before the queries"):
         encode_pairs(encoder, pairs, tmp_path / "out", document_prompt_name={"text": "{instruction}: "})
     assert not (tmp_path / "out").exists()
 
 
-def test_a_text_without_direction_is_named(encoder, tmp_path, monkeypatch):
+def test_a_text_with_a_zero_vector_is_named(encoder, tmp_path, monkeypatch):
     def zeros_at_three(self, texts, *args, **options):
         vectors = np.ones((len(texts), 32), np.float32)
         vectors[3:4] = 0
@@ -156,7 +156,7 @@ def test_unfinished_vectors_are_not_opened(encoder, tmp_path):
 
 @pytest.fixture
 def folders(encoder, tmp_path):
-    """What `encode` made of the queries and of some documents, one of them no positive."""
+    """Output of `encode` for the queries and for some documents, one of them not a positive."""
     queries = write_jsonl(tmp_path / "queries.jsonl", [{"question": row["query"]} for row in ROWS[::-1]])
     texts = [TEXTS[7], "a stranger", TEXTS[11], f" {TEXTS[9]} "]
     documents = write_jsonl(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
@@ -165,7 +165,7 @@ def folders(encoder, tmp_path):
     return EncodedTexts(tmp_path / "q", tmp_path / "d")
 
 
-def test_texts_that_encode_has_encoded_keep_their_vectors(folders, encoder, tmp_path, monkeypatch):
+def test_vectors_that_encode_wrote_are_reused(folders, encoder, tmp_path, monkeypatch):
     pairs = source(tmp_path, ROWS)
     plain = encode_pairs(encoder, pairs, tmp_path / "plain", shard_size=4)
     encode, seen = Encoder.encode, []
@@ -178,7 +178,7 @@ def test_texts_that_encode_has_encoded_keep_their_vectors(folders, encoder, tmp_
     np.testing.assert_array_equal(made.query_shards.load(0)[:1], unit(last))
 
 
-def test_tasks_and_a_kill_change_no_byte_of_vectors_that_encode_made(folders, encoder, tmp_path, monkeypatch):
+def test_tasks_and_a_kill_change_no_byte_with_reused_vectors(folders, encoder, tmp_path, monkeypatch):
     pairs = source(tmp_path, ROWS)
     encode_pairs(encoder, pairs, tmp_path / "whole", shard_size=2, encoded=folders)
     with monkeypatch.context() as patch:
@@ -190,12 +190,12 @@ def test_tasks_and_a_kill_change_no_byte_of_vectors_that_encode_made(folders, en
     for index in (1, 0):
         encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2, encoded=folders, task=ArrayTask(index, 2))
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
-    # What is whole needs no folder any more.
+    # Complete vectors do not need the folders any more.
     encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2)
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
 
 
-def test_a_folder_of_another_model_leaves_nothing_behind(folders, tmp_path):
+def test_a_folder_of_another_model_leaves_no_files(folders, tmp_path):
     other = Encoder(tiny_embedder(), precision="float32")
     with pytest.raises(InputError, match=r"q/manifest.json: field 'model_sha256' is"):
         encode_pairs(other, source(tmp_path, ROWS), tmp_path / "out", encoded=folders)
@@ -207,7 +207,7 @@ CORPUS = [*TEXTS[:9], TEXTS[2], " "]
 
 @pytest.fixture(scope="module")
 def encoded(encoder, tmp_path_factory):
-    """Encodes the corpus, in which one text is there twice, and gives the folder."""
+    """A function that encodes the corpus, with one repeated text, and returns the folder."""
     folder = tmp_path_factory.mktemp("encoded")
     corpus = write_jsonl(folder / "corpus.jsonl", [{"text": text} for text in CORPUS])
 
@@ -218,7 +218,7 @@ def encoded(encoder, tmp_path_factory):
 
 
 def opened(folder, encoder, role="document", prompt_name=None, **change):
-    """The folder as a job opens it, which needs this role, prompt and model."""
+    """The folder, opened for a job with this role, prompt and model."""
     model = {"model_sha256": embedder_sha256(encoder), "precision": "float32", "embedding_dim": 32}
     return EncodedFolder.open(folder, role, prompt_name, model | change)
 
@@ -236,8 +236,8 @@ def test_each_text_finds_the_first_of_its_vectors(part, block, encoder, encoded,
     assert [path.name for path in tmp_path.iterdir()] == ["rows.npy"]
 
 
-def test_a_folder_of_other_texts_is_refused_and_leaves_nothing(encoder, encoded, tmp_path):
-    with pytest.raises(InputError, match=r"vectors: holds none of the 2 texts .*; name a folder of these"):
+def test_a_folder_of_other_texts_is_refused_and_leaves_no_files(encoder, encoded, tmp_path):
+    with pytest.raises(InputError, match=r"vectors: contains none of the 2 texts; name a folder of these"):
         opened(encoded(), encoder).find(np.array([1, 2]), tmp_path / "rows.npy")
     assert not [path for path in tmp_path.iterdir() if not path.name.endswith(".lock")]
 
@@ -252,11 +252,11 @@ def test_a_folder_of_other_texts_is_refused_and_leaves_nothing(encoder, encoded,
         ({"prompt_name": "other"}, "field 'prompt_name' is None, expected 'other'"),
     ],
 )
-def test_a_folder_that_was_made_in_another_way_is_refused_by_name(change, says, encoder, encoded):
+def test_a_folder_with_other_options_is_refused_by_name(change, says, encoder, encoded):
     refused(InputError, f"manifest.json: {says}", opened, encoded(), encoder, **change)
 
 
-def test_the_prompt_of_the_roles_name_is_what_comes_of_none(encoder, encoded):
+def test_no_prompt_name_means_the_prompt_named_like_the_role(encoder, encoded):
     for made in (None, "query"):
         folder = encoded(f"by {made}", role="query", prompt_name=made)
         for prompt in (None, "query"):
@@ -265,7 +265,7 @@ def test_the_prompt_of_the_roles_name_is_what_comes_of_none(encoder, encoded):
     refused(InputError, "field 'prompt_name' is 'other', expected None", opened, folder, encoder, "query")
 
 
-def test_vectors_made_in_a_context_or_not_finished_are_refused(encoded, tmp_path):
+def test_contextual_or_unfinished_vectors_are_refused(encoded, tmp_path):
     contextual = Encoder(tiny_contextual(), precision="float32")
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in TEXTS])
     folder = encoded("in context", contextual, context=choose_context(contextual, corpus, 2))
@@ -276,6 +276,6 @@ def test_vectors_made_in_a_context_or_not_finished_are_refused(encoded, tmp_path
 
 
 @pytest.mark.parametrize("vector_format", ["float16", "int8", "binary"])
-def test_vectors_that_are_not_kept_in_float32_are_refused_by_their_format(vector_format, encoder, encoded):
+def test_vectors_in_another_format_than_float32_are_refused(vector_format, encoder, encoded):
     says = f"holds {vector_format} vectors, and a job takes float32; encode .* with --vector-format float32"
     refused(InputError, says, opened, encoded(vector_format, vector_format=vector_format), encoder)

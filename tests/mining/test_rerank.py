@@ -1,4 +1,4 @@
-"""A cross-encoder's scores are those of its own library, whoever made the shards and however often it was killed."""
+"""A cross-encoder's scores equal those of its library, with any number of tasks and after kills."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def _teachers(monkeypatch):
 
 
 def save_model(folder, kind=BertForSequenceClassification, seed=0, **options):
-    """A small BERT with random weights; a head far from zero tells the pairs apart."""
+    """A small BERT with random weights; large weights give the pairs different scores."""
     tokenizer = wordpiece_tokenizer()
     torch.manual_seed(seed)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -80,7 +80,7 @@ def test_the_scores_are_those_of_the_library_and_train(levels, output, cross_enc
         assert len(texts) == len(row["scores"]) > 4
         found += row["scores"]
         expected += direct.predict([(row["query"], text) for text in texts]).tolist()
-    # Pairs of another batch are padded to another length.
+    # Padding differs between batches, so scores are not equal to the bit.
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
     assert np.std(expected) > 0.02
     source = open_source(SourceConfig("mined", str(tmp_path / output)), tmp_path / "cache")
@@ -106,9 +106,12 @@ def test_kills_tasks_and_a_second_model_end_with_the_same_bytes(cross_encoder, t
     assert run(tmp_path, "killed.parquet", reranker=reranker)._replace(output=report.output) == report
     assert len(made) == 3
     assert outputs(tmp_path, "killed.parquet") == whole
-    # What was mined serves another model, and what is there is never taken for another model's.
+    # Mined shards are reused with another reranker, scores are not.
     other = Reranker(save_model(tmp_path / "other", seed=1, num_labels=1), "cpu")
-    for wrong, says in ((other, "field 'reranker.model_sha256'"), (None, "field 'reranker': the output was made with")):
+    for wrong, says in (
+        (other, "field 'reranker.model_sha256'"),
+        (None, "field 'reranker': the output was written with"),
+    ):
         with pytest.raises(InputError, match=says):
             run(tmp_path, "killed.parquet", reranker=wrong)
     (tmp_path / "killed.parquet").unlink()
@@ -122,8 +125,8 @@ def test_kills_tasks_and_a_second_model_end_with_the_same_bytes(cross_encoder, t
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [
-        (BertModel, {}, "reranker must be a cross-encoder, and its weights, of BertModel, have no head for scores"),
-        (BertForSequenceClassification, {"num_labels": 3}, "reranker must give one score for a pair, and gives 3"),
+        (BertModel, {}, "reranker must be a cross-encoder, and the weights of BertModel have no head for scores"),
+        (BertForSequenceClassification, {"num_labels": 3}, "reranker must return one score per pair, not 3"),
     ],
 )
 def test_a_model_that_scores_no_pairs_is_refused(kind, options, says, tmp_path):
@@ -131,7 +134,7 @@ def test_a_model_that_scores_no_pairs_is_refused(kind, options, says, tmp_path):
         Reranker(save_model(tmp_path / "model", kind, **options), "cpu")
 
 
-def test_a_model_that_cannot_be_had_is_one_line(tmp_path, monkeypatch):
+def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"nowhere: cannot be loaded as a cross-encoder \(") as error:
         Reranker(str(tmp_path / "nowhere"), "cpu")
     assert "\n" not in str(error.value)
@@ -143,5 +146,5 @@ def test_a_model_that_cannot_be_had_is_one_line(tmp_path, monkeypatch):
 def test_a_score_that_is_not_finite_is_named(cross_encoder):
     reranker = Reranker(cross_encoder, "cpu")
     reranker.model.predict = lambda pairs, **_: np.array([1.0, math.nan])
-    with pytest.raises(InputError, match="gives 'fox' with 'two' a score that is not finite"):
+    with pytest.raises(InputError, match="the score of 'fox' with 'two' is not finite"):
         reranker.scores([("fox", "one"), ("fox", "two")])

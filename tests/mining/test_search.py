@@ -1,4 +1,4 @@
-"""The exact search is the brute-force search, whatever the shards, tiles, ties, copies and device."""
+"""The exact search equals brute force for all shards, tiles, ties, copies and devices."""
 
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ COPIES = [(row, 3) for row in range(10, 60, 2)]
 
 @pytest.fixture(params=["bfloat16", "float32", "gpu"])
 def exact(request, monkeypatch):
-    """The exact search on a CPU that multiplies bfloat16, on one that does not, and a GPU's, here on the CPU."""
+    """The exact search on a CPU with and without bfloat16, and the GPU's search, here on the CPU."""
     monkeypatch.setattr(knn, "has_native_bfloat16", lambda device: request.param == "bfloat16")
     return partial(GpuSearch, device=CPU) if request.param == "gpu" else ExactSearch
 
@@ -38,7 +38,7 @@ def assert_same(found, expected):
 )
 def test_the_search_equals_a_loop_over_all_pairs(shard_size, tile_bytes, exact, tmp_path, monkeypatch):
     monkeypatch.setattr(knn, "TILE_BYTES", tile_bytes)
-    # Fewer queries are compared at once than there are.
+    # The queries need several chunks.
     monkeypatch.setattr(knn, "QUERY_CHUNK", 3)
     monkeypatch.setattr(knn, "_PRODUCT_SCORES", 80)
     documents, queries = unit_vectors(64, copies=[(5, 9), (63, 0)]), unit_vectors(7, seed=1)
@@ -83,16 +83,16 @@ def test_a_quick_scan_leaves_few_queries_in_doubt_and_changes_no_bit(exact, tmp_
 @pytest.mark.parametrize(
     ("value", "kind"), [(0, "zero"), (np.nan, "not finite"), (np.inf, "not finite"), (2, "of length")]
 )
-def test_a_document_without_direction_is_named(value, kind, exact, tmp_path):
+def test_an_invalid_document_vector_is_named(value, kind, exact, tmp_path):
     documents = unit_vectors(10)
     documents[5] = value
     with pytest.raises(InputError, match=rf"vectors-00001\.npy:1: the vector is {kind}"):
         exact(shards(tmp_path, documents, 4)).search(unit_vectors(2), 3)
 
 
-def test_queries_that_do_not_fit_are_refused(exact, tmp_path):
+def test_invalid_queries_are_refused(exact, tmp_path):
     search = exact(shards(tmp_path, unit_vectors(10), 4))
-    with pytest.raises(InputError, match="holds vectors of width 8, the queries' is 5"):
+    with pytest.raises(InputError, match="contains vectors of width 8, the queries' is 5"):
         search.search(unit_vectors(2, 5), 3)
     with pytest.raises(InputError, match="query vectors:1: the vector is zero"):
         search.search(unit_vectors(2) * np.array([[1], [0]], np.float32), 3)
@@ -123,7 +123,7 @@ def test_no_document_scores_above_the_bound_of_its_score(dtype, width):
 @pytest.mark.parametrize("width", [1, 5, 16, 47, 160, 1000, 1003])
 @pytest.mark.parametrize("top_k", [1, 4, 30])
 def test_the_largest_values_and_their_places(dtype, width, top_k):
-    # bfloat16 makes many of them equal.
+    # In bfloat16 many of them are equal.
     score_QT = torch.randn(20, width, generator=torch.Generator().manual_seed(0)).to(dtype)
     top_k = min(top_k, width)
     values, places = map(torch.as_tensor, topk_per_row(score_QT, top_k))
@@ -133,7 +133,7 @@ def test_the_largest_values_and_their_places(dtype, width, top_k):
 
 
 @pytest.mark.parametrize("order", ["rising", "falling", "equal", "one column", "the rest"])
-def test_wherever_the_largest_lie(order):
+def test_the_largest_values_are_found_at_any_position(order):
     width, top_k = 16 * 40 + 7, 9
     score_T = torch.zeros(width) if order == "equal" else torch.arange(float(width))
     if order == "falling":
@@ -149,7 +149,7 @@ def test_wherever_the_largest_lie(order):
 
 
 def clustered(count, seed=0, width=16, centres=20):
-    """Vectors around a few centres, as those of texts are."""
+    """Vectors around a few centres, like those of texts."""
     centre = unit_vectors(centres, width)[np.random.default_rng(seed).integers(0, centres, count)]
     vectors = centre + 0.6 * unit_vectors(count, width, seed=seed + 1)
     return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
@@ -181,14 +181,14 @@ def test_tasks_and_tiles_change_nothing(tmp_path, monkeypatch):
     assert_same(parts.search(queries, 5), whole)
 
 
-def test_a_gpu_returns_so_many_documents_of_lists(tmp_path):
+def test_a_top_k_beyond_the_limit_of_faiss_on_a_gpu_is_refused(tmp_path):
     search = build_ivf(shards(tmp_path / "documents", clustered(100), 50), tmp_path / "ivf")
     search.gpu = True
     with pytest.raises(OptionError, match="top_k must be <= 2032 on a GPU, got 2033"):
         search.search(clustered(2), 2033)
 
 
-def test_where_the_lists_hold_too_few_the_rest_is_minus_one(tmp_path):
+def test_missing_documents_are_minus_one(tmp_path):
     documents = shards(tmp_path / "documents", clustered(30), 30)
     found = build_ivf(documents, tmp_path / "ivf", num_probes=1, num_lists=10).search(clustered(5, seed=5), 20)
     missing = found.index_QK < 0
@@ -210,17 +210,17 @@ def test_the_default_number_of_lists_suits_the_documents(count, lists, tmp_path)
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"num_lists": 31}, "num_lists must lie in 1 … 30"),
-        ({"num_lists": 4, "num_probes": 5}, "num_probes must lie in"),
+        ({"num_lists": 31}, "num_lists must be between 1 and the 30 documents"),
+        ({"num_lists": 4, "num_probes": 5}, "num_probes must be between"),
     ],
 )
-def test_impossible_numbers_are_refused_before_anything_is_written(options, says, tmp_path):
+def test_invalid_numbers_are_refused_before_anything_is_written(options, says, tmp_path):
     with pytest.raises(OptionError, match=says):
         build_ivf(shards(tmp_path / "documents", clustered(30), 8), tmp_path / "ivf", **options)
     assert not (tmp_path / "ivf").exists()
 
 
-def test_a_vector_without_direction_is_named_even_if_it_is_in_no_sample(tmp_path):
+def test_an_invalid_vector_outside_the_sample_is_named(tmp_path):
     vectors = clustered(300)
     sampled = set(sample_rows(300, 1, 0).tolist())
     row = next(row for row in range(8, 300) if row not in sampled)
@@ -229,20 +229,20 @@ def test_a_vector_without_direction_is_named_even_if_it_is_in_no_sample(tmp_path
         build_ivf(shards(tmp_path / "documents", vectors, 8), tmp_path / "ivf", num_lists=1)
 
 
-def cut(monkeypatch, tile_rows, pass_queries, product_queries, num_pairs, is_resident):
-    """Searches are cut so."""
+def set_sizes(monkeypatch, tile_rows, pass_queries, product_queries, num_pairs, is_resident):
+    """Set the block sizes of searches."""
     sizes = gpu_search.SearchSizes(is_resident, tile_rows, pass_queries, product_queries, num_pairs, 0)
     monkeypatch.setattr(gpu_search, "search_sizes", lambda *_: sizes)
 
 
 @pytest.mark.parametrize("is_resident", [True, False], ids=["kept", "streamed"])
 @pytest.mark.parametrize(("tile_rows", "queries", "at_once", "pairs"), [(1, 1, 1, 1), (7, 5, 2, 3), (64, 7, 7, 9999)])
-def test_any_pieces_find_what_a_loop_over_all_pairs_finds(
+def test_all_block_sizes_give_the_results_of_a_loop_over_all_pairs(
     tile_rows, queries, at_once, pairs, is_resident, tmp_path, monkeypatch
 ):
     documents, query_QD = unit_vectors(64, copies=[(5, 9), (63, 0)]), unit_vectors(7, seed=1)
     stored = shards(tmp_path, documents, 9)
-    cut(monkeypatch, tile_rows, queries, at_once, pairs, is_resident)
+    set_sizes(monkeypatch, tile_rows, queries, at_once, pairs, is_resident)
     search = GpuSearch(stored, device=CPU)
     for top_k in (1, 5, 30, 64, 100):
         found = search.search(query_QD, top_k)
@@ -251,14 +251,14 @@ def test_any_pieces_find_what_a_loop_over_all_pairs_finds(
 
 
 @pytest.mark.parametrize("is_resident", [True, False], ids=["kept", "streamed"])
-def test_vectors_stored_in_float16_stay_so(is_resident, tmp_path, monkeypatch):
+def test_float16_vectors_stay_float16_on_the_device(is_resident, tmp_path, monkeypatch):
     halves = unit_vectors(300, 32).astype(np.float16)
     shards(tmp_path, halves, 40)
     documents = VectorShards(tmp_path, 300, 32, 40, "float16")
-    cut(monkeypatch, 64, 9, 4, 100, is_resident)
+    set_sizes(monkeypatch, 64, 9, 4, 100, is_resident)
     search, query_QD = GpuSearch(documents, device=CPU), unit_vectors(9, 32, seed=1)
     assert_same(search.search(query_QD, 12), ExactSearch(documents).search(query_QD, 12))
-    assert [tile.dtype for tile in search._kept] == [torch.float16] * (5 if is_resident else 0)
+    assert [tile.dtype for tile in search._resident] == [torch.float16] * (5 if is_resident else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -266,16 +266,16 @@ def test_vectors_stored_in_float16_stay_so(is_resident, tmp_path, monkeypatch):
 def test_no_document_scores_above_the_bound_of_a_gpus_score(dtype, width):
     query_QD, document_ND = unit_vectors(20, width), unit_vectors(600, width, seed=1)
     quick_QN = (torch.from_numpy(query_QD).to(dtype) @ torch.from_numpy(document_ND).to(dtype).T).float().numpy()
-    lost = gpu_search._most_lost(width) if dtype == torch.float16 else 0.0
+    error = gpu_search._float16_error(width) if dtype == torch.float16 else 0.0
     for vectors in (query_QD, document_ND):
-        assert np.linalg.norm(vectors - vectors.astype(np.float16).astype(np.float32), axis=1).max() <= max(lost, 1e-3)
+        assert np.linalg.norm(vectors - vectors.astype(np.float16).astype(np.float32), axis=1).max() <= max(error, 1e-3)
     true_QN = query_QD.astype(np.float64) @ document_ND.T.astype(np.float64)
-    excess_QN = gpu_search.score_bound(quick_QN, lost, lost, width, dtype) - true_QN
+    excess_QN = gpu_search.score_bound(quick_QN, error, error, width, dtype) - true_QN
     assert excess_QN.min() >= 0
     assert excess_QN.max() < 0.004
 
 
-def test_products_are_exact_inside_only():
+def test_products_are_exact_inside_the_context_only():
     matmul = torch.backends.cuda.matmul
     torch.set_float32_matmul_precision("high")
     try:
@@ -307,13 +307,13 @@ def test_the_sizes_that_the_documentation_states(millions, dtype, memory, stays)
 
 @pytest.mark.parametrize("width", [17, 266, 5000])
 @pytest.mark.parametrize("memory", [0.03, 0.2, 1, 16, 70])
-def test_pieces_fit_any_memory_that_is_accepted(memory, width):
+def test_block_sizes_fit_any_accepted_memory(memory, width):
     sizes = search_sizes(10**6, 1024, 4, width, 50_000, memory)
     assert sizes.num_bytes <= memory * 2**30
     assert min(sizes.tile_rows, sizes.pass_queries, sizes.product_queries, sizes.num_pairs) >= 1
 
 
-def test_too_little_memory_is_refused_with_what_would_do(tmp_path):
+def test_too_little_memory_is_refused_with_the_minimum(tmp_path):
     documents = shards(tmp_path, unit_vectors(300, 64), 100)
     with pytest.raises(OptionError, match="gpu_memory_gib must be >= ") as refused:
         GpuSearch(documents, 1e-5, CPU).search(unit_vectors(2, 64), 20)
@@ -324,7 +324,7 @@ def test_too_little_memory_is_refused_with_what_would_do(tmp_path):
         GpuSearch(documents, 0.99 * least, CPU).search(unit_vectors(2, 64), 20)
 
 
-def test_a_gpu_that_is_not_there_is_refused(tmp_path, monkeypatch):
+def test_a_missing_gpu_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(OptionError, match="gpu needs a CUDA device"):
         GpuSearch(shards(tmp_path, unit_vectors(10), 4))

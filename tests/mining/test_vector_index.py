@@ -1,4 +1,4 @@
-"""An index finds what the exact search finds where it looks everywhere, and is refused beside other vectors."""
+"""An index that searches all lists equals the exact search, and is refused for other vectors."""
 
 import errno
 import json
@@ -41,19 +41,19 @@ def folder(tmp_path, vectors):
     return vector_folder(tmp_path / "vectors", vectors)
 
 
-def test_all_lists_searched_are_the_exact_search(folder, vectors):
+def test_searching_all_lists_equals_the_exact_search(folder, vectors):
     index = build_index(folder, num_lists=12, num_probes=12)
     queries = unit_rows(vectors[::7])
     found, exact = index.search(queries, 10), search_top_k(queries, unit_rows(vectors), 10)
     np.testing.assert_allclose(found.score_QK, exact.score_QK, rtol=0, atol=1e-6)
     same = found.index_QK == exact.index_QK
-    # Rows may change places where their scores are equal but for rounding.
+    # Rows may be swapped if their scores differ only by rounding.
     assert same.mean() > 0.98
     assert (np.abs(np.diff(exact.score_QK, axis=1)).min(axis=1)[~same.all(axis=1)] < 1e-6).all()
     assert recall_of(index, folder) == 1.0
 
 
-def test_the_default_sizes_are_those_of_mining_and_some_neighbours_are_missed(folder, vectors):
+def test_the_default_sizes_are_those_of_mining_and_recall_is_measured(folder, vectors):
     index = build_index(folder)
     assert (index.num_lists, index.num_probes) == (15, 15)
     index = build_index(folder, num_probes=2)
@@ -71,7 +71,7 @@ def test_the_default_sizes_are_those_of_mining_and_some_neighbours_are_missed(fo
     assert few == pytest.approx(hits / (10 * len(queries)), abs=0.01)
 
 
-def test_scores_are_in_order_and_rows_that_are_not_found_come_last(folder, vectors):
+def test_scores_are_in_order_and_missing_rows_come_last(folder, vectors):
     index = build_index(folder, num_lists=15, num_probes=1)
     found = index.search(unit_rows(vectors[:20]), 600)
     for scores, rows in zip(found.score_QK.tolist(), found.index_QK.tolist(), strict=True):
@@ -84,7 +84,7 @@ def test_scores_are_in_order_and_rows_that_are_not_found_come_last(folder, vecto
             assert (-score, row) < (-after, later)
 
 
-def test_an_index_is_found_again_as_it_was_made(folder, vectors):
+def test_a_saved_index_is_opened_unchanged(folder, vectors):
     made = build_index(folder, num_lists=8, num_probes=3, seed=5)
     again = Index.open(folder)
     assert (again.num_lists, again.num_probes) == (8, 3)
@@ -116,7 +116,7 @@ def test_other_vectors_or_a_damaged_file_are_refused(folder, vectors):
         Index.open(folder)
 
 
-def test_damage_inside_the_file_is_refused_when_it_is_opened_or_where_it_is_found(folder, vectors):
+def test_damage_inside_the_file_is_detected_on_opening_or_searching(folder, vectors):
     build_index(folder, num_lists=8, num_probes=8)
     path, rng = folder.path / INDEX_FILE, np.random.default_rng(0)
     before = path.read_bytes()
@@ -127,7 +127,7 @@ def test_damage_inside_the_file_is_refused_when_it_is_opened_or_where_it_is_foun
         path.write_bytes(bytes(damaged))
         with pytest.raises(InputError, match="'head_sha256'"):
             Index.open(folder)
-    # The last list ends with the row of its last document, behind the vectors of all.
+    # The file ends with the row of the last list's last document.
     row = int.from_bytes(before[-8:], "little")
     for kind in (600, 2**40, -5):
         path.write_bytes(before[:-8] + kind.to_bytes(8, "little", signed=True))
@@ -141,9 +141,9 @@ def test_damage_inside_the_file_is_refused_when_it_is_opened_or_where_it_is_foun
         Index.open(folder).search(np.abs(unit_rows(vectors[7:8])), 5)
 
 
-# The last bytes are written when the file is closed, and faiss does not say why that fails.
+# The last bytes are written when the file is closed, and faiss does not report the reason of a failure.
 @pytest.mark.parametrize(("missing", "code"), [(20_000, errno.EFBIG), (1, errno.EIO)])
-def test_a_file_that_cannot_be_written_leaves_the_index_that_was_there(missing, code, folder, vectors):
+def test_a_failed_write_preserves_the_existing_index(missing, code, folder, vectors):
     made = build_index(folder, num_lists=8)
     size, before = (folder.path / INDEX_FILE).stat().st_size, sorted(folder.path.iterdir())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -160,14 +160,14 @@ def test_a_file_that_cannot_be_written_leaves_the_index_that_was_there(missing, 
     np.testing.assert_array_equal(made.search(vectors[:9], 5).index_QK, again.search(vectors[:9], 5).index_QK)
 
 
-def test_no_list_is_trained_where_the_disk_has_no_room(folder, monkeypatch):
+def test_no_lists_are_trained_on_a_full_disk(folder, monkeypatch):
     monkeypatch.setattr("embeddings.mining.vector_index.train_centroids", None)
     fake_disk(monkeypatch, 600 * (4 * 8 + 8))
     with pytest.raises(OSError, match="bytes are needed and 24,000 available"):
         build_index(folder)
 
 
-def test_the_hash_is_of_vectors_and_manifest_without_versions(folder, tmp_path, vectors):
+def test_the_folders_hash_ignores_versions(folder, tmp_path, vectors):
     first = folder_sha256(folder)
     manifest = json.loads((folder.path / "manifest.json").read_text())
     (folder.path / "manifest.json").write_text(json.dumps({**manifest, "versions": {"a": 2}}))
@@ -183,7 +183,7 @@ def test_a_single_vector_has_an_index(tmp_path):
     assert recall_of(index, folder) == 1.0
 
 
-def test_half_vectors_have_an_index_and_smaller_ones_none(tmp_path, vectors):
+def test_float16_vectors_can_be_indexed_and_smaller_ones_cannot(tmp_path, vectors):
     half = vector_folder(tmp_path / "half", vectors, vector_format="float16")
     found = build_index(half, num_lists=12, num_probes=12).search(unit_rows(vectors[::7]), 10)
     exact = search_top_k(unit_rows(vectors[::7]), half.directions(), 10)

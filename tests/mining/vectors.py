@@ -1,4 +1,4 @@
-"""Unit vectors on disk, and the plain answers about them."""
+"""Unit vectors on disk, and brute-force results of searches."""
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def shards(folder, vectors, shard_size):
 
 
 def brute_force(queries, documents, top_k):
-    """Scores and rows of the best documents, a loop over all pairs; of equal scores the lower row first."""
+    """Scores and rows of the best documents, a loop over all pairs; ties by row."""
     best = []
     for query in queries.astype(np.float64):
         scores = [np.float32(sum(query * document)) for document in documents.astype(np.float64)]

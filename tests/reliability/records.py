@@ -297,7 +297,7 @@ CASES = {
             put("pairs.jsonl", b"[" + LINE.strip() + b",\n" + LINE + b"]\n"),
             "pairs.jsonl:1: a JSON array begins here, expected JSON lines",
         ),
-        "fewer documents than negatives": (pairs(positive="another"), "2 different documents, too few for 2 negatives"),
+        "fewer documents than negatives": (pairs(positive="another"), "2 distinct documents, too few for 2 negatives"),
     },
     FILTER + " --columns '{positive: answer}'": {
         "a column mapped to one that is not there": (
@@ -336,7 +336,7 @@ CASES = {
     MINE.replace("--num-negatives 2", "--levels grades --judgments eval/qrels.tsv"): {
         "judgments of other queries than the records'": (
             both(pairs(), judged("q0\td0\t1", "q0\td1\t2")),
-            "eval/qrels.tsv: judges no document for any query of the source",
+            "eval/qrels.tsv: has no judgment of a document for a query of the source",
         )
     },
     EVALUATE.replace(" eval ", " [] "): {"no folder": (put("a", ""), "--data: has no folder")},
