@@ -128,7 +128,7 @@ def test_no_backbone_changes_a_tensor_between_layers_that_share_it(make, monkeyp
     backbone, ids = make().eval(), torch.randint(5, 100, (2, 9))
     with Int8Products(backbone).on():
         shared = backbone(ids).last_hidden_state
-    quantised = precision.QuantisedInput._quantised
+    quantised = precision.QuantisedInput.quantise
     monkeypatch.setattr(precision.QuantisedInput, "of", lambda self, _, input_I: quantised(self, input_I))
     with Int8Products(backbone).on():
         assert torch.equal(backbone(ids).last_hidden_state, shared)
