@@ -111,7 +111,7 @@ class BM25:
         """How much of any one corpus text each text covers, at most, (Q,) float32, from 0 to 1.
 
         This is the BM25 score of a corpus text for the given text, divided by its score for itself, maximised over the
-        corpus. Each token counts once. It is 0 if no token is shared, and 1 for a text with all tokens of a corpus text.
+        corpus. Each token counts once. It is 0 if no token is shared, and 1 for a text with all tokens of another.
         """
         present_QV = self._counts(texts)
         present_QV.data[:] = 1

@@ -122,6 +122,6 @@ def require_context_size(encoder: Encoder, size: int | None) -> int:
     if size is None:
         return slots
     if not 1 <= size <= slots:
-        rule = f"must be from 1 to {slots}, the number of the model's context documents"
+        rule = f"must be from 1 to the model's {slots} context documents"
         raise OptionError("context_size", size, rule, "leave it out for all of them")
     return size

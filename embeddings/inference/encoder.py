@@ -342,7 +342,7 @@ class Encoder:
             return None
         self.require_context()
         if not 0 < len(context) <= self.num_context:
-            rule = f"must have from 1 to {self.num_context} documents, the model's maximum"
+            rule = f"must have from 1 to the model's {self.num_context} documents"
             raise OptionError("context", f"{len(context)} documents", rule, "leave it out for no context")
         vectors = context.vector_MH if isinstance(context, Context) else self.encode_context(context)
         # A copy: a memory-mapped array is read-only, which torch does not support.

@@ -78,7 +78,7 @@ def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = N
         title = text_field(where, {title_column: "", **fields}, title_column)
         text = text_field(where, fields, text_column)
         if document_id in seen:
-            raise InputError(where, f"the id {shown(document_id)} occurs a second time", "give each document a unique id")
+            raise InputError(where, f"the id {shown(document_id)} occurs a second time", "give each document its own")
         seen.add(document_id)
         yield Document(document_id, " ".join(part for part in (title, text) if part))
 

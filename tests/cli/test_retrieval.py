@@ -361,7 +361,7 @@ def test_a_bad_context_is_one_line_and_exit_code_2(argv, says, contextual, tmp_p
     [
         (
             ["search", "--model", "MODEL", "--corpus", "good.jsonl", "--context", "good.jsonl", "x"],
-            "this model takes none",
+            "the model is not contextual",
         ),
         (["search", "--model", "no_model_here", "--corpus", "good.jsonl", "--top_k", "0", "words"], "top_k must be"),
         (["evaluate", "--model", "no_model_here", "--data", "nowhere", "--output", "."], "--output .: is a directory"),

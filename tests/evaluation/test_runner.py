@@ -136,13 +136,13 @@ def test_an_impossible_context_is_refused_before_anything_is_scored(encoder, con
     write_similarity(tmp_path)
     with pytest.raises(OptionError, match="context_size must be from 1 to the model's 5"):
         evaluate_folders(contextual, [tmp_path], context_size=6)
-    with pytest.raises(OptionError, match="this model takes none"):
+    with pytest.raises(OptionError, match="the model is not contextual"):
         evaluate_folders(encoder, [tmp_path], context_size=2)
 
 
 @pytest.mark.parametrize(("widths", "given"), [([], r"\[\]"), ([33], "33"), ([32, 0], r"\[32, 0\]")])
 def test_widths_that_the_vectors_have_not_are_refused_before_anything_is_read(encoder, widths, given, tmp_path):
-    with pytest.raises(OptionError, match=rf"dimensions must be from 1 to the 32 .*, got {given}; leave it out"):
+    with pytest.raises(OptionError, match=rf"dimensions must be from 1 to 32, .*, got {given}; leave it out"):
         evaluate_folders(encoder, [tmp_path / "nowhere"], widths=widths)
     with pytest.raises(OptionError, match="dimensions must be from 1"):
         evaluate_widths(encoder, tmp_path / "nowhere", widths)

@@ -104,10 +104,10 @@ def test_identifiers_are_cut_into_stemmed_words_and_kept(text, tokens):
 @pytest.mark.parametrize(
     ("corpus", "options", "message"),
     [
-        ([], {}, "corpus must hold at least one text"),
+        ([], {}, "corpus must have at least one text"),
         (["x"], {"k1": -0.1}, "k1 must be >= 0, got -0.1"),
         (["x"], {"k1": math.nan}, "k1 must be >= 0, got nan"),
-        (["x"], {"b": 1.5}, "b must lie between 0 and 1, got 1.5"),
+        (["x"], {"b": 1.5}, "b must be between 0 and 1, got 1.5"),
     ],
 )
 def test_impossible_options_are_refused(corpus, options, message):

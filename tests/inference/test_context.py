@@ -121,10 +121,10 @@ def test_a_context_that_cannot_be_is_refused(encoder, tmp_path):
             choose_context(encoder, corpus, size)
     with pytest.raises(OptionError, match="context_size must be >= 1, got 0"):
         draw_documents(corpus, 0)
-    with pytest.raises(OptionError, match="context must hold at least one document"):
+    with pytest.raises(OptionError, match="context must have at least one document"):
         sample_context(encoder, [])
     with pytest.raises(InputError, match=r"empty\.jsonl"):
         choose_context(encoder, write_corpus(tmp_path / "empty.jsonl", []))
     for encode in (lambda: choose_context(plain, corpus), lambda: plain.encode_context(["a"])):
-        with pytest.raises(OptionError, match="context must be left out: this model takes none"):
+        with pytest.raises(OptionError, match="context must be left out: the model is not contextual"):
             encode()

@@ -114,10 +114,10 @@ def test_texts_prompts_and_contexts_that_cannot_be_are_refused():
         plain.encode(["a"], "nope")
     with pytest.raises(OptionError, match="texts must be a list of texts"):
         plain.encode("a text")
-    with pytest.raises(OptionError, match="context must be left out: this model takes none, got 'a context'"):
+    with pytest.raises(OptionError, match="context must be left out: the model is not contextual, got 'a context'"):
         plain.encode(["a"], context=["b"])
     for documents in (["a"] * 6, []):
-        with pytest.raises(OptionError, match=f"context must hold from 1 to the model's 5 .* '{len(documents)} doc"):
+        with pytest.raises(OptionError, match=f"context must have from 1 to the model's 5 .* '{len(documents)} doc"):
             contextual.encode(["a"], context=documents)
     with pytest.raises(OptionError, match="context must be a list of texts"):
         Encoder(tiny_contextual(num_context=50)).encode(["a"], context="a text")

@@ -311,23 +311,23 @@ def moved(model, num_texts=3, num_contexts=2):
         (lambda: anchor_shares(embedder_of(), []), "texts must not be empty"),
         (
             lambda: latent_weights(embedder_of(), TEXTS),
-            "has mean pooling, and no latents; give one with latent",
+            "has mean pooling, without latents; use one with latent",
         ),
-        (lambda: latent_weights(tiny_contextual(), TEXTS), "has mean pooling, and no latents"),
-        (lambda: latent_weights(latent_embedder(), TEXTS, head=-1), "head must be from 0 to 1, .* got -1"),
+        (lambda: latent_weights(tiny_contextual(), TEXTS), "has mean pooling, without latents"),
+        (lambda: latent_weights(latent_embedder(), TEXTS, head=-1), "head must be from 0 to 1: .* got -1"),
         (
             lambda: latent_weights(latent_embedder(), TEXTS, head=2),
-            "head must be from 0 to 1, .*heads, got 2",
+            "head must be from 0 to 1: the model has 2 heads, got 2",
         ),
         (lambda: latent_weights(latent_embedder(), TEXTS, prompt_name="qury"), "must name a prompt of the model"),
         (
             lambda: expert_loads(Encoder(embedder_of()), TEXTS),
-            "is dense: it has no experts .*; give a sparse one",
+            "is dense: it has no experts; use a sparse model",
         ),
         (lambda: expert_loads(Encoder(tiny_contextual()), TEXTS), "the model: is contextual"),
         (lambda: moved(tiny_contextual(), num_texts=1), "documents must be two or more"),
         (lambda: moved(tiny_contextual(), num_contexts=1), "contexts must be two or more"),
-        (lambda: moved(embedder_of()), "this model takes none"),
+        (lambda: moved(embedder_of()), "the model is not contextual"),
     ],
 )
 def test_what_a_model_does_not_have_is_refused(look, says):

@@ -64,15 +64,15 @@ def test_the_weights_and_the_device_bound_the_choice(monkeypatch):
     assert resolve_precision("float32", CPU, MIXED) == torch.float32
     for precision_, device, weights, says in (
         ("auto", CPU, {torch.float16}, "must not be float16 on a CPU"),
-        ("float32", CPU, {torch.bfloat16}, "must be that of the weights, bfloat16"),
-        ("int8", CPU, {torch.bfloat16}, "must be that of the weights, bfloat16"),
+        ("float32", CPU, {torch.bfloat16}, "must match the weights, bfloat16"),
+        ("int8", CPU, {torch.bfloat16}, "must match the weights, bfloat16"),
         ("int8", CUDA, (), "precision runs on a CPU, not on cuda, got 'int8'"),
         ("int4", CPU, (), "precision must be one of auto, float32, bfloat16, int8, got 'int4'"),
     ):
         with pytest.raises(OptionError, match=says):
             resolve_precision(precision_, device, weights)
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    with pytest.raises(OptionError, match="precision is for x86 CPUs and a torch with oneDNN, got 'int8'"):
+    with pytest.raises(OptionError, match="precision needs an x86 CPU and a torch build with oneDNN, got 'int8'"):
         resolve_precision("int8", CPU, {torch.float32})
 
 

@@ -90,7 +90,7 @@ def test_numbers_that_are_not_positive_are_refused_and_a_damaged_shard_is_named(
     with pytest.raises(OptionError, match="rescore_multiplier must be >= 1, got 0; leave it out for 4"):
         search_signs(unit_vectors(1), documents, 1, 0)
     np.save(documents.path(1), np.zeros((2, 8), np.float32))
-    with pytest.raises(InputError, match=r"vectors-00001\.npy: holds float32 of shape \(2, 8\), expected uint8 of"):
+    with pytest.raises(InputError, match=r"vectors-00001\.npy: is float32 of shape \(2, 8\), expected uint8 of"):
         search_signs(unit_vectors(1), documents, 1)
 
 

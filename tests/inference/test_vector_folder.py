@@ -199,8 +199,8 @@ def test_a_text_whose_vector_is_zero_is_named_by_its_row(corpus, encoder, tmp_pa
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "documents-00001.jsonl:1: holds no document; delete the folder"),
-        (b'{"_id": "d4", "text": 5}', "documents-00001.jsonl:1: holds no document"),
+        (b"", "documents-00001.jsonl:1: is not a document; delete the folder"),
+        (b'{"_id": "d4", "text": 5}', "documents-00001.jsonl:1: is not a document"),
         (b"\xff\n", "documents-00001.jsonl: is missing or damaged"),
         (None, "documents-00001.jsonl: is missing or damaged"),
     ],
@@ -256,7 +256,9 @@ def test_another_context_is_refused_and_nothing_changes(contextual, corpus, tmp_
         with pytest.raises(InputError, match=r"field 'context(\.seed)?' is"):
             encode_corpus(contextual, corpus, tmp_path / name, context=asked)
         assert content(tmp_path / name) == before
-    with pytest.raises(InputError, match="was encoded without a context, asked for is 3 documents of seed 1"):
+    with pytest.raises(
+        InputError, match="was encoded without a context, but the requested context is 3 documents of seed 1"
+    ):
         search_corpus(contextual, tmp_path / "without", ["fox"], context=other)
 
 
@@ -267,7 +269,7 @@ def test_a_draw_is_compared_with_the_folders_context_and_not_encoded(contextual,
     monkeypatch.setattr(Encoder, "encode_context", lambda *_: pytest.fail("encoded again"))
     (hits,) = search_corpus(contextual, tmp_path / "out", ["quick fox"], top_k=3, context=same)
     assert [hit.document_id for hit in hits] == [hit.document_id for hit in expected]
-    with pytest.raises(InputError, match=r"with 3 documents of seed 2 .* asked for is 3 documents of seed 1"):
+    with pytest.raises(InputError, match=r"with 3 documents of seed 2 .* requested context is 3 documents of seed 1"):
         search_corpus(contextual, tmp_path / "out", ["quick fox"], context=other)
 
 
@@ -305,7 +307,7 @@ def test_columns_may_have_other_names(tmp_path):
     assert list(read_corpus(both, {"text": "id"})) == [Document("0", "the text")]
     with pytest.raises(InputError, match=r"corpus\.jsonl:1: field 'answer' is missing"):
         list(read_corpus(path, {"text": "answer"}))
-    with pytest.raises(OptionError, match="columns must be the column of _id, title or text, got 'query'"):
+    with pytest.raises(OptionError, match="columns must map _id, title or text to a column, got 'query'"):
         list(read_corpus(path, {"query": "text"}))
 
 
@@ -320,7 +322,7 @@ def test_columns_may_have_other_names(tmp_path):
         ({"_id": "", "text": "x"}, "field '_id' is empty"),
         ({"_id": True, "text": "x"}, "field '_id' is true or false, expected text"),
         ({"_id": 1.5, "text": "x"}, "field '_id' is a number, expected text"),
-        ({"_id": "b", "text": "\ud800"}, "field 'text' holds half of a character"),
+        ({"_id": "b", "text": "\ud800"}, "field 'text' contains a lone surrogate"),
     ],
 )
 def test_a_bad_row_is_named(row, message, tmp_path):
@@ -344,12 +346,12 @@ ROOT = Path(__file__).parents[2]
         ("cuda", 1, ("cuda",)),
         ("cpu", 4, ("cpu",)),
         (0, 0, "devices must be >= 1, got 0; give a number"),
-        (0, 4, "devices must be from 1 to the 4 GPUs there are, got 0"),
-        (5, 4, "devices must be from 1 to the 4 GPUs there are, got 5"),
+        (0, 4, "devices must be from 1 to the number of GPUs, 4, got 0"),
+        (5, 4, "devices must be from 1 to the number of GPUs, 4, got 5"),
         ("cuda:0", 0, r"devices must name devices of this machine \(cpu\), got 'cuda:0'"),
         *((name, 0, "devices must name devices") for name in ("cuda", "", "cpu,", "tpu")),
         ("cuda:4", 4, "devices must name devices"),
-        ("cpu,cuda:0", 4, "devices must all be of one kind"),
+        ("cpu,cuda:0", 4, "devices must all be of one type"),
     ],
 )
 def test_devices_are_counted_or_named_and_refused_where_they_are_not_there(devices, num_gpus, found, monkeypatch):

@@ -277,5 +277,5 @@ def test_vectors_made_in_a_context_or_not_finished_are_refused(encoded, tmp_path
 
 @pytest.mark.parametrize("vector_format", ["float16", "int8", "binary"])
 def test_vectors_that_are_not_kept_in_float32_are_refused_by_their_format(vector_format, encoder, encoded):
-    says = f"holds {vector_format} vectors, and a job takes float32; encode .* with --vector-format float32"
+    says = f"has {vector_format} vectors, but a job needs float32; encode .* with --vector-format float32"
     refused(InputError, says, opened, encoded(vector_format, vector_format=vector_format), encoder)
