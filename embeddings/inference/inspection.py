@@ -101,9 +101,8 @@ def token_weights(
         OptionError: If the backbone has no such layer or prompt, or its attention cannot be read or is causal.
     Source: MGH, §2.2, Eq. 2 to 4.
     """
-    if pooling is None:
-        has_anchors = isinstance(embedder.pooling, AnchorTokenPooling)
-        pooling = embedder.pooling if has_anchors else AnchorTokenPooling(embedder.hidden_size)
+    model_pooling = embedder.pooling if isinstance(embedder.pooling, AnchorTokenPooling) else None
+    pooling = pooling or model_pooling or AnchorTokenPooling(embedder.hidden_size)
     weights_by_row: dict[int, TokenWeights] = {}
     with _attention_capture(embedder, pooling) as capture, evaluating(embedder), torch.inference_mode():
         for batch in spanned_batches(embedder, texts, prompt_name, role, mini_batch_tokens):

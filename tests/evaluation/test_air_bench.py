@@ -80,7 +80,7 @@ def test_a_name_without_a_set_is_refused():
     with pytest.raises(OptionError, match=r"has the unknown word 'finanse', got .*; the words are 24\.04, 24\.05; lo"):
         find_tasks("air-bench-finanse")
     for name in ("air-bench-long-doc-wiki", "air-bench-24.04-dev", "air-bench-24.04-science"):
-        with pytest.raises(OptionError, match="names no data set"):
+        with pytest.raises(OptionError, match="matches no data set"):
             find_tasks(name)
 
 

@@ -117,7 +117,7 @@ def test_a_folder_without_evaluation_data_is_told_what_one_looks_like(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(InputError, match=r"; write corpus\.jsonl, queries\.jsonl and qrels\.tsv"):
             read_evaluation_folder(path)
-        with pytest.raises(InputError, match=r"holds no evaluation data; write corpus\.jsonl"):
+        with pytest.raises(InputError, match=r"has no evaluation data; write corpus\.jsonl"):
             find_evaluation_folders(path)
 
 
@@ -190,16 +190,16 @@ def summary(**changes):
         ([{"sentence1": "a", "sentence2": "b", "score": "high"}], r"test\.jsonl:1: .*score"),
         ([{"text": "a", "label": "x"}] * 2, "every label is 'x'; two different labels"),
         ([{"text": "a", "label": "x"}, {"text": 5, "label": "y"}], r"test\.jsonl:2: .*text"),
-        ([{"eng": "a", "deu": "b"}], r"test\.jsonl:1: is a row of no known kind \(found: eng, deu\)"),
+        ([{"eng": "a", "deu": "b"}], r"test\.jsonl:1: has the fields of no known kind \(found: eng, deu\)"),
         (
             [pair(), pair(label=2)],
-            r"test\.jsonl:2: label is 2, expected 0 or 1; write 1 for a pair that means the same",
+            r"test\.jsonl:2: label is 2, expected 0 or 1; write 1 for a pair with the same meaning",
         ),
         ([pair(label="yes")], r"test\.jsonl:1: label is the text 'yes', expected 0 or 1"),
         ([pair(label=1.0)], r"test\.jsonl:1: label is 1\.0, expected 0 or 1"),
         ([pair(label=[1])], r"test\.jsonl:1: label is a list, expected 0 or 1"),
         ([pair(sentence2=" ")], r"test\.jsonl:1: field 'sentence2' is empty"),
-        ([pair(), pair()], r"test\.jsonl: every label is 1; pairs of both labels are needed, 0 and 1"),
+        ([pair(), pair()], r"test\.jsonl: every label is 1; add pairs with the other label"),
         ([candidates(), candidates(negatives=[])], r"test\.jsonl:2: the query has no negatives; list texts"),
         ([candidates(negatives=["b", "a"])], r"test\.jsonl:1: a text is both positive and negative; keep it on one"),
         ([candidates(query=3)], r"test\.jsonl:1: query is a number, expected text"),
@@ -232,7 +232,7 @@ def test_a_bad_row_is_named(rows, message, tmp_path):
         ("qrels.tsv", "a\td0\tnan\n", r"qrels\.tsv:2: the score must be a number, got 'nan'"),
         ("qrels.tsv", "a\td0\t1\na\td0\t2\n", r"qrels\.tsv:3: 'a' and 'd0' were judged 1 above, here 2"),
         ("qrels.tsv", "a\td0\t0\na\td1\t-1\n", r"qrels\.tsv: no document is relevant to any query"),
-        ("qrels.tsv", "", r"qrels\.tsv: holds no judgment"),
+        ("qrels.tsv", "", r"qrels\.tsv: has no relevance judgments"),
         ("qrels.tsv", "a\td\udcff\t1\n", r"qrels\.tsv:2: is not valid UTF-8"),
     ],
 )

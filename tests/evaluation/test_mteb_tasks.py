@@ -139,7 +139,7 @@ def test_names_are_taken_once_each_in_their_order(tmp_path):
         ("", "tasks must name a task, a group or a folder, got ''"),
         ([], r"tasks must name a task, got \[\]"),
         ("SciFact,", "got ''"),
-        ("Birdsnap", "must be tasks of texts only, got 'Birdsnap with Birdsnap'"),
+        ("Birdsnap", "must be tasks with texts only, got 'Birdsnap with Birdsnap'"),
     ],
 )
 def test_an_unknown_name_is_refused(names, says, tmp_path, monkeypatch):
@@ -151,13 +151,13 @@ def test_an_unknown_name_is_refused(names, says, tmp_path, monkeypatch):
 def test_two_folders_of_one_name_are_refused(tmp_path):
     one, two = write_similarity(tmp_path / "a" / "pairs"), write_retrieval(tmp_path / "b" / "pairs")
     assert names_of(find_tasks([str(one), str(one)])) == ["pairs"]
-    with pytest.raises(OptionError, match=r"gives a second task pairs, got .*; rename its folder"):
+    with pytest.raises(OptionError, match=r"has a second task pairs, got .*; rename its folder"):
         find_tasks([str(one), str(two)])
 
 
 def test_a_task_in_two_extents_is_refused():
     assert len(find_tasks("STS17, STS17")) == 1
-    says = r"gives STS17 in other languages or splits .*, got 'STS17'; run them one after"
+    says = r"has STS17 in other languages or splits .*, got 'STS17'; run them one after"
     with pytest.raises(OptionError, match=says):
         find_tasks("mgh-26, STS17")
 
@@ -195,9 +195,9 @@ def test_examples_stand_solved_before_the_instruction_in_the_models_own_template
     assert solved.prompt("STS12", "STS", text) == "[INST] same?: "
     assert solved.prompt("Other", "Retrieval", text) is None
     for examples, says in (
-        ({"NQ": []}, "has examples of 'NQ' and no instruction"),
-        ({"STS": {}}, "its examples are no object of lists"),
-        ({"STS": [{"query": "a"}]}, "an example of 'STS' lacks a query or a document"),
+        ({"NQ": []}, "has examples but no instruction for 'NQ'"),
+        ({"STS": {}}, "`examples` is not an object of lists"),
+        ({"STS": [{"query": "a"}]}, "an example of 'STS' has no query or no document"),
     ):
         path.write_text(json.dumps({**content, "examples": examples}))
         with pytest.raises(InputError, match=says):

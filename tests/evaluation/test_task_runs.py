@@ -208,7 +208,7 @@ def test_data_that_are_not_cached_cost_no_work_and_write_nothing(encoder, sets, 
 
 def test_a_score_that_is_no_number_is_refused_and_not_written(encoder, sets, tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", lambda self, texts, *_, **__: np.ones((len(texts), 32), np.float32))
-    with pytest.raises(InputError, match=r"task pairs, test, default, 32 dimensions: cosine_spearman is nan; look at"):
+    with pytest.raises(InputError, match=r"task pairs, test, default, 32 dimensions: cosine_spearman is nan; check"):
         run(encoder, str(sets / "pairs"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

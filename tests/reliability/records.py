@@ -230,7 +230,7 @@ CASES = {
             both(tested(*LABELLED), rows("eval/train.jsonl", LABELLED[0])),
             "eval/train.jsonl: every label is 'one'",
         ),
-        "a folder without data": (lambda place: (place.folder / "eval").mkdir(), "eval: holds no evaluation data"),
+        "a folder without data": (lambda place: (place.folder / "eval").mkdir(), "eval: has no evaluation data"),
     },
     SEARCH.replace("fox", "'fox \udc80'"): {
         "half of a character to search for": (
@@ -356,7 +356,7 @@ CASES = {
     FILTER + " --decontaminate gone": {
         "evaluation texts to leave out that are not there": (
             rows("pairs.jsonl", {"query": "a", "positive": "b"}),
-            "gone: holds no evaluation data",
+            "gone: has no evaluation data",
         )
     },
 }
