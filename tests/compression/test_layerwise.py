@@ -206,12 +206,12 @@ def test_models_without_plain_layers_are_refused(tmp_path):
     with pytest.raises(InputError, match="has experts"):
         LayerwiseModel(tmp_path / "experts", CPU)
     tiny_t5().save_pretrained(tmp_path / "t5")
-    with pytest.raises(InputError, match="hand on more than their states"):
+    with pytest.raises(InputError, match="return more than their states"):
         LayerwiseModel(tmp_path / "t5", CPU)
     build("bert").save_pretrained(tmp_path / "quantised")
     config = json.loads((tmp_path / "quantised" / "config.json").read_text())
     (tmp_path / "quantised" / "config.json").write_text(json.dumps(config | {"quantization_config": {"a": 1}}))
-    with pytest.raises(InputError, match="is quantised already"):
+    with pytest.raises(InputError, match="is already quantised"):
         LayerwiseModel(tmp_path / "quantised", CPU)
 
 

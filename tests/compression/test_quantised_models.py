@@ -170,7 +170,7 @@ def test_training_from_a_quantised_model_starts_from_plain_weights(quantise, tmp
 def test_quantised_models_are_not_compressed_again_and_other_methods_not_read(quantise, tmp_path, capsys):
     _, small = quantise("--quantize", "int8")
     words = ["compress", "--model", "small", "--output", "smaller", "--calibration", "texts.txt", "--prune", "wanda"]
-    assert_refused(capsys, tmp_path, "is quantised already", main, words)
+    assert_refused(capsys, tmp_path, "is already quantised", main, words)
     config = json.loads((small / "config.json").read_text())
     for fields in ({"quant_method": "gptq"}, {"quant_method": "compressed-tensors", "format": "pack-quantized"}):
         (small / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
