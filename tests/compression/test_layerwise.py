@@ -111,7 +111,7 @@ def test_a_layer_alone_computes_what_it_computes_in_the_model(tmp_path, name, bi
 
 
 @pytest.mark.parametrize(("name", "needs"), list(zip(FAMILIES, cycle(("gram", "squares")))))
-def test_every_matrix_is_treated_with_the_inputs_that_earlier_layers_now_give(tmp_path, name, needs):
+def test_every_matrix_is_treated_with_the_inputs_from_the_compressed_earlier_layers(tmp_path, name, needs):
     build(name).save_pretrained(tmp_path / "model")
     treatment, tokens = Half(needs), some_tokens()
     model = LayerwiseModel(tmp_path / "model", CPU)
@@ -159,7 +159,7 @@ def test_weights_keep_their_dtype_and_the_next_layer_gets_them_rounded(tmp_path)
 
 
 @pytest.mark.parametrize("stop_at", [1, 7, 10, 18])
-def test_a_stopped_job_resumes_at_the_last_whole_layer_with_the_same_bytes(tmp_path, stop_at):
+def test_a_stopped_job_resumes_at_the_first_missing_layer_with_the_same_bytes(tmp_path, stop_at):
     build("bert").save_pretrained(tmp_path / "model")
     tokens = some_tokens()
 

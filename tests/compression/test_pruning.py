@@ -59,7 +59,7 @@ def assert_zeros(weight, sparsity, expected_fraction_tolerance=0.0):
 
 
 @pytest.mark.parametrize(("pattern", "fraction"), PATTERNS)
-def test_magnitude_and_wanda_are_the_loop_by_hand(pattern, fraction):
+def test_magnitude_and_wanda_equal_loops_by_hand(pattern, fraction):
     weight, inputs = problem()
     sparsity, gram = Sparsity.parse(pattern, fraction), inputs.T @ inputs
     norms = [math.sqrt(sum(float(x) ** 2 for x in inputs[:, column])) for column in range(weight.shape[1])]
@@ -107,7 +107,7 @@ def sparsegpt_by_hand(weight, gram, sparsity, damping, block_size):
 
 @pytest.mark.parametrize("block_size", [8, 16, 128])
 @pytest.mark.parametrize(("pattern", "fraction"), PATTERNS)
-def test_sparsegpt_is_the_loop_by_hand(pattern, fraction, block_size):
+def test_sparsegpt_equals_a_loop_by_hand(pattern, fraction, block_size):
     weight, inputs = problem(inputs=24)
     sparsity, gram = Sparsity.parse(pattern, fraction), inputs.T @ inputs
     found = prune_by_sparsegpt(weight, gram, sparsity, 0.01, block_size)
@@ -129,7 +129,7 @@ def best_rest(weight_I, hessian, fixed):
     return changed
 
 
-def test_the_update_of_a_row_is_a_dense_solve_with_its_mask():
+def test_the_update_of_a_row_equals_a_dense_solve_with_its_mask():
     weight, inputs = problem(outputs=1, inputs=12)
     gram = inputs.T @ inputs
     damped = gram + 0.02 * gram.diagonal().mean() * torch.eye(12, dtype=torch.float64)
@@ -149,7 +149,7 @@ def test_the_update_of_a_row_is_a_dense_solve_with_its_mask():
     assert found[0][sorted(zeros)].tolist() == [0.0] * 6
 
 
-def test_dead_inputs_lose_their_weights_first_and_change_no_other():
+def test_weights_of_dead_inputs_are_pruned_first_and_change_no_other():
     weight, inputs = problem(inputs=16)
     inputs[:, [2, 5, 9]] = 0
     gram = inputs.T @ inputs
@@ -177,7 +177,7 @@ def test_float32_is_near_float64():
     assert costs[0] == pytest.approx(costs[1], rel=0.01)
 
 
-def test_a_singular_gram_matrix_is_damped_more_and_a_broken_one_refused(caplog):
+def test_a_singular_gram_matrix_is_damped_more_and_one_that_is_not_finite_refused(caplog):
     direction = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
     gram = direction.T @ direction
     assert bool(torch.isfinite(inverse_factor(gram, 1e-7)).all())

@@ -143,7 +143,7 @@ def test_a_run_that_stops_in_the_second_phase_resumes_there_with_the_same_bytes(
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
 
 
-def test_a_mistake_after_the_first_phase_does_not_cost_its_layers(tmp_path):
+def test_an_error_after_the_first_phase_keeps_its_layers(tmp_path):
     from embeddings.common import OptionError
     from embeddings.compression import CalibrationOptions, Compression, PruningOptions, QuantizationOptions
 
@@ -180,7 +180,7 @@ def test_quantised_models_are_not_compressed_again_and_other_methods_not_read(qu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("--prune", "wanda", "--pattern", "2:4"), ("--quantize", "int8")])
-def test_onnx_graphs_of_a_compressed_model_give_its_states(quantise, options):
+def test_the_onnx_graph_of_a_compressed_model_has_the_same_outputs(quantise, options):
     pytest.importorskip("onnxscript")
     from embeddings.interop.onnx import GRAPH_FILE, example_inputs, open_graph
 

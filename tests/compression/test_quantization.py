@@ -40,7 +40,7 @@ def by_hand(weight, gram, number, group_size, damping):
 
 @pytest.mark.parametrize(("group_size", "block_size"), [(None, 128), (None, 5), (8, 128), (8, 3), (12, 8), (4, 8)])
 @pytest.mark.parametrize("name", FORMAT_OF)
-def test_gptq_is_the_loop_by_hand(name, group_size, block_size):
+def test_gptq_equals_a_loop_by_hand(name, group_size, block_size):
     weight, inputs = problem(inputs=24)
     number, gram = FORMAT_OF[name], inputs.T @ inputs
     found = quantise_by_gptq(weight, gram, number, group_size, 0.01, block_size)

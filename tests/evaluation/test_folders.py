@@ -54,11 +54,11 @@ def check_retrieval(folder):
     assert {(int(q), int(d), float(r)) for q, d, r in triples} == {(0, 0, 2), (0, 5, 1), (0, 1, 0), (1, 4, 1)}
 
 
-def test_a_retrieval_folder_keeps_the_queries_that_have_something_to_find(tmp_path):
+def test_a_retrieval_folder_keeps_the_queries_with_a_relevant_document(tmp_path):
     check_retrieval(read_evaluation_folder(write_retrieval(tmp_path)))
 
 
-def test_gzipped_files_and_the_benchmarks_own_place_of_judgments_are_read(tmp_path):
+def test_gzipped_files_and_qrels_in_a_subfolder_are_read(tmp_path):
     write_retrieval(tmp_path)
     corpus = tmp_path / "corpus.jsonl"
     (tmp_path / "corpus.jsonl.gz").write_bytes(gzip.compress(corpus.read_bytes()))
@@ -69,7 +69,7 @@ def test_gzipped_files_and_the_benchmarks_own_place_of_judgments_are_read(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["qrels.tsv", "qrels/train.tsv"])
-def test_judgments_of_one_split_are_read_with_the_folder_around_them(name, tmp_path):
+def test_the_qrels_of_one_split_are_read_with_the_files_of_their_folder(name, tmp_path):
     write_retrieval(tmp_path)
     (tmp_path / "qrels").mkdir()
     qrels = shutil.move(tmp_path / "qrels.tsv", tmp_path / name)
@@ -93,7 +93,7 @@ def test_labels_are_classes_with_a_training_part_and_clusters_without(tmp_path):
     assert classes.test_texts == clusters.texts
 
 
-def test_a_pair_with_a_score_is_similarity_whatever_label_is_beside_it(tmp_path):
+def test_a_pair_with_a_score_is_similarity_even_with_a_label(tmp_path):
     rows = [{"sentence1": "a", "sentence2": "b", "score": score, "label": "x"} for score in (1, 2)]
     write_rows(tmp_path / "test.jsonl", rows)
     assert isinstance(read_evaluation_folder(tmp_path), SimilarityFolder)
@@ -113,7 +113,7 @@ def test_broken_bytes_are_refused_in_one_line(tmp_path):
         assert "\n" not in str(caught.value)
 
 
-def test_a_folder_without_evaluation_data_is_told_what_one_looks_like(tmp_path):
+def test_the_error_for_a_folder_without_evaluation_data_describes_the_layouts(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(InputError, match=r"; write corpus\.jsonl, queries\.jsonl and qrels\.tsv"):
             read_evaluation_folder(path)
@@ -286,7 +286,7 @@ def random_case(seed, num_queries=12, num_documents=40, depth=15):
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("cutoff", [1, 3, 10, 15, 30])
-def test_means_equal_those_of_a_loop_over_queries_and_ranks(seed, cutoff):
+def test_metrics_equal_those_of_a_loop_over_queries_and_ranks(seed, cutoff):
     ranked_QK, relevance = random_case(seed)
     scores = retrieval_metrics(ranked_QK, judged(relevance, 40), (cutoff,))
     each = [by_hand(ranking, grades, cutoff) for ranking, grades in zip(ranked_QK.tolist(), relevance, strict=True)]
@@ -334,13 +334,13 @@ def test_queries_without_a_relevant_document_are_skipped_and_counted():
     assert scores.metrics["ndcg_at_2"] == 1.0
 
 
-def test_no_judgment_at_all_gives_no_metrics_and_no_error():
+def test_empty_qrels_give_no_metrics_and_no_error():
     nothing = np.array([], dtype=np.int64)
     scores = retrieval_metrics(np.array([[0, 1]]), Qrels(nothing, nothing, nothing.astype(float), 1, 2))
     assert scores == ({}, 0, 1)
 
 
-def test_rows_of_minus_one_are_no_documents():
+def test_rows_of_minus_one_are_not_documents():
     # Row -1 of query 1 must not be read as the last document of query 0.
     qrels = judged([{2: 1}, {0: 1}], 3)
     scores = retrieval_metrics(np.array([[-1, -1], [-1, 0]]), qrels, (2,)).metrics

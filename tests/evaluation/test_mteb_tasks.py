@@ -34,7 +34,7 @@ def test_retrieval_keeps_graded_and_irrelevant_documents_and_drops_queries_witho
     assert split["relevant_docs"] == {"a": {"d0": 2, "d5": 1, "d1": 0}, "b": {"d4": 1}}
 
 
-def test_two_tested_labels_are_0_and_1_whatever_training_has_beside(tmp_path):
+def test_two_labels_of_the_test_split_are_0_and_1_even_if_training_has_more(tmp_path):
     folder = write_labelled(tmp_path / "c", with_train=True)
     with open(folder / "train.jsonl", "a") as file:
         file.write('{"text": "a", "label": "a"}\n{"text": "b", "label": 0}\n')
@@ -43,7 +43,7 @@ def test_two_tested_labels_are_0_and_1_whatever_training_has_beside(tmp_path):
     assert set(parts["train"]["label"]) == {0, 1, 2, 3}
 
 
-def test_a_task_knows_its_data_by_a_hash(tmp_path):
+def test_the_revision_of_a_task_is_a_hash_of_its_data(tmp_path):
     folder = write_retrieval(tmp_path / "r")
     ((before,), (same,)) = folder_tasks(folder), folder_tasks(folder)
     assert before.metadata.revision == same.metadata.revision
@@ -52,14 +52,14 @@ def test_a_task_knows_its_data_by_a_hash(tmp_path):
     assert before.metadata.name == "r"
 
 
-def test_a_grade_that_is_no_whole_number_is_refused(tmp_path):
+def test_a_grade_that_is_not_an_integer_is_refused(tmp_path):
     folder = write_retrieval(tmp_path / "r")
     (folder / "qrels.tsv").write_text("a\td0\t0.5\n")
     with pytest.raises(InputError, match=r"the grade 0\.5 is not an integer"):
         loaded(folder)
 
 
-def test_libraries_are_quiet_inside_and_as_they_were_after(capfd):
+def test_libraries_are_silenced_and_restored(capfd):
     def talk():
         logging.getLogger("mteb.somewhere").warning("a line")
         for _ in tqdm.auto.tqdm(range(2), desc="a bar"):
@@ -91,7 +91,7 @@ def names_of(tasks):
     return [task.metadata.name for task in tasks]
 
 
-def test_the_groups_hold_what_they_are_known_to_hold():
+def test_the_groups_have_their_known_tasks():
     english, beir, mgh, miracl = map(find_tasks, ("mteb-english-56", "beir", "mgh-26", "miracl"))
     assert set(GROUPS) == {"mteb-english-56", "beir", "mgh-26", "miracl", "air-bench"}
     assert (len(english), len(beir), len(mgh), len(miracl)) == (56, 15, 26, 1)
@@ -104,7 +104,7 @@ def test_the_groups_hold_what_they_are_known_to_hold():
     assert len(miracl[0].hf_subsets) == 18
 
 
-def test_tasks_are_as_good_as_new():
+def test_tasks_are_fresh_copies():
     """mteb keeps the tasks of a benchmark, and a run draws from their generators."""
     first, second = find_tasks("mgh-26")[0], find_tasks("mgh-26")[0]
     assert first is not second
@@ -122,7 +122,7 @@ def test_the_published_instructions_cover_the_english_suite():
     assert lacking == {"nv-embed": [], "mgh": []}
 
 
-def test_names_are_taken_once_each_in_their_order(tmp_path):
+def test_each_task_is_found_once_in_order(tmp_path):
     write_similarity(tmp_path / "sets" / "b")
     write_retrieval(tmp_path / "sets" / "a" / "deep")
     names = f"SciFact,{tmp_path}/sets , STSBenchmark,SciFact"
@@ -155,21 +155,21 @@ def test_two_folders_of_one_name_are_refused(tmp_path):
         find_tasks([str(one), str(two)])
 
 
-def test_a_task_in_two_extents_is_refused():
+def test_a_task_with_two_sets_of_languages_is_refused():
     assert len(find_tasks("STS17, STS17")) == 1
     says = r"has STS17 in other languages or splits .*, got 'STS17'; run them one after"
     with pytest.raises(OptionError, match=says):
         find_tasks("mgh-26, STS17")
 
 
-def test_an_instruction_is_the_tasks_or_its_types():
+def test_an_instruction_is_that_of_the_task_or_of_its_type():
     table = Instructions("t", {"SciFact": "claims", "STS": "same?"})
     assert table.of("SciFact", "Retrieval") == table.of("SciFact.v2", "Retrieval") == "claims"
     assert table.of("STS12", "STS") == "same?"
     assert table.of("SciFactHard", "Retrieval") is None
 
 
-def test_the_published_tables_say_what_their_papers_say():
+def test_the_published_tables_equal_those_of_the_papers():
     assert set(PUBLISHED) == {"nv-embed", "mgh"}
     nv_embed, mgh = map(Instructions.read, PUBLISHED)
     assert nv_embed.of("NQ", "Retrieval") == "Given a question, retrieve passages that answer the question"
@@ -179,7 +179,7 @@ def test_the_published_tables_say_what_their_papers_say():
     assert (nv_embed.name, mgh.name) == ("nv-embed-0be88c39", "mgh-7668960b")
 
 
-def test_examples_stand_solved_before_the_instruction_in_the_models_own_template(tmp_path):
+def test_examples_come_before_the_instruction_in_the_template_of_the_model(tmp_path):
     path = tmp_path / "mine.json"
     content = {"instructions": {"SciFact": "claims", "STS": "same?"}}
     path.write_text(json.dumps(content))
@@ -207,7 +207,7 @@ def test_examples_stand_solved_before_the_instruction_in_the_models_own_template
 @pytest.mark.parametrize(
     "content", ["", "[]", '{"SciFact": "a"}', '{"instructions": {}}', '{"instructions": {"SciFact": " "}}', "\xff"]
 )
-def test_a_file_of_another_kind_is_refused(content, tmp_path):
+def test_an_invalid_file_of_instructions_is_refused(content, tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(content, encoding="latin-1")
     with pytest.raises(InputError, match=r"mine\.json: .*; write \{\"instructions\""):
@@ -226,7 +226,7 @@ class Task:
 
 
 @pytest.mark.parametrize("role", [None, "query", "document"])
-def test_every_set_of_prompts_is_chosen_from_as_mteb_chooses(role):
+def test_prompts_are_chosen_as_mteb_chooses_them(role):
     sets = [*chain.from_iterable(combinations(NAMES, size) for size in range(len(NAMES) + 1))]
     assert len(sets) == 2 ** len(NAMES)
     found = set()

@@ -46,7 +46,7 @@ def test_finished_tasks_are_not_run_again(encoder, sets, tmp_path, monkeypatch):
     assert results(tmp_path)["pairs"].stat().st_mtime_ns == before["pairs"]
 
 
-def test_what_a_killed_run_finished_is_kept(encoder, sets, tmp_path, monkeypatch):
+def test_finished_results_of_a_killed_run_are_kept(encoder, sets, tmp_path, monkeypatch):
     names = [str(sets / "pairs"), str(sets / "topics")]
     with monkeypatch.context() as patch:
         # Pairs are first and second sentences, topics training and test texts.
@@ -59,7 +59,7 @@ def test_what_a_killed_run_finished_is_kept(encoder, sets, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("change", ["weights", "precision", "prompt", "instructions", "data"])
-def test_a_result_of_another_model_or_of_other_settings_or_data_is_not_taken(change, tmp_path, monkeypatch):
+def test_a_result_of_another_model_or_other_settings_or_data_is_not_used(change, tmp_path, monkeypatch):
     folder = write_similarity(tmp_path / "pairs")
     encoder = Encoder(tiny_embedder(prompts={"mine": "the "}), precision="float32")
     counts = counted_encodings(monkeypatch)
@@ -78,7 +78,7 @@ def test_a_result_of_another_model_or_of_other_settings_or_data_is_not_taken(cha
     assert len(counts) == 4
 
 
-def test_a_result_behind_another_context_is_not_taken(sets, tmp_path, monkeypatch):
+def test_a_result_with_another_context_is_not_used(sets, tmp_path, monkeypatch):
     encoder, counts = Encoder(tiny_contextual(), precision="float32"), counted_encodings(monkeypatch)
     contexts = [{}, {"context_size": 4}, {"context_size": 3}, {"context_size": 4, "context_seed": 1}]
     for number, settings in enumerate(contexts, 1):
@@ -132,7 +132,7 @@ def both_pairs():
     return type("Both", (AbsTaskAggregate,), {"metadata": metadata})(), pairs
 
 
-def test_what_a_run_finished_of_a_tasks_parts_is_kept(encoder, tmp_path, monkeypatch):
+def test_finished_subtasks_of_a_killed_run_are_kept(encoder, tmp_path, monkeypatch):
     task, pairs = both_pairs()
     settings = TaskSettings(widths=[32, 8], instructions=Instructions("mine", {"Both": "same?"}))
     ran, evaluate = [], interrupted_at(mteb.evaluate, call=4)
@@ -152,7 +152,7 @@ def test_what_a_run_finished_of_a_tasks_parts_is_kept(encoder, tmp_path, monkeyp
     assert ran[-2:] == [("Pairs", 32), ("Pairs", 8)]
 
 
-def test_vectors_for_several_widths_lie_in_the_output_as_long_as_they_are_needed(encoder, sets, tmp_path, monkeypatch):
+def test_vectors_for_several_widths_are_in_the_output_until_the_task_ends(encoder, sets, tmp_path, monkeypatch):
     settings, save, places = TaskSettings(widths=[32, 8]), np.save, []
 
     def spy(path, *args, **options):
@@ -176,7 +176,7 @@ def test_vectors_for_several_widths_lie_in_the_output_as_long_as_they_are_needed
     assert not list(tmp_path.rglob("*.npy"))
 
 
-def test_processes_that_run_one_task_at_once_leave_each_others_vectors_alone(encoder, sets, tmp_path, monkeypatch):
+def test_processes_that_run_one_task_at_once_do_not_share_vectors(encoder, sets, tmp_path, monkeypatch):
     settings, others = TaskSettings(widths=[32, 8]), []
 
     def run_another(*_):
@@ -198,7 +198,7 @@ def test_a_prompt_beside_instructions_is_refused(sets, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_data_that_are_not_cached_cost_no_work_and_write_nothing(encoder, sets, tmp_path, monkeypatch):
+def test_missing_data_are_reported_before_any_work(encoder, sets, tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", lambda *_, **__: pytest.fail("encoded before all data were found"))
     for names in ("SciFact", [str(sets / "pairs"), "STSBenchmark"], [str(sets / "pairs"), "CQADupstackRetrieval"]):
         with pytest.raises(InputError, match=r"task \w+: its data cannot be loaded \(.+\); run it once with a network"):
@@ -206,14 +206,14 @@ def test_data_that_are_not_cached_cost_no_work_and_write_nothing(encoder, sets, 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_score_that_is_no_number_is_refused_and_not_written(encoder, sets, tmp_path, monkeypatch):
+def test_a_score_that_is_not_finite_is_refused_and_not_written(encoder, sets, tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", lambda self, texts, *_, **__: np.ones((len(texts), 32), np.float32))
     with pytest.raises(InputError, match=r"task pairs, test, default, 32 dimensions: cosine_spearman is nan; check"):
         run(encoder, str(sets / "pairs"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_mteb_says_nothing(encoder, sets, tmp_path, capfd):
+def test_mteb_prints_nothing(encoder, sets, tmp_path, capfd):
     run_tasks(encoder, "m", [*find_tasks(str(sets)), *other_tasks()], tmp_path, TaskSettings())
     assert capfd.readouterr() == ("", "")
 
@@ -240,7 +240,7 @@ def test_mteb_reads_the_results_with_model_and_settings(encoder, sets, tmp_path)
     assert {path.name for path in cut.parents[1].iterdir()} == {*files, "experiments"}
 
 
-def test_a_result_of_more_languages_and_splits_is_read_for_those_of_the_task(tmp_path):
+def test_a_result_with_more_languages_and_splits_is_filtered_to_those_of_the_task(tmp_path):
     """STS17 has eleven pairs of languages; the English suites take one of them."""
     (whole,), english = find_tasks("STS17"), {task.metadata.name: task for task in find_tasks("mgh-26")}["STS17"]
     rows = {subset: {"main_score": row / 10} for row, subset in enumerate(whole.hf_subsets)}
@@ -275,7 +275,7 @@ def test_a_damaged_result_is_refused(damage, encoder, sets, tmp_path):
         run(encoder, str(sets / "pairs"), tmp_path)
 
 
-def test_the_table_has_a_row_a_task_and_means_over_those_that_are_finished():
+def test_the_table_has_a_row_per_task_and_means_over_finished_tasks():
     rows = [
         TaskScore("A", "STS", "cosine_spearman", {32: 0.5, 8: 0.25}),
         TaskScore("Bb", "Retrieval", "ndcg_at_10", {32: 0.25, 8: 0.125}),
@@ -343,7 +343,7 @@ def test_every_score_is_the_one_that_mteb_finds_by_itself(known, tmp_path):
         assert ours[name] == pytest.approx(scores, abs=1e-4, nan_ok=True), name  # nauc may be none
 
 
-def test_a_folder_of_pairs_candidates_or_summaries_has_the_scores_of_mteb_on_the_same_data(known, tmp_path):
+def test_folders_of_pairs_candidates_and_summaries_have_the_scores_of_mteb(known, tmp_path):
     (folder, encoder), root = known, write_other_sets(tmp_path / "sets", other_tasks())
     ours, theirs = by_us(encoder, find_tasks([str(root)]), tmp_path / "out"), by_mteb(folder, other_tasks())
     assert set(ours) == {f"sets.{name}" for name in theirs}
@@ -358,7 +358,7 @@ def test_a_folder_of_pairs_candidates_or_summaries_has_the_scores_of_mteb_on_the
         assert next(iter(alone)) == shared[name]
 
 
-def test_prompts_hold_as_mteb_chooses_them(tmp_path, monkeypatch):
+def test_every_score_equals_that_of_mteb_alone_with_the_prompts_that_it_chooses(tmp_path, monkeypatch):
     """By itself mteb reads the prompts of the same directory, through sentence-transformers."""
     root = write_sets(tmp_path / "sets")
     prompts = {"query": "pad one ", "document": "the lazy ", "STS": "sum numbers ", "Clustering": "return two "}
@@ -400,7 +400,7 @@ def contextual():
     return Encoder(tiny_contextual(), precision="float32")
 
 
-def test_a_contextual_model_searches_behind_documents_of_the_corpus(contextual, tmp_path):
+def test_the_context_of_a_search_is_drawn_from_the_corpus(contextual, tmp_path):
     """Our own evaluation draws the same documents by the same seed, and must find the same order."""
     root = write_sets(tmp_path / "sets")
     own = evaluate_folder(contextual, root / "search", context_size=4, context_seed=1).metrics["ndcg_at_10"]
@@ -412,7 +412,7 @@ def test_a_contextual_model_searches_behind_documents_of_the_corpus(contextual, 
     assert without["search"]["main_score"] == pytest.approx(alone, abs=1e-5)
 
 
-def test_other_tasks_are_read_behind_texts_that_they_ask_for_first(contextual, tmp_path, monkeypatch):
+def test_the_context_of_another_task_is_drawn_from_its_first_texts(contextual, tmp_path, monkeypatch):
     root = write_sets(tmp_path / "sets")
     drawn, encode = [], contextual.encode_context
     monkeypatch.setattr(contextual, "encode_context", lambda texts: (drawn.append({*texts}), encode(texts))[1])

@@ -47,7 +47,7 @@ def test_equal_scores_keep_the_order_of_the_corpus():
     assert (score_Qk[2] == 0).all()
 
 
-def test_a_small_corpus_no_query_and_texts_without_words_are_no_special_case():
+def test_a_small_corpus_no_query_and_texts_without_words_are_searched():
     index = BM25(["only one"])
     assert index.search(["one"], top_k=10)[0].tolist() == [[0]]
     assert index.search([], top_k=10)[0].shape == (0, 1)
@@ -97,7 +97,7 @@ def test_coverage_equals_a_loop_and_is_one_for_a_text_within_another(max_scores,
         ("___ ...", ""),
     ],
 )
-def test_identifiers_are_cut_into_stemmed_words_and_kept(text, tokens):
+def test_identifiers_are_split_into_stemmed_words_and_kept(text, tokens):
     assert word_tokens(text) == tokens.split()
 
 
@@ -117,7 +117,7 @@ def test_impossible_options_are_refused(corpus, options, message):
         BM25(["x"]).search(["x"], top_k=0)
 
 
-def test_cranfield_reads_what_a_reference_implementation_reads(embed_data):
+def test_the_score_on_cranfield_equals_that_of_a_reference_implementation(embed_data):
     folder = read_retrieval_folder(embed_data / "cranfield")
     index_Qk, _ = BM25(folder.documents).search(folder.queries, top_k=10)
     # bm25s reads 0.3626 on these tokens, and 0.365 with its own, which leave out words of one letter.

@@ -51,7 +51,7 @@ def test_draws_follow_their_seed_alone_and_cover_a_corpus_evenly():
     assert abs(counts - 100).max() < 45
 
 
-def test_a_context_is_told_by_ids_texts_and_their_order():
+def test_the_hash_of_a_context_depends_on_ids_texts_and_their_order():
     base = documents_sha256(DOCUMENTS)
     assert base == documents_sha256(list(DOCUMENTS))
     others = [DOCUMENTS[::-1], DOCUMENTS[:3], [*DOCUMENTS[:3], Document("d3", "text")]]
@@ -67,7 +67,7 @@ def write(folder):
     return context
 
 
-def test_a_context_comes_back_from_its_folder(tmp_path):
+def test_a_context_is_read_back_from_its_folder(tmp_path):
     context = write(tmp_path)
     again = Context.read(tmp_path)
     assert again.summary() == context.summary()
@@ -83,7 +83,7 @@ def test_a_context_comes_back_from_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["gone", "changed"])
-def test_a_damaged_context_is_one_line(damage, tmp_path):
+def test_a_damaged_context_is_refused(damage, tmp_path):
     write(tmp_path)
     (tmp_path / "context.npy").unlink()
     if damage == "changed":
@@ -114,7 +114,7 @@ def test_a_file_a_folder_and_texts_give_the_same_documents(num_texts, size, enco
         np.testing.assert_allclose(context.vector_MH, expected, rtol=0, atol=1e-6)
 
 
-def test_a_context_that_cannot_be_is_refused(encoder, tmp_path):
+def test_an_impossible_context_is_refused(encoder, tmp_path):
     corpus, plain = write_corpus(tmp_path / "corpus.jsonl", some_texts(9)), Encoder(tiny_embedder())
     for size in (0, -1, 6):
         with pytest.raises(OptionError, match=rf"context_size must be from 1 to the model's 5 .* got {size}"):

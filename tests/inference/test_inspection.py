@@ -66,7 +66,7 @@ def loop_weights(kind, tokenizer, text, num_prompt=0, layer=-1, axis="key"):
 
 @pytest.mark.parametrize("kind", ["bert", "mistral"])
 @pytest.mark.parametrize("axis", ["key", "query"])
-def test_the_weights_of_a_model_that_pools_otherwise_are_those_of_the_loop(kind, axis):
+def test_the_weights_of_a_model_with_another_pooling_equal_those_of_a_loop(kind, axis):
     embedder = embedder_of(kind)
     pooling = None if axis == "key" else AnchorTokenPooling(32, axis="query")
     found = token_weights(embedder, TEXTS, pooling, mini_batch_tokens=20)
@@ -80,7 +80,7 @@ def test_the_weights_of_a_model_that_pools_otherwise_are_those_of_the_loop(kind,
     assert np.ptp(found[0].weight_T) > 1e-3
 
 
-def test_a_prompt_weighs_nothing_and_the_text_behind_it_everything():
+def test_a_prompt_has_no_weight_and_the_text_after_it_has_all():
     embedder = embedder_of(prompts={"query": PROMPT})
     (found,) = token_weights(embedder, ["pad the fox"], role="query")
     num_prompt = sum(span.end <= len(PROMPT) for span in found.spans[:-1])
@@ -94,7 +94,7 @@ def test_a_prompt_weighs_nothing_and_the_text_behind_it_everything():
     assert without.text == "pad the fox"
 
 
-def test_a_models_own_pooling_is_used_unless_another_is_given():
+def test_the_pooling_of_the_model_is_used_unless_another_is_given():
     own = AnchorTokenPooling(32, layers=(0,), include_first=False)
     embedder = embedder_of(pooling=own)
     before = embedder(embedder_tokens(embedder))
@@ -111,7 +111,7 @@ def embedder_tokens(embedder):
     return TextTokenizer(embedder.tokenizer, embedder.text)(TEXTS, "document").padded(None, 0)
 
 
-def test_a_model_is_left_as_found_also_after_a_refusal():
+def test_a_model_is_not_changed_even_after_an_error():
     embedder = embedder_of("mistral", causal=True)
     embedder.train()
     embedder.backbone.eval()
@@ -138,7 +138,7 @@ def weighed(text, spans, weights, pooled=None):
     return TokenWeights(text, spans, np.array(weights, dtype=np.float32), pooled)
 
 
-def test_the_shares_of_a_corpus_are_the_means_of_its_texts_whatever_the_blocks(monkeypatch):
+def test_the_shares_of_a_corpus_are_the_means_over_its_texts_for_any_block_size(monkeypatch):
     embedder = embedder_of()
     each = [shares_of([weights]) for weights in token_weights(embedder, SHARE_TEXTS)]
     for block in (1024, 3):
@@ -174,7 +174,7 @@ def test_the_places_of_a_text_by_hand():
         ("a b", [("a", 0, 1), ("!", 0, 0), (" ", 1, 2), ("b", 2, 3)], [1] * 4, ["first", "rest", "rest", "last"]),
     ],
 )  # fmt: skip
-def test_a_tokens_place_is_that_among_the_pooled_ones(text, spans, pooled, places):
+def test_the_place_of_a_token_is_that_among_pooled_tokens(text, spans, pooled, places):
     weights = weighed(text, spans, [each / sum(pooled) for each in pooled], [each == 1 for each in pooled])
     assert place_of(weights) == places
     assert sum(shares_of([weights]).tokens.values()) == pytest.approx(1)
@@ -204,7 +204,7 @@ def alone(embedder, text, head):
 
 
 @pytest.mark.parametrize("mini_batch_tokens", [12, 1000])
-def test_the_weights_are_those_of_each_text_alone(mini_batch_tokens):
+def test_latent_weights_equal_those_of_each_text_alone(mini_batch_tokens):
     embedder = latent_embedder()
     heads = [latent_weights(embedder, TEXTS, head=head, mini_batch_tokens=mini_batch_tokens) for head in (0, 1)]
     means = latent_weights(embedder, TEXTS, mini_batch_tokens=mini_batch_tokens)
@@ -243,7 +243,7 @@ def routed_encoder(mini_batch_tokens: int = 64) -> Encoder:
 
 @pytest.mark.parametrize("mini_batch_tokens", [16, 1000])
 @pytest.mark.parametrize("role", ["document", "query"])
-def test_the_loads_are_those_of_each_text_alone(role, mini_batch_tokens):
+def test_expert_loads_equal_those_of_each_text_alone(role, mini_batch_tokens):
     model = routed_encoder(mini_batch_tokens)
     loads = expert_loads(model, ROUTED_TEXTS, role=role)
     prompt, length = (PROMPT, 12) if role == "query" else ("", 16)
@@ -263,7 +263,7 @@ SHIFT_TEXTS = ["the quick brown fox", "dog", "how do I pad sequences to one leng
 CORPUS = ["jumps over", "the lazy dog", "return the sum", "two numbers", "one length", "pad 7"]
 
 
-def test_each_context_is_read_on_its_own_and_none_is_one_too():
+def test_documents_are_encoded_in_each_context_and_without_one():
     encoder = Encoder(tiny_contextual(normalize=False), precision="float32")
     contexts = [sample_context(encoder, CORPUS, 3, seed) for seed in (1, 2)]
     shift = contextual_shift(encoder, SHIFT_TEXTS, contexts)
@@ -276,7 +276,7 @@ def test_each_context_is_read_on_its_own_and_none_is_one_too():
     assert np.abs(shift.vector_CND[0] - shift.alone_ND).max() > 1e-4
 
 
-def test_the_cosines_are_those_of_loops():
+def test_the_cosines_equal_those_of_loops():
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(5, 4, 6))
     vectors /= np.linalg.norm(vectors, axis=2, keepdims=True)
@@ -330,6 +330,6 @@ def moved(model, num_texts=3, num_contexts=2):
         (lambda: moved(embedder_of()), "the model is not contextual"),
     ],
 )
-def test_what_a_model_does_not_have_is_refused(look, says):
+def test_an_inspection_that_does_not_fit_the_model_is_refused(look, says):
     with pytest.raises(UserError, match=says):
         look()

@@ -72,7 +72,7 @@ def test_signs_scores_and_ties_equal_a_loop_by_hand(width, shard_size, tile, top
         np.testing.assert_allclose(scores, by_hand[0], rtol=1e-6)
 
 
-def test_edges_one_row_no_query_no_document_and_a_query_of_zeros(tmp_path):
+def test_one_document_no_query_no_document_and_a_zero_query(tmp_path):
     one = formatted_shards(tmp_path, unit_vectors(1), "binary")
     assert search_signs(unit_vectors(2), one, 10).index_QK.tolist() == [[0], [0]]
     assert search_signs(unit_vectors(0), one, 10).score_QK.shape == (0, 1)
@@ -108,7 +108,7 @@ def corpus(tmp_path):
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_what_does_not_depend_on_the_query_is_done_once(is_folder, corpus, encoder, tmp_path, monkeypatch):
+def test_work_that_does_not_depend_on_the_query_is_done_once(is_folder, corpus, encoder, tmp_path, monkeypatch):
     place = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4).path if is_folder else corpus
     expected = [search_corpus(encoder, place, [query], top_k=3)[0] for query in QUERIES]
     searched = CorpusSearch(encoder, place)
@@ -121,7 +121,7 @@ def test_what_does_not_depend_on_the_query_is_done_once(is_folder, corpus, encod
     assert [len(hits) for hits in found] == [3, 3]
 
 
-def test_an_index_is_asked_for_unit_vectors_and_may_find_fewer(corpus, tmp_path):
+def test_an_index_gets_unit_vectors_and_may_return_fewer_rows(corpus, tmp_path):
     encoder = Encoder(tiny_embedder(normalize=False), precision="float32")
     asked = []
 
@@ -172,7 +172,7 @@ def test_a_file_and_folders_of_every_format_are_ranked_by_cosines(vector_format,
 
 
 @pytest.mark.parametrize("vector_format", [None, "float32", "int8"])
-def test_a_multiplier_is_refused_where_nothing_is_scored_again(vector_format, corpus, encoder, tmp_path, monkeypatch):
+def test_a_multiplier_is_refused_where_nothing_is_rescored(vector_format, corpus, encoder, tmp_path, monkeypatch):
     place = corpus
     if vector_format is not None:
         place = encode_corpus(encoder, corpus, tmp_path / "out", vector_format=vector_format).path

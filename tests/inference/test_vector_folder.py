@@ -106,7 +106,7 @@ def test_a_run_resumed_with_another_budget_keeps_the_mini_batches_of_the_first(c
     assert large.mini_batch_tokens == 4000
 
 
-def test_a_kill_between_documents_and_vectors_leaves_the_shard_open(corpus, encoder, tmp_path, monkeypatch):
+def test_a_kill_between_documents_and_vectors_leaves_the_shard_incomplete(corpus, encoder, tmp_path, monkeypatch):
     encode_corpus(encoder, corpus, tmp_path / "whole", shard_size=4)
 
     def full(*_):
@@ -138,7 +138,7 @@ def test_another_corpus_model_or_option_is_refused_by_name(corpus, encoder, tmp_
     assert content(tmp_path / "out") == before
 
 
-def test_a_folder_that_names_no_format_holds_float32_and_stays_as_it_is(corpus, encoder, tmp_path):
+def test_a_folder_of_an_older_version_without_a_format_is_float32_and_is_not_changed(corpus, encoder, tmp_path):
     encode_corpus(encoder, corpus, tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest.pop("vector_format") == "float32"
@@ -155,7 +155,7 @@ def test_a_folder_that_names_no_format_holds_float32_and_stays_as_it_is(corpus, 
         VectorFolder.open(tmp_path / "out")
 
 
-def test_directions_come_in_pieces_no_larger_than_a_tile(corpus, encoder, tmp_path, monkeypatch):
+def test_directions_are_returned_in_blocks_of_at_most_a_tile(corpus, encoder, tmp_path, monkeypatch):
     folder = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=6, vector_format="int8")
     whole = np.concatenate(list(folder.directions()))
     monkeypatch.setattr(vector_folder, "DOCUMENT_TILE", 4)
@@ -177,7 +177,7 @@ def test_a_bad_corpus_or_option_writes_nothing(corpus, encoder, tmp_path):
 
 
 @pytest.mark.parametrize(("value", "kind"), [(np.nan, "not finite"), (np.inf, "not finite"), (0, "zero")])
-def test_a_vector_without_a_direction_is_named_and_not_ranked(value, kind, corpus, encoder, tmp_path):
+def test_a_zero_or_non_finite_vector_is_named_and_not_ranked(value, kind, corpus, encoder, tmp_path):
     encode_corpus(encoder, corpus, tmp_path / "out", shard_size=10)
     path = tmp_path / "out" / "vectors-00001.npy"
     vectors = np.load(path)
@@ -220,7 +220,7 @@ def contextual():
     return Encoder(tiny_contextual(), precision="float32")
 
 
-def test_a_folder_keeps_its_context_and_queries_take_it(contextual, corpus, tmp_path):
+def test_a_folder_stores_its_context_and_queries_use_it(contextual, corpus, tmp_path):
     context = choose_context(contextual, corpus, 3, seed=2)
     folder = encode_corpus(contextual, corpus, tmp_path / "out", shard_size=4, context=context)
     expected = contextual.encode(some_texts(11), context=context)
@@ -262,7 +262,7 @@ def test_another_context_is_refused_and_nothing_changes(contextual, corpus, tmp_
         search_corpus(contextual, tmp_path / "without", ["fox"], context=other)
 
 
-def test_a_draw_is_compared_with_the_folders_context_and_not_encoded(contextual, corpus, tmp_path, monkeypatch):
+def test_a_draw_is_compared_with_the_context_of_a_folder_and_not_encoded(contextual, corpus, tmp_path, monkeypatch):
     same, other = (draw_context(contextual, corpus, 3, seed) for seed in (2, 1))
     encode_corpus(contextual, corpus, tmp_path / "out", shard_size=4, context=choose_context(contextual, corpus, 3, 2))
     (expected,) = search_corpus(contextual, corpus, ["quick fox"], top_k=3, context=same)
@@ -354,7 +354,7 @@ ROOT = Path(__file__).parents[2]
         ("cpu,cuda:0", 4, "devices must all be of one type"),
     ],
 )
-def test_devices_are_counted_or_named_and_refused_where_they_are_not_there(devices, num_gpus, found, monkeypatch):
+def test_devices_are_counted_or_named_and_missing_ones_are_refused(devices, num_gpus, found, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     if isinstance(found, tuple):
@@ -364,7 +364,7 @@ def test_devices_are_counted_or_named_and_refused_where_they_are_not_there(devic
             parse_devices(devices)
 
 
-def test_a_single_device_works_here_and_reads_no_further_than_asked():
+def test_a_single_device_works_in_this_process_and_reads_items_on_demand():
     encoder, read = Encoder(tiny_embedder()), []
     results = on_devices(encoder, ("cpu",), lambda used, item: (used, read.append(item), item)[::2], iter(range(3)))
     assert next(results) == (encoder, 0)
@@ -372,13 +372,13 @@ def test_a_single_device_works_here_and_reads_no_further_than_asked():
     assert [item for _, item in results] == [1, 2]
 
 
-def test_a_model_that_lies_nowhere_cannot_be_shared_out():
+def test_a_model_without_a_directory_cannot_be_used_on_several_devices():
     with pytest.raises(OptionError, match="devices needs a model that was read from a directory"):
         on_devices(Encoder(tiny_embedder()), ("cpu", "cpu"), print, [])
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_the_model_makes_room_for_others_and_is_back_afterwards(is_closed, model, monkeypatch):
+def test_the_model_is_on_the_cpu_while_workers_run_and_returns_afterwards(is_closed, model, monkeypatch):
     encoder, moves, events = Encoder.from_pretrained(model, device="cpu"), [], []
     monkeypatch.setattr(encoder.embedder, "to", moves.append)
     home = encoder.embedder.device
@@ -447,7 +447,7 @@ def test_two_devices_and_a_tokeniser_write_the_bytes_of_one_process(
         ("worker", signal.SIGKILL, 70, ", cpu was ended by a signal (SIGKILL); what is finished is kept"),
     ],
 )
-def test_a_run_that_is_cut_short_goes_on(target, number, code, says, model, tmp_path, one_thread):
+def test_an_interrupted_run_resumes(target, number, code, says, model, tmp_path, one_thread):
     corpus, output = write_corpus(tmp_path / "corpus.jsonl", some_texts(800)), tmp_path / "out"
     line = ["encode", "--model", model, "--input", str(corpus), "--output", str(output), "--precision", "float32"]
     line += ["--dimensions", "20", "--shard_size", "4"]

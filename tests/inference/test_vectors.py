@@ -60,7 +60,7 @@ def test_each_number_equals_a_loop_by_hand(vector_format, num_rows, width):
 
 @pytest.mark.parametrize("vector_format", VECTOR_FORMATS)
 @pytest.mark.parametrize(("value", "kind"), [(0, "zero"), (np.nan, "not finite"), (np.inf, "not finite")])
-def test_a_vector_without_a_direction_is_refused_by_its_row(value, kind, vector_format):
+def test_a_zero_or_non_finite_vector_is_refused_by_its_row(value, kind, vector_format):
     vectors = unit_vectors(5)
     vectors[3] = value
     with pytest.raises(InputError, match=f"corpus:13: the vector is {kind}"):
@@ -68,7 +68,7 @@ def test_a_vector_without_a_direction_is_refused_by_its_row(value, kind, vector_
 
 
 @pytest.mark.parametrize("value", [7e4, 1e-9])
-def test_a_vector_beyond_float16_is_refused_and_int8_takes_it(value):
+def test_a_vector_outside_float16_is_refused_and_int8_stores_it(value):
     vectors = unit_vectors(5)
     vectors[3] = value
     with pytest.raises(InputError, match="corpus:4: the vector has numbers too large or too small for float16; encode"):
@@ -76,7 +76,7 @@ def test_a_vector_beyond_float16_is_refused_and_int8_takes_it(value):
     np.testing.assert_allclose(float_rows(stored_rows(vectors, "int8", "corpus"), "int8")[3], value, rtol=1e-6)
 
 
-def test_a_format_that_cannot_be_is_refused_by_name():
+def test_an_impossible_format_is_refused_by_name():
     require_format("int8", 20)
     with pytest.raises(OptionError, match="vector_format needs vectors whose width is a multiple of 8, these have 20"):
         require_format("binary", 20)
@@ -102,7 +102,7 @@ def formatted_shards(folder, vectors, vector_format="float32", shard_size=10):
 
 
 @pytest.mark.parametrize("other", [None, np.ones((0, 3), np.float32), np.ones((2, 4), np.float32), np.ones((2, 3))])
-def test_a_shard_that_is_not_what_it_should_be_is_named(other, tmp_path):
+def test_a_damaged_shard_is_named(other, tmp_path):
     shards = formatted_shards(tmp_path, unit_vectors(5, width=3), shard_size=2)
     shards.path(1).write_bytes(shards.path(1).read_bytes()[:-4])
     if other is not None:
@@ -112,7 +112,7 @@ def test_a_shard_that_is_not_what_it_should_be_is_named(other, tmp_path):
 
 
 @pytest.mark.parametrize(("value", "kind"), [(0, "zero"), (np.nan, "not finite"), (1, "of length 2.828")])
-def test_a_taken_vector_without_direction_is_named_by_shard_and_row(value, kind, tmp_path):
+def test_a_taken_vector_that_is_invalid_is_named_by_shard_and_row(value, kind, tmp_path):
     vectors = unit_vectors(60)
     vectors[23] = value
     shards = formatted_shards(tmp_path, vectors)
