@@ -7,9 +7,6 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
-from sklearn.metrics import ndcg_score
-from torchmetrics.retrieval import RetrievalMRR, RetrievalNormalizedDCG, RetrievalRecall
 
 from embeddings.common import InputError
 from embeddings.evaluation.folders import (
@@ -294,26 +291,6 @@ def test_metrics_equal_those_of_a_loop_over_queries_and_ranks(seed, cutoff):
     assert scores.metrics == pytest.approx(expected, abs=1e-12)
     assert scores.metrics["ndcg_at_" + str(cutoff)] > 0
     assert (scores.num_queries, scores.num_skipped) == (12, 0)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_values_equal_torchmetrics_and_sklearn(seed):
-    ranked_QK, relevance = random_case(seed, num_documents=15)
-    scores = retrieval_metrics(ranked_QK, judged(relevance, 15), (10,)).metrics
-    target_QN, score_QN = np.zeros((12, 15)), np.zeros((12, 15))
-    for query, grades in enumerate(relevance):
-        for document, grade in grades.items():
-            target_QN[query, document] = max(0, grade)
-    np.put_along_axis(score_QN, ranked_QK, np.linspace(1.0, 0.1, 15)[None, :].repeat(12, 0), axis=1)
-    score, target = torch.from_numpy(score_QN).flatten(), torch.from_numpy(target_QN).long().flatten()
-    query = torch.arange(12).repeat_interleave(15)
-    for name, metric, wanted in (
-        ("ndcg", RetrievalNormalizedDCG(top_k=10), target),
-        ("mrr", RetrievalMRR(top_k=10), target > 0),
-        ("recall", RetrievalRecall(top_k=10), target > 0),
-    ):
-        assert scores[f"{name}_at_10"] == pytest.approx(float(metric(score, wanted, indexes=query)), abs=1e-6)
-    assert scores["ndcg_at_10"] == pytest.approx(ndcg_score(target_QN, score_QN, k=10), abs=1e-12)
 
 
 def test_hand_numbers():

