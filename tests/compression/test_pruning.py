@@ -20,7 +20,7 @@ PATTERNS = [("2:4", None), ("4:8", None), ("1:4", None), ("unstructured", None),
 
 
 def problem(outputs=6, inputs=16, tokens=50, seed=0):
-    """Weights (O, I) and inputs (T, I) that depend on each other, float64."""
+    """Weights (O, I) and correlated inputs (T, I), float64."""
     generator = torch.Generator().manual_seed(seed)
     inputs_TI = torch.randn(tokens, inputs, dtype=torch.float64, generator=generator)
     mixing_II = torch.eye(inputs) + 0.2 * torch.randn(inputs, inputs, dtype=torch.float64, generator=generator)
@@ -49,7 +49,7 @@ def zeros_by_hand(scores, sparsity, per_output):
 
 
 def assert_zeros(weight, sparsity, expected_fraction_tolerance=0.0):
-    """A group has exactly its number of zeros; without groups the matrix has its share."""
+    """Each group has exactly its number of zeros; without groups, the matrix has its fraction."""
     is_zero = weight == 0
     if sparsity.group is not None:
         counts = is_zero.unflatten(1, (-1, sparsity.group)).sum(dim=2)
@@ -81,7 +81,7 @@ def test_magnitude_and_wanda_equal_loops_by_hand(pattern, fraction):
 
 
 def sparsegpt_by_hand(weight, gram, sparsity, damping, block_size):
-    """Algorithm 1 of the paper with scalars: every later weight changes at once, there are no blocks of updates."""
+    """Algorithm 1 of the paper with scalars: every later weight is updated at once, without blocks."""
     rows, columns = weight.shape
     mean = sum(float(gram[i, i]) for i in range(columns)) / columns
     hessian = gram.clone()
@@ -115,11 +115,11 @@ def test_sparsegpt_equals_a_loop_by_hand(pattern, fraction, block_size):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert_zeros(found, sparsity, 0.02)
     kept = found != 0
-    assert float((found - weight)[kept].abs().max()) > 0.01  # the others make up for the zeros
+    assert float((found - weight)[kept].abs().max()) > 0.01  # the others compensate for the zeros
 
 
 def best_rest(weight_I, hessian, fixed):
-    """The weights of the inputs that are not fixed which keep the outputs nearest, while the fixed ones stay."""
+    """The optimal weights of the inputs that are not fixed, by a dense least-squares solve."""
     original, changed = weight_I["original"], weight_I["changed"].clone()
     free = [j for j in range(len(changed)) if j not in fixed]
     if free:
@@ -157,11 +157,11 @@ def test_weights_of_dead_inputs_are_pruned_first_and_change_no_other():
     assert bool(torch.isfinite(found).all())
     assert found[:, [2, 5, 9]].abs().sum() == 0
     assert_zeros(found, Sparsity.parse("2:4"))
-    # A whole group of dead inputs still has its zeros.
+    # A group of dead inputs still has the right number of zeros.
     inputs[:, 4:8] = 0
     for prune in (prune_by_sparsegpt, prune_by_wanda):
         assert_zeros(prune(weight, inputs.T @ inputs, Sparsity.parse("2:4")), Sparsity.parse("2:4"))
-    # All inputs dead: nothing is known of them, so the sizes of the weights decide.
+    # If all inputs are dead, the magnitudes of the weights decide.
     alone = prune_by_sparsegpt(weight, torch.zeros_like(gram), Sparsity.parse("2:4"))
     torch.testing.assert_close(alone, prune_by_magnitude(weight, Sparsity.parse("2:4")))
 
@@ -194,7 +194,7 @@ def test_the_lowest_are_counted_exactly_among_equals():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "fraction", "says"),
+    ("pattern", "fraction", "message"),
     [
         ("2:4", 0.5, "has no effect on 2:4"),
         ("4:4", None, "must be N:M"),
@@ -205,6 +205,6 @@ def test_the_lowest_are_counted_exactly_among_equals():
         ("unstructured", math.nan, "between 0 and 1"),
     ],
 )
-def test_impossible_sparsities_are_refused(pattern, fraction, says):
-    with pytest.raises(OptionError, match=says):
+def test_impossible_sparsities_are_refused(pattern, fraction, message):
+    with pytest.raises(OptionError, match=message):
         Sparsity.parse(pattern, fraction)

@@ -1,4 +1,4 @@
-"""Quantised model directories: what lies in them, who loads them, and what becomes of them."""
+"""Quantised model directories: their content, and how this project and other libraries load them."""
 
 import json
 from itertools import cycle
@@ -25,7 +25,7 @@ TYPES = {"int8": "I8", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 
 @pytest.fixture
 def quantise(tmp_path, monkeypatch):
-    """Quantise a model of a family; returns the two directories."""
+    """Quantise a model of a family, and return both directories."""
     monkeypatch.chdir(tmp_path)
 
     def run(*options, family="bert", dtype=None):
@@ -135,7 +135,7 @@ def test_a_run_that_stops_in_the_second_phase_resumes_there_with_the_same_bytes(
     assert {path.name for path in (tmp_path / "again.work").iterdir()} == {"prune.layers", "pruned", "quantise.layers"}
     monkeypatch.setattr(compress, "prune_by_sparsegpt", lambda *_: pytest.fail("a finished phase runs again"))
     calls.clear()
-    assert main(words) == 130  # eight matrices after the first layer
+    assert main(words) == 130  # at the eighth matrix after the resumed layer
     calls[:] = range(8)
     assert main(words) == 0
     assert {path.name for path in whole.iterdir()} == {path.name for path in (tmp_path / "again").iterdir()}

@@ -1,4 +1,4 @@
-"""mteb is loaded without its warnings before any test module imports it; the model and the sets of most tests."""
+"""Imports mteb without its warnings before any test module does; the models and data of most tests."""
 
 import pytest
 

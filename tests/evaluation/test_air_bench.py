@@ -1,4 +1,4 @@
-"""AIR-Bench on stand-ins in its layout, read by the `datasets` library without a network."""
+"""AIR-Bench with stand-ins in its layout, which the `datasets` library reads without a network."""
 
 import json
 import math
@@ -129,9 +129,11 @@ def test_public_labels_are_scored_as_by_a_loop_with_the_prompts_of_the_model(wor
 def test_instructions_go_before_queries(world, tmp_path):
     encoder = Encoder(tiny_embedder(), precision="float32")
     data = read_set(world, "qa_finance_en")
-    (told,) = run(encoder, FINANCE, tmp_path / "out", instructions=Instructions("mine", {"Retrieval": "over the dog"}))
+    (instructed,) = run(
+        encoder, FINANCE, tmp_path / "out", instructions=Instructions("mine", {"Retrieval": "over the dog"})
+    )
     expected = by_hand(encoder, *data, prompt="Instruct: over the dog\nQuery: ")[0]
-    assert told.scores[32] == pytest.approx(expected, abs=1e-6)
+    assert instructed.scores[32] == pytest.approx(expected, abs=1e-6)
     assert expected != pytest.approx(by_hand(encoder, *data)[0], abs=1e-6)
 
 
@@ -165,13 +167,13 @@ def test_a_killed_search_resumes_in_the_corpus(encoder, world, tmp_path, monkeyp
     assert [path.name for path in left.rglob("vectors-*.npy")] == ["vectors-00000.npy"]
     counts = counted_encodings(monkeypatch)
     assert run(encoder, FINANCE, tmp_path / "out", widths=[32, 8]) == whole
-    # The empty text asks whether the prompt is known; both widths share the vectors.
+    # The call with one empty text checks the prompt; both widths share the vectors.
     assert counts == [1, 16, 8, NUM_QUERIES]
     assert not [
         path for path in (tmp_path / "out").rglob("*") if path.suffix in (".corpus", ".lock", ".npy", ".parquet")
     ]
     counts.clear()
-    # As a process leaves it that was killed once its results were written.
+    # What a process leaves that is killed after it has written its results.
     left.mkdir()
     assert run(encoder, FINANCE, tmp_path / "out", widths=[32, 8]) == whole
     assert counts == []
@@ -234,7 +236,7 @@ def test_a_zip_includes_later_searches_and_other_settings_have_another_zip(encod
         "model_NoReranker.zip": ["qa/finance/en_default_test.json", "qa/law/en_default_test.json"],
         "model_dimensions_8_NoReranker.zip": ["qa/law/en_default_test.json"],
     }
-    # A search that is deleted is made again, and goes into the zip.
+    # A deleted search is repeated, and the zip is updated.
     (law,) = (tmp_path / "out").rglob("model/NoReranker/qa/law/en_default_test.json")
     (target,) = (tmp_path / "out").rglob("model_NoReranker.zip")
     law.unlink()
@@ -274,7 +276,7 @@ def test_the_table_has_a_row_per_language_and_width():
 
 
 def test_the_means_of_the_paper_are_over_data_sets():
-    """Tables 9 and 10 of NV-Embed, against the counts of the sets here."""
+    """Tables 9 and 10 of NV-Embed, with the numbers of data sets here."""
     for task, rows in air_bench._table()["paper"].items():
         domains = [one.domain for one in of_task("air-bench-24.04-en") if one.task == task]
         for row in rows.values():
@@ -286,7 +288,7 @@ CARD, OF_LABELS = f"{FOLDER}/README.md", f"{LABELS}/{FILES}/dev_qrels.jsonl"
 
 
 @pytest.mark.parametrize(
-    ("path", "old", "new", "says"),
+    ("path", "old", "new", "message"),
     [
         (CARD, "queries_default_dev", "queries_dev", "qa_finance_en, AIR-Bench_24.05: has no split queries"),
         (CARD, "AIR-Bench_24.05\n", "AIR-Bench_24.06\n", "has no split corpus_default (BuilderConfig"),
@@ -300,7 +302,7 @@ CARD, OF_LABELS = f"{FOLDER}/README.md", f"{LABELS}/{FILES}/dev_qrels.jsonl"
         (f"{FOLDER}/{FILES}/dev_queries.jsonl", "{", "[", "its data cannot be loaded"),
     ],
 )
-def test_an_unexpected_data_set_is_refused_before_any_work(path, old, new, says, encoder, world, tmp_path):
+def test_an_unexpected_data_set_is_refused_before_any_work(path, old, new, message, encoder, world, tmp_path):
     files = [*world.glob(path)]
     assert files
     for file in files:
@@ -309,7 +311,7 @@ def test_an_unexpected_data_set_is_refused_before_any_work(path, old, new, says,
         file.write_text(text.replace(old, new))
     with pytest.raises(InputError) as caught:
         run(encoder, ["air-bench-qa-law-en", "air-bench-qa-finance-en"], tmp_path / "out")
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,4 @@
-"""Evaluation folders are recognised by their files, every mistake names its row, and metrics are those of loops."""
+"""Evaluation folders are recognised by their files, errors name the row, and metrics equal those of loops."""
 
 import gzip
 import json
@@ -245,7 +245,7 @@ def test_a_bad_row_of_a_retrieval_folder_is_named(file, rows, message, tmp_path)
 
 
 def judged(relevance, num_documents):
-    """Qrels from one {document: grade} a query."""
+    """Qrels from one {document: grade} per query."""
     triples = [(query, doc, grade) for query, grades in enumerate(relevance) for doc, grade in grades.items()]
     query_J, document_J, relevance_J = (np.array(column) for column in zip(*triples, strict=True))
     return Qrels(query_J, document_J, relevance_J.astype(float), len(relevance), num_documents)
@@ -269,7 +269,7 @@ def by_hand(ranking, grades, cutoff):
 
 
 def random_case(seed, num_queries=12, num_documents=40, depth=15):
-    """Rankings, and graded judgments (negative and zero grades too) with at least one relevant document a query."""
+    """Rankings, and graded qrels (also negative and zero) with at least one relevant document per query."""
     generator = np.random.default_rng(seed)
     ranked_QK = np.stack([generator.permutation(num_documents)[:depth] for _ in range(num_queries)])
     relevance = []

@@ -1,4 +1,4 @@
-"""mteb loaded quietly, the names of its tasks, their prompts, and evaluation folders as its tasks."""
+"""mteb is silent; names of tasks, prompts of tasks, and evaluation folders as tasks."""
 
 import json
 import logging
@@ -105,7 +105,7 @@ def test_the_groups_have_their_known_tasks():
 
 
 def test_tasks_are_fresh_copies():
-    """mteb keeps the tasks of a benchmark, and a run draws from their generators."""
+    """mteb caches the tasks of a benchmark, and a run uses their random generators."""
     first, second = find_tasks("mgh-26")[0], find_tasks("mgh-26")[0]
     assert first is not second
     assert first.rng_state is not second.rng_state
@@ -132,7 +132,7 @@ def test_each_task_is_found_once_in_order(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "says"),
+    ("names", "message"),
     [
         ("SciFakt", "tasks must name a task, a group or a folder, got 'SciFakt'; did you mean SciFact?"),
         ("xyzxyz", "tasks must name a task, a group or a folder, got 'xyzxyz'; a group is mteb-english-56, mgh-26"),
@@ -142,9 +142,9 @@ def test_each_task_is_found_once_in_order(tmp_path):
         ("Birdsnap", "must be tasks with texts only, got 'Birdsnap with Birdsnap'"),
     ],
 )
-def test_an_unknown_name_is_refused(names, says, tmp_path, monkeypatch):
+def test_an_unknown_name_is_refused(names, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OptionError, match=says):
+    with pytest.raises(OptionError, match=message):
         find_tasks(names)
 
 
@@ -157,8 +157,8 @@ def test_two_folders_of_one_name_are_refused(tmp_path):
 
 def test_a_task_with_two_sets_of_languages_is_refused():
     assert len(find_tasks("STS17, STS17")) == 1
-    says = r"has STS17 in other languages or splits .*, got 'STS17'; run them one after"
-    with pytest.raises(OptionError, match=says):
+    message = r"has STS17 in other languages or splits .*, got 'STS17'; run them one after"
+    with pytest.raises(OptionError, match=message):
         find_tasks("mgh-26, STS17")
 
 
@@ -175,7 +175,7 @@ def test_the_published_tables_equal_those_of_the_papers():
     assert nv_embed.of("NQ", "Retrieval") == "Given a question, retrieve passages that answer the question"
     assert mgh.of("NQ", "Retrieval") == "Given a question, retrieve Wikipedia passages that answer the question"
     assert (len(nv_embed.texts), len(mgh.texts)) == (47, 47)
-    # Hashes of all texts as they were compared with the papers: a change of one is seen.
+    # Hashes of the texts that were compared with the papers.
     assert (nv_embed.name, mgh.name) == ("nv-embed-0be88c39", "mgh-7668960b")
 
 
@@ -194,13 +194,13 @@ def test_examples_come_before_the_instruction_in_the_template_of_the_model(tmp_p
     assert solved.prompt("SciFact.v2", "Retrieval", text) == expected
     assert solved.prompt("STS12", "STS", text) == "[INST] same?: "
     assert solved.prompt("Other", "Retrieval", text) is None
-    for examples, says in (
+    for examples, message in (
         ({"NQ": []}, "has examples but no instruction for 'NQ'"),
         ({"STS": {}}, "`examples` is not an object of lists"),
         ({"STS": [{"query": "a"}]}, "an example of 'STS' has no query or no document"),
     ):
         path.write_text(json.dumps({**content, "examples": examples}))
-        with pytest.raises(InputError, match=says):
+        with pytest.raises(InputError, match=message):
             Instructions.read(str(path))
 
 
@@ -220,7 +220,7 @@ NAMES = ("mine", "mine-query", "mine-document", "STS", "STS-query", "STS-documen
 
 
 class Task:
-    """What mteb's rule asks of a task."""
+    """The attributes of a task that the rule of mteb uses."""
 
     name, type = "mine", "STS"
 

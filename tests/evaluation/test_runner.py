@@ -1,4 +1,4 @@
-"""Folders to scores, through a real encoder."""
+"""Scores of evaluation folders with a real encoder."""
 
 import sys
 
@@ -191,7 +191,7 @@ def test_the_table_has_a_row_per_folder_in_aligned_columns():
 
 
 # all-MiniLM-L6-v2, 256 tokens, bfloat16; 0.004 covers rounding, which swaps near neighbours. Retrieval
-# was measured elsewhere; the similarity is our own first value, on a test set without MSRpar and MSRvid.
+# was measured elsewhere; similarity is our first result, on a test set without MSRpar and MSRvid.
 REFERENCES = [("cranfield", "ndcg_at_10", 0.375), ("cisi", "ndcg_at_10", 0.407), ("stsb", "cosine_spearman", 0.810)]
 
 

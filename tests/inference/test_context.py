@@ -1,4 +1,4 @@
-"""Contexts are drawn evenly, told apart, and kept with the vectors made with them."""
+"""Contexts are drawn evenly, identified by a hash, and stored with the vectors that were encoded with them."""
 
 import json
 from collections import Counter
@@ -35,9 +35,9 @@ def test_every_document_is_drawn_as_often_as_any_other_or_once_more(num_document
     assert rows.dtype == np.int64
     counts = Counter(rows.tolist())
     assert set(counts) <= set(range(num_documents))
-    each = [counts[row] for row in range(num_documents)]
-    assert max(each) - min(each) <= 1
-    assert sum(each) == size
+    per_document = [counts[row] for row in range(num_documents)]
+    assert max(per_document) - min(per_document) <= 1
+    assert sum(per_document) == size
 
 
 def test_draws_follow_their_seed_alone_and_cover_a_corpus_evenly():
@@ -77,7 +77,7 @@ def test_a_context_is_read_back_from_its_folder(tmp_path):
     fields = json.loads((tmp_path / "manifest.json").read_text())
     assert fields["context"] == {"num_documents": 4, "seed": 7, "documents_sha256": documents_sha256(DOCUMENTS)}
     assert fields["context_document_ids"] == ["d0", "d1", "d2", "d3"]
-    # The vectors of a killed run stay.
+    # The vectors that a killed run wrote are used.
     later = context_of(DOCUMENTS, VECTORS + 1e-7, seed=7).write(tmp_path)
     np.testing.assert_array_equal(later.vector_MH, VECTORS)
 

@@ -1,4 +1,4 @@
-"""Vectors come back in order, whatever happens between."""
+"""Vectors equal those of each text alone, in input order; hashes identify models."""
 
 import copy
 import pickle
@@ -11,7 +11,7 @@ from torch import nn
 
 from embeddings.common import NumericError, OptionError, TextSettings, jobs
 from embeddings.data.tokenize import TextTokenizer
-from embeddings.inference import encoder as text_preparation
+from embeddings.inference import encoder as encoder_module
 from embeddings.inference.encoder import Encoder, embedder_sha256
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora, make_bidirectional
 from embeddings.models.directory import ContextForm
@@ -38,7 +38,7 @@ def one_by_one(embedder, texts, role="document", prompt="", documents=()):
     [(1, 1, 8), (2, 100_000, 8), (37, 1, 100), (37, 50, 100), (37, 100_000, 1), (37, 50, 5), (37, 100_000, 37)],
 )
 def test_vectors_equal_those_of_each_text_alone(count, mini_batch_tokens, block, monkeypatch):
-    monkeypatch.setattr(text_preparation, "TEXTS_PER_BLOCK", block)
+    monkeypatch.setattr(encoder_module, "TEXTS_PER_BLOCK", block)
     embedder, texts = tiny_embedder(), [*some_texts(count), "", " "]
     vectors = Encoder(embedder, precision="float32", mini_batch_tokens=mini_batch_tokens).encode(texts)
     assert vectors.dtype == np.float32
@@ -67,7 +67,7 @@ def test_a_model_in_training_encodes_the_same_bits_twice_and_is_left_as_found_al
     encoder.encode(some_texts(7, seed=1))
     np.testing.assert_array_equal(first, encoder.encode(texts))
     assert [module.training for module in embedder.modules()] == modes
-    # Training goes on afterwards.
+    # The model can be trained afterwards.
     tokens = TextTokenizer(embedder.tokenizer, embedder.text)(texts, "document", "").padded(None, embedder.pad_token_id)
     embedder(tokens).sum().backward()
     assert embedder.backbone.embeddings.word_embeddings.weight.grad is not None
@@ -154,7 +154,7 @@ def test_a_checkpoint_in_half_precision_encodes_in_float32(dtype, tmp_path):
 
 
 def test_progress_counts_every_token_and_ends_at_its_total(monkeypatch, capsys):
-    monkeypatch.setattr(text_preparation, "TEXTS_PER_BLOCK", 5)
+    monkeypatch.setattr(encoder_module, "TEXTS_PER_BLOCK", 5)
     monkeypatch.setattr(jobs, "PROGRESS_DELAY_SECONDS", 0.0)
     bars = []
 
@@ -196,7 +196,7 @@ def test_a_truncated_contextual_model_reads_the_full_context_vectors():
 @pytest.mark.parametrize("texts", [[], some_texts(1), some_texts(13), some_texts(7) + some_texts(7)[::-1]])
 @pytest.mark.parametrize("arguments", [{}, {"role": "query"}, {"prompt_name": "other"}])
 def test_texts_tokenised_by_another_process_have_the_same_vectors(texts, arguments, monkeypatch):
-    monkeypatch.setattr(text_preparation, "TEXTS_PER_BLOCK", 5)
+    monkeypatch.setattr(encoder_module, "TEXTS_PER_BLOCK", 5)
     encoder = Encoder(tiny_embedder(prompts={"query": "the ", "other": "a dog "}), precision="float32")
     expected = encoder.encode(texts, **arguments)
     preparation = pickle.loads(pickle.dumps(encoder.preparation(**arguments)))
@@ -211,7 +211,7 @@ def digest(embedder: Embedder) -> str:
 
 
 def around(backbone: nn.Module, **config: object) -> Embedder:
-    """The model of a backbone whose config says otherwise, and whose weights are the same."""
+    """A model of the backbone with another config and the same weights."""
     backbone = copy.deepcopy(backbone)
     for name, value in config.items():
         assert getattr(backbone.config, name) != value
@@ -244,7 +244,7 @@ def test_the_hash_follows_weights_and_settings_and_nothing_else(tmp_path):
     tiny_embedder().to(torch.bfloat16).save_pretrained(tmp_path / "half")
     half, full = (Encoder.from_pretrained(str(tmp_path / "half"), precision=name) for name in ("bfloat16", "float32"))
     assert [encoder.embedder.backbone.dtype for encoder in (half, full)] == [torch.bfloat16, torch.float32]
-    # Rounded weights are another model, whatever holds them.
+    # Rounded weights have another hash, in any dtype.
     assert embedder_sha256(half) == embedder_sha256(full) != digest(tiny_embedder())
 
 
@@ -281,9 +281,9 @@ ROPE = {"rope_type": "default", "rope_theta": 500.0}
     ],
 )
 def test_the_hash_depends_on_config_fields_that_change_vectors(make, others):
-    made = [make(**other) if isinstance(other, dict) else make(other) for other in others]
+    models = [make(**other) if isinstance(other, dict) else make(other) for other in others]
     assert digest(make()) == digest(make())
-    assert len({digest(make()), *map(digest, made)}) == 1 + len(others)
+    assert len({digest(make()), *map(digest, models)}) == 1 + len(others)
 
 
 def test_the_hash_depends_on_the_tokenizer_pipeline_and_not_on_its_last_call():

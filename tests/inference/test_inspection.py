@@ -1,4 +1,4 @@
-"""Token weights against a loop over the attention matrices that an eager backbone returns."""
+"""Token weights, latent weights, expert loads and effects of contexts equal those of loops."""
 
 import math
 import sys
@@ -45,7 +45,7 @@ def embedder_of(kind="bert", pooling=None, causal=False, **text):
 
 
 def loop_weights(kind, tokenizer, text, num_prompt=0, layer=-1, axis="key"):
-    """Eq. 3 with one number at a time, on a backbone of its own."""
+    """Eq. 3 with one number at a time, on a separate backbone with eager attention."""
     backbone = sharp(tiny_bert() if kind == "bert" else tiny_mistral())
     if kind == "mistral":
         make_bidirectional(backbone)
@@ -167,10 +167,10 @@ def test_the_places_of_a_text_by_hand():
         # A prompt has no place.
         (":!a", [("[CLS]", 0, 0), (":", 0, 1), ("!", 1, 2), ("a", 2, 3), ("[SEP]", 0, 0)], [0, 0, 1, 1, 1],
          [None, None, "first", "rest", "last"]),
-        # A text of one token has a first and no last one.
+        # A text with one token has a first token but no last one.
         (".", [(".", 0, 1)], [1], ["first"]),
         ("..", [(".", 0, 1), (".", 1, 2)], [1, 1], ["first", "last"]),
-        # A special token in the middle is no punctuation.
+        # A special token in the middle is not punctuation.
         ("a b", [("a", 0, 1), ("!", 0, 0), (" ", 1, 2), ("b", 2, 3)], [1] * 4, ["first", "rest", "rest", "last"]),
     ],
 )  # fmt: skip
@@ -199,8 +199,8 @@ def alone(embedder, text, head):
         attention = embedder.pooling.attention
         query_TW = attention.to_query(attention.norm(state_TH))
         key_RW = attention.to_key_value(attention.norm_latents(embedder.pooling.latents))[:, :16]
-    own = slice(8 * head, 8 * head + 8)
-    return ids, ((query_TW[:, own].double() @ key_RW[:, own].double().T) / 8**0.5).softmax(1).numpy()
+    columns = slice(8 * head, 8 * head + 8)
+    return ids, ((query_TW[:, columns].double() @ key_RW[:, columns].double().T) / 8**0.5).softmax(1).numpy()
 
 
 @pytest.mark.parametrize("mini_batch_tokens", [12, 1000])
@@ -297,14 +297,14 @@ def test_the_cosines_equal_those_of_loops():
 
 
 def moved(model, num_texts=3, num_contexts=2):
-    """The shift of so many texts in so many contexts, which are those of a contextual model."""
+    """The shift of `num_texts` texts in `num_contexts` contexts of a contextual model."""
     encoder = Encoder(tiny_contextual(), precision="float32")
     contexts = [sample_context(encoder, CORPUS, 3, seed) for seed in range(num_contexts)]
     return contextual_shift(Encoder(model, precision="float32"), SHIFT_TEXTS[:num_texts], contexts)
 
 
 @pytest.mark.parametrize(
-    ("look", "says"),
+    ("look", "message"),
     [
         (lambda: token_weights(tiny_contextual(), ["a"]), "is contextual"),
         (lambda: token_weights(embedder_of(), ["a"], prompt_name="qury"), "must name a prompt of the model"),
@@ -330,6 +330,6 @@ def moved(model, num_texts=3, num_contexts=2):
         (lambda: moved(embedder_of()), "the model is not contextual"),
     ],
 )
-def test_an_inspection_that_does_not_fit_the_model_is_refused(look, says):
-    with pytest.raises(UserError, match=says):
+def test_an_inspection_that_does_not_fit_the_model_is_refused(look, message):
+    with pytest.raises(UserError, match=message):
         look()

@@ -1,4 +1,4 @@
-"""The format of matrix products follows the hardware, the wish and the weights."""
+"""The precision of matrix products depends on the hardware, the option and the weights."""
 
 import json
 import os
@@ -22,8 +22,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def processor(tmp_path, monkeypatch):
-    """Pretends that the processor lists these flags."""
+def cpu_flags(tmp_path, monkeypatch):
+    """A function that sets the content of /proc/cpuinfo."""
 
     def pretend(content):
         path = tmp_path / "cpuinfo"
@@ -47,8 +47,8 @@ def processor(tmp_path, monkeypatch):
         ("model name : bf16 inside\n", torch.float32, False),
     ],
 )
-def test_bfloat16_and_8_bit_products_follow_the_cpu_flags(processor, content, expected, has_products):
-    processor(content)
+def test_bfloat16_and_8_bit_products_follow_the_cpu_flags(cpu_flags, content, expected, has_products):
+    cpu_flags(content)
     assert resolve_precision("auto", CPU) == expected
     assert has_int8_products() is has_products
 
@@ -60,16 +60,16 @@ def test_the_weights_and_the_device_restrict_the_precision(monkeypatch):
     assert resolve_precision("auto", CUDA, {torch.float16}) == torch.float16
     assert resolve_precision("auto", CPU, {torch.bfloat16}) == torch.bfloat16
     assert resolve_precision("int8", CPU, {torch.float32}) == torch.int8
-    # Adapters in float32 leave the choice open.
+    # float32 adapters on bfloat16 weights allow any precision.
     assert resolve_precision("float32", CPU, MIXED) == torch.float32
-    for precision_, device, weights, says in (
+    for precision_, device, weights, message in (
         ("auto", CPU, {torch.float16}, "must not be float16 on a CPU"),
         ("float32", CPU, {torch.bfloat16}, "must match the weights, bfloat16"),
         ("int8", CPU, {torch.bfloat16}, "must match the weights, bfloat16"),
         ("int8", CUDA, (), "precision runs on a CPU, not on cuda, got 'int8'"),
         ("int4", CPU, (), "precision must be one of auto, float32, bfloat16, int8, got 'int4'"),
     ):
-        with pytest.raises(OptionError, match=says):
+        with pytest.raises(OptionError, match=message):
             resolve_precision(precision_, device, weights)
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     with pytest.raises(OptionError, match="precision needs an x86 CPU and a torch build with oneDNN, got 'int8'"):
@@ -87,7 +87,7 @@ def embedder(backbone=None):
 
 
 class Tiny(nn.Module):
-    """A layer where `Int8Products` looks for one."""
+    """A layer in a backbone, as `Int8Products` requires."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +96,7 @@ class Tiny(nn.Module):
 
 
 def rounded(layer, input_NI):
-    """Written out: weights to 255 steps a row, inputs to about as many a token."""
+    """The reference: weights rounded to 255 steps per row, inputs to about as many per token."""
     weight_scale_O1 = layer.weight.abs().amax(1, keepdim=True) / 127
     input_scale_N1 = input_NI.abs().amax(1, keepdim=True) / 127
     weight_OI = torch.round(layer.weight / weight_scale_O1) * weight_scale_O1
@@ -107,7 +107,7 @@ def rounded(layer, input_NI):
 @torch.no_grad()
 def test_products_equal_those_of_rounded_numbers(reduce, monkeypatch):
     if not (reduce or has_int8_products()):
-        pytest.skip("this processor sums pairs of products in 16 bits")
+        pytest.skip("this CPU sums pairs of products in 16 bits")
     monkeypatch.setattr(precision, "has_int8_products", lambda: not reduce)
     model = Tiny()
     input_NI = torch.randn(50, 32) * torch.logspace(-3, 3, 50)[:, None]
@@ -204,7 +204,7 @@ with torch.inference_mode():
 
 @pytest.mark.parametrize(("has_products", "is_right"), [(False, True), (True, False)])
 def test_7_bit_inputs_do_not_overflow_on_a_cpu_without_8_bit_products(has_products, is_right):
-    """oneDNN told to do as on a processor without them: 7 bits are right there, and 8 are not."""
+    """oneDNN is forced to AVX2: 7-bit inputs are exact there, and 8-bit inputs overflow."""
     code, environment = OVERFLOW.format(has_products=has_products), {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     run = run_command(["-c", code], env=environment, check=True)
     assert (float(run.stdout) < 1e-3) is is_right

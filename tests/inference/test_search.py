@@ -1,4 +1,4 @@
-"""Search is exact, whatever the tiles."""
+"""Search is exact for any size of tiles."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_every_tile_and_k_gives_the_sorted_list_with_ties_by_row(tile, top_k, mo
 
 
 def search_by_hand(query, documents, top_k, multiplier):
-    """Documents by differing signs, counted one by one, then by row; the nearest ones by their scores, then by row."""
+    """The reference: documents by number of differing signs, then by row; the nearest of them by score, then by row."""
     keys = [(sum((a > 0) != (b > 0) for a, b in zip(query, row, strict=True)), n) for n, row in enumerate(documents)]
     scored = []
     for _, row in sorted(keys)[: top_k * multiplier]:
@@ -123,10 +123,10 @@ def test_work_that_does_not_depend_on_the_query_is_done_once(is_folder, corpus, 
 
 def test_an_index_gets_unit_vectors_and_may_return_fewer_rows(corpus, tmp_path):
     encoder = Encoder(tiny_embedder(normalize=False), precision="float32")
-    asked = []
+    calls = []
 
     def nearest(query_QD, top_k):
-        asked.append((query_QD, top_k))
+        calls.append((query_QD, top_k))
         return TopK(np.array([[0.9, 0.5, -np.inf]], np.float32), np.array([[7, 2, -1]]))
 
     folder = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4).path
@@ -134,12 +134,12 @@ def test_an_index_gets_unit_vectors_and_may_return_fewer_rows(corpus, tmp_path):
     assert [hit.document_id for hit in hits] == ["d7", "d2"]
     assert [hit.text for hit in hits] == [some_texts(11)[row] for row in (7, 2)]
     assert [round(hit.score, 3) for hit in hits] == [0.9, 0.5]
-    assert asked[0][1] == 3
+    assert calls[0][1] == 3
     with pytest.raises(OptionError, match="nearest needs an encoded folder, got 'an index'"):
         CorpusSearch(encoder, corpus, nearest=nearest)
     with pytest.raises(OptionError, match="top_k must be >= 1, got 0"):
         CorpusSearch(encoder, corpus).search(["a"], 0)
-    np.testing.assert_allclose(np.linalg.norm(asked[0][0], axis=1), 1, rtol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(calls[0][0], axis=1), 1, rtol=1e-5)
 
 
 def test_a_folder_of_another_model_is_refused_before_a_query(corpus, encoder, tmp_path):
@@ -162,7 +162,7 @@ def test_a_file_and_folders_of_every_format_are_ranked_by_cosines(vector_format,
     for query, hits in zip(encoder.encode(QUERIES, role="query"), found, strict=True):
         assert abs(np.linalg.norm(query) - 1.0) > 0.1
         cosine = [float(row @ query / np.linalg.norm(row) / np.linalg.norm(query)) for row in kept]
-        # Of 11 documents all are candidates, even for 3 x 4.
+        # All 11 documents are candidates, even for 3 x 4.
         best = sorted(range(11), key=lambda row: -cosine[row])[:top_k]
         assert [hit.document_id for hit in hits] == [f"d{row}" for row in best]
         np.testing.assert_allclose([hit.score for hit in hits], [cosine[row] for row in best], atol=1e-6)

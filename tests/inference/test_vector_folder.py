@@ -1,4 +1,4 @@
-"""A corpus is read strictly and encoded by one or several processes, with the same bytes after a kill."""
+"""A corpus is validated, and encoded by one or more processes with the same bytes, also after a kill."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_shards_hold_the_vectors_and_documents_in_order(shard_size, shards, corp
 
 @contextmanager
 def killed_at(shard, monkeypatch):
-    """What runs inside is killed before it writes a shard."""
+    """Interrupt an encoding before it writes a shard."""
     with monkeypatch.context() as patch:
         patch.setattr(vector_folder, "_write_shard", interrupted_at(vector_folder._write_shard, shard + 1))
         with pytest.raises(KeyboardInterrupt):
@@ -85,9 +85,9 @@ def test_a_killed_run_resumes_with_the_same_bytes_in_every_format(
         VectorFolder.open(tmp_path / "resumed")
     counts = counted_encodings(monkeypatch)
     encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
-    # The empty text asks whether the prompt is known.
+    # The call with one empty text checks the prompt.
     assert counts == [1, *[4, 4, 3][killed:]]
-    # A finished folder is left as it is.
+    # A finished folder is not changed.
     encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
     assert counts[-1] == 1
     assert content(tmp_path / "resumed") == content(tmp_path / "whole")
@@ -125,12 +125,12 @@ def test_another_corpus_model_or_option_is_refused_by_name(corpus, encoder, tmp_
     encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     before = content(tmp_path / "out")
     other = Encoder(tiny_embedder(), precision="float32")
-    for used, options, says in (
+    for used, options, message in (
         (encoder, {"shard_size": 5}, "field 'shard_size' is 4, expected 5"),
         (encoder, {"shard_size": 4, "prompt_name": "other"}, "field 'prompt_name' is None, expected 'other'"),
         (other, {"shard_size": 4}, "field 'model_sha256' is"),
     ):
-        with pytest.raises(InputError, match=says):
+        with pytest.raises(InputError, match=message):
             encode_corpus(used, corpus, tmp_path / "out", **options)
     corpus.write_text(corpus.read_text().replace("d10", "d99"))
     with pytest.raises(InputError, match="field 'corpus_sha256' is"):
@@ -144,9 +144,9 @@ def test_a_folder_of_an_older_version_without_a_format_is_float32_and_is_not_cha
     assert manifest.pop("vector_format") == "float32"
     (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
     assert VectorFolder.open(tmp_path / "out").vector_format == "float32"
-    for asked in ("float32", "int8"):  # which are of other models: their hashes have come to say more
-        with pytest.raises(InputError, match=f"field 'vector_format' is None, expected '{asked}'"):
-            encode_corpus(encoder, corpus, tmp_path / "out", vector_format=asked)
+    for requested in ("float32", "int8"):
+        with pytest.raises(InputError, match=f"field 'vector_format' is None, expected '{requested}'"):
+            encode_corpus(encoder, corpus, tmp_path / "out", vector_format=requested)
     assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
     (tmp_path / "out" / "manifest.json").write_text(json.dumps({**manifest, "vector_format": "int4"}))
     with pytest.raises(
@@ -197,7 +197,7 @@ def test_a_text_whose_vector_is_zero_is_named_by_its_row(corpus, encoder, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         (b"", "documents-00001.jsonl:1: is not a document; delete the folder"),
         (b'{"_id": "d4", "text": 5}', "documents-00001.jsonl:1: is not a document"),
@@ -205,13 +205,13 @@ def test_a_text_whose_vector_is_zero_is_named_by_its_row(corpus, encoder, tmp_pa
         (None, "documents-00001.jsonl: is missing or damaged"),
     ],
 )
-def test_damaged_documents_are_named_in_one_line(content, says, corpus, encoder, tmp_path):
+def test_damaged_documents_are_named_in_one_line(content, message, corpus, encoder, tmp_path):
     folder = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     path = tmp_path / "out" / "documents-00001.jsonl"
     path.unlink() if content is None else path.write_bytes(content)
     assert folder.documents([0])[0].document_id == "d0"
     for look in (lambda: folder.documents([0, 4]), lambda: search_corpus(encoder, tmp_path / "out", ["a"], 11)):
-        with pytest.raises(InputError, match=says):
+        with pytest.raises(InputError, match=message):
             look()
 
 
@@ -250,11 +250,11 @@ def test_a_killed_contextual_run_ends_with_the_same_bytes(contextual, corpus, tm
 
 def test_another_context_is_refused_and_nothing_changes(contextual, corpus, tmp_path):
     context, other = (choose_context(contextual, corpus, 3, seed) for seed in (0, 1))
-    for name, own, asked in (("with", context, other), ("without", None, other), ("with", context, None)):
-        encode_corpus(contextual, corpus, tmp_path / name, context=own)
+    for name, stored, requested in (("with", context, other), ("without", None, other), ("with", context, None)):
+        encode_corpus(contextual, corpus, tmp_path / name, context=stored)
         before = content(tmp_path / name)
         with pytest.raises(InputError, match=r"field 'context(\.seed)?' is"):
-            encode_corpus(contextual, corpus, tmp_path / name, context=asked)
+            encode_corpus(contextual, corpus, tmp_path / name, context=requested)
         assert content(tmp_path / name) == before
     with pytest.raises(
         InputError, match="was encoded without a context, but the requested context is 3 documents of seed 1"
@@ -285,7 +285,7 @@ def write(path, rows):
         ([{"_id": "b", "title": "", "text": "body"}], [("b", "body")]),
         ([{"_id": "c", "title": "Title", "text": ""}], [("c", "Title")]),
         ([{"_id": "d", "text": "tëxt", "metadata": {"url": 1}}, {"_id": 7, "text": ""}], [("d", "tëxt"), ("7", "")]),
-        # Rows without ids are numbered from 0, and `id` serves where there is no `_id`.
+        # Rows without ids are numbered from 0, and `id` is used if there is no `_id`.
         ([{"text": "x"}, {"text": "y"}], [("0", "x"), ("1", "y")]),
         ([{"id": "a", "text": "x"}, {"id": 7, "text": "y"}], [("a", "x"), ("7", "y")]),
         ([{"_id": "a", "id": "x", "text": "x"}, {"_id": "b", "id": "x", "text": "y"}], [("a", "x"), ("b", "y")]),
@@ -441,13 +441,13 @@ def test_two_devices_and_a_tokeniser_write_the_bytes_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("target", "number", "code", "says"),
+    ("target", "number", "code", "message"),
     [
         ("group", signal.SIGINT, 130, "interrupted; finished files and shards are kept"),
         ("worker", signal.SIGKILL, 70, ", cpu was ended by a signal (SIGKILL); what is finished is kept"),
     ],
 )
-def test_an_interrupted_run_resumes(target, number, code, says, model, tmp_path, one_thread):
+def test_an_interrupted_run_resumes(target, number, code, message, model, tmp_path, one_thread):
     corpus, output = write_corpus(tmp_path / "corpus.jsonl", some_texts(800)), tmp_path / "out"
     line = ["encode", "--model", model, "--input", str(corpus), "--output", str(output), "--precision", "float32"]
     line += ["--dimensions", "20", "--shard_size", "4"]
@@ -463,7 +463,7 @@ def test_an_interrupted_run_resumes(target, number, code, says, model, tmp_path,
         assert process.poll() is None
         time.sleep(0.02)
     if target == "group":
-        # As a terminal's Ctrl-C.
+        # Like Ctrl-C in a terminal.
         os.killpg(process.pid, number)
     else:
         os.kill(worker_of(process.pid), number)
@@ -471,7 +471,7 @@ def test_an_interrupted_run_resumes(target, number, code, says, model, tmp_path,
     assert not [line for line in errors if "Traceback" in line]
     assert process.returncode == code
     assert errors[-1].startswith("error: ")
-    assert says in errors[-1]
+    assert message in errors[-1]
     left = content(output)
     assert 0 < len([name for name in left if name.startswith("vectors")]) < 200
     assert not [name for name in left if name.startswith(".")] or target == "worker"
@@ -481,7 +481,7 @@ def test_an_interrupted_run_resumes(target, number, code, says, model, tmp_path,
 
 
 def worker_of(process):
-    """One of the processes that a process started for a device."""
+    """A worker process that a process started for a device."""
     for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
         if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
             return int(child)

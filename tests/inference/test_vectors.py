@@ -1,4 +1,4 @@
-"""What is stored of a vector is what the format says, and reads back as near as it promises."""
+"""Vectors are stored in their format and read back within its error bound."""
 
 import numpy as np
 import pytest
@@ -24,14 +24,14 @@ HAND = np.array(
 
 def test_int8_is_one_scale_a_row_rounded_to_the_nearest_and_binary_the_signs():
     rows = stored_rows(HAND, "int8", "here")
-    # Halves go to the even number.
+    # Half rounds to even.
     assert rows["codes"].tolist() == [[127, -64, 2, 0, 2, 0, 1, -127], [-127, 64, 0, -64, 32, 16, 127, -1]]
     assert rows["scale"].tolist() == [1.0, float(np.float32(2) / np.float32(127))]
     restored = float_rows(rows, "int8")
     assert restored[0].tolist() == [127, -64, 2, 0, 2, 0, 1, -127]
     assert restored.dtype == np.float32
     bits = stored_rows(HAND, "binary", "here")
-    # The first number's sign is the highest bit.
+    # The sign of the first number is the highest bit.
     assert [f"{byte:08b}" for byte in bits[:, 0]] == ["10101010", "01001110"]
     assert float_rows(bits, "binary").tolist() == [[1, -1, 1, -1, 1, -1, 1, -1], [-1, 1, -1, -1, 1, 1, 1, -1]]
 
@@ -95,7 +95,7 @@ def formatted_shards(folder, vectors, vector_format="float32", shard_size=10):
     shards = VectorShards(folder, len(vectors), vectors.shape[1], shard_size, vector_format)
     for shard in range(shards.num_shards):
         part = vectors[shard * shard_size : (shard + 1) * shard_size]
-        # float32 unchecked, so that a test may write a vector without a direction.
+        # float32 is not checked, so that a test can write an invalid vector.
         stored = part if vector_format == "float32" else stored_rows(part, vector_format, "here")
         save_array(shards.path(shard), stored)
     return shards
