@@ -113,8 +113,8 @@ class Instructions:
         if not isinstance(texts, dict) or not texts or not all(_is_text(text) for text in texts.values()):
             raise InputError(source, "an instruction is empty or not text", _LAYOUT)
         pairs = _example_pairs(source, examples, texts)
-        content = [texts, pairs] if pairs else texts
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        hashed = [texts, pairs] if pairs else texts
+        digest = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
         return cls(f"{path.stem}-{digest[:8]}", texts, pairs)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from datasets import Dataset, DatasetDict
 from mteb import AbsTask
 from mteb.abstasks import (
@@ -42,11 +41,9 @@ from embeddings.evaluation.folders import (
 )
 from embeddings.evaluation.mteb_library import task_prompt
 from embeddings.inference.context import ContextDraw, sample_context, sample_rows
-from embeddings.inference.encoder import Context, Encoder
+from embeddings.inference.encoder import Context, Encoder, Vectors
 from embeddings.inference.vector_folder import Document
 from embeddings.inference.vectors import unit_rows
-
-Vectors = npt.NDArray[np.float32]
 
 # For each kind of folder: the task type and class of mteb, and the metrics for tables, the main score of mteb first.
 KINDS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from embeddings.common.process import logger
@@ -29,12 +28,11 @@ from embeddings.evaluation.folders import (
 )
 from embeddings.evaluation.mteb_library import load_mteb, task_prompt
 from embeddings.inference.context import require_context_size, sample_context
-from embeddings.inference.encoder import Context, Encoder, check_widths
+from embeddings.inference.encoder import Context, Encoder, Vectors, check_widths
 from embeddings.inference.search import search_top_k
 from embeddings.inference.vectors import unit_rows
 
 CUTOFFS = (10, 100)
-_Vectors = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class RetrievalRun(NamedTuple):
 
     metrics: dict[str, float]
     counts: dict[str, int]
-    document_ND: _Vectors
+    document_ND: Vectors
 
 
 def evaluate_folder(
@@ -206,10 +204,10 @@ def _encode(
     prompt_name: str | None,
     context: Context | None,
     name: str = "",
-) -> list[_Vectors]:
+) -> list[Vectors]:
     """The vectors of a folder, (N, D) float32 each: queries and documents, or first and second sentences."""
 
-    def vectors(texts: Sequence[str], role: TextRole | None = None) -> _Vectors:
+    def vectors(texts: Sequence[str], role: TextRole | None = None) -> Vectors:
         text = encoder.embedder.text
         if prompt_name is not None and role != "document":
             prompt = text.prompt(prompt_name, "query")
@@ -224,7 +222,7 @@ def _encode(
     return np.split(vectors([*folder.first, *folder.second]), 2)
 
 
-def _score_retrieval(folder: RetrievalFolder, vectors: Sequence[_Vectors], device: torch.device) -> RetrievalRun:
+def _score_retrieval(folder: RetrievalFolder, vectors: Sequence[Vectors], device: torch.device) -> RetrievalRun:
     query_QD, document_ND = vectors
     best = search_top_k(query_QD, document_ND, max(CUTOFFS), device)
     scores = retrieval_metrics(best.index_QK, folder.qrels, CUTOFFS)

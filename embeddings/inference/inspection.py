@@ -16,7 +16,7 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.text import TextRole
 from embeddings.common.types import plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer, TokenSpan
-from embeddings.inference.encoder import Context, Encoder, evaluating
+from embeddings.inference.encoder import Context, Encoder, Vectors, evaluating
 from embeddings.inference.vectors import unit_rows
 from embeddings.models.anchor_token import AnchorTokenPooling
 from embeddings.models.attention_capture import AttentionCapture
@@ -314,9 +314,6 @@ def expert_loads(
         encoder.encode(texts, prompt_name, role=role)
         count_YX = sums()[COUNTS].cpu()
     return ExpertLoads(moe_layers(backbone), count_YX, int(plain_backbone(backbone).config.experts_per_token))
-
-
-Vectors = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)

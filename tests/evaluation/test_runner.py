@@ -26,7 +26,6 @@ from tests.evaluation.data import (
 )
 from tests.evaluation.test_folders import by_hand
 from tests.inference.models import counted_encodings, given_prompts, tiny_embedder
-from tests.models.contextual_models import tiny_contextual
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +102,6 @@ def test_prompts_are_chosen_by_kind_and_role(tmp_path, monkeypatch):
     given.clear()
     evaluate_folder(encoder, root / "s", prompt_name="query")
     assert given == [("document", "a ")]
-
-
-@pytest.fixture(scope="module")
-def contextual():
-    return Encoder(tiny_contextual(), precision="float32")
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)

@@ -361,11 +361,6 @@ def test_instructions_go_before_queries_or_before_every_text_of_other_tasks(sets
     assert not (tmp_path / "other").exists()
 
 
-@pytest.fixture(scope="module")
-def contextual():
-    return Encoder(tiny_contextual(), precision="float32")
-
-
 def test_a_search_in_a_context_of_the_corpus_has_the_metrics_of_our_evaluation_of_the_folder(
     contextual, sets, tmp_path
 ):
