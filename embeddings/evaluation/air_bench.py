@@ -49,7 +49,7 @@ MAIN_SCORES = {"qa": "ndcg_at_10", "long-doc": "recall_at_10"}
 # Documents per query in a submission.
 SUBMITTED = 1000
 _CUTOFFS = (10, 100)
-_CHANGED = "check its page: the benchmark may have changed; or delete the cached copy and load it again"
+_CHANGED = "check its page for changes of the benchmark, or delete the cached copy and load it again"
 _METRICS = {"ndcg_at_10": "nDCG@10 x 100", "recall_at_10": "Recall@10 x 100"}
 
 

@@ -91,9 +91,9 @@ class RetrievalScores(NamedTuple):
 
 
 def retrieval_metrics(ranked_QK: Ints, qrels: Qrels, cutoffs: Sequence[int] = (10, 100)) -> RetrievalScores:
-    """The metrics of rankings, (Q, K) rows with -1 for no document, at each cutoff: means over queries with relevance.
+    """The mean metrics of rankings, (Q, K) rows with -1 for no document, at each cutoff.
 
-    Cutoffs may be larger than K.
+    Queries without a relevant document are skipped. Cutoffs may be larger than K.
     """
     gain_QK = qrels.gain(ranked_QK)
     counted_Q = qrels.num_relevant() > 0
@@ -347,7 +347,7 @@ def read_qrels(
     """The grade of each judged document of each query; 0 or below means not relevant.
 
     Columns are query-id, corpus-id, score under that header (BEIR), or query, iteration, document, score without one
-    (TREC, tabs or spaces). An `InputError` names file and row; it includes ids that are not among the given ones.
+    (TREC, tabs or spaces). An `InputError` names file and row, also of an unknown id.
     """
     relevance: dict[str, dict[str, float]] = {}
     for number, encoded in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
@@ -421,7 +421,7 @@ def _read_queries(path: Path) -> dict[str, str]:
     for where, fields in open_reader(path, ("_id", "text"), ("_id", "text")):
         query = identifier_field(where, fields, "_id")
         if query in text_of_query:
-            raise InputError(where, f"the id {shown(query)} occurs a second time", "give each query its own")
+            raise InputError(where, f"the id {shown(query)} occurs a second time", "make the ids unique")
         text_of_query[query] = _filled_text(where, fields, "text", "write the query, or drop the row")
     return text_of_query
 

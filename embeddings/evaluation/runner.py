@@ -91,7 +91,7 @@ def evaluate_widths(
 
     Prompts are chosen as in mteb (`task_prompt`): `query` and `document` for retrieval and reranking, that of the type
     (`STS`) for other kinds. Retrieval ranks all documents by cosine. The score of similarity is Spearman's correlation
-    of the cosine with the human score. mteb computes the other kinds; `run_tasks` gives a folder the same score.
+    of the cosine with the human score. mteb computes the other kinds; `run_tasks` computes the same scores.
 
     Args:
         encoder: The model.

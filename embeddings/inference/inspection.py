@@ -307,7 +307,7 @@ def expert_loads(
     """
     backbone = encoder.embedder.backbone
     if encoder.num_context:
-        raise InputError("the model", "is contextual, and reads more than each text's tokens", "use one that is not")
+        raise InputError("the model", "is contextual, and reads more than each text's tokens", "use another model")
     if not has_experts(backbone):
         raise InputError("the model", "is dense: it has no experts", "use a sparse model")
     with read_routing(backbone) as sums:

@@ -78,7 +78,7 @@ def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = N
         title = text_field(where, {title_column: "", **fields}, title_column)
         text = text_field(where, fields, text_column)
         if document_id in seen:
-            raise InputError(where, f"the id {shown(document_id)} occurs a second time", "give each document its own")
+            raise InputError(where, f"the id {shown(document_id)} occurs a second time", "make the ids unique")
         seen.add(document_id)
         yield Document(document_id, " ".join(part for part in (title, text) if part))
 
@@ -339,9 +339,9 @@ _DEVICES_HINT = "give a number of devices, or names such as cuda:0,cuda:1"
 
 
 def parse_devices(devices: int | str) -> tuple[str, ...]:
-    """The devices of a number (GPUs, or CPU processes if there is no GPU) or of names separated by commas.
+    """The devices for a number of them (GPUs, or CPU processes if there is no GPU), or for names separated by commas.
 
-    A name that occurs twice means two processes. An `OptionError` names missing devices, or devices of several types.
+    A name that occurs twice means two processes. Missing devices, and devices of several types, are an `OptionError`.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if isinstance(devices, int):

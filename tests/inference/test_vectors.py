@@ -146,5 +146,8 @@ def test_a_damaged_scale_is_named_by_shard_and_row_and_another_format_refused(sc
     save_array(shards.path(2), stored)
     with pytest.raises(InputError, match=rf"vectors-00002\.npy:4: the vector is {kind}"):
         shards.take(np.array([24]), unit=False)
-    with pytest.raises(InputError, match=r"vectors-00000\.npy: is .* expected .*; delete the folder"):
+    with pytest.raises(
+        InputError,
+        match=r"vectors-00000\.npy: is .* of shape \(10,\), expected float32 of shape \(10, 8\); delete the folder",
+    ):
         VectorShards(tmp_path, 27, 8, 10, "float32").load(0)
