@@ -1,4 +1,4 @@
-"""Floor 3: finished models made smaller, layer by layer: pruning and quantisation of weights."""
+"""Floor 3: compression of trained models, layer by layer: pruning and quantisation of weights."""
 
 from embeddings.compression.calibration import CalibrationOptions
 from embeddings.compression.compress import Compression, CompressionReport, PruningOptions, QuantizationOptions, Retrain

@@ -1,4 +1,4 @@
-"""Calibration texts: which are drawn from corpora, records and text files, and their tokens as the model reads them."""
+"""Calibration texts, drawn from corpora, training records and text files, and tokenised for the model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,14 +27,14 @@ _TEXT_SUFFIX = ".txt"
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """Which texts show what the inputs of each layer are.
+    """The texts from which the inputs of each layer are computed.
 
     Args:
-        calibration: A text file (`.txt`, a text a line), a corpus file with `text`, training records with `query` and
-            `positive` (files, globs, or `hub:organisation/name`); several as `[FILE, FILE]`. Needed by `wanda`,
-            `sparsegpt` and `quantize`.
-        num_texts: How many are drawn; of records half are queries and half positives.
-        max_length: Most tokens of one; the model's own limits if left out.
+        calibration: A text file (`.txt`, one text per line), a corpus file with `text`, or training records with
+            `query` and `positive` (files, globs, or `hub:organisation/name`); several as `[FILE, FILE]`. Required by
+            `wanda`, `sparsegpt` and `quantize`.
+        num_texts: Number of texts to draw; of records, half are queries and half positives.
+        max_length: Maximum tokens of a text; the model's limits if left out.
         calibration_seed: Seed of the draw.
     """
 
@@ -51,22 +51,20 @@ class CalibrationOptions:
 
 
 class CalibrationText(NamedTuple):
-    """A text, and in whose place the model reads it."""
+    """A text, and the role in which the model reads it."""
 
     role: TextRole
     text: str
 
 
 def calibration_texts(options: CalibrationOptions) -> list[CalibrationText]:
-    """The texts that the options and the files' texts alone decide, in their order.
+    """The drawn texts, in file order; they depend only on the options and the content of the files.
 
-    No named file is an `OptionError`; a file that cannot be read, or files without a text, are an `InputError`.
+    A missing option is an `OptionError`; a file that cannot be read, or files without a text, are an `InputError`.
     """
-    if options.calibration is None or not options.calibration:
-        rule = "must name texts that show what each layer is given"
-        raise OptionError(
-            "calibration", options.calibration, rule, "give a corpus, records, or a text a line in a .txt"
-        )
+    if not options.calibration:
+        rule = "must name texts for the calibration"
+        raise OptionError("calibration", options.calibration, rule, "give a corpus, records, or a .txt of lines")
     paths = options.calibration
     if isinstance(paths, str) and paths.startswith(HUB_PREFIX):
         pools = [_pool_of_records(paths)]
@@ -75,21 +73,21 @@ def calibration_texts(options: CalibrationOptions) -> list[CalibrationText]:
     starts = np.cumsum([0, *(pool.size for pool in pools)])
     order = numpy_generator(options.calibration_seed, "calibration", int(starts[-1])).permutation(int(starts[-1]))
     texts: list[CalibrationText] = []
-    # A record gives two texts.
     drawn = order[: options.num_texts]
     for pool, start in zip(pools, starts, strict=False):
         chosen = drawn[(drawn >= start) & (drawn < start + pool.size)] - start
         texts += [text for text in pool.take(sorted(chosen.tolist())) if text.text.strip()]
     if not texts:
-        raise InputError(f"--calibration {options.calibration}", "holds no text", "give a file with texts")
+        raise InputError(f"--calibration {options.calibration}", "has no texts", "give a file with texts")
+    # A record has two texts.
     if len(texts) > options.num_texts:
         kept = numpy_generator(options.calibration_seed, "texts", len(texts)).permutation(len(texts))
-        texts = [texts[place] for place in sorted(kept[: options.num_texts].tolist())]
+        texts = [texts[index] for index in sorted(kept[: options.num_texts].tolist())]
     return texts
 
 
 class _Pool(NamedTuple):
-    """The rows of one source: how many there are, and the texts of some, given in rising order."""
+    """The rows of one source: their number, and a function that returns the texts of rows in ascending order."""
 
     size: int
     take: Callable[[list[int]], list[CalibrationText]]
@@ -118,29 +116,30 @@ def _pool_of_file(path: Path) -> _Pool:
 
 def _pool_of_records(path: str) -> _Pool:
     """The records of a source: the query and the first positive of each."""
-    table_of_rows = open_cached(SourceConfig("calibration", path, suspect_rows="keep")).table
+    table = open_cached(SourceConfig("calibration", path, suspect_rows="keep")).table
 
     def take(rows: list[int]) -> list[CalibrationText]:
-        found = table_of_rows.rows(rows)
-        pairs = [(CalibrationText("query", row.query), CalibrationText("document", row.positives[0])) for row in found]
-        return [text for pair in pairs for text in pair]
+        texts: list[CalibrationText] = []
+        for record in table.rows(rows):
+            texts += CalibrationText("query", record.query), CalibrationText("document", record.positives[0])
+        return texts
 
-    return _Pool(len(table_of_rows), take)
+    return _Pool(len(table), take)
 
 
 def tokenise(texts: list[CalibrationText], model: LayerwiseModel, max_length: int | None) -> tuple[TokenBatch, int]:
-    """The texts as the model reads them, with its prompts and limits, and the id that fills the padding."""
+    """The tokens of the texts, with the model's prompts and length limits, and the id of the padding token."""
     tokenizer = load_tokenizer(model.folder, model.model)
     settings: TextSettings = read_model_directory(model.folder, model.model, tokenizer).text
     if max_length is not None:
         query, document = (min(max_length, settings.max_length(role)) for role in ROLES)
         settings = replace(settings, query_max_length=query, document_max_length=document)
-    tokenised = TextTokenizer(tokenizer, settings)
+    text_tokenizer = TextTokenizer(tokenizer, settings)
     batches = []
     for role in ROLES:
-        chosen = [row.text for row in texts if row.role == role]
-        batches += [tokenised(chosen, role)] if chosen else []
-    parts = zip(*((each.input_ids_T, each.pooling_mask_T, each.lengths_N) for each in batches), strict=True)
-    pad = tokenizer.pad_token_id
-    assert isinstance(pad, int)
-    return TokenBatch(*map(torch.cat, parts)), pad
+        of_role = [row.text for row in texts if row.role == role]
+        batches += [text_tokenizer(of_role, role)] if of_role else []
+    tensors = zip(*((batch.input_ids_T, batch.pooling_mask_T, batch.lengths_N) for batch in batches), strict=True)
+    pad_token_id = tokenizer.pad_token_id
+    assert isinstance(pad_token_id, int)
+    return TokenBatch(*map(torch.cat, tensors)), pad_token_id

@@ -1,7 +1,7 @@
-"""A finished model made smaller: pruned, then retrained where that is asked for, then quantised, each a phase of work.
+"""Compression of a trained model in phases: pruning, optional retraining, quantisation.
 
-Every phase reads a model directory and writes one, layer by layer, in a folder of its own beside the output; a killed
-run resumes in the phase and at the layer where it was.
+Every phase reads a model directory and writes another, layer by layer, in a work folder beside the output. A killed run
+resumes at the phase and the layer where it stopped.
 """
 
 import json
@@ -49,29 +49,30 @@ from embeddings.models.model_files import (
     zeros_by_matrix,
 )
 
-# What a directory's copy leaves out: weights and graphs that are no longer those of the model.
-_LEFT_OUT = (
+# Files that are not copied from the source: weights and graphs that the compressed model replaces.
+_NOT_COPIED = (
     *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.h5", "*.msgpack", "*.ot"),
     *("onnx", "openvino", ADAPTER_FOLDER, ".*"),
 )
-# Takes a model directory and the folder of work, in which it writes the retrained one, and returns that.
+# Retrains the model of a directory; writes the new directory in the work folder (second argument) and returns it.
 Retrain = Callable[[Path, Path], Path]
 
 
 @dataclass(frozen=True)
 class PruningOptions:
-    """How weights are pruned.
+    """Options for pruning.
 
     Args:
-        prune: `magnitude` takes the smallest weights, `wanda` the smallest products of weight and input, `sparsegpt`
-            those whose loss the others can make up for, and changes these. None prunes nothing.
-        pattern: `N:M` keeps N of every M neighbouring inputs (2:4 and 4:8 are the paper's); `unstructured` lets zeros
-            lie anywhere.
-        sparsity: Share of zeros for `unstructured`; 0.5 if left out, the paper's.
-        damping: What is added to the diagonal of the inputs' Gram matrix (`sparsegpt`, `quantize`), over its mean.
-        block_size: Inputs that `sparsegpt` and `quantize` work on at once.
-        layers: How many layers stay, evenly spread from the first to the last; the others go before anything else.
-            None keeps all.
+        prune: `magnitude` removes the smallest weights, `wanda` the smallest products of weight and input, `sparsegpt`
+            the weights whose removal the others can compensate, and updates those. None prunes nothing.
+        pattern: `N:M` keeps N of every M neighbouring inputs (the papers use 2:4 and 4:8); `unstructured` allows zeros
+            anywhere.
+        sparsity: Fraction of zeros for `unstructured`; 0.5, as in the papers, if left out.
+        damping: Value added to the diagonal of the inputs' Gram matrix, as a fraction of the diagonal's mean
+            (`sparsegpt`, `quantize`).
+        block_size: Number of inputs that `sparsegpt` and `quantize` process at a time.
+        layers: Number of layers to keep, evenly spread from the first to the last; the others are removed first. None
+            keeps all.
     """
 
     prune: PruningMethod | None = None
@@ -89,7 +90,7 @@ class PruningOptions:
                 if value != default:
                     raise OptionError(name, value, "has no effect without --prune", "name a method, such as sparsegpt")
         if self.prune == "sparsegpt" and group is not None and self.block_size % group:
-            rule = f"must be a multiple of {group}, the pattern's group"
+            rule = f"must be a multiple of {group}, the group size of the pattern"
             raise OptionError("block_size", self.block_size, rule, "128 suits 2:4 and 4:8")
 
     def amount(self) -> Sparsity:
@@ -118,14 +119,15 @@ class PruningOptions:
 
 @dataclass(frozen=True)
 class QuantizationOptions:
-    """How weights are quantised, by GPTQ.
+    """Options for quantisation by GPTQ.
 
     Args:
         quantize: `int8`, or 8-bit floating-point numbers: `fp8_e4m3` has finer steps, `fp8_e5m2` a wider range. None
-            leaves the weights as they are.
-        group_size: Neighbouring inputs of an output that share a scale, such as 128; one scale an output if left out.
-        damping: What is added to the diagonal of the inputs' Gram matrix (`sparsegpt`, `quantize`), over its mean.
-        block_size: Inputs that `sparsegpt` and `quantize` work on at once.
+            does not quantise.
+        group_size: Neighbouring inputs of an output that share a scale, such as 128; one scale per output if left out.
+        damping: Value added to the diagonal of the inputs' Gram matrix, as a fraction of the diagonal's mean
+            (`sparsegpt`, `quantize`).
+        block_size: Number of inputs that `sparsegpt` and `quantize` process at a time.
     """
 
     quantize: NumberName | None = None
@@ -148,29 +150,29 @@ class QuantizationOptions:
         return asdict(self)
 
     def __call__(self, weight_OI: Tensor, statistic: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The numbers and their scales (see `Treatment`); scales are in the weight's dtype, but for float16's."""
+        """The codes and their scales (see `Treatment`); scales have the dtype of the weight, float32 for float16."""
         assert self.quantize is not None
         assert statistic is not None
-        # A scale of E5M2 is too small for float16.
-        scales = torch.float32 if dtype == torch.float16 else dtype
-        how = (self.group_size, self.damping, self.block_size, scales)
-        made = quantise_by_gptq(weight_OI, statistic, FORMAT_OF[self.quantize], *how)
-        return {"weight": made.code_OI, "weight_scale": made.scale_OG}
+        # The scales of E5M2 are too small for float16.
+        scale_dtype = torch.float32 if dtype == torch.float16 else dtype
+        options = (self.group_size, self.damping, self.block_size, scale_dtype)
+        matrix = quantise_by_gptq(weight_OI, statistic, FORMAT_OF[self.quantize], *options)
+        return {"weight": matrix.code_OI, "weight_scale": matrix.scale_OG}
 
 
 def check_solver(damping: float, block_size: int) -> None:
-    """Check the options of the solver; an `OptionError` where one is impossible."""
+    """Raise an `OptionError` if an option of the solver is invalid."""
     if not damping > 0:
-        raise OptionError("damping", damping, "must be > 0", "0.01 is the papers'")
+        raise OptionError("damping", damping, "must be > 0", "the papers use 0.01")
     if block_size < 1:
-        raise OptionError("block_size", block_size, "must be >= 1", "128 is the papers'")
+        raise OptionError("block_size", block_size, "must be >= 1", "the papers use 128")
 
 
 @dataclass(frozen=True)
 class CompressionReport:
-    """The model directory of a compression, and what it changed: bytes of weights, zeros of the layers' matrices.
+    """The compressed model directory, bytes of weights, and the fraction of zeros in the layers' matrices.
 
-    `calibration` says what was calibrated on; None where nothing was.
+    `calibration` describes the calibration texts; None if there were none.
     """
 
     folder: Path
@@ -182,15 +184,15 @@ class CompressionReport:
 
 
 class Compression:
-    """The compression of one model directory, in phases: take layers, prune, retrain, quantise.
+    """The compression of one model directory in phases: remove layers, prune, retrain, quantise.
 
-    The folder of work is `OUTPUT.work` beside the output. Each layer lies on `device`, a GPU if there is one, while its
-    turn lasts.
+    The work folder is `OUTPUT.work` beside the output. One layer at a time is on `device`; None for a GPU if there is
+    one.
 
     Raises:
-        OptionError: If nothing is asked for, an option has no effect, a pattern or group does not divide a matrix, or
+        OptionError: If no phase is requested, an option has no effect, a pattern or group does not divide a matrix, or
             the output exists.
-        InputError: If the model or a text file cannot be used.
+        InputError: If the model or a text file is invalid.
     """
 
     def __init__(
@@ -207,14 +209,14 @@ class Compression:
             raise OptionError("prune", None, rule, "try --prune sparsegpt --pattern 2:4")
         self.output = output.expanduser().absolute()
         if os.path.lexists(self.output):
-            raise OptionError("output", str(output), "exists already", "name a new folder, or remove it")
+            raise OptionError("output", str(output), "already exists", "name a new folder, or remove it")
         self.source, self._name = resolve_model(os.fspath(model)), Path(model).name
         self.work = self.output.with_name(f"{self.output.name}.work")
         self.pruning, self.quantization = pruning, quantization
         self._device = device_of(device)
         needs_texts = quantization.quantize is not None or pruning.needs != "none"
         if not needs_texts and calibration.calibration is not None:
-            rule = "has no effect on pruning by magnitude, which reads weights alone"
+            rule = "has no effect on pruning by magnitude, which uses the weights only"
             raise OptionError("calibration", calibration.calibration, rule, "leave it out")
         layered = LayerwiseModel(self.source, self._device)
         self._num_layers = len(layered.layers)
@@ -228,8 +230,13 @@ class Compression:
         if self._texts:
             tokens, _ = tokenise(self._texts, layered, self._max_length)
             digest = sha256(json.dumps(self._texts).encode()).hexdigest()
-            facts = {"num_texts": len(self._texts), "num_tokens": tokens.num_tokens, "max_length": self._max_length}
-            self.calibration = {**facts, "seed": calibration.calibration_seed, "texts_sha256": digest}
+            self.calibration = {
+                "num_texts": len(self._texts),
+                "num_tokens": tokens.num_tokens,
+                "max_length": self._max_length,
+                "seed": calibration.calibration_seed,
+                "texts_sha256": digest,
+            }
 
     def _check_widths(self, model: LayerwiseModel) -> None:
         group = self.pruning.amount().group if self.pruning.prune is not None else None
@@ -237,21 +244,21 @@ class Compression:
             ("pattern", self.pruning.pattern, group),
             ("group_size", self.quantization.group_size, self.quantization.group_size),
         ):
-            for name, layer in model.layers:
-                for part, linear in linear_layers(layer).items():
+            for layer_name, layer in model.layers:
+                for name, linear in linear_layers(layer).items():
                     if size is not None and linear.in_features % size:
-                        rule = f"must divide the {linear.in_features} inputs of {name}.{part}"
+                        rule = f"must divide the {linear.in_features} inputs of {layer_name}.{name}"
                         raise OptionError(option, value, rule, "choose another one")
 
     def run(self, retrain: Retrain | None = None) -> Path:
-        """Run the phases that are not done yet; returns the compressed model's directory within the folder of work.
+        """Run the phases that are not finished; returns the directory of the compressed model in the work folder.
 
-        `retrain` trains the pruned model of a directory under its mask, between pruning and quantisation; it returns a
-        new directory within the folder that it is given, or the one that it wrote there before. Layers cannot be chosen
-        of a contextual model, or one whose layers cannot be told: an `OptionError`.
+        `retrain` trains a pruned model under its mask, between pruning and quantisation. It returns a new directory in
+        the work folder, or the one that it wrote there earlier. The option `layers` with a contextual model, or with
+        one whose layers are not found, is an `OptionError`.
         """
         model = self.source
-        # A layer that is written already must not be lost by a later mistake.
+        # A later user error must not delete layers that are written already.
         with discard_on_user_error(self.work, unless=lambda: any(self.work.glob("*/layer-*.safetensors"))):
             if self.pruning.layers is not None:
                 model = self._shorten(self.pruning.layers)
@@ -266,7 +273,7 @@ class Compression:
         return model
 
     def _phase(self, name: str, source: Path, treatment: Treatment, config: dict[str, Any] | None = None) -> Path:
-        """Treat every matrix of a model directory; returns the new directory, whose config.json names `config`."""
+        """Apply a treatment to every matrix of a model directory; `config` is the quantisation entry of config.json."""
         target = self.work / f"{name}d"
         model = LayerwiseModel(source, self._device)
         calibration = None if treatment.needs == "none" else self.calibration
@@ -274,39 +281,39 @@ class Compression:
         fields = {"kind": f"{name} layers", "weights_sha256": hashes, **treatment.fields(), "calibration": calibration}
         tokens, pad = (None, 0) if calibration is None else tokenise(self._texts, model, self._max_length)
         job = LayerwiseJob(model, self.work / f"{name}.layers", fields, treatment, tokens, pad)
-        if target.exists():  # of these options: the job's manifest was compared
+        if target.exists():  # written with the same options, as the manifest of the job shows
             return target
         job.run()
         assemble(source, job.files, target, config)
         return target
 
     def _shorten(self, num_layers: int) -> Path:
-        """The model directory of some of the layers; the whole model is in memory meanwhile."""
+        """Write a model directory with fewer layers; the whole model is in memory meanwhile."""
         target = self.work / f"layers-{num_layers}"
         if not target.exists():
             embedder = load_embedder(str(self.source))
             if isinstance(embedder, ContextualEmbedder):
-                rule = "cannot be chosen of a contextual model"
-                raise OptionError("layers", num_layers, rule, "leave it out")
-            backbone = plain_backbone(embedder.backbone)
-            keep_layers(backbone, num_layers)
+                raise OptionError("layers", num_layers, "does not support contextual models", "leave it out")
+            keep_layers(plain_backbone(embedder.backbone), num_layers)
             embedder.save_pretrained(target)
         return target
 
     def _outside_linear(self) -> list[str]:
-        """The linear parts of the model outside its layers, which keep their weights; patterns begin with `re:`."""
+        """The linear modules outside the layers, which are not quantised; regular expressions start with `re:`."""
         model = LayerwiseModel(self.source, self._device).model
-        inner = {part for layer in layers(model) for part in layer.modules()}
-        found = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part not in inner]
-        # Others build the pooling layer that some architectures have and embeddings do not use.
-        return [*found, *(["re:.*pooler.*"] if has_pooling_layer(model.config) else [])]
+        inside = {module for layer in layers(model) for module in layer.modules()}
+        names = [
+            name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in inside
+        ]
+        # Other libraries build the pooling layer that some architectures have; embeddings do not use it.
+        return [*names, *(["re:.*pooler.*"] if has_pooling_layer(model.config) else [])]
 
     def publish(self, staged: Path, scores: Mapping[str, float] | None = None) -> CompressionReport:
-        """Give what `run` returned its card, with metrics by name, and its place, and remove the folder of work."""
+        """Add a model card with `scores` to the result of `run`, move it to the output, and remove the work folder."""
         before, after = (sum(file.stat().st_size for file in weight_files(folder)) for folder in (self.source, staged))
         zeros = zeros_fraction(self.source), zeros_fraction(staged)
         report = CompressionReport(self.output, before, after, *zeros, self.calibration)
-        card = compressed_card(self.source, self.output.name, self._facts(report, scores or {}))
+        card = compressed_card(self.source, self.output.name, self._card_rows(report, scores or {}))
         write_text(staged / CARD_FILE, card)
         share_files(staged)
         self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -314,34 +321,34 @@ class Compression:
         shutil.rmtree(self.work, ignore_errors=True)
         return report
 
-    def _facts(self, report: CompressionReport, scores: Mapping[str, float]) -> dict[str, str]:
-        facts = {"made from": self._name}
+    def _card_rows(self, report: CompressionReport, scores: Mapping[str, float]) -> dict[str, str]:
+        rows = {"made from": self._name}
         if self.pruning.layers is not None:
-            facts["layers"] = f"{self.pruning.layers} of {self._num_layers}, evenly spread"
+            rows["layers"] = f"{self.pruning.layers} of {self._num_layers}, evenly spread"
         if self.pruning.prune is not None:
-            facts["pruning"] = f"{self.pruning.prune}, {self.pruning.pattern}"
-            facts["zeros in the layers' matrices"] = f"{report.zeros:.2%}"
+            rows["pruning"] = f"{self.pruning.prune}, {self.pruning.pattern}"
+            rows["zeros in the layers' matrices"] = f"{report.zeros:.2%}"
         if self.quantization.quantize is not None:
             size = self.quantization.group_size
             scales = "an output" if size is None else f"{size} inputs of an output"
-            facts["quantisation"] = f"GPTQ to {self.quantization.quantize}, one scale for {scales}"
+            rows["quantisation"] = f"GPTQ to {self.quantization.quantize}, one scale for {scales}"
         if report.calibration is not None:
-            about = report.calibration
-            limit = "the model's own limits" if about["max_length"] is None else f"at most {about['max_length']}"
-            texts = f"{about['num_texts']} texts, {about['num_tokens']:,} tokens ({limit} a text), seed {about['seed']}"
-            facts["calibration"] = texts
-        facts["bytes of weights"] = f"{report.bytes_before:,} before, {report.bytes_after:,} after"
-        return facts | {name: f"{value:.4f}" for name, value in scores.items()}
+            texts = report.calibration
+            limit = "the model's own limits" if texts["max_length"] is None else f"at most {texts['max_length']}"
+            size_of_texts = f"{texts['num_texts']} texts, {texts['num_tokens']:,} tokens"
+            rows["calibration"] = f"{size_of_texts} ({limit} a text), seed {texts['seed']}"
+        rows["bytes of weights"] = f"{report.bytes_before:,} before, {report.bytes_after:,} after"
+        return rows | {name: f"{value:.4f}" for name, value in scores.items()}
 
 
 def device_of(name: str | torch.device | None) -> torch.device:
-    """The device of a name, None for a GPU if there is one; an `OptionError` where the machine has no such device."""
+    """The device with this name, None for a GPU if there is one; an `OptionError` if the machine does not have it."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(1, device=device).cpu()
-    # A torch without CUDA asserts; the meta device has no numbers.
+    # torch without CUDA raises an AssertionError; the meta device has no data.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         hint = "use cpu, or cuda where there is a GPU"
         raise OptionError("device", str(name), "must be a device of this machine", hint) from error
@@ -349,23 +356,23 @@ def device_of(name: str | torch.device | None) -> torch.device:
 
 
 def zeros_fraction(folder: Path) -> float:
-    found = zeros_by_matrix(folder)
-    return sum(matrix.num_zeros for matrix in found) / sum(matrix.num_weights for matrix in found)
+    matrices = zeros_by_matrix(folder)
+    return sum(matrix.num_zeros for matrix in matrices) / sum(matrix.num_weights for matrix in matrices)
 
 
 def assemble(source: Path, files: list[Path], target: Path, quantization: dict[str, Any] | None) -> None:
-    """Write a model directory of one's settings and files of weights, linked or copied, atomically.
+    """Write a model directory atomically, with the settings of `source` and weights from `files`, linked or copied.
 
-    Weights and graphs of the source are left out; `quantization` is what config.json says of quantised weights.
+    Weights and graphs of the source are not copied; `quantization` is the quantisation entry of config.json.
     """
-    patterns = shutil.ignore_patterns(*_LEFT_OUT)
+    patterns = shutil.ignore_patterns(*_NOT_COPIED)
 
-    def left_out(inner: str, names: list[str]) -> set[str]:
-        """What is not copied of the source's own folder; parts such as a head keep their weights."""
-        return patterns(inner, names) if Path(inner) == source else set()
+    def ignored(directory: str, names: list[str]) -> set[str]:
+        """The files to ignore at the top level; modules such as a head keep their weights in subfolders."""
+        return patterns(directory, names) if Path(directory) == source else set()
 
     with atomic_folder(target) as folder:
-        shutil.copytree(source, folder, ignore=left_out, dirs_exist_ok=True)
+        shutil.copytree(source, folder, ignore=ignored, dirs_exist_ok=True)
         config = read_json(source / "config.json")
         if quantization is not None:
             write_json(folder / "config.json", {**config, QUANTIZATION: quantization})
@@ -383,13 +390,12 @@ def assemble(source: Path, files: list[Path], target: Path, quantization: dict[s
         write_json(folder / "model.safetensors.index.json", index)
 
 
-def compressed_card(source: Path, name: str, facts: Mapping[str, str]) -> str:
-    """The card of a compressed model: its source's, with a section on the compression.
+def compressed_card(source: Path, name: str, rows: Mapping[str, str]) -> str:
+    """The card of a compressed model: the card of its source with a section on the compression.
 
-    A card that this library wrote says the new name in place of the old one.
+    In a card written by this library, the new name replaces the old one.
     """
-    rows = [(plain(key), plain(value)) for key, value in facts.items()]
-    section = f"## Compression\n\n{table(('', ''), rows)}\n"
+    section = f"## Compression\n\n{table(('', ''), [(plain(key), plain(value)) for key, value in rows.items()])}\n"
     path = source / CARD_FILE
     text = ""
     with suppress(OSError):

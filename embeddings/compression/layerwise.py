@@ -1,6 +1,6 @@
-"""A model one layer at a time: weights read, inputs seen, changed weights written, the next layer's inputs made.
+"""Processes a model one layer at a time: reads weights, collects inputs, writes new weights, computes the next inputs.
 
-In memory are the embeddings, one layer, and the states of the calibration texts at its input.
+Memory: the embeddings, one layer, and the states of the calibration texts at its input.
 """
 
 import re
@@ -35,53 +35,55 @@ from embeddings.models.lora import without_cache
 from embeddings.models.model_files import SCALE, dequantised, quantization_of, read_tensors, weight_files
 from embeddings.models.moe.experts import Experts
 
-# Of the inputs of a matrix: x xᵀ summed over the tokens, its diagonal alone, or nothing.
+# The statistic of the inputs x of a matrix: the sum of x xᵀ over the tokens, its diagonal only, or nothing.
 Statistic = Literal["gram", "squares", "none"]
-# The same number on every machine: it decides how sums are rounded.
+# The same on every machine, because it affects the rounding of sums.
 MINI_BATCH_TOKENS = 4096
 OUTSIDE_FILE = "outside.safetensors"
+_PLAIN_LAYERS = "use a model whose layers return only their states"
+_COMPLETE_COPY = "use a complete copy of the model"
 _EXPERTS = re.compile(r"Experts$|MoE|Moe(Block|Mlp|MLP|Layer)|SparseMoe")
 
 
 class Treatment(Protocol):
-    """What becomes of one matrix."""
+    """The compression of one matrix."""
 
     @property
     def needs(self) -> Statistic:
-        """Which sum over its inputs it reads."""
+        """The statistic of the inputs that it uses."""
 
     def fields(self) -> dict[str, Any]:
-        """What decides its bytes, as JSON types."""
+        """The options that affect its result, for the manifest (JSON types)."""
 
     def __call__(self, weight_OI: Tensor, statistic: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What is stored in place of a weight, (O, I) float32, by the last part of its name (`weight`, `weight_scale`).
+        """The tensors that replace a weight, (O, I) float32, by the end of their names (`weight`, `weight_scale`).
 
-        `statistic` is what `needs` asks for, (I, I) or (I) float32, and `dtype` the weight's in its file.
+        `statistic` is the one that `needs` names, (I, I) or (I) float32; `dtype` is that of the weight in its file.
         """
         ...
 
 
 class _ReachedError(Exception):
-    """Ends a forward pass at the layer that it was made for."""
+    """Ends a forward pass at the layer of interest."""
 
     def __init__(self, states: Any) -> None:
         self.states = states
 
 
 class LayerwiseModel:
-    """The backbone of a model directory, of which one layer at a time has weights; all else is on the meta device.
+    """The backbone of a model directory; one layer at a time has weights, and the others are on the meta device.
 
-    The model's own forward pass makes the mask, the positions and all else that a layer is given, so each layer runs
-    as it does in the whole model: the layers before it hand on what they are given, and the pass ends with it. An
-    `InputError` refuses a damaged directory, and a model that is quantised, contextual, sparse, or uses a layer twice.
+    The forward pass of the model computes masks, positions and all other inputs of a layer, so each layer runs as in
+    the complete model: earlier layers return their inputs, and the pass ends at the layer. A damaged directory, and a
+    model that is quantised, contextual, sparse, or uses a layer twice, are an `InputError`.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         if quantization_of(folder) is not None:
-            raise InputError(str(folder), "is quantised already", "give the model before its quantisation")
+            raise InputError(str(folder), "is already quantised", "use the model before its quantisation")
         if is_contextual(folder):
             what = "is a contextual model, which cannot be compressed"
-            raise InputError(str(folder), what, "give a model that reads texts alone")
+            raise InputError(str(folder), what, "use a model that reads each text alone")
         self.folder, self.device = folder, device
         self.model = model_without_weights(folder)
         names = {module: name for name, module in self.model.named_modules()}
@@ -89,83 +91,80 @@ class LayerwiseModel:
         self._check_layers()
         self._structure = self.model.state_dict()
         conversions = get_model_conversion_mapping(self.model)
-        self._renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-        self._converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        self._renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+        self._converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
         self._keys = self._keys_by_layer()
-        # Learnt from the first layer that runs: 0 where a layer returns its states alone, else the length of its tuple.
+        # Set when the first layer runs: 0 if a layer returns only its states, else the length of its tuple.
         self.num_outputs: int | None = None
         self._is_open = False
 
     def _check_layers(self) -> None:
-        hint = "give a model of plain layers"
         for _, layer in self.layers:
-            for part in layer.modules():
-                if isinstance(part, Experts) or _EXPERTS.search(type(part).__name__):
-                    raise InputError(str(self.folder), "has experts, which cannot be compressed", hint)
+            for module in layer.modules():
+                if isinstance(module, Experts) or _EXPERTS.search(type(module).__name__):
+                    raise InputError(str(self.folder), "has experts, which cannot be compressed", _PLAIN_LAYERS)
         if type(self.model).__name__.endswith("EncoderModel"):
-            what = (
-                f"is the encoder of two ({self.model.config.model_type}), whose layers hand on more than their states"
-            )
-            raise InputError(str(self.folder), what, hint)
+            kind = self.model.config.model_type
+            what = f"is the encoder of an encoder-decoder ({kind}), whose layers return more than their states"
+            raise InputError(str(self.folder), what, _PLAIN_LAYERS)
         num_layers = getattr(self.model.config, "num_hidden_layers", None)
         if num_layers != len(self.layers) or not all(linear_layers(layer) for _, layer in self.layers):
-            what = f"lists {len(self.layers)} layers with linear parts, its config.json has {num_layers}"
-            raise InputError(str(self.folder), what, hint)
+            what = f"has {len(self.layers)} layers with linear modules, but its config.json has {num_layers}"
+            raise InputError(str(self.folder), what, _PLAIN_LAYERS)
 
     def _renamed(self, key: str) -> tuple[str, str | None]:
-        """The name that a tensor of a file has in the model, and the conversion that makes it, if one does."""
+        """The name in the model of a tensor in a file, and the pattern of the conversion that produces it, if any."""
         prefix = self.model.base_model_prefix
         return rename_source_key(key, self._renamings, self._converters, prefix, self._structure)
 
     def _keys_by_layer(self) -> dict[int | None, dict[Path, frozenset[str]]]:
-        """The tensors of each layer, and under None of what lies outside the layers, by file; unused ones are left."""
-        found: dict[int | None, dict[Path, frozenset[str]]] = {}
+        """The tensors that the model uses, by layer (None: outside the layers) and by file."""
+        keys_by_layer: dict[int | None, dict[Path, frozenset[str]]] = {}
         for file in weight_files(self.folder):
             try:
                 with safe_open(file, framework="pt") as opened:
                     keys = list(opened.keys())
             except (OSError, SafetensorError) as error:
-                raise InputError(str(file), "is missing or damaged", "take a complete copy of the model") from error
+                raise InputError(str(file), "is missing or damaged", _COMPLETE_COPY) from error
             for key in keys:
                 name, _ = self._renamed(key)
                 owners = [index for index, (layer, _) in enumerate(self.layers) if name.startswith(f"{layer}.")]
                 if name in self._structure:
-                    files = found.setdefault(owners[0] if owners else None, {})
+                    files = keys_by_layer.setdefault(owners[0] if owners else None, {})
                     files[file] = files.get(file, frozenset()) | {key}
-        return found
+        return keys_by_layer
 
-    def stored(self, index: int | None, file: Path | None = None) -> dict[str, Tensor]:
-        """The tensors of a layer (None: of what lies outside), by their names in the model.
+    def read(self, index: int | None, file: Path | None = None) -> dict[str, Tensor]:
+        """Read the tensors of a layer (None: those outside the layers), by their names in the model.
 
-        They are read from a file that `written` made, quantised weights multiplied out, or else from the directory's
-        own.
+        They are read from the files of the model directory, or from a `file` that `write` wrote, dequantised.
         """
         files = self._keys.get(index, {}) if file is None else {file: None}
-        tensors: dict[str, Tensor] = {}
+        stored: dict[str, Tensor] = {}
         for path, keys in files.items():
-            # Copies: the file is closed once all of it is read.
+            # Copies, because the file is closed afterwards.
             wanted = bool if keys is None else keys.__contains__
-            tensors |= {name: tensor.clone() for name, tensor in read_tensors(path, wanted)}
-        found: dict[str, Tensor] = {}
-        converted: dict[str, WeightTransform] = {}
-        for key, tensor in dequantised(tensors).items():
+            stored |= {key: tensor.clone() for key, tensor in read_tensors(path, wanted)}
+        tensors: dict[str, Tensor] = {}
+        conversions: dict[str, WeightTransform] = {}
+        for key, tensor in dequantised(stored).items():
             name, pattern = self._renamed(key)
             if pattern is None:
-                found[name] = tensor
+                tensors[name] = tensor
                 continue
-            if name not in converted:
-                (maker,) = (each for each in self._converters if pattern in each.source_patterns)
-                converted[name] = deepcopy(maker)
-            converted[name].add_tensor(name, key, pattern, tensor)  # type: ignore[arg-type]
-        for first, transform in converted.items():
-            for name, value in transform.convert(first, model=self.model, config=self.model.config).items():  # type: ignore[attr-defined]
-                found[name] = value[0] if isinstance(value, list) else value
-        return found
+            if name not in conversions:
+                (converter,) = (one for one in self._converters if pattern in one.source_patterns)
+                conversions[name] = deepcopy(converter)
+            conversions[name].add_tensor(name, key, pattern, tensor)  # type: ignore[arg-type]
+        for first, conversion in conversions.items():
+            for name, value in conversion.convert(first, model=self.model, config=self.model.config).items():  # type: ignore[attr-defined]
+                tensors[name] = value[0] if isinstance(value, list) else value
+        return tensors
 
-    def written(self, tensors: Mapping[str, Tensor], path: Path) -> None:
-        """Write tensors, named as in the model, to a safetensors file under the names that its files have.
+    def write(self, tensors: Mapping[str, Tensor], path: Path) -> None:
+        """Write tensors with names of the model to a safetensors file, under the names that are used in files.
 
-        Quantised ones keep the model's names: transformers does not split a matrix that several of them were joined to.
+        Quantised weights keep the model's names: transformers does not split a quantised matrix that it has merged.
         """
         stored = dict(tensors)
         if not any(name.endswith(f".weight{SCALE}") for name in tensors):
@@ -174,35 +173,36 @@ class LayerwiseModel:
 
     @contextmanager
     def loaded(self, index: int, file: Path | None = None) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
-        """A layer with its weights in float32, and the same tensors as stored; on leaving it has none again."""
+        """A layer with weights in float32, and its tensors as stored; afterwards it is on the meta device again."""
         name, layer = self.layers[index]
-        tensors = self.stored(index, file)
-        self._fill(
-            layer, {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}, list(layer.modules())
-        )
+        tensors = self.read(index, file)
+        weights = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}
+        self._load_weights(layer, weights, list(layer.modules()))
         try:
             yield layer, tensors
         finally:
             layer.to("meta")
 
-    def open(self) -> None:
+    def _load_outside(self) -> None:
+        """Load the modules outside the layers, once."""
         if not self._is_open:
-            inner = {part for _, layer in self.layers for part in layer.modules()}
-            self._fill(self.model, self.stored(None), [part for part in self.model.modules() if part not in inner])
+            inside = {module for _, layer in self.layers for module in layer.modules()}
+            outside = [module for module in self.model.modules() if module not in inside]
+            self._load_weights(self.model, self.read(None), outside)
             self._is_open = True
 
-    def _fill(self, part: nn.Module, tensors: Mapping[str, Tensor], modules: Sequence[nn.Module]) -> None:
-        """Give a part its weights, and compute the buffers that no file has, as transformers does on loading."""
+    def _load_weights(self, parent: nn.Module, tensors: Mapping[str, Tensor], modules: Sequence[nn.Module]) -> None:
+        """Load weights into a module, and compute buffers of `modules` that no file has, as transformers does."""
         state = {
             key: tensor.to(self.device, torch.float32 if tensor.is_floating_point() else None)
             for key, tensor in tensors.items()
         }
-        part.load_state_dict(state, strict=False, assign=True)
+        parent.load_state_dict(state, strict=False, assign=True)
         for module in modules:
             for name, weight in module.named_parameters(recurse=False):
                 if weight.is_meta:
                     what = f"{name} of {type(module).__name__} is missing from its files"
-                    raise InputError(str(self.folder), what, "take a complete copy of the model")
+                    raise InputError(str(self.folder), what, _COMPLETE_COPY)
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_meta:
                     module._buffers[name] = torch.empty_like(buffer, device=self.device)
@@ -210,25 +210,25 @@ class LayerwiseModel:
                     buffer._is_hf_initialized = True  # type: ignore[attr-defined]
             for weight in module.parameters(recurse=False):
                 weight._is_hf_initialized = True  # type: ignore[attr-defined]
-        # Some modules initialise those within them: all must be known to have their weights by then.
+        # Some modules initialise their children: all weights must be marked as initialised before.
         with torch.no_grad():
             for module in modules:
                 self.model._init_weights(module)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _up_to(self, index: int, tokens: PaddedTokens, action: Callable[..., Any]) -> Any:
-        """What `action` returns in the place of a layer, given what the model gives that layer."""
-        self.open()
+        """Run the model up to a layer, call `action` with the arguments of that layer, and return its result."""
+        self._load_outside()
 
         def reached(*args: Any, **kwargs: Any) -> Any:
             raise _ReachedError(action(*args, **kwargs))
 
-        def handed_on(*args: Any, **kwargs: Any) -> Any:
+        def pass_through(*args: Any, **kwargs: Any) -> Any:
             states = args[0] if args else kwargs["hidden_states"]
             return (states, *[None] * (self.num_outputs - 1)) if self.num_outputs else states
 
-        for place, (_, layer) in enumerate(self.layers):
-            layer.forward = reached if place == index else handed_on
+        for position, (_, layer) in enumerate(self.layers):
+            layer.forward = reached if position == index else pass_through
         try:
             inputs = {"input_ids": tokens.input_ids_NL, "attention_mask": tokens.attention_mask_NL.long()}
             self.model(**inputs, **without_cache(self.model))
@@ -240,49 +240,49 @@ class LayerwiseModel:
         raise AssertionError("the model ran past its layers")
 
     def first_states(self, tokens: PaddedTokens) -> Tensor:
-        """The states that a mini-batch has at the input of the first layer, (n, L, H) float32."""
+        """The states of a mini-batch at the input of the first layer, (n, L, H) float32."""
         states: Tensor = self._up_to(0, tokens, lambda *args, **kwargs: args[0] if args else kwargs["hidden_states"])
         return states
 
     def run(self, index: int, tokens: PaddedTokens, state_NLH: Tensor) -> Tensor:
-        """The states of a mini-batch behind a layer that has its weights, from those at its input, (n, L, H) float32.
+        """The output states of a loaded layer, given its input states, (n, L, H) float32.
 
-        Layers that hand on more than their states are an `InputError`.
+        Layers that return more than their states are an `InputError`.
         """
         forward = self.layers[index][1].forward
 
-        def of_states(*args: Any, **kwargs: Any) -> Any:
+        def forward_states(*args: Any, **kwargs: Any) -> Any:
             if args:
                 return forward(state_NLH, *args[1:], **kwargs)
             return forward(**{**kwargs, "hidden_states": state_NLH})
 
-        output = self._up_to(index, tokens, of_states)
+        output = self._up_to(index, tokens, forward_states)
         if isinstance(output, Tensor):
             self.num_outputs = 0
             return output
         if any(other is not None for other in output[1:]):
-            what = f"is of layers ({type(self.layers[index][1]).__name__}) that hand on more than their states"
-            raise InputError(str(self.folder), what, "give a model of plain layers")
+            what = f"has layers ({type(self.layers[index][1]).__name__}) that return more than their states"
+            raise InputError(str(self.folder), what, _PLAIN_LAYERS)
         self.num_outputs = len(output)
         states: Tensor = output[0]
         return states
 
 
 def linear_layers(layer: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers within a layer, by name."""
-    return {name: part for name, part in layer.named_modules() if isinstance(part, nn.Linear)}
+    """The linear modules in a layer, by name."""
+    return {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
 
 
 @contextmanager
 def inputs_added(
     sums: dict[str, Tensor], linear: Mapping[str, nn.Linear], attention_NL: Tensor, needs: Statistic
 ) -> Iterator[None]:
-    """Add up what linear layers are given inside, by their names; tokens that are padding are left out."""
+    """Within the context, add statistics of the inputs of linear modules to `sums`, without padding tokens."""
     is_token_R = attention_NL.flatten()
 
     def add(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         input_RI = inputs[0].reshape(-1, inputs[0].shape[-1])
-        assert len(input_RI) == len(is_token_R), "a layer is given other rows than the texts' tokens"
+        assert len(input_RI) == len(is_token_R), "the inputs of a layer are not the tokens of the texts"
         input_TI = input_RI[is_token_R]
         added = input_TI.T @ input_TI if needs == "gram" else input_TI.square().sum(dim=0)
         if name in sums:
@@ -299,11 +299,10 @@ def inputs_added(
 
 
 class LayerwiseJob:
-    """A resumable job over the layers of a model: each is written to a file of its own.
+    """A resumable job over the layers of a model, which writes each layer to a separate file.
 
-    After a kill the same call resumes at the first layer that is missing and writes the same bytes; the texts pass
-    through the layers that are written once more. `tokens` are the calibration texts, None where the treatment needs
-    none.
+    After a kill, the same call resumes at the first missing layer and writes the same bytes; it runs the texts through
+    the written layers again. `tokens` are the calibration texts, None for a treatment without statistics.
 
     Memory: embeddings, one layer and its sums, and the states of all texts at one layer.
     """
@@ -321,15 +320,15 @@ class LayerwiseJob:
         self._plan = [] if tokens is None else plan_mini_batches(tokens.lengths_N, MINI_BATCH_TOKENS)
         self._job = ShardedJob(folder, fields, len(model.layers), stem="layer", suffix=".safetensors")
         self._states: list[Tensor] = []
-        self._at = 0
+        self._state_layer = 0
 
     @property
     def files(self) -> list[Path]:
-        """The files of the result: the layers', and that of all outside of them."""
+        """The files of the result: one per layer, and one for the tensors outside the layers."""
         return [*map(self._job.path, range(len(self._model.layers))), self._job.folder / OUTSIDE_FILE]
 
     def run(self) -> None:
-        """Write the files that are not there yet; an `OptionError` where another process is at work in the folder."""
+        """Write the missing files; an `OptionError` if another process is writing in the folder."""
         with file_lock(self._job.folder / ".running.lock", wait=False, optional=True) as is_held:
             if not is_held:
                 rule = "is being written by another process"
@@ -349,30 +348,30 @@ class LayerwiseJob:
                 tokens = self._padded(rows)
                 with inputs_added(sums, linear, tokens.attention_mask_NL, self._treatment.needs):
                     self._model.run(index, tokens, state_NLH.to(self._model.device))
-            for part, module in linear.items():
-                key = f"{name}.{part}."
-                made = self._treatment(module.weight.detach(), sums.pop(part, None), tensors[f"{key}weight"].dtype)
-                tensors |= {f"{key}{suffix}": tensor.cpu() for suffix, tensor in made.items()}
-        self._model.written(tensors, path)
+            for module_name, module in linear.items():
+                key, statistic = f"{name}.{module_name}.", sums.pop(module_name, None)
+                treated = self._treatment(module.weight.detach(), statistic, tensors[f"{key}weight"].dtype)
+                tensors |= {f"{key}{suffix}": tensor.cpu() for suffix, tensor in treated.items()}
+        self._model.write(tensors, path)
 
     def _advance(self, index: int) -> None:
-        """Have the states of the texts at the input of a layer, behind the layers that are written."""
+        """Compute the states of the texts at the input of a layer, with the written layers before it."""
         if not self._states:
             self._states = [self._model.first_states(self._padded(rows)).cpu() for rows in self._plan]
-        for before in range(self._at, index):
-            with self._model.loaded(before, self._job.path(before)):
-                for place, rows in enumerate(self._plan):
-                    state_NLH = self._states[place].to(self._model.device)
-                    self._states[place] = self._model.run(before, self._padded(rows), state_NLH).cpu()
-        self._at = index
+        for layer in range(self._state_layer, index):
+            with self._model.loaded(layer, self._job.path(layer)):
+                for batch, rows in enumerate(self._plan):
+                    state_NLH = self._states[batch].to(self._model.device)
+                    self._states[batch] = self._model.run(layer, self._padded(rows), state_NLH).cpu()
+        self._state_layer = index
 
     def _padded(self, rows: Tensor) -> PaddedTokens:
         assert self._tokens is not None
         padded = self._tokens.padded(rows, self._pad)
-        return PaddedTokens(*(part.to(self._model.device) for part in padded))
+        return PaddedTokens(*(tensor.to(self._model.device) for tensor in padded))
 
     def _finish(self) -> dict[str, Any]:
-        """Write what lies outside the layers, as it is."""
+        """Write the tensors outside the layers unchanged."""
         with atomic_path(self._job.folder / OUTSIDE_FILE) as temporary:
-            self._model.written(self._model.stored(None), temporary)
+            self._model.write(self._model.read(None), temporary)
         return {}

@@ -1,4 +1,4 @@
-"""Which weights of a linear layer become zero, and what the others become: magnitude, Wanda and SparseGPT.
+"""Pruning of the weights of a linear layer by magnitude, Wanda and SparseGPT.
 
 Every function takes one matrix, (O, I): O outputs, I inputs. The Gram matrix of its inputs, (I, I), is the sum of x xᵀ
 over the calibration tokens x.
@@ -17,21 +17,21 @@ from embeddings.common.process import logger
 
 PruningMethod = Literal["magnitude", "wanda", "sparsegpt"]
 UNSTRUCTURED = "unstructured"
-# How often a Gram matrix that is singular in float32 is damped ten times more.
+# Attempts with tenfold damping for a Gram matrix that is singular in float32.
 _ATTEMPTS = 4
 
-# What a weight costs whose input was always zero, over its cost in H, where λ alone gives it one.
+# Factor on the cost of weights whose input was always zero, for which only λ contributes to H.
 _DEAD = 1e-9
 
-# The new values of one input's weights, (O,), by its number and all weights as they are by then, (I, O).
+# The new weights of one input, (O,), given its index and the current weights, (I, O).
 ChooseColumn = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Sparsity:
-    """Which share of the weights becomes zero, above 0 and below 1, and how many neighbouring inputs share it exactly.
+    """The fraction of weights that become zero, between 0 and 1, and the group size of an N:M pattern.
 
-    `group` inputs of one output have the same number of zeros each; None where zeros may lie anywhere.
+    Each group of `group` neighbouring inputs of an output has the same number of zeros; None for zeros anywhere.
     """
 
     fraction: float
@@ -39,24 +39,22 @@ class Sparsity:
 
     @classmethod
     def parse(cls, pattern: str, fraction: float | None = None) -> Self:
-        """The sparsity of a pattern: `N:M` keeps N of M neighbouring inputs, `unstructured` is half unless given.
+        """The sparsity of a pattern: `N:M` keeps N of M neighbouring inputs; `unstructured` has a default of 0.5.
 
-        An `OptionError` says that the pattern is none of these, or the fraction is impossible or has no effect.
+        An unknown pattern, and a fraction that is invalid or has no effect, are an `OptionError`.
         """
         if pattern == UNSTRUCTURED:
             fraction = 0.5 if fraction is None else fraction
             if not 0 < fraction < 1:
-                raise OptionError(
-                    "sparsity", fraction, "must lie between 0 and 1", "0.5 makes half of the weights zero"
-                )
+                raise OptionError("sparsity", fraction, "must be between 0 and 1", "0.5 makes half of the weights zero")
             return cls(fraction)
-        found = re.fullmatch(r"(\d{1,3}):(\d{1,3})", pattern)
-        kept, group = map(int, found.groups()) if found else (0, 0)
+        match = re.fullmatch(r"(\d{1,3}):(\d{1,3})", pattern)
+        kept, group = map(int, match.groups()) if match else (0, 0)
         if not 0 < kept < group:
-            rule = "must be N:M with 0 < N < M, of which N weights stay, or unstructured"
+            rule = "must be N:M with 0 < N < M, to keep N of M weights, or unstructured"
             raise OptionError("pattern", pattern, rule, "try 2:4 or 4:8")
         if fraction is not None:
-            rule = f"has no effect on {pattern}, which says itself how many weights are zero"
+            rule = f"has no effect on {pattern}, which determines the number of zeros"
             raise OptionError("sparsity", fraction, rule, "leave it out, or use --pattern unstructured")
         return cls((group - kept) / group, group)
 
@@ -64,9 +62,9 @@ class Sparsity:
         return round(self.fraction * count)
 
     def mask(self, score_OI: Tensor, per_output: bool = False) -> Tensor:
-        """True at the weights that become zero, those of the lowest scores, (O, I) bool.
+        """True at the weights that become zero, which have the lowest scores, (O, I) bool.
 
-        Without groups the weights of the matrix compete, or with `per_output` those of each output.
+        Without groups, scores are compared over the matrix, or with `per_output` within each output.
         """
         if self.group is not None:
             score_OGM = score_OI.reshape(len(score_OI), -1, self.group)
@@ -77,17 +75,17 @@ class Sparsity:
 
 
 def lowest(score: Tensor, count: int) -> Tensor:
-    """True at the `count` lowest numbers of the last dimension, the first ones among equals; same shape, bool."""
+    """True at the `count` lowest numbers along the last dimension, equal numbers by position; same shape, bool."""
     if count == 0:
         return torch.zeros_like(score, dtype=torch.bool)
     threshold = score.kthvalue(count, dim=-1, keepdim=True).values
     below, equal = score < threshold, score == threshold
-    room = count - below.sum(dim=-1, keepdim=True)
-    return below | (equal & (equal.cumsum(dim=-1) <= room))
+    num_equal = count - below.sum(dim=-1, keepdim=True)
+    return below | (equal & (equal.cumsum(dim=-1) <= num_equal))
 
 
 def prune_by_magnitude(weight_OI: Tensor, sparsity: Sparsity) -> Tensor:
-    """The weights (O, I) with the smallest |w| set to zero; without groups those of the whole matrix compete.
+    """Set the weights (O, I) with the smallest |w| to zero; without groups they are compared over the matrix.
 
     Source: Han et al. 2015, arXiv:1506.02626, one threshold for each matrix.
     """
@@ -95,10 +93,10 @@ def prune_by_magnitude(weight_OI: Tensor, sparsity: Sparsity) -> Tensor:
 
 
 def prune_by_wanda(weight_OI: Tensor, gram_II: Tensor, sparsity: Sparsity) -> Tensor:
-    """The weights (O, I) with the smallest |w_ij| · ‖x_j‖₂ set to zero, compared within each output, same dtype.
+    """Set the weights (O, I) with the smallest |w_ij| · ‖x_j‖₂ in each output to zero; same dtype.
 
-    ‖x_j‖₂ is the norm of input j over the calibration tokens, the root of the diagonal of the Gram matrix: (I, I), or
-    the diagonal alone, (I).
+    ‖x_j‖₂ is the norm of input j over the calibration tokens, the square root of the diagonal of the Gram matrix, which
+    is given as (I, I), or as its diagonal only, (I).
 
     Source: Sun et al. 2024 (Wanda), arXiv:2306.11695, Eq. 1.
     """
@@ -109,21 +107,21 @@ def prune_by_wanda(weight_OI: Tensor, gram_II: Tensor, sparsity: Sparsity) -> Te
 def prune_by_sparsegpt(
     weight_OI: Tensor, gram_II: Tensor, sparsity: Sparsity, damping: float = 0.01, block_size: int = 128
 ) -> Tensor:
-    """The weights whose removal costs the least set to zero, and the later ones changed to make up for it.
+    """Set the weights whose removal costs the least to zero, and update later weights to compensate.
 
     With H = Σ x xᵀ + λI and H⁻¹ = UᵀU, U upper triangular, inputs are visited from the first to the last. A weight
-    w_j costs w_j² / U_jj²; the cheapest of its group become zero, or without groups those of `block_size` inputs of all
-    outputs. With error e = (w_j - ŵ_j) / U_jj the weights k > j become w_k - e U_jk: what is best for them while the
-    earlier ones stay (see `sweep`).
+    w_j costs w_j² / U_jj². The cheapest of its group become zero, or without groups, the cheapest in `block_size`
+    inputs of all outputs. With the error e = (w_j - ŵ_j) / U_jj, the weights k > j become w_k - e U_jk, which is
+    optimal while the earlier weights are fixed (see `sweep`).
 
-    The weights of an input that was zero for all tokens go first, and no other weight changes for them.
+    The weights of an input that was zero for all tokens are pruned first, and no other weight changes for them.
 
     Args:
         weight_OI: Weights, (O, I) float; the result has their shape and dtype.
         gram_II: Gram matrix of the inputs, (I, I) float.
-        sparsity: How many become zero.
-        damping: λ as a share of the mean of H's diagonal, > 0.
-        block_size: Inputs whose masks are chosen together, and whose updates are applied to the rest at once; a
+        sparsity: The fraction and pattern of zeros.
+        damping: λ as a fraction of the mean of H's diagonal, > 0.
+        block_size: Inputs whose masks are chosen together, and whose updates are applied to later inputs at once; a
             multiple of the pattern's group.
 
     Shape/precision: in the dtype of the weights, which is float32 in `compress`.
@@ -133,16 +131,16 @@ def prune_by_sparsegpt(
     """
     factor_II = inverse_factor(gram_II.to(weight_OI.dtype), damping)
     group = sparsity.group or block_size
-    # Small enough to go first, and still in the order of their sizes.
-    price_I1 = torch.where(gram_II.diagonal() == 0, _DEAD, 1.0)[:, None]
+    # Small enough to be pruned first, and still ordered by size.
+    factor_I1 = torch.where(gram_II.diagonal() == 0, _DEAD, 1.0)[:, None]
     zero_IO = torch.zeros(weight_OI.shape[::-1], dtype=torch.bool, device=weight_OI.device)
 
     def choose(column: int, weight_IO: Tensor) -> Tensor:
-        """The column with the chosen zeros; the masks of a group are chosen at its first column."""
+        """The pruned column; the masks of a group are chosen at its first column."""
         if column % group == 0:
-            part = slice(column, column + group)
-            cost_JO = (weight_IO[part] / factor_II.diagonal()[part, None]).square() * price_I1[part]
-            zero_IO[part] = sparsity.mask(cost_JO.T).T
+            block = slice(column, column + group)
+            cost_JO = (weight_IO[block] / factor_II.diagonal()[block, None]).square() * factor_I1[block]
+            zero_IO[block] = sparsity.mask(cost_JO.T).T
         return weight_IO[column].masked_fill(zero_IO[column], 0)
 
     return sweep(weight_OI, factor_II, choose, block_size)
@@ -151,11 +149,11 @@ def prune_by_sparsegpt(
 def inverse_factor(gram_II: Tensor, damping: float) -> Tensor:
     """U, upper triangular, with UᵀU = (H / h + damping · I)⁻¹, where h is the mean of the Gram matrix's diagonal.
 
-    The scale h cancels in costs and updates. Where H is singular in its own precision the damping grows tenfold, with a
-    warning; where that does not help it is not finite, a `NumericError`.
+    The scale h cancels in costs and updates. If H is singular in its precision, the damping is raised tenfold, with a
+    warning; if that does not help, H is not finite, which is a `NumericError`.
     """
     mean = gram_II.diagonal().mean()
-    # Without any input that is not zero nothing is known of them, and all are alike.
+    # If all inputs are zero, H is λI.
     scaled_II = torch.zeros_like(gram_II) if mean == 0 else gram_II / mean
     upper_II: Tensor
     for attempt in range(_ATTEMPTS):
@@ -171,12 +169,12 @@ def inverse_factor(gram_II: Tensor, damping: float) -> Tensor:
 
 
 def sweep(weight_OI: Tensor, factor_II: Tensor, choose: ChooseColumn, block_size: int) -> Tensor:
-    """The weights after each input's were replaced in turn, and those of later inputs changed to make up for it.
+    """Replace the weights of each input in turn, and update those of later inputs to compensate.
 
-    Replacing w_j by ŵ_j changes the outputs; the weights of the inputs after j that keep them nearest, in the least
-    squares over the calibration tokens, are w_k - (w_j - ŵ_j) U_jk / U_jj. Within a block they change at once,
-    behind it in one matrix product a block. `choose` gives ŵ_j, (O), by j and the weights as they are by then, (I, O);
-    those of later blocks are up to date only at the first input of a block.
+    Replacing w_j by ŵ_j changes the outputs. The least-squares optimal weights of the inputs after j, over the
+    calibration tokens, are w_k - (w_j - ŵ_j) U_jk / U_jj. They are updated at once within a block, and after it by one
+    matrix product per block. `choose` returns ŵ_j, (O), given j and the current weights, (I, O); the weights of later
+    blocks are current only at the first input of a block.
 
     Source: Frantar et al. 2023 (GPTQ), arXiv:2210.17323, Eqs. 2 and 3 and §3.3, steps 2 and 3; SparseGPT shares it.
     """

@@ -1,4 +1,4 @@
-"""GPTQ: the weights of a matrix as numbers of 8 bits with scales, each rounding made up for by the later weights."""
+"""GPTQ: quantises the weights of a matrix to 8 bits with scales, and updates later weights to compensate."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ NumberName = Literal["int8", "fp8_e4m3", "fp8_e5m2"]
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """Numbers of 8 bits: dtype, what the largest weight of a scale becomes, and kind in compressed-tensors."""
+    """An 8-bit number format: dtype, the value of the largest weight of a scale, and the type in compressed-tensors."""
 
     dtype: torch.dtype
     largest: float
     kind: Literal["int", "float"]
 
     def codes(self, value: Tensor) -> Tensor:
-        """The numbers nearest to values in units of their scale, clipped to the largest; halves to even."""
-        cut = value.clamp(-self.largest, self.largest)
-        return (cut.round() if self.kind == "int" else cut).to(self.dtype)
+        """Round values in units of their scale to the nearest number, half to even, clipped to the largest."""
+        clipped = value.clamp(-self.largest, self.largest)
+        return (clipped.round() if self.kind == "int" else clipped).to(self.dtype)
 
 
 FORMAT_OF: Mapping[NumberName, NumberFormat] = {
@@ -35,16 +35,16 @@ FORMAT_OF: Mapping[NumberName, NumberFormat] = {
 
 
 class QuantisedMatrix(NamedTuple):
-    """A matrix in 8 bits, (O, I), and its scales, (O, G): each for I / G neighbouring inputs of an output."""
+    """The 8-bit codes of a matrix, (O, I), and scales, (O, G), each for I / G neighbouring inputs of an output."""
 
     code_OI: Tensor
     scale_OG: Tensor
 
     def values(self) -> Tensor:
-        """The weights, (O, I) in the dtype of the scales (float32 for those of fewer bits)."""
+        """The weights, (O, I), in float32 or the dtype of the scales if that is wider."""
         dtype = torch.promote_types(self.scale_OG.dtype, torch.float32)
-        each_OI = self.scale_OG.to(dtype).repeat_interleave(self.code_OI.shape[1] // self.scale_OG.shape[1], dim=1)
-        return self.code_OI.to(dtype) * each_OI
+        scale_OI = self.scale_OG.to(dtype).repeat_interleave(self.code_OI.shape[1] // self.scale_OG.shape[1], dim=1)
+        return self.code_OI.to(dtype) * scale_OI
 
 
 def quantise_by_gptq(
@@ -56,22 +56,21 @@ def quantise_by_gptq(
     block_size: int = 128,
     scale_dtype: torch.dtype = torch.float32,
 ) -> QuantisedMatrix:
-    """A matrix rounded to 8 bits input by input, the later weights changed to make up for each rounding.
+    """Round a matrix to 8 bits input by input, and update later weights to compensate each rounding error.
 
-    ŵ_j = s · round(w_j / s), with the scale s = max |w| / largest of an output, or of its `group_size` inputs as they
-    are when the first of them is reached. With H = Σ x xᵀ + λI and H⁻¹ = UᵀU the weights k > j then become
-    w_k - (w_j - ŵ_j) U_jk / U_jj (see `sweep`). Scales are symmetric, so zero is a number of every format. A weight
-    that is zero at the start stays exactly zero: what earlier roundings moved to it is an error that later weights make
-    up for.
+    ŵ_j = s · round(w_j / s), with the scale s = max |w| / largest over an output, or over a group of `group_size`
+    inputs when its first input is reached. With H = Σ x xᵀ + λI and H⁻¹ = UᵀU, the weights k > j then become
+    w_k - (w_j - ŵ_j) U_jk / U_jj (see `sweep`). Scales are symmetric, so every format represents zero. A weight that is
+    zero at the start stays exactly zero; later weights compensate for the updates that it would have received.
 
     Args:
         weight_OI: Weights, (O, I) float.
         gram_II: Gram matrix of the inputs, (I, I) float.
         number: The format.
-        group_size: Inputs that share a scale, a divisor of I; None for one scale an output.
-        damping: λ as a share of the mean of H's diagonal, > 0.
-        block_size: Inputs whose updates are applied to the rest at once.
-        scale_dtype: Dtype of the scales, which the numbers allow for.
+        group_size: Inputs that share a scale, a divisor of I; None for one scale per output.
+        damping: λ as a fraction of the mean of H's diagonal, > 0.
+        block_size: Inputs whose updates are applied to later inputs at once.
+        scale_dtype: Dtype of the scales, which are rounded before the codes are chosen.
 
     Shape/precision: in the dtype of the weights, which is float32 in `compress`.
     Raises:
@@ -82,7 +81,7 @@ def quantise_by_gptq(
     num_inputs = weight_OI.shape[1]
     size = group_size or num_inputs
     if group_size is not None and size % block_size and block_size % size:
-        # A group must not begin inside a block and end behind it, where weights are not up to date.
+        # A group must not extend beyond the block in which it starts, because later weights are not current.
         block_size = size
     pruned_IO = (weight_OI == 0).T
     codes: list[Tensor] = []
@@ -104,7 +103,7 @@ def quantise_by_gptq(
 
 
 def quantization_config(number: NumberFormat, group_size: int | None, ignored: list[str]) -> dict[str, Any]:
-    """What config.json says of a model quantised so, in compressed-tensors' words; `ignored` layers keep weights."""
+    """The entry of config.json for a quantised model, as compressed-tensors defines it, with modules to ignore."""
     weights: dict[str, Any] = {"num_bits": 8, "type": number.kind, "symmetric": True, "dynamic": False}
     weights |= {"strategy": "channel" if group_size is None else "group", "group_size": group_size}
     form = FORMATS[number.kind]
@@ -113,10 +112,10 @@ def quantization_config(number: NumberFormat, group_size: int | None, ignored: l
         "quant_method": METHOD,
         "format": form,
         "quantization_status": "compressed",
-        # Without its own format a group of weights alone would be taken for packed numbers.
+        # Without a format of its own, a group that quantises only weights would be read as packed numbers.
         "config_groups": {"group_0": {**group, "format": form}},
         "ignore": ignored,
         "kv_cache_scheme": None,
-        # To transformers: multiply the weights out on loading, in place of products in 8 bits.
+        # Makes transformers dequantise the weights on loading, instead of computing products in 8 bits.
         "dequantize": True,
     }

@@ -1,4 +1,4 @@
-"""Floor 3: how good a model's vectors are."""
+"""Floor 3: evaluation of models on retrieval, similarity and the tasks of mteb."""
 
 from embeddings.evaluation.folders import (
     EvaluationFolder,

@@ -1,20 +1,20 @@
-"""AIR-Bench: sets with public labels are scored, the others searched and written as its leaderboard takes them.
+"""AIR-Bench: data sets with public labels are scored; for the others, search results are written for its leaderboard.
 
-A set belongs to a version, a task (`qa`, `long-doc`), a domain and a language. Version 24.05 publishes the labels of
-its development queries. Those of its test queries and all of 24.04's are private.
+A data set has a version, a task (`qa`, `long-doc`), a domain and a language. Version 24.05 publishes the labels of its
+development queries. The labels of its test queries and all labels of 24.04 are private.
 
-Confirmed in the cards of the data sets and in the benchmark's repository; no set was fetched:
+Checked against the data set cards and the benchmark's repository; no data set was downloaded:
 
 - Corpus and queries are `AIR-Bench/{task}_{domain}_{language}`, the version is the config (`AIR-Bench_24.05`), and rows
   are {"id", "text"}. Splits are `corpus_{dataset}` and `queries_{dataset}_{split}`; 24.04 has `queries_{dataset}`. A
-  hyphen in the name of a data set is an underscore in that of a split.
+  hyphen in the name of a data set is an underscore in the name of a split.
 - Labels are `AIR-Bench/qrels-{task}_{domain}_{language}-dev`, split `qrels_{dataset}_dev`, with rows {"qid", "docid",
   "relevance"}: 1, or 0 for a hard negative.
-- A submission is a zip of `{task}/{domain}/{language}_{dataset}_{split}.json`, each with the names of model, reranker
-  and version, those of the set, and the 1,000 best documents of each query.
+- A submission is a zip of `{task}/{domain}/{language}_{dataset}_{split}.json`, each with the names of model, reranker,
+  version and data set, and the 1,000 best documents of each query.
 
-The main score is nDCG@10 for `qa` and Recall@10 for `long-doc`. In NV-Embed's Tables 9 and 10 the score of a domain is
-the mean of its sets, and the last column the mean over all sets.
+The main score is nDCG@10 for `qa` and Recall@10 for `long-doc`. In Tables 9 and 10 of NV-Embed, the score of a domain
+is the mean over its data sets, and the last column the mean over all data sets.
 """
 
 import json
@@ -46,15 +46,15 @@ from embeddings.inference.vectors import unit_rows
 
 PREFIX = "air-bench"
 MAIN_SCORES = {"qa": "ndcg_at_10", "long-doc": "recall_at_10"}
-# What the leaderboard takes of each query.
+# Documents per query in a submission.
 SUBMITTED = 1000
 _CUTOFFS = (10, 100)
-_CHANGED = "look at its page: the benchmark may have changed, or delete the cached copy and load it again"
+_CHANGED = "check its page for changes of the benchmark, or delete the cached copy and load it again"
 _METRICS = {"ndcg_at_10": "nDCG@10 x 100", "recall_at_10": "Recall@10 x 100"}
 
 
 class AirBenchSet(NamedTuple):
-    """One set of queries and where it lies."""
+    """One data set, with one split of its queries."""
 
     version: str
     task: str
@@ -65,7 +65,7 @@ class AirBenchSet(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name as a task: `air-bench-24.05-qa-law-en-dev`, with the data set where a domain has several."""
+        """The name of the task: `air-bench-24.05-qa-law-en-dev`, with the data set if the domain has several."""
         words = (PREFIX, self.version, self.task, self.domain, self.language, self.split, self.dataset)
         return "-".join(words if self.dataset != "default" else words[:-1])
 
@@ -75,26 +75,26 @@ class AirBenchSet(NamedTuple):
 
     @property
     def config(self) -> str:
-        """The version as the data sets and the leaderboard call it."""
+        """The name of the version in the data sets and the leaderboard."""
         return f"AIR-Bench_{self.version}"
 
     @property
     def repository(self) -> str:
-        """The data set of its corpus and queries."""
+        """The Hub data set of the corpus and queries."""
         return f"AIR-Bench/{self.task}_{self.domain}_{self.language}"
 
     def splits(self) -> dict[str, tuple[str, str, tuple[str, ...]]]:
-        """Where corpus, queries and, if they are public, labels lie: data set, split and columns of each."""
+        """Hub data set, split and columns of the corpus, the queries and, if they are public, the labels."""
         dataset = self.dataset.replace("-", "_")
         queries = f"queries_{dataset}" if self.version == "24.04" else f"queries_{dataset}_{self.split}"
-        places: dict[str, tuple[str, str, tuple[str, ...]]] = {
+        splits: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "corpus": (self.repository, f"corpus_{dataset}", ("id", "text")),
             "queries": (self.repository, queries, ("id", "text")),
         }
         if self.has_labels:
             qrels = f"AIR-Bench/qrels-{self.task}_{self.domain}_{self.language}-dev"
-            places["qrels"] = (qrels, f"qrels_{dataset}_dev", ("qid", "docid", "relevance"))
-        return places
+            splits["qrels"] = (qrels, f"qrels_{dataset}_dev", ("qid", "docid", "relevance"))
+        return splits
 
 
 @cache
@@ -106,7 +106,7 @@ def _table() -> dict[str, Any]:
 
 @cache
 def air_bench_sets() -> tuple[AirBenchSet, ...]:
-    """All sets of both versions."""
+    """All data sets of both versions."""
     return tuple(
         AirBenchSet(version, task, domain, language, dataset, split)
         for version, task, domain, languages, dataset, splits in _table()["sets"]
@@ -116,29 +116,32 @@ def air_bench_sets() -> tuple[AirBenchSet, ...]:
 
 
 def air_bench_tasks(name: str) -> list["AirBenchTask"]:
-    """The tasks of a name: `air-bench` and any words of a version, task, domain, language and split.
+    """The tasks of a name: `air-bench` with any words for version, task, domain, language and split.
 
-    Words of one kind add up, and a kind without a word is not restricted: `air-bench-qa-law-en-de` is two sets. Without
-    a word the version is 24.05, and the split the one of public labels, `dev`; 24.04 has `test` alone. An `OptionError`
-    says which word is unknown, or that no set has all of them.
+    Several words of one kind select the data sets of any of them, and a kind without a word is not restricted:
+    `air-bench-qa-law-en-de` is two data sets. By default the version is 24.05, and the split the one with public
+    labels, `dev`; 24.04 only has `test`. An unknown word, or words that no data set matches, are an `OptionError`.
     """
+    exact = [data for data in air_bench_sets() if data.name == name]
+    if exact:
+        return [_task(data) for data in exact]
     kinds = ("version", "task", "domain", "language", "split")
-    known = {kind: sorted({getattr(one, kind) for one in air_bench_sets()}) for kind in kinds}
-    found = [one for one in air_bench_sets() if one.name == name]
-    words = [] if found else re.findall(r"long-doc|[^-]+", name.removeprefix(PREFIX))
+    known = {kind: sorted({getattr(data, kind) for data in air_bench_sets()}) for kind in kinds}
+    words = re.findall(r"long-doc|[^-]+", name.removeprefix(PREFIX))
     for word in words:
-        if not any(word in some for some in known.values()):
-            fix = "; ".join(", ".join(some) for some in known.values())
-            raise OptionError("tasks", name, f"has the unknown word {shown(word)}", f"the words are {fix}")
-    chosen = {kind: [word for word in words if word in some] for kind, some in known.items()}
+        if not any(word in values for values in known.values()):
+            listed = "; ".join(", ".join(values) for values in known.values())
+            raise OptionError("tasks", name, f"has the unknown word {shown(word)}", f"the words are {listed}")
+    chosen = {kind: [word for word in words if word in values] for kind, values in known.items()}
     chosen["version"] = chosen["version"] or ["24.05"]
-    for one in () if found else air_bench_sets():
-        split = chosen["split"] or (["test"] if one.version == "24.04" else ["dev"])
-        fits = all(getattr(one, kind) in some for kind, some in chosen.items() if some)
-        found += [one] if fits and one.split in split else []
-    if not found:
-        raise OptionError("tasks", name, "names no data set", "leave a word out, such as air-bench-24.04-long-doc-book")
-    return [_task(one) for one in found]
+    tasks = []
+    for data in air_bench_sets():
+        splits = chosen["split"] or (["test"] if data.version == "24.04" else ["dev"])
+        if data.split in splits and all(getattr(data, kind) in values for kind, values in chosen.items() if values):
+            tasks.append(_task(data))
+    if not tasks:
+        raise OptionError("tasks", name, "matches no data set", "leave a word out, as in air-bench-24.04-long-doc-book")
+    return tasks
 
 
 def _task(data: AirBenchSet) -> "AirBenchTask":
@@ -156,38 +159,37 @@ def _task(data: AirBenchSet) -> "AirBenchTask":
 
 
 class AirBenchTask(AbsTaskRetrieval):
-    """A set as a task whose results are kept like those of mteb's own tasks.
+    """A data set as a task, whose results have the format of mteb.
 
-    Once loaded, `dataset` holds `corpus`, `queries`, `document_ids`, `query_ids` and `qrels`, None for private labels.
+    Once loaded, `dataset` has `corpus`, `queries`, `document_ids`, `query_ids` and `qrels`, None for private labels.
     """
 
     data: ClassVar[AirBenchSet]
     dataset: Any
 
     def load_data(self, num_proc: int | None = None, **options: Any) -> None:
-        """Load corpus, queries and labels from the cache or the Hub; an `InputError` where one is unusable."""
+        """Load corpus, queries and labels from the cache or the Hub; an `InputError` if one is invalid."""
         if self.data_loaded:
             return
-        loaded = {part: _load(self.data, *place, num_proc) for part, place in self.data.splits().items()}
-        ids = {part: [*map(str, _column(loaded[part], "id"))] for part in ("queries", "corpus")}
-        for part, names in ids.items():
-            if len(set(names)) < len(names):
+        loaded = {name: _load(self.data, *split, num_proc) for name, split in self.data.splits().items()}
+        ids = {name: [*map(str, _column(loaded[name], "id"))] for name in ("queries", "corpus")}
+        for name, values in ids.items():
+            if len(set(values)) < len(values):
                 where = f"{self.data.repository}, {self.data.config}"
-                raise InputError(where, f"an id of the {part} occurs twice", _CHANGED)
+                raise InputError(where, f"an id of the {name} occurs twice", _CHANGED)
         qrels = _qrels(self.data, loaded["qrels"], ids["queries"], ids["corpus"]) if self.data.has_labels else None
-        parts = {"corpus": loaded["corpus"], "queries": loaded["queries"], "qrels": qrels}
-        self.dataset = {**parts, "query_ids": ids["queries"], "document_ids": ids["corpus"]}
+        self.dataset = loaded | {"qrels": qrels, "query_ids": ids["queries"], "document_ids": ids["corpus"]}
         self.data_loaded = True
 
-    def result(self, found: TopK, seconds: float) -> TaskResult:
-        """The scores of a search of all queries whose labels are public."""
-        scores = retrieval_metrics(found.index_QK, self.dataset["qrels"], _CUTOFFS)
+    def result(self, best: TopK, seconds: float) -> TaskResult:
+        """The scores of a search with all queries, for public labels."""
+        scores = retrieval_metrics(best.index_QK, self.dataset["qrels"], _CUTOFFS)
         counts = {"num_queries": scores.num_queries, "num_documents": len(self.dataset["document_ids"])}
         row: Any = {"main_score": scores.metrics[self.metadata.main_score], **scores.metrics, **counts}
         return TaskResult.from_task_results(self, {self.data.split: {"default": row}}, seconds)
 
-    def write_searches(self, path: Path, model: str, found: TopK) -> None:
-        """Write a search of all queries as the leaderboard takes it, under the model's name, a query at a time."""
+    def write_searches(self, path: Path, model: str, best: TopK) -> None:
+        """Write a search with all queries in the format of the leaderboard, one query at a time."""
         data, ids = self.data, self.dataset["document_ids"]
         fields = {
             "model_name": model,
@@ -202,7 +204,7 @@ class AirBenchTask(AbsTaskRetrieval):
         with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
             file.write(json.dumps(fields, indent=4).removesuffix("\n}") + ',\n    "search_results": {')
             for number, query in enumerate(self.dataset["query_ids"]):
-                pairs = zip(found.index_QK[number].tolist(), found.score_QK[number].tolist(), strict=True)
+                pairs = zip(best.index_QK[number].tolist(), best.score_QK[number].tolist(), strict=True)
                 ranked = {ids[row]: score for row, score in pairs}
                 file.write(f"{',' if number else ''}\n        {json.dumps(query)}: {json.dumps(ranked)}")
             file.write("\n    }\n}\n")
@@ -213,9 +215,9 @@ def _load(data: AirBenchSet, repository: str, split: str, columns: Sequence[str]
     try:
         rows = load_dataset(repository, data.config, split=split, num_proc=num_proc)
     except DatasetNotFoundError as error:
-        fix = "ask for access on its page and log in (hf auth login)"
-        raise InputError(where, one_line(str(error), 200).rstrip("."), fix) from error
-    # What it raises for a missing config and for a missing split.
+        hint = "ask for access on its page and log in (hf auth login)"
+        raise InputError(where, one_line(str(error), 200).rstrip("."), hint) from error
+    # Raised for a missing config and for a missing split.
     except ValueError as error:
         raise InputError(where, f"has no split {split} ({one_line(str(error), 120)})", _CHANGED) from error
     missing = [name for name in columns if name not in rows.column_names]
@@ -226,7 +228,7 @@ def _load(data: AirBenchSet, repository: str, split: str, columns: Sequence[str]
 
 
 def _column(rows: Dataset, name: str) -> list[Any]:
-    """A column alone: the texts of a corpus may not fit in memory."""
+    """The values of one column only: the texts of a corpus may not fit in memory."""
     values: list[Any] = rows.select_columns([name])[:][name]
     return values
 
@@ -235,16 +237,16 @@ def _qrels(data: AirBenchSet, labels: Dataset, query_ids: Sequence[str], documen
     where, rows = f"{data.splits()['qrels'][0]}, {data.config}", []
     for name, ids in (("qid", query_ids), ("docid", document_ids)):
         row_of = {identifier: row for row, identifier in enumerate(ids)}
-        named = [*map(str, _column(labels, name))]
-        unknown = next((identifier for identifier in named if identifier not in row_of), None)
+        judged = [*map(str, _column(labels, name))]
+        unknown = next((identifier for identifier in judged if identifier not in row_of), None)
         if unknown is not None:
             raise InputError(where, f"a label names the unknown {name} {shown(unknown)}", _CHANGED)
-        rows.append(np.array([row_of[identifier] for identifier in named], dtype=np.int64))
+        rows.append(np.array([row_of[identifier] for identifier in judged], dtype=np.int64))
     query_J, document_J = rows
     grade_J = np.array(_column(labels, "relevance"), dtype=np.float64)
     if not (grade_J > 0).any():
         raise InputError(where, "no document is relevant to any query", _CHANGED)
-    # A pair that is labelled twice would count twice.
+    # Pairs must be unique.
     _, first_J = np.unique(query_J * len(document_ids) + document_J, return_index=True)
     return Qrels(query_J[first_J], document_J[first_J], grade_J[first_J], len(query_ids), len(document_ids))
 
@@ -252,42 +254,42 @@ def _qrels(data: AirBenchSet, labels: Dataset, query_ids: Sequence[str], documen
 def search_set(
     adapted: TaskEncoder, task: AirBenchTask, widths: Sequence[int], folder: Path, context: tuple[int, int] | None
 ) -> Iterator[tuple[int, TopK]]:
-    """Each width, and the documents of a loaded set with the largest cosines of each query at it.
+    """Yield each width, and the documents of a loaded data set with the largest cosines for each query.
 
     The corpus is encoded once for all widths into `folder`, which the caller removes; after a kill the same call
-    resumes at the first missing shard. Disk: the texts twice, and 4 bytes a document and dimension. `context` is the
-    number of documents that a contextual model draws from the corpus, and the seed.
+    resumes at the first missing shard. Disk: the texts twice, and 4 bytes per document and dimension. `context` is the
+    number of context documents that a contextual model draws from the corpus, and the seed.
     """
     encoder, corpus = adapted.encoder, folder / "corpus.parquet"
-    # Written again after a kill: that the vectors are of these texts is checked by their hash.
+    # Written again after a kill; `encode_corpus` checks by hash that existing shards are of the same texts.
     with atomic_path(corpus) as temporary:
         texts = task.dataset["corpus"].select_columns(["id", "text"]).with_format("arrow")[:]
         pq.write_table(texts, temporary, row_group_size=10_000)
     drawn = None if context is None else choose_context(encoder, corpus, *context)
-    of_documents = GivenPrompt(text=adapted.prompt(task.metadata, "document"))
-    vectors = encode_corpus(encoder, corpus, folder / "encoded", prompt_name=of_documents, context=drawn)
+    document_prompt = GivenPrompt(text=adapted.prompt(task.metadata, "document"))
+    vectors = encode_corpus(encoder, corpus, folder / "encoded", prompt_name=document_prompt, context=drawn)
     queries = _column(task.dataset["queries"], "text")
     query_QD = encoder.encode(queries, context=drawn, role="query", prompt=adapted.prompt(task.metadata, "query"))
     top_k = max(_CUTOFFS) if task.data.has_labels else SUBMITTED
     for width in widths:
-        cut = (unit_rows(vector_ND[:, :width]) for vector_ND in vectors.directions())
-        yield width, search_top_k(unit_rows(query_QD[:, :width]), cut, top_k, encoder.device)
+        truncated = (unit_rows(vector_ND[:, :width]) for vector_ND in vectors.directions())
+        yield width, search_top_k(unit_rows(query_QD[:, :width]), truncated, top_k, encoder.device)
 
 
-def searches_path(place: Path, model: str, data: AirBenchSet) -> Path:
-    folder = place / data.config / model / "NoReranker" / data.task / data.domain
+def searches_path(root: Path, model: str, data: AirBenchSet) -> Path:
+    folder = root / data.config / model / "NoReranker" / data.task / data.domain
     return folder / f"{data.language}_{data.dataset}_{data.split}.json"
 
 
-def pack_searches(place: Path, model: str, sets: Sequence[AirBenchSet]) -> list[Path]:
-    """Zip the searches of each version of these sets, once all of them are there, and return the zips.
+def pack_searches(root: Path, model: str, sets: Sequence[AirBenchSet]) -> list[Path]:
+    """Zip the search results of each version of these data sets that is complete, and return the zips.
 
-    A zip holds all searches of its folder, also those of earlier runs, and is written anew where one has changed.
+    A zip has all search results in its folder, including those of earlier runs; it is rewritten if they have changed.
     """
     packed = []
-    for version in dict.fromkeys(one.config for one in sets):
-        folder, target = place / version / model / "NoReranker", place / version / f"{model}_NoReranker.zip"
-        if not all(searches_path(place, model, one).is_file() for one in sets if one.config == version):
+    for version in dict.fromkeys(data.config for data in sets):
+        folder, target = root / version / model / "NoReranker", root / version / f"{model}_NoReranker.zip"
+        if not all(searches_path(root, model, data).is_file() for data in sets if data.config == version):
             continue
         names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.json"))
         newest = max((folder / name).stat().st_mtime_ns for name in names)
@@ -305,33 +307,33 @@ def _names_in(path: Path) -> list[str]:
 
 
 def format_domains(scored: Sequence[tuple[AirBenchSet, Mapping[int, float | None]]]) -> str:
-    """The scores of sets x 100 by language and domain, a table a task, beside the paper's where English is among them.
+    """Scores x 100 by language and domain, one table per task, with the paper's scores if English is included.
 
-    A domain's score is the mean over its sets, and the last column the mean over all sets of the row. The paper's mean
-    stands there only beside all of its domains. Sets without a score are left out.
+    The score of a domain is the mean over its data sets, and the last column the mean over all data sets of the row.
+    The mean of the paper is shown only if all of its domains are. Data sets without a score are left out.
     """
     tables = []
-    for version, task in dict.fromkeys((one.version, one.task) for one, _ in scored):
-        rows = [(one, scores) for one, scores in scored if (one.version, one.task) == (version, task)]
-        domains = sorted({one.domain for one, _ in rows})
-        languages = list(dict.fromkeys(one.language for one, _ in rows))
+    for version, task in dict.fromkeys((data.version, data.task) for data, _ in scored):
+        rows = [(data, scores) for data, scores in scored if (data.version, data.task) == (version, task)]
+        domains = sorted({data.domain for data, _ in rows})
+        languages = list(dict.fromkeys(data.language for data, _ in rows))
         table = [(f"AIR-Bench {version} {task} dev, {_METRICS[MAIN_SCORES[task]]}", *domains, "mean")]
         widths = list(rows[0][1])
         for width in widths:
             for language in [*languages, "all"] if len(languages) > 1 else languages:
-                own = [(one.domain, scores[width]) for one, scores in rows if language in (one.language, "all")]
+                selected = [(data.domain, scores[width]) for data, scores in rows if language in (data.language, "all")]
                 name = language if len(widths) == 1 else f"{language} [{width}]"
-                table.append((name, *(_mean(own, domain) for domain in domains), _mean(own, None)))
+                table.append((name, *(_mean(selected, domain) for domain in domains), _mean(selected, None)))
         if "en" in languages:
-            for name, of_domain in _table()["paper"][task].items():
-                shown_of = [*domains, "mean"] if {*of_domain} <= {*domains, "mean"} else domains
-                cells = (f"{of_domain[domain]:.2f}" if domain in of_domain else "" for domain in shown_of)
+            for name, published in _table()["paper"][task].items():
+                columns = [*domains, "mean"] if {*published} <= {*domains, "mean"} else domains
+                cells = (f"{published[column]:.2f}" if column in published else "" for column in columns)
                 table.append((f"{name}, 24.04 test, en", *cells))
         tables.append(format_table(table))
     return "\n\n".join(tables)
 
 
 def _mean(scored: Sequence[tuple[str, float | None]], domain: str | None) -> str:
-    """The mean of the scores that are known, of one domain or of all."""
-    values = [score for of, score in scored if score is not None and domain in (of, None)]
+    """The mean of the known scores of one domain, or of all domains (None)."""
+    values = [score for scored_domain, score in scored if score is not None and domain in (scored_domain, None)]
     return f"{100 * sum(values) / len(values):.2f}" if values else ""

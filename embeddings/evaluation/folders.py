@@ -1,7 +1,7 @@
-"""Evaluation folders of every kind, told apart by the files and fields that they hold, and the metrics of retrieval.
+"""Evaluation folders, whose kind is recognised by their files and fields, and retrieval metrics.
 
-nDCG uses the linear gain of trec_eval and BEIR: gain = relevance, discount = log2(1 + rank). Every metric of a query
-is a number from 0 to 1; a query without a relevant document has no such number, so it is skipped and counted.
+nDCG uses the linear gain of trec_eval and BEIR: gain = relevance, discount = log2(1 + rank). The metrics of a query are
+from 0 to 1; they are undefined for a query without a relevant document, which is skipped and counted.
 """
 
 import math
@@ -34,12 +34,12 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Qrels:
-    """Which documents are relevant to which queries: J judged pairs. A pair that is not listed is not relevant.
+    """Relevance judgments of J pairs of query and document. Pairs that are not listed are not relevant.
 
     Attributes:
         query_J: Row of the query, (J,) int64.
-        document_J: Row of the document, (J,) int64; no pair occurs twice.
-        relevance_J: Grade, (J,) float64; 0 and below is not relevant.
+        document_J: Row of the document, (J,) int64; pairs are unique.
+        relevance_J: Grade, (J,) float64; 0 or below is not relevant.
         num_queries: Number of queries, Q.
         num_documents: Number of documents.
     """
@@ -51,18 +51,18 @@ class Qrels:
     num_documents: int
 
     def gain(self, ranked_QK: Ints) -> Floats:
-        """The grade of each ranked document, (Q, K); 0 where it is not relevant, or the row is -1 (no document)."""
+        """The grade of each ranked document, (Q, K); 0 if it is not relevant, or if the row is -1 (no document)."""
         if not len(self.query_J):
             return np.zeros(ranked_QK.shape)
         key_J = self.query_J * self.num_documents + self.document_J
         order_J = np.argsort(key_J)
         key_QK = np.arange(self.num_queries)[:, None] * self.num_documents + ranked_QK
-        place_QK = np.minimum(np.searchsorted(key_J[order_J], key_QK), len(key_J) - 1)
-        is_judged_QK = (key_J[order_J][place_QK] == key_QK) & (ranked_QK >= 0)
-        return np.where(is_judged_QK, np.maximum(self.relevance_J[order_J][place_QK], 0.0), 0.0)
+        index_QK = np.minimum(np.searchsorted(key_J[order_J], key_QK), len(key_J) - 1)
+        is_judged_QK = (key_J[order_J][index_QK] == key_QK) & (ranked_QK >= 0)
+        return np.where(is_judged_QK, np.maximum(self.relevance_J[order_J][index_QK], 0.0), 0.0)
 
     def ideal_gain(self, cutoff: int) -> Floats:
-        """The grades of the best possible ranking of each query, (Q, cutoff), padded with 0."""
+        """The grades in the ideal ranking of each query, (Q, cutoff), padded with 0."""
         relevant_J = self.relevance_J > 0
         query_J, relevance_J = self.query_J[relevant_J], self.relevance_J[relevant_J]
         order_J = np.lexsort((-relevance_J, query_J))
@@ -74,15 +74,15 @@ class Qrels:
         return ideal_QK
 
     def num_relevant(self) -> Ints:
-        """Relevant documents of each query, (Q,)."""
+        """The number of relevant documents of each query, (Q,)."""
         return np.bincount(self.query_J[self.relevance_J > 0], minlength=self.num_queries).astype(np.int64)
 
 
 class RetrievalScores(NamedTuple):
-    """Means over the `num_queries` queries that have a relevant document; `num_skipped` have none.
+    """Means over the `num_queries` queries with a relevant document; the other `num_skipped` are skipped.
 
-    `metrics` holds `ndcg_at_<k>`, `mrr_at_<k>`, `recall_at_<k>` and `map_at_<k>` for each cutoff k; it is empty where
-    nothing was counted.
+    `metrics` has `ndcg_at_<k>`, `mrr_at_<k>`, `recall_at_<k>` and `map_at_<k>` for each cutoff k; it is empty if
+    `num_queries` is 0.
     """
 
     metrics: dict[str, float]
@@ -91,22 +91,22 @@ class RetrievalScores(NamedTuple):
 
 
 def retrieval_metrics(ranked_QK: Ints, qrels: Qrels, cutoffs: Sequence[int] = (10, 100)) -> RetrievalScores:
-    """The metrics of rankings (Q, K), -1 for no document, at each cutoff: means over queries with a relevant document.
+    """The mean metrics of rankings, (Q, K) rows with -1 for no document, at each cutoff.
 
-    A cutoff larger than K counts what was found.
+    Queries without a relevant document are skipped. Cutoffs may be larger than K.
     """
     gain_QK = qrels.gain(ranked_QK)
     counted_Q = qrels.num_relevant() > 0
     num_counted = int(counted_Q.sum())
     metrics: dict[str, float] = {}
     for cutoff in cutoffs if num_counted else ():
-        values = _metrics_of_each(gain_QK[:, :cutoff], qrels, cutoff)
+        values = _query_metrics(gain_QK[:, :cutoff], qrels, cutoff)
         metrics |= {f"{name}_at_{cutoff}": float(value_Q[counted_Q].mean()) for name, value_Q in values.items()}
     return RetrievalScores(metrics, num_counted, qrels.num_queries - num_counted)
 
 
-def _metrics_of_each(gain_QK: Floats, qrels: Qrels, cutoff: int) -> dict[str, Floats]:
-    """The metrics of each query, (Q,) each, from the grades of its first documents; 0 where nothing is relevant."""
+def _query_metrics(gain_QK: Floats, qrels: Qrels, cutoff: int) -> dict[str, Floats]:
+    """The metrics of each query, (Q,) each, from the grades of its ranked documents; 0 without a relevant document."""
     relevant_QK, rank_K = gain_QK > 0, np.arange(gain_QK.shape[1]) + 1.0
     precision_QK = relevant_QK.cumsum(axis=1) / rank_K
     return {
@@ -126,7 +126,7 @@ def dcg(gain_QK: Floats) -> Floats:
 
 
 def spearman(first_N: Floats, second_N: Floats) -> float:
-    """Spearman's rank correlation, ties at their average rank; 0 where either side is constant."""
+    """Spearman's rank correlation, with average ranks for ties; 0 if either side is constant."""
     from scipy.stats import spearmanr
 
     if np.ptp(first_N) == 0 or np.ptp(second_N) == 0:
@@ -151,7 +151,7 @@ _QRELS_HEADER = ("query-id", "corpus-id", "score")
 
 @dataclass(frozen=True, eq=False)
 class RetrievalFolder:
-    """Title and text of each document, queries that have a relevant document, and relevance by row."""
+    """The documents (title and text), the queries that have a relevant document, and the qrels by row."""
 
     kind: ClassVar[str] = "retrieval"
     documents: list[str]
@@ -163,7 +163,7 @@ class RetrievalFolder:
 
 
 class RetrievalFiles(NamedTuple):
-    """The files of retrieval data: documents, queries, and judged pairs of them."""
+    """The files of retrieval data."""
 
     corpus: Path
     queries: Path
@@ -172,7 +172,7 @@ class RetrievalFiles(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SimilarityFolder:
-    """Pairs of sentences, (N) each, and how similar people found them, (N,) float64."""
+    """N pairs of sentences and their human similarity scores, (N,) float64."""
 
     kind: ClassVar[str] = "sts"
     first: list[str]
@@ -182,7 +182,7 @@ class SimilarityFolder:
 
 @dataclass(frozen=True, eq=False)
 class PairClassificationFolder:
-    """Pairs of sentences, (N) each, and their labels: 1 for the same meaning, else 0, (N,) int64."""
+    """N pairs of sentences and their labels, 1 for the same meaning, else 0, (N,) int64."""
 
     kind: ClassVar[str] = "pair_classification"
     first: list[str]
@@ -192,7 +192,7 @@ class PairClassificationFolder:
 
 @dataclass(frozen=True, eq=False)
 class ClassificationFolder:
-    """Texts and labels to train a classifier on, and others to test it on."""
+    """Texts and labels to train and to test a classifier."""
 
     kind: ClassVar[str] = "classification"
     train_texts: list[str]
@@ -203,7 +203,7 @@ class ClassificationFolder:
 
 @dataclass(frozen=True, eq=False)
 class ClusteringFolder:
-    """Texts and the labels that clusters should agree with."""
+    """Texts and their true labels."""
 
     kind: ClassVar[str] = "clustering"
     texts: list[str]
@@ -212,7 +212,7 @@ class ClusteringFolder:
 
 @dataclass(frozen=True, eq=False)
 class RerankingFolder:
-    """Queries, candidates (each text once), and each query's candidates by row, the relevant ones first."""
+    """Queries, unique candidate texts, and the rows of each query's candidates, the relevant ones first."""
 
     kind: ClassVar[str] = "reranking"
     queries: list[str]
@@ -223,7 +223,7 @@ class RerankingFolder:
 
 @dataclass(frozen=True, eq=False)
 class SummarisationFolder:
-    """Summaries of each text by people and by machines, and human ratings of the machines' summaries."""
+    """Human and machine summaries of each text, and human ratings of the machine summaries."""
 
     kind: ClassVar[str] = "summarisation"
     human_summaries: list[list[str]]
@@ -243,7 +243,7 @@ EvaluationFolder = (
 
 
 def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
-    """The evaluation data in a folder, with every row checked.
+    """Read the evaluation data in a folder, and check every row.
 
     Retrieval is BEIR's layout: `corpus.jsonl` {"_id", "title", "text"}, `queries.jsonl` {"_id", "text"}, `qrels.tsv`
     (or `qrels/test.tsv`) query-id, corpus-id, score. Classification is `train.jsonl` and `test.jsonl` {"text",
@@ -253,16 +253,16 @@ def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
     file may be gzipped as `.jsonl.gz`. Other fields are ignored.
 
     Raises:
-        InputError: If the folder has none of these layouts, or a row cannot be used; one line names file and row.
+        InputError: If the folder has none of these layouts, or a row is invalid; the message names file and row.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise InputError(str(folder), "is no folder", _LAYOUTS)
+        raise InputError(str(folder), "is not a folder", _LAYOUTS)
     if _find(folder, "corpus") or _find(folder, "queries") or _find_qrels(folder):
         return read_retrieval_files(_retrieval_files(folder, _find_qrels(folder)))
     test = _find(folder, "test")
     if test is None:
-        raise InputError(str(folder), "holds no evaluation data", _LAYOUTS)
+        raise InputError(str(folder), "has no evaluation data", _LAYOUTS)
     where, first = next(iter(open_reader(test, _ROW_FIELDS, ())))
     if "sentence1" in first:
         return _read_pairs(test) if "label" in first and "score" not in first else _read_similarity(test)
@@ -271,34 +271,34 @@ def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
     if "query" in first and "positive" in first and "text" not in first:
         return _read_reranking(test)
     if "label" not in first:
-        found = shorten(", ".join(map(str, first)), 50) or "none"
-        raise InputError(where, f"is a row of no known kind (found: {found})", f"write {_ROWS}")
+        present = shorten(", ".join(map(str, first)), 50) or "none"
+        raise InputError(where, f"has the fields of no known kind (found: {present})", f"write {_ROWS}")
     train = _find(folder, "train")
-    tested = _read_labelled(test, needs_two_labels=train is None)
+    test_rows = _read_labelled(test, needs_two_labels=train is None)
     if train is None:
-        return ClusteringFolder(*tested)
-    return ClassificationFolder(*_read_labelled(train, needs_two_labels=True), *tested)
+        return ClusteringFolder(*test_rows)
+    return ClassificationFolder(*_read_labelled(train, needs_two_labels=True), *test_rows)
 
 
 def read_retrieval_folder(path: str | PathLike[str]) -> RetrievalFolder:
-    """The corpus, queries and qrels of a retrieval folder."""
+    """Read the corpus, queries and qrels of a retrieval folder."""
     folder = read_evaluation_folder(path)
     if not isinstance(folder, RetrievalFolder):
         hint = "name a folder with corpus.jsonl, queries.jsonl and qrels.tsv"
-        raise InputError(str(path), f"holds {folder.kind} data, not retrieval data", hint)
+        raise InputError(str(path), f"has {folder.kind} data, not retrieval data", hint)
     return folder
 
 
 def find_evaluation_folders(root: str | PathLike[str]) -> list[Path]:
-    """The evaluation folders at or below `root`, at least one, by path; the search does not enter one that it found."""
-    found = list(_walk(Path(root)))
-    if not found:
-        raise InputError(str(root), "holds no evaluation data", _LAYOUTS)
-    return found
+    """The evaluation folders at or below `root`, sorted by path, not those inside others; an `InputError` if none."""
+    folders = list(_walk(Path(root)))
+    if not folders:
+        raise InputError(str(root), "has no evaluation data", _LAYOUTS)
+    return folders
 
 
 def corpus_texts(folder: EvaluationFolder) -> Sequence[str]:
-    """The texts that a folder's context is drawn from: never a query of a retrieval, never a text to classify."""
+    """The texts from which a folder's context is drawn: never retrieval queries or texts to classify."""
     match folder:
         case RetrievalFolder() | RerankingFolder():
             return folder.documents
@@ -313,7 +313,7 @@ def corpus_texts(folder: EvaluationFolder) -> Sequence[str]:
 
 
 def retrieval_files_of(qrels: str | PathLike[str]) -> RetrievalFiles:
-    """The files around a qrels file, such as that of one split: `FOLDER/qrels.tsv`, `FOLDER/qrels/train.tsv`."""
+    """The retrieval files that belong to a qrels file, such as `FOLDER/qrels.tsv` or `FOLDER/qrels/train.tsv`."""
     path = Path(qrels)
     if not path.is_file():
         raise InputError(str(path), "no such file", "name a qrels file of a retrieval folder")
@@ -321,12 +321,12 @@ def retrieval_files_of(qrels: str | PathLike[str]) -> RetrievalFiles:
 
 
 def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
-    """The corpus, all of it in memory, queries and qrels in some files."""
+    """Read retrieval files; the whole corpus is in memory."""
     documents = list(read_corpus(files.corpus))
     document_row = {document.document_id: row for row, document in enumerate(documents)}
     text_of_query = _read_queries(files.queries)
     relevance = read_qrels(files.qrels, text_of_query.keys(), document_row.keys())
-    # A benchmark's queries file often holds the queries of all splits: only those judged here are encoded.
+    # The queries file of a benchmark often has the queries of all splits: only those with relevance here are used.
     query_ids = [query for query in text_of_query if any(grade > 0 for grade in relevance.get(query, {}).values())]
     pairs = [
         (query_row, document_row[document], grade)
@@ -344,10 +344,10 @@ def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
 def read_qrels(
     path: str | PathLike[str], query_ids: Collection[str], document_ids: Collection[str]
 ) -> dict[str, dict[str, float]]:
-    """The grade of each judged document of each query, both of known ids; 0 or below means judged and not relevant.
+    """The grade of each judged document of each query; 0 or below means not relevant.
 
     Columns are query-id, corpus-id, score under that header (BEIR), or query, iteration, document, score without one
-    (TREC, tabs or spaces). An `InputError` names file and row.
+    (TREC, tabs or spaces). An `InputError` names file and row, also of an unknown id.
     """
     relevance: dict[str, dict[str, float]] = {}
     for number, encoded in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
@@ -367,7 +367,7 @@ def read_qrels(
             what = f"{shown(query)} and {shown(document)} were judged {first:g} above, here {grade:g}"
             raise InputError(where, what, "keep one")
     if not any(grade > 0 for grades in relevance.values() for grade in grades.values()):
-        what = "no document is relevant to any query" if relevance else "holds no judgment"
+        what = "no document is relevant to any query" if relevance else "has no relevance judgments"
         raise InputError(str(path), what, "give at least one row a score above 0")
     return relevance
 
@@ -379,7 +379,7 @@ def _parse_qrel(where: str, line: str) -> tuple[str, str, float]:
     if len(columns) == 4:
         del columns[1]
     if len(columns) != 3:
-        raise InputError(where, f"has {len(columns)} columns", f"write {', '.join(_QRELS_HEADER)} with tabs between")
+        raise InputError(where, f"has {len(columns)} columns", f"write {', '.join(_QRELS_HEADER)}, separated by tabs")
     try:
         grade = float(columns[2])
     except ValueError:
@@ -421,7 +421,7 @@ def _read_queries(path: Path) -> dict[str, str]:
     for where, fields in open_reader(path, ("_id", "text"), ("_id", "text")):
         query = identifier_field(where, fields, "_id")
         if query in text_of_query:
-            raise InputError(where, f"the id {shown(query)} occurs a second time", "give each query its own")
+            raise InputError(where, f"the id {shown(query)} occurs a second time", "make the ids unique")
         text_of_query[query] = _filled_text(where, fields, "text", "write the query, or drop the row")
     return text_of_query
 
@@ -443,17 +443,17 @@ def _read_pairs(path: Path) -> PairClassificationFolder:
         value = fields.get("label")
         if not isinstance(value, int) or value not in (0, 1):
             number_or_kind = str(value) if isinstance(value, int | float) else kind_of(value)
-            found = f"the text {shown(value)}" if isinstance(value, str) else number_or_kind
-            what = f"label is {found}, expected 0 or 1" if "label" in fields else "label is missing"
-            raise InputError(where, what, "write 1 for a pair that means the same, else 0")
+            described = f"the text {shown(value)}" if isinstance(value, str) else number_or_kind
+            what = f"label is {described}, expected 0 or 1" if "label" in fields else "label is missing"
+            raise InputError(where, what, "write 1 for a pair with the same meaning, else 0")
         labels.append(int(value))
     if len({*labels}) < 2:
-        raise InputError(str(path), f"every label is {labels[0]}", "pairs of both labels are needed, 0 and 1")
+        raise InputError(str(path), f"every label is {labels[0]}", "add pairs with the other label: 0 and 1 are needed")
     return PairClassificationFolder(first, second, np.array(labels, dtype=np.int64))
 
 
 def _read_reranking(path: Path) -> RerankingFolder:
-    """Rows are training records, read as `parse_record` reads them; a text that a row repeats is one candidate."""
+    """Read rows, which are training records (see `parse_record`); a text that a row repeats is one candidate."""
     queries: list[str] = []
     row_of: dict[str, int] = {}
     candidate_rows, num_relevant = [], []
@@ -475,10 +475,10 @@ def _read_summarisation(path: Path) -> SummarisationFolder:
     folder = SummarisationFolder([], [], [])
     for where, fields in open_reader(path, SUMMARY_FIELDS, SUMMARY_FIELDS):
         human, machine = (
-            [_filled_text(where, {place: value}, place) for place, value in _items(where, fields, name)]
+            [_filled_text(where, {label: value}, label) for label, value in _items(where, fields, name)]
             for name in SUMMARY_FIELDS[:2]
         )
-        relevance = [_finite_number(where, place, value) for place, value in _items(where, fields, "relevance")]
+        relevance = [_finite_number(where, label, value) for label, value in _items(where, fields, "relevance")]
         if len(machine) != len(relevance):
             what = f"relevance has length {len(relevance)}, machine_summaries {len(machine)}"
             raise InputError(where, what, "give each machine summary a number")
@@ -486,7 +486,7 @@ def _read_summarisation(path: Path) -> SummarisationFolder:
         folder.machine_summaries.append(machine)
         folder.relevance.append(relevance)
     if all(len({*relevance}) < 2 for relevance in folder.relevance):
-        raise InputError(str(path), "no row has two different numbers in relevance", "a rank correlation needs them")
+        raise InputError(str(path), "no row has two different numbers in relevance", "rank correlation needs them")
     return folder
 
 
@@ -507,19 +507,19 @@ def _filled_text(
     return value
 
 
-def _finite_number(where: str, place: str, value: Any) -> float:
+def _finite_number(where: str, label: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        found = value if isinstance(value, float) else kind_of(value)
-        raise InputError(where, f"{place} is {found}, expected a finite number", "give it a number")
+        described = value if isinstance(value, float) else kind_of(value)
+        raise InputError(where, f"{label} is {described}, expected a finite number", "give it a number")
     return float(value)
 
 
 def _items(where: str, fields: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
-    """The items of a non-empty list in a field, each with its place for messages."""
+    """The items of a non-empty list in a field, each with a label for messages."""
     if name not in fields:
         text_field(where, fields, name)
     value = fields[name]
     if not isinstance(value, list) or not value:
-        found = "an empty list" if isinstance(value, list) else kind_of(value)
-        raise InputError(where, f"field {name!r} is {found}, expected a list", "write it as a list, even of one")
-    return [(f"{name}[{number}]", item) for number, item in enumerate(value)]
+        described = "an empty list" if isinstance(value, list) else kind_of(value)
+        raise InputError(where, f"field {name!r} is {described}, expected a list", "write a list, even for one item")
+    return [(f"{name}[{index}]", item) for index, item in enumerate(value)]

@@ -1,4 +1,4 @@
-"""Adapters to mteb: evaluation folders as its tasks, which need no network, and an encoder as its model."""
+"""Adapters to mteb: evaluation folders as tasks, which need no network, and an encoder as a model."""
 
 import hashlib
 from collections import defaultdict
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from datasets import Dataset, DatasetDict
 from mteb import AbsTask
 from mteb.abstasks import (
@@ -42,13 +41,11 @@ from embeddings.evaluation.folders import (
 )
 from embeddings.evaluation.mteb_library import task_prompt
 from embeddings.inference.context import ContextDraw, sample_context, sample_rows
-from embeddings.inference.encoder import Context, Encoder
+from embeddings.inference.encoder import Context, Encoder, Vectors
 from embeddings.inference.vector_folder import Document
 from embeddings.inference.vectors import unit_rows
 
-Vectors = npt.NDArray[np.float32]
-
-# Of each kind of folder mteb's name and class, and the metrics that a table shows, mteb's main score first.
+# For each kind of folder: the task type and class of mteb, and the metrics for tables, the main score of mteb first.
 KINDS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
     "retrieval": ("Retrieval", AbsTaskRetrieval, ("ndcg_at_10",)),
     "reranking": ("Reranking", AbsTaskRetrieval, ("map_at_1000", "mrr_at_10", "ndcg_at_10")),
@@ -61,19 +58,19 @@ KINDS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
 
 
 class FolderTask:
-    """What mteb's class of a type lacks for a folder's task: it reads `source`, a folder or its data."""
+    """A mixin for the task classes of mteb, which loads the data from `source`, a folder or its data."""
 
     source: ClassVar[Path | EvaluationFolder]
     dataset: Any
     data_loaded: bool
-    # By default mteb embeds 4% of a clustering's texts; here it embeds all of them.
+    # By default mteb embeds 4% of the texts to cluster; here it embeds all of them.
     max_fraction_of_documents_to_embed: ClassVar[float | None] = None
-    # mteb scales ratings of summaries to 0 to 1, which changes no rank correlation; this leaves them unscaled.
+    # mteb scales ratings of summaries from this range to 0 to 1, which does not change rank correlations.
     min_score: ClassVar[int] = 0
     max_score: ClassVar[int] = 1
 
     def load_data(self, num_proc: int | None = None, **options: Any) -> None:
-        """Read the folder; an `InputError` where it is unusable, or a grade no integer, which mteb requires."""
+        """Read the folder; an `InputError` if it is invalid, or if a grade is not an integer, which mteb requires."""
         if not self.data_loaded:
             folder = read_evaluation_folder(self.source) if isinstance(self.source, Path) else self.source
             self.dataset = _dataset(folder, str(self.source))
@@ -81,18 +78,17 @@ class FolderTask:
 
 
 def folder_tasks(root: str | PathLike[str]) -> list[AbsTask]:
-    """A task for every evaluation folder at or below a folder, named by its path from there: `sets.news.titles`."""
-    top = Path(root)
-    return [
-        folder_task(
-            ".".join((top.resolve().name, *path.relative_to(top).parts)), read_evaluation_folder(path).kind, path
-        )
-        for path in find_evaluation_folders(top)
-    ]
+    """A task for every evaluation folder at or below `root`, named by its path from there: `sets.news.titles`."""
+    root = Path(root)
+    tasks = []
+    for path in find_evaluation_folders(root):
+        name = ".".join((root.resolve().name, *path.relative_to(root).parts))
+        tasks.append(folder_task(name, read_evaluation_folder(path).kind, path))
+    return tasks
 
 
 def folder_task(name: str, kind: str, source: Path | EvaluationFolder) -> AbsTask:
-    """The task of a folder, or of what was read from one."""
+    """The task of a folder, or of the data read from one."""
     task_type, base, metrics = KINDS[kind]
     path, revision = (source.name, _files_sha256(source)) if isinstance(source, Path) else (name, "0")
     metadata = TaskMetadata(
@@ -109,7 +105,7 @@ def folder_task(name: str, kind: str, source: Path | EvaluationFolder) -> AbsTas
 
 
 def _dataset(folder: EvaluationFolder, where: str) -> Any:
-    """The data in the form that mteb's class of the type has them in after loading."""
+    """The data in the form that the task class of mteb has after loading."""
     match folder:
         case RetrievalFolder():
             return {"default": {"test": _retrieval_split(folder, where)}}
@@ -122,7 +118,7 @@ def _dataset(folder: EvaluationFolder, where: str) -> Any:
             labelled = {"sentence1": folder.first, "sentence2": folder.second, "labels": folder.label_N.tolist()}
             return DatasetDict(test=Dataset.from_dict(labelled))
         case SummarisationFolder():
-            # mteb requires each text itself too, but does not use it.
+            # mteb requires the texts too, but does not use them.
             summaries = {name: getattr(folder, name) for name in SUMMARY_FIELDS}
             return DatasetDict(test=Dataset.from_dict({"text": [""] * len(folder.relevance), **summaries}))
         case ClassificationFolder():
@@ -132,13 +128,17 @@ def _dataset(folder: EvaluationFolder, where: str) -> Any:
 
 
 def _classification(folder: ClassificationFolder) -> DatasetDict:
-    """Both parts with labels as numbers: of two labels mteb scores as binary classification, 1 is the positive one."""
-    # Labels of the test part come first: two of them are 0 and 1 even if training has others.
+    """Both splits with labels as numbers; mteb scores two labels as binary classification, where 1 is positive."""
+    # The labels of the test split come first, so that two of them are 0 and 1 even if training has others.
     names = [*sorted({*folder.test_labels}), *sorted({*folder.train_labels} - {*folder.test_labels})]
-    number = {name: row for row, name in enumerate(names)}
-    parts = {"train": (folder.train_texts, folder.train_labels), "test": (folder.test_texts, folder.test_labels)}
-    columns = {part: {"text": texts, "label": [*map(number.get, labels)]} for part, (texts, labels) in parts.items()}
-    return DatasetDict({part: Dataset.from_dict(of_part) for part, of_part in columns.items()})
+    number_of = {name: number for number, name in enumerate(names)}
+    splits = {"train": (folder.train_texts, folder.train_labels), "test": (folder.test_texts, folder.test_labels)}
+    return DatasetDict(
+        {
+            split: Dataset.from_dict({"text": texts, "label": [number_of[label] for label in labels]})
+            for split, (texts, labels) in splits.items()
+        }
+    )
 
 
 def _retrieval_split(folder: RetrievalFolder, where: str) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _reranking_split(folder: RerankingFolder) -> dict[str, Any]:
 
 
 def _files_sha256(path: Path) -> str:
-    """A hash of the files that hold a folder's data."""
+    """A hash of the data files of a folder."""
     files = (*path.glob("*.jsonl*"), *path.glob("*.tsv"), *path.glob("qrels/*"))
     digest = hashlib.sha256()
     for name in sorted(file.relative_to(path) for file in files):
@@ -180,12 +180,12 @@ def _files_sha256(path: Path) -> str:
 
 
 class TaskEncoder:
-    """A model in mteb's encoder protocol.
+    """A model that implements the encoder protocol of mteb.
 
-    Queries are encoded as queries and documents as documents. The texts of tasks without roles are encoded as
-    documents, with their task's prompt only, as mteb does. Queries, and texts without roles, have `instruction_prompt`,
-    else the prompt `prompt_name`, else what `task_prompt` chooses. The caller sets `instruction_prompt` and `width`,
-    the leading dimensions that are compared, for each task, and `folder`, where vectors are kept for the next width.
+    Texts of tasks without roles are encoded as documents, with the prompt of their task only, as mteb does. Queries and
+    texts without roles get `instruction_prompt`, else the prompt `prompt_name`, else the choice of `task_prompt`. For
+    each task the caller sets `instruction_prompt`, `width`, the number of leading dimensions to compare, and `folder`,
+    where vectors are stored for the next width.
     """
 
     def __init__(self, encoder: Encoder, meta: ModelMeta, prompt_name: str | None = None) -> None:
@@ -204,16 +204,16 @@ class TaskEncoder:
         prompt_type: str | None = None,
         **options: Any,
     ) -> Vectors:
-        """The vectors of batches of texts under `text`, (N, D) float32 of the chosen width."""
+        """The vectors of batches with a `text` column, (N, `width`) float32."""
         texts = [text for batch in inputs for text in batch["text"]]
         role: TextRole = "query" if prompt_type == "query" else "document"
         prompt = self.prompt(task_metadata, prompt_type)
-        context = self._context_of(f"{task_metadata.name} {hf_subset}", texts)
+        context = self._context_for(f"{task_metadata.name} {hf_subset}", texts)
         vector_ND = self._vectors(texts, prompt, role, context)
         if self.width == self.encoder.embedding_dim:
             return vector_ND
-        cut_ND = vector_ND[:, : self.width]
-        return unit_rows(cut_ND) if self.encoder.embedder.normalize else cut_ND
+        truncated_ND = vector_ND[:, : self.width]
+        return unit_rows(truncated_ND) if self.encoder.embedder.normalize else truncated_ND
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
         """Cosines of all pairs."""
@@ -224,7 +224,7 @@ class TaskEncoder:
         return pairwise_cos_sim(embeddings1, embeddings2)
 
     def prompt(self, task: TaskMetadata, prompt_type: Any) -> str:
-        """The prompt of a task's texts of a role: `query`, `document`, or None where the task has no roles."""
+        """The prompt for the texts of a task with a role: `query`, `document`, or None for a task without roles."""
         text = self.encoder.embedder.text
         if prompt_type != "document":
             if self.instruction_prompt is not None:
@@ -233,11 +233,11 @@ class TaskEncoder:
                 return text.prompt(self.prompt_name, "query")
         return task_prompt(text.prompts, task.name, task.type, None if prompt_type is None else str(prompt_type))
 
-    def _context_of(self, owner: str, texts: list[str]) -> Context | None:
+    def _context_for(self, data: str, texts: list[str]) -> Context | None:
         return None
 
     def _vectors(self, texts: list[str], prompt: str, role: TextRole, context: Context | None) -> Vectors:
-        """The vectors at full width, read from disk if the task has encoded the same texts for another width."""
+        """The vectors at full width, read from `folder` if the task has encoded the same texts for another width."""
         if self.folder is None:
             return self.encoder.encode(texts, context=context, role=role, prompt=prompt)
         digest = hashlib.sha256(repr((prompt, role, context and context.summary(), texts)).encode())
@@ -248,10 +248,10 @@ class TaskEncoder:
 
 
 class ContextualTaskEncoder(TaskEncoder):
-    """A contextual model in mteb's protocols for searching and encoding.
+    """A contextual model that implements the search and encoder protocols of mteb.
 
-    The context of a retrieval task is drawn from its own corpus, never from its queries. That of another task is drawn
-    from the texts that it encodes first: training texts, the first sentences of pairs, the texts to cluster.
+    The context of a retrieval task is drawn from its corpus, never from its queries. The context of another task is
+    drawn from the texts that it encodes first: training texts, first sentences of pairs, texts to cluster.
     """
 
     def __init__(
@@ -259,25 +259,25 @@ class ContextualTaskEncoder(TaskEncoder):
     ) -> None:
         super().__init__(encoder, meta, prompt_name)
         self.context_size, self.context_seed = context_size, context_seed
-        self._owner: str | None = None
+        self._drawn_for: str | None = None
         self._context: Context | None = None
         self._searcher = SearchEncoderWrapper(self)
 
     def index(self, corpus: Any, *, task_metadata: TaskMetadata, hf_subset: str, **options: Any) -> None:
-        """Draw the context from a corpus, rows of `id`, `text` and optionally `title`, and index the corpus."""
+        """Draw the context from a corpus with `id`, `text` and optionally `title`, and index the corpus."""
         rows = sample_rows(len(corpus), self.context_size, self.context_seed).tolist()
         texts = [f"{corpus[row].get('title') or ''} {corpus[row]['text']}".strip() for row in rows]
         documents = tuple(Document(str(row), text) for row, text in zip(rows, texts, strict=True))
-        self._owner = f"{task_metadata.name} {hf_subset}"
+        self._drawn_for = f"{task_metadata.name} {hf_subset}"
         self._context = ContextDraw(documents, self.context_seed).encoded(self.encoder)
         self._searcher.index(corpus, task_metadata=task_metadata, hf_subset=hf_subset, **options)
 
     def search(self, queries: Any, **options: Any) -> dict[str, dict[str, float]]:
-        """The cosines of the nearest documents of each query, a row of `id` and `text`; `options` are mteb's."""
+        """The cosines of the nearest documents of each query, a row of `id` and `text`."""
         return self._searcher.search(queries, **options)
 
-    def _context_of(self, owner: str, texts: list[str]) -> Context | None:
-        if self._owner != owner:
-            self._owner = owner
+    def _context_for(self, data: str, texts: list[str]) -> Context | None:
+        if self._drawn_for != data:
+            self._drawn_for = data
             self._context = sample_context(self.encoder, texts, self.context_size, self.context_seed)
         return self._context

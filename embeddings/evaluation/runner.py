@@ -1,4 +1,4 @@
-"""An encoder's scores on evaluation folders: retrieval and similarity here, the other kinds by mteb."""
+"""Scores of an encoder on evaluation folders: retrieval and similarity are computed here, the other kinds by mteb."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from embeddings.common.process import logger
@@ -29,12 +28,11 @@ from embeddings.evaluation.folders import (
 )
 from embeddings.evaluation.mteb_library import load_mteb, task_prompt
 from embeddings.inference.context import require_context_size, sample_context
-from embeddings.inference.encoder import Context, Encoder, check_widths
+from embeddings.inference.encoder import Context, Encoder, Vectors, check_widths
 from embeddings.inference.search import search_top_k
 from embeddings.inference.vectors import unit_rows
 
 CUTOFFS = (10, 100)
-_Vectors = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,13 @@ class EvaluationResult:
     """Scores of one folder.
 
     Attributes:
-        name: The folder, as it is called in a table.
+        name: Name of the folder in tables.
         kind: `retrieval`, `reranking`, `sts`, `pair_classification`, `classification`, `clustering` or `summarisation`.
-        metrics: Values from 0 to 1 (rank correlation: from -1), the main one first: `ndcg_at_10`, `cosine_spearman`,
+        metrics: Values from 0 to 1 (rank correlation: from -1), the main metric first: `ndcg_at_10`, `cosine_spearman`,
             `accuracy`, `v_measure`, `map_at_1000`, `max_ap`.
-        counts: What was counted: `num_queries`, `num_documents`, `num_skipped`, …
-        seconds: Time of encoding and scoring; of several widths each counts the encoding that they share.
-        dimensions: Leading dimensions of each vector that were compared.
+        counts: Sizes of the data: `num_queries`, `num_documents`, `num_skipped`, …
+        seconds: Time of encoding and scoring; the encoding that several widths share counts for each of them.
+        dimensions: Number of leading dimensions that were compared.
     """
 
     name: str
@@ -60,22 +58,22 @@ class EvaluationResult:
 
     @property
     def main_metric(self) -> str:
-        """The name of the metric a table shows."""
+        """The name of the metric that tables show."""
         return next(iter(self.metrics))
 
 
 class RetrievalRun(NamedTuple):
-    """Metrics, counts, and the unit vectors of the documents, (N, D) float32, for a further search."""
+    """Metrics, counts, and the unit vectors of the documents, (N, D) float32, for further searches."""
 
     metrics: dict[str, float]
     counts: dict[str, int]
-    document_ND: _Vectors
+    document_ND: Vectors
 
 
 def evaluate_folder(
     encoder: Encoder, folder: str | PathLike[str] | EvaluationFolder, **options: Any
 ) -> EvaluationResult:
-    """The scores of an encoder on one evaluation folder at its full width; `options` are those of `evaluate_widths`."""
+    """The scores of an encoder on one evaluation folder at full width; `options` are those of `evaluate_widths`."""
     return evaluate_widths(encoder, folder, [encoder.embedding_dim], **options)[0]
 
 
@@ -89,26 +87,26 @@ def evaluate_widths(
     context_size: int | None = None,
     context_seed: int = 0,
 ) -> list[EvaluationResult]:
-    """The scores on one folder at several widths, from one encoding: vectors are cut, then brought to unit length.
+    """The scores on one folder at several widths, from one encoding: vectors are truncated, then normalised.
 
-    The model's prompts apply as in mteb (`task_prompt`): `query` and `document` in retrieval and reranking, that of the
-    kind (`STS`) in the others. Retrieval ranks all documents by cosine, and similarity is Spearman's correlation of the
-    cosine with the score. mteb scores the other kinds: the same folder has the same score as a task (see `run_tasks`).
+    Prompts are chosen as in mteb (`task_prompt`): `query` and `document` for retrieval and reranking, that of the type
+    (`STS`) for other kinds. Retrieval ranks all documents by cosine. The score of similarity is Spearman's correlation
+    of the cosine with the human score. mteb computes the other kinds; `run_tasks` computes the same scores.
 
     Args:
         encoder: The model.
-        folder: A folder (see `read_evaluation_folder`), or what was read from one.
-        widths: How many leading dimensions of each vector are compared, one result each.
-        name: What to call it; None for the folder's own name.
-        prompt_name: Prompt before queries (retrieval, reranking) or every text (others); None for the model's own.
-        context_size: Documents that a contextual model reads every text with, drawn from the folder's own corpus, never
-            from its queries (see `corpus_texts`, `ContextualTaskEncoder`); None for no context.
+        folder: A folder (see `read_evaluation_folder`), or the data read from one.
+        widths: Numbers of leading dimensions to compare, one result each.
+        name: Name for the results; None for the name of the folder.
+        prompt_name: Prompt before queries (retrieval, reranking) or every text (others); None for the model's choice.
+        context_size: Number of context documents for a contextual model, drawn from the folder's corpus, never from its
+            queries (see `corpus_texts`, `ContextualTaskEncoder`); None for no context.
         context_seed: Seed of that draw.
 
     Raises:
-        InputError: If the folder cannot be used; one line names file and row.
-        OptionError: If a width, the prompt or the context is none that the model has.
-        MissingExtraError: If the folder is of a kind that mteb scores, and mteb is not installed.
+        InputError: If the folder is invalid; the message names file and row.
+        OptionError: If a width, the prompt or the context does not fit the model.
+        MissingExtraError: If mteb is needed for this kind of folder and not installed.
     """
     check_widths(encoder, widths)
     if isinstance(folder, str | PathLike):
@@ -123,8 +121,8 @@ def evaluate_widths(
         from embeddings.evaluation.task_runs import TaskSettings, score_folder
 
         settings = TaskSettings(prompt_name, context_size=context_size, context_seed=context_seed)
-        found = score_folder(encoder, name, folder, widths, settings)
-        scored = [(metrics, _counts(folder), time.perf_counter() - start) for metrics in found]
+        metrics_by_width = score_folder(encoder, name, folder, widths, settings)
+        scored = [(metrics, _counts(folder), time.perf_counter() - start) for metrics in metrics_by_width]
     else:
         context = None
         if context_size is not None:
@@ -133,11 +131,11 @@ def evaluate_widths(
         encoding_seconds, scored = time.perf_counter() - start, []
         for width in widths:
             start = time.perf_counter()
-            cut = [unit_rows(vector_ND[:, :width]) for vector_ND in vectors]
+            truncated = [unit_rows(vector_ND[:, :width]) for vector_ND in vectors]
             if isinstance(folder, RetrievalFolder):
-                metrics, counts, _ = _score_retrieval(folder, cut, encoder.device)
+                metrics, counts, _ = _score_retrieval(folder, truncated, encoder.device)
             else:
-                cosine_N = np.einsum("nd,nd->n", *cut, dtype=np.float64)
+                cosine_N = np.einsum("nd,nd->n", *truncated, dtype=np.float64)
                 metrics, counts = {"cosine_spearman": spearman(cosine_N, folder.score_N)}, _counts(folder)
             scored.append((metrics, counts, encoding_seconds + time.perf_counter() - start))
     extra = {} if context_size is None else {"num_context": context_size}
@@ -156,30 +154,33 @@ def evaluate_folders(
     context_seed: int = 0,
     widths: Sequence[int] | None = None,
 ) -> list[EvaluationResult]:
-    """The scores on every evaluation folder at or below `roots`, in order, at each of `widths` (None: full).
+    """The scores on every evaluation folder at or below `roots`, in order, at each of `widths` (None for full width).
 
-    All folders are read before the first is scored, so that a mistake in the last one does not cost the work on the
-    others. Arguments, errors and contexts are those of `evaluate_widths`, for each folder.
+    All folders are read before the first is scored, so that an error in one of them is reported at once. Arguments and
+    errors are those of `evaluate_widths`.
     """
     if context_size is not None:
         require_context_size(encoder, context_size)
     widths = [encoder.embedding_dim] if widths is None else widths
     check_widths(encoder, widths)
-    found = [(Path(root), path) for root in roots for path in find_evaluation_folders(root)]
-    paths = [("/".join((root.resolve().name, *path.relative_to(root).parts)), path) for root, path in found]
-    if {read_evaluation_folder(path).kind for _, path in paths} - {RetrievalFolder.kind, SimilarityFolder.kind}:
+    folders = [
+        ("/".join((Path(root).resolve().name, *path.relative_to(root).parts)), path)
+        for root in roots
+        for path in find_evaluation_folders(root)
+    ]
+    if {read_evaluation_folder(path).kind for _, path in folders} - {RetrievalFolder.kind, SimilarityFolder.kind}:
         load_mteb()
     results: list[EvaluationResult] = []
-    for name, path in paths:
-        draw: dict[str, Any] = {"context_size": context_size, "context_seed": context_seed}
-        for result in evaluate_widths(encoder, path, widths, name=name, prompt_name=prompt_name, **draw):
+    options: Any = {"prompt_name": prompt_name, "context_size": context_size, "context_seed": context_seed}
+    for name, path in folders:
+        for result in evaluate_widths(encoder, path, widths, name=name, **options):
             logger.info("%s: %s %.4f", name, result.main_metric, result.metrics[result.main_metric])
             results.append(result)
     return results
 
 
 def format_results(results: Sequence[EvaluationResult]) -> str:
-    """The results as a text table, one row a folder and width: the kind, the metrics, the seconds."""
+    """The results as a text table, one row per folder and width: kind, metrics, seconds."""
     rows = [("data", "kind", "scores", "seconds")]
     several = len({result.dimensions for result in results}) > 1
     for result in results:
@@ -203,16 +204,15 @@ def _encode(
     prompt_name: str | None,
     context: Context | None,
     name: str = "",
-) -> list[_Vectors]:
-    """The vectors that a folder is scored by, (N, D) float32 each: queries and documents, or first and second."""
+) -> list[Vectors]:
+    """The vectors of a folder, (N, D) float32 each: queries and documents, or first and second sentences."""
 
-    def vectors(texts: Sequence[str], role: TextRole | None = None) -> _Vectors:
-        """The vectors of texts, each with the prompt of its role."""
+    def vectors(texts: Sequence[str], role: TextRole | None = None) -> Vectors:
         text = encoder.embedder.text
         if prompt_name is not None and role != "document":
             prompt = text.prompt(prompt_name, "query")
         else:
-            # A folder's task is named with dots (see `folder_tasks`).
+            # The task of a folder has dots in its name instead of slashes (see `folder_tasks`).
             task_type = "Retrieval" if isinstance(folder, RetrievalFolder) else "STS"
             prompt = task_prompt(text.prompts, name.replace("/", "."), task_type, role)
         return encoder.encode(texts, context=context, role=role or "document", prompt=prompt)
@@ -222,10 +222,10 @@ def _encode(
     return np.split(vectors([*folder.first, *folder.second]), 2)
 
 
-def _score_retrieval(folder: RetrievalFolder, vectors: Sequence[_Vectors], device: torch.device) -> RetrievalRun:
+def _score_retrieval(folder: RetrievalFolder, vectors: Sequence[Vectors], device: torch.device) -> RetrievalRun:
     query_QD, document_ND = vectors
-    found = search_top_k(query_QD, document_ND, max(CUTOFFS), device)
-    scores = retrieval_metrics(found.index_QK, folder.qrels, CUTOFFS)
+    best = search_top_k(query_QD, document_ND, max(CUTOFFS), device)
+    scores = retrieval_metrics(best.index_QK, folder.qrels, CUTOFFS)
     counts = {"num_queries": scores.num_queries, "num_documents": len(folder.documents)}
     return RetrievalRun(scores.metrics, {**counts, "num_skipped": folder.num_skipped}, document_ND)
 

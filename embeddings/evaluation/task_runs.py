@@ -1,4 +1,4 @@
-"""Finds mteb's tasks by their names, runs them one by one, and writes each result as soon as it is known."""
+"""Finds tasks of mteb by name, runs them one by one, and writes each result as soon as it is computed."""
 
 import copy
 import csv
@@ -44,7 +44,7 @@ from embeddings.inference.encoder import Encoder, check_widths, embedder_sha256
 
 # mteb passes texts in batches of this size; the encoder plans its own mini-batches.
 _TEXTS_PER_BATCH = 1024
-# mteb's benchmark of each group. Its English suite has only the English parts of multilingual tasks.
+# The benchmark of mteb for each group. Its English suite has only the English parts of multilingual tasks.
 _BENCHMARKS = {"mteb-english-56": "MTEB(eng, v1)", "mgh-26": "MTEB(eng, v1)", "beir": "BEIR"}
 _TASKS = {"miracl": "MIRACLRetrieval"}
 GROUPS = (*_BENCHMARKS, *_TASKS, "air-bench")
@@ -61,33 +61,33 @@ MGH_26 = (
 
 
 def find_tasks(names: str | Sequence[str]) -> list[AbsTask]:
-    """The tasks that names (or a string of them with commas) stand for, each once, in order, not loaded yet.
+    """The tasks with these names (a list, or text separated by commas), unique, in order, without their data.
 
-    A name is a group (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), one of mteb's benchmarks or tasks, AIR-Bench or
-    sets of it (see `air_bench_tasks`), or a folder that is or holds evaluation data. An `OptionError` refuses what
-    stands for nothing, tasks of pictures or sounds, and a task twice with other data, languages or splits.
+    A name is a group (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), a benchmark or task of mteb, AIR-Bench or some of
+    its data sets (see `air_bench_tasks`), or a folder with evaluation data at or below it. An unknown name, a task with
+    other data than texts, or two tasks of one name with different data, languages or splits are an `OptionError`.
     """
-    # A comma inside brackets belongs to the name: MTEB(eng, v1).
+    # A comma inside brackets is part of the name: MTEB(eng, v1).
     words = re.split(r",(?![^(]*\))", names) if isinstance(names, str) else names
-    found: dict[str, AbsTask] = {}
+    tasks: dict[str, AbsTask] = {}
     for name in (word.strip() for word in words):
         for task in _tasks_of(name):
             if set(task.metadata.modalities) != {"text"}:
-                what = "must be tasks of texts only"
-                raise OptionError("tasks", f"{name} with {task.metadata.name}", what, "name others")
-            same = found.setdefault(task.metadata.name, task)
-            if same.metadata.revision != task.metadata.revision:
-                raise OptionError("tasks", name, f"gives a second task {task.metadata.name}", "rename its folder")
-            if _extent(same) != _extent(task):
-                what = f"gives {task.metadata.name} in other languages or splits than the name before it"
-                raise OptionError("tasks", name, what, "run them one after the other")
-    if not found:
+                rule = "must be tasks with texts only"
+                raise OptionError("tasks", f"{name} with {task.metadata.name}", rule, "name others")
+            first = tasks.setdefault(task.metadata.name, task)
+            if first.metadata.revision != task.metadata.revision:
+                raise OptionError("tasks", name, f"has a second task {task.metadata.name}", "rename its folder")
+            if _subsets(first) != _subsets(task):
+                rule = f"has {task.metadata.name} in other languages or splits than an earlier name"
+                raise OptionError("tasks", name, rule, "run them one after the other")
+    if not tasks:
         raise OptionError("tasks", names, "must name a task", f"a group is {', '.join(GROUPS)}")
-    return list(found.values())
+    return list(tasks.values())
 
 
-def _extent(task: AbsTask) -> tuple[set[str], set[str]]:
-    """The subsets (languages) and splits of its data that a task is scored on."""
+def _subsets(task: AbsTask) -> tuple[set[str], set[str]]:
+    """The subsets (languages) and splits that a task is scored on."""
     return set(task.hf_subsets), set(task.eval_splits)
 
 
@@ -104,28 +104,28 @@ def _tasks_of(name: str) -> list[AbsTask]:
         guess = re.search(r"Did you mean: '(.+)'", str(error))
     if name and Path(name).is_dir():
         return folder_tasks(name)
-    # Last, because mteb takes seconds to build all its benchmarks.
+    # Benchmarks come last, because mteb needs seconds to build them all.
     with suppress(KeyError):
         return _benchmark(name)
-    fix = f"did you mean {guess[1]}?" if guess else f"a group is {', '.join(GROUPS)}"
-    raise OptionError("tasks", name, "must name a task, a group or a folder", fix)
+    hint = f"did you mean {guess[1]}?" if guess else f"a group is {', '.join(GROUPS)}"
+    raise OptionError("tasks", name, "must name a task, a group or a folder", hint)
 
 
 def _benchmark(name: str) -> list[AbsTask]:
-    """The tasks of one of mteb's benchmarks, copied: mteb caches them, and a run changes a task."""
+    """Copies of the tasks of a benchmark of mteb, which caches them: a run changes its task."""
     with quiet():
         return [copy.deepcopy(task) for task in mteb.get_benchmark(name).tasks]
 
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What scores depend on, other than the model and the tasks.
+    """Settings that affect scores, other than the model and the tasks.
 
     Attributes:
-        prompt_name: Which of the model's prompts goes before queries, or before every text of a task without roles.
-        instructions: Instructions in place of the model's prompts, for the tasks that have one.
-        widths: How many leading dimensions of each vector are compared, one score each; None for all.
-        context_size: Context documents of a contextual model, drawn for each task; None for no context.
+        prompt_name: Name of the model's prompt before queries, or before all texts of tasks without roles.
+        instructions: Instructions that replace the model's prompts, for the tasks that have one.
+        widths: Numbers of leading dimensions to compare, one score each; None for full width.
+        context_size: Number of context documents for a contextual model, drawn for each task; None for no context.
         context_seed: Seed of these draws.
     """
 
@@ -142,31 +142,32 @@ class TaskSettings:
 
 
 class TaskResults:
-    """A folder of results: `results/MODEL/REVISION/TASK.json`, below it what was run with settings of its own.
+    """A folder of results: `results/MODEL/REVISION/[experiments/SETTINGS/]TASK.json`.
 
-    Model, revision and settings are part of a result's path, so a result of another model or of other settings is never
-    taken for this one; `mteb.ResultCache(FOLDER)` reads them all. Results of the parts of an aggregate task are in a
-    folder of its name: their instructions are the aggregate's.
+    Model, revision and settings are part of the path, so results of other models or settings are never confused;
+    `mteb.ResultCache(FOLDER)` reads all of them. Results of the subtasks of an aggregate task are in a folder with its
+    name, because they use its instruction.
     """
 
     def __init__(self, folder: Path, metas: Mapping[int, ModelMeta]) -> None:
         self.folder, self.metas = folder, metas
 
-    def place(self, width: int) -> Path:
+    def folder_of(self, width: int) -> Path:
         meta = self.metas[width]
         folder = self.folder / "results" / meta.model_name_as_path() / str(meta.revision)
         return folder if meta.experiment_name is None else folder / "experiments" / meta.experiment_name
 
     def path(self, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> Path:
-        return self.place(width) / ("" if aggregate is None else aggregate.metadata.name) / f"{task.metadata.name}.json"
+        subfolder = "" if aggregate is None else aggregate.metadata.name
+        return self.folder_of(width) / subfolder / f"{task.metadata.name}.json"
 
     def find(self, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> TaskResult | None:
-        """A task's result for these data and release of mteb, cut to its languages and splits, or None."""
+        """The result of a task for its data, languages and splits and this release of mteb, or None."""
         path = self.path(task, width, aggregate)
         if not path.is_file():
             return None
         try:
-            # Otherwise mteb accepts any JSON as a result of its first releases.
+            # Otherwise mteb accepts any JSON as a result of an early release.
             result = TaskResult.from_disk(path, load_historic_data=False)
         except ValueError:
             raise InputError(str(path), "is empty or damaged", "delete it and run the task again") from None
@@ -176,23 +177,23 @@ class TaskResults:
         return result if task.is_aggregate else result.validate_and_filter_scores(task)
 
     def model(self, width: int) -> str:
-        """What the model is called in a submission, its settings included."""
+        """The name of the model in a submission, including its settings."""
         meta = self.metas[width]
         return "_".join(filter(None, (str(meta.name).rpartition("/")[2], meta.experiment_name)))
 
     def searches(self, task: AirBenchTask, width: int) -> Path:
-        return searches_path(self.place(width), self.model(width), task.data)
+        return searches_path(self.folder_of(width), self.model(width), task.data)
 
     def score(self, task: AbsTask, width: int) -> float | None:
-        """The main score of a task, not a number where it was searched and its labels are private; None if not run."""
+        """The main score of a task; NaN if it was searched and its labels are private, None if it was not run."""
         if isinstance(task, AirBenchTask) and not task.data.has_labels:
             return math.nan if self.searches(task, width).is_file() else None
         result = self.find(task, width)
         return None if result is None else float(result.get_score())
 
     def write(self, result: TaskResult, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> None:
-        """Write the result of a task, or of a part of an aggregate, atomically."""
-        meta = self.place(width) / "model_meta.json"
+        """Write the result of a task, or of a subtask of an aggregate, atomically."""
+        meta = self.folder_of(width) / "model_meta.json"
         if not meta.exists():
             write_json(meta, json.loads(json.dumps(self.metas[width].to_dict(), default=str)))
         with atomic_path(self.path(task, width, aggregate)) as temporary:
@@ -200,7 +201,7 @@ class TaskResults:
 
 
 class TaskScore(NamedTuple):
-    """A task's main score at each width; None where it was not run, not a number where its labels are private."""
+    """The main score of a task at each width; None if it was not run, NaN if its labels are private."""
 
     task: str
     kind: str
@@ -222,29 +223,29 @@ def collect_scores(results: TaskResults, tasks: Sequence[AbsTask]) -> list[TaskS
 
 
 def write_table(results: TaskResults, tasks: Sequence[AbsTask]) -> list[TaskScore]:
-    """Write a `scores.csv` of those tasks beside the results of each width, and return the scores.
+    """Write `scores.csv` with the scores of these tasks beside the results of each width, and return the scores.
 
-    Several processes may end at once: each reads the results again after writing, so that the last table is complete.
+    Several processes may finish at once: each reads the results again after writing, so the last table is complete.
     """
-    found = collect_scores(results, tasks)
+    scores = collect_scores(results, tasks)
     while True:
         for width in results.metas:
             text = io.StringIO()
-            rows = [score._replace(scores={width: score.scores[width]}) for score in found]
+            rows = [score._replace(scores={width: score.scores[width]}) for score in scores]
             csv.writer(text, lineterminator="\n").writerows(_table(rows))
-            write_text(results.place(width) / "scores.csv", text.getvalue())
-        before, found = found, collect_scores(results, tasks)
-        if _table(before) == _table(found):
-            return found
+            write_text(results.folder_of(width) / "scores.csv", text.getvalue())
+        written, scores = scores, collect_scores(results, tasks)
+        if _table(written) == _table(scores):
+            return scores
 
 
 def format_table(scores: Sequence[TaskScore]) -> str:
-    """The table as text: a row a task, then the means by type and over all tasks that are finished."""
+    """The table as text: a row per task, then the means by type and over all finished tasks."""
     return common_text.format_table(_table(scores), "<")
 
 
 def _table(scores: Sequence[TaskScore]) -> list[tuple[str, ...]]:
-    """The rows of the table under their header; a mean is over the tasks that are finished at every width."""
+    """The rows of the table with a header; means are over the tasks that are finished at every width."""
     finished = [
         score for score in scores if not any(value is None or math.isnan(value) for value in score.scores.values())
     ]
@@ -272,42 +273,47 @@ def run_tasks(
     settings: TaskSettings,
     share: Iterable[int] | None = None,
 ) -> list[TaskScore]:
-    """Run the tasks that have no result yet, and write the table of all that have one; returns the score of each task.
+    """Run the tasks that have no result yet, write a table of all results, and return the scores.
 
-    The result of a task, or of a part of an aggregate one, is written as soon as it is known: after a kill the same
-    call resumes. Without a network the data of all tasks are loaded once before the first task runs, so that a missing
-    data set costs no work. `share` is the numbers of the tasks that this process runs.
+    The result of a task, or of a subtask of an aggregate, is written as soon as it is computed: after a kill the same
+    call resumes. In offline mode, the data of all tasks are loaded once before the first task runs, so that a missing
+    data set is reported first. `share` contains the indices of the tasks that this process runs.
 
     Raises:
-        OptionError: If a setting is impossible for this model.
-        InputError: If a task's data cannot be loaded or used, or a score is not finite; the message names the task.
+        OptionError: If a setting does not fit the model.
+        InputError: If the data of a task cannot be loaded or used, or a score is not finite; the message names the
+            task.
     """
     widths = list(dict.fromkeys(settings.widths or [encoder.embedding_dim]))
     check_widths(encoder, widths)
     metas = _metas(encoder, model, settings, widths)
     adapted, results = _adapted(encoder, metas[widths[0]], settings), TaskResults(output, metas)
-    own = tasks if share is None else [tasks[number] for number in share]
-    left = [task for task in own if any(results.score(task, width) is None for width in widths)]
-    shows = encoder.show_progress
+    shared = tasks if share is None else [tasks[index] for index in share]
+    remaining = [task for task in shared if any(results.score(task, width) is None for width in widths)]
+    show_bars = encoder.show_progress
     if huggingface_hub.constants.HF_HUB_OFFLINE:
-        with progress_bar(None, "looking for data", "task", iterable=left, leave=False, disable=not shows) as bar:
-            for part in (part for task in bar for part in _parts(task)):
-                bar.set_description(f"looking for data: {part.metadata.name}")
-                with _loaded(part, shows):
+        with progress_bar(
+            None, "looking for data", "task", iterable=remaining, leave=False, disable=not show_bars
+        ) as bar:
+            for subtask in (subtask for task in bar for subtask in _subtasks(task)):
+                bar.set_description(f"looking for data: {subtask.metadata.name}")
+                with _loaded(subtask, show_bars):
                     pass
-    with progress_bar(len(own), "tasks", "task", initial=len(own) - len(left), disable=not shows) as bar:
-        for task in left:
+    done = len(shared) - len(remaining)
+    with progress_bar(len(shared), "tasks", "task", initial=done, disable=not show_bars) as bar:
+        for task in remaining:
             bar.set_description(task.metadata.name)
-            with _kept_vectors(adapted, results.place(widths[0]) / f"{task.metadata.name}.vectors", len(widths) > 1):
+            vectors = results.folder_of(widths[0]) / f"{task.metadata.name}.vectors"
+            with _stored_vectors(adapted, vectors, len(widths) > 1):
                 missing = [width for width in widths if results.score(task, width) is None]
                 _run(adapted, task, missing, results, settings)
             bar.update()
-    # What a process left that was killed once all its results were written.
-    for task in own:
+    # Left by processes that were killed after they wrote their results.
+    for task in shared:
         shutil.rmtree(_corpus_folder(results, task), ignore_errors=True)
     private = [task.data for task in tasks if isinstance(task, AirBenchTask) and not task.data.has_labels]
     for width in widths:
-        for path in pack_searches(results.place(width), results.model(width), private):
+        for path in pack_searches(results.folder_of(width), results.model(width), private):
             logger.info("searches for AIR-Bench's leaderboard: %s", path)
     return write_table(results, tasks)
 
@@ -315,18 +321,18 @@ def run_tasks(
 def score_folder(
     encoder: Encoder, name: str, folder: EvaluationFolder, widths: Sequence[int], settings: TaskSettings
 ) -> list[dict[str, float]]:
-    """The metrics of one folder's data as a task at each width, the main one first; nothing is written."""
-    # A task's name has dots in place of slashes.
+    """The metrics of a folder's data at each width, computed by mteb, the main one first; no results are written."""
+    # Names of tasks have dots instead of slashes.
     task, (_, _, metrics) = folder_task(name.replace("/", "."), folder.kind, folder), KINDS[folder.kind]
     meta = ModelMeta.create_empty(overwrites={"name": f"local/{name}", "similarity_fn_name": ScoringFunction.COSINE})
-    adapted, found = _adapted(encoder, meta, settings), []
-    with TemporaryDirectory() as place, _loaded(task, encoder.show_progress):
-        adapted.folder = Path(place) if len(widths) > 1 else None
+    adapted, scores = _adapted(encoder, meta, settings), []
+    with TemporaryDirectory() as vectors, _loaded(task, encoder.show_progress):
+        adapted.folder = Path(vectors) if len(widths) > 1 else None
         for width in widths:
             adapted.width = width
             (row,) = _evaluate(adapted, task).scores["test"]
-            found.append({metric: float(row[metric]) for metric in metrics})
-    return found
+            scores.append({metric: float(row[metric]) for metric in metrics})
+    return scores
 
 
 def _adapted(encoder: Encoder, meta: ModelMeta, settings: TaskSettings) -> TaskEncoder:
@@ -339,10 +345,10 @@ def _adapted(encoder: Encoder, meta: ModelMeta, settings: TaskSettings) -> TaskE
 
 
 def _metas(encoder: Encoder, model: str, settings: TaskSettings, widths: Sequence[int]) -> dict[int, ModelMeta]:
-    """The model's description for mteb, by width: its revision is a hash of all that decides its vectors."""
+    """The description of the model for mteb, by width; the revision is a hash of everything that affects vectors."""
     embedder, precision = encoder.embedder, str(encoder.dtype).removeprefix("torch.")
     is_hub_id = model.count("/") == 1 and not Path(model).expanduser().exists()
-    known = {
+    shared = {
         "name": model if is_hub_id else f"local/{Path(model).expanduser().resolve().name}",
         "revision": embedder_sha256(encoder)[:40],
         "max_tokens": embedder.text.document_max_length,
@@ -352,7 +358,7 @@ def _metas(encoder: Encoder, model: str, settings: TaskSettings, widths: Sequenc
     }
     metas = {}
     for width in widths:
-        settled = {
+        experiment = {
             "precision": None if precision == "float32" else precision,
             "dimensions": None if width == embedder.embedding_dim else width,
             "prompt_name": settings.prompt_name,
@@ -360,48 +366,46 @@ def _metas(encoder: Encoder, model: str, settings: TaskSettings, widths: Sequenc
             "context_size": settings.context_size,
             "context_seed": None if settings.context_size is None else settings.context_seed,
         }
-        special = {name: value for name, value in settled.items() if value is not None} or None
-        own = {"embed_dim": width, "experiment_kwargs": special}
-        metas[width] = ModelMeta.create_empty(overwrites=known | own)
+        experiment = {name: value for name, value in experiment.items() if value is not None}
+        overwrites = shared | {"embed_dim": width, "experiment_kwargs": experiment or None}
+        metas[width] = ModelMeta.create_empty(overwrites=overwrites)
     return metas
 
 
 def _run(
     adapted: TaskEncoder, task: AbsTask, widths: Sequence[int], results: TaskResults, settings: TaskSettings
 ) -> None:
-    """Run a task at some widths and write its results, those of its parts as soon as they are known."""
+    """Run a task at some widths and write its results, and those of its subtasks."""
     name, table = task.metadata.name, settings.instructions
     text = adapted.encoder.embedder.text
     adapted.instruction_prompt = None if table is None else table.prompt(name, task.metadata.type, text)
     if table is not None and adapted.instruction_prompt is None:
-        logger.warning("%s: no instruction for this task in %s; using the model's own prompts", name, table.name)
+        logger.warning("%s: no instruction for this task in %s; using the prompts of the model", name, table.name)
     if isinstance(task, AirBenchTask):
         _run_air_bench(adapted, task, widths, results, settings)
         return
     aggregate = task if isinstance(task, AbsTaskAggregate) else None
-    for part in _parts(task):
-        left = [width for width in widths if results.find(part, width, aggregate) is None]
-        if left:
-            with _loaded(part, adapted.encoder.show_progress):
-                for width in left:
+    for subtask in _subtasks(task):
+        missing = [width for width in widths if results.find(subtask, width, aggregate) is None]
+        if missing:
+            with _loaded(subtask, adapted.encoder.show_progress):
+                for width in missing:
                     adapted.width = width
-                    results.write(_evaluate(adapted, part), part, width, aggregate)
+                    results.write(_evaluate(adapted, subtask), subtask, width, aggregate)
     for width in widths:
         if aggregate is not None:
-            parts = [results.find(part, width, aggregate) for part in _parts(task)]
+            parts = [results.find(subtask, width, aggregate) for subtask in _subtasks(task)]
             with quiet():
                 results.write(aggregate.combine_task_results([part for part in parts if part is not None]), task, width)
-        found = results.find(task, width)
-        assert found is not None
-        logger.info("%s [%d]: %s %.4f", name, width, task.metadata.main_score, found.get_score())
+        logger.info("%s [%d]: %s %.4f", name, width, task.metadata.main_score, results.score(task, width))
 
 
 def _run_air_bench(
     adapted: TaskEncoder, task: AirBenchTask, widths: Sequence[int], results: TaskResults, settings: TaskSettings
 ) -> None:
-    """Search a set of AIR-Bench, and keep its scores, or its searches where the labels are private.
+    """Search a data set of AIR-Bench, and write its scores, or its search results if the labels are private.
 
-    Of several processes that do this at once, one works and the others wait for it.
+    If several processes do this at once, one works and the others wait for it.
     """
     context = None if settings.context_size is None else (settings.context_size, settings.context_seed)
     folder = _corpus_folder(results, task)
@@ -409,12 +413,12 @@ def _run_air_bench(
     with _loaded(task, adapted.encoder.show_progress):
         lock.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(lock, optional=True):
-            left = [width for width in widths if results.score(task, width) is None]
-            for width, found in search_set(adapted, task, left, folder, context) if left else ():
+            missing = [width for width in widths if results.score(task, width) is None]
+            for width, best in search_set(adapted, task, missing, folder, context) if missing else ():
                 if task.data.has_labels:
-                    results.write(task.result(found, time.perf_counter() - start), task, width)
+                    results.write(task.result(best, time.perf_counter() - start), task, width)
                 else:
-                    task.write_searches(results.searches(task, width), results.model(width), found)
+                    task.write_searches(results.searches(task, width), results.model(width), best)
             shutil.rmtree(folder, ignore_errors=True)
             lock.unlink(missing_ok=True)
     for width in widths:
@@ -423,45 +427,45 @@ def _run_air_bench(
 
 
 def _corpus_folder(results: TaskResults, task: AbsTask) -> Path:
-    """Where the corpus of a set of AIR-Bench is encoded, beside its result at the first width."""
-    return results.place(next(iter(results.metas))) / f"{task.metadata.name}.corpus"
+    """Folder for the encoded corpus of an AIR-Bench data set, beside the results at the first width."""
+    return results.folder_of(next(iter(results.metas))) / f"{task.metadata.name}.corpus"
 
 
 def _evaluate(adapted: TaskEncoder, task: AbsTask) -> TaskResult:
-    """mteb's result of a task whose data are loaded; its random draws are those of a first run in every run."""
-    again = copy.copy(task)
-    again.rng_state, again.np_rng = copy.deepcopy(task.rng_state), copy.deepcopy(task.np_rng)
-    options: Any = {"batch_size": _TEXTS_PER_BATCH, "show_progress_bar": False}
-    silent: Any = {"cache": None, "co2_tracker": False, "show_progress_bar": False}
+    """The result of mteb for a task whose data are loaded; each run starts from the same random state."""
+    task = copy.copy(task)
+    task.rng_state, task.np_rng = copy.deepcopy(task.rng_state), copy.deepcopy(task.np_rng)
+    encoding: Any = {"batch_size": _TEXTS_PER_BATCH, "show_progress_bar": False}
+    options: Any = {"cache": None, "co2_tracker": False, "show_progress_bar": False}
     with quiet():
-        result = mteb.evaluate(adapted, again, encode_kwargs=options, **silent).task_results[0]
+        result = mteb.evaluate(adapted, task, encode_kwargs=encoding, **options).task_results[0]
     for split, rows in result.scores.items():
         for row in rows:
             if not math.isfinite(row["main_score"]):
                 where = f"task {result.task_name}, {split}, {row['hf_subset']}, {adapted.width} dimensions"
                 what = f"{task.metadata.main_score} is {row['main_score']}"
-                raise InputError(where, what, "look at the model's vectors: they may all be equal")
+                raise InputError(where, what, "check the vectors of the model: they may all be equal")
     return result
 
 
-def _parts(task: AbsTask) -> list[AbsTask]:
-    """Fresh copies of the parts of an aggregate task, or of the task itself."""
+def _subtasks(task: AbsTask) -> list[AbsTask]:
+    """Fresh copies of the subtasks of an aggregate task, or of the task itself."""
     return copy.deepcopy(list(task.metadata.tasks) if isinstance(task, AbsTaskAggregate) else [task])
 
 
 @contextmanager
-def _loaded(task: AbsTask, shows: bool) -> Iterator[None]:
-    """A task with its data loaded; download bars are drawn if this process shows any."""
+def _loaded(task: AbsTask, show_bars: bool) -> Iterator[None]:
+    """Load the data of a task, and unload them afterwards; download bars are drawn with `show_bars`."""
     try:
-        with quiet(keep_bars=shows):
+        with quiet(keep_bars=show_bars):
             task.load_data()
     except UserError:
         raise
-    # Each library that takes part in loading raises its own errors.
+    # Each library involved in loading raises its own errors.
     except Exception as error:
         reason = one_line((str(error).strip() or type(error).__name__).splitlines()[0], 160)
-        fix = "run it once with a network, or point HF_HOME to a cache that holds it"
-        raise InputError(f"task {task.metadata.name}", f"its data cannot be loaded ({reason})", fix) from error
+        hint = "run it once with a network, or set HF_HOME to a cache that has it"
+        raise InputError(f"task {task.metadata.name}", f"its data cannot be loaded ({reason})", hint) from error
     try:
         yield
     finally:
@@ -470,13 +474,13 @@ def _loaded(task: AbsTask, shows: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_vectors(adapted: TaskEncoder, place: Path, wanted: bool) -> Iterator[None]:
-    """This process's folder for the vectors of a task at several widths; folders of killed processes are removed."""
-    if not wanted:
-        remove_abandoned(place)
+def _stored_vectors(adapted: TaskEncoder, folder: Path, has_several_widths: bool) -> Iterator[None]:
+    """A temporary folder for the vectors of a task at several widths; folders of killed processes are removed."""
+    if not has_several_widths:
+        remove_abandoned(folder)
         yield
         return
-    with scratch_folder(place) as adapted.folder:
+    with scratch_folder(folder) as adapted.folder:
         try:
             yield
         finally:

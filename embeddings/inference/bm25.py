@@ -1,4 +1,4 @@
-"""BM25, the lexical baseline of every embedding model: bm25s ranks, PyStemmer stems."""
+"""BM25, the lexical baseline for embedding models, computed by bm25s; PyStemmer stems the words."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -27,11 +27,12 @@ _MAX_SCORES = 1 << 24
 
 
 def word_tokens(text: str) -> list[str]:
-    """Lower-case words of a text, identifiers split: `padSequence_to2` gives pad, sequence, to, 2 and padsequence_to2.
+    """Lower-case words of a text, with identifiers split: `padSequence_to2` is pad, sequence, 2 and padsequence_to2.
 
-    Stop words are left out, and words of three letters or more become their Porter stems. nDCG@10 on held-out packages
-    of the docstring corpus is 0.278 for full words, 0.497 split, 0.547 without stop words, 0.576 stemmed, 0.573 with
-    full identifiers kept, which raises held-out functions of the training packages from 0.766 to 0.779.
+    Stop words are removed, and words of three letters or more are replaced by their Porter stems. nDCG@10 on held-out
+    packages of the docstring corpus is 0.278 for full words, 0.497 with identifiers split, 0.547 without stop words,
+    0.576 with stems, and 0.573 with full identifiers too, which raises held-out functions of the training packages from
+    0.766 to 0.779.
     """
     tokens: list[str] = []
     for word in _WORD.findall(text):
@@ -45,16 +46,16 @@ def word_tokens(text: str) -> list[str]:
 
 
 class BM25:
-    """An index of texts that ranks them by BM25 as Lucene computes it.
+    """An index that ranks texts by BM25 as Lucene computes it.
 
     score(q, d) = sum over the query's tokens t of idf(t) * tf / (tf + k1 * (1 - b + b * |d| / mean |d|)),
     idf(t) = ln(1 + (n - df + 0.5) / (df + 0.5)). A token that the query repeats counts each time.
 
     Args:
         corpus: Texts to rank, at least one.
-        tokenize: How texts and queries become tokens.
-        k1: Saturation of repeated words, >= 0. Lucene's own default is 1.2; published baselines use 1.5.
-        b: How much long texts are penalised, from 0 (not at all) to 1.
+        tokenize: Splits texts and queries into tokens.
+        k1: Saturation of repeated words, >= 0. Lucene's default is 1.2; published baselines use 1.5.
+        b: Penalty for long texts, from 0 (none) to 1.
 
     Shape/precision: weights and sums in float32.
     Raises:
@@ -67,11 +68,11 @@ class BM25:
         self, corpus: Sequence[str], tokenize: Tokenize = word_tokens, k1: float = 1.5, b: float = 0.75
     ) -> None:
         if not corpus:
-            raise OptionError("corpus", len(corpus), "must hold at least one text", "check the corpus file")
+            raise OptionError("corpus", len(corpus), "must have at least one text", "check the corpus file")
         if not k1 >= 0:
             raise OptionError("k1", k1, "must be >= 0", "1.5 is the usual value")
         if not 0 <= b <= 1:
-            raise OptionError("b", b, "must lie between 0 and 1", "0.75 is the usual value")
+            raise OptionError("b", b, "must be between 0 and 1", "0.75 is the usual value")
         import bm25s
 
         self._tokenize = tokenize
@@ -90,8 +91,8 @@ class BM25:
     def search(self, queries: Sequence[str], top_k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """The rows of the `top_k` best texts of each query, (Q, k) int64, best first, and their scores, (Q, k) float32.
 
-        A smaller corpus gives all of its texts. Equal scores, such as the zeros of texts that share no token with the
-        query, keep the order of the corpus.
+        A smaller corpus returns all of its texts. Equal scores, such as the zeros of texts that share no token with the
+        query, are in corpus order.
         """
         if top_k < 1:
             raise OptionError("top_k", top_k, "must be >= 1", "10 is what nDCG@10 needs")
@@ -100,17 +101,17 @@ class BM25:
         index_Qk, score_Qk = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
         step = max(1, _MAX_SCORES // num_texts)
         for start in range(0, len(queries), step):
-            # bm25s' own search leaves the order of equal scores open.
+            # The search of bm25s does not define the order of equal scores.
             for row, score_N in enumerate((count_QV[start : start + step] @ self._weight_VN).toarray(), start):
                 index_Qk[row] = _best(score_N, k)
                 score_Qk[row] = score_N[index_Qk[row]]
         return index_Qk, score_Qk
 
     def coverage(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """How far each text covers the text of the corpus that it covers best, (Q,) float32, from 0 to 1.
+        """How much of any one corpus text each text covers, at most, (Q,) float32, from 0 to 1.
 
-        That is the BM25 score of a text of the corpus over the score that this text has with itself, the largest over
-        the corpus; a token counts once. It is 0 for no shared token, and 1 for a text that holds all tokens of another.
+        This is the BM25 score of a corpus text for the given text, divided by its score for itself, maximised over the
+        corpus. Each token counts once. It is 0 if no token is shared, and 1 for a text with all tokens of another.
         """
         present_QV = self._counts(texts)
         present_QV.data[:] = 1
@@ -123,13 +124,13 @@ class BM25:
 
     @cached_property
     def _share_VN(self) -> sparse.csr_array:
-        """The weight of each token in each text of the corpus, over the sum of the text's weights."""
-        own_N = np.asarray(self._weight_VN.sum(axis=0), dtype=np.float32).ravel()
-        scale_N = np.divide(1, own_N, out=np.zeros_like(own_N), where=own_N > 0)
+        """The weight of each token in each corpus text, divided by the sum of that text's weights."""
+        total_N = np.asarray(self._weight_VN.sum(axis=0), dtype=np.float32).ravel()
+        scale_N = np.divide(1, total_N, out=np.zeros_like(total_N), where=total_N > 0)
         return sparse.csr_array(self._weight_VN @ sparse.diags_array(scale_N))
 
     def _counts(self, texts: Sequence[str]) -> sparse.csr_array:
-        """Counts of the corpus's tokens in texts, (n, V) float32; other tokens are left out."""
+        """Counts of the vocabulary's tokens in texts, (n, V) float32; other tokens are ignored."""
         columns: list[int] = []
         ends = [0]
         for text in texts:
@@ -148,7 +149,7 @@ def _parts(word: str) -> list[str]:
 
 
 def _best(score_N: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
-    """Rows of the k largest scores, largest first, equal ones in their order."""
+    """The rows of the k largest scores, in descending order, equal scores by row."""
     threshold = np.partition(score_N, -k)[-k]
     candidates = np.flatnonzero(score_N >= threshold)
     order = np.argsort(-score_N[candidates], kind="stable")[:k]

@@ -1,4 +1,4 @@
-"""Contexts of contextual models: documents drawn from a corpus, and the vectors that the first stage makes of them."""
+"""Contexts of contextual models: documents drawn from a corpus and encoded by the model's first stage."""
 
 import hashlib
 import json
@@ -20,41 +20,42 @@ from embeddings.inference.vector_folder import Document, VectorFolder, read_corp
 
 @dataclass(frozen=True)
 class ContextDraw:
-    """Context documents in the order they were drawn in, and the seed; two draws compare without encoding."""
+    """Context documents in the order of the draw, and its seed; draws can be compared without encoding them."""
 
     documents: tuple[Document, ...]
     seed: int
 
     def summary(self) -> dict[str, Any]:
-        """The same as `Context.summary` of these documents."""
+        """The same as `Context.summary` of the encoded documents."""
         sha256 = documents_sha256(self.documents)
         return {"num_documents": len(self.documents), "seed": self.seed, "documents_sha256": sha256}
 
     def encoded(self, encoder: Encoder) -> Context:
-        """The context, with the vectors that a model's first stage makes of the documents."""
+        """The documents encoded by the model's first stage."""
         vector_MH = encoder.encode_context([document.text for document in self.documents])
         ids = tuple(document.document_id for document in self.documents)
         return Context(ids, documents_sha256(self.documents), self.seed, vector_MH)
 
 
-def check_same_context(folder: Path, found: Context | None, requested: Context | ContextDraw) -> None:
-    """Refuse to search vectors of one context by queries of another."""
-    if found is not None and found.summary() == requested.summary():
+def check_same_context(folder: Path, stored: Context | None, requested: Context | ContextDraw) -> None:
+    """Raise an `InputError` if a folder was encoded with another context than the queries will be."""
+    if stored is not None and stored.summary() == requested.summary():
         return
     shown = "{num_documents} documents of seed {seed} ({documents_sha256:.8})".format_map
-    was = "without a context" if found is None else f"with {shown(found.summary())}"
-    what = f"was encoded {was}, asked for is {shown(requested.summary())}"
-    raise InputError(str(folder), what, "leave --context out to search with the folder's own, or encode it again")
+    encoded = "without a context" if stored is None else f"with {shown(stored.summary())}"
+    what = f"was encoded {encoded}, but the requested context is {shown(requested.summary())}"
+    raise InputError(str(folder), what, "leave out --context to use the folder's context, or encode again")
 
 
 def sample_rows(num_documents: int, size: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    """The rows of `size` context documents of a corpus, (size,) int64, by the arguments alone.
+    """The rows of `size` context documents of a corpus, (size,) int64; they depend on the arguments only.
 
-    They are drawn without replacement; a smaller corpus is repeated in full first, so counts differ by at most one.
-    Source: the released code of arXiv:2410.02525 wants exactly J documents and a smaller corpus oversampled, not how.
+    Rows are drawn without replacement. A corpus smaller than `size` is repeated first, so that counts differ by at most
+    one. Source: the released code of arXiv:2410.02525 requires exactly J documents and oversamples a smaller corpus,
+    but does not specify how.
     """
     if size < 1:
-        raise OptionError("context_size", size, "must be >= 1", "leave it out for the model's own size")
+        raise OptionError("context_size", size, "must be >= 1", "leave it out for the model's size")
     assert num_documents > 0
     generator = numpy_generator(seed, "context", num_documents, size)
     copies = [generator.permutation(num_documents) for _ in range(size // num_documents)]
@@ -70,24 +71,24 @@ def documents_sha256(documents: Iterable[Document]) -> str:
 
 
 def draw_context(encoder: Encoder, source: str | PathLike[str], size: int | None = None, seed: int = 0) -> ContextDraw:
-    """The documents that a corpus gives a contextual model for its context.
+    """Draw context documents for a contextual model from a corpus.
 
     Args:
         encoder: The model.
-        source: A corpus file (see `read_corpus`), or a folder that `encode_corpus` wrote, by whatever model.
-        size: Context documents; None for as many as the model has slots. Fewer leave slots to the null vector.
-        seed: Seed of the draw, which is as even as possible where the corpus is smaller than `size`.
+        source: A corpus file (see `read_corpus`), or a folder written by `encode_corpus` with any model.
+        size: Number of context documents; None for all slots of the model. Unused slots hold the null vector.
+        seed: Seed of the draw. A corpus smaller than `size` is oversampled evenly.
 
     Raises:
-        InputError: If the corpus cannot be used or is empty.
-        OptionError: If the model takes no context, or none of this size.
+        InputError: If the corpus is invalid or empty.
+        OptionError: If the model is not contextual or has fewer slots.
     """
     size = require_context_size(encoder, size)
     return ContextDraw(tuple(draw_documents(source, size, seed)), seed)
 
 
 def draw_documents(source: str | PathLike[str], size: int, seed: int = 0) -> list[Document]:
-    """Documents of a corpus file or an encoded folder, drawn as those of a context are (see `sample_rows`)."""
+    """Draw documents from a corpus file or an encoded folder (see `sample_rows`)."""
     if Path(source).is_dir():
         folder = VectorFolder.open(source)
         return folder.documents(sample_rows(folder.num_documents, size, seed).tolist())
@@ -101,21 +102,21 @@ def draw_documents(source: str | PathLike[str], size: int, seed: int = 0) -> lis
 
 
 def choose_context(encoder: Encoder, source: str | PathLike[str], size: int | None = None, seed: int = 0) -> Context:
-    """The context that a corpus gives a contextual model: what `draw_context` draws, encoded once."""
+    """The context that `draw_context` draws from a corpus, encoded."""
     return draw_context(encoder, source, size, seed).encoded(encoder)
 
 
 def sample_context(encoder: Encoder, texts: Sequence[str], size: int | None = None, seed: int = 0) -> Context:
-    """The same of texts in memory, at least one, whose ids are their rows."""
+    """The same for one or more texts in memory, whose ids are their row numbers."""
     size = require_context_size(encoder, size)
     if not texts:
-        raise OptionError("context", 0, "must hold at least one document", "leave it out for no context")
+        raise OptionError("context", 0, "must have at least one document", "leave it out for no context")
     rows = sample_rows(len(texts), size, seed).tolist()
     return ContextDraw(tuple(Document(str(row), texts[row]) for row in rows), seed).encoded(encoder)
 
 
 def require_context_size(encoder: Encoder, size: int | None) -> int:
-    """The number of context documents, None for all slots; an `OptionError` where the model has fewer."""
+    """The number of context documents, where None means all slots; an `OptionError` if the model has fewer slots."""
     encoder.require_context()
     slots = encoder.num_context
     if size is None:

@@ -1,4 +1,4 @@
-"""The encoder: texts to vectors, in the order given, with next to no padding; and the context of a call."""
+"""The encoder, which turns texts into vectors in input order with little padding, and the context of a call."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ from embeddings.models.embedder import Embedder
 from embeddings.models.model_card import PushedModel, push_embedder, push_to_hub
 
 Vectors = npt.NDArray[np.float32]
-# Chosen so that a core's share of a mini-batch stays small, and a GPU is filled; neither is a measured optimum.
+# Chosen to keep a core's share of a mini-batch small and to fill a GPU; neither is a measured optimum.
 CPU_MINI_BATCH_TOKENS_PER_THREAD = 512
 GPU_MINI_BATCH_TOKENS = 65536
 TEXTS_PER_BLOCK = 8192
@@ -40,7 +40,7 @@ CONTEXT_FILE = "context.npy"
 
 
 class TokenisedTexts(NamedTuple):
-    """Texts, each once, for each input text its row among them (None for no repetition), and a token batch a block."""
+    """Unique texts, the row of each input text among them (None if none repeats), and a token batch per block."""
 
     texts: list[str]
     row_N: npt.NDArray[np.int64] | None
@@ -49,37 +49,37 @@ class TokenisedTexts(NamedTuple):
 
 @dataclass(frozen=True)
 class TextPreparation:
-    """Tokenises texts with a prompt for an encoder, under a role's length limit; it can be sent to another process."""
+    """Tokenises texts for an encoder, with a prompt and a role's length limit; it can be pickled."""
 
     tokenizer: TextTokenizer
     role: TextRole
     prompt: str
 
     def __call__(self, texts: Sequence[str]) -> TokenisedTexts:
-        """The texts as `Encoder.encode` takes them; the vectors stay the same."""
+        """Tokenise texts in advance for `Encoder.encode`; the vectors are the same."""
         unique, row_N = unique_texts(texts)
         blocks = [self.block(unique, start) for start in range(0, len(unique), TEXTS_PER_BLOCK)]
         return TokenisedTexts(unique, row_N, blocks)
 
     def block(self, texts: list[str], start: int) -> TokenBatch:
-        """The tokens of a block of texts, the first of which is text `start`."""
+        """The tokens of the block of texts that starts at text `start`."""
         return self.tokenizer(texts[start : start + TEXTS_PER_BLOCK], self.role, self.prompt)
 
     def blocks_ahead(self, texts: list[str]) -> Iterator[TokenBatch]:
-        """The tokens of each block; the next one is made while one is used."""
-        starts = range(0, len(texts), TEXTS_PER_BLOCK)
+        """The tokens of each block; a thread tokenises the next block while one is used."""
+        if not texts:
+            return
         with ThreadPoolExecutor(max_workers=1) as pool:
-            pending = pool.submit(self.block, texts, 0) if starts else None
-            for start in starts:
-                assert pending is not None
+            pending = pool.submit(self.block, texts, 0)
+            for start in range(TEXTS_PER_BLOCK, len(texts), TEXTS_PER_BLOCK):
                 tokens = pending.result()
-                if start + TEXTS_PER_BLOCK < len(texts):
-                    pending = pool.submit(self.block, texts, start + TEXTS_PER_BLOCK)
+                pending = pool.submit(self.block, texts, start)
                 yield tokens
+            yield pending.result()
 
 
 def unique_texts(texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64] | None]:
-    """Each text once, and for each input text its row among them; None where no text occurs twice."""
+    """The unique texts, and the row of each input text among them; None if no text occurs twice."""
     row_of_text = {text: row for row, text in enumerate(dict.fromkeys(texts))}
     if len(row_of_text) == len(texts):
         return list(row_of_text), None
@@ -88,12 +88,12 @@ def unique_texts(texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """Context documents and the vectors that a model's first stage made of them.
+    """Context documents, encoded by the first stage of a contextual model.
 
     Attributes:
-        document_ids: Ids of the M documents; one that was drawn twice is there twice.
+        document_ids: Ids of the M documents; a document that was drawn twice is listed twice.
         documents_sha256: Hash of the ids and texts, in this order.
-        seed: Seed that they were drawn with.
+        seed: Seed of the draw.
         vector_MH: First-stage vectors, (M, H) float32.
     """
 
@@ -113,7 +113,7 @@ class Context:
         return {"context": self.summary(), "context_document_ids": list(self.document_ids)}
 
     def write(self, folder: Path) -> Self:
-        """Write the vectors to `folder` and return them; those that a killed run wrote are kept and returned."""
+        """Write the vectors to `folder`; if a killed run has written them already, return those instead."""
         if not (folder / CONTEXT_FILE).exists():
             with atomic_path(folder / CONTEXT_FILE) as temporary:
                 save_array(temporary, self.vector_MH)
@@ -122,7 +122,7 @@ class Context:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """The context that a finished folder's vectors were made with, if any; an `InputError` if damaged."""
+        """The context that a finished folder was encoded with, if any; an `InputError` if it is damaged."""
         fields = check_manifest(folder, {})
         if fields.get("context") is None:
             return None
@@ -137,27 +137,28 @@ class Context:
 class Encoder:
     """An embedding model that turns texts into vectors.
 
-    Texts are tokenised in blocks, one ahead, sorted by length within a block, and run in mini-batches of a token
-    budget. Vectors return to the order of the texts. A text that occurs twice in a call is computed once.
+    Texts are tokenised in blocks, one block ahead, sorted by length within a block, and encoded in mini-batches limited
+    by a token budget. Vectors are returned in input order. A text that occurs twice in a call is encoded once.
 
-    Determinism: the same texts give the same bits with one token budget and one number of threads. Other neighbours in
-    a mini-batch, another budget or other threads change a vector by rounding only.
+    Determinism: the same texts give the same bits for the same token budget and number of threads. Other texts in the
+    mini-batch, another budget or number of threads change a vector only by rounding.
 
     Args:
-        embedder: The model; its mode is left as found.
-        device: Where to move the model, or None to leave it where it is.
-        precision: Format of matrix products; `auto` is bfloat16 where the hardware has it. Vectors are float32. With
-            int8 later changes of the model's weights are not seen.
-        mini_batch_tokens: Maximum padded tokens of a mini-batch, or None for 512 a thread on a CPU and 65,536 on a GPU.
-        show_progress: Whether a bar with the time left is drawn on standard error.
-        dimensions: How many leading dimensions of each vector are kept, normalised again where the model gives unit
-            vectors; None for all. For a model that was trained so (see `MatryoshkaInfoNCE`).
+        embedder: The model; its training or evaluation mode is restored after each call.
+        device: Device to move the model to, or None to leave it on its device.
+        precision: Precision of matrix products; `auto` is bfloat16 if the hardware supports it. Vectors are float32.
+            int8 does not see later changes of the model's weights.
+        mini_batch_tokens: Maximum padded tokens of a mini-batch, or None for 512 per CPU thread or 65,536 on a GPU.
+        show_progress: Whether to draw a progress bar on standard error.
+        dimensions: Number of leading dimensions of each vector to keep, normalised again if the model returns unit
+            vectors; None for all. For models trained for it (see `MatryoshkaInfoNCE`).
 
     Attributes:
         origin: The model directory or Hub id that the model was read from, or None.
 
     Raises:
-        OptionError: If the precision is unknown, the token budget not positive, or the vectors have fewer dimensions.
+        OptionError: If the precision is unknown, the token budget is not positive, or the vectors have fewer
+            dimensions.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class Encoder:
         self.origin: str | None = None
 
     def with_mini_batch_tokens(self, mini_batch_tokens: int) -> Self:
-        """This encoder with another token budget, on the same model; the budget decides how vectors are rounded."""
+        """A copy of this encoder with another token budget, on the same model; the budget affects rounding."""
         other = copy(self)
         other.mini_batch_tokens = mini_batch_tokens
         return other
@@ -200,28 +201,26 @@ class Encoder:
     def from_pretrained(
         cls, model: str, *, device: str | torch.device | None = None, precision: Precision = "auto", **options: Any
     ) -> Self:
-        """The encoder of a model directory or Hub id, on `device`, None for the first GPU where there is one.
+        """Load the encoder of a model directory or Hub id on `device`; None for the first GPU, or the CPU without one.
 
-        `options` are the constructor's. An `InputError` says that the model cannot be had or is damaged, and an
-        `OptionError` that an option is impossible.
+        `options` are the constructor's. A missing or damaged model is an `InputError`, an invalid option an
+        `OptionError`.
         """
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        place = torch.device(device)
-        embedder = load_embedder(model, device=place)
-        weights = {weight.dtype for weight in embedder.parameters()}
-        exact = resolve_precision(precision, place) in (torch.float32, torch.int8)
-        if exact or (place.type == "cpu" and torch.float16 in weights):
-            # A checkpoint in half precision that would have to be emulated here.
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        embedder = load_embedder(model, device=device)
+        dtypes = {weight.dtype for weight in embedder.parameters()}
+        exact = resolve_precision(precision, device) in (torch.float32, torch.int8)
+        if exact or (device.type == "cpu" and torch.float16 in dtypes):
+            # Half precision would be emulated here.
             embedder.float()
         encoder = cls(embedder, precision=precision, **options)
         encoder.origin = model
         return encoder
 
     def push_to_hub(self, name: str, **options: Any) -> PushedModel:
-        """Upload the model to the Hub repository `OWNER/NAME`, by `embeddings.models.push_to_hub`.
+        """Upload the model to the Hub repository `OWNER/NAME` with `embeddings.models.push_to_hub`.
 
-        That is the directory that it was read from, or else itself with a card.
+        The directory that it was read from is uploaded as it is; without one, the model is saved with a model card.
         """
         if self.origin is not None and Path(self.origin).expanduser().is_dir():
             return push_to_hub(self.origin, name, **options)
@@ -229,12 +228,12 @@ class Encoder:
 
     @property
     def embedding_dim(self) -> int:
-        """Width of the vectors, D: that of the model's, or `dimensions`."""
+        """Width of the vectors, D: `dimensions`, or the model's width."""
         return int(self.embedder.embedding_dim) if self.dimensions is None else self.dimensions
 
     @property
     def num_context(self) -> int:
-        """Maximum context documents that the model takes; 0 for a model without a context."""
+        """Maximum number of context documents; 0 for a model that is not contextual."""
         return int(getattr(self.embedder, "num_context", 0))
 
     def encode(
@@ -245,19 +244,19 @@ class Encoder:
         role: TextRole | None = None,
         prompt: str | None = None,
     ) -> npt.NDArray[np.float32]:
-        """The vectors of `texts`, in their order, (N, D) float32.
+        """The vectors of `texts`, in input order, (N, D) float32.
 
         Args:
-            texts: Any number of texts, empty ones too; or what `preparation` made of them, prompt and length included.
-            prompt_name: Which of the model's prompts goes before each text, or a literal one (`GivenPrompt`); None for
-                the one named like the role, or none where the model has no such prompt.
-            context: For a contextual model, what `choose_context` gave, or documents, which are encoded in each call.
-            role: Whose length limit holds; None for `query` under the prompt of that name, else `document`.
-            prompt: The prompt itself, in place of one of the model's; empty for none at all.
+            texts: Any number of texts, which may be empty; or texts tokenised by `preparation`, with prompt and limit.
+            prompt_name: Name of the model's prompt to put before each text, or a literal one (`GivenPrompt`); None for
+                the prompt named like the role, if the model has it.
+            context: For a contextual model, the result of `choose_context`, or documents, which each call encodes.
+            role: Role whose length limit is used; None for `query` with the prompt of that name, else `document`.
+            prompt: A literal prompt instead of one of the model's; the empty text for no prompt.
 
         Raises:
-            OptionError: If the model has no such prompt, or takes no context or none as large.
-            InputError: If a vector is not finite because a weight of the model that was read is not.
+            OptionError: If the model has no such prompt, is not contextual, or supports a smaller context only.
+            InputError: If a vector is not finite because a weight in the model's files is not.
             NumericError: If a vector is not finite for another reason.
         """
         preparation = self.preparation(prompt_name, role, prompt)
@@ -267,16 +266,16 @@ class Encoder:
         return self._computed(texts, preparation, self.embedding_dim, compute, f"encode {preparation.role}", extra)
 
     def encode_query(self, texts: Sequence[str], context: Context | Sequence[str] | None = None) -> Vectors:
-        """The vectors of queries: `encode` with the model's `query` prompt and length limit."""
+        """Encode queries, with the model's `query` prompt and length limit."""
         return self.encode(texts, context=context, role="query")
 
     def encode_document(self, texts: Sequence[str], context: Context | Sequence[str] | None = None) -> Vectors:
-        """The vectors of documents: `encode` with the model's `document` prompt and length limit."""
+        """Encode documents, with the model's `document` prompt and length limit."""
         return self.encode(texts, context=context, role="document")
 
     @staticmethod
     def similarity(query_ND: Vectors, document_MD: Vectors) -> Vectors:
-        """The cosine of each query with each document, (N, M) float32; a zero vector's is 0."""
+        """The cosine of each query with each document, (N, M) float32; 0 for a zero vector."""
         return unit_rows(query_ND) @ unit_rows(document_MD).T
 
     def preparation(
@@ -290,7 +289,7 @@ class Encoder:
     def encode_context(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """The first-stage vectors of context documents, in their order, (M, H) float32.
 
-        The model's `document` prompt goes before each; the model reads as many tokens of each as in training.
+        The model's `document` prompt goes before each document, and the length limit is that of training.
         """
         _check_list("context", texts)
         self.require_context()
@@ -299,9 +298,9 @@ class Encoder:
         return self._computed(texts, preparation, model.context_size, model.embed_context, "encode context")
 
     def require_context(self) -> None:
-        """Refuse a context, by an `OptionError`, where the model takes none."""
+        """Raise an `OptionError` unless the model is contextual."""
         if self.num_context == 0:
-            raise OptionError("context", "a context", "must be left out: this model takes none", "drop it")
+            raise OptionError("context", "a context", "must be left out: the model is not contextual", "drop it")
 
     def _computed(
         self,
@@ -312,7 +311,7 @@ class Encoder:
         title: str,
         extra_tokens: int = 0,
     ) -> npt.NDArray[np.float32]:
-        """What `compute` makes of each text, (N, `width`) float32, in their order; each different text once."""
+        """Apply `compute` to each unique text; the vectors in input order, (N, `width`) float32."""
         if isinstance(texts, TokenisedTexts):
             unique, row_N, blocks = texts.texts, texts.row_N, iter(texts.blocks)
         else:
@@ -322,7 +321,7 @@ class Encoder:
         bar = progress_bar(None, title, "token", unit_scale=True, disable=not self.show_progress)
         with self._inference(), bar:
             for tokens in blocks:
-                # The tokens still to come are estimated from those seen.
+                # The remaining tokens are estimated from those seen.
                 bar.total = round((bar.n + tokens.num_tokens) * len(unique) / (start + len(tokens)))
                 vector_ND[start : start + len(tokens)] = self._encode_block(tokens, compute, bar, extra_tokens)
                 start += len(tokens)
@@ -330,7 +329,7 @@ class Encoder:
         return vector_ND if row_N is None else vector_ND[row_N]
 
     def _vectors(self, tokens: TokenBatch, context_MH: Tensor | None) -> Tensor:
-        """The vectors of a mini-batch, (n, D) float32, cut to `dimensions`."""
+        """The vectors of a mini-batch, truncated to `dimensions`, (n, D) float32."""
         arguments = {} if context_MH is None else {"context": context_MH}
         vector_nD: Tensor = self.embedder(tokens, **arguments).float()
         if self.dimensions is None:
@@ -343,10 +342,10 @@ class Encoder:
             return None
         self.require_context()
         if not 0 < len(context) <= self.num_context:
-            rule = f"must hold from 1 to the model's {self.num_context} documents"
+            rule = f"must have from 1 to the model's {self.num_context} documents"
             raise OptionError("context", f"{len(context)} documents", rule, "leave it out for no context")
         vectors = context.vector_MH if isinstance(context, Context) else self.encode_context(context)
-        # A copy: an array that is mapped from a file is read-only, which torch does not know.
+        # A copy: a memory-mapped array is read-only, which torch does not support.
         return torch.from_numpy(np.array(vectors, dtype=np.float32)).to(self.device)
 
     def _encode_block(
@@ -358,7 +357,7 @@ class Encoder:
         for rows_n in plan:
             vectors.append(compute(take_texts(on_device, rows_n)).float())
             bar.update(int(tokens.lengths_N[rows_n].sum()))
-        # One copy a block: a copy a mini-batch would make the GPU wait each time.
+        # One copy per block: a copy per mini-batch would synchronise the GPU each time.
         sorted_ND = torch.cat(vectors).cpu()
         vector_ND = torch.empty_like(sorted_ND)
         vector_ND[torch.cat(plan)] = sorted_ND
@@ -368,11 +367,11 @@ class Encoder:
         bad = np.flatnonzero(~np.isfinite(vector_ND.sum(axis=1)))
         if not bad.size:
             return
-        # A model that is being trained may have lost its weights here, one that was read had none to lose.
+        # In a model read from files, a weight that is not finite is a fault of the files; else training diverged.
         for name, weight in self.embedder.named_parameters() if self.origin is not None else ():
             if not bool(torch.isfinite(weight).all()):
-                what, fix = f"the weight {name} is not finite", "take another copy of the model"
-                raise InputError(str(self.origin), what, fix)
+                hint = "use another copy of the model"
+                raise InputError(str(self.origin), f"the weight {name} is not finite", hint)
         raise NumericError(
             f"{bad.size} of {len(texts)} vectors are not finite, the first of text {texts[int(bad[0])][:60]!r}; "
             "encode with precision float32, or check the model's weights"
@@ -380,10 +379,10 @@ class Encoder:
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
-        """Evaluation mode without gradients, in the chosen precision; every module's mode is restored."""
+        """Evaluation mode without gradients, in the chosen precision; the mode of every module is restored."""
         low = self.dtype not in (torch.float32, torch.int8)
         int8 = nullcontext() if self._int8 is None else self._int8.on()
-        # Weights that FSDP2 gathers in inference mode cannot be trained afterwards.
+        # FSDP2 weights that are gathered in inference mode cannot be trained afterwards.
         no_gradients = torch.no_grad() if hasattr(self.embedder, "unshard") else torch.inference_mode()
         autocast = torch.autocast(self.device.type, self.dtype if low else None, enabled=low)
         with evaluating(self.embedder), no_gradients, int8, autocast:
@@ -391,9 +390,9 @@ class Encoder:
 
 
 def check_widths(model: Encoder | Embedder, widths: Sequence[int]) -> None:
-    """Check that a model's vectors can be cut to these widths; an `OptionError` for no width or an impossible one."""
+    """Raise an `OptionError` unless there are widths, and the model's vectors can be truncated to all of them."""
     if not widths or not all(1 <= width <= model.embedding_dim for width in widths):
-        rule = f"must be from 1 to the {model.embedding_dim} that the model's vectors have"
+        rule = f"must be from 1 to {model.embedding_dim}, the width of the model's vectors"
         raise OptionError("dimensions", widths[0] if len(widths) == 1 else list(widths), rule, "leave it out for all")
 
 
@@ -404,7 +403,7 @@ def _check_list(name: str, texts: object) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; every module's mode is restored."""
+    """Evaluation mode; the mode of every module is restored."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -414,19 +413,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-# Fields of a config that no vector depends on: its origin, and what each process chooses.
-_PASSING = (
+# Config fields that do not affect vectors: the origin, and settings that each process chooses.
+_IRRELEVANT_FIELDS = (
     *("_name_or_path", "_attn_implementation", "_experts_implementation", "architectures", "auto_map"),
     *("dtype", "torch_dtype", "transformers_version", "use_cache"),
 )
-# Settings of a tokenizer's last call: the encoder sets them in each call.
-_ASKED = ("truncation", "padding")
+# Tokenizer state of the last call: the encoder sets it in each call.
+_CALL_STATE = ("truncation", "padding")
 
 
 def embedder_sha256(encoder: Encoder) -> str:
-    """A hash of all that decides a model's vectors: structure, configs, weights, text settings and tokenizer.
+    """A hash of everything that affects a model's vectors: structure, configs, weights, text settings, tokenizer.
 
-    The dtype of the weights is left out, so a checkpoint in bfloat16 has one hash: store the precision beside it.
+    The weights' dtype is excluded: a bfloat16 checkpoint has the same hash in float32. Store the precision separately.
     """
     embedder = encoder.embedder
     pooling = {"pooling": embedder.pooling.arguments(), "normalize": embedder.normalize}
@@ -435,9 +434,9 @@ def embedder_sha256(encoder: Encoder) -> str:
 
 def module_sha256(module: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]) -> str:
     """A hash of a module's structure, configs, weights (not their dtype), tokenizer, and other settings."""
-    facts = {**settings, "configs": dict(_configs(module)), "tokenizer": _tokenizer_fields(tokenizer)}
+    fields = {**settings, "configs": dict(_configs(module)), "tokenizer": _tokenizer_fields(tokenizer)}
     digest = hashlib.sha256(repr(module).encode())
-    digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
+    digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
     for name, tensor in sorted(module.state_dict().items()):
         numbers = tensor.detach().cpu()
         if numbers.is_floating_point():
@@ -448,20 +447,21 @@ def module_sha256(module: nn.Module, tokenizer: PreTrainedTokenizerBase, setting
 
 
 def _configs(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The config of every transformers model inside, and of the adapters on it, by the module's name."""
-    for name, part in module.named_modules():
-        adapters = getattr(part, "peft_config", None)
+    """The configs of all transformers models in a module, and of their adapters, by module name."""
+    for name, child in module.named_modules():
+        adapters = getattr(child, "peft_config", None)
         if isinstance(adapters, dict):
-            yield f"{name} adapters", {key: (made.lora_alpha, made.use_rslora) for key, made in adapters.items()}
-        if isinstance(part, PreTrainedModel):
-            yield name, {key: value for key, value in part.config.to_dict().items() if key not in _PASSING}
+            yield f"{name} adapters", {key: (config.lora_alpha, config.use_rslora) for key, config in adapters.items()}
+        if isinstance(child, PreTrainedModel):
+            fields = child.config.to_dict()
+            yield name, {key: value for key, value in fields.items() if key not in _IRRELEVANT_FIELDS}
 
 
 def _tokenizer_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """A tokenizer's vocabulary, and all steps around it where the library can tell them."""
+    """A tokenizer's vocabulary, and its pipeline if the `tokenizers` library implements it."""
     fields: dict[str, Any] = {"vocabulary": tokenizer.get_vocab(), "special": tokenizer.special_tokens_map}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         steps = json.loads(backend.to_str())
-        fields["steps"] = {key: value for key, value in steps.items() if key not in _ASKED}
+        fields["steps"] = {key: value for key, value in steps.items() if key not in _CALL_STATE}
     return fields

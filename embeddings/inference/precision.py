@@ -1,4 +1,4 @@
-"""The number format that a model encodes in, chosen by the hardware, and linear layers in int8."""
+"""The numeric precision for encoding, chosen by the hardware, and linear layers in int8."""
 
 import platform
 import re
@@ -17,18 +17,18 @@ from embeddings.common.errors import OptionError
 Precision = Literal["auto", "float32", "bfloat16", "int8"]
 
 _CPU_INFO = Path("/proc/cpuinfo")
-# x86 lists its matrix units under "flags", Arm under "Features".
+# x86 lists its matrix instructions under "flags", Arm under "Features".
 _NATIVE_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 _INT8_PRODUCT_FLAGS = {"avx512_vnni", "avx_vnni", "amx_int8"}
 _X86 = {"x86_64", "AMD64"}
 
 
 def resolve_precision(precision: Precision, device: torch.device, weights: Collection[torch.dtype] = ()) -> torch.dtype:
-    """The format of matrix products of a model on `device`, whose weights have some formats.
+    """The dtype for the matrix products of a model on `device` with weights of these dtypes.
 
-    `auto` is bfloat16 where the hardware has products of that format, else float32: an emulated bfloat16 is several
-    times slower. Weights that are all of one lower format decide themselves. float16 is not offered: a CPU emulates it,
-    a hundred times slower, and some models overflow in it. `auto` never chooses int8, which changes vectors and scores.
+    `auto` is bfloat16 if the hardware multiplies it natively, else float32: emulated bfloat16 is several times slower.
+    If all weights have one lower dtype, it is used. float16 is not offered: on a CPU it is emulated, a hundred times
+    slower, and some models overflow in it. `auto` never chooses int8, which changes vectors and scores.
     """
     if precision not in get_args(Precision):
         known = ", ".join(get_args(Precision))
@@ -38,14 +38,14 @@ def resolve_precision(precision: Precision, device: torch.device, weights: Colle
         raise OptionError("precision", precision, f"runs on a CPU, not on {device.type}", "use bfloat16 there")
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if requested == torch.int8 and not (platform.machine() in _X86 and has_onednn):
-        raise OptionError("precision", precision, "is for x86 CPUs and a torch with oneDNN", "use float32 here")
+        raise OptionError("precision", precision, "needs an x86 CPU and a torch build with oneDNN", "use float32 here")
     if len(set(weights)) == 1 and not {torch.float32, torch.float64} & set(weights):
         (only,) = set(weights)
         name = str(only).removeprefix("torch.")
         if only == torch.float16 and device.type == "cpu":
             raise OptionError("model weights", name, "must not be float16 on a CPU", "load them as float32")
         if requested not in (None, only):
-            raise OptionError("precision", precision, f"must be that of the weights, {name}", "load them as float32")
+            raise OptionError("precision", precision, f"must match the weights, {name}", "load them as float32")
         return only
     if requested is not None:
         return requested
@@ -60,7 +60,7 @@ def has_native_bfloat16(device: torch.device) -> bool:
 
 
 def has_int8_products() -> bool:
-    """Whether an x86 CPU sums products of 8-bit numbers in 32 bits; False if unknown."""
+    """Whether an x86 CPU accumulates products of 8-bit numbers in 32 bits; False if unknown."""
     return not _INT8_PRODUCT_FLAGS.isdisjoint(_cpu_flags())
 
 
@@ -72,55 +72,55 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset() if flags is None else frozenset(flags.group(1).split())
 
 
-_LEAST = 1e-12
-# The largest number of a weight's row becomes this many steps.
+_MIN_SCALE = 1e-12
+# The integer that the largest absolute value in a row of a weight maps to.
 _WEIGHT_STEPS = 127
 
 Product = Callable[[Tensor], Tensor]
 
 
 class QuantisedInput:
-    """The last quantised input, for layers that read the same tensor (query, key, value).
+    """A cache of the last quantised input, for layers that read the same tensor (query, key, value).
 
-    It is known again as the same object, read by layers of one module: what a module changes in place between two of
-    its layers must not be the input of both. The largest number of a token becomes 127 `steps`, or 63 where the CPU
-    sums pairs of products in 16 bits, which would overflow.
+    It is reused if a layer of the same module reads the same tensor object, so a module must not change the tensor in
+    place between two such layers. The largest absolute value of a token maps to 127 (`steps`), or to 63 on a CPU that
+    accumulates pairs of products in 16 bits, which would overflow.
     """
 
     def __init__(self) -> None:
         self.steps = 127 if has_int8_products() else 63
         self._owner: nn.Module | None = None
         self._input: Tensor | None = None
-        self._found: tuple[Tensor, Tensor] | None = None
+        self._quantised: tuple[Tensor, Tensor] | None = None
 
     def of(self, owner: nn.Module, input_I: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs (..., I) of layers of `owner` in steps, uint8 with zero at `steps` + 1, and tokens' sizes."""
-        if self._found is None or self._input is not input_I or self._owner is not owner:
-            self._owner, self._input, self._found = owner, input_I, self._quantised(input_I)
-        return self._found
+        """Quantised inputs (..., I) of layers of `owner`, uint8 with zero at `steps` + 1, and each token's maximum."""
+        if self._quantised is None or self._input is not input_I or self._owner is not owner:
+            self._owner, self._input, self._quantised = owner, input_I, self.quantise(input_I)
+        return self._quantised
 
-    def forget(self) -> None:
-        self._owner = self._input = self._found = None
+    def clear(self) -> None:
+        self._owner = self._input = self._quantised = None
 
-    def _quantised(self, input_I: Tensor) -> tuple[Tensor, Tensor]:
+    def quantise(self, input_I: Tensor) -> tuple[Tensor, Tensor]:
         # Two vectorised passes are faster than one over `abs`.
-        largest_1, least_1 = input_I.amax(dim=-1, keepdim=True), input_I.amin(dim=-1, keepdim=True)
-        size_1 = torch.maximum(largest_1, least_1.neg_()).clamp_min_(_LEAST)
+        maximum_1, minimum_1 = input_I.amax(dim=-1, keepdim=True), input_I.amin(dim=-1, keepdim=True)
+        size_1 = torch.maximum(maximum_1, minimum_1.neg_()).clamp_min_(_MIN_SCALE)
         step_I = input_I.mul(self.steps / size_1).round_().to(torch.int8)
         # oneDNN is fast only with unsigned inputs; the sum wraps around where a step was negative.
         return step_I.view(torch.uint8).add_(self.steps + 1), size_1
 
 
 def linear_product(layer: nn.Linear, owner: nn.Module, inputs: QuantisedInput) -> Product:
-    """A layer of the module `owner` in int8, with its weights of now; the layers of one model share `inputs`."""
+    """A function that runs a layer of `owner` in int8 with a copy of its weights; a model's layers share `inputs`."""
     weight_OI, bias_O = layer.weight.detach().float(), None if layer.bias is None else layer.bias.detach().float()
-    scale_O = weight_OI.abs().amax(dim=1).clamp_min(_LEAST).div(_WEIGHT_STEPS)
+    scale_O = weight_OI.abs().amax(dim=1).clamp_min(_MIN_SCALE).div(_WEIGHT_STEPS)
     packed: Any = torch.ops.onednn.qlinear_prepack(weight_OI.div(scale_O[:, None]).round_().to(torch.int8), None)
     zero_O = torch.zeros(len(scale_O), dtype=torch.int32)
     to_float32: tuple[Any, ...] = (None, 1.0, 0, torch.float32, "none", [], "")
 
     def product(input_I: Tensor) -> Tensor:
-        """The outputs, (..., O): oneDNN knows one scale for all tokens, so each token's own is multiplied in here."""
+        """The outputs, (..., O). oneDNN supports one input scale only, so the scale of each token is applied here."""
         bytes_I, size_1 = inputs.of(owner, input_I)
         output_O: Tensor = torch.ops.onednn.qlinear_pointwise(
             bytes_I, 1 / inputs.steps, inputs.steps + 1, packed, scale_O, zero_O, *to_float32
@@ -131,12 +131,12 @@ def linear_product(layer: nn.Linear, owner: nn.Module, inputs: QuantisedInput) -
 
 
 class Int8Products:
-    """The linear layers of a model's backbones, adapters included, which `on` runs in int8; the weights do not change.
+    """The linear layers of a model's backbones, including adapters, which `on` runs in int8; weights do not change.
 
-    A weight's row has one scale, chosen once, and each token's numbers have one, chosen as they come. All else
-    (attention, norms, pooling, a sparse model's experts) stays in float32. It costs one more byte for each weight.
-    Precision: products of 8-bit numbers summed in int32, scaled in float32; inputs have 7 bits where the CPU has no
-    such products.
+    Each row of a weight has a fixed scale, and each token a scale of its own, computed on the fly. Everything else
+    (attention, norms, pooling, experts of a sparse model) runs in float32. Memory: one more byte per weight.
+    Precision: products of 8-bit numbers summed in int32, scaled in float32; inputs have 7 bits on CPUs without such
+    instructions.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -155,12 +155,12 @@ class Int8Products:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Run the layers in int8 until left."""
+        """Run the layers in int8 within the context."""
         for layer, product in self._products:
             layer.forward = product
         try:
             yield
         finally:
-            self._inputs.forget()
+            self._inputs.clear()
             for layer, _ in self._products:
                 del layer.forward

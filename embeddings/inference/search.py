@@ -1,4 +1,4 @@
-"""Search: the best documents of each query by inner product or by signs, exactly, in tiles; and searchable corpora."""
+"""Exact search in tiles, by inner product or by signs, and searchable corpora."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ QUERY_TILE = 1024
 
 
 class TopK(NamedTuple):
-    """Inner products of the best documents of each query, best first, (Q, K) float32, and their rows, (Q, K) int64."""
+    """The best documents of each query, best first: inner products, (Q, K) float32, and rows, (Q, K) int64."""
 
     score_QK: npt.NDArray[np.float32]
     index_QK: npt.NDArray[np.int64]
@@ -32,16 +32,16 @@ def search_top_k(
     top_k: int,
     device: str | torch.device = "cpu",
 ) -> TopK:
-    """The K documents with the largest inner products of each query, best first; of equal scores the lower row first.
+    """The K documents with the largest inner products for each query, best first; equal scores by row.
 
-    Only tiles of 1,024 queries x 16,384 documents are held, so the documents may be memory-mapped and larger than
-    memory; they are read once whatever the number of queries.
+    Only tiles of 1,024 queries x 16,384 documents are in memory, so the documents may be memory-mapped and larger than
+    memory; they are read once for all queries.
 
     Args:
         query_QD: Query vectors, (Q, D) float32.
-        documents: Document vectors, (n, D) float32, or several such arrays that follow one another.
-        top_k: Maximum documents of a query, an `OptionError` where it is not positive.
-        device: Where tiles are multiplied.
+        documents: Document vectors, (n, D) float32, or consecutive arrays of them.
+        top_k: Maximum number of documents per query; an `OptionError` if it is not positive.
+        device: Device that multiplies the tiles.
 
     Precision: products and sums in float32.
     Determinism: the same arrays in the same pieces give the same bits on one machine.
@@ -54,13 +54,13 @@ def search_top_k(
     first_row = 0
     for piece in pieces:
         for start in range(0, len(piece), DOCUMENT_TILE):
-            # A copy: a memory-mapped tile is read-only, which torch does not know.
+            # A copy: a memory-mapped tile is read-only, which torch does not support.
             tile_TD = torch.from_numpy(np.array(piece[start : start + DOCUMENT_TILE], dtype=np.float32)).to(device)
             for number, tile_QD in enumerate(query_tiles):
-                found = _stable_top_k(tile_QD @ tile_TD.T, top_k)
-                # The rows of earlier tiles come first, so ties stay right.
-                score_QM = torch.cat([best[number][0], found[0]], dim=1)
-                row_QM = torch.cat([best[number][1], found[1] + first_row], dim=1)
+                tile_score_QK, tile_row_QK = _stable_top_k(tile_QD @ tile_TD.T, top_k)
+                # Earlier tiles come first, so ties stay sorted by row.
+                score_QM = torch.cat([best[number][0], tile_score_QK], dim=1)
+                row_QM = torch.cat([best[number][1], tile_row_QK + first_row], dim=1)
                 score_QK, column_QK = _sorted_top_k(score_QM, top_k)
                 best[number] = score_QK, row_QM.gather(1, column_QK)
             first_row += len(tile_TD)
@@ -69,13 +69,13 @@ def search_top_k(
 
 
 def require_top_k(top_k: int) -> None:
-    """Check how many documents are wanted; an `OptionError` where the number is not positive."""
+    """Raise an `OptionError` unless the number of documents is positive."""
     if top_k < 1:
         raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
 
 
 def _stable_top_k(score_QN: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Top scores and columns, best first, equal scores by column; `torch.topk` leaves their order open."""
+    """Top scores and columns, best first, equal scores by column, whose order `torch.topk` does not define."""
     num_columns = score_QN.shape[1]
     if top_k >= num_columns:
         return _sorted_top_k(score_QN, top_k)
@@ -84,7 +84,7 @@ def _stable_top_k(score_QN: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     score_QK, column_QK = score_QK.gather(1, order_QK), column_QK.gather(1, order_QK)
     order_QK = torch.argsort(score_QK, dim=1, descending=True, stable=True)
     score_QK, column_QK = score_QK.gather(1, order_QK), column_QK.gather(1, order_QK)
-    # Where the last score occurs outside the chosen ones too, which of them were chosen was arbitrary: sort those rows.
+    # If the last score also occurs outside the top k, topk chose among equals arbitrarily: sort those rows in full.
     tied_Q = (score_QN >= score_QK[:, -1:]).sum(dim=1) > top_k
     if bool(tied_Q.any()):
         score_QK[tied_Q], column_QK[tied_Q] = _sorted_top_k(score_QN[tied_Q], top_k)
@@ -97,14 +97,14 @@ def _sorted_top_k(score_QN: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 RESCORE_MULTIPLIER = 4
-# Queries at a time: their distances to a tile of documents take a few MiB.
+# Queries per block: their distances to a tile of documents take a few MiB.
 _QUERIES = 32
-# A distance and a row in one number that sorts by both.
+# A distance and a row are packed into one integer, which sorts by distance, then by row.
 _ROW_BITS = 40
 
 
 class NearestSigns(NamedTuple):
-    """Each query's nearest documents, nearest first: how many signs differ, and rows, (Q, K) int64."""
+    """The nearest documents of each query, nearest first: Hamming distances and rows, (Q, K) int64."""
 
     distance_QK: npt.NDArray[np.int64]
     index_QK: npt.NDArray[np.int64]
@@ -113,17 +113,17 @@ class NearestSigns(NamedTuple):
 def search_signs(
     query_QD: npt.NDArray[np.float32], documents: VectorShards, top_k: int, rescore_multiplier: int = RESCORE_MULTIPLIER
 ) -> TopK:
-    """The documents with the largest cosine of query and signs, out of those with the nearest signs.
+    """The documents whose signs have the largest cosine with each query, among those with the nearest signs.
 
-    The K x `rescore_multiplier` documents of least Hamming distance are scored by the numbers of the unit queries,
-    (Q, D) float32: score = q . s / sqrt(D) with s in {-1, 1}. Of equal scores the lower row comes first.
+    The K x `rescore_multiplier` documents with the smallest Hamming distances are scored against the unit queries,
+    (Q, D) float32: score = q . s / sqrt(D) with s in {-1, 1}. Equal scores are in row order.
 
     Precision: distances are integers, computed on the CPU; scores are summed in float64.
     Raises:
         InputError: If a shard is missing or damaged.
         OptionError: If `top_k` or `rescore_multiplier` is not positive.
-    Source: Yamada et al. 2021 (BPR), arXiv:2106.00882: candidates by Hamming distance, scored again by the query's
-        numbers. Differs: the model need not be trained for it.
+    Source: Yamada et al. 2021 (BPR), arXiv:2106.00882: candidates by Hamming distance, rescored with the float query.
+        Differs: the model need not be trained for it.
     """
     require_top_k(top_k)
     require_multiplier(rescore_multiplier)
@@ -134,21 +134,21 @@ def search_signs(
     row_QK = np.empty((len(query_QD), width), np.int64)
     for start in range(0, len(query_QD), _QUERIES):
         block = slice(start, start + _QUERIES)
-        row_N, place_qM = np.unique(nearest.index_QK[block], return_inverse=True)
+        row_N, index_qM = np.unique(nearest.index_QK[block], return_inverse=True)
         sign_ND = documents.take(row_N, unit=False)
-        for query, place_M in enumerate(place_qM.reshape(nearest.index_QK[block].shape), start=start):
-            dot_M = np.vecdot(sign_ND[place_M].astype(np.float64), query_QD[query].astype(np.float64))
+        for query, index_M in enumerate(index_qM.reshape(nearest.index_QK[block].shape), start=start):
+            dot_M = np.vecdot(sign_ND[index_M].astype(np.float64), query_QD[query].astype(np.float64))
             score_M = (dot_M / documents.embedding_dim**0.5).astype(np.float32)
-            # The places ascend with the rows.
-            order_K = np.lexsort((place_M, -score_M))[:width]
-            score_QK[query], row_QK[query] = score_M[order_K], row_N[place_M[order_K]]
+            # Indices ascend with the rows.
+            order_K = np.lexsort((index_M, -score_M))[:width]
+            score_QK[query], row_QK[query] = score_M[order_K], row_N[index_M[order_K]]
     return TopK(score_QK, row_QK)
 
 
 def nearest_signs(
     query_QB: npt.NDArray[np.uint8], documents: Iterable[npt.NDArray[np.uint8]], top_k: int
 ) -> NearestSigns:
-    """The documents of least Hamming distance, of equal ones the lower rows; packed signs, (Q, B) uint8.
+    """The documents with the smallest Hamming distances, equal distances by row; packed signs, (Q, B) uint8.
 
     Memory: the distances of 32 queries to 16,384 documents, and the result.
     """
@@ -173,25 +173,25 @@ def nearest_signs(
 
 
 def require_multiplier(rescore_multiplier: int) -> None:
-    """Check how many documents are scored again for each one wanted; an `OptionError` where it is not positive."""
+    """Raise an `OptionError` unless the number of rescored documents per result is positive."""
     if rescore_multiplier < 1:
         rule = "must be >= 1"
         raise OptionError("rescore_multiplier", rescore_multiplier, rule, f"leave it out for {RESCORE_MULTIPLIER}")
 
 
 def _words(bits_NB: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
-    """The same bits in words of 64, filled up with 0, (N, W)."""
+    """The same bits as 64-bit words, padded with 0, (N, W)."""
     word_NW = np.zeros((len(bits_NB), -(-bits_NB.shape[1] // 8)), np.uint64)
     word_NW.view(np.uint8)[:, : bits_NB.shape[1]] = bits_NB
     return word_NW
 
 
-# The best documents of some queries, from their unit vectors and the number of documents wanted.
+# Searches an index: unit query vectors and the number of documents per query -> the best documents.
 NearestRows = Callable[[npt.NDArray[np.float32], int], TopK]
 
 
 class Hit(NamedTuple):
-    """A document found by a search: id, cosine of the query with its vector as kept, and encoded text."""
+    """A search result: document id, cosine of the query with the stored vector, and encoded text."""
 
     document_id: str
     score: float
@@ -199,22 +199,21 @@ class Hit(NamedTuple):
 
 
 class CorpusSearch:
-    """A searchable corpus: all work that does not depend on the query is done once, in the constructor.
+    """A searchable corpus; the constructor does all work that does not depend on the query.
 
     Args:
         encoder: The model; its `query` prompt goes before each query.
-        corpus: A folder that `encode_corpus` wrote with the same model, or a corpus file, which is encoded now.
-        context: The context of queries and documents of a contextual model; None for a folder's own, and for no context
-            of a file. A draw is encoded only for a file; for a folder it is only compared.
+        corpus: A folder written by `encode_corpus` with the same model, or a corpus file, which is encoded now.
+        context: Context for the queries and documents of a contextual model; None for the folder's context, or for a
+            file without a context. A draw is encoded for a file, and only compared for a folder.
         nearest: An index of the folder's vectors; None to compare each query with every document.
-        rescore_multiplier: For a folder of binary vectors, how many are scored again for each document wanted (see
-            `search_signs`); None for 4.
+        rescore_multiplier: For a folder of binary vectors, the number of candidates to rescore per returned document
+            (see `search_signs`); None for 4.
 
     Raises:
-        InputError: If the corpus cannot be used, or another model encoded it, or it was encoded with another context or
-            another number of dimensions.
-        OptionError: If the model takes no such context, `rescore_multiplier` is not positive, or it is given and the
-            corpus is no folder of binary vectors, or an index is given and the corpus is a file.
+        InputError: If the corpus is invalid, or was encoded with another model, context or number of dimensions.
+        OptionError: If the context does not fit the model, `rescore_multiplier` is not positive or the corpus is not a
+            folder of binary vectors, or an index is given for a corpus file.
     """
 
     def __init__(
@@ -244,30 +243,29 @@ class CorpusSearch:
         else:
             if nearest is not None:
                 raise OptionError("nearest", "an index", "needs an encoded folder", "encode the corpus first")
-            self._all = list(read_corpus(corpus))
+            self._corpus = list(read_corpus(corpus))
             self._context = context.encoded(encoder) if isinstance(context, ContextDraw) else context
-            texts = [document.text for document in self._all]
+            texts = [document.text for document in self._corpus]
             self._vector_ND = unit_rows(encoder.encode(texts, None, self._context, role="document"))
         self._nearest = nearest or self._compare_all
 
     @property
     def has_context(self) -> bool:
-        """Whether queries and documents are read in a context."""
+        """Whether queries and documents are encoded with a context."""
         return self._context is not None
 
     def search(self, queries: Sequence[str], top_k: int = 10) -> list[list[Hit]]:
-        """The documents with the largest cosines of each query, best first, at most `top_k`.
+        """At most `top_k` documents with the largest cosines for each query, best first.
 
         Raises:
-            InputError: If one of the folder's vectors is zero or not finite, or its documents are damaged.
+            InputError: If a vector of the folder is zero or not finite, or its documents are damaged.
             OptionError: If `top_k` is not positive.
         """
         query_QD = unit_rows(self.encoder.encode(queries, None, self._context, role="query"))
-        found = self._nearest(query_QD, top_k)
-        of_each = zip(found.index_QK.tolist(), found.score_QK.tolist(), strict=True)
+        best = self._nearest(query_QD, top_k)
         return [
             [Hit(id_, score, text) for (id_, text), score in zip(self._documents(rows), scores, strict=False)]
-            for rows, scores in of_each
+            for rows, scores in zip(best.index_QK.tolist(), best.score_QK.tolist(), strict=True)
         ]
 
     def _compare_all(self, query_QD: npt.NDArray[np.float32], top_k: int) -> TopK:
@@ -277,9 +275,9 @@ class CorpusSearch:
         return search_top_k(query_QD, documents, top_k, self.encoder.device)
 
     def _documents(self, rows: list[int]) -> list[Document]:
-        """The documents in some rows; an index that found fewer has -1 in the last ones."""
+        """The documents at some rows; an index that found fewer than requested ends its rows with -1."""
         rows = [row for row in rows if row >= 0]
-        return [self._all[row] for row in rows] if self._folder is None else self._folder.documents(rows)
+        return [self._corpus[row] for row in rows] if self._folder is None else self._folder.documents(rows)
 
 
 def search_corpus(
@@ -290,5 +288,5 @@ def search_corpus(
     *,
     context: Context | ContextDraw | None = None,
 ) -> list[list[Hit]]:
-    """The documents with the largest cosines of each query, best first; see `CorpusSearch`."""
+    """The documents with the largest cosines for each query, best first; see `CorpusSearch`."""
     return CorpusSearch(encoder, corpus, context=context).search(queries, top_k)

@@ -1,4 +1,4 @@
-"""A corpus: its file, read row by row, and its encoding in shards, by a resumable job on one or several devices."""
+"""Reads a corpus file row by row, and encodes it into a folder of shards by a resumable job on one or more devices."""
 
 import json
 import os
@@ -34,6 +34,7 @@ from embeddings.inference.encoder import (
 )
 from embeddings.inference.vectors import (
     DOCUMENT_TILE,
+    ENCODE_AGAIN,
     VECTOR_FORMATS,
     VectorFormat,
     VectorShards,
@@ -45,11 +46,10 @@ from embeddings.inference.vectors import (
 
 SHARD_SIZE = 8192
 _COLUMNS = ("_id", "title", "text")
-_FIX = "delete the folder and encode again"
 
 
 class Document(NamedTuple):
-    """One document: its id, unique in the corpus, and what is encoded, title and text with a space between."""
+    """A document: its id, unique in the corpus, and the text to encode, title and text joined by a space."""
 
     document_id: str
     text: str
@@ -58,48 +58,48 @@ class Document(NamedTuple):
 def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = None) -> Iterator[Document]:
     """The documents of a JSONL file, gzipped or not, or of a Parquet file.
 
-    A row is `_id`, `title`, `text` as in BEIR, or anything with a `text`. `id` serves where there is no `_id`; without
-    either the id is the number of the document from 0. `columns` gives the column of a field that has another name.
+    A row has `_id`, `title` and `text` as in BEIR; only `text` is required. `id` is used where there is no `_id`, and
+    the row number, from 0, where there is neither. `columns` maps these fields to columns with other names.
 
     Raises:
-        InputError: If the file or a row cannot be used, or an id occurs twice; the message names file and row.
-        OptionError: If a column is named for another field.
+        InputError: If the file or a row is invalid, or an id occurs twice; the message names file and row.
+        OptionError: If `columns` maps another field.
     """
     for name in columns or ():
         if name not in _COLUMNS:
-            raise OptionError("columns", name, "must be the column of _id, title or text", "write {text: COLUMN}")
+            raise OptionError("columns", name, "must map _id, title or text to a column", "write {text: COLUMN}")
     id_column, title_column, text_column = ((columns or {}).get(name, name) for name in _COLUMNS)
     seen: set[str] = set()
     id_columns = (id_column,) if id_column != "_id" or "id" in (title_column, text_column) else ("_id", "id")
     reader = open_reader(Path(path), (*id_columns, title_column, text_column), (text_column,))
     for number, (where, fields) in enumerate(reader):
-        named = next((name for name in id_columns if name in fields), id_column)
-        document_id = identifier_field(where, {named: number, **fields}, named)
+        used_column = next((name for name in id_columns if name in fields), id_column)
+        document_id = identifier_field(where, {used_column: number, **fields}, used_column)
         title = text_field(where, {title_column: "", **fields}, title_column)
         text = text_field(where, fields, text_column)
         if document_id in seen:
-            raise InputError(where, f"the id {shown(document_id)} occurs a second time", "give each document its own")
+            raise InputError(where, f"the id {shown(document_id)} occurs a second time", "make the ids unique")
         seen.add(document_id)
         yield Document(document_id, " ".join(part for part in (title, text) if part))
 
 
 def text_field(where: str, fields: Mapping[str, Any], name: str) -> str:
-    """The text in a field of a row; it may be empty. An `InputError` where it is missing, no text, or no UTF-8."""
+    """The text in a field of a row, which may be empty; an `InputError` if it is missing, not text or not Unicode."""
     if name not in fields:
-        found = shorten(", ".join(map(str, fields)), 80) or "none"
-        raise InputError(where, f"field {name!r} is missing (found: {found})", "add it")
+        present = shorten(", ".join(map(str, fields)), 80) or "none"
+        raise InputError(where, f"field {name!r} is missing (found: {present})", "add it")
     value = fields[name]
     if not isinstance(value, str):
-        raise InputError(where, f"field {name!r} is {kind_of(value)}, expected text", "write it between quotes")
+        raise InputError(where, f"field {name!r} is {kind_of(value)}, expected text", "write it in quotes")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise InputError(where, f"field {name!r} holds half of a character", "write the file again as UTF-8") from None
+        raise InputError(where, f"field {name!r} contains a lone surrogate", "write the file again as UTF-8") from None
     return value
 
 
 def identifier_field(where: str, fields: Mapping[str, Any], name: str) -> str:
-    """The id in a field of a row, an integer as text; an `InputError` where it is missing, empty, or neither."""
+    """The id in a field of a row, an integer converted to text; an `InputError` if it is missing, empty or neither."""
     if isinstance(fields.get(name), int) and not isinstance(fields[name], bool):
         return str(fields[name])
     value = text_field(where, fields, name)
@@ -110,10 +110,10 @@ def identifier_field(where: str, fields: Mapping[str, Any], name: str) -> str:
 
 @dataclass(frozen=True)
 class VectorFolder:
-    """A folder that `encode_corpus` wrote.
+    """A folder written by `encode_corpus`.
 
     Shard `i` is `vectors-<i>.npy`, n rows of `stored_type`, and `documents-<i>.jsonl`, `{"_id", "text"}` in the same
-    order; every shard but the last holds `shard_size` documents.
+    order; every shard except the last has `shard_size` documents.
     """
 
     path: Path
@@ -124,22 +124,22 @@ class VectorFolder:
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Self:
-        """The finished folder at `path`; an `InputError` where there is no finished encoding."""
+        """Open a finished folder; an `InputError` if `path` has no finished encoding."""
         fields = check_manifest(path, {"kind": "vectors", "complete": True})
-        documents, width, size = (
+        num_documents, embedding_dim, shard_size = (
             fields.integer(name, least=1) for name in ("num_documents", "embedding_dim", "shard_size")
         )
-        # Folders from before there were formats do not name one.
+        # Folders written by older versions do not name a format.
         vector_format = fields.get("vector_format", "float32")
         if vector_format not in VECTOR_FORMATS:
             what = f"field 'vector_format' is {shown(vector_format)}, expected one of {', '.join(VECTOR_FORMATS)}"
-            raise InputError(str(fields.path), what, _FIX)
-        return cls(Path(path), documents, width, size, vector_format)
+            raise InputError(str(fields.path), what, ENCODE_AGAIN)
+        return cls(Path(path), num_documents, embedding_dim, shard_size, vector_format)
 
     def require_format(self, *formats: VectorFormat, use: str) -> None:
-        """Check that the vectors are kept as something needs them; an `InputError` names their format."""
+        """Raise an `InputError` unless the vectors are stored in one of `formats`; `use` names what needs them."""
         if self.vector_format not in formats:
-            what = f"holds {self.vector_format} vectors, and {use} takes {' or '.join(formats)}"
+            what = f"has {self.vector_format} vectors, but {use} needs {' or '.join(formats)}"
             raise InputError(str(self.path), what, f"encode into another folder with --vector-format {formats[0]}")
 
     @property
@@ -155,7 +155,7 @@ class VectorFolder:
         return iter(self.shards)
 
     def directions(self) -> Iterator[npt.NDArray[np.float32]]:
-        """The unit vectors, at most 16,384 of a shard at a time; an `InputError` names one without direction."""
+        """The vectors at unit length, in blocks of at most 16,384; an `InputError` names a zero or non-finite one."""
         for shard in range(self.num_shards):
             stored = self.shards.stored(shard)
             for start in range(0, len(stored), DOCUMENT_TILE):
@@ -164,22 +164,22 @@ class VectorFolder:
                 yield unit_rows(vector_nD)
 
     def context(self) -> Context | None:
-        """The context that the vectors were made with, which queries must be encoded with too."""
+        """The context that the vectors were encoded with, if any; queries must be encoded with it too."""
         return Context.read(self.path)
 
     def documents(self, rows: Sequence[int]) -> list[Document]:
-        """The documents in some rows; only the shards that hold them are read. An error names file and line, from 1."""
-        found: dict[int, Document] = {}
+        """The documents at some rows; only their shards are read. Errors name file and line, from 1."""
+        documents: dict[int, Document] = {}
         for shard in sorted({row // self.shard_size for row in rows}):
             path = _documents_path(self.path, shard)
             try:
                 lines = path.read_text(encoding="utf-8").split("\n")
             except (FileNotFoundError, UnicodeDecodeError):
-                raise InputError(str(path), "is missing or damaged", _FIX) from None
+                raise InputError(str(path), "is missing or damaged", ENCODE_AGAIN) from None
             for row in {row for row in rows if row // self.shard_size == shard}:
-                place = row % self.shard_size
-                found[row] = _document(lines[place] if place < len(lines) else "", f"{path}:{place + 1}")
-        return [found[row] for row in rows]
+                index = row % self.shard_size
+                documents[row] = _parse_document(lines[index] if index < len(lines) else "", f"{path}:{index + 1}")
+        return [documents[row] for row in rows]
 
 
 def encode_corpus(
@@ -198,37 +198,37 @@ def encode_corpus(
 ) -> VectorFolder:
     """Encode a corpus file into a folder, shard by shard.
 
-    After a kill the same call resumes at the first incomplete shard with the mini-batches of the first call, and the
-    folder ends up with the same bytes; only other threads may round later vectors differently. A finished folder stays.
+    After a kill, the same call resumes at the first missing shard with the mini-batches of the first call, and writes
+    the same bytes; only another number of threads may change the rounding. A finished folder is not changed.
 
     Args:
         encoder: The model.
         corpus: A corpus file (see `read_corpus`).
         output: The folder to write.
-        prompt_name: The model's prompt before each document, or a literal one; None for the one of the role's name.
-        role: Whose length limit and prompt hold: `query` for a file of queries.
-        columns: Columns of the file's fields whose column has another name (see `read_corpus`).
-        shard_size: Documents of a shard: what a kill costs at most.
-        vector_format: How the vectors' numbers are kept (see `stored_rows`): `int8` takes a quarter of the bytes, and
-            `binary` a 32nd, at some cost in quality.
-        context: The context of each document for a contextual model (see `choose_context`). The folder keeps it,
-            `context.npy` and its documents' ids in the manifest, and a search takes it from there.
-        devices: Devices that share the shards, each with a process of its own (see `on_devices`); with fewer than two,
-            or a single shard to make, this process computes all.
+        prompt_name: The model's prompt before each document, or a literal one; None for the prompt named like the role.
+        role: The role whose length limit and prompt are used: `query` for a file of queries.
+        columns: Names of the file's columns that differ from the field names (see `read_corpus`).
+        shard_size: Documents per shard: a kill loses at most one shard per device.
+        vector_format: Storage format of the vectors (see `stored_rows`): `int8` needs a quarter of the bytes of
+            float32, `binary` one 32nd, at some loss of quality.
+        context: Context for the documents of a contextual model (see `choose_context`). It is stored in the folder,
+            `context.npy` and the ids of its documents in the manifest, and a search reads it from there.
+        devices: Devices that share the shards, one process each (see `on_devices`). With fewer than two devices or
+            missing shards, this process does all the work.
         tokenizer_workers: Processes that tokenise ahead of the devices, at most two shards each; 0 for none.
 
     Raises:
-        InputError: If the corpus cannot be used, a text has a vector of zeros, or the folder holds something else, or
-            was made with other options.
-        OptionError: If `shard_size` is not positive, the format does not suit the width, or the context the model.
-        WorkerError: If one of the processes died; what is finished is kept.
+        InputError: If the corpus is invalid, a text has a zero vector, or the folder has other content or was
+            written with other options.
+        OptionError: If `shard_size` is not positive, or the format does not fit the width, or the context the model.
+        WorkerError: If one of the processes died; finished shards are kept.
     """
     require_shard_size(shard_size)
     if tokenizer_workers < 0:
         raise OptionError("tokenizer_workers", tokenizer_workers, "must be >= 0", "0 tokenises between the shards")
     require_format(vector_format, encoder.embedding_dim)
     folder = Path(output)
-    # Whatever is wrong with the corpus or the prompt is found before anything is written.
+    # Errors in the corpus or the prompt are found before anything is written.
     num_documents = sum(1 for _ in read_corpus(corpus, columns))
     encoder.encode([""], prompt_name, context, role=role)
     fields = {
@@ -250,27 +250,26 @@ def encode_corpus(
     job = ShardedJob(folder, fields, shards.num_shards, stem="vectors", defaults=defaults)
     if context is not None:
         context = context.write(folder)
-    make = _ShardMaker(shards, os.fspath(corpus), prompt_name, role, context, job.fields["mini_batch_tokens"])
+    encode_shard = _ShardEncoder(shards, os.fspath(corpus), prompt_name, role, context, job.fields["mini_batch_tokens"])
     missing = job.missing()
-    items = make.items(missing, columns)
-    # The first shard cannot be tokenised while another is computed.
+    items = encode_shard.items(missing, columns)
+    # The first shard cannot be tokenised while another is encoded.
     names = [f"tokeniser {number}" for number in range(min(tokenizer_workers, len(missing) - 1))]
     with ExitStack() as stack:
         if names:
             tokenise = partial(_tokeniser, encoder.preparation(prompt_name, role))
             items = stack.enter_context(closing(spread(dict.fromkeys(names, tokenise), items)))
-        # On at most as many devices as there are shards.
-        made = stack.enter_context(closing(on_devices(encoder, devices[: len(missing)], make, items)))
+        counts = stack.enter_context(closing(on_devices(encoder, devices[: len(missing)], encode_shard, items)))
         done = num_documents - sum(len(shards.rows(shard)) for shard in missing)
         with progress_bar(num_documents, "encode", "document", initial=done, disable=not encoder.show_progress) as bar:
-            for count in made:
+            for count in counts:
                 bar.update(count)
     job.finish(lambda: {} if context is None else {"context_vectors_sha256": file_sha256(folder / CONTEXT_FILE)})
     return VectorFolder.open(folder)
 
 
 class _ShardTexts(NamedTuple):
-    """The documents of a shard, and their tokens where they were made ahead."""
+    """The documents of a shard, and their tokens if another process tokenised them."""
 
     shard: int
     documents: list[Document]
@@ -278,8 +277,8 @@ class _ShardTexts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _ShardMaker:
-    """Encodes and writes a shard, in this process or another one; gives the number of its documents."""
+class _ShardEncoder:
+    """Encodes and writes a shard, in this process or a worker; returns its number of documents."""
 
     shards: VectorShards
     corpus: str
@@ -292,9 +291,9 @@ class _ShardMaker:
         """The documents of each missing shard, from one pass over the corpus."""
         documents, wanted = read_corpus(self.corpus, columns), set(missing)
         for shard in range(self.shards.num_shards):
-            own = list(islice(documents, self.shards.shard_size))
+            of_shard = list(islice(documents, self.shards.shard_size))
             if shard in wanted:
-                yield _ShardTexts(shard, own)
+                yield _ShardTexts(shard, of_shard)
 
     def __call__(self, encoder: Encoder, item: _ShardTexts) -> int:
         texts = item.tokens or [document.text for document in item.documents]
@@ -313,20 +312,19 @@ def _tokeniser(preparation: TextPreparation) -> Callable[[_ShardTexts], _ShardTe
 def _write_shard(shards: VectorShards, shard: int, documents: list[Document], stored: npt.NDArray[Any]) -> None:
     lines = (json.dumps({"_id": document.document_id, "text": document.text}) for document in documents)
     write_text(_documents_path(shards.folder, shard), "".join(f"{line}\n" for line in lines))
-    # The vectors come last: where they exist, the shard is complete.
+    # The vectors are written last: if they exist, the shard is complete.
     with atomic_path(shards.path(shard)) as temporary:
         save_array(temporary, stored)
 
 
-def _document(line: str, where: str) -> Document:
-    """The document of a line of `documents-<i>.jsonl`."""
+def _parse_document(line: str, where: str) -> Document:
     try:
         fields = json.loads(line)
         document = Document(fields["_id"], fields["text"])
     except (ValueError, KeyError, TypeError, RecursionError):
         document = None
     if document is None or not (isinstance(document.document_id, str) and isinstance(document.text, str)):
-        raise InputError(where, "holds no document", _FIX)
+        raise InputError(where, "is not a document", ENCODE_AGAIN)
     return document
 
 
@@ -337,40 +335,39 @@ def _documents_path(folder: Path, shard: int) -> Path:
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_DEVICES_HINT = "give a number of devices, or names as cuda:0,cuda:1"
+_DEVICES_HINT = "give a number of devices, or names such as cuda:0,cuda:1"
 
 
 def parse_devices(devices: int | str) -> tuple[str, ...]:
-    """The names of devices: of so many GPUs, or CPU processes where there is no GPU, or of names separated by commas.
+    """The devices for a number of them (GPUs, or CPU processes if there is no GPU), or for names separated by commas.
 
-    A name that occurs twice is for two processes. An `OptionError` says what is not here, or not of one kind.
+    A name that occurs twice means two processes. Missing devices, and devices of several types, are an `OptionError`.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if isinstance(devices, int):
         if devices < 1 or 0 < num_gpus < devices:
-            rule = f"must be from 1 to the {num_gpus} GPUs there are" if num_gpus else "must be >= 1"
+            rule = f"must be from 1 to the number of GPUs, {num_gpus}" if num_gpus else "must be >= 1"
             raise OptionError("devices", devices, rule, _DEVICES_HINT)
         return tuple(f"cuda:{number}" if num_gpus else "cpu" for number in range(devices))
     names = tuple(name.strip() for name in devices.split(","))
-    known = {"cpu", "cuda", *(f"cuda:{number}" for number in range(num_gpus))} - ({"cuda"} if not num_gpus else set())
-    for name in names:
-        if name not in known:
-            rule = f"must name devices of this machine ({', '.join(sorted(known))})"
-            raise OptionError("devices", devices, rule, _DEVICES_HINT)
+    known = {"cpu", *(("cuda",) if num_gpus else ()), *(f"cuda:{number}" for number in range(num_gpus))}
+    if not known.issuperset(names):
+        rule = f"must name devices of this machine ({', '.join(sorted(known))})"
+        raise OptionError("devices", devices, rule, _DEVICES_HINT)
     if len({torch.device(name).type for name in names}) > 1:
-        raise OptionError("devices", devices, "must all be of one kind", "vectors would be rounded in two ways")
+        raise OptionError("devices", devices, "must all be of one type", "CPU and GPU round vectors differently")
     return names
 
 
 def on_devices(
     encoder: Encoder, devices: Sequence[str], work: Callable[[Encoder, Item], Result], items: Iterable[Item]
 ) -> Generator[Result, None, None]:
-    """Have each item worked on by one of several devices, results as they are done; with fewer than two, here.
+    """Process items on several devices, and yield results as they finish; with fewer than two, in this process.
 
-    Each process reads the model itself and computes in the encoder's precision, with an even share of this process's
-    threads. Until all results are read or the generator is closed, the encoder's own model is on the CPU to free memory
-    for the workers', and cannot encode. `work`, items and results are pickled. Without a model directory to read from
-    this is an `OptionError`, and a `WorkerError` where a process died.
+    Each worker process loads the model and computes in the encoder's precision, with an even share of this process's
+    threads. Until all results are read or the generator is closed, the encoder's model is on the CPU to free memory for
+    the workers, and must not be used. `work`, items and results are pickled. An encoder that was not read from a model
+    directory is an `OptionError`, and the death of a worker a `WorkerError`.
     """
     if len(devices) < 2:
         return (work(encoder, item) for item in items)
@@ -378,19 +375,19 @@ def on_devices(
         raise OptionError("devices", ",".join(devices), "needs a model that was read from a directory", "save it first")
     precision = str(encoder.dtype).removeprefix("torch.")
     options = {
-        # Weights that are all of another format decide themselves.
+        # Weights that are all of another dtype decide the precision.
         "precision": precision if precision in ("float32", "bfloat16", "int8") else "auto",
         "dimensions": encoder.dimensions,
     }
     num_threads = max(1, torch.get_num_threads() // len(devices))
-    makers = {
-        f"device {number}, {name}": partial(_make, work, num_threads, encoder.origin, {**options, "device": name})
+    workers = {
+        f"device {number}, {name}": partial(_start, work, num_threads, encoder.origin, {**options, "device": name})
         for number, name in enumerate(devices)
     }
-    return _aside(encoder, spread(makers, items))
+    return _with_model_on_cpu(encoder, spread(workers, items))
 
 
-def _aside(encoder: Encoder, results: Generator[Result, None, None]) -> Generator[Result, None, None]:
+def _with_model_on_cpu(encoder: Encoder, results: Generator[Result, None, None]) -> Generator[Result, None, None]:
     device = encoder.embedder.device
     encoder.embedder.to("cpu")
     try:
@@ -399,12 +396,12 @@ def _aside(encoder: Encoder, results: Generator[Result, None, None]) -> Generato
         encoder.embedder.to(device)
 
 
-def _make(
+def _start(
     work: Callable[[Encoder, Item], Result], num_threads: int, model: str, options: dict[str, Any]
 ) -> Callable[[Item], Result]:
-    """In a process of its own: the work, with the model on its device."""
+    """In a worker process: load the model on its device, and return the work to do with it."""
     torch.set_num_threads(num_threads)
-    # tqdm's default lock is a system semaphore, which a killed process would leave behind.
+    # tqdm's default lock is a system semaphore, which a killed process does not release.
     tqdm.set_lock(RLock())
     tune_malloc()
     return partial(work, Encoder.from_pretrained(model, **options))

@@ -207,7 +207,7 @@ def test_a_corpus_is_encoded_and_searched_in_a_smaller_format(
     if vector_format != "float16":
         for line in (["index", "--vectors", vectors], [*search, "--index", "ivf", "fox"]):
             assert main(line) == 2
-            assert f"holds {vector_format} vectors, and an index" in capsys.readouterr().err.strip().splitlines()[-1]
+            assert f"has {vector_format} vectors, but an index" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_a_model_encodes_and_searches_at_fewer_dimensions(model, tmp_path, capsys):
@@ -336,13 +336,13 @@ def test_a_bad_context_is_one_line_and_exit_code_2(argv, says, contextual, tmp_p
     [
         (
             ["search", "--model", "MODEL", "--corpus", "good.jsonl", "--context", "good.jsonl", "x"],
-            "this model takes none",
+            "the model is not contextual",
         ),
         (["search", "--model", "no_model_here", "--corpus", "good.jsonl", "--top_k", "0", "words"], "top_k must be"),
         (["evaluate", "--model", "no_model_here", "--data", "nowhere", "--output", "."], "--output .: is a directory"),
         (
             [*ENCODE, "--vector-format", "binary", "--dimensions", "20"],
-            "a multiple of 8, these have 20, got 'binary'; take",
+            "a multiple of 8, these have 20, got 'binary'; use",
         ),
         ([*ENCODE, "--vector-format", "int4"], "vector_format"),
         ([*ENCODE, "--tokenizer-workers", "-1"], "tokenizer_workers must be >= 0, got -1"),

@@ -1,4 +1,4 @@
-"""Small random models of every family that is compressed, as directories."""
+"""Small random models of every supported family, as directories."""
 
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,6 @@ def some_texts(count: int = 24, seed: int = 0) -> list[str]:
 
 
 def write_texts(path: Path, count: int = 24) -> Path:
-    """A text a line."""
+    """A file with one text per line."""
     path.write_text("\n".join(some_texts(count)) + "\n", encoding="utf-8")
     return path

@@ -1,4 +1,4 @@
-"""A model one layer at a time is the whole model: states, statistics, files, resuming and memory."""
+"""Layer by layer, a model has the states and statistics of the whole model; files, resuming and memory."""
 
 import ctypes
 import json
@@ -33,7 +33,7 @@ def some_tokens(count=7, seed=0):
 
 
 class Half:
-    """Halves every weight, and remembers what it was given."""
+    """Halves every weight, and records its arguments."""
 
     def __init__(self, needs="gram"):
         self.needs, self.given = needs, []
@@ -47,7 +47,7 @@ class Half:
 
 
 class Pruned:
-    """SparseGPT at 2:4; `stop_at` ends the process' work at a matrix."""
+    """SparseGPT at 2:4; interrupts the job at matrix `stop_at`."""
 
     needs = "gram"
 
@@ -65,7 +65,7 @@ class Pruned:
 
 
 def expected_states(model, tokens):
-    """The states at the input of each layer and behind the last one, of the whole model."""
+    """The states of the whole model at the input of each layer and after the last one."""
     found = []
     handles = [
         layer.register_forward_pre_hook(
@@ -111,13 +111,13 @@ def test_a_layer_alone_computes_what_it_computes_in_the_model(tmp_path, name, bi
 
 
 @pytest.mark.parametrize(("name", "needs"), list(zip(FAMILIES, cycle(("gram", "squares")))))
-def test_every_matrix_is_treated_with_the_inputs_that_earlier_layers_now_give(tmp_path, name, needs):
+def test_every_matrix_is_treated_with_the_inputs_from_the_compressed_earlier_layers(tmp_path, name, needs):
     build(name).save_pretrained(tmp_path / "model")
     treatment, tokens = Half(needs), some_tokens()
     model = LayerwiseModel(tmp_path / "model", CPU)
     job = LayerwiseJob(model, tmp_path / "work", {"kind": "test"}, treatment, tokens)
     job.run()
-    # The same by hand, in the whole model: halve a layer's weights, then look at the next one's inputs.
+    # The same by hand in the whole model: halve the weights of a layer, then compute the inputs of the next.
     whole, padded = load_model(tmp_path / "model", torch.float32), tokens.padded(torch.argsort(-tokens.lengths_N), 0)
     given = iter(treatment.given)
     for layer in layers(whole):
@@ -159,7 +159,7 @@ def test_weights_keep_their_dtype_and_the_next_layer_gets_them_rounded(tmp_path)
 
 
 @pytest.mark.parametrize("stop_at", [1, 7, 10, 18])
-def test_a_stopped_job_resumes_at_the_last_whole_layer_with_the_same_bytes(tmp_path, stop_at):
+def test_a_stopped_job_resumes_at_the_first_missing_layer_with_the_same_bytes(tmp_path, stop_at):
     build("bert").save_pretrained(tmp_path / "model")
     tokens = some_tokens()
 
@@ -206,12 +206,12 @@ def test_models_without_plain_layers_are_refused(tmp_path):
     with pytest.raises(InputError, match="has experts"):
         LayerwiseModel(tmp_path / "experts", CPU)
     tiny_t5().save_pretrained(tmp_path / "t5")
-    with pytest.raises(InputError, match="hand on more than their states"):
+    with pytest.raises(InputError, match="return more than their states"):
         LayerwiseModel(tmp_path / "t5", CPU)
     build("bert").save_pretrained(tmp_path / "quantised")
     config = json.loads((tmp_path / "quantised" / "config.json").read_text())
     (tmp_path / "quantised" / "config.json").write_text(json.dumps(config | {"quantization_config": {"a": 1}}))
-    with pytest.raises(InputError, match="is quantised already"):
+    with pytest.raises(InputError, match="is already quantised"):
         LayerwiseModel(tmp_path / "quantised", CPU)
 
 
@@ -225,7 +225,7 @@ def test_missing_weights_are_named(tmp_path):
 
 
 class Magnitude(Half):
-    """Prunes by size, and still asks for the inputs."""
+    """Prunes by magnitude, and still needs the inputs."""
 
     def __call__(self, weight_OI, statistic, dtype):
         assert statistic is not None
@@ -233,9 +233,9 @@ class Magnitude(Half):
 
 
 def measure_peak(folder: str, num_layers: str) -> None:
-    """In a process of its own: print the peak of memory before and after a job."""
+    """Print the peak memory of this process before and after a job."""
     torch.set_num_threads(1)
-    # Freed blocks go back at once: glibc keeps those below 32 MiB, which are all of so small a model's.
+    # Return freed blocks at once: glibc would keep blocks below 32 MiB, which are all blocks of this small model.
     ctypes.CDLL(None).mallopt(-3, 2**16)
     warm = LayerwiseModel(Path(folder, "1"), CPU)
     LayerwiseJob(warm, Path(folder, "warm", num_layers), {}, Magnitude(), some_tokens()).run()
@@ -245,6 +245,7 @@ def measure_peak(folder: str, num_layers: str) -> None:
     print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_depth(tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
     peaks, added = {}, {}
@@ -259,6 +260,6 @@ def test_memory_does_not_grow_with_depth(tmp_path):
         peaks[num_layers] = [int(number) for number in ended.stdout.split()]
     grown = peaks[8][1] - peaks[4][1]
     assert peaks[8][1] <= 1.05 * peaks[4][1]
-    # Of the weights that are added next to nothing stays in memory.
+    # Almost none of the added weights stay in memory.
     assert grown < 0.2 * (added[8] - added[4])
     assert added[8] - added[4] > 0.05 * peaks[4][1]

@@ -20,7 +20,7 @@ PATTERNS = [("2:4", None), ("4:8", None), ("1:4", None), ("unstructured", None),
 
 
 def problem(outputs=6, inputs=16, tokens=50, seed=0):
-    """Weights (O, I) and inputs (T, I) that depend on each other, float64."""
+    """Weights (O, I) and correlated inputs (T, I), float64."""
     generator = torch.Generator().manual_seed(seed)
     inputs_TI = torch.randn(tokens, inputs, dtype=torch.float64, generator=generator)
     mixing_II = torch.eye(inputs) + 0.2 * torch.randn(inputs, inputs, dtype=torch.float64, generator=generator)
@@ -49,7 +49,7 @@ def zeros_by_hand(scores, sparsity, per_output):
 
 
 def assert_zeros(weight, sparsity, expected_fraction_tolerance=0.0):
-    """A group has exactly its number of zeros; without groups the matrix has its share."""
+    """Each group has exactly its number of zeros; without groups, the matrix has its fraction."""
     is_zero = weight == 0
     if sparsity.group is not None:
         counts = is_zero.unflatten(1, (-1, sparsity.group)).sum(dim=2)
@@ -59,7 +59,7 @@ def assert_zeros(weight, sparsity, expected_fraction_tolerance=0.0):
 
 
 @pytest.mark.parametrize(("pattern", "fraction"), PATTERNS)
-def test_magnitude_and_wanda_are_the_loop_by_hand(pattern, fraction):
+def test_magnitude_and_wanda_equal_loops_by_hand(pattern, fraction):
     weight, inputs = problem()
     sparsity, gram = Sparsity.parse(pattern, fraction), inputs.T @ inputs
     norms = [math.sqrt(sum(float(x) ** 2 for x in inputs[:, column])) for column in range(weight.shape[1])]
@@ -81,7 +81,7 @@ def test_magnitude_and_wanda_are_the_loop_by_hand(pattern, fraction):
 
 
 def sparsegpt_by_hand(weight, gram, sparsity, damping, block_size):
-    """Algorithm 1 of the paper with scalars: every later weight changes at once, there are no blocks of updates."""
+    """Algorithm 1 of the paper with scalars: every later weight is updated at once, without blocks."""
     rows, columns = weight.shape
     mean = sum(float(gram[i, i]) for i in range(columns)) / columns
     hessian = gram.clone()
@@ -107,7 +107,7 @@ def sparsegpt_by_hand(weight, gram, sparsity, damping, block_size):
 
 @pytest.mark.parametrize("block_size", [8, 16, 128])
 @pytest.mark.parametrize(("pattern", "fraction"), PATTERNS)
-def test_sparsegpt_is_the_loop_by_hand(pattern, fraction, block_size):
+def test_sparsegpt_equals_a_loop_by_hand(pattern, fraction, block_size):
     weight, inputs = problem(inputs=24)
     sparsity, gram = Sparsity.parse(pattern, fraction), inputs.T @ inputs
     found = prune_by_sparsegpt(weight, gram, sparsity, 0.01, block_size)
@@ -115,11 +115,11 @@ def test_sparsegpt_is_the_loop_by_hand(pattern, fraction, block_size):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert_zeros(found, sparsity, 0.02)
     kept = found != 0
-    assert float((found - weight)[kept].abs().max()) > 0.01  # the others make up for the zeros
+    assert float((found - weight)[kept].abs().max()) > 0.01  # the others compensate for the zeros
 
 
 def best_rest(weight_I, hessian, fixed):
-    """The weights of the inputs that are not fixed which keep the outputs nearest, while the fixed ones stay."""
+    """The optimal weights of the inputs that are not fixed, by a dense least-squares solve."""
     original, changed = weight_I["original"], weight_I["changed"].clone()
     free = [j for j in range(len(changed)) if j not in fixed]
     if free:
@@ -129,7 +129,7 @@ def best_rest(weight_I, hessian, fixed):
     return changed
 
 
-def test_the_update_of_a_row_is_a_dense_solve_with_its_mask():
+def test_the_update_of_a_row_equals_a_dense_solve_with_its_mask():
     weight, inputs = problem(outputs=1, inputs=12)
     gram = inputs.T @ inputs
     damped = gram + 0.02 * gram.diagonal().mean() * torch.eye(12, dtype=torch.float64)
@@ -149,7 +149,7 @@ def test_the_update_of_a_row_is_a_dense_solve_with_its_mask():
     assert found[0][sorted(zeros)].tolist() == [0.0] * 6
 
 
-def test_dead_inputs_lose_their_weights_first_and_change_no_other():
+def test_weights_of_dead_inputs_are_pruned_first_and_change_no_other():
     weight, inputs = problem(inputs=16)
     inputs[:, [2, 5, 9]] = 0
     gram = inputs.T @ inputs
@@ -157,11 +157,11 @@ def test_dead_inputs_lose_their_weights_first_and_change_no_other():
     assert bool(torch.isfinite(found).all())
     assert found[:, [2, 5, 9]].abs().sum() == 0
     assert_zeros(found, Sparsity.parse("2:4"))
-    # A whole group of dead inputs still has its zeros.
+    # A group of dead inputs still has the right number of zeros.
     inputs[:, 4:8] = 0
     for prune in (prune_by_sparsegpt, prune_by_wanda):
         assert_zeros(prune(weight, inputs.T @ inputs, Sparsity.parse("2:4")), Sparsity.parse("2:4"))
-    # All inputs dead: nothing is known of them, so the sizes of the weights decide.
+    # If all inputs are dead, the magnitudes of the weights decide.
     alone = prune_by_sparsegpt(weight, torch.zeros_like(gram), Sparsity.parse("2:4"))
     torch.testing.assert_close(alone, prune_by_magnitude(weight, Sparsity.parse("2:4")))
 
@@ -177,7 +177,7 @@ def test_float32_is_near_float64():
     assert costs[0] == pytest.approx(costs[1], rel=0.01)
 
 
-def test_a_singular_gram_matrix_is_damped_more_and_a_broken_one_refused(caplog):
+def test_a_singular_gram_matrix_is_damped_more_and_one_that_is_not_finite_refused(caplog):
     direction = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
     gram = direction.T @ direction
     assert bool(torch.isfinite(inverse_factor(gram, 1e-7)).all())
@@ -194,7 +194,7 @@ def test_the_lowest_are_counted_exactly_among_equals():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "fraction", "says"),
+    ("pattern", "fraction", "message"),
     [
         ("2:4", 0.5, "has no effect on 2:4"),
         ("4:4", None, "must be N:M"),
@@ -205,6 +205,6 @@ def test_the_lowest_are_counted_exactly_among_equals():
         ("unstructured", math.nan, "between 0 and 1"),
     ],
 )
-def test_impossible_sparsities_are_refused(pattern, fraction, says):
-    with pytest.raises(OptionError, match=says):
+def test_impossible_sparsities_are_refused(pattern, fraction, message):
+    with pytest.raises(OptionError, match=message):
         Sparsity.parse(pattern, fraction)

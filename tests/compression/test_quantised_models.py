@@ -1,4 +1,4 @@
-"""Quantised model directories: what lies in them, who loads them, and what becomes of them."""
+"""Quantised model directories: their content, and how this project and other libraries load them."""
 
 import json
 from itertools import cycle
@@ -25,7 +25,7 @@ TYPES = {"int8": "I8", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 
 @pytest.fixture
 def quantise(tmp_path, monkeypatch):
-    """Quantise a model of a family; returns the two directories."""
+    """Quantise a model of a family, and return both directories."""
     monkeypatch.chdir(tmp_path)
 
     def run(*options, family="bert", dtype=None):
@@ -135,7 +135,7 @@ def test_a_run_that_stops_in_the_second_phase_resumes_there_with_the_same_bytes(
     assert {path.name for path in (tmp_path / "again.work").iterdir()} == {"prune.layers", "pruned", "quantise.layers"}
     monkeypatch.setattr(compress, "prune_by_sparsegpt", lambda *_: pytest.fail("a finished phase runs again"))
     calls.clear()
-    assert main(words) == 130  # eight matrices after the first layer
+    assert main(words) == 130  # at the eighth matrix after the resumed layer
     calls[:] = range(8)
     assert main(words) == 0
     assert {path.name for path in whole.iterdir()} == {path.name for path in (tmp_path / "again").iterdir()}
@@ -143,7 +143,7 @@ def test_a_run_that_stops_in_the_second_phase_resumes_there_with_the_same_bytes(
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
 
 
-def test_a_mistake_after_the_first_phase_does_not_cost_its_layers(tmp_path):
+def test_an_error_after_the_first_phase_keeps_its_layers(tmp_path):
     from embeddings.common import OptionError
     from embeddings.compression import CalibrationOptions, Compression, PruningOptions, QuantizationOptions
 
@@ -170,7 +170,7 @@ def test_training_from_a_quantised_model_starts_from_plain_weights(quantise, tmp
 def test_quantised_models_are_not_compressed_again_and_other_methods_not_read(quantise, tmp_path, capsys):
     _, small = quantise("--quantize", "int8")
     words = ["compress", "--model", "small", "--output", "smaller", "--calibration", "texts.txt", "--prune", "wanda"]
-    assert_refused(capsys, tmp_path, "is quantised already", main, words)
+    assert_refused(capsys, tmp_path, "is already quantised", main, words)
     config = json.loads((small / "config.json").read_text())
     for fields in ({"quant_method": "gptq"}, {"quant_method": "compressed-tensors", "format": "pack-quantized"}):
         (small / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
@@ -180,7 +180,7 @@ def test_quantised_models_are_not_compressed_again_and_other_methods_not_read(qu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("--prune", "wanda", "--pattern", "2:4"), ("--quantize", "int8")])
-def test_onnx_graphs_of_a_compressed_model_give_its_states(quantise, options):
+def test_the_onnx_graph_of_a_compressed_model_has_the_same_outputs(quantise, options):
     pytest.importorskip("onnxscript")
     from embeddings.interop.onnx import GRAPH_FILE, example_inputs, open_graph
 

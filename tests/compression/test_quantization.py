@@ -1,4 +1,4 @@
-"""GPTQ of one matrix against a loop written out by hand in float64, and what its numbers and scales are."""
+"""GPTQ of one matrix equals a loop by hand in float64; codes and scales of the formats."""
 
 import math
 
@@ -12,7 +12,7 @@ from tests.compression.test_pruning import problem
 
 
 def by_hand(weight, gram, number, group_size, damping):
-    """Algorithm 1 of the paper with scalars: every later weight changes at once; zeros stay zeros."""
+    """Algorithm 1 of the paper with scalars: every later weight is updated at once; zeros stay zero."""
     rows, columns = weight.shape
     mean = sum(float(gram[i, i]) for i in range(columns)) / columns
     hessian = gram + damping * mean * torch.eye(columns, dtype=torch.float64)
@@ -40,7 +40,7 @@ def by_hand(weight, gram, number, group_size, damping):
 
 @pytest.mark.parametrize(("group_size", "block_size"), [(None, 128), (None, 5), (8, 128), (8, 3), (12, 8), (4, 8)])
 @pytest.mark.parametrize("name", FORMAT_OF)
-def test_gptq_is_the_loop_by_hand(name, group_size, block_size):
+def test_gptq_equals_a_loop_by_hand(name, group_size, block_size):
     weight, inputs = problem(inputs=24)
     number, gram = FORMAT_OF[name], inputs.T @ inputs
     found = quantise_by_gptq(weight, gram, number, group_size, 0.01, block_size)

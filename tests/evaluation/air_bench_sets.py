@@ -1,4 +1,4 @@
-"""Stand-ins for sets of AIR-Bench in the layout of its data sets: a card that names the files of each split."""
+"""Stand-ins for the data sets of AIR-Bench in their layout: a card that lists the files of each split."""
 
 import json
 import random
@@ -10,7 +10,7 @@ import huggingface_hub.constants
 from tests.evaluation.data import write_rows
 from tests.evaluation.task_sets import WORDS
 
-# Data sets and their splits in the two versions, as their cards have them.
+# Data sets and their splits in the two versions, as in their cards.
 CARDS = {
     "qa_finance_en": {"24.04": {"default": ["test"]}, "24.05": {"default": ["dev", "test"]}},
     "qa_law_en": {"24.04": {"default": ["test"]}, "24.05": {"default": ["dev", "test"]}},
@@ -76,7 +76,7 @@ def _write_card(folder: Path, configs: list[tuple[str, list[tuple[str, str]]]]) 
 
 
 def stand_in(monkeypatch, tmp_path: Path) -> Path:
-    """Let `datasets` find the stand-ins where it looks first, and keep its cache here."""
+    """Make `datasets` find the stand-ins, which it does in the working directory, with a temporary cache."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     world = write_air_bench(tmp_path / "world")
@@ -85,7 +85,7 @@ def stand_in(monkeypatch, tmp_path: Path) -> Path:
 
 
 def read_set(world: Path, repository: str, dataset: str = "default", version: str = "24.05", split: str = "dev"):
-    """Documents, queries and, if there are any, labels of a stand-in, read by hand."""
+    """Read documents, queries and labels, if any, of a stand-in."""
     folder = f"AIR-Bench_{version}/{dataset}"
     lines = (world / "AIR-Bench" / repository / folder / "corpus.jsonl").read_text().splitlines()
     corpus = {row["id"]: row["text"] for row in map(json.loads, lines)}

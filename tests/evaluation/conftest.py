@@ -1,10 +1,11 @@
-"""mteb is loaded without its warnings before any test module imports it; the model and the sets of most tests."""
+"""Imports mteb without its warnings before any test module does; the models and data of most tests."""
 
 import pytest
 
 from embeddings.evaluation.mteb_library import load_mteb
 from embeddings.inference.encoder import Encoder
 from tests.inference.models import tiny_embedder
+from tests.models.contextual_models import tiny_contextual
 
 load_mteb()
 
@@ -12,6 +13,11 @@ load_mteb()
 @pytest.fixture(scope="package")
 def encoder():
     return Encoder(tiny_embedder(), precision="float32")
+
+
+@pytest.fixture(scope="package")
+def contextual():
+    return Encoder(tiny_contextual(), precision="float32")
 
 
 @pytest.fixture(scope="package")

@@ -9,7 +9,7 @@ def write_rows(path, rows):
 
 
 def write_retrieval(folder):
-    """Six documents; queries a and b have relevant ones, c and d have not."""
+    """Six documents; queries a and b have relevant documents, c and d do not."""
     texts = ["quick brown fox", "lazy dog", "pad sequences", "one length", "two numbers", "brown dog"]
     write_rows(
         folder / "corpus.jsonl", [{"_id": f"d{i}", "title": "the", "text": text} for i, text in enumerate(texts)]
@@ -30,7 +30,7 @@ def write_similarity(folder):
 
 
 def write_labelled(folder, with_train):
-    """Texts of two labels that hold different words."""
+    """Texts of two labels with different words."""
     rows = [{"text": f"fox jumps over {i}", "label": "animal"} for i in range(6)]
     rows += [{"text": f"pad sequences length {i}", "label": 1} for i in range(6)]
     write_rows(folder / "test.jsonl", rows[::2])
@@ -40,7 +40,7 @@ def write_labelled(folder, with_train):
 
 
 def write_pair_classification(folder):
-    """Four pairs, two of which mean the same."""
+    """Four pairs, two of them with the same meaning."""
     pairs = [("the fox", "a fox", 1), ("brown dog", "the brown dog", True), ("pad sequences", "lazy dog", 0)]
     pairs.append(("two numbers", "the quick fox", False))
     write_rows(folder / "test.jsonl", [{"sentence1": a, "sentence2": b, "label": x, "genre": "x"} for a, b, x in pairs])
@@ -48,7 +48,7 @@ def write_pair_classification(folder):
 
 
 def write_reranking(folder):
-    """Two queries that share candidates; the first names two of its own twice."""
+    """Two queries that share candidates; the first repeats two candidates."""
     relevant = ["the quick brown fox", "brown dog", "brown dog"]
     rows = [{"query": "brown fox", "positive": relevant, "negatives": ["two numbers", "one length", "two numbers"]}]
     rows.append({"query": "length", "positive": "one length", "negatives": ["lazy dog", "the quick brown fox"]})
@@ -57,7 +57,7 @@ def write_reranking(folder):
 
 
 def write_summarisation(folder):
-    """Three texts, the last with marks that are all the same."""
+    """Three texts, the last with equal ratings."""
     texts = [
         (["the fox", "a fox"], ["quick brown fox", "lazy dog", "two numbers"], [3, 2, 1]),
         (["two numbers"], ["one number", "the dog"], [1.5, 4]),

@@ -1,4 +1,4 @@
-"""Small sets whose scores are neither 0 nor 1, in folders and as tasks of mteb that have none."""
+"""Small data sets with scores between 0 and 1, as evaluation folders and as tasks of mteb in memory."""
 
 import random
 from pathlib import Path
@@ -43,7 +43,7 @@ def write_sets(root: Path) -> Path:
 
 
 def topic_text(topic: str, draw: random.Random) -> str:
-    """Two words of a topic among four of any."""
+    """Two words of a topic and four random words."""
     return " ".join([*draw.choices(TOPICS[topic], k=2), *draw.choices(WORDS, k=4)])
 
 
@@ -82,7 +82,7 @@ def other_tasks() -> list[Any]:
 
 
 def write_other_sets(root: Path, tasks: list[Any]) -> Path:
-    """The data of `other_tasks` in folders below `root`, named like them."""
+    """The data of `other_tasks` in folders below `root`, with the names of the tasks."""
     pairs, reranked, summaries = tasks
     for task in tasks:
         task.load_data()

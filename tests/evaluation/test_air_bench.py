@@ -1,4 +1,4 @@
-"""AIR-Bench on stand-ins in its layout, read by the `datasets` library without a network."""
+"""AIR-Bench with stand-ins in its layout, which the `datasets` library reads without a network."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def of_task(name):
     return [task.data for task in air_bench_tasks(name)]
 
 
-def test_there_are_as_many_sets_as_the_benchmark_says():
+def test_the_number_of_data_sets_is_that_of_the_benchmark():
     assert len({one.name for one in air_bench_sets()}) == len(air_bench_sets())
     assert Counter(version for version, *_ in {one[:5] for one in air_bench_sets()}) == {"24.04": 28, "24.05": 69}
     assert len({one.domain for one in air_bench_sets() if one.domain != "msmarco"}) == 9
@@ -68,7 +68,7 @@ def test_there_are_as_many_sets_as_the_benchmark_says():
         ("air-bench-24.05-long-doc-arxiv-en-test-llm-survey", 1),
     ],
 )
-def test_a_name_stands_for_the_sets_that_have_its_words(name, count):
+def test_a_name_selects_the_data_sets_with_its_words(name, count):
     tasks = find_tasks(name)
     assert len(tasks) == count
     assert {task.data.has_labels for task in tasks} <= {"24.04" not in name and "test" not in name, "24.05-qa" in name}
@@ -76,11 +76,11 @@ def test_a_name_stands_for_the_sets_that_have_its_words(name, count):
     assert main_scores <= {("qa", "ndcg_at_10"), ("long-doc", "recall_at_10")}
 
 
-def test_a_name_without_a_set_is_refused():
+def test_a_name_without_a_data_set_is_refused():
     with pytest.raises(OptionError, match=r"has the unknown word 'finanse', got .*; the words are 24\.04, 24\.05; lo"):
         find_tasks("air-bench-finanse")
     for name in ("air-bench-long-doc-wiki", "air-bench-24.04-dev", "air-bench-24.04-science"):
-        with pytest.raises(OptionError, match="names no data set"):
+        with pytest.raises(OptionError, match="matches no data set"):
             find_tasks(name)
 
 
@@ -101,7 +101,7 @@ def by_hand(encoder, corpus, queries, relevant, width=None, **prompts):
     return sum(gains) / len(gains), sum(recalls) / len(recalls)
 
 
-def test_public_labels_are_scored_as_a_loop_scores_them_with_the_models_prompts(world, tmp_path):
+def test_public_labels_are_scored_as_by_a_loop_with_the_prompts_of_the_model(world, tmp_path):
     encoder = Encoder(tiny_embedder(prompts={"query": "the fox ", "document": "a dog "}), precision="float32")
     labels = world / LABELS / FILES / "dev_qrels.jsonl"
     labels.write_text(2 * labels.read_text())  # A pair counts once.
@@ -129,13 +129,15 @@ def test_public_labels_are_scored_as_a_loop_scores_them_with_the_models_prompts(
 def test_instructions_go_before_queries(world, tmp_path):
     encoder = Encoder(tiny_embedder(), precision="float32")
     data = read_set(world, "qa_finance_en")
-    (told,) = run(encoder, FINANCE, tmp_path / "out", instructions=Instructions("mine", {"Retrieval": "over the dog"}))
+    (instructed,) = run(
+        encoder, FINANCE, tmp_path / "out", instructions=Instructions("mine", {"Retrieval": "over the dog"})
+    )
     expected = by_hand(encoder, *data, prompt="Instruct: over the dog\nQuery: ")[0]
-    assert told.scores[32] == pytest.approx(expected, abs=1e-6)
+    assert instructed.scores[32] == pytest.approx(expected, abs=1e-6)
     assert expected != pytest.approx(by_hand(encoder, *data)[0], abs=1e-6)
 
 
-def test_a_contextual_model_reads_a_set_in_its_own_corpus(world, tmp_path, monkeypatch):
+def test_the_context_is_drawn_from_the_corpus_of_the_data_set(world, tmp_path, monkeypatch):
     encoder = Encoder(tiny_contextual(), precision="float32")
     monkeypatch.setattr(air_bench, "encode_corpus", partial(encode_corpus, shard_size=16))
     corpus, queries, _ = read_set(world, "qa_finance_en", version="24.04", split="test")
@@ -165,13 +167,13 @@ def test_a_killed_search_resumes_in_the_corpus(encoder, world, tmp_path, monkeyp
     assert [path.name for path in left.rglob("vectors-*.npy")] == ["vectors-00000.npy"]
     counts = counted_encodings(monkeypatch)
     assert run(encoder, FINANCE, tmp_path / "out", widths=[32, 8]) == whole
-    # The empty text asks whether the prompt is known; both widths share the vectors.
+    # The call with one empty text checks the prompt; both widths share the vectors.
     assert counts == [1, 16, 8, NUM_QUERIES]
     assert not [
         path for path in (tmp_path / "out").rglob("*") if path.suffix in (".corpus", ".lock", ".npy", ".parquet")
     ]
     counts.clear()
-    # As a process leaves it that was killed once its results were written.
+    # What a process leaves that is killed after it has written its results.
     left.mkdir()
     assert run(encoder, FINANCE, tmp_path / "out", widths=[32, 8]) == whole
     assert counts == []
@@ -223,7 +225,7 @@ def test_private_sets_are_searched_and_zipped_for_the_leaderboard(encoder, world
     assert packed.stat().st_mtime_ns == before
 
 
-def test_a_zip_takes_in_later_searches_and_other_settings_have_their_own(encoder, world, tmp_path):
+def test_a_zip_includes_later_searches_and_other_settings_have_another_zip(encoder, world, tmp_path):
     run(encoder, PRIVATE[0], tmp_path / "out")
     run(encoder, PRIVATE[1], tmp_path / "out", widths=[32, 8])
     packed = {}
@@ -234,7 +236,7 @@ def test_a_zip_takes_in_later_searches_and_other_settings_have_their_own(encoder
         "model_NoReranker.zip": ["qa/finance/en_default_test.json", "qa/law/en_default_test.json"],
         "model_dimensions_8_NoReranker.zip": ["qa/law/en_default_test.json"],
     }
-    # A search that is deleted is made again, and goes into the zip.
+    # A deleted search is repeated, and the zip is updated.
     (law,) = (tmp_path / "out").rglob("model/NoReranker/qa/law/en_default_test.json")
     (target,) = (tmp_path / "out").rglob("model_NoReranker.zip")
     law.unlink()
@@ -243,7 +245,7 @@ def test_a_zip_takes_in_later_searches_and_other_settings_have_their_own(encoder
     assert target.stat().st_mtime_ns > before
 
 
-def test_the_table_has_the_means_of_domains_and_of_all_sets_beside_the_papers():
+def test_the_table_has_means_of_domains_and_of_all_data_sets_with_those_of_the_paper():
     sets = of_task("air-bench-24.04-long-doc")
     values = {"arxiv": 0.2, "book": 0.4, "healthcare": 0.6, "law": None}
     table = format_domains([(one, {32: 0.3 if one.dataset == "gpt3" else values[one.domain]}) for one in sets])
@@ -258,7 +260,7 @@ def test_the_table_has_the_means_of_domains_and_of_all_sets_beside_the_papers():
     assert format_domains(books).split("\n")[2].split()[-2:] == ["en", "77.46"]
 
 
-def test_the_table_has_a_row_a_language_and_width():
+def test_the_table_has_a_row_per_language_and_width():
     laws = of_task("air-bench-qa-law")
     table = format_domains([(one, {32: 0.5 if one.language == "en" else 0.25, 8: 0.125}) for one in laws])
     rows = [line.split() for line in table.split("\n")]
@@ -273,8 +275,8 @@ def test_the_table_has_a_row_a_language_and_width():
     assert [line.split()[-1] for line in whole[1:]] == ["50.00", "52.93", "52.28", "50.02"]
 
 
-def test_the_papers_means_are_over_sets():
-    """Tables 9 and 10 of NV-Embed, against the counts of the sets here."""
+def test_the_means_of_the_paper_are_over_data_sets():
+    """Tables 9 and 10 of NV-Embed, with the numbers of data sets here."""
     for task, rows in air_bench._table()["paper"].items():
         domains = [one.domain for one in of_task("air-bench-24.04-en") if one.task == task]
         for row in rows.values():
@@ -286,7 +288,7 @@ CARD, OF_LABELS = f"{FOLDER}/README.md", f"{LABELS}/{FILES}/dev_qrels.jsonl"
 
 
 @pytest.mark.parametrize(
-    ("path", "old", "new", "says"),
+    ("path", "old", "new", "message"),
     [
         (CARD, "queries_default_dev", "queries_dev", "qa_finance_en, AIR-Bench_24.05: has no split queries"),
         (CARD, "AIR-Bench_24.05\n", "AIR-Bench_24.06\n", "has no split corpus_default (BuilderConfig"),
@@ -300,7 +302,7 @@ CARD, OF_LABELS = f"{FOLDER}/README.md", f"{LABELS}/{FILES}/dev_qrels.jsonl"
         (f"{FOLDER}/{FILES}/dev_queries.jsonl", "{", "[", "its data cannot be loaded"),
     ],
 )
-def test_a_set_that_is_not_as_expected_costs_no_work_and_writes_nothing(path, old, new, says, encoder, world, tmp_path):
+def test_an_unexpected_data_set_is_refused_before_any_work(path, old, new, message, encoder, world, tmp_path):
     files = [*world.glob(path)]
     assert files
     for file in files:
@@ -309,12 +311,12 @@ def test_a_set_that_is_not_as_expected_costs_no_work_and_writes_nothing(path, ol
         file.write_text(text.replace(old, new))
     with pytest.raises(InputError) as caught:
         run(encoder, ["air-bench-qa-law-en", "air-bench-qa-finance-en"], tmp_path / "out")
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_gated_set_is_named_with_what_to_do(encoder, world, tmp_path, monkeypatch):
+def test_a_gated_data_set_is_named_with_a_hint(encoder, world, tmp_path, monkeypatch):
     def refused(*_, **__):
         raise GatedRepoError("gated", response=SimpleNamespace(status_code=403, headers={}, request=None))
 

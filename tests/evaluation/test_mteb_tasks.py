@@ -1,4 +1,4 @@
-"""mteb loaded quietly, the names of its tasks, their prompts, and evaluation folders as its tasks."""
+"""mteb is silent; names of tasks, prompts of tasks, and evaluation folders as tasks."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ def test_retrieval_keeps_graded_and_irrelevant_documents_and_drops_queries_witho
     assert split["relevant_docs"] == {"a": {"d0": 2, "d5": 1, "d1": 0}, "b": {"d4": 1}}
 
 
-def test_two_tested_labels_are_0_and_1_whatever_training_has_beside(tmp_path):
+def test_two_labels_of_the_test_split_are_0_and_1_even_if_training_has_more(tmp_path):
     folder = write_labelled(tmp_path / "c", with_train=True)
     with open(folder / "train.jsonl", "a") as file:
         file.write('{"text": "a", "label": "a"}\n{"text": "b", "label": 0}\n')
@@ -43,7 +43,7 @@ def test_two_tested_labels_are_0_and_1_whatever_training_has_beside(tmp_path):
     assert set(parts["train"]["label"]) == {0, 1, 2, 3}
 
 
-def test_a_task_knows_its_data_by_a_hash(tmp_path):
+def test_the_revision_of_a_task_is_a_hash_of_its_data(tmp_path):
     folder = write_retrieval(tmp_path / "r")
     ((before,), (same,)) = folder_tasks(folder), folder_tasks(folder)
     assert before.metadata.revision == same.metadata.revision
@@ -52,14 +52,14 @@ def test_a_task_knows_its_data_by_a_hash(tmp_path):
     assert before.metadata.name == "r"
 
 
-def test_a_grade_that_is_no_whole_number_is_refused(tmp_path):
+def test_a_grade_that_is_not_an_integer_is_refused(tmp_path):
     folder = write_retrieval(tmp_path / "r")
     (folder / "qrels.tsv").write_text("a\td0\t0.5\n")
     with pytest.raises(InputError, match=r"the grade 0\.5 is not an integer"):
         loaded(folder)
 
 
-def test_libraries_are_quiet_inside_and_as_they_were_after(capfd):
+def test_libraries_are_silenced_and_restored(capfd):
     def talk():
         logging.getLogger("mteb.somewhere").warning("a line")
         for _ in tqdm.auto.tqdm(range(2), desc="a bar"):
@@ -91,7 +91,7 @@ def names_of(tasks):
     return [task.metadata.name for task in tasks]
 
 
-def test_the_groups_hold_what_they_are_known_to_hold():
+def test_the_groups_have_their_known_tasks():
     english, beir, mgh, miracl = map(find_tasks, ("mteb-english-56", "beir", "mgh-26", "miracl"))
     assert set(GROUPS) == {"mteb-english-56", "beir", "mgh-26", "miracl", "air-bench"}
     assert (len(english), len(beir), len(mgh), len(miracl)) == (56, 15, 26, 1)
@@ -104,8 +104,8 @@ def test_the_groups_hold_what_they_are_known_to_hold():
     assert len(miracl[0].hf_subsets) == 18
 
 
-def test_tasks_are_as_good_as_new():
-    """mteb keeps the tasks of a benchmark, and a run draws from their generators."""
+def test_tasks_are_fresh_copies():
+    """mteb caches the tasks of a benchmark, and a run uses their random generators."""
     first, second = find_tasks("mgh-26")[0], find_tasks("mgh-26")[0]
     assert first is not second
     assert first.rng_state is not second.rng_state
@@ -122,7 +122,7 @@ def test_the_published_instructions_cover_the_english_suite():
     assert lacking == {"nv-embed": [], "mgh": []}
 
 
-def test_names_are_taken_once_each_in_their_order(tmp_path):
+def test_each_task_is_found_once_in_order(tmp_path):
     write_similarity(tmp_path / "sets" / "b")
     write_retrieval(tmp_path / "sets" / "a" / "deep")
     names = f"SciFact,{tmp_path}/sets , STSBenchmark,SciFact"
@@ -132,54 +132,54 @@ def test_names_are_taken_once_each_in_their_order(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "says"),
+    ("names", "message"),
     [
         ("SciFakt", "tasks must name a task, a group or a folder, got 'SciFakt'; did you mean SciFact?"),
         ("xyzxyz", "tasks must name a task, a group or a folder, got 'xyzxyz'; a group is mteb-english-56, mgh-26"),
         ("", "tasks must name a task, a group or a folder, got ''"),
         ([], r"tasks must name a task, got \[\]"),
         ("SciFact,", "got ''"),
-        ("Birdsnap", "must be tasks of texts only, got 'Birdsnap with Birdsnap'"),
+        ("Birdsnap", "must be tasks with texts only, got 'Birdsnap with Birdsnap'"),
     ],
 )
-def test_an_unknown_name_is_refused(names, says, tmp_path, monkeypatch):
+def test_an_unknown_name_is_refused(names, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OptionError, match=says):
+    with pytest.raises(OptionError, match=message):
         find_tasks(names)
 
 
 def test_two_folders_of_one_name_are_refused(tmp_path):
     one, two = write_similarity(tmp_path / "a" / "pairs"), write_retrieval(tmp_path / "b" / "pairs")
     assert names_of(find_tasks([str(one), str(one)])) == ["pairs"]
-    with pytest.raises(OptionError, match=r"gives a second task pairs, got .*; rename its folder"):
+    with pytest.raises(OptionError, match=r"has a second task pairs, got .*; rename its folder"):
         find_tasks([str(one), str(two)])
 
 
-def test_a_task_in_two_extents_is_refused():
+def test_a_task_with_two_sets_of_languages_is_refused():
     assert len(find_tasks("STS17, STS17")) == 1
-    says = r"gives STS17 in other languages or splits .*, got 'STS17'; run them one after"
-    with pytest.raises(OptionError, match=says):
+    message = r"has STS17 in other languages or splits .*, got 'STS17'; run them one after"
+    with pytest.raises(OptionError, match=message):
         find_tasks("mgh-26, STS17")
 
 
-def test_an_instruction_is_the_tasks_or_its_types():
+def test_an_instruction_is_that_of_the_task_or_of_its_type():
     table = Instructions("t", {"SciFact": "claims", "STS": "same?"})
     assert table.of("SciFact", "Retrieval") == table.of("SciFact.v2", "Retrieval") == "claims"
     assert table.of("STS12", "STS") == "same?"
     assert table.of("SciFactHard", "Retrieval") is None
 
 
-def test_the_published_tables_say_what_their_papers_say():
+def test_the_published_tables_equal_those_of_the_papers():
     assert set(PUBLISHED) == {"nv-embed", "mgh"}
     nv_embed, mgh = map(Instructions.read, PUBLISHED)
     assert nv_embed.of("NQ", "Retrieval") == "Given a question, retrieve passages that answer the question"
     assert mgh.of("NQ", "Retrieval") == "Given a question, retrieve Wikipedia passages that answer the question"
     assert (len(nv_embed.texts), len(mgh.texts)) == (47, 47)
-    # Hashes of all texts as they were compared with the papers: a change of one is seen.
+    # Hashes of the texts that were compared with the papers.
     assert (nv_embed.name, mgh.name) == ("nv-embed-0be88c39", "mgh-7668960b")
 
 
-def test_examples_stand_solved_before_the_instruction_in_the_models_own_template(tmp_path):
+def test_examples_come_before_the_instruction_in_the_template_of_the_model(tmp_path):
     path = tmp_path / "mine.json"
     content = {"instructions": {"SciFact": "claims", "STS": "same?"}}
     path.write_text(json.dumps(content))
@@ -194,20 +194,20 @@ def test_examples_stand_solved_before_the_instruction_in_the_models_own_template
     assert solved.prompt("SciFact.v2", "Retrieval", text) == expected
     assert solved.prompt("STS12", "STS", text) == "[INST] same?: "
     assert solved.prompt("Other", "Retrieval", text) is None
-    for examples, says in (
-        ({"NQ": []}, "has examples of 'NQ' and no instruction"),
-        ({"STS": {}}, "its examples are no object of lists"),
-        ({"STS": [{"query": "a"}]}, "an example of 'STS' lacks a query or a document"),
+    for examples, message in (
+        ({"NQ": []}, "has examples but no instruction for 'NQ'"),
+        ({"STS": {}}, "`examples` is not an object of lists"),
+        ({"STS": [{"query": "a"}]}, "an example of 'STS' has no query or no document"),
     ):
         path.write_text(json.dumps({**content, "examples": examples}))
-        with pytest.raises(InputError, match=says):
+        with pytest.raises(InputError, match=message):
             Instructions.read(str(path))
 
 
 @pytest.mark.parametrize(
     "content", ["", "[]", '{"SciFact": "a"}', '{"instructions": {}}', '{"instructions": {"SciFact": " "}}', "\xff"]
 )
-def test_a_file_of_another_kind_is_refused(content, tmp_path):
+def test_an_invalid_file_of_instructions_is_refused(content, tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(content, encoding="latin-1")
     with pytest.raises(InputError, match=r"mine\.json: .*; write \{\"instructions\""):
@@ -220,13 +220,13 @@ NAMES = ("mine", "mine-query", "mine-document", "STS", "STS-query", "STS-documen
 
 
 class Task:
-    """What mteb's rule asks of a task."""
+    """The attributes of a task that the rule of mteb uses."""
 
     name, type = "mine", "STS"
 
 
 @pytest.mark.parametrize("role", [None, "query", "document"])
-def test_every_set_of_prompts_is_chosen_from_as_mteb_chooses(role):
+def test_prompts_are_chosen_as_mteb_chooses_them(role):
     sets = [*chain.from_iterable(combinations(NAMES, size) for size in range(len(NAMES) + 1))]
     assert len(sets) == 2 ** len(NAMES)
     found = set()

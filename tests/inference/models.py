@@ -19,7 +19,7 @@ WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
 WORDS += ["pads", "sequences", "to", "one", "length"]
 
 
-# Training a vocabulary breaks ties differently each time, and a model is told by its vocabulary.
+# Training a vocabulary breaks ties differently each time, and the hash of a model includes its vocabulary.
 _tokenizer = cache(wordpiece_tokenizer)
 
 
@@ -50,7 +50,7 @@ def write_corpus(path: Path, texts: list[str]) -> Path:
 
 
 def on_encode(monkeypatch: pytest.MonkeyPatch, see: Callable[[Encoder, list[str], dict[str, Any]], object]) -> None:
-    """Have `see(encoder, texts, options)` called before each call of an encoder."""
+    """Call `see(encoder, texts, options)` before each call of an encoder."""
     encode = Encoder.encode
 
     def seen(self: Encoder, texts: list[str], *args: Any, **options: Any) -> Any:
@@ -61,21 +61,21 @@ def on_encode(monkeypatch: pytest.MonkeyPatch, see: Callable[[Encoder, list[str]
 
 
 def counted_encodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that grows by the number of texts of every call of an encoder."""
+    """A list to which every call of an encoder appends its number of texts."""
     counts: list[int] = []
     on_encode(monkeypatch, lambda _, texts, __: counts.append(len(texts)))
     return counts
 
 
 def given_prompts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """A list that grows by role and prompt of every call of an encoder that names both."""
+    """A list to which every call of an encoder with a role and a prompt appends both."""
     given: list[tuple[str, str]] = []
     on_encode(monkeypatch, lambda _, __, options: given.append((options["role"], options["prompt"])))
     return given
 
 
 def encode_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let encoders refuse every text but the empty one, which asks whether they know a prompt."""
+    """Fail if an encoder gets a text that is not empty; the empty text is used to check a prompt."""
 
     def refuse(_: Encoder, texts: list[str], __: dict[str, Any]) -> None:
         if any(texts):

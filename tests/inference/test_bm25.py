@@ -47,7 +47,7 @@ def test_equal_scores_keep_the_order_of_the_corpus():
     assert (score_Qk[2] == 0).all()
 
 
-def test_a_small_corpus_no_query_and_texts_without_words_are_no_special_case():
+def test_a_small_corpus_no_query_and_texts_without_words_are_searched():
     index = BM25(["only one"])
     assert index.search(["one"], top_k=10)[0].tolist() == [[0]]
     assert index.search([], top_k=10)[0].shape == (0, 1)
@@ -55,13 +55,13 @@ def test_a_small_corpus_no_query_and_texts_without_words_are_no_special_case():
 
 
 def loop_coverage(corpus, text, k1, b):
-    """Scores of queries without repetitions, each over the score of the document with itself."""
+    """Scores of queries without repetitions, divided by the score of the document with itself."""
     found = [0.0]
     for row, document in enumerate(corpus):
         shared = " ".join(dict.fromkeys(text.split()))
-        own = loop_scores(corpus, " ".join(dict.fromkeys(document.split())), k1, b)[row]
-        if own > 0:
-            found.append(loop_scores(corpus, shared, k1, b)[row] / own)
+        maximum = loop_scores(corpus, " ".join(dict.fromkeys(document.split())), k1, b)[row]
+        if maximum > 0:
+            found.append(loop_scores(corpus, shared, k1, b)[row] / maximum)
     return max(found)
 
 
@@ -90,24 +90,24 @@ def test_coverage_equals_a_loop_and_is_one_for_a_text_within_another(max_scores,
         ("__init__ snake_case SCREAMING_CASE", "init snake case snake_cas scream case screaming_cas"),
         ("torch.nn.LSTMCell(x)", "torch nn lstm cell lstmcell x"),
         ("Größe_in_cm 東京", "größe cm größe_in_cm 東京"),
-        # Stop words are left out; words of one or two letters are their own stems.
+        # Stop words are removed; words of one or two letters are not stemmed.
         ("the computedValues of x", "comput valu computedvalu x"),
         ("ponies relational hopping OS us x1", "poni relat hop os us x 1 x1"),
         ("", ""),
         ("___ ...", ""),
     ],
 )
-def test_identifiers_are_cut_into_stemmed_words_and_kept(text, tokens):
+def test_identifiers_are_split_into_stemmed_words_and_kept(text, tokens):
     assert word_tokens(text) == tokens.split()
 
 
 @pytest.mark.parametrize(
     ("corpus", "options", "message"),
     [
-        ([], {}, "corpus must hold at least one text"),
+        ([], {}, "corpus must have at least one text"),
         (["x"], {"k1": -0.1}, "k1 must be >= 0, got -0.1"),
         (["x"], {"k1": math.nan}, "k1 must be >= 0, got nan"),
-        (["x"], {"b": 1.5}, "b must lie between 0 and 1, got 1.5"),
+        (["x"], {"b": 1.5}, "b must be between 0 and 1, got 1.5"),
     ],
 )
 def test_impossible_options_are_refused(corpus, options, message):
@@ -117,8 +117,8 @@ def test_impossible_options_are_refused(corpus, options, message):
         BM25(["x"]).search(["x"], top_k=0)
 
 
-def test_cranfield_reads_what_a_reference_implementation_reads(embed_data):
+def test_the_score_on_cranfield_equals_that_of_a_reference_implementation(embed_data):
     folder = read_retrieval_folder(embed_data / "cranfield")
     index_Qk, _ = BM25(folder.documents).search(folder.queries, top_k=10)
-    # bm25s reads 0.3626 on these tokens, and 0.365 with its own, which leave out words of one letter.
+    # bm25s has 0.3626 on these tokens, and 0.365 with its tokenizer, which drops words of one letter.
     assert retrieval_metrics(index_Qk, folder.qrels).metrics["ndcg_at_10"] == pytest.approx(0.3626, abs=1e-3)

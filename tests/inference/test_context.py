@@ -1,4 +1,4 @@
-"""Contexts are drawn evenly, told apart, and kept with the vectors made with them."""
+"""Contexts are drawn evenly, identified by a hash, and stored with the vectors that were encoded with them."""
 
 import json
 from collections import Counter
@@ -35,9 +35,9 @@ def test_every_document_is_drawn_as_often_as_any_other_or_once_more(num_document
     assert rows.dtype == np.int64
     counts = Counter(rows.tolist())
     assert set(counts) <= set(range(num_documents))
-    each = [counts[row] for row in range(num_documents)]
-    assert max(each) - min(each) <= 1
-    assert sum(each) == size
+    per_document = [counts[row] for row in range(num_documents)]
+    assert max(per_document) - min(per_document) <= 1
+    assert sum(per_document) == size
 
 
 def test_draws_follow_their_seed_alone_and_cover_a_corpus_evenly():
@@ -51,7 +51,7 @@ def test_draws_follow_their_seed_alone_and_cover_a_corpus_evenly():
     assert abs(counts - 100).max() < 45
 
 
-def test_a_context_is_told_by_ids_texts_and_their_order():
+def test_the_hash_of_a_context_depends_on_ids_texts_and_their_order():
     base = documents_sha256(DOCUMENTS)
     assert base == documents_sha256(list(DOCUMENTS))
     others = [DOCUMENTS[::-1], DOCUMENTS[:3], [*DOCUMENTS[:3], Document("d3", "text")]]
@@ -67,7 +67,7 @@ def write(folder):
     return context
 
 
-def test_a_context_comes_back_from_its_folder(tmp_path):
+def test_a_context_is_read_back_from_its_folder(tmp_path):
     context = write(tmp_path)
     again = Context.read(tmp_path)
     assert again.summary() == context.summary()
@@ -77,13 +77,13 @@ def test_a_context_comes_back_from_its_folder(tmp_path):
     fields = json.loads((tmp_path / "manifest.json").read_text())
     assert fields["context"] == {"num_documents": 4, "seed": 7, "documents_sha256": documents_sha256(DOCUMENTS)}
     assert fields["context_document_ids"] == ["d0", "d1", "d2", "d3"]
-    # The vectors of a killed run stay.
+    # The vectors that a killed run wrote are used.
     later = context_of(DOCUMENTS, VECTORS + 1e-7, seed=7).write(tmp_path)
     np.testing.assert_array_equal(later.vector_MH, VECTORS)
 
 
 @pytest.mark.parametrize("damage", ["gone", "changed"])
-def test_a_damaged_context_is_one_line(damage, tmp_path):
+def test_a_damaged_context_is_refused(damage, tmp_path):
     write(tmp_path)
     (tmp_path / "context.npy").unlink()
     if damage == "changed":
@@ -114,17 +114,17 @@ def test_a_file_a_folder_and_texts_give_the_same_documents(num_texts, size, enco
         np.testing.assert_allclose(context.vector_MH, expected, rtol=0, atol=1e-6)
 
 
-def test_a_context_that_cannot_be_is_refused(encoder, tmp_path):
+def test_an_impossible_context_is_refused(encoder, tmp_path):
     corpus, plain = write_corpus(tmp_path / "corpus.jsonl", some_texts(9)), Encoder(tiny_embedder())
     for size in (0, -1, 6):
         with pytest.raises(OptionError, match=rf"context_size must be from 1 to the model's 5 .* got {size}"):
             choose_context(encoder, corpus, size)
     with pytest.raises(OptionError, match="context_size must be >= 1, got 0"):
         draw_documents(corpus, 0)
-    with pytest.raises(OptionError, match="context must hold at least one document"):
+    with pytest.raises(OptionError, match="context must have at least one document"):
         sample_context(encoder, [])
     with pytest.raises(InputError, match=r"empty\.jsonl"):
         choose_context(encoder, write_corpus(tmp_path / "empty.jsonl", []))
     for encode in (lambda: choose_context(plain, corpus), lambda: plain.encode_context(["a"])):
-        with pytest.raises(OptionError, match="context must be left out: this model takes none"):
+        with pytest.raises(OptionError, match="context must be left out: the model is not contextual"):
             encode()

@@ -1,4 +1,4 @@
-"""Vectors come back in order, whatever happens between."""
+"""Vectors equal those of each text alone, in input order; hashes identify models."""
 
 import copy
 import pickle
@@ -11,7 +11,7 @@ from torch import nn
 
 from embeddings.common import NumericError, OptionError, TextSettings, jobs
 from embeddings.data.tokenize import TextTokenizer
-from embeddings.inference import encoder as text_preparation
+from embeddings.inference import encoder as encoder_module
 from embeddings.inference.encoder import Encoder, embedder_sha256
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora, make_bidirectional
 from embeddings.models.directory import ContextForm
@@ -38,7 +38,7 @@ def one_by_one(embedder, texts, role="document", prompt="", documents=()):
     [(1, 1, 8), (2, 100_000, 8), (37, 1, 100), (37, 50, 100), (37, 100_000, 1), (37, 50, 5), (37, 100_000, 37)],
 )
 def test_vectors_equal_those_of_each_text_alone(count, mini_batch_tokens, block, monkeypatch):
-    monkeypatch.setattr(text_preparation, "TEXTS_PER_BLOCK", block)
+    monkeypatch.setattr(encoder_module, "TEXTS_PER_BLOCK", block)
     embedder, texts = tiny_embedder(), [*some_texts(count), "", " "]
     vectors = Encoder(embedder, precision="float32", mini_batch_tokens=mini_batch_tokens).encode(texts)
     assert vectors.dtype == np.float32
@@ -67,7 +67,7 @@ def test_a_model_in_training_encodes_the_same_bits_twice_and_is_left_as_found_al
     encoder.encode(some_texts(7, seed=1))
     np.testing.assert_array_equal(first, encoder.encode(texts))
     assert [module.training for module in embedder.modules()] == modes
-    # Training goes on afterwards.
+    # The model can be trained afterwards.
     tokens = TextTokenizer(embedder.tokenizer, embedder.text)(texts, "document", "").padded(None, embedder.pad_token_id)
     embedder(tokens).sum().backward()
     assert embedder.backbone.embeddings.word_embeddings.weight.grad is not None
@@ -108,16 +108,16 @@ def test_prompt_and_length_are_the_roles_unless_a_prompt_is_named_or_given(optio
     np.testing.assert_allclose(vectors, one_by_one(embedder, texts, role, prompt), rtol=0, atol=1e-6)
 
 
-def test_texts_prompts_and_contexts_that_cannot_be_are_refused():
+def test_impossible_texts_prompts_and_contexts_are_refused():
     plain, contextual = Encoder(tiny_embedder(prompts={"query": "a ", "task": "b "})), Encoder(tiny_contextual())
     with pytest.raises(OptionError, match=r"prompt_name must name a prompt of the model \(query, task\), got 'nope'"):
         plain.encode(["a"], "nope")
     with pytest.raises(OptionError, match="texts must be a list of texts"):
         plain.encode("a text")
-    with pytest.raises(OptionError, match="context must be left out: this model takes none, got 'a context'"):
+    with pytest.raises(OptionError, match="context must be left out: the model is not contextual, got 'a context'"):
         plain.encode(["a"], context=["b"])
     for documents in (["a"] * 6, []):
-        with pytest.raises(OptionError, match=f"context must hold from 1 to the model's 5 .* '{len(documents)} doc"):
+        with pytest.raises(OptionError, match=f"context must have from 1 to the model's 5 .* '{len(documents)} doc"):
             contextual.encode(["a"], context=documents)
     with pytest.raises(OptionError, match="context must be a list of texts"):
         Encoder(tiny_contextual(num_context=50)).encode(["a"], context="a text")
@@ -127,7 +127,7 @@ def test_texts_prompts_and_contexts_that_cannot_be_are_refused():
 
 @pytest.mark.parametrize("documents", [[], ["lazy dog"], ["a fox", "lazy dog", "a fox", "two numbers", "one length"]])
 @pytest.mark.parametrize("mini_batch_tokens", [1, 120, 100_000])
-def test_every_text_is_encoded_behind_the_context(documents, mini_batch_tokens):
+def test_every_text_is_encoded_with_the_context(documents, mini_batch_tokens):
     embedder, texts = tiny_contextual(), some_texts(13)
     encoder = Encoder(embedder, precision="float32", mini_batch_tokens=mini_batch_tokens)
     vectors = encoder.encode(texts, context=documents or None)
@@ -154,7 +154,7 @@ def test_a_checkpoint_in_half_precision_encodes_in_float32(dtype, tmp_path):
 
 
 def test_progress_counts_every_token_and_ends_at_its_total(monkeypatch, capsys):
-    monkeypatch.setattr(text_preparation, "TEXTS_PER_BLOCK", 5)
+    monkeypatch.setattr(encoder_module, "TEXTS_PER_BLOCK", 5)
     monkeypatch.setattr(jobs, "PROGRESS_DELAY_SECONDS", 0.0)
     bars = []
 
@@ -172,7 +172,7 @@ def test_progress_counts_every_token_and_ends_at_its_total(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_dimensions_cut_vectors_and_bring_unit_ones_back_to_unit_length(normalize):
+def test_dimensions_truncate_vectors_and_normalise_unit_vectors_again(normalize):
     embedder, texts = tiny_embedder(normalize=normalize), some_texts(9)
     whole = Encoder(embedder, precision="float32").encode(texts)
     encoder = Encoder(embedder, precision="float32", dimensions=8)
@@ -185,7 +185,7 @@ def test_dimensions_cut_vectors_and_bring_unit_ones_back_to_unit_length(normaliz
     assert encoder.encode([]).shape == (0, 8)
 
 
-def test_a_cut_contextual_model_still_reads_all_of_its_contexts_vectors():
+def test_a_truncated_contextual_model_reads_the_full_context_vectors():
     model, texts = tiny_contextual(), some_texts(5)
     full, cut = (Encoder(model, precision="float32", dimensions=dimensions) for dimensions in (None, 8))
     expected = full.encode(texts, context=texts[:2])[:, :8]
@@ -195,8 +195,8 @@ def test_a_cut_contextual_model_still_reads_all_of_its_contexts_vectors():
 
 @pytest.mark.parametrize("texts", [[], some_texts(1), some_texts(13), some_texts(7) + some_texts(7)[::-1]])
 @pytest.mark.parametrize("arguments", [{}, {"role": "query"}, {"prompt_name": "other"}])
-def test_what_another_process_tokenised_has_the_same_bytes(texts, arguments, monkeypatch):
-    monkeypatch.setattr(text_preparation, "TEXTS_PER_BLOCK", 5)
+def test_texts_tokenised_by_another_process_have_the_same_vectors(texts, arguments, monkeypatch):
+    monkeypatch.setattr(encoder_module, "TEXTS_PER_BLOCK", 5)
     encoder = Encoder(tiny_embedder(prompts={"query": "the ", "other": "a dog "}), precision="float32")
     expected = encoder.encode(texts, **arguments)
     preparation = pickle.loads(pickle.dumps(encoder.preparation(**arguments)))
@@ -211,7 +211,7 @@ def digest(embedder: Embedder) -> str:
 
 
 def around(backbone: nn.Module, **config: object) -> Embedder:
-    """The model of a backbone whose config says otherwise, and whose weights are the same."""
+    """A model of the backbone with another config and the same weights."""
     backbone = copy.deepcopy(backbone)
     for name, value in config.items():
         assert getattr(backbone.config, name) != value
@@ -219,7 +219,7 @@ def around(backbone: nn.Module, **config: object) -> Embedder:
     return Embedder(backbone, tiny_embedder().tokenizer, MeanPooling(32), text=TextSettings(32, 32)).eval()
 
 
-def test_a_model_that_was_written_and_read_has_the_hash_that_it_had(tmp_path):
+def test_saving_and_loading_a_model_keeps_its_hash(tmp_path):
     for name, model in (("plain", tiny_embedder()), ("sparse", around(tiny_moe())), ("contextual", tiny_contextual())):
         model.save_pretrained(tmp_path / name)
         again = Encoder.from_pretrained(str(tmp_path / name), precision="float32")
@@ -244,7 +244,7 @@ def test_the_hash_follows_weights_and_settings_and_nothing_else(tmp_path):
     tiny_embedder().to(torch.bfloat16).save_pretrained(tmp_path / "half")
     half, full = (Encoder.from_pretrained(str(tmp_path / "half"), precision=name) for name in ("bfloat16", "float32"))
     assert [encoder.embedder.backbone.dtype for encoder in (half, full)] == [torch.bfloat16, torch.float32]
-    # Rounded weights are another model, whatever holds them.
+    # Rounded weights have another hash, in any dtype.
     assert embedder_sha256(half) == embedder_sha256(full) != digest(tiny_embedder())
 
 
@@ -280,13 +280,13 @@ ROPE = {"rope_type": "default", "rope_theta": 500.0}
         (formed, [{"adds_pooled": False}, {"has_positions": True}, {"pools_prompt": True}]),
     ],
 )
-def test_what_changes_vectors_and_no_weight_is_part_of_it(make, others):
-    made = [make(**other) if isinstance(other, dict) else make(other) for other in others]
+def test_the_hash_depends_on_config_fields_that_change_vectors(make, others):
+    models = [make(**other) if isinstance(other, dict) else make(other) for other in others]
     assert digest(make()) == digest(make())
-    assert len({digest(make()), *map(digest, made)}) == 1 + len(others)
+    assert len({digest(make()), *map(digest, models)}) == 1 + len(others)
 
 
-def test_how_a_tokenizer_cuts_texts_is_part_of_it_and_what_it_was_last_asked_is_not():
+def test_the_hash_depends_on_the_tokenizer_pipeline_and_not_on_its_last_call():
     digests = {digest(tiny_embedder())}
     for change in (
         {"normalizer": normalizers.BertNormalizer(lowercase=False)},

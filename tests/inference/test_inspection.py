@@ -1,4 +1,4 @@
-"""Token weights against a loop over the attention matrices that an eager backbone returns."""
+"""Token weights, latent weights, expert loads and effects of contexts equal those of loops."""
 
 import math
 import sys
@@ -45,7 +45,7 @@ def embedder_of(kind="bert", pooling=None, causal=False, **text):
 
 
 def loop_weights(kind, tokenizer, text, num_prompt=0, layer=-1, axis="key"):
-    """Eq. 3 with one number at a time, on a backbone of its own."""
+    """Eq. 3 with one number at a time, on a separate backbone with eager attention."""
     backbone = sharp(tiny_bert() if kind == "bert" else tiny_mistral())
     if kind == "mistral":
         make_bidirectional(backbone)
@@ -66,7 +66,7 @@ def loop_weights(kind, tokenizer, text, num_prompt=0, layer=-1, axis="key"):
 
 @pytest.mark.parametrize("kind", ["bert", "mistral"])
 @pytest.mark.parametrize("axis", ["key", "query"])
-def test_the_weights_of_a_model_that_pools_otherwise_are_those_of_the_loop(kind, axis):
+def test_the_weights_of_a_model_with_another_pooling_equal_those_of_a_loop(kind, axis):
     embedder = embedder_of(kind)
     pooling = None if axis == "key" else AnchorTokenPooling(32, axis="query")
     found = token_weights(embedder, TEXTS, pooling, mini_batch_tokens=20)
@@ -80,7 +80,7 @@ def test_the_weights_of_a_model_that_pools_otherwise_are_those_of_the_loop(kind,
     assert np.ptp(found[0].weight_T) > 1e-3
 
 
-def test_a_prompt_weighs_nothing_and_the_text_behind_it_everything():
+def test_a_prompt_has_no_weight_and_the_text_after_it_has_all():
     embedder = embedder_of(prompts={"query": PROMPT})
     (found,) = token_weights(embedder, ["pad the fox"], role="query")
     num_prompt = sum(span.end <= len(PROMPT) for span in found.spans[:-1])
@@ -94,7 +94,7 @@ def test_a_prompt_weighs_nothing_and_the_text_behind_it_everything():
     assert without.text == "pad the fox"
 
 
-def test_a_models_own_pooling_is_used_unless_another_is_given():
+def test_the_pooling_of_the_model_is_used_unless_another_is_given():
     own = AnchorTokenPooling(32, layers=(0,), include_first=False)
     embedder = embedder_of(pooling=own)
     before = embedder(embedder_tokens(embedder))
@@ -111,7 +111,7 @@ def embedder_tokens(embedder):
     return TextTokenizer(embedder.tokenizer, embedder.text)(TEXTS, "document").padded(None, 0)
 
 
-def test_a_model_is_left_as_found_also_after_a_refusal():
+def test_a_model_is_not_changed_even_after_an_error():
     embedder = embedder_of("mistral", causal=True)
     embedder.train()
     embedder.backbone.eval()
@@ -138,7 +138,7 @@ def weighed(text, spans, weights, pooled=None):
     return TokenWeights(text, spans, np.array(weights, dtype=np.float32), pooled)
 
 
-def test_the_shares_of_a_corpus_are_the_means_of_its_texts_whatever_the_blocks(monkeypatch):
+def test_the_shares_of_a_corpus_are_the_means_over_its_texts_for_any_block_size(monkeypatch):
     embedder = embedder_of()
     each = [shares_of([weights]) for weights in token_weights(embedder, SHARE_TEXTS)]
     for block in (1024, 3):
@@ -167,14 +167,14 @@ def test_the_places_of_a_text_by_hand():
         # A prompt has no place.
         (":!a", [("[CLS]", 0, 0), (":", 0, 1), ("!", 1, 2), ("a", 2, 3), ("[SEP]", 0, 0)], [0, 0, 1, 1, 1],
          [None, None, "first", "rest", "last"]),
-        # A text of one token has a first and no last one.
+        # A text with one token has a first token but no last one.
         (".", [(".", 0, 1)], [1], ["first"]),
         ("..", [(".", 0, 1), (".", 1, 2)], [1, 1], ["first", "last"]),
-        # A special token in the middle is no punctuation.
+        # A special token in the middle is not punctuation.
         ("a b", [("a", 0, 1), ("!", 0, 0), (" ", 1, 2), ("b", 2, 3)], [1] * 4, ["first", "rest", "rest", "last"]),
     ],
 )  # fmt: skip
-def test_a_tokens_place_is_that_among_the_pooled_ones(text, spans, pooled, places):
+def test_the_place_of_a_token_is_that_among_pooled_tokens(text, spans, pooled, places):
     weights = weighed(text, spans, [each / sum(pooled) for each in pooled], [each == 1 for each in pooled])
     assert place_of(weights) == places
     assert sum(shares_of([weights]).tokens.values()) == pytest.approx(1)
@@ -199,12 +199,12 @@ def alone(embedder, text, head):
         attention = embedder.pooling.attention
         query_TW = attention.to_query(attention.norm(state_TH))
         key_RW = attention.to_key_value(attention.norm_latents(embedder.pooling.latents))[:, :16]
-    own = slice(8 * head, 8 * head + 8)
-    return ids, ((query_TW[:, own].double() @ key_RW[:, own].double().T) / 8**0.5).softmax(1).numpy()
+    columns = slice(8 * head, 8 * head + 8)
+    return ids, ((query_TW[:, columns].double() @ key_RW[:, columns].double().T) / 8**0.5).softmax(1).numpy()
 
 
 @pytest.mark.parametrize("mini_batch_tokens", [12, 1000])
-def test_the_weights_are_those_of_each_text_alone(mini_batch_tokens):
+def test_latent_weights_equal_those_of_each_text_alone(mini_batch_tokens):
     embedder = latent_embedder()
     heads = [latent_weights(embedder, TEXTS, head=head, mini_batch_tokens=mini_batch_tokens) for head in (0, 1)]
     means = latent_weights(embedder, TEXTS, mini_batch_tokens=mini_batch_tokens)
@@ -243,7 +243,7 @@ def routed_encoder(mini_batch_tokens: int = 64) -> Encoder:
 
 @pytest.mark.parametrize("mini_batch_tokens", [16, 1000])
 @pytest.mark.parametrize("role", ["document", "query"])
-def test_the_loads_are_those_of_each_text_alone(role, mini_batch_tokens):
+def test_expert_loads_equal_those_of_each_text_alone(role, mini_batch_tokens):
     model = routed_encoder(mini_batch_tokens)
     loads = expert_loads(model, ROUTED_TEXTS, role=role)
     prompt, length = (PROMPT, 12) if role == "query" else ("", 16)
@@ -263,7 +263,7 @@ SHIFT_TEXTS = ["the quick brown fox", "dog", "how do I pad sequences to one leng
 CORPUS = ["jumps over", "the lazy dog", "return the sum", "two numbers", "one length", "pad 7"]
 
 
-def test_each_context_is_read_on_its_own_and_none_is_one_too():
+def test_documents_are_encoded_in_each_context_and_without_one():
     encoder = Encoder(tiny_contextual(normalize=False), precision="float32")
     contexts = [sample_context(encoder, CORPUS, 3, seed) for seed in (1, 2)]
     shift = contextual_shift(encoder, SHIFT_TEXTS, contexts)
@@ -276,7 +276,7 @@ def test_each_context_is_read_on_its_own_and_none_is_one_too():
     assert np.abs(shift.vector_CND[0] - shift.alone_ND).max() > 1e-4
 
 
-def test_the_cosines_are_those_of_loops():
+def test_the_cosines_equal_those_of_loops():
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(5, 4, 6))
     vectors /= np.linalg.norm(vectors, axis=2, keepdims=True)
@@ -297,39 +297,39 @@ def test_the_cosines_are_those_of_loops():
 
 
 def moved(model, num_texts=3, num_contexts=2):
-    """The shift of so many texts in so many contexts, which are those of a contextual model."""
+    """The shift of `num_texts` texts in `num_contexts` contexts of a contextual model."""
     encoder = Encoder(tiny_contextual(), precision="float32")
     contexts = [sample_context(encoder, CORPUS, 3, seed) for seed in range(num_contexts)]
     return contextual_shift(Encoder(model, precision="float32"), SHIFT_TEXTS[:num_texts], contexts)
 
 
 @pytest.mark.parametrize(
-    ("look", "says"),
+    ("look", "message"),
     [
         (lambda: token_weights(tiny_contextual(), ["a"]), "is contextual"),
         (lambda: token_weights(embedder_of(), ["a"], prompt_name="qury"), "must name a prompt of the model"),
         (lambda: anchor_shares(embedder_of(), []), "texts must not be empty"),
         (
             lambda: latent_weights(embedder_of(), TEXTS),
-            "has mean pooling, and no latents; give one with latent",
+            "has mean pooling, without latents; use one with latent",
         ),
-        (lambda: latent_weights(tiny_contextual(), TEXTS), "has mean pooling, and no latents"),
-        (lambda: latent_weights(latent_embedder(), TEXTS, head=-1), "head must be from 0 to 1, .* got -1"),
+        (lambda: latent_weights(tiny_contextual(), TEXTS), "has mean pooling, without latents"),
+        (lambda: latent_weights(latent_embedder(), TEXTS, head=-1), "head must be from 0 to 1: .* got -1"),
         (
             lambda: latent_weights(latent_embedder(), TEXTS, head=2),
-            "head must be from 0 to 1, .*heads, got 2",
+            "head must be from 0 to 1: the model has 2 heads, got 2",
         ),
         (lambda: latent_weights(latent_embedder(), TEXTS, prompt_name="qury"), "must name a prompt of the model"),
         (
             lambda: expert_loads(Encoder(embedder_of()), TEXTS),
-            "is dense: it has no experts .*; give a sparse one",
+            "is dense: it has no experts; use a sparse model",
         ),
         (lambda: expert_loads(Encoder(tiny_contextual()), TEXTS), "the model: is contextual"),
         (lambda: moved(tiny_contextual(), num_texts=1), "documents must be two or more"),
         (lambda: moved(tiny_contextual(), num_contexts=1), "contexts must be two or more"),
-        (lambda: moved(embedder_of()), "this model takes none"),
+        (lambda: moved(embedder_of()), "the model is not contextual"),
     ],
 )
-def test_what_a_model_does_not_have_is_refused(look, says):
-    with pytest.raises(UserError, match=says):
+def test_an_inspection_that_does_not_fit_the_model_is_refused(look, message):
+    with pytest.raises(UserError, match=message):
         look()

@@ -1,4 +1,4 @@
-"""The format of matrix products follows the hardware, the wish and the weights."""
+"""The precision of matrix products depends on the hardware, the option and the weights."""
 
 import json
 import os
@@ -22,8 +22,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def processor(tmp_path, monkeypatch):
-    """Pretends that the processor lists these flags."""
+def cpu_flags(tmp_path, monkeypatch):
+    """A function that sets the content of /proc/cpuinfo."""
 
     def pretend(content):
         path = tmp_path / "cpuinfo"
@@ -47,8 +47,8 @@ def processor(tmp_path, monkeypatch):
         ("model name : bf16 inside\n", torch.float32, False),
     ],
 )
-def test_bfloat16_and_products_of_8_bits_follow_the_processors_flags(processor, content, expected, has_products):
-    processor(content)
+def test_bfloat16_and_8_bit_products_follow_the_cpu_flags(cpu_flags, content, expected, has_products):
+    cpu_flags(content)
     assert resolve_precision("auto", CPU) == expected
     assert has_int8_products() is has_products
 
@@ -56,23 +56,23 @@ def test_bfloat16_and_products_of_8_bits_follow_the_processors_flags(processor, 
 CUDA, MIXED = torch.device("cuda"), {torch.float32, torch.bfloat16}
 
 
-def test_the_weights_and_the_device_bound_the_choice(monkeypatch):
+def test_the_weights_and_the_device_restrict_the_precision(monkeypatch):
     assert resolve_precision("auto", CUDA, {torch.float16}) == torch.float16
     assert resolve_precision("auto", CPU, {torch.bfloat16}) == torch.bfloat16
     assert resolve_precision("int8", CPU, {torch.float32}) == torch.int8
-    # Adapters in float32 leave the choice open.
+    # float32 adapters on bfloat16 weights allow any precision.
     assert resolve_precision("float32", CPU, MIXED) == torch.float32
-    for precision_, device, weights, says in (
+    for precision_, device, weights, message in (
         ("auto", CPU, {torch.float16}, "must not be float16 on a CPU"),
-        ("float32", CPU, {torch.bfloat16}, "must be that of the weights, bfloat16"),
-        ("int8", CPU, {torch.bfloat16}, "must be that of the weights, bfloat16"),
+        ("float32", CPU, {torch.bfloat16}, "must match the weights, bfloat16"),
+        ("int8", CPU, {torch.bfloat16}, "must match the weights, bfloat16"),
         ("int8", CUDA, (), "precision runs on a CPU, not on cuda, got 'int8'"),
         ("int4", CPU, (), "precision must be one of auto, float32, bfloat16, int8, got 'int4'"),
     ):
-        with pytest.raises(OptionError, match=says):
+        with pytest.raises(OptionError, match=message):
             resolve_precision(precision_, device, weights)
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    with pytest.raises(OptionError, match="precision is for x86 CPUs and a torch with oneDNN, got 'int8'"):
+    with pytest.raises(OptionError, match="precision needs an x86 CPU and a torch build with oneDNN, got 'int8'"):
         resolve_precision("int8", CPU, {torch.float32})
 
 
@@ -87,7 +87,7 @@ def embedder(backbone=None):
 
 
 class Tiny(nn.Module):
-    """A layer where `Int8Products` looks for one."""
+    """A layer in a backbone, as `Int8Products` requires."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +96,7 @@ class Tiny(nn.Module):
 
 
 def rounded(layer, input_NI):
-    """Written out: weights to 255 steps a row, inputs to about as many a token."""
+    """The reference: weights rounded to 255 steps per row, inputs to about as many per token."""
     weight_scale_O1 = layer.weight.abs().amax(1, keepdim=True) / 127
     input_scale_N1 = input_NI.abs().amax(1, keepdim=True) / 127
     weight_OI = torch.round(layer.weight / weight_scale_O1) * weight_scale_O1
@@ -105,9 +105,9 @@ def rounded(layer, input_NI):
 
 @pytest.mark.parametrize("reduce", [False, True])
 @torch.no_grad()
-def test_products_are_those_of_rounded_numbers(reduce, monkeypatch):
+def test_products_equal_those_of_rounded_numbers(reduce, monkeypatch):
     if not (reduce or has_int8_products()):
-        pytest.skip("this processor sums pairs of products in 16 bits")
+        pytest.skip("this CPU sums pairs of products in 16 bits")
     monkeypatch.setattr(precision, "has_int8_products", lambda: not reduce)
     model = Tiny()
     input_NI = torch.randn(50, 32) * torch.logspace(-3, 3, 50)[:, None]
@@ -128,14 +128,14 @@ def test_no_backbone_changes_a_tensor_between_layers_that_share_it(make, monkeyp
     backbone, ids = make().eval(), torch.randint(5, 100, (2, 9))
     with Int8Products(backbone).on():
         shared = backbone(ids).last_hidden_state
-    quantised = precision.QuantisedInput._quantised
+    quantised = precision.QuantisedInput.quantise
     monkeypatch.setattr(precision.QuantisedInput, "of", lambda self, _, input_I: quantised(self, input_I))
     with Int8Products(backbone).on():
         assert torch.equal(backbone(ids).last_hidden_state, shared)
 
 
 @torch.no_grad()
-def test_a_model_is_itself_again_afterwards():
+def test_a_model_is_restored_afterwards():
     model = embedder()
     ids = torch.randint(5, 300, (2, 9))
     before, products = model.backbone(ids).last_hidden_state, Int8Products(model)
@@ -151,7 +151,7 @@ def test_a_model_is_itself_again_afterwards():
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
-def test_adapters_and_the_layers_beneath_them_run_in_int8_and_the_head_does_not():
+def test_adapters_and_their_base_layers_run_in_int8_and_the_head_does_not():
     model = embedder(add_lora(tiny_bert(), LoraSettings(rank=2)))
     parts = {name: module for name, module in model.backbone.named_modules() if type(module) is nn.Linear}
     beneath = [module for name, module in parts.items() if name.endswith(".base_layer")]
@@ -165,14 +165,14 @@ def test_adapters_and_the_layers_beneath_them_run_in_int8_and_the_head_does_not(
 
 
 @torch.no_grad()
-def test_what_is_not_finite_stays_so():
+def test_non_finite_inputs_give_non_finite_outputs():
     model, input_NI = Tiny(), torch.randn(3, 32)
     input_NI[0, 4], input_NI[1, 5] = torch.nan, torch.inf
     with Int8Products(model).on():
         assert model.layer(input_NI).isfinite().all(dim=1).tolist() == [False, False, True]
 
 
-def test_vectors_lie_near_and_search_goes_by_them(tmp_path):
+def test_int8_vectors_are_close_and_can_be_searched(tmp_path):
     model = embedder()
     exact = Encoder(model, precision="float32").encode(TEXTS)
     encoder = Encoder(model, precision="int8")
@@ -203,15 +203,15 @@ with torch.inference_mode():
 
 
 @pytest.mark.parametrize(("has_products", "is_right"), [(False, True), (True, False)])
-def test_without_products_of_8_bits_pairs_of_the_largest_numbers_do_not_overflow(has_products, is_right):
-    """oneDNN told to do as on a processor without them: 7 bits are right there, and 8 are not."""
+def test_7_bit_inputs_do_not_overflow_on_a_cpu_without_8_bit_products(has_products, is_right):
+    """oneDNN is forced to AVX2: 7-bit inputs are exact there, and 8-bit inputs overflow."""
     code, environment = OVERFLOW.format(has_products=has_products), {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     run = run_command(["-c", code], env=environment, check=True)
     assert (float(run.stdout) < 1e-3) is is_right
 
 
 @torch.no_grad()
-def test_another_tensor_or_another_module_is_quantised_anew():
+def test_another_tensor_or_another_module_is_quantised_again():
     inputs, owners = QuantisedInput(), (nn.Identity(), nn.Identity())
     first, second = torch.randn(4, 8), torch.randn(4, 8)
     found = inputs.of(owners[0], first)

@@ -1,4 +1,4 @@
-"""A corpus is read strictly and encoded by one or several processes, with the same bytes after a kill."""
+"""A corpus is validated, and encoded by one or more processes with the same bytes, also after a kill."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_shards_hold_the_vectors_and_documents_in_order(shard_size, shards, corp
 
 @contextmanager
 def killed_at(shard, monkeypatch):
-    """What runs inside is killed before it writes a shard."""
+    """Interrupt an encoding before it writes a shard."""
     with monkeypatch.context() as patch:
         patch.setattr(vector_folder, "_write_shard", interrupted_at(vector_folder._write_shard, shard + 1))
         with pytest.raises(KeyboardInterrupt):
@@ -85,9 +85,9 @@ def test_a_killed_run_resumes_with_the_same_bytes_in_every_format(
         VectorFolder.open(tmp_path / "resumed")
     counts = counted_encodings(monkeypatch)
     encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
-    # The empty text asks whether the prompt is known.
+    # The call with one empty text checks the prompt.
     assert counts == [1, *[4, 4, 3][killed:]]
-    # A finished folder is left as it is.
+    # A finished folder is not changed.
     encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
     assert counts[-1] == 1
     assert content(tmp_path / "resumed") == content(tmp_path / "whole")
@@ -106,7 +106,7 @@ def test_a_run_resumed_with_another_budget_keeps_the_mini_batches_of_the_first(c
     assert large.mini_batch_tokens == 4000
 
 
-def test_a_kill_between_documents_and_vectors_leaves_the_shard_open(corpus, encoder, tmp_path, monkeypatch):
+def test_a_kill_between_documents_and_vectors_leaves_the_shard_incomplete(corpus, encoder, tmp_path, monkeypatch):
     encode_corpus(encoder, corpus, tmp_path / "whole", shard_size=4)
 
     def full(*_):
@@ -125,12 +125,12 @@ def test_another_corpus_model_or_option_is_refused_by_name(corpus, encoder, tmp_
     encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     before = content(tmp_path / "out")
     other = Encoder(tiny_embedder(), precision="float32")
-    for used, options, says in (
+    for used, options, message in (
         (encoder, {"shard_size": 5}, "field 'shard_size' is 4, expected 5"),
         (encoder, {"shard_size": 4, "prompt_name": "other"}, "field 'prompt_name' is None, expected 'other'"),
         (other, {"shard_size": 4}, "field 'model_sha256' is"),
     ):
-        with pytest.raises(InputError, match=says):
+        with pytest.raises(InputError, match=message):
             encode_corpus(used, corpus, tmp_path / "out", **options)
     corpus.write_text(corpus.read_text().replace("d10", "d99"))
     with pytest.raises(InputError, match="field 'corpus_sha256' is"):
@@ -138,15 +138,15 @@ def test_another_corpus_model_or_option_is_refused_by_name(corpus, encoder, tmp_
     assert content(tmp_path / "out") == before
 
 
-def test_a_folder_that_names_no_format_holds_float32_and_stays_as_it_is(corpus, encoder, tmp_path):
+def test_a_folder_of_an_older_version_without_a_format_is_float32_and_is_not_changed(corpus, encoder, tmp_path):
     encode_corpus(encoder, corpus, tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest.pop("vector_format") == "float32"
     (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
     assert VectorFolder.open(tmp_path / "out").vector_format == "float32"
-    for asked in ("float32", "int8"):  # which are of other models: their hashes have come to say more
-        with pytest.raises(InputError, match=f"field 'vector_format' is None, expected '{asked}'"):
-            encode_corpus(encoder, corpus, tmp_path / "out", vector_format=asked)
+    for requested in ("float32", "int8"):
+        with pytest.raises(InputError, match=f"field 'vector_format' is None, expected '{requested}'"):
+            encode_corpus(encoder, corpus, tmp_path / "out", vector_format=requested)
     assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
     (tmp_path / "out" / "manifest.json").write_text(json.dumps({**manifest, "vector_format": "int4"}))
     with pytest.raises(
@@ -155,7 +155,7 @@ def test_a_folder_that_names_no_format_holds_float32_and_stays_as_it_is(corpus, 
         VectorFolder.open(tmp_path / "out")
 
 
-def test_directions_come_in_pieces_no_larger_than_a_tile(corpus, encoder, tmp_path, monkeypatch):
+def test_directions_are_returned_in_blocks_of_at_most_a_tile(corpus, encoder, tmp_path, monkeypatch):
     folder = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=6, vector_format="int8")
     whole = np.concatenate(list(folder.directions()))
     monkeypatch.setattr(vector_folder, "DOCUMENT_TILE", 4)
@@ -177,7 +177,7 @@ def test_a_bad_corpus_or_option_writes_nothing(corpus, encoder, tmp_path):
 
 
 @pytest.mark.parametrize(("value", "kind"), [(np.nan, "not finite"), (np.inf, "not finite"), (0, "zero")])
-def test_a_vector_without_a_direction_is_named_and_not_ranked(value, kind, corpus, encoder, tmp_path):
+def test_a_zero_or_non_finite_vector_is_named_and_not_ranked(value, kind, corpus, encoder, tmp_path):
     encode_corpus(encoder, corpus, tmp_path / "out", shard_size=10)
     path = tmp_path / "out" / "vectors-00001.npy"
     vectors = np.load(path)
@@ -197,21 +197,21 @@ def test_a_text_whose_vector_is_zero_is_named_by_its_row(corpus, encoder, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
-        (b"", "documents-00001.jsonl:1: holds no document; delete the folder"),
-        (b'{"_id": "d4", "text": 5}', "documents-00001.jsonl:1: holds no document"),
+        (b"", "documents-00001.jsonl:1: is not a document; delete the folder"),
+        (b'{"_id": "d4", "text": 5}', "documents-00001.jsonl:1: is not a document"),
         (b"\xff\n", "documents-00001.jsonl: is missing or damaged"),
         (None, "documents-00001.jsonl: is missing or damaged"),
     ],
 )
-def test_damaged_documents_are_named_in_one_line(content, says, corpus, encoder, tmp_path):
+def test_damaged_documents_are_named_in_one_line(content, message, corpus, encoder, tmp_path):
     folder = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     path = tmp_path / "out" / "documents-00001.jsonl"
     path.unlink() if content is None else path.write_bytes(content)
     assert folder.documents([0])[0].document_id == "d0"
     for look in (lambda: folder.documents([0, 4]), lambda: search_corpus(encoder, tmp_path / "out", ["a"], 11)):
-        with pytest.raises(InputError, match=says):
+        with pytest.raises(InputError, match=message):
             look()
 
 
@@ -220,7 +220,7 @@ def contextual():
     return Encoder(tiny_contextual(), precision="float32")
 
 
-def test_a_folder_keeps_its_context_and_queries_take_it(contextual, corpus, tmp_path):
+def test_a_folder_stores_its_context_and_queries_use_it(contextual, corpus, tmp_path):
     context = choose_context(contextual, corpus, 3, seed=2)
     folder = encode_corpus(contextual, corpus, tmp_path / "out", shard_size=4, context=context)
     expected = contextual.encode(some_texts(11), context=context)
@@ -250,24 +250,26 @@ def test_a_killed_contextual_run_ends_with_the_same_bytes(contextual, corpus, tm
 
 def test_another_context_is_refused_and_nothing_changes(contextual, corpus, tmp_path):
     context, other = (choose_context(contextual, corpus, 3, seed) for seed in (0, 1))
-    for name, own, asked in (("with", context, other), ("without", None, other), ("with", context, None)):
-        encode_corpus(contextual, corpus, tmp_path / name, context=own)
+    for name, stored, requested in (("with", context, other), ("without", None, other), ("with", context, None)):
+        encode_corpus(contextual, corpus, tmp_path / name, context=stored)
         before = content(tmp_path / name)
         with pytest.raises(InputError, match=r"field 'context(\.seed)?' is"):
-            encode_corpus(contextual, corpus, tmp_path / name, context=asked)
+            encode_corpus(contextual, corpus, tmp_path / name, context=requested)
         assert content(tmp_path / name) == before
-    with pytest.raises(InputError, match="was encoded without a context, asked for is 3 documents of seed 1"):
+    with pytest.raises(
+        InputError, match="was encoded without a context, but the requested context is 3 documents of seed 1"
+    ):
         search_corpus(contextual, tmp_path / "without", ["fox"], context=other)
 
 
-def test_a_draw_is_compared_with_the_folders_context_and_not_encoded(contextual, corpus, tmp_path, monkeypatch):
+def test_a_draw_is_compared_with_the_context_of_a_folder_and_not_encoded(contextual, corpus, tmp_path, monkeypatch):
     same, other = (draw_context(contextual, corpus, 3, seed) for seed in (2, 1))
     encode_corpus(contextual, corpus, tmp_path / "out", shard_size=4, context=choose_context(contextual, corpus, 3, 2))
     (expected,) = search_corpus(contextual, corpus, ["quick fox"], top_k=3, context=same)
     monkeypatch.setattr(Encoder, "encode_context", lambda *_: pytest.fail("encoded again"))
     (hits,) = search_corpus(contextual, tmp_path / "out", ["quick fox"], top_k=3, context=same)
     assert [hit.document_id for hit in hits] == [hit.document_id for hit in expected]
-    with pytest.raises(InputError, match=r"with 3 documents of seed 2 .* asked for is 3 documents of seed 1"):
+    with pytest.raises(InputError, match=r"with 3 documents of seed 2 .* requested context is 3 documents of seed 1"):
         search_corpus(contextual, tmp_path / "out", ["quick fox"], context=other)
 
 
@@ -283,7 +285,7 @@ def write(path, rows):
         ([{"_id": "b", "title": "", "text": "body"}], [("b", "body")]),
         ([{"_id": "c", "title": "Title", "text": ""}], [("c", "Title")]),
         ([{"_id": "d", "text": "tëxt", "metadata": {"url": 1}}, {"_id": 7, "text": ""}], [("d", "tëxt"), ("7", "")]),
-        # Rows without ids are numbered from 0, and `id` serves where there is no `_id`.
+        # Rows without ids are numbered from 0, and `id` is used if there is no `_id`.
         ([{"text": "x"}, {"text": "y"}], [("0", "x"), ("1", "y")]),
         ([{"id": "a", "text": "x"}, {"id": 7, "text": "y"}], [("a", "x"), ("7", "y")]),
         ([{"_id": "a", "id": "x", "text": "x"}, {"_id": "b", "id": "x", "text": "y"}], [("a", "x"), ("b", "y")]),
@@ -305,7 +307,7 @@ def test_columns_may_have_other_names(tmp_path):
     assert list(read_corpus(both, {"text": "id"})) == [Document("0", "the text")]
     with pytest.raises(InputError, match=r"corpus\.jsonl:1: field 'answer' is missing"):
         list(read_corpus(path, {"text": "answer"}))
-    with pytest.raises(OptionError, match="columns must be the column of _id, title or text, got 'query'"):
+    with pytest.raises(OptionError, match="columns must map _id, title or text to a column, got 'query'"):
         list(read_corpus(path, {"query": "text"}))
 
 
@@ -320,7 +322,7 @@ def test_columns_may_have_other_names(tmp_path):
         ({"_id": "", "text": "x"}, "field '_id' is empty"),
         ({"_id": True, "text": "x"}, "field '_id' is true or false, expected text"),
         ({"_id": 1.5, "text": "x"}, "field '_id' is a number, expected text"),
-        ({"_id": "b", "text": "\ud800"}, "field 'text' holds half of a character"),
+        ({"_id": "b", "text": "\ud800"}, "field 'text' contains a lone surrogate"),
     ],
 )
 def test_a_bad_row_is_named(row, message, tmp_path):
@@ -344,15 +346,15 @@ ROOT = Path(__file__).parents[2]
         ("cuda", 1, ("cuda",)),
         ("cpu", 4, ("cpu",)),
         (0, 0, "devices must be >= 1, got 0; give a number"),
-        (0, 4, "devices must be from 1 to the 4 GPUs there are, got 0"),
-        (5, 4, "devices must be from 1 to the 4 GPUs there are, got 5"),
+        (0, 4, "devices must be from 1 to the number of GPUs, 4, got 0"),
+        (5, 4, "devices must be from 1 to the number of GPUs, 4, got 5"),
         ("cuda:0", 0, r"devices must name devices of this machine \(cpu\), got 'cuda:0'"),
         *((name, 0, "devices must name devices") for name in ("cuda", "", "cpu,", "tpu")),
         ("cuda:4", 4, "devices must name devices"),
-        ("cpu,cuda:0", 4, "devices must all be of one kind"),
+        ("cpu,cuda:0", 4, "devices must all be of one type"),
     ],
 )
-def test_devices_are_counted_or_named_and_refused_where_they_are_not_there(devices, num_gpus, found, monkeypatch):
+def test_devices_are_counted_or_named_and_missing_ones_are_refused(devices, num_gpus, found, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     if isinstance(found, tuple):
@@ -362,7 +364,7 @@ def test_devices_are_counted_or_named_and_refused_where_they_are_not_there(devic
             parse_devices(devices)
 
 
-def test_a_single_device_works_here_and_reads_no_further_than_asked():
+def test_a_single_device_works_in_this_process_and_reads_items_on_demand():
     encoder, read = Encoder(tiny_embedder()), []
     results = on_devices(encoder, ("cpu",), lambda used, item: (used, read.append(item), item)[::2], iter(range(3)))
     assert next(results) == (encoder, 0)
@@ -370,13 +372,13 @@ def test_a_single_device_works_here_and_reads_no_further_than_asked():
     assert [item for _, item in results] == [1, 2]
 
 
-def test_a_model_that_lies_nowhere_cannot_be_shared_out():
+def test_a_model_without_a_directory_cannot_be_used_on_several_devices():
     with pytest.raises(OptionError, match="devices needs a model that was read from a directory"):
         on_devices(Encoder(tiny_embedder()), ("cpu", "cpu"), print, [])
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_the_model_makes_room_for_others_and_is_back_afterwards(is_closed, model, monkeypatch):
+def test_the_model_is_on_the_cpu_while_workers_run_and_returns_afterwards(is_closed, model, monkeypatch):
     encoder, moves, events = Encoder.from_pretrained(model, device="cpu"), [], []
     monkeypatch.setattr(encoder.embedder, "to", moves.append)
     home = encoder.embedder.device
@@ -439,13 +441,13 @@ def test_two_devices_and_a_tokeniser_write_the_bytes_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("target", "number", "code", "says"),
+    ("target", "number", "code", "message"),
     [
         ("group", signal.SIGINT, 130, "interrupted; finished files and shards are kept"),
         ("worker", signal.SIGKILL, 70, ", cpu was ended by a signal (SIGKILL); what is finished is kept"),
     ],
 )
-def test_a_run_that_is_cut_short_goes_on(target, number, code, says, model, tmp_path, one_thread):
+def test_an_interrupted_run_resumes(target, number, code, message, model, tmp_path, one_thread):
     corpus, output = write_corpus(tmp_path / "corpus.jsonl", some_texts(800)), tmp_path / "out"
     line = ["encode", "--model", model, "--input", str(corpus), "--output", str(output), "--precision", "float32"]
     line += ["--dimensions", "20", "--shard_size", "4"]
@@ -461,7 +463,7 @@ def test_a_run_that_is_cut_short_goes_on(target, number, code, says, model, tmp_
         assert process.poll() is None
         time.sleep(0.02)
     if target == "group":
-        # As a terminal's Ctrl-C.
+        # Like Ctrl-C in a terminal.
         os.killpg(process.pid, number)
     else:
         os.kill(worker_of(process.pid), number)
@@ -469,7 +471,7 @@ def test_a_run_that_is_cut_short_goes_on(target, number, code, says, model, tmp_
     assert not [line for line in errors if "Traceback" in line]
     assert process.returncode == code
     assert errors[-1].startswith("error: ")
-    assert says in errors[-1]
+    assert message in errors[-1]
     left = content(output)
     assert 0 < len([name for name in left if name.startswith("vectors")]) < 200
     assert not [name for name in left if name.startswith(".")] or target == "worker"
@@ -479,7 +481,7 @@ def test_a_run_that_is_cut_short_goes_on(target, number, code, says, model, tmp_
 
 
 def worker_of(process):
-    """One of the processes that a process started for a device."""
+    """A worker process that a process started for a device."""
     for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
         if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
             return int(child)

@@ -1,4 +1,4 @@
-"""What is stored of a vector is what the format says, and reads back as near as it promises."""
+"""Vectors are stored in their format and read back within its error bound."""
 
 import numpy as np
 import pytest
@@ -24,14 +24,14 @@ HAND = np.array(
 
 def test_int8_is_one_scale_a_row_rounded_to_the_nearest_and_binary_the_signs():
     rows = stored_rows(HAND, "int8", "here")
-    # Halves go to the even number.
+    # Half rounds to even.
     assert rows["codes"].tolist() == [[127, -64, 2, 0, 2, 0, 1, -127], [-127, 64, 0, -64, 32, 16, 127, -1]]
     assert rows["scale"].tolist() == [1.0, float(np.float32(2) / np.float32(127))]
     restored = float_rows(rows, "int8")
     assert restored[0].tolist() == [127, -64, 2, 0, 2, 0, 1, -127]
     assert restored.dtype == np.float32
     bits = stored_rows(HAND, "binary", "here")
-    # The first number's sign is the highest bit.
+    # The sign of the first number is the highest bit.
     assert [f"{byte:08b}" for byte in bits[:, 0]] == ["10101010", "01001110"]
     assert float_rows(bits, "binary").tolist() == [[1, -1, 1, -1, 1, -1, 1, -1], [-1, 1, -1, -1, 1, 1, 1, -1]]
 
@@ -60,7 +60,7 @@ def test_each_number_equals_a_loop_by_hand(vector_format, num_rows, width):
 
 @pytest.mark.parametrize("vector_format", VECTOR_FORMATS)
 @pytest.mark.parametrize(("value", "kind"), [(0, "zero"), (np.nan, "not finite"), (np.inf, "not finite")])
-def test_a_vector_without_a_direction_is_refused_by_its_row(value, kind, vector_format):
+def test_a_zero_or_non_finite_vector_is_refused_by_its_row(value, kind, vector_format):
     vectors = unit_vectors(5)
     vectors[3] = value
     with pytest.raises(InputError, match=f"corpus:13: the vector is {kind}"):
@@ -68,7 +68,7 @@ def test_a_vector_without_a_direction_is_refused_by_its_row(value, kind, vector_
 
 
 @pytest.mark.parametrize("value", [7e4, 1e-9])
-def test_a_vector_beyond_float16_is_refused_and_int8_takes_it(value):
+def test_a_vector_outside_float16_is_refused_and_int8_stores_it(value):
     vectors = unit_vectors(5)
     vectors[3] = value
     with pytest.raises(InputError, match="corpus:4: the vector has numbers too large or too small for float16; encode"):
@@ -76,7 +76,7 @@ def test_a_vector_beyond_float16_is_refused_and_int8_takes_it(value):
     np.testing.assert_allclose(float_rows(stored_rows(vectors, "int8", "corpus"), "int8")[3], value, rtol=1e-6)
 
 
-def test_a_format_that_cannot_be_is_refused_by_name():
+def test_an_impossible_format_is_refused_by_name():
     require_format("int8", 20)
     with pytest.raises(OptionError, match="vector_format needs vectors whose width is a multiple of 8, these have 20"):
         require_format("binary", 20)
@@ -95,14 +95,14 @@ def formatted_shards(folder, vectors, vector_format="float32", shard_size=10):
     shards = VectorShards(folder, len(vectors), vectors.shape[1], shard_size, vector_format)
     for shard in range(shards.num_shards):
         part = vectors[shard * shard_size : (shard + 1) * shard_size]
-        # float32 unchecked, so that a test may write a vector without a direction.
+        # float32 is not checked, so that a test can write an invalid vector.
         stored = part if vector_format == "float32" else stored_rows(part, vector_format, "here")
         save_array(shards.path(shard), stored)
     return shards
 
 
 @pytest.mark.parametrize("other", [None, np.ones((0, 3), np.float32), np.ones((2, 4), np.float32), np.ones((2, 3))])
-def test_a_shard_that_is_not_what_it_should_be_is_named(other, tmp_path):
+def test_a_damaged_shard_is_named(other, tmp_path):
     shards = formatted_shards(tmp_path, unit_vectors(5, width=3), shard_size=2)
     shards.path(1).write_bytes(shards.path(1).read_bytes()[:-4])
     if other is not None:
@@ -112,7 +112,7 @@ def test_a_shard_that_is_not_what_it_should_be_is_named(other, tmp_path):
 
 
 @pytest.mark.parametrize(("value", "kind"), [(0, "zero"), (np.nan, "not finite"), (1, "of length 2.828")])
-def test_a_taken_vector_without_direction_is_named_by_shard_and_row(value, kind, tmp_path):
+def test_a_taken_vector_that_is_invalid_is_named_by_shard_and_row(value, kind, tmp_path):
     vectors = unit_vectors(60)
     vectors[23] = value
     shards = formatted_shards(tmp_path, vectors)
@@ -146,5 +146,8 @@ def test_a_damaged_scale_is_named_by_shard_and_row_and_another_format_refused(sc
     save_array(shards.path(2), stored)
     with pytest.raises(InputError, match=rf"vectors-00002\.npy:4: the vector is {kind}"):
         shards.take(np.array([24]), unit=False)
-    with pytest.raises(InputError, match=r"vectors-00000\.npy: holds .* expected .*; delete the folder"):
+    with pytest.raises(
+        InputError,
+        match=r"vectors-00000\.npy: is .* of shape \(10,\), expected float32 of shape \(10, 8\); delete the folder",
+    ):
         VectorShards(tmp_path, 27, 8, 10, "float32").load(0)

@@ -277,5 +277,5 @@ def test_contextual_or_unfinished_vectors_are_refused(encoded, tmp_path):
 
 @pytest.mark.parametrize("vector_format", ["float16", "int8", "binary"])
 def test_vectors_in_another_format_than_float32_are_refused(vector_format, encoder, encoded):
-    says = f"holds {vector_format} vectors, and a job takes float32; encode .* with --vector-format float32"
+    says = f"has {vector_format} vectors, but a job needs float32; encode .* with --vector-format float32"
     refused(InputError, says, opened, encoded(vector_format, vector_format=vector_format), encoder)

@@ -192,7 +192,7 @@ def test_float16_vectors_can_be_indexed_and_smaller_ones_cannot(tmp_path, vector
         folder = vector_folder(tmp_path / vector_format, vectors, vector_format=vector_format)
         before = sorted(folder.path.iterdir())
         for use in (build_index, Index.open):
-            says = f"holds {vector_format} vectors, and an index, .*, takes float32 or float16; encode into another"
+            says = f"has {vector_format} vectors, but an index, .*, needs float32 or float16; encode into another"
             with pytest.raises(InputError, match=says):
                 use(folder)
         assert sorted(folder.path.iterdir()) == before

@@ -191,7 +191,7 @@ CASES = {
     ENCODE: {
         "half of a character in a corpus": (
             rows("corpus.jsonl", {"text": "\udead"}),
-            f"corpus.jsonl:1: field 'text' {HALF}",
+            "corpus.jsonl:1: field 'text' contains a lone surrogate",
         ),
         "a row of 100 MB": (long_line, "corpus.jsonl:2: the row is longer than 32 MiB"),
         "null for a document": (
@@ -230,7 +230,7 @@ CASES = {
             both(tested(*LABELLED), rows("eval/train.jsonl", LABELLED[0])),
             "eval/train.jsonl: every label is 'one'",
         ),
-        "a folder without data": (lambda place: (place.folder / "eval").mkdir(), "eval: holds no evaluation data"),
+        "a folder without data": (lambda place: (place.folder / "eval").mkdir(), "eval: has no evaluation data"),
     },
     SEARCH.replace("fox", "'fox \udc80'"): {
         "half of a character to search for": (
@@ -349,16 +349,16 @@ CASES = {
     EVALUATE + " --dimensions 33": {
         "more dimensions than vectors have": (
             EVALUATION,
-            "dimensions must be from 1 to the 32 that the model's vectors have, got 33",
+            "dimensions must be from 1 to 32, the width of the model's vectors, got 33",
         )
     },
     EVALUATE + " --context-size 2": {
-        "a context for a model that takes none": (EVALUATION, "context must be left out: this model takes none")
+        "a context for a model that takes none": (EVALUATION, "context must be left out: the model is not contextual")
     },
     FILTER + " --decontaminate gone": {
         "evaluation texts to leave out that are not there": (
             rows("pairs.jsonl", {"query": "a", "positive": "b"}),
-            "gone: holds no evaluation data",
+            "gone: has no evaluation data",
         )
     },
 }
