@@ -111,10 +111,10 @@ def make_tokenizer_a_folder(folder):
     ("damage", "says"),
     [
         (add_tokens, "the model has 384 embeddings"),
-        (drop_special_tokens, "no pad and no eos token"),
+        (drop_special_tokens, "neither a pad nor an eos token"),
         (drop_weights, "2 weights of BertModel are missing"),
         (pickle_weights, "cannot be loaded"),
-        (widen, r"has shape .*, by config\.json it has"),
+        (widen, r"has shape .*, config\.json expects"),
         (drop_tokenizer, r"holds vocab.txt and no tokenizer\.json; take a whole copy"),
         (make_tokenizer_a_folder, r"tokenizer\.json: is a folder; take a whole copy"),
     ],
@@ -187,7 +187,7 @@ def test_a_tokenizer_that_panics_is_one_line(bert, capfd, part, value, says):
         ({"num_layers": 3}, r"backbone\.num_layers must be <= 2, the model's, got 3"),
         (
             {"attn_implementation": "flash_attention_2"},
-            r"backbone\.attn_implementation cannot be had: .*, got 'flash_attention_2'; set it to sdpa",
+            r"backbone\.attn_implementation is not available: .*, got 'flash_attention_2'; set it to sdpa",
         ),
     ],
 )
@@ -207,12 +207,12 @@ def test_dropout_reaches_a_decoders_attention_and_is_refused_where_there_is_none
 
 def test_flex_attention_with_dropout_is_one_line(tmp_path):
     folder = save_backbone(str(tmp_path / "bert"), tiny_bert(dropout=0.1), wordpiece_tokenizer())
-    says = r"attn_implementation has no dropout, and the model's attention_probs_dropout_prob is 0\.1.*set dropout to 0"
+    says = r"attn_implementation does not support dropout, and the model's attention_probs_dropout_prob is 0\.1.*set dropout to 0"
     with pytest.raises(OptionError, match=says):
         load_backbone(BackboneConfig(folder, attn_implementation="flex_attention"))
     load_backbone(BackboneConfig(folder, attn_implementation="flex_attention", dropout=0.0))
     settings = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
-    with pytest.raises(OptionError, match="has no dropout"):
+    with pytest.raises(OptionError, match="does not support dropout"):
         new_model(FromScratch(folder, "bert", settings, attn_implementation="flex_attention"), AutoModel)
 
 
@@ -302,10 +302,10 @@ def test_layers_that_a_pooling_reads_are_left_as_they_are_and_eager_attention_is
         Embedder(decoder, sentencepiece_tokenizer(), pooling)
     compile_layers(partly)
     assert [is_compiled(layer) for layer in layers(partly)] == [True, False]
-    with pytest.raises(OptionError, match=r"backbone\.compile compiles no layer of this model: the pooling reads"):
+    with pytest.raises(OptionError, match=r"backbone\.compile cannot compile any layer of this model: the pooling reads"):
         compile_layers(whole)
     whole.set_attn_implementation("eager")
-    with pytest.raises(OptionError, match=r"backbone\.compile does not go with eager attention.*sdpa"):
+    with pytest.raises(OptionError, match=r"backbone\.compile does not support eager attention.*sdpa"):
         compile_layers(whole)
 
 

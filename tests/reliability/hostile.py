@@ -172,11 +172,11 @@ CASES = {
         ),
         "an attention from a repository": (
             model(edited("config.json", attn_implementation="evil/kernel", _attn_implementation="evil/kernel")),
-            "model/config.json: attn_implementation asks for the code of 'evil/kernel'",
+            "model/config.json: attn_implementation needs the code of 'evil/kernel'",
         ),
         "adapters of a model elsewhere": (
             model(content("adapter_config.json", '{"peft_type": "LORA", "base_model_name_or_path": "../elsewhere"}')),
-            "model: holds adapters of another model",
+            "model: contains adapters of another model",
         ),
         # What lies in a model's directory and is of no use to it.
         "more pickles beside the weights": (
