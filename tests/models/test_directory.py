@@ -429,12 +429,12 @@ def test_what_is_no_hub_id_has_no_revision_and_is_not_looked_for_on_the_hub(tmp_
     with pytest.raises(OptionError, match="revision"):
         resolve_model(str(tmp_path), "main")
     with pytest.raises(
-        InputError, match=r"^checkpoints/mntp: is not there; make it first, by the line that the config"
+        InputError, match=r"^checkpoints/mntp: does not exist; create it first with the command in the config's"
     ):
         resolve_model("checkpoints/mntp")
     (tmp_path / "model").write_text("")
     for name in ("./nothing", "/nothing/here", "~/nothing", "a/b/c", str(tmp_path / "model")):
-        with pytest.raises(InputError, match="is no directory"):
+        with pytest.raises(InputError, match="is not a directory"):
             resolve_model(name)
     assert unreachable == []
 
@@ -452,7 +452,7 @@ def unreachable(monkeypatch):
 
 
 def test_an_unreachable_hub_is_one_line_that_names_the_packaged_models_extra(monkeypatch, unreachable):
-    with pytest.raises(InputError, match=r"^who/what@abc: neither a directory") as caught:
+    with pytest.raises(InputError, match=r"^who/what@abc: is neither a directory") as caught:
         resolve_model("who/what", "abc")
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(model_files, "PACKAGED_MODULE", "no_such_package")
