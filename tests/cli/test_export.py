@@ -48,7 +48,7 @@ def trained(tmp_path, config, num_steps=2):
     ("words", "says"),
     [
         ([], "asks for the class os.system"),
-        (["--licence", "Apache 2.0"], "licence must be a name of the Hub's"),
+        (["--licence", "Apache 2.0"], "licence must be a licence identifier of the Hub"),
         (["--scores", "scores.json"], "scores.json: does not contain a list"),
         (["--scores", "none.json"], "none.json: is not readable JSON"),
     ],

@@ -322,7 +322,7 @@ def test_a_way_that_fails_or_disagrees_is_left_with_one_warning(way, reason, cap
         assert checked_sums(way, *KIND) is tiled_sums
         assert checked_sums(way, *KIND) is tiled_sums
     assert len(caplog.records) == 1
-    assert "takes the slower tiled way" in caplog.text
+    assert "uses the slower tiled sums" in caplog.text
     message = caplog.records[0].getMessage()
     assert re.search(reason, message), message
 
@@ -513,7 +513,7 @@ def test_without_a_whole_mask_causality_and_window_are_those_of_the_call(mask, m
     for whole in (mask, torch.ones(2, 1, 5, 5, dtype=torch.bool)):
         with capture.open():
             _captured_attention(module, states, states, states, whole, is_causal=True, sliding_window=3)
-            noted.append(capture.found[id(module)])
+            noted.append(capture.captured[id(module)])
     assert (noted[0].mask, noted[0].is_causal, noted[0].window) == (None, True, 3)
     assert (noted[1].is_causal, noted[1].window) == (False, None)
     assert noted[1].mask is not None
