@@ -200,13 +200,13 @@ def test_the_longest_document_is_what_both_stages_have_positions_for(kind, num_p
 
 
 def test_backbones_that_do_not_fit_are_refused():
-    with pytest.raises(OptionError, match="backbone must read its context as a set, and sees its order"):
+    with pytest.raises(OptionError, match="backbone must not depend on the order of its context"):
         ContextualEmbedder(tiny_bert(), tiny_mistral(), wordpiece_tokenizer())
     small = tiny_bert()
     small.resize_token_embeddings(8)
-    with pytest.raises(OptionError, match="first_stage_backbone must read the tokens of the second stage's tokenizer"):
+    with pytest.raises(OptionError, match="first_stage_backbone must have embeddings for the second stage's tokenizer"):
         ContextualEmbedder(small, tiny_bert(), wordpiece_tokenizer())
-    with pytest.raises(OptionError, match="backbone must rotate by index where context vectors have positions"):
+    with pytest.raises(OptionError, match="backbone must have rotary positions if context vectors have positions"):
         tiny_contextual("bert", form=ContextForm(has_positions=True))
 
 
@@ -473,9 +473,9 @@ def test_a_window_holds_among_the_texts_tokens_and_for_no_other():
 
 
 def test_a_backbone_that_sees_the_order_breaks_the_rule():
-    assert broken_rule(tiny_mistral()) == "must read its context as a set, and sees its order"
+    assert broken_rule(tiny_mistral()) == "must not depend on the order of its context"
     config = MPNetConfig(**SMALL, max_position_embeddings=130)
-    assert "not weigh tokens by their distance" in broken_rule(MPNetModel(config, add_pooling_layer=False))
+    assert "not use relative positions" in broken_rule(MPNetModel(config, add_pooling_layer=False))
     packed = tiny_bert()
     packed.config._attn_implementation = "flash_attention_2"
     assert broken_rule(packed) == "must be loaded with eager or sdpa attention, not flash_attention_2"

@@ -286,7 +286,7 @@ def test_a_context_has_the_documents_prompt_however_it_is_given(tmp_path, folder
 def test_vectors_that_are_no_context_are_refused(tmp_path):
     tiny_contextual().save_pretrained(tmp_path / "model")
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
-    with pytest.raises(ValueError, match=r"must be what model\[0\].embed_context\(documents\) gives"):
+    with pytest.raises(ValueError, match=r"must be the result of model\[0\].embed_context\(documents\)"):
         theirs.encode(TEXTS_CONTEXTUAL, dataset_embeddings=theirs.encode(CORPUS))
     with pytest.raises(ValueError, match="context must be at most 5 vectors of width 32"):
         theirs.encode(TEXTS_CONTEXTUAL, dataset_embeddings=torch.zeros(6, 32))

@@ -272,7 +272,7 @@ def test_longer_padding_changes_no_vector_and_passes_no_position(monkeypatch):
 
 def test_a_window_behind_a_context_is_refused_and_otherwise_padded():
     embedder = tiny_contextual("modernbert")
-    with pytest.raises(OptionError, match=r"backbone\.unpadded cannot be: layers with a window see the whole context"):
+    with pytest.raises(OptionError, match=r"backbone\.unpadded is not supported: layers with a window see the whole context"):
         embedder.unpad(True)
     embedder.unpad("auto", first_stage=True)
     assert embedder.unpadding is None
