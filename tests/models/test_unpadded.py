@@ -112,7 +112,7 @@ def test_every_pooling_makes_the_vectors_of_padded_texts(pooling, kind):
 def test_a_model_that_cannot_is_refused_in_one_line_and_otherwise_padded(monkeypatch):
     for backbone, reason in ((tiny_t5(), "T5EncoderModel"), (build("gemma2", head_dim=8), "attention with softcap")):
         embedder = embedder_of(backbone)
-        with pytest.raises(OptionError, match=rf"backbone.unpadded cannot be: .*{reason}.*leave it out") as refused:
+        with pytest.raises(OptionError, match=rf"backbone.unpadded is not supported: .*{reason}.*leave it out") as refused:
             embedder.unpad(True)
         assert "\n" not in str(refused.value)
         with monkeypatch.context() as patched:
@@ -125,10 +125,10 @@ def test_a_model_that_cannot_is_refused_in_one_line_and_otherwise_padded(monkeyp
 def test_attention_across_texts_or_with_masks_of_its_own_is_refused(monkeypatch):
     loop, embedder = unpadded._by_loop, embedder_of(tiny_bert())
     monkeypatch.setattr(unpadded, "_by_loop", lambda *given: loop(*given[:3], given[3][[0, -1]], *given[4:]))
-    with pytest.raises(OptionError, match="BertModel reads texts without padding otherwise, by"):
+    with pytest.raises(OptionError, match="BertModel has other states for unpadded texts, by"):
         embedder.unpad(True)
     embedder.backbone.config._attn_implementation_internal = "flex_attention"
-    with pytest.raises(OptionError, match="flex_attention reads padded texts alone"):
+    with pytest.raises(OptionError, match="flex_attention supports only padded texts"):
         embedder.unpad(True)
 
 
