@@ -340,7 +340,7 @@ def test_a_grouped_product_of_megablocks_kind_gives_the_same_sum(monkeypatch):
     expected = experts(tokens, routing)
     set_expert_backend(experts, "megablocks")
     torch.testing.assert_close(experts(tokens, routing), expected)
-    with pytest.raises(OptionError, match="computes only in bfloat16, got 'megablocks in torch"):
+    with pytest.raises(OptionError, match="supports only bfloat16, got 'megablocks in torch"):
         experts.float()(tokens.float(), routing)
 
 
@@ -393,7 +393,7 @@ def test_noise_is_drawn_in_training_alone_and_probabilities_are_float32():
     ("options", "says"),
     [
         ({"num_experts": 0, "top_k": 1}, "num_experts must be >= 1, got 0"),
-        ({"num_experts": 4, "top_k": 0}, "top_k must be from 1 to the 4 experts there are, got 0"),
+        ({"num_experts": 4, "top_k": 0}, "top_k must be from 1 to the number of experts, 4, got 0"),
         ({"num_experts": 4, "top_k": 2, "noise": 1.0}, "noise must be >= 0 and < 1, got 1.0"),
     ],
 )

@@ -304,11 +304,11 @@ def test_the_papers_model_has_475_million_parameters_of_which_305_are_active():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"top_k": 9}, "upcycling.top_k must be from 1 to the 8 experts there are, got 9"),
+        ({"top_k": 9}, "upcycling.top_k must be from 1 to the number of experts, 8, got 9"),
         ({"every": 0}, "upcycling.every must be >= 1, got 0; the paper's model has 2"),
         ({"first": -1}, "upcycling.first must be >= 0, got -1; the paper's model has 1"),
         ({"mode": "half"}, "upcycling.mode must be preserving or release, got 'half'"),
-        ({"first": 2}, "upcycling.first leaves no layer to make sparse: the model has 2, counted from 0, got 2"),
+        ({"first": 2}, "upcycling.first must be < 2, the model's number of layers, got 2"),
     ],
 )
 def test_bad_settings_are_named(options, says):
@@ -317,7 +317,7 @@ def test_bad_settings_are_named(options, says):
 
 
 def test_only_a_dense_rotary_encoder_is_upcycled():
-    says = "upcycling needs rotary positions, got 'a bert backbone'; take NomicBert, or what `convert` makes of"
+    says = "upcycling needs rotary positions, got 'a bert backbone'; take NomicBert, or convert XLM-R or BERT with"
     with pytest.raises(OptionError, match=says):
         upcycle(tiny_bert(), Upcycling())
     with pytest.raises(OptionError, match="needs a dense backbone, and this one has experts, got 'a rotary_moe"):
