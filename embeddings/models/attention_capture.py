@@ -31,7 +31,9 @@ class AttentionCapture:
     def __init__(self, backbone: nn.Module, layers: Sequence[int]) -> None:
         modules = attention_layers(backbone)
         if not layers or any(not -len(modules) <= layer < len(modules) for layer in layers):
-            raise ValueError(f"layers {list(layers)} must be among the {len(modules)} attention layers that can be read")
+            raise ValueError(
+                f"layers {list(layers)} must be among the {len(modules)} attention layers that can be read"
+            )
         if len({layer % len(modules) for layer in layers}) < len(layers):
             raise ValueError(f"layers {list(layers)} must name each layer once")
         AttentionInterface.register(NAME, _captured_attention)

@@ -134,7 +134,7 @@ def trial_ids(model: PreTrainedModel, num_texts: int, length: int) -> Tensor:
 
 
 def relative_difference(states: Tensor, expected: Tensor) -> float:
-    """The maximum absolute difference of two tensors of states over the maximum of `expected`; NaN if a state is NaN."""
+    """The maximum absolute difference of states over the maximum of `expected`; NaN if a state is NaN."""
     return float((states - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 

@@ -284,7 +284,7 @@ def is_model_file(entry: Path) -> bool:
 
 
 def is_model_path(path: PurePosixPath) -> bool:
-    """Whether a path in a model directory belongs to the model by its name; code and card are not recognised by name."""
+    """Whether a path in a model directory belongs to the model by its name; code and card have other marks."""
     if len(path.parts) == 1:
         return any(path.match(pattern) for pattern in _MODEL_PATTERNS)
     number, _, kind = path.parts[0].partition("_")

@@ -109,7 +109,7 @@ class ContextualTransformer(TextTransformer):
 
     @torch.no_grad()
     def embed_context(self, texts: Sequence[str], prompt: str | None = None) -> Tensor:
-        """The vectors of context documents, (M, H) float32, not normalised; `prompt` is by default `document_prompt`."""
+        """The vectors of context documents, (M, H) float32, not normalised; `prompt` defaults to `document_prompt`."""
         prompt = self.document_prompt if prompt is None else prompt
         if not texts:
             raise ValueError("a context needs at least one document")

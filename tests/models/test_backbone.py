@@ -207,7 +207,7 @@ def test_dropout_reaches_a_decoders_attention_and_is_refused_where_there_is_none
 
 def test_flex_attention_with_dropout_is_one_line(tmp_path):
     folder = save_backbone(str(tmp_path / "bert"), tiny_bert(dropout=0.1), wordpiece_tokenizer())
-    says = r"attn_implementation does not support dropout, and the model's attention_probs_dropout_prob is 0\.1.*set dropout to 0"
+    says = r"attn_implementation does not support dropout, and the model's attention_probs_dropout_prob is 0\.1"
     with pytest.raises(OptionError, match=says):
         load_backbone(BackboneConfig(folder, attn_implementation="flex_attention"))
     load_backbone(BackboneConfig(folder, attn_implementation="flex_attention", dropout=0.0))
@@ -302,7 +302,7 @@ def test_layers_that_a_pooling_reads_are_left_as_they_are_and_eager_attention_is
         Embedder(decoder, sentencepiece_tokenizer(), pooling)
     compile_layers(partly)
     assert [is_compiled(layer) for layer in layers(partly)] == [True, False]
-    with pytest.raises(OptionError, match=r"backbone\.compile cannot compile any layer of this model: the pooling reads"):
+    with pytest.raises(OptionError, match=r"backbone\.compile cannot compile any layer of this model: the pooling"):
         compile_layers(whole)
     whole.set_attn_implementation("eager")
     with pytest.raises(OptionError, match=r"backbone\.compile does not support eager attention.*sdpa"):

@@ -156,7 +156,7 @@ def test_each_loader_takes_its_own_kind_and_names_the_other(tmp_path):
     Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32)).save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.py"))
     assert type(load_embedder(tmp_path)) is Embedder
-    with pytest.raises(InputError, match="is no contextual model"):
+    with pytest.raises(InputError, match="is not a contextual model"):
         ContextualEmbedder.from_pretrained(tmp_path)
 
 

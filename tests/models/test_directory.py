@@ -179,7 +179,7 @@ def test_two_linear_layers_of_a_published_directory_become_one(tmp_path, bias):
     assert (ours.embedder.head.in_features, ours.embedder.head.out_features) == (32, 24)
     shutil.rmtree(tmp_path / "model" / "3_Dense")
     write_head(tmp_path / "model" / "3_Dense", nn.Linear(95, 24))
-    with pytest.raises(InputError, match="takes 95 dimensions, the layer before it gives 96"):
+    with pytest.raises(InputError, match="has 95 inputs, the previous layer has 96 outputs"):
         Embedder.from_pretrained(tmp_path / "model")
 
 
@@ -198,7 +198,7 @@ def test_a_layer_norm_that_sentence_transformers_wrote_loads_where_it_follows_th
         if name == "in_place":
             ours = Embedder.from_pretrained(tmp_path / name)
             assert (ours(read(ours.tokenizer, texts)) - vectors).abs().max() <= 1e-5
-    with pytest.raises(InputError, match="has a LayerNorm behind its head or Normalize"):
+    with pytest.raises(InputError, match="has a LayerNorm after its head or Normalize"):
         Embedder.from_pretrained(tmp_path / "late")
 
 
@@ -385,8 +385,8 @@ def test_an_epsilon_that_no_directory_has_room_for_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("write", "read", "changes", "says"),
     [
-        (write_head, read_head, {"use_residual": True}, "is more than a linear head"),
-        (write_head, read_head, {"activation_function": "torch.nn.Tanh"}, "is more than a linear head"),
+        (write_head, read_head, {"use_residual": True}, "is not a purely linear head"),
+        (write_head, read_head, {"activation_function": "torch.nn.Tanh"}, "is not a purely linear head"),
         (write_norm, read_norm, {"dimension": 0}, "has dimension 0"),
         (write_norm, read_norm, {"dimension": 7}, "cannot be loaded"),
     ],
