@@ -1,4 +1,4 @@
-"""Loading a backbone, its options and what is refused; compiled layers against plain ones; adapters."""
+"""Loading a backbone, its options and errors; compiled layers compared with plain ones; adapters."""
 
 import json
 import shutil
@@ -140,7 +140,7 @@ def test_dropout_is_the_checkpoints_own_unless_given(tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["bert", "nomic_bert", "qwen2"])
 def test_the_first_layers_are_taken_and_saved(tmp_path, name):
-    """The six layers of NomicBERT that CDE's small setting has; a decoder lists what each of its layers is."""
+    """CDE's small setting uses six layers of NomicBERT; the config of a decoder lists the type of each layer."""
     options = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1} if name == "qwen2" else {}
     sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
     if name == "qwen2":
@@ -216,14 +216,14 @@ def test_flex_attention_with_dropout_is_one_line(tmp_path):
         new_model(FromScratch(folder, "bert", settings, attn_implementation="flex_attention"), AutoModel)
 
 
-# The compiler looks at things of which torch warns; it hides its own warnings by a way that errors do not take.
+# The compiler causes warnings of torch and suppresses its own only if warnings are not errors.
 keeps_warnings = pytest.mark.filterwarnings("default")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 
 
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=needs_compiler)])
 def compiler(request, monkeypatch):
-    """Graphs that run as they were traced, or as C++ of their own, which takes minutes."""
+    """Traced graphs without code generation, or compiled to C++, which takes minutes."""
     if request.param == "aot_eager":
         monkeypatch.setattr(layers_module, "_COMPILER", {"backend": "aot_eager"})
     yield
@@ -244,7 +244,7 @@ MODELS = {
 
 
 def plain_and_compiled(model):
-    """Two steps of the same weights, with dropout."""
+    """A plain and a compiled step with the same weights, with dropout."""
     steps = []
     for compiles in (False, True):
         torch.manual_seed(0)
@@ -318,7 +318,7 @@ def adapted(dropout=0.0):
 
 
 def trained(backbone):
-    """Adapters away from the zero they start at."""
+    """A backbone whose adapters are not zero."""
     with torch.no_grad():
         for name, parameter in backbone.named_parameters():
             if "lora_B" in name:

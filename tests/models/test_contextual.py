@@ -1,4 +1,4 @@
-"""The two-stage model and its layers: vectors by a loop, states behind a context, limits, and its directory."""
+"""The two-stage model and its layers: vectors by a loop, states after a context, limits, and its directory."""
 
 import json
 import shutil
@@ -152,7 +152,7 @@ def test_each_loader_takes_its_own_kind_and_names_the_other(tmp_path):
     tiny_contextual().save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"is a contextual model; load it with embeddings\.models\.load_embedder"):
         Embedder.from_pretrained(tmp_path)
-    # A plain model takes a contextual one's place with nothing of it left.
+    # A plain model replaces a contextual one completely.
     Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32)).save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.py"))
     assert type(load_embedder(tmp_path)) is Embedder
@@ -178,10 +178,10 @@ def test_impossible_numbers_are_refused(options, says):
 @pytest.mark.parametrize(
     ("kind", "num_positions", "max_length", "longest"),
     [
-        ("bert", 24, None, 24),  # the first stage reads whole documents
-        ("bert", 24, 20, 128),  # and no more than its limit
+        ("bert", 24, None, 24),  # the first stage does not truncate documents
+        ("bert", 24, 20, 128),  # the first stage truncates documents
         ("bert", 200, None, 128),
-        ("nomic", 200, None, 120),  # five context vectors and three soft prompts take the second stage's indices
+        ("nomic", 200, None, 120),  # five context vectors and three soft prompts use indices of the second stage
         ("nomic", 119, None, 119),
     ],
 )
@@ -217,7 +217,7 @@ def written(tmp_path_factory):
     return folder
 
 
-def test_both_stages_lie_in_the_directory_with_their_code(written):
+def test_the_directory_contains_both_stages_and_their_code(written):
     code = {"context_layers", "pooling", "poolings", "portable", "portable_contextual"}
     assert carried_code(written) == code
     names = {"config.json", "config_sentence_transformers.json", "modules.json", "text_settings.json"}
@@ -245,7 +245,7 @@ def test_a_directory_that_does_not_say_a_documents_limit_has_none(tmp_path):
 
 
 def insert_norm(folder):
-    """Put a layer norm behind the pooling."""
+    """Insert a layer norm after the pooling."""
     write_norm(folder / "3_LayerNorm", nn.LayerNorm(32))
     entries = json.loads((folder / "modules.json").read_text())
     entries.insert(2, {"type": "sentence_transformers.models.LayerNorm", "path": "3_LayerNorm"})
@@ -340,7 +340,7 @@ def test_a_context_that_does_not_fit_is_refused(shape):
 
 
 def test_dropout_of_everything_is_no_context_and_of_nothing_the_whole_with_the_null_vector_in_the_graph():
-    """Every rank's graph holds the null vector, or gradients of several ranks would never meet."""
+    """Every rank's graph must contain the null vector, or the reduction of gradients would hang."""
     context = torch.randn(5, 8)
     layer = slots(dropout_fraction=1.0).train()
     assert torch.equal(layer(context, 3), layer(None, 3))
@@ -386,7 +386,7 @@ def test_the_residual_projection_starts_as_the_identity_and_learns():
     torch.nn.init.normal_(layer.layers[2].weight)
     hidden = torch.relu(vectors @ layer.layers[0].weight.T + layer.layers[0].bias)
     torch.testing.assert_close(layer(vectors), vectors + hidden @ layer.layers[2].weight.T)
-    # Without the pooled states it starts at random: at zero every text would have the zero vector.
+    # Without the pooled states it is initialised at random: with zeros every text would have the zero vector.
     assert ResidualProjection(8, adds_pooled=False)(vectors).abs().min() > 0
 
 

@@ -1,4 +1,4 @@
-"""Model directories and their files: what sentence-transformers reads and writes, damage, failures, Hub names."""
+"""Model directories and their files: compatibility with sentence-transformers, damage, failures, Hub names."""
 
 import json
 import os
@@ -155,7 +155,7 @@ def test_a_t5_encoder_with_a_dense_head_gives_sentence_transformers_vectors(tmp_
     encoder = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32", device="cpu")
     ours = encoder.encode(texts)
     assert (encoder.embedder.longest_text, ours.shape) == (None, (5, 24))
-    # Texts alone and texts beside longer ones: padding does not count, and positions go on beyond the last bucket.
+    # Single texts and a padded batch: padding has no effect, and positions continue beyond the last bucket.
     for expected in (theirs.float().encode(texts), np.stack([theirs.encode(text) for text in texts])):
         assert np.abs(ours - expected).max() <= 1e-5
     assert np.abs(ours[0] - ours[3]).max() > 1e-2
@@ -370,13 +370,13 @@ def test_a_norm_gives_the_same_vectors_here_and_in_sentence_transformers(tmp_pat
     assert (expected - VECTORS).abs().max() > 1
     again = read_norm(tmp_path / "norm")
     torch.testing.assert_close(again(VECTORS), expected, rtol=0, atol=1e-6)
-    # One without weights has none after reading, so that no training moves them.
+    # A norm without weights has none after reading, so that it is not trained.
     assert len(list(again.parameters())) == (2 if list(ours.parameters()) else 0)
     theirs = LayerNorm.load(str(tmp_path / "norm"))({"sentence_embedding": VECTORS})["sentence_embedding"]
     torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-6)
 
 
-def test_an_epsilon_that_no_directory_has_room_for_is_refused(tmp_path):
+def test_an_epsilon_that_a_directory_does_not_support_is_refused(tmp_path):
     with pytest.raises(OptionError, match=r"norm\.eps must be 1e-05, .* got 1e-12"):
         write_norm(tmp_path / "norm", nn.LayerNorm(8, eps=1e-12))
     assert list(tmp_path.iterdir()) == []
@@ -425,7 +425,7 @@ def test_a_checksum_of_weights_does_not_depend_on_their_files(tmp_path):
         weights_checksum(tmp_path / "other")
 
 
-def test_what_is_no_hub_id_has_no_revision_and_is_not_looked_for_on_the_hub(tmp_path, unreachable):
+def test_names_that_are_not_hub_ids_have_no_revision_and_are_not_searched_on_the_hub(tmp_path, unreachable):
     with pytest.raises(OptionError, match="revision"):
         resolve_model(str(tmp_path), "main")
     with pytest.raises(
@@ -499,7 +499,7 @@ def test_a_folder_of_the_hubs_cache_is_a_copy_of_an_id_at_a_commit(tmp_path):
         assert origin_of(other) == (str(other), None)
 
 
-def test_who_may_read_new_files_may_read_a_models_weights(tmp_path):
+def test_weights_have_the_permissions_of_new_files(tmp_path):
     before = os.umask(0o027)
     try:
         with replaced_folder(tmp_path / "model") as new:

@@ -1,6 +1,6 @@
-"""Weights in 4 bits under LoRA: what is refused, and on a CPU that runs them what is trained, kept and written.
+"""4-bit weights under LoRA: errors, and on a CPU training, checkpoints and model directories.
 
-No GPU has run this. The second half needs the extra `qlora`, and skips without it.
+No GPU has run this. The second half needs the extra `qlora` and is skipped without it.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A language model taken apart: its states, its head on some of them, its adapters, its directory."""
+"""A language model: its states, its head on selected states, its adapters and its directory."""
 
 import re
 from pathlib import Path
@@ -44,7 +44,7 @@ DOCUMENT_NL = torch.zeros_like(IDS_NL)
 SIZES = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 64}
 GEMMA2 = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 0.5}
-# A head whose logits are capped, one of several parts, and one that is not beside its backbone alone.
+# Heads with capped logits, with several layers, and with attributes of the model other than the backbone.
 OTHERS = {
     "xlm-roberta": (AutoModelForMaskedLM, SIZES),
     "gemma2": (AutoModelForCausalLM, GEMMA2),
@@ -151,7 +151,7 @@ def test_a_saved_directory_has_the_matrices_merged_and_gives_equal_logits(kind, 
         adapted = language_model.model(input_ids=IDS_NL).logits
     before = {name: value.clone() for name, value in language_model.state_dict().items()}
     language_model.save_pretrained(tmp_path / "model")
-    # The run that goes on is as it was.
+    # The model that is being trained does not change.
     after = language_model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -270,7 +270,7 @@ DOCUMENT_NL_MASK = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2], [0, 0, 1,
 
 def model(kind, attention="sdpa"):
     set_seed(0)
-    # Positions of XLM-R begin after the padding's.
+    # Positions of XLM-R start after the padding index.
     options = {**SIZES, "pad_token_id": 1}
     name = kind if kind in ("bert", "xlm-roberta") else "mistral"
     if name == "mistral":
@@ -292,7 +292,7 @@ def test_each_document_is_read_as_if_it_were_alone(kind, attention):
             own_L = DOCUMENT_NL_MASK[row] == document
             alone_LH = backbone(input_ids=ids_NL[row][own_L][None]).last_hidden_state[0]
             torch.testing.assert_close(packed_NLH[row][own_L], alone_LH, rtol=1e-4, atol=1e-5)
-            # The comparison sees something: in one text the states are others, but for a causal row's first document.
+            # Without separation the states differ, except for the first document of a causal row.
             if (kind, document) != ("causal", 0):
                 assert (together_NLH[row][own_L] - alone_LH).abs().max() > 1e-3
     assert torch.isfinite(packed_NLH).all()

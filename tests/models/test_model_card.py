@@ -1,4 +1,4 @@
-"""The card of a model directory, and the directory on the Hub: whole, with its card and nothing else."""
+"""The card of a model directory, and its upload to the Hub."""
 
 import json
 
@@ -118,7 +118,7 @@ def test_the_card_says_what_was_trained_on_what_and_with_which_scores(tmp_path):
     (tmp_path / "model" / "curves.png").write_bytes(b"")
     write_model_card(tmp_path / "model", embedder(), FACTS)
     assert "(curves.png)" in (tmp_path / "model" / "README.md").read_text()
-    # The next model of the folder has other curves or none.
+    # The next model in the folder does not keep the curves of this one.
     assert "curves.png" not in card(tmp_path / "model", embedder(), FACTS)
 
 
@@ -228,7 +228,7 @@ def test_a_strange_header_of_a_base_states_nothing_strange(header, tmp_path):
     assert stated_licence(tmp_path) is None
 
 
-# huggingface_hub hands a file to httpx2 as it was handed to requests.
+# huggingface_hub passes a file to httpx2 in a deprecated way.
 pytestmark = pytest.mark.filterwarnings("ignore:Use .content:DeprecationWarning")
 
 
@@ -240,13 +240,13 @@ def server():
 
 @pytest.fixture
 def hub(server, monkeypatch, tmp_path):
-    """The server, empty, as the Hub of this process, with a token that may write."""
+    """The empty server as the Hub of this process, with a token with write access."""
     for state in (server.repositories, server.uploaded, server.verified, server.calls):
         state.clear()
     server.refusal, server.read_only = None, False
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    # Xet, by which huggingface_hub uploads where hf_xet is installed, needs a storage service of its own.
+    # Xet, which huggingface_hub uses for uploads if hf_xet is installed, needs a separate storage service.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     return server

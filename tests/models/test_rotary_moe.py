@@ -1,4 +1,4 @@
-"""Rotary encoders: made of learned positions, with experts, as Hugging Face models, and the directory they live in."""
+"""Rotary encoders: conversion from learned positions, experts, Hugging Face models and model directories."""
 
 import math
 
@@ -69,7 +69,7 @@ def test_embeddings_in_place_of_ids_and_a_mask_of_pairs_are_taken():
     assert torch.equal(model(inputs_embeds=words, attention_mask=mask.long()).last_hidden_state[mask], expected)
     output = model(input_ids=ids, attention_mask=(mask[:, :, None] == mask[:, None, :])[:, None])
     torch.testing.assert_close(output.last_hidden_state[mask], expected, rtol=1e-5, atol=1e-5)
-    # Such a mask does not say what is padding: all is counted.
+    # With such a mask padding is counted too.
     assert output.expert_counts.sum().item() == 2 * mask.numel()
 
 
@@ -103,7 +103,7 @@ def test_a_directory_carries_its_code_until_a_model_without_experts_replaces_it(
 
 @pytest.fixture
 def forget(travelling_code, monkeypatch):
-    """Makes transformers forget our architecture, as wherever this library is not installed."""
+    """Removes our architecture from transformers' tables, as if this library were not installed."""
 
     def in_place():
         for mapping, known in ((CONFIG_MAPPING, "rotary_moe"), (MODEL_MAPPING, RotaryMoeConfig)):
@@ -272,7 +272,7 @@ def test_upcycled_experts_share_no_memory_and_mode_dtype_dropout_and_checkpointi
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_a_gated_mlp_keeps_the_dense_output(top_k):
-    """NomicBert, as in §7.1; in float64, so that nothing but the maths is compared."""
+    """NomicBert, as in §7.1; in float64 to exclude rounding errors."""
     dense, (ids, mask) = tiny_nomic(num_layers=4).double(), padded_ids()
     gate, up, down = (getattr(dense.layers[1].mlp, f"{name}_proj").weight.clone() for name in ("gate", "up", "down"))
     expected = dense(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
@@ -340,7 +340,7 @@ def source(kind, **settings):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_but_the_positions_stays(kind):
-    """Without learned positions there, and with a rotation by nothing here, states and logits are equal."""
+    """With zero position embeddings and a rotation by zero, states and logits are equal."""
     model = source(kind)
     rotary = to_rotary(model)
     torch.nn.init.zeros_(model.base_model.embeddings.position_embeddings.weight)
