@@ -173,7 +173,7 @@ class ContextualEmbedder(Embedder):
             Vectors, (M, H) float32, not normalised; H is the width of the second stage's word embeddings.
         """
         if isinstance(tokens, TokenBatch):
-            if self.first_unpadding is not None and self.first_unpadding.takes(self.first_stage.backbone, tokens):
+            if self.first_unpadding is not None and self.first_unpadding.applies_to(self.first_stage.backbone, tokens):
                 return self._first_stage_unpadded(self.first_unpadding, tokens)
             limit = self.longest_context_document
             tokens = padded(tokens, self.first_stage.backbone, self.pad_token_id, limit)
@@ -208,7 +208,7 @@ class ContextualEmbedder(Embedder):
         """
         if isinstance(tokens, TokenBatch):
             num_texts, longest = len(tokens), int(tokens.lengths_N.max())
-            if self.unpadding is None or not self.unpadding.takes(self.backbone, tokens):
+            if self.unpadding is None or not self.unpadding.applies_to(self.backbone, tokens):
                 num_prefix = self.num_extra_tokens
                 tokens = padded(tokens, self.backbone, self.pad_token_id, self.longest_text, num_prefix)
         else:

@@ -437,7 +437,7 @@ def read_head(folder: Path) -> nn.Linear:
 
 
 def _merged_layers(first: nn.Linear, second: nn.Linear, folder: Path) -> nn.Linear:
-    """One linear layer equal to two consecutive ones, as in EmbeddingGemma; computed in float64."""
+    """One linear layer equal to two consecutive ones, as in EmbeddingGemma; the weights are multiplied in float64."""
     if second.in_features != first.out_features:
         what = f"has {second.in_features} inputs, the previous layer has {first.out_features} outputs"
         raise InputError(str(folder / "config.json"), what, "take a complete copy of the model")

@@ -129,7 +129,7 @@ class Embedder(nn.Module):
     def _pooled(self, tokens: PaddedTokens | TokenBatch) -> Tensor:
         """The pooled states, (N, H)."""
         if isinstance(tokens, TokenBatch):
-            if self.unpadding is not None and self.unpadding.takes(self.backbone, tokens):
+            if self.unpadding is not None and self.unpadding.applies_to(self.backbone, tokens):
                 return self._pooled_unpadded(self.unpadding, tokens)
             tokens = padded(tokens, self.backbone, self.pad_token_id, self.longest_text)
         attention_NL = tokens.attention_mask_NL

@@ -98,7 +98,7 @@ def write_model_card(
     licence: str | None = None,
     name: str | None = None,
 ) -> None:
-    """Write the card of a model directory, unless it has a card that was written or edited by hand.
+    """Write the card of a model directory, unless it has a card without `CARD_MARK`.
 
     The card shows `curves.png` if it exists, and `scores`, by default those of `scores.json`. `name` is the model's
     name, by default that of the directory.
@@ -151,7 +151,7 @@ def write_model_card(
 
 
 def keeps_card(folder: Path) -> bool:
-    """Whether a directory has a card that was written or edited by hand; logs a warning if so."""
+    """Whether a directory has a card without `CARD_MARK`, which is kept; logs a warning if so."""
     path = folder / CARD_FILE
     if not path.exists() or is_own_card(path):
         return False

@@ -34,7 +34,7 @@ IMPORT_FILE = "import.json"
 CARD_FILE, CURVES_FILE = "README.md", "curves.png"
 # The output of `evaluate --output` for the model.
 SCORES_FILE = "scores.json"
-# The line of a generated card; a card without it was edited by hand and is not replaced.
+# A card with this line is replaced by the next export; users remove the line to keep their edits.
 CARD_MARK = "# Replaced by the next export to this folder; without this line it stays."
 # The LoRA matrices, which are also merged into the model's weights.
 ADAPTER_FOLDER = "adapter"
@@ -270,7 +270,7 @@ def _exchange(new: Path, target: Path, old: Path) -> None:
 
 
 def is_own_card(path: Path) -> bool:
-    """Whether a file is a card that this library wrote and nobody edited."""
+    """Whether a file is a generated card that still has `CARD_MARK`, so that it may be replaced."""
     return path.name == CARD_FILE and path.is_file() and CARD_MARK in path.read_text("utf-8", errors="replace")[:200]
 
 

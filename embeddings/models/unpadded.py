@@ -83,7 +83,7 @@ class Unpadding:
             _prepare(plain)
             self._try(backbone)
 
-    def takes(self, backbone: nn.Module, tokens: TokenBatch) -> bool:
+    def applies_to(self, backbone: nn.Module, tokens: TokenBatch) -> bool:
         """Whether to process these texts, on the backbone's device, without padding."""
         if int(tokens.lengths_N.min()) == 0:
             return False
@@ -253,12 +253,12 @@ def _row_attention(
     is_causal, window = visible_range(module, arguments)
     window = None if window is None or window >= longest else window
     dropout, scaling = float(arguments.get("dropout") or 0.0), arguments.get("scaling")
-    if _kernel_takes(query, value, dropout):
+    if _kernel_supports(query, value, dropout):
         return _by_kernel(query, key, value, start_N1, longest, is_causal, window, scaling), None
     return _by_loop(query, key, value, start_N1, is_causal, window, dropout, scaling), None
 
 
-def _kernel_takes(query: Tensor, value: Tensor, dropout: float) -> bool:
+def _kernel_supports(query: Tensor, value: Tensor, dropout: float) -> bool:
     is_half = torch.is_autocast_enabled(query.device.type) or query.dtype in _HALF
     if query.device.type != "cuda" or not is_half or dropout > 0 or query.shape[-1] != value.shape[-1]:
         return False

@@ -77,15 +77,6 @@ def reach(model, length=20):
     return float((model(ids).last_hidden_state - model(changed).last_hidden_state)[0, 0].abs().max())
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_setting_only_the_flags_of_layers_is_caught(attention):
-    model = build("mistral", attention)
-    for layer in model.layers:
-        layer.self_attn.is_causal = False
-    with pytest.raises(OptionError, match=r"backbone\.bidirectional"):
-        check_bidirectional(model)
-
-
 def test_padding_that_leaks_into_states_is_caught():
     model = build("mistral", "sdpa")
     make_bidirectional(model)

@@ -63,6 +63,15 @@ def edit(file, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
+def written_by_theirs(folder, *layers, backbone=None, pooling="mean", max_length=None, **options):
+    """A model that sentence-transformers made and wrote, with these layers after its pooling."""
+    name = save_backbone(str(folder.with_name("backbone")), backbone or tiny_bert(), wordpiece_tokenizer())
+    modules = [Transformer(name, max_seq_length=max_length), Pooling(32, pooling), *layers]
+    theirs = SentenceTransformer(modules=modules, device="cpu", **options)
+    theirs.save_pretrained(str(folder), create_model_card=False)
+    return theirs
+
+
 def test_a_plain_model_is_a_plain_sentence_transformers_directory(tmp_path):
     embedder(prompts={"query": "q: "}, pool_prompt=True).save_pretrained(tmp_path / "model")
     configs = {"config.json", "config_sentence_transformers.json", "sentence_bert_config.json", "tokenizer_config.json"}
@@ -124,11 +133,8 @@ def test_code_travels_only_where_the_library_cannot_do_it(tmp_path, pooling, tex
 @pytest.mark.parametrize("normalize", [False, True])
 @torch.no_grad()
 def test_a_directory_that_sentence_transformers_wrote_loads(tmp_path, mode, normalize):
-    save_backbone(str(tmp_path / "backbone"), tiny_bert(), wordpiece_tokenizer())
-    transformer = Transformer(str(tmp_path / "backbone"), max_seq_length=20)
-    modules = [transformer, Pooling(32, mode), *([Normalize()] if normalize else [])]
-    theirs = SentenceTransformer(modules=modules, device="cpu", prompts={"query": "find: "})
-    theirs.save_pretrained(str(tmp_path / "model"), create_model_card=False)
+    layers, prompts = [Normalize()] if normalize else [], {"query": "find: "}
+    theirs = written_by_theirs(tmp_path / "model", *layers, pooling=mode, max_length=20, prompts=prompts)
     ours = Embedder.from_pretrained(tmp_path / "model")
     assert ours.text == TextSettings(20, 20, prompts={"query": "find: "}, pool_prompt=True)
     texts = ["how do I pad", "the quick brown fox jumps over the lazy dog " * 3, "z"]
@@ -139,13 +145,10 @@ def test_a_directory_that_sentence_transformers_wrote_loads(tmp_path, mode, norm
 @pytest.mark.parametrize("published", ["float32", "float16", "with decoder"])
 @torch.no_grad()
 def test_a_t5_encoder_with_a_dense_head_gives_sentence_transformers_vectors(tmp_path, published):
-    save_backbone(str(tmp_path / "backbone"), tiny_t5(), wordpiece_tokenizer())
-    transformer = Transformer(str(tmp_path / "backbone"), max_seq_length=400)
     dense = Dense(32, 24, bias=False, activation_function=Identity())
-    theirs = SentenceTransformer(modules=[transformer, Pooling(32, "mean"), dense, Normalize()], device="cpu")
+    theirs = written_by_theirs(tmp_path / "model", dense, Normalize(), backbone=tiny_t5(), max_length=400)
     if published == "float16":
-        theirs.half()
-    theirs.save_pretrained(str(tmp_path / "model"), create_model_card=False)
+        theirs.half().save_pretrained(str(tmp_path / "model"), create_model_card=False)
     if published == "with decoder":
         whole = tiny_t5(with_decoder=True)
         whole.load_state_dict(tiny_t5().state_dict(), strict=False)
@@ -168,11 +171,8 @@ def test_a_t5_encoder_with_a_dense_head_gives_sentence_transformers_vectors(tmp_
 @pytest.mark.parametrize("bias", [False, True])
 @torch.no_grad()
 def test_two_linear_layers_of_a_published_directory_become_one(tmp_path, bias):
-    save_backbone(str(tmp_path / "backbone"), tiny_bert(), wordpiece_tokenizer())
     layers = [Dense(*sizes, bias=bias, activation_function=Identity()) for sizes in ((32, 96), (96, 24))]
-    modules = [Transformer(str(tmp_path / "backbone")), Pooling(32, "mean"), *layers, Normalize()]
-    theirs = SentenceTransformer(modules=modules, device="cpu")
-    theirs.save_pretrained(str(tmp_path / "model"), create_model_card=False)
+    theirs = written_by_theirs(tmp_path / "model", *layers, Normalize())
     texts = ["how do I pad", "z", "the quick brown fox"]
     ours = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32", device="cpu")
     assert np.abs(ours.encode(texts) - theirs.encode(texts)).max() <= 1e-5
@@ -185,19 +185,13 @@ def test_two_linear_layers_of_a_published_directory_become_one(tmp_path, bias):
 
 @torch.no_grad()
 def test_a_layer_norm_that_sentence_transformers_wrote_loads_where_it_follows_the_pooling(tmp_path):
-    save_backbone(str(tmp_path / "backbone"), tiny_bert(), wordpiece_tokenizer())
     norm, texts = LayerNorm(32), ["how do I pad", "z"]
     for parameter in norm.parameters():
         torch.nn.init.normal_(parameter)
-    tails = {"in_place": [norm, Dense(32, 8, activation_function=Identity())], "late": [Normalize(), norm]}
-    for name, tail in tails.items():
-        modules = [Transformer(str(tmp_path / "backbone")), Pooling(32, "mean"), *tail]
-        theirs = SentenceTransformer(modules=modules, device="cpu")
-        theirs.save_pretrained(str(tmp_path / name), create_model_card=False)
-        vectors = torch.from_numpy(theirs.encode(texts))
-        if name == "in_place":
-            ours = Embedder.from_pretrained(tmp_path / name)
-            assert (ours(read(ours.tokenizer, texts)) - vectors).abs().max() <= 1e-5
+    theirs = written_by_theirs(tmp_path / "model", norm, Dense(32, 8, activation_function=Identity()))
+    ours = Embedder.from_pretrained(tmp_path / "model")
+    assert (ours(read(ours.tokenizer, texts)) - torch.from_numpy(theirs.encode(texts))).abs().max() <= 1e-5
+    written_by_theirs(tmp_path / "late", Normalize(), norm)
     with pytest.raises(InputError, match="has a LayerNorm after its head or Normalize"):
         Embedder.from_pretrained(tmp_path / "late")
 

@@ -183,7 +183,7 @@ def older_kernel(query, key, value, start, other, longest, longest_key, *, scale
 @pytest.mark.parametrize(("name", "attend"), [*((name, kernel) for name in BACKBONES), ("mistral", older_kernel)])
 def test_the_kernel_is_told_the_window_the_scale_and_the_shared_keys(name, attend, monkeypatch):
     """With a replacement of the kernel, which needs a GPU."""
-    monkeypatch.setattr(unpadded, "_kernel_takes", lambda *_: True)
+    monkeypatch.setattr(unpadded, "_kernel_supports", lambda *_: True)
     monkeypatch.setattr(varlen, "varlen_attn", attend)
     expected, found = both_vectors(embedder_of(BACKBONES[name]()), texts())
     assert float((found - expected).abs().max()) <= 1e-6
@@ -208,7 +208,7 @@ def test_a_gpu_reads_without_padding_where_its_kernel_can(monkeypatch, dtype, dr
         embedder.unpad()
         assert embedder.unpadding is not None
         assert embedder.unpadding._is_quick(embedder.backbone) is expected
-        assert not embedder.unpadding.takes(embedder.backbone, texts())
+        assert not embedder.unpadding.applies_to(embedder.backbone, texts())
         assert embedder.eval().unpadding._is_quick(embedder.backbone) is (expected or dropout > 0)
     finally:
         unpadded._has_kernel.cache_clear()

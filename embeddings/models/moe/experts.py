@@ -55,10 +55,7 @@ class Router(nn.Module):
         self.noise = noise
         # A parameter instead of nn.Linear, so that LoRA and autocast do not apply to it.
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        self.reset_parameters()
-
-    def reset_parameters(self, std: float = 0.02) -> None:
-        nn.init.normal_(self.weight, std=std)
+        nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, token_TH: Tensor) -> Routing:
         """The routing of T tokens without padding, (T, H) float."""
@@ -162,16 +159,10 @@ class Experts(nn.Module):
         num_rows = intermediate_size * (2 if gated else 1)
         self.w1 = nn.Parameter(torch.empty(num_experts, num_rows, hidden_size))
         self.w2 = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size))
-        self.bias1 = nn.Parameter(torch.empty(num_experts, num_rows)) if inner_bias else None
-        self.bias2 = nn.Parameter(torch.empty(hidden_size))
-        self.reset_parameters()
-
-    def reset_parameters(self, std: float = 0.02) -> None:
+        self.bias1 = nn.Parameter(torch.zeros(num_experts, num_rows)) if inner_bias else None
+        self.bias2 = nn.Parameter(torch.zeros(hidden_size))
         for matrix in (self.w1, self.w2):
-            nn.init.normal_(matrix, std=std)
-        for bias in (self.bias1, self.bias2):
-            if bias is not None:
-                nn.init.zeros_(bias)
+            nn.init.normal_(matrix, std=0.02)
 
     def forward(self, token_TH: Tensor, routing: Routing) -> Tensor:
         """The output of T tokens without padding, (T, H), in the tokens' dtype or autocast's."""
