@@ -111,8 +111,8 @@ class ContextualEmbedder(Embedder):
     def unpad(self, mode: UnpaddedMode = "auto", first_stage: UnpaddedMode | None = None) -> None:
         """Choose whether a `TokenBatch` is padded, in the first stage by `first_stage`, by default `mode`.
 
-        A backbone with a window is always padded if the context has no positions: kernels have no window with
-        exceptions for the context.
+        A backbone with a window is always padded if the context has no positions, because no kernel supports a window
+        from which the context is exempt.
 
         Raises:
             OptionError: If texts must not be padded and a backbone does not support this.
