@@ -311,7 +311,6 @@ def _sizes(width: int) -> dict[str, int]:
 
 
 def _flags(attention: CapturedAttention) -> dict[str, Any]:
-    """The compile-time options of the kernels."""
     kind = 0 if attention.mask is None else 1 if attention.mask.dtype == torch.bool else 2
     return {"IS_CAUSAL": attention.is_causal, "HAS_WINDOW": attention.window is not None, "MASK": kind}
 

@@ -110,7 +110,6 @@ class _AnchorWeights(torch.autograd.Function):
         axis: Axis,
         per_head: bool,
     ) -> Tensor:
-        """For each tile of queries: a softmax over all keys, then the logarithms."""
         num_texts, num_heads, length, _ = query_NALE.shape
         dtype = torch.promote_types(query_NALE.dtype, torch.float32)
         shape = (num_texts, num_heads, length) if per_head else (num_texts, length)

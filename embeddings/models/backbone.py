@@ -397,10 +397,7 @@ def spread_layers(number: int, total: int) -> tuple[int, ...]:
 
 
 def keep_layers(model: PreTrainedModel, num_layers: int) -> tuple[int, ...]:
-    """Keep some of a model's layers, evenly spread from the first to the last, in place.
-
-    Returns:
-        The indices of the kept layers, from 0.
+    """Keep some of a model's layers, evenly spread from the first to the last, in place; returns their old indices.
 
     Raises:
         OptionError: If there are fewer layers, or the layers differ and the config does not list them.

@@ -194,9 +194,8 @@ def _is_causal(call: _Call) -> bool:
         assert after is not None
         return (after - before).abs()
 
-    # Any change beyond rounding shows that an earlier token sees the last one; elementwise, because a state may have a
-    # few huge values. The other direction has a larger threshold, which experts do not reach by rounding when they
-    # process tokens in other groups.
+    # The first threshold is just above rounding, elementwise because states have a few huge values. The second one is
+    # larger, so that experts do not reach it by rounding when they process tokens in other groups.
     by_last = change(11, 8) > 1e-6 * before.abs()
     sees_later = bool(by_last[0, :11].any()) and bool(by_last[1, :8].any())
     return not sees_later and bool((change(0, 0)[:, 1:9] > 1e-3 * before.abs().max()).any())

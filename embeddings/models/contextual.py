@@ -304,7 +304,6 @@ def _check_options(
 
 
 def _check_positions_of_context(backbone: nn.Module, form: ContextForm) -> None:
-    """Check that a backbone supports a context with or without positions."""
     name, fix = type(plain_backbone(backbone)).__name__, "take an encoder, or a decoder with `bidirectional: true`"
     rule = None if form.has_positions else broken_rule(backbone)
     if form.has_positions and learned_positions(plain_backbone(backbone)) is not None:

@@ -88,14 +88,7 @@ class Embedder(nn.Module):
         self.train()
 
     def unpad(self, mode: UnpaddedMode = "auto") -> None:
-        """Choose whether a `TokenBatch` is padded.
-
-        Args:
-            mode: As `BackboneConfig.unpadded`.
-
-        Raises:
-            OptionError: If texts must not be padded and the backbone does not support this.
-        """
+        """Choose whether a `TokenBatch` is padded, by `BackboneConfig.unpadded`; an `OptionError` if not supported."""
         if self.capture is None:
             self.unpadding = unpadding_of(self.backbone, mode)
             return
@@ -248,11 +241,7 @@ def num_positions(backbone: nn.Module) -> int | None:
 
 
 def capture_of(backbone: nn.Module, pooling: Pooling) -> AttentionCapture | None:
-    """The capture of the attention that a pooling needs, None if it needs none.
-
-    Raises:
-        OptionError: If the attention cannot be captured, or is causal and must not be.
-    """
+    """The capture of the attention that a pooling needs, if any; an `OptionError` if the attention is unsuitable."""
     if not pooling.captured_layers:
         return None
     try:

@@ -295,7 +295,6 @@ def new_model(scratch: FromScratch, auto_class: Any) -> tuple[PreTrainedModel, P
 
 
 def _tokenizer_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """The fields of a config that follow from the tokenizer."""
     bos = tokenizer.cls_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     eos = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     pad = tokenizer.pad_token_id

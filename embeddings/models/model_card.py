@@ -75,10 +75,7 @@ class TrainingFacts:
 
 @dataclass(frozen=True)
 class ImportFacts:
-    """The published model that a directory was imported from.
-
-    `used_as` is the published model whose card defines how its vectors are computed, if its files do not.
-    """
+    """The published model that a directory was imported from; `used_as` is the model whose card is followed."""
 
     source: str
     revision: str | None

@@ -40,11 +40,7 @@ _TRIAL_LENGTHS = (5, 3, 1)
 def unpadding_of(backbone: nn.Module, mode: UnpaddedMode) -> "Unpadding | None":
     """Prepare a backbone for texts without padding, or return None and restore its attention if they are padded.
 
-    Args:
-        mode: As `BackboneConfig.unpadded`.
-
-    Raises:
-        OptionError: If `mode` is True and the backbone does not support it.
+    `mode` is as in `BackboneConfig.unpadded`; an `OptionError` if it is True and the backbone does not support it.
     """
     plain = plain_backbone(backbone)
     _restore(plain)
@@ -216,7 +212,7 @@ def _prepare(plain: PreTrainedModel) -> None:
         config: Any = getattr(module, "config", None)
         name = str(getattr(config, "_attn_implementation", None))
         if hasattr(module, "is_causal") and not isinstance(module, PreTrainedModel) and not name.startswith(NAME):
-            AttentionInterface.register(f"{NAME}_{name}", functools.partial(_row_attention, original=name))
+            AttentionInterface.register(f"{NAME}_{name}", functools.partial(_row_attention, name=name))
             changed: Any = copy.copy(config)
             changed._attn_implementation_internal = f"{NAME}_{name}"
             changed.embeddings_before = config
@@ -224,7 +220,6 @@ def _prepare(plain: PreTrainedModel) -> None:
 
 
 def _restore(plain: PreTrainedModel) -> None:
-    """Undo `_prepare`."""
     for module in plain.modules():
         config: Any = getattr(module, "config", None)
         if str(getattr(config, "_attn_implementation", None)).startswith(NAME):
@@ -232,24 +227,18 @@ def _restore(plain: PreTrainedModel) -> None:
 
 
 def _row_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    original: str,
-    **arguments: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, name: str, **arguments: Any
 ) -> Any:
-    """The attention output of unpadded texts, (1, T, A, E); padded texts go to the attention named `original`.
+    """The attention output of unpadded texts, (1, T, A, E); padded texts go to the original attention, `name`.
 
     Queries are (1, A, T, E), keys and values (1, G, T, E) with G a divisor of A. Unpadded texts have no mask.
     """
     start_N1, longest = arguments.get("cu_seq_lens_q"), arguments.get("max_length_q")
     if start_N1 is None or longest is None:
-        return own_attention(module, original)(module, query, key, value, attention_mask, **arguments)
-    for name in ("softcap", "position_bias", "s_aux"):
-        if arguments.get(name) is not None:
-            raise ValueError(f"attention with {name}")
+        return own_attention(module, name)(module, query, key, value, attention_mask, **arguments)
+    for option in ("softcap", "position_bias", "s_aux"):
+        if arguments.get(option) is not None:
+            raise ValueError(f"attention with {option}")
     is_causal, window = visible_range(module, arguments)
     window = None if window is None or window >= longest else window
     dropout, scaling = float(arguments.get("dropout") or 0.0), arguments.get("scaling")

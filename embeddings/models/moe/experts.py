@@ -399,6 +399,5 @@ class _ExpertPasses(torch.autograd.Function):
 
 
 def _slices(size_X: Sequence[int]) -> list[slice]:
-    """The slice of each expert's rows."""
     ends = torch.tensor(size_X).cumsum(0).tolist()
     return [slice(end - size, end) for size, end in zip(size_X, ends, strict=True)]
