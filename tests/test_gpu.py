@@ -92,9 +92,8 @@ def test_texts_without_padding_have_nearly_the_vectors_and_gradients_of_padded_o
         embedder.unpad(mode)
         embedder.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
-            assert (embedder.unpadding is not None and embedder.unpadding.takes(embedder.backbone, tokens)) is bool(
-                mode
-            )
+            unpadding = embedder.unpadding
+            assert (unpadding is not None and unpadding.applies_to(embedder.backbone, tokens)) is bool(mode)
             vectors = embedder(tokens)
         (vectors[:-1] * vectors[1:].detach()).sum().backward()
         found.append((vectors.detach().flatten(), gradient_vector(embedder)))

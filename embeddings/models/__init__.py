@@ -1,4 +1,4 @@
-"""Floor 1: backbones, poolings, and the embedding model made of them."""
+"""Floor 1: backbones, poolings and embedding models."""
 
 from embeddings.models.anchor_token import AnchorTokenPooling
 from embeddings.models.backbone import BackboneConfig, keep_layers, load_backbone

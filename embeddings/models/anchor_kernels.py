@@ -1,10 +1,10 @@
-"""Triton kernels of `anchor_weights`: scores are made, summed and forgotten tile by tile on the chip.
+"""Triton kernels of `anchor_weights`: scores are computed and summed in tiles on the chip, and never stored.
 
-Every kernel walks over one side's rows ("own", R of them a program) and meets the other side's tiles in a loop, so that
-nothing is added by two programs and results are the same from run to run. A query that pays nothing, such as padding,
-has a log-sum-exp of plus infinity, and with it attention 0.
+Each program has R rows of one side ("own": queries or keys) and loops over tiles of the other side. No two programs add
+to the same value, so results are deterministic. A query without attention, such as padding, has a log-sum-exp of plus
+infinity, which makes its attention 0.
 
-This file travels inside model directories: it imports nothing but torch, its triton and a sibling.
+This file travels inside model directories: it imports only torch, its triton and a sibling.
 """
 
 from typing import Any
@@ -18,19 +18,19 @@ try:
     import triton
     import triton.language as tl
 except ImportError:
-    # Code that travels may only import what is everywhere, unless it says that it expects a failure.
+    # transformers allows a missing package in remote code only if its import is inside `try`.
     raise
 
-# Queries and keys of a tile; wide heads take less, or a tile would not fit the chip's memory.
+# Queries and keys per tile; tiles of wide heads are smaller to fit the chip's memory.
 TILE, _TILE_OF_WIDE_HEADS = 64, 32
-# Kinds of masks; the third, 2, is added to the scores.
+# Types of masks; the third, 2, is additive.
 NO_MASK: tl.constexpr = tl.constexpr(0)
 BOOL_MASK: tl.constexpr = tl.constexpr(1)
 
 
 @triton.jit
 def _rows(base, first, stride_l, stride_e, length, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Some rows of a head's queries or keys, (ROWS, WIDTH), zero beyond them."""
+    """A tile of a head's queries or keys, (ROWS, WIDTH), zero outside the text."""
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     inside = (row[:, None] < length) & (column[None, :] < width)
@@ -69,7 +69,7 @@ def _scores(
 
 @triton.jit
 def _range(tile, length, OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """First and last place of the other side that own rows may meet, the first a multiple of COLUMNS."""
+    """The range of positions of the other side that own rows may attend to; it starts at a multiple of COLUMNS."""
     low, high = 0, length
     if IS_CAUSAL:
         if OWN_IS_KEY:
@@ -86,7 +86,7 @@ def log_sum_exp(
     IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, MASK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The logarithm of each query's softmax denominator, (N, A, L) float32; plus infinity where it pays nothing."""
+    """The logarithm of each query's softmax denominator, (N, A, L) float32; plus infinity for no attention."""
     place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     text, head = place // num_heads, place % num_heads
     is_token += text * length
@@ -120,7 +120,7 @@ def sums(
     OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, MASK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The sum of log(K a + 1) over the other side, (N, A, L) float32; a is made from scores and log-sum-exp."""
+    """The sum of log(K a + 1) over the other side, (N, A, L) float32; a is computed from scores and log-sum-exp."""
     place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     text, head = place // num_heads, place % num_heads
     is_token += text * length
@@ -156,9 +156,9 @@ def to_queries(
     BY_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, MASK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the queries, (N, A, L, E), and what the softmax's rule takes off, delta = sum over keys a da.
+    """The gradient of the queries, (N, A, L, E), and delta = sum over keys of a da, for the softmax's gradient.
 
-    With da = g K / (K a + 1), g the gradient of the key's weight or, on the query axis, of the query's own:
+    With da = g K / (K a + 1), where g is the gradient of the key's weight or, on the query axis, of the query's:
     ds = a (da - delta), and the gradient is the sum of ds times the keys.
     """
     place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -208,7 +208,7 @@ def to_keys(
     BY_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, MASK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the keys, (N, G, L, E), over all heads that share one; ds as in `to_queries`."""
+    """The gradient of the keys, (N, G, L, E), summed over the heads that share a key; ds as in `to_queries`."""
     place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_groups = num_heads // num_shared
     text, group = place // num_groups, place % num_groups
@@ -246,13 +246,12 @@ def to_keys(
 
 
 class FusedSums(torch.autograd.Function):
-    """The sums of each head, (N, A, L) float32; the gradient goes to queries and keys."""
+    """The sums of each head, (N, A, L) float32, differentiable in queries and keys."""
 
     @staticmethod
     def forward(
         ctx: Any, query_NALE: Tensor, key_NGLE: Tensor, attention: CapturedAttention, is_token_NL: Tensor, axis: Axis
     ) -> Tensor:
-        """Log-sum-exp, then sums over queries or keys."""
         query, key = attention.query_NALE, attention.key_NGLE
         num_texts, num_heads, length, width = query.shape
         num_shared = num_heads // key.shape[1]
@@ -282,7 +281,7 @@ class FusedSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of the queries, which finds what the softmax's rule takes off, then that of the keys."""
+        """The gradient of the queries, which also computes delta, then that of the keys."""
         query, key, lse_NAL, is_token, count_N = ctx.saved_tensors
         attention, axis = ctx.facts
         num_texts, num_heads, length, width = query.shape
@@ -296,29 +295,28 @@ class FusedSums(torch.autograd.Function):
             least, attention.scaling, length, width, num_heads, num_heads // num_groups, attention.window or 0,
             *query.stride(), *key.stride(), *mask_strides,
         )  # fmt: skip
-        given = (query, key, is_token, mask, lse_NAL, count_N, gradient_NAL, delta_NAL)
+        tensors = (query, key, is_token, mask, lse_NAL, count_N, gradient_NAL, delta_NAL)
         flags = {"BY_KEY": axis == "key", **_flags(attention), **sizes}
         num_tiles = -(-length // sizes["ROWS"])
         if to_query.numel():
-            to_queries[num_texts * num_heads, num_tiles](*given, to_query, *rest, **flags)
-            to_keys[num_texts * num_groups, num_tiles](*given, to_key, *rest, **flags)
+            to_queries[num_texts * num_heads, num_tiles](*tensors, to_query, *rest, **flags)
+            to_keys[num_texts * num_groups, num_tiles](*tensors, to_key, *rest, **flags)
         return to_query, to_key, None, None, None
 
 
 def _sizes(width: int) -> dict[str, int]:
-    """Rows and columns of a tile, and the width of a head filled up to a power of two."""
+    """Rows and columns of a tile, and the width of a head rounded up to a power of two."""
     tile = TILE if width <= 128 else _TILE_OF_WIDE_HEADS
     return {"ROWS": tile, "COLUMNS": tile, "WIDTH": max(16, 1 << (width - 1).bit_length())}
 
 
 def _flags(attention: CapturedAttention) -> dict[str, Any]:
-    """What the kernels are compiled for."""
     kind = 0 if attention.mask is None else 1 if attention.mask.dtype == torch.bool else 2
     return {"IS_CAUSAL": attention.is_causal, "HAS_WINDOW": attention.window is not None, "MASK": kind}
 
 
 def _mask(attention: CapturedAttention) -> tuple[Tensor, float, tuple[int, ...]]:
-    """The mask's memory, the number above which an added one lets a key be seen, and its strides over (N, A, L, L)."""
+    """The mask's data, the value above which an additive mask shows a key, and the strides over (N, A, L, L)."""
     mask, query = attention.mask, attention.query_NALE
     if mask is None:
         return query, 0.0, (0, 0, 0, 0)

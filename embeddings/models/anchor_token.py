@@ -1,6 +1,6 @@
-"""Anchor-token-aware pooling (MGH): tokens weigh as much as the attention that they receive.
+"""Anchor-token-aware pooling (MGH): tokens are weighted by the attention that they receive.
 
-This file travels inside model directories: it imports nothing but torch and its siblings.
+This file travels inside model directories: it imports only torch and its siblings.
 """
 
 import functools
@@ -19,24 +19,24 @@ from .pooling import Pooling, TextPlaces
 class AnchorTokenPooling(Pooling):
     """The mean of the pooled tokens' states, weighted by the attention that the tokens receive in the last layer.
 
-    w_i = sum over heads and queries of log(K a + 1), with K the text's own length (see `anchor_weights`);
+    w_i = sum over heads and queries of log(K a + 1), with K the text's length (see `anchor_weights`);
     v = sum over pooled tokens of w_i / (their sum) H_i. A text without a pooled token gets the zero vector.
 
     Args:
         hidden_size: Width of the states, H.
-        axis: `key`: what a token receives. `query`: Eq. 3 as it is printed: how evenly a token looks about.
-        layers: Whose attention counts, from 0 or, negative, from the last; the weights of several are averaged.
-        per_head: Whether heads count alike; else, as in the paper, each by its own sum.
-        include_first: Whether the text's first token, often a sink of attention, may be pooled.
-        detach: Whether the weights are constants for the gradient; the paper does not say.
-        by_visible_queries: Whether a token's weight is divided by the number of queries that see it: what the key axis
-            needs under a causal mask, where early tokens are seen by more.
+        axis: `key`: the attention that a token receives. `query`: Eq. 3 as printed, the uniformity of its attention.
+        layers: Layers whose attention is used, from 0 or, negative, from the last; their weights are averaged.
+        per_head: Whether heads count equally; otherwise, as in the paper, each by its sum.
+        include_first: Whether the text's first token, often an attention sink, may be pooled.
+        detach: Whether to stop the gradient at the weights; the paper does not state it.
+        by_visible_queries: Whether a token's weight is divided by the number of queries that see it. The key axis needs
+            this under a causal mask, where more queries see early tokens.
 
     Precision: weights and sums in float32 whatever the input dtype, under autocast too.
-    Memory: linear in the length (see `anchor_weights`); on a GPU by fused kernels where they pass a check at their
-        first use (see `fastest_sums`).
+    Memory: linear in the length (see `anchor_weights`); on a GPU by fused kernels if they pass a check at their first
+        use (see `fastest_sums`).
     Raises:
-        ValueError: If the axis is unknown or there is no layer.
+        ValueError: If the axis is unknown or `layers` is empty.
     Source: MGH, §2.2, Eq. 3 to 5. Differs: the key axis by default, for which see `anchor_weights`.
     """
 
@@ -68,7 +68,7 @@ class AnchorTokenPooling(Pooling):
 
     @property
     def needs_both_ways(self) -> bool:
-        """Whether the weights are of no use under a causal mask."""
+        """Whether the weights need bidirectional attention."""
         return self.axis == "key" and not self.by_visible_queries
 
     def forward(
@@ -85,48 +85,48 @@ class AnchorTokenPooling(Pooling):
             return (weight_NL[:, None] @ state_NLH)[:, 0]
 
     def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
-        """The same of padded states, queries and keys: weights are L x L per text."""
+        """Pads the states, queries and keys: the scores of each text are L x L."""
         is_token_NL = places.padded(torch.ones_like(pooling_mask_T))
-        layers = [_of_texts(layer, places) for layer in attention[0]]
+        layers = [_padded_attention(layer, places) for layer in attention[0]]
         return self(places.padded(hidden_TH), places.padded(pooling_mask_T), is_token_NL, layers)  # type: ignore[no-any-return]
 
     def weights(
         self, pooling_mask_NL: Tensor, attention_mask_NL: Tensor | None, attention: Sequence[CapturedAttention]
     ) -> Tensor:
-        """The weight of each token, (N, L) float32: 0 where it is not pooled, 1 over the text."""
+        """The weight of each token, (N, L) float32: 0 for tokens that are not pooled; the sum over a text is 1."""
         if len(attention) != len(self.layers):
             raise ValueError(f"needs the attention of {len(self.layers)} layers, got {len(attention)}")
         is_token_NL = pooling_mask_NL if attention_mask_NL is None else attention_mask_NL.bool()
         pooled_NL = pooling_mask_NL if self.include_first else _without_first(pooling_mask_NL)
-        shares = []
+        by_layer = []
         for layer in attention:
             weight_NL = anchor_weights(
                 layer, is_token_NL, self.axis, self.per_head, self.by_visible_queries, fastest_sums
             )
             weight_NL = weight_NL.masked_fill(~pooled_NL, 0.0)
             total_N1 = weight_NL.sum(dim=1, keepdim=True)
-            shares.append(weight_NL / total_N1.clamp(min=torch.finfo(weight_NL.dtype).tiny))
-        weight_NL = shares[0] if len(shares) == 1 else torch.stack(shares).mean(dim=0)
+            by_layer.append(weight_NL / total_N1.clamp(min=torch.finfo(weight_NL.dtype).tiny))
+        weight_NL = by_layer[0] if len(by_layer) == 1 else torch.stack(by_layer).mean(dim=0)
         return weight_NL.detach() if self.detach else weight_NL
 
 
-def _of_texts(layer: CapturedAttention, places: TextPlaces) -> CapturedAttention:
-    """The queries and keys of one row of texts, (1, A, T, E), text by text, (N, A, L, E)."""
+def _padded_attention(layer: CapturedAttention, places: TextPlaces) -> CapturedAttention:
+    """The queries and keys of unpadded texts, (1, A, T, E), padded to (N, A, L, E)."""
     query, key = (places.padded(side[0].transpose(0, 1)).transpose(1, 2) for side in (layer.query_NALE, layer.key_NGLE))
     return replace(layer, query_NALE=query, key_NGLE=key)
 
 
 def _without_first(pooling_mask_NL: Tensor) -> Tensor:
-    """The mask without the text's first token, where another one is pooled."""
+    """The mask without the text's first token, unless no other token is pooled."""
     rest_NL = pooling_mask_NL.clone()
     rest_NL[:, 0] = False
     return torch.where(rest_NL.any(dim=1, keepdim=True), rest_NL, pooling_mask_NL)
 
 
-# More than two tiles of the kernels, and not a multiple of one.
+# More than two tiles of the kernels, and not a multiple of a tile.
 _TRIAL_LENGTH = 139
 _MAX_HEAD_WIDTH = 256
-# Relative, in the norm: both ways accumulate in float32, and gradients are rounded to the inputs' dtype at the end.
+# Relative error in the norm: both accumulate in float32, and gradients are rounded to the inputs' dtype at the end.
 _WEIGHT_TOLERANCE = 1e-4
 _GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
@@ -136,8 +136,8 @@ def fastest_sums(
 ) -> Tensor:
     """The fused sums on a CUDA device, else the tiled ones; arguments and result of `tiled_sums`.
 
-    Before the first problem of its kind in a process both ways solve a small random one, gradients included. Where they
-    disagree or the kernels do not run, a warning says so once, and the kind stays with the tiled way.
+    Before the first problem of a kind in a process, both solve a small random one, including gradients. If they
+    disagree or the kernels fail, a warning is logged once, and the tiled sums are used for this kind.
     """
     query, key = attention.query_NALE, attention.key_NGLE
     is_supported = query.dtype == key.dtype and query.dtype in _GRADIENT_TOLERANCE
@@ -149,8 +149,8 @@ def fastest_sums(
 def fused_sums(attention: CapturedAttention, is_token_NL: Tensor, axis: Axis = "key", per_head: bool = False) -> Tensor:
     """The sums of logarithms by Triton kernels; arguments, result and gradients of `tiled_sums`.
 
-    Memory: (N, A, L) and the inputs' own size; no score leaves the chip. Precision: float32, never TF32. Nothing is
-    added atomically, so the result is the same in every run.
+    Memory: (N, A, L) and the inputs' size; scores stay on the chip. Precision: float32, never TF32. Deterministic:
+    there are no atomic additions.
     """
     from .anchor_kernels import FusedSums
 
@@ -162,7 +162,7 @@ def fused_sums(attention: CapturedAttention, is_token_NL: Tensor, axis: Axis = "
 
 
 class ProblemKind(NamedTuple):
-    """What decides how the kernels are compiled; `num_shared` heads share a key."""
+    """The properties that the kernels are compiled for; `num_shared` heads share a key."""
 
     device: torch.device
     dtype: torch.dtype
@@ -182,25 +182,25 @@ class ProblemKind(NamedTuple):
 
 @functools.cache
 def checked_sums(fused: Sums, kind: ProblemKind, axis: Axis) -> Sums:
-    """`fused` if it solves a small random problem of this kind as the tiled way does, else the tiled way."""
+    """`fused` if its result on a small random problem of this kind equals that of `tiled_sums`, else `tiled_sums`."""
     problem, is_token_NL = _trial(kind)
     try:
         error = _disagreement(fused, problem, is_token_NL, axis)
     except Exception as failure:
-        # Compilers fail in many ways, and none of them may stop a run that has another way.
+        # Compilers raise many types of exceptions, none of which must stop the run.
         error = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else 'no message'}"
     if error is None:
         return fused
     logging.getLogger("embeddings").warning(
-        "anchor-token pooling on %s takes the slower tiled way (%s, heads of %d, %d a key, %s axis): the fused kernels "
-        "failed their check: %s",
+        "anchor-token pooling on %s uses the slower tiled sums (%s, heads of width %d, %d heads per key, %s axis): the "
+        "fused kernels failed their check: %s",
         *(kind.device, kind.dtype, kind.width, kind.num_shared, axis, error),
     )
     return tiled_sums
 
 
 def _trial(kind: ProblemKind) -> tuple[CapturedAttention, Tensor]:
-    """A small random problem: two texts of unlike length, two groups of heads, more than two tiles of tokens."""
+    """A small random problem: two texts of unequal length, two groups of heads, more than two tiles of tokens."""
     device, dtype, width, num_shared, is_causal, has_window, mask_dtype = kind
     generator, length = torch.Generator().manual_seed(0), _TRIAL_LENGTH
     query, key = (
@@ -220,23 +220,23 @@ def _trial(kind: ProblemKind) -> tuple[CapturedAttention, Tensor]:
 
 
 def _disagreement(fused: Sums, problem: CapturedAttention, is_token_NL: Tensor, axis: Axis) -> str | None:
-    """How two ways differ on a problem, or None where they agree."""
+    """The difference between the fused and the tiled sums on a problem, or None if they agree."""
     with torch.inference_mode(False), torch.enable_grad():
-        # Made here: a tensor of inference mode has no gradient.
+        # Copied, because tensors created in inference mode have no gradient.
         sides = [side.detach().clone().requires_grad_() for side in (problem.query_NALE, problem.key_NGLE)]
         problem = replace(problem, query_NALE=sides[0], key_NGLE=sides[1])
-        found, expected = (_weight_and_gradients(way, problem, is_token_NL, axis) for way in (fused, tiled_sums))
+        results, references = (_weight_and_gradients(sums, problem, is_token_NL, axis) for sums in (fused, tiled_sums))
     limits = [_WEIGHT_TOLERANCE, *[_GRADIENT_TOLERANCE[sides[0].dtype]] * 2]
-    for name, limit, ours, expected_one in zip(("weights", "query", "key"), limits, found, expected, strict=True):
-        error = float((ours.double() - expected_one.double()).norm() / expected_one.double().norm())
+    for name, limit, result, reference in zip(("weights", "query", "key"), limits, results, references, strict=True):
+        error = float((result.double() - reference.double()).norm() / reference.double().norm())
         if not error <= limit:
             return f"{name} differ by {error:.1e}, more than {limit:.0e}"
     return None
 
 
 def _weight_and_gradients(
-    way: Callable[..., Tensor], problem: CapturedAttention, is_token_NL: Tensor, axis: Axis
+    sums: Callable[..., Tensor], problem: CapturedAttention, is_token_NL: Tensor, axis: Axis
 ) -> tuple[Tensor, ...]:
-    """The weights of each head, and the gradients of their squares' sum."""
-    weight_NAL = way(problem, is_token_NL, axis, True)
+    """The weights of each head, and the gradients of the sum of their squares."""
+    weight_NAL = sums(problem, is_token_NL, axis, True)
     return weight_NAL.detach(), *torch.autograd.grad(weight_NAL.square().sum(), (problem.query_NALE, problem.key_NGLE))

@@ -1,6 +1,6 @@
-"""How much attention each token of a text receives, summed as MGH's pooling does, without the whole attention matrix.
+"""MGH's token weights from the attention that tokens receive, without storing the full attention matrix.
 
-This file travels inside model directories: it imports nothing but torch.
+This file travels inside model directories: it imports only torch.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 
 Axis = Literal["key", "query"]
 
-# Scores of a tile, over texts, heads, queries and keys: 8 MiB in float32, which is where a CPU's cache ends.
+# Number of scores in a tile, over texts, heads, queries and keys: 8 MiB in float32, about the size of a CPU's cache.
 TILE_SCORES = 1 << 21
 # A float32 product overflows beyond e^88.
 _MAX_LOG = 87.0
@@ -23,9 +23,8 @@ _MAX_LOG = 87.0
 class CapturedAttention:
     """The queries and keys of one attention layer, as they enter the softmax, after rotation; a head is E wide.
 
-    `mask` is what the layer masks beside padding, broadcastable to (N, A, L, L): bool, True where a query sees a key,
-    or added to the scores. Where it does not say so, `is_causal` tells whether queries see no later key, and `window`
-    that they see no key so many places away or more.
+    `mask` is the layer's mask in addition to padding, broadcastable to (N, A, L, L): bool, True where a query sees a
+    key, or additive. `is_causal` additionally hides later keys, and `window` keys at this distance or more.
     """
 
     query_NALE: Tensor
@@ -40,7 +39,7 @@ Sums = Callable[[CapturedAttention, Tensor, Axis, bool], Tensor]
 
 
 def tiled_sums(attention: CapturedAttention, is_token_NL: Tensor, axis: Axis = "key", per_head: bool = False) -> Tensor:
-    """The sums of logarithms in `anchor_weights`, (N, L), or (N, A, L) with `per_head`: tile by tile of queries."""
+    """The sums of logarithms in `anchor_weights`, (N, L), or (N, A, L) with `per_head`, by tiles of queries."""
     query_NALE, key_NGLE = attention.query_NALE, attention.key_NGLE
     constant = replace(attention, query_NALE=query_NALE.detach(), key_NGLE=key_NGLE.detach())
     weight: Tensor = _AnchorWeights.apply(  # type: ignore[no-untyped-call]
@@ -57,28 +56,28 @@ def anchor_weights(
     by_visible_queries: bool = False,
     sums: Sums = tiled_sums,
 ) -> Tensor:
-    """The weight of each token before it is normalised over the text.
+    """The weight of each token before normalisation over the text.
 
-    With a_jk the attention that query j pays key k in a head, and K the text's tokens without padding:
+    With a_jk the attention of query j to key k in a head, and K the number of the text's tokens without padding:
 
-        key axis:    w_i = sum over heads and queries j of log(K a_ji + 1)    what token i receives
-        query axis:  w_i = sum over heads and keys j of log(K a_ij + 1)       how evenly token i looks about
+        key axis:    w_i = sum over heads and queries j of log(K a_ji + 1)    attention that token i receives
+        query axis:  w_i = sum over heads and keys j of log(K a_ij + 1)       uniformity of token i's attention
 
     Args:
         is_token_NL: False at padding, (N, L) bool. Padding neither receives nor adds weight.
-        per_head: Whether each head's weights are first divided by their sum, so that heads count alike; else a head
-            of uniform attention counts several times as much as one with a sink.
+        per_head: Whether each head's weights are first divided by their sum, so that heads count equally. Otherwise a
+            head with uniform attention counts several times as much as one with an attention sink.
         by_visible_queries: Whether a token's weight is divided by the number of queries that see it.
 
     Returns:
-        weight_NL: (N, L) float32 (float64 where the states are), >= 0, 0 at padding.
+        weight_NL: (N, L) float32 (float64 for float64 states), >= 0, 0 at padding.
 
-    Memory: the L x L scores of a tile of queries, at most `TILE_SCORES` or one query's, forward and backward; they are
-        computed again for the backward pass.
-    Precision: scores, softmax and sums in float32 whatever the input, under autocast too; the logarithms of several
-        heads are taken of their product.
-    Source: MGH, §2.2, Eq. 3. Differs: the key axis, since the paper's text, Fig. 5 and App. D.2 describe what a token
-        receives while Eq. 3, read to the letter, sums over a row of the softmax.
+    Memory: the scores of a tile of queries, at most `TILE_SCORES` or those of one query, forward and backward; the
+        backward pass recomputes them.
+    Precision: scores, softmax and sums in float32 whatever the input, under autocast too; the logarithm is taken of
+        the product of several heads.
+    Source: MGH, §2.2, Eq. 3. Differs: the key axis, because the paper's text, Fig. 5 and App. D.2 describe the
+        attention that a token receives, while Eq. 3 as printed sums over a row of the softmax.
     """
     weight = sums(attention, is_token_NL, axis, per_head)
     if per_head:
@@ -90,7 +89,7 @@ def anchor_weights(
 
 @torch.no_grad()
 def visible_queries(attention: CapturedAttention, is_token_NL: Tensor) -> Tensor:
-    """How many queries see each token, over all heads on average, (N, L) float32."""
+    """The number of queries that see each token, averaged over heads, (N, L) float32."""
     count_NL = torch.zeros(is_token_NL.shape, device=is_token_NL.device)
     for rows in _tiles(attention):
         seen = _visible(attention, is_token_NL, rows) & is_token_NL[:, None, rows, None]
@@ -99,7 +98,7 @@ def visible_queries(attention: CapturedAttention, is_token_NL: Tensor) -> Tensor
 
 
 class _AnchorWeights(torch.autograd.Function):
-    """The sums of logarithms, (N, L), or (N, A, L) per head; the gradient goes to queries and keys."""
+    """The sums of logarithms, (N, L), or (N, A, L) per head, differentiable in queries and keys."""
 
     @staticmethod
     def forward(
@@ -111,14 +110,13 @@ class _AnchorWeights(torch.autograd.Function):
         axis: Axis,
         per_head: bool,
     ) -> Tensor:
-        """Tile by tile of queries: a softmax over all keys, then the logarithms."""
         num_texts, num_heads, length, _ = query_NALE.shape
         dtype = torch.promote_types(query_NALE.dtype, torch.float32)
         shape = (num_texts, num_heads, length) if per_head else (num_texts, length)
         weight = query_NALE.new_zeros(shape, dtype=dtype)
         count_N = is_token_NL.sum(dim=1)
         max_tokens = int(count_N.amax()) if len(count_N) else 0
-        # Heads whose gains, each at most K + 1, multiply without overflow.
+        # Number of heads whose factors, each at most K + 1, multiply without overflow.
         groups = 1 if per_head or not max_tokens else max(1, int(_MAX_LOG / math.log(max_tokens + 1.0)))
         for rows in _tiles(attention):
             gain = _attention(attention, is_token_NL, rows).mul_(count_N.to(dtype)[:, None, None, None]).add_(1.0)
@@ -137,7 +135,7 @@ class _AnchorWeights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """d log(K a + 1) = K / (K a + 1) da, then the softmax's own rule, with each tile's attention made again."""
+        """d log(K a + 1) = K / (K a + 1) da, then the softmax's gradient; each tile's attention is recomputed."""
         query_NALE, key_NGLE = ctx.saved_tensors
         attention, is_token_NL, axis, per_head = ctx.facts
         gradient = gradients[0] if per_head else gradients[0][:, None]
@@ -158,18 +156,18 @@ class _AnchorWeights(torch.autograd.Function):
 
 
 def _tiles(attention: CapturedAttention) -> list[slice]:
-    """The queries in runs whose scores are not too many."""
+    """Slices of queries with at most `TILE_SCORES` scores each, or one query."""
     num_texts, num_heads, length, _ = attention.query_NALE.shape
     rows = max(1, TILE_SCORES // max(1, num_texts * num_heads * length))
     return [slice(start, min(start + rows, length)) for start in range(0, length, rows)]
 
 
 def _attention(attention: CapturedAttention, is_token_NL: Tensor, rows: slice) -> Tensor:
-    """The softmax of some queries over all keys, (N, A, r, L), zero in padding's rows and columns."""
+    """The softmax of some queries over all keys, (N, A, r, L), zero in rows and columns of padding."""
     query_NArE, key_NGLE = attention.query_NALE[:, :, rows], attention.key_NGLE
     dtype = torch.promote_types(query_NArE.dtype, torch.float32)
     num_shared = query_NArE.shape[1] // key_NGLE.shape[1]
-    # One product a group of heads: its queries side by side.
+    # One product for all heads that share a key.
     grouped = torch.unflatten(query_NArE.to(dtype) * attention.scaling, 1, (-1, num_shared)).flatten(2, 3)
     # Autocast would round the scores.
     with torch.autocast(query_NArE.device.type, enabled=False):
@@ -177,21 +175,21 @@ def _attention(attention: CapturedAttention, is_token_NL: Tensor, rows: slice) -
     if attention.mask is not None and attention.mask.dtype != torch.bool:
         score += _rows_of(attention.mask, rows)
     seen = _visible(attention, is_token_NL, rows)
-    # On a CPU a fill costs half a softmax.
+    # On a CPU, masking costs half as much as a softmax.
     if bool(seen.all()):
         return score.softmax(dim=-1)
     score = score.masked_fill_(~seen, -torch.inf).softmax(dim=-1)
-    # A query that sees nothing has NaN in its row; padding's rows would add what no token pays.
+    # A query that sees no key has NaN in its row, and rows of padding must not add weight.
     pays = is_token_NL[:, None, rows, None] & seen.any(dim=-1, keepdim=True)
     return score.masked_fill_(~pays, 0.0)
 
 
 def _visible(attention: CapturedAttention, is_token_NL: Tensor, rows: slice) -> Tensor:
-    """Which keys some queries see, broadcastable to (N, A, r, L) bool."""
+    """The keys that some queries see, broadcastable to (N, A, r, L) bool."""
     seen = is_token_NL[:, None, None, :]
     if attention.mask is not None:
         part = _rows_of(attention.mask, rows)
-        # An additive mask says with its least number, or less, that nothing is seen.
+        # An additive mask hides a key by the dtype's minimum, or less.
         seen = seen & (part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2)
     if attention.is_causal or attention.window is not None:
         position_L = torch.arange(is_token_NL.shape[1], device=is_token_NL.device)

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face encoder or decoder and its tokenizer as a backbone; compiling its layers."""
+"""Loads a Hugging Face encoder or decoder and its tokenizer as a backbone, and compiles its layers."""
 
 import inspect
 import os
@@ -46,34 +46,34 @@ DTYPES: dict[str, torch.dtype | str] = {"float32": torch.float32, "bfloat16": to
 
 
 class MissingWeightsError(InputError):
-    """A checkpoint that lacks weights of the model it is to be."""
+    """A checkpoint that lacks weights of its model."""
 
 
 @dataclass(frozen=True)
 class BackboneConfig:
-    """Which backbone, and how it is loaded.
+    """A backbone and the options for loading it.
 
     Args:
-        name: A directory, a Hub id, or `all-MiniLM-L6-v2`, the model that the `quickstart` extra brings.
+        name: A directory, a Hub id, or `all-MiniLM-L6-v2`, the model that the `quickstart` extra installs.
         revision: Commit, tag or branch of a Hub id.
-        bidirectional: Turn a decoder's causal mask off (NV-Embed §3.1); every layer is checked, at start-up or, with an
-            attention that only a GPU has, in the first step. An encoder stays as it is.
-        dtype: Dtype of the weights; "auto" is the checkpoint's own. Half precision is for weights that stay, under
-            LoRA: what is trained is in float32, and `trainer.precision: bf16-mixed` makes the products bfloat16.
+        bidirectional: Disable a decoder's causal mask (NV-Embed §3.1). Every layer is checked, at start-up or, for an
+            attention that runs only on a GPU, in the first step. An encoder does not change.
+        dtype: Dtype of the weights; "auto" is the checkpoint's. Use half precision only for weights that LoRA freezes:
+            trained weights are in float32, and `trainer.precision: bf16-mixed` computes matrix products in bfloat16.
         attn_implementation: "eager", "sdpa", "flash_attention_2", …; None is transformers' choice.
         gradient_checkpointing: Recompute each layer in the backward pass: less memory, a third more time.
-        dropout: Probability for all of the model's dropout, attention's included; None is the checkpoint's own.
-        num_layers: Take the first so many layers of the checkpoint, such as six of NomicBERT's twelve (CDE §5); None
-            for all. What is saved has as many.
-        compile: Compile each layer with torch.compile, which takes minutes at the start of a run and changes only how
-            numbers are rounded. Layers whose attention a pooling reads stay as they are.
-        quantization: `nf4` keeps the linear layers in 4 bits (QLoRA, arXiv:2305.14314), with their scales in 8 bits and
-            products in bfloat16: for weights that stay, under LoRA, on a CUDA GPU. Needs the extra `qlora` and
-            `dtype: bfloat16`. A model directory is written with the weights that were trained on, in bfloat16.
-        unpadded: Whether a mini-batch is read as one row of tokens without padding, each text attending to itself
-            alone; vectors and gradients are the same to rounding. `auto`: on a GPU in half precision, where the model
-            can, has no dropout in its attention and is not compiled. `true`: everywhere, on a CPU in a loop over
-            texts; a model that cannot is refused. `false`: never.
+        dropout: Probability of all dropout in the model, including attention; None is the checkpoint's.
+        num_layers: Load only the first layers of the checkpoint, such as six of NomicBERT's twelve (CDE §5); None for
+            all. Saved models have the same number.
+        compile: Compile each layer with torch.compile, which takes minutes at the start of a run and changes results
+            only by rounding. Layers whose attention a pooling captures are not compiled.
+        quantization: `nf4` stores the linear layers in 4 bits (QLoRA, arXiv:2305.14314), with their scales in 8 bits
+            and products in bfloat16: for weights that LoRA freezes, on a CUDA GPU. Needs the extra `qlora` and
+            `dtype: bfloat16`. A model directory contains the dequantised weights, in bfloat16.
+        unpadded: Whether the texts of a mini-batch are concatenated without padding, each attending only to itself;
+            vectors and gradients are equal up to rounding. `auto`: on a GPU in half precision, if the model supports
+            it, has no dropout in its attention and is not compiled. `true`: always, on a CPU in a loop over texts;
+            an error if the model does not support it. `false`: never.
     """
 
     name: str
@@ -92,7 +92,7 @@ class BackboneConfig:
         check_attention(self.attn_implementation, "backbone")
         if self.quantization is not None and self.dtype != "bfloat16":
             rule = f"must be bfloat16 beside quantization: {self.quantization}"
-            raise OptionError("backbone.dtype", self.dtype, rule, "what is not in 4 bits is in it")
+            raise OptionError("backbone.dtype", self.dtype, rule, "set it: it is the dtype of unquantised weights")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise OptionError("backbone.dropout", self.dropout, "must be >= 0 and < 1", "0 switches it off")
         if self.num_layers is not None and self.num_layers < 1:
@@ -100,47 +100,47 @@ class BackboneConfig:
 
     @property
     def unpadded_mode(self) -> bool | Literal["auto"]:
-        """`unpadded`, where `auto` is false for compiled layers: a GPU's kernel has not been tried in a graph."""
+        """`unpadded`, but `auto` is false for compiled layers: the GPU kernel has not been tested in a graph."""
         return False if self.compile and self.unpadded == "auto" else self.unpadded
 
 
 def check_attention(name: str | None, owner: str) -> None:
-    """Refuse an attention that names a repository, whose code transformers would fetch and run."""
+    """Refuse an attention that names a repository, because transformers would download and run its code."""
     if name is not None and not re.fullmatch(r"\w+", name):
-        rule = "must be a name, since no code of a repository is run"
+        rule = "must be a name, since code of a repository is not run"
         raise OptionError(f"{owner}.attn_implementation", name, rule, "try sdpa or eager")
 
 
 def check_flex(config: PretrainedConfig, name: str | None) -> None:
-    """Refuse flex attention where the config has dropout, which the attention would refuse in the first step."""
+    """Refuse flex attention if the config has dropout, which would fail only in the first step."""
     names = [field for field, value in attention_dropouts(config).items() if value > 0]
     if name == "flex_attention" and names:
-        rule = f"has no dropout, and the model's {names[0]} is {getattr(config, names[0])}"
+        rule = f"does not support dropout, and the model's {names[0]} is {getattr(config, names[0])}"
         fix = "set dropout to 0, or attn_implementation to sdpa"
         raise OptionError("backbone.attn_implementation", name, rule, fix)
 
 
 def check_quantization(config: BackboneConfig, has_lora: bool) -> None:
-    """Refuse weights in 4 bits without LoRA matrices, a CUDA GPU and bitsandbytes."""
+    """Refuse 4-bit weights without LoRA, a CUDA GPU and bitsandbytes."""
     if config.quantization is None:
         return
     option, value = "backbone.quantization", config.quantization
     if not has_lora:
-        raise OptionError(option, value, "is for weights under LoRA matrices", "add lora, or leave it out")
+        raise OptionError(option, value, "needs LoRA", "add lora, or leave it out")
     if not torch.cuda.is_available():
         raise OptionError(option, value, "needs a CUDA GPU", "leave it out on a CPU")
     require("bitsandbytes", "qlora")
 
 
 def load_backbone(config: BackboneConfig, has_lora: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The backbone in evaluation mode, without a pooling layer of its own, and its tokenizer, which pads on the right.
+    """Load a backbone in evaluation mode, without its pooling layer, and its tokenizer, which pads on the right.
 
-    Weights come from safetensors alone, and no code of the model's repository runs. Without a pad token the
-    end-of-sequence token pads. `has_lora` says that LoRA matrices follow, without which weights in 4 bits are refused.
+    Weights are read only from safetensors, and code of the model's repository does not run. A tokenizer without a pad
+    token pads with the end-of-sequence token. `has_lora`: whether LoRA will be added, which 4-bit weights need.
 
     Raises:
-        InputError: If the model cannot be had, a file of it is damaged, or weights are missing from it.
-        OptionError: If the attention cannot be made bidirectional, or 4 bits cannot be had.
+        InputError: If the model is not available, a file is damaged, or weights are missing.
+        OptionError: If the attention cannot be made bidirectional, or 4-bit weights are not supported here.
     """
     folder = resolve_model(config.name, config.revision)
     model = load_configured(folder, config, has_lora=has_lora)
@@ -150,7 +150,7 @@ def load_backbone(config: BackboneConfig, has_lora: bool = False) -> tuple[PreTr
 def load_configured(
     folder: Path, config: BackboneConfig, auto_class: Any = AutoModel, new_head: bool = False, has_lora: bool = False
 ) -> PreTrainedModel:
-    """The model of a local folder as `load_model` gives it, checked to be bidirectional if it is to be."""
+    """Load the model of a local folder with a config's options, and check that bidirectional attention took effect."""
     check_quantization(config, has_lora)
     model = load_model(
         folder,
@@ -171,8 +171,8 @@ def load_configured(
 
 
 def enable_checkpointing(model: PreTrainedModel) -> None:
-    """Have each layer recomputed in the backward pass."""
-    # transformers 5.23 renamed the method; the older name is the only one before.
+    """Recompute each layer in the backward pass."""
+    # transformers 5.23 renamed the method.
     enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
@@ -189,11 +189,11 @@ def load_model(
     unused: list[str] | None = None,
     is_4bit: bool = False,
 ) -> PreTrainedModel:
-    """The Hugging Face model of a local folder, without a pooling layer; of an encoder with a decoder, the encoder.
+    """Load the Hugging Face model of a local folder, without a pooling layer; only the encoder of an encoder-decoder.
 
-    Arguments are as in `BackboneConfig`. `new_head` leaves weights random that the checkpoint lacks outside the
-    backbone, `unused` collects the names of tensors that the model does not use. Under `torch.device("meta")` the model
-    is made of its config, and no weights are read. Missing weights are a `MissingWeightsError`.
+    Arguments are as in `BackboneConfig`. With `new_head`, weights outside the backbone that the checkpoint lacks are
+    random. `unused` collects the names of tensors that the model does not use. Under `torch.device("meta")` the model
+    is built from its config without reading weights. Missing weights raise `MissingWeightsError`.
     """
     model_config = read_config(folder)
     if make_bidirectional:
@@ -206,14 +206,14 @@ def load_model(
             raise OptionError("backbone.num_layers", num_layers, rule, "leave it out for all")
         _choose_layers(model_config, range(num_layers))
     check_flex(model_config, attn_implementation)
-    # The weights must be the folder's own and safetensors, before transformers follows a reference elsewhere.
+    # The folder must have safetensors weights: transformers would load an adapter's base model from elsewhere.
     if (folder / "adapter_config.json").is_file():
-        raise InputError(str(folder), "holds adapters of another model", "merge them into it and give the result")
+        raise InputError(str(folder), "contains adapters of another model", "merge them into it and give the result")
     weight_files(folder)
     if torch.get_default_device().type == "meta":
         return model_without_weights(folder, model_config, dtype, attn_implementation, auto_class)
     options: dict[str, Any] = {"config": model_config, "dtype": dtype, "use_safetensors": True}
-    # Mismatched sizes are reported by name then; below they are refused.
+    # Mismatched sizes are then reported by name and refused below.
     options |= {"trust_remote_code": False, "ignore_mismatched_sizes": True}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -224,42 +224,42 @@ def load_model(
         options |= more
     source: Path | None = folder
     if getattr(model_config, QUANTIZATION, None) is not None:
-        # Multiplied out here: for transformers to do it takes another library.
+        # Dequantised here: transformers would need another library.
         check_readable(folder, quantization_of(folder) or {})
         delattr(model_config, QUANTIZATION)
         options["state_dict"], source = dequantised_weights(folder), None
-        # Without a folder the automatic classes do not know where to look for code.
+        # The automatic classes need a folder, so the model class is looked up here.
         auto_class = auto_class._model_mapping[type(model_config)]
     try:
         with quiet_transformers():
             model, report = auto_class.from_pretrained(source, output_loading_info=True, **options)
-    except Exception as error:  # a config that fits no model raises anything in transformers
+    except Exception as error:  # transformers raises any type of exception for a config that fits no model
         if attn_implementation is not None and "attention" in str(error).lower():
-            rule, fix = f"cannot be had: {_first_line(error)}", "set it to sdpa, or install what it needs"
+            rule, fix = f"is not available: {_first_line(error)}", "set it to sdpa, or install what it needs"
             raise OptionError("backbone.attn_implementation", attn_implementation, rule, fix) from error
         raise InputError(str(folder), f"cannot be loaded: {_first_line(error)}", "take a complete copy") from error
     assert isinstance(model, PreTrainedModel)
     if is_4bit:
-        # The directory that is written of it holds plain weights.
+        # A directory written from this model contains dequantised weights.
         vars(model).pop("hf_quantizer", None)
         del model.config.quantization_config
     if unused is not None:
         unused.extend(report["unexpected_keys"])
-    for name, found, expected in sorted(report["mismatched_keys"])[:1]:
-        what = f"{name} has shape {tuple(found)}, by config.json it has {tuple(expected)}"
+    for name, shape, expected in sorted(report["mismatched_keys"])[:1]:
+        what = f"{name} has shape {tuple(shape)}, config.json expects {tuple(expected)}"
         raise InputError(str(folder), what, "take config.json and weights from one model")
     missing = sorted(report["missing_keys"])
     if new_head:
         missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
     if missing:
-        # transformers would leave them random and continue.
+        # transformers would initialise them at random and continue.
         what = f"{len(missing)} weights of {type(model).__name__} are missing, {missing[0]} first"
         raise MissingWeightsError(str(folder), what, "give a checkpoint of this architecture")
     return model
 
 
 def four_bit_options() -> dict[str, Any]:
-    """What transformers is given for weights in 4 bits; each process of a machine takes the GPU of its own rank."""
+    """Options of `from_pretrained` for 4-bit weights, on the GPU of the process's local rank."""
     quantization = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -272,9 +272,9 @@ def four_bit_options() -> dict[str, Any]:
 
 
 def text_class(config: PretrainedConfig) -> tuple[Any, dict[str, Any]]:
-    """The automatic class of a config's model that reads texts alone, and what it is built with; the config follows."""
-    kind: Any = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), PreTrainedModel)
-    if kind.__name__.endswith("EncoderModel"):  # T5, as in GTR
+    """The automatic class for a config's text encoder, and options for building it; may change the config."""
+    model_class: Any = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), PreTrainedModel)
+    if model_class.__name__.endswith("EncoderModel"):  # T5, as in GTR
         config.is_encoder_decoder = False
         return AutoModelForTextEncoding, {}
     return AutoModel, {"add_pooling_layer": False} if has_pooling_layer(config) else {}
@@ -287,7 +287,7 @@ def model_without_weights(
     attention: str | None = None,
     auto_class: Any = AutoModel,
 ) -> PreTrainedModel:
-    """The structure of a local folder's model on the meta device, in evaluation mode; args as in `load_model`."""
+    """A local folder's model without weights, on the meta device, in evaluation mode; arguments as in `load_model`."""
     config = read_config(folder) if config is None else config
     auto_class, options = text_class(config) if auto_class is AutoModel else (auto_class, {})
     options |= {} if attention is None else {"attn_implementation": attention}
@@ -295,7 +295,7 @@ def model_without_weights(
     try:
         with torch.device("meta"), quiet_transformers():
             model = auto_class.from_config(config, dtype=dtype, trust_remote_code=False, **options)
-    except Exception as error:  # a config that fits no model raises anything in transformers
+    except Exception as error:  # transformers raises any type of exception for a config that fits no model
         what = f"cannot be built: {_first_line(error)}"
         raise InputError(str(folder), what, "take a complete copy") from error
     assert isinstance(model, PreTrainedModel)
@@ -304,22 +304,22 @@ def model_without_weights(
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The config of a local folder's model; one that asks for code is refused."""
+    """The config of a local folder's model; a config that needs remote code is refused."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    # Each architecture checks its fields in its own way.
+    # Each architecture validates its fields with different exceptions.
     except Exception as error:
         raise InputError(str(folder / "config.json"), _first_line(error), "give a Hugging Face model") from error
     assert isinstance(config, PretrainedConfig)
     for name, value in _implementations(read_json(folder / "config.json")):
-        # transformers would fetch the code of a repository for it and run that.
+        # transformers would download and run the code of that repository.
         if not re.fullmatch(r"\w+", value):
-            raise InputError(str(folder / "config.json"), f"{name} asks for the code of {shown(value)}", "take it out")
+            raise InputError(str(folder / "config.json"), f"{name} needs the code of {shown(value)}", "remove it")
     return config
 
 
 def _implementations(fields: Any) -> Iterator[tuple[str, str]]:
-    """The names of implementations that a config asks for, those of its parts too."""
+    """The fields of a config and its nested configs that name an implementation."""
     for name, value in fields.items() if isinstance(fields, dict) else ():
         if name.endswith("_implementation") and isinstance(value, str):
             yield name, value
@@ -327,7 +327,7 @@ def _implementations(fields: Any) -> Iterator[tuple[str, str]]:
 
 
 def load_tokenizer(folder: Path, model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder, padding on the right, if the model has an embedding for each of its ids."""
+    """The tokenizer of a local folder, padding on the right; refused if the model lacks an embedding for an id."""
     tokenizer = read_tokenizer(folder)
     embeddings = model.get_input_embeddings().weight
     assert isinstance(embeddings, torch.Tensor)
@@ -344,15 +344,15 @@ def highest_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def read_tokenizer(folder: Path, kind: Any = AutoTokenizer) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder, padding on the right; `kind` reads it, by default the class that it names."""
+    """The tokenizer of a local folder, padding on the right; `kind` is its class, by default that of the files."""
     check_tokenizer_files(folder)
     if not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
-        # transformers would make an empty one and continue.
-        raise InputError(str(folder), "holds no tokenizer", "save one beside the model")
+        # transformers would create an empty one and continue.
+        raise InputError(str(folder), "does not contain a tokenizer", "save one beside the model")
     try:
         with rust_panics_as_errors():
             tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
-            # Some files have the library panic only when a text is read, which would end a loader's worker.
+            # Some files make the library panic only when it tokenises a text, which would kill a loader's worker.
             with suppress(Exception):
                 tokenizer("a 1 é")
     # A damaged tokenizer.json is reported by the Rust library as a bare Exception.
@@ -362,14 +362,14 @@ def read_tokenizer(folder: Path, kind: Any = AutoTokenizer) -> PreTrainedTokeniz
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise InputError(str(folder), "the tokenizer has no pad and no eos token", "set pad_token in it")
+            raise InputError(str(folder), "the tokenizer has neither a pad nor an eos token", "set pad_token in it")
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     return tokenizer
 
 
 def _set_dropout(config: PretrainedConfig, dropout: float) -> None:
-    """Set every dropout probability that the architecture has (`hidden_dropout_prob`, `attention_dropout`, …)."""
+    """Set all dropout probabilities of the config (`hidden_dropout_prob`, `attention_dropout`, …)."""
     names = list(_dropouts(config))
     if not names and dropout > 0:
         raise OptionError("backbone.dropout", dropout, f"does not exist in {config.model_type}", "leave it out")
@@ -378,7 +378,7 @@ def _set_dropout(config: PretrainedConfig, dropout: float) -> None:
 
 
 def _choose_layers(config: PretrainedConfig, chosen: Sequence[int]) -> None:
-    """Have a config say that the model has some of its layers alone, also where it lists them one by one."""
+    """Reduce a config to the chosen layers, including its lists with one entry per layer."""
     total = int(config.num_hidden_layers)
     for name, value in list(vars(config).items()):
         if "layer" in name and isinstance(value, list) and len(value) == total:
@@ -389,28 +389,28 @@ def _choose_layers(config: PretrainedConfig, chosen: Sequence[int]) -> None:
 
 
 def spread_layers(number: int, total: int) -> tuple[int, ...]:
-    """So many of `total` layers, evenly spread with the first and the last among them, from 0; the first alone of one.
+    """The indices of `number` layers spread evenly over `total`, from the first to the last; the first for 1.
 
-    The first one always stays: ModernBERT's has no norm, which another in its place would.
+    The first layer is always kept: ModernBERT's has no norm, unlike its other layers.
     """
-    return tuple(round(place * (total - 1) / max(1, number - 1)) for place in range(number))
+    return tuple(round(position * (total - 1) / max(1, number - 1)) for position in range(number))
 
 
 def keep_layers(model: PreTrainedModel, num_layers: int) -> tuple[int, ...]:
-    """Keep some of a model's layers, evenly spread from the first to the last, in place; gives their numbers from 0.
+    """Keep some of a model's layers, evenly spread from the first to the last, in place; returns their old indices.
 
     Raises:
-        OptionError: If there are fewer layers, or the layers are not alike and the config does not list them.
+        OptionError: If there are fewer layers, or the layers differ and the config does not list them.
     """
-    config, places = model.config, [part for part in model.modules() if isinstance(part, nn.ModuleList)]
-    lists = [part for part in places if len(part) == config.num_hidden_layers]
+    config = model.config
     total = int(config.num_hidden_layers)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == total]
     if not 1 <= num_layers <= total:
         raise OptionError("layers", num_layers, f"must be from 1 to {total}, the model's", "leave it out for all")
     patterns = ("global_attn_every_n_layers", "sliding_window_pattern", "layer_types_pattern")
     is_listed = len(getattr(config, "layer_types", None) or ()) == total
     if not lists or (not is_listed and any(getattr(config, name, None) for name in patterns)):
-        rule = f"cannot choose of the layers of {config.model_type}, which its config does not list one by one"
+        rule = f"cannot select layers of {config.model_type}, because its config does not list them one by one"
         raise OptionError("layers", num_layers, rule, "leave it out")
     chosen = spread_layers(num_layers, total)
     kept = [lists[0][index] for index in chosen]
@@ -426,7 +426,7 @@ def keep_layers(model: PreTrainedModel, num_layers: int) -> tuple[int, ...]:
 
 
 def _dropouts(config: PretrainedConfig) -> dict[str, float]:
-    """The fields of a config that are probabilities of dropout."""
+    """The dropout probabilities of a config, by field name."""
     return {
         name: value
         for name, value in vars(config).items()
@@ -435,19 +435,19 @@ def _dropouts(config: PretrainedConfig) -> dict[str, float]:
 
 
 def attention_dropouts(config: PretrainedConfig) -> dict[str, float]:
-    """The fields of a config that are probabilities of dropout within the attention."""
+    """The attention-dropout probabilities of a config, by field name."""
     return {name: value for name, value in _dropouts(config).items() if name.startswith("att")}
 
 
 def has_pooling_layer(config: PretrainedConfig) -> bool:
-    """Whether the architecture comes with a pooling layer of its own unless told otherwise, as BERT does."""
-    kind: Any = MODEL_MAPPING.get(type(config), PreTrainedModel)
-    return "add_pooling_layer" in inspect.signature(kind).parameters
+    """Whether the architecture has a pooling layer by default, as BERT does."""
+    model_class: Any = MODEL_MAPPING.get(type(config), PreTrainedModel)
+    return "add_pooling_layer" in inspect.signature(model_class).parameters
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Inside, transformers neither reports weights left out on purpose nor draws progress bars of its own."""
+    """Silence transformers' reports of unused weights and its progress bars."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -460,39 +460,39 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first sentence of what a library says."""
+    """The first sentence of an error's message."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return one_line(re.split(r"\. (?=[A-Z])", line)[0].rstrip("."), 200)
 
 
-# Not in the model's own file, whose copy in a model directory must not take this one's place.
+# Not in rotary_moe.py: its copy in a model directory must not replace this registration.
 AutoConfig.register(RotaryMoeConfig.model_type, RotaryMoeConfig)
 AutoModel.register(RotaryMoeConfig, RotaryMoeModel)
 
 
-# Dropout of torch's own generator: with and without a graph a layer draws the same, which GradCache relies on.
+# Dropout from torch's generator: with and without gradients a layer draws the same mask, which GradCache relies on.
 _COMPILER: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
-# Graphs of one kind of layer: with and without gradients, padding, dropout, a second text. torch gives up after 8.
+# Graphs per type of layer: with and without gradients, padding, dropout, a second text. torch's limit is 8.
 _MAX_GRAPHS = 64
 
 
 def compile_layers(backbone: nn.Module) -> None:
-    """Have each layer compiled by torch.compile when it first runs, for any number and length of texts.
+    """Compile each layer with torch.compile when it first runs, for any number and length of texts.
 
-    Layers of one kind share their graphs. The graph breaks around experts, except in bfloat16. Layers whose attention a
-    pooling reads are left out. Adapters, experts and captures must be in the backbone already.
+    Layers of one type share their graphs. Experts break the graph, except in bfloat16. Layers whose attention a pooling
+    captures are not compiled. Adapters, experts and captures must be in the backbone already.
     """
-    # The compiler puts another attention in eager's place, whose dropout GradCache cannot replay.
+    # The compiler replaces eager attention by one whose dropout GradCache cannot replay.
     if plain_backbone(backbone).config._attn_implementation == "eager":
-        rule = "does not go with eager attention, which the compiler would replace by one of other dropout"
+        rule = "does not support eager attention, which the compiler would replace by one with different dropout"
         raise OptionError("model.backbone.compile", True, rule, "set attn_implementation to sdpa")
-    read = [part for part in backbone.modules() if hasattr(part, "embeddings_capture")]
-    suitable = [layer for layer in layers(backbone) if not any(part in read for part in layer.modules())]
+    captured = [part for part in backbone.modules() if hasattr(part, "embeddings_capture")]
+    suitable = [layer for layer in layers(backbone) if not any(part in captured for part in layer.modules())]
     if not suitable:
-        rule = "compiles no layer of this model: the pooling reads the attention of each"
+        rule = "cannot compile any layer of this model: the pooling reads the attention of each"
         raise OptionError("model.backbone.compile", True, rule, "leave it out")
-    from torch._dynamo import config  # the compiler takes seconds to load
+    from torch._dynamo import config  # importing the compiler takes seconds
 
     config.recompile_limit = max(_MAX_GRAPHS, config.recompile_limit)
     for layer in suitable:
@@ -500,5 +500,5 @@ def compile_layers(backbone: nn.Module) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a part of a module is compiled."""
+    """Whether any submodule is compiled."""
     return any(part._compiled_call_impl is not None for part in module.modules())

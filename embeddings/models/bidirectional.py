@@ -1,4 +1,4 @@
-"""Turning a decoder's causal mask off, and proving that it is off in every layer."""
+"""Disables a decoder's causal mask, and checks every layer for it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,18 +13,18 @@ from embeddings.common import OptionError
 from embeddings.models.context_layers import evaluating
 from embeddings.models.lora import without_cache
 
-_FIX = "use an architecture that transformers builds its masks for, or another attn_implementation"
-# Wider than any text. Some architectures need a number, and some rotate queries and keys in layers with a window alone.
+_FIX = "use an architecture whose masks transformers builds, or another attn_implementation"
+# Longer than any text. Some architectures need a number, and some rotate queries and keys only in layers with a window.
 _NO_WINDOW = 2**30
 
 
 def make_bidirectional_config(config: PretrainedConfig) -> None:
-    """Switch a decoder's config to attention in both directions without a window; it stays so when saved and reloaded.
+    """Change a decoder's config to bidirectional attention without a window; saving and loading keeps this.
 
-    transformers builds its mask from `config.is_causal`: the eager path never reads the flag of a single layer, and the
-    others lose it as soon as a batch has padding. Where layers with and without a window differ in their rotary base
-    (Gemma 3, OLMo 3) the window is part of what was trained, so it stays, in both directions. Elsewhere the layers keep
-    their types and the window is wider than any text, unless the architecture can do without one (Mistral, Qwen).
+    transformers builds its mask from `config.is_causal`: eager attention ignores the flag of a layer, and the other
+    implementations ignore it for a batch with padding. If layers with and without a window have different rotary bases
+    (Gemma 3, OLMo 3), the model depends on its window, which is then kept in both directions. Otherwise the window is
+    removed if the architecture allows it (Mistral, Qwen), or longer than any text.
     """
     config.is_causal = False
     rope = getattr(config, "rope_parameters", None)
@@ -43,14 +43,14 @@ def make_bidirectional_config(config: PretrainedConfig) -> None:
 
 
 def make_bidirectional(model: PreTrainedModel) -> None:
-    """Turn the causal mask and the window of a built decoder off, in place, its config included.
+    """Disable the causal mask and the window of a decoder in place, including its config.
 
     Source: Lee 2024, arXiv:2405.17428, §3.1.
     """
     make_bidirectional_config(model.config)
     window = getattr(model.config, "sliding_window", None)
     for module in model.modules():
-        # Layers keep copies of what they read from the config when they were built.
+        # Layers have copies of these config fields.
         if getattr(module, "is_causal", None) is True:
             module.is_causal = False  # type: ignore[assignment]
         if isinstance(getattr(module, "sliding_window", None), int):
@@ -62,8 +62,8 @@ def make_bidirectional(model: PreTrainedModel) -> None:
 
 
 def require_bidirectional(model: PreTrainedModel) -> None:
-    """Check a new model as `check_bidirectional` does: now, or in its first forward where only a GPU runs it."""
-    if model.device.type == "meta":  # a plan's model, which has no weights
+    """Run `check_bidirectional` now, or in the first forward if the attention runs only on a GPU."""
+    if model.device.type == "meta":  # the model of `plan`, which has no weights
         return
     try:
         check_bidirectional(model)
@@ -74,7 +74,7 @@ def require_bidirectional(model: PreTrainedModel) -> None:
 
 
 def _check_first(model: nn.Module, _: Any) -> None:
-    """The check of a model that is about to run for the first time, where it runs."""
+    """A hook that checks a model before its first forward pass."""
     assert isinstance(model, PreTrainedModel)
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _check_first:
@@ -91,18 +91,18 @@ def _unable_to_run(model: PreTrainedModel, error: Exception) -> OptionError:
     name, device = model.config._attn_implementation, model.device.type
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     rule = f"does not run on the {'GPU' if device == 'cuda' else device.upper()} ({reason:.80})"
-    return OptionError("backbone.attn_implementation", name, rule, "set it to sdpa, or train where it runs")
+    return OptionError("backbone.attn_implementation", name, rule, "set it to sdpa, or train on a device that runs it")
 
 
 @torch.no_grad()
 def check_bidirectional(model: PreTrainedModel) -> None:
     """Check that each text's first token sees its last one, in every layer, and that neither sees padding.
 
-    Runs tiny forward passes of two texts of unlike length, so that the path with padding is the one tested. A layer is
-    then called again, alone, with another state of the last token: no later layer can hide that it is causal.
+    Runs tiny forward passes on two texts of unequal length, to test the code path with padding. Each layer is then
+    called separately with a different state of the last token, so that later layers cannot hide a causal one.
 
     Raises:
-        OptionError: If a layer is causal still, or padding changes a state.
+        OptionError: If a layer is still causal, or padding changes a state.
     """
     ids_NL = trial_ids(model, 2, 12)
     attention_NL = torch.ones_like(ids_NL)
@@ -112,40 +112,40 @@ def check_bidirectional(model: PreTrainedModel) -> None:
     with evaluating(model):
         with _recorded(model) as calls:
             first_NH = _states(model, ids_NL, attention_NL)[:, 0]
-        moved_N = (_states(model, changed_NL, attention_NL)[:, 0] - first_NH).abs().amax(dim=1)
+        change_N = (_states(model, changed_NL, attention_NL)[:, 0] - first_NH).abs().amax(dim=1)
         alone_LH = _states(model, ids_NL[1:, :9], attention_NL[1:, :9])[0]
         causal = sorted({call.layer for call in calls if _is_causal(call)})
     name = f"{type(model).__name__} with {model.config._attn_implementation} attention"
-    if float(moved_N.min()) == 0.0:
+    if float(change_N.min()) == 0.0:
         rule = "cannot take effect: the first token does not see the last one"
         raise OptionError("backbone.bidirectional", name, rule, _FIX)
     if causal:
-        rule = f"cannot take effect: {_named(model, causal)} read from left to right"
+        rule = f"cannot take effect: {_layer_names(model, causal)} read from left to right"
         raise OptionError("backbone.bidirectional", name, rule, "take a decoder with attention in every layer")
-    spread = relative_difference(first_NH[1], alone_LH[0])
-    if not spread <= tolerated_difference(model):
-        raise OptionError("backbone.bidirectional", name, f"lets padding change a state (by {spread:.1e})", _FIX)
+    difference = relative_difference(first_NH[1], alone_LH[0])
+    if not difference <= tolerated_difference(model):
+        raise OptionError("backbone.bidirectional", name, f"lets padding change a state (by {difference:.1e})", _FIX)
 
 
 def trial_ids(model: PreTrainedModel, num_texts: int, length: int) -> Tensor:
-    """Ids of the short texts that a model is tried with, (N, L) int64 on its device."""
+    """Ids of short texts for testing a model, (N, L) int64 on its device."""
     ids = torch.arange(num_texts * length, device=model.device) % (int(model.config.vocab_size) - 4) + 3
     return ids.view(num_texts, length)
 
 
-def relative_difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference of two tensors of states, over the largest state expected; NaN where a state is."""
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+def relative_difference(states: Tensor, expected: Tensor) -> float:
+    """The maximum absolute difference of states over the maximum of `expected`; NaN if a state is NaN."""
+    return float((states - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
 def tolerated_difference(model: PreTrainedModel) -> float:
-    """How far two ways to the same states may differ by rounding."""
+    """The `relative_difference` that rounding may cause."""
     is_exact = model.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(model.device.type)
     return 1e-3 if is_exact else 0.1
 
 
 class _Call(NamedTuple):
-    """One call of a layer, or of a part of it, with the states of the check's two texts."""
+    """One call of a layer, or of a child of it, for the two texts of the check."""
 
     layer: int
     part: nn.Module
@@ -156,7 +156,7 @@ class _Call(NamedTuple):
 
 @contextmanager
 def _recorded(model: PreTrainedModel) -> Iterator[list[_Call]]:
-    """Inside, the calls of each layer and of its direct parts: a mixer may stay causal beside an attention."""
+    """Record the calls of each layer and of its children: a mixer may be causal in parallel to an attention."""
     calls: list[_Call] = []
 
     def record(index: int, *call: Any) -> None:
@@ -182,23 +182,23 @@ def _is_causal(call: _Call) -> bool:
     if states is None or before is None or states.dim() != 3 or before.shape[:2] != (2, 12):
         return False
 
-    def moved(*indices: int) -> Tensor:
-        """How far each state moves, (2, 12, H), where those of one token of each text are turned."""
-        turned_NLH = states.clone()
-        # No change of sign: a gate times a value would not notice it.
+    def change(*indices: int) -> Tensor:
+        """The change of each output state, (2, 12, H), if the input state of one token per text changes."""
+        changed_NLH = states.clone()
+        # Rolled, not negated: a product of gate and value could be the same.
         for text, index in enumerate(indices):
-            turned_NLH[text, index] = states[text, index].roll(1)
-        args = [turned_NLH if value is states else value for value in call.args]
-        kwargs = {name: turned_NLH if value is states else value for name, value in call.kwargs.items()}
-        again = _tensor(call.part(*args, **kwargs))
-        assert again is not None
-        return (again - before).abs()
+            changed_NLH[text, index] = states[text, index].roll(1)
+        args = [changed_NLH if value is states else value for value in call.args]
+        kwargs = {name: changed_NLH if value is states else value for name, value in call.kwargs.items()}
+        after = _tensor(call.part(*args, **kwargs))
+        assert after is not None
+        return (after - before).abs()
 
-    # Little is enough to see a later token, but rounding: a few huge numbers of a state must not hide the others.
-    # To see an earlier one takes more, which experts that compute their tokens together do not reach by rounding.
-    by_last = moved(11, 8) > 1e-6 * before.abs()
+    # The first threshold is just above rounding, elementwise because states have a few huge values. The second one is
+    # larger, so that experts do not reach it by rounding when they process tokens in other groups.
+    by_last = change(11, 8) > 1e-6 * before.abs()
     sees_later = bool(by_last[0, :11].any()) and bool(by_last[1, :8].any())
-    return not sees_later and bool((moved(0, 0)[:, 1:9] > 1e-3 * before.abs().max()).any())
+    return not sees_later and bool((change(0, 0)[:, 1:9] > 1e-3 * before.abs().max()).any())
 
 
 def _tensor(output: Any) -> Tensor | None:
@@ -206,18 +206,18 @@ def _tensor(output: Any) -> Tensor | None:
     return first if isinstance(first, Tensor) else None
 
 
-def _named(model: PreTrainedModel, causal: list[int]) -> str:
-    """The layers, and what the config says that they are."""
-    kinds = getattr(model.config, "layer_types", None) or []
-    found = sorted({str(kinds[index]) for index in causal if index < len(kinds)})
+def _layer_names(model: PreTrainedModel, causal: list[int]) -> str:
+    """The indices of layers with their types in the config, or their class."""
+    layer_types = getattr(model.config, "layer_types", None) or []
+    kinds = sorted({str(layer_types[index]) for index in causal if index < len(layer_types)})
     shown = ", ".join(map(str, causal[:4])) + (" …" if len(causal) > 4 else "")
-    kind = " and ".join(found).replace("_", " ") if found else type(list(layers(model))[causal[0]]).__name__
+    kind = " and ".join(kinds).replace("_", " ") if kinds else type(list(layers(model))[causal[0]]).__name__
     return f"layers {shown} ({kind})" if len(causal) > 1 else f"layer {shown} ({kind})"
 
 
 @torch.no_grad()
 def check_causal(model: PreTrainedModel) -> None:
-    """Check that a text's first token does not see its last one: what a model is to predict would be given away."""
+    """Check that a text's first token does not see its last one, as next-token prediction requires."""
     if model.device.type == "meta":
         return
     ids_NL = trial_ids(model, 1, 12)
@@ -231,7 +231,7 @@ def check_causal(model: PreTrainedModel) -> None:
 
 
 def _states(model: PreTrainedModel, ids_NL: Tensor, attention_NL: Tensor) -> Tensor:
-    # A cache would hand a layer that is called again the tokens of its first call.
+    # With a cache, a layer that is called again would also see the tokens of its first call.
     output = model(input_ids=ids_NL, attention_mask=attention_NL, **without_cache(model))
     states: Tensor = output.last_hidden_state
     return states.float()

@@ -1,6 +1,6 @@
-"""The layers of a contextual model, and how its backbone reads a text behind a context.
+"""The layers of a contextual model, and the forward pass of its backbone with a context before each text.
 
-This file travels inside model directories: it imports nothing but torch, transformers and its siblings.
+This file travels inside model directories: it imports only torch, transformers and its siblings.
 """
 
 from collections.abc import Iterator
@@ -15,18 +15,18 @@ from .pooling import MeanPooling
 
 
 class FirstStage(nn.Module):
-    """Context documents to the vectors that stand in front of a text: encoder, mean pooling, Linear-GELU-Linear.
+    """Maps context documents to context vectors: encoder, mean pooling, Linear-GELU-Linear.
 
-    The vectors are not normalised: they are inputs of the second stage, beside its word embeddings.
+    The vectors are not normalised: they are inputs of the second stage, before its word embeddings.
 
     Args:
         backbone: A Hugging Face encoder or decoder, adapted by peft or not.
         backbone_size: Width of the backbone's states.
         context_size: Width of the second stage's word embeddings, H.
-        max_length: Maximum tokens that are read of a document; None for all.
-        pools_prompt: Whether all tokens of a document are pooled, whatever the caller leaves out.
+        max_length: Maximum tokens of a document, which is truncated to it; None for no limit.
+        pools_prompt: Whether all tokens of a document are pooled, whatever the pooling mask.
 
-    Source: Morris and Rush 2024, arXiv:2410.02525, §4.2; the projection is the released code's, not the paper's.
+    Source: Morris and Rush 2024, arXiv:2410.02525, §4.2; the projection is from the released code, not the paper.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class FirstStage(nn.Module):
         )
 
     def forward(self, input_ids_ML: Tensor, attention_mask_ML: Tensor, pooling_mask_ML: Tensor) -> Tensor:
-        """One vector a context document, (M, H), of ids padded on the right and boolean masks.
+        """One vector per context document, (M, H), from ids padded on the right and boolean masks.
 
         Precision: pooling sums in float32; the result is float32 under autocast and for bfloat16 weights too, and
-            float64 where the weights are.
+            float64 for float64 weights.
         """
         if self.max_length is not None and input_ids_ML.shape[1] > self.max_length:
             parts = (input_ids_ML, attention_mask_ML, pooling_mask_ML.clone())
             input_ids_ML, attention_mask_ML, pooling_mask_ML = (part[:, : self.max_length] for part in parts)
-            # A document that was cut within its prompt would have no pooled token, so the last one is.
+            # The last token is pooled, because a document truncated within its prompt has no other pooled token.
             last_M1 = attention_mask_ML.sum(dim=1, keepdim=True).clamp(min=1) - 1
             pooling_mask_ML.scatter_(1, last_M1, True)
         output = self.backbone(input_ids=input_ids_ML, attention_mask=attention_mask_ML.long())
@@ -63,7 +63,7 @@ class FirstStage(nn.Module):
         return self.project(self.pooling(output.last_hidden_state, pooled_ML))
 
     def project(self, pooled_MH: Tensor) -> Tensor:
-        """The vectors of pooled states, (M, H) float32 or better."""
+        """The vectors of pooled states, (M, H) float32 or float64."""
         first: nn.Module = self.projection[0]
         vector_MH: Tensor = self.projection(pooled_MH.to(next(first.parameters()).dtype))
         return vector_MH.to(torch.promote_types(vector_MH.dtype, torch.float32))
@@ -74,18 +74,18 @@ class FirstStage(nn.Module):
 
 
 class ContextSlots(nn.Module):
-    """The context vectors of each text of a call: one shared context, thinned by dropout, filled with a null vector.
+    """The context vectors of each text of a batch: one shared context, with dropout, padded with a null vector.
 
-    A context of fewer documents than slots is filled with null vectors, and no context is null in every slot.
+    Without a context, every slot has the null vector.
 
     Args:
-        num_context: Slots, J.
+        num_context: Number of slots, J.
         context_size: Width of a context vector, H.
-        dropout_fraction: Probability of replacing one slot of one text by the null vector in training, so that a model
+        dropout_fraction: Probability of replacing a slot of a text by the null vector in training, so that the model
             learns to work with any number of documents. The released training uses 0.005.
 
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 (sequence dropout), §5 (its fraction) and Figure 16; the null
-        vector's start, N(0, 0.01), is the released code's.
+        vector's initialisation, N(0, 0.01), is from the released code.
     """
 
     def __init__(self, num_context: int, context_size: int, dropout_fraction: float = 0.005) -> None:
@@ -95,7 +95,7 @@ class ContextSlots(nn.Module):
         self.null_H = nn.Parameter(torch.randn(context_size) * 0.01)
 
     def forward(self, context_MH: Tensor | None, num_texts: int) -> Tensor:
-        """The context vectors of N texts, (N, J, H), of M <= J vectors or None; a `ValueError` if these do not fit."""
+        """The context vectors of N texts, (N, J, H), from M <= J vectors or None; a `ValueError` for a wrong shape."""
         width = len(self.null_H)
         context_MH = self.null_H.new_empty(0, width) if context_MH is None else context_MH
         if context_MH.ndim != 2 or context_MH.shape[1] != width or len(context_MH) > self.num_context:
@@ -107,7 +107,7 @@ class ContextSlots(nn.Module):
         full_NJH = full_JH.expand(num_texts, -1, -1)
         if not self.training:
             return full_NJH
-        # Drawn where the fraction is 0 too, so that every rank's graph holds the null vector.
+        # Also drawn for a fraction of 0, so that every rank's graph contains the null vector.
         dropped_NJ = torch.rand(num_texts, self.num_context, device=full_NJH.device) < self.dropout_fraction
         return torch.where(dropped_NJ[:, :, None], null_NJH, full_NJH)
 
@@ -118,7 +118,7 @@ class ContextSlots(nn.Module):
 class SoftPrompt(nn.Module):
     """Learned vectors between context and text, (S, H): Linear-ReLU-Linear of a constant vector of ones.
 
-    Source: the released code of arXiv:2410.02525, with S = 8; the paper has none.
+    Source: the released code of arXiv:2410.02525, with S = 8; not in the paper.
     """
 
     def __init__(self, num_soft_prompts: int, context_size: int) -> None:
@@ -140,13 +140,13 @@ class SoftPrompt(nn.Module):
 
 
 class ResidualProjection(nn.Module):
-    """A vector plus Linear-ReLU-Linear of it, whose last layer starts at zero: the identity until it is trained.
+    """A vector plus Linear-ReLU-Linear of it; the last layer is initialised with zeros, which is the identity.
 
     Args:
         hidden_size: Width of the vectors, H.
-        adds_pooled: Whether the vector is added; without it this is a plain projection that starts at random.
+        adds_pooled: Whether the vector is added; if not, the last layer is initialised at random.
 
-    Source: the released code of arXiv:2410.02525; the paper has none. Differs: the release starts from random weights.
+    Source: the released code of arXiv:2410.02525; not in the paper. Differs: the release starts from random weights.
     """
 
     def __init__(self, hidden_size: int, adds_pooled: bool = True) -> None:
@@ -160,13 +160,13 @@ class ResidualProjection(nn.Module):
         self.layers = nn.Sequential(nn.Linear(hidden_size, hidden_size), nn.ReLU(), last)
 
     def forward(self, vector_NH: Tensor) -> Tensor:
-        """The projected vectors, (N, H), in the dtype given or a wider one."""
+        """The projected vectors, (N, H), in the input's dtype or a wider one."""
         first: nn.Module = self.layers[0]
         branch_NH: Tensor = self.layers(vector_NH.to(next(first.parameters()).dtype))
         return vector_NH + branch_NH if self.adds_pooled else branch_NH
 
     def settings(self) -> dict[str, Any]:
-        """The constructor's arguments, as plain types."""
+        """The constructor's arguments, as JSON types."""
         return {"hidden_size": self.hidden_size, "adds_pooled": self.adds_pooled}
 
     def extra_repr(self) -> str:
@@ -181,11 +181,11 @@ def states_behind_context(
     attention_mask_NL: Tensor,
     has_positions: bool = False,
 ) -> Tensor:
-    """The states of a text's tokens, (N, L, H), with M context vectors and S soft-prompt vectors in front of them.
+    """The states of a text's tokens, (N, L, H), with M context vectors and S soft-prompt vectors before them.
 
-    A backbone that rotates by index gets index 0 for every context vector; soft prompt and text are numbered from M on.
-    One that adds learned position vectors adds them to the text alone, from its own first position on. In layers with
-    a window the prefix sees and is seen by everything, and the window holds among the text's tokens.
+    With rotary positions, every context vector has index 0; soft prompt and text have indices from M. With learned
+    position embeddings, only the text has positions, from the table's first position. In layers with a window the
+    prefix sees all tokens and all tokens see it; the window applies between the text's tokens.
 
     Args:
         backbone: A Hugging Face encoder, or a decoder without its causal mask, adapted by peft or not.
@@ -193,13 +193,13 @@ def states_behind_context(
         soft_prompt_SH: Learned vectors between context and text; S may be 0.
         input_ids_NL: Token ids, padded on the right.
         attention_mask_NL: True where there is a token.
-        has_positions: Whether the prefix is read as any tokens are, each at its own index.
+        has_positions: Whether the prefix has positions and windows like ordinary tokens.
 
-    Precision: the prefix takes the dtype of the word embeddings; leaving learned positions out is exact to rounding.
-    Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 and §10.4; the released rotary code, which leaves context
-        tokens unrotated. Differs: §10.4 as printed sets context tokens to zero within attention and carries them past
-        it by a residual. Their keys and values would be zero then, so no text could read them, and one context would
-        do what any other of its size does; the release zeroes them for the rotation alone.
+    Precision: the prefix is cast to the dtype of the word embeddings; removing learned positions is exact to rounding.
+    Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 and §10.4; the released rotary code, which does not rotate
+        context tokens. Differs: §10.4 as printed sets context tokens to zero within attention and adds them back by a
+        residual. Their keys and values would then be zero, so that a text could not depend on the content of its
+        context; the released code sets them to zero only in the rotation.
     """
     model = plain_model(backbone)
     words: Any = model.get_input_embeddings()
@@ -223,10 +223,10 @@ def states_behind_context(
 def without_positions(
     model: PreTrainedModel, index_T: Tensor, prefix_NPH: Tensor, num_context: int
 ) -> tuple[Tensor, Tensor]:
-    """The positions of tokens behind a prefix that has none, and the prefix as the model is to be given it.
+    """The positions of tokens after a prefix without positions, and the prefix as the model's input.
 
-    `index_T` is each token's place from the start of its prefix, of whose P vectors `num_context` are context. A
-    position vector that the model would add to a prefix vector is taken off beforehand.
+    `index_T` is each token's index from the start of its prefix of P vectors, `num_context` of which are context. The
+    position embedding that the model will add to a prefix vector is subtracted.
     """
     learned = learned_positions(model)
     if learned is None:
@@ -238,7 +238,7 @@ def without_positions(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, a model is in evaluation mode."""
+    """Put a model into evaluation mode within the context."""
     was_training = model.training
     model.train(False)
     try:
@@ -248,25 +248,25 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def plain_model(backbone: nn.Module) -> PreTrainedModel:
-    """The Hugging Face model inside: what peft wraps, or the backbone itself."""
+    """The Hugging Face model that peft wraps, or the backbone itself."""
     plain: Any = backbone if isinstance(backbone, PreTrainedModel) else backbone.get_base_model()  # type: ignore[operator]
     assert isinstance(plain, PreTrainedModel)
     return plain
 
 
 def learned_positions(model: PreTrainedModel) -> nn.Embedding | None:
-    """The table of position vectors that a model adds to its inputs, or None where it works by index (rotary)."""
+    """The table of position embeddings that a model adds to its inputs, or None (rotary positions)."""
     table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
     return table if isinstance(table, nn.Embedding) else None
 
 
 def first_position(table: nn.Embedding) -> int:
-    """The position of a text's first token: 0 for BERT, one past the padding's for RoBERTa and its kin."""
+    """The position of a text's first token: 0 for BERT, one after the padding index for RoBERTa and XLM-R."""
     return 0 if table.padding_idx is None else table.padding_idx + 1
 
 
 def _attention_mask(model: PreTrainedModel, seen_NT: Tensor, num_prefix: int, dtype: torch.dtype) -> Any:
-    """What the backbone takes as its mask: one for each kind of layer where some layers have a window."""
+    """The backbone's attention mask, or a dict of masks by layer type if some layers have a window."""
     if "sliding_attention" not in (getattr(model.config, "layer_types", None) or ()):
         return seen_NT.long()
     index_T = torch.arange(seen_NT.shape[1], device=seen_NT.device)

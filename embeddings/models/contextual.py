@@ -1,4 +1,4 @@
-"""A contextual embedding model: a text's vector depends on documents of the corpus it belongs to."""
+"""A contextual embedding model: a text's vector depends on documents of its corpus."""
 
 import os
 from pathlib import Path
@@ -39,33 +39,34 @@ from embeddings.models.unpadded import UnpaddedMode, Unpadding, has_window, padd
 
 
 class ContextualEmbedder(Embedder):
-    """Tokens and a context to vectors: CDE's two stages.
+    """Maps tokens and a context to vectors: CDE's two stages.
 
-    The first stage makes one vector of each context document. The second stage reads [J context vectors | S soft-prompt
-    vectors | word embeddings] with attention over all, pools only the states of the text's tokens, and adds a residual
-    projection, which starts as the identity. Context vectors have no position, so their order changes nothing. Queries
-    and documents share the weights, the two stages do not.
+    The first stage computes one vector per context document. The second stage attends over [J context vectors | S
+    soft-prompt vectors | word embeddings], pools only the states of the text's tokens, and applies a residual
+    projection, which is initialised as the identity. Context vectors have no positions, so their order has no effect.
+    Queries and documents share the weights; the two stages do not.
 
     Args:
         first_stage_backbone: The encoder of context documents, of the same tokenizer.
-        backbone: The encoder of texts behind their context; a decoder must have no causal mask.
+        backbone: The encoder of texts with their context; a decoder must have no causal mask.
         tokenizer: The tokenizer of both, padding on the right.
-        num_context: Context vectors in front of each text, J. The paper uses 512, and 64 in its small setting.
+        num_context: Context vectors before each text, J. The paper uses 512, and 64 in its small setting.
         num_soft_prompts: Soft-prompt vectors, S; 0 for the paper's model, 8 as released.
-        residual_projection: Whether a residual projection follows the pooling, as released; the paper has none.
+        residual_projection: Whether a residual projection follows the pooling, as released; not in the paper.
         context_dropout: Probability of replacing a context vector of a text by the null vector in training.
-        context_max_length: Maximum tokens that the first stage reads of a context document; None for all.
+        context_max_length: Maximum tokens of a context document in the first stage; None for no limit.
         normalize: Whether vectors have unit length.
-        text: How texts are read; context and soft prompt do not count in its lengths.
-        form: What the released models do otherwise.
+        text: Text settings; context and soft prompt do not count in its maximum lengths.
+        form: Options in which the released models differ.
 
     Raises:
-        OptionError: If a number is impossible, the tokenizer has ids that the first stage has no embedding for, the
-            backbone cannot read a context as a set, or the first stage has fewer positions than `context_max_length`.
+        OptionError: If a number is out of range, the first stage lacks embeddings for ids of the tokenizer or has fewer
+            positions than `context_max_length`, or the backbone's states depend on the order of the context.
 
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 (Eq. 5 and 6) and §10.4, and the released code. Differs: the
-        residual branch starts at zero; context tokens take part in attention unrotated, as released, and not zeroed as
-        §10.4 has it (see `states_behind_context`); a context document is one vector, never several as tried in §10.11.
+        residual branch is initialised with zeros; context tokens are not rotated in attention, as released, instead of
+        set to zero as in §10.4 (see `states_behind_context`); a context document is one vector, never several as in
+        §10.11.
     """
 
     entries = ("embed_context",)
@@ -108,16 +109,17 @@ class ContextualEmbedder(Embedder):
         self.train()
 
     def unpad(self, mode: UnpaddedMode = "auto", first_stage: UnpaddedMode | None = None) -> None:
-        """Choose how a `TokenBatch` is read, by the first stage too; None for that of the second.
+        """Choose whether a `TokenBatch` is padded, in the first stage by `first_stage`, by default `mode`.
 
-        A window that a context without positions reaches across is in no kernel, so such a backbone is padded.
+        A backbone with a window is always padded if the context has no positions, because no kernel supports a window
+        from which the context is exempt.
 
         Raises:
-            OptionError: If it must be read without padding and cannot.
+            OptionError: If texts must not be padded and a backbone does not support this.
         """
         if not self.has_positions and has_window(self.backbone):
             if mode is True:
-                rule = "cannot be: layers with a window see the whole context"
+                rule = "is not supported: layers with a window see the whole context"
                 raise OptionError("backbone.unpadded", mode, rule, "leave it out")
             super().unpad(False)
         else:
@@ -126,34 +128,34 @@ class ContextualEmbedder(Embedder):
 
     @property
     def num_context(self) -> int:
-        """Context vectors in front of each text, J."""
+        """Context vectors before each text, J."""
         return self.slots.num_context
 
     @property
     def num_extra_tokens(self) -> int:
-        """What each text costs beside its tokens: J context vectors and S soft-prompt vectors."""
+        """Number of vectors before each text's tokens: J context vectors and S soft-prompt vectors."""
         return self.slots.num_context + self.soft_prompt.num_soft_prompts
 
     @property
     def longest_text(self) -> int | None:
-        """Maximum tokens of a text that the second stage has positions for behind a context; None for no limit."""
+        """Maximum number of tokens in a text after a context; None if positions set no limit."""
         learned = num_positions(self.backbone)
-        # The indices of a rotary model count the prefix too.
+        # The indices of a rotary model include the prefix.
         limit = getattr(plain_backbone(self.backbone).config, "max_position_embeddings", None)
         return learned if learned is not None or limit is None else int(limit) - self.num_extra_tokens
 
     @property
     def longest_context_document(self) -> int | None:
-        """Maximum tokens of a context document that the first stage has learned positions for; None for no limit."""
+        """Maximum number of tokens in a context document; None if positions set no limit."""
         return num_positions(self.first_stage.backbone)
 
     def check_lengths(self, text: TextSettings, owner: str = "data.text") -> None:
-        """Check that both stages have positions for texts of these lengths; documents are read by the first one too."""
+        """Check that both stages have positions for these lengths: documents are inputs of the first stage too."""
         super().check_lengths(text, owner)
-        limit, read = self.longest_context_document, text.document_max_length
+        limit, length = self.longest_context_document, text.document_max_length
         if self.first_stage.max_length is not None:
-            read = min(read, self.first_stage.max_length)
-        if limit is not None and read > limit:
+            length = min(length, self.first_stage.max_length)
+        if limit is not None and length > limit:
             rule = f"must be <= {limit}, the positions that the first stage has for a context document"
             fix = "lower it, or set model.context.max_length"
             raise OptionError(f"{owner}.document_max_length", text.document_max_length, rule, fix)
@@ -165,13 +167,13 @@ class ContextualEmbedder(Embedder):
         """The vectors of context documents: the first stage.
 
         Args:
-            tokens: M documents padded on the right, or as they are, which `unpad` then chooses the way to read.
+            tokens: M documents padded on the right, or a `TokenBatch`, which is padded or not as `unpad` chose.
 
         Returns:
             Vectors, (M, H) float32, not normalised; H is the width of the second stage's word embeddings.
         """
         if isinstance(tokens, TokenBatch):
-            if self.first_unpadding is not None and self.first_unpadding.takes(self.first_stage.backbone, tokens):
+            if self.first_unpadding is not None and self.first_unpadding.applies_to(self.first_stage.backbone, tokens):
                 return self._first_stage_unpadded(self.first_unpadding, tokens)
             limit = self.longest_context_document
             tokens = padded(tokens, self.first_stage.backbone, self.pad_token_id, limit)
@@ -179,7 +181,7 @@ class ContextualEmbedder(Embedder):
         return vector_MH
 
     def _first_stage_unpadded(self, unpadding: Unpadding, tokens: TokenBatch) -> Tensor:
-        """The vectors of context documents, (M, H), read without padding; cut and pooled as `FirstStage` does."""
+        """The vectors of context documents without padding, (M, H); truncated and pooled as in `FirstStage`."""
         first, limit = self.first_stage, self.first_stage.max_length
         if limit is not None and int(tokens.lengths_N.max()) > limit:
             tokens = take_texts(tokens, torch.arange(len(tokens)), limit)
@@ -189,12 +191,12 @@ class ContextualEmbedder(Embedder):
         return first.project(first.pooling.of_unpadded(state_TH, pooled_T, places))
 
     def forward(self, tokens: PaddedTokens | TokenBatch, context: Tensor | None = None) -> Tensor:
-        """One vector a text.
+        """One vector per text.
 
         Args:
-            tokens: N texts padded on the right, or as they are, which `unpad` then chooses the way to read.
-            context: Vectors of `embed_context`, (M, H) with M <= J, shared by all texts; missing ones are null
-                vectors, and None is a context of only null vectors.
+            tokens: N texts padded on the right, or a `TokenBatch`, which is padded or not as `unpad` chose.
+            context: Vectors of `embed_context`, (M, H) with M <= J, shared by all texts; null vectors fill the
+                remaining slots, or all slots for None.
 
         Returns:
             Vectors, (N, D) float32, of unit length if `normalize`.
@@ -202,11 +204,11 @@ class ContextualEmbedder(Embedder):
         Precision: pooling sums and the norm are in float32, under autocast and for bfloat16 weights too.
 
         Raises:
-            OptionError: If there are more context vectors than J, or a text is longer than the backbone has positions.
+            OptionError: If there are more than J context vectors, or the backbone lacks positions for a text.
         """
         if isinstance(tokens, TokenBatch):
             num_texts, longest = len(tokens), int(tokens.lengths_N.max())
-            if self.unpadding is None or not self.unpadding.takes(self.backbone, tokens):
+            if self.unpadding is None or not self.unpadding.applies_to(self.backbone, tokens):
                 num_prefix = self.num_extra_tokens
                 tokens = padded(tokens, self.backbone, self.pad_token_id, self.longest_text, num_prefix)
         else:
@@ -218,8 +220,8 @@ class ContextualEmbedder(Embedder):
         try:
             context_NJH = self.slots(context, num_texts)
         except ValueError as error:
-            given = () if context is None else tuple(context.shape)
-            raise OptionError("context", given, f"does not fit the model: {error}", "give fewer documents") from error
+            shape = () if context is None else tuple(context.shape)
+            raise OptionError("context", shape, f"does not fit the model: {error}", "give fewer documents") from error
         vector_ND = self._pooled_behind_context(tokens, context_NJH)
         if self.residual is not None:
             vector_ND = self.residual(vector_ND)
@@ -227,19 +229,19 @@ class ContextualEmbedder(Embedder):
         return F.normalize(vector_ND, dim=-1) if self.normalize else vector_ND
 
     def _pooled_behind_context(self, tokens: PaddedTokens | TokenBatch, context_NJH: Tensor) -> Tensor:
-        """The mean states of texts behind their context, (N, H), which are padded or to be read without."""
-        given = self.backbone, context_NJH, self.soft_prompt()
+        """The mean states of texts after their context, (N, H); a `TokenBatch` is not padded."""
+        inputs = self.backbone, context_NJH, self.soft_prompt()
         if isinstance(tokens, TokenBatch):
             assert self.unpadding is not None
-            state_TH, places = self.unpadding.states_behind_context(*given, tokens, self.has_positions)
+            state_TH, places = self.unpadding.states_behind_context(*inputs, tokens, self.has_positions)
             return self.pooling.of_unpadded(state_TH, tokens.pooling_mask_T, places)
-        state_NLH = states_behind_context(*given, tokens.input_ids_NL, tokens.attention_mask_NL, self.has_positions)
+        state_NLH = states_behind_context(*inputs, tokens.input_ids_NL, tokens.attention_mask_NL, self.has_positions)
         vector_NH: Tensor = self.pooling(state_NLH, tokens.pooling_mask_NL)
         return vector_NH
 
     @classmethod
     def from_config(cls, config: BackboneConfig) -> Self:
-        """The contextual model of a directory to train on, with both backbones as the config says."""
+        """The contextual model of a directory, in training mode, both backbones loaded with the config's options."""
         embedder = super().from_config(config)
         if config.gradient_checkpointing:
             enable_checkpointing(plain_backbone(embedder.first_stage.backbone))
@@ -273,7 +275,7 @@ class ContextualEmbedder(Embedder):
         write_model_directory(folder, self.backbone, self.tokenizer, parts)
 
     def context_parts(self) -> ContextParts:
-        """What it has beside a plain model."""
+        """The parts that a plain model does not have."""
         return ContextParts(self.first_stage, self.slots, self.soft_prompt, self.has_positions, self.residual)
 
 
@@ -283,7 +285,7 @@ def load_embedder(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Embedder:
-    """The model of a directory or Hub id, a `ContextualEmbedder` if it is contextual, as `Embedder.from_pretrained`."""
+    """Load a directory or Hub id as an `Embedder` or `ContextualEmbedder`; arguments as in `from_pretrained`."""
     kind = ContextualEmbedder if is_contextual(resolve_model(os.fspath(name), revision)) else Embedder
     return kind.from_pretrained(name, revision, device, dtype)
 
@@ -302,56 +304,57 @@ def _check_options(
 
 
 def _check_positions_of_context(backbone: nn.Module, form: ContextForm) -> None:
-    """Check that a backbone reads context vectors as their form has it."""
-    kind, fix = type(plain_backbone(backbone)).__name__, "take an encoder, or a decoder with `bidirectional: true`"
+    name, fix = type(plain_backbone(backbone)).__name__, "take an encoder, or a decoder with `bidirectional: true`"
     rule = None if form.has_positions else broken_rule(backbone)
     if form.has_positions and learned_positions(plain_backbone(backbone)) is not None:
-        rule, fix = "must rotate by index where context vectors have positions", "leave form.has_positions out"
+        rule, fix = "must have rotary positions if context vectors have positions", "leave form.has_positions out"
     if rule is not None:
-        raise OptionError("backbone", kind, rule, fix)
+        raise OptionError("backbone", name, rule, fix)
 
 
-# The others build their masks and their packing from indices, which context tokens do not have.
+# Other implementations derive masks and packing from positions, which context tokens do not have.
 _ATTENTIONS = ("eager", "sdpa")
 
 
 @torch.no_grad()
 def broken_rule(backbone: nn.Module) -> str | None:
-    """The rule for a context without positions that a backbone breaks, by four tiny forward passes; None for none."""
+    """The rule for a context without positions that a backbone breaks, or None; runs four tiny forward passes."""
     model = plain_backbone(backbone)
     attention = model.config._attn_implementation
     if attention not in _ATTENTIONS:
         return f"must be loaded with {' or '.join(_ATTENTIONS)} attention, not {attention}"
     if getattr(model.config, "relative_attention_num_buckets", None) is not None:
-        return "must not weigh tokens by their distance, from which no token can be left out"
-    if model.device.type == "meta":  # a plan's model, which has no weights
+        return "must not use relative positions, which cannot be disabled for context tokens"
+    if model.device.type == "meta":  # the model of `plan`, which has no weights
         return None
     words: Any = model.get_input_embeddings()
     ids_NL = trial_ids(model, 2, 12)
     mask_NL = torch.ones_like(ids_NL, dtype=torch.bool)
     mask_NL[1, 9:] = False
-    context_NMH, none_SH = words(ids_NL[:, 3:6]), words.weight.new_zeros(0, words.weight.shape[1])
+    context_NMH, empty_SH = words(ids_NL[:, 3:6]), words.weight.new_zeros(0, words.weight.shape[1])
     contexts = (context_NMH, context_NMH.flip(1), context_NMH[:, :0])
     with evaluating(backbone):
-        given, turned, alone = (states_behind_context(backbone, c, none_SH, ids_NL, mask_NL)[mask_NL] for c in contexts)
-        usual = backbone(input_ids=ids_NL, attention_mask=mask_NL.long()).last_hidden_state[mask_NL]
+        ordered, flipped, alone = (
+            states_behind_context(backbone, context, empty_SH, ids_NL, mask_NL)[mask_NL] for context in contexts
+        )
+        by_tokens = backbone(input_ids=ids_NL, attention_mask=mask_NL.long()).last_hidden_state[mask_NL]
     # Relative to the largest state.
     tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1
     rules = {
-        "must read its context as a set, and sees its order": (given.float(), turned.float()),
-        "must read a text by its embeddings as it does by its tokens": (alone.float(), usual.float()),
+        "must not depend on the order of its context": (ordered.float(), flipped.float()),
+        "must have the same states for input embeddings as for tokens": (alone.float(), by_tokens.float()),
     }
-    for rule, (found, expected) in rules.items():
-        if (found - expected).abs().max() > tolerance * found.abs().max().clamp(min=1e-6):
+    for rule, (states, expected) in rules.items():
+        if (states - expected).abs().max() > tolerance * states.abs().max().clamp(min=1e-6):
             return rule
-    return "must see what stands before a text" if torch.equal(given, alone) else None
+    return "must attend to the context before a text" if torch.equal(ordered, alone) else None
 
 
 def _check_first_stage(first: Any, tokenizer: PreTrainedTokenizerBase, context_max_length: int | None) -> None:
-    """Check that the first stage reads the tokens of the tokenizer, as many as are asked for."""
+    """Check that the first stage has embeddings for the tokenizer's ids and positions for `context_max_length`."""
     highest, rows = highest_id(tokenizer), first.get_input_embeddings().weight.shape[0]
     if highest >= rows:
-        rule = f"must read the tokens of the second stage's tokenizer, whose highest id is {highest}"
+        rule = f"must have embeddings for the second stage's tokenizer, whose highest id is {highest}"
         raise OptionError("first_stage_backbone", f"{rows} embeddings", rule, "take two backbones of one tokenizer")
     limit = num_positions(first)
     if limit is not None and context_max_length is not None and context_max_length > limit:

@@ -1,7 +1,7 @@
-"""A model on disk: what a sentence-transformers directory holds beside the backbone, written and read.
+"""Writes and reads sentence-transformers directories.
 
-sentence-transformers' own modules are named where they give the same vectors. Else the directory carries the code that
-its pooling needs: `portable.py`, the pooling's file with its siblings, and a `poolings.py` with that one entry.
+A directory uses sentence-transformers' own modules if they compute the same vectors. Otherwise it contains the code for
+its pooling: `portable.py`, the pooling's file with its siblings, and a `poolings.py` with only that pooling.
 """
 
 import copy
@@ -41,15 +41,15 @@ from embeddings.models.portable_contextual import (
 
 # The key of config_sentence_transformers.json for the trained widths; sentence-transformers ignores it.
 WIDTHS_KEY = "matryoshka_dimensions"
-# The key there for `TextSettings.instruction_template`, where it is not the default.
+# The key there for `TextSettings.instruction_template`, unless it is the default.
 TEMPLATE_KEY = "instruction_template"
-# Our names to those of sentence-transformers. Only the first two pool the same with and without a prompt.
+# Our names to those of sentence-transformers. Only the first two do not depend on whether a prompt is pooled.
 _PROMPT_BLIND = {"cls": "cls_token", "last_token": "lasttoken"}
 _STANDARD = _PROMPT_BLIND | {"mean": "mean_tokens", "weighted_mean": "weightedmean_tokens"}
 _LIBRARY = "sentence_transformers.models."
 _TABLE = '''"""The pooling of this model.
 
-This file travels inside model directories: it imports nothing but a sibling that travels with it.
+This file travels inside model directories: it imports only a sibling.
 """
 
 from .{module} import {kind}
@@ -57,14 +57,14 @@ from .{module} import {kind}
 POOLINGS = {{"{name}": {kind}}}
 '''
 _EXPORT_AGAIN = "export the model again"
-# The only epsilon of sentence-transformers' LayerNorm module.
+# The epsilon of sentence-transformers' LayerNorm module, which is not configurable.
 _EPSILON = 1e-5
 _CONTEXTUAL = ("ContextualTransformer", "ResidualHead")
 
 
 @dataclass(frozen=True)
 class ContextForm:
-    """How a contextual model treats its context; the defaults are the paper's and the released training's.
+    """Options in which contextual models differ; the defaults are those of the paper and the released training.
 
     Args:
         adds_pooled: Whether the residual projection adds the pooled states to its output. False in cde-small-v1.
@@ -80,9 +80,9 @@ class ContextForm:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What a model directory holds beside the backbone and its tokenizer; `context` for a contextual model only.
+    """The parts of a model directory except backbone and tokenizer; `context` only for a contextual model.
 
-    `trained_widths` are the widths that vectors may be cut to, the widest first; `norm` stands before the head.
+    `trained_widths` are the widths that vectors may be truncated to, the widest first; `norm` precedes the head.
     """
 
     pooling: Pooling
@@ -99,8 +99,8 @@ def write_model_directory(
 ) -> None:
     """Write a model as a sentence-transformers directory, atomically.
 
-    Adapters are merged into the written weights; the backbone itself is not changed. A directory with code of its own
-    needs `trust_remote_code=True` there. An existing model is replaced, other files of the folder stay.
+    Adapters are merged into the written weights; the backbone itself does not change. A directory that contains code
+    needs `trust_remote_code=True` in sentence-transformers. An existing model is replaced; other files are kept.
     """
     name, text, context = pooling_name(parts.pooling), parts.text, parts.context
     with replaced_folder(Path(folder)) as new, quiet_transformers():
@@ -144,16 +144,16 @@ def write_model_directory(
 def plain_tokenizer(
     pooling: Pooling, text: TextSettings, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer with which sentence-transformers' own modules give these vectors; None where no tokenizer does.
+    """The tokenizer with which sentence-transformers' own modules compute the same vectors; None if there is none.
 
-    They measure a prompt by itself, so leaving it out of a mean is right for them by the rule `prompt_length`, or where
-    no token can reach from a prompt into a text. An end-of-sequence token that training appends becomes part of the
-    tokenizer, once a saved and loaded copy has been seen to append it under truncation too.
+    These modules tokenise a prompt separately. They exclude it from a mean correctly for the rule `prompt_length`, or
+    if no token can span the end of a prompt and the start of a text. An end-of-sequence token that training appends is
+    added to the tokenizer, after a check that a saved and loaded copy appends it, also when it truncates.
     """
     name = pooling_name(pooling)
     prompts = [] if text.pool_prompt or name in _PROMPT_BLIND else [p for p in text.prompts.values() if p]
     has_eos = not text.append_eos or tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
-    fits = text.pooling_rule == "prompt_length" or not prompts or (has_eos and _splits_behind(prompts, tokenizer))
+    fits = text.pooling_rule == "prompt_length" or not prompts or (has_eos and _splits_after(prompts, tokenizer))
     fits &= text.pooling_rule in (None, "exact", "prompt_length") and name in _STANDARD and not text.suffix
     if not fits or not (text.pool_start or name in _PROMPT_BLIND):
         return None
@@ -162,8 +162,8 @@ def plain_tokenizer(
     return None if tokenizer.eos_token is None else _appending_eos(tokenizer)
 
 
-def _splits_behind(prompts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether no token holds the end of a prompt and the start of a text: words are split at spaces, as BERT's are."""
+def _splits_after(prompts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether no token spans the end of a prompt and the start of a text: words are split at spaces, as in BERT."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     kinds = [(backend[part] or {}).get("type") for part in ("normalizer", "pre_tokenizer")]
     return (
@@ -174,9 +174,9 @@ def _splits_behind(prompts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -
 
 
 def _appending_eos(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
-    """A copy that appends the end-of-sequence token to every text; None where a saved copy would not."""
+    """A copy that appends the end-of-sequence token to every text; None if a saved copy would not."""
     changed, eos = copy.deepcopy(tokenizer), tokenizer.eos_token
-    if {"add_bos_token", "add_eos_token"} & set(changed.init_kwargs):  # then loading makes the post-processor of these
+    if {"add_bos_token", "add_eos_token"} & set(changed.init_kwargs):  # loading builds the post-processor from these
         changed.init_kwargs["add_eos_token"] = changed.add_eos_token = True
     else:
         backend = changed.backend_tokenizer
@@ -205,7 +205,7 @@ def _appending_eos(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
 
 
 def _write_own_pooling(folder: Path, name: str, parts: ModelParts) -> tuple[str, str]:
-    """Write pooling, text settings and their code; returns the classes of the first two modules."""
+    """Write pooling and text settings with our code for them; returns the classes of the first two modules."""
     pooling = parts.pooling
     settings = _without(parts.text.to_dict(), "prompts", TEMPLATE_KEY)
     first = "portable.TextTransformer" if parts.context is None else "portable_contextual.ContextualTransformer"
@@ -221,25 +221,25 @@ def _write_own_pooling(folder: Path, name: str, parts: ModelParts) -> tuple[str,
 
 
 def _with_siblings(modules: Iterable[str]) -> set[str]:
-    """Modules of this package and all that they import of it, but for the table of poolings."""
-    found: set[str] = set()
-    waiting = list(modules)
-    while waiting:
-        name = waiting.pop()
-        if name not in found and name != "poolings":
-            found.add(name)
-            waiting += get_relative_imports(Path(__file__).with_name(f"{name}.py"))
-    return found
+    """Modules of this package and all that they import from it, except `poolings`."""
+    names: set[str] = set()
+    pending = list(modules)
+    while pending:
+        name = pending.pop()
+        if name not in names and name != "poolings":
+            names.add(name)
+            pending += get_relative_imports(Path(__file__).with_name(f"{name}.py"))
+    return names
 
 
 def _write_standard_pooling(folder: Path, name: str, parts: ModelParts, config: PretrainedConfig) -> tuple[str, str]:
-    """Write pooling and lengths for sentence-transformers' own classes of the first two modules, which it returns."""
+    """Write pooling and lengths for sentence-transformers' own modules; returns the classes of the first two."""
     text, modes = parts.text, (*_STANDARD.values(), "max_tokens", "mean_sqrt_len_tokens")
     flags = {f"pooling_mode_{mode}": mode == _STANDARD[name] for mode in modes}
     include_prompt = text.pool_prompt or name in _PROMPT_BLIND
     pooling = {"word_embedding_dimension": parts.pooling.hidden_size, **flags, "include_prompt": include_prompt}
     lengths: dict[str, Any] = {"max_seq_length": text.document_max_length, "do_lower_case": False}
-    if has_pooling_layer(config):  # without this, loading warns of a layer that nothing uses
+    if has_pooling_layer(config):  # without this, loading warns about an unused layer
         lengths["model_args"] = {"add_pooling_layer": False}
     if text.query_max_length != text.document_max_length:
         lengths |= {"query_length": text.query_max_length, "document_length": text.document_max_length}
@@ -251,28 +251,29 @@ def _write_standard_pooling(folder: Path, name: str, parts: ModelParts, config: 
 def read_model_directory(
     folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, contextual: bool = False
 ) -> ModelParts:
-    """What a sentence-transformers directory holds beside its backbone; no code of the directory runs.
+    """Read the parts of a sentence-transformers directory except the backbone, without running code from it.
 
-    With `contextual` the caller reads the other parts of a contextual model itself (see `read_context_options`).
+    With `contextual` the caller reads the other parts of a contextual model (see `read_context_options`).
     """
     path = folder / "modules.json"
     if not path.is_file():
-        raise InputError(str(folder), "has no modules.json, so it is no embedding model", "export one, or train it")
+        raise InputError(str(folder), "has no modules.json, so it is not an embedding model", "export one, or train it")
     pooling: Pooling | None = None
     norm, head, normalize, include_prompt = None, None, False, True
     for entry in read_json(path, list):
-        kind, place = _module_entry(folder, entry)
+        kind, module_folder = _module_entry(folder, entry)
         if kind == "Pooling":
-            pooling, include_prompt = _read_standard_pooling(place)
+            pooling, include_prompt = _read_standard_pooling(module_folder)
         elif kind == "MaskedPooling":
-            pooling = _read_own_pooling(place)
+            pooling = _read_own_pooling(module_folder)
         elif kind == "LayerNorm" and (head is not None or normalize):
-            what = "has a LayerNorm behind its head or Normalize"
-            raise InputError(str(path), what, "use a model that has it right behind the pooling")
+            what = "has a LayerNorm after its head or Normalize"
+            raise InputError(str(path), what, "use a model that has it directly after the pooling")
         elif kind == "LayerNorm":
-            norm = read_norm(place)
+            norm = read_norm(module_folder)
         elif kind == "Dense":
-            head = read_head(place) if head is None else _one_layer(head, read_head(place), place)
+            layer = read_head(module_folder)
+            head = layer if head is None else _merged_layers(head, layer, module_folder)
         elif kind == "Normalize":
             normalize = True
         elif kind in _CONTEXTUAL and not contextual:
@@ -280,13 +281,13 @@ def read_model_directory(
         elif kind not in ("Transformer", "TextTransformer", "CapturingTransformer", *_CONTEXTUAL):
             raise InputError(str(path), f"has the unknown module {kind}", "use another model")
     if pooling is None:
-        raise InputError(str(path), "names no pooling", "use a model with a pooling module")
+        raise InputError(str(path), "does not name a pooling", "use a model with a pooling module")
     config = folder / "config_sentence_transformers.json"
     fields = read_json(config) if config.is_file() else {}
     text = _read_text(config, fields, model, tokenizer, include_prompt)
     width = pooling.hidden_size if head is None else head.out_features
     widths = fields.get(WIDTHS_KEY, [])
-    if not isinstance(widths, list) or not all(type(found) is int and 0 < found <= width for found in widths):
+    if not isinstance(widths, list) or not all(type(value) is int and 0 < value <= width for value in widths):
         rule = f"{WIDTHS_KEY} must list widths from 1 to {width}, got {widths!r}"
         raise InputError(str(config), rule, _EXPORT_AGAIN)
     trained_widths = tuple(sorted(set(widths), reverse=True))
@@ -296,10 +297,10 @@ def read_model_directory(
 def _read_text(
     path: Path, fields: dict[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, include_prompt: bool
 ) -> TextSettings:
-    """The text settings of a directory by its main file; a tokenizer that must lower-case first is made to."""
+    """The text settings of a directory; adds lower-casing to the tokenizer if the directory asks for it."""
     template = fields.get(TEMPLATE_KEY, INSTRUCTION_TEMPLATE)
     if not isinstance(template, str):
-        raise InputError(str(path), f"has an {TEMPLATE_KEY} that is no text", _EXPORT_AGAIN)
+        raise InputError(str(path), f"has an {TEMPLATE_KEY} that is not a string", _EXPORT_AGAIN)
     prompts = _read_prompts(path, fields)
     common: dict[str, Any] = {"prompts": prompts, TEMPLATE_KEY: template}
     path = path.with_name(TEXT_FILE)
@@ -308,7 +309,7 @@ def _read_text(
     else:
         path = path.with_name("sentence_bert_config.json")
         settings = {**_read_lengths(path, model, tokenizer), **common, "pool_prompt": include_prompt}
-        if prompts and not include_prompt and not _splits_behind(prompts.values(), tokenizer):
+        if prompts and not include_prompt and not _splits_after(prompts.values(), tokenizer):
             settings["pooling_rule"] = "prompt_length"
     try:
         return TextSettings.from_dict(settings)
@@ -317,7 +318,7 @@ def _read_text(
 
 
 def _read_lengths(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """The lengths that sentence-transformers' own module cuts texts to."""
+    """The lengths that sentence-transformers' own module truncates texts to."""
     settings = read_json(path) if path.is_file() else {}
     if settings.get("do_lower_case"):
         backend = tokenizer.backend_tokenizer
@@ -338,21 +339,22 @@ def _read_lengths(path: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
 def _read_prompts(path: Path, fields: dict[str, Any]) -> dict[str, str]:
     saved = fields.get("prompts") or {}
     if not isinstance(saved, dict):
-        raise InputError(str(path), "has prompts that are no object", _EXPORT_AGAIN)
+        raise InputError(str(path), "has prompts that are not an object", _EXPORT_AGAIN)
     for name, prompt in saved.items():
-        # Half of a surrogate pair is no text either.
+        # A surrogate cannot be encoded as UTF-8.
         if not isinstance(prompt, str | None) or re.search("[\ud800-\udfff]", prompt or ""):
-            raise InputError(str(path), f"has a prompt {name!r} that is no text", _EXPORT_AGAIN)
+            raise InputError(str(path), f"has a prompt {name!r} that is not a valid string", _EXPORT_AGAIN)
     return {name: prompt for name, prompt in saved.items() if prompt}
 
 
 def _module_entry(folder: Path, entry: Any) -> tuple[str, Path]:
-    """The class name and the folder of one module, which must lie inside the model's."""
+    """The class name and the folder of one module, which must be inside the model's folder."""
     if not isinstance(entry, dict):
-        raise InputError(str(folder / "modules.json"), "lists no modules", "take a complete copy of the model")
+        raise InputError(str(folder / "modules.json"), "is not a list of modules", "take a complete copy of the model")
     kind, path = str(entry.get("type", "")), folder / str(entry.get("path", ""))
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise InputError(str(folder / "modules.json"), f"path {entry['path']!r} leads outside", "do not use this model")
+        what = f"path {entry['path']!r} is outside the model's folder"
+        raise InputError(str(folder / "modules.json"), what, "do not use this model")
     return kind.rsplit(".", 1)[-1], path
 
 
@@ -362,14 +364,14 @@ def _read_standard_pooling(path: Path) -> tuple[Pooling, bool]:
     flags = [flag for flag, on in config.items() if flag.startswith("pooling_mode_") and on]
     modes = [flag.removeprefix("pooling_mode_") for flag in flags]
     if "pooling_mode" in config:
-        named = config["pooling_mode"]
-        named = list(named) if isinstance(named, list | tuple) else [named]
-        modes = [{"cls": "cls_token", "lasttoken": "lasttoken"}.get(mode, f"{mode}_tokens") for mode in named]
-    ours = [name for name, mode in _STANDARD.items() if [mode] == modes]
-    if not ours or not isinstance(width, int):
+        value = config["pooling_mode"]
+        values = list(value) if isinstance(value, list | tuple) else [value]
+        modes = [{"cls": "cls_token", "lasttoken": "lasttoken"}.get(mode, f"{mode}_tokens") for mode in values]
+    names = [name for name, mode in _STANDARD.items() if [mode] == modes]
+    if not names or not isinstance(width, int):
         what = f"has the unknown pooling {'+'.join(modes)}" if modes else "has a pooling without a mode"
-        raise InputError(str(path / "config.json"), what, f"use a model that pools by one of {', '.join(_STANDARD)}")
-    return POOLINGS[ours[0]](width), bool(config.get("include_prompt", True))
+        raise InputError(str(path / "config.json"), what, f"use a model with pooling {' or '.join(_STANDARD)}")
+    return POOLINGS[names[0]](width), bool(config.get("include_prompt", True))
 
 
 def _read_own_pooling(path: Path) -> Pooling:
@@ -377,7 +379,7 @@ def _read_own_pooling(path: Path) -> Pooling:
     try:
         pooling = POOLINGS[config["name"]](config["hidden_size"], **config["arguments"])
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(str(path / "config.json"), f"names no pooling ({error})", _EXPORT_AGAIN) from error
+        raise InputError(str(path / "config.json"), f"is not a valid pooling ({error})", _EXPORT_AGAIN) from error
     if pooling.state_dict():
         load_weights(pooling, path / "model.safetensors")
     return pooling
@@ -391,10 +393,10 @@ def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def write_norm(folder: Path, norm: nn.LayerNorm) -> None:
-    """Write a layer norm as a new folder; one without weights is written with ones and zeros."""
+    """Write a layer norm into a new folder; a norm without weights is written with ones and zeros."""
     if norm.eps != _EPSILON:
-        rule = f"must be {_EPSILON}, the only one that a model directory can carry"
-        raise OptionError("norm.eps", norm.eps, rule, "build the norm with that")
+        rule = f"must be {_EPSILON}, the only value that a model directory supports"
+        raise OptionError("norm.eps", norm.eps, rule, "build the norm with it")
     folder.mkdir()
     written = nn.LayerNorm(norm.normalized_shape)
     written.load_state_dict(norm.state_dict(), strict=False)
@@ -402,7 +404,7 @@ def write_norm(folder: Path, norm: nn.LayerNorm) -> None:
 
 
 def read_norm(folder: Path) -> nn.LayerNorm:
-    """The layer norm of a folder; ones and zeros are read as no weights, so that no training moves them."""
+    """The layer norm of a folder; if its weights are ones and zeros, it has no parameters and is not trained."""
     width = read_json(folder / "config.json").get("dimension")
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
         what = f"has dimension {width!r:.40}, expected a whole number >= 1"
@@ -421,34 +423,34 @@ def write_head(folder: Path, head: nn.Linear) -> None:
 
 
 def read_head(folder: Path) -> nn.Linear:
-    """The linear head of a folder, which may be no more than that."""
+    """The linear head of a folder; one with an activation or a residual is refused."""
     config = read_json(folder / "config.json")
     if not str(config.get("activation_function", "")).endswith("Identity") or config.get("use_residual"):
-        what = "is more than a linear head"
+        what = "is not a purely linear head"
         raise InputError(str(folder / "config.json"), what, "use a model with a linear head")
     try:
         head = nn.Linear(config["in_features"], config["out_features"], bias=config.get("bias", True))
     except (KeyError, TypeError) as error:
-        raise InputError(str(folder / "config.json"), f"describes no head ({error})", _EXPORT_AGAIN) from error
+        raise InputError(str(folder / "config.json"), f"is not a valid head ({error})", _EXPORT_AGAIN) from error
     load_weights(head, folder / "model.safetensors", prefix="linear.")
     return head
 
 
-def _one_layer(first: nn.Linear, second: nn.Linear, place: Path) -> nn.Linear:
-    """One linear layer with the output of two, as EmbeddingGemma has them; their product is summed in float64."""
+def _merged_layers(first: nn.Linear, second: nn.Linear, folder: Path) -> nn.Linear:
+    """One linear layer equal to two consecutive ones, as in EmbeddingGemma; the weights are multiplied in float64."""
     if second.in_features != first.out_features:
-        what = f"takes {second.in_features} dimensions, the layer before it gives {first.out_features}"
-        raise InputError(str(place / "config.json"), what, "take a complete copy of the model")
+        what = f"has {second.in_features} inputs, the previous layer has {first.out_features} outputs"
+        raise InputError(str(folder / "config.json"), what, "take a complete copy of the model")
     has_bias = any(layer.bias is not None for layer in (first, second))
-    both = nn.Linear(first.in_features, second.out_features, bias=has_bias)
+    merged = nn.Linear(first.in_features, second.out_features, bias=has_bias)
     with torch.no_grad():
-        both.weight.copy_(second.weight.double() @ first.weight.double())
+        merged.weight.copy_(second.weight.double() @ first.weight.double())
         if has_bias:
-            both.bias.copy_(second(first(torch.zeros(first.in_features))))
-    return both
+            merged.bias.copy_(second(first(torch.zeros(first.in_features))))
+    return merged
 
 
-# A contextual model's own files: first stage, context layers, residual projection.
+# Files of a contextual model: first stage, context layers, residual projection.
 
 
 def is_contextual(folder: Path) -> bool:
@@ -456,12 +458,12 @@ def is_contextual(folder: Path) -> bool:
 
 
 def read_context_options(folder: Path) -> dict[str, Any]:
-    """The arguments of `ContextualEmbedder` that a contextual model's directory keeps."""
+    """The arguments of `ContextualEmbedder` in a contextual model's directory."""
     if not is_contextual(folder):
-        raise InputError(str(folder), "is no contextual model", "load it with embeddings.models.load_embedder")
+        raise InputError(str(folder), "is not a contextual model", "load it with embeddings.models.load_embedder")
     path = folder / CONTEXT_FOLDER / CONTEXT_SETTINGS
     settings = read_json(path)
-    # Older directories state neither a limit nor a form.
+    # Older directories have neither a maximum length nor a form.
     names = ("num_context", "num_soft_prompts", "context_dropout", "context_max_length")
     options = {name: settings.get(name) for name in names}
     for name, value in options.items():

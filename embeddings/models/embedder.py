@@ -1,4 +1,4 @@
-"""An embedding model without a trainer: backbone, pooling, head, normalisation, and how its texts are read."""
+"""An embedding model without a trainer: backbone, pooling, head, normalisation and text settings."""
 
 import os
 from collections.abc import Sequence
@@ -25,27 +25,27 @@ from embeddings.models.unpadded import UnpaddedMode, Unpadding, padded, unpaddin
 
 
 class Embedder(nn.Module):
-    """Tokens to vectors: backbone, pooling, an optional layer norm, an optional head, unit length.
+    """Maps tokens to vectors by backbone, pooling, an optional layer norm, an optional head and normalisation.
 
-    A new one is in training mode with all its parts (Hugging Face gives a backbone in evaluation mode, which would
-    silently switch dropout off), and pads texts; `from_pretrained` returns it in evaluation mode.
+    A new embedder pads texts and is in training mode with all its parts: Hugging Face loads a backbone in evaluation
+    mode, which would silently disable dropout. `from_pretrained` returns it in evaluation mode.
 
     Args:
         backbone: A Hugging Face encoder or decoder, adapted by peft or not.
         tokenizer: Its tokenizer, padding on the right.
-        pooling: States of a text's tokens to one vector.
-        norm: A layer norm of the pooled vector, (H), before vectors are cut, or None.
+        pooling: Maps the states of a text's tokens to one vector.
+        norm: A layer norm of the pooled vector, (H), before truncation, or None.
         head: A linear layer from the hidden size to the embedding width, D, or None for D = H.
         normalize: Whether vectors have unit length.
-        text: Lengths, prompts and special tokens of the texts this model reads.
-        trained_widths: Widths that its vectors may be cut to, the widest first; empty for full vectors, or unknown.
+        text: Maximum lengths, prompts and special tokens of the texts.
+        trained_widths: Widths that vectors may be truncated to, the widest first; empty if there are none.
 
     Raises:
-        OptionError: If pooling, norm or head do not fit the backbone's hidden size, or the pooling cannot have the
-            attention that it needs.
+        OptionError: If pooling, norm or head do not fit the backbone's hidden size, or the backbone's attention does
+            not suit the pooling.
     """
 
-    # Methods beside `forward` that use the weights.
+    # Methods other than `forward` that use the weights.
     entries: tuple[str, ...] = ()
 
     _LIMITED_BY = "the positions that the backbone has"
@@ -81,18 +81,18 @@ class Embedder(nn.Module):
         self.normalize = normalize
         self.text = TextSettings() if text is None else text
         self.trained_widths = tuple(trained_widths)
-        # The model under LoRA matrices, where its files hold the same weights.
+        # The model that LoRA adapts, if its files contain the same weights.
         self.frozen_base: FrozenBase | None = None
         self.embedding_dim = self.hidden_size if head is None else head.out_features
         self.unpadding: Unpadding | None = None
         self.train()
 
     def unpad(self, mode: UnpaddedMode = "auto") -> None:
-        """Choose how a `TokenBatch` is read, by `BackboneConfig.unpadded`; an `OptionError` if that cannot be."""
+        """Choose whether a `TokenBatch` is padded, by `BackboneConfig.unpadded`; an `OptionError` if not supported."""
         if self.capture is None:
             self.unpadding = unpadding_of(self.backbone, mode)
             return
-        # The capture's function is to stay around the one that reads texts without padding.
+        # The capture's function must wrap the one that processes texts without padding.
         self.capture.detach()
         try:
             self.unpadding = unpadding_of(self.backbone, mode)
@@ -100,10 +100,10 @@ class Embedder(nn.Module):
             self.capture.attach()
 
     def forward(self, tokens: PaddedTokens | TokenBatch) -> Tensor:
-        """One vector a text.
+        """One vector per text.
 
         Args:
-            tokens: N texts padded on the right, or as they are, which `unpad` then chooses the way to read.
+            tokens: N texts padded on the right, or a `TokenBatch`, which is padded or not as `unpad` chose.
 
         Returns:
             Vectors, (N, D) float32, of unit length if `normalize`.
@@ -120,9 +120,9 @@ class Embedder(nn.Module):
         return result
 
     def _pooled(self, tokens: PaddedTokens | TokenBatch) -> Tensor:
-        """The pooled states, (N, H); a pooling by attention is given that of its layers."""
+        """The pooled states, (N, H)."""
         if isinstance(tokens, TokenBatch):
-            if self.unpadding is not None and self.unpadding.takes(self.backbone, tokens):
+            if self.unpadding is not None and self.unpadding.applies_to(self.backbone, tokens):
                 return self._pooled_unpadded(self.unpadding, tokens)
             tokens = padded(tokens, self.backbone, self.pad_token_id, self.longest_text)
         attention_NL = tokens.attention_mask_NL
@@ -134,7 +134,6 @@ class Embedder(nn.Module):
         return vector_NH
 
     def _pooled_unpadded(self, unpadding: Unpadding, tokens: TokenBatch) -> Tensor:
-        """The same of texts that are read without padding."""
         with nullcontext() if self.capture is None else self.capture.open() as captured:
             state_TH, places = unpadding.states(self.backbone, tokens)
         attention = () if captured is None else (captured(),)
@@ -142,18 +141,18 @@ class Embedder(nn.Module):
 
     @property
     def pad_token_id(self) -> int:
-        """Id that fills the padding."""
+        """Id of padding tokens."""
         pad = self.tokenizer.pad_token_id
         assert isinstance(pad, int)
         return pad
 
     @property
     def longest_text(self) -> int | None:
-        """Maximum tokens of a text that the backbone has learned positions for; None where it sets no such limit."""
+        """Maximum number of tokens in a text; None if positions set no limit."""
         return num_positions(self.backbone)
 
     def check_lengths(self, text: TextSettings, owner: str = "data.text") -> None:
-        """Check that the backbone has positions for texts of these lengths, which are options of `owner`.
+        """Check that the backbone has positions for these maximum lengths, which are options of `owner`.
 
         Raises:
             OptionError: If a length is too large.
@@ -166,7 +165,7 @@ class Embedder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
+        """Device of the weights."""
         return next(self.parameters()).device
 
     @classmethod
@@ -177,16 +176,16 @@ class Embedder(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Self:
-        """The model of a sentence-transformers directory, in evaluation mode; no code of the directory runs.
+        """Load a sentence-transformers directory, in evaluation mode, without running code from it.
 
         Args:
-            name: A directory, a Hub id, or `all-MiniLM-L6-v2`, the model that the `quickstart` extra brings.
+            name: A directory, a Hub id, or `all-MiniLM-L6-v2`, the model that the `quickstart` extra installs.
             revision: Commit, tag or branch of a Hub id.
-            device: Where to put it, the CPU if None.
-            dtype: Dtype of the backbone's weights, the checkpoint's own if None.
+            device: Device of the model, the CPU if None.
+            dtype: Dtype of the backbone's weights, the checkpoint's if None.
 
         Raises:
-            InputError: If the model cannot be had, a file of it is damaged, or its parts do not fit together.
+            InputError: If the model is not available, a file is damaged, or its parts do not fit together.
         """
         folder = resolve_model(os.fspath(name), revision)
         backbone = load_model(folder, "auto" if dtype is None else dtype)
@@ -198,7 +197,7 @@ class Embedder(nn.Module):
 
     @classmethod
     def from_config(cls, config: BackboneConfig) -> Self:
-        """The model of the directory that a config names, its backbone loaded as the config says, in training mode."""
+        """The model of the config's directory, its backbone loaded with the config's options, in training mode."""
         backbone, tokenizer = load_backbone(config)
         folder = resolve_model(config.name, config.revision)
         embedder = cls._of_directory(folder, backbone, tokenizer, config.dropout)
@@ -209,14 +208,14 @@ class Embedder(nn.Module):
     def _of_directory(
         cls, folder: Path, backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dropout: float | None = None
     ) -> Self:
-        """The embedder around a loaded backbone; `dropout` is for the other backbones that a directory may hold."""
+        """The embedder around a loaded backbone; `dropout` applies to further backbones of the directory."""
         return cls.of_parts(folder, backbone, tokenizer, read_model_directory(folder, backbone, tokenizer))
 
     @classmethod
     def of_parts(
         cls, folder: Path, backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, parts: ModelParts
     ) -> Self:
-        """The embedder of a directory's parts; an `InputError` if they do not fit together."""
+        """The embedder with a directory's parts; an `InputError` if they do not fit together."""
         options = {name: getattr(parts, name) for name in ("norm", "head", "normalize", "text", "trained_widths")}
         try:
             return cls(backbone, tokenizer, parts.pooling, **options)
@@ -228,7 +227,7 @@ class Embedder(nn.Module):
         """Write a sentence-transformers directory, atomically; adapters are merged into the written weights.
 
         Raises:
-            OptionError: If the pooling has no name in the table.
+            OptionError: If the pooling's class is not in `poolings.POOLINGS`.
         """
         widths = self.trained_widths
         parts = ModelParts(self.pooling, self.head, self.normalize, self.text, trained_widths=widths, norm=self.norm)
@@ -236,39 +235,39 @@ class Embedder(nn.Module):
 
 
 def num_positions(backbone: nn.Module) -> int | None:
-    """Maximum tokens that a backbone has learned positions for; None where it works by index, without such a limit."""
+    """The number of learned positions of a backbone, less reserved ones; None for a model without a position table."""
     table = learned_positions(plain_backbone(backbone))
     return None if table is None else table.num_embeddings - first_position(table)
 
 
 def capture_of(backbone: nn.Module, pooling: Pooling) -> AttentionCapture | None:
-    """What reads the attention that a pooling needs, or None; an `OptionError` if it cannot be read, or is causal."""
+    """The capture of the attention that a pooling needs, if any; an `OptionError` if the attention is unsuitable."""
     if not pooling.captured_layers:
         return None
     try:
         capture = AttentionCapture(plain_backbone(backbone), pooling.captured_layers)
     except ValueError as error:
-        given = list(pooling.captured_layers)
-        raise OptionError("pooling.layers", given, str(error), "-1 is the last layer") from error
-    if getattr(pooling, "needs_both_ways", False) and reads_causally(backbone, capture):
+        layers = list(pooling.captured_layers)
+        raise OptionError("pooling.layers", layers, str(error), "-1 is the last layer") from error
+    if getattr(pooling, "needs_both_ways", False) and is_causal(backbone, capture):
         capture.detach()
-        rule = "weighs early tokens more under a causal mask, whatever they say"
+        rule = "weighs early tokens more under a causal mask, whatever their content"
         fix = "set bidirectional: true on the backbone, or by_visible_queries: true on the pooling"
         raise OptionError("pooling.axis", "key", rule, fix)
     return capture
 
 
 @torch.no_grad()
-def reads_causally(backbone: nn.Module, capture: AttentionCapture) -> bool:
-    """Whether a query of the captured layers misses a later key, tried out on two short texts of unlike length."""
+def is_causal(backbone: nn.Module, capture: AttentionCapture) -> bool:
+    """Whether a query of the captured layers does not see a later key, tested on two short texts of unequal length."""
     plain = plain_backbone(backbone)
-    if plain.device.type == "meta":  # a plan's model, which has no weights
+    if plain.device.type == "meta":  # the model of `plan`, which has no weights
         return False
     ids_NL = trial_ids(plain, 2, 12)
     is_token_NL = torch.ones_like(ids_NL, dtype=torch.bool)
     is_token_NL[1, 9:] = False
     with evaluating(backbone), capture.open() as captured:
         backbone(input_ids=ids_NL, attention_mask=is_token_NL.long())
-        seen = [visible_queries(layer, is_token_NL)[is_token_NL] for layer in captured()]
+        counts = [visible_queries(layer, is_token_NL)[is_token_NL] for layer in captured()]
     length_N = is_token_NL.sum(dim=1)
-    return any(bool((count_T < length_N.repeat_interleave(length_N)).any()) for count_T in seen)
+    return any(bool((count_T < length_N.repeat_interleave(length_N)).any()) for count_T in counts)

@@ -1,4 +1,4 @@
-"""A model that predicts tokens: a backbone and its language-model head, pretrained or new, on packed documents."""
+"""A language model: a backbone and a head, pretrained or new, on packed documents."""
 
 import difflib
 import os
@@ -50,19 +50,19 @@ from embeddings.models.moe.rotary_moe import RotaryMoeConfig
 HeadKind = Literal["masked", "causal"]
 AUTO_CLASSES: dict[str, Any] = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM}
 _OBJECTIVES = {"masked": "mlm", "causal": "mntp or causal"}
-# The embedding matrix has a multiple of this many rows.
+# The number of rows of an embedding matrix is a multiple of this.
 VOCABULARY_STEP = 64
 
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """Where a language-model head comes from and how it is computed.
+    """The origin of a language-model head and how it is computed.
 
     Args:
-        new: Whether a head that the checkpoint lacks is made with random weights; it is refused otherwise.
-        train_beside_lora: Whether the head is trained in full where the backbone has LoRA matrices. LLM2Vec's script
-            leaves it trainable and does not keep it; without LoRA it is always trained.
-        tile_logits: Maximum logits (predicted tokens x vocabulary) that exist at once, in values of four bytes.
+        new: Whether to initialise a missing head at random; a checkpoint without a head is an error otherwise.
+        train_beside_lora: Whether to train the full head if the backbone has LoRA matrices. LLM2Vec's script trains it
+            and does not save it; without LoRA it is always trained.
+        tile_logits: Maximum number of logits (predicted tokens x vocabulary) in memory at once, of four bytes each.
     """
 
     new: bool = False
@@ -79,11 +79,11 @@ class FromScratch:
     """A model with random weights.
 
     Args:
-        tokenizer: A directory, a Hub id, or `all-MiniLM-L6-v2`: whose tokenizer the model reads with.
-        model_type: Architecture as transformers names it: `mistral`, `llama`, `bert`, ….
+        tokenizer: The model whose tokenizer is used: a directory, a Hub id, or `all-MiniLM-L6-v2`.
+        model_type: transformers' name of the architecture: `mistral`, `llama`, `bert`, ….
         settings: Fields of its config that differ from transformers' defaults, such as `hidden_size`.
             Vocabulary size and the ids of special tokens follow from the tokenizer.
-        bidirectional: Turn a decoder's causal mask off.
+        bidirectional: Disable a decoder's causal mask.
         attn_implementation: "eager", "sdpa", …; None is transformers' choice.
     """
 
@@ -98,21 +98,21 @@ class FromScratch:
         try:
             known = AutoConfig.for_model(self.model_type)
         except ValueError as error:
-            rule = "is no architecture that transformers knows"
+            rule = "is not an architecture of transformers"
             raise OptionError("model.from_scratch.model_type", self.model_type, rule, "try mistral") from error
         for name in self.settings:
             if not hasattr(known, name) or name == "vocab_size":
                 near = difflib.get_close_matches(name, vars(known), n=1)
                 fix = f"did you mean {near[0]}?" if near else "leave it out"
-                raise OptionError("model.from_scratch.settings", name, f"is no setting of {self.model_type}", fix)
+                raise OptionError("model.from_scratch.settings", name, f"is not a setting of {self.model_type}", fix)
 
 
 def load_language_model(
     config: BackboneConfig | FromScratch, kind: HeadKind, new_head: bool = False, has_lora: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model with an encoder's (`masked`) or a decoder's (`causal`) head, in evaluation mode, and its tokenizer.
+    """Load a model with an encoder's (`masked`) or a decoder's (`causal`) head, in evaluation mode, and its tokenizer.
 
-    With `new_head` a head that the checkpoint lacks is left random; `has_lora` and errors are as in `load_backbone`.
+    With `new_head` a missing head is initialised at random; `has_lora` and errors are as in `load_backbone`.
     """
     auto_class = AUTO_CLASSES[kind]
     if isinstance(config, FromScratch):
@@ -125,19 +125,19 @@ def load_language_model(
 
 
 class LanguageModel(nn.Module):
-    """A Hugging Face model with a language-model head, taken apart into states and logits.
+    """A Hugging Face model with a language-model head, split into states and logits.
 
-    The head is whatever the model's own forward does with its backbone's states (transforms, biases, scales, caps): it
-    runs with states in the backbone's place, so that logits can be computed of some states only. A check at start-up
-    compares them with the full forward's.
+    The head is everything that the model's forward does with its backbone's states (transforms, biases, scales, caps).
+    It runs with given states instead of the backbone, to compute the logits of selected tokens only. A check at
+    start-up compares these logits with the full forward's.
 
     Args:
-        causal: Whether a token sees only those before it.
+        causal: Whether a token sees only earlier ones.
         lora: LoRA settings of the backbone, or None to train all weights.
-        train_head: Whether the head is trained beside LoRA matrices.
+        train_head: Whether the head is trained in addition to LoRA matrices.
 
     Raises:
-        OptionError: If the head cannot be told from the backbone, or to train it would train a frozen embedding.
+        OptionError: If the head cannot be separated from the backbone, or its matrix is the frozen input embedding.
     """
 
     def __init__(
@@ -158,15 +158,15 @@ class LanguageModel(nn.Module):
 
     @property
     def backbone(self) -> nn.Module:
-        """What computes the states, adapted by peft or not."""
+        """The model without its head, adapted by peft or not."""
         backbone: nn.Module = self.model.base_model
         return backbone
 
     def forward(self, input_ids_NL: Tensor, document_NL: Tensor, separate_documents: bool, has_padding: bool) -> Tensor:
         """The last layer's states of packed rows, (N, L, H), in the model's dtype.
 
-        `document_NL`, (N, L) int64, says which document of its row a token is of, -1 for padding; with
-        `separate_documents` each is read as if it were alone.
+        `document_NL`, (N, L) int64, is the index of each token's document in its row, -1 for padding. With
+        `separate_documents`, tokens attend only within their document.
         """
         plain = plain_backbone(self.backbone)
         inputs = {"attention_mask": (document_NL >= 0).long()} if has_padding else {}
@@ -176,24 +176,24 @@ class LanguageModel(nn.Module):
         return states_NLH
 
     def head(self, state_PH: Tensor) -> Tensor:
-        """Logits over the vocabulary of some states, (P, H) to (P, V)."""
+        """The logits of P states over the vocabulary, (P, H) to (P, V)."""
         return head_logits(self.model, state_PH)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write a Hugging Face directory with the head, atomically, and with adapters merged into the weights.
+        """Write a Hugging Face directory with the head, atomically, with adapters merged into the weights.
 
-        Training can continue from it; `BackboneConfig(name=folder)` takes only the backbone.
+        Training can continue from it; `BackboneConfig(name=folder)` loads only the backbone.
         """
         prefix = self.model.base_model_prefix
         state = {name: value for name, value in self.model.state_dict().items() if not name.startswith(f"{prefix}.")}
         state |= {f"{prefix}.{name}": value for name, value in merged_state_dict(self.backbone).items()}
         plain = plain_backbone(self.backbone)
-        with replaced_folder(Path(folder)) as new, quiet_transformers(), _in_place_of_backbone(self.model, plain):
+        with replaced_folder(Path(folder)) as new, quiet_transformers(), _backbone_replaced(self.model, plain):
             self.model.save_pretrained(new, state_dict=state)
             self.tokenizer.save_pretrained(new)
 
     def _adapt(self, lora: LoraSettings, train_head: bool) -> None:
-        """Put LoRA matrices into the backbone, which freezes it, and freeze the head unless it is to be trained."""
+        """Add LoRA matrices to the backbone, which freezes it, and freeze the head unless `train_head`."""
         model: Any = self.model
         matrix = getattr(model.get_output_embeddings(), "weight", None)
         if train_head and matrix is model.get_input_embeddings().weight:
@@ -201,45 +201,45 @@ class LanguageModel(nn.Module):
             raise OptionError("model.head.train_beside_lora", True, rule, "set it to false")
         backbone = self.backbone
         assert isinstance(backbone, PreTrainedModel)
-        inside = {id(weight) for weight in backbone.parameters()}
-        head = [weight for weight in self.model.parameters() if id(weight) not in inside]
+        in_backbone = {id(weight) for weight in backbone.parameters()}
+        head = [weight for weight in self.model.parameters() if id(weight) not in in_backbone]
         self.model._modules[self.model.base_model_prefix] = add_lora(backbone, lora)
         for weight in head:
             weight.requires_grad_(train_head)
 
 
 def head_logits(model: PreTrainedModel, state_PH: Tensor) -> Tensor:
-    """What the model's forward makes of states in place of its backbone's own, (P, H) to (P, V)."""
-    with _in_place_of_backbone(model, _Given(state_PH[None])):
-        no_ids_1P = torch.zeros(1, len(state_PH), dtype=torch.int64, device=state_PH.device)
-        logits_1PV: Tensor = model(input_ids=no_ids_1P).logits
+    """The logits of given states instead of the backbone's, (P, H) to (P, V)."""
+    with _backbone_replaced(model, _GivenStates(state_PH[None])):
+        unused_ids_1P = torch.zeros(1, len(state_PH), dtype=torch.int64, device=state_PH.device)
+        logits_1PV: Tensor = model(input_ids=unused_ids_1P).logits
     return logits_1PV[0]
 
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Check on a tiny text that the head on the backbone's states gives the model's own logits."""
-    fix = "use an architecture whose head reads the last layer's states"
+    """Check on a tiny text that `head_logits` of the backbone's states are the model's logits."""
+    fix = "use an architecture whose head uses only the last layer's states"
     name = type(model).__name__
     if model.base_model_prefix not in model._modules:
-        raise OptionError("model.backbone", name, "has no backbone apart from its head", fix)
-    if model.device.type == "meta":  # a plan's model, which has no weights
+        raise OptionError("model.backbone", name, "has no backbone separate from its head", fix)
+    if model.device.type == "meta":  # the model of `plan`, which has no weights
         return
     ids_NL = trial_ids(model, 2, 8)
     try:
         with evaluating(model):
-            whole_NLV = model(input_ids=ids_NL).logits
+            expected_NLV = model(input_ids=ids_NL).logits
             states_NLH = model.base_model(input_ids=ids_NL).last_hidden_state
-            parts_PV = head_logits(model, states_NLH.flatten(0, 1))
+            logits_PV = head_logits(model, states_NLH.flatten(0, 1))
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise OptionError("model.backbone", name, "has a head that cannot be computed alone", fix) from error
+        raise OptionError("model.backbone", name, "has a head that cannot be computed separately", fix) from error
     tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05
-    if not torch.allclose(whole_NLV.flatten(0, 1), parts_PV, rtol=tolerance, atol=tolerance):
-        raise OptionError("model.backbone", name, "has a head that reads more than the last states", fix)
+    if not torch.allclose(expected_NLV.flatten(0, 1), logits_PV, rtol=tolerance, atol=tolerance):
+        raise OptionError("model.backbone", name, "has a head that uses more than the last states", fix)
 
 
-class _Given(nn.Module):
-    """Stands where a backbone stands and returns known states, with every field that a head may look for."""
+class _GivenStates(nn.Module):
+    """Replaces a backbone and returns given states, in an output with every field that a head may use."""
 
     def __init__(self, state_1PH: Tensor) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class _Given(nn.Module):
 
 
 @contextmanager
-def _in_place_of_backbone(model: PreTrainedModel, module: nn.Module) -> Iterator[None]:
+def _backbone_replaced(model: PreTrainedModel, module: nn.Module) -> Iterator[None]:
     prefix = model.base_model_prefix
     backbone = model._modules[prefix]
     model._modules[prefix] = module
@@ -261,30 +261,30 @@ def _in_place_of_backbone(model: PreTrainedModel, module: nn.Module) -> Iterator
 
 
 def _check_kind(config: PretrainedConfig, kind: HeadKind) -> None:
-    """Check that an architecture has the head that an objective needs; one that has both is an encoder."""
+    """Check that an architecture has the head that an objective needs; one with both heads counts as an encoder."""
     masked, causal = (type(config) in AUTO_CLASSES[name]._model_mapping for name in ("masked", "causal"))
     if masked if kind == "masked" else causal and not masked:
         return
-    what, fix = f"takes {_OBJECTIVES['masked' if masked else 'causal']}", "change it"
+    what, fix = f"needs {_OBJECTIVES['masked' if masked else 'causal']}", "change it"
     if not masked and not causal:
         what, fix = "has no language-model head", "give a model that has one"
         if isinstance(config, RotaryMoeConfig):
-            fix = "give the dense model that it was made of, and upcycle what comes out"
+            fix = "train the dense model that it was upcycled from, and upcycle the result"
     raise OptionError("model.objective", _OBJECTIVES[kind], f"does not fit: {config.model_type} {what}", fix)
 
 
 def new_model(scratch: FromScratch, auto_class: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model with random weights in float32, in evaluation mode, and its tokenizer; torch's random state decides."""
+    """A model with weights in float32 drawn from torch's random state, in evaluation mode, and its tokenizer."""
     tokenizer = read_tokenizer(resolve_model(scratch.tokenizer))
     options = {} if scratch.attn_implementation is None else {"attn_implementation": scratch.attn_implementation}
     try:
-        config = AutoConfig.for_model(scratch.model_type, **(dict(scratch.settings) | _of_tokenizer(tokenizer)))
+        config = AutoConfig.for_model(scratch.model_type, **(dict(scratch.settings) | _tokenizer_fields(tokenizer)))
         if scratch.bidirectional:
             make_bidirectional_config(config)
         model = auto_class.from_config(config, **options)
     except (StrictDataclassError, ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
         reason = one_line(str(error), 200)
-        raise OptionError("model.from_scratch.settings", scratch.settings, "make no model", reason) from error
+        raise OptionError("model.from_scratch.settings", scratch.settings, "cannot build a model", reason) from error
     assert isinstance(model, PreTrainedModel)
     check_flex(model.config, scratch.attn_implementation)
     if scratch.bidirectional:
@@ -294,21 +294,20 @@ def new_model(scratch: FromScratch, auto_class: Any) -> tuple[PreTrainedModel, P
     return model, tokenizer
 
 
-def _of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """What the tokenizer decides of a config."""
+def _tokenizer_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
     bos = tokenizer.cls_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     eos = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     pad = tokenizer.pad_token_id
     rows = -(-(highest_id(tokenizer) + 1) // VOCABULARY_STEP) * VOCABULARY_STEP
-    # The vector of a config's pad token is never trained, so a separator must not be named as one.
+    # The embedding of a config's pad token is never trained, so the end-of-sequence token must not be the pad token.
     return {"vocab_size": rows, "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": None if pad == eos else pad}
 
 
 def document_inputs(model: PreTrainedModel, document_NL: Tensor, causal: bool) -> dict[str, Tensor]:
-    """Mask and positions with which a model reads each document of a row as if it were alone.
+    """Mask and positions with which the tokens of a packed row attend only within their document.
 
     `attention_mask` is (N, 1, L, L), bool for sdpa and additive for eager; padding sees padding, so that no row is
-    empty. `position_ids`, (N, L) int64, count from each document's start.
+    empty. `position_ids`, (N, L) int64, restart in each document.
     """
     sees_NLL = document_NL[:, :, None] == document_NL[:, None, :]
     if causal:
@@ -323,22 +322,22 @@ def document_inputs(model: PreTrainedModel, document_NL: Tensor, causal: bool) -
 
 
 def window(config: PretrainedConfig) -> int | None:
-    """The shortest reach of a layer's attention in tokens, or None where every layer sees all."""
+    """The attention window in tokens of a config's sliding layers; None if every layer sees all tokens."""
     if getattr(config, "use_sliding_window", True) is False:
         return None
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and "sliding_attention" not in kinds:
         return None
-    found = getattr(config, "sliding_window", None)
-    return None if found is None else int(found)
+    size = getattr(config, "sliding_window", None)
+    return None if size is None else int(size)
 
 
 @torch.no_grad()
 def check_separation(model: PreTrainedModel, causal: bool) -> None:
-    """Check by three tiny forward passes that each document of a packed row has the states that it has alone."""
+    """Check by three tiny forward passes that each document of a packed row has the same states as alone."""
     name = f"{type(model).__name__} with {model.config._attn_implementation} attention"
     option, fix = "model.separate_documents", "set it to false, or use sdpa or eager attention"
-    # The others take no mask that says which token sees which.
+    # Other implementations do not accept a mask of token pairs.
     if model.config._attn_implementation not in ("eager", "sdpa"):
         raise OptionError(option, name, "cannot take effect", fix)
     if model.device.type == "meta":
@@ -349,9 +348,9 @@ def check_separation(model: PreTrainedModel, causal: bool) -> None:
     try:
         with evaluating(model):
             packed_LH = model(input_ids=ids_NL, **inputs).last_hidden_state[0].float()
-            alone = [model(input_ids=part).last_hidden_state[0].float() for part in (ids_NL[:, :5], ids_NL[:, 5:])]
+            separate = [model(input_ids=part).last_hidden_state[0].float() for part in (ids_NL[:, :5], ids_NL[:, 5:])]
     except (TypeError, ValueError, RuntimeError) as error:
         raise OptionError(option, name, "cannot take effect", fix) from error
-    spread = relative_difference(packed_LH, torch.cat(alone))
-    if not spread <= tolerated_difference(model):
-        raise OptionError(option, name, f"does not keep documents apart (states differ by {spread:.1e})", fix)
+    difference = relative_difference(packed_LH, torch.cat(separate))
+    if not difference <= tolerated_difference(model):
+        raise OptionError(option, name, f"does not separate documents (states differ by {difference:.1e})", fix)

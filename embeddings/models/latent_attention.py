@@ -1,6 +1,6 @@
-"""NV-Embed's latent attention: every token looks itself up in a trainable dictionary before the mean.
+"""NV-Embed's latent attention: each token attends to a trainable dictionary before mean pooling.
 
-This file travels inside model directories: it imports nothing but torch and its siblings.
+This file travels inside model directories: it imports only torch and its siblings.
 """
 
 from typing import Any
@@ -15,13 +15,13 @@ from .pooling import GatedFeedForward, Pooling, TextPlaces, mean_of_sum, zero_pa
 class LatentAttentionPooling(Pooling):
     """The mean of the pooled tokens' states after each has attended to a trainable dictionary.
 
-    The released form, with Z the R latents and LN a layer norm of its own each time:
+    The released form, where Z are the R latents and each LN is a separate layer norm:
 
         h <- h + W_o softmax((W_q LN(h)) (W_k LN(Z))^T / sqrt(E)) (W_v LN(Z))      per head, E wide
         h <- h + W_2 (a * GELU(g)) + b_2,   (a, g) = W_1 LN(h) + b_1               GEGLU, four times as wide
         vector = mean of h over the pooled tokens
 
-    Keys and values of the latents are projected once a call. Only pooled tokens enter the block. A text without a
+    Keys and values of the latents are computed once per call. Only pooled tokens enter the block. A text without a
     pooled token gets the zero vector.
 
     Args:
@@ -31,9 +31,9 @@ class LatentAttentionPooling(Pooling):
         head_dim: Width of each head, E; None is the hidden size, as released (740 M parameters at H = 4096), or
             H / A in the paper's form.
         paper_literal: The paper's form instead of the released one: Eq. 1 with K = V = Z and no projection, scale, norm
-            or residual, then a two-layer GELU MLP (its inner width, four times H, is ours: the paper gives none).
-        zero_init_residual: Start the output layers of both residual branches at zero: as plain mean pooling, so that a
-            pretrained encoder keeps what it knows. Released form only.
+            or residual, then a two-layer GELU MLP of inner width 4 H (the paper does not state the width).
+        zero_init_residual: Initialise the output layers of both residual branches with zeros: training starts from
+            mean pooling of the pretrained encoder. Released form only.
 
     Precision: the block runs in the parameters' dtype or autocast's, its softmax and the mean sum in float32.
     Released names: `cross_attend_blocks.0.{norm, norm_context, fn.to_q, fn.to_kv, fn.to_out}` are here
@@ -42,7 +42,7 @@ class LatentAttentionPooling(Pooling):
     Raises:
         ValueError: If a number is below 1, the heads do not divide the hidden size, or an option cannot take effect.
     Source: Lee 2024, arXiv:2405.17428, §3.2 Eq. 1 and the released NV-Embed-v2 code. Differs: `zero_init_residual`.
-    Related: `SelfAttentionPooling`, the paper's ablation; `MeanPooling`, what this starts as with zero branches.
+    Related: `SelfAttentionPooling`, the paper's ablation; `MeanPooling`, the initial function with zero branches.
     """
 
     def __init__(
@@ -78,22 +78,22 @@ class LatentAttentionPooling(Pooling):
                     zero_parameters(layer)
 
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
-        state_TH = self._states_in_place(hidden_NLH.flatten(0, 1), pooling_mask_NL.flatten())
+        state_TH = self._block_output(hidden_NLH.flatten(0, 1), pooling_mask_NL.flatten())
         return mean_of_sum(state_TH.view(*pooling_mask_NL.shape, -1).sum(dim=1), pooling_mask_NL)
 
     def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
-        return places.means(self._states_in_place(hidden_TH, pooling_mask_T), pooling_mask_T)
+        return places.means(self._block_output(hidden_TH, pooling_mask_T), pooling_mask_T)
 
-    def _states_in_place(self, hidden_TH: Tensor, pooling_mask_T: Tensor) -> Tensor:
-        """The block's output at the pooled tokens and zeros at the others, (T, H) float32 or better."""
+    def _block_output(self, hidden_TH: Tensor, pooling_mask_T: Tensor) -> Tensor:
+        """The block's output at the pooled tokens, zeros at the others, (T, H) float32 or float64."""
         index_T = pooling_mask_T.nonzero().squeeze(1)
         token_TH = self.token_states(hidden_TH.index_select(0, index_T))
         token_TH = token_TH.to(torch.promote_types(token_TH.dtype, torch.float32))
-        # Copied back into rows and summed, not added with atomics: the sum is the same in every run.
+        # Copied into rows and summed without atomic additions, so that the sum is deterministic.
         return token_TH.new_zeros(len(pooling_mask_T), self.hidden_size).index_copy(0, index_T, token_TH)
 
     def weights(self, token_TH: Tensor) -> Tensor:
-        """How much each of T pooled tokens attends to each latent, (A, T, R) float32; NV-Embed, appendix D, Fig. 2."""
+        """The attention of T pooled tokens to each latent, (A, T, R) float32; NV-Embed, appendix D, Fig. 2."""
         token_TH = token_TH.to(self.latents.dtype)
         if self.paper_literal:
             query_ATE, key_ARE = (_split_heads(part, self.num_heads) for part in (token_TH, self.latents))
@@ -105,12 +105,12 @@ class LatentAttentionPooling(Pooling):
         return (scale * query_ATE.to(dtype) @ key_ARE.to(dtype).mT).softmax(dim=-1)
 
     def token_states(self, token_TH: Tensor) -> Tensor:
-        """Every pooled token after the dictionary and the MLP, (T, H)."""
+        """The block's output for pooled tokens, (T, H)."""
         token_TH = token_TH.to(self.latents.dtype)
         if self.paper_literal:
             latent_ARE = _split_heads(self.latents, self.num_heads)
-            read_ATE = _attend(_split_heads(token_TH, self.num_heads), latent_ARE, latent_ARE, scale=1.0)
-            paper_TH: Tensor = self.mlp(_join_heads(read_ATE))
+            attended_ATE = _attend(_split_heads(token_TH, self.num_heads), latent_ARE, latent_ARE, scale=1.0)
+            paper_TH: Tensor = self.mlp(_join_heads(attended_ATE))
             return paper_TH
         token_TH = token_TH + self.attention(token_TH, self.latents)
         branch_TH: Tensor = self.feed_forward(token_TH)
@@ -118,7 +118,7 @@ class LatentAttentionPooling(Pooling):
 
 
 class LatentAttention(nn.Module):
-    """Pre-normed cross-attention from tokens to latents, without biases; the residual is the caller's."""
+    """Pre-norm cross-attention from tokens to latents, without biases; the caller adds the residual."""
 
     def __init__(self, hidden_size: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -130,9 +130,9 @@ class LatentAttention(nn.Module):
         self.to_output = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
     def forward(self, token_TH: Tensor, latent_RH: Tensor) -> Tensor:
-        """What each token reads from the latents, (T, H)."""
-        read_TH: Tensor = self.to_output(_join_heads(_attend(*self.project(token_TH, latent_RH))))
-        return read_TH
+        """The attention output of each token, (T, H)."""
+        output_TH: Tensor = self.to_output(_join_heads(_attend(*self.project(token_TH, latent_RH))))
+        return output_TH
 
     def project(self, token_TH: Tensor, latent_RH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The queries of the tokens, (A, T, E), and the keys and values of the latents, (A, R, E)."""
@@ -143,7 +143,7 @@ class LatentAttention(nn.Module):
 
 
 def _attend(query_ATE: Tensor, key_ARE: Tensor, value_ARE: Tensor, scale: float | None = None) -> Tensor:
-    """Attention of every token to every latent; no token is a batch of its own, so nothing is padded."""
+    """Attention of every token to every latent, as one batch without padding."""
     batch = (query_ATE.unsqueeze(0), key_ARE.unsqueeze(0), value_ARE.unsqueeze(0))
     return F.scaled_dot_product_attention(*batch, scale=scale).squeeze(0)
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft: the backbone's own weights stay, small matrices beside them learn."""
+"""Low-rank adapters by peft: the backbone's weights are frozen, and small added matrices are trained."""
 
 import warnings
 from collections.abc import Sequence
@@ -19,23 +19,23 @@ from embeddings.models.context_layers import plain_model
 if TYPE_CHECKING:
     from peft import PeftModel
 
-# Defined there, since code that travels cannot import this file.
+# Defined there, because code in model directories cannot import this file.
 plain_backbone = plain_model
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """How a backbone is adapted.
+    """Options of the adapters of a backbone.
 
     Args:
         rank: Rank of the update of each matrix. NV-Embed uses 16 (Table 11).
-        alpha: Scale of the update is alpha / rank. NV-Embed uses 32.
+        alpha: The update is scaled by alpha / rank. NV-Embed uses 32.
         dropout: Fraction of an adapter's inputs dropped in training. NV-Embed uses 0.1.
-        target_modules: Names of the linear layers to adapt, or "all-linear". The paper names none.
-        keep_zeros: Keep weights at zero that are zero, so that a pruned model stays sparse in training and once merged:
-            W + M * (alpha / rank) B A with M = 1 where W is not zero. An update is then as large as its matrix and kept
-            for the backward pass; dropout adds a second product. NV-Embed, Appendix A, retrains so; how its merged
-            weights stay zero it does not say.
+        target_modules: Names of the linear layers to adapt, or "all-linear". The paper does not name them.
+        keep_zeros: Do not change weights that are zero, so that a pruned model stays sparse in training and after
+            merging: W + M * (alpha / rank) B A with M = 1 where W is not zero. The full update of each matrix is then
+            stored for the backward pass; dropout adds a second product. NV-Embed, Appendix A, retrains pruned models
+            with LoRA, but does not state how merged weights stay zero.
     """
 
     rank: int = 16
@@ -54,10 +54,10 @@ class LoraSettings:
 
 
 def add_lora(backbone: PreTrainedModel, settings: LoraSettings) -> "PeftModel":
-    """The backbone with trainable adapters, all its own weights frozen; a pooling or head beside it trains in full.
+    """Add trainable adapters to a backbone and freeze its weights; pooling and head are still trained in full.
 
     Raises:
-        OptionError: If no layer has a name among the target modules.
+        OptionError: If the target modules match no layer.
     """
     from peft import LoraConfig, TaskType, get_peft_model
 
@@ -73,25 +73,25 @@ def add_lora(backbone: PreTrainedModel, settings: LoraSettings) -> "PeftModel":
         config._register_custom_module({nn.Linear: _zero_keeping_linear()})
     try:
         with warnings.catch_warnings():
-            # peft reads the old name of a property that transformers 5.23 has renamed.
+            # peft uses the old name of a property that transformers 5.23 renamed.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             return get_peft_model(backbone, config)
     except ValueError as error:
         linear = {name.split(".")[-1] for name, layer in backbone.named_modules() if isinstance(layer, nn.Linear)}
-        rule = "names no layer of the backbone"
-        raise OptionError("lora.target_modules", targets, rule, f"choose of {', '.join(sorted(linear))}") from error
+        rule = "does not match any layer of the backbone"
+        raise OptionError("lora.target_modules", targets, rule, f"choose from {', '.join(sorted(linear))}") from error
 
 
 @cache
 def _zero_keeping_linear() -> type[nn.Module]:
-    """peft's LoRA layer with `LoraSettings.keep_zeros`; a function, since peft takes a second to load."""
+    """peft's LoRA layer with `LoraSettings.keep_zeros`; in a function because importing peft takes a second."""
     from peft.tuners.lora import Linear
 
     class ZeroKeepingLinear(Linear):
         """A linear layer with the weight W + M * s B A, M = 1 where W is not zero."""
 
         def get_delta_weight(self, adapter: str) -> Tensor:
-            """The update of the weight, zero where the weight is, (out, in)."""
+            """The update of the weight, zero where the weight is zero, (out, in)."""
             delta: Tensor = super().get_delta_weight(adapter)
             return delta * (self.get_base_layer().weight != 0)
 
@@ -103,7 +103,7 @@ def _zero_keeping_linear() -> type[nn.Module]:
             updates = [self.get_delta_weight(name) for name in self.active_adapters]
             dropouts = [self.lora_dropout[name] for name in self.active_adapters]
             if not self.training or all(isinstance(dropout, nn.Identity) for dropout in dropouts):
-                # One product in place of two.
+                # One product instead of two.
                 weight: Tensor = sum(updates, base.weight)
                 return F.linear(x, weight.to(x.dtype), base.bias)
             result: Tensor = base(x, *arguments, **options)
@@ -115,7 +115,7 @@ def _zero_keeping_linear() -> type[nn.Module]:
 
 
 def merge_lora(backbone: nn.Module) -> PreTrainedModel:
-    """The plain backbone with its adapters added into its weights, in place; a plain backbone comes back as it is."""
+    """Merge adapters into the backbone's weights in place; a backbone without adapters is returned unchanged."""
     merged = backbone if isinstance(backbone, PreTrainedModel) else backbone.merge_and_unload()  # type: ignore[operator]
     assert isinstance(merged, PreTrainedModel)
     return merged
@@ -123,57 +123,57 @@ def merge_lora(backbone: nn.Module) -> PreTrainedModel:
 
 @torch.no_grad()
 def merged_state_dict(backbone: nn.Module) -> dict[str, Tensor]:
-    """The weights the backbone would have with its adapters merged; the backbone itself stays as it is.
+    """The weights of the backbone with its adapters merged; the backbone itself does not change.
 
     Merging in place and undoing it would leave rounding errors in the weights of a run that continues.
 
-    Precision: updates are added in float32 and rounded once to the weight's dtype, bfloat16 for weights of 4 bits.
+    Precision: updates are added in float32 and rounded once to the weight's dtype, bfloat16 for 4-bit weights.
     """
     plain = plain_backbone(backbone)
     if plain is backbone:
         return plain.state_dict()
     from peft.tuners.lora import LoraLayer
 
-    small = four_bit_weights(plain)
-    left_out = tuple(f"{name}." for name in small)
-    own = {
+    dequantised = four_bit_weights(plain)
+    quantisation_state = tuple(f"{name}." for name in dequantised)
+    weights = {
         name: tensor
         for name, tensor in plain.state_dict().items()
-        if ".lora_" not in name and not name.startswith(left_out)
+        if ".lora_" not in name and not name.startswith(quantisation_state)
     }
-    merged = {name.replace(".base_layer.", "."): tensor for name, tensor in (own | small).items()}
+    merged = {name.replace(".base_layer.", "."): tensor for name, tensor in (weights | dequantised).items()}
     for name, layer in plain.named_modules():
         if isinstance(layer, LoraLayer):
             weight = merged[f"{name}.weight"].float()
             for adapter in layer.active_adapters:
-                # peft types the method on each kind of layer, not on their base.
+                # peft declares the method in subclasses only.
                 weight = weight + layer.get_delta_weight(adapter).float()  # type: ignore[attr-defined]
             merged[f"{name}.weight"] = weight.to(merged[f"{name}.weight"].dtype)
     return merged
 
 
 def four_bit_weights(module: nn.Module) -> dict[str, Tensor]:
-    """The weights of a module that are kept in 4 bits, by their names, in bfloat16."""
-    small = {name: weight for name, weight in module.named_parameters() if is_four_bit(weight)}
-    if not small:
+    """The 4-bit weights of a module by name, dequantised to bfloat16."""
+    quantised = {name: weight for name, weight in module.named_parameters() if is_four_bit(weight)}
+    if not quantised:
         return {}
     from peft.utils.integrations import dequantize_bnb_weight
 
-    return {name: dequantize_bnb_weight(weight).to(torch.bfloat16) for name, weight in small.items()}
+    return {name: dequantize_bnb_weight(weight).to(torch.bfloat16) for name, weight in quantised.items()}
 
 
 def is_four_bit(weight: Any) -> bool:
-    """Whether a weight is kept in 4 bits by bitsandbytes."""
+    """Whether a weight is a 4-bit parameter of bitsandbytes."""
     return type(weight).__name__ == "Params4bit"
 
 
 def without_cache(backbone: nn.Module) -> dict[str, bool]:
-    """What a forward pass is given so that a decoder keeps no keys and values of its layers; nothing for an encoder."""
+    """Arguments of a forward pass that disable a decoder's key-value cache; empty for an encoder."""
     return {"use_cache": False} if getattr(plain_backbone(backbone).config, "use_cache", False) else {}
 
 
 def frozen_weights(module: nn.Module) -> set[str]:
-    """The names of all weights in a module that lie under LoRA matrices and are not trained."""
+    """The names of all weights in a module that LoRA freezes."""
     return {
         f"{prefix}.{name}"
         for prefix, part in module.named_modules()

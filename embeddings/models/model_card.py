@@ -1,6 +1,6 @@
-"""A model directory for others: its card (`README.md`), and which of its files go to the Hugging Face Hub.
+"""Publishing a model directory: its card (`README.md`) and the upload to the Hugging Face Hub.
 
-The card says how to use the model, and what is known of its training or origin.
+The card describes how to use the model, and its training or origin as far as known.
 """
 
 import os
@@ -50,22 +50,22 @@ _TRAINER_KEYS = (
     *("precision", "strategy", "num_nodes", "devices", "max_epochs", "max_steps"),
     *("accumulate_grad_batches", "gradient_clip_val"),
 )
-# No metric is larger, and a card can show it.
-_MOST = 1e9
-# How the last of a card's limits begins.
+# Upper limit of the absolute value of a metric in a card.
+_MAX_METRIC = 1e9
+# Beginnings of a card's last limit; `add_scores` replaces the first two by the third, also in existing cards.
 _UNMEASURED = "Nothing was measured"
 _VALIDATED = "Measured is the validation score of the training, by which it may have chosen the weights"
-_MEASURED = "Measured is what stands under Scores"
+_MEASURED = "The metrics under Scores were measured"
 _FRONT_MATTER = re.compile(r"---[ \t]*\n(.*?)\n---[ \t]*(?:\n|$)", re.DOTALL)
 _LICENCE = re.compile(r"""^license:[ \t]*["']?([A-Za-z0-9][A-Za-z0-9.+-]*)["']?[ \t]*$""", re.MULTILINE)
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-# Where this library's own outputs lie: such a name looks like a Hub id, and may be gone when the card is written.
-_OUR_FOLDERS = ("checkpoints", "data")
+# Output folders of this library: a path in them looks like a Hub id, and may be gone when the card is written.
+_OUTPUT_FOLDERS = ("checkpoints", "data")
 
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """What is known of the run that a model comes from: its merged config, `run.json`, and nDCG@10 by step."""
+    """The run that trained a model: its merged config, `run.json` as `record`, and validation nDCG@10 by step."""
 
     config: Mapping[str, Any]
     num_steps: int
@@ -75,7 +75,7 @@ class TrainingFacts:
 
 @dataclass(frozen=True)
 class ImportFacts:
-    """Which published model a directory was made of; `used_as` is the one whose card decides more than its files."""
+    """The published model that a directory was imported from; `used_as` is the model whose card is followed."""
 
     source: str
     revision: str | None
@@ -95,10 +95,10 @@ def write_model_card(
     licence: str | None = None,
     name: str | None = None,
 ) -> None:
-    """Write the card of a model directory; a card that somebody wrote by hand stays.
+    """Write the card of a model directory, unless it has a card without `CARD_MARK`.
 
-    It shows `curves.png` where that lies there, and the given scores, or else those of `scores.json`. `name` is what
-    the directory is going to be called, where it has not its name yet.
+    The card shows `curves.png` if it exists, and `scores`, by default those of `scores.json`. `name` is the model's
+    name, by default that of the directory.
     """
     if keeps_card(folder):
         return
@@ -148,16 +148,16 @@ def write_model_card(
 
 
 def keeps_card(folder: Path) -> bool:
-    """Whether a directory has a card that somebody wrote by hand; says then that it stays."""
+    """Whether a directory has a card without `CARD_MARK`, which is kept; logs a warning if so."""
     path = folder / CARD_FILE
     if not path.exists() or is_own_card(path):
         return False
-    logger.warning("%s was written by hand and stays; remove it for a card of this model", path)
+    logger.warning("%s was written by hand and is kept; remove it for a card of this model", path)
     return True
 
 
 def plain(value: object, limit: int = _MAX_CHARACTERS) -> str:
-    """A value as one printable line of Markdown that means nothing but itself."""
+    """A value as one printable line of escaped Markdown."""
     text = " ".join(str(value).split())
     text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     text = text if len(text) <= limit else f"{text[: limit - 3]}..."
@@ -165,19 +165,19 @@ def plain(value: object, limit: int = _MAX_CHARACTERS) -> str:
 
 
 def code(value: str) -> str:
-    """A text as a literal of Markdown, for the cell of a table."""
+    """A text as Markdown code, for the cell of a table."""
     text = repr(value if len(value) <= _MAX_CHARACTERS else f"{value[: _MAX_CHARACTERS - 3]}...")
     return f"`{text.replace('`', chr(0x2019)).replace('|', chr(0x2223))}`"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table of cells that are Markdown already."""
+    """A Markdown table; the cells are Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def add_scores(folder: Path) -> bool:
-    """Have a directory's own card show the scores of its `scores.json`; whether it does now."""
+    """Add the scores of `scores.json` to a directory's generated card; returns whether the card shows them."""
     path = folder / CARD_FILE
     if not (folder / SCORES_FILE).is_file() or not is_own_card(path):
         return False
@@ -186,25 +186,25 @@ def add_scores(folder: Path) -> bool:
     if front is None:
         return False
     fields, body = yaml.safe_load(front[1]), text[front.end() :]
-    for told in (_UNMEASURED, _VALIDATED):
-        body = body.replace(f"- {told}:", f"- {_MEASURED}:")
-    # The old section, or where a new one goes.
-    place = re.search(r"^## Scores\n(?:.*\n)*?(?=## |\Z)|^(?=## Limits|## Licence)|\Z", body, re.MULTILINE)
-    assert place is not None
-    # What training wrote stays: its validation score and the curves.
-    kept = [line for line in place[0].splitlines()[1:] if line and not line.startswith("|")]
-    section = "\n\n".join(["## Scores", _score_table(scores), *kept]) + "\n\n"
+    for limit in (_UNMEASURED, _VALIDATED):
+        body = body.replace(f"- {limit}:", f"- {_MEASURED}:")
+    # The old section, or the position of the new one.
+    section = re.search(r"^## Scores\n(?:.*\n)*?(?=## |\Z)|^(?=## Limits|## Licence)|\Z", body, re.MULTILINE)
+    assert section is not None
+    # Keeps the lines from training: its validation score and the curves.
+    kept = [line for line in section[0].splitlines()[1:] if line and not line.startswith("|")]
+    new_section = "\n\n".join(["## Scores", _score_table(scores), *kept]) + "\n\n"
     header = _header(ModelCardData(ignore_metadata_errors=True, **fields), scores, folder.resolve().name)
-    write_text(path, f"{header}\n{body[: place.start()]}{section}{body[place.end() :]}")
+    write_text(path, f"{header}\n{body[: section.start()]}{new_section}{body[section.end() :]}")
     return True
 
 
 def read_scores(path: Path) -> list[dict[str, Any]]:
-    """The results that `evaluate --output` wrote; an `InputError` if the file holds anything else, NaN among it."""
+    """The results of `evaluate --output`; an `InputError` if the file has other content or a metric is not finite."""
     fix = "give the file that evaluate --output wrote"
     results: list[dict[str, Any]] = read_json(path, list, fix)
     if not results or not all(map(_is_result, results)):
-        raise InputError(str(path), "holds no scores", fix)
+        raise InputError(str(path), "does not contain scores", fix)
     return results
 
 
@@ -214,34 +214,35 @@ def _is_result(value: Any) -> bool:
     metrics = value.get("metrics")
     if not isinstance(metrics, dict) or not metrics:
         return False
-    # NaN and infinite numbers compare as false, and an integer of any length compares.
-    return all(type(number) in (int, float) and abs(number) < _MOST for number in metrics.values())
+    # False for NaN and infinite numbers.
+    return all(type(number) in (int, float) and abs(number) < _MAX_METRIC for number in metrics.values())
 
 
 def check_licence(option: str, licence: str | None) -> None:
-    """Check that a licence is a name as the Hub has them; `option` names the setting."""
+    """Check that a licence is written as a licence identifier of the Hub; `option` names the setting."""
     if licence is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", licence):
-        raise OptionError(option, licence, "must be a name of the Hub's", "write it as apache-2.0 or other")
+        rule = "must be a licence identifier of the Hub"
+        raise OptionError(option, licence, rule, "write it as apache-2.0 or other")
 
 
 def stated_licence(folder: Path) -> str | None:
-    """The `license` in the header of a folder's `README.md`, in lower case; None for none or several."""
-    found = _LICENCE.findall(_stated(folder))
-    return str(found[0]).lower() if len(found) == 1 else None
+    """The `license` in the header of a folder's `README.md`, in lower case; None if it has none or several."""
+    licences = _LICENCE.findall(_card_header(folder))
+    return str(licences[0]).lower() if len(licences) == 1 else None
 
 
 def stated_languages(folder: Path) -> list[str]:
-    """The languages in the header of a folder's `README.md`, as codes; empty where it names none."""
+    """The language codes in the header of a folder's `README.md`."""
     fields: Any = None
     with suppress(yaml.YAMLError, ValueError, RecursionError):
-        fields = yaml.safe_load(_stated(folder))
-    named = fields.get("language") if isinstance(fields, dict) else None
-    codes = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+        fields = yaml.safe_load(_card_header(folder))
+    value = fields.get("language") if isinstance(fields, dict) else None
+    codes = [value] if isinstance(value, str) else value if isinstance(value, list) else []
     return [code for code in codes if isinstance(code, str) and re.fullmatch(r"[A-Za-z]{2,3}([-_]\w{2,8})?", code)]
 
 
-def _stated(folder: Path) -> str:
-    """The header of a folder's card; empty for none."""
+def _card_header(folder: Path) -> str:
+    """The front matter of a folder's card; empty if there is none."""
     try:
         text = (folder / CARD_FILE).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -251,7 +252,7 @@ def _stated(folder: Path) -> str:
 
 
 def _base_folder(name: str) -> Path | None:
-    """The local folder of a base, nothing being downloaded; None where the machine has none."""
+    """The local folder of a base model, without a download; None if it is not on this machine."""
     if name == PACKAGED_NAME or Path(name).expanduser().is_dir():
         with suppress(InputError):
             return resolve_model(name)
@@ -275,7 +276,7 @@ def _header(data: ModelCardData, scores: Sequence[Mapping[str, Any]], name: str)
 def _origin(facts: ImportFacts) -> str:
     rows: dict[str, Any] = {"imported from": _shown_name(facts.source), "revision": facts.revision}
     rows |= {"merged into": ", ".join(map(_shown_name, facts.base)), "kind of checkpoint": facts.family}
-    rows |= {"vectors as the card has them of": facts.used_as}
+    rows |= {"vectors computed as for": facts.used_as}
     return _known(rows | {"tensors read": f"{facts.num_used:,}", "tensors left out": f"{facts.num_left:,}"})
 
 
@@ -309,13 +310,16 @@ def _data(sources: Sequence[Mapping[str, Any]], num_rows: Mapping[str, Any]) -> 
 
 
 def _settings(config: Mapping[str, Any]) -> str:
-    """The settings that decide the training, without paths of the machine it ran on."""
-    trainer, plan = _within(config, "trainer"), dict(_within(config, "data", "init_args"))
-    told = {name: trainer[name] for name in _TRAINER_KEYS if trainer.get(name) is not None}
+    """The training settings as YAML, without paths of the machine."""
+    trainer, data = _within(config, "trainer"), dict(_within(config, "data", "init_args"))
     for name in ("sources", "cache_dir"):
-        plan.pop(name, None)
-    kept = {"trainer": told, "model": config.get("model"), "data": {**_within(config, "data"), "init_args": plan}}
-    return yaml.safe_dump(_portable(kept), sort_keys=False, allow_unicode=True)[:_MAX_SETTINGS].rstrip("\n")
+        data.pop(name, None)
+    settings = {
+        "trainer": {name: trainer[name] for name in _TRAINER_KEYS if trainer.get(name) is not None},
+        "model": config.get("model"),
+        "data": {**_within(config, "data"), "init_args": data},
+    }
+    return yaml.safe_dump(_portable(settings), sort_keys=False, allow_unicode=True)[:_MAX_SETTINGS].rstrip("\n")
 
 
 def _score_table(scores: Sequence[Mapping[str, Any]]) -> str:
@@ -329,7 +333,7 @@ def _score_table(scores: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _portable(value: Any) -> Any:
-    """Plain types without empty fields; of a path on the machine only the last part."""
+    """Plain types without empty fields; a local path is shortened to its last component."""
     if isinstance(value, Mapping):
         return {str(key): _portable(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -340,7 +344,7 @@ def _portable(value: Any) -> Any:
 
 
 def _fenced(text: str, language: str) -> str:
-    """A block of code between fences that its content does not close."""
+    """A code block whose fence is longer than any run of backticks in its content."""
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text}\n{fence}"
@@ -354,15 +358,15 @@ def _backbones(config: Mapping[str, Any]) -> list[str]:
 
 
 def _hub_name(name: str) -> str | None:
-    """The Hub id that a backbone has, None where it is a directory."""
+    """The Hub id of a backbone, None for a directory."""
     if name == PACKAGED_NAME:
         return f"sentence-transformers/{name}"
-    is_local = name.split("/")[0] in _OUR_FOLDERS or Path(name).exists()
+    is_local = name.split("/")[0] in _OUTPUT_FOLDERS or Path(name).exists()
     return name if _HUB_ID.fullmatch(name) and not is_local else None
 
 
 def _hub_dataset(source: Mapping[str, Any]) -> str | None:
-    """The Hub data set that a source is, None where it is files."""
+    """The Hub data set of a source, None for local files."""
     path = source.get("path")
     return path.removeprefix("hub:") if isinstance(path, str) and path.startswith("hub:") else None
 
@@ -381,22 +385,22 @@ def _class_name(section: Mapping[str, Any]) -> str:
 
 
 def _within(value: Any, *keys: str) -> Mapping[str, Any]:
-    """The mapping at a path of keys; empty where there is none."""
+    """The mapping at a path of keys; empty if there is none."""
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value if isinstance(value, Mapping) else {}
 
 
-# Files beside the model's own that go with it.
+# Further files that are uploaded with a model.
 _COMPANIONS = ("README.md", "training_run.json", "LICENSE*", "LICENCE*", "NOTICE*")
 _MAIN = "main"
 
 
 @dataclass(frozen=True)
 class PushedModel:
-    """What a push has done: the repository `OWNER/NAME`, its page, and the commit with its files and their bytes.
+    """The result of a push: the repository `OWNER/NAME`, its page, the commit, its files and their size.
 
-    `left_out` are the entries of the directory that are no files of the model, and stayed.
+    `left_out` are the entries of the directory that do not belong to the model and were not uploaded.
     """
 
     name: str
@@ -419,28 +423,28 @@ def push_to_hub(
 ) -> PushedModel:
     """Upload a model directory with its card to the Hub, in one commit.
 
-    The files of the model go up, with `README.md`, `scores.json` and the licence; anything else in the directory stays.
-    A card that this library wrote shows the scores of `scores.json` before it goes up.
+    Uploads the model's files, `README.md`, `scores.json` and the licence, and nothing else. The scores of
+    `scores.json` are first added to a generated card.
 
     Args:
         folder: The directory.
-        name: The repository, `OWNER/NAME`; `NAME` alone is one of the token's owner.
+        name: The repository, `OWNER/NAME`; `NAME` alone belongs to the token's owner.
         private: Whether a new repository is private.
-        revision: The branch to commit to, made where it is missing; None for `main`.
-        message: First line of the commit.
-        update: Whether a repository of this name may exist. Its model files that the directory lacks are deleted.
-        token: A token with write access; None for `HF_TOKEN`, or for what `hf auth login` stored.
+        revision: The branch to commit to, created if missing; None for `main`.
+        message: First line of the commit message.
+        update: Whether the repository may exist already. Its model files that the directory lacks are deleted.
+        token: A token with write access; None for `HF_TOKEN` or the one that `hf auth login` stored.
 
     Raises:
-        InputError: If the directory holds no complete model or a link, or the Hub refuses it.
+        InputError: If the model is incomplete, a file is a symbolic link, or the Hub refuses the upload.
     """
     folder = Path(folder).expanduser()
     paths, left_out = own_files(folder)
     token = token or get_token()
     if token is None:
-        raise InputError(name, "the Hub wants a token", "set HF_TOKEN, or log in with: hf auth login")
+        raise InputError(name, "the Hub needs a token", "set HF_TOKEN, or log in with: hf auth login")
     add_scores(folder)
-    # An HF_ENDPOINT that was set after huggingface_hub was imported counts too.
+    # huggingface_hub itself ignores an HF_ENDPOINT that is set after its import.
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
     is_new = False
     try:
@@ -451,35 +455,35 @@ def push_to_hub(
             api.create_branch(repository, branch=str(revision), exist_ok=True)
         operations: list[Any] = [CommitOperationAdd(path, folder / path) for path in paths]
         if update:
-            there = api.list_repo_files(repository, revision=revision)
-            stale = [path for path in there if path not in paths and is_model_path(PurePosixPath(path))]
+            existing = api.list_repo_files(repository, revision=revision)
+            stale = [path for path in existing if path not in paths and is_model_path(PurePosixPath(path))]
             operations += [CommitOperationDelete(path) for path in stale]
         commit = api.create_commit(repository, operations, commit_message=message, revision=revision)
     except Exception as error:
-        told = _told(error, api.endpoint)
-        if told is None:
+        explained = _explained(error, api.endpoint)
+        if explained is None:
             raise
-        what, fix = told
-        is_empty = "; the repository was made and is empty, so use --update next time" if is_new else ""
+        what, fix = explained
+        is_empty = "; the repository was created and is empty, so use --update next time" if is_new else ""
         raise InputError(name, what, fix + is_empty) from error
     num_bytes = sum((folder / path).stat().st_size for path in paths)
     return PushedModel(repository, str(page), commit.oid, tuple(paths), num_bytes, tuple(left_out))
 
 
 def push_embedder(embedder: Embedder, name: str, **options: Any) -> PushedModel:
-    """Upload a model that lies in no directory, with a card of its use alone; `options` as in `push_to_hub`."""
-    with TemporaryDirectory() as place:
-        folder = Path(place, "model")
+    """Upload a model from memory, with a card that describes only its use; `options` as in `push_to_hub`."""
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary, "model")
         embedder.save_pretrained(folder)
         write_model_card(folder, embedder, name=name)
         return push_to_hub(folder, name, **options)
 
 
 def own_files(folder: Path) -> tuple[list[str], list[str]]:
-    """The paths of a model directory's own files, and its entries that are none; hidden ones are in neither."""
+    """The files to upload from a model directory, and its other entries; hidden files are in neither."""
     if not (folder / "config.json").is_file():
         fix = "give one that training, export or import wrote"
-        raise InputError(str(folder), "is no model directory, it has no config.json", fix)
+        raise InputError(str(folder), "is not a model directory, it has no config.json", fix)
     for file in weight_files(folder):
         if not file.is_file():
             raise InputError(str(file), "is missing, so the model is incomplete", "export it again")
@@ -492,34 +496,34 @@ def own_files(folder: Path) -> tuple[list[str], list[str]]:
             continue
         for path in sorted(entry.rglob("*")) if entry.is_dir() else [entry]:
             if path.is_symlink() or entry.is_symlink():
-                what = "is a link, and what it leads to may not be the model's"
-                raise InputError(str(path), what, "put the file itself there")
+                what = "is a symbolic link, whose target may not belong to the model"
+                raise InputError(str(path), what, "replace it by the file")
             if path.is_file() and not path.name.startswith("."):
                 paths.append(path.relative_to(folder).as_posix())
     return paths, left_out
 
 
-def _told(error: BaseException, endpoint: str) -> tuple[str, str] | None:
-    """What is wrong and how to mend it, for an error of the Hub or of the way to it; None for any other."""
+def _explained(error: BaseException, endpoint: str) -> tuple[str, str] | None:
+    """The problem and the hint for an error of the Hub or of the connection to it; None for any other error."""
     if isinstance(error, HFValidationError):
-        return "is no name of a repository", "write OWNER/NAME with letters, digits, -, _ and ."
+        return "is not a repository name", "write OWNER/NAME with letters, digits, -, _ and ."
     if isinstance(error, OfflineModeIsEnabled):
         return "cannot be reached while HF_HUB_OFFLINE is set", "unset it"
     status = getattr(getattr(error, "response", None), "status_code", None)
     answers = {
         401: ("the Hub does not accept the token (401)", "log in with: hf auth login"),
-        403: ("the token may not write there (403)", "take a token with write access to that owner"),
-        404: ("is not there, or the token may not see it (404)", "check the name"),
+        403: ("the token has no write access (403)", "use a token with write access to that owner"),
+        404: ("does not exist, or the token has no access to it (404)", "check the name"),
         409: ("exists already", "name another, or commit to it with --update"),
     }
     if status in answers:
         return answers[status]
     if status is not None:
-        said = getattr(error, "server_message", None) or str(error)
-        return f"the Hub answered {status}: {one_line(said, 160)}", "try again"
-    # Errors of a connection; huggingface_hub 1 raises httpx's, and 2 those of httpx2.
+        message = getattr(error, "server_message", None) or str(error)
+        return f"the Hub answered {status}: {one_line(message, 160)}", "try again"
+    # Connection errors: huggingface_hub 1 raises httpx's, version 2 those of httpx2.
     if type(error).__module__.startswith("httpx") or isinstance(error, ConnectionError):
         return f"{endpoint} cannot be reached ({type(error).__name__})", "check the network and HF_ENDPOINT"
     if isinstance(error, ValueError) and "README.md" in str(error):
         return one_line(str(error), 200), "correct the card's header"
-    return None if error.__cause__ is None else _told(error.__cause__, endpoint)
+    return None if error.__cause__ is None else _explained(error.__cause__, endpoint)

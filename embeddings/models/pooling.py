@@ -1,6 +1,6 @@
 """Poolings: one vector from the states of a text's tokens, by mean, position, first or last token, or self-attention.
 
-This file travels inside model directories: it imports nothing but torch.
+This file travels inside model directories: it imports only torch.
 """
 
 from inspect import signature
@@ -12,17 +12,17 @@ from torch.nn import functional as F
 
 
 class TextPlaces(NamedTuple):
-    """Where texts lie in a row of tokens without padding, one text after another."""
+    """The layout of N texts whose T tokens are concatenated without padding."""
 
-    length_N: Tensor  # tokens of each text, at least 1, (N,) int64
-    start_N: Tensor  # the place of each text's first token in the row, (N,) int64
-    text_T: Tensor  # which text each token is of, (T,) int64
-    position_T: Tensor  # tokens of the same text before each token, (T,) int64
-    longest: int  # tokens of the longest text, L
+    length_N: Tensor  # number of tokens of each text, at least 1, (N,) int64
+    start_N: Tensor  # index of each text's first token, (N,) int64
+    text_T: Tensor  # index of each token's text, (T,) int64
+    position_T: Tensor  # position of each token in its text, from 0, (T,) int64
+    longest: int  # number of tokens of the longest text, L
 
     @classmethod
     def of(cls, length_N: Tensor, num_tokens: int, longest: int) -> Self:
-        """The places of texts of these lengths; sum and maximum are given, so that no device is asked."""
+        """The layout of texts with these lengths; their sum and maximum are arguments to avoid a device sync."""
         start_N = length_N.cumsum(0) - length_N
         text_T = torch.arange(len(length_N), device=length_N.device)
         text_T = text_T.repeat_interleave(length_N, output_size=num_tokens)
@@ -30,26 +30,26 @@ class TextPlaces(NamedTuple):
         return cls(length_N, start_N, text_T, position_T, longest)
 
     def padded(self, value_T: Tensor) -> Tensor:
-        """Values of the tokens, (T, …), as (N, L, …) with zeros after each text."""
+        """Values of the tokens, (T, …), padded with zeros to (N, L, …)."""
         zeros_NL = value_T.new_zeros(len(self.length_N), self.longest, *value_T.shape[1:])
         return zeros_NL.index_put((self.text_T, self.position_T), value_T)
 
     def sums(self, value_T: Tensor) -> Tensor:
-        """The sum over each text's tokens, (N, …), in the dtype and in the same order in every run."""
+        """The sum over each text's tokens, (N, …), in the input's dtype and deterministic."""
         return torch.segment_reduce(value_T, "sum", lengths=self.length_N, unsafe=True)
 
     def means(self, state_TH: Tensor, pooling_mask_T: Tensor) -> Tensor:
-        """The mean over each text's pooled tokens, (N, H) float32 or better; zero where there is none."""
+        """The mean over each text's pooled tokens, (N, H) float32 or float64; zero for a text without one."""
         state_TH = _at_least_float32(state_TH).masked_fill(~pooling_mask_T.unsqueeze(-1), 0.0)
         count_N = self.sums(pooling_mask_T.to(state_TH.dtype))
         return self.sums(state_TH) / count_N.clamp(min=1).unsqueeze(-1)
 
 
 class Pooling(nn.Module):
-    """What turns the states of a text's tokens into one vector as wide; the base of every pooling.
+    """Base class: maps the states of a text's tokens to one vector of the same width.
 
-    A config names a class and the arguments past `hidden_size`, H, which is known once the backbone is there
-    (`Callable[[int], Pooling]`). Each argument is an attribute of its name.
+    A config names a class and its arguments except `hidden_size`, H, which is known once the backbone is loaded
+    (`Callable[[int], Pooling]`). Each argument is stored as an attribute of the same name.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -57,37 +57,37 @@ class Pooling(nn.Module):
         self.hidden_size = hidden_size
 
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
-        """One vector a text.
+        """One vector per text.
 
         Args:
             hidden_NLH: States of the last layer, (N, L, H) float, padded on the right.
             pooling_mask_NL: True where a token enters the pooling, (N, L) bool.
 
         Returns:
-            Vectors, (N, H), float32 (float64 where the states are).
+            Vectors, (N, H), float32 (float64 for float64 states).
         """
         raise NotImplementedError
 
     def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
-        """What `forward` gives, from the states of T tokens without padding, which are padded here unless overridden.
+        """The result of `forward` from the states of T tokens without padding; this default pads them.
 
-        `attention` is that of the captured layers, for a pooling that asks for them.
+        `attention` has the queries and keys of `captured_layers`.
         """
         vector_NH: Tensor = self(places.padded(hidden_TH), places.padded(pooling_mask_T), *attention)
         return vector_NH
 
     def token_states(self, token_TH: Tensor) -> Tensor:
-        """The pooled tokens' states that the vector is made of, (T, H): a block's output, or as they are."""
+        """The pooled tokens' states that the vector is the mean of, (T, H); unchanged unless overridden."""
         return token_TH
 
     def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments past the hidden size, as plain types: what a model directory keeps."""
+        """The constructor's arguments except the hidden size, as JSON types, for a model directory."""
         values = {name: getattr(self, name) for name in signature(type(self)).parameters if name != "hidden_size"}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
-        """Layers of the backbone whose queries and keys `forward` is given beside the states; none by default."""
+        """Layers of the backbone whose queries and keys `forward` also receives; none by default."""
         return ()
 
 
@@ -106,7 +106,7 @@ class MeanPooling(Pooling):
 
 
 class ClsPooling(Pooling):
-    """The state of the first token, such as [CLS], whether it is pooled or not."""
+    """The state of the first token, such as [CLS], whatever the pooling mask."""
 
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
         return _at_least_float32(hidden_NLH[:, 0])
@@ -116,7 +116,7 @@ class ClsPooling(Pooling):
 
 
 class LastTokenPooling(Pooling):
-    """The state of the last pooled token, or the first token's where none is pooled."""
+    """The state of the last pooled token; the first token's if none is pooled."""
 
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
         position_L = torch.arange(hidden_NLH.shape[1], device=hidden_NLH.device)
@@ -131,10 +131,10 @@ class LastTokenPooling(Pooling):
 
 
 class WeightedMeanPooling(Pooling):
-    """The mean of the pooled tokens' states, weighted by position: token i (from 1) weighs i; zero if none is pooled.
+    """The mean of the pooled tokens' states, weighted by position i from 1; zero if none is pooled.
 
-    Made for causal decoders, whose later tokens have seen more. Positions count from the text's first token, pooled or
-    not.
+    For causal decoders, whose later tokens see more of the text. Positions count from the text's first token, pooled
+    or not.
 
     Precision: sums in float32 whatever the input dtype, under autocast too.
     Source: Muennighoff 2022, arXiv:2202.08904, Eq. 2.
@@ -155,7 +155,7 @@ class WeightedMeanPooling(Pooling):
 
 
 def mean_of_sum(sum_NH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
-    """Sums over the pooled tokens divided by their number; zero where there is none."""
+    """Sums over the pooled tokens divided by their number; zero for a text without one."""
     return sum_NH / pooling_mask_NL.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -166,19 +166,19 @@ def _at_least_float32(state: Tensor) -> Tensor:
 class SelfAttentionPooling(Pooling):
     """The mean of the pooled tokens' states after one more self-attention layer and its MLP.
 
-    The baseline that NV-Embed compares its latent attention with: the released block, with the text's own pooled tokens
-    in the latents' place. A text without a pooled token gets the zero vector.
+    NV-Embed's baseline for latent attention: the released block, with the text's pooled tokens as keys and values
+    instead of the latents. A text without a pooled token gets the zero vector.
 
     Args:
         hidden_size: Width of the states, H.
         num_heads: Attention heads, A; each is H / A wide.
-        zero_init_residual: Start the output layers of both residual branches at zero: as plain mean pooling.
+        zero_init_residual: Initialise the output layers of both residual branches with zeros: plain mean pooling.
 
     Precision: the block runs in the parameters' dtype or autocast's, its softmax and the mean sum in float32.
     Raises:
-        ValueError: If there is no head, or the heads do not divide the hidden size.
-    Source: Lee 2024, arXiv:2405.17428, §5.2.3, Tables 2 and 3. The layer's inner form is ours: the paper gives none.
-    Related: `LatentAttentionPooling`, which does better in the paper.
+        ValueError: If `num_heads` is below 1 or does not divide the hidden size.
+    Source: Lee 2024, arXiv:2405.17428, §5.2.3, Tables 2 and 3. The paper does not describe the layer's structure.
+    Related: `LatentAttentionPooling`, which scores higher in the paper.
     """
 
     def __init__(self, hidden_size: int, num_heads: int = 8, zero_init_residual: bool = False) -> None:
@@ -198,24 +198,24 @@ class SelfAttentionPooling(Pooling):
                 zero_parameters(layer)
 
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
-        # What stands at a token that is not pooled (NaN, at worst) must not reach a pooled one.
+        # A NaN at a token that is not pooled must not reach a pooled one.
         outside_NL1 = ~pooling_mask_NL.unsqueeze(-1)
         state_NLH = hidden_NLH.to(self.norm.weight.dtype).masked_fill(outside_NL1, 0.0)
-        # A row without a pooled token attends to itself: a softmax over nothing is NaN, and its gradient spreads.
+        # A text without a pooled token attends to all tokens: a softmax over no key is NaN, and so is its gradient.
         mask_NL = pooling_mask_NL | ~pooling_mask_NL.any(dim=1, keepdim=True)
         query, key, value = (
             part.view(*mask_NL.shape, self.num_heads, -1).transpose(1, 2)
             for part in self.to_query_key_value(self.norm(state_NLH)).chunk(3, dim=-1)
         )
-        read_NALE = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_NL[:, None, None, :])
-        state_NLH = state_NLH + self.to_output(read_NALE.transpose(1, 2).flatten(2))
+        attended_NALE = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_NL[:, None, None, :])
+        state_NLH = state_NLH + self.to_output(attended_NALE.transpose(1, 2).flatten(2))
         state_NLH = state_NLH + self.feed_forward(state_NLH)
-        state_NLH = state_NLH.to(torch.promote_types(state_NLH.dtype, torch.float32)).masked_fill(outside_NL1, 0.0)
+        state_NLH = _at_least_float32(state_NLH).masked_fill(outside_NL1, 0.0)
         return mean_of_sum(state_NLH.sum(dim=1), pooling_mask_NL)
 
 
 class GatedFeedForward(nn.Module):
-    """Pre-normed GEGLU, (…, H) to (…, H), 4 H wide, with the exact GELU; the residual is the caller's."""
+    """Pre-norm GEGLU, (…, H) to (…, H), inner width 4 H, with the exact GELU; the caller adds the residual."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Every pooling by the name that configs and model directories know it by.
+"""The poolings by their names in configs and model directories.
 
-A new pooling touches two places: its own file, and this table. A model directory carries a table of its own in this
-file's place, with the one pooling that it has (see `directory`).
+A new pooling changes two files: its own and this one. A model directory contains a shorter `poolings.py` with the
+model's pooling only (see `directory`).
 """
 
 from embeddings.common import OptionError

@@ -1,11 +1,10 @@
-"""The modules that a saved model directory brings along, for sentence-transformers to load.
+"""sentence-transformers modules that a model directory contains.
 
-Its own modules cannot leave a prompt's tokens out of the pooling exactly (they measure the prompt apart from the text),
-keep the end-of-sequence token under truncation, or pool by attention. A directory that needs one of these carries this
-file and its siblings.
+The modules of sentence-transformers itself cannot exclude a prompt's tokens from the pooling exactly (they tokenise the
+prompt separately), keep the end-of-sequence token under truncation, or pool by attention. A directory that needs one
+of these contains this file and its siblings.
 
-This file travels inside model directories: it imports nothing but torch, transformers (with its safetensors) and
-its siblings.
+This file travels inside model directories: it imports only torch, transformers (with its safetensors) and its siblings.
 """
 
 import inspect
@@ -28,19 +27,19 @@ TEXT_FILE = "text_settings.json"
 
 
 class TextTransformer(nn.Module):
-    """Texts to token states, with the mask of the tokens that enter the pooling.
+    """Maps texts to token states and the mask of the tokens that enter the pooling.
 
-    The first module of a sentence-transformers pipeline. `encode_query` takes the query length, everything else the
-    document length; prompt and special tokens count.
+    The first module of a sentence-transformers pipeline. `encode_query` truncates to the query length, everything else
+    to the document length, including prompt and special tokens.
 
     Args:
-        append_eos: Whether every text ends in the end-of-sequence token, truncated ones too.
+        append_eos: Whether every text ends with the end-of-sequence token, even if truncated.
         pool_prompt: Whether a prompt's tokens enter the pooling.
-        suffix: Text behind every text, under truncation too.
+        suffix: Text appended to every text, even if truncated.
         pool_start: Whether the special tokens before a text without a prompt enter the pooling.
-        pooling_rule: How a prompt is told from the text: `exact` or None by the characters of each token, `after_colon`
-            by the first token `:`, `prompt_length` and `instruction_count` by the number of tokens of the prompt alone,
-            with the special tokens before it or without.
+        pooling_rule: How the tokens of a prompt are recognised: `exact` or None by the characters of each token,
+            `after_colon` by the first token `:`, `prompt_length` and `instruction_count` by the number of tokens of the
+            prompt alone, with or without the special tokens before it.
     """
 
     save_in_root = True
@@ -71,7 +70,7 @@ class TextTransformer(nn.Module):
     def preprocess(
         self, inputs: Sequence[str], prompt: str | None = None, task: str | None = None, **_: Any
     ) -> dict[str, Tensor]:
-        """Ids and masks of the texts behind a prompt, padded on the right."""
+        """Ids and masks of the texts after a prompt, padded on the right."""
         max_length = self.query_max_length if task == "query" else self.max_seq_length
         ids, firsts = self.tokenize_exactly(inputs, prompt or "", max_length)
         lengths_N = torch.tensor([len(row) for row in ids])
@@ -85,11 +84,11 @@ class TextTransformer(nn.Module):
         }
 
     def tokenize_exactly(self, texts: Sequence[str], prompt: str, max_length: int) -> tuple[list[list[int]], list[int]]:
-        """Ids of each text behind its prompt, and the index of its first token that enters the pooling.
+        """Ids of each text after its prompt, and the index of its first token that enters the pooling.
 
-        Prompt and text are tokenised as one string. Left out are tokens that end within the prompt and the special
-        tokens before it, unless `pooling_rule` says otherwise. Where nothing of the text is left, the special tokens
-        after it are pooled, or else the last token.
+        Prompt and text are tokenised as one string. Tokens that end within the prompt and the special tokens before it
+        are not pooled, unless `pooling_rule` differs. If no token of the text remains, the special tokens after it are
+        pooled, or else the last token.
         """
         probe = self.tokenizer("a", return_special_tokens_mask=True)
         num_trailing = probe["special_tokens_mask"][::-1].index(0)
@@ -97,12 +96,12 @@ class TextTransformer(nn.Module):
         closed = self.tokenizer(f"a{self.suffix}")["input_ids"] if self.suffix else probe["input_ids"]
         appended = closed[len(probe["input_ids"]) :]
         appended += [eos] if self.append_eos and probe["input_ids"][-1] != eos else []
-        # By its released count, NV-Embed's end-of-sequence token is text, which truncation may cut off.
+        # In NV-Embed's released code the end-of-sequence token is part of the text, so truncation may remove it.
         limit = max_length - (0 if self.pooling_rule == "instruction_count" else len(appended))
         joined = [prompt + text for text in texts]
         encoded = self.tokenizer(joined, truncation=True, max_length=limit, return_offsets_mapping=True)
         colon, num_counted = self.tokenizer.convert_tokens_to_ids(":"), len(self.tokenizer.tokenize(prompt))
-        # The only token of a text that leaves none.
+        # The token of a text without tokens.
         known = (getattr(self.tokenizer, f"{name}_token_id") for name in ("eos", "sep", "pad", "unk"))
         stand_in = next(int(token) for token in known if token is not None)
         measured = self.tokenizer(prompt)["input_ids"] + appended
@@ -119,7 +118,7 @@ class TextTransformer(nn.Module):
             elif self.pooling_rule == "prompt_length":
                 first = num_measured if prompt else 0
             elif prompt or not self.pool_start:
-                # Special tokens span no characters, so none of them is taken for text.
+                # Special tokens span no characters, so they do not count as text.
                 first = next((i for i, (_, end) in enumerate(offsets) if end > len(prompt)), end_of_text)
             ids.append((row + appended)[:max_length] or [stand_in])
             firsts.append(min(first, len(ids[-1]) - 1))
@@ -135,10 +134,10 @@ class TextTransformer(nn.Module):
         save_json(self.settings(), output_path, TEXT_FILE)
 
     def settings(self) -> dict[str, Any]:
-        """The constructor's arguments past the tokenizer, as plain types."""
+        """The constructor's arguments except model and tokenizer, as JSON types."""
         lengths = {"query_max_length": self.query_max_length, "document_max_length": self.max_seq_length}
-        own = {name: getattr(self, name) for name in ("append_eos", "pool_prompt", "suffix", "pool_start")}
-        return {**lengths, **own, **({"pooling_rule": self.pooling_rule} if self.pooling_rule else {})}
+        flags = {name: getattr(self, name) for name in ("append_eos", "pool_prompt", "suffix", "pool_start")}
+        return {**lengths, **flags, **({"pooling_rule": self.pooling_rule} if self.pooling_rule else {})}
 
     @classmethod
     def load(
@@ -153,32 +152,32 @@ class TextTransformer(nn.Module):
         """The module of a directory or Hub id, with the arguments that sentence-transformers passes on."""
         where = {"subfolder": subfolder, **hub_arguments(loading)}
         settings = json.loads(read_text(model_name_or_path, TEXT_FILE, where))
-        # A backbone may travel as code too; whoever runs this file has said whether that is trusted.
-        asked = {**where, "trust_remote_code": loading.get("trust_remote_code", False)}
-        options = {**asked, **(config_kwargs or {}), **(model_kwargs or {})}
+        # The backbone may need code of the directory too; the caller decides whether to trust it.
+        common = {**where, "trust_remote_code": loading.get("trust_remote_code", False)}
+        options = {**common, **(config_kwargs or {}), **(model_kwargs or {})}
         own_parts = cls.load_own_parts(model_name_or_path, where, options)
-        kind: Any = MODEL_MAPPING.get(type(AutoConfig.from_pretrained(model_name_or_path, **asked)), None)
-        if kind is not None and "add_pooling_layer" in inspect.signature(kind).parameters:
-            options.setdefault("add_pooling_layer", False)  # a layer that nothing uses, of which loading would warn
+        model_class: Any = MODEL_MAPPING.get(type(AutoConfig.from_pretrained(model_name_or_path, **common)), None)
+        if model_class is not None and "add_pooling_layer" in inspect.signature(model_class).parameters:
+            options.setdefault("add_pooling_layer", False)  # an unused layer, about which loading would warn
         model = AutoModel.from_pretrained(model_name_or_path, **options)
-        tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **{**asked, **(processor_kwargs or {})})
+        tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **{**common, **(processor_kwargs or {})})
         return cls(model, tokenizer, **own_parts, **settings)
 
     @classmethod
     def load_own_parts(cls, name: str, where: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-        """The constructor's arguments that a subclass reads beside the backbone; `options` are for a backbone."""
+        """Further constructor arguments that a subclass loads; `options` are for loading a backbone."""
         return {}
 
 
 class SavedLayer(nn.Module):
-    """A module around one layer, which lies in its folder as `config.json` and weights where it has any."""
+    """A module around one layer, saved as `config.json` and, if the layer has weights, `model.safetensors`."""
 
     layer: Any
 
     def settings(self) -> dict[str, Any]:
-        """The constructor's arguments, as plain types."""
-        found: dict[str, Any] = self.layer.settings()
-        return found
+        """The constructor's arguments, as JSON types."""
+        settings: dict[str, Any] = self.layer.settings()
+        return settings
 
     def get_embedding_dimension(self) -> int:
         """Width of the vectors."""
@@ -199,7 +198,7 @@ class SavedLayer(nn.Module):
 
 
 class MaskedPooling(SavedLayer):
-    """One vector a text from the states of its pooled tokens, by the pooling of a name in `POOLINGS`."""
+    """One vector per text from the states of its pooled tokens, by a pooling of `POOLINGS`."""
 
     def __init__(self, name: str, hidden_size: int, arguments: dict[str, Any]) -> None:
         super().__init__()
@@ -207,7 +206,6 @@ class MaskedPooling(SavedLayer):
         self.layer = POOLINGS[name](hidden_size, **arguments)
 
     def settings(self) -> dict[str, Any]:
-        """The constructor's arguments, as plain types."""
         return pooling_settings(self.name, self.layer)
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
@@ -220,12 +218,12 @@ class MaskedPooling(SavedLayer):
 
 
 def pooling_settings(name: str, pooling: Pooling) -> dict[str, Any]:
-    """What the pooling of a directory is built from."""
+    """The arguments of `MaskedPooling`, as JSON types."""
     return {"name": name, "hidden_size": pooling.hidden_size, "arguments": pooling.arguments()}
 
 
 def save_layer(layer: nn.Module, settings: dict[str, Any], folder: Path, prefix: str = "") -> None:
-    """Write a layer's settings, and its weights where it has any, into an existing folder."""
+    """Write a layer's settings and weights, if any, into an existing folder."""
     save_json(settings, folder, "config.json")
     if layer.state_dict():
         save_tensors(layer, folder / "model.safetensors", prefix)
@@ -236,8 +234,8 @@ def save_tensors(module: nn.Module, file: Path, prefix: str = "") -> None:
     save_file(state, file, metadata={"format": "pt"})
 
 
-def save_json(value: dict[str, Any], *place: str | os.PathLike[str]) -> None:
-    Path(*place).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+def save_json(value: dict[str, Any], *path: str | os.PathLike[str]) -> None:
+    Path(*path).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def load_tensors(module: nn.Module, model_name_or_path: str, filename: str, where: dict[str, Any]) -> None:
@@ -247,7 +245,7 @@ def load_tensors(module: nn.Module, model_name_or_path: str, filename: str, wher
 
 
 def hub_arguments(loading: dict[str, Any]) -> dict[str, Any]:
-    """What transformers calls the arguments that say where on the Hub a file lies."""
+    """sentence-transformers' arguments for the location of a file on the Hub, under transformers' names."""
     where = {"token": loading.get("token"), "cache_dir": loading.get("cache_folder")}
     return {**where, "revision": loading.get("revision"), "local_files_only": loading.get("local_files_only", False)}
 

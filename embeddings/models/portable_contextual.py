@@ -1,17 +1,17 @@
-"""The modules that a contextual model's directory brings along, for sentence-transformers to load.
+"""sentence-transformers modules that a contextual model's directory contains.
 
-A context is set on the first module and holds until another is set:
+A context is set on the first module and used until another is set:
 
     model = SentenceTransformer(DIR, trust_remote_code=True)
     model[0].set_context(texts_of_the_corpus)
     vectors = model.encode_document(texts)
 
-Or the context's vectors are given to each call:
+Alternatively, pass the context's vectors to each call:
 
     context = model[0].embed_context(texts_of_the_corpus)
     vectors = model.encode_document(texts, dataset_embeddings=context)
 
-This file travels inside model directories: it imports nothing but torch, transformers and its siblings.
+This file travels inside model directories: it imports only torch, transformers and its siblings.
 """
 
 import json
@@ -29,13 +29,13 @@ from .portable import SavedLayer, TextTransformer, load_tensors, read_text, save
 CONTEXT_FOLDER = "0_Context"
 CONTEXT_SETTINGS = "context.json"
 CONTEXT_WEIGHTS = "context.safetensors"
-# The name that sentence-transformers itself gives the folder of the third module.
+# sentence-transformers' name for the folder of the third module.
 RESIDUAL_FOLDER = "2_ResidualHead"
 _TEXTS_AT_ONCE = 32
 
 
 class ContextParts(NamedTuple):
-    """What a contextual model has beside a plain one; the residual projection is a module of its own here."""
+    """The parts of a contextual model that a plain one does not have; the residual projection is a separate module."""
 
     first_stage: FirstStage
     slots: ContextSlots
@@ -44,13 +44,13 @@ class ContextParts(NamedTuple):
     residual: ResidualProjection | None = None
 
     def layers(self) -> nn.ModuleDict:
-        """The layers of one weights file: all that the context needs beside the two backbones."""
+        """The layers of `CONTEXT_WEIGHTS`: all except the two backbones and the residual projection."""
         parts = {"projection": self.first_stage.projection, "slots": self.slots, "soft_prompt": self.soft_prompt}
         return nn.ModuleDict(parts)
 
     def save(self, folder: Path) -> None:
-        """Write these layers, what they are built from, and how they are read, beside the first stage's backbone."""
-        # The code that the backbone brings is moved to the directory above, where alone transformers looks.
+        """Write the layers' weights and settings into the folder of the first stage's backbone."""
+        # Code of the backbone is moved to the parent directory, the only one where transformers looks for it.
         for file in folder.glob("*.py"):
             file.replace(folder.parent / file.name)
         settings = {
@@ -68,7 +68,7 @@ class ContextParts(NamedTuple):
 
     @classmethod
     def of_settings(cls, backbone: nn.Module, settings: dict[str, Any]) -> Self:
-        """The layers of a directory without their weights; earlier directories do not say all of it."""
+        """The layers of a directory without their weights; older directories lack some settings."""
         size = settings["context_size"]
         limit, pools_prompt = settings.get("context_max_length"), settings.get("pools_prompt", False)
         return cls(
@@ -80,13 +80,13 @@ class ContextParts(NamedTuple):
 
 
 class ContextualTransformer(TextTransformer):
-    """Texts behind a context to token states, with the mask of the tokens that enter the pooling.
+    """Maps texts with a context to token states and the mask of the tokens that enter the pooling.
 
-    The first module of a sentence-transformers pipeline. Without a context every slot holds the null vector.
-    `document_prompt` goes before a context document where nothing else is given.
+    The first module of a sentence-transformers pipeline. Without a context every slot has the null vector.
+    `document_prompt` is the default prompt of context documents.
     """
 
-    # What `encode` passes on to `forward`.
+    # Arguments that `encode` passes on to `forward`.
     forward_kwargs = ("dataset_embeddings",)
 
     def __init__(
@@ -104,17 +104,17 @@ class ContextualTransformer(TextTransformer):
         self.context_MH: Tensor | None = None
 
     def set_context(self, texts: Sequence[str] | None, prompt: str | None = None) -> None:
-        """Choose the documents that every text is read behind from now on, None for none; see `embed_context`."""
+        """Set the context documents of all following texts, or None for no context; see `embed_context`."""
         self.context_MH = self.embed_context(texts, prompt) if texts else None
 
     @torch.no_grad()
     def embed_context(self, texts: Sequence[str], prompt: str | None = None) -> Tensor:
-        """The vectors of context documents, (M, H) float32, not normalised; `prompt` is the documents' own if None."""
+        """The vectors of context documents, (M, H) float32, not normalised; `prompt` defaults to `document_prompt`."""
         prompt = self.document_prompt if prompt is None else prompt
         if not texts:
-            raise ValueError("a context is at least one document")
+            raise ValueError("a context needs at least one document")
         if len(texts) > self.slots.num_context:
-            raise ValueError(f"this model takes at most {self.slots.num_context} context documents, got {len(texts)}")
+            raise ValueError(f"this model accepts at most {self.slots.num_context} context documents, got {len(texts)}")
         vectors = []
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             features = self.preprocess(texts[start : start + _TEXTS_AT_ONCE], prompt=prompt)
@@ -123,22 +123,22 @@ class ContextualTransformer(TextTransformer):
         return torch.cat(vectors)
 
     def forward(self, features: dict[str, Any], dataset_embeddings: Any = None) -> dict[str, Any]:
-        """The features with the states of the text's tokens added, behind the context given or the one that was set."""
+        """Add the states of the text's tokens to the features; `dataset_embeddings` overrides `set_context`."""
         ids_NL, attention_NL = features["input_ids"], features["attention_mask"].bool()
         context_MH = self.context_MH
         if dataset_embeddings is not None:
             context_MH = torch.as_tensor(dataset_embeddings, dtype=torch.float32)
-            # Of unit length are the vectors of texts.
+            # Vectors of unit length are those of texts.
             if (context_MH.norm(dim=-1) - 1).abs().max() < 1e-3:
-                raise ValueError("dataset_embeddings must be what model[0].embed_context(documents) gives")
+                raise ValueError("dataset_embeddings must be the result of model[0].embed_context(documents)")
         context_MH = None if context_MH is None else context_MH.to(ids_NL.device)
         context_NJH = self.slots(context_MH, len(ids_NL))
-        behind = (context_NJH, self.soft_prompt(), ids_NL, attention_NL, self.parts.has_positions)
-        state_NLH = states_behind_context(self.model, *behind)
+        inputs = (context_NJH, self.soft_prompt(), ids_NL, attention_NL, self.parts.has_positions)
+        state_NLH = states_behind_context(self.model, *inputs)
         return {**features, "token_embeddings": state_NLH}
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
-        """Write both stages, the tokenizer and the settings; a context that was set is not kept."""
+        """Write both stages, the tokenizer and the settings, without a context that was set."""
         super().save(output_path)
         folder = Path(output_path, CONTEXT_FOLDER)
         plain_model(self.first_stage.backbone).save_pretrained(folder)
@@ -146,13 +146,13 @@ class ContextualTransformer(TextTransformer):
 
     @classmethod
     def load_own_parts(cls, name: str, where: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-        """The first stage with the context's layers, and the prompt of its documents."""
+        """The first stage with the context's layers, and the prompt of context documents."""
         first_where = {**where, "subfolder": f"{where['subfolder']}/{CONTEXT_FOLDER}".strip("/")}
         backbone = AutoModel.from_pretrained(name, **{**options, **first_where})
         parts = ContextParts.of_settings(backbone, json.loads(read_text(name, CONTEXT_SETTINGS, first_where)))
         load_tensors(parts.layers(), name, CONTEXT_WEIGHTS, first_where)
-        described = json.loads(read_text(name, "config_sentence_transformers.json", where))
-        return {"context": parts, "document_prompt": (described.get("prompts") or {}).get("document") or ""}
+        config = json.loads(read_text(name, "config_sentence_transformers.json", where))
+        return {"context": parts, "document_prompt": (config.get("prompts") or {}).get("document") or ""}
 
 
 class ResidualHead(SavedLayer):

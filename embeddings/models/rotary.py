@@ -1,4 +1,4 @@
-"""From learned positions to rotary ones: XLM-R, RoBERTa and BERT as the rotary encoder of the same weights."""
+"""Converts XLM-R, RoBERTa and BERT from learned to rotary positions, with the same weights."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from embeddings.models.language_model import VOCABULARY_STEP, load_language_mode
 from embeddings.models.model_files import replaced_folder, require_folder_or_nothing, resolve_model
 
 KINDS = ("xlm-roberta", "roberta", "bert")
-# Padding rows are never predicted: their logit is far below any other.
+# Rows that pad the vocabulary are never predicted: their logit is far below any other.
 _UNUSED_BIAS = -100.0
 _COPIED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act"),
@@ -49,21 +49,21 @@ _LAYER = re.compile(r"encoder\.layer\.(\d+)\.(.+)\.(weight|bias)")
 
 
 def to_rotary(model: PreTrainedModel, num_positions: int = 2048, rope_theta: float = 10_000.0) -> PreTrainedModel:
-    """The rotary encoder of an encoder's weights: its position table goes, queries and keys are rotated instead.
+    """Replace an encoder's position embeddings by rotations of queries and keys.
 
-    Everything else stays, the language-model head included; the states differ until the model has been adapted. The
-    vocabulary is padded with rows of zeros to a multiple of 64. The result is transformers' `JinaEmbeddingsV3Model` or
-    its masked language model, in evaluation mode, of the same dtype and attention.
+    All other weights stay, including the language-model head; the states differ until the model has been adapted by
+    training. The vocabulary is padded with rows of zeros to a multiple of 64. The result is transformers'
+    `JinaEmbeddingsV3Model` or its masked language model, in evaluation mode, with the same dtype and attention.
 
     Args:
-        model: XLM-R, RoBERTa or BERT, with its masked-language-model head or without.
-        num_positions: Tokens that the model is meant for; a mark in its config, no table. The paper trains on 2,048.
-        rope_theta: Base of the rotation's angles. The paper: 10,000; larger ones did worse.
+        model: XLM-R, RoBERTa or BERT, with or without its masked-language-model head.
+        num_positions: Intended maximum length in tokens, stored in the config only. The paper trains on 2,048.
+        rope_theta: Base of the rotation's angles. The paper: 10,000; larger values scored lower.
 
     Raises:
-        OptionError: If the model is of another kind, or a number is impossible.
-    Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §4.1. Differs: none known; the paper pads its vocabulary
-        without saying with what.
+        OptionError: If the architecture is not supported, or a number is out of range.
+    Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §4.1. Differs: none known; the paper does not state the
+        values of its vocabulary padding.
     """
     _check_conversion(model.config, num_positions, rope_theta)
     num_rows = -(-int(model.config.vocab_size) // VOCABULARY_STEP) * VOCABULARY_STEP
@@ -75,7 +75,7 @@ def to_rotary(model: PreTrainedModel, num_positions: int = 2048, rope_theta: flo
     )
     state, prefix = _renamed(model)
     if prefix and model.config.hidden_act != "gelu":
-        rule = "must be gelu, which the rotary model's head is made with"
+        rule = "must be gelu, the activation of the rotary model's head"
         raise OptionError("hidden_act", model.config.hidden_act, rule, "convert the encoder without its head")
     options: dict[str, Any] = {"attn_implementation": model.config._attn_implementation, "dtype": model.dtype}
     options |= {} if prefix else {"add_pooling_layer": False}
@@ -89,7 +89,7 @@ def to_rotary(model: PreTrainedModel, num_positions: int = 2048, rope_theta: flo
 
 
 class Conversion(NamedTuple):
-    """A written rotary model's parameters (shared ones once), and the rows of its embeddings before and after."""
+    """A written rotary model's number of parameters (shared ones once), and its vocabulary size before and after."""
 
     num_parameters: int
     vocabulary_before: int
@@ -103,18 +103,18 @@ def write_rotary_model(
     rope_theta: float = 10_000.0,
     keep_head: bool = True,
 ) -> Conversion:
-    """Write a checkpoint's rotary model as a Hugging Face directory, atomically; an older model is replaced.
+    """Write a checkpoint's rotary model as a Hugging Face directory, atomically; an existing model is replaced.
 
     Args:
         source: A directory or Hub id of XLM-R, RoBERTa or BERT.
-        output: The directory; `MaskedLMModule` adapts what lies there, `BackboneConfig` takes only the encoder.
-        num_positions: As in `to_rotary`; the tokenizer's own limit too.
+        output: The directory; `MaskedLMModule` adapts the model by training, `BackboneConfig` loads only the encoder.
+        num_positions: As in `to_rotary`; also the tokenizer's maximum length.
         rope_theta: As in `to_rotary`.
-        keep_head: Whether the language-model head goes along, which the adaptation needs.
+        keep_head: Whether to keep the language-model head, which the adaptation needs.
 
     Raises:
         OptionError: As `to_rotary`, before any weight is read, or if the output is a file or the source itself.
-        InputError: If the model cannot be had, or has no head to keep.
+        InputError: If the model is not available, or has no head to keep.
     """
     require_folder_or_nothing(output)
     folder = resolve_model(source)
@@ -137,19 +137,19 @@ def write_rotary_model(
     return Conversion(rotary.num_parameters(), int(model.config.vocab_size), int(rotary.config.vocab_size))
 
 
-def _check_conversion(found: PretrainedConfig, num_positions: int, rope_theta: float) -> None:
-    if found.model_type not in KINDS or getattr(found, "is_decoder", False):
-        raise OptionError("model", found.model_type, "has no rotary form here", f"convert one of {', '.join(KINDS)}")
+def _check_conversion(config: PretrainedConfig, num_positions: int, rope_theta: float) -> None:
+    if config.model_type not in KINDS or getattr(config, "is_decoder", False):
+        raise OptionError("model", config.model_type, "cannot be converted", f"convert one of {', '.join(KINDS)}")
     if num_positions < 1:
         raise OptionError("num_positions", num_positions, "must be >= 1", "the paper trains on 2,048")
     if not rope_theta > 1:
         raise OptionError("rope_theta", rope_theta, "must be > 1", "the paper uses 10,000")
-    if (width := found.hidden_size // found.num_attention_heads) % 2:
-        raise OptionError("model", f"heads of width {width}", "cannot be rotated in halves", "convert another")
+    if (width := config.hidden_size // config.num_attention_heads) % 2:
+        raise OptionError("model", f"heads of width {width}", "must have heads of even width", "convert another")
 
 
 def _renamed(model: PreTrainedModel) -> tuple[dict[str, Tensor], str]:
-    """The weights under the rotary model's names, and the prefix of its encoder: empty where there is no head."""
+    """The weights under the rotary model's names, and the prefix of its encoder: empty without a head."""
     old = f"{model.base_model_prefix}."
     state = model.state_dict()
     prefix = "roberta." if any(name.startswith(old) for name in state) else ""
@@ -159,19 +159,19 @@ def _renamed(model: PreTrainedModel) -> tuple[dict[str, Tensor], str]:
         if prefix and inner == name:
             stem, _, kind = name.rpartition(".")
             renamed[f"{_IN_HEAD.get(stem, stem)}.{kind}"] = value
-        elif found := _LAYER.fullmatch(inner):
-            renamed[f"{prefix}layers.{found[1]}.{_IN_LAYER[found[2]]}.{found[3]}"] = value
+        elif match := _LAYER.fullmatch(inner):
+            renamed[f"{prefix}layers.{match[1]}.{_IN_LAYER[match[2]]}.{match[3]}"] = value
         elif not inner.startswith(("embeddings.position", "embeddings.token_type_ids", "pooler.")):
             renamed[f"{prefix}{inner}"] = value
     return renamed, prefix
 
 
 def _padded(name: str, value: Tensor, num_rows: int) -> Tensor:
-    """A weight with as many rows as the padded vocabulary where it has a row a token."""
+    """A weight, padded to the rows of the padded vocabulary if it has one row per token."""
     if name.rpartition(".")[0].endswith("word_embeddings") or name == "lm_head.decoder.weight":
-        missing = value.new_zeros(num_rows - len(value), value.shape[1])
+        padding = value.new_zeros(num_rows - len(value), value.shape[1])
     elif name in ("lm_head.decoder.bias", "lm_head.bias"):
-        missing = torch.full((num_rows - len(value),), _UNUSED_BIAS, dtype=value.dtype, device=value.device)
+        padding = torch.full((num_rows - len(value),), _UNUSED_BIAS, dtype=value.dtype, device=value.device)
     else:
         return value
-    return torch.cat([value, missing])
+    return torch.cat([value, padding])

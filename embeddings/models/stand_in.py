@@ -1,4 +1,4 @@
-"""Tiny random models in the place of real ones: a name's architecture cut small, with a tokenizer built in code."""
+"""Tiny random replacements of real models: the same architecture with small sizes, and a tokenizer built in code."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from embeddings.models.backbone import quiet_transformers, read_config, text_cla
 from embeddings.models.language_model import AUTO_CLASSES, VOCABULARY_STEP, HeadKind
 from embeddings.models.model_files import PACKAGED_NAME, replaced_folder
 
-# What the tokenizers know beyond single characters.
+# The texts from which the tokenizers' vocabularies are built.
 TEXTS = [
     "how do I pad sequences to one length",
     "Instruct: Given a question, retrieve passages that answer the question\nQuery: ",
@@ -23,14 +23,14 @@ TEXTS = [
     "naïve café – 東京 привет",
 ]
 VOCAB_SIZE = 384
-# What a tiny model has of each; the sizes that a config has under other names are T5's.
+# Maximum sizes of a tiny model; the last line has T5's names.
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 TINY |= {"intermediate_size": 128, "embedding_size": 64}
 TINY |= {"d_model": 64, "num_layers": 2, "num_heads": 4, "d_kv": 16, "d_ff": 128}
 
 _MISTRAL = {"model_type": "mistral", "max_position_embeddings": 32_768}
 _NOMIC = {"model_type": "nomic_bert", "max_position_embeddings": 2048}
-# XLM-R base after `convert`: rotary positions, and rows of the word table up to a multiple of 64.
+# XLM-R base after `convert`: rotary positions, vocabulary padded to a multiple of 64.
 _ROTARY: dict[str, Any] = {"model_type": "jina_embeddings_v3", "vocab_size": 250_048, "max_position_embeddings": 2048}
 _ROTARY |= {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 _SPARSE = {**_ROTARY, "model_type": "rotary_moe", "num_experts": 8, "experts_per_token": 2, "expert_bias": True}
@@ -44,8 +44,8 @@ _QWEN = {"model_type": "qwen3", "vocab_size": 151_669, "hidden_size": 1024, "num
 _QWEN |= {"num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072, "tie_word_embeddings": True}
 _MODERNBERT_LARGE = {"model_type": "modernbert", "hidden_size": 1024, "num_hidden_layers": 28}
 _MODERNBERT_LARGE |= {"num_attention_heads": 16, "intermediate_size": 2624}
-# The fields of published configs that differ from transformers' defaults, by the names that the library's configs use:
-# of the Hub, and of what the recipes write below `checkpoints`.
+# Config fields that differ from transformers' defaults, by the models' names in `lightning_configs`: Hub ids, and
+# directories in `checkpoints` that recipes write.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mistralai/Mistral-7B-v0.1": {**_MISTRAL, "sliding_window": 4096},
     "mistralai/Mistral-7B-Instruct-v0.2": {**_MISTRAL, "sliding_window": None},
@@ -70,7 +70,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def architecture(name: str) -> PretrainedConfig:
-    """The config of a model by its name, offline: a directory's, the Hub cache's, or one of `ARCHITECTURES`."""
+    """The config of a model by its name, offline: from a directory, the Hub cache or `ARCHITECTURES`."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return read_config(folder)
@@ -78,15 +78,15 @@ def architecture(name: str) -> PretrainedConfig:
     if isinstance(cached, str):
         return read_config(Path(cached).parent)
     if name not in ARCHITECTURES:
-        fix = "download it first; plan also takes its config.json by --model-config"
-        raise InputError(name, "is not here, and its architecture is not known without it", fix)
+        fix = "download it first, or give its config.json to plan by --model-config"
+        raise InputError(name, "is not on this machine, and its architecture is unknown", fix)
     config = AutoConfig.for_model(**ARCHITECTURES[name])
     assert isinstance(config, PretrainedConfig)
     return config
 
 
 def tiny_architecture(config: PretrainedConfig) -> PretrainedConfig:
-    """The same architecture in two layers of width 64, for the tokenizer of `stand_in_tokenizer`."""
+    """The same architecture with two layers of width 64, for the tokenizer of `stand_in_tokenizer`."""
     fields = config.to_dict()
     model_type, num_layers = fields.pop("model_type"), config.num_hidden_layers
     for name in ("architectures", "transformers_version", "dtype", "_name_or_path", "quantization_config"):
@@ -107,7 +107,7 @@ def tiny_architecture(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def write_stand_in(folder: Path, config: PretrainedConfig, head: HeadKind | None = None) -> None:
-    """Write a directory of random weights, the same each time, and a tokenizer, atomically; replaces an older one."""
+    """Write a directory with random weights from a fixed seed and a tokenizer, atomically; replaces an older one."""
     auto_class, options = text_class(config) if head is None else (AUTO_CLASSES[head], {})
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(0)
@@ -119,20 +119,20 @@ def write_stand_in(folder: Path, config: PretrainedConfig, head: HeadKind | None
 
 
 def write_structure(folder: Path, config: PretrainedConfig) -> None:
-    """Write a directory of a config and a tokenizer, without weights: what a model on the meta device is made of."""
+    """Write a directory with a config and a tokenizer but no weights, for a model on the meta device."""
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
     stand_in_tokenizer(config).save_pretrained(folder)
 
 
 def stand_in_tokenizer(config: PretrainedConfig) -> PreTrainedTokenizerFast:
-    """A tokenizer of a few hundred tokens: BERT's kind for an encoder, Mistral's for a decoder."""
+    """A tokenizer with a few hundred tokens: BERT's type for an encoder, Mistral's for a decoder."""
     is_decoder = isinstance(getattr(config, "num_key_value_heads", None), int)
     return sentencepiece_tokenizer() if is_decoder else wordpiece_tokenizer()
 
 
 def wordpiece_tokenizer() -> PreTrainedTokenizerFast:
-    """BERT's kind: [CLS] text [SEP], `##` continuations, lower-cased."""
+    """WordPiece as in BERT: [CLS] text [SEP], `##` continuations, lower-cased."""
     words = sorted({word for text in TEXTS for word in text.lower().replace(":", " ").split()})
     letters = sorted({letter for word in words for letter in word} | set("0123456789:.,-_()"))
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
@@ -157,7 +157,7 @@ def wordpiece_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
-    """The sentencepiece BPE of Mistral: `<s>` first, a space becomes `▁`, which a trailing space leaves on its own."""
+    """The sentencepiece BPE of Mistral: starts with `<s>`; a space becomes `▁`, a trailing one a separate token."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     marked = [tokenizer.normalizer.normalize_str(text) for text in TEXTS]

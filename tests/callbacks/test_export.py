@@ -142,5 +142,5 @@ def test_a_module_without_a_language_model_and_a_file_in_the_way_are_refused(tmp
     config = language_config(tmp_path, "mlm")
     config["trainer"]["callbacks"] = [export]
     (tmp_path / "model").write_text("mine")
-    with pytest.raises(OptionError, match="which is no folder"):
+    with pytest.raises(OptionError, match="which is not a folder"):
         fit(tmp_path, config)

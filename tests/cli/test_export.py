@@ -48,9 +48,9 @@ def trained(tmp_path, config, num_steps=2):
     ("words", "says"),
     [
         ([], "asks for the class os.system"),
-        (["--licence", "Apache 2.0"], "licence must be a name of the Hub's"),
-        (["--scores", "scores.json"], "scores.json: holds no list"),
-        (["--scores", "none.json"], "none.json: is no readable JSON"),
+        (["--licence", "Apache 2.0"], "licence must be a licence identifier of the Hub"),
+        (["--scores", "scores.json"], "scores.json: does not contain a list"),
+        (["--scores", "none.json"], "none.json: is not readable JSON"),
     ],
 )
 def test_foreign_classes_and_bad_options_of_the_card_are_refused(words, says, tmp_path, capsys):
@@ -283,7 +283,7 @@ def test_a_conversion_error_is_one_line_and_nothing_is_written(
 ) -> None:
     source_folder(Path("headless"), has_head=False)
     head = "of its language-model head or of its encoder; set keep_head to false to convert only"
-    nowhere = "nowhere/at/all: is no directory; give a model directory or a Hub id"
+    nowhere = "nowhere/at/all: is not a directory; give a model directory or a Hub id"
     for source, says in (("headless", head), ("nowhere/at/all", nowhere)):
         assert_refused(capsys, tmp_path, says, convert, source, Path("rotary"))
 

@@ -201,7 +201,7 @@ def test_command_line_options_keep_their_values(tmp_path: Path, capsys: pytest.C
     [
         (("--limit-data", "0"), "limit_data must be >= 1, got 0; 2000 is enough"),
         (("--stand-in", "small"), "stand_in"),
-        (("--stand-in", "tiny", "--model.backbone.name", "a/b"), "a/b: is not here, and its architecture is not known"),
+        (("--stand-in", "tiny", "--model.backbone.name", "a/b"), "a/b: is not on this machine, and its architecture"),
     ],
 )
 def test_a_bad_value_is_refused_in_a_line(

@@ -133,7 +133,7 @@ def test_gradcache_and_a_model_config_are_read(tmp_path: Path, capsys: pytest.Ca
     table = planned(capsys, *config, "--model-config", str(tmp_path / "backbone" / "config.json"))
     assert table["GradCache"] == "8 mini-batches, 12% of the graphs kept"
     assert main(["plan", *config]) == 2
-    assert "nobody/nothing: is not here, and its architecture is not known" in capsys.readouterr().err
+    assert "nobody/nothing: is not on this machine, and its architecture is unknown" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

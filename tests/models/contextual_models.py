@@ -1,4 +1,4 @@
-"""Tiny contextual models over backbones of every way to know a token's position."""
+"""Tiny contextual models with backbones of every type of positions."""
 
 import torch
 from transformers import (
@@ -19,7 +19,7 @@ SMALL |= {"num_attention_heads": 4, "num_hidden_layers": 2}
 
 
 def tiny_xlm_roberta():
-    """Learned positions that begin one past the padding's."""
+    """Learned positions that start one after the padding index."""
     torch.manual_seed(0)
     config = XLMRobertaConfig(**SMALL, max_position_embeddings=130, pad_token_id=1)
     return XLMRobertaModel(config, add_pooling_layer=False).eval()
@@ -32,7 +32,7 @@ def tiny_nomic():
 
 
 def tiny_modernbert(attention="sdpa"):
-    """Rotary positions; every other layer sees three tokens to each side."""
+    """Rotary positions; every other layer has a window of three tokens to each side."""
     torch.manual_seed(0)
     special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
     config = ModernBertConfig(

@@ -1,4 +1,4 @@
-"""Tokens, routings and experts of small sizes, and the written-out sum over a token's experts."""
+"""Small tokens, routings, experts and models, and a loop reference for the sum over a token's experts."""
 
 import math
 
@@ -27,7 +27,7 @@ def make_experts(inner_bias=True, num_experts=EXPERTS, gated=False):
 
 
 def make_router(top_k=2, num_experts=EXPERTS, std=0.5, **options):
-    """A random router that is sure enough of its choices for rounding not to change them."""
+    """A random router with clear choices, which rounding does not change."""
     torch.manual_seed(1)
     router = Router(HIDDEN, num_experts, top_k, **options)
     torch.nn.init.normal_(router.weight, std=std)
@@ -40,7 +40,7 @@ def random_tokens(num_tokens, dtype=torch.float32):
 
 
 def routing_of(expert_TK, dtype=torch.float32, num_experts=EXPERTS):
-    """A routing to given experts with random weights that need a gradient."""
+    """A routing to these experts with random weights that require a gradient."""
     generator = torch.Generator().manual_seed(2)
     weight_TK = torch.rand(expert_TK.shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     count_X = torch.bincount(expert_TK.flatten(), minlength=num_experts)
@@ -52,7 +52,7 @@ def gelu(x):
 
 
 def written_out(experts, token_TH, routing):
-    """Token by token, expert by expert."""
+    """The experts' output, by a loop over tokens and experts."""
     rows = []
     for token_H, chosen_K, weight_K in zip(token_TH, routing.expert_TK.tolist(), routing.weight_TK, strict=True):
         row_H = experts.bias2
@@ -68,7 +68,7 @@ def written_out(experts, token_TH, routing):
 
 
 def tiny_rotary(seed=0, dropout=0.0, num_layers=2):
-    """A small random rotary encoder in float32, in evaluation mode, that attends unevenly and has biases."""
+    """A small random rotary encoder in float32, in evaluation mode, with uneven attention and nonzero biases."""
     set_seed(seed)
     dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     config = XLMRobertaConfig(**SMALL, num_hidden_layers=num_layers, max_position_embeddings=66, **dropouts)
@@ -90,13 +90,13 @@ def tiny_nomic(seed=0, num_layers=2):
 
 
 def tiny_moe(seed=0, dropout=0.0, num_layers=2, **upcycling):
-    """A small random sparse encoder whose experts differ and whose routers are sure of their choices."""
+    """A small random sparse encoder with different experts and routers with clear choices."""
     settings = Upcycling(**{"num_experts": 4, **upcycling})
     return stirred(upcycle(tiny_rotary(seed, dropout, num_layers), settings), seed)
 
 
 def stirred(model, seed=0):
-    """The model after its experts have been told apart and its routers made sure, in place."""
+    """The model with noise on its experts and larger router weights, in place."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():

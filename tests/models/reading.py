@@ -1,4 +1,4 @@
-"""Texts and random ids as padded tokens, which the models of these tests are fed; the code that a directory carries."""
+"""Texts and random ids as padded tokens for the models of these tests; a check of the code in a model directory."""
 
 import ast
 import sys
@@ -10,22 +10,22 @@ from embeddings.data.tokenize import TextTokenizer
 
 
 def read(tokenizer, texts, prompt="", max_length=64, pool_prompt=False):
-    """The texts behind the prompt, as training reads them."""
+    """The texts after the prompt, tokenised as in training."""
     settings = TextSettings(max_length, max_length, pool_prompt=pool_prompt)
     return TextTokenizer(tokenizer, settings)(texts, "query", prompt).padded(pad_token_id=tokenizer.pad_token_id)
 
 
 def random_tokens(vocab_size, lengths, skip=0, seed=0):
-    """Random ids (above 3) of the given lengths; the first `skip` tokens of each text are not pooled."""
+    """Random ids (above 3) for these lengths; the first `skip` tokens of each text are not pooled."""
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(4, vocab_size, (length,), generator=generator).tolist() for length in lengths]
     return TokenBatch.from_lists(ids, [[i >= skip for i in range(length)] for length in lengths]).padded()
 
 
 def carried_code(folder):
-    """The names of a directory's files of code, after a check that each imports what everybody has, or another."""
+    """The names of a directory's Python files, after a check that they import only allowed packages and each other."""
     files = {path.stem for path in folder.glob("*.py")}
-    # Triton comes with torch where torch has CUDA, and its import is tried.
+    # Triton is installed with CUDA builds of torch; its import is inside `try`.
     allowed = {*sys.stdlib_module_names, "torch", "transformers", "safetensors", "triton"}
     for name in files:
         for node in ast.walk(ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))):

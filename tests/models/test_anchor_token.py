@@ -1,4 +1,4 @@
-"""AnchorTokenPooling through real backbones: against their own attention matrices, captures, and fused kernels."""
+"""AnchorTokenPooling with real backbones compared with their attention matrices; captures; fused kernels."""
 
 import logging
 import math
@@ -46,7 +46,7 @@ def embedder_of(kind="bert", attn="sdpa", causal=False, **options):
 
 
 def expected_vectors(kind, causal=False, layers=(-1,), by_visible=False, backbone=None, tokens=TOKENS):
-    """From the attention matrices that an eager backbone returns, text by text without padding."""
+    """Vectors from the attention matrices that an eager backbone returns, one text at a time without padding."""
     backbone = backbone or backbone_of(kind, "eager", causal)
     vectors = []
     for row, length in enumerate(tokens.attention_mask_NL.sum(1).tolist()):
@@ -150,7 +150,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(tmp_path):
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
-# No tile divides the length; the last holds all.
+# No tile divides the length; the last tile contains all scores.
 TILES = (1, 40, 200, 1 << 21)
 IS_TOKEN = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
 
@@ -163,7 +163,7 @@ def attention(dtype=torch.float64, is_causal=False, mask=None, seed=0):
 
 
 def looped(captured, axis, per_head, by_visible):
-    """Eq. 3 written out: one text, one head, one query at a time; the softmax is torch's."""
+    """Eq. 3 by a loop over texts, heads and queries; the softmax is torch's."""
     rows = []
     for text, length in enumerate(IS_TOKEN.sum(1).tolist()):
         weight = torch.zeros(7, dtype=torch.float64)
@@ -177,8 +177,8 @@ def looped(captured, axis, per_head, by_visible):
                 key = captured.key_NGLE[text, head // 2]
                 score = torch.stack([captured.query_NALE[text, head, j] @ key[i] for i in sees]) * captured.scaling
                 for i, paid in zip(sees, score.softmax(0), strict=True):
-                    place = i if axis == "key" else j
-                    of_head[place] = of_head[place] + torch.log(length * paid + 1)
+                    index = i if axis == "key" else j
+                    of_head[index] = of_head[index] + torch.log(length * paid + 1)
                     seen_by[i] += 1 / 6
             stacked = torch.stack(of_head)
             weight = weight + (stacked / stacked.sum() if per_head else stacked)
@@ -230,7 +230,7 @@ def test_no_tile_is_larger_than_its_budget_and_texts_without_tokens_weigh_nothin
     weight.sum().backward()
     assert captured.query_NALE.grad.eq(0).all()
     assert len(sizes) == 14
-    # One query of each of 2 texts and 6 heads is the least that a tile can hold.
+    # The smallest tile has one query for each of 2 texts and 6 heads.
     assert max(sizes) == 2 * 6 * 7
 
 
@@ -273,7 +273,7 @@ def without_kernels(*_):
 
 
 def shifted(captured, is_token, axis, per_head):
-    """Scores that are off by one in a hundred."""
+    """Scores with a relative error of 1 %."""
     return tiled_sums(replace(captured, scaling=captured.scaling * 0.99), is_token, axis, per_head)
 
 
@@ -294,7 +294,7 @@ def test_a_cpu_never_takes_the_fused_way(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [KIND, (ProblemKind(CPU, torch.bfloat16, 8, 1, True, True, torch.bool), "query")])
-def test_a_way_that_agrees_is_taken_and_asked_once(kind):
+def test_sums_that_pass_the_check_are_used_and_checked_once(kind):
     calls = []
 
     def agreeing(*problem):
@@ -309,7 +309,7 @@ def test_a_way_that_agrees_is_taken_and_asked_once(kind):
 
 
 @pytest.mark.parametrize(
-    ("way", "reason"),
+    ("sums", "reason"),
     [
         (without_kernels, "RuntimeError: no compiler$"),
         (shifted, "weights differ by"),
@@ -317,12 +317,12 @@ def test_a_way_that_agrees_is_taken_and_asked_once(kind):
         (nan_weights, "weights differ by nan"),
     ],
 )
-def test_a_way_that_fails_or_disagrees_is_left_with_one_warning(way, reason, caplog):
+def test_sums_that_fail_the_check_are_replaced_with_one_warning(sums, reason, caplog):
     with caplog.at_level(logging.WARNING, logger="embeddings"):
-        assert checked_sums(way, *KIND) is tiled_sums
-        assert checked_sums(way, *KIND) is tiled_sums
+        assert checked_sums(sums, *KIND) is tiled_sums
+        assert checked_sums(sums, *KIND) is tiled_sums
     assert len(caplog.records) == 1
-    assert "takes the slower tiled way" in caplog.text
+    assert "uses the slower tiled sums" in caplog.text
     message = caplog.records[0].getMessage()
     assert re.search(reason, message), message
 
@@ -381,9 +381,9 @@ def test_fused_sums_of_long_texts_need_no_memory_of_length_squared(monkeypatch):
     assert checked_sums.cache_info().currsize == 1
 
 
-# The interpreter asks numpy for scalars in a way that it will give up.
+# Triton's interpreter converts arrays to scalars in a way that numpy has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-# 16 is the least that a product of tiles takes; three tiles of 43 tokens then, the last a part of one.
+# 16 is the minimum size of a product of tiles; 43 tokens are three tiles, the last one partial.
 TILE, LENGTH = 16, 43
 CASES = {
     "plain": {},
@@ -393,14 +393,14 @@ CASES = {
     "bool mask": {"mask_dtype": torch.bool},
     "added mask": {"mask_dtype": torch.float32},
     "shared keys": {"num_shared": 3},
-    # The interpreter knows no bfloat16 arithmetic; the tests marked gpu have it.
+    # The interpreter does not support bfloat16; the tests marked gpu cover it.
     "half precision": {"dtype": torch.float16},
 }
 
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """The kernels as the interpreter runs them, with small tiles and closer limits."""
+    """The kernels in Triton's interpreter, with small tiles and tighter tolerances."""
     if torch.cuda.is_available():
         pytest.skip("the tests marked gpu run the compiled kernels")
     pytest.importorskip("triton", reason="triton, which comes with a CUDA build of torch, is not here")
@@ -446,7 +446,7 @@ def run(backbone):
 
 
 @torch.no_grad()
-def test_queries_and_keys_are_those_that_the_layers_own_products_make():
+def test_captured_queries_and_keys_are_the_layers_projections():
     backbone = tiny_bert()
     with AttentionCapture(backbone, (-1, 0)).open() as captured:
         run(backbone)
@@ -502,19 +502,19 @@ def test_attention_that_cannot_be_read_is_refused_by_name():
 
 
 @pytest.mark.parametrize("mask", [None, MASK])
-def test_without_a_whole_mask_causality_and_window_are_those_of_the_call(mask, monkeypatch):
-    """As flash attention is called: a mask of padding alone, the rest by name."""
+def test_without_a_four_dimensional_mask_causality_and_window_are_those_of_the_call(mask, monkeypatch):
+    """As in calls of flash attention: the mask has only padding, causality and window are arguments."""
     capture, module = AttentionCapture(tiny_bert(), (-1,)), torch.nn.Module()
-    object.__setattr__(module, "embeddings_capture", (capture, "told"))
-    called = []
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "told", lambda *given, **_: called.append(given))
+    object.__setattr__(module, "embeddings_capture", (capture, "recording"))
+    calls = []
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "recording", lambda *args, **_: calls.append(args))
     states = torch.zeros(2, 4, 5, 8)
-    noted = []
-    for whole in (mask, torch.ones(2, 1, 5, 5, dtype=torch.bool)):
+    captured = []
+    for attention_mask in (mask, torch.ones(2, 1, 5, 5, dtype=torch.bool)):
         with capture.open():
-            _captured_attention(module, states, states, states, whole, is_causal=True, sliding_window=3)
-            noted.append(capture.found[id(module)])
-    assert (noted[0].mask, noted[0].is_causal, noted[0].window) == (None, True, 3)
-    assert (noted[1].is_causal, noted[1].window) == (False, None)
-    assert noted[1].mask is not None
-    assert len(called) == 2
+            _captured_attention(module, states, states, states, attention_mask, is_causal=True, sliding_window=3)
+            captured.append(capture.captured[id(module)])
+    assert (captured[0].mask, captured[0].is_causal, captured[0].window) == (None, True, 3)
+    assert (captured[1].is_causal, captured[1].window) == (False, None)
+    assert captured[1].mask is not None
+    assert len(calls) == 2

@@ -1,4 +1,4 @@
-"""Loading a backbone, its options and what is refused; compiled layers against plain ones; adapters."""
+"""Loading a backbone, its options and errors; compiled layers compared with plain ones; adapters."""
 
 import json
 import shutil
@@ -111,10 +111,10 @@ def make_tokenizer_a_folder(folder):
     ("damage", "says"),
     [
         (add_tokens, "the model has 384 embeddings"),
-        (drop_special_tokens, "no pad and no eos token"),
+        (drop_special_tokens, "neither a pad nor an eos token"),
         (drop_weights, "2 weights of BertModel are missing"),
         (pickle_weights, "cannot be loaded"),
-        (widen, r"has shape .*, by config\.json it has"),
+        (widen, r"has shape .*, config\.json expects"),
         (drop_tokenizer, r"holds vocab.txt and no tokenizer\.json; take a whole copy"),
         (make_tokenizer_a_folder, r"tokenizer\.json: is a folder; take a whole copy"),
     ],
@@ -140,7 +140,7 @@ def test_dropout_is_the_checkpoints_own_unless_given(tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["bert", "nomic_bert", "qwen2"])
 def test_the_first_layers_are_taken_and_saved(tmp_path, name):
-    """The six layers of NomicBERT that CDE's small setting has; a decoder lists what each of its layers is."""
+    """CDE's small setting uses six layers of NomicBERT; the config of a decoder lists the type of each layer."""
     options = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1} if name == "qwen2" else {}
     sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
     if name == "qwen2":
@@ -187,7 +187,7 @@ def test_a_tokenizer_that_panics_is_one_line(bert, capfd, part, value, says):
         ({"num_layers": 3}, r"backbone\.num_layers must be <= 2, the model's, got 3"),
         (
             {"attn_implementation": "flash_attention_2"},
-            r"backbone\.attn_implementation cannot be had: .*, got 'flash_attention_2'; set it to sdpa",
+            r"backbone\.attn_implementation is not available: .*, got 'flash_attention_2'; set it to sdpa",
         ),
     ],
 )
@@ -207,23 +207,23 @@ def test_dropout_reaches_a_decoders_attention_and_is_refused_where_there_is_none
 
 def test_flex_attention_with_dropout_is_one_line(tmp_path):
     folder = save_backbone(str(tmp_path / "bert"), tiny_bert(dropout=0.1), wordpiece_tokenizer())
-    says = r"attn_implementation has no dropout, and the model's attention_probs_dropout_prob is 0\.1.*set dropout to 0"
+    says = r"attn_implementation does not support dropout, and the model's attention_probs_dropout_prob is 0\.1"
     with pytest.raises(OptionError, match=says):
         load_backbone(BackboneConfig(folder, attn_implementation="flex_attention"))
     load_backbone(BackboneConfig(folder, attn_implementation="flex_attention", dropout=0.0))
     settings = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
-    with pytest.raises(OptionError, match="has no dropout"):
+    with pytest.raises(OptionError, match="does not support dropout"):
         new_model(FromScratch(folder, "bert", settings, attn_implementation="flex_attention"), AutoModel)
 
 
-# The compiler looks at things of which torch warns; it hides its own warnings by a way that errors do not take.
+# The compiler causes warnings of torch and suppresses its own only if warnings are not errors.
 keeps_warnings = pytest.mark.filterwarnings("default")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 
 
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=needs_compiler)])
 def compiler(request, monkeypatch):
-    """Graphs that run as they were traced, or as C++ of their own, which takes minutes."""
+    """Traced graphs without code generation, or compiled to C++, which takes minutes."""
     if request.param == "aot_eager":
         monkeypatch.setattr(layers_module, "_COMPILER", {"backend": "aot_eager"})
     yield
@@ -244,7 +244,7 @@ MODELS = {
 
 
 def plain_and_compiled(model):
-    """Two steps of the same weights, with dropout."""
+    """A plain and a compiled step with the same weights, with dropout."""
     steps = []
     for compiles in (False, True):
         torch.manual_seed(0)
@@ -302,10 +302,10 @@ def test_layers_that_a_pooling_reads_are_left_as_they_are_and_eager_attention_is
         Embedder(decoder, sentencepiece_tokenizer(), pooling)
     compile_layers(partly)
     assert [is_compiled(layer) for layer in layers(partly)] == [True, False]
-    with pytest.raises(OptionError, match=r"backbone\.compile compiles no layer of this model: the pooling reads"):
+    with pytest.raises(OptionError, match=r"backbone\.compile cannot compile any layer of this model: the pooling"):
         compile_layers(whole)
     whole.set_attn_implementation("eager")
-    with pytest.raises(OptionError, match=r"backbone\.compile does not go with eager attention.*sdpa"):
+    with pytest.raises(OptionError, match=r"backbone\.compile does not support eager attention.*sdpa"):
         compile_layers(whole)
 
 
@@ -318,7 +318,7 @@ def adapted(dropout=0.0):
 
 
 def trained(backbone):
-    """Adapters away from the zero they start at."""
+    """A backbone whose adapters are not zero."""
     with torch.no_grad():
         for name, parameter in backbone.named_parameters():
             if "lora_B" in name:

@@ -1,4 +1,4 @@
-"""The two-stage model and its layers: vectors by a loop, states behind a context, limits, and its directory."""
+"""The two-stage model and its layers: vectors by a loop, states after a context, limits, and its directory."""
 
 import json
 import shutil
@@ -152,11 +152,11 @@ def test_each_loader_takes_its_own_kind_and_names_the_other(tmp_path):
     tiny_contextual().save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"is a contextual model; load it with embeddings\.models\.load_embedder"):
         Embedder.from_pretrained(tmp_path)
-    # A plain model takes a contextual one's place with nothing of it left.
+    # A plain model replaces a contextual one completely.
     Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32)).save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.py"))
     assert type(load_embedder(tmp_path)) is Embedder
-    with pytest.raises(InputError, match="is no contextual model"):
+    with pytest.raises(InputError, match="is not a contextual model"):
         ContextualEmbedder.from_pretrained(tmp_path)
 
 
@@ -178,10 +178,10 @@ def test_impossible_numbers_are_refused(options, says):
 @pytest.mark.parametrize(
     ("kind", "num_positions", "max_length", "longest"),
     [
-        ("bert", 24, None, 24),  # the first stage reads whole documents
-        ("bert", 24, 20, 128),  # and no more than its limit
+        ("bert", 24, None, 24),  # the first stage does not truncate documents
+        ("bert", 24, 20, 128),  # the first stage truncates documents
         ("bert", 200, None, 128),
-        ("nomic", 200, None, 120),  # five context vectors and three soft prompts take the second stage's indices
+        ("nomic", 200, None, 120),  # five context vectors and three soft prompts use indices of the second stage
         ("nomic", 119, None, 119),
     ],
 )
@@ -200,13 +200,13 @@ def test_the_longest_document_is_what_both_stages_have_positions_for(kind, num_p
 
 
 def test_backbones_that_do_not_fit_are_refused():
-    with pytest.raises(OptionError, match="backbone must read its context as a set, and sees its order"):
+    with pytest.raises(OptionError, match="backbone must not depend on the order of its context"):
         ContextualEmbedder(tiny_bert(), tiny_mistral(), wordpiece_tokenizer())
     small = tiny_bert()
     small.resize_token_embeddings(8)
-    with pytest.raises(OptionError, match="first_stage_backbone must read the tokens of the second stage's tokenizer"):
+    with pytest.raises(OptionError, match="first_stage_backbone must have embeddings for the second stage's tokenizer"):
         ContextualEmbedder(small, tiny_bert(), wordpiece_tokenizer())
-    with pytest.raises(OptionError, match="backbone must rotate by index where context vectors have positions"):
+    with pytest.raises(OptionError, match="backbone must have rotary positions if context vectors have positions"):
         tiny_contextual("bert", form=ContextForm(has_positions=True))
 
 
@@ -217,7 +217,7 @@ def written(tmp_path_factory):
     return folder
 
 
-def test_both_stages_lie_in_the_directory_with_their_code(written):
+def test_the_directory_contains_both_stages_and_their_code(written):
     code = {"context_layers", "pooling", "poolings", "portable", "portable_contextual"}
     assert carried_code(written) == code
     names = {"config.json", "config_sentence_transformers.json", "modules.json", "text_settings.json"}
@@ -245,7 +245,7 @@ def test_a_directory_that_does_not_say_a_documents_limit_has_none(tmp_path):
 
 
 def insert_norm(folder):
-    """Put a layer norm behind the pooling."""
+    """Insert a layer norm after the pooling."""
     write_norm(folder / "3_LayerNorm", nn.LayerNorm(32))
     entries = json.loads((folder / "modules.json").read_text())
     entries.insert(2, {"type": "sentence_transformers.models.LayerNorm", "path": "3_LayerNorm"})
@@ -340,7 +340,7 @@ def test_a_context_that_does_not_fit_is_refused(shape):
 
 
 def test_dropout_of_everything_is_no_context_and_of_nothing_the_whole_with_the_null_vector_in_the_graph():
-    """Every rank's graph holds the null vector, or gradients of several ranks would never meet."""
+    """Every rank's graph must contain the null vector, or the reduction of gradients would hang."""
     context = torch.randn(5, 8)
     layer = slots(dropout_fraction=1.0).train()
     assert torch.equal(layer(context, 3), layer(None, 3))
@@ -386,7 +386,7 @@ def test_the_residual_projection_starts_as_the_identity_and_learns():
     torch.nn.init.normal_(layer.layers[2].weight)
     hidden = torch.relu(vectors @ layer.layers[0].weight.T + layer.layers[0].bias)
     torch.testing.assert_close(layer(vectors), vectors + hidden @ layer.layers[2].weight.T)
-    # Without the pooled states it starts at random: at zero every text would have the zero vector.
+    # Without the pooled states it is initialised at random: with zeros every text would have the zero vector.
     assert ResidualProjection(8, adds_pooled=False)(vectors).abs().min() > 0
 
 
@@ -473,9 +473,9 @@ def test_a_window_holds_among_the_texts_tokens_and_for_no_other():
 
 
 def test_a_backbone_that_sees_the_order_breaks_the_rule():
-    assert broken_rule(tiny_mistral()) == "must read its context as a set, and sees its order"
+    assert broken_rule(tiny_mistral()) == "must not depend on the order of its context"
     config = MPNetConfig(**SMALL, max_position_embeddings=130)
-    assert "not weigh tokens by their distance" in broken_rule(MPNetModel(config, add_pooling_layer=False))
+    assert "not use relative positions" in broken_rule(MPNetModel(config, add_pooling_layer=False))
     packed = tiny_bert()
     packed.config._attn_implementation = "flash_attention_2"
     assert broken_rule(packed) == "must be loaded with eager or sdpa attention, not flash_attention_2"

@@ -1,4 +1,4 @@
-"""Model directories and their files: what sentence-transformers reads and writes, damage, failures, Hub names."""
+"""Model directories and their files: compatibility with sentence-transformers, damage, failures, Hub names."""
 
 import json
 import os
@@ -63,6 +63,15 @@ def edit(file, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
+def written_by_theirs(folder, *layers, backbone=None, pooling="mean", max_length=None, **options):
+    """A model that sentence-transformers made and wrote, with these layers after its pooling."""
+    name = save_backbone(str(folder.with_name("backbone")), backbone or tiny_bert(), wordpiece_tokenizer())
+    modules = [Transformer(name, max_seq_length=max_length), Pooling(32, pooling), *layers]
+    theirs = SentenceTransformer(modules=modules, device="cpu", **options)
+    theirs.save_pretrained(str(folder), create_model_card=False)
+    return theirs
+
+
 def test_a_plain_model_is_a_plain_sentence_transformers_directory(tmp_path):
     embedder(prompts={"query": "q: "}, pool_prompt=True).save_pretrained(tmp_path / "model")
     configs = {"config.json", "config_sentence_transformers.json", "sentence_bert_config.json", "tokenizer_config.json"}
@@ -124,11 +133,8 @@ def test_code_travels_only_where_the_library_cannot_do_it(tmp_path, pooling, tex
 @pytest.mark.parametrize("normalize", [False, True])
 @torch.no_grad()
 def test_a_directory_that_sentence_transformers_wrote_loads(tmp_path, mode, normalize):
-    save_backbone(str(tmp_path / "backbone"), tiny_bert(), wordpiece_tokenizer())
-    transformer = Transformer(str(tmp_path / "backbone"), max_seq_length=20)
-    modules = [transformer, Pooling(32, mode), *([Normalize()] if normalize else [])]
-    theirs = SentenceTransformer(modules=modules, device="cpu", prompts={"query": "find: "})
-    theirs.save_pretrained(str(tmp_path / "model"), create_model_card=False)
+    layers, prompts = [Normalize()] if normalize else [], {"query": "find: "}
+    theirs = written_by_theirs(tmp_path / "model", *layers, pooling=mode, max_length=20, prompts=prompts)
     ours = Embedder.from_pretrained(tmp_path / "model")
     assert ours.text == TextSettings(20, 20, prompts={"query": "find: "}, pool_prompt=True)
     texts = ["how do I pad", "the quick brown fox jumps over the lazy dog " * 3, "z"]
@@ -139,13 +145,10 @@ def test_a_directory_that_sentence_transformers_wrote_loads(tmp_path, mode, norm
 @pytest.mark.parametrize("published", ["float32", "float16", "with decoder"])
 @torch.no_grad()
 def test_a_t5_encoder_with_a_dense_head_gives_sentence_transformers_vectors(tmp_path, published):
-    save_backbone(str(tmp_path / "backbone"), tiny_t5(), wordpiece_tokenizer())
-    transformer = Transformer(str(tmp_path / "backbone"), max_seq_length=400)
     dense = Dense(32, 24, bias=False, activation_function=Identity())
-    theirs = SentenceTransformer(modules=[transformer, Pooling(32, "mean"), dense, Normalize()], device="cpu")
+    theirs = written_by_theirs(tmp_path / "model", dense, Normalize(), backbone=tiny_t5(), max_length=400)
     if published == "float16":
-        theirs.half()
-    theirs.save_pretrained(str(tmp_path / "model"), create_model_card=False)
+        theirs.half().save_pretrained(str(tmp_path / "model"), create_model_card=False)
     if published == "with decoder":
         whole = tiny_t5(with_decoder=True)
         whole.load_state_dict(tiny_t5().state_dict(), strict=False)
@@ -155,7 +158,7 @@ def test_a_t5_encoder_with_a_dense_head_gives_sentence_transformers_vectors(tmp_
     encoder = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32", device="cpu")
     ours = encoder.encode(texts)
     assert (encoder.embedder.longest_text, ours.shape) == (None, (5, 24))
-    # Texts alone and texts beside longer ones: padding does not count, and positions go on beyond the last bucket.
+    # Single texts and a padded batch: padding has no effect, and positions continue beyond the last bucket.
     for expected in (theirs.float().encode(texts), np.stack([theirs.encode(text) for text in texts])):
         assert np.abs(ours - expected).max() <= 1e-5
     assert np.abs(ours[0] - ours[3]).max() > 1e-2
@@ -168,37 +171,28 @@ def test_a_t5_encoder_with_a_dense_head_gives_sentence_transformers_vectors(tmp_
 @pytest.mark.parametrize("bias", [False, True])
 @torch.no_grad()
 def test_two_linear_layers_of_a_published_directory_become_one(tmp_path, bias):
-    save_backbone(str(tmp_path / "backbone"), tiny_bert(), wordpiece_tokenizer())
     layers = [Dense(*sizes, bias=bias, activation_function=Identity()) for sizes in ((32, 96), (96, 24))]
-    modules = [Transformer(str(tmp_path / "backbone")), Pooling(32, "mean"), *layers, Normalize()]
-    theirs = SentenceTransformer(modules=modules, device="cpu")
-    theirs.save_pretrained(str(tmp_path / "model"), create_model_card=False)
+    theirs = written_by_theirs(tmp_path / "model", *layers, Normalize())
     texts = ["how do I pad", "z", "the quick brown fox"]
     ours = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32", device="cpu")
     assert np.abs(ours.encode(texts) - theirs.encode(texts)).max() <= 1e-5
     assert (ours.embedder.head.in_features, ours.embedder.head.out_features) == (32, 24)
     shutil.rmtree(tmp_path / "model" / "3_Dense")
     write_head(tmp_path / "model" / "3_Dense", nn.Linear(95, 24))
-    with pytest.raises(InputError, match="takes 95 dimensions, the layer before it gives 96"):
+    with pytest.raises(InputError, match="has 95 inputs, the previous layer has 96 outputs"):
         Embedder.from_pretrained(tmp_path / "model")
 
 
 @torch.no_grad()
 def test_a_layer_norm_that_sentence_transformers_wrote_loads_where_it_follows_the_pooling(tmp_path):
-    save_backbone(str(tmp_path / "backbone"), tiny_bert(), wordpiece_tokenizer())
     norm, texts = LayerNorm(32), ["how do I pad", "z"]
     for parameter in norm.parameters():
         torch.nn.init.normal_(parameter)
-    tails = {"in_place": [norm, Dense(32, 8, activation_function=Identity())], "late": [Normalize(), norm]}
-    for name, tail in tails.items():
-        modules = [Transformer(str(tmp_path / "backbone")), Pooling(32, "mean"), *tail]
-        theirs = SentenceTransformer(modules=modules, device="cpu")
-        theirs.save_pretrained(str(tmp_path / name), create_model_card=False)
-        vectors = torch.from_numpy(theirs.encode(texts))
-        if name == "in_place":
-            ours = Embedder.from_pretrained(tmp_path / name)
-            assert (ours(read(ours.tokenizer, texts)) - vectors).abs().max() <= 1e-5
-    with pytest.raises(InputError, match="has a LayerNorm behind its head or Normalize"):
+    theirs = written_by_theirs(tmp_path / "model", norm, Dense(32, 8, activation_function=Identity()))
+    ours = Embedder.from_pretrained(tmp_path / "model")
+    assert (ours(read(ours.tokenizer, texts)) - torch.from_numpy(theirs.encode(texts))).abs().max() <= 1e-5
+    written_by_theirs(tmp_path / "late", Normalize(), norm)
+    with pytest.raises(InputError, match="has a LayerNorm after its head or Normalize"):
         Embedder.from_pretrained(tmp_path / "late")
 
 
@@ -370,13 +364,13 @@ def test_a_norm_gives_the_same_vectors_here_and_in_sentence_transformers(tmp_pat
     assert (expected - VECTORS).abs().max() > 1
     again = read_norm(tmp_path / "norm")
     torch.testing.assert_close(again(VECTORS), expected, rtol=0, atol=1e-6)
-    # One without weights has none after reading, so that no training moves them.
+    # A norm without weights has none after reading, so that it is not trained.
     assert len(list(again.parameters())) == (2 if list(ours.parameters()) else 0)
     theirs = LayerNorm.load(str(tmp_path / "norm"))({"sentence_embedding": VECTORS})["sentence_embedding"]
     torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-6)
 
 
-def test_an_epsilon_that_no_directory_has_room_for_is_refused(tmp_path):
+def test_an_epsilon_that_a_directory_does_not_support_is_refused(tmp_path):
     with pytest.raises(OptionError, match=r"norm\.eps must be 1e-05, .* got 1e-12"):
         write_norm(tmp_path / "norm", nn.LayerNorm(8, eps=1e-12))
     assert list(tmp_path.iterdir()) == []
@@ -385,8 +379,8 @@ def test_an_epsilon_that_no_directory_has_room_for_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("write", "read", "changes", "says"),
     [
-        (write_head, read_head, {"use_residual": True}, "is more than a linear head"),
-        (write_head, read_head, {"activation_function": "torch.nn.Tanh"}, "is more than a linear head"),
+        (write_head, read_head, {"use_residual": True}, "is not a purely linear head"),
+        (write_head, read_head, {"activation_function": "torch.nn.Tanh"}, "is not a purely linear head"),
         (write_norm, read_norm, {"dimension": 0}, "has dimension 0"),
         (write_norm, read_norm, {"dimension": 7}, "cannot be loaded"),
     ],
@@ -425,16 +419,16 @@ def test_a_checksum_of_weights_does_not_depend_on_their_files(tmp_path):
         weights_checksum(tmp_path / "other")
 
 
-def test_what_is_no_hub_id_has_no_revision_and_is_not_looked_for_on_the_hub(tmp_path, unreachable):
+def test_names_that_are_not_hub_ids_have_no_revision_and_are_not_searched_on_the_hub(tmp_path, unreachable):
     with pytest.raises(OptionError, match="revision"):
         resolve_model(str(tmp_path), "main")
     with pytest.raises(
-        InputError, match=r"^checkpoints/mntp: is not there; make it first, by the line that the config"
+        InputError, match=r"^checkpoints/mntp: does not exist; create it first with the command in the config's"
     ):
         resolve_model("checkpoints/mntp")
     (tmp_path / "model").write_text("")
     for name in ("./nothing", "/nothing/here", "~/nothing", "a/b/c", str(tmp_path / "model")):
-        with pytest.raises(InputError, match="is no directory"):
+        with pytest.raises(InputError, match="is not a directory"):
             resolve_model(name)
     assert unreachable == []
 
@@ -452,7 +446,7 @@ def unreachable(monkeypatch):
 
 
 def test_an_unreachable_hub_is_one_line_that_names_the_packaged_models_extra(monkeypatch, unreachable):
-    with pytest.raises(InputError, match=r"^who/what@abc: neither a directory") as caught:
+    with pytest.raises(InputError, match=r"^who/what@abc: is neither a directory") as caught:
         resolve_model("who/what", "abc")
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(model_files, "PACKAGED_MODULE", "no_such_package")
@@ -499,7 +493,7 @@ def test_a_folder_of_the_hubs_cache_is_a_copy_of_an_id_at_a_commit(tmp_path):
         assert origin_of(other) == (str(other), None)
 
 
-def test_who_may_read_new_files_may_read_a_models_weights(tmp_path):
+def test_weights_have_the_permissions_of_new_files(tmp_path):
     before = os.umask(0o027)
     try:
         with replaced_folder(tmp_path / "model") as new:

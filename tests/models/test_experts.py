@@ -1,4 +1,4 @@
-"""The experts' passes give what autograd makes of each expert's MLP written out."""
+"""Experts and routers compared with loop references: outputs, gradients, precision and back ends."""
 
 import sys
 from contextlib import nullcontext
@@ -35,7 +35,7 @@ def balanced(num_tokens, top_k):
 
 
 def to_one(num_tokens, top_k):
-    """All tokens to one expert first; the second choices are spread over three of the others."""
+    """Expert 2 is the first choice of all tokens; the second choices are three other experts."""
     second = 4 + torch.arange(num_tokens)[:, None] % 3
     return torch.cat([torch.full((num_tokens, 1), 2), second], dim=1)[:, :top_k]
 
@@ -51,7 +51,7 @@ LOADS = {"balanced": balanced, "to one": to_one, "uneven": uneven}
 
 
 def outcome(run, experts, token_TH, expert_TK):
-    """The output, and the gradients of all that has one."""
+    """The output and all gradients."""
     experts.zero_grad()
     token_TH = token_TH.clone().requires_grad_()
     routing = routing_of(expert_TK, token_TH.dtype)
@@ -90,7 +90,7 @@ def test_a_back_end_equals_the_written_out_sum(backend, num_tokens, load, top_k,
     found = outcome(by(BACKENDS[backend]), experts, tokens, chosen)
     assert len(found) == 6 + inner_bias
     found_errors = errors(found, outcome(written_out, experts, tokens, chosen))
-    # Of one token it is a single sum that nearly cancels out: 1.8e-6 on some CPUs.
+    # For one token it is a single sum with cancellation: 1.8e-6 on some CPUs.
     assert found_errors.pop("weights") <= 3e-6
     assert max(found_errors.values()) <= 1e-6
 
@@ -149,13 +149,13 @@ def test_bfloat16_and_autocast_are_near_float32(backend):
     assert (in_bfloat16.float() - exact["output"]).norm() < 0.03 * exact["output"].norm()
 
 
-# dynamo looks at what it is handed where a graph was broken.
+# dynamo accesses attributes of its inputs after a graph break.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'>:DeprecationWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_layer_compiles(dtype):
-    """In float32 torch has no shapes for its grouped product, so the graph breaks there; in bfloat16 it is one."""
+    """torch cannot trace its grouped product in float32, so the graph breaks there; in bfloat16 it does not."""
     layer, state_NLH = MoeMlp(make_router(), make_experts()).to(dtype), random_tokens(16, dtype).view(2, 8, HIDDEN)
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=dtype == torch.bfloat16)
@@ -223,7 +223,7 @@ def test_a_changed_weight_is_cast_anew():
 
 
 def test_large_loads_of_gated_experts_have_the_gradients_of_the_loop():
-    """They go expert by expert, each backward computing the gate again."""
+    """They use `pass_experts`, whose backward recomputes the gate."""
     experts, num_tokens = make_experts(gated=True), ROWS_BY_EXPERT * EXPERTS // 2
     tokens, chosen = random_tokens(num_tokens), balanced(num_tokens, 2)
     found, expected = (outcome(by(backend), experts, tokens, chosen) for backend in (grouped_experts, loop_experts))
@@ -265,7 +265,7 @@ def test_output_and_gradients_are_those_of_the_written_out_mlps(with_bias, froze
         output = run(*given)
         output.backward(factor)
         assert frozen is None or given[frozen].grad is None
-        # The expert without rows has gradients of zero, not what lay in memory.
+        # The expert without rows has gradients of zero, not uninitialised memory.
         assert all(not stacked.grad[1].any() for stacked in given[1:] if stacked.requires_grad)
         found.append([output.detach(), *(one.grad for one in given if one.requires_grad)])
     assert len(found[0]) == 4 + with_bias - (frozen is not None)
@@ -274,7 +274,7 @@ def test_output_and_gradients_are_those_of_the_written_out_mlps(with_bias, froze
 
 
 def kept_bytes(experts, state, routing):
-    """How many bytes a pass keeps for the backward one, beside the parameters."""
+    """The bytes that a forward pass stores for the backward pass, without the parameters."""
     memory = GraphMemory()
     with memory.measured(state.device, experts.parameters):
         output = experts(state, routing)
@@ -284,7 +284,7 @@ def kept_bytes(experts, state, routing):
 
 @pytest.mark.parametrize("activation", [F.gelu, nn.PReLU()])
 def test_large_loads_keep_one_inner_state_a_row_where_the_activation_does_not_learn(activation):
-    """Grouped products keep what the activation is given and what it gives, two inner states."""
+    """Grouped products store the input and the output of the activation, two inner states per row."""
     torch.manual_seed(0)
     experts = Experts(8, 64, EXPERTS, activation=activation, backend=grouped_experts)
     state = torch.randn(ROWS_BY_EXPERT * EXPERTS // 2, 8).requires_grad_()
@@ -317,7 +317,7 @@ def test_an_unknown_back_end_and_a_megablocks_that_is_missing_are_refused(monkey
 
 
 def install(monkeypatch, available):
-    """Put megablocks' grouped product there as its source describes it: contiguous matrices, sizes on the CPU."""
+    """Install a replacement of megablocks' grouped product with its requirements: contiguous matrices, CPU sizes."""
 
     def gmm(a, b, batch_sizes, trans_b=False):
         assert b.is_contiguous()
@@ -330,7 +330,7 @@ def install(monkeypatch, available):
         monkeypatch.setitem(sys.modules, name, util)
 
 
-def test_a_grouped_product_of_megablocks_kind_gives_the_same_sum(monkeypatch):
+def test_the_grouped_product_of_megablocks_gives_the_same_sum(monkeypatch):
     install(monkeypatch, available=False)
     with pytest.raises(OptionError, match="lacks its grouped product"):
         set_expert_backend(make_experts(), "megablocks")
@@ -340,7 +340,7 @@ def test_a_grouped_product_of_megablocks_kind_gives_the_same_sum(monkeypatch):
     expected = experts(tokens, routing)
     set_expert_backend(experts, "megablocks")
     torch.testing.assert_close(experts(tokens, routing), expected)
-    with pytest.raises(OptionError, match="computes only in bfloat16, got 'megablocks in torch"):
+    with pytest.raises(OptionError, match="supports only bfloat16, got 'megablocks in torch"):
         experts.float()(tokens.float(), routing)
 
 
@@ -393,7 +393,7 @@ def test_noise_is_drawn_in_training_alone_and_probabilities_are_float32():
     ("options", "says"),
     [
         ({"num_experts": 0, "top_k": 1}, "num_experts must be >= 1, got 0"),
-        ({"num_experts": 4, "top_k": 0}, "top_k must be from 1 to the 4 experts there are, got 0"),
+        ({"num_experts": 4, "top_k": 0}, "top_k must be from 1 to the number of experts, 4, got 0"),
         ({"num_experts": 4, "top_k": 2, "noise": 1.0}, "noise must be >= 0 and < 1, got 1.0"),
     ],
 )

@@ -1,6 +1,6 @@
-"""Weights in 4 bits under LoRA: what is refused, and on a CPU that runs them what is trained, kept and written.
+"""4-bit weights under LoRA: errors, and on a CPU training, checkpoints and model directories.
 
-No GPU has run this. The second half needs the extra `qlora`, and skips without it.
+No GPU has run this. The second half needs the extra `qlora` and is skipped without it.
 """
 
 import sys
@@ -29,7 +29,7 @@ def test_4_bits_are_refused_without_bfloat16_lora_a_gpu_or_the_package(monkeypat
         BackboneConfig("anything", quantization="nf4")
     check_quantization(BackboneConfig("anything"), has_lora=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(OptionError, match=r"backbone\.quantization is for weights under LoRA matrices, got 'nf4'"):
+    with pytest.raises(OptionError, match=r"backbone\.quantization needs LoRA, got 'nf4'"):
         check_quantization(SMALL, has_lora=False)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(MissingExtraError, match=r"bitsandbytes is not installed; run: pip install -e '.\[qlora\]'"):

@@ -1,4 +1,4 @@
-"""A language model taken apart: its states, its head on some of them, its adapters, its directory."""
+"""A language model: its states, its head on selected states, its adapters and its directory."""
 
 import re
 from pathlib import Path
@@ -44,7 +44,7 @@ DOCUMENT_NL = torch.zeros_like(IDS_NL)
 SIZES = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 64}
 GEMMA2 = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 0.5}
-# A head whose logits are capped, one of several parts, and one that is not beside its backbone alone.
+# Heads with capped logits, with several layers, and with attributes of the model other than the backbone.
 OTHERS = {
     "xlm-roberta": (AutoModelForMaskedLM, SIZES),
     "gemma2": (AutoModelForCausalLM, GEMMA2),
@@ -96,10 +96,10 @@ def test_a_head_that_reads_more_than_the_last_states_is_refused(monkeypatch):
         return output
 
     monkeypatch.setattr(model, "forward", with_inputs)
-    with pytest.raises(OptionError, match="has a head that reads more than the last states"):
+    with pytest.raises(OptionError, match="has a head that uses more than the last states"):
         check_head(model)
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8))
-    with pytest.raises(OptionError, match="no backbone apart from its head"):
+    with pytest.raises(OptionError, match="no backbone separate from its head"):
         check_head(t5.eval())
 
 
@@ -151,7 +151,7 @@ def test_a_saved_directory_has_the_matrices_merged_and_gives_equal_logits(kind, 
         adapted = language_model.model(input_ids=IDS_NL).logits
     before = {name: value.clone() for name, value in language_model.state_dict().items()}
     language_model.save_pretrained(tmp_path / "model")
-    # The run that goes on is as it was.
+    # The model that is being trained does not change.
     after = language_model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -192,11 +192,11 @@ def test_a_head_that_is_missing_is_refused_unless_a_new_one_is_asked_for(kind, t
 
 def test_an_architecture_without_the_objectives_head_is_refused_by_name(tmp_path):
     mistral, bert = (language_model_folder(tmp_path / kind, kind) for kind in ("mistral", "bert"))
-    with pytest.raises(OptionError, match=r"model\.objective does not fit: mistral takes mntp or causal, got 'mlm'"):
+    with pytest.raises(OptionError, match=r"model\.objective does not fit: mistral needs mntp or causal, got 'mlm'"):
         load_language_model(BackboneConfig(mistral), "masked")
-    with pytest.raises(OptionError, match=r"model\.objective does not fit: bert takes mlm, got 'mntp or causal'"):
+    with pytest.raises(OptionError, match=r"model\.objective does not fit: bert needs mlm, got 'mntp or causal'"):
         load_language_model(BackboneConfig(bert), "causal")
-    with pytest.raises(OptionError, match="does not fit: llama takes mntp or causal"):
+    with pytest.raises(OptionError, match="does not fit: llama needs mntp or causal"):
         load_language_model(FromScratch(mistral, "llama"), "masked")
     with pytest.raises(InputError, match=r"config\.json"):
         load_language_model(BackboneConfig(str(tmp_path)), "masked")
@@ -248,9 +248,9 @@ def test_settings_decide_the_model(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"model_type": "mistrall"}, "model_type is no architecture that transformers knows"),
-        ({"settings": {"hiden_size": 3}}, "is no setting of mistral, got 'hiden_size'; did you mean hidden_size?"),
-        ({"settings": {"vocab_size": 3}}, "is no setting of mistral"),
+        ({"model_type": "mistrall"}, "model_type is not an architecture of transformers"),
+        ({"settings": {"hiden_size": 3}}, "is not a setting of mistral, got 'hiden_size'; did you mean hidden_size?"),
+        ({"settings": {"vocab_size": 3}}, "is not a setting of mistral"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_made(fields, says):
@@ -259,7 +259,7 @@ def test_what_cannot_be_is_refused_before_anything_is_made(fields, says):
 
 
 def test_settings_that_make_no_model_and_a_tile_without_logits_are_refused(tmp_path):
-    with pytest.raises(OptionError, match="make no model"):
+    with pytest.raises(OptionError, match="cannot build a model"):
         make(tmp_path, wordpiece_tokenizer(), model_type="llama", settings={"hidden_size": 33})
     with pytest.raises(OptionError, match=r"model\.head\.tile_logits must be >= 1, got 0"):
         HeadSettings(tile_logits=0)
@@ -270,7 +270,7 @@ DOCUMENT_NL_MASK = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2], [0, 0, 1,
 
 def model(kind, attention="sdpa"):
     set_seed(0)
-    # Positions of XLM-R begin after the padding's.
+    # Positions of XLM-R start after the padding index.
     options = {**SIZES, "pad_token_id": 1}
     name = kind if kind in ("bert", "xlm-roberta") else "mistral"
     if name == "mistral":
@@ -292,7 +292,7 @@ def test_each_document_is_read_as_if_it_were_alone(kind, attention):
             own_L = DOCUMENT_NL_MASK[row] == document
             alone_LH = backbone(input_ids=ids_NL[row][own_L][None]).last_hidden_state[0]
             torch.testing.assert_close(packed_NLH[row][own_L], alone_LH, rtol=1e-4, atol=1e-5)
-            # The comparison sees something: in one text the states are others, but for a causal row's first document.
+            # Without separation the states differ, except for the first document of a causal row.
             if (kind, document) != ("causal", 0):
                 assert (together_NLH[row][own_L] - alone_LH).abs().max() > 1e-3
     assert torch.isfinite(packed_NLH).all()
@@ -306,7 +306,7 @@ def test_a_model_that_takes_no_such_mask_or_whose_documents_see_each_other_is_re
 
     monkeypatch.setattr(language_model, "document_inputs", open_to_all)
     backbone = model("bidirectional")
-    with pytest.raises(OptionError, match="does not keep documents apart"):
+    with pytest.raises(OptionError, match="does not separate documents"):
         check_separation(backbone, False)
     backbone.config._attn_implementation = "flash_attention_2"
     with pytest.raises(OptionError, match=r"model\.separate_documents cannot take effect"):

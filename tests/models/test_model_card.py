@@ -1,4 +1,4 @@
-"""The card of a model directory, and the directory on the Hub: whole, with its card and nothing else."""
+"""The card of a model directory, and its upload to the Hub."""
 
 import json
 
@@ -99,7 +99,7 @@ def test_the_card_says_what_was_trained_on_what_and_with_which_scores(tmp_path):
     text = card(tmp_path / "model", embedder(prompts={"query": "q|`: "}), FACTS, scores=SCORES)
     assert_has(
         text,
-        "vectors of 32 dimensions, trained to be cut to 32, 8",
+        "vectors of 32 dimensions, trained to be truncated to 32, 8",
         "| method | NVEmbedModule |",
         "| loss | InfoNCE |",
         "| optimiser steps | 36 |",
@@ -118,7 +118,7 @@ def test_the_card_says_what_was_trained_on_what_and_with_which_scores(tmp_path):
     (tmp_path / "model" / "curves.png").write_bytes(b"")
     write_model_card(tmp_path / "model", embedder(), FACTS)
     assert "(curves.png)" in (tmp_path / "model" / "README.md").read_text()
-    # The next model of the folder has other curves or none.
+    # The next model in the folder does not keep the curves of this one.
     assert "curves.png" not in card(tmp_path / "model", embedder(), FACTS)
 
 
@@ -141,10 +141,10 @@ def test_the_card_of_an_imported_model_says_what_it_was_made_of(tmp_path):
         "is in `import.json`",
         "## Licence\n\nmit, as the source states.",
     )
-    assert [word for word in ("secret", "vectors as the card has them of", "## Training") if word in text] == []
+    assert [word for word in ("secret", "vectors computed as for", "## Training") if word in text] == []
     local = ImportFacts("/secret/place/model", None, (), "NV-Embed", "nomic-embed-text-v1.5", 1, 2)
     text = card(tmp_path / "local", embedder(), local)
-    used_as = "| vectors as the card has them of | nomic-embed-text-v1.5 |"
+    used_as = "| vectors computed as for | nomic-embed-text-v1.5 |"
     assert_has(text, "| imported from | .../model |", used_as, "## Licence\n\nThe source states none.")
     assert "revision" not in text
     assert "base_model" not in front_matter(text)
@@ -188,9 +188,9 @@ def test_the_card_says_what_was_not_measured_and_what_the_base_states(tmp_path):
     text = card(tmp_path / "model", embedder(), TrainingFacts(config, 1), licence="apache-2.0")
     assert_has(
         text,
-        "- Longer texts are cut: queries at 64 tokens, documents at 32, prompt and special tokens included. "
+        "- Longer texts are truncated: queries at 64 tokens, documents at 32, prompt and special tokens included. "
         "The backbone has positions for 128.",
-        "- The base names as languages: en, de. Those of the training texts were not checked.",
+        "- Languages of the base model: en, de. The languages of the training texts were not checked.",
         "- Nothing was measured: no other domain or language, and neither bias nor safety.",
         "## Licence\n\napache-2.0. The base .../base states mit.\n",
     )
@@ -228,7 +228,7 @@ def test_a_strange_header_of_a_base_states_nothing_strange(header, tmp_path):
     assert stated_licence(tmp_path) is None
 
 
-# huggingface_hub hands a file to httpx2 as it was handed to requests.
+# huggingface_hub passes a file to httpx2 in a deprecated way.
 pytestmark = pytest.mark.filterwarnings("ignore:Use .content:DeprecationWarning")
 
 
@@ -240,13 +240,13 @@ def server():
 
 @pytest.fixture
 def hub(server, monkeypatch, tmp_path):
-    """The server, empty, as the Hub of this process, with a token that may write."""
+    """The empty server as the Hub of this process, with a token with write access."""
     for state in (server.repositories, server.uploaded, server.verified, server.calls):
         state.clear()
     server.refusal, server.read_only = None, False
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    # Xet, by which huggingface_hub uploads where hf_xet is installed, needs a storage service of its own.
+    # Xet, which huggingface_hub uses for uploads if hf_xet is installed, needs a separate storage service.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     return server
@@ -311,7 +311,7 @@ def test_a_link_and_half_a_directory_are_refused(hub, tmp_path, capsys):
     words = ["push", str(folder), "model"]
     (tmp_path / "secret").write_text("{}")
     (folder / "vocab.json").symlink_to(tmp_path / "secret")
-    assert_refused(capsys, tmp_path, "vocab.json: is a link", main, words)
+    assert_refused(capsys, tmp_path, "vocab.json: is a symbolic link", main, words)
     (folder / "vocab.json").unlink()
     (folder / "model.safetensors").unlink()
     assert_refused(capsys, tmp_path, "is missing, so the model is incomplete", main, words)
@@ -346,14 +346,14 @@ def test_a_branch_is_made_where_it_is_missing(hub, tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"token": ""}, "model: the Hub wants a token; set HF_TOKEN, or log in with: hf auth login"),
+        ({"token": ""}, "model: the Hub needs a token; set HF_TOKEN, or log in with: hf auth login"),
         ({"token": "hf_wrong"}, "model: the Hub does not accept the token (401); log in with"),
-        ({"read_only": True}, "model: the token may not write there (403); take a token with write access"),
-        ({"name": "another/model"}, "another/model: the token may not write there (403)"),
-        ({"name": "a/b/c"}, "a/b/c: is no name of a repository; write OWNER/NAME"),
-        ({"name": "a b"}, "a b: is no name of a repository"),
+        ({"read_only": True}, "model: the token has no write access (403); use a token with write access"),
+        ({"name": "another/model"}, "another/model: the token has no write access (403)"),
+        ({"name": "a/b/c"}, "a/b/c: is not a repository name; write OWNER/NAME"),
+        ({"name": "a b"}, "a b: is not a repository name"),
         ({"endpoint": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be reached (ConnectError); check the network"),
-        ({"refusal": 413}, "the disk of the server is full; try again; the repository was made and is empty"),
+        ({"refusal": 413}, "the disk of the server is full; try again; the repository was created and is empty"),
         ({"offline": True}, "model: cannot be reached while HF_HUB_OFFLINE is set; unset it"),
     ],
 )

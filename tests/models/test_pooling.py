@@ -1,4 +1,4 @@
-"""Poolings against loops, their gradients and precision, and what never reaches a vector."""
+"""Poolings compared with loops; their gradients, precision and masks."""
 
 import math
 
@@ -66,7 +66,7 @@ def test_a_text_without_a_pooled_token_gets_a_finite_vector_and_gradient(kind):
 
 
 @pytest.mark.parametrize("kind", [*SIMPLE, LatentAttentionPooling, SelfAttentionPooling])
-def test_what_stands_in_the_padding_never_reaches_a_vector(kind):
+def test_states_of_padding_never_reach_a_vector(kind):
     torch.manual_seed(0)
     pooling, mask = kind(8), torch.tensor([[1, 1, 1, 0, 0]] * 5, dtype=torch.bool)
     spoiled = states()
@@ -149,7 +149,7 @@ def norm(row, weights, name):
 
 
 def released_block(token, weights, head_dim):
-    """One token through the released block, head by head and latent by latent, and its shares of the latents."""
+    """One token through the released block by a loop over heads and latents, and its attention to the latents."""
     query = weights["attention.to_query.weight"] @ norm(token, weights, "attention.norm")
     latents = [norm(latent, weights, "attention.norm_latents") for latent in weights["latents"]]
     both = [weights["attention.to_key_value.weight"] @ latent for latent in latents]
@@ -167,7 +167,7 @@ def released_block(token, weights, head_dim):
 
 
 def paper_block(token, weights, head_dim):
-    """One token through Eq. 1 with K = V = latents, split over heads, then the two-layer MLP; and its shares."""
+    """One token through Eq. 1 with K = V = latents and heads, then the two-layer MLP; and its attention."""
     read, shares = [], []
     for head in range(HEADS):
         own = slice(head * head_dim, (head + 1) * head_dim)

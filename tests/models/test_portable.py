@@ -1,4 +1,4 @@
-"""What travels in a model directory: sentence-transformers gives equal vectors by it, with a context too."""
+"""The code in a model directory: sentence-transformers computes equal vectors with it, also with a context."""
 
 from dataclasses import replace
 from itertools import product
@@ -44,7 +44,7 @@ def decoder(pooling, tokenizer, **text):
     return Embedder(backbone, tokenizer, pooling, text=settings).eval()
 
 
-# What makes a pooling small, or is not its default.
+# Options that make a pooling small, or differ from its defaults.
 OPTIONS = {
     "latent_attention": {"num_latents": 6, "num_heads": 4, "head_dim": 8},
     "anchor_token": {"layers": (-1, 0), "per_head": True, "include_first": False},
@@ -85,7 +85,7 @@ def test_a_directory_without_prompts_states_no_rule_for_those_of_later_training(
 
 
 def flagged_tokenizer():
-    """One whose special tokens come from flags that are read anew whenever it is loaded, as Llama's are."""
+    """A tokenizer whose special tokens are set from flags whenever it is loaded, as in Llama."""
     options = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
     backend = sentencepiece_tokenizer().backend_tokenizer
     return PreTrainedTokenizerFast(tokenizer_object=backend, add_bos_token=True, add_eos_token=False, **options)
@@ -109,7 +109,7 @@ def test_a_decoder_that_ends_every_text_needs_no_code(tmp_path, make_tokenizer, 
         assert len(np.unique(ours.round(4), axis=0)) > (1 if pooling == "cls" else 4)
         assert abs(vectors - ours).max() <= 1e-5
         assert abs(again.encode(texts, role=role) - ours).max() <= 1e-6
-    # The token is at the end of a text that was cut, too.
+    # The token is also at the end of a truncated text.
     assert theirs.preprocess(["the quick brown fox " * 14])["input_ids"][0, [-1]].tolist() == [tokenizer.eos_token_id]
     plain = decoder(POOLINGS[pooling](32), tokenizer, pooling_rule="prompt_length")
     assert abs(Encoder(plain, precision="float32").encode(texts) - encoder.encode(texts)).max() > 1e-4
@@ -123,13 +123,13 @@ def test_a_mean_without_the_prompt_needs_no_code_by_the_prompts_length(tmp_path,
     embedder.save_pretrained(tmp_path / "model")
     assert not list((tmp_path / "model").glob("*.py"))
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu")
-    # sentence-transformers gives the zero vector where the prompt's length leaves nothing of a text ("z", "").
+    # sentence-transformers returns the zero vector if no token is left after the prompt's length ("z", "").
     texts = TEXTS[:4]
     ours = Encoder(embedder, precision="float32").encode(texts, role="query")
     again = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32", device="cpu")
     assert abs(theirs.encode_query(texts) - ours).max() <= 1e-5
     assert abs(again.encode(texts, role="query") - ours).max() <= 1e-6
-    # Where words are split at spaces the characters of each token say the same.
+    # If words are split at spaces, the rule `exact` gives the same result.
     exact = Encoder(decoder(POOLINGS[pooling](32), tokenizer), precision="float32").encode(texts, role="query")
     assert (abs(exact - ours).max() <= 1e-6) == (make_tokenizer is wordpiece_tokenizer)
 
@@ -187,7 +187,7 @@ def test_travelling_tokenisation_is_the_trainings(make_tokenizer, prompt, option
     assert torch.equal(features["input_ids"], expected.input_ids_NL)
     assert torch.equal(features["attention_mask"].bool(), expected.attention_mask_NL)
     assert torch.equal(features["pooling_mask"], expected.pooling_mask_NL)
-    # Where truncation leaves the instruction alone, its last token is pooled.
+    # If truncation leaves only the instruction, its last token is pooled.
     length = 12 if module.suffix else 4
     cut = TextTransformer(tiny_mistral(), tokenizer, length, length, **given)
     assert cut.preprocess(["x"], prompt=QUERY, task="query")["pooling_mask"].any(1).all()
@@ -259,14 +259,12 @@ def test_sentence_transformers_gives_equal_vectors_with_and_without_a_context(tm
         assert (other(queries, other.embed_context(read_corpus)) - ours(queries, context)).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("folder", ["model", "again"])
-def test_a_context_has_the_documents_prompt_however_it_is_given(tmp_path, folder):
+def test_a_context_has_the_documents_prompt_however_it_is_given(tmp_path):
     tiny_contextual(text=TextSettings(**SEARCH)).save_pretrained(tmp_path / "model")
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
-    if folder == "again":
-        theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
-        theirs = SentenceTransformer(str(tmp_path / "again"), device="cpu", trust_remote_code=True)
-    encoder = Encoder.from_pretrained(str(tmp_path / folder), precision="float32", device="cpu")
+    theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
+    theirs = SentenceTransformer(str(tmp_path / "again"), device="cpu", trust_remote_code=True)
+    encoder = Encoder.from_pretrained(str(tmp_path / "again"), precision="float32", device="cpu")
     context = theirs[0].embed_context(CORPUS)
     assert abs(context.numpy() - encoder.encode_context(CORPUS)).max() <= 1e-5
     for role, encode in (("query", theirs.encode_query), ("document", theirs.encode_document)):
@@ -279,14 +277,14 @@ def test_a_context_has_the_documents_prompt_however_it_is_given(tmp_path, folder
         assert abs(encode(TEXTS_CONTEXTUAL) - expected).max() <= 1e-5
         theirs[0].set_context(CORPUS, prompt="")
         assert abs(encode(TEXTS_CONTEXTUAL) - expected).max() > 1e-4
-        # What is given to a call counts before what was set.
+        # The argument of a call overrides the context that was set.
         assert abs(encode(TEXTS_CONTEXTUAL, dataset_embeddings=context) - expected).max() <= 1e-5
 
 
 def test_vectors_that_are_no_context_are_refused(tmp_path):
     tiny_contextual().save_pretrained(tmp_path / "model")
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
-    with pytest.raises(ValueError, match=r"must be what model\[0\].embed_context\(documents\) gives"):
+    with pytest.raises(ValueError, match=r"must be the result of model\[0\].embed_context\(documents\)"):
         theirs.encode(TEXTS_CONTEXTUAL, dataset_embeddings=theirs.encode(CORPUS))
     with pytest.raises(ValueError, match="context must be at most 5 vectors of width 32"):
         theirs.encode(TEXTS_CONTEXTUAL, dataset_embeddings=torch.zeros(6, 32))

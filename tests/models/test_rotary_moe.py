@@ -1,4 +1,4 @@
-"""Rotary encoders: made of learned positions, with experts, as Hugging Face models, and the directory they live in."""
+"""Rotary encoders: conversion from learned positions, experts, Hugging Face models and model directories."""
 
 import math
 
@@ -69,7 +69,7 @@ def test_embeddings_in_place_of_ids_and_a_mask_of_pairs_are_taken():
     assert torch.equal(model(inputs_embeds=words, attention_mask=mask.long()).last_hidden_state[mask], expected)
     output = model(input_ids=ids, attention_mask=(mask[:, :, None] == mask[:, None, :])[:, None])
     torch.testing.assert_close(output.last_hidden_state[mask], expected, rtol=1e-5, atol=1e-5)
-    # Such a mask does not say what is padding: all is counted.
+    # With such a mask padding is counted too.
     assert output.expert_counts.sum().item() == 2 * mask.numel()
 
 
@@ -103,7 +103,7 @@ def test_a_directory_carries_its_code_until_a_model_without_experts_replaces_it(
 
 @pytest.fixture
 def forget(travelling_code, monkeypatch):
-    """Makes transformers forget our architecture, as wherever this library is not installed."""
+    """Removes our architecture from transformers' tables, as if this library were not installed."""
 
     def in_place():
         for mapping, known in ((CONFIG_MAPPING, "rotary_moe"), (MODEL_MAPPING, RotaryMoeConfig)):
@@ -272,7 +272,7 @@ def test_upcycled_experts_share_no_memory_and_mode_dtype_dropout_and_checkpointi
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_a_gated_mlp_keeps_the_dense_output(top_k):
-    """NomicBert, as in §7.1; in float64, so that nothing but the maths is compared."""
+    """NomicBert, as in §7.1; in float64 to exclude rounding errors."""
     dense, (ids, mask) = tiny_nomic(num_layers=4).double(), padded_ids()
     gate, up, down = (getattr(dense.layers[1].mlp, f"{name}_proj").weight.clone() for name in ("gate", "up", "down"))
     expected = dense(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
@@ -304,11 +304,11 @@ def test_the_papers_model_has_475_million_parameters_of_which_305_are_active():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"top_k": 9}, "upcycling.top_k must be from 1 to the 8 experts there are, got 9"),
+        ({"top_k": 9}, "upcycling.top_k must be from 1 to the number of experts, 8, got 9"),
         ({"every": 0}, "upcycling.every must be >= 1, got 0; the paper's model has 2"),
         ({"first": -1}, "upcycling.first must be >= 0, got -1; the paper's model has 1"),
         ({"mode": "half"}, "upcycling.mode must be preserving or release, got 'half'"),
-        ({"first": 2}, "upcycling.first leaves no layer to make sparse: the model has 2, counted from 0, got 2"),
+        ({"first": 2}, "upcycling.first must be < 2, the model's number of layers, got 2"),
     ],
 )
 def test_bad_settings_are_named(options, says):
@@ -317,7 +317,7 @@ def test_bad_settings_are_named(options, says):
 
 
 def test_only_a_dense_rotary_encoder_is_upcycled():
-    says = "upcycling needs rotary positions, got 'a bert backbone'; take NomicBert, or what `convert` makes of"
+    says = "upcycling needs rotary positions, got 'a bert backbone'; take NomicBert, or convert XLM-R or BERT with"
     with pytest.raises(OptionError, match=says):
         upcycle(tiny_bert(), Upcycling())
     with pytest.raises(OptionError, match="needs a dense backbone, and this one has experts, got 'a rotary_moe"):
@@ -340,7 +340,7 @@ def source(kind, **settings):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_but_the_positions_stays(kind):
-    """Without learned positions there, and with a rotation by nothing here, states and logits are equal."""
+    """With zero position embeddings and a rotation by zero, states and logits are equal."""
     model = source(kind)
     rotary = to_rotary(model)
     torch.nn.init.zeros_(model.base_model.embeddings.position_embeddings.weight)
@@ -388,11 +388,11 @@ def test_an_encoder_without_head_is_converted_and_written_alone(tmp_path):
 @pytest.mark.parametrize(
     ("model", "options", "says"),
     [
-        (tiny_mistral, {}, "model has no rotary form here, got 'mistral'; convert one of xlm-roberta, roberta, bert"),
+        (tiny_mistral, {}, "model cannot be converted, got 'mistral'; convert one of xlm-roberta, roberta, bert"),
         (lambda: source("bert"), {"num_positions": 0}, "num_positions must be >= 1, got 0"),
         (lambda: source("bert"), {"rope_theta": 1.0}, "rope_theta must be > 1, got 1.0"),
         (lambda: source("bert", hidden_act="relu"), {}, "hidden_act must be gelu"),
-        (lambda: source("bert", num_attention_heads=32), {}, "cannot be rotated in halves, got 'heads of width 1'"),
+        (lambda: source("bert", num_attention_heads=32), {}, "must have heads of even width, got 'heads of width 1'"),
     ],
 )
 def test_what_cannot_be_converted_is_named(model, options, says):

@@ -19,7 +19,7 @@ from embeddings.models import (
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 
-# What each of them knows; at most one mode is on in what this library writes.
+# The modes that every server supports; directories of this library have at most one.
 MODES = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last_token"}
 
 
@@ -28,10 +28,10 @@ def read(path):
 
 
 def by_text_embeddings_inference(folder):
-    """The pooling that text-embeddings-inference chooses; None where it refuses the model.
+    """The pooling that text-embeddings-inference chooses; None if it refuses the model.
 
-    Its config.json must have architectures and a number of positions, the tokenizer one file; the first mode in its own
-    order counts. Up to 1.6 the first two modes had to be there, and later ones may be left out.
+    config.json must have architectures and a number of positions, and the tokenizer must be a single file. The first
+    mode in the server's order is used. Up to 1.6 the first two modes were required, and later ones optional.
     """
     config, pooling = read(folder / "config.json"), read(folder / "1_Pooling" / "config.json")
     assert isinstance(config["architectures"][0], str)
@@ -43,7 +43,7 @@ def by_text_embeddings_inference(folder):
 
 
 def by_vllm(folder):
-    """The pooling that vLLM takes from the files, None for its default; and whether vectors get unit length."""
+    """The pooling that vLLM chooses, None for its default; and whether vectors are normalised."""
     modules = read(folder / "modules.json")
     kinds = {entry["type"]: entry["path"] for entry in modules}
     place = kinds.get("sentence_transformers.models.Pooling")
@@ -60,7 +60,7 @@ def by_vllm(folder):
 
 
 def by_llama_cpp(folder):
-    """The pooling that llama.cpp's converter writes; None where it refuses the model, "" where it finds no pooling."""
+    """The pooling that llama.cpp's converter writes; None if it refuses the model, "" if it finds no pooling."""
     kinds = {entry["type"]: entry["path"] for entry in read(folder / "modules.json")}
     place = kinds.get("sentence_transformers.models.Pooling")
     if place is None:
@@ -70,7 +70,7 @@ def by_llama_cpp(folder):
 
 
 def written(folder, pooling, **options):
-    """The directory of a tiny model with a pooling."""
+    """The directory of a tiny model with this pooling."""
     text = TextSettings(16, 32, prompts={"query": "how: "}, pool_prompt=True)
     Embedder(tiny_bert(), wordpiece_tokenizer(), pooling, **{"text": text, **options}).save_pretrained(folder)
     return folder
@@ -97,7 +97,7 @@ def test_servers_choose_the_pooling_of_a_plain_model_or_say_that_they_have_none(
 def test_servers_find_length_prompts_and_head(tmp_path):
     folder = written(tmp_path / "model", MeanPooling(32), head=nn.Linear(32, 8))
     lengths = read(folder / "sentence_bert_config.json")
-    # vLLM reads the file only where both of these are in it; neither server knows the length of queries.
+    # vLLM reads the file only if it has both of these; neither server uses the length of queries.
     assert lengths["max_seq_length"] == 32
     assert lengths["do_lower_case"] is False
     assert lengths["query_length"] == 16
@@ -129,19 +129,19 @@ def test_what_servers_do_not_read_of_a_prompt_is_in_one_file(tmp_path):
 
 
 def weights_by_text_embeddings_inference(folder):
-    """One file where there is one, else the files of the index, whatever their names."""
+    """The single file if it exists, else the files of the index, whatever their names."""
     single = [name for name in ("model.safetensors", "pytorch_model.bin") if (folder / name).exists()]
     return set(single[:1] or read(folder / "model.safetensors.index.json")["weight_map"].values())
 
 
 def weights_by_vllm(folder):
-    """All safetensors files of the folder itself; where there is an index, those that it names."""
+    """All safetensors files of the folder itself; with an index, only those that it names."""
     files, index = {path.name for path in folder.glob("*.safetensors")}, folder / "model.safetensors.index.json"
     return files & set(read(index)["weight_map"].values()) if index.exists() else files
 
 
 def weights_by_llama_cpp(folder):
-    """All that are called like a model."""
+    """All files that match `model*.safetensors`."""
     return {path.name for path in folder.glob("model*.safetensors")}
 
 

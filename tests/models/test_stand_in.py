@@ -56,7 +56,7 @@ def test_a_directory_is_asked_before_what_is_known(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_backbone("checkpoints/mntp", tiny_bert(), wordpiece_tokenizer())
     assert architecture("checkpoints/mntp").model_type == "bert"
-    with pytest.raises(InputError, match=r"nobody/nothing: is not here, .* --model-config"):
+    with pytest.raises(InputError, match=r"nobody/nothing: is not on this machine, .* --model-config"):
         architecture("nobody/nothing")
     config = Qwen3Config(num_hidden_layers=3, layer_types=["full_attention"] * 3)
     assert isinstance(tiny_architecture(config), Qwen3Config)

@@ -1,4 +1,4 @@
-"""Texts without padding: the states, vectors and gradients of padded texts, for every kind of backbone."""
+"""Texts without padding: states, vectors and gradients equal those of padded texts, for every type of backbone."""
 
 from functools import partial
 
@@ -53,16 +53,16 @@ BACKBONES = {
     "gemma3, both ways": lambda: both_ways("gemma3_text", **GEMMA3),
     "gemma3, made both ways": lambda: build("gemma3_text", **GEMMA3, use_bidirectional_attention=True),
 }
-# Of each pooling what makes it small.
+# Options that make a pooling small.
 SIZES = {"latent_attention": {"num_latents": 6, "num_heads": 4}, "self_attention": {"num_heads": 4}}
 POOLINGS = {name: partial(kind, **SIZES.get(name, {})) for name, kind in poolings.POOLINGS.items()}
 
 
 def texts(lengths=LENGTHS, seed=0, skip=2):
-    """Random tokens; the first two of each text are not pooled, so that one text has none that is."""
+    """Random tokens; the first two of each text are not pooled, so that one text has no pooled token."""
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(5, 60, (length,), generator=generator).tolist() for length in lengths]
-    return TokenBatch.from_lists(ids, [[place >= skip for place in range(length)] for length in lengths])
+    return TokenBatch.from_lists(ids, [[position >= skip for position in range(length)] for length in lengths])
 
 
 def embedder_of(backbone, pooling=MeanPooling):
@@ -80,7 +80,7 @@ def both_vectors(embedder, tokens):
 
 @pytest.fixture
 def loops(monkeypatch):
-    """The tokens that went through the attention of texts in a row, a call an entry."""
+    """The number of tokens in each call of the loop attention."""
     calls, loop = [], unpadded._by_loop
 
     def counted(query, *arguments):
@@ -112,7 +112,9 @@ def test_every_pooling_makes_the_vectors_of_padded_texts(pooling, kind):
 def test_a_model_that_cannot_is_refused_in_one_line_and_otherwise_padded(monkeypatch):
     for backbone, reason in ((tiny_t5(), "T5EncoderModel"), (build("gemma2", head_dim=8), "attention with softcap")):
         embedder = embedder_of(backbone)
-        with pytest.raises(OptionError, match=rf"backbone.unpadded cannot be: .*{reason}.*leave it out") as refused:
+        with pytest.raises(
+            OptionError, match=rf"backbone.unpadded is not supported: .*{reason}.*leave it out"
+        ) as refused:
             embedder.unpad(True)
         assert "\n" not in str(refused.value)
         with monkeypatch.context() as patched:
@@ -122,13 +124,13 @@ def test_a_model_that_cannot_is_refused_in_one_line_and_otherwise_padded(monkeyp
         assert embedder(texts()).isfinite().all()
 
 
-def test_attention_across_texts_or_with_masks_of_its_own_is_refused(monkeypatch):
+def test_attention_across_texts_and_flex_attention_are_refused(monkeypatch):
     loop, embedder = unpadded._by_loop, embedder_of(tiny_bert())
     monkeypatch.setattr(unpadded, "_by_loop", lambda *given: loop(*given[:3], given[3][[0, -1]], *given[4:]))
-    with pytest.raises(OptionError, match="BertModel reads texts without padding otherwise, by"):
+    with pytest.raises(OptionError, match="BertModel has other states for unpadded texts, by"):
         embedder.unpad(True)
     embedder.backbone.config._attn_implementation_internal = "flex_attention"
-    with pytest.raises(OptionError, match="flex_attention reads padded texts alone"):
+    with pytest.raises(OptionError, match="flex_attention supports only padded texts"):
         embedder.unpad(True)
 
 
@@ -157,7 +159,7 @@ def test_nothing_is_prepared_unless_it_is_asked_for_and_an_empty_text_is_padded(
 
 
 def kernel(query, key, value, start, other, longest, longest_key, *, scale, window_size, enable_gqa=False):
-    """torch's `varlen_attn` as it is documented, token by token."""
+    """torch's `varlen_attn` as documented, by a loop over tokens."""
     assert (longest, len(query), enable_gqa) == (longest_key, int(start[-1]), query.shape[1] > key.shape[1])
     assert start is other
     assert start.dtype == torch.int32
@@ -166,22 +168,22 @@ def kernel(query, key, value, start, other, longest, longest_key, *, scale, wind
     left, right = (len(query) if size < 0 else size for size in window_size)
     rows = []
     for begin, end in zip(start[:-1].tolist(), start[1:].tolist(), strict=True):
-        for place in range(begin, end):
-            seen = slice(max(begin, place - left), min(end, place + right + 1))
-            score = torch.einsum("ae,tae->at", query[place], key[seen]) * scale
+        for index in range(begin, end):
+            seen = slice(max(begin, index - left), min(end, index + right + 1))
+            score = torch.einsum("ae,tae->at", query[index], key[seen]) * scale
             rows.append(torch.einsum("at,tae->ae", score.softmax(-1), value[seen]))
     return torch.stack(rows)
 
 
 def older_kernel(query, key, value, start, other, longest, longest_key, *, scale, window_size):
-    """The same of a release of torch in which heads do not share keys."""
+    """The kernel in releases of torch without shared keys."""
     return kernel(query, key, value, start, other, longest, longest_key, scale=scale, window_size=window_size)
 
 
 @pytest.mark.parametrize(("name", "attend"), [*((name, kernel) for name in BACKBONES), ("mistral", older_kernel)])
 def test_the_kernel_is_told_the_window_the_scale_and_the_shared_keys(name, attend, monkeypatch):
-    """Against a stand-in of the kernel, which only a GPU has."""
-    monkeypatch.setattr(unpadded, "_kernel_takes", lambda *_: True)
+    """With a replacement of the kernel, which needs a GPU."""
+    monkeypatch.setattr(unpadded, "_kernel_supports", lambda *_: True)
     monkeypatch.setattr(varlen, "varlen_attn", attend)
     expected, found = both_vectors(embedder_of(BACKBONES[name]()), texts())
     assert float((found - expected).abs().max()) <= 1e-6
@@ -206,13 +208,13 @@ def test_a_gpu_reads_without_padding_where_its_kernel_can(monkeypatch, dtype, dr
         embedder.unpad()
         assert embedder.unpadding is not None
         assert embedder.unpadding._is_quick(embedder.backbone) is expected
-        assert not embedder.unpadding.takes(embedder.backbone, texts())
+        assert not embedder.unpadding.applies_to(embedder.backbone, texts())
         assert embedder.eval().unpadding._is_quick(embedder.backbone) is (expected or dropout > 0)
     finally:
         unpadded._has_kernel.cache_clear()
 
 
-# The compiler looks at things of which torch warns.
+# The compiler causes warnings of torch.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "gemma3"])
@@ -257,7 +259,7 @@ def test_a_gpu_in_half_precision_pads_to_a_multiple_of_8_as_far_as_there_are_pos
 
 @torch.no_grad()
 def test_longer_padding_changes_no_vector_and_passes_no_position(monkeypatch):
-    """Of a BERT with positions for the longest text alone, and of both stages of a contextual model."""
+    """A BERT with positions only up to the longest text, and both stages of a contextual model."""
     tokens, contextual = texts(), tiny_contextual("bert")
     short = embedder_of(tiny_bert(num_positions=12))
 
@@ -272,7 +274,7 @@ def test_longer_padding_changes_no_vector_and_passes_no_position(monkeypatch):
 
 def test_a_window_behind_a_context_is_refused_and_otherwise_padded():
     embedder = tiny_contextual("modernbert")
-    with pytest.raises(OptionError, match=r"backbone\.unpadded cannot be: layers with a window see the whole context"):
+    with pytest.raises(OptionError, match=r"backbone\.unpadded is not supported: layers with a window"):
         embedder.unpad(True)
     embedder.unpad("auto", first_stage=True)
     assert embedder.unpadding is None

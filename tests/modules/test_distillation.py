@@ -428,7 +428,7 @@ def test_a_contextual_student_follows_a_teacher(tmp_path: Path) -> None:
 def test_a_teacher_that_cannot_be_followed_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = taught_config(tmp_path, "bert")
     (tmp_path / "teacher").rename(tmp_path / "gone")
-    says = f"{tmp_path / 'teacher'}: is no directory"
+    says = f"{tmp_path / 'teacher'}: is not a directory"
     assert_refused(capsys, tmp_path, says, main, ["fit", "--config", write_config(tmp_path, config)])
 
 

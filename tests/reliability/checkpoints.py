@@ -74,7 +74,7 @@ CASES = {
         ),
         "a config of another width": (
             model(edited("config.json", hidden_size=64)),
-            "model: embeddings.LayerNorm.bias has shape (32,), by config.json it has (64,)",
+            "model: embeddings.LayerNorm.bias has shape (32,), config.json expects (64,)",
         ),
         "a config of another architecture": (model(edited("config.json", model_type="mistral")), "model: "),
         "a config of a width that heads do not divide": (

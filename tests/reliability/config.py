@@ -75,7 +75,7 @@ CASES = {
             at("model.init_args", lora={"rank": 2, "alpha": 8, "target_modules": ["nope"]}),
             "nope",
         ),
-        "a model where a file lies": (callback(EXPORT, output="pairs.jsonl"), "which is no folder"),
+        "a model where a file lies": (callback(EXPORT, output="pairs.jsonl"), "which is not a folder"),
         "a model of longer texts than it has positions": (
             callback(EXPORT, output="model", document_max_length=129),
             "ExportModel.document_max_length must be <= 128, the positions that the backbone has, got 129",

@@ -97,7 +97,7 @@ CASES = {
             "matplotlib is not installed; run: pip install -e '.[quickstart]'",
         )
     },
-    CONVERT: {"a file where a model is to lie": (in_the_way, "output leads to out, which is no folder")},
+    CONVERT: {"a file where a model is to lie": (in_the_way, "output leads to out, which is not a folder")},
     FIT: {
         "a file where runs are to lie": (both(run(), put("run", "mine")), "run"),
         "a GPU to train on where there is none": (at("trainer", accelerator="gpu"), "trainer.accelerator: gpu"),
@@ -138,7 +138,7 @@ CASES = {
     SEARCH.replace("MODEL", "organisation/nothing"): {
         "a model that was never fetched": (
             corpus,
-            "organisation/nothing: neither a directory nor a model that the Hub gives",
+            "organisation/nothing: is neither a directory nor an available Hub model",
         )
     },
 }

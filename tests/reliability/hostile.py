@@ -143,7 +143,7 @@ CASES = {
         "a config nested deep": (model(content("config.json", deep())), "model/config.json: "),
         "a module outside of the folder": (
             model(content("modules.json", '[{"type": "x.Pooling", "path": "../elsewhere"}]')),
-            "leads outside",
+            "is outside the model's folder",
         ),
         "a module that is a function": (
             model(content("modules.json", '[{"type": "os.system", "path": ""}]')),
@@ -160,11 +160,11 @@ CASES = {
                     content("2_Dense/config.json", '{"activation_function": "os.system", "in_features": 1}'),
                 )
             ),
-            "model/2_Dense/config.json: is more than a linear head",
+            "model/2_Dense/config.json: is not a purely linear head",
         ),
         "a pooling that is a function": (
             model(edited("1_Pooling/config.json", name="os.system"), "latent"),
-            "names no pooling",
+            "is not a valid pooling",
         ),
         "a config of an unknown kind with its code": (
             model(both(remote, edited("config.json", model_type="canary"))),
@@ -172,11 +172,11 @@ CASES = {
         ),
         "an attention from a repository": (
             model(edited("config.json", attn_implementation="evil/kernel", _attn_implementation="evil/kernel")),
-            "model/config.json: attn_implementation asks for the code of 'evil/kernel'",
+            "model/config.json: attn_implementation needs the code of 'evil/kernel'",
         ),
         "adapters of a model elsewhere": (
             model(content("adapter_config.json", '{"peft_type": "LORA", "base_model_name_or_path": "../elsewhere"}')),
-            "model: holds adapters of another model",
+            "model: contains adapters of another model",
         ),
         # What lies in a model's directory and is of no use to it.
         "more pickles beside the weights": (

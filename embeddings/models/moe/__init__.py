@@ -1,1 +1,1 @@
-"""Mixtures of experts: layers, the rotary encoder that has them, upcycling, and what a run reads of the routing."""
+"""Mixtures of experts: layers, a rotary encoder, upcycling and routing metrics."""

@@ -1,6 +1,6 @@
-"""The router and the experts of a sparse layer: MLPs of which each token passes K, dropless.
+"""The router and the experts of a sparse layer: each token passes K of X MLPs, dropless.
 
-This file travels inside model directories: it imports nothing but torch.
+This file travels inside model directories: it imports only torch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,35 +14,35 @@ from torch.nn import functional as F
 
 
 class RoutingSums(NamedTuple):
-    """What a layer's routing adds up to over its T tokens; sums of two sets of tokens are those of both together."""
+    """Sums over the T tokens of a layer; the sums of disjoint sets of tokens can be added."""
 
-    count_X: Tensor  # tokens that each expert was given, (X,) int64, T K in all
+    count_X: Tensor  # number of tokens of each expert, (X,) int64, T K in total
     probability_X: Tensor  # sum of the softmax over all experts, (X,) float32, with gradient
     squared_logsumexp: Tensor  # sum of logsumexp(logits)^2, () float32, with gradient
 
 
 class Routing(NamedTuple):
-    """Where each token goes."""
+    """The experts of each token."""
 
-    expert_TK: Tensor  # the experts of each token, the most probable first, (T, K) int64
-    weight_TK: Tensor  # the weight of each of them in the token's output, (T, K) float32
+    expert_TK: Tensor  # the indices of each token's experts, the most probable first, (T, K) int64
+    weight_TK: Tensor  # the weights of these experts in the token's output, (T, K) float32
     sums: RoutingSums
 
 
 class Router(nn.Module):
-    """Top-k routing by a linear layer without bias:  p = softmax(W x),  the K largest of p choose and weigh experts.
+    """Top-k routing by a linear layer without bias: p = softmax(W x); the K largest p select and weight the experts.
 
     Args:
         renormalize: Whether the K weights are divided by their sum. With K = 1 the weight is then always 1, and the
-            router learns from the balancing loss alone.
-        noise: Half the width of the uniform factor around 1 that a state is multiplied by before it is scored, in
-            training only; 0 for none. Switch Transformer uses 0.01; the released model none.
+            router learns only from the load-balancing loss.
+        noise: Half the width of the uniform factor around 1 that the router's input is multiplied by in training; 0
+            for none. Switch Transformer uses 0.01; the released model none.
 
-    Precision: logits, softmax and sums in float32 (float64 where the states are), under autocast too.
+    Precision: logits, softmax and sums in float32 (float64 for float64 states), under autocast too.
     Raises:
-        ValueError: If a number is impossible; the message names it and shows the value.
+        ValueError: If a number is out of range; the message has its name and value.
     Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §3.2, and the released code (no renormalisation, no noise).
-        Differs: logits are in float32 too; there the softmax alone is.
+        Differs: logits are also in float32; in the released code only the softmax is.
     """
 
     def __init__(
@@ -53,12 +53,9 @@ class Router(nn.Module):
         self.top_k = top_k
         self.renormalize = renormalize
         self.noise = noise
-        # A bare matrix and no linear layer: low-rank adapters and autocast stay away from it.
+        # A parameter instead of nn.Linear, so that LoRA and autocast do not apply to it.
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        self.reset_parameters()
-
-    def reset_parameters(self, std: float = 0.02) -> None:
-        nn.init.normal_(self.weight, std=std)
+        nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, token_TH: Tensor) -> Routing:
         """The routing of T tokens without padding, (T, H) float."""
@@ -72,7 +69,7 @@ class Router(nn.Module):
             if self.renormalize:
                 weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
             chosen_P = expert_TK.flatten()
-            # Counting by bincount would wait for a GPU.
+            # bincount would synchronise with the GPU.
             count_X = torch.zeros(logit_TX.shape[1], dtype=torch.int64, device=chosen_P.device)
             count_X = count_X.scatter_add(0, chosen_P, torch.ones_like(chosen_P))
             sums = RoutingSums(count_X, probability_TX.sum(dim=0), logit_TX.logsumexp(dim=-1).square().sum())
@@ -80,39 +77,39 @@ class Router(nn.Module):
 
 
 def check_routing(num_experts: int, top_k: int, noise: float = 0.0) -> None:
-    """Refuse impossible numbers by a `ValueError` that names the number and shows it."""
+    """Raise a `ValueError` with the name and value of a number that is out of range."""
     if num_experts < 1:
         raise ValueError(f"num_experts must be >= 1, got {num_experts}")
     if not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k must be from 1 to the {num_experts} experts there are, got {top_k}")
+        raise ValueError(f"top_k must be from 1 to the number of experts, {num_experts}, got {top_k}")
     if not 0 <= noise < 1:
         raise ValueError(f"noise must be >= 0 and < 1, got {noise}")
 
 
-# From this many rows an expert on, on average, a CPU is no slower expert by expert than by grouped products.
+# With at least this many rows per expert on average, a loop over experts is as fast on a CPU as grouped products.
 ROWS_BY_EXPERT = 512
 
 Activation = Callable[[Tensor], Tensor]
-# A product of each expert's own rows with its matrix: (P, I), (X, I, O) and the (X,) int32 ends of the experts' rows.
+# The product of each expert's rows with its matrix: (P, I), (X, I, O) and the (X,) int32 ends of the experts' rows.
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
-# All experts' MLPs over sorted rows: (P, H), the (X,) int64 numbers of each expert's rows, and the weights.
+# All experts' MLPs over rows sorted by expert: (P, H), the (X,) int64 number of rows of each expert, and the weights.
 SortedMlps = Callable[[Tensor, Tensor, "ExpertWeights"], Tensor]
 
 
 class ExpertWeights(NamedTuple):
-    """What a back end computes with, in the dtype it computes in."""
+    """The weights of all experts in the dtype of the computation."""
 
-    w1_XFH: Tensor  # (X, F, H), or (X, 2F, H) where it is gated
+    w1_XFH: Tensor  # (X, F, H), or (X, 2F, H) for gated MLPs
     w2_XFH: Tensor  # (X, F, H)
-    bias_XF: Tensor | None  # after the first matrix, as many numbers as that has rows
-    activation: Activation  # the gate included
+    bias_XF: Tensor | None  # bias after the first matrix, one value per row of it
+    activation: Activation  # includes the gate
 
 
 Backend = Callable[[Tensor, Routing, ExpertWeights], Tensor]
 
 
 class Gate(nn.Module):
-    """act(g) * u of numbers g and u that lie end to end, (…, 2F) to (…, F)."""
+    """act(g) * u for concatenated g and u, (…, 2F) to (…, F)."""
 
     def __init__(self, activation: Activation) -> None:
         super().__init__()
@@ -124,25 +121,25 @@ class Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """X MLPs of one shape; a token's output is the weighted sum of its K experts' and one bias that all share.
+    """X MLPs of one shape; a token's output is the weighted sum of the outputs of its K experts plus a shared bias.
 
         y = b2 + sum over a token's experts e of  weight_e * act(x W1_e^T + b1_e) W2_e
 
-    A gated MLP (SwiGLU, GeGLU) has its gate's matrix G and the other one U laid end to end as W1, and
-    act(x G^T) * x U^T in the place of act(x W1^T).
+    For gated MLPs (SwiGLU, GeGLU), W1 is the concatenation of the gate's matrix G and the other matrix U, and
+    act(x G^T) * x U^T replaces act(x W1^T).
 
-    Dropless: however uneven the load, every token passes all of its experts.
+    Dropless: every token passes all of its K experts, however uneven the load.
 
     Args:
         intermediate_size: Inner width of each expert, F.
         inner_bias: Whether each expert has a bias b1; the released model has none.
-        activation: What follows the first matrix, GELU as released.
-        backend: How the sum is computed: `grouped_experts` or `loop_experts`, which give the same values.
+        activation: Activation after the first matrix, GELU as released.
+        backend: How the sum is computed: `grouped_experts` or `loop_experts`, with equal results.
         gated: Whether each expert is a gated MLP.
 
-    Weight layout: `w1` and `w2` are (X, F, H), a gated `w1` (X, 2F, H), the gate first. The released checkpoint's,
-        (X F, H) expert after expert, are these with the first two dimensions laid end to end; its `bias` is `bias2`.
-    Precision: products in the states' dtype or autocast's, the weighted sum in float32 (float64 where the states are).
+    Weight layout: `w1` and `w2` are (X, F, H), a gated `w1` (X, 2F, H), the gate first. The released checkpoint's
+        weights, (X F, H), are these with the first two dimensions flattened; its `bias` is `bias2`.
+    Precision: products in the states' dtype or autocast's, the weighted sum in float32 (float64 for float64 states).
     Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §3.2 and §4.3, and the released code. Differs: `inner_bias`.
     """
 
@@ -162,21 +159,15 @@ class Experts(nn.Module):
         num_rows = intermediate_size * (2 if gated else 1)
         self.w1 = nn.Parameter(torch.empty(num_experts, num_rows, hidden_size))
         self.w2 = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size))
-        self.bias1 = nn.Parameter(torch.empty(num_experts, num_rows)) if inner_bias else None
-        self.bias2 = nn.Parameter(torch.empty(hidden_size))
-        self.reset_parameters()
-
-    def reset_parameters(self, std: float = 0.02) -> None:
+        self.bias1 = nn.Parameter(torch.zeros(num_experts, num_rows)) if inner_bias else None
+        self.bias2 = nn.Parameter(torch.zeros(hidden_size))
         for matrix in (self.w1, self.w2):
-            nn.init.normal_(matrix, std=std)
-        for bias in (self.bias1, self.bias2):
-            if bias is not None:
-                nn.init.zeros_(bias)
+            nn.init.normal_(matrix, std=0.02)
 
     def forward(self, token_TH: Tensor, routing: Routing) -> Tensor:
-        """The output of T tokens without padding, (T, H), in the dtype it is computed in."""
+        """The output of T tokens without padding, (T, H), in the tokens' dtype or autocast's."""
         device = token_TH.device.type
-        # No grouped product is on autocast's list, so its casts are made here, alike for every back end.
+        # Autocast does not cover grouped products, so the casts are here, the same for every back end.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else token_TH.dtype
         cast = _cast if _casts is None or self.w1.dtype == dtype else _uncompiled_cast
         bias_XF = None if self.bias1 is None else cast(self.bias1, dtype)
@@ -191,10 +182,10 @@ _casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] | None = None
 
 @contextmanager
 def shared_casts() -> Iterator[None]:
-    """Inside, experts' weights are cast to autocast's dtype once, as autocast does for the products on its list.
+    """Within this context, cast experts' weights to autocast's dtype once, as autocast does for other layers.
 
-    For one training step, in which the weights do not change: all mini-batches and kept graphs share one copy of each
-    weight, through which each graph's backward reaches the weight.
+    Use it for one training step, in which the weights do not change: all mini-batches and kept graphs share one copy
+    of each weight, and each graph's backward passes through it.
     """
     global _casts
     before, _casts = _casts, {}
@@ -209,19 +200,19 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
         return weight.to(dtype)
     owner, version, cast = _casts.get((id(weight), dtype), (None, 0, weight))
     if owner is not weight or version != weight._version:
-        # With a graph even where this pass has none: a later pass needs it.
+        # With a graph even under no_grad: a later pass may need it.
         with torch.enable_grad():
             cast = weight.to(dtype)
         _casts[id(weight), dtype] = (weight, weight._version, cast)
     return cast
 
 
-# A compiled layer would be compiled again for each step's own copies.
+# Otherwise a compiled layer would be recompiled for the copies of each step.
 _uncompiled_cast: Callable[[Tensor, torch.dtype], Tensor] = torch.compiler.disable(_cast)  # type: ignore[no-untyped-call]
 
 
 def loop_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
-    """The sum over each token's experts, (T, H), float32 or better, one expert after another: a reference."""
+    """The weighted sum over each token's experts, (T, H), float32 or float64, by a loop: the reference."""
     sum_TH = token_TH.new_zeros(token_TH.shape, dtype=routing.weight_TK.dtype)
     for expert in range(len(weights.w1_XFH)):
         token_t, choice_t = (routing.expert_TK == expert).nonzero(as_tuple=True)
@@ -234,30 +225,30 @@ def loop_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> 
 
 
 def grouped_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
-    """The same sum over tokens sorted by expert, by two grouped products; neither loops nor waits in Python.
+    """The sum of `loop_experts` over tokens sorted by expert, by two grouped products without a device sync.
 
-    On a CPU large loads in float32 go expert by expert, with the same values (`pass_experts`). The loop takes what
-    `grouped_mm` does not: float64, and widths whose rows are no multiple of 16 bytes. Under torch.compile float32
-    breaks the graph: the product is traced in bfloat16 alone.
+    On a CPU, large loads in float32 use `pass_experts`, with equal results. `loop_experts` handles what `grouped_mm`
+    does not support: float64, and rows whose size is not a multiple of 16 bytes. Under torch.compile float32 breaks
+    the graph: torch traces the product only in bfloat16.
     """
-    if not _takes(weights):
+    if not _is_supported(weights):
         return _uncompiled_loop(token_TH, routing, weights)
     if torch.compiler.is_compiling() and token_TH.dtype != torch.bfloat16:
         return _uncompiled_sorted(token_TH, routing, weights)
     return sorted_experts(token_TH, routing, weights)
 
 
-def _takes(weights: ExpertWeights) -> bool:
-    """Whether torch's grouped product takes such matrices."""
+def _is_supported(weights: ExpertWeights) -> bool:
+    """Whether torch's grouped product supports the dtype and widths of these matrices."""
     _, inner, hidden = weights.w2_XFH.shape
     size = weights.w1_XFH.element_size()
     return weights.w1_XFH.dtype != torch.float64 and inner * size % 16 == 0 and hidden * size % 16 == 0
 
 
 def grouped_mm(row_PI: Tensor, matrix_XIO: Tensor, end_X: Tensor) -> Tensor:
-    """The product of each expert's own rows, up to its end, with its matrix, (P, O)."""
+    """A `GroupedProduct` by torch, (P, O)."""
     if len(row_PI) == 0:
-        # The experts keep a gradient of zero where there is no token.
+        # Without tokens the experts still get a gradient of zero.
         return row_PI @ matrix_XIO.sum(0)
     return F.grouped_mm(row_PI, matrix_XIO, offs=end_X)
 
@@ -265,38 +256,38 @@ def grouped_mm(row_PI: Tensor, matrix_XIO: Tensor, end_X: Tensor) -> Tensor:
 def grouped_mlps(
     row_PH: Tensor, count_X: Tensor, weights: ExpertWeights, product: GroupedProduct = grouped_mm
 ) -> Tensor:
-    """Each expert's MLP over its own rows, (P, H), by two grouped products; `count_X` are the experts' rows."""
+    """Each expert's MLP over its rows, (P, H), by two grouped products; `count_X` are the numbers of rows."""
     end_X = count_X.cumsum(0).to(torch.int32)
     inner_PF = product(row_PH, weights.w1_XFH.transpose(1, 2), end_X)
     if weights.bias_XF is not None:
-        # As a product its gradient is one too: a sum over rows in a fixed order, without atomic additions.
+        # Added by a matrix product, whose gradient is deterministic: it has no atomic additions.
         row_P1 = torch.arange(len(row_PH), device=end_X.device)[:, None]
-        is_own_PX = (row_P1 < end_X) & (row_P1 >= end_X - count_X)
-        inner_PF = torch.addmm(inner_PF, is_own_PX.to(inner_PF.dtype), weights.bias_XF)
+        is_expert_PX = (row_P1 < end_X) & (row_P1 >= end_X - count_X)
+        inner_PF = torch.addmm(inner_PF, is_expert_PX.to(inner_PF.dtype), weights.bias_XF)
     return product(weights.activation(inner_PF), weights.w2_XFH, end_X)
 
 
-def _quickest_mlps(row_PH: Tensor, count_X: Tensor, weights: ExpertWeights) -> Tensor:
+def _fastest_mlps(row_PH: Tensor, count_X: Tensor, weights: ExpertWeights) -> Tensor:
     is_large, activation = len(row_PH) >= ROWS_BY_EXPERT * len(count_X), weights.activation
-    learns = isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None
-    if row_PH.device.type == "cpu" and is_large and row_PH.dtype == torch.float32 and not learns:
+    has_parameters = isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None
+    if row_PH.device.type == "cpu" and is_large and row_PH.dtype == torch.float32 and not has_parameters:
         return pass_experts(row_PH, count_X.tolist(), weights)
     return grouped_mlps(row_PH, count_X, weights)
 
 
 def sorted_experts(
-    token_TH: Tensor, routing: Routing, weights: ExpertWeights, mlps: SortedMlps = _quickest_mlps
+    token_TH: Tensor, routing: Routing, weights: ExpertWeights, mlps: SortedMlps = _fastest_mlps
 ) -> Tensor:
-    """The same sum over tokens sorted by expert, (T, H), float32 or better.
+    """The sum of `loop_experts` over tokens sorted by expert, (T, H), float32 or float64.
 
-    The P = T K pairs of token and expert are sorted by expert; `mlps` runs over each expert's contiguous rows. Sums of
-    a token's K rows, forward and backward, gather them: a GPU adds by index one by one and in any order.
+    The P = T K pairs of token and expert are sorted by expert; `mlps` runs over each expert's contiguous rows. The sums
+    over a token's K rows, forward and backward, gather the rows: index_add on a GPU is slow and not deterministic.
     """
     order_P = routing.expert_TK.flatten().sort(stable=True).indices
     token_P = order_P // routing.expert_TK.shape[1]
-    # Where each token's rows lie, in the order of their experts.
-    place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
-    row_TK = place_P.view(routing.expert_TK.shape).sort(dim=1).values
+    # The indices of each token's rows, in ascending order.
+    index_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
+    row_TK = index_P.view(routing.expert_TK.shape).sort(dim=1).values
     sorted_PH: Tensor = _RowsOfTokens.apply(token_TH, token_P, row_TK)  # type: ignore[no-untyped-call]
     output_PH = mlps(sorted_PH, routing.sums.count_X, weights)
     weight_P1 = routing.weight_TK.flatten().index_select(0, order_P)[:, None]
@@ -305,7 +296,7 @@ def sorted_experts(
 
 
 class _RowsOfTokens(torch.autograd.Function):
-    """Each token's state in all of its K rows, (P, H)."""
+    """Copies each token's state to its K rows, (P, H)."""
 
     @staticmethod
     def forward(ctx: Any, token_TH: Tensor, token_P: Tensor, row_TK: Tensor) -> Tensor:
@@ -334,7 +325,7 @@ class _SumsOfRows(torch.autograd.Function):
 
 
 def _sum_of_rows(row_PH: Tensor, row_TK: Tensor) -> Tensor:
-    """Each token's rows one after another, (T, H), so that no copy of all is made."""
+    """The sum of each token's rows, (T, H), added one after another to save memory."""
     first_T, *others = row_TK.unbind(1)
     sum_TH = row_PH.index_select(0, first_T)
     for row_T in others:
@@ -347,17 +338,17 @@ _uncompiled_loop: Backend = torch.compiler.disable(loop_experts)  # type: ignore
 
 
 def pass_experts(row_PH: Tensor, size_X: Sequence[int], weights: ExpertWeights) -> Tensor:
-    """Each expert's MLP over its own rows, (P, H):  o = act(x W1_e^T + b1_e) W2_e.
+    """Each expert's MLP over its rows, (P, H):  o = act(x W1_e^T + b1_e) W2_e.
 
-    The values of two grouped products, with half the memory for the backward pass: it keeps each expert's input of the
-    activation and computes the activation again, which must have no parameters: they would get no gradient.
+    Equal to two grouped products with half the memory for the backward pass: it stores only the input of the activation
+    and recomputes its output. The activation must have no parameters, because they would get no gradient.
     """
     output_PH: Tensor = _ExpertPasses.apply(row_PH, *weights, size_X)  # type: ignore[no-untyped-call]
     return output_PH
 
 
 class _ExpertPasses(torch.autograd.Function):
-    """The passes of `pass_experts`; a gradient of the gradient is refused."""
+    """The passes of `pass_experts`; not twice differentiable."""
 
     @staticmethod
     def forward(
@@ -408,6 +399,5 @@ class _ExpertPasses(torch.autograd.Function):
 
 
 def _slices(size_X: Sequence[int]) -> list[slice]:
-    """Where each expert's rows lie."""
     ends = torch.tensor(size_X).cumsum(0).tolist()
     return [slice(end - size, end) for size, end in zip(size_X, ends, strict=True)]

@@ -1,11 +1,11 @@
-"""A rotary encoder some of whose MLPs are mixtures of experts, as a Hugging Face model.
+"""A rotary encoder with mixtures of experts in some layers, as a Hugging Face model.
 
-The dense rotary encoder is transformers' `JinaEmbeddingsV3Model`: XLM-R with rotary positions. Its NomicBert is that
-model with gated MLPs and without biases in the layers. So the dense models need none of our code. This file replaces
-chosen layers by ones with experts; everything else is the library's.
+The dense rotary encoder is transformers' `JinaEmbeddingsV3Model`: XLM-R with rotary positions. transformers' NomicBert
+is that model with gated MLPs and without biases in the layers. This file replaces chosen layers by layers with experts;
+everything else is from transformers.
 
-This file travels inside model directories: it imports nothing but torch, transformers and its siblings. transformers
-copies it there, since the classes name the automatic class that loads them.
+This file travels inside model directories: it imports only torch, transformers and its siblings. transformers copies it
+there because of the classes' `_auto_class`.
 """
 
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from .experts import Experts, Router, RoutingSums
 
 
 class MoeMlp(nn.Module):
-    """Routes each token to its experts and adds their outputs up; padding is neither routed nor counted."""
+    """Routes each token to its experts and adds their outputs; padding is neither routed nor counted."""
 
     def __init__(self, router: Router, experts: Experts) -> None:
         super().__init__()
@@ -38,9 +38,9 @@ class MoeMlp(nn.Module):
         self.experts = experts
 
     def forward(self, state_NLH: Tensor, row_T: Tensor | None = None) -> tuple[Tensor, RoutingSums]:
-        """The output, (N, L, H), zero at padding, and what the routing adds up to over the T tokens.
+        """The output, (N, L, H), zero at padding, and the routing's sums over the T tokens.
 
-        `row_T`, (T,) int64, are the rows of the flattened states that are tokens; None where all are.
+        `row_T`, (T,) int64, are the indices of tokens in the flattened states; None without padding.
         """
         state_RH = state_NLH.flatten(0, 1)
         token_TH = state_RH if row_T is None else state_RH.index_select(0, row_T)
@@ -52,23 +52,23 @@ class MoeMlp(nn.Module):
 
 
 class RotaryMoeConfig(JinaEmbeddingsV3Config):  # type: ignore[no-untyped-call]
-    """The dense encoder's config and, beside it, which layers have experts, and what kind."""
+    """The dense encoder's config with additional fields for the experts."""
 
     model_type = "rotary_moe"
     _auto_class = "AutoConfig"
 
     moe_layers: list[int] = field(default_factory=list)  # indices of the layers with experts, from 0, in order
-    num_experts: int = 8  # experts a layer, X
+    num_experts: int = 8  # experts per layer, X
     experts_per_token: int = 2  # K
     renormalize_experts: bool = False  # whether the K weights of a token are divided by their sum
     expert_bias: bool = False  # whether each expert has a bias after its first matrix
     router_noise: float = 0.0  # as `noise` of `Router`
-    gated_mlp: bool = False  # whether layers are NomicBert's: gated MLPs, experts or not, and no biases
+    gated_mlp: bool = False  # whether layers are as in NomicBert: gated MLPs (also of experts) and no biases
 
 
 @dataclass
 class RotaryMoeOutput(BaseModelOutput):
-    """The last states and the `RoutingSums` of all Y sparse layers over the tokens, padding left out."""
+    """The last states and the `RoutingSums` of all Y sparse layers over all tokens except padding."""
 
     expert_counts: Tensor | None = None  # (Y, X) int64
     expert_probabilities: Tensor | None = None  # (Y, X) float32, with gradient
@@ -76,7 +76,7 @@ class RotaryMoeOutput(BaseModelOutput):
 
 
 class RotaryMoeLayer(JinaEmbeddingsV3Layer):  # type: ignore[no-untyped-call]
-    """The library's layer with a sparse MLP; it also returns what its routing adds up to."""
+    """transformers' layer with a sparse MLP; it also returns the routing's sums."""
 
     def __init__(self, config: RotaryMoeConfig) -> None:
         super().__init__(config)
@@ -96,7 +96,7 @@ class RotaryMoeLayer(JinaEmbeddingsV3Layer):  # type: ignore[no-untyped-call]
         row_T: Tensor | None = None,
         **attention_options: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The next states, (N, L, H), and the routing's three sums: a layer that is recomputed counts nothing twice."""
+        """The next states, (N, L, H), and the routing's three sums, as outputs so that recomputation counts once."""
         attended, _ = self.self_attn(
             hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **attention_options
         )
@@ -106,13 +106,13 @@ class RotaryMoeLayer(JinaEmbeddingsV3Layer):  # type: ignore[no-untyped-call]
 
 
 class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[no-untyped-call]
-    """The encoder. Its layers without experts, embeddings, rotation and masks are the library's.
+    """The encoder. Its layers without experts, embeddings, rotation and masks are those of transformers.
 
-    Padding is told from tokens by a two-dimensional attention mask. A mask of every pair of tokens, as packed rows
-    have, says nothing of padding: every position is then routed and counted.
+    Padding is excluded by a two-dimensional attention mask. With a mask of token pairs, as for packed rows, every
+    position is routed and counted.
 
     Raises:
-        ValueError: If the config's experts or layers cannot be.
+        ValueError: If the config's experts or layers are invalid.
     Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §4.1 and §4.3.
     """
 
@@ -158,7 +158,7 @@ class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[no-untype
         return_dict: bool | None = None,
         **attention_options: Any,
     ) -> RotaryMoeOutput | tuple[Any, ...]:
-        """The states of the last layer, and the routing's sums; arguments as transformers' encoders take them."""
+        """The states of the last layer, and the routing's sums; arguments as in transformers' encoders."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         states_NLH = self.embeddings(
@@ -173,11 +173,11 @@ class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[no-untype
         sums = []
         for layer in self.layers:
             if isinstance(layer, RotaryMoeLayer):
-                states_NLH, *found = layer(states_NLH, row_T=row_T, **common)
-                sums.append(found)
+                states_NLH, *layer_sums = layer(states_NLH, row_T=row_T, **common)
+                sums.append(layer_sums)
             else:
                 states_NLH = layer(states_NLH, **common)
-        counts, probabilities, squares = (torch.stack(of_layers) for of_layers in zip(*sums, strict=True))
+        counts, probabilities, squares = (torch.stack(by_layer) for by_layer in zip(*sums, strict=True))
         output = RotaryMoeOutput(
             last_hidden_state=states_NLH,
             expert_counts=counts,
@@ -188,7 +188,7 @@ class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[no-untype
 
 
 def _token_rows(attention_mask: Tensor | None) -> Tensor | None:
-    """Rows of the flattened states that are tokens, or None where all are or the mask does not say."""
+    """Indices of tokens in the flattened states; None without padding or with a mask of token pairs."""
     if attention_mask is None or attention_mask.dim() != 2:
         return None
     row_T = attention_mask.flatten().nonzero().squeeze(1)

@@ -1,4 +1,4 @@
-"""The experts of a model: made from a dense encoder's MLPs, and what their routing adds up to during a run."""
+"""Upcycling a dense encoder's MLPs into experts, their back ends, and metrics of their routing."""
 
 import importlib
 import math
@@ -34,18 +34,18 @@ from embeddings.models.moe.rotary_moe import RotaryMoeConfig, RotaryMoeModel, Ro
 
 @dataclass(frozen=True)
 class Upcycling:
-    """Which MLPs become experts, how many, and what is kept of the dense ones.
+    """The MLPs that become experts, their number, and how the dense weights are used.
 
     Args:
-        mode: `preserving` keeps the dense biases (the first with each expert, the second shared) and divides a token's
-            weights by their sum, so the model's output is the dense one's at the start. `release` is the released
-            model's way: biases dropped, weights as they come, one shared output bias that starts at zero. NomicBert's
-            gated MLPs have no biases; the shared output bias starts at zero in both.
-        num_experts: Experts of each sparse layer, X. The paper: 8.
-        top_k: Experts a token, K. The paper: 2, and 1 in its monolingual study.
+        mode: `preserving` keeps the dense biases (the first in each expert, the second shared) and divides a token's
+            weights by their sum, so that the initial output equals the dense model's. `release` follows the released
+            model: no dense biases, weights not renormalised, one shared output bias initialised with zeros. NomicBert's
+            gated MLPs have no biases; their shared output bias is initialised with zeros in both modes.
+        num_experts: Experts in each sparse layer, X. The paper: 8.
+        top_k: Experts per token, K. The paper: 2, and 1 in its monolingual study.
         first: Index of the first sparse layer, from 0. The paper: the second layer, 1.
-        every: Sparse layers come every so many. The paper: 2, every other.
-        noise: Half the width of the factor that states are multiplied by for the router, in training; 0 for none.
+        every: Distance between sparse layers. The paper: 2, every other layer.
+        noise: Half the width of the uniform factor on the router's input in training; 0 for none.
 
     Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §4.3; Komatsuzaki 2023, arXiv:2212.05055, for the method.
     """
@@ -60,10 +60,10 @@ class Upcycling:
     def __post_init__(self) -> None:
         if self.mode not in ("preserving", "release"):
             raise OptionError("upcycling.mode", self.mode, "must be preserving or release", "leave it out")
-        for name, least, usual in (("first", 0, 1), ("every", 1, 2)):
-            if getattr(self, name) < least:
+        for name, minimum, usual in (("first", 0, 1), ("every", 1, 2)):
+            if getattr(self, name) < minimum:
                 fix = f"the paper's model has {usual}"
-                raise OptionError(f"upcycling.{name}", getattr(self, name), f"must be >= {least}", fix)
+                raise OptionError(f"upcycling.{name}", getattr(self, name), f"must be >= {minimum}", fix)
         try:
             check_routing(self.num_experts, self.top_k, self.noise)
         except ValueError as error:
@@ -73,32 +73,32 @@ class Upcycling:
             raise OptionError(f"upcycling.{name}", getattr(self, name), rule, fix) from error
 
     def layers(self, num_layers: int) -> list[int]:
-        """The sparse layers of a model, in order; an `OptionError` if there is none."""
+        """The indices of a model's sparse layers, in order; an `OptionError` if there are none."""
         chosen = list(range(self.first, num_layers, self.every))
         if not chosen:
-            rule = f"leaves no layer to make sparse: the model has {num_layers}, counted from 0"
+            rule = f"must be < {num_layers}, the model's number of layers"
             raise OptionError("upcycling.first", self.first, rule, "lower it")
         return chosen
 
 
 def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
-    """A dense rotary encoder with experts in place of chosen MLPs, of the same dtype, attention and mode.
+    """Replace chosen MLPs of a dense rotary encoder by experts; dtype, attention and training mode stay the same.
 
-    Each expert is a copy of the layer's MLP, gated (NomicBert, §7.1) or not, so they differ only once the router has
-    told them apart in training. The router is drawn from N(0, 0.02) by torch's random state.
+    Each expert is a copy of the layer's MLP, gated (NomicBert, §7.1) or not; experts become different in training
+    because the router sends them different tokens. The router is drawn from N(0, 0.02) by torch's random state.
 
     Args:
         dense: A rotary encoder without head (see `embeddings.models.rotary`), or a NomicBert. It shares weights with
             the result and should not be used afterwards.
 
     Raises:
-        OptionError: If the model is another architecture or sparse already, or no layer is chosen.
+        OptionError: If the model has another architecture or experts already, or no layer is chosen.
     """
     gated = type(dense.config) is NomicBertConfig
     if not (gated or type(dense.config) is JinaEmbeddingsV3Config) or not hasattr(dense, "layers"):
         is_sparse = isinstance(dense, RotaryMoeModel)
         rule = "needs a dense backbone, and this one has experts" if is_sparse else "needs rotary positions"
-        fix = "take NomicBert, or what `convert` makes of XLM-R or BERT"
+        fix = "take NomicBert, or convert XLM-R or BERT with `convert`"
         raise OptionError("upcycling", f"a {dense.config.model_type} backbone", rule, fix)
     layers, preserving = settings.layers(dense.config.num_hidden_layers), settings.mode == "preserving"
     fields = dense.config.to_dict()
@@ -124,10 +124,10 @@ def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
         mlp = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
         state |= {f"layers.{layer}.mlp.{name}": value for name, value in _experts_of(mlp, settings).items()}
     sparse.load_state_dict(state, assign=True)
-    # No state dict holds the buffers; the new model's are on the meta device.
+    # Buffers are not in the state dict, and the new model's are on the meta device.
     for name, buffer in dense.named_buffers():
-        owner, _, own_name = name.rpartition(".")
-        setattr(sparse.get_submodule(owner), own_name, buffer)
+        owner, _, attribute = name.rpartition(".")
+        setattr(sparse.get_submodule(owner), attribute, buffer)
     sparse.train(dense.training)
     if any(getattr(module, "gradient_checkpointing", False) for module in dense.modules()):
         enable_checkpointing(sparse)
@@ -135,29 +135,29 @@ def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
 
 
 class ParameterCounts(NamedTuple):
-    """All parameters of a model, and those that one token passes: of each sparse layer the share of its K experts."""
+    """The number of all parameters of a model, and of those active for one token: K experts in each sparse layer."""
 
     total: int
     active: int
 
 
 def parameter_counts(model: nn.Module) -> ParameterCounts:
-    """Total and active parameters of a model, on all ranks together; without experts both are the same.
+    """Total and active parameters of a model, over all ranks; equal without experts.
 
     The paper's model has 475M and 305M.
     """
     total = count_values(model.parameters())
-    idle = 0
+    inactive = 0
     for layer in model.modules():
         experts, router = getattr(layer, "experts", None), getattr(layer, "router", None)
         if isinstance(experts, Experts) and router is not None:
             stacked = [full_shape(weight) for weight in (experts.w1, experts.w2, experts.bias1) if weight is not None]
-            idle += (stacked[0][0] - router.top_k) * sum(shape[1:].numel() for shape in stacked)
-    return ParameterCounts(total, total - idle)
+            inactive += (stacked[0][0] - router.top_k) * sum(shape[1:].numel() for shape in stacked)
+    return ParameterCounts(total, total - inactive)
 
 
 def _experts_of(mlp: dict[str, Tensor], settings: Upcycling) -> dict[str, Tensor]:
-    """The weights of a sparse MLP whose experts are copies of a dense one, of a gated one its two first matrices."""
+    """The weights of a sparse MLP whose experts are copies of a dense or gated MLP."""
 
     def copies(weight: Tensor) -> Tensor:
         return weight.expand(settings.num_experts, *weight.shape).clone()
@@ -166,10 +166,10 @@ def _experts_of(mlp: dict[str, Tensor], settings: Upcycling) -> dict[str, Tensor
     first = torch.cat([mlp["gate_proj.weight"], mlp["up_proj.weight"]]) if gated else mlp["fc1.weight"]
     second = mlp["down_proj.weight" if gated else "fc2.weight"]
     router_XH = first.new_empty(settings.num_experts, first.shape[1]).normal_(std=0.02)
-    made = {"router.weight": router_XH, "experts.w1": copies(first), "experts.w2": copies(second.T)}
+    weights = {"router.weight": router_XH, "experts.w1": copies(first), "experts.w2": copies(second.T)}
     if gated or settings.mode == "release":
-        return made | {"experts.bias2": second.new_zeros(len(second))}
-    return made | {"experts.bias1": copies(mlp["fc1.bias"]), "experts.bias2": mlp["fc2.bias"]}
+        return weights | {"experts.bias2": second.new_zeros(len(second))}
+    return weights | {"experts.bias1": copies(mlp["fc1.bias"]), "experts.bias2": mlp["fc2.bias"]}
 
 
 COUNTS, PROBABILITIES, SQUARED_LOGSUMEXP = "expert_counts", "expert_probabilities", "router_squared_logsumexp"
@@ -187,35 +187,35 @@ def moe_layers(backbone: nn.Module) -> list[int]:
 
 @contextmanager
 def read_routing(backbone: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]]]:
-    """Inside, the function given has the sums of the forward passes so far, by the names in `RotaryMoeOutput`.
+    """Add up the routing sums of the forward passes within this context.
 
-    They are outputs of the backbone like its states and part of the same graph: a layer that runs again for the
-    backward pass adds nothing. A dense backbone has none.
+    The yielded function returns the sums so far by their names in `RotaryMoeOutput`; none for a dense backbone. They
+    are outputs in the backbone's graph, so that layers recomputed in the backward pass do not count twice.
     """
-    found: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
 
     def add(_: nn.Module, __: Any, output: Any) -> None:
         assert isinstance(output, RotaryMoeOutput)
         for name in (COUNTS, PROBABILITIES, SQUARED_LOGSUMEXP):
             value = getattr(output, name)
-            found[name] = found[name] + value if name in found else value
+            sums[name] = sums[name] + value if name in sums else value
 
     if not has_experts(backbone):
         yield dict
         return
     hook = plain_backbone(backbone).register_forward_hook(add)
     try:
-        yield lambda: dict(found)
+        yield lambda: dict(sums)
     finally:
         hook.remove()
 
 
 class LoadMetrics(NamedTuple):
-    """How evenly the tokens of Y sparse layers are spread over X experts."""
+    """The balance of the load of X experts in Y sparse layers."""
 
-    entropy_Y: Tensor  # entropy of the experts' shares over its largest value, (Y,) float64, 0 to 1; 1 for an even load
-    highest_Y: Tensor  # tokens of the busiest expert over an even share, (Y,) float32, from 1 to X
-    idle_Y: Tensor  # experts that were given no token, (Y,) int64
+    entropy_Y: Tensor  # entropy of the experts' shares over its maximum, (Y,) float64, 0 to 1; 1 for an even load
+    highest_Y: Tensor  # tokens of the most loaded expert over an even share, (Y,) float32, from 1 to X
+    idle_Y: Tensor  # number of experts without tokens, (Y,) int64
 
 
 def load_metrics(count_YX: Tensor) -> LoadMetrics:
@@ -224,7 +224,7 @@ def load_metrics(count_YX: Tensor) -> LoadMetrics:
 
 
 def routing_metrics(count_YX: Tensor, probability_YX: Tensor, layers: list[int]) -> dict[str, float]:
-    """The metrics of one step by the names they are logged under, from tokens and sums of probabilities by expert."""
+    """The metrics of one step by their logged names, from token counts and probability sums by expert."""
     load = load_metrics(count_YX)
     by_name = {
         "load_entropy": load.entropy_Y,
@@ -242,23 +242,23 @@ def routing_metrics(count_YX: Tensor, probability_YX: Tensor, layers: list[int])
 
 
 def relative_entropy(amount_YX: Tensor) -> Tensor:
-    """The entropy of each row's shares over log X, (Y,) float64; 1 where there is one expert."""
+    """The entropy of each row's shares over log X, (Y,) float64; 1 for a single expert."""
     share_YX = amount_YX.double() / amount_YX.sum(dim=1, keepdim=True).clamp(min=1e-12)
-    most = math.log(amount_YX.shape[1])
+    maximum = math.log(amount_YX.shape[1])
     entropy_Y = torch.special.entr(share_YX).sum(dim=1)
-    return entropy_Y / most if most else torch.ones_like(entropy_Y)
+    return entropy_Y / maximum if maximum else torch.ones_like(entropy_Y)
 
 
 BackendName = Literal["grouped_mm", "loop", "megablocks"]
 
 
 def set_expert_backend(model: nn.Module, name: BackendName) -> None:
-    """Have the experts of all sparse layers of a model computed by one back end.
+    """Set the back end of the experts in all sparse layers of a model.
 
     Args:
-        model: A model with sparse layers, or without any.
-        name: `grouped_mm`, torch's grouped product over tokens sorted by expert; `loop`, one expert after another, the
-            reference; `megablocks`, the same order as `grouped_mm` with that library's product, only bfloat16 on CUDA.
+        model: A model with or without sparse layers.
+        name: `grouped_mm`, torch's grouped product over tokens sorted by expert; `loop`, a loop over experts, the
+            reference; `megablocks`, the grouped product of that library, only for bfloat16 on CUDA.
     """
     if name not in get_args(BackendName):
         rule = "must be grouped_mm, loop or megablocks"
@@ -276,7 +276,7 @@ _MEGABLOCKS_PIN = "its newest release, 0.10.0, requires torch<2.7.1, and this li
 class MegablocksExperts:
     """The experts' sum with the grouped product of megablocks (its `gg` extra, CUTLASS), bfloat16 on CUDA.
 
-    It has been tried against a stand-in of that product only: releases of megablocks pin a torch that is too old here.
+    Tested only with a replacement of that product: releases of megablocks need an older torch.
     """
 
     def __init__(self) -> None:
@@ -292,14 +292,14 @@ class MegablocksExperts:
     def __call__(self, token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
         """The weighted sum over each token's experts, (T, H) float32."""
         if token_TH.dtype != torch.bfloat16:
-            rule, fix = "computes only in bfloat16", "train with precision bf16-mixed or bf16-true, or use grouped_mm"
+            rule, fix = "supports only bfloat16", "train with precision bf16-mixed or bf16-true, or use grouped_mm"
             raise OptionError("expert_backend", f"megablocks in {token_TH.dtype}", rule, fix)
         return sorted_experts(token_TH, routing, weights, partial(grouped_mlps, product=self._product))
 
     def _product(self, row_PI: Tensor, matrix_XIO: Tensor, end_X: Tensor) -> Tensor:
-        # The library takes the experts' numbers of rows, on the CPU, and matrices as they lie in memory.
+        # megablocks needs each expert's number of rows on the CPU, and contiguous matrices.
         size_X = end_X.diff(prepend=end_X.new_zeros(1)).to("cpu", torch.int64)
-        lies_transposed = not matrix_XIO.is_contiguous()
-        matrix = matrix_XIO.transpose(1, 2) if lies_transposed else matrix_XIO
-        product_PO: Tensor = self._gmm(row_PI, matrix, size_X, trans_b=lies_transposed)
+        is_transposed = not matrix_XIO.is_contiguous()
+        matrix = matrix_XIO.transpose(1, 2) if is_transposed else matrix_XIO
+        product_PO: Tensor = self._gmm(row_PI, matrix, size_X, trans_b=is_transposed)
         return product_PO

@@ -102,7 +102,7 @@ def test_weights_that_cannot_be_read_are_one_line(tmp_path):
 
 def test_the_tokenizer_is_the_one_of_its_file_whatever_class_it_names(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "nvembed"}')
-    with pytest.raises(InputError, match="holds no tokenizer"):
+    with pytest.raises(InputError, match="does not contain a tokenizer"):
         released_tokenizer(tmp_path)
     tokenizer = sentencepiece_tokenizer()
     tokenizer.save_pretrained(tmp_path)

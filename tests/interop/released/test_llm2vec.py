@@ -129,7 +129,7 @@ def test_the_scale_of_rslora_is_its_own(tmp_path):
         ({"target_modules": ["Wqkv"]}, "names no layer of MistralModel (target_modules)"),
         ({"r": 4}, "lora_A.weight has shape (3, 32), by config.json it has (4, 32)"),
         ({"base_model_name_or_path": None}, "does not say what it adapts; name it by --base"),
-        ({"base_model_name_or_path": "no/such/place"}, "no/such/place: is no directory"),
+        ({"base_model_name_or_path": "no/such/place"}, "no/such/place: is not a directory"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_one_line(changed, says, tmp_path):
