@@ -47,7 +47,7 @@ def trained(tmp_path, config, num_steps=2):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "asks for the class os.system"),
+        ([], "requires the class os.system"),
         (["--licence", "Apache 2.0"], "licence must be a name of the Hub's"),
         (["--scores", "scores.json"], "scores.json: holds no list"),
         (["--scores", "none.json"], "none.json: is no readable JSON"),

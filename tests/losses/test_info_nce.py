@@ -279,7 +279,7 @@ def test_gradcache_equals_the_plain_step_with_dropout(options: dict[str, Any]) -
         ({"tile_size": 0}, "tile_size must be >= 1, got 0"),
         ({"widths": []}, r"widths must each be >= 1, got \[\]"),
         ({"widths": [6, 0]}, r"widths must each be >= 1, got \[6, 0\]"),
-        ({"widths": [6, 3, 6]}, "widths must differ"),
+        ({"widths": [6, 3, 6]}, "widths must be distinct"),
         ({"widths": [6, 3], "weights": [1.0]}, "weights must be one for each of the 2 widths"),
         ({"widths": [6, 3], "weights": [1.0, 0.0]}, "weights must each be > 0 and finite"),
         ({"widths": [6, 3], "weights": [1.0, math.nan]}, "weights must each be > 0 and finite"),

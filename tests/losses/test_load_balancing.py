@@ -71,7 +71,7 @@ def test_the_z_loss_is_the_mean_square_of_logsumexp() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"coefficient": -1.0}, "load_balancing.coefficient must be >= 0, got -1.0; 0 switches it off"),
+        ({"coefficient": -1.0}, "load_balancing.coefficient must be >= 0, got -1.0; 0 disables it"),
         ({"z_coefficient": float("nan")}, "load_balancing.z_coefficient must be >= 0, got nan"),
         ({"normalization": "switch"}, "load_balancing.normalization must be balanced, paper or transformers"),
     ],

@@ -266,9 +266,9 @@ def test_a_filter_without_vectors_is_refused(half: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"margin": None}, "margin leaves no rule without a threshold, got None"),
+        ({"margin": None}, "margin must be set if threshold is not, got None"),
         ({"margin": math.nan}, "margin must be finite, got nan"),
-        ({"threshold": 1.5}, r"threshold must be within -1 and 1, got 1\.5"),
+        ({"threshold": 1.5}, r"threshold must be between -1 and 1, got 1\.5"),
     ],
 )
 def test_impossible_bounds_are_refused(options: dict[str, Any], message: str) -> None:

@@ -194,7 +194,7 @@ def test_another_pooling_than_the_initial_models_and_one_that_cannot_be_are_refu
     mistral: str, tmp_path: Path
 ) -> None:
     make(mistral).save_pretrained(tmp_path / "one")
-    with pytest.raises(OptionError, match=r"model\.pooling must be what .*AnchorTokenPooling .*got 'MeanPooling"):
+    with pytest.raises(OptionError, match=r"model\.pooling must equal that of .*AnchorTokenPooling .*got 'MeanPooling"):
         make(mistral, MeanPooling, initial_model=tmp_path / "one")
     with pytest.raises(UserError, match=r"model\.pooling\.num_latents must be >= 1, got 0; take the usual"):
         make(mistral, lambda width: LatentAttentionPooling(width, num_latents=0))

@@ -120,7 +120,7 @@ def test_another_architecture_than_the_initial_models_is_refused(
         ContextSettings(max_length=0)
     make(bert).embedder.save_pretrained(tmp_path / "one")
     settings = ContextSettings(**{**CONTEXT, name: value})
-    with pytest.raises(OptionError, match=rf"model\.context\.{name} must be what .*one was trained with"):
+    with pytest.raises(OptionError, match=rf"model\.context\.{name} must equal that of .*one"):
         CDEModule(BackboneConfig(bert), context=settings, initial_model=str(tmp_path / "one"))
 
 
@@ -469,7 +469,7 @@ def test_a_context_that_collapses_under_the_contrastive_loss_stays_apart_behind_
         ({"word_steps": -1}, "word_steps must be >= 0"),
         ({"frozen_steps": -1}, "frozen_steps must be >= 0"),
         ({"learning_rate_factor": 0.0}, "learning_rate_factor must be > 0 and finite, got 0.0; frozen_steps: null"),
-        ({"frozen_steps": None, "learning_rate_factor": 0.1}, "applies to no step where the first stage is"),
+        ({"frozen_steps": None, "learning_rate_factor": 0.1}, "has no effect if the first stage is"),
     ],
 )
 def test_impossible_settings_are_refused(training: dict[str, Any], says: str) -> None:

@@ -248,14 +248,14 @@ def test_a_module_is_loaded_by_the_config_in_its_checkpoint_or_by_its_arguments(
     assert isinstance(module, NVEmbedModule)
     backbone = BackboneConfig(**config["model"]["init_args"]["backbone"])
     options = {"backbone": backbone, "pooling": type(module.embedder.pooling), "lora": None}
-    with pytest.raises(InputError, match="its content does not fit its config"):
+    with pytest.raises(InputError, match="its content does not match its config"):
         NVEmbedModule.load_from_checkpoint(checkpoint, **options)
     with pytest.raises(InputError, match=r"holds a NVEmbedModule, not a MGHCurriculumModule; call NVEmbedModule\.load"):
         MGHCurriculumModule.load_from_checkpoint(checkpoint)
     content = read_checkpoint(checkpoint)
     del content["run_config"]
     path = save(content, tmp_path / "bare.ckpt")
-    with pytest.raises(InputError, match="holds no run_config; give one that `fit`"):
+    with pytest.raises(InputError, match="contains no run_config; use one that `fit`"):
         NVEmbedModule.load_from_checkpoint(path)
     line = Line()
     line.layer.weight.data.fill_(3.0)
@@ -275,7 +275,7 @@ def test_a_config_that_makes_no_module_is_one_line(model, says):
     with pytest.raises(InputError) as caught:
         configured_module({"run_config": {"model": model}}, "x.ckpt", explain=reason)
     line = str(caught.value)
-    assert line.startswith("x.ckpt: its config makes no model: ")
+    assert line.startswith("x.ckpt: its config does not build a model: ")
     assert says in line
     assert len(line) <= 200
     assert "\n" not in line

@@ -163,7 +163,7 @@ def test_layers_are_spread_over_a_deeper_teacher_or_asked_for() -> None:
     assert layer_pairs(6, 3, None) == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)]
     assert layer_pairs(4, 4, None) == [(1, 1), (2, 2), (3, 3)]
     assert layer_pairs(3, 6, [(2, 5)]) == [(2, 5)]
-    with pytest.raises(OptionError, match=r"layers must lie within the student's 3 layers and the teacher's 6"):
+    with pytest.raises(OptionError, match=r"layers must be within the student's 3 layers and the teacher's 6"):
         layer_pairs(3, 6, [(2, 7)])
 
 
@@ -318,8 +318,8 @@ def test_vectors_of_a_batch_are_those_of_each_text_alone(
     teacher, batch = VectorTeacher("given", embedder), random_batch(5, 2)
     assert not embedder.training
     with pytest.raises(OptionError, match="train with an EmbeddingDataModule"):
-        teacher.taught(batch)
-    found, expected = teacher.taught(read_by_teacher(batch)), taught_by_hand(embedder, batch)
+        teacher.with_vectors(batch)
+    found, expected = teacher.with_vectors(read_by_teacher(batch)), taught_by_hand(embedder, batch)
     for name in ("surrogate_query_BS", "surrogate_candidate_CS"):
         assert not getattr(found, name).requires_grad
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-10, atol=1e-12)
@@ -436,8 +436,8 @@ def test_two_teachers_are_refused() -> None:
     for loss in (SimilarityDistillation(teacher="a"), MarginMSE(teacher="a")):
         for has_scores in (None, False):
             loss.check_teacher(False, has_scores)
-        with pytest.raises(OptionError, match=r"model\.loss\.teacher cannot be followed .* has surrogate_vectors.*'a'"):
+        with pytest.raises(OptionError, match=r"model\.loss\.teacher cannot be combined .* has surrogate_vectors.*'a'"):
             loss.check_teacher(True, None)
-    with pytest.raises(OptionError, match="cannot be followed where a source has `scores`"):
+    with pytest.raises(OptionError, match="cannot be combined with a source that has `scores`"):
         MarginMSE(teacher="a").check_teacher(False, True)
     SimilarityDistillation(teacher="a", false_negative_filter=SurrogateFilter()).check_teacher(False, True)

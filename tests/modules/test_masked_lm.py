@@ -204,7 +204,7 @@ def test_what_may_stand_for_a_hidden_token_is_no_special_one(bert: str) -> None:
         ({"objective": "causal", "masking": Masking()}, "masking has no effect on objective causal"),
         ({"objective": "mntp", "bidirectional": False}, "bidirectional does not fit objective mntp, got False"),
         ({"objective": "causal", "bidirectional": True}, "bidirectional does not fit objective causal, got True"),
-        ({"objective": "causal", "backbone": None}, "or model.from_scratch must be given, got 'neither'"),
+        ({"objective": "causal", "backbone": None}, "or model.from_scratch must be set, got 'neither'"),
     ],
 )
 def test_what_cannot_take_effect_is_refused(arguments: dict[str, Any], says: str, mistral: str) -> None:
@@ -236,7 +236,7 @@ def test_rows_longer_than_the_positions_or_than_a_window_that_keeps_documents_ap
     folder = save_backbone(str(tmp_path / "windowed"), model, bpe_tokenizer())
     config = language_config(tmp_path, "causal", separate_documents=True)
     config["model"]["init_args"]["backbone"]["name"] = folder
-    with pytest.raises(OptionError, match=r"data\.row_length must be <= 16, the window of some layer"):
+    with pytest.raises(OptionError, match=r"data\.row_length must be <= 16, the attention window of some layer"):
         fit(tmp_path, config)
 
 
