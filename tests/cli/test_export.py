@@ -69,7 +69,7 @@ def test_a_graph_is_written_on_request_and_a_refusal_leaves_the_old_model(tmp_pa
     config = run_config(tmp_path)
     _, checkpoint = trained(tmp_path, config)
     says = refused(checkpoint, capsys, tmp_path / "out", "--format", "onnx")
-    assert "format is for models that load without code" in says
+    assert "format needs a model that loads without custom code" in says
     config["model"]["init_args"]["pooling"] = {"class_path": "embeddings.models.MeanPooling"}
     cli, checkpoint = trained(tmp_path, config)
     words = ["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out"), "--format", "onnx"]
@@ -90,7 +90,7 @@ def test_a_graph_is_written_on_request_and_a_refusal_leaves_the_old_model(tmp_pa
     assert len(before[int8_graph]) < len(before[Path("onnx/model.onnx")])
     monkeypatch.setattr("embeddings.interop.onnx._TOLERANCE", -1.0)
     assert main(words) == 2
-    assert "error: format must give torch's states" in capsys.readouterr().err
+    assert "error: format must match torch's states" in capsys.readouterr().err
     assert content(out) == before
     # The old run's curves go with its model.
     curves.unlink()
@@ -233,7 +233,7 @@ def test_a_copy_of_a_model_whose_card_says_more_is_named(
     [
         (lambda folder: change(folder, **{"emb_ln.bias": None}), "lacks 1 of the 52 tensors of Nomic's encoder with"),
         (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), "model.bin is a pickle, which"),
-        (lambda folder: changed_config(folder, moe_top_k=9), "config.json: makes no model: top_k must be from 1 to"),
+        (lambda folder: changed_config(folder, moe_top_k=9), "config.json: does not describe a valid model: top_k must be from 1 to"),
     ],
 )
 def test_a_checkpoint_that_is_not_whole_is_one_line_and_nothing_is_written(

@@ -69,7 +69,7 @@ def test_a_graph_that_differs_is_not_kept(tmp_path, monkeypatch):
 
     monkeypatch.setattr(onnx, "_export", altered)
     with pytest.raises(
-        OptionError, match=r"format must give torch's states to .*, this graph's differ by .*; leave it"
+        OptionError, match=r"format must match torch's states to .*; this graph's differ by .*; leave it"
     ):
         write_onnx(tmp_path / "model")
     assert list((tmp_path / "model" / "onnx").iterdir()) == []
@@ -78,11 +78,11 @@ def test_a_graph_that_differs_is_not_kept(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_both_are_compared_past_a_window_and_past_where_angles_change(tmp_path, monkeypatch):
     """A graph of one window's texts may have no window at all: every token of them sees every other."""
-    assert onnx._turning_lengths(tiny_bert().config) == []
-    assert onnx._turning_lengths(tiny_modernbert().config) == [3, 6]
+    assert onnx._length_limits(tiny_bert().config) == []
+    assert onnx._length_limits(tiny_modernbert().config) == [3, 6]
     dynamic = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
     config = NomicBertConfig(max_position_embeddings=24, rope_parameters=dynamic)
-    assert onnx._turning_lengths(config) == [24]
+    assert onnx._length_limits(config) == [24]
     compared, example = [], onnx.example_inputs
 
     def spy(config, *shape):
@@ -100,21 +100,21 @@ def test_both_are_compared_past_a_window_and_past_where_angles_change(tmp_path, 
 def test_models_that_bring_code_or_are_more_than_a_file_are_refused_in_one_line(monkeypatch):
     check_onnx(embedder(tiny_bert(), ClsPooling(32), prompts={"query": "q: "}))
     for model in (embedder(tiny_bert(), prompts={"query": "q:"}), tiny_contextual(), embedder(tiny_moe())):
-        with pytest.raises(OptionError, match="format is for models that load without code of their own"):
+        with pytest.raises(OptionError, match="format needs a model that loads without custom code"):
             check_onnx(model)
     monkeypatch.setattr(onnx, "_MAX_BYTES", 1000)
-    with pytest.raises(OptionError, match="format is for models below 2 GiB, this one has"):
+    with pytest.raises(OptionError, match="format needs a model smaller than 2 GiB; this one has"):
         check_onnx(embedder(tiny_bert()))
 
 
 def test_lengths_that_were_not_compared_are_named(tmp_path, monkeypatch):
     model = tiny_bert()
-    monkeypatch.setattr(onnx, "_turning_lengths", lambda config: [30, 4096, 131_072])
+    monkeypatch.setattr(onnx, "_length_limits", lambda config: [30, 4096, 131_072])
     monkeypatch.setattr(onnx, "_MAX_LENGTH", 50)
     monkeypatch.setattr(onnx, "open_graph", lambda path: lambda inputs: model(*inputs).last_hidden_state.numpy())
-    found = onnx._compared(model, tmp_path)
+    found = onnx._compare(model, tmp_path)
     assert (found.difference, found.longest, found.beyond) == (0, 33, (4096, 131_072))
-    assert "texts of up to 33 tokens; past 4,096 and 131,072 tokens, where the model computes otherwise," in str(found)
+    assert "texts of up to 33 tokens; not compared above 4,096 and 131,072 tokens, where the" in str(found)
 
 
 @pytest.mark.slow
@@ -132,6 +132,6 @@ def test_a_graph_in_int8_lies_near_and_its_matrices_have_8_bits(tmp_path, monkey
     # A graph whose numbers no scale holds is refused, and the earlier one stays.
     before = (tmp_path / INT8_GRAPH_FILE).read_bytes()
     monkeypatch.setattr(onnx, "open_graph", lambda _: lambda _: np.full((1, 1, 32), np.nan, np.float32))
-    with pytest.raises(OptionError, match=r"^format must give finite states: .*, got 'onnx-int8'; use onnx$"):
+    with pytest.raises(OptionError, match=r"^format must produce finite states: .*, got 'onnx-int8'; use onnx$"):
         write_int8_onnx(tmp_path)
     assert (tmp_path / INT8_GRAPH_FILE).read_bytes() == before

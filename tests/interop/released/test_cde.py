@@ -237,8 +237,8 @@ def test_numbers_that_no_file_states_are_said_kept_and_can_be_given(tmp_path, ca
         assert config["rope_parameters"]["sliding_attention"]["rope_theta"] == 500.0
     assert (encoded(tmp_path / "ours") - encoded(tmp_path / "other")).abs().max() > 1e-3
     for given, says in (
-        (["--assume.num_attention_heads", "3"], "3 heads cannot share a width of 128 in even parts"),
-        (["--assume.max_seq_length", "9"], "assume.max_seq_length is stated by the checkpoint, or unknown, got 9"),
+        (["--assume.num_attention_heads", "3"], "3 heads cannot divide a hidden size of 128 evenly"),
+        (["--assume.max_seq_length", "9"], "assume.max_seq_length is set by the checkpoint, or unknown, got 9"),
     ):
         capsys.readouterr()
         assert main([*line[:-1], str(tmp_path / "none"), *given]) == 2
@@ -261,9 +261,9 @@ def test_the_imported_model_is_a_start_for_training(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"embedder": "bert-base-uncased"}, "names the backbones bert-base-uncased and bert-base-uncased; known are"),
+        ({"embedder": "bert-base-uncased"}, "names the backbones bert-base-uncased and bert-base-uncased; supp"),
         ({"dataset_backbone": "answerdotai/ModernBERT-base"}, "names the backbones nomic-ai/nomic-bert-2048 and"),
-        ({"transductive_tokens_per_document": 2}, "has transductive_tokens_per_document 2, and only 1 is known here"),
+        ({"transductive_tokens_per_document": 2}, "has transductive_tokens_per_document 2, but only 1 is supported"),
         ({"transductive_corpus_size": 0}, "has transductive_corpus_size 0, expected a whole number >= 1"),
     ],
 )
@@ -281,6 +281,6 @@ def test_a_stage_that_is_missing_and_a_width_that_no_usual_heads_divide_are_one_
         load(folder)
     monkeypatch.setattr(sys.modules[__name__], "HIDDEN", 96)
     folder, _, _ = published_v2(tmp_path / "v2")
-    with pytest.raises(InputError, match="heads of width 64 cannot share a width of 96 in even parts; give it"):
+    with pytest.raises(InputError, match="heads of width 64 cannot divide a hidden size of 96 evenly; set"):
         load(folder)
     assert load(folder, Assumed({"num_attention_heads": 3})).model.backbone.config.num_attention_heads == 3

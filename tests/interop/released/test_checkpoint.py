@@ -39,10 +39,10 @@ def test_a_number_that_no_file_states_is_the_users_or_the_usual_one_and_is_noted
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"heads": 0}, r"assume\.heads must be a whole number above 0, got 0; the published models have 12"),
-        ({"heads": 2.5}, r"assume\.heads must be a whole number above 0, got 2\.5"),
-        ({"theta": float("nan")}, r"assume\.theta must be a number above 0"),
-        ({"size": 4}, r"assume\.size is stated by the checkpoint, or unknown, got 4; it leaves open heads, theta"),
+        ({"heads": 0}, r"assume\.heads must be a whole number > 0, got 0; the published models have 12"),
+        ({"heads": 2.5}, r"assume\.heads must be a whole number > 0, got 2\.5"),
+        ({"theta": float("nan")}, r"assume\.theta must be a number > 0"),
+        ({"size": 4}, r"assume\.size is set by the checkpoint, or unknown, got 4; the checkpoint needs heads, theta"),
     ],
 )
 def test_a_number_that_cannot_be_assumed_is_one_line(given, says, tmp_path):
@@ -61,8 +61,8 @@ def test_a_number_that_cannot_be_assumed_is_one_line(given, says, tmp_path):
         (lambda c: c.number("flag"), "has flag True, expected a number"),
         (lambda c: c.part("inner").integer("rate"), "has inner.rate 0.5, expected a whole number >= 1"),
         (lambda c: c.part("size"), "has size 3, expected an object"),
-        (lambda c: c.part("inner").require(rate=1.0), "has inner.rate 0.5, and only 1.0 is known here"),
-        (lambda c: c.require(flag=False), "has flag True, and only False is known here"),
+        (lambda c: c.part("inner").require(rate=1.0), "has inner.rate 0.5, but only 1.0 is supported"),
+        (lambda c: c.require(flag=False), "has flag True, but only False is supported"),
     ],
 )
 def test_a_field_of_another_kind_is_one_line(ask, says, tmp_path):
@@ -90,7 +90,7 @@ def test_tensors_of_all_shards_are_known_by_their_headers(tmp_path):
 
 
 def test_weights_that_cannot_be_read_are_one_line(tmp_path):
-    with pytest.raises(InputError, match=r"holds no model\.safetensors; take"):
+    with pytest.raises(InputError, match=r"contains no model\.safetensors; use"):
         ReleasedWeights(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
     with pytest.raises(InputError, match=r"pytorch_model\.bin is a pickle, which could run code when it is read"):
@@ -157,12 +157,12 @@ def test_what_is_left_on_purpose_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"piled": None}, "lacks 1 of the 3 tensors of toys, piled first; take a complete copy"),
-        ({"extra": torch.zeros(1)}, "has 1 tensors that toys has no place for, extra first"),
-        ({"block.x.table": torch.zeros(1)}, "has 1 tensors that toys has no place for, block.x.table first"),
-        ({"piled": torch.zeros(12, 6)}, "piled has shape (12, 6), by config.json it has (12, 5)"),
-        ({"block.3.fused.weight": torch.zeros(6, 5)}, "fused.weight has shape (6, 5), by config.json it has (4, 5)"),
-        ({"out.a.b": torch.zeros(7, 1)}, "out.a.b has shape (7, 1), by config.json it has (7,)"),
+        ({"piled": None}, "lacks 1 of the 3 tensors of toys, such as piled; use a complete copy"),
+        ({"extra": torch.zeros(1)}, "has 1 tensors that toys does not have, such as extra"),
+        ({"block.x.table": torch.zeros(1)}, "has 1 tensors that toys does not have, such as block.x.table"),
+        ({"piled": torch.zeros(12, 6)}, "piled has shape (12, 6), but (12, 5) in config.json"),
+        ({"block.3.fused.weight": torch.zeros(6, 5)}, "fused.weight has shape (6, 5), but (4, 5) in config.json"),
+        ({"out.a.b": torch.zeros(7, 1)}, "out.a.b has shape (7, 1), but (7,) in config.json"),
     ],
 )
 def test_what_does_not_fit_is_one_line(changed, says, tmp_path):

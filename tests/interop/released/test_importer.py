@@ -89,7 +89,7 @@ def test_whatever_a_config_meets_in_an_architecture_is_one_line(tmp_path, monkey
 
     folder, _, _ = nomic_folder(tmp_path / "published", DENSE)
     monkeypatch.setattr(released_nomic, "load_dense", load)
-    with pytest.raises(InputError, match=r"config\.json: makes no model: .+; take a complete copy"):
+    with pytest.raises(InputError, match=r"config\.json: does not describe a valid model: .+; use a complete copy"):
         import_released(str(folder), tmp_path / "ours")
 
 
@@ -114,10 +114,10 @@ def test_the_family_is_told_by_the_config(config, is_directory, load, tmp_path):
 
 def test_another_family_and_a_contextual_model_of_this_library_are_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(InputError, match="model_type 'bert' belongs to no published family that is known here; import"):
+    with pytest.raises(InputError, match="model_type 'bert' is not supported; import"):
         loader_of(tmp_path)
     tiny_contextual().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="is a model directory of this library already; use it as it is"):
+    with pytest.raises(InputError, match="is already a model directory of this library; use it without"):
         load_directory(tmp_path)
 
 
@@ -237,7 +237,7 @@ def test_a_name_that_does_not_fit_is_refused_where_it_was_given_and_passed_over_
     assert usage_name(load(folder).model, str(folder)) is None
     for known_as, rule in (
         (V1_5, "cannot apply to .* which has another backbone or width"),
-        ("nomic-embed-text-v9", f"give one of {V1_5}, nomic-embed-text-v2-moe"),
+        ("nomic-embed-text-v9", f"must be one of {V1_5}, nomic-embed-text-v2-moe"),
     ):
         with pytest.raises(OptionError, match=rule):
             import_released(str(folder), tmp_path / "ours", known_as=known_as)

@@ -123,12 +123,12 @@ def test_the_scale_of_rslora_is_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"use_dora": True}, "has use_dora True, and only False is known here"),
-        ({"target_modules": ["q_proj", "v_proj"]}, "has 4 tensors that LLM2Vec's adapters has no place for"),
+        ({"use_dora": True}, "has use_dora True, but only False is supported"),
+        ({"target_modules": ["q_proj", "v_proj"]}, "has 4 tensors that LLM2Vec's adapters does not have"),
         ({"target_modules": [*TARGETS, "up_proj"]}, "lacks 4 of the 16 tensors of LLM2Vec's adapters"),
-        ({"target_modules": ["Wqkv"]}, "names no layer of MistralModel (target_modules)"),
-        ({"r": 4}, "lora_A.weight has shape (3, 32), by config.json it has (4, 32)"),
-        ({"base_model_name_or_path": None}, "does not say what it adapts; name it by --base"),
+        ({"target_modules": ["Wqkv"]}, "matches no layer of MistralModel (target_modules)"),
+        ({"r": 4}, "lora_A.weight has shape (3, 32), but (4, 32) in config.json"),
+        ({"base_model_name_or_path": None}, "does not name its base model; set --base"),
         ({"base_model_name_or_path": "no/such/place"}, "no/such/place: is no directory"),
     ],
 )
@@ -142,10 +142,10 @@ def test_an_adapter_that_does_not_fit_is_one_line(changed, says, tmp_path):
 def test_bases_that_cannot_be_are_refused(tmp_path):
     decoder(tmp_path / "decoder")
     adapter(tmp_path / "adapter", str(tmp_path / "adapter"), seed=1)
-    with pytest.raises(InputError, match="which is itself"):
+    with pytest.raises(InputError, match="names itself as base model"):
         load(tmp_path / "adapter")
     for folder, base in (("adapter", [str(tmp_path / "decoder"), "more"]), ("decoder", ["more"])):
-        with pytest.raises(OptionError, match="base names more than there are adapters"):
+        with pytest.raises(OptionError, match="base has more models than there are adapters"):
             adapter_chain(tmp_path / folder, base)
 
 
@@ -172,5 +172,5 @@ def test_settings_beside_the_adapter_count(tmp_path):
     text = load(tmp_path / "adapter").model.text
     assert (text.document_max_length, text.pool_prompt, text.pool_start) == (100, True, True)
     settings.write_text('{"pooling_mode": "weighted_mean"}')
-    with pytest.raises(InputError, match="has pooling_mode 'weighted_mean', and only 'mean' is known here"):
+    with pytest.raises(InputError, match="has pooling_mode 'weighted_mean', but only 'mean' is supported"):
         load(tmp_path / "adapter")

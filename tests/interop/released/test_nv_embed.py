@@ -143,11 +143,11 @@ def test_the_imported_model_gives_the_published_vectors(cut, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"padding_side": "left"}, "has padding_side 'left', and only 'right' is known here"),
+        ({"padding_side": "left"}, "has padding_side 'left', but only 'right' is supported"),
         ({"text_config": None}, "has text_config None, expected an object"),
         ({"text_config": CONFIG["text_config"] | {"rope_theta": "x"}}, "has text_config.rope_theta 'x', expected a"),
         ({"latent_attention_config": LATENT_CONFIG | {"latent_dim": 16}}, "has latent_attention_config.latent_dim 16"),
-        ({"latent_attention_config": LATENT_CONFIG | {"num_latents_value": 9}}, "latents has shape (6, 32), by config"),
+        ({"latent_attention_config": LATENT_CONFIG | {"num_latents_value": 9}}, "latents has shape (6, 32), but"),
     ],
 )
 def test_a_config_that_does_not_fit_is_one_line(fields, says, tmp_path):
