@@ -114,11 +114,11 @@ def test_a_wrong_address_key_or_model_is_the_users_to_mend(reply, says):
         (Reply(status=429, code="insufficient_quota"), "status 429", None, True),
         (Reply(status=402), "status 402", None, True),
         (Reply(hangs_up=True), "no connection", None, False),
-        (Reply(body=b"<html>"), "no chat completion", None, False),
-        (Reply(body=b'{"choices": []}'), "no chat completion", None, False),
-        (Reply(body=b'{"choices": [{"message": "x"}]}'), "no chat completion", None, False),
-        (Reply(body=b'{"choices": [{"message": {"content": "x"}}], "usage": [1]}'), "no chat completion", None, False),
-        (Reply(body=b"x", headers={"Content-Type": "text/plain"}), "no chat completion", None, False),
+        (Reply(body=b"<html>"), "not a chat", None, False),
+        (Reply(body=b'{"choices": []}'), "not a chat", None, False),
+        (Reply(body=b'{"choices": [{"message": "x"}]}'), "not a chat", None, False),
+        (Reply(body=b'{"choices": [{"message": {"content": "x"}}], "usage": [1]}'), "not a chat", None, False),
+        (Reply(body=b"x", headers={"Content-Type": "text/plain"}), "not a chat", None, False),
     ],
 )
 def test_what_may_be_better_next_time_is_unanswered(reply, says, wait, is_final):
@@ -138,7 +138,7 @@ def test_an_answer_that_is_late_or_trickles_in_is_waited_for_only_so_long(reply)
 
 @pytest.mark.parametrize("endpoint", ["localhost:8000", "ftp://x/v1", "http://", "http://x:port/v1", ""])
 def test_what_is_no_address_is_refused(endpoint):
-    with pytest.raises(OptionError, match="endpoint must be an address"):
+    with pytest.raises(OptionError, match="endpoint must be an HTTP URL"):
         ChatClient(endpoint, Sampling("m"))
 
 
@@ -274,7 +274,7 @@ def test_no_token_is_spent_beyond_the_budget_in_one_run_or_several(tmp_path, con
 
 def test_an_endpoint_that_counts_no_tokens_has_neither_budget_nor_price(tmp_path):
     client = FakeClient(lambda prompt, seed, count: Reply("x", usage=False))
-    with pytest.raises(InputError, match="does not say how many tokens"):
+    with pytest.raises(InputError, match="does not report the tokens"):
         ask_all(tmp_path, client, budget=Budget(token_budget=10**6))
     with pytest.raises(InputError, match="leave token_budget and the prices out"):
         ask_all(tmp_path, client, budget=Budget(None, 1.0, 2.0))
@@ -294,10 +294,10 @@ def test_a_rate_holds_over_retries(tmp_path):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Sampling("m", -0.1), "temperature must lie between 0 and 2"),
-        (lambda: Sampling("m", float("nan")), "temperature must lie between 0 and 2"),
+        (lambda: Sampling("m", -0.1), "temperature must be between 0 and 2"),
+        (lambda: Sampling("m", float("nan")), "temperature must be between 0 and 2"),
         (lambda: Sampling("m", max_answer_tokens=0), "max_answer_tokens must be >= 1"),
-        (lambda: Sampling("m", extra_body={"n": 2}), "extra_body must not set"),
+        (lambda: Sampling("m", extra_body={"n": 2}), "extra_body must not contain"),
         (lambda: Limits(concurrency=0), "concurrency must be >= 1"),
         (lambda: Limits(max_retries=-1), "max_retries must be >= 0"),
         (lambda: Limits(requests_per_minute=0), "requests_per_minute must be > 0"),
@@ -419,7 +419,7 @@ def test_every_cut_of_the_last_line_leaves_the_lines_before(path):
 def test_a_damaged_line_before_the_last_is_named_and_left_alone(path):
     damaged = b"[1]\n" + path.read_bytes()
     path.write_bytes(damaged)
-    with pytest.raises(InputError, match=r"journal.jsonl:1: is no answer"), open_journal(path):
+    with pytest.raises(InputError, match=r"journal.jsonl:1: is not a saved answer"), open_journal(path):
         pass
     assert path.read_bytes() == damaged
 

@@ -105,9 +105,9 @@ def test_a_seed_that_comes_back_is_no_record(tmp_path):
 
 def test_seeds_must_be_a_jobs_folder_with_enough_records(tmp_path):
     run(tmp_path / "first", FakeClient(), Plan("mgh", 24, num_tasks=10))
-    with pytest.raises(InputError, match=r"short_long\.jsonl: holds \d records of the 9 asked for; lower num_seeds"):
+    with pytest.raises(InputError, match=r"short_long\.jsonl: contains \d of the 9 records requested; lower num_seeds"):
         Templates(MGH, PromptOptions(seeds=tmp_path / "first", num_seeds=9))
-    with pytest.raises(InputError, match="holds no records of mgh; name the folder of a finished job"):
+    with pytest.raises(InputError, match="contains no records of mgh; use the folder of a finished job"):
         Templates(MGH, PromptOptions(seeds=tmp_path))
 
 
@@ -171,7 +171,7 @@ def test_tasks_of_another_job_take_the_place_of_stage_one(tmp_path):
     run(tmp_path / "second", client, plan)
     assert len(client.asked) == 24
     assert contents(tmp_path / "second") == contents(tmp_path / "first")
-    with pytest.raises(OptionError, match="num_tasks has no effect beside tasks"):
+    with pytest.raises(OptionError, match="num_tasks has no effect with tasks"):
         replace(plan, num_tasks=3)
 
 
@@ -207,7 +207,7 @@ def test_a_dry_run_shows_a_prompt_of_each_kind():
         (lambda: Plan("nv_embed", 5, shares={"sts": 1}), "shares must name categories of nv_embed, got 'sts'"),
         (lambda: Plan("mgh", 5, shares={"sts": -1}), "shares.sts must be >= 0"),
         (lambda: Plan("mgh", 5, shares={"sts": float("nan")}), "shares.sts must be >= 0"),
-        (lambda: Plan("mgh", 5, shares={}), "shares must leave a category"),
+        (lambda: Plan("mgh", 5, shares={}), "shares must include a category"),
     ],
 )
 def test_impossible_plans_are_refused(make, says):
@@ -302,7 +302,7 @@ def test_copies_are_dropped_and_more_is_asked_for_some_rounds(size, repeated, nu
     assert len(set(tasks)) == len(tasks) == num_found
     assert len(client.asked) == num_lists
     assert not any(request.wants_object for request in client.asked)
-    assert ("6 different tasks of 45" in caplog.text) == (num_found == 6)
+    assert ("6 different tasks, 45 were requested" in caplog.text) == (num_found == 6)
 
 
 def test_lists_that_are_none_are_counted_and_asked_for_anew(tmp_path):
@@ -318,7 +318,7 @@ def test_lists_that_are_none_are_counted_and_asked_for_anew(tmp_path):
 
 
 def test_a_model_without_any_task_is_the_users_to_mend(tmp_path):
-    with pytest.raises(InputError, match=r"model: gave no task of short_long in 8 answers \(empty_answer\)"):
+    with pytest.raises(InputError, match=r"model: returned no task of short_long in 8 answers \(empty_answer\)"):
         list_tasks(tmp_path, FakeClient(lambda prompt, seed, count: Reply("")), 5)
 
 
@@ -335,10 +335,10 @@ def test_a_task_file_comes_back_by_category(tmp_path):
     [
         (None, "no such file"),
         ("", "is empty"),
-        ('{"category": "short_long"}\n', "tasks.jsonl:1: is no task"),
-        ('{"category": "short_long", "task": "a\\u0000"}\n', "tasks.jsonl:1: is no task"),
-        ('{"category": "short_long", "task": " "}\n', "tasks.jsonl:1: is no task"),
-        ('{"category": "short_long", "task": "a"}\n', "holds no task of long_short"),
+        ('{"category": "short_long"}\n', "tasks.jsonl:1: is not a task"),
+        ('{"category": "short_long", "task": "a\\u0000"}\n', "tasks.jsonl:1: is not a task"),
+        ('{"category": "short_long", "task": " "}\n', "tasks.jsonl:1: is not a task"),
+        ('{"category": "short_long", "task": "a"}\n', "contains no task of long_short"),
         ("[]\n", "tasks.jsonl:1"),
     ],
 )
@@ -481,7 +481,7 @@ def test_a_smaller_job_leaves_no_old_file(tmp_path):
 
 def test_two_processes_do_not_work_in_one_folder(tmp_path):
     with open_job(tmp_path / "job", IDENTITY, SIZE, FakeClient(), EAGER, Budget()) as job:
-        with pytest.raises(InputError, match="another process is at work"):
+        with pytest.raises(InputError, match="is in use by another process"):
             run_job(tmp_path / "job")
         assert job.folder.is_dir()
     assert run_job(tmp_path / "job").num_answers == 4

@@ -66,9 +66,9 @@ def test_a_users_template_takes_the_place_of_ours_and_changes_the_hash(tmp_path)
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"Write $task in $colour.", "takes $colour, which it does not get; use clarity, difficulty, language"),
-        (b"Write something.", "does not hold $task"),
-        (b"$task for $ 5", "begins no placeholder"),
+        (b"Write $task in $colour.", "has the unknown placeholder $colour; use clarity, difficulty, language"),
+        (b"Write something.", "lacks the placeholder $task"),
+        (b"$task for $ 5", "starts no placeholder"),
         (b"$task \xff", "is not UTF-8"),
     ],
 )
