@@ -28,7 +28,7 @@ def configured_module(
     try:
         module = parser.instantiate(parser.parse_object({"model": config["model"]})).model
     except (ArgumentError, TypeError) as error:
-        problem = f"its config does not build a model: {one_line(explain(str(error)), 120)}"
+        problem = f"its config is invalid: {one_line(explain(str(error)), 120)}"
         raise InputError(source, problem, "load it with the version that wrote it") from error
     assert isinstance(module, L.LightningModule)
     return module

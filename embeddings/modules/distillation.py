@@ -59,9 +59,7 @@ class LayerDistillation:
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha < math.inf:
-            raise OptionError(
-                "distillation.alpha", self.alpha, "must be > 0 and finite", "1 weights both losses equally"
-            )
+            raise OptionError("distillation.alpha", self.alpha, "must be > 0 and finite", "1 weights both equally")
         if self.layers is not None and min((min(pair) for pair in self.layers), default=0) < 1:
             rule = "must be pairs (student layer, teacher layer), both from 1"
             raise OptionError("distillation.layers", list(self.layers), rule, "leave it out to spread them evenly")

@@ -1,4 +1,4 @@
-"""MGH: hard negatives of four granularities, from easy to hard, and pooling weighted by the attention tokens receive."""
+"""MGH: hard negatives of four granularities, from easy to hard, and pooling weighted by attention."""
 
 import torch
 

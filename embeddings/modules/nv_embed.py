@@ -92,7 +92,7 @@ class NVEmbedModule(ContrastiveModule):
         return [*super().sharded_parts(), *([(self.width_maps, ())] if self.width_maps is not None else [])]
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        """The vectors of all texts in input order, (N, D) float32; with a teacher also the sums of the states' errors."""
+        """The vectors of all texts in input order, (N, D) float32; with a teacher also sums of the states' errors."""
         if self.teacher is None:
             return super().embed(tokens, context)
         padded = tokens.padded(pad_token_id=self.embedder.pad_token_id)

@@ -275,7 +275,7 @@ def test_a_config_that_makes_no_module_is_one_line(model, says):
     with pytest.raises(InputError) as caught:
         configured_module({"run_config": {"model": model}}, "x.ckpt", explain=reason)
     line = str(caught.value)
-    assert line.startswith("x.ckpt: its config does not build a model: ")
+    assert line.startswith("x.ckpt: its config is invalid: ")
     assert says in line
     assert len(line) <= 200
     assert "\n" not in line

@@ -169,11 +169,11 @@ def test_layers_are_spread_over_a_deeper_teacher_or_asked_for() -> None:
 
 def test_a_teacher_that_does_not_fit_is_refused(bert: str) -> None:
     module = student(bert)
-    with pytest.raises(OptionError, match=r"width 48, and the student's become 32 wide.*teacher_width: 48"):
+    with pytest.raises(OptionError, match=r"width 48, but the student's have width 32.*teacher_width: 48"):
         LayerTeacher(SETTINGS, module.embedder, latent_teacher(48))
     other = latent_teacher()
     other.tokenizer.add_tokens("zebra")
-    with pytest.raises(OptionError, match="has another tokenizer"):
+    with pytest.raises(OptionError, match="must have the student's tokenizer"):
         LayerTeacher(SETTINGS, module.embedder, other)
 
 
