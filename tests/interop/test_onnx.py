@@ -45,7 +45,7 @@ def differences(graph, backbone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [adapted, tiny_xlm_roberta, tiny_nomic])
-def test_a_graph_gives_the_models_states_at_any_length(tmp_path, make):
+def test_a_graph_has_the_models_states_at_any_length(tmp_path, make):
     torch.manual_seed(0)
     model = embedder(make())
     check_onnx(model)
@@ -58,7 +58,7 @@ def test_a_graph_gives_the_models_states_at_any_length(tmp_path, make):
 
 
 @pytest.mark.slow
-def test_a_graph_that_differs_is_not_kept(tmp_path, monkeypatch):
+def test_a_graph_with_different_states_is_deleted(tmp_path, monkeypatch):
     embedder(tiny_bert()).save_pretrained(tmp_path / "model")
     export = onnx._export
 
@@ -76,7 +76,7 @@ def test_a_graph_that_differs_is_not_kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_both_are_compared_past_a_window_and_past_where_angles_change(tmp_path, monkeypatch):
+def test_graphs_are_compared_above_the_window_and_the_limit_of_rotary_scaling(tmp_path, monkeypatch):
     """A graph of one window's texts may have no window at all: every token of them sees every other."""
     assert onnx._length_limits(tiny_bert().config) == []
     assert onnx._length_limits(tiny_modernbert().config) == [3, 6]
@@ -97,7 +97,7 @@ def test_both_are_compared_past_a_window_and_past_where_angles_change(tmp_path, 
     assert compared[1:] == [*onnx.CHECKED_SHAPES, (1, 5), (1, 8)]
 
 
-def test_models_that_bring_code_or_are_more_than_a_file_are_refused_in_one_line(monkeypatch):
+def test_models_with_custom_code_or_above_2_gib_are_refused(monkeypatch):
     check_onnx(embedder(tiny_bert(), ClsPooling(32), prompts={"query": "q: "}))
     for model in (embedder(tiny_bert(), prompts={"query": "q:"}), tiny_contextual(), embedder(tiny_moe())):
         with pytest.raises(OptionError, match="format needs a model that loads without custom code"):
@@ -118,7 +118,7 @@ def test_lengths_that_were_not_compared_are_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_graph_in_int8_lies_near_and_its_matrices_have_8_bits(tmp_path, monkeypatch):
+def test_an_int8_graph_is_close_and_its_matrices_have_8_bits(tmp_path, monkeypatch):
     torch.manual_seed(0)
     model = embedder(tiny_bert())
     model.save_pretrained(tmp_path)

@@ -120,7 +120,7 @@ def test_margin_mse_equals_a_loop(
 
 
 @pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
-def test_gradients_are_those_of_finite_differences(options: dict[str, Any]) -> None:
+def test_gradients_of_distillation_equal_finite_differences(options: dict[str, Any]) -> None:
     batch = taught(random_batch(5, 2), options)
     loss = loss_of(**options)
     assert torch.autograd.gradcheck(lambda *student: loss(*student, batch).loss, vectors(batch), atol=1e-6)
@@ -165,7 +165,7 @@ def test_two_ranks_give_the_gradient_of_one_process_with_the_whole_batch() -> No
         assert max(errors.values()) <= 1e-12, errors
 
 
-def test_memory_of_similarity_distillation_grows_with_the_tile_not_with_the_batch() -> None:
+def test_memory_of_similarity_distillation_depends_on_the_tile_size() -> None:
     batch = with_surrogates(random_batch(256, 1), missing=False)
     sizes: list[int] = []
     loss = loss_of(SimilarityDistillation, tile_size=1)

@@ -43,7 +43,7 @@ def vectors(batch: ContrastiveBatch, dtype: torch.dtype = torch.float64, width: 
     return [torch.randn(count, width, generator=generator).to(dtype).requires_grad_() for count in counts]
 
 
-def test_a_positive_that_others_outscore_or_equal_counts_as_wrong() -> None:
+def test_a_positive_that_does_not_score_highest_counts_as_an_error() -> None:
     batch = batch_of([Record([1], [2]), Record([3], [4]), Record([5], [6])])
     query = torch.eye(3)
     candidate = torch.tensor([[1.0, 0.0, 0.0], [0.6, 0.0, 0.8], [0.6, 0.0, 0.8]])
@@ -52,7 +52,7 @@ def test_a_positive_that_others_outscore_or_equal_counts_as_wrong() -> None:
     assert output.terms["positive_score"].item() == pytest.approx((1 + 0 + 0.8) / 3)
 
 
-def test_a_query_without_any_negative_costs_nothing() -> None:
+def test_a_query_without_negatives_has_zero_loss() -> None:
     batch = batch_of([Record([1], [2], in_batch=False), Record([3], [4], in_batch=False)])
     query, candidate = vectors(batch)
     output = InfoNCE()(query, candidate, batch)
@@ -91,7 +91,7 @@ def test_gradients_equal_finite_differences(directions: Any) -> None:
 
 @pytest.mark.parametrize("temperature", [0.02, 1e-4])
 @pytest.mark.parametrize("tile_size", [1, 2**21])
-def test_the_share_of_queries_without_a_negative_is_told(tile_size: int, temperature: float) -> None:
+def test_the_share_of_queries_without_a_negative_is_reported(tile_size: int, temperature: float) -> None:
     """A query is alone where it has no negative of its own, where that is masked, and where all are of its class."""
     records = [Record([row], [row + 100], [[row + 200]], in_batch=False) for row in range(40)]
     for row in range(0, 40, 4):
@@ -119,7 +119,7 @@ def switched_records(num_queries: int) -> list[Record]:
 
 @pytest.mark.parametrize("directions", ["query_to_document", "both"])
 @pytest.mark.parametrize("switches", test_masks.SWITCHES)
-def test_masks_by_text_and_by_class_are_switched_one_by_one(switches: tuple[bool, bool], directions: Any) -> None:
+def test_masks_by_text_and_by_class_are_independent_options(switches: tuple[bool, bool], directions: Any) -> None:
     """Against the rule on the records themselves; a source of labels is trained so in NV-Embed's single stage."""
     records = switched_records(70)
     if directions == "both":
@@ -149,7 +149,7 @@ def test_in_batch_negatives_can_be_forced(forced: Any) -> None:
     assert found.item() != pytest.approx(InfoNCE()(query, candidate, batch).loss.item(), rel=1e-3)
 
 
-def test_a_learnt_temperature_gets_its_gradient_and_is_reported() -> None:
+def test_a_learned_temperature_has_a_gradient_and_is_reported() -> None:
     batch = random_batch(6, 2)
     query, candidate = vectors(batch)
     module = InfoNCE(temperature=0.1, learnable_temperature=True).double()
@@ -174,7 +174,7 @@ def test_half_precision_vectors_are_scored_in_float32_even_under_autocast(dtype:
     assert query.grad.dtype == dtype
 
 
-def test_queries_that_are_all_but_solved_keep_precise_gradients() -> None:
+def test_gradients_are_precise_when_the_loss_is_almost_zero() -> None:
     batch = batch_of([Record([1], [2]), Record([3], [4]), Record([5], [6])])
     drawn = torch.eye(3) + 0.1 * torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(0))
     found, expected = [], []
@@ -187,7 +187,7 @@ def test_queries_that_are_all_but_solved_keep_precise_gradients() -> None:
         assert relative_error(single, double) < 1e-4
 
 
-def test_far_apart_scores_overflow_nothing() -> None:
+def test_large_scores_do_not_overflow() -> None:
     batch = batch_of([Record([1], [2]), Record([3], [4])])
     query = torch.tensor([[1e4, 0.0], [0.0, 1e4]], requires_grad=True)
     loss = InfoNCE(similarity="dot")(query, torch.eye(2).flip(0), batch).loss
@@ -234,7 +234,7 @@ def test_the_loss_and_its_gradients_are_the_mean_of_info_nce_over_the_widths(
 
 @pytest.mark.parametrize("directions", ["query_to_document", "both"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_width_that_is_the_vectors_own_is_plain_info_nce_to_the_bit(directions: Any, dtype: torch.dtype) -> None:
+def test_matryoshka_at_the_full_width_equals_info_nce_to_the_bit(directions: Any, dtype: torch.dtype) -> None:
     batch = random_batch(40, 2)
     results = []
     for loss in (MatryoshkaInfoNCE([6], directions=directions), InfoNCE(directions=directions)):
@@ -247,7 +247,7 @@ def test_one_width_that_is_the_vectors_own_is_plain_info_nce_to_the_bit(directio
     assert all(torch.equal(found.terms[name], value) for name, value in expected.terms.items())
 
 
-def test_the_masks_of_a_tile_are_made_once_for_all_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_masks_of_a_tile_are_computed_once_for_all_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     exclude_ = info_nce.exclude_candidates_
     monkeypatch.setattr(info_nce, "exclude_candidates_", lambda *facts: calls.append(1) or exclude_(*facts))

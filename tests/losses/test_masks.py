@@ -77,7 +77,7 @@ def test_the_mask_equals_the_rule_on_records(compared: tuple[bool, bool]) -> Non
 
 @pytest.mark.parametrize("compared", SWITCHES)
 @pytest.mark.parametrize("height", [1, 5, 12, 100])
-def test_tiles_equal_the_whole_mask(height: int, compared: tuple[bool, bool]) -> None:
+def test_exclusions_in_tiles_equal_the_full_mask(height: int, compared: tuple[bool, bool]) -> None:
     batch = batch_of(tangled_records())
     query, candidate = keys(batch, *compared)
     mask = is_negative_mask(query, candidate, batch.positive_index_B)
@@ -90,7 +90,7 @@ def test_tiles_equal_the_whole_mask(height: int, compared: tuple[bool, bool]) ->
 
 
 @pytest.mark.parametrize("height", [5, 100])
-def test_the_other_direction_is_the_same_rule_turned_round(height: int) -> None:
+def test_documents_against_queries_use_the_transposed_rule(height: int) -> None:
     records = tangled_records()
     batch = batch_of(records)
     query, candidate = keys(batch)
@@ -107,7 +107,9 @@ def test_the_other_direction_is_the_same_rule_turned_round(height: int) -> None:
 
 
 @pytest.mark.parametrize("directions", ["query_to_document", "both"])
-def test_a_device_masks_the_same_scores_without_asking_which(directions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_masks_the_same_scores_without_synchronisation(
+    directions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = batch_of(tangled_records())
     query, candidate = torch.randn(len(batch), 4), torch.randn(len(batch.candidate), 4)
     loss = InfoNCE(0.1, directions=directions, tile_size=1)
@@ -170,7 +172,7 @@ def cosine(one: list[float], other: list[float]) -> float:
 
 
 @pytest.mark.parametrize("rule", FILTERS.values(), ids=FILTERS)
-def test_the_filter_equals_the_rule_in_words(rule: SurrogateFilter) -> None:
+def test_the_surrogate_filter_equals_a_loop(rule: SurrogateFilter) -> None:
     batch = with_surrogates(random_batch(9, 2))
     expected = filter_reference(batch, rule)
     assert found_mask(batch, rule) == expected
@@ -195,7 +197,7 @@ def dense_loss(query: Tensor, candidate: Tensor, batch: ContrastiveBatch, rule: 
 
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("rule", FILTERS.values(), ids=FILTERS)
-def test_the_loss_leaves_out_what_the_filter_names(rule: SurrogateFilter, both: bool) -> None:
+def test_the_loss_excludes_the_candidates_that_the_filter_selects(rule: SurrogateFilter, both: bool) -> None:
     batch = with_surrogates(random_batch(40, 2))
     query, candidate = (torch.randn(count, 5, dtype=torch.float64) for count in (40, 120))
     directions: Any = "both" if both else "query_to_document"
@@ -219,7 +221,7 @@ def permuted(batch: ContrastiveBatch, order_C: Tensor) -> ContrastiveBatch:
 
 
 @pytest.mark.parametrize("rule", FILTERS.values(), ids=FILTERS)
-def test_a_query_finds_its_positive_in_whatever_column_it_lies(rule: SurrogateFilter) -> None:
+def test_the_positive_may_be_in_any_column(rule: SurrogateFilter) -> None:
     batch, order_C = with_surrogates(random_batch(9, 2)), torch.randperm(27, generator=torch.Generator().manual_seed(1))
     shuffled = permuted(batch, order_C)
     assert (shuffled.positive_index_B != batch.positive_index_B).all()
@@ -233,7 +235,7 @@ def test_a_query_finds_its_positive_in_whatever_column_it_lies(rule: SurrogateFi
         assert found == pytest.approx(loss(query, candidate, batch).loss.item(), rel=1e-12)
 
 
-def test_planted_duplicates_are_negatives_without_the_filter_and_none_with_it() -> None:
+def test_the_filter_removes_planted_duplicates_from_the_negatives() -> None:
     """Query 0 and query 2 have documents that say the same in other words: no hash and no label tells."""
     batch = batch_of([Record([1], [2]), Record([3], [4]), Record([5], [6])])
     surrogate = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
@@ -248,7 +250,7 @@ def test_planted_duplicates_are_negatives_without_the_filter_and_none_with_it() 
     assert (with_it.terms["accuracy"].item(), without.terms["accuracy"].item()) == (1.0, pytest.approx(1 / 3))
 
 
-def test_two_copies_of_one_vector_count_as_equal_whatever_the_rounding() -> None:
+def test_copies_of_a_vector_count_as_equal_despite_rounding() -> None:
     batch = batch_of([Record([row], [row + 50]) for row in range(40)])
     surrogate = torch.randn(1, 768).expand(40, -1) * torch.rand(40, 1)
     batch = replace(batch, surrogate_query_BS=torch.randn(40, 768), surrogate_candidate_CS=surrogate)
@@ -271,7 +273,7 @@ def test_a_filter_without_vectors_is_refused(half: str) -> None:
         ({"threshold": 1.5}, r"threshold must be between -1 and 1, got 1\.5"),
     ],
 )
-def test_impossible_bounds_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_filter_bounds_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         SurrogateFilter(**options)
 
@@ -293,7 +295,7 @@ def losses_of_two_ranks(rank: int) -> dict[str, Any]:
     return results
 
 
-def test_the_filter_reaches_the_candidates_of_other_ranks() -> None:
+def test_the_filter_also_masks_candidates_of_other_ranks() -> None:
     first, second = run_on_two_ranks(losses_of_two_ranks)
     for directions in first:
         (one, expected), (other, _) = first[directions], second[directions]

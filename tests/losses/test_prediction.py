@@ -50,7 +50,7 @@ def test_the_loss_and_its_gradients_are_those_of_a_loop(tile_positions: int, num
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_without_targets_there_is_a_loss_of_zero_and_bfloat16_logits_are_summed_in_float32() -> None:
+def test_without_targets_the_loss_is_zero_and_bfloat16_logits_are_summed_in_float32() -> None:
     state_PH, label_P, head = case()
     token_cross_entropy(state_PH[:0], label_P[:0], head, 4, num_targets=3.0).loss.backward()
     assert not head.weight.grad.any()
@@ -85,7 +85,7 @@ def by_loops(table_VH: Tensor, vectors: Tensor, texts: list[list[int]], special:
     return torch.stack(losses).mean()
 
 
-def test_value_and_gradient_are_those_of_loops_and_a_text_without_words_has_no_part() -> None:
+def test_value_and_gradient_equal_a_loop_and_texts_without_words_are_ignored() -> None:
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(12, 6, generator=generator).double()
     first, second = (torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).double() for _ in range(2))
@@ -100,7 +100,7 @@ def test_value_and_gradient_are_those_of_loops_and_a_text_without_words_has_no_p
     assert torch.equal(first.grad[2], torch.zeros(6).double())
 
 
-def test_tokens_that_do_not_enter_the_pooling_are_no_target() -> None:
+def test_tokens_that_are_not_pooled_are_not_targets() -> None:
     table, vectors = torch.randn(12, 6, generator=torch.Generator().manual_seed(0)), torch.ones(1, 6)
     words = WordPrediction(table, SPECIAL)
     masked = TokenBatch.from_lists([[1, 3, 5, 7, 2]], [[True, False, True, True, True]])
@@ -110,7 +110,7 @@ def test_tokens_that_do_not_enter_the_pooling_are_no_target() -> None:
     assert not torch.equal(words(vectors, masked), other(vectors, tokens([[1, 3, 5, 7, 2]])))
 
 
-def test_the_sum_of_a_texts_words_is_told_from_any_other_and_what_all_share_costs() -> None:
+def test_the_sum_of_a_texts_word_vectors_has_a_lower_loss_than_other_vectors() -> None:
     def loss(vector: Tensor) -> Tensor:
         words = WordPrediction(table, SPECIAL)
         words.count_V += 1
@@ -122,7 +122,7 @@ def test_the_sum_of_a_texts_words_is_told_from_any_other_and_what_all_share_cost
     assert loss(own) < loss(own - 2 * table[:3].sum(dim=0))
 
 
-def test_frequent_words_pull_no_vector_towards_them() -> None:
+def test_frequent_words_do_not_attract_vectors() -> None:
     """Two texts share a word that the counts know; the best common direction is then no better than none."""
     generator = torch.Generator().manual_seed(0)
     table = torch.nn.functional.normalize(torch.randn(400, 64, generator=generator), dim=-1)
@@ -141,7 +141,7 @@ def test_frequent_words_pull_no_vector_towards_them() -> None:
     assert abs(known) < 0.3 * without
 
 
-def test_the_value_is_the_same_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_word_prediction_in_tiles_has_the_same_value(monkeypatch: pytest.MonkeyPatch) -> None:
     table, vectors = torch.randn(12, 6), torch.randn(4, 6)
     whole = WordPrediction(table, SPECIAL)(vectors, tokens(TEXTS))
     monkeypatch.setattr("embeddings.losses.prediction._TILE", 3)

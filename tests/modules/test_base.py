@@ -22,7 +22,7 @@ from tests.helpers.runs import component, fit, float16_on_cpu, run_config
 from tests.models.reading import random_tokens
 
 
-def test_a_model_that_pools_by_its_releases_rule_is_trained_and_saved_by_it(tmp_path):
+def test_the_pooling_rule_of_an_imported_model_is_used_in_training_and_saved(tmp_path):
     config = run_config(tmp_path)
     config["trainer"]["max_steps"] = 1
     config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
@@ -92,7 +92,7 @@ def test_every_trainable_tensor_changes_in_two_steps(tmp_path):
     assert [name for name in frozen if not torch.equal(old[name], new[name])] == []
 
 
-def test_gradcache_scales_early_gradients_as_the_loss_scaler_does_the_last_one(tmp_path):
+def test_gradcache_applies_the_loss_scale_to_all_mini_batches(tmp_path):
     """The scale is 65,536, and the update comes of the gradient that was divided by it again."""
     config = float16_on_cpu(run_config(tmp_path))
     config["trainer"]["max_steps"] = 1
@@ -124,7 +124,7 @@ def test_a_run_logs_the_loss_of_each_width(tmp_path):
 
 
 @pytest.mark.parametrize("forced", ["source", "off"])
-def test_a_source_that_would_train_nothing_ends_the_run_before_its_data_are_read(tmp_path, forced):
+def test_a_source_without_any_negatives_is_refused_before_its_data_are_read(tmp_path, forced):
     rows = [{"sentence1": f"the fox {row}", "sentence2": f"a fox {row}", "score": 5.0} for row in range(16)]
     path, config = str(write_jsonl(tmp_path / "sts.jsonl", rows)), run_config(tmp_path)
     source = {"name": "sts", "path": path, "conversion": "sts", "in_batch_negatives": False}
@@ -151,7 +151,7 @@ def make(
 @torch.no_grad()
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=2, dropout=0.0)])
 @pytest.mark.parametrize("pooling", [AnchorTokenPooling, MeanPooling])
-def test_an_initial_model_goes_on_with_the_vectors_it_had(
+def test_an_initial_model_keeps_its_vectors(
     mistral: str, pooling: PoolingFactory, lora: LoraSettings | None, tmp_path: Path
 ) -> None:
     """A pooling by attention taps the loaded backbone once, not twice."""
@@ -178,7 +178,7 @@ def test_head_and_layer_norm_of_the_initial_model_are_kept(mistral: str, tmp_pat
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["bf16-mixed", "16-mixed"])
-def test_a_fused_optimiser_clips_and_updates_as_the_plain_one(scaled: bool, tmp_path: Path) -> None:
+def test_a_fused_optimiser_clips_and_updates_like_a_plain_one(scaled: bool, tmp_path: Path) -> None:
     weights = []
     for fused in (False, True):
         config = run_config(tmp_path / str(fused))
@@ -190,9 +190,7 @@ def test_a_fused_optimiser_clips_and_updates_as_the_plain_one(scaled: bool, tmp_
     assert relative_error(*weights) < 1e-4
 
 
-def test_another_pooling_than_the_initial_models_and_one_that_cannot_be_are_refused(
-    mistral: str, tmp_path: Path
-) -> None:
+def test_a_pooling_that_differs_from_the_initial_models_or_is_invalid_is_refused(mistral: str, tmp_path: Path) -> None:
     make(mistral).save_pretrained(tmp_path / "one")
     with pytest.raises(OptionError, match=r"model\.pooling must equal that of .*AnchorTokenPooling .*got 'MeanPooling"):
         make(mistral, MeanPooling, initial_model=tmp_path / "one")

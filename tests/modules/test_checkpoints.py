@@ -74,12 +74,12 @@ def changes(folder: Path, config: dict[str, Any], batch: int) -> list[bool]:
     return [any(not torch.equal(old[name], new[name]) for name in old) for old, new in pairwise(seen)]
 
 
-def test_the_loss_scaler_of_float16_leaves_out_an_update_by_a_gradient_that_is_no_number(tmp_path: Path) -> None:
+def test_the_float16_loss_scaler_skips_an_update_with_an_infinite_gradient(tmp_path: Path) -> None:
     assert changes(tmp_path, float16_on_cpu(run_config(tmp_path)), batch=1) == [True, False, True, True]
 
 
 @pytest.mark.parametrize("callbacks", [[], [CACHE]])
-def test_a_gradient_that_is_no_number_in_one_of_several_accumulated_batches_stops_the_run(
+def test_an_infinite_gradient_in_an_accumulated_batch_stops_the_run(
     callbacks: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     config = run_config(tmp_path)
@@ -160,7 +160,7 @@ def test_layers_are_compiled_only_where_there_is_a_compiler(tmp_path: Path, monk
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_a_compiled_run_goes_on_and_is_exported_as_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_run_resumes_and_exports_like_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers_module, "_COMPILER", {"backend": "aot_eager"})
     config = run_config(tmp_path)
     keep = {"dirpath": str(tmp_path / "run" / "kept"), "every_n_train_steps": 2, "save_last": True, "save_top_k": 0}
@@ -178,7 +178,7 @@ def test_a_compiled_run_goes_on_and_is_exported_as_a_plain_one(tmp_path: Path, m
         torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=1e-5)
 
 
-def test_a_checkpoint_of_lora_leaves_the_frozen_base_out_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_checkpoint_of_lora_omits_the_frozen_base_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     config = run_config(tmp_path, "mistral", dropout=0.1)
     assert differences_after_resuming(tmp_path, config, 2) == {}
     content = read_checkpoint(tmp_path / "whole.ckpt")
@@ -193,7 +193,7 @@ def test_a_checkpoint_of_lora_leaves_the_frozen_base_out_and_resumes_to_the_same
     assert trained <= content["state_dict"].keys()
 
 
-def test_a_language_model_with_lora_leaves_it_out_too(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_language_model_with_lora_omits_the_base_too(tmp_path: Path) -> None:
     config = language_config(tmp_path, "mntp", lora={"rank": 4})
     config["trainer"]["max_steps"] = 4
     assert differences_after_resuming(tmp_path, config, 2) == {}
@@ -229,7 +229,7 @@ def test_a_base_of_other_weights_is_refused_in_one_line(tmp_path: Path, capsys: 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_that_holds_everything_loads_as_well(tmp_path: Path) -> None:
+def test_a_checkpoint_with_all_weights_is_loaded_too(tmp_path: Path) -> None:
     config, checkpoint = stopped_run(tmp_path)
     content = read_checkpoint(checkpoint)
     whole = NVEmbedModule.load_from_checkpoint(checkpoint).state_dict()
@@ -271,7 +271,7 @@ def test_a_module_is_loaded_by_the_config_in_its_checkpoint_or_by_its_arguments(
         (component("embeddings.modules.NVEmbedModule"), "backbone"),
     ],
 )
-def test_a_config_that_makes_no_module_is_one_line(model, says):
+def test_an_invalid_config_in_a_checkpoint_is_a_one_line_error(model, says):
     with pytest.raises(InputError) as caught:
         configured_module({"run_config": {"model": model}}, "x.ckpt", explain=reason)
     line = str(caught.value)
@@ -312,7 +312,7 @@ def test_stochastic_weight_averaging_runs_and_is_saved(tmp_path: Path) -> None:
     assert counts == {1, 2, 3}
 
 
-def test_a_found_learning_rate_is_the_peak_of_the_schedule(tmp_path: Path) -> None:
+def test_the_rate_of_the_learning_rate_finder_is_the_peak_of_the_schedule(tmp_path: Path) -> None:
     config = with_callback(tmp_path, "LearningRateFinder", num_training_steps=20, max_lr=0.1, early_stop_threshold=None)
     trainer = fit(tmp_path, config).trainer
     finder = next(one for one in trainer.callbacks if type(one).__name__ == "LearningRateFinder")
@@ -322,7 +322,7 @@ def test_a_found_learning_rate_is_the_peak_of_the_schedule(tmp_path: Path) -> No
     assert trainer.lr_scheduler_configs[0].scheduler.base_lrs == [found, found]
 
 
-def test_a_found_batch_size_is_that_of_the_plan(tmp_path: Path) -> None:
+def test_the_size_of_the_batch_size_finder_is_used_by_the_data(tmp_path: Path) -> None:
     config = with_callback(tmp_path, "BatchSizeFinder", max_trials=3, steps_per_trial=1, init_val=3)
     cli = fit(tmp_path, config)
     assert cli.datamodule.batch_size == 12

@@ -87,7 +87,7 @@ def test_the_distillation_is_the_papers_sum(bert: str) -> None:
     torch.testing.assert_close(found.loss, found.terms["contrastive"] + 0.3 * expected, rtol=1e-10, atol=0)
 
 
-def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path: Path) -> None:
+def test_a_student_equal_to_its_teacher_has_no_divergence(tmp_path: Path) -> None:
     teacher = latent_teacher()
     teacher.save_pretrained(tmp_path / "teacher")
     pooling = partial(LatentAttentionPooling, num_latents=4, num_heads=2, head_dim=8)
@@ -158,7 +158,7 @@ def test_two_ranks_give_the_gradient_of_one_process(
         assert max(found.values()) <= most, found
 
 
-def test_layers_are_spread_over_a_deeper_teacher_or_asked_for() -> None:
+def test_layers_are_spread_over_the_teachers_or_chosen() -> None:
     assert layer_pairs(3, 6, None) == [(1, 1), (2, 3)]
     assert layer_pairs(6, 3, None) == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)]
     assert layer_pairs(4, 4, None) == [(1, 1), (2, 2), (3, 3)]
@@ -177,7 +177,7 @@ def test_a_teacher_that_does_not_fit_is_refused(bert: str) -> None:
         LayerTeacher(SETTINGS, module.embedder, other)
 
 
-def test_a_run_follows_its_teacher_and_leaves_it_out_of_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_distils_its_teacher_and_its_checkpoint_omits_it(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     teacher = Embedder(tiny_bert(seed=7), wordpiece_tokenizer(), MeanPooling(32))
     teacher.save_pretrained(tmp_path / "teacher")
@@ -209,7 +209,7 @@ def zeros(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("make", [tiny_bert, tiny_mistral])
-def test_lora_that_keeps_zeros_trains_the_model_that_it_merges_into(make: Any) -> None:
+def test_zero_keeping_lora_computes_the_merged_model(make: Any) -> None:
     base: Any = sparse(make().double())
     before = zeros(base)
     adapted = add_lora(base, LoraSettings(rank=4, dropout=0.0, keep_zeros=True)).double()
@@ -228,7 +228,7 @@ def test_lora_that_keeps_zeros_trains_the_model_that_it_merges_into(make: Any) -
     torch.testing.assert_close(merged(input_ids=ids_NL).last_hidden_state, found, rtol=1e-10, atol=1e-10)
 
 
-def test_lora_that_keeps_zeros_has_the_gradient_of_the_masked_product() -> None:
+def test_zero_keeping_lora_has_the_gradient_of_the_masked_product() -> None:
     base = sparse(nn.Sequential(nn.Linear(8, 12)).double())
     from peft import LoraConfig, get_peft_model
 
@@ -247,7 +247,7 @@ def test_lora_that_keeps_zeros_has_the_gradient_of_the_masked_product() -> None:
     torch.testing.assert_close(high.grad, b.grad)
 
 
-def test_a_pruned_model_trained_with_lora_is_written_as_sparse_as_it_was(tmp_path: Path) -> None:
+def test_a_pruned_model_trained_with_zero_keeping_lora_stays_sparse(tmp_path: Path) -> None:
     config = run_config(tmp_path, "mistral")
     folder = Path(config["model"]["init_args"]["backbone"]["name"])
     model: Any = sparse(tiny_mistral())
@@ -310,7 +310,7 @@ def taught_by_hand(teacher: Embedder, batch: ContrastiveBatch) -> ContrastiveBat
 
 @pytest.mark.parametrize("mini_batch_tokens", [8192, 10])
 @pytest.mark.parametrize("kind", ["bert", "mistral"])
-def test_vectors_of_a_batch_are_those_of_each_text_alone(
+def test_a_teachers_vectors_of_a_batch_equal_those_of_single_texts(
     kind: str, mini_batch_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distillation, "MINI_BATCH_TOKENS", mini_batch_tokens)
@@ -327,7 +327,7 @@ def test_vectors_of_a_batch_are_those_of_each_text_alone(
 
 @pytest.mark.parametrize("kind", ["bert", "mistral"])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_loss_and_gradient_are_those_of_vectors_made_by_hand(
+def test_loss_and_gradient_equal_those_with_precomputed_vectors(
     loss: type[Distillation], kind: str, bert: str, mistral: str
 ) -> None:
     """In the plain step and under GradCache."""
@@ -373,7 +373,7 @@ def steps_of(run: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("student", "kind", "callbacks"), [("bert", "mistral", []), ("bert", "bert", [CACHE]), ("mistral", "bert", [CACHE])]
 )
-def test_a_run_is_that_of_vectors_made_before_it(
+def test_a_run_with_a_teacher_equals_one_with_precomputed_vectors(
     student: str, kind: str, callbacks: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     """The teacher reads its own prompts and lengths, as the jobs that make vectors do, and may have its own tokens."""
@@ -393,7 +393,7 @@ def test_a_run_is_that_of_vectors_made_before_it(
     assert live == pytest.approx(before, rel=1e-6)
 
 
-def test_a_run_resumes_to_the_same_bits_and_its_checkpoint_leaves_the_teacher_out(tmp_path: Path) -> None:
+def test_a_run_with_a_teacher_resumes_to_the_same_bits_and_its_checkpoint_omits_it(tmp_path: Path) -> None:
     config = taught_config(tmp_path, "mistral")
     config["trainer"]["callbacks"] = [CACHE]
     assert differences_after_resuming(tmp_path, config, 2) == {}
@@ -404,7 +404,9 @@ def test_a_run_resumes_to_the_same_bits_and_its_checkpoint_leaves_the_teacher_ou
     assert not any("teacher" in name for name in module.state_dict())
 
 
-def test_a_rank_that_checks_nothing_has_its_teacher_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_check_the_run_loads_its_teacher_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lightning prepares data, and so checks the run, on the first rank of a machine."""
     monkeypatch.setattr(ContrastiveModule, "prepare_data", lambda self: None)
     teacher_of("bert").save_pretrained(tmp_path / "teacher")
@@ -417,7 +419,7 @@ def test_a_rank_that_checks_nothing_has_its_teacher_too(tmp_path: Path, monkeypa
     assert trainer.callback_metrics["train/distillation"] > 0
 
 
-def test_a_contextual_student_follows_a_teacher(tmp_path: Path) -> None:
+def test_a_contextual_student_has_a_teacher(tmp_path: Path) -> None:
     config, teacher = cde_config(tmp_path), str(tmp_path / "teacher")
     teacher_of("mistral").save_pretrained(teacher)
     config["model"]["init_args"]["loss"] = component("embeddings.losses.SimilarityDistillation", teacher=teacher)
@@ -425,7 +427,7 @@ def test_a_contextual_student_follows_a_teacher(tmp_path: Path) -> None:
     assert fit(tmp_path, config).trainer.callback_metrics["train/distillation"] > 0
 
 
-def test_a_teacher_that_cannot_be_followed_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_teacher_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = taught_config(tmp_path, "bert")
     (tmp_path / "teacher").rename(tmp_path / "gone")
     says = f"{tmp_path / 'teacher'}: is no directory"

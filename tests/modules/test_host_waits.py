@@ -68,7 +68,7 @@ def counted_step(method: str, cached: bool, folder: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("cached", [False, True], ids=["plain", "gradcache"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-def test_a_step_waits_for_a_device_where_the_table_says(
+def test_a_step_synchronises_with_the_device_only_where_documented(
     method: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if cached and method == "language model":

@@ -74,7 +74,7 @@ def test_a_short_run_lowers_the_loss_and_logs_training_and_validation(objective:
     assert curves["train/loss"][0] == list(range(12))
 
 
-def test_a_run_without_validation_sources_validates_nothing_and_warns_of_nothing(tmp_path: Path) -> None:
+def test_a_run_without_validation_sources_does_not_validate_or_warn(tmp_path: Path) -> None:
     config = language_config(tmp_path, "mlm")
     del config["data"]["init_args"]["validation_sources"]
     config["trainer"] |= {"max_steps": 2, "val_check_interval": 1, "check_val_every_n_epoch": None}
@@ -83,7 +83,7 @@ def test_a_run_without_validation_sources_validates_nothing_and_warns_of_nothing
     assert logged(cli, "val/loss") == []
 
 
-def test_lora_leaves_the_models_own_weights_alone_and_its_export_starts_an_embedder(tmp_path: Path) -> None:
+def test_lora_does_not_change_the_base_and_its_export_is_an_initial_model(tmp_path: Path) -> None:
     config = language_config(tmp_path, "mntp", lora={"rank": 4, "alpha": 8, "dropout": 0.1})
     config["trainer"]["callbacks"] = [component("ExportLanguageModel", output=str(tmp_path / "mntp"))]
     cli = fit(tmp_path, config)
@@ -121,7 +121,7 @@ def test_a_checkpoint_is_exported_by_the_command(tmp_path: Path, capsys: pytest.
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_the_loss_of_masked_next_tokens_is_that_of_a_loop(mistral: str) -> None:
+def test_the_loss_of_masked_next_tokens_equals_a_loop(mistral: str) -> None:
     """Each hidden token's cross-entropy from the whole model's logits one place before it."""
     module = MaskedLMModule("mntp", BackboneConfig(mistral, bidirectional=True), masking=UNDERSCORE).eval()
     ids_NL = torch.randint(10, 300, (4, 20))
@@ -142,7 +142,7 @@ def test_the_loss_of_masked_next_tokens_is_that_of_a_loop(mistral: str) -> None:
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_one_document_changes_anothers_loss_only_where_they_are_not_apart(separate: bool, mistral: str) -> None:
+def test_a_document_changes_anothers_loss_only_without_separation(separate: bool, mistral: str) -> None:
     backbone, head = BackboneConfig(mistral), HeadSettings(tile_logits=3000)
     module = MaskedLMModule("causal", backbone, separate_documents=separate, head=head).eval()
     assert module._tile_positions == 3000 // module.language_model.vocab_size == 5
@@ -156,7 +156,7 @@ def test_one_document_changes_anothers_loss_only_where_they_are_not_apart(separa
     assert (losses[0] == losses[1]) is separate
 
 
-def test_validation_hides_the_same_tokens_each_time_and_counts_every_target_once(tmp_path: Path) -> None:
+def test_validation_masks_the_same_tokens_each_time_and_counts_every_target_once(tmp_path: Path) -> None:
     config = language_config(tmp_path, "mlm")
     config["trainer"] |= {"max_steps": 4, "val_check_interval": 2, "check_val_every_n_epoch": None}
     config["model"]["init_args"]["optimizer"]["init_args"]["lr"] = 0.0
@@ -188,7 +188,7 @@ def test_random_initial_weights_follow_from_the_seed_and_leave_the_random_state_
     assert not torch.equal(first["language_model.model.lm_head.weight"], third["language_model.model.lm_head.weight"])
 
 
-def test_what_may_stand_for_a_hidden_token_is_no_special_one(bert: str) -> None:
+def test_masked_tokens_are_never_replaced_by_special_tokens(bert: str) -> None:
     module = MaskedLMModule("mlm", BackboneConfig(bert))
     vocabulary, special = set(module.tokenizer.get_vocab().values()), set(module.tokenizer.all_special_ids)
     assert set(module.task.ordinary_ids_V.tolist()) == vocabulary - special
@@ -214,7 +214,7 @@ def test_what_cannot_take_effect_is_refused(arguments: dict[str, Any], says: str
         MaskedLMModule(**given)
 
 
-def test_a_decoder_saved_without_its_mask_cannot_learn_the_causal_objective(mistral: str, tmp_path: Path) -> None:
+def test_a_decoder_saved_without_its_causal_mask_cannot_have_the_causal_objective(mistral: str, tmp_path: Path) -> None:
     module = MaskedLMModule("mntp", BackboneConfig(mistral, bidirectional=True), masking=UNDERSCORE)
     module.save_pretrained(tmp_path / "open")
     with pytest.raises(OptionError, match="needs a causal mask"):
@@ -222,7 +222,7 @@ def test_a_decoder_saved_without_its_mask_cannot_learn_the_causal_objective(mist
 
 
 @pytest.mark.parametrize("objective", ["mlm", "causal"])
-def test_a_sparse_model_is_refused_with_the_way_out(objective: Any, tmp_path: Path) -> None:
+def test_a_sparse_model_is_refused_with_a_hint(objective: Any, tmp_path: Path) -> None:
     sparse = save_backbone(str(tmp_path), tiny_moe(), wordpiece_tokenizer())
     with pytest.raises(OptionError, match=r"rotary_moe has no language-model head.*give the dense model that it was"):
         MaskedLMModule(objective, BackboneConfig(sparse))
@@ -273,7 +273,7 @@ def pairs(prediction: Prediction) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("objective", ["mlm", "mntp", "causal"])
-def test_each_target_is_read_where_the_objective_says(objective: str, separate: bool) -> None:
+def test_each_target_is_predicted_from_the_position_of_the_objective(objective: str, separate: bool) -> None:
     rows = packed()
     found = task(objective, separate)(rows)
     ids, documents = rows.input_ids_NL.tolist(), rows.document_NL.tolist()
@@ -294,7 +294,7 @@ def test_each_target_is_read_where_the_objective_says(objective: str, separate: 
 
 
 @pytest.mark.parametrize("objective", ["mlm", "mntp"])
-def test_special_tokens_padding_and_mask_tokens_are_never_hidden(objective: str) -> None:
+def test_special_tokens_padding_and_mask_tokens_are_never_masked(objective: str) -> None:
     rows = packed(60)
     found = task(objective, probability=0.95)(rows)
     hidden_NL = found.input_ids_NL != rows.input_ids_NL
@@ -305,7 +305,7 @@ def test_special_tokens_padding_and_mask_tokens_are_never_hidden(objective: str)
     assert bool(hidden_NL[:, 0].any()) is (objective == "mlm")
 
 
-def test_a_causal_model_reads_what_is_there_and_predicts_separators() -> None:
+def test_a_causal_model_has_unmasked_input_and_predicts_separators() -> None:
     rows = packed()
     found = task("causal")(rows)
     assert torch.equal(found.input_ids_NL, rows.input_ids_NL)
@@ -328,7 +328,7 @@ def test_targets_follow_from_seed_and_draw_key_and_not_from_the_batch() -> None:
 @pytest.mark.parametrize(
     ("probability", "mask_fraction", "random_fraction"), [(0.15, 0.8, 0.1), (0.8, 1.0, 0.0), (0.3, 0.0, 1.0)]
 )
-def test_tokens_are_hidden_in_the_shares_asked_for(
+def test_tokens_are_masked_with_the_configured_probabilities(
     probability: float, mask_fraction: float, random_fraction: float
 ) -> None:
     """20,000 tokens: four standard deviations of each share."""
@@ -357,6 +357,6 @@ def test_tokens_are_hidden_in_the_shares_asked_for(
         ({"mask_fraction": -0.1}, "mask_fraction must be 0 to 1"),
     ],
 )
-def test_impossible_shares_are_refused(options: dict[str, float], says: str) -> None:
+def test_invalid_masking_probabilities_are_refused(options: dict[str, float], says: str) -> None:
     with pytest.raises(OptionError, match=says):
         Masking(**options)

@@ -114,7 +114,7 @@ def test_a_coefficient_of_zero_is_infonce_and_the_z_loss_comes_on_top(dense: str
 
 
 @pytest.mark.parametrize("engine", [None, GradCache(mini_batch_tokens=30)])
-def test_a_router_that_gives_no_numbers_is_named(engine: GradCache | None, dense: str) -> None:
+def test_a_router_with_nan_is_named(engine: GradCache | None, dense: str) -> None:
     module, batch = moe_module(dense), random_batch(4, 1)
     with torch.no_grad():
         next(layer for layer in module.modules() if isinstance(layer, Router)).weight[0] = torch.nan
@@ -144,7 +144,7 @@ def test_upcycling_follows_from_the_seed_and_leaves_the_random_state_alone(dense
     assert not torch.equal(routers[0], routers[2])
 
 
-def test_the_dense_twin_is_trained_without_balancing(dense: str) -> None:
+def test_a_dense_model_is_trained_without_balancing(dense: str) -> None:
     with pytest.raises(OptionError, match=r"model.load_balancing has no effect on a model without experts, got .*null"):
         MoEEmbedModule(BackboneConfig(dense))
     module = MoEEmbedModule(BackboneConfig(dense), load_balancing=None)

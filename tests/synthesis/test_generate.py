@@ -52,7 +52,7 @@ def records(path):
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_every_category_becomes_a_source_that_training_reads(tmp_path, method):
+def test_every_category_becomes_a_valid_source(tmp_path, method):
     plan = Plan(method.name, 24, num_tasks=10)
     report = run(tmp_path / "job", FakeClient(shuffled=True), plan)
     assert sum(report.num_records.values()) == 24
@@ -68,7 +68,7 @@ def test_every_category_becomes_a_source_that_training_reads(tmp_path, method):
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_a_second_models_prompts_begin_with_the_first_ones_records(tmp_path, method):
+def test_prompts_of_a_seeded_job_begin_with_the_first_jobs_records(tmp_path, method):
     plan = Plan(method.name, 48, num_tasks=10)
     run(tmp_path / "first", FakeClient(), plan)
     seeded = Templates(method, PromptOptions(seeds=tmp_path / "first", num_seeds=2))
@@ -92,7 +92,7 @@ def test_a_second_models_prompts_begin_with_the_first_ones_records(tmp_path, met
     assert seeded.sha256 != Templates(method).sha256
 
 
-def test_a_seed_that_comes_back_is_no_record(tmp_path):
+def test_a_copied_seed_is_rejected(tmp_path):
     run(tmp_path / "first", FakeClient(), Plan("mgh", 24, num_tasks=10))
     seeded = Templates(MGH, PromptOptions(seeds=tmp_path / "first", num_seeds=1))
     category = MGH.category("sts")
@@ -111,7 +111,7 @@ def test_seeds_must_be_a_jobs_folder_with_enough_records(tmp_path):
         Templates(MGH, PromptOptions(seeds=tmp_path))
 
 
-def test_the_seed_decides_prompts_and_the_index_the_task(tmp_path):
+def test_prompts_depend_on_the_seed_and_tasks_on_the_index(tmp_path):
     tasks = {category.name: ["one", "two", "three"] for category in MGH.categories}
     prompts = [item.prompt for item in plan_items(PLAN, Templates(MGH), tasks)]
     assert prompts == [item.prompt for item in plan_items(PLAN, Templates(MGH), tasks)]
@@ -121,7 +121,7 @@ def test_the_seed_decides_prompts_and_the_index_the_task(tmp_path):
 
 
 @pytest.mark.parametrize("shares", [None, {"sts": 2, "short_long": 1}, {"sts": 0.3, "long_long": 0, "short_short": 7}])
-def test_every_stretch_of_the_plan_has_the_shares(shares):
+def test_every_section_of_the_plan_has_the_shares(shares):
     plan = Plan("mgh", 400, shares=shares)
     total = sum(plan.weights.values())
     counts = Counter()
@@ -151,7 +151,7 @@ def test_no_malformed_answer_reaches_the_data(tmp_path):
         assert all(negative.text.startswith("negative ") for negative in record.negatives)
 
 
-def test_more_examples_cost_only_what_is_new(tmp_path):
+def test_more_examples_request_only_the_new_ones(tmp_path):
     run(tmp_path / "job", FakeClient(), Plan("mgh", 10, num_tasks=10))
     client = FakeClient()
     assert run(tmp_path / "job", client, Plan("mgh", 24, num_tasks=10)).num_wanted == 24
@@ -164,7 +164,7 @@ def test_more_examples_cost_only_what_is_new(tmp_path):
         run(tmp_path / "job", FakeClient(sampling=Sampling("other")), Plan("mgh", 24, num_tasks=10))
 
 
-def test_tasks_of_another_job_take_the_place_of_stage_one(tmp_path):
+def test_tasks_of_another_job_replace_stage_one(tmp_path):
     run(tmp_path / "first", FakeClient())
     client = FakeClient(sampling=Sampling("another"))
     plan = Plan("mgh", 24, tasks=tmp_path / "first" / "tasks.jsonl", seed=5)
@@ -176,7 +176,7 @@ def test_tasks_of_another_job_take_the_place_of_stage_one(tmp_path):
 
 
 @pytest.mark.parametrize("budget", [3000, 6000, 12000])
-def test_a_budget_ends_the_job_with_the_records_that_are_there(tmp_path, budget):
+def test_a_budget_ends_the_job_with_the_records_so_far(tmp_path, budget):
     sampling = Sampling("m", max_answer_tokens=400)
     report = run(tmp_path / "job", FakeClient(sampling=sampling), budget=Budget(budget))
     assert not report.complete
@@ -210,7 +210,7 @@ def test_a_dry_run_shows_a_prompt_of_each_kind():
         (lambda: Plan("mgh", 5, shares={}), "shares must include a category"),
     ],
 )
-def test_impossible_plans_are_refused(make, says):
+def test_invalid_plans_are_refused(make, says):
     with pytest.raises(OptionError, match=says):
         make()
 
@@ -296,7 +296,9 @@ def lists_of(size, repeated=0):
 @pytest.mark.parametrize(
     ("size", "repeated", "num_found", "num_lists"), [(20, 0, 45, 3), (20, 15, 45, 6), (6, 6, 6, 2 * MAX_ROUNDS + 1)]
 )
-def test_copies_are_dropped_and_more_is_asked_for_some_rounds(size, repeated, num_found, num_lists, tmp_path, caplog):
+def test_duplicate_tasks_are_dropped_and_more_are_requested_up_to_a_limit(
+    size, repeated, num_found, num_lists, tmp_path, caplog
+):
     client = lists_of(size, repeated)
     tasks, _ = list_tasks(tmp_path, client, 45)
     assert len(set(tasks)) == len(tasks) == num_found
@@ -305,7 +307,7 @@ def test_copies_are_dropped_and_more_is_asked_for_some_rounds(size, repeated, nu
     assert ("6 different tasks, 45 were requested" in caplog.text) == (num_found == 6)
 
 
-def test_lists_that_are_none_are_counted_and_asked_for_anew(tmp_path):
+def test_answers_without_a_list_are_rejected_and_requested_again(tmp_path):
     def behaviour(prompt, seed, count):
         answers.append(prompt)
         return Reply("no list" if len(answers) <= 2 else json.dumps([f"task {seed}"]))
@@ -317,12 +319,12 @@ def test_lists_that_are_none_are_counted_and_asked_for_anew(tmp_path):
     assert len(tasks) == 1
 
 
-def test_a_model_without_any_task_is_the_users_to_mend(tmp_path):
+def test_a_model_that_returns_no_tasks_is_an_input_error(tmp_path):
     with pytest.raises(InputError, match=r"model: returned no task of short_long in 8 answers \(empty_answer\)"):
         list_tasks(tmp_path, FakeClient(lambda prompt, seed, count: Reply("")), 5)
 
 
-def test_a_task_file_comes_back_by_category(tmp_path):
+def test_a_task_file_is_read_by_category(tmp_path):
     tasks = {category.name: [f"{category.name} {n} é" for n in range(2)] for category in MGH.categories}
     rows = [{"category": name, "task": task} for name, found in tasks.items() for task in found]
     path = write_jsonl(tmp_path / "tasks.jsonl", [*rows, {"category": "sts", "task": "STS 1 é!"}])
@@ -342,7 +344,7 @@ def test_a_task_file_comes_back_by_category(tmp_path):
         ("[]\n", "tasks.jsonl:1"),
     ],
 )
-def test_a_file_that_is_no_task_file_is_refused(tmp_path, content, says):
+def test_an_invalid_task_file_is_refused(tmp_path, content, says):
     path = tmp_path / "tasks.jsonl"
     if content is not None:
         path.write_text(content)
@@ -365,7 +367,7 @@ def regenerate(folder, source, client, **options):
     return regenerate_negatives(source, folder, Templates(MGH), client, **{"limits": EAGER, **options})
 
 
-def test_positives_and_fields_stay_and_negatives_are_new(tmp_path, source):
+def test_only_the_negatives_are_replaced(tmp_path, source):
     client = FakeClient(shuffled=True)
     report = regenerate(tmp_path / "job", source, client)
     assert report.num_records == {"records.jsonl": 6}
@@ -380,7 +382,7 @@ def test_positives_and_fields_stay_and_negatives_are_new(tmp_path, source):
     assert sum("\nanswer 3\n" in request.prompt for request in client.asked) == 1
 
 
-def test_a_row_without_a_usable_answer_is_left_out_and_listed(tmp_path, source):
+def test_a_row_without_a_usable_answer_is_omitted_and_listed(tmp_path, source):
     def behaviour(prompt, seed, count):
         return Reply("no") if "question 2" in prompt else answers_well(prompt, seed, count)
 
@@ -390,7 +392,7 @@ def test_a_row_without_a_usable_answer_is_left_out_and_listed(tmp_path, source):
     assert [(line["id"], line["attempt"]) for line in lines] == [("row-2", 0), ("row-2", 1)]
 
 
-def test_other_pairs_do_not_go_on_in_the_same_folder(tmp_path, source):
+def test_a_folder_is_not_resumed_with_other_pairs(tmp_path, source):
     regenerate(tmp_path / "job", source, FakeClient())
     other = write_jsonl(tmp_path / "other.jsonl", ROWS[:1])
     with pytest.raises(InputError, match=r"field .source_key. is"):
@@ -500,7 +502,7 @@ def rounds(folder, client, found, max_attempts=3, limits=EAGER):
         return run_rounds(lambda: iter(found), len(found), runner, seed=1)
 
 
-def test_what_is_rejected_is_asked_again_with_another_seed_up_to_the_limit(tmp_path):
+def test_rejected_items_are_requested_again_with_another_seed_up_to_the_limit(tmp_path):
     seeds = {}
 
     def behaviour(prompt, seed, count):
@@ -516,7 +518,7 @@ def test_what_is_rejected_is_asked_again_with_another_seed_up_to_the_limit(tmp_p
     assert outcome.rejections[0] == ("a-1", 0, "wrong_type", "bad")
 
 
-def test_of_two_items_with_one_query_the_earlier_one_is_kept_whatever_comes_first(tmp_path):
+def test_of_two_items_with_one_query_the_first_item_is_kept(tmp_path):
     def behaviour(prompt, seed, count):
         number = int(prompt.split()[1])
         return Reply(json.dumps({"query": f"The QUERY {number // 2}!"}), seconds=0.02 if number % 2 == 0 else 0)
@@ -526,7 +528,7 @@ def test_of_two_items_with_one_query_the_earlier_one_is_kept_whatever_comes_firs
     assert reasons(outcome) == {"duplicate_query": 3}
 
 
-def test_copies_are_looked_for_within_a_file_and_only_where_asked(tmp_path):
+def test_queries_must_be_unique_within_a_file_only_if_set(tmp_path):
     client = FakeClient(lambda prompt, seed, count: says(query="the same"))
     places = [("a.jsonl", 0), ("a.jsonl", 1), ("b.jsonl", 2), ("b.jsonl", 3)]
     both = [Item(f"x-{place}", file, f"prompt {place}", read_query) for file, place in places]

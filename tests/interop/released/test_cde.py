@@ -103,7 +103,7 @@ def states_v1(state, ids):
 
 
 @pytest.mark.usefixtures("travelling_code")
-def test_version_1_gives_the_vectors_that_it_was_trained_for(tmp_path, monkeypatch):
+def test_version_1_has_the_vectors_of_its_training_code(tmp_path, monkeypatch):
     folder, state, tokenizer = published_v1(tmp_path / "published", monkeypatch)
     made = load(folder)
     assert sorted(made.report.used) == sorted(state)
@@ -182,7 +182,7 @@ def vector_v2(state, prefix, ids, colon):
 
 
 @pytest.mark.usefixtures("travelling_code")
-def test_version_2_gives_the_published_vectors(tmp_path):
+def test_version_2_has_the_published_vectors(tmp_path):
     folder, state, tokenizer = published_v2(tmp_path / "published")
     made = load(folder)
     assert sorted(made.report.used) == sorted(state)
@@ -218,7 +218,7 @@ def test_version_2_gives_the_published_vectors(tmp_path):
     assert (embedder.slots.dropout_fraction, embedder.text.query_max_length) == (0.005, 64)
 
 
-def test_numbers_that_no_file_states_are_said_kept_and_can_be_given(tmp_path, capsys):
+def test_missing_numbers_are_printed_recorded_and_can_be_set(tmp_path, capsys):
     folder, _, _ = published_v2(tmp_path / "published")
     line = ["import", "--source", str(folder), "--output", str(tmp_path / "ours")]
     assert main(line) == 0
@@ -246,7 +246,7 @@ def test_numbers_that_no_file_states_are_said_kept_and_can_be_given(tmp_path, ca
         assert not (tmp_path / "none").exists()
 
 
-def test_the_imported_model_is_a_start_for_training(tmp_path):
+def test_the_imported_model_can_be_an_initial_model(tmp_path):
     folder, state, _ = published_v2(tmp_path / "published")
     load(folder).model.save_pretrained(tmp_path / "ours")
     settings = ContextSettings(num_context=70, num_soft_prompts=SOFT)
@@ -267,14 +267,14 @@ def test_the_imported_model_is_a_start_for_training(tmp_path):
         ({"transductive_corpus_size": 0}, "has transductive_corpus_size 0, expected a whole number >= 1"),
     ],
 )
-def test_a_config_that_does_not_fit_is_one_line(fields, says, tmp_path, monkeypatch):
+def test_an_unsupported_config_is_a_one_line_error(fields, says, tmp_path, monkeypatch):
     folder, _, _ = published_v1(tmp_path, monkeypatch)
     changed_config(folder, **fields)
     with pytest.raises(InputError, match=says):
         load(folder)
 
 
-def test_a_stage_that_is_missing_and_a_width_that_no_usual_heads_divide_are_one_line(tmp_path, monkeypatch):
+def test_a_missing_stage_and_an_indivisible_hidden_size_are_one_line_errors(tmp_path, monkeypatch):
     folder, _, _ = published_v1(tmp_path / "v1", monkeypatch)
     write_checkpoint(folder, V1, {"first_stage_model.mlp.0.bias": torch.zeros(4)})
     with pytest.raises(InputError, match=r"lacks the tensor first_stage_model\.embedder\.embeddings\.word_emb"):

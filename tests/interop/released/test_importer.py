@@ -30,7 +30,7 @@ def record_of(folder):
     return json.loads((folder / IMPORT_FILE).read_text())
 
 
-def test_the_record_names_the_commit_that_was_read_and_what_every_tensor_came_from(tmp_path, monkeypatch):
+def test_the_record_contains_the_commit_and_the_origin_of_every_tensor(tmp_path, monkeypatch):
     folder, state, _ = nomic_folder(tmp_path / "models--who--what" / "snapshots" / "0123abc", MOE)
     monkeypatch.setattr(importer, "resolve_model", lambda *_: folder)
     import_released("who/what", tmp_path / "ours", "main")
@@ -46,7 +46,7 @@ def test_the_record_names_the_commit_that_was_read_and_what_every_tensor_came_fr
     assert not (tmp_path / "ours" / IMPORT_FILE).exists()
 
 
-def test_a_source_is_never_written_to_and_a_kill_leaves_nothing_new(tmp_path, monkeypatch):
+def test_the_source_is_never_written_and_an_interrupted_import_leaves_nothing(tmp_path, monkeypatch):
     folder, _, _ = nomic_folder(tmp_path / "published", MOE)
     with pytest.raises(OptionError, match="output must not be the source"):
         import_released(str(folder), folder)
@@ -83,7 +83,7 @@ def test_a_card_names_the_source_and_its_licence_and_copies_nothing(tmp_path):
     assert (tmp_path / "ours" / "README.md").read_text() == "mine\n"
 
 
-def test_whatever_a_config_meets_in_an_architecture_is_one_line(tmp_path, monkeypatch):
+def test_any_error_of_an_architecture_is_a_one_line_error(tmp_path, monkeypatch):
     def load(folder, assumed):
         raise AttributeError("no such field")
 
@@ -105,7 +105,7 @@ def test_whatever_a_config_meets_in_an_architecture_is_one_line(tmp_path, monkey
         ({"model_type": "bert"}, True, load_directory),
     ],
 )
-def test_the_family_is_told_by_the_config(config, is_directory, load, tmp_path):
+def test_the_config_determines_the_family(config, is_directory, load, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     if is_directory:
         (tmp_path / "modules.json").write_text("[]")
@@ -137,7 +137,7 @@ def test_another_family_and_a_contextual_model_of_this_library_are_refused(tmp_p
         ("", None),
     ],
 )
-def test_the_licence_is_that_of_the_front_matter_alone(card, licence, tmp_path):
+def test_the_licence_is_read_from_the_front_matter_only(card, licence, tmp_path):
     (tmp_path / "README.md").write_bytes(card.encode())
     assert stated_licence(tmp_path) == licence
 
@@ -221,7 +221,7 @@ def test_the_name_decides_which_model_it_is(source, known_as, name, wide, tmp_pa
     assert usage_name(model, source, known_as) == name
 
 
-def test_a_copy_under_another_name_is_asked_about(wide, tmp_path, caplog):
+def test_a_copy_under_another_name_causes_a_warning(wide, tmp_path, caplog):
     folder, _, _ = folder_of(wide, tmp_path / "copy")
     import_released(str(folder), tmp_path / "ours")
     assert "if it is a copy, add --known-as nomic-embed-text-v1.5" in caplog.text
@@ -232,7 +232,7 @@ def test_a_copy_under_another_name_is_asked_about(wide, tmp_path, caplog):
     assert record_of(tmp_path / "ours")["used_as"] == V1_5
 
 
-def test_a_name_that_does_not_fit_is_refused_where_it_was_given_and_passed_over_where_it_was_found(tmp_path):
+def test_a_mismatched_name_is_refused_as_an_option_and_ignored_in_a_path(tmp_path):
     folder, _, _ = nomic_folder(tmp_path / V1_5, DENSE)
     assert usage_name(load(folder).model, str(folder)) is None
     for known_as, rule in (
@@ -274,7 +274,7 @@ def test_a_directory_of_sentence_transformers_gives_its_vectors(tmp_path):
     assert_same(encoded(tmp_path / "ours", role="query"), torch.from_numpy(expected))
 
 
-def test_what_the_folder_does_not_say_is_the_mean_of_unit_length(tmp_path):
+def test_a_folder_without_modules_json_has_mean_pooling_and_unit_norm(tmp_path):
     folder = directory(tmp_path / "published")
     (folder / "modules.json").unlink()
     embedder = load_directory(folder).model

@@ -98,7 +98,7 @@ def test_the_imported_model_gives_the_published_vectors(named, before, behind, t
     assert embedder.text.query_max_length == 512
 
 
-def test_an_adapter_of_an_adapted_decoder_is_merged_after_it(tmp_path):
+def test_an_adapter_of_an_adapter_is_merged_after_it(tmp_path):
     state, tokenizer = decoder(tmp_path / "decoder"), sentencepiece_tokenizer()
     inner = adapter(tmp_path / "inner", str(tmp_path / "decoder"), seed=1, prefix="base_model.model.model.")
     outer = adapter(tmp_path / "outer", MISTRAL, seed=2)
@@ -111,7 +111,7 @@ def test_an_adapter_of_an_adapted_decoder_is_merged_after_it(tmp_path):
     assert named == {str(tmp_path / "inner"), str(tmp_path / "outer")}
 
 
-def test_the_scale_of_rslora_is_its_own(tmp_path):
+def test_rslora_has_its_own_scale(tmp_path):
     state = decoder(tmp_path / "decoder")
     update = adapter(tmp_path / "adapter", str(tmp_path / "decoder"), seed=1, use_rslora=True)
     model = load(tmp_path / "adapter").model.backbone
@@ -132,14 +132,14 @@ def test_the_scale_of_rslora_is_its_own(tmp_path):
         ({"base_model_name_or_path": "no/such/place"}, "no/such/place: is no directory"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_one_line(changed, says, tmp_path):
+def test_a_mismatched_adapter_is_a_one_line_error(changed, says, tmp_path):
     decoder(tmp_path / "decoder")
     adapter(tmp_path / "adapter", str(tmp_path / "decoder"), seed=1, **changed)
     with pytest.raises(InputError, match=re.escape(says)):
         load(tmp_path / "adapter")
 
 
-def test_bases_that_cannot_be_are_refused(tmp_path):
+def test_invalid_bases_are_refused(tmp_path):
     decoder(tmp_path / "decoder")
     adapter(tmp_path / "adapter", str(tmp_path / "adapter"), seed=1)
     with pytest.raises(InputError, match="names itself as base model"):
@@ -149,7 +149,7 @@ def test_bases_that_cannot_be_are_refused(tmp_path):
             adapter_chain(tmp_path / folder, base)
 
 
-def test_no_folder_that_is_read_is_written_to(tmp_path):
+def test_no_source_folder_is_written(tmp_path):
     decoder(tmp_path / "decoder")
     adapter(tmp_path / "inner", str(tmp_path / "decoder"), seed=1)
     adapter(tmp_path / "outer", str(tmp_path / "inner"), seed=2)
@@ -164,7 +164,7 @@ def test_no_folder_that_is_read_is_written_to(tmp_path):
     assert record["base"] == [{"name": str(tmp_path / name), "commit": None} for name in ("inner", "decoder")]
 
 
-def test_settings_beside_the_adapter_count(tmp_path):
+def test_settings_in_the_adapters_folder_are_used(tmp_path):
     decoder(tmp_path / "decoder")
     adapter(tmp_path / "adapter", str(tmp_path / "decoder"), seed=1)
     settings = tmp_path / "adapter" / "llm2vec_config.json"

@@ -36,7 +36,7 @@ def fields(folder, **changed):
     return encoder_fields(ReleasedConfig(folder / "config.json"), wordpiece_tokenizer())
 
 
-def test_vocabulary_and_positions_are_those_that_the_model_was_published_with(tmp_path):
+def test_vocabulary_and_positions_are_the_published_ones(tmp_path):
     assert [fields(tmp_path, vocab_size=rows)["vocab_size"] for rows in (383, 384, 385)] == [384, 384, 448]
     plain, scaled = (fields(tmp_path, n_positions=8192, rotary_scaling_factor=factor) for factor in (None, 2))
     assert (plain["max_position_embeddings"], scaled["max_position_embeddings"]) == (8192, 2048)
@@ -88,7 +88,7 @@ def test_the_imported_model_gives_the_published_vectors(config, load, kind, pref
     assert getattr(backbone.config, "moe_layers", [1, 3]) == [1, 3]
 
 
-def test_a_text_that_is_longer_than_those_of_training_is_cut_and_changes_no_other(tmp_path, caplog):
+def test_a_text_longer_than_in_training_is_truncated_and_does_not_change_others(tmp_path, caplog):
     config = DENSE | {"max_trained_positions": 24, "rotary_scaling_factor": 2}
     folder, state, tokenizer = nomic_folder(tmp_path / "published", config)
     describe(folder, HIDDEN)
@@ -142,14 +142,14 @@ def test_the_masked_language_model_comes_with_its_head_and_a_record_but_no_card(
         ({"rotary_emb_base": None}, "has rotary_emb_base None, expected a number"),
     ],
 )
-def test_a_config_that_does_not_fit_is_one_line(fields, says, tmp_path):
+def test_an_unsupported_config_is_a_one_line_error(fields, says, tmp_path):
     folder, _, _ = nomic_folder(tmp_path, DENSE)
     changed_config(folder, **fields)
     with pytest.raises(InputError, match=re.escape(says)):
         load_dense(folder)
 
 
-def test_what_the_folder_says_of_texts_and_length_goes_along(tmp_path):
+def test_prompts_and_lengths_of_the_folder_are_imported(tmp_path):
     folder, state, tokenizer = nomic_folder(tmp_path / "published", MOE)
     describe(folder, HIDDEN, normalize=False, prompts={"passage": "search_document: ", "query": "a query: "})
     load_moe(folder).model.save_pretrained(tmp_path / "ours")

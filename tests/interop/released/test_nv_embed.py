@@ -150,14 +150,14 @@ def test_the_imported_model_gives_the_published_vectors(cut, tmp_path):
         ({"latent_attention_config": LATENT_CONFIG | {"num_latents_value": 9}}, "latents has shape (6, 32), but"),
     ],
 )
-def test_a_config_that_does_not_fit_is_one_line(fields, says, tmp_path):
+def test_an_unsupported_config_is_a_one_line_error(fields, says, tmp_path):
     folder, _, _ = published(tmp_path)
     changed_config(folder, **fields)
     with pytest.raises(InputError, match=re.escape(says)):
         load(folder)
 
 
-def test_weights_in_half_precision_stay_so_and_an_instruction_alone_has_a_vector(tmp_path):
+def test_half_precision_weights_keep_their_dtype_and_a_bare_instruction_has_a_vector(tmp_path):
     folder, state, tokenizer = published(tmp_path / "published")
     write_checkpoint(folder, CONFIG, {name: tensor.to(torch.float16) for name, tensor in state.items()})
     model = load(folder).model
