@@ -240,7 +240,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
         content, path = read_checkpoint(checkpoint_path), os.fspath(checkpoint_path)
         module = cls(**arguments) if arguments else configured_module(content, path)
         if not isinstance(module, cls):
-            rule = f"holds a {type(module).__name__}, not a {cls.__name__}"
+            rule = f"contains a {type(module).__name__}, not a {cls.__name__}"
             raise InputError(path, rule, f"call {type(module).__name__}.load_from_checkpoint")
         set_weights(module, content, path, strict=strict is not False)
         return module if map_location is None else module.to(map_location)

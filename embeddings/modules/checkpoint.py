@@ -47,8 +47,8 @@ def set_weights(module: L.LightningModule, content: dict[str, Any], source: str,
 def class_paths(value: Any) -> list[str]:
     """All `class_path` values in nested dicts and lists."""
     if isinstance(value, dict):
-        own = [value["class_path"]] if isinstance(value.get("class_path"), str) else []
-        return own + [path for item in value.values() for path in class_paths(item)]
+        paths = [value["class_path"]] if isinstance(value.get("class_path"), str) else []
+        return paths + [path for item in value.values() for path in class_paths(item)]
     if isinstance(value, list):
         return [path for item in value for path in class_paths(item)]
     return []

@@ -131,11 +131,11 @@ class LayerTeacher(FrozenTeacher):
         with torch.no_grad(), captured_states(self.embedder) as teacher:
             self.embedder(tokens)
             output_TH = self.embedder.pooling.token_states(teacher[_LAST].flatten(0, 1)[pooled_T])
-        inner = [student[own].flatten(0, 1)[attended_T] for own, _ in self.pairs]
+        inner = [student[layer].flatten(0, 1)[attended_T] for layer, _ in self.pairs]
         *inner, last = maps([*inner, pooling.token_states(student[_LAST].flatten(0, 1)[pooled_T])])
         errors = [
-            squared_error(own, teacher[other].flatten(0, 1)[attended_T])
-            for own, (_, other) in zip(inner, self.pairs, strict=True)
+            squared_error(state_TH, teacher[layer].flatten(0, 1)[attended_T])
+            for state_TH, (_, layer) in zip(inner, self.pairs, strict=True)
         ]
         output = squared_error(last, output_TH)
         total = torch.stack(errors).sum() if errors else output.new_zeros(())
@@ -194,12 +194,12 @@ def layer_pairs(depth: int, teacher_depth: int, chosen: Sequence[tuple[int, int]
     """Pairs (student layer, teacher layer) from 1; by default without the last layers, whose outputs are compared."""
     if chosen is None:
         teacher_layers = spread_layers(depth, teacher_depth)
-        return [(own, other + 1) for own, other in enumerate(teacher_layers[:-1], start=1)]
-    for own, other in chosen:
-        if own > depth or other > teacher_depth:
+        return [(layer, followed + 1) for layer, followed in enumerate(teacher_layers[:-1], start=1)]
+    for student_layer, teacher_layer in chosen:
+        if student_layer > depth or teacher_layer > teacher_depth:
             rule = f"must be within the student's {depth} layers and the teacher's {teacher_depth}"
-            raise OptionError("distillation.layers", [own, other], rule, "leave it out to spread them evenly")
-    return [(own, other) for own, other in chosen]
+            raise OptionError("distillation.layers", [student_layer, teacher_layer], rule, "leave it out to spread them")
+    return list(chosen)
 
 
 def num_distilled_states(student: Embedder, settings: LayerDistillation) -> int:

@@ -1,4 +1,4 @@
-"""A backbone as an ONNX graph, in float32 and int8: how near its states are, and what is refused."""
+"""ONNX graphs of backbones in float32 and int8: the accuracy of their states, and unsupported models."""
 
 import numpy as np
 import onnx as onnx_library
@@ -33,7 +33,7 @@ def adapted():
 
 @torch.no_grad()
 def differences(graph, backbone):
-    """The largest difference of the states of texts, in batches of unlike lengths, over the largest state."""
+    """Maximum differences of the states, relative to the largest state, of batches with different lengths."""
     states_of = open_graph(graph)
     for lengths in ([7, 3, 12], [1], [40, 2]):
         tokens = random_tokens(300, lengths)
@@ -77,7 +77,7 @@ def test_a_graph_with_different_states_is_deleted(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_graphs_are_compared_above_the_window_and_the_limit_of_rotary_scaling(tmp_path, monkeypatch):
-    """A graph of one window's texts may have no window at all: every token of them sees every other."""
+    """On texts shorter than the window, a graph without any window would also have the right states."""
     assert onnx._length_limits(tiny_bert().config) == []
     assert onnx._length_limits(tiny_modernbert().config) == [3, 6]
     dynamic = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
@@ -129,7 +129,7 @@ def test_an_int8_graph_is_close_and_its_matrices_have_8_bits(tmp_path, monkeypat
     rounded = [tensor for tensor in matrices if tensor.data_type == onnx_library.TensorProto.INT8]
     assert len(rounded) == 6 * model.backbone.config.num_hidden_layers
     assert all(1e-4 < difference < 0.1 for difference in differences(tmp_path / INT8_GRAPH_FILE, model.backbone))
-    # A graph whose numbers no scale holds is refused, and the earlier one stays.
+    # A graph with NaN states is refused, and the earlier file is not changed.
     before = (tmp_path / INT8_GRAPH_FILE).read_bytes()
     monkeypatch.setattr(onnx, "open_graph", lambda _: lambda _: np.full((1, 1, 32), np.nan, np.float32))
     with pytest.raises(OptionError, match=r"^format must produce finite states: .*, got 'onnx-int8'; use onnx$"):

@@ -19,7 +19,7 @@ def counts(choice_YTK: Tensor) -> Tensor:
     return torch.stack([torch.bincount(of_layer.flatten(), minlength=EXPERTS) for of_layer in choice_YTK])
 
 
-def written_out(probability_YTX: Tensor, choice_YTK: Tensor, normalization: str) -> float:
+def loop_reference(probability_YTX: Tensor, choice_YTK: Tensor, normalization: str) -> float:
     layers, tokens, experts = probability_YTX.shape
     if normalization == "transformers":
         probability_YTX, choice_YTK = probability_YTX.flatten(0, 1)[None], choice_YTK.flatten(0, 1)[None]
@@ -36,7 +36,7 @@ def written_out(probability_YTX: Tensor, choice_YTK: Tensor, normalization: str)
 def test_the_balancing_loss_equals_a_loop(normalization: str) -> None:
     probability, choice = routed()
     found = load_balancing_loss(counts(choice), probability.sum(1), TOP_K, normalization)  # type: ignore[arg-type]
-    assert found.item() == pytest.approx(written_out(probability, choice, normalization), rel=1e-12)
+    assert found.item() == pytest.approx(loop_reference(probability, choice, normalization), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_balancing_loss_equals_a_loop(normalization: str) -> None:
 )
 @pytest.mark.parametrize("loads", [[10] * EXPERTS, [40, 40] + [0] * 6])
 def test_a_uniform_router_has_exactly_the_published_value(normalization: str, value: float, loads: list[int]) -> None:
-    """Whatever a uniform router's ties chose: its probabilities are all alike."""
+    """For any choice among ties: the probabilities of a uniform router are all equal."""
     count, probability = torch.tensor([loads] * LAYERS), torch.full((LAYERS, EXPERTS), 40 / EXPERTS)
     assert load_balancing_loss(count, probability, TOP_K, normalization).item() == value  # type: ignore[arg-type]
 

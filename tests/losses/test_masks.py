@@ -33,7 +33,7 @@ def keys(batch: ContrastiveBatch, *compared: bool) -> tuple[QueryKeys, Candidate
 
 
 def loop_reference(records: list[Record], by_text: bool = True, by_class: bool = True) -> list[list[bool]]:
-    """The rule in words, on the records themselves."""
+    """The masking rule, evaluated on the records."""
     candidates = [(owner, record.positive, record.label, True) for owner, record in enumerate(records)]
     for owner, record in enumerate(records):
         labels = record.negative_labels or [-1] * len(record.negatives)
@@ -53,7 +53,7 @@ def loop_reference(records: list[Record], by_text: bool = True, by_class: bool =
 
 
 def tangled_records() -> list[Record]:
-    """Records with every relation that masks a candidate, in and across sources."""
+    """Records with every relation that masks a candidate, within and across sources."""
     records = random_records(12, 2, seed=3)
     for row, record in enumerate(records):
         record.label = (-1, 0, 1)[row % 3] if row < 9 else -1
@@ -115,7 +115,7 @@ def test_a_device_masks_the_same_scores_without_synchronisation(
     loss = InfoNCE(0.1, directions=directions, tile_size=1)
     expected = loss(query, candidate, batch)
     monkeypatch.setattr(masks, "queues_work", lambda device: True)
-    monkeypatch.setattr(Tensor, "nonzero", lambda *_: pytest.fail("the host asks for places"))
+    monkeypatch.setattr(Tensor, "nonzero", lambda *_: pytest.fail("the host synchronises"))
     found = loss(query, candidate, batch)
     assert torch.equal(found.loss, expected.loss)
     assert found.terms == expected.terms
@@ -134,7 +134,7 @@ FILTERS = {
 
 
 def with_surrogates(batch: ContrastiveBatch, width: int = 4, missing: bool = True, seed: int = 0) -> ContrastiveBatch:
-    """Vectors of any length; the first query, the second query's positive and the last candidate have none."""
+    """The batch with random surrogate vectors, except for the first query and two of the candidates."""
     generator = torch.Generator().manual_seed(seed)
     query, candidate = (
         torch.randn(len(tokens), width, generator=generator) for tokens in (batch.query, batch.candidate)
@@ -150,7 +150,7 @@ def found_mask(batch: ContrastiveBatch, rule: SurrogateFilter) -> list[list[bool
 
 
 def filter_reference(batch: ContrastiveBatch, rule: SurrogateFilter) -> list[list[bool]]:
-    """The rule in words; a comparison with a score that is not there is false."""
+    """The filter's rules by loops; a comparison with NaN is false."""
     queries, candidates = batch.surrogate_query_BS.tolist(), batch.surrogate_candidate_CS.tolist()
     mask = []
     for row, query in enumerate(queries):
@@ -169,15 +169,6 @@ def filter_reference(batch: ContrastiveBatch, rule: SurrogateFilter) -> list[lis
 def cosine(one: list[float], other: list[float]) -> float:
     product = sum(a * b for a, b in zip(one, other, strict=True))
     return product / math.sqrt(sum(a * a for a in one) * sum(b * b for b in other))
-
-
-@pytest.mark.parametrize("rule", FILTERS.values(), ids=FILTERS)
-def test_the_surrogate_filter_equals_a_loop(rule: SurrogateFilter) -> None:
-    batch = with_surrogates(random_batch(9, 2))
-    expected = filter_reference(batch, rule)
-    assert found_mask(batch, rule) == expected
-    assert 0 < sum(map(sum, expected)) < 9 * 27
-    assert not any(expected[0])
 
 
 def dense_loss(query: Tensor, candidate: Tensor, batch: ContrastiveBatch, rule: SurrogateFilter, both: bool) -> Tensor:
@@ -221,11 +212,13 @@ def permuted(batch: ContrastiveBatch, order_C: Tensor) -> ContrastiveBatch:
 
 
 @pytest.mark.parametrize("rule", FILTERS.values(), ids=FILTERS)
-def test_the_positive_may_be_in_any_column(rule: SurrogateFilter) -> None:
+def test_the_filter_equals_a_loop_with_positives_in_any_column(rule: SurrogateFilter) -> None:
     batch, order_C = with_surrogates(random_batch(9, 2)), torch.randperm(27, generator=torch.Generator().manual_seed(1))
     shuffled = permuted(batch, order_C)
     assert (shuffled.positive_index_B != batch.positive_index_B).all()
     expected = torch.tensor(filter_reference(batch, rule))
+    assert 0 < expected.sum() < 9 * 27
+    assert not expected[0].any()
     assert found_mask(shuffled, rule) == expected[:, order_C].tolist()
     query, candidate = torch.randn(9, 5, dtype=torch.float64), torch.randn(27, 5, dtype=torch.float64)
     directions: Any
@@ -236,7 +229,7 @@ def test_the_positive_may_be_in_any_column(rule: SurrogateFilter) -> None:
 
 
 def test_the_filter_removes_planted_duplicates_from_the_negatives() -> None:
-    """Query 0 and query 2 have documents that say the same in other words: no hash and no label tells."""
+    """Queries 0 and 2 have equivalent documents with other texts, which neither hashes nor labels detect."""
     batch = batch_of([Record([1], [2]), Record([3], [4]), Record([5], [6])])
     surrogate = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
     batch = replace(batch, surrogate_query_BS=surrogate, surrogate_candidate_CS=surrogate.clone())

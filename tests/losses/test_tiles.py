@@ -41,7 +41,7 @@ def test_similarities_are_float32_or_better_even_under_autocast(given: torch.dty
 
 
 def exclude_next_(score_rC: Tensor, rows: slice) -> None:
-    """The column after each row's own does not compete; a row's own is its number."""
+    """Exclude the column after each row's target; the target of row i is column i."""
     row_r1 = torch.arange(rows.start, rows.start + len(score_rC))[:, None]
     score_rC.scatter_(1, row_r1 + 1, -torch.inf)
 
@@ -91,7 +91,7 @@ def test_gradients_on_a_device_equal_the_hosts_without_synchronisation(
 
     expected = gradients()
     monkeypatch.setattr(tiles, "queues_work", lambda device: True)
-    monkeypatch.setattr(Tensor, "tolist", lambda *_: pytest.fail("the host asks for a value"))
+    monkeypatch.setattr(Tensor, "tolist", lambda *_: pytest.fail("the host synchronises"))
     assert all(map(torch.equal, gradients(), expected))
 
 

@@ -1,4 +1,4 @@
-"""What is in the model that a method trains; the methods' own tests go through it too."""
+"""The training step, precision and checks that all methods share, and the models that they start from."""
 
 from pathlib import Path
 
@@ -40,11 +40,11 @@ def test_the_pooling_rule_of_an_imported_model_is_used_in_training_and_saved(tmp
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ContrastiveModule, "training_step", watched)
-        for given, rule, begin in ((None, "after_colon", 3), ("exact", "exact", 4)):
-            config["data"]["init_args"]["text"]["pooling_rule"] = given
+        for option, rule, begin in ((None, "after_colon", 3), ("exact", "exact", 4)):
+            config["data"]["init_args"]["text"]["pooling_rule"] = option
             trained = fit(tmp_path, config)
             assert trained.model.text.pooling_rule == rule
-            # [CLS] a : b and the text.
+            # The tokens are [CLS] a : b, then the text.
             assert seen.pop().padded().pooling_mask_NL.int().argmax(1).tolist() == [begin] * 8
             trained.model.embedder.save_pretrained(tmp_path / "ours")
             assert Embedder.from_pretrained(tmp_path / "ours").text.pooling_rule == rule
@@ -93,7 +93,7 @@ def test_every_trainable_tensor_changes_in_two_steps(tmp_path):
 
 
 def test_gradcache_applies_the_loss_scale_to_all_mini_batches(tmp_path):
-    """The scale is 65,536, and the update comes of the gradient that was divided by it again."""
+    """The loss scale is 65,536, and the update uses the unscaled gradient."""
     config = float16_on_cpu(run_config(tmp_path))
     config["trainer"]["max_steps"] = 1
     config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
@@ -154,7 +154,7 @@ def make(
 def test_an_initial_model_keeps_its_vectors(
     mistral: str, pooling: PoolingFactory, lora: LoraSettings | None, tmp_path: Path
 ) -> None:
-    """A pooling by attention taps the loaded backbone once, not twice."""
+    """Attention-based pooling must not add its hooks to the loaded backbone twice."""
     one = make(mistral, pooling)
     one.save_pretrained(tmp_path / "one")
     two = make("not-asked-for", pooling, lora, tmp_path / "one").eval()

@@ -1,4 +1,4 @@
-"""CDE on tiny stand-ins: what its context is, how its first stage is trained, and what whole runs come to."""
+"""CDE on tiny models: its context, the training of its first stage, and full runs."""
 
 import math
 from dataclasses import replace
@@ -125,7 +125,7 @@ def test_another_architecture_than_the_initial_models_is_refused(
 
 
 def test_eight_pairs_are_overfitted_and_every_part_is_trained(tmp_path: Path) -> None:
-    # Eight documents leave two places to null vectors.
+    # Null vectors fill two of the ten slots.
     config = cde_config(tmp_path, num_context=10)
     lines = (tmp_path / "pairs.jsonl").read_text().splitlines()[:8]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
@@ -134,14 +134,14 @@ def test_eight_pairs_are_overfitted_and_every_part_is_trained(tmp_path: Path) ->
     start = fit(tmp_path, config, "--trainer.max_steps", "0").model.state_dict()
     config["trainer"] |= {"max_steps": 40}
     cli = fit(tmp_path, config)
-    # Mini-batches are cut by all that the second stage reads.
+    # Mini-batches count all positions of the second stage.
     assert cli.model.read_batch.num_extra_tokens == 10 + CONTEXT["num_soft_prompts"]
     assert cli.trainer.callback_metrics["train/accuracy"] == 1.0
     assert cli.trainer.callback_metrics["train/loss"] < 0.1
     trained = dict(cli.model.named_parameters())
     unchanged = [name for name, value in trained.items() if torch.equal(value, start[name])]
     assert any("first_stage" in name for name in trained)
-    # Positions after the longest text are never read; nothing else stays as it was.
+    # Only the embeddings of unused positions are unchanged.
     assert [name for name in unchanged if "position" not in name] == []
 
 
@@ -225,7 +225,7 @@ def test_documents_longer_than_the_first_stages_positions_are_truncated_to_the_c
 
 
 def test_a_surrogates_vectors_reach_the_loss(tmp_path: Path) -> None:
-    """All pairs have one surrogate vector, so that every candidate is as good as the positive: nothing is learnt."""
+    """With equal surrogate vectors every candidate scores as high as the positive, so the filter removes all."""
     config = cde_config(tmp_path, dropout=0.1)
     data = config["data"]["init_args"]
     (source,) = data["sources"]
@@ -264,7 +264,7 @@ def train(module: CDEModule, batches: list[ContrastiveBatch]) -> list[dict[str, 
 
 
 def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
-    """The stages of which a weight changed."""
+    """The stages with a changed weight."""
     return {
         "first" if name.startswith("embedder.first_stage") else "second"
         for name in before
@@ -285,14 +285,14 @@ def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
 def test_each_step_changes_only_the_stages_of_its_phase(
     training: dict[str, Any], expected: list[str], bert: str
 ) -> None:
-    """Weight decay and the optimiser's momentum move nothing either."""
+    """Weight decay and momentum must not change a frozen stage either."""
     states = train(staged(bert, **training), [random_batch(8, 1, seed=step) for step in range(4)])
     found = [moved(before, after) for before, after in pairwise(states)]
     assert found == [{"first", "second"} if stage == "both" else {stage} for stage in expected]
 
 
 def test_the_factor_applies_to_the_groups_of_the_first_stage_only(bert: str) -> None:
-    # The paper's training has the groups of any module.
+    # The default training has no separate group for the first stage.
     assert [group.get("part") for group in staged(bert)._make_optimizer().param_groups] == [None, None]
     module = staged(bert, rate=2.0, learning_rate_factor=0.25, word_steps=20, frozen_steps=5)
     module._schedule = Schedule(warmup_steps=10, decay="linear")
@@ -319,7 +319,7 @@ def test_the_factor_applies_to_the_groups_of_the_first_stage_only(bert: str) -> 
 
 
 def test_a_word_step_is_the_mean_over_all_truncated_texts(bert: str) -> None:
-    """Against each text by itself, cut as a context document is."""
+    """Against a loop over single texts that are truncated like context documents."""
     module, batch = staged(bert, word_steps=1, frozen_steps=None), random_batch(3, 1)
     module.context = ContextSettings(**CONTEXT, max_length=5)
     found = gradient_of_a_step(module, batch)
@@ -343,7 +343,7 @@ def test_a_word_step_is_the_mean_over_all_truncated_texts(bert: str) -> None:
 
 
 def gradient_of_a_step(module: CDEModule, batch: ContrastiveBatch) -> dict[str, Tensor]:
-    """The gradients that the optimiser sees at the first step."""
+    """The gradients before the first optimiser step."""
     seen: dict[str, Tensor] = {}
 
     class Seen(L.Callback):

@@ -1,4 +1,4 @@
-"""Checkpoints of every kind of run, what loads of them, and Lightning's own callbacks around our modules."""
+"""Checkpoints: resuming, loading, omitted weights, and Lightning's callbacks with our modules."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +30,7 @@ from tests.reliability.kills import CLOCK, differences
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The dirpath has changed",
     "ignore:Checkpoint directory",
-    # Advice on layers that are sharded as they are made; these are made before, and not sharded.
+    # Advice for sharded layers; these are not sharded.
     "ignore:You're using the WeightAveraging callback with a model that overrides",
     "ignore:SWA is currently only supported every epoch",
 )
@@ -50,7 +50,7 @@ class Line(BaseModule):
 
 
 class Weights(L.Callback):
-    """Keeps the weights of before the first step and of after each."""
+    """Stores the weights before the first step and after each step."""
 
     def __init__(self) -> None:
         self.seen = []
@@ -63,10 +63,10 @@ class Weights(L.Callback):
 
 
 def changes(folder: Path, config: dict[str, Any], batch: int) -> list[bool]:
-    """Whether each batch of a run changed the weights, where one batch's gradient is infinite."""
+    """Whether each batch of a run changed the weights, if the gradient of `batch` is infinite."""
     poison = component("tests.helpers.poison.PoisonBackward", rank=0, batch=batch)
     config["trainer"]["callbacks"] += [poison, component(f"{__name__}.Weights")]
-    # The first update is of a learning rate that is not zero.
+    # The learning rate of the first update must not be zero.
     config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
     trainer = fit(folder, config).trainer
     seen = next(callback.seen for callback in trainer.callbacks if isinstance(callback, Weights))
@@ -89,7 +89,7 @@ def test_an_infinite_gradient_in_an_accumulated_batch_stops_the_run(
 
 
 class SavesAfter(L.Callback):
-    """Writes `cut-N.ckpt` after N batches, for each given N, and `whole.ckpt` when the run ends."""
+    """Writes `cut-N.ckpt` after N batches, for each N in `after`, and `whole.ckpt` when the run ends."""
 
     def __init__(self, folder: str, after: list[int]) -> None:
         self.folder, self.after = Path(folder), after
@@ -104,7 +104,7 @@ class SavesAfter(L.Callback):
 
 
 def differences_after_resuming(folder: Path, config: dict[str, Any], *after: int) -> dict[int, list[str]]:
-    """Where runs that are resumed from checkpoints after so many batches differ from the run that wrote them."""
+    """Differences between the full run and runs resumed from its checkpoints after these numbers of batches."""
 
     def run(*words: str, after: tuple[int, ...] = ()) -> dict[str, Any]:
         saving = component(f"{__name__}.SavesAfter", folder=str(folder), after=[*after])
@@ -123,7 +123,7 @@ def differences_after_resuming(folder: Path, config: dict[str, Any], *after: int
 
 
 def test_a_run_stopped_within_an_accumulation_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    """In a middle and an epoch's last, shorter accumulation, and in the second epoch."""
+    """In a full accumulation, in an epoch's shorter last one, and in the second epoch."""
     config = moe_config(tmp_path)
     config["trainer"] |= {"accumulate_grad_batches": 3, "max_steps": 6, "callbacks": [CACHE]}
     assert differences_after_resuming(tmp_path, config, 4, 7, 10) == {}
@@ -250,7 +250,7 @@ def test_a_module_is_loaded_by_the_config_in_its_checkpoint_or_by_its_arguments(
     options = {"backbone": backbone, "pooling": type(module.embedder.pooling), "lora": None}
     with pytest.raises(InputError, match="its content does not match its config"):
         NVEmbedModule.load_from_checkpoint(checkpoint, **options)
-    with pytest.raises(InputError, match=r"holds a NVEmbedModule, not a MGHCurriculumModule; call NVEmbedModule\.load"):
+    with pytest.raises(InputError, match=r"contains a NVEmbedModule, not a MGHCurriculumModule; call NVEmbedModule\.load"):
         MGHCurriculumModule.load_from_checkpoint(checkpoint)
     content = read_checkpoint(checkpoint)
     del content["run_config"]

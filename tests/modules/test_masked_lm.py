@@ -58,7 +58,7 @@ def test_a_short_run_lowers_the_loss_and_logs_training_and_validation(objective:
     losses = logged(cli, "train/loss")
     assert len(losses) == 12
     vocabulary = cli.model.language_model.vocab_size
-    # A model that knows nothing has the logarithm of the vocabulary's size.
+    # An untrained model's loss is the log of the vocabulary size.
     assert losses[0] == pytest.approx(math.log(vocabulary), rel=0.1)
     assert losses[-1] < 0.75 * losses[0]
     for stage, count in (("train", 12), ("val", 2)):
@@ -68,7 +68,7 @@ def test_a_short_run_lowers_the_loss_and_logs_training_and_validation(objective:
         assert all(0 <= value <= 1 for value in logged(cli, f"{stage}/accuracy"))
     val = logged(cli, "val/loss")
     assert val[1] < val[0] < losses[0]
-    # By the steps that were made, as scores are: training logs the number of the step that is being made.
+    # Validation is logged at the number of completed steps, training at the index of the step.
     curves = read_curves(Path(cli.trainer.log_dir))
     assert [curves[f"val/{name}"][0] for name in ("loss", "perplexity", "accuracy")] == [[6, 12]] * 3
     assert curves["train/loss"][0] == list(range(12))
@@ -102,7 +102,7 @@ def test_lora_does_not_change_the_base_and_its_export_is_an_initial_model(tmp_pa
         trained = cli.model.language_model.eval()(ids_NL, torch.zeros_like(ids_NL), False, False)
         found = module.embedder.backbone.eval()(input_ids=ids_NL).last_hidden_state
     torch.testing.assert_close(found, trained, rtol=1e-4, atol=1e-5)
-    # Training goes on from it too.
+    # It can be trained further.
     MaskedLMModule("mntp", backbone, masking=UNDERSCORE)
 
 
@@ -122,7 +122,7 @@ def test_a_checkpoint_is_exported_by_the_command(tmp_path: Path, capsys: pytest.
 
 
 def test_the_loss_of_masked_next_tokens_equals_a_loop(mistral: str) -> None:
-    """Each hidden token's cross-entropy from the whole model's logits one place before it."""
+    """The cross-entropy of each masked token from the full logits one position before it."""
     module = MaskedLMModule("mntp", BackboneConfig(mistral, bidirectional=True), masking=UNDERSCORE).eval()
     ids_NL = torch.randint(10, 300, (4, 20))
     zeros_NL = torch.zeros_like(ids_NL)
@@ -209,9 +209,9 @@ def test_masked_tokens_are_never_replaced_by_special_tokens(bert: str) -> None:
 )
 def test_what_cannot_take_effect_is_refused(arguments: dict[str, Any], says: str, mistral: str) -> None:
     bidirectional = arguments.pop("bidirectional", arguments["objective"] == "mntp")
-    given = {"backbone": BackboneConfig(mistral, bidirectional=bidirectional), **arguments}
+    options = {"backbone": BackboneConfig(mistral, bidirectional=bidirectional), **arguments}
     with pytest.raises(OptionError, match=says):
-        MaskedLMModule(**given)
+        MaskedLMModule(**options)
 
 
 def test_a_decoder_saved_without_its_causal_mask_cannot_have_the_causal_objective(mistral: str, tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def task(objective: Any, separate: bool = False, seed: int = 0, probability: flo
 
 
 def pairs(prediction: Prediction) -> list[tuple[int, int]]:
-    """(place of the state, label) of each target."""
+    """(position of the state, label) of each target."""
     return list(zip(prediction.read_P.tolist(), prediction.label_P.tolist(), strict=True))
 
 
@@ -301,7 +301,7 @@ def test_special_tokens_padding_and_mask_tokens_are_never_masked(objective: str)
     assert hidden_NL.sum() > 1000
     assert not (hidden_NL & rows.special_NL).any()
     assert not {BOS, EOS, PAD, MASK} & set(found.label_P.tolist())
-    # What a next-token predictor has no state for is not hidden either.
+    # The first token of a row is masked only if it can be predicted.
     assert bool(hidden_NL[:, 0].any()) is (objective == "mlm")
 
 
@@ -331,7 +331,7 @@ def test_targets_follow_from_seed_and_draw_key_and_not_from_the_batch() -> None:
 def test_tokens_are_masked_with_the_configured_probabilities(
     probability: float, mask_fraction: float, random_fraction: float
 ) -> None:
-    """20,000 tokens: four standard deviations of each share."""
+    """20,000 tokens, with a tolerance of four standard deviations."""
     ids_NL, zeros_NL = torch.randint(5, 60, (40, 500)), torch.zeros(40, 500, dtype=torch.int64)
     masking = Masking(probability, mask_fraction, random_fraction)
     hide = LanguageTask("mlm", masking, MASK, ORDINARY)
@@ -342,7 +342,7 @@ def test_tokens_are_masked_with_the_configured_probabilities(
     assert int((found.input_ids_NL != ids_NL).sum()) == int((hidden_P != found.label_P).sum())
     is_mask_P = hidden_P == MASK
     is_changed_P = (hidden_P != found.label_P) & ~is_mask_P
-    # A random token is by chance the one that was there.
+    # A random token may equal the original one.
     for is_found_P, expected in ((is_mask_P, mask_fraction), (is_changed_P, random_fraction * (1 - 1 / len(ORDINARY)))):
         assert abs(float(is_found_P.double().mean()) - expected) <= 4 * (expected * (1 - expected) / count) ** 0.5
     drawn = set(hidden_P[is_changed_P].tolist())

@@ -1,4 +1,4 @@
-"""MGH on tiny stand-ins: what its model is, the gradient that GradCache gives it, and its levels in a whole run."""
+"""MGH on tiny models: its embedder, its gradient under GradCache, and its levels in a full run."""
 
 import csv
 import math
@@ -50,7 +50,7 @@ def test_a_causal_decoder_is_refused_with_a_hint(mistral: str) -> None:
 
 
 def test_with_the_papers_printed_factor_the_loss_cannot_fall_below_2_9() -> None:
-    """The best that cosines can do: the positive at 1 and all of 127 negatives at -1."""
+    """The lowest loss of cosines: the positive at 1 and all 127 negatives at -1."""
     batch = batch_of([Record([5], [6], [[7, row] for row in range(127)])])
     query_BD, candidate_CD = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0]] + [[-1.0, 0.0]] * 127)
     loss = InfoNCE(temperature=1.0)(query_BD, candidate_CD, batch).loss.item()
@@ -60,7 +60,7 @@ def test_with_the_papers_printed_factor_the_loss_cannot_fall_below_2_9() -> None
 
 
 def leveled_batch() -> ContrastiveBatch:
-    """One hard negative a query, and none where a record has no level to stand in."""
+    """One hard negative per query, and one query without."""
     records = random_records(6, 1, seed=4)
     records[3].negatives = []
     return batch_of(records)

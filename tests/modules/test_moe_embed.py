@@ -1,4 +1,4 @@
-"""The sparse method on tiny stand-ins: its losses, the gradient that GradCache gives it, and whole runs."""
+"""The sparse method on tiny models: its losses, its gradient under GradCache, and full runs."""
 
 from pathlib import Path
 from typing import Any

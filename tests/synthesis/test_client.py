@@ -1,4 +1,4 @@
-"""One request through the real client to a server, and many, each paid for once, within limits and a budget."""
+"""Single requests through the real client, and many requests within limits and a budget, each sent once."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ LIST_REQUEST = make_request("tasks/short_long/0", "Write a list.", 7, wants_obje
 
 
 def ask(reply, sampling=None, request=REQUEST, timeout_seconds=5.0):
-    """The answer that the client gets where the server replies like this, and the server."""
+    """The client's answer for a server's reply, and the server."""
     with chat_server(lambda prompt, seed, count: reply) as server:
         return ask_at(server.endpoint, sampling, request, timeout_seconds), server
 
@@ -177,7 +177,7 @@ def test_every_request_is_answered_and_none_twice(tmp_path):
 def test_the_number_of_concurrent_requests_is_the_limit(tmp_path, concurrency):
     client = FakeClient(lambda prompt, seed, count: Reply("x", seconds=0.005))
     ask_all(tmp_path, client, Limits(concurrency=concurrency))
-    assert client.most_at_once == min(concurrency, 12)
+    assert client.max_in_flight == min(concurrency, 12)
 
 
 def test_a_failed_request_is_retried_after_increasing_waits(tmp_path, caplog, monkeypatch):
@@ -192,7 +192,7 @@ def test_a_failed_request_is_retried_after_increasing_waits(tmp_path, caplog, mo
     runner, journal = ask_all(tmp_path, FakeClient(behaviour), limits, requests=REQUESTS[:1])
     assert runner.retries == {"status 500": 3}
     assert len(journal) == 1
-    # Whoever watches learns at once why nothing moves, and once.
+    # The reason is logged at the first failure, and only then.
     (message,) = caplog.messages
     assert "status 500 (no); retrying, at most 3 times" in message
     waits = [after - before for before, after in pairwise(times)]
@@ -256,7 +256,7 @@ def test_a_refusal_is_an_answer_after_another_answer(tmp_path):
 
 @pytest.mark.parametrize("concurrency", [1, 6])
 def test_the_budget_is_never_exceeded_in_one_run_or_several(tmp_path, concurrency):
-    # A prompt of some 8 bytes and answers of 40 tokens, which is also their limit.
+    # Prompts have about 8 bytes, and answers have the maximum of 40 tokens.
     client = FakeClient(lambda prompt, seed, count: Reply("x" * 160, seconds=0.001), sampling=Sampling("m", 1.0, 40))
     each = len("prompt 0") // 4 + 40
     budget = Budget(token_budget=6 * each)
@@ -312,7 +312,7 @@ def test_invalid_numbers_are_refused(make, says):
 
 
 class Clock:
-    """Time that passes only while somebody sleeps."""
+    """A clock that advances only during `sleep`."""
 
     def __init__(self):
         self.now = 100.0
@@ -324,16 +324,16 @@ class Clock:
         self.now += seconds
 
 
-def turns(pace, clock, count, tokens=0):
-    """When each of some requests goes out, one after another, each costing so many tokens."""
+def start_times(limiter, clock, count, tokens=0):
+    """The start times of successive requests that each spend `tokens`."""
 
     async def run():
-        found = []
+        times = []
         for _ in range(count):
-            await pace.wait()
-            found.append(round(clock.now - 100, 6))
-            pace.spend(tokens)
-        return found
+            await limiter.wait()
+            times.append(round(clock.now - 100, 6))
+            limiter.spend(tokens)
+        return times
 
     return asyncio.run(run())
 
@@ -353,20 +353,20 @@ def make(**rates):
     ],
 )
 def test_requests_are_spaced_evenly_and_wait_for_the_token_rate(rates, tokens, expected):
-    assert turns(*make(**rates), 3, tokens) == expected
+    assert start_times(*make(**rates), 3, tokens) == expected
 
 
 def test_idle_time_does_not_allow_bursts():
-    pace, clock = make(requests_per_minute=60)
+    limiter, clock = make(requests_per_minute=60)
     clock.now += 50
-    assert turns(pace, clock, 3) == [50, 51, 52]
+    assert start_times(limiter, clock, 3) == [50, 51, 52]
 
 
 def test_a_pause_delays_all_requests():
-    pace, clock = make()
-    pace.pause(7)
-    pace.pause(3)
-    assert turns(pace, clock, 2) == [7, 7]
+    limiter, clock = make()
+    limiter.pause(7)
+    limiter.pause(3)
+    assert start_times(limiter, clock, 2) == [7, 7]
 
 
 FULL = Answer('two\nlines, half a character \ud800, "quotes"', "stop", None, 11, 5)

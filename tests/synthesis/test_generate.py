@@ -1,4 +1,4 @@
-"""Both stages: records that training reads, a folder of one job, the same after every kill, and nothing paid twice."""
+"""Synthesis jobs: both stages, valid records, resuming after kills without repeated requests, new negatives."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def run(folder, client, plan=PLAN, **options):
 
 
 def records(path):
-    """What training reads of a file."""
+    """The records of a file, as training reads them."""
     config = SourceConfig("synthetic", str(path))
     return [record for _, record in read_records(config, open_cached(config))]
 
@@ -75,7 +75,7 @@ def test_prompts_of_a_seeded_job_begin_with_the_first_jobs_records(tmp_path, met
     for category in method.categories:
         alone = Templates(method).example(category, "A task.", 0, 0)
         block = seeded.example(category, "A task.", 0, 0).removesuffix(alone)
-        # The same records for every example of the category, as answers that read back as those records.
+        # All prompts of a category begin with the same records, in the form of answers.
         assert seeded.example(category, "Another.", 3, 9).startswith(block)
         lines = (tmp_path / "first" / f"{category.name}.jsonl").read_text().splitlines()
         records = [json.loads(line) for line in lines]
@@ -224,11 +224,11 @@ def test_a_job_killed_at_random_ends_with_the_files_of_an_uninterrupted_one(num_
     def behaviour(prompt, seed, count):
         reply = answers_badly(prompt, seed, count)
         reply.seconds = seed % 5 / 100
-        # Trouble by the way: what is asked for the first time may get no answer at all.
+        # Some requests fail the first time.
         return Reply(status=503) if count == 0 and seed % 11 == 0 else reply
 
     with chat_server(behaviour) as server:
-        # Made before any fork, so that the children need not load the library.
+        # Before any fork, so that the children need not load OpenAI's client.
         client = ChatClient(server.endpoint, Sampling("m"))
         synthesize(tmp_path / "whole", plan, Templates(MGH), client, limits=Limits(concurrency=8))
         server.requests.clear()
@@ -245,9 +245,9 @@ def test_a_job_killed_at_random_ends_with_the_files_of_an_uninterrupted_one(num_
             assert status in (0, -signal.SIGKILL)
             kills += status != 0
             again = {request["seed"] for request in server.requests[first:]} & known
-            assert not again, "an answer was paid for twice"
+            assert not again, "an answered request was sent again"
     assert kills == num_kills
-    assert len(set(sizes)) > num_kills // 2, "the kills did not fall into the work"
+    assert len(set(sizes)) > num_kills // 2, "most kills came before any progress"
     assert contents(folder) == contents(tmp_path / "whole")
     assert len(contents(folder)) >= 5
 
@@ -267,7 +267,7 @@ def answered_seeds(folder):
 
 
 def wait_for_answers(folder, count, process):
-    """Wait until a job's journal has so many lines, or its process has ended."""
+    """Wait until a job's journal has `count` lines, or its process has ended."""
     path = folder / "journal.jsonl"
     while not path.exists() or path.read_bytes().count(b"\n") < count:
         if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
@@ -284,7 +284,7 @@ def list_tasks(folder, client, num_tasks, budget=None):
 
 
 def lists_of(size, repeated=0):
-    """A model whose lists have so many tasks, some of them in every list."""
+    """A model whose lists have `size` tasks, of which `repeated` are in every list."""
 
     def behaviour(prompt, seed, count):
         common = [f"common task {n}" for n in range(repeated)]
@@ -530,22 +530,22 @@ def test_of_two_items_with_one_query_the_first_item_is_kept(tmp_path):
 
 def test_queries_must_be_unique_within_a_file_only_if_set(tmp_path):
     client = FakeClient(lambda prompt, seed, count: says(query="the same"))
-    places = [("a.jsonl", 0), ("a.jsonl", 1), ("b.jsonl", 2), ("b.jsonl", 3)]
-    both = [Item(f"x-{place}", file, f"prompt {place}", read_query) for file, place in places]
+    files = ["a.jsonl", "a.jsonl", "b.jsonl", "b.jsonl"]
+    both = [Item(f"x-{index}", file, f"prompt {index}", read_query) for index, file in enumerate(files)]
     assert sorted(rounds(tmp_path, client, both, max_attempts=1).records) == [0, 2]
     (tmp_path / "other").mkdir()
     assert len(rounds(tmp_path / "other", client, items_of_one_file(4, is_unique=False)).records) == 4
 
 
-def hard_to_please(prompt, seed, count):
-    """An answer by prompt and seed: good, a copy, or spoilt."""
+def sometimes_rejected(prompt, seed, count):
+    """An answer by seed: valid, a duplicate, or invalid."""
     value = {"query": f"query {seed % 9}", "bad": seed % 4 == 0}
     return Reply(json.dumps(value) if seed % 5 else "no JSON")
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 16])
 def test_order_and_interruptions_change_nothing(tmp_path, concurrency):
-    whole = rounds(tmp_path, FakeClient(hard_to_please), items_of_one_file(30))
+    whole = rounds(tmp_path, FakeClient(sometimes_rejected), items_of_one_file(30))
     assert 3 < len(whole.records) < 30
     assert {"duplicate_query", "not_json", "wrong_type"} == set(reasons(whole))
     folder = tmp_path / "ended"
@@ -554,7 +554,7 @@ def test_order_and_interruptions_change_nothing(tmp_path, concurrency):
     def ending(ends_after, prompt, seed, count):
         if len(client.asked) > ends_after:
             return UnansweredError("gone", is_final=True)
-        return hard_to_please(prompt, seed, count)
+        return sometimes_rejected(prompt, seed, count)
 
     for ends_after in (0, 3, 10, 2, 20, 7, 1000):
         client = FakeClient(partial(ending, ends_after), shuffled=True)

@@ -1,4 +1,4 @@
-"""Prompts are pure functions of seed and index, and a template that cannot be filled is refused."""
+"""Prompts and their templates: drawn values, seeds, and invalid templates and options."""
 
 import re
 from pathlib import Path

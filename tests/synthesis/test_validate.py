@@ -1,4 +1,4 @@
-"""An answer becomes a record of four levels, or is rejected for the first thing that is wrong with it."""
+"""Conversion of answers to records, repairs, reasons for rejection, and the check of levels."""
 
 import json
 
@@ -45,7 +45,7 @@ def example(value, category=SHORT_LONG, prompt=""):
 
 
 def test_a_good_answer_is_a_record_with_levels_from_the_hardest():
-    # An object alone in a list is the object.
+    # A list of one object is accepted as that object.
     draft = example([answer(comment="ignored", user_query=f"  {QUERY}\n")])
     assert draft.fields == {
         "id": "short_long-0",
@@ -220,7 +220,7 @@ def test_unusable_answers_are_rejected_with_a_reason(answer, reason):
 
 
 class Angles:
-    """Every text is an angle in degrees, and its vector three long in that direction."""
+    """Embeds a text that is an angle in degrees as a vector of length 3 in that direction."""
 
     def encode(self, texts, *, role=None):
         angle = np.deg2rad([float(text.removesuffix(" degrees")) for text in texts])

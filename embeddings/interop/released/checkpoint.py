@@ -131,8 +131,8 @@ class ReleasedWeights:
                 problem = f"contains no {path.name}{pickle}"
                 raise InputError(str(folder), problem, "use a complete copy with safetensors")
             try:
-                with safe_open(path, framework="pt") as file:
-                    shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                with safe_open(path, framework="pt") as tensors:
+                    shapes = {n: tuple(tensors.get_slice(n).get_shape()) for n in tensors.keys()}  # noqa: SIM118
             except (OSError, SafetensorError) as error:
                 problem = f"is damaged ({one_line(str(error), 160)})"
                 raise InputError(str(path), problem, _WHOLE_COPY) from error

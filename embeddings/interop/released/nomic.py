@@ -106,6 +106,7 @@ _DENSE_FAMILY = "Nomic's dense encoder"
 _WIDTH_STEP = 256
 _GATES = {"swiglu": "silu", "geglu": "gelu", "glu": "sigmoid"}
 _HEAD = "cls.predictions."
+_HEAD_BIASES = (f"{_HEAD}bias", f"{_HEAD}decoder.bias", f"{_HEAD}transform.dense.bias")
 
 
 def load_dense(folder: Path, assumed: Assumed | None = None) -> Imported:
@@ -168,9 +169,6 @@ def _language_model(
     for name, bias in biases.items():
         state[name] = torch.zeros(bias.shape, dtype=state[f"{_HEAD}decoder.weight"].dtype)
     return LanguageModel(filled_model(empty, state), tokenizer, causal=False), report
-
-
-_HEAD_BIASES = (f"{_HEAD}bias", f"{_HEAD}decoder.bias", f"{_HEAD}transform.dense.bias")
 
 
 _MOE_FAMILY = "Nomic's encoder with experts"

@@ -1,4 +1,4 @@
-"""cde-small, both versions: their vectors by the published arithmetic, and the numbers that no file states."""
+"""cde-small, both versions: their vectors against a reference, and the numbers that no file contains."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ DOCUMENTS = ["the quick brown fox", "sum of two numbers", "pad", "a lazy dog jum
 
 
 def stages(width, backbone):
-    """The names and shapes of everything, with two backbones of these."""
+    """The names and shapes of all tensors, with two such backbones."""
     shapes = {}
     for prefix in ("first_stage_model.embedder.", "second_stage_model.backbone."):
         shapes |= {f"{prefix}{name}": shape for name, shape in backbone.items()}
@@ -76,7 +76,7 @@ def prefix_of(state, documents, states_of, tokenizer):
 
 
 def published_v1(folder, monkeypatch, **config):
-    # Heads are 64 wide in both published backbones.
+    # Heads have width 64 in both published backbones.
     monkeypatch.setattr(nomic, "HIDDEN", HIDDEN)
     monkeypatch.setattr(nomic, "HEADS", HEADS)
     backbone = {name: tuple(tensor.shape) for name, tensor in nomic.nomic_state(nomic.DENSE, layers=2).items()}
@@ -86,7 +86,7 @@ def published_v1(folder, monkeypatch, **config):
 
 
 def vector_v1(state, prefix, ids):
-    """As trained: words have the token type once, context and soft prompt have none, the context is at position 0."""
+    """As trained: the token type is added to words only, and all context vectors are at position 0."""
     second = of_stage(state, "second_stage_model.backbone.")
     kind = second["embeddings.token_type_embeddings.weight"][0]
     assert kind.norm() > 0.5
@@ -141,7 +141,7 @@ def published_v2(folder):
 
 
 def modernbert_states(state, inputs):
-    """The states of a text of given inputs: every third layer sees all, the others 64 tokens to each side."""
+    """The states for input embeddings: every third layer has full attention, the others 64 tokens to each side."""
 
     def norm(x, name):
         return F.layer_norm(x, (HIDDEN,), state[f"{name}.weight"], eps=1e-5)
@@ -171,7 +171,7 @@ def states_v2(state, ids):
 
 
 def vector_v2(state, prefix, ids, colon):
-    """Words are normed before the encoder and within it; what stands after the first colon is pooled, or all tokens."""
+    """Words are normalised before and in the encoder; tokens after the first colon are pooled, or else all."""
     second = of_stage(state, "second_stage_model.backbone.")
     words = second["embeddings.tok_embeddings.weight"][ids]
     normed = F.layer_norm(words, (HIDDEN,), second["embeddings.norm.weight"], eps=1e-5)
@@ -189,7 +189,7 @@ def test_version_2_has_the_published_vectors(tmp_path):
     made.model.save_pretrained(tmp_path / "ours")
     documents = [f"{DOCUMENTS[row % 5]} {row}" for row in range(70)]
     prefix = prefix_of(state, documents, states_v2, tokenizer)
-    # Windows end within the context.
+    # Longer than the attention window of 64 tokens.
     assert len(prefix) == 78
     colon = tokenizer.convert_tokens_to_ids(":")
     for role in ("query", "document"):
@@ -200,7 +200,7 @@ def test_version_2_has_the_published_vectors(tmp_path):
 
         assert_same(encoded(tmp_path / "ours", role=role, context=documents), each(TEXTS, vector))
         assert_same(by_library(tmp_path / "ours", role, documents), each(TEXTS, vector))
-    # Without a prompt the text's own first colon counts, and truncation comes before it is looked for.
+    # Without a prompt the text's own first colon counts, after truncation.
     texts = ["the fox", "sum: the fox: 7", "a:", ": b", "the lazy dog " * 40 + ": 7", "fox: " + "the lazy dog " * 40]
 
     def bare_vector(text):
@@ -225,10 +225,9 @@ def test_missing_numbers_are_printed_recorded_and_can_be_set(tmp_path, capsys):
     usual = {"num_attention_heads": 2, "global_attn_every_n_layers": 3, "global_rope_theta": 160000.0}
     usual |= {"local_rope_theta": 10000.0, "max_position_embeddings": 8192, "norm_eps": 1e-5, "local_attention": 128}
     assert json.loads((tmp_path / "ours" / "import.json").read_text())["assumed"] == usual
-    said = "assumed, since no file states it: num_attention_heads 2, global_attn_every_n_layers 3, "
-    said += "global_rope_theta 160000, local_rope_theta 10000, max_position_embeddings 8192, norm_eps 1e-05, "
-    said += "local_attention 128; "
-    assert f"{said}--assume.NAME gives another\n" in capsys.readouterr().out
+    numbers = "num_attention_heads 2, global_attn_every_n_layers 3, global_rope_theta 160000, local_rope_theta 10000, "
+    numbers += "max_position_embeddings 8192, norm_eps 1e-05, local_attention 128; --assume.NAME "
+    assert numbers in capsys.readouterr().out
     numbers = ["--assume.num_attention_heads", "4", "--assume.local_attention", "6", "--assume.local_rope_theta", "500"]
     assert main([*line[:-1], str(tmp_path / "other"), *numbers]) == 0
     for stage in (".", "0_Context"):
@@ -236,12 +235,12 @@ def test_missing_numbers_are_printed_recorded_and_can_be_set(tmp_path, capsys):
         assert (config["num_attention_heads"], config["local_attention"]) == (4, 6)
         assert config["rope_parameters"]["sliding_attention"]["rope_theta"] == 500.0
     assert (encoded(tmp_path / "ours") - encoded(tmp_path / "other")).abs().max() > 1e-3
-    for given, says in (
+    for arguments, says in (
         (["--assume.num_attention_heads", "3"], "3 heads cannot divide a hidden size of 128 evenly"),
         (["--assume.max_seq_length", "9"], "assume.max_seq_length is set by the checkpoint, or unknown, got 9"),
     ):
         capsys.readouterr()
-        assert main([*line[:-1], str(tmp_path / "none"), *given]) == 2
+        assert main([*line[:-1], str(tmp_path / "none"), *arguments]) == 2
         assert says in capsys.readouterr().err
         assert not (tmp_path / "none").exists()
 

@@ -1,4 +1,4 @@
-"""What is read of a published folder: fields, numbers that none states, tensors, tokenizer; and what fits no model."""
+"""Reading of published folders: fields, missing numbers, tensors and tokenizer, and their errors."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def test_a_missing_number_is_the_users_or_the_usual_one_and_is_recorded(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("numbers", "says"),
     [
         ({"heads": 0}, r"assume\.heads must be a whole number > 0, got 0; the published models have 12"),
         ({"heads": 2.5}, r"assume\.heads must be a whole number > 0, got 2\.5"),
@@ -45,8 +45,8 @@ def test_a_missing_number_is_the_users_or_the_usual_one_and_is_recorded(tmp_path
         ({"size": 4}, r"assume\.size is set by the checkpoint, or unknown, got 4; the checkpoint needs heads, theta"),
     ],
 )
-def test_an_invalid_assumed_number_is_a_one_line_error(given, says, tmp_path):
-    assumed = Assumed(given)
+def test_an_invalid_assumed_number_is_a_one_line_error(numbers, says, tmp_path):
+    assumed = Assumed(numbers)
     (tmp_path / "config.json").write_text('{"size": 3}')
     found = ReleasedConfig(tmp_path / "config.json", assumed=assumed)
     with pytest.raises(OptionError, match=says):
@@ -74,7 +74,7 @@ def test_valid_fields_and_defaults_are_returned(tmp_path):
     found = config(tmp_path, size=3, base=1000, inner={"size": 0}, flag=None)
     assert (found.integer("size"), found.number("base"), found.number("other", 2.0)) == (3, 1000, 2.0)
     assert (found.integer("other", default=7), found.part("inner").integer("size", 0)) == (7, 0)
-    # A switch that is off may be written as null, or not at all.
+    # A disabled switch may be null or missing.
     found.require(size=3, flag=False, absent=7)
 
 
@@ -142,7 +142,7 @@ def test_tensors_are_split_and_unstacked(tmp_path):
     assert torch.equal(taken["layer.3.key.weight"], state["block.3.fused.weight"][2:])
     assert torch.equal(taken["experts"][1], state["piled"][4:8])
     assert torch.equal(taken["head.a.b"], state["out.a.b"])
-    # A part is no view of the whole: it is kept for itself.
+    # A part is a copy, not a view of the published tensor.
     assert taken["layer.3.key.weight"].untyped_storage().nbytes() == 2 * 5 * 4
     assert report.used["block.3.fused.weight"] == ["layer.3.query.weight", "layer.3.key.weight"]
     assert (sorted(report.used), report.left) == (sorted(state), [])

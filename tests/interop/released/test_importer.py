@@ -1,4 +1,4 @@
-"""Importing a checkpoint: its family, its record and card, its licence and usage, and what is never overwritten."""
+"""Importing a checkpoint: family, record, card, licence and usage, and protection against overwriting."""
 
 import json
 
@@ -41,7 +41,7 @@ def test_the_record_contains_the_commit_and_the_origin_of_every_tensor(tmp_path,
     assert record["used"]["encoder.layers.1.mlp.experts.mlp.w2"] == ["layers.1.mlp.experts.w2"]
     ours = load_file(tmp_path / "ours" / "model.safetensors")
     assert sorted(name for names in record["used"].values() for name in names) == sorted(ours)
-    # A model that is written over an imported one has no published source.
+    # A model that replaces an imported one has no record of a published source.
     Embedder.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "ours")
     assert not (tmp_path / "ours" / IMPORT_FILE).exists()
 
@@ -52,7 +52,7 @@ def test_the_source_is_never_written_and_an_interrupted_import_leaves_nothing(tm
         import_released(str(folder), folder)
     with pytest.raises(OptionError, match="revision cannot apply to"):
         import_released(str(folder), tmp_path / "ours", revision="main")
-    # The model is written before both, and is not there without them.
+    # The model is written before record and card, and must not appear without them.
     for written in ("write_json", "write_model_card"):
         with monkeypatch.context() as patch:
             patch.setattr(importer, written, interrupted_at(print))
@@ -74,7 +74,7 @@ def test_a_card_names_the_source_and_its_licence_and_copies_nothing(tmp_path):
     ):
         assert part in card
     assert not [word for word in ("ecret", "my own words", str(tmp_path)) if word in card]
-    # A card of ours makes way for the next one, one by hand stays.
+    # A generated card is replaced; a user's own card is not.
     (folder / "README.md").unlink()
     import_released(str(folder), tmp_path / "ours")
     assert "The source states none." in (tmp_path / "ours" / "README.md").read_text()
@@ -147,7 +147,7 @@ V1_5 = "nomic-embed-text-v1.5"
 
 @pytest.fixture
 def wide(monkeypatch):
-    """Nomic's layouts at their published width, of one layer for the dense one and two for the sparse."""
+    """Nomic's formats at the published width."""
     monkeypatch.setattr(nomic, "HIDDEN", 768)
     return nomic
 
@@ -155,7 +155,7 @@ def wide(monkeypatch):
 def folder_of(wide, folder, config=nomic.DENSE, layers=1, normalize=False):
     config = config | {"n_embd": 768, "n_layer": layers}
     _, state, tokenizer = wide.nomic_folder(folder, config, layers=layers)
-    # The mean of a vector's numbers, which a layer norm takes off, is not near zero.
+    # A layer norm must have an effect: the mean over a vector's dimensions is not near zero.
     state[f"encoder.layers.{layers - 1}.norm2.bias"] += 0.5
     write_checkpoint(folder, config, state)
     describe(folder, 768, normalize=normalize)
@@ -163,7 +163,7 @@ def folder_of(wide, folder, config=nomic.DENSE, layers=1, normalize=False):
 
 
 def used_as_published(state, tokenizer, prompt, width):
-    """Mean of the states, layer norm over the whole vector, cut, unit length, number by number."""
+    """Mean of the states, layer norm over the full vector, truncation, and unit norm, step by step."""
     rows = []
     for text in TEXTS:
         ids = torch.tensor(tokenizer(prompt + text)["input_ids"])
@@ -189,7 +189,7 @@ def test_version_1_5_gives_the_vectors_of_its_card_at_every_width(wide, tmp_path
             expected = used_as_published(state, tokenizer, f"search_{role}: ", width)
             assert_same(torch.from_numpy(encoder.encode(TEXTS, role=role)), expected)
             assert_same(F.normalize(torch.from_numpy(encode(TEXTS)), dim=-1), expected)
-            # Without the norm they are others, even at the whole width.
+            # Without the layer norm the vectors differ, even at the full width.
             lost = torch.from_numpy(Encoder(plain, **options).encode(TEXTS, role=role))
             assert (F.normalize(lost, dim=-1) - expected).abs().max() > 1e-2
 
@@ -256,7 +256,7 @@ def test_the_norm_and_the_widths_stay_with_the_directory_and_with_one_imported_f
 
 
 def directory(folder, **settings):
-    """What sentence-transformers itself reads: a BERT with a pooler that no embedding needs."""
+    """A sentence-transformers directory of a BERT with an unused pooler."""
     save_backbone(str(folder), tiny_bert(), wordpiece_tokenizer())
     weights = folder / "model.safetensors"
     save_file(load_file(weights) | {"pooler.dense.bias": torch.zeros(32)}, weights, metadata={"format": "pt"})

@@ -29,7 +29,7 @@ MISTRAL = "mistralai/Mistral-7B-Instruct-v0.2"
 
 
 def decoder(folder):
-    """A decoder with its head, as chat models are published."""
+    """A decoder with its language-model head, as chat models are published."""
     state = random_state({**decoder_shapes("model."), "lm_head.weight": (ROWS, HIDDEN)})
     config = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], **FIELDS}
     write_checkpoint(folder, config, state, sentencepiece_tokenizer())
@@ -37,7 +37,7 @@ def decoder(folder):
 
 
 def adapter(folder, base, seed, prefix="base_model.model.", **changed):
-    """An adapter, and what it adds to each weight."""
+    """Write an adapter; returns its update of each weight."""
     shapes = {}
     for name, (rows, columns) in [(name, shape) for name, shape in decoder_shapes().items() if len(shape) == 2]:
         if name.split(".")[-2] in TARGETS:
@@ -68,7 +68,7 @@ def merged(state, *updates):
 
 
 def released_vector(state, tokenizer, text, instruction, before, behind):
-    """As released: the last tokens are pooled, as many as the text and what is behind it have alone."""
+    """As released: pools the last tokens, as many as text and suffix have when tokenised alone."""
     joined = f"{before}{instruction} {text}{behind}" if instruction else f"{before}{text}{behind}"
     ids = tokenizer(joined)["input_ids"]
     pooled = len(tokenizer(f"{text}{behind}", add_special_tokens=False)["input_ids"])

@@ -1,4 +1,4 @@
-"""Nomic's encoders, dense and with experts: their vectors by the published arithmetic, their prompts and configs."""
+"""Nomic's dense and mixture-of-experts encoders: their vectors against a reference, prompts and configs."""
 
 import json
 import re
@@ -66,7 +66,7 @@ def means(state, config, tokenizer, prompt):
     ("config", "load", "kind", "prefix"),
     [
         (DENSE, load_dense, NomicBertModel, ""),
-        # An embedding model may carry a language model's names.
+        # An embedding model may have the tensor names of a language model.
         (DENSE, load_dense, NomicBertModel, "bert."),
         (MOE, load_moe, RotaryMoeModel, ""),
     ],
@@ -156,5 +156,5 @@ def test_prompts_and_lengths_of_the_folder_are_imported(tmp_path):
     text = Embedder.from_pretrained(tmp_path / "ours").text
     assert (text.query_max_length, text.document_max_length, text.pool_prompt) == (40, 40, True)
     assert text.prompts["passage"] == text.prompts["document"] == "search_document: "
-    # Without a normalize module vectors are as long as they come.
+    # Without a Normalize module vectors are not normalised.
     assert_same(encoded(tmp_path / "ours", role="query"), torch.stack(means(state, MOE, tokenizer, "a query: ")))
