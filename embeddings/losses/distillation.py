@@ -76,8 +76,8 @@ class SimilarityDistillation(Distillation):
     p_s = softmax(s(q, c) / t) of the student's similarities s, with t the temperature of InfoNCE
     p_t = softmax(f(q, c) / t_t) of the teacher's cosines f
 
-    Both softmaxes are over the candidates c that InfoNCE does not mask for the query q. A query without a teacher
-    vector contributes 0, and a candidate without one is excluded from both softmaxes.
+    Both softmaxes are over the candidates c that InfoNCE does not mask for the query q. A query contributes 0 if it or
+    its positive has no teacher vector. Other candidates without one are excluded from both softmaxes.
 
     Args:
         teacher_temperature: Temperature t_t of the teacher's scores, > 0. The lower, the sharper the teacher's

@@ -309,4 +309,4 @@ class MatryoshkaInfoNCE(InfoNCE):
     def _check_fits(self, embedding_dim: int) -> None:
         if max(self.widths) > embedding_dim:
             rule = f"must not exceed the {embedding_dim} dimensions of a vector"
-            raise OptionError("widths", list(self.widths), rule, f"start from {embedding_dim}")
+            raise OptionError("widths", list(self.widths), rule, f"use at most {embedding_dim}")

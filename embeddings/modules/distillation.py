@@ -198,7 +198,8 @@ def layer_pairs(depth: int, teacher_depth: int, chosen: Sequence[tuple[int, int]
     for student_layer, teacher_layer in chosen:
         if student_layer > depth or teacher_layer > teacher_depth:
             rule = f"must be within the student's {depth} layers and the teacher's {teacher_depth}"
-            raise OptionError("distillation.layers", [student_layer, teacher_layer], rule, "leave it out to spread them")
+            pair = [student_layer, teacher_layer]
+            raise OptionError("distillation.layers", pair, rule, "leave it out to spread them evenly")
     return list(chosen)
 
 

@@ -202,6 +202,6 @@ def test_a_batch_without_a_teacher_is_refused(options: dict[str, Any]) -> None:
         (MarginMSE, {"score_scale": math.inf}, "score_scale must be > 0 and finite"),
     ],
 )
-def test_impossible_options_are_refused(kind: type[Distillation], options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(kind: type[Distillation], options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         kind(**options)

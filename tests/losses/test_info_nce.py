@@ -1,4 +1,4 @@
-"""InfoNCE against a loop, hand numbers, the dense path, and its own finite differences."""
+"""InfoNCE and its Matryoshka form against loops, dense matrices and finite differences."""
 
 import math
 from dataclasses import replace
@@ -14,6 +14,7 @@ from embeddings.training import GradCache
 from tests.helpers.contrastive import Record, TinyStep, batch_of, random_batch, random_records, relative_error
 from tests.helpers.tiny import tiny_bert
 from tests.losses import test_masks
+from tests.losses.test_masks import dense_loss
 from tests.losses.test_masks import loop_reference as loop_mask
 from tests.training.test_gradcache import REPLAYED, TOLERANCE, cached_gradient, direct_gradient
 
@@ -29,12 +30,6 @@ def loop_reference(query: Tensor, candidate: Tensor, batch: ContrastiveBatch, te
         others = [math.exp(score[row][column] / temperature) for column, used in enumerate(mask[row]) if used]
         total -= math.log(positive / (positive + sum(others)))
     return total / len(batch)
-
-
-def dense_loss(query: Tensor, candidate: Tensor, batch: ContrastiveBatch, temperature: float) -> Tensor:
-    competes = mask_of(batch).scatter(1, batch.positive_index_B[:, None], True)
-    score = (similarity_matrix(query, candidate) / temperature).masked_fill(~competes, -torch.inf)
-    return torch.nn.functional.cross_entropy(score, batch.positive_index_B)
 
 
 def vectors(batch: ContrastiveBatch, dtype: torch.dtype = torch.float64, width: int = 6) -> list[Tensor]:
@@ -72,7 +67,7 @@ def test_the_loss_equals_a_loop_and_its_gradients_the_dense_path(num_queries: in
     if num_queries * (num_negatives + 1) == 1:
         return
     found = torch.autograd.grad(loss, [query, candidate])
-    expected = torch.autograd.grad(dense_loss(query, candidate, batch, 0.1), [query, candidate])
+    expected = torch.autograd.grad(dense_loss(query, candidate, batch), [query, candidate])
     for found_ND, expected_ND in zip(found, expected, strict=True):
         assert relative_error(found_ND, expected_ND) <= 1e-12
 
@@ -157,7 +152,7 @@ def test_half_precision_vectors_are_scored_in_float32_even_under_autocast(dtype:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = InfoNCE()(query, candidate, batch).loss
     loss.backward()
-    expected = dense_loss(query.detach().float(), candidate.detach().float(), batch, 0.02)
+    expected = dense_loss(query.detach().float(), candidate.detach().float(), batch, temperature=0.02)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert query.grad.dtype == dtype
@@ -274,7 +269,7 @@ def test_gradcache_equals_the_plain_step_with_dropout(options: dict[str, Any]) -
         ({"widths": [6, 3], "weights": [1.0, math.nan]}, "weights must each be > 0 and finite"),
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         MatryoshkaInfoNCE(**options)
 

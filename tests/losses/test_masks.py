@@ -1,4 +1,4 @@
-"""The rule of false negatives, case by case, and the in-place tiles against the whole mask."""
+"""The masks of false negatives and the surrogate filter, against loops, in tiles and on two ranks."""
 
 import math
 from dataclasses import replace
@@ -171,11 +171,19 @@ def cosine(one: list[float], other: list[float]) -> float:
     return product / math.sqrt(sum(a * a for a in one) * sum(b * b for b in other))
 
 
-def dense_loss(query: Tensor, candidate: Tensor, batch: ContrastiveBatch, rule: SurrogateFilter, both: bool) -> Tensor:
+def dense_loss(
+    query: Tensor,
+    candidate: Tensor,
+    batch: ContrastiveBatch,
+    rule: SurrogateFilter | None = None,
+    both: bool = False,
+    temperature: float = 0.1,
+) -> Tensor:
+    """InfoNCE from the full matrix of scores, whose positives are on the diagonal."""
     (facts, other), count = keys(batch), len(batch)
-    may_compete = ~torch.tensor(filter_reference(batch, rule))
+    may_compete = torch.tensor(True) if rule is None else ~torch.tensor(filter_reference(batch, rule))
     competes = (is_negative_mask(facts, other, batch.positive_index_B) & may_compete).fill_diagonal_(True)
-    score = similarity_matrix(query, candidate) / 0.1
+    score = similarity_matrix(query, candidate) / temperature
     loss = torch.nn.functional.cross_entropy(score.masked_fill(~competes, -torch.inf), batch.positive_index_B)
     if not both:
         return loss

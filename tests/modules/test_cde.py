@@ -472,7 +472,7 @@ def test_word_steps_and_freezing_prevent_the_collapse_of_the_context(bert: str) 
         ({"frozen_steps": None, "learning_rate_factor": 0.1}, "has no effect if the first stage is"),
     ],
 )
-def test_impossible_settings_are_refused(training: dict[str, Any], says: str) -> None:
+def test_invalid_first_stage_training_is_refused(training: dict[str, Any], says: str) -> None:
     with pytest.raises(OptionError, match=says):
         FirstStageTraining(**training)
 

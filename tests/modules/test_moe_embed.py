@@ -153,7 +153,7 @@ def test_a_dense_model_is_trained_without_balancing(dense: str) -> None:
     assert set(output.terms) == {"accuracy", "positive_score", "no_negative_fraction"}
     assert gradient.norm() > 0
     upcycled, tokens = MoEEmbedModule(BackboneConfig(dense), upcycling=Upcycling()), random_batch(6, 2).candidate
-    vectors = [twin.eval().embed(tokens).vector_ND for twin in (module, upcycled)]
+    vectors = [one.eval().embed(tokens).vector_ND for one in (module, upcycled)]
     assert (vectors[0] - vectors[1]).abs().max() <= 1e-5
 
 
@@ -170,14 +170,14 @@ def test_a_step_casts_the_experts_weights_once(dense: str, checkpointing: bool) 
         assert casts.count == 2
 
 
-# The compiler looks at things of which torch warns.
+# The compiler inspects attributes whose use causes warnings.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.slow
 @pytest.mark.parametrize("is_half", [False, True])
 def test_compiled_experts_have_the_gradient_of_plain_ones(
     dense: str, is_half: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16, where a compiler rounds elsewhere, they are as near to the float64 gradient as the plain ones."""
+    """In bfloat16 a compiler may round differently, so errors against the float64 gradient are compared."""
     monkeypatch.setattr(layers_module, "_COMPILER", {"backend": "aot_eager"})
     exact, plain, compiled = (moe_module(dense) for _ in range(3))
     exact.double()
@@ -198,8 +198,8 @@ def test_compiled_experts_have_the_gradient_of_plain_ones(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_nomic_bert_is_upcycled_and_trained_like_any(tmp_path: Path, checkpointing: bool) -> None:
-    """§7.1: gated experts, one a token; GradCache has the plain step's gradient, kept graphs or not."""
+def test_nomic_bert_can_be_upcycled_and_trained(tmp_path: Path, checkpointing: bool) -> None:
+    """Gated experts, one per token (§7.1); GradCache has the plain step's gradient with and without kept graphs."""
     folder = save_backbone(str(tmp_path), tiny_nomic(), wordpiece_tokenizer())
     module = moe_module(folder, checkpointing, top_k=1).double()
     output, expected = plain(module)
@@ -209,8 +209,8 @@ def test_nomic_bert_is_upcycled_and_trained_like_any(tmp_path: Path, checkpointi
         assert relative_error(found, expected) < 1e-10
 
 
-def test_with_lora_experts_and_routers_stay_as_they_are(dense: str) -> None:
-    # In float32 the two are 2e-6 apart on some processors.
+def test_lora_does_not_train_experts_and_routers(dense: str) -> None:
+    # In float64, since float32 gradients differ by 2e-6 on some CPUs.
     lora = LoraSettings(rank=2, alpha=4, dropout=0.0)
     module = MoEEmbedModule(BackboneConfig(dense), lora=lora, upcycling=Upcycling(num_experts=4), seed=0).double()
     trained = [name for name, value in module.named_parameters() if value.requires_grad]
