@@ -394,11 +394,11 @@ def test_gradcache_embeds_a_frozen_first_stage_once_and_without_a_graph(
             assert sum(count for count, has_graph in seen if has_graph) == 6
 
 
-def test_a_run_resumed_at_any_boundary_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_resumed_within_and_between_phases_ends_with_the_same_bits(tmp_path: Path) -> None:
     config = cde_config(tmp_path, dropout=0.1)
     config["model"]["init_args"]["first_stage_training"] = ALL_PHASES
     config["trainer"] |= {"callbacks": [CACHE], "max_steps": 6}
-    assert differences_after_resuming(tmp_path, config, 1, 2, 3, 4, 5) == {}
+    assert differences_after_resuming(tmp_path, config, 1, 2, 4) == {}
 
 
 def test_the_spread_is_one_minus_the_mean_cosine_of_all_pairs() -> None:
