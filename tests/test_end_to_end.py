@@ -115,7 +115,7 @@ def test_the_runs_seed_is_that_of_the_model_and_of_the_data_unless_they_have_the
         ),
         (
             ["--model.init_args.loss=embeddings.losses.MarginMSE"],
-            "model.loss needs a source with `scores` in its records, or with surrogate_vectors, and none has either",
+            "model.loss needs a source with `scores` in its records, or with surrogate_vectors, but no source has",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Floor 1: what a batch of embeddings should look like, as a number to minimise."""
+"""Floor 1: losses on batches of embeddings, and the router losses of sparse models."""
 
 from embeddings.losses.distillation import MarginMSE, SimilarityDistillation
 from embeddings.losses.info_nce import InfoNCE, MatryoshkaInfoNCE

@@ -1,8 +1,8 @@
-"""Losses that follow a teacher's scores: in-batch similarities by divergence, margins of hard negatives by squares.
+"""Distillation losses: the divergence of in-batch similarities, and the squared error of hard negatives' margins.
 
-Each adds its term to `InfoNCE`. The teacher's scores are inner products of vectors that the batch carries, made once by
-`cluster` or `mine` (`data.sources[].surrogate_vectors`), or in each step by the model that `teacher` names. Margins
-also follow the records' own `scores` (made once by `mine --reranker`).
+Each loss adds its term to `InfoNCE`. The teacher's scores are inner products of vectors. Either `cluster` or `mine`
+computed these once (`data.sources[].surrogate_vectors`), or the model that `teacher` names computes them in each step.
+`MarginMSE` also accepts the `scores` of the records, which `mine --reranker` writes.
 """
 
 import math
@@ -15,22 +15,23 @@ from torch.utils.checkpoint import checkpoint
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError
 from embeddings.common.distributed import gather_candidates, gather_rows
 from embeddings.losses.info_nce import InfoNCE
-from embeddings.losses.masks import surrogate_vectors, without_teacher
+from embeddings.losses.masks import missing_teacher_error, surrogate_vectors
 from embeddings.losses.tiles import comparable, row_tiles, scores_at_once
 
 
 class Distillation(InfoNCE):
-    """The base of losses that follow a teacher: loss = w · InfoNCE + alpha · divergence from the teacher.
+    """Base class of the distillation losses: loss = w · InfoNCE + alpha · divergence from the teacher.
 
     Args:
         alpha: Weight of the teacher's term, > 0.
-        contrastive_weight: Weight w of InfoNCE, >= 0; 0 learns from the teacher alone.
-        teacher: A model directory or Hub id whose vectors are followed, of any width and tokenizer. It runs in each
-            step, without a graph, by its own prompts and lengths. None for the vectors or scores that the data carry.
-        options: What `InfoNCE` takes.
+        contrastive_weight: Weight w of InfoNCE, >= 0; 0 trains on the teacher's term alone.
+        teacher: Model directory or Hub id of the teacher; its width and tokenizer may differ from the student's. It
+            runs in each step without gradients, with its own prompts and maximum lengths. None to use the vectors or
+            scores in the data.
+        options: Options of `InfoNCE`.
 
     Raises:
-        OptionError: If a weight is impossible, or an option of `InfoNCE` is.
+        OptionError: If a weight or an option of `InfoNCE` is invalid.
     """
 
     has_teacher = True
@@ -40,22 +41,22 @@ class Distillation(InfoNCE):
     ) -> None:
         super().__init__(**options)
         if not 0 < alpha < math.inf:
-            raise OptionError("alpha", alpha, "must be > 0 and finite", "1 weighs the teacher as much as InfoNCE")
+            raise OptionError("alpha", alpha, "must be > 0 and finite", "1 weights both terms equally")
         if not 0 <= contrastive_weight < math.inf:
-            raise OptionError("contrastive_weight", contrastive_weight, "must be >= 0 and finite", "0 leaves it out")
+            raise OptionError("contrastive_weight", contrastive_weight, "must be >= 0 and finite", "0 disables it")
         self.alpha, self.contrastive_weight, self.teacher = alpha, contrastive_weight, teacher
 
     def check_teacher(self, has_surrogates: bool, has_scores: bool | None) -> None:
-        """Check that there is exactly one teacher to follow; arguments as in `InfoNCE`."""
+        """Check that there is exactly one teacher; arguments as in `InfoNCE`."""
         if self.teacher is None:
             super().check_teacher(has_surrogates, has_scores)
         elif has_surrogates or (self.takes_scores and has_scores):
-            given = "surrogate_vectors" if has_surrogates else "`scores` in its records"
-            rule = f"cannot be followed where a source has {given}"
+            other = "surrogate_vectors" if has_surrogates else "`scores` in its records"
+            rule = f"cannot be combined with a source that has {other}"
             raise OptionError("model.loss.teacher", self.teacher, rule, "leave one of them out")
 
     def forward(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> LossOutput:
-        """The loss of this rank's queries, as in `InfoNCE`; terms `contrastive` and `distillation` are its parts."""
+        """The loss of this rank's queries, as in `InfoNCE`; adds the terms `contrastive` and `distillation`."""
         contrastive, terms = super().forward(query_BD, candidate_CD, batch)
         with torch.autocast(query_BD.device.type, enabled=False):
             distillation = self.divergence(query_BD, candidate_CD, batch)
@@ -64,29 +65,33 @@ class Distillation(InfoNCE):
         return LossOutput(loss, terms)
 
     def divergence(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> Tensor:
-        """How far the student is from its teacher, mean over the queries, () float32; called outside autocast."""
+        """The student's divergence from the teacher, mean over the queries, () float32; called outside autocast."""
         raise NotImplementedError
 
 
 class SimilarityDistillation(Distillation):
-    """InfoNCE and the Kullback-Leibler divergence of the student's row of in-batch scores from the teacher's.
+    """InfoNCE plus the Kullback-Leibler divergence between the teacher's and the student's in-batch distributions.
 
-    divergence = mean over B of  sum over c of p_t(c) · (log p_t(c) - log p_s(c)), with p_s = softmax(s(q, c) / t) over
-    the candidates that compete for the query, t the temperature of InfoNCE, and p_t = softmax(f(q, c) / t_t) of the
-    teacher's cosines f. Candidates that InfoNCE masks are in neither softmax. A query without a teacher's vector adds
-    nothing; a candidate without one does not compete.
+    divergence = mean over B of  sum over c of p_t(c) · (log p_t(c) - log p_s(c))
+    p_s = softmax(s(q, c) / t) of the student's similarities s, with t the temperature of InfoNCE
+    p_t = softmax(f(q, c) / t_t) of the teacher's cosines f
+
+    Both softmaxes are over the candidates c that InfoNCE does not mask for the query q. A query contributes 0 if it or
+    its positive has no teacher vector. Other candidates without one are excluded from both softmaxes.
 
     Args:
-        teacher_temperature: Temperature t_t of the teacher's scores, > 0. Lower is closer to the teacher's order alone.
-        options: What `Distillation` takes.
+        teacher_temperature: Temperature t_t of the teacher's scores, > 0. The lower, the sharper the teacher's
+            distribution.
+        alpha: Weight of the divergence, > 0.
+        options: Options of `Distillation`.
 
-    Precision: scores and softmaxes in float32 (float64 where the input is), in tiles of rows that the backward pass
-        makes again, so that memory grows with B + C.
-    Distributed: as `InfoNCE`; the teacher's vectors of all ranks' candidates are gathered too.
+    Precision: scores and softmaxes in float32 (float64 for float64 input). Tiles of rows are recomputed in the backward
+        pass, so memory grows with B + C.
+    Distributed: as `InfoNCE`; the teacher vectors of all ranks' candidates are gathered too.
     Raises:
-        OptionError: If an option is impossible, or the batch carries no vectors of a teacher.
-    Source: Hinton et al. 2015, arXiv:1503.02531, Eq. 1 and §2; over in-batch candidates as RocketQAv2, Ren et al. 2021,
-        arXiv:2110.07367, Eq. 6 does. Differs: no factor t², since both temperatures are of the order of InfoNCE's.
+        OptionError: If an option is invalid, or the batch carries no teacher vectors.
+    Source: Hinton et al. 2015, arXiv:1503.02531, Eq. 1 and §2; over in-batch candidates as in RocketQAv2, Ren et al.
+        2021, arXiv:2110.07367, Eq. 6. Differs: no factor t², since both temperatures are close to InfoNCE's.
     """
 
     def __init__(self, teacher_temperature: float = 0.05, alpha: float = 1.0, **options: Any) -> None:
@@ -105,9 +110,9 @@ class SimilarityDistillation(Distillation):
         teacher_CS = gather_rows(own_CS, masking.candidate_counts).to(query_BD.dtype)
 
         def of_tile(tile_rD: Tensor, all_CD: Tensor, scale: Tensor, rows: slice) -> Tensor:
-            """The sum of the divergences of some rows."""
+            """The sum of the divergences of one tile of rows."""
             student_rC = scale * tile_rD @ all_CD.T
-            # A candidate without a teacher's vector is NaN here, and so is the whole row of such a query.
+            # NaN for a candidate without a teacher vector, and in the whole row of a query without one.
             teacher_rC = teacher_QS[rows] @ teacher_CS.T / self.teacher_temperature
             masking.exclude_candidates_(teacher_rC, rows)
             competes_rC = teacher_rC.isfinite()
@@ -115,7 +120,7 @@ class SimilarityDistillation(Distillation):
             competes_rC |= ~is_known_r1
             log_teacher_rC = teacher_rC.where(is_known_r1, 0).masked_fill(~competes_rC, -torch.inf).log_softmax(1)
             log_student_rC = student_rC.masked_fill(~competes_rC, -torch.inf).log_softmax(1)
-            # Where neither competes the difference of two infinities has no weight.
+            # For excluded candidates the difference of two infinities would be NaN.
             gap_rC = (log_teacher_rC - log_student_rC).masked_fill(~competes_rC, 0)
             return (log_teacher_rC.exp() * gap_rC).where(is_known_r1, 0).sum()
 
@@ -126,23 +131,24 @@ class SimilarityDistillation(Distillation):
 
 
 class MarginMSE(Distillation):
-    """InfoNCE and the squared error of the margins between a query's positive and each of its hard negatives.
+    """InfoNCE plus the squared error of the margins between a query's positive and each of its hard negatives.
 
     divergence = mean over B of the mean over the query's hard negatives n of
         ( k·(s(q, d+) - s(q, n)) - (f(q, d+) - f(q, n)) )²,
-    with s the student's similarity, k its scale and f the teacher's score: the records' `scores` where a source of the
-    run has any, else the cosine of the surrogate's vectors. A query without hard negatives adds nothing; a text without
-    a score is left out, and so is a query whose positive has none.
+    with s the student's similarity, k its scale and f the teacher's score: the records' `scores` if any source of the
+    run has them, else the cosine of the teacher's vectors. A query without hard negatives, or whose positive has no
+    teacher score, contributes 0. A negative without a teacher score is ignored.
 
     Args:
-        score_scale: Factor k of the student's similarities: 1 for a teacher of cosines; for logits of a cross-encoder
-            about 20, or `similarity: dot`.
-        options: What `Distillation` takes.
+        score_scale: Factor k of the student's similarities: 1 if the teacher's scores are cosines. For logits of a
+            cross-encoder use about 20, or `similarity: dot`.
+        alpha: Weight of the squared error, > 0.
+        options: Options of `Distillation`.
 
-    Precision: float32 (float64 where the input is).
-    Distributed: own candidates only; the mean over ranks is the mean over all queries.
+    Precision: float32 (float64 for float64 input).
+    Distributed: each rank uses its own candidates only; the mean over ranks is the mean over all queries.
     Raises:
-        OptionError: If an option is impossible, or the batch carries no scores of a teacher.
+        OptionError: If an option is invalid, or the batch carries no teacher scores.
     Source: Hofstätter et al. 2020, arXiv:2010.02666, Eq. 5.
     """
 
@@ -151,7 +157,7 @@ class MarginMSE(Distillation):
     def __init__(self, score_scale: float = 1.0, alpha: float = 1.0, **options: Any) -> None:
         super().__init__(alpha, **options)
         if not 0 < score_scale < math.inf:
-            raise OptionError("score_scale", score_scale, "must be > 0 and finite", "1 fits a teacher of cosines")
+            raise OptionError("score_scale", score_scale, "must be > 0 and finite", "use 1 for a teacher's cosines")
         self.score_scale = score_scale
 
     def divergence(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> Tensor:
@@ -162,7 +168,7 @@ class MarginMSE(Distillation):
         teacher_C = batch.teacher_score_C
         if teacher_C is None:
             if batch.surrogate_query_BS is None and batch.surrogate_candidate_CS is None:
-                raise without_teacher()
+                raise missing_teacher_error()
             teacher, own_CS = surrogate_vectors(batch)
             teacher_QS, teacher_CS = teacher.vector_QS.to(student_C.dtype), own_CS.to(student_C.dtype)
             teacher_C = torch.linalg.vecdot(teacher_QS[owner_C], teacher_CS)

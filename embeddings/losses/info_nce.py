@@ -1,4 +1,4 @@
-"""InfoNCE, and its Matryoshka form at several widths, in tiles: the full B x C matrix of scores never exists."""
+"""InfoNCE and its Matryoshka form, computed in tiles: the full B x C score matrix is never in memory."""
 
 import math
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from embeddings.losses.masks import (
     SurrogateQueries,
     exclude_candidates_,
     exclude_queries_,
+    missing_surrogates_error,
+    missing_teacher_error,
     query_index,
     surrogate_false_negatives,
     surrogate_vectors,
-    without_surrogates,
-    without_teacher,
 )
 from embeddings.losses.tiles import ExcludeInPlace, Similarity, WidthScores, comparable, tiled_cross_entropies
 
@@ -32,39 +32,40 @@ class InfoNCE(KeepsArguments, nn.Module):
     """The contrastive loss: each query's positive against its negatives.
 
     loss = mean over B of  -log( exp(s(q, d+)/t) / (exp(s(q, d+)/t) + sum over negatives exp(s(q, d)/t)) ), with s the
-    similarity and t the temperature. Negatives are the query's hard negatives and, where its source allows them, the
-    candidates of all other queries of all ranks. Candidates that may answer the query are masked (see
-    `masks.false_negatives`). Scores are made in tiles of whole rows, and each tile gives its share of the gradient
-    before the next one is made: nothing is computed twice, and memory grows with B + C.
+    similarity and t the temperature. Negatives are the query's hard negatives and, if its source allows in-batch
+    negatives, the candidates of all other queries of all ranks. Candidates that may answer the query are masked (see
+    `masks.false_negatives`). Scores are computed in tiles of whole rows. Each tile adds its share of the gradient
+    before the next tile is computed, so nothing is computed twice and memory grows with B + C.
 
     Args:
-        temperature: Softmax temperature t, > 0. NV-Embed states none; 0.02 is usual in its family.
-        learnable_temperature: Whether log t is a parameter.
-        in_batch_negatives: `source` follows each query's source; `on` and `off` force it for all.
-        directions: `query_to_document`, or `both` for the mean with documents contrasted against queries.
-        gather_across_devices: Whether the candidates of all ranks compete.
+        temperature: Softmax temperature t, > 0. NV-Embed states none; 0.02 is usual for similar models.
+        learnable_temperature: Whether log t is a trained parameter.
+        in_batch_negatives: `source` uses the setting of each query's source; `on` and `off` override it for all.
+        directions: `query_to_document`, or `both` for the mean of it and the loss of documents against queries.
+        gather_across_devices: Whether the candidates of all ranks are negatives, or only this rank's.
         similarity: `cosine` or `dot`.
-        tile_size: Scores held at once, at least 32 rows of them; None for 2^21 (8 MB) on a CPU, 2^26 on a GPU.
-        false_negative_filter: Masks candidates that another model scores too high, by vectors in the batch; None for
-            no filter. It needs a second product and tile of the size of the scores.
-        mask_same_text: Whether a candidate is masked whose text is the query's or one of its known positives, or that
-            answers a query of the same text. NV-Embed's paper has no such mask.
-        mask_same_class: Whether a candidate is masked that has the query's label in the query's source. Without it
-            in-batch negatives push texts of one class apart, so NV-Embed's second stage has none (§3.3).
+        tile_size: Scores in memory at once, at least 32 rows of them; None for 2^21 (8 MB) on a CPU, 2^26 on a GPU.
+        false_negative_filter: Masks candidates to which another model, by its vectors in the batch, assigns a high
+            score; None for no filter. It needs a second matrix product and tile of the size of the scores.
+        mask_same_text: Whether to mask a candidate whose text is the query's or one of its known positives, or that
+            is the positive of a query with the same text. NV-Embed's paper has no such mask.
+        mask_same_class: Whether to mask a candidate that has the query's label in the query's source. Without it
+            in-batch negatives push texts of one class apart, so NV-Embed's second stage uses none (§3.3).
 
-    Precision: scores, softmax and their gradients in float32 (float64 where the input is), autocast or not.
-    Distributed: see `gather_candidates`: each rank its own queries, gradients cross ranks, no world-size factor.
+    Precision: scores, softmax and their gradients in float32 (float64 for float64 input), with or without autocast.
+    Distributed: each rank scores its own queries; gradients cross ranks without a world-size factor (see
+        `gather_candidates`).
     Raises:
-        OptionError: If the temperature is not > 0, or the tile size not >= 1.
+        OptionError: If `temperature` is not > 0 or `tile_size` is not >= 1.
     Source: van den Oord 2018, arXiv:1807.03748, Eq. 4; in-batch negatives switched per source: Lee 2024 (NV-Embed),
         arXiv:2405.17428, §3.3.
     """
 
-    # The widths that vectors may be truncated to; empty where they are compared at full width only.
+    # Widths to which the trained vectors may be truncated; empty if the loss uses the full width only.
     widths: tuple[int, ...] = ()
-    # Whether the loss itself follows the vectors of another model, and whether scores of one serve as well.
+    # Whether the loss distils a teacher, and whether the records' `scores` can replace the teacher's vectors.
     has_teacher = takes_scores = False
-    # The model that is to run beside the student and give the vectors; None where the batches carry them.
+    # Teacher model that computes its vectors in each step; None if the batches carry them.
     teacher: str | None = None
 
     def __init__(
@@ -101,43 +102,44 @@ class InfoNCE(KeepsArguments, nn.Module):
 
         Returns:
             LossOutput: `loss` () fp32 mean over B; terms `accuracy` (share of queries whose positive scores above all
-            that competes; a tie is a miss), `positive_score` (mean similarity of query and positive),
-            `no_negative_fraction` (share of queries without a negative: loss 0, accuracy 1) and a learnt `temperature`.
+            negatives; a tie is an error), `positive_score` (mean similarity of query and positive),
+            `no_negative_fraction` (share of queries without a negative: loss 0, accuracy 1) and `temperature` if it is
+            learned.
         """
-        found = self.at_widths(query_BD, candidate_CD, batch, (query_BD.shape[1],))
-        return LossOutput(found.loss_W[0], self._terms(found, 0))
+        scores = self.at_widths(query_BD, candidate_CD, batch, (query_BD.shape[1],))
+        return LossOutput(scores.loss_W[0], self._terms(scores, 0))
 
     @property
     def needs_surrogates(self) -> bool:
-        """Whether each batch must carry the vectors of another model."""
+        """Whether each batch must carry vectors of another model."""
         return (self.has_teacher and not self.takes_scores) or self.false_negative_filter is not None
 
     def check_teacher(self, has_surrogates: bool, has_scores: bool | None) -> None:
-        """Check that batches carry what the loss follows.
+        """Check that batches carry the teacher or surrogate data that the loss needs.
 
         Args:
-            has_surrogates: Whether they carry another model's vectors.
-            has_scores: Whether they carry a teacher's scores; None where that is not known yet.
+            has_surrogates: Whether batches carry another model's vectors.
+            has_scores: Whether batches carry a teacher's scores; None if not known yet.
 
         Raises:
-            OptionError: If they do not.
+            OptionError: If they are missing.
         """
         if self.needs_surrogates and not has_surrogates:
-            raise without_surrogates()
+            raise missing_surrogates_error()
         if self.has_teacher and not has_surrogates and has_scores is False:
-            raise without_teacher()
+            raise missing_teacher_error()
 
     def check_width(self, embedding_dim: int) -> None:
-        """Check that the loss suits vectors of this width; InfoNCE suits any."""
+        """Check that the loss supports vectors of this width; InfoNCE supports any."""
 
     def at_widths(
         self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch, widths: Sequence[int]
     ) -> WidthScores:
-        """The loss at W widths: vectors are cut to their first dimensions before they are compared.
+        """The loss at W widths: vectors are truncated to their first dimensions before they are compared.
 
-        Keys are gathered once, and a tile's masks are made once for all widths.
+        Keys are gathered once, and each tile's masks are computed once for all widths.
 
-        Distributed: one gather of candidates a width, of that width.
+        Distributed: one gather of the truncated candidates per width.
         """
         with torch.autocast(query_BD.device.type, enabled=False):
             query_WBD = [comparable(query_BD[:, :width], self.similarity) for width in widths]
@@ -168,7 +170,7 @@ class InfoNCE(KeepsArguments, nn.Module):
     def _scale(self, like: Tensor) -> Tensor:
         """1 / temperature, () in the working dtype."""
         if self.log_temperature is None:
-            # Filled where it lies: a tensor made of a number would be copied there, and waited for.
+            # Filled on the device: `torch.tensor` would copy from the host and synchronise.
             return like.new_full((), 1.0 / self.temperature)
         return torch.exp(-self.log_temperature.to(like.dtype))
 
@@ -177,13 +179,13 @@ class InfoNCE(KeepsArguments, nn.Module):
         device = batch.in_batch_B.device
         query_counts = gather_counts(len(batch), device) if gather else [len(batch)]
         candidate_counts = gather_counts(len(batch.candidate), device) if gather else [len(batch.candidate)]
-        place = rank() if gather else 0
+        rank_index = rank() if gather else 0
         masked = self.mask_same_text, self.mask_same_class
-        query = QueryKeys.of(batch, query_index(batch, query_counts, place), *masked)
+        query = QueryKeys.of(batch, query_index(batch, query_counts, rank_index), *masked)
         if self.in_batch_negatives != "source":
             query = replace(query, in_batch_Q=torch.full_like(batch.in_batch_B, self.in_batch_negatives == "on"))
         own_candidate = CandidateKeys.of(batch, query.index_Q, *masked)
-        positive_index_B = batch.positive_index_B + sum(candidate_counts[:place])
+        positive_index_B = batch.positive_index_B + sum(candidate_counts[:rank_index])
         candidate = own_candidate.gathered(candidate_counts)
         surrogate = None
         if self.false_negative_filter is not None:
@@ -194,7 +196,7 @@ class InfoNCE(KeepsArguments, nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Surrogate:
-    """The filter, and the vectors of this rank's queries, of its candidates, and of all ranks' candidates."""
+    """The filter, and the surrogate's vectors of this rank's queries, its candidates, and all ranks' candidates."""
 
     rule: SurrogateFilter
     query: SurrogateQueries
@@ -204,7 +206,7 @@ class _Surrogate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Masking:
-    """What the masks of a batch compare; counts are by rank."""
+    """Keys and vectors that the masks of a batch compare; counts are per rank."""
 
     query_counts: list[int]
     candidate_counts: list[int]
@@ -224,7 +226,7 @@ class _Masking:
             score_rC.masked_fill_(is_false_rC.scatter_(1, positive_index_r[:, None], False), -torch.inf)
 
     def queries_excluder(self, batch: ContrastiveBatch) -> ExcludeInPlace:
-        """The same for the tiles of positives against the queries of all ranks."""
+        """The same exclusion for tiles of positives against the queries of all ranks."""
         all_queries, positive = self.query.gathered(self.query_counts), self.own_candidate[batch.positive_index_B]
         own_index_B, surrogate = self.query.index_Q, self.surrogate
         all_surrogates = None if surrogate is None else surrogate.query.gathered(self.query_counts)
@@ -242,24 +244,24 @@ class _Masking:
 
 
 class MatryoshkaInfoNCE(InfoNCE):
-    """The weighted mean of InfoNCE over widths: vectors truncated to their first m dimensions work as vectors too.
+    """The weighted mean of InfoNCE over several widths, so that truncated vectors are useful embeddings too.
 
     loss = sum over m of  w_m · InfoNCE(q[:m], d[:m]) / sum over m of w_m. The cosine normalises truncated vectors.
 
     Args:
-        widths: Widths m, all different, from 1 to that of the vectors. The widest must be the model's: dimensions
-            beyond it would not be trained.
-        weights: Weight w_m of each width, > 0; None for equal ones.
-        options: What `InfoNCE` takes.
+        widths: Distinct widths m, each from 1 to D. The largest must equal the model's D: dimensions beyond it would
+            not be trained.
+        weights: Weight w_m of each width, > 0; None for equal weights.
+        options: Options of `InfoNCE`.
 
     Precision: as `InfoNCE`.
-    Distributed: as `InfoNCE`; the candidates of each width are gathered, so sum(m) / D times as much is sent.
+    Distributed: as `InfoNCE`; candidates are gathered at each width, which sends sum(m) / D times as much data.
     Raises:
-        OptionError: If a width or weight is impossible, or an option of `InfoNCE` is.
-    Source: Kusupati et al. 2022, arXiv:2205.13147, Eq. 1; truncated, then normalised, with 768 and 256: Nussbaum and
-        Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.5. Differs: the mean in place of the sum, so that the
-        learning rate need not follow the number of widths.
-    Related: `Encoder` takes one of the widths as `dimensions`.
+        OptionError: If a width, a weight or an option of `InfoNCE` is invalid.
+    Source: Kusupati et al. 2022, arXiv:2205.13147, Eq. 1; truncation before normalisation, with 768 and 256: Nussbaum
+        and Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.5. Differs: the mean instead of the sum, so that the
+        learning rate does not depend on the number of widths.
+    Related: `Encoder` accepts one of the widths as `dimensions`.
     """
 
     def __init__(
@@ -269,22 +271,22 @@ class MatryoshkaInfoNCE(InfoNCE):
         if not widths or min(widths) < 1:
             raise OptionError("widths", list(widths), "must each be >= 1", "768 and 256 are usual")
         if len(set(widths)) < len(widths):
-            raise OptionError("widths", list(widths), "must differ", "give a width more weight instead")
+            raise OptionError("widths", list(widths), "must be distinct", "use weights instead")
         weights = [1.0] * len(widths) if weights is None else list(weights)
         if len(weights) != len(widths):
             rule = f"must be one for each of the {len(widths)} widths"
-            raise OptionError("weights", weights, rule, "leave them out for equal ones")
+            raise OptionError("weights", weights, rule, "leave them out for equal weights")
         if not all(0 < weight < math.inf for weight in weights):
-            raise OptionError("weights", weights, "must each be > 0 and finite", "leave out a width without weight")
+            raise OptionError("weights", weights, "must each be > 0 and finite", "remove the width instead")
         self.widths = tuple(widths)
         self.weights = tuple(weight / sum(weights) for weight in weights)
 
     def check_width(self, embedding_dim: int) -> None:
-        """Check that the widest width is that of the model's vectors."""
+        """Check that the largest width equals that of the model's vectors."""
         self._check_fits(embedding_dim)
         if max(self.widths) < embedding_dim:
             rule = f"leave the last of the model's {embedding_dim} dimensions untrained"
-            fix = f"add {embedding_dim}, or give the model a smaller head"
+            fix = f"add {embedding_dim}, or use a smaller head"
             raise OptionError("widths", list(self.widths), rule, fix)
 
     def forward(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> LossOutput:
@@ -292,7 +294,7 @@ class MatryoshkaInfoNCE(InfoNCE):
 
         Returns:
             LossOutput: `loss` () fp32 mean over B and the widths; terms `loss_m` and `accuracy_m` for each width m, and
-            `InfoNCE`'s at the widest.
+            `InfoNCE`'s terms at the largest width.
         """
         self._check_fits(query_BD.shape[1])
         scores = self.at_widths(query_BD, candidate_CD, batch, self.widths)
@@ -307,4 +309,4 @@ class MatryoshkaInfoNCE(InfoNCE):
     def _check_fits(self, embedding_dim: int) -> None:
         if max(self.widths) > embedding_dim:
             rule = f"must not exceed the {embedding_dim} dimensions of a vector"
-            raise OptionError("widths", list(self.widths), rule, f"start from {embedding_dim}")
+            raise OptionError("widths", list(self.widths), rule, f"use at most {embedding_dim}")

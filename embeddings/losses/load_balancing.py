@@ -1,4 +1,4 @@
-"""The loss that keeps experts evenly loaded, and the one that keeps router logits small."""
+"""Router losses: load balancing, which keeps experts evenly loaded, and the z-loss, which keeps logits small."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,15 +13,15 @@ Normalization = Literal["balanced", "paper", "transformers"]
 
 @dataclass(frozen=True)
 class LoadBalancing:
-    """How much the routing's losses weigh, and how they are scaled.
+    """Weights and normalization of the router losses.
 
     Args:
-        coefficient: Weight alpha of the load-balancing loss. The paper: 1 in pre-training; released for fine-tuning: 0.
-        normalization: Which of the published scales it has (see `load_balancing_loss`).
-        z_coefficient: Weight of the router's z-loss. The paper has none; ST-MoE uses 0.001.
+        coefficient: Weight alpha of the load-balancing loss. The paper: 1 in pre-training; the released fine-tuning: 0.
+        normalization: One of the published normalizations (see `load_balancing_loss`).
+        z_coefficient: Weight of the router z-loss. The paper has none; ST-MoE uses 0.001.
 
     Raises:
-        OptionError: If a weight is negative, or there is no such scale.
+        OptionError: If a weight is negative or infinite, or the normalization is unknown.
     """
 
     coefficient: float = 1.0
@@ -32,7 +32,7 @@ class LoadBalancing:
         for name in ("coefficient", "z_coefficient"):
             if not 0 <= getattr(self, name) < float("inf"):
                 option = f"load_balancing.{name}"
-                raise OptionError(option, getattr(self, name), "must be >= 0", "0 switches it off")
+                raise OptionError(option, getattr(self, name), "must be >= 0", "0 disables it")
         if self.normalization not in ("balanced", "paper", "transformers"):
             rule = "must be balanced, paper or transformers"
             raise OptionError("load_balancing.normalization", self.normalization, rule, "leave it out for balanced")
@@ -41,28 +41,29 @@ class LoadBalancing:
 def load_balancing_loss(
     count_YX: Tensor, probability_YX: Tensor, top_k: int, normalization: Normalization = "balanced"
 ) -> Tensor:
-    """How unevenly experts are loaded, () float32: smallest where all are alike, zero without a token.
+    """The imbalance of the experts' load, () float32: smallest if all experts are used equally, zero without tokens.
 
-    With c the tokens given to an expert, P the sum of its router probabilities, over T tokens, K experts a token and
-    Y layers of X experts:
+    c is the number of tokens routed to an expert and P the sum of its router probabilities, over T tokens, K experts
+    per token and Y layers of X experts:
 
-        balanced      X / Y * sum over layers and experts of  c / (T K) * P / T      1 where all are alike
+        normalization                                                                value at equal load
+        balanced      X / Y * sum over layers and experts of  c / (T K) * P / T      1
         paper         1 / Y * sum over layers and experts of  c / (T K) * P / T      1 / X
         transformers  X * sum over experts of  mean over layers of (c / T) * mean over layers of (P / T)      K
 
-    The gradient goes through P alone, so it pushes probability away from experts that were given much. The sums must
-    be the whole batch's: a mean of the losses of its parts is another loss.
+    Gradients flow through P only, so they lower the probability of overloaded experts. The sums must be those of the
+    full batch: the mean of this loss over mini-batches has another value.
 
     Args:
-        count_YX: Tokens given to each expert of each layer, (Y, X) int64.
+        count_YX: Tokens routed to each expert of each layer, (Y, X) int64.
         probability_YX: Sums of router probabilities, (Y, X) float32.
-        top_k: Experts a token, K.
-        normalization: Which of the three.
+        top_k: Experts per token, K.
+        normalization: `balanced`, `paper` or `transformers`.
 
     Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, Eq. 1, whose printed form is `paper`. `balanced` is that of
-        megablocks, which the released model was trained with: only there does a coefficient of 1 mean 1. `transformers`
-        is the library's Mixtral loss, which takes the means over layers before the product. Differs: released code adds
-        one such loss for queries and one for documents; here the sums are both towers'.
+        megablocks, with which the released model was trained: its coefficient of 1 refers to this form. `transformers`
+        is the Mixtral loss of the transformers library, which averages over layers before the product. Differs: the
+        released code adds one such loss for queries and one for documents; here the sums include both towers.
     """
     num_layers, num_experts = count_YX.shape
     # Every layer routes the same tokens.
@@ -75,7 +76,7 @@ def load_balancing_loss(
 
 
 def router_z_loss(squared_logsumexp_Y: Tensor, num_tokens: Tensor) -> Tensor:
-    """The mean over tokens and layers of logsumexp(router logits)^2, () float32, which keeps the logits from growing.
+    """The mean over tokens and layers of logsumexp(router logits)^2, () float32, which keeps router logits small.
 
     Args:
         squared_logsumexp_Y: Sums over tokens, (Y,) float32.

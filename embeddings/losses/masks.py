@@ -1,4 +1,4 @@
-"""Which candidates are negatives of which queries, decided tile by tile: by text, by class, and by another model."""
+"""Masks of false negatives, computed per tile of scores: by text, by class, and by a surrogate model's scores."""
 
 import math
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from embeddings.common import ContrastiveBatch, OptionError
 from embeddings.common.distributed import gather_rows, reduce_int
 from embeddings.common.types import queues_work
 
-# A class is (source, label) in one number.
+# A class is encoded as one number: source * _LABELS_PER_SOURCE + label.
 _LABELS_PER_SOURCE = 2**40
-# Keys of texts that have none, or where they are not compared: no text of the other side has these.
+# Placeholder keys that never match the other side: for texts without a key, or if keys are not compared.
 _NO_QUERY_KEY = -1
 _NO_CANDIDATE_KEY = -2
-# Two products of the same vectors may differ by this where they come from matrices of different shapes.
+# Inner products of the same two vectors may differ by this much in matrices of different shapes.
 _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryKeys:
-    """What the mask compares of each query.
+    """The keys of queries that the masks compare.
 
     Attributes:
-        index_Q: Number of the query over all ranks, (Q,) int64.
+        index_Q: Index of the query over all ranks, (Q,) int64.
         hash_Q: Hash of its text, (Q,) int64.
         class_Q: Its source and label in one number, negative without a label, (Q,) int64.
         in_batch_Q: Whether candidates of other queries may be its negatives, (Q,) bool.
@@ -41,7 +41,7 @@ class QueryKeys:
 
     @classmethod
     def of(cls, batch: ContrastiveBatch, index_B: Tensor, by_text: bool = True, by_class: bool = True) -> "QueryKeys":
-        """The keys of this rank's queries, numbered `index_B` over all ranks; texts and classes where they count."""
+        """The keys of this rank's queries, with `index_B` over all ranks; placeholders for what is not compared."""
         hash_B, known_BP = batch.query_hash_B, batch.known_positive_hash_BP
         if not by_text:
             hash_B, known_BP = (torch.full_like(keys, _NO_QUERY_KEY) for keys in (hash_B, known_BP))
@@ -52,7 +52,7 @@ class QueryKeys:
         return QueryKeys(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
     def gathered(self, counts: list[int]) -> "QueryKeys":
-        """The keys of all ranks' queries; the ranks may know different numbers of positives."""
+        """The keys of all ranks' queries; P may differ between ranks."""
         if len(counts) == 1:
             return self
         known_QP = self.known_positive_hash_QP
@@ -66,10 +66,10 @@ class QueryKeys:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CandidateKeys:
-    """What the mask compares of each candidate.
+    """The keys of candidates that the masks compare.
 
     Attributes:
-        owner_C: Number over all ranks of the query it was drawn for, (C,) int64.
+        owner_C: Index over all ranks of the query it was drawn for, (C,) int64.
         hash_C: Hash of its text, (C,) int64.
         class_C: Its source and label in one number, negative without a label, (C,) int64.
         answers_C: Hash of the text of the query whose positive it is; a hard negative's own hash, (C,) int64.
@@ -102,17 +102,17 @@ class CandidateKeys:
 
 
 def query_index(batch: ContrastiveBatch, counts: list[int], rank: int) -> Tensor:
-    """Numbers over all ranks of this rank's queries, (B,) int64."""
+    """Indices over all ranks of this rank's queries, (B,) int64."""
     start = sum(counts[:rank])
     return torch.arange(start, start + len(batch), device=batch.in_batch_B.device)
 
 
 def false_negatives(query: QueryKeys, candidate: CandidateKeys) -> Tensor:
-    """Candidates that may answer a query, so that calling them negatives would teach the opposite, (Q, C) bool.
+    """Candidates that may answer a query and so must not be its negatives, (Q, C) bool.
 
     A candidate is a false negative if its text is the query's or one of the query's known positives, if it is the
-    positive of a query with the same text, or if both have the same label in the same source. The query's own positive
-    is one by this rule: the caller restores it.
+    positive of a query with the same text, or if both have the same label in the same source. The rule also selects the
+    query's own positive, which the caller restores.
     """
     is_false_QC = candidate.hash_C == query.hash_Q[:, None]
     is_false_QC |= candidate.answers_C == query.hash_Q[:, None]
@@ -123,7 +123,7 @@ def false_negatives(query: QueryKeys, candidate: CandidateKeys) -> Tensor:
 
 
 def is_negative_mask(query: QueryKeys, candidate: CandidateKeys, positive_index_Q: Tensor) -> Tensor:
-    """Which candidates a query is pushed away from: the definition that the tiles of `InfoNCE` follow.
+    """The negatives of each query: the reference definition of the exclusions in `InfoNCE`'s tiles.
 
     Args:
         query: Keys of Q queries.
@@ -131,8 +131,8 @@ def is_negative_mask(query: QueryKeys, candidate: CandidateKeys, positive_index_
         positive_index_Q: Row of each query's positive among the candidates, (Q,) int64.
 
     Returns:
-        is_negative_QC: (Q, C) bool. Neither the own positive nor a false negative is one; a query whose source allows
-        no in-batch negatives has only candidates drawn for itself.
+        is_negative_QC: (Q, C) bool. False for a query's own positive and for false negatives. If the query's source
+        does not allow in-batch negatives, it is True only for candidates that were drawn for this query.
     """
     is_negative_QC = ~false_negatives(query, candidate)
     is_negative_QC &= query.in_batch_Q[:, None] | (candidate.owner_C == query.index_Q[:, None])
@@ -140,11 +140,11 @@ def is_negative_mask(query: QueryKeys, candidate: CandidateKeys, positive_index_
 
 
 def exclude_candidates_(score_QC: Tensor, query: QueryKeys, candidate: CandidateKeys, positive_index_Q: Tensor) -> None:
-    """Set to minus infinity the scores (Q, C) of candidates that are neither negative nor the own positive, in place.
+    """Set the scores (Q, C) of candidates that are neither a negative nor the own positive to -inf, in place.
 
     Equal to filling where `is_negative_mask` is False. On a CPU only the few candidates that share a key with one of
-    these queries are compared with them; a label that all texts share costs the full comparison. A device compares all,
-    at a byte or two a score: asking it which they are would make the host wait.
+    these queries are compared with them; a label that all texts share costs the full comparison. A GPU compares all,
+    at one or two bytes per score: selecting them first would synchronise with the host.
     """
     suspect_S = None
     if not queues_work(score_QC.device):
@@ -159,8 +159,8 @@ def exclude_candidates_(score_QC: Tensor, query: QueryKeys, candidate: Candidate
 def exclude_queries_(score_CQ: Tensor, candidate: CandidateKeys, query: QueryKeys, own_index_C: Tensor) -> None:
     """The same for documents contrasted with queries, scores (C, Q); `own_index_C` is each document's own query.
 
-    A query that a document may answer is no negative of it. A document has no negatives at all where the source of its
-    own query allows no in-batch negatives.
+    A query that a document may answer is not a negative of it. A document has no negatives if the source of its own
+    query does not allow in-batch negatives.
     """
     suspect_S = None
     if not queues_work(score_CQ.device):
@@ -169,8 +169,8 @@ def exclude_queries_(score_CQ: Tensor, candidate: CandidateKeys, query: QueryKey
         is_suspect_Q |= torch.isin(query.class_Q, candidate.class_C)
         suspect_S = is_suspect_Q.nonzero().squeeze(1)
     is_false_CS = false_negatives(query if suspect_S is None else query[suspect_S], candidate).T
-    is_barred_C = ~query.in_batch_Q[own_index_C]
-    _fill_(score_CQ, own_index_C, suspect_S, is_false_CS, is_barred_C, candidate.owner_C, query.index_Q)
+    is_restricted_C = ~query.in_batch_Q[own_index_C]
+    _fill_(score_CQ, own_index_C, suspect_S, is_false_CS, is_restricted_C, candidate.owner_C, query.index_Q)
 
 
 def _fill_(
@@ -178,26 +178,27 @@ def _fill_(
     own_R: Tensor,
     suspect_S: Tensor | None,
     is_false_RS: Tensor,
-    is_barred_R: Tensor,
+    is_restricted_R: Tensor,
     query_R: Tensor,
     query_C: Tensor,
 ) -> None:
-    """Fill false columns of all rows, and columns of other queries in barred rows; each row's own keeps its score.
+    """Set the scores of false negatives, and of other queries' columns in restricted rows, to -inf.
 
-    Without `suspect_S` the false columns are of all C, and no size follows from a value.
+    Each row's own column `own_R` keeps its score. Restricted rows have no in-batch negatives. `is_false_RS` is about
+    the columns `suspect_S`; if that is None, about all C columns, and no tensor's size depends on values.
     """
     if suspect_S is None:
-        is_excluded_RC = is_false_RS | (is_barred_R[:, None] & (query_C != query_R[:, None]))
+        is_excluded_RC = is_false_RS | (is_restricted_R[:, None] & (query_C != query_R[:, None]))
         score_RC.masked_fill_(is_excluded_RC.scatter_(1, own_R[:, None], False), -torch.inf)
         return
     own_score_R1 = score_RC.gather(1, own_R[:, None])
     if suspect_S.numel():
         score_RS = score_RC[:, suspect_S].masked_fill_(is_false_RS, -torch.inf)
         score_RC.index_copy_(1, suspect_S, score_RS)
-    barred_R = is_barred_R.nonzero().squeeze(1)
-    if barred_R.numel():
-        is_foreign_RC = query_C != query_R[barred_R, None]
-        score_RC[barred_R] = score_RC[barred_R].masked_fill_(is_foreign_RC, -torch.inf)
+    restricted_R = is_restricted_R.nonzero().squeeze(1)
+    if restricted_R.numel():
+        is_foreign_RC = query_C != query_R[restricted_R, None]
+        score_RC[restricted_R] = score_RC[restricted_R].masked_fill_(is_foreign_RC, -torch.inf)
     score_RC.scatter_(1, own_R[:, None], own_score_R1)
 
 
@@ -207,23 +208,23 @@ def _class(source_N: Tensor, label_N: Tensor, no_key: int, compared: bool) -> Te
 
 @dataclass(frozen=True)
 class SurrogateFilter:
-    """Which candidates a surrogate's scores take out of a query's negatives.
+    """Rules that remove candidates from a query's negatives by the scores of a surrogate model.
 
-    With f the cosine of the surrogate's vectors, candidate d' is no negative of query q with the positive d if
-    f(q, d') >= f(q, d) + margin or f(q, d') >= threshold. Hard negatives are candidates like all others (but see
-    `spare_own_negatives`). A text without a vector is never taken out; where the own positive has none, the margin
-    takes nothing out.
+    With f the cosine of the surrogate's vectors, candidate d' is removed from the negatives of query q with positive d
+    if f(q, d') >= f(q, d) + margin or f(q, d') >= threshold. Hard negatives are treated like other candidates (but see
+    `spare_own_negatives`). A text without a surrogate vector is never removed; if the positive has none, the margin
+    has no effect.
 
     Args:
-        margin: The paper's boundary term, relative to the own positive's score; None for no such rule. Released: 0.
+        margin: The paper's boundary term, relative to the positive's score; None for no such rule. Released: 0.
         threshold: Absolute score, -1 to 1; None for no such rule.
-        spare_own_negatives: Whether a query keeps its own hard negatives, as released, where its source allows in-batch
+        spare_own_negatives: Whether a query keeps its own hard negatives, as released, if its source allows in-batch
             negatives.
 
     Raises:
-        OptionError: If there is no rule at all, or a bound that is no cosine's.
-    Source: Morris and Rush 2024, arXiv:2410.02525, §4.1, Eq. 4, which takes any document of the batch out, hard
-        negatives too; threshold and the sparing of own hard negatives as released.
+        OptionError: If margin and threshold are both None, or either is out of range.
+    Source: Morris and Rush 2024, arXiv:2410.02525, §4.1, Eq. 4, which removes any document of the batch, including
+        hard negatives; `threshold` and `spare_own_negatives` as in the released code.
     """
 
     margin: float | None = 0.0
@@ -232,13 +233,13 @@ class SurrogateFilter:
 
     def __post_init__(self) -> None:
         if self.margin is None and self.threshold is None:
-            fix = "give a margin or a threshold, or leave the filter out"
-            raise OptionError("false_negative_filter.margin", None, "leaves no rule without a threshold", fix)
+            fix = "set margin or threshold, or leave the filter out"
+            raise OptionError("false_negative_filter.margin", None, "must be set if threshold is not", fix)
         if self.margin is not None and not math.isfinite(self.margin):
             raise OptionError("false_negative_filter.margin", self.margin, "must be finite", "the released code uses 0")
         if self.threshold is not None and not -1.0 <= self.threshold <= 1.0:
-            fix = "it is a cosine: 0.9 takes out near-duplicates"
-            raise OptionError("false_negative_filter.threshold", self.threshold, "must be within -1 and 1", fix)
+            fix = "it is a cosine: 0.9 removes near-duplicates"
+            raise OptionError("false_negative_filter.threshold", self.threshold, "must be between -1 and 1", fix)
 
 
 class SurrogateQueries(NamedTuple):
@@ -257,23 +258,23 @@ class SurrogateQueries(NamedTuple):
 def surrogate_vectors(batch: ContrastiveBatch) -> tuple[SurrogateQueries, Tensor]:
     """The surrogate's vectors of this rank's queries, and of its candidates, (C, S) float32 of unit length."""
     if batch.surrogate_query_BS is None or batch.surrogate_candidate_CS is None:
-        raise without_surrogates()
+        raise missing_surrogates_error()
     query_BS = F.normalize(batch.surrogate_query_BS.float(), dim=-1)
     candidate_CS = F.normalize(batch.surrogate_candidate_CS.float(), dim=-1)
     own_score_B = torch.linalg.vecdot(query_BS, candidate_CS[batch.positive_index_B])
     return SurrogateQueries(query_BS, own_score_B), candidate_CS
 
 
-def without_surrogates() -> OptionError:
-    """The error of a filter or a teacher's loss that cannot take effect."""
-    rule = "needs a source with surrogate_vectors, and none has them"
+def missing_surrogates_error() -> OptionError:
+    """The error of a filter or distillation loss whose data have no surrogate vectors."""
+    rule = "needs a source with surrogate_vectors, but no source has them"
     fix = "set data.sources[].surrogate_vectors, or a distillation loss's teacher, or leave it out"
     return OptionError("model.loss", "a filter or a teacher", rule, fix)
 
 
-def without_teacher() -> OptionError:
-    """The error of a loss that follows a teacher's scores, or its vectors, where there are neither."""
-    rule = "needs a source with `scores` in its records, or with surrogate_vectors, and none has either"
+def missing_teacher_error() -> OptionError:
+    """The error of a distillation loss whose data have neither a teacher's scores nor its vectors."""
+    rule = "needs a source with `scores` in its records, or with surrogate_vectors, but no source has either"
     fix = "write scores with `mine --reranker`, or set data.sources[].surrogate_vectors or model.loss.teacher"
     return OptionError("model.loss", "a teacher's scores", rule, fix)
 
@@ -281,18 +282,18 @@ def without_teacher() -> OptionError:
 def surrogate_false_negatives(
     rule: SurrogateFilter, query: QueryKeys, candidate: CandidateKeys, surrogate: SurrogateQueries, candidate_CS: Tensor
 ) -> Tensor:
-    """Candidates that the surrogate's scores take out of each query's negatives, (Q, C) bool.
+    """Candidates that the surrogate's scores remove from each query's negatives, (Q, C) bool.
 
-    `candidate_CS` are the candidates' unit vectors, NaN where there is none. Where the margin is 0 the own positive is
-    one of them by this rule: the caller restores it.
+    `candidate_CS` are the candidates' unit vectors, NaN for a text without one. With a margin of 0 the rule also
+    removes the own positive, which the caller restores.
 
-    Precision: scores in float32; one within 1e-6 of a bound counts as having reached it, so that two copies of one
-        vector are equal.
+    Precision: scores in float32. A score within 1e-6 of a bound counts as having reached it, so that rounding does not
+        distinguish two copies of one vector.
     """
     score_QC = surrogate.vector_QS @ candidate_CS.T
     bound_Q1 = torch.full_like(surrogate.own_score_Q, torch.inf)[:, None]
     if rule.margin is not None:
-        # An own positive without a score sets no bound, rather than one that nothing reaches.
+        # Without a score of the positive the margin rule does not apply; NaN would also disable the threshold.
         bound_Q1 = (surrogate.own_score_Q + rule.margin).nan_to_num(nan=torch.inf)[:, None]
     if rule.threshold is not None:
         bound_Q1 = bound_Q1.clamp(max=rule.threshold)

@@ -1,4 +1,4 @@
-"""Cross-entropies over a vocabulary: of single tokens from states, and of a text's words from its vector."""
+"""Cross-entropies over a vocabulary: tokens predicted from hidden states, and a text's words from its vector."""
 
 from collections.abc import Callable, Iterable
 
@@ -19,18 +19,18 @@ def token_cross_entropy(
 ) -> LossOutput:
     """The mean cross-entropy of P tokens, each predicted from one state, with the terms `perplexity` and `accuracy`.
 
-    Logits exist for these states alone, one tile of them at a time. Where there are several tiles, the backward pass
-    computes their logits again. With P = 0 the loss is zero, with a zero gradient for every weight.
+    Logits are computed for these states only, one tile at a time. With several tiles, the backward pass recomputes the
+    logits. With P = 0 the loss is zero, with a zero gradient for every weight.
 
     Args:
         state_PH: The state that predicts each token, (P, H) float.
         label_P: The tokens, (P,) int64.
-        head: States, (p, H), to logits over the vocabulary, (p, V); without random choices.
-        tile_positions: Maximum states whose logits exist at once, >= 1.
-        num_targets: What the sum is divided by: the mean number of targets over the ranks, so that the average of
-            the ranks' gradients is that of all targets together; None for P.
+        head: Maps states, (p, H), to logits over the vocabulary, (p, V); deterministic (no dropout).
+        tile_positions: Maximum number of states whose logits are in memory at once, >= 1.
+        num_targets: Divisor of the sum: the mean number of targets per rank, so that the average of the ranks'
+            gradients is that of all targets together; None for P.
 
-    Precision: softmax and sums in float32 (float64 where the logits are), whatever the head's dtype.
+    Precision: softmax and sums in float32 (float64 for float64 logits), whatever the head's dtype.
     """
     dtype = working_dtype(state_PH)
     total, correct = state_PH.new_zeros((), dtype=dtype), torch.zeros((), dtype=torch.int64, device=state_PH.device)
@@ -48,44 +48,44 @@ def token_cross_entropy(
 
 
 def _tile(state_pH: Tensor, label_p: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """The sum of the cross-entropies, and how many tokens have the highest logit."""
+    """The sum of the cross-entropies, and the number of correct predictions."""
     logit_pV = head(state_pH)
     logit_pV = logit_pV.to(working_dtype(logit_pV))
     return F.cross_entropy(logit_pV, label_p, reduction="sum"), (logit_pV.argmax(dim=-1) == label_p).sum()
 
 
-# Texts whose products with the whole vocabulary are in memory at once.
+# Texts whose logits over the vocabulary are in memory at once.
 _TILE = 256
-# The logit of each word of a text whose vector is the sum of its words' vectors, were these orthogonal.
+# The logit of each word of a text if the text's vector is the sum of orthogonal word vectors.
 _LOGIT = 3.0
-# The count of a word that no text had so far.
+# Count of a word that has not occurred yet, so that its log is finite.
 _UNSEEN = 0.01
 
 
 class WordPrediction(nn.Module):
-    """The cross-entropy between a text's distinct tokens, each weighted alike, and a softmax over the vocabulary.
+    """The cross-entropy between the uniform distribution over a text's distinct tokens and a predicted softmax.
 
-    The logit of token v is 3 sqrt(W) cos(text's vector, v's row of a fixed table) + log(texts so far that had v), W
-    being the text's distinct tokens: no vector has a higher cosine than 1 / sqrt(W) with all of W orthogonal rows.
-    Frequent words are predicted without the vector, and rows are centred over the vocabulary: a component that all
-    vectors share predicts nothing and takes length from those that do. Only the direction counts, which is all that an
-    encoder with a layer norm after its inputs sees.
+    The logit of token v is 3 sqrt(W) cos(text's vector, v's row of a fixed table) + log(number of texts so far with v).
+    W is the number of the text's distinct tokens: no vector has a cosine above 1 / sqrt(W) with each of W orthogonal
+    rows. The log counts predict frequent words without the vector. Rows are centred over the vocabulary, so that a
+    component that all vectors share does not help. Only the vector's direction matters, as for an encoder with a layer
+    norm after its inputs.
 
     Args:
-        table_VH: A vector for each token id, (V, H) float: the word embeddings of the model that reads the vectors.
+        table_VH: A vector for each token id, (V, H) float: the word embeddings of the model that consumes the vectors.
         special_ids: Tokens that are not predicted, such as [CLS].
 
     Attributes:
-        count_V: Texts so far that had each token, (V,) float32; a checkpoint keeps it.
+        count_V: Number of texts so far that contain each token, (V,) float32; saved in checkpoints.
 
-    Distributed: the counts are of all ranks' texts, one all-reduce a call; the mean is of a rank's own.
-    Source: ours; neither the CDE paper nor its release has it.
+    Distributed: counts include all ranks' texts (one all-reduce per call); the mean is over this rank's texts.
+    Source: this project; neither the CDE paper nor its release has it.
     """
 
     def __init__(self, table_VH: Tensor, special_ids: Iterable[int]) -> None:
         super().__init__()
         table_VH = table_VH.detach().float()
-        # No buffers: DDP sends those around at every step.
+        # Not buffers: DDP broadcasts buffers in every step.
         self.table_VH = F.normalize(table_VH - table_VH.mean(dim=0), dim=-1)
         self.is_word_V = torch.ones(len(table_VH), dtype=torch.bool)
         self.is_word_V[list(special_ids)] = False
@@ -93,14 +93,14 @@ class WordPrediction(nn.Module):
         self.register_buffer("count_V", torch.zeros(len(table_VH)))
 
     def forward(self, vector_NH: Tensor, tokens: TokenBatch) -> Tensor:
-        """The mean cross-entropy, (), over the texts that have a target; their words are counted first.
+        """The mean cross-entropy, (), over the texts that have a target; `count_V` is updated first.
 
         Args:
             vector_NH: A vector for each text, (N, H) float.
-            tokens: The texts, whose tokens that enter the pooling are the targets.
+            tokens: The texts; their pooled tokens are the targets.
 
-        Precision: float32, float64 where the vectors are. At most 256 texts' logits are in memory; the backward
-            computes them again.
+        Precision: float32 (float64 for float64 vectors). Logits of at most 256 texts are in memory; the backward pass
+            recomputes them.
         """
         device, num_texts = vector_NH.device, len(tokens)
         self.table_VH, self.is_word_V = self.table_VH.to(device), self.is_word_V.to(device)
@@ -127,7 +127,7 @@ class WordPrediction(nn.Module):
             return loss_N.sum() / has_target_N.sum().clamp(min=1)
 
     def _count(self, word_W: Tensor) -> None:
-        """Count the words of all ranks' texts, each once a text."""
+        """Add the distinct words of all ranks' texts to `count_V`."""
         new_V = _counted(word_W, len(self.count_V)).to(self.count_V.dtype)
         if is_distributed():
             torch.distributed.all_reduce(new_V)
@@ -139,6 +139,6 @@ class WordPrediction(nn.Module):
 
 
 def _counted(index_P: Tensor, number: int) -> Tensor:
-    """How often each index below a number occurs, (number,) int64: `torch.bincount` waits for a GPU."""
+    """How often each index below `number` occurs, (number,) int64; `torch.bincount` would synchronise with a GPU."""
     count = torch.zeros(number, dtype=torch.int64, device=index_P.device)
     return count.scatter_add_(0, index_P, torch.ones_like(index_P))

@@ -1,4 +1,4 @@
-"""The base of every method: optimiser, schedule and checks of a run, and the contrastive step under Lightning."""
+"""Base modules of all methods: optimiser, schedule, checks of a run, checkpoints, and the contrastive training step."""
 
 import inspect
 import math
@@ -55,45 +55,46 @@ from embeddings.training.strategy import shard, training_strategy
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 PoolingFactory = Callable[[int], Pooling]
 
-
-# Where a checkpoint holds weights: the second where Lightning's `WeightAveraging` puts its average into the first.
+# Checkpoint keys of weights. Lightning's `WeightAveraging` stores the average under the first, and the model's own
+# weights under the second.
 _WEIGHTS = ("state_dict", "current_model_state")
 
 
 class BaseModule(KeepsArguments, L.LightningModule):
-    """What all trained modules share: optimiser, schedule, seeds of a step, checks of a run, checkpoints.
+    """Base class of all trained modules: optimiser, schedule, seeds of the steps, checks of a run, checkpoints.
 
-    Determinism: every random choice of a step (dropout) follows from (seed, epoch, batch, rank), so a resumed run
-    draws what the uninterrupted run would have drawn.
+    Determinism: the random choices of a step (dropout) depend on (seed, epoch, batch, rank) only, so a resumed run
+    makes the same choices as an uninterrupted one.
     """
 
     def __init__(self, optimizer: OptimizerFactory, schedule: Schedule, seed: int | None) -> None:
         super().__init__()
-        # A deep copy of the module shares the lambda. A config's factory holds its parser, which cannot be copied, and
-        # callbacks that average weights copy the module.
+        # Callbacks that average weights deep-copy the module. A config's factory refers to its parser, which cannot be
+        # copied; a deep copy shares the lambda instead.
         self._optimizer: OptimizerFactory = lambda groups: optimizer(groups)
         self._schedule = schedule
         self._seed = run_seed(seed)
-        # The base whose weights a checkpoint leaves out, beside LoRA.
+        # The base model of LoRA, whose weights a checkpoint omits.
         self.frozen_base: FrozenBase | None = None
-        self._found_rate: float | None = None
+        # The peak learning rate that a `LearningRateFinder` set.
+        self._tuned_rate: float | None = None
 
     def optimizer_config(self) -> dict[str, Any]:
-        """The optimiser as a config has it: class and arguments, whatever function makes it."""
-        made = self._make_optimizer()
-        names = inspect.signature(type(made)).parameters.keys() & made.defaults.keys()
-        return dict(as_config(partial(type(made), **{name: made.defaults[name] for name in sorted(names)})))
+        """The optimiser's class and arguments in the form of a config."""
+        optimizer = self._make_optimizer()
+        names = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
+        return dict(as_config(partial(type(optimizer), **{name: optimizer.defaults[name] for name in sorted(names)})))
 
     @property
     def lr(self) -> float:
-        """The peak learning rate of the first parameter group; a `LearningRateFinder` that sets it scales all."""
-        if self._found_rate is not None:
-            return self._found_rate
+        """The peak learning rate of the first parameter group; setting it scales the rates of all groups."""
+        if self._tuned_rate is not None:
+            return self._tuned_rate
         return float(self._make_optimizer().param_groups[0]["lr"])
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        self._found_rate = rate
+        self._tuned_rate = rate
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """Check optimiser, schedule, strategy, precision and compiler against the trainer and the data."""
@@ -108,7 +109,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
         self._check_schedule(self.trainer, self._trainer_steps())
 
     def configure_model(self) -> None:
-        """Shard the weights over the ranks where the strategy is FSDP2."""
+        """Shard the weights over the ranks if the strategy is FSDP2."""
         mesh = self.device_mesh
         product_dtype = torch.bfloat16 if self.trainer.precision == "bf16-mixed" else None
         for part, entries in self.sharded_parts():
@@ -116,52 +117,52 @@ class BaseModule(KeepsArguments, L.LightningModule):
                 shard(part, mesh["data_parallel"], entries, product_dtype)
 
     def sharded_parts(self) -> Sequence[tuple[nn.Module, Sequence[str]]]:
-        """The modules that hold the weights, each with its methods other than `forward` that use them."""
+        """The modules to shard, each with the names of its methods other than `forward` that use its weights."""
         raise NotImplementedError
 
     def parts_of_own_rate(self) -> Mapping[str, nn.Module]:
-        """The parts for which `rate_factor` gives a learning rate of their own, by name."""
+        """Submodules with a separate learning rate (see `rate_factor`), by name."""
         return {}
 
     def rate_factor(self, part: str | None, step: int, total_steps: int) -> float:
-        """The share of the peak learning rate at an optimiser step, for one of these parts or, where None, the rest."""
+        """Fraction of the peak learning rate at an optimiser step; `part` is a name of `parts_of_own_rate` or None."""
         return self._schedule.factor(step, total_steps)
 
     def on_fit_start(self) -> None:
-        """Switch dropout on: Lightning does not change modes, and a loaded model is in evaluation mode."""
+        """Enable dropout: a loaded model is in evaluation mode, which Lightning does not change."""
         self.train()
 
     def on_train_start(self) -> None:
-        """Set the epoch's accumulation: its scheduler does so when an epoch begins, but a resumed run is past that."""
+        """Set the epoch's gradient accumulation: its scheduler acts at an epoch's start, which a resumed run skips."""
         self.trainer.accumulate_grad_batches = accumulated_batches(self.trainer, self.current_epoch)
-        if self._found_rate is not None:
-            # Lightning has set the rate of the optimiser only; the schedule would undo it at the next step.
+        if self._tuned_rate is not None:
+            # Lightning set the optimiser's rate only; the schedule would overwrite it at the next step.
             for config in self.trainer.lr_scheduler_configs:
-                scale_rates(config.scheduler, self._found_rate)
+                scale_rates(config.scheduler, self._tuned_rate)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Seed the random choices of the step from its epoch, batch and rank, not from earlier steps."""
+        """Seed the step's random choices from epoch, batch and rank, so that they do not depend on earlier steps."""
         progress: Any = self.trainer.fit_loop.epoch_progress
         if progress.current.ready == progress.current.processed:
-            # Lightning 2.6 does not count an epoch that begins right after a resume from the end of another one, and
-            # would then leave the loader's position out of the next checkpoint.
+            # Lightning 2.6 does not count an epoch that begins right after resuming from the end of another one. The
+            # next checkpoint would then omit the loader's position.
             progress.increment_ready()
             progress.increment_started()
         torch.manual_seed(derive_seed(self._seed, "step", self.current_epoch, batch_idx, self.global_rank))
 
     def check_loss(self, loss: Tensor) -> None:
-        """Stop all ranks before an update where the loss of any is NaN or infinite, by one all-reduce."""
+        """Raise on all ranks if the loss of any rank is NaN or infinite, by one all-reduce."""
         is_finite = bool(torch.isfinite(loss))
         if reduce_int(int(is_finite), "min", loss.device):
             return
-        whose = f"loss is {loss.item()}" if not is_finite else "loss of another rank is NaN or infinite"
-        raise NumericError(f"{whose} at step {self.global_step}: no update was made")
+        problem = f"loss is {loss.item()}" if not is_finite else "loss of another rank is NaN or infinite"
+        raise NumericError(f"{problem} at step {self.global_step}: no update was made")
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Stop before an update by a gradient that is NaN or infinite, which all ranks have.
+        """Raise before the update if the gradient, which is the same on all ranks, is NaN or infinite.
 
-        Loss scaling of float16 finds such gradients itself and skips the update. Under ZeRO gradients are not averaged
-        yet here, so its engine's step checks them.
+        The loss scaler of float16 detects such gradients itself and skips the update. Under ZeRO gradients are not yet
+        averaged at this point, so its engine checks them.
         """
         if self._loss_scaler() is not None or training_strategy(self.trainer.strategy).checks_gradients:
             return
@@ -173,25 +174,25 @@ class BaseModule(KeepsArguments, L.LightningModule):
             raise NumericError(f"gradient is {norm.item()} at step {self.global_step}: no update was made")
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimiser over trainable parameters and its schedule, stepped once an optimiser step."""
+        """The optimiser of the trainable parameters, and its schedule, which advances once per optimiser step."""
         optimizer = self._make_optimizer()
         scheduler = self._schedule.scheduler(optimizer, self._trainer_steps(), self.rate_factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave out the weights of a frozen base, and gradients that are being accumulated.
+        """Omit the weights of a frozen base and partially accumulated gradients.
 
-        A checkpoint within an accumulation resumes at its first batch, one from the end of training in the epoch that
-        it ended in (see `reopen_epoch`).
+        A checkpoint within a gradient accumulation resumes at the first batch of the accumulation. One from the end of
+        training resumes in the epoch in which training ended (see `reopen_epoch`).
         """
         reopen_epoch(checkpoint)
-        left_out = self.frozen_names()
-        # What bitsandbytes keeps beside a weight in 4 bits has longer names.
-        below = tuple(f"{name}." for name in left_out)
+        omitted = self.frozen_names()
+        # bitsandbytes stores the state of a 4-bit weight under names that begin with the weight's.
+        prefixes = tuple(f"{name}." for name in omitted)
         for key in _WEIGHTS:
-            if left_out and key in checkpoint:
+            if omitted and key in checkpoint:
                 weights = checkpoint[key].items()
-                checkpoint[key] = {n: value for n, value in weights if n not in left_out and not n.startswith(below)}
+                checkpoint[key] = {n: value for n, value in weights if n not in omitted and not n.startswith(prefixes)}
         if self.frozen_base is not None and self.trainer.is_global_zero:
             checkpoint["frozen_base"] = self.frozen_base.to_dict()
         num_batches, data = batches_since_step(self.trainer), self.trainer.datamodule  # type: ignore[attr-defined]
@@ -199,7 +200,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
             rewind(checkpoint, type(data).__qualname__, num_batches)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the frozen base's weights, which this module has from its files; another base is an `InputError`."""
+        """Add the weights of the frozen base from this module; an `InputError` if the checkpoint has another base."""
         saved = checkpoint.get("frozen_base")
         if saved is not None and self.frozen_base is not None:
             self.frozen_base.check(saved)
@@ -208,7 +209,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
             checkpoint |= {key: own | checkpoint[key] for key in _WEIGHTS if key in checkpoint}
 
     def frozen_names(self) -> set[str]:
-        """The weights that a checkpoint leaves out, since the files of the frozen base hold them."""
+        """Names of the weights that a checkpoint omits because they are in the files of the frozen base."""
         return frozen_weights(self) if self.frozen_base is not None else set()
 
     @classmethod
@@ -221,56 +222,56 @@ class BaseModule(KeepsArguments, L.LightningModule):
         weights_only: bool | None = None,
         **arguments: Any,
     ) -> Self:
-        """The module of a checkpoint with its weights; reading a checkpoint never runs code.
+        """The module of a checkpoint, with its weights; reading a checkpoint never executes code.
 
         Args:
             checkpoint_path: A file that `fit` wrote.
-            map_location: The device, None for the CPU.
-            hparams_file: Refused: a checkpoint has its configuration inside.
-            strict: Whether the checkpoint must have exactly the module's weights; None for yes.
-            weights_only: Without effect.
-            arguments: All arguments of the module; none for the configuration inside the checkpoint.
+            map_location: The device; None for the CPU.
+            hparams_file: Must be None: a checkpoint contains its configuration.
+            strict: Whether the checkpoint must contain exactly the module's weights; None for yes.
+            weights_only: Ignored.
+            arguments: All arguments of the module; if there are none, the configuration inside the checkpoint is used.
 
         Raises:
-            InputError: If it is not a checkpoint of such a module.
+            InputError: If the file is not a checkpoint of this class.
         """
         if hparams_file is not None:
-            raise OptionError("hparams_file", hparams_file, "is not used", "leave it out, or give the arguments")
+            raise OptionError("hparams_file", hparams_file, "is not supported", "leave it out, or pass the arguments")
         content, path = read_checkpoint(checkpoint_path), os.fspath(checkpoint_path)
         module = cls(**arguments) if arguments else configured_module(content, path)
         if not isinstance(module, cls):
-            rule = f"holds a {type(module).__name__}, not a {cls.__name__}"
+            rule = f"contains a {type(module).__name__}, not a {cls.__name__}"
             raise InputError(path, rule, f"call {type(module).__name__}.load_from_checkpoint")
         set_weights(module, content, path, strict=strict is not False)
         return module if map_location is None else module.to(map_location)
 
     def state_per_weight(self) -> float:
-        """How many numbers the optimiser keeps for each trained weight."""
+        """Numbers in the optimiser's state per trained weight."""
         return state_per_weight(self._optimizer)
 
     def _check_trainer(self, trainer: L.Trainer) -> None:
         strategy, precision = trainer.strategy, str(trainer.precision)
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and any(map(is_four_bit, self.parameters())):
-            rule = "cannot take weights in 4 bits"
-            raise OptionError("trainer.strategy", type(strategy).__name__, rule, "take ddp, or leave quantization out")
+            rule = "does not support 4-bit weights"
+            raise OptionError("trainer.strategy", type(strategy).__name__, rule, "use ddp, or leave quantization out")
         if isinstance(strategy, ModelParallelStrategy):
             for name, parameter in self.named_parameters():
                 if parameter.ndim == 0:
                     rule = f"cannot shard {name}, a single number"
-                    hint = "set learnable_temperature: false, or take ddp"
+                    hint = "set learnable_temperature: false, or use ddp"
                     raise OptionError("trainer.strategy", type(strategy).__name__, rule, hint)
         # bfloat16 rounds away updates below 1/512 of a weight: at a learning rate of 2e-5 most of them.
         half = {str(weight.dtype).removeprefix("torch.") for weight in self.parameters() if weight.requires_grad}
         half &= {"bfloat16", "float16"}
         keeps_copy = training_strategy(strategy).keeps_float32_weights and precision != "32-true"
         if half and not keeps_copy and not precision.endswith("16-true"):
-            rule = "loses most updates of weights that are trained in it"
-            fix = "set float32 with trainer.precision bf16-mixed, or add lora; bf16-true trains in it all the same"
+            rule = "loses most updates of trained weights by rounding"
+            fix = "set float32 with trainer.precision bf16-mixed, or add lora; bf16-true trains in bfloat16 anyway"
             raise OptionError("model.backbone.dtype", half.pop(), rule, fix)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, BaseFinetuning):
-                rule = "would train weights that the optimiser and its schedule do not have from the first step"
-                hint = "leave it out; lora trains little of the backbone"
+                rule = "would train weights that the optimiser and its schedule do not include from the first step"
+                hint = "leave it out; use lora to train few weights of the backbone"
                 raise OptionError("trainer.callbacks", type(callback).__name__, rule, hint)
         compiler = os.environ.get("CXX", "g++")
         if is_compiled(self) and strategy.root_device.type == "cpu" and shutil.which(compiler) is None:
@@ -278,12 +279,12 @@ class BaseModule(KeepsArguments, L.LightningModule):
             raise OptionError("model.backbone.compile", True, rule, "install it, or leave it out")
 
     def _loss_scaler(self) -> Any:
-        """The loss scaler of float16, None for other precisions."""
+        """The loss scaler of float16; None for other precisions."""
         plugin = self.trainer.precision_plugin
         return plugin.scaler if isinstance(plugin, MixedPrecision | FSDPPrecision) else None
 
     def _make_optimizer(self) -> Optimizer:
-        groups, fix = parameter_groups(self, self.parts_of_own_rate()), "the method configs hold usual values"
+        groups, fix = parameter_groups(self, self.parts_of_own_rate()), "see the method configs for usual values"
         try:
             optimizer = self._optimizer(groups)
         except ValueError as error:
@@ -292,7 +293,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
             if isinstance(value, float) and not math.isfinite(value):
                 raise InputError("model.optimizer", f"Invalid {name}: {value}", fix)
         if optimizer.defaults.get("fused"):
-            # It could undo a loss scale by itself, and Lightning would refuse to clip what it has not undone.
+            # Otherwise Lightning would leave unscaling to the fused optimiser and refuse gradient clipping.
             vars(optimizer)["_step_supports_amp_scaling"] = False
         return optimizer
 
@@ -301,27 +302,27 @@ class BaseModule(KeepsArguments, L.LightningModule):
             self._schedule.check(steps)
 
     def _trainer_steps(self) -> int | None:
-        """Optimiser steps of the run, None where the trainer has no limit."""
+        """Optimiser steps of the run; None if the trainer has no limit."""
         data = run_data(self.trainer)
         return run_steps(self.trainer, None if data is None else data.batches_per_epoch)
 
 
 class ContrastiveModule(BaseModule):
-    """Trains an `Embedder` with a contrastive loss; a method says how to embed and how to score.
+    """Trains an `Embedder` with a contrastive loss; a method may override `embed` and `loss_from_representations`.
 
-    The plain step is `loss(embed(queries), embed(candidates))`. The GradCache callback sets `grad_cache`, and the same
-    two functions then run in mini-batches with the same gradient. Both keep Lightning's automatic optimisation:
-    precision, accumulation, clipping and schedules work as in any module.
+    The plain step is `loss(embed(queries), embed(candidates))`. If the GradCache callback sets `grad_cache`, the same
+    two functions run in mini-batches with the same gradient. Both use Lightning's automatic optimisation, so precision,
+    accumulation, clipping and schedules work as usual.
 
     Args:
-        embedder: The model that is trained and saved.
+        embedder: The model to train and save.
         loss: The contrastive loss.
         optimizer: Makes the optimiser from groups of the trainable parameters.
         schedule: Learning-rate schedule in optimiser steps.
-        seed: Seed of the step's random choices; None for `seed_everything`'s.
+        seed: Seed of the random choices in each step; None for `seed_everything`'s.
     """
 
-    # The batch sampler that a method needs, and what it loses with another one (`BatchNeeds`); empty where any will do.
+    # The batch sampler that a method needs, and the effect of any other (`BatchNeeds`); empty if any sampler works.
     made_for: tuple[()] | tuple[str, str] = ()
 
     def __init__(
@@ -342,12 +343,12 @@ class ContrastiveModule(BaseModule):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The backbone's tokenizer, which the data module uses."""
+        """The backbone's tokenizer, used by the data module."""
         return self.embedder.tokenizer
 
     @property
     def batch_needs(self) -> BatchNeeds:
-        """What the loss needs of a batch."""
+        """The requirements of the loss on batches."""
         gathers = self.loss.gather_across_devices and self.loss.in_batch_negatives != "off"
         needs = BatchNeeds(self.loss.in_batch_negatives, gathers, *self.made_for)
         teacher = self.vector_teacher
@@ -355,11 +356,11 @@ class ContrastiveModule(BaseModule):
 
     @property
     def text(self) -> TextSettings:
-        """How the model reads its texts."""
+        """The model's text settings (prompts, maximum lengths)."""
         return self.embedder.text
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """As in `BaseModule`; check too that loss, lengths and teachers fit the model and the data."""
+        """As in `BaseModule`; also check loss, text lengths and teachers against the model and the data."""
         has_surrogates, has_scores = (False, False) if data is None else (data.has_surrogates, data.has_scores)
         self.loss.check_teacher(has_surrogates, has_scores)
         self.loss.check_width(self.embedder.embedding_dim)
@@ -369,7 +370,7 @@ class ContrastiveModule(BaseModule):
         self.load_teachers()
 
     def load_teachers(self) -> None:
-        """Load the frozen models that the run learns from, once."""
+        """Load the frozen teacher models, once."""
         if self.loss.teacher is not None and self.vector_teacher is None:
             self.vector_teacher = VectorTeacher(self.loss.teacher)
 
@@ -377,9 +378,10 @@ class ContrastiveModule(BaseModule):
         return [(self.embedder, self.embedder.entries)]
 
     def setup(self, stage: str) -> None:
-        """Take the text settings from the data module, so that a saved model encodes as trained; open ones stay.
+        """Copy the data module's text settings, so that a saved model encodes as it was trained; load the teachers.
 
-        Every rank has its teachers from here on: Lightning checks a run on the first rank of a machine only.
+        Settings that the data module leaves open are not changed. `check_run` runs on the first rank of a machine only,
+        so the other ranks load their teachers here.
         """
         if stage == "fit":
             self.load_teachers()
@@ -388,15 +390,15 @@ class ContrastiveModule(BaseModule):
             self.embedder.text = data.text.following(self.embedder.text)
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        """Vectors of all texts in their order, (N, D) float32, unit norm where the embedder normalises."""
+        """The vectors of all texts in input order, (N, D) float32, of unit norm if the embedder normalises."""
         return Representations(self.embedder(tokens))
 
     def loss_from_representations(
         self, query: Representations, candidate: Representations, batch: ContrastiveBatch
     ) -> LossOutput:
-        """The contrastive loss of a full batch, with the vectors of the teacher that the loss may name."""
+        """The contrastive loss of a full batch, to which a teacher's vectors are added if the loss names a teacher."""
         if self.vector_teacher is not None:
-            batch = self.vector_teacher.taught(batch)
+            batch = self.vector_teacher.with_vectors(batch)
         output = self.loss(query.vector_ND, candidate.vector_ND, batch)
         assert isinstance(output, LossOutput)
         return output
@@ -404,15 +406,15 @@ class ContrastiveModule(BaseModule):
     def forward(
         self, tokens: TokenBatch, context: Any = None, is_context: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`embed` or, for a context, `embed_context`, as plain tensors: the entry for a wrapper (ZeRO's engine)."""
+        """`embed`, or `embed_context` for context documents, with plain tensors as output: called by ZeRO's engine."""
         if is_context:
             assert isinstance(self, ContextualStep)
             return self.embed_context(tokens), {}
-        found = self.embed(tokens, context)
-        return found.vector_ND, found.statistics
+        representations = self.embed(tokens, context)
+        return representations.vector_ND, representations.statistics
 
     def training_step(self, batch: ContrastiveBatch, batch_idx: int) -> Tensor:
-        """The loss of one batch; under GradCache all backward passes but the last mini-batch's have run by then."""
+        """The loss of one batch; under GradCache only the last mini-batch's backward pass is still to be run."""
         if self.grad_cache is None:
             output = plain_step(self, batch)
         else:
@@ -421,7 +423,7 @@ class ContrastiveModule(BaseModule):
                     optimizer.zero_grad()
             is_last = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
             strategy = training_strategy(self.trainer.strategy)
-            output = strategy.gradcache_step(self.grad_cache, self, batch, self._early_scale(), is_last)
+            output = strategy.gradcache_step(self.grad_cache, self, batch, self._backward_scale(), is_last)
         self.check_loss(output.loss)
         self.log("train/loss", output.loss.detach(), prog_bar=True, batch_size=len(batch))
         self.log_dict({f"train/{name}": value for name, value in output.terms.items()}, batch_size=len(batch))
@@ -430,7 +432,7 @@ class ContrastiveModule(BaseModule):
         return output.loss
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Clear gradients, but not GradCache's: Lightning calls this between `training_step` and its own backward."""
+        """Clear gradients, except under GradCache, whose gradients exist before Lightning calls this method."""
         if self.grad_cache is None:
             optimizer.zero_grad()
 
@@ -443,8 +445,8 @@ class ContrastiveModule(BaseModule):
         if "text_settings" in checkpoint:
             self.embedder.text = TextSettings.from_dict(checkpoint["text_settings"])
 
-    def _early_scale(self) -> float:
-        """The factor that Lightning applies to the returned loss, for the backward passes that run before it."""
+    def _backward_scale(self) -> float:
+        """The factor that Lightning applies to the returned loss; GradCache's own backward passes need it too."""
         scaler = self._loss_scaler()
         loss_scale = 1.0 if scaler is None else float(scaler.get_scale())
         return loss_scale / self.trainer.accumulate_grad_batches
@@ -458,43 +460,46 @@ def build_embedder(
     normalize: bool,
     seed: int | None,
     usual_pooling: str,
-    change: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
+    transform: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
 ) -> Embedder:
-    """The model of a method with one pooling on one backbone: new or from a model directory, with or without LoRA.
+    """The model of a method with one backbone and one pooling: new or from a model directory, with or without LoRA.
 
-    The arguments are the method's options. `usual_pooling` is named where the pooling is impossible; `change` changes
-    the loaded backbone before adapters are added, such as upcycling.
+    The arguments are the method's options. `usual_pooling` is the hint of the error for an invalid pooling. `transform`
+    changes the loaded backbone before adapters are added; upcycling uses it.
 
-    Determinism: random initial weights follow from the seed; the global random state does not change.
+    Determinism: random initial weights depend on the seed only; the global random state does not change.
     """
     source = backbone if initial_model is None else replace(backbone, name=initial_model, revision=None)
-    parts: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run_seed(seed))
-        # Experts are made of whole weights.
-        model, tokenizer = load_backbone(source, has_lora=lora is not None and change is None)
-        # The parts, since an embedder would already hook the backbone for a pooling by attention.
-        found = None if initial_model is None else read_model_directory(resolve_model(initial_model), model, tokenizer)
-        hidden_size = model.config.hidden_size if found is None else found.pooling.hidden_size
+        # Upcycling needs unquantised weights.
+        model, tokenizer = load_backbone(source, has_lora=lora is not None and transform is None)
+        # Not a whole embedder: with an attention-based pooling it would already add hooks to the backbone.
+        initial = (
+            None if initial_model is None else read_model_directory(resolve_model(initial_model), model, tokenizer)
+        )
         try:
-            made = pooling(hidden_size)
+            pooling_layer = pooling(model.config.hidden_size if initial is None else initial.pooling.hidden_size)
         except ValueError as error:
             raise UserError(f"model.{error}; {usual_pooling}") from error
-        if found is not None:
-            _check_pooling(found.pooling, made, source.name)
-            made, parts = found.pooling, {name: getattr(found, name) for name in ("norm", "head", "text")}
-        changed = model if change is None else change(model)
-        adapted = changed if lora is None else add_lora(changed, lora)
-    embedder = Embedder(adapted, tokenizer, made, normalize=normalize, **parts)
+        if initial is not None:
+            _check_pooling(initial.pooling, pooling_layer, source.name)
+            pooling_layer = initial.pooling
+            options = {name: getattr(initial, name) for name in ("norm", "head", "text")}
+        transformed = model if transform is None else transform(model)
+        adapted = transformed if lora is None else add_lora(transformed, lora)
+    embedder = Embedder(adapted, tokenizer, pooling_layer, normalize=normalize, **options)
     embedder.unpad(backbone.unpadded_mode)
-    if lora is not None and changed is model:
+    if lora is not None and transformed is model:
         embedder.frozen_base = FrozenBase(source.name, resolve_model(source.name, source.revision))
     if backbone.compile:
         compile_layers(embedder.backbone)
     return embedder
 
 
-def _check_pooling(found: Pooling, asked: Pooling, initial_model: str) -> None:
-    if type(found) is not type(asked) or found.arguments() != asked.arguments():
-        rule = f"must be what {initial_model} was trained with: {type(found).__name__} {found.arguments()}"
-        raise OptionError("model.pooling", f"{type(asked).__name__} {asked.arguments()}", rule, "repeat that pooling")
+def _check_pooling(initial: Pooling, pooling: Pooling, initial_model: str) -> None:
+    if type(initial) is not type(pooling) or initial.arguments() != pooling.arguments():
+        rule = f"must equal that of {initial_model}: {type(initial).__name__} {initial.arguments()}"
+        value = f"{type(pooling).__name__} {pooling.arguments()}"
+        raise OptionError("model.pooling", value, rule, "configure the same pooling")

@@ -1,4 +1,4 @@
-"""CDE: two stages, which embed every text together with documents of its own batch as context."""
+"""CDE: two encoder stages that embed each text together with documents of its batch as context."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,10 +27,10 @@ from embeddings.training.strategy import training_strategy
 
 Phase = Literal["words", "frozen", "joint"]
 
-# How often the influence of the context is measured, in optimiser steps, and on how many texts.
+# Every this many optimiser steps the influence of the context is measured, on this many texts.
 MEASURED_EVERY = 50
 MEASURED_TEXTS = 8
-# Below this spread the vectors of a context are all alike.
+# Below this spread the context vectors are almost equal.
 COLLAPSED_SPREAD = 0.05
 _COLLAPSED = (
     "step %d: the context has collapsed: the cosine between two of its vectors is %.3f, so texts' vectors hardly "
@@ -41,18 +41,18 @@ _COLLAPSED = (
 
 @dataclass(frozen=True)
 class ContextSettings:
-    """The context of a text, in training and in the model.
+    """The context of a text, in training and in the saved model.
 
     Args:
-        num_context: Context documents, J. The paper uses 512, and 64 in its small setting (§5).
-        max_length: Maximum of tokens of a context document, in training and in the model; None for the data's lengths.
-        include_negatives: Whether a batch's hard negatives may be context too, as released.
-        dropout_fraction: Probability of a null vector in place of a context vector, drawn for each text (§5: 0.005).
-        num_soft_prompts: Soft-prompt vectors: 8 as released, 0 for the paper's model.
+        num_context: Number of context documents, J. The paper uses 512, and 64 in its small setting (§5).
+        max_length: Maximum tokens of a context document, in training and in the model; None for the data's lengths.
+        include_negatives: Whether a batch's hard negatives may be context documents too, as released.
+        dropout_fraction: Probability that a null vector replaces a context vector, drawn for each text (§5: 0.005).
+        num_soft_prompts: Number of soft-prompt vectors: 8 as released, 0 for the paper's model.
         residual_projection: Whether a residual projection follows the pooling, as released; the paper has none.
 
     Raises:
-        OptionError: If `max_length` is not positive.
+        OptionError: If `max_length` is not >= 1.
     """
 
     num_context: int = 512
@@ -69,21 +69,22 @@ class ContextSettings:
 
 @dataclass(frozen=True)
 class FirstStageTraining:
-    """How the first stage is trained. The paper's way is the default: with the second stage, at the same rate.
+    """Training of the first stage. The default is the paper's: together with the second stage, at the same rate.
 
-    The contrastive loss can make all context vectors equal, a soft prompt, before the second stage has learnt to use
-    their differences; no text's vector then depends on its context. The remedy is ours: the first stage first learns
-    alone to predict the words of a text, and then is frozen, or trained slowly.
+    The contrastive loss can make all context vectors equal before the second stage has learned to use their
+    differences. The vectors of texts then do not depend on the context. Our remedy: the first stage first learns alone
+    to predict the words of a text, and is then frozen or trained at a lower rate.
 
     Args:
-        word_steps: Optimiser steps at the start that train only the first stage, to predict each text's words from its
-            vector (`WordPrediction`). Their rate rises over a tenth of them to the optimiser's own and decays to zero;
-            the schedule begins after them.
-        frozen_steps: Optimiser steps after those in which the first stage is frozen; None for the rest of the run.
+        word_steps: Initial optimiser steps that train only the first stage, to predict each text's words from its
+            vector (`WordPrediction`). Their learning rate rises to the optimiser's during the first tenth and then
+            decays to zero; the schedule starts after these steps.
+        frozen_steps: Optimiser steps after `word_steps` in which the first stage is frozen; None for the rest of the
+            run.
         learning_rate_factor: Factor of the first stage's learning rate while both stages are trained.
 
     Raises:
-        OptionError: If a number is impossible, or the factor applies to no step.
+        OptionError: If a number is invalid, or the factor applies to no step.
     """
 
     word_steps: int = 0
@@ -94,17 +95,17 @@ class FirstStageTraining:
         name = "model.first_stage_training"
         for option, steps in (("word_steps", self.word_steps), ("frozen_steps", self.frozen_steps)):
             if steps is not None and steps < 0:
-                raise OptionError(f"{name}.{option}", steps, "must be >= 0", "0 is the paper's")
+                raise OptionError(f"{name}.{option}", steps, "must be >= 0", "the paper's value is 0")
         factor = self.learning_rate_factor
         if not 0.0 < factor < float("inf"):
             fix = "frozen_steps: null freezes the first stage"
             raise OptionError(f"{name}.learning_rate_factor", factor, "must be > 0 and finite", fix)
         if self.frozen_steps is None and factor != 1.0:
-            rule = "applies to no step where the first stage is frozen to the end"
+            rule = "has no effect if the first stage is frozen until the end"
             raise OptionError(f"{name}.learning_rate_factor", factor, rule, "leave it out, or limit frozen_steps")
 
     def phase(self, step: int) -> Phase:
-        """What optimiser step `step` (0-based) trains: `words` the first stage, `frozen` the second, `joint` both."""
+        """The phase of step `step`, from 0: `words` trains the first stage, `frozen` the second, `joint` both."""
         if step < self.word_steps:
             return "words"
         is_frozen = self.frozen_steps is None or step < self.word_steps + self.frozen_steps
@@ -114,41 +115,41 @@ class FirstStageTraining:
 class CDEModule(ContrastiveModule):
     """Contextual document embeddings on any Hugging Face encoder, or a decoder without its causal mask.
 
-    The first stage embeds J documents of the batch, the second every query and document behind their vectors (§4.2,
-    Eq. 5 and 6); queries and documents share the weights, the stages do not. The context of a step is the first J of
-    the batch's own documents in random order, and serves all texts of the step. Where a batch has fewer, null vectors
-    fill the other places. The sampler puts neighbours into one batch (§4.1).
+    The first stage embeds J documents of the batch. The second stage embeds every query and document with those J
+    vectors in front (§4.2, Eq. 5 and 6). Queries and documents share weights; the two stages do not. The context of a
+    step is the first J of the batch's documents in random order, the same for all texts of the step. If a batch has
+    fewer documents, null vectors fill the remaining slots. The sampler puts similar texts into one batch (§4.1).
 
     Args:
         backbone: The second stage's encoder. The paper starts both stages from NomicBERT.
-        first_stage_backbone: The first stage's encoder, of the same tokenizer; None for another copy of `backbone`.
-        context: Which documents are context, and how the model reads them.
-        first_stage_training: When and how fast the first stage is trained, and by what; by default as in the paper.
+        first_stage_backbone: The first stage's encoder, with the same tokenizer; None for another copy of `backbone`.
+        context: Which documents are context, and how the model encodes them.
+        first_stage_training: Objective, steps and learning rate of the first stage; by default as in the paper.
         loss: InfoNCE. The paper: temperature 0.02 and a false-negative filter (Eq. 4).
         optimizer: Makes the optimiser. The paper: Adam with a learning rate of 2e-5.
         schedule: The paper: 1,000 warm-up steps, then linear decay to zero.
-        initial_model: A model directory whose weights both stages start from, such as the unsupervised phase's, with
-            the architecture that `context` asks for.
-        normalize: Whether vectors have unit norm. The loss takes cosines either way.
+        initial_model: A model directory from which both stages start, such as the unsupervised phase's; its
+            architecture must match `context`.
+        normalize: Whether vectors have unit norm. The loss uses cosines in both cases.
         seed: Seed of initial weights, of dropout, and of each step's context; None for `seed_everything`'s.
 
     Attributes:
-        read_batch: The last step's batch with its context; in steps of word prediction its texts as the first stage
-            reads them, without a context.
+        read_batch: The last step's batch with its context. In steps of word prediction: its texts as the first stage
+            encodes them, without a context.
 
-    Metrics: `train/context_spread`, one minus the mean cosine between the context vectors of a step; below 0.05 it
-        warns once. In each 50th step, unless weights are sharded, `train/context_sensitivity`, one minus the mean
-        cosine between texts' vectors with this step's context and with that of the step before.
-    Determinism: a step's context follows from (seed, epoch, batch, rank), with GradCache or without.
-    Distributed: each rank's context is its own documents, as released. Candidates gathered from other ranks were
-        embedded beside another context, which a model can learn to tell (§10.3), so a loss for several ranks does well
-        with `gather_across_devices: false`, as the paper did (§1).
+    Metrics: `train/context_spread`, one minus the mean cosine between the context vectors of a step; a value below 0.05
+        causes one warning. Every 50th step, unless weights are sharded, `train/context_sensitivity`, one minus the mean
+        cosine between texts' vectors with this step's context and with the previous step's.
+    Determinism: a step's context depends on (seed, epoch, batch, rank) only, with or without GradCache.
+    Distributed: each rank uses its own documents as context, as released. Candidates from other ranks were embedded
+        with other contexts, which a model can learn to distinguish (§10.3). So with several ranks
+        `gather_across_devices: false` is advisable, as in the paper (§1).
     Raises:
-        OptionError: If the backbones do not fit together, the first one has fewer positions than the context's
-            `max_length`, or `initial_model` is of another architecture.
-    Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 and §5. Differs: queries and documents of a step read one
-        permutation of the context (without GradCache the release draws one for each tower; with it, as here, the
-        queries' serves both); all documents of a smaller batch are taken, with null vectors for the rest.
+        OptionError: If the backbones are incompatible, the first has fewer positions than the context's `max_length`,
+            or `initial_model` has another architecture.
+    Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 and §5. Differs: queries and documents of a step share one
+        permutation of the context (the release does so with GradCache only, and else draws one per tower); a smaller
+        batch uses all of its documents, with null vectors for the rest.
     """
 
     made_for = ("ClusteredBatchSampler", "batches and contexts mix topics; run `cluster` and set the sampler")
@@ -217,11 +218,11 @@ class CDEModule(ContrastiveModule):
         return self._phase != "frozen"
 
     def parts_of_own_rate(self) -> Mapping[str, nn.Module]:
-        """The first stage, unless it is trained like the rest."""
+        """The first stage, unless it is trained like the second."""
         return {} if self.first_stage_training == FirstStageTraining() else {"first_stage": self.embedder.first_stage}
 
     def rate_factor(self, part: str | None, step: int, total_steps: int) -> float:
-        """The share of the peak learning rate: the schedule's from the first contrastive step on, 0 where frozen."""
+        """Fraction of the peak learning rate: 0 if frozen; the schedule starts at the first contrastive step."""
         training = self.first_stage_training
         phase, num_words = training.phase(step), training.word_steps
         is_first_stage = part == "first_stage"
@@ -233,12 +234,12 @@ class CDEModule(ContrastiveModule):
         return factor * training.learning_rate_factor if is_first_stage else factor
 
     def embed_context(self, tokens: TokenBatch) -> Tensor:
-        """The first stage's vectors of all documents in their order, (M, H) float32; no gradient while it is frozen."""
+        """The first stage's vectors of all documents in input order, (M, H) float32; no gradient while it is frozen."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_context):
             return self.embedder.embed_context(tokens)
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        """Vectors of all texts with a context, (M, H) with M <= J, or with null vectors where it is None.
+        """The vectors of all texts with the context vectors (M, H), M <= J, or null vectors if `context` is None.
 
         In steps of word prediction: the first stage's vectors of the texts.
         """
@@ -250,7 +251,7 @@ class CDEModule(ContrastiveModule):
     def loss_from_representations(
         self, query: Representations, candidate: Representations, batch: ContrastiveBatch
     ) -> LossOutput:
-        """The contrastive loss of a full batch, or that of predicting its texts' words."""
+        """The contrastive loss of a full batch or, in the first `word_steps`, the word-prediction loss."""
         if self._phase != "words":
             return super().loss_from_representations(query, candidate, batch)
         assert self._words is not None
@@ -271,33 +272,33 @@ class CDEModule(ContrastiveModule):
         if self._phase != "words":
             self._watch_context(batch)
         if is_distributed() and not training_strategy(self.trainer.strategy).is_sharded:
-            # DDP waits for a gradient of every parameter.
+            # DDP expects a gradient of every parameter.
             loss = attach_gradient(loss, [loss], [torch.ones_like(loss)], self._frozen_parameters())
         return loss
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Remove the gradients of a frozen stage, so that neither decay nor the optimiser's state change it.
+        """Remove the gradients of a frozen stage, so that neither weight decay nor optimiser state changes it.
 
-        ZeRO has gradients of its own; there the learning rate of zero freezes the stage.
+        ZeRO stores gradients elsewhere; there the learning rate of zero freezes the stage.
         """
         for parameter in self._frozen_parameters():
             parameter.grad = None
         super().on_before_optimizer_step(optimizer)
 
     def choose_context(self, batch: ContrastiveBatch, batch_idx: int) -> TokenBatch:
-        """The context of a step: at most J of the batch's documents, in random order."""
+        """The context of a step: at most J of the batch's documents in random order."""
         seed = derive_seed(self._seed, "context", self.current_epoch, batch_idx, self.global_rank)
         num_documents = len(batch.candidate if self.context.include_negatives else batch.query)
         order = torch.randperm(num_documents, generator=torch.Generator().manual_seed(seed))
         return self._documents(batch.candidate, order[: self.embedder.num_context])
 
     def _documents(self, tokens: TokenBatch, rows: Tensor | None = None) -> TokenBatch:
-        """Some texts, or all, as the first stage reads them."""
+        """The texts at `rows`, or all texts, truncated for the first stage."""
         if self.context.max_length is None:
             return tokens if rows is None else take_texts(tokens, rows)
         rows = torch.arange(len(tokens)) if rows is None else rows
         tokens = take_texts(tokens, rows, self.context.max_length)
-        # The last token of each is pooled too, since a text cut within its prompt would have no pooled token.
+        # The last token of each text is pooled too: a text truncated within its prompt would have no pooled token.
         pooling_mask_T = tokens.pooling_mask_T.clone()
         last_N = torch.cumsum(tokens.lengths_N, 0)[tokens.lengths_N > 0] - 1
         pooling_mask_T[last_N.to(tokens.device)] = True
@@ -321,19 +322,19 @@ class CDEModule(ContrastiveModule):
 
     @torch.no_grad()
     def _watch_context(self, batch: ContrastiveBatch) -> None:
-        """Log the influence of the context, and warn once where it has none."""
-        context_MH, before_MH = self._context_MH, self._previous_context_MH
+        """Log the influence of the context, and warn once if it has collapsed."""
+        context_MH, previous_MH = self._context_MH, self._previous_context_MH
         self._previous_context_MH = context_MH
         if context_MH is None or len(context_MH) < 2:
             return
-        found = {"context_spread": context_spread(context_MH)}
+        metrics = {"context_spread": context_spread(context_MH)}
         is_measured = (self.global_step + 1) % MEASURED_EVERY == 0
-        if is_measured and before_MH is not None and not training_strategy(self.trainer.strategy).is_sharded:
-            found["context_sensitivity"] = self._sensitivity(batch, context_MH, before_MH)
-        self.log_dict({f"train/{name}": value for name, value in found.items()}, batch_size=len(batch))
-        if is_measured and not self._has_warned and found["context_spread"] < COLLAPSED_SPREAD:
+        if is_measured and previous_MH is not None and not training_strategy(self.trainer.strategy).is_sharded:
+            metrics["context_sensitivity"] = self._sensitivity(batch, context_MH, previous_MH)
+        self.log_dict({f"train/{name}": value for name, value in metrics.items()}, batch_size=len(batch))
+        if is_measured and not self._has_warned and metrics["context_spread"] < COLLAPSED_SPREAD:
             self._has_warned = True
-            logger.warning(_COLLAPSED, self.global_step, 1.0 - float(found["context_spread"]))
+            logger.warning(_COLLAPSED, self.global_step, 1.0 - float(metrics["context_spread"]))
 
     def _sensitivity(self, batch: ContrastiveBatch, context_MH: Tensor, other_MH: Tensor) -> Tensor:
         """One minus the mean cosine between some texts' vectors with one context and with another, ()."""
@@ -346,21 +347,21 @@ class CDEModule(ContrastiveModule):
 
 
 def context_spread(context_MH: Tensor) -> Tensor:
-    """One minus the mean cosine between two different vectors of (M, H), () float32: 0 where all directions agree."""
+    """One minus the mean cosine between two different vectors of (M, H), () float32: 0 if all directions are equal."""
     unit_MH = F.normalize(context_MH.float(), dim=-1)
     num_vectors = len(unit_MH)
-    # |sum of unit vectors|^2 counts each pair twice and each vector with itself.
+    # |sum of unit vectors|^2 contains each pair twice and each vector's product with itself.
     others = unit_MH.sum(dim=0).square().sum() - unit_MH.square().sum()
     return 1.0 - others / (num_vectors * (num_vectors - 1))
 
 
 def _check_architecture(embedder: ContextualEmbedder, context: ContextSettings, initial_model: str) -> None:
-    found = {
+    architecture = {
         "num_context": embedder.num_context,
         "num_soft_prompts": embedder.soft_prompt.num_soft_prompts,
         "residual_projection": embedder.residual is not None,
     }
-    for name, value in found.items():
-        if (asked := getattr(context, name)) != value:
-            rule = f"must be what {initial_model} was trained with: {value}"
-            raise OptionError(f"model.context.{name}", asked, rule, "repeat that value")
+    for name, value in architecture.items():
+        if (option := getattr(context, name)) != value:
+            rule = f"must equal that of {initial_model}: {value}"
+            raise OptionError(f"model.context.{name}", option, rule, "set the same value")

@@ -1,4 +1,4 @@
-"""The content of a checkpoint: a module made from its configuration, its weights, and its position in the data."""
+"""Checkpoint contents: build a module from the configuration, set its weights, adjust the position in the data."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,58 +9,58 @@ from jsonargparse import ArgumentError, ArgumentParser
 from embeddings.common import InputError
 from embeddings.common.text import one_line
 
-# The classes that a checkpoint may name; no other code runs.
+# Prefixes of the classes that a checkpoint may name; no other code is executed.
 ALLOWED_CLASSES = ("embeddings.", "torch.optim.")
 
 
 def configured_module(
     content: Mapping[str, Any], source: str, explain: Callable[[str], str] = str
 ) -> L.LightningModule:
-    """The module that the configuration inside a checkpoint makes, without its weights; `explain` shortens errors."""
+    """The module that a checkpoint's configuration describes, without its weights; `explain` shortens errors."""
     config = content.get("run_config")
     if not isinstance(config, dict) or "model" not in config:
-        raise InputError(source, "holds no run_config", "give one that `fit` wrote, or the module's arguments")
+        raise InputError(source, "contains no run_config", "use one that `fit` wrote, or pass the module's arguments")
     for class_path in class_paths(config["model"]):
         if not class_path.startswith(ALLOWED_CLASSES):
-            raise InputError(source, f"asks for the class {class_path}", "load it only by a config you wrote")
+            raise InputError(source, f"requires the class {class_path}", "load it only with a config that you wrote")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(L.LightningModule, "model")
     try:
         module = parser.instantiate(parser.parse_object({"model": config["model"]})).model
     except (ArgumentError, TypeError) as error:
-        what = f"its config makes no model: {one_line(explain(str(error)), 120)}"
-        raise InputError(source, what, "load it with the version that wrote it") from error
+        problem = f"its config is invalid: {one_line(explain(str(error)), 120)}"
+        raise InputError(source, problem, "load it with the version that wrote it") from error
     assert isinstance(module, L.LightningModule)
     return module
 
 
 def set_weights(module: L.LightningModule, content: dict[str, Any], source: str, strict: bool = True) -> None:
-    """Give a module the weights of a checkpoint, those of a frozen base from its files."""
+    """Load a checkpoint's weights into a module; those of a frozen base come from the base's files."""
     try:
         module.on_load_checkpoint(content)
         module.load_state_dict(content["state_dict"], strict=strict)
     except (KeyError, RuntimeError, TypeError) as error:
-        what = f"its content does not fit its config: {one_line(str(error), 100)}"
-        raise InputError(source, what, "give another") from error
+        problem = f"its content does not match its config: {one_line(str(error), 100)}"
+        raise InputError(source, problem, "use another checkpoint") from error
 
 
 def class_paths(value: Any) -> list[str]:
-    """Every `class_path` inside nested plain types."""
+    """All `class_path` values in nested dicts and lists."""
     if isinstance(value, dict):
-        found = [value["class_path"]] if isinstance(value.get("class_path"), str) else []
-        return found + [path for item in value.values() for path in class_paths(item)]
+        paths = [value["class_path"]] if isinstance(value.get("class_path"), str) else []
+        return paths + [path for item in value.values() for path in class_paths(item)]
     if isinstance(value, list):
         return [path for item in value for path in class_paths(item)]
     return []
 
 
 def rewind(checkpoint: dict[str, Any], data_key: str, num_batches: int) -> None:
-    """Set Lightning's loops, and the loader in the data module's state, back by the batches since an optimiser step."""
+    """Set the checkpoint's Lightning loops and data loaders back by the batches since the last optimiser step."""
     loops = checkpoint["loops"]["fit_loop"]
     batches = loops["epoch_loop.batch_progress"]
     for counts in (batches["total"], batches["current"]):
         last = counts["processed"] - num_batches
-        # As `ModelCheckpoint` saves at the end of a step's last batch: `completed` is one behind.
+        # As `ModelCheckpoint` saves after a step's last batch: `completed` is one behind.
         counts.update(ready=last, started=last, processed=last, completed=last - 1)
     batches["is_last_batch"] = False
     loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
@@ -72,10 +72,10 @@ def rewind(checkpoint: dict[str, Any], data_key: str, num_batches: int) -> None:
 
 
 def reopen_epoch(checkpoint: dict[str, Any]) -> None:
-    """Have a run that its maximum of steps ended within an epoch continue that epoch, not with the next one.
+    """Let a run that reached its maximum of steps within an epoch resume in that epoch.
 
-    Lightning counts such an epoch as complete. A checkpoint that is saved at the end of training would then leave out
-    the rest of its batches, where one saved at the same step before the end does not.
+    Lightning counts such an epoch as complete, so resuming from a checkpoint saved at the end of training would skip
+    the epoch's remaining batches. Resuming from one saved at the same step during training would not.
     """
     loops = checkpoint.get("loops", {}).get("fit_loop")
     if loops is None:

@@ -1,4 +1,4 @@
-"""Language modelling on plain texts: masked tokens, masked next tokens, or the next token, in packed rows."""
+"""Language modelling on packed rows of plain text: masked tokens, masked next tokens, or next tokens."""
 
 import os
 from collections.abc import Sequence
@@ -39,17 +39,17 @@ Objective = Literal["mlm", "mntp", "causal"]
 
 @dataclass(frozen=True)
 class Masking:
-    """How tokens are hidden: each with the same probability; one that is chosen is a target, whatever it becomes.
+    """How tokens are masked: each token is chosen as a target with the same probability.
 
     Args:
         probability: Probability that a token is chosen, above 0 and below 1. BERT: 0.15; LLM2Vec: 0.8 for Mistral.
-        mask_fraction: Share of the chosen tokens that become the mask token. BERT: 0.8; LLM2Vec: 1.
-        random_fraction: Share that become another token; the rest stay. BERT: 0.1; LLM2Vec: 0.
-        mask_token: A token of the vocabulary that stands for a hidden one; None for the tokenizer's own mask token,
-            which decoders lack. LLM2Vec uses "_".
+        mask_fraction: Fraction of the chosen tokens that are replaced by the mask token. BERT: 0.8; LLM2Vec: 1.
+        random_fraction: Fraction replaced by a random token; the rest are unchanged. BERT: 0.1; LLM2Vec: 0.
+        mask_token: Token of the vocabulary to use as mask token; None for the tokenizer's mask token, which decoders
+            lack. LLM2Vec uses "_".
 
     Raises:
-        OptionError: If a probability or share is impossible.
+        OptionError: If a probability or fraction is out of range.
     Source: Devlin et al. 2019, arXiv:1810.04805, §3.1; BehnamGhader et al. 2024, arXiv:2404.05961, the released
         `run_mntp.py` and its configs.
     """
@@ -73,25 +73,26 @@ class Masking:
 
 @dataclass(frozen=True)
 class LanguageTask:
-    """Turns packed rows into the model's input and its targets.
+    """Converts packed rows to the model's input and targets.
 
-    - `mlm`: a hidden token is predicted from the state at its own position (Devlin et al. 2019).
-    - `mntp`, masked next-token prediction: a hidden token is predicted from the state one position before it, as a
-      decoder has learnt to (BehnamGhader et al. 2024, §2.2).
-    - `causal`: no token is hidden, and every token is predicted from the state one position before it.
+    - `mlm`: a masked token is predicted from the state at its own position (Devlin et al. 2019).
+    - `mntp`, masked next-token prediction: a masked token is predicted from the state one position before it, as in a
+      decoder's pre-training (BehnamGhader et al. 2024, §2.2).
+    - `causal`: no token is masked, and every token is predicted from the state one position before it.
 
-    Special tokens, padding and tokens equal to the mask token are never hidden. With `mntp` and `causal` the first
-    token of a row is not a target, since no state precedes it; with `separate_documents` the same holds for each
-    document. A causal model learns to predict separators too.
+    Special tokens, padding and tokens equal to the mask token are never masked. With `mntp` and `causal` the first
+    token of a row is not a target, since no state precedes it; with `separate_documents` the same is true for the first
+    token of each document. A causal model also learns to predict separators.
 
     Args:
-        masking: How tokens are hidden; None for `causal`.
-        ordinary_ids_V: Ids that may stand for a hidden token, (V,) int64.
+        masking: How tokens are masked; None for `causal`.
+        mask_id: Id of the mask token; -1 for none.
+        ordinary_ids_V: Ids that may randomly replace a masked token, (V,) int64.
         separate_documents: Whether documents of a row do not attend to each other.
 
-    Determinism: a row's targets follow from (seed, the row's draw key), not from rank, worker or batch.
+    Determinism: a row's targets depend on (seed, the row's draw key), not on rank, worker or batch.
     Source: BehnamGhader et al. 2024, arXiv:2404.05961, §2.2 and the released `run_mntp.py`. Differs: the release may
-        hide the first token of a row, which it never predicts.
+        mask the first token of a row, which it never predicts.
     """
 
     objective: Objective
@@ -107,65 +108,65 @@ class LanguageTask:
         input_ids_NL, document_NL = rows.input_ids_NL, rows.document_NL
         target_NL = document_NL >= 0
         if shift:
-            # The state that predicts a token lies in the same row (and document).
+            # The state that predicts a token must be in the same row (and document).
             target_NL[:, 0] = False
             if self.separate_documents:
                 target_NL[:, 1:] &= document_NL[:, 1:] == document_NL[:, :-1]
         if self.masking is not None:
             target_NL &= ~rows.special_NL & (input_ids_NL != self.mask_id)
-            input_ids_NL, target_NL = self._hide(rows, target_NL, self.masking)
+            input_ids_NL, target_NL = self._mask(rows, target_NL, self.masking)
         target_P = target_NL.flatten().nonzero().flatten()
         label_P = rows.input_ids_NL.flatten()[target_P]
         has_padding = bool((document_NL < 0).any())
         return Prediction(input_ids_NL, document_NL, target_P - shift, label_P, has_padding, rows.row_N)
 
-    def _hide(self, rows: PackedRows, may_hide_NL: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
-        """Token ids with some of them hidden, (N, L), and which; a row's choices follow from its draw key alone."""
-        hidden_NL, chosen_NL = rows.input_ids_NL.clone(), torch.zeros_like(may_hide_NL)
-        length = hidden_NL.shape[1]
+    def _mask(self, rows: PackedRows, maskable_NL: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
+        """Token ids after masking, (N, L), and the chosen positions; a row's choices depend on its draw key only."""
+        masked_NL, chosen_NL = rows.input_ids_NL.clone(), torch.zeros_like(maskable_NL)
+        length = masked_NL.shape[1]
         for row, draw in enumerate(rows.draw_N.tolist()):
             generator = torch.Generator().manual_seed(derive_seed(self.seed, "mask", draw))
-            chosen_L = (torch.rand(length, generator=generator) < masking.probability) & may_hide_NL[row]
+            chosen_L = (torch.rand(length, generator=generator) < masking.probability) & maskable_NL[row]
             kind_L = torch.rand(length, generator=generator)
             random_L = self.ordinary_ids_V[torch.randint(len(self.ordinary_ids_V), (length,), generator=generator)]
             becomes_mask_L = chosen_L & (kind_L < masking.mask_fraction)
             becomes_random_L = chosen_L & ~becomes_mask_L & (kind_L < masking.mask_fraction + masking.random_fraction)
-            hidden_NL[row][becomes_mask_L] = self.mask_id
-            hidden_NL[row][becomes_random_L] = random_L[becomes_random_L]
+            masked_NL[row][becomes_mask_L] = self.mask_id
+            masked_NL[row][becomes_random_L] = random_L[becomes_random_L]
             chosen_NL[row] = chosen_L
-        return hidden_NL, chosen_NL
+        return masked_NL, chosen_NL
 
 
 class MaskedLMModule(BaseModule):
     """Trains an encoder or a decoder to predict tokens of plain texts, which `TextDataModule` packs into rows.
 
-    - `mntp` on a decoder without its causal mask, with LoRA: LLM2Vec's first step. The exported directory, with the
-      matrices merged, is the `backbone` that MGH starts from.
-    - `mlm` on an encoder, all weights: what adapts XLM-R to other positions and texts before *MoE* training.
-    - `causal` with `from_scratch`: a small decoder with some pre-training for experiments that start from one.
+    - `mntp` on a decoder without its causal mask, with LoRA: LLM2Vec's first step. MGH starts from the exported
+      directory, in which the LoRA matrices are merged.
+    - `mlm` on an encoder, all weights: adapts XLM-R to rotary positions and longer texts before MoE training.
+    - `causal` with `from_scratch`: pre-trains a small decoder for experiments.
 
     Args:
         objective: `mlm`, `mntp` or `causal` (see `LanguageTask`).
-        backbone: Which checkpoint; `mntp` needs `bidirectional: true`.
-        from_scratch: Which architecture with random weights; exactly one of the two is given.
-        masking: How tokens are hidden; None for BERT's way (`causal` hides none).
+        backbone: The checkpoint; `mntp` needs `bidirectional: true`.
+        from_scratch: An architecture with random weights; set either this or `backbone`.
+        masking: How tokens are masked; None for BERT's settings (`causal` masks none).
         lora: LoRA settings of the backbone, or None to train all weights.
-        head: Where the language-model head comes from, whether it is trained beside LoRA, and its tiles.
-        separate_documents: Whether documents of a row do not attend to each other and each begins at position 0;
+        head: Origin of the language-model head, whether it is trained with LoRA, and its tile size.
+        separate_documents: Whether documents of a row do not attend to each other and each starts at position 0;
             otherwise a row is one text, as in the published recipes. It needs sdpa or eager attention.
         optimizer: Makes the optimiser. LLM2Vec: AdamW with a learning rate of 5e-5 and no weight decay.
         schedule: Learning-rate schedule in optimiser steps.
-        seed: Seed of initial weights, of the choice of hidden tokens, and of dropout; None for `seed_everything`'s.
+        seed: Seed of initial weights, masking and dropout; None for `seed_everything`'s.
 
     Metrics: `train/` and `val/` `loss` (mean cross-entropy in nats over the predicted tokens), `perplexity`,
-        `accuracy`. Hidden tokens of a validation row are the same in every epoch.
-    Distributed: the loss is the mean over all ranks' targets, however many each has.
+        `accuracy`. The masked tokens of a validation row are the same in every epoch.
+    Distributed: the loss is the mean over the targets of all ranks, whose numbers may differ.
     Raises:
-        OptionError: If an option is impossible, or has no effect.
+        OptionError: If an option is invalid or has no effect.
         InputError: If the model cannot be loaded.
     Source: BehnamGhader et al. 2024 (LLM2Vec), arXiv:2404.05961, §2.2 and the released `run_mntp.py`; Nussbaum and
-        Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.1. Differs: see `LanguageTask`; LLM2Vec's script leaves
-        the head trainable and discards it, here it is frozen beside LoRA unless `head` says otherwise.
+        Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.1. Differs: see `LanguageTask`; LLM2Vec's script trains
+        the head and discards it, while here LoRA freezes it unless `head` sets otherwise.
     """
 
     def __init__(
@@ -210,17 +211,17 @@ class MaskedLMModule(BaseModule):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer, which the data module uses."""
+        """The model's tokenizer, used by the data module."""
         return self.language_model.tokenizer
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Check the length of the rows, the optimiser and the schedule."""
+        """As in `BaseModule`; also check the length of the rows."""
         if data is not None and data.row_length is not None:
             self._check_row_length(data.row_length)
         super().check_run(trainer, module, data)
 
     def sharded_parts(self) -> Sequence[tuple[nn.Module, Sequence[str]]]:
-        """The language model; its head is used right after its forward, while the weights are gathered."""
+        """The language model; its head runs right after its forward pass, while the weights are gathered."""
         return [(self.language_model, ())]
 
     def training_step(self, batch: Prediction, batch_idx: int) -> Tensor:
@@ -234,7 +235,7 @@ class MaskedLMModule(BaseModule):
         return output.loss
 
     def score(self, batch: Prediction, num_targets: float | None = None) -> LossOutput:
-        """The cross-entropy of a batch's targets; logits are computed for targets only (see `token_cross_entropy`)."""
+        """The cross-entropy of a batch's targets; logits exist for targets only (see `token_cross_entropy`)."""
         states_NLH = self.language_model(
             batch.input_ids_NL, batch.document_NL, self.task.separate_documents, batch.has_padding
         )
@@ -250,19 +251,19 @@ class MaskedLMModule(BaseModule):
         self._sums = [total + mean * len(batch) for total, mean in zip(self._sums, means, strict=True)]
 
     def on_validation_epoch_end(self) -> None:
-        """Log the means over all targets of all ranks, under the number of optimiser steps made."""
+        """Log the means over all targets of all ranks, at the current optimiser step."""
         sums = torch.tensor(self._sums, dtype=torch.float64)
         sums = self.trainer.strategy.reduce(sums.to(self.device), reduce_op="sum")
         loss, accuracy = (sums[:2] / sums[2].clamp(min=1.0)).unbind()
         means = {"val/loss": loss, "val/perplexity": loss.exp(), "val/accuracy": accuracy}
         values = {name: value.float() for name, value in means.items()}
-        # Lightning would file them under the step before, so they go to the loggers directly.
+        # Lightning would log them at the previous step, so they are sent to the loggers directly.
         for logger in [] if self.trainer.sanity_checking else self.trainer.loggers:
             logger.log_metrics({name: float(value) for name, value in values.items()}, step=self.trainer.global_step)
         self.log_dict(values, sync_dist=True, logger=False)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the model as a Hugging Face directory, LoRA matrices merged (see `LanguageModel.save_pretrained`)."""
+        """Write a Hugging Face directory with LoRA matrices merged (see `LanguageModel.save_pretrained`)."""
         self.language_model.save_pretrained(folder)
 
     def _check_row_length(self, row_length: int) -> None:
@@ -270,28 +271,28 @@ class MaskedLMModule(BaseModule):
         if limit is not None and row_length > limit:
             rule = f"must be <= {limit}, the positions that the backbone has"
             raise OptionError("data.row_length", row_length, rule, "lower it")
-        reach = window(plain_backbone(self.language_model.backbone).config)
-        if self.task.separate_documents and reach is not None and reach < row_length:
-            rule = f"must be <= {reach}, the window of some layer, where documents are separate"
+        size = window(plain_backbone(self.language_model.backbone).config)
+        if self.task.separate_documents and size is not None and size < row_length:
+            rule = f"must be <= {size}, the attention window of some layer, with separate_documents"
             raise OptionError("data.row_length", row_length, rule, "lower it, or set separate_documents: false")
 
 
 def _source(
     objective: Objective, backbone: BackboneConfig | None, from_scratch: FromScratch | None, masking: Masking | None
 ) -> BackboneConfig | FromScratch:
-    """The checkpoint or architecture, after checks that need no model."""
+    """The checkpoint or architecture, after checks that do not need the model."""
     if (backbone is None) == (from_scratch is None):
-        given = "both" if backbone is not None else "neither"
-        raise OptionError("model.backbone", given, "or model.from_scratch must be given", "give exactly one of the two")
+        value = "both" if backbone is not None else "neither"
+        raise OptionError("model.backbone", value, "or model.from_scratch must be set", "set exactly one of the two")
     source = backbone or from_scratch
     assert source is not None
     if backbone is not None and backbone.unpadded is True:
-        rule = "has no effect here, where rows are packed"
+        rule = "has no effect on packed rows"
         raise OptionError("model.backbone.unpadded", True, rule, "leave it out")
     if objective == "causal" and masking is not None:
         raise OptionError("model.masking", masking, "has no effect on objective causal", "leave it out")
     if source.bidirectional != (objective == "mntp"):
-        fix = "only a decoder that learns mntp has its mask off"
+        fix = "set it to true for mntp only"
         raise OptionError("bidirectional", source.bidirectional, f"does not fit objective {objective}", fix)
     return source
 
@@ -300,8 +301,8 @@ def _mask_id(tokenizer: PreTrainedTokenizerBase, masking: Masking) -> int:
     name = masking.mask_token if masking.mask_token is not None else tokenizer.mask_token
     if name is None:
         rule = "must be set: the tokenizer has no mask token"
-        raise OptionError("model.masking.mask_token", None, rule, 'LLM2Vec takes "_"')
-    found = tokenizer.get_vocab().get(name)
-    if found is None:
-        raise OptionError("model.masking.mask_token", name, "must be a token of the vocabulary", "name another")
-    return int(found)
+        raise OptionError("model.masking.mask_token", None, rule, 'LLM2Vec uses "_"')
+    token_id = tokenizer.get_vocab().get(name)
+    if token_id is None:
+        raise OptionError("model.masking.mask_token", name, "must be a token of the vocabulary", "set another token")
+    return int(token_id)

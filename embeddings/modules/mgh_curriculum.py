@@ -1,4 +1,4 @@
-"""MGH: hard negatives of four granularities from easy to hard, and pooling weighted by the attention tokens receive."""
+"""MGH: hard negatives of four granularities, from easy to hard, and pooling weighted by attention."""
 
 import torch
 
@@ -11,34 +11,33 @@ from embeddings.training.optim import Schedule
 class MGHCurriculumModule(ContrastiveModule):
     """Multi-granularity hard negatives and anchor-token-aware pooling on any Hugging Face decoder or encoder.
 
-    A decoder's causal mask is switched off, its last states are averaged with the weights of Eq. 3 to 5, and InfoNCE
-    (Eq. 1) takes the candidates of the batch and each query's own hard negative as negatives. Which granularity that
-    negative has, from N4, the easiest, to N1, is decided by `CurriculumBatchSampler` in the data config, and logged as
-    `train/level`.
+    A decoder's causal mask is disabled, and its last states are averaged with the weights of Eq. 3 to 5. InfoNCE (Eq.
+    1) uses the candidates of the batch and each query's own hard negative as negatives. `CurriculumBatchSampler` in the
+    data config chooses the granularity of that negative, from N4, the easiest, to N1; it is logged as `train/level`.
 
     Args:
-        backbone: Which model, with its causal mask off. The paper: Mistral-7B-Instruct-v0.2 after LLM2Vec's masked
-            next-token training, its adapter merged (§3.2): name a directory with those weights.
-        pooling: Makes the pooling from the hidden size: any class of `embeddings.models` pooling.
+        backbone: The model, with its causal mask disabled. The paper: Mistral-7B-Instruct-v0.2 after LLM2Vec's masked
+            next-token training with its adapter merged (§3.2): set a directory with those weights.
+        pooling: Makes the pooling from the hidden size: any pooling class of `embeddings.models`.
         lora: LoRA settings, or None to train all weights. The paper: rank 16, alpha 32 (Table 5).
-        loss: InfoNCE. The paper prints a factor of 1 before the cosine (Eq. 1), which is `temperature: 1`; with it the
-            loss of 128 candidates cannot fall below log(1 + 127 e^-2) = 2.90, so 0.02 is our default.
+        loss: InfoNCE. The paper prints a factor of 1 before the cosine (Eq. 1), which is `temperature: 1`. With it the
+            loss of 128 candidates cannot fall below log(1 + 127 e^-2) = 2.90, so our default is 0.02.
         optimizer: Makes the optimiser. The paper: Adam with a learning rate of 2e-5 (Table 5).
-        schedule: The paper: 300 warm-up steps of 1,600, 200 of 600 on synthetic data alone (Table 5); linear decay to
-            zero is ours.
-        initial_model: A model directory to start from in place of `backbone`'s weights; fresh LoRA matrices are added.
-        normalize: Whether vectors have unit norm. The loss takes cosines either way.
+        schedule: The paper: 300 warm-up steps of 1,600, or 200 of 600 with synthetic data only (Table 5). Linear decay
+            to zero is our choice.
+        initial_model: A model directory to start from instead of `backbone`'s weights; new LoRA matrices are added.
+        normalize: Whether vectors have unit norm. The loss uses cosines in both cases.
         seed: Seed of initial weights and of dropout; None for `seed_everything`'s.
 
     Raises:
-        OptionError: If the backbone is causal where the pooling needs to see both ways.
-        UserError: If the pooling is impossible, or differs from that of `initial_model`.
-    Source: MGH (Negative Matters), §2.1, §2.2, §3.2, Tables 5 and 7. Differs: the temperature, above; the axis that
-        the pooling sums over (see `AnchorTokenPooling`).
+        OptionError: If the backbone is causal but the pooling needs bidirectional attention.
+        UserError: If the pooling is invalid, or differs from that of `initial_model`.
+    Source: MGH (Negative Matters), §2.1, §2.2, §3.2, Tables 5 and 7. Differs: the temperature (see `loss`), and the
+        axis that the pooling sums over (see `AnchorTokenPooling`).
     Related: `NVEmbedModule`, the same loss with latent-attention pooling.
     """
 
-    made_for = ("CurriculumBatchSampler", "there is no curriculum; give negatives as {text, level} and set the sampler")
+    made_for = ("CurriculumBatchSampler", "there is no curriculum; use negatives of {text, level} and set the sampler")
 
     def __init__(
         self,
@@ -52,6 +51,6 @@ class MGHCurriculumModule(ContrastiveModule):
         normalize: bool = True,
         seed: int | None = None,
     ) -> None:
-        usual = "MGH uses AnchorTokenPooling as it is, without arguments"
+        usual = "MGH uses AnchorTokenPooling without arguments"
         embedder = build_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual)
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)

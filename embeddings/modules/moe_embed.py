@@ -1,4 +1,4 @@
-"""Nomic Embed v2's method: a sparse encoder, InfoNCE, and a load-balancing loss over the full global batch."""
+"""Nomic Embed v2: a mixture-of-experts encoder, InfoNCE, and a load-balancing loss over the full global batch."""
 
 from typing import Any
 
@@ -29,40 +29,40 @@ from embeddings.training.optim import Schedule
 
 
 class MoEEmbedModule(ContrastiveModule):
-    """A rotary encoder with experts in some of its MLPs, trained with InfoNCE; its dense twin is trained by it too.
+    """A rotary encoder with experts in some of its MLPs, or its dense counterpart, trained with InfoNCE.
 
-    The load-balancing loss is of the full global batch. It is made of sums over mini-batches
-    (`Representations.statistics`) and over ranks, of tokens and probabilities of each expert, so its value and gradient
-    are the plain full batch's under GradCache, gradient checkpointing and any number of ranks. Published code adds a
-    loss for each mini-batch, which multiplies the coefficient by their number.
+    The load-balancing loss covers the full global batch. It is computed from each expert's token counts and
+    probabilities, summed over mini-batches (`Representations.statistics`) and ranks. So its value and gradient equal
+    those of the plain full batch under GradCache, gradient checkpointing and any number of ranks. Published code adds a
+    loss per mini-batch, which multiplies the coefficient by their number.
 
     Args:
-        backbone: A dense rotary encoder (`convert` makes one of XLM-R, `MaskedLMModule` adapts it), or a sparse one.
+        backbone: A dense rotary encoder (`convert` makes one from XLM-R, `MaskedLMModule` adapts it), or a sparse one.
             The paper: XLM-R base, adapted at 2,048 tokens.
         pooling: Makes the pooling from the hidden size. The paper: the mean.
-        lora: LoRA settings, or None to train all weights, as the paper does. With LoRA routers and experts stay as they
-            are.
-        upcycling: How a dense encoder becomes sparse, or None to take the backbone as it is.
-        load_balancing: Weight and scale of the routing's losses, None for a dense model. The paper's coefficient is 1
-            in pre-training, 0 in fine-tuning.
-        expert_backend: What computes the experts (see `set_expert_backend`).
+        lora: LoRA settings, or None to train all weights, as the paper does. With LoRA, routers and experts are not
+            trained.
+        upcycling: How to make a dense encoder sparse, or None to use the backbone unchanged.
+        load_balancing: Weights and normalization of the router losses; None for a dense model. The paper's coefficient
+            is 1 in pre-training, 0 in fine-tuning.
+        expert_backend: Implementation of the experts' computation (see `set_expert_backend`).
         loss: InfoNCE. The paper: temperature 0.02.
         optimizer: Makes the optimiser. The paper: a learning rate of 8e-5, 2e-5 in fine-tuning; released: AdamW with
             weight decay 0.01.
         schedule: The paper: 1,000 warm-up steps and cosine decay; 400 and linear in fine-tuning.
-        initial_model: A model directory to start from, such as pre-training's, in place of `backbone`'s weights.
-        normalize: Whether vectors have unit norm. The loss takes cosines either way.
+        initial_model: A model directory to start from, such as pre-training's, instead of `backbone`'s weights.
+        normalize: Whether vectors have unit norm. The loss uses cosines in both cases.
         seed: Seed of initial weights and of dropout; None for `seed_everything`'s.
 
-    Metrics: `train/contrastive`, `train/load_balancing` and, where it has a weight, `train/router_z`: the loss's parts
-        before their coefficients. `routing` holds the last step's sums, for callbacks.
-    Distributed: two all-reduces of (Y, X) numbers a step, and one in the backward pass.
+    Metrics: `train/contrastive`, `train/load_balancing` and, if its coefficient is not 0, `train/router_z`: the losses
+        without their coefficients. `routing` contains the last step's sums, for callbacks.
+    Distributed: two all-reduces of (Y, X) numbers per step, and one in the backward pass.
     Raises:
-        UserError: If the pooling is impossible, or differs from that of `initial_model`.
-        OptionError: If upcycling does not fit the model, or a dense model is to be balanced.
-        NumericError: From a step, if a router's probabilities are no numbers; the message names the layer.
+        UserError: If the pooling is invalid, or differs from that of `initial_model`.
+        OptionError: If upcycling does not suit the model, or `load_balancing` is set for a dense model.
+        NumericError: In a step, if a router's probabilities are NaN or infinite; the message names the layer.
     Source: Nussbaum and Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.3 and §4.5. Differs: padding is neither
-        routed nor counted; one balancing loss over queries and documents together, where the released code adds two.
+        routed nor counted; there is one balancing loss for queries and documents, where the released code adds two.
     Related: `NVEmbedModule`, the same loss on a dense decoder.
     """
 
@@ -88,7 +88,7 @@ class MoEEmbedModule(ContrastiveModule):
         embedder = build_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual, sparse)
         if load_balancing is not None and not has_experts(embedder.backbone):
             rule = "has no effect on a model without experts"
-            raise OptionError("model.load_balancing", load_balancing, rule, "set it to null, or give model.upcycling")
+            raise OptionError("model.load_balancing", load_balancing, rule, "set it to null, or set model.upcycling")
         set_expert_backend(embedder.backbone, expert_backend)
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)
         self.load_balancing = load_balancing
@@ -96,7 +96,7 @@ class MoEEmbedModule(ContrastiveModule):
         self.routing: dict[str, Tensor] = {}
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        """Vectors of all texts in their order, (N, D) float32, and the sums of their tokens' routing."""
+        """The vectors of all texts in input order, (N, D) float32, and the routing sums over their tokens."""
         with read_routing(self.embedder.backbone) as sums:
             vectors = super().embed(tokens, context).vector_ND
         return Representations(vectors, sums())
@@ -104,7 +104,7 @@ class MoEEmbedModule(ContrastiveModule):
     def loss_from_representations(
         self, query: Representations, candidate: Representations, batch: ContrastiveBatch
     ) -> LossOutput:
-        """InfoNCE, and the routing's losses over all tokens of queries and candidates of all ranks."""
+        """InfoNCE plus the router losses over all tokens of queries and candidates of all ranks."""
         output = super().loss_from_representations(query, candidate, batch)
         settings = self.load_balancing
         if settings is None:
@@ -130,4 +130,4 @@ class MoEEmbedModule(ContrastiveModule):
         if not all(finite_Y):
             layer = self.moe_layers[finite_Y.index(False)]
             step = self.global_step
-            raise NumericError(f"router of layer {layer} gives no numbers at step {step}: no update was made")
+            raise NumericError(f"router of layer {layer} is NaN or infinite at step {step}: no update was made")

@@ -17,7 +17,7 @@ from embeddings.modules.distillation import (
     WidthMaps,
     captured_states,
     distillation_loss,
-    num_followed,
+    num_distilled_states,
 )
 from embeddings.training.optim import Schedule
 
@@ -25,32 +25,32 @@ from embeddings.training.optim import Schedule
 class NVEmbedModule(ContrastiveModule):
     """NV-Embed on any Hugging Face decoder or encoder.
 
-    A decoder's causal mask is switched off (§3.1), a latent-attention block pools its states (§3.2, Eq. 1), and InfoNCE
-    with hard negatives trains LoRA matrices and all of the pooling block. Stage 1 uses in-batch negatives. Stage 2 is a
-    second run from stage 1's model directory (`initial_model`) with a new optimiser and schedule, without in-batch
-    negatives (§3.3); each data source says whether in-batch negatives hold for it.
+    A decoder's causal mask is disabled (§3.1), and a latent-attention block pools its states (§3.2, Eq. 1). InfoNCE
+    with hard negatives trains LoRA matrices and the full pooling block. Stage 1 uses in-batch negatives. Stage 2 is a
+    second run that starts from stage 1's model directory (`initial_model`) with a new optimiser and schedule, and
+    without in-batch negatives (§3.3). Each data source sets whether its queries use in-batch negatives.
 
     Args:
-        backbone: Which model, and whether its causal mask is switched off.
-        pooling: Makes the pooling from the hidden size: any class of `embeddings.models` pooling.
+        backbone: The model, and whether its causal mask is disabled.
+        pooling: Makes the pooling from the hidden size: any pooling class of `embeddings.models`.
         lora: LoRA settings, or None to train all weights. NV-Embed: rank 16, alpha 32, dropout 0.1 (Table 11).
-        loss: InfoNCE. The paper states no temperature; 0.02 is our default.
-        optimizer: Makes the optimiser. NV-Embed: Adam with weight decay 0.03 (decoupled is our reading), learning
-            rate 2e-5 in stage 1 and 1.5e-5 in stage 2.
+        loss: InfoNCE. The paper states no temperature; our default is 0.02.
+        optimizer: Makes the optimiser. NV-Embed: Adam with weight decay 0.03 (we read it as decoupled), learning rate
+            2e-5 in stage 1 and 1.5e-5 in stage 2.
         schedule: NV-Embed: 50 warm-up steps, then linear decay to zero.
-        initial_model: A model directory to start from, such as stage 1's, in place of `backbone`'s weights; its LoRA
-            has been merged, and fresh matrices are added.
-        normalize: Whether vectors have unit norm. The loss takes cosines either way.
+        initial_model: A model directory to start from, such as stage 1's, instead of `backbone`'s weights. Its LoRA
+            matrices are already merged; new ones are added.
+        normalize: Whether vectors have unit norm. The loss uses cosines in both cases.
         seed: Seed of initial weights and of dropout; None for `seed_everything`'s.
-        distillation: A teacher whose states the model learns too (Appendix A), or None. It is loaded when a run starts,
-            runs beside the student without a graph, twice a step under GradCache, and lies whole on every rank.
+        distillation: Distils a teacher's hidden states (Appendix A); None for no teacher. The teacher is loaded when a
+            run starts and runs without gradients, twice per step under GradCache. Every rank has a full copy.
 
-    Metrics: with a teacher `train/contrastive` and `train/distillation`, the loss's parts before alpha.
+    Metrics: with a teacher `train/contrastive` and `train/distillation`, both before weighting by alpha.
     Raises:
-        UserError: If the pooling is impossible, or differs from that of `initial_model`.
-        OptionError: When a run starts, if teacher and student do not fit.
-    Source: Lee et al. 2024, arXiv:2405.17428, §3 and Appendix C. Differs: whether stage 2 continues stage 1's LoRA
-        matrices is not stated there; here they are merged and new ones begin.
+        UserError: If the pooling is invalid, or differs from that of `initial_model`.
+        OptionError: When a run starts, if teacher and student do not match.
+    Source: Lee et al. 2024, arXiv:2405.17428, §3 and Appendix C. Differs: the paper does not state whether stage 2
+        continues stage 1's LoRA matrices; here they are merged and new ones are trained.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class NVEmbedModule(ContrastiveModule):
         distillation: LayerDistillation | None = None,
     ) -> None:
         if distillation is not None and backbone.unpadded is True:
-            rule = "has no effect beside distillation, which compares padded states"
+            rule = "has no effect with distillation, which compares padded states"
             raise OptionError("model.backbone.unpadded", True, rule, "leave it out")
         usual = "NV-Embed uses 512 latents and 8 heads"
         embedder = build_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual)
@@ -76,23 +76,23 @@ class NVEmbedModule(ContrastiveModule):
         self.teacher: LayerTeacher | None = None
         self.width_maps: WidthMaps | None = None
         if distillation is not None and distillation.teacher_width is not None:
-            number = num_followed(embedder, distillation)
+            number = num_distilled_states(embedder, distillation)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(run_seed(seed))
                 self.width_maps = WidthMaps(number, embedder.hidden_size, distillation.teacher_width)
 
     def load_teachers(self) -> None:
-        """Load the teachers of vectors and of states, once."""
+        """Load the teachers of vectors and of hidden states, once."""
         super().load_teachers()
         if self.distillation is not None and self.teacher is None:
             self.teacher = LayerTeacher(self.distillation, self.embedder)
 
     def sharded_parts(self) -> Sequence[tuple[nn.Module, Sequence[str]]]:
-        """The embedder, and the maps to a teacher's width."""
+        """The embedder, and the maps to the teacher's width if there are any."""
         return [*super().sharded_parts(), *([(self.width_maps, ())] if self.width_maps is not None else [])]
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        """Vectors of all texts in their order, (N, D) float32; with a teacher the sums of the states' errors too."""
+        """The vectors of all texts in input order, (N, D) float32; with a teacher also sums of the states' errors."""
         if self.teacher is None:
             return super().embed(tokens, context)
         padded = tokens.padded(pad_token_id=self.embedder.pad_token_id)
@@ -105,7 +105,7 @@ class NVEmbedModule(ContrastiveModule):
     def loss_from_representations(
         self, query: Representations, candidate: Representations, batch: ContrastiveBatch
     ) -> LossOutput:
-        """InfoNCE, and with a teacher alpha · KD of a full batch (see `LayerDistillation`)."""
+        """InfoNCE, plus alpha · KD of a full batch if there is a teacher (see `LayerDistillation`)."""
         output = super().loss_from_representations(query, candidate, batch)
         if self.distillation is None or self.teacher is None:
             return output

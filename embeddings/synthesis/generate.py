@@ -1,4 +1,4 @@
-"""What synthesis asks for: tasks and then examples of a method's categories, or new negatives for existing records."""
+"""Synthesis jobs: tasks and examples of a method's categories, or new negatives for existing records."""
 
 import json
 from collections import Counter
@@ -40,20 +40,20 @@ from embeddings.synthesis.validate import (
     read_tasks,
 )
 
-# A job's folder: items asked for in rounds, the files that come of the answers, and the report.
+# A job's folder: requests in rounds, the files that are written from the answers, and the report.
 
 Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One record to be written.
+    """One record to generate.
 
     Attributes:
-        id: Its name, unique in the job.
-        file: Name of the file that it goes to.
+        id: Name of the record, unique in the job.
+        file: Name of the record's file.
         prompt: The prompt.
-        read: The record in an answer's JSON; raises `RejectedAnswer`.
+        read: Converts an answer's JSON to the record; raises `RejectedAnswer`.
         is_unique: Whether its query must differ from those of earlier records of the same file.
     """
 
@@ -76,13 +76,13 @@ class Rejection(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What became of the items.
+    """The results of the items.
 
     Attributes:
-        records: The accepted record and its file, by the item's place among all.
+        records: The file and fields of each accepted record, by the item's index.
         rejections: The rejected answers.
-        repairs: Accepted answers that had to be repaired, by what was repaired.
-        num_unasked: Items without any answer, for lack of budget.
+        repairs: Number of accepted answers that were repaired, by repair.
+        num_unasked: Number of items without an answer because the budget was used up.
     """
 
     records: dict[int, tuple[str, Fields]] = field(default_factory=dict)
@@ -92,21 +92,21 @@ class Outcome:
 
 
 def run_rounds(items: Callable[[], Iterable[Item]], total: int, runner: RequestRunner, seed: int) -> Outcome:
-    """Ask for all items, and again for those whose answer is rejected, as often as the runner's limits allow.
+    """Request all items, and again those whose answers are rejected, up to the runner's `max_attempts`.
 
-    `items` gives the same items at each call. A round is judged when all of its answers are there, in the order of the
-    items. So what is accepted, copies of earlier queries included, follows from the answers alone, not from their order
-    or from kills. Records and rejections are in memory.
+    `items` must return the same items in every call. Each round's answers are checked when all have arrived, in the
+    order of the items. So the accepted records depend on the answers only, not on their order of arrival or on
+    interruptions, even where queries repeat. Records and rejections are in memory.
     """
     if runner.exhausted:
         return Outcome(num_unasked=total)
     outcome, seen = Outcome(), set[tuple[str, int]]()
     for attempt in range(runner.limits.max_attempts):
-        left = total - len(outcome.records)
-        requests = (item.request(seed, attempt) for place, item in enumerate(items()) if place not in outcome.records)
-        runner.run(requests, left, "examples" if attempt == 0 else f"examples, attempt {attempt + 1}")
-        for place, item in enumerate(items()):
-            if place in outcome.records:
+        remaining = total - len(outcome.records)
+        requests = (item.request(seed, attempt) for index, item in enumerate(items()) if index not in outcome.records)
+        runner.run(requests, remaining, "examples" if attempt == 0 else f"examples, attempt {attempt + 1}")
+        for index, item in enumerate(items()):
+            if index in outcome.records:
                 continue
             answer = runner.journal.get(item.request(seed, attempt).key)
             if answer is None:
@@ -121,7 +121,7 @@ def run_rounds(items: Callable[[], Iterable[Item]], total: int, runner: RequestR
                 outcome.rejections.append(Rejection(item.id, attempt, rejected.reason, rejected.detail))
                 continue
             seen.add(key)
-            outcome.records[place] = item.file, draft.fields
+            outcome.records[index] = item.file, draft.fields
             outcome.repairs.update(set(draft.repairs))
         if runner.exhausted or len(outcome.records) == total:
             break
@@ -130,20 +130,20 @@ def run_rounds(items: Callable[[], Iterable[Item]], total: int, runner: RequestR
 
 @dataclass(frozen=True)
 class SynthesisReport:
-    """What a job has done, over all of its runs.
+    """The results of a job over all of its runs.
 
     Attributes:
-        num_wanted: Records asked for.
+        num_wanted: Records requested.
         num_records: Records written, by file.
         rejected: Rejected answers, by reason.
-        repaired: Accepted answers that were repaired, by what was repaired.
-        num_given_up: Records whose every answer was rejected.
-        num_unasked: Records that the token budget left no room for.
-        num_answers: Answers paid for.
-        prompt_tokens, completion_tokens: Their tokens, as far as the endpoint says.
-        retries: Requests of the last run that were retried, by what had happened.
+        repaired: Accepted answers that were repaired, by repair.
+        num_given_up: Records of which all answers were rejected.
+        num_unasked: Records that were not requested because the token budget was used up.
+        num_answers: Answers received.
+        prompt_tokens, completion_tokens: Their tokens, as reported by the endpoint.
+        retries: Retries in the last run, by kind of failure.
         cost: Price of the tokens, or None without prices.
-        complete: Whether nothing is left to ask.
+        complete: Whether all requests were sent.
     """
 
     num_wanted: int
@@ -162,7 +162,7 @@ class SynthesisReport:
 
 @dataclass
 class Job:
-    """A folder in which a synthesis job works and leaves its files; `task_rejections` are those of stage one."""
+    """The folder and requests of a synthesis job; `task_rejections` are the rejected answers of stage one."""
 
     folder: Path
     runner: RequestRunner
@@ -172,9 +172,9 @@ class Job:
     def run(
         self, items: Callable[[], Iterable[Item]], total: int, seed: int, extra_files: Mapping[str, Iterable[str]]
     ) -> SynthesisReport:
-        """Ask for the items (see `run_rounds`), then write every file from the journal atomically, and the manifest.
+        """Request the items (see `run_rounds`), then write each file atomically from the journal, and the manifest.
 
-        `extra_files` are the lines of more files by name.
+        `extra_files` maps names of additional files to their lines.
         """
         outcome = run_rounds(items, total, self.runner, seed)
         records: dict[str, list[str]] = {}
@@ -201,39 +201,39 @@ class Job:
             cost=budget.cost(journal.prompt_tokens, journal.completion_tokens),
             complete=not self.runner.exhausted,
         )
-        before = check_manifest(self.folder, {}).get("files", {})
+        previous = check_manifest(self.folder, {}).get("files", {})
         hashes = {name: file_sha256(self.folder / name) for name in sorted(files)}
         facts = {"complete": report.complete, "files": hashes, "report": asdict(report)}
         write_manifest(self.folder, {**self.fields, **facts})
-        # An earlier run may have asked for more.
-        for name in set(before) - set(hashes):
+        # An earlier run may have written more files.
+        for name in set(previous) - set(hashes):
             (self.folder / name).unlink(missing_ok=True)
         return report
 
 
 def finished_report(folder: Path, fields: Fields) -> SynthesisReport | None:
-    """The report of a job that was finished with these fields and whose files are there, or None."""
+    """The report of a job that was completed with these fields and whose files exist, or None."""
     if not (folder / "manifest.json").is_file():
         return None
-    found = check_manifest(folder, {})
-    if not found.get("complete") or any(found.get(name) != value for name, value in fields.items()):
+    manifest = check_manifest(folder, {})
+    if not manifest.get("complete") or any(manifest.get(name) != value for name, value in fields.items()):
         return None
-    for name, digest in found["files"].items():
+    for name, digest in manifest["files"].items():
         if not (folder / name).is_file():
             return None
         if file_sha256(folder / name) != digest:
             raise InputError(str(folder / name), "is not the file that the job wrote", "delete it and run again")
-    return SynthesisReport(**found["report"])
+    return SynthesisReport(**manifest["report"])
 
 
 @contextmanager
 def open_job(
     folder: Path, identity: Fields, size: Fields, client: ChatClient, limits: Limits, budget: Budget | None
 ) -> Iterator[Job]:
-    """A job's folder, made if there is none, and held by this process until leaving.
+    """The job of a folder, which is created if needed and locked by this process during the context.
 
-    A folder that a user's mistake leaves without any answer is removed again if it is new. `identity` decides prompts
-    and records: an earlier run must have the same. `size` may change from run to run. Both are JSON types.
+    A new folder is removed again after a user error, unless the journal has answers. `identity` determines prompts and
+    records, so an earlier run must have the same; `size` may change between runs. Both consist of JSON types.
     """
     journal_path = folder / "journal.jsonl"
     with discard_on_user_error(folder, unless=lambda: journal_path.exists() and journal_path.stat().st_size > 0):
@@ -245,30 +245,30 @@ def open_job(
             yield Job(folder, runner, fields)
 
 
-# What a job asks for.
+# The plan of a job.
 
-# Raised whenever the same answers would give other records or prompts, so that an older folder is not resumed.
+# Increase it when the same answers would result in other records or prompts, so that older folders are not resumed.
 RECIPE = 1
-# A model that repeats itself brings ever fewer new tasks: after so many rounds the list stays as it is.
+# Maximum rounds of brainstorming: a model that repeats itself produces ever fewer new tasks.
 MAX_ROUNDS = 8
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How many examples of which category, in an order in which every stretch has the categories' shares.
+    """The number of examples per category, in an order in which every section has the categories' shares.
 
     Args:
-        method: `mgh` writes four negatives of graded similarity in five categories, `nv_embed` the paper's three
+        method: `mgh` generates four negatives of graded similarity in five categories, `nv_embed` the paper's three
             categories.
-        num_examples: Records to ask for; None for 1,000.
-        num_tasks: Tasks to brainstorm; None for half of `num_examples`, as NV-Embed has.
-        shares: Share of each category, relative to the others, as `{short_long: 2, sts: 1}`; a category left out has
-            none. None for the method's own.
-        tasks: The `tasks.jsonl` of another job, in place of brainstorming.
+        num_examples: Records to request; None for 1,000.
+        num_tasks: Tasks to brainstorm; None for half of `num_examples`, as in NV-Embed.
+        shares: Relative share of each category, such as `{short_long: 2, sts: 1}`; a missing category has share 0. None
+            for the method's shares.
+        tasks: The `tasks.jsonl` of another job, to use instead of brainstorming.
         seed: Seed of tasks, placeholders and requests.
 
     Raises:
-        OptionError: If a number is below 1, or a share is impossible.
+        OptionError: If a number is below 1, or a share is invalid.
     """
 
     method: MethodName = "mgh"
@@ -284,15 +284,15 @@ class Plan:
             if value is not None and value < 1:
                 raise OptionError(name, value, "must be >= 1", "leave it out for the default")
         if self.tasks is not None and self.num_tasks is not None:
-            raise OptionError("num_tasks", self.num_tasks, "has no effect beside tasks", "leave one of the two out")
+            raise OptionError("num_tasks", self.num_tasks, "has no effect with tasks", "leave one of the two out")
         names = {category.name for category in self.recipe.categories}
         for name, share in (self.shares or {}).items():
             if name not in names:
                 raise OptionError("shares", name, f"must name categories of {self.method}", ", ".join(sorted(names)))
             if not 0 <= share < float("inf"):
-                raise OptionError(f"shares.{name}", share, "must be >= 0", "0 leaves the category out")
+                raise OptionError(f"shares.{name}", share, "must be >= 0", "0 excludes the category")
         if not any(self.weights.values()):
-            raise OptionError("shares", dict(self.shares or {}), "must leave a category", "give one a share above 0")
+            raise OptionError("shares", dict(self.shares or {}), "must include a category", "set one share above 0")
 
     @property
     def recipe(self) -> Method:
@@ -304,14 +304,14 @@ class Plan:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The share of each category that has one, in the method's order."""
+        """The share of each category with a share above 0, in the method's order."""
         shares = self.recipe.shares if self.shares is None else self.shares
         names = (category.name for category in self.recipe.categories)
         return {name: shares[name] for name in names if shares.get(name, 0) > 0}
 
     @property
     def categories(self) -> list[Category]:
-        """The categories that have a share."""
+        """The categories with a share above 0."""
         return [self.recipe.category(name) for name in self.weights]
 
     @cached_property
@@ -319,19 +319,19 @@ class Plan:
         return Apportionment(list(self.weights.values()))
 
     def tasks_wanted(self) -> dict[str, int]:
-        """Tasks of each category, at least one."""
-        wanted = self.num_tasks if self.num_tasks is not None else max(1, self.total // 2)
-        counts = self._apportionment.counts(wanted)
+        """Number of tasks of each category, at least one."""
+        num_tasks = self.num_tasks if self.num_tasks is not None else max(1, self.total // 2)
+        counts = self._apportionment.counts(num_tasks)
         return {name: max(1, count) for name, count in zip(self.weights, counts, strict=True)}
 
     def order(self) -> Iterator[tuple[Category, int]]:
-        """The category of each example, and its number within the category."""
-        before, categories = [0] * len(self.weights), self.categories
-        for draw in range(1, self.total + 1):
-            counts = self._apportionment.counts(draw)
-            place = next(place for place, (old, new) in enumerate(zip(before, counts, strict=True)) if new > old)
-            yield categories[place], before[place]
-            before = counts
+        """The category of each example, and its index within the category."""
+        previous, categories = [0] * len(self.weights), self.categories
+        for num_examples in range(1, self.total + 1):
+            counts = self._apportionment.counts(num_examples)
+            index = next(index for index, (old, new) in enumerate(zip(previous, counts, strict=True)) if new > old)
+            yield categories[index], previous[index]
+            previous = counts
 
 
 def synthesize(
@@ -343,40 +343,42 @@ def synthesize(
     limits: Limits | None = None,
     budget: Budget | None = None,
 ) -> SynthesisReport:
-    """Write synthetic training records, a file for each category, in two stages.
+    """Write synthetic training records in two stages, with one file per category.
 
-    Stage one asks for lists of tasks until each category has enough different ones. Stage two asks for one example for
-    each item of the plan: item `i` of a category takes task `i` modulo their number, and draws each placeholder by
-    (seed, category, i). An answer is repaired where its meaning is plain; else it is rejected (see `read_example`), as
-    is one with the query of an earlier record, and the item asked again. Training reads every record written.
+    Stage one requests lists of tasks until each category has enough different ones. Stage two requests one example for
+    each item of the plan: item `i` of a category uses task `i` modulo the number of tasks, and its placeholders are
+    drawn by (seed, category, i). Malformed but unambiguous answers are repaired. Other invalid answers (see
+    `read_example`), and those that repeat the query of an earlier record, are rejected, and the item is requested
+    again. Every written record is valid training data.
 
-    The folder gets `CATEGORY.jsonl`, `tasks.jsonl`, `rejected.jsonl` (whose answers, and why), `journal.jsonl` (every
-    answer) and `manifest.json` (what decides the records, and the report).
+    The folder contains `CATEGORY.jsonl`, `tasks.jsonl`, `rejected.jsonl` (items, attempts and reasons), `journal.jsonl`
+    (all answers) and `manifest.json` (the options that determine the records, and the report).
 
-    Determinism: the files but the journal follow from plan, templates, sampling and the answers, not from their order,
-    from concurrency or from kills, unless the token budget ends the job.
-    Guarantees: an answered request is never made again, in this run or a later one; one in flight at a kill is.
+    Determinism: all files except the journal depend only on plan, templates, sampling and the answers, not on their
+    order, concurrency or interruptions, unless the token budget ends the job.
+    Guarantees: an answered request is never sent again, in this run or a later one; a request in flight when the
+        process is killed is sent again.
 
     Args:
-        output: The folder: new, empty, or of an earlier run of the same job, which is resumed. More examples may be
-            asked for than then, as long as `num_tasks` is the same.
+        output: A folder that is new, empty, or from an earlier run of the same job, which is resumed. A resumed job may
+            request more examples if `num_tasks` is the same.
         plan: What to generate.
         templates: The prompts.
         client: The endpoint.
-        limits: How the endpoint is used.
-        budget: What it may cost; the budget ends a job with the records that are there.
+        limits: Limits on the use of the endpoint.
+        budget: Token budget and prices; when the budget is used up, the job ends with the records so far.
 
     Raises:
-        InputError: If the folder is another job's, or the endpoint does not know the address, the key or the model.
-        EndpointError: If it was silent for longer than the retries last.
+        InputError: If the folder is another job's, or the URL, the key or the model is wrong.
+        EndpointError: If the last retry of a request failed.
 
     Source: Pan et al. 2025 (MGH), sections 2.1 and 3.1, Appendix A; Lee et al. 2024 (NV-Embed), arXiv:2405.17428,
-        section 4.3, Tables 15 and 16. Differs: the prompts are ours, to the papers' specification; brainstorming
-        prompts show two reference tasks drawn by the seed. MGH's second model is a second job, with the first one's
-        folder as the seeds of its `Templates`.
+        section 4.3, Tables 15 and 16. Differs: the prompts are ours, written to the papers' specification;
+        brainstorming prompts show two reference tasks drawn by the seed. MGH's second model is a second job, whose
+        `Templates` use the first job's folder as seeds.
     """
     limits = limits or Limits()
-    given = None if plan.tasks is None else read_task_file(plan.tasks, plan.categories)
+    tasks = {} if plan.tasks is None else read_task_file(plan.tasks, plan.categories)
     identity = {
         "kind": "synthesis",
         "recipe": RECIPE,
@@ -392,18 +394,18 @@ def synthesize(
     if (report := finished_report(output, {**identity, **size})) is not None:
         return report
     with open_job(output, identity, size, client, limits, budget) as job:
-        tasks = given or {}
-        # Where the budget ends stage one, the lists are shorter than those of a full run.
-        for name, wanted in plan.tasks_wanted().items() if given is None else ():
-            tasks[name], rejections = brainstorm(plan.recipe.category(name), wanted, templates, job.runner, plan.seed)
+        # If the budget ends stage one, the lists are shorter than those of a full run.
+        for name, num_tasks in plan.tasks_wanted().items() if plan.tasks is None else ():
+            category = plan.recipe.category(name)
+            tasks[name], rejections = brainstorm(category, num_tasks, templates, job.runner, plan.seed)
             job.task_rejections += rejections
-        rows = ({"category": name, "task": task} for name, found in tasks.items() for task in found)
+        rows = ({"category": name, "task": task} for name, category_tasks in tasks.items() for task in category_tasks)
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         return job.run(partial(plan_items, plan, templates, tasks), plan.total, plan.seed, {"tasks.jsonl": lines})
 
 
 def plan_items(plan: Plan, templates: Templates, tasks: Mapping[str, Sequence[str]]) -> Iterator[Item]:
-    """The items of a plan, given the tasks of each category."""
+    """The items of a plan for the tasks of each category."""
     for category, index in plan.order():
         task = tasks[category.name][index % len(tasks[category.name])]
         prompt, name = templates.example(category, task, plan.seed, index), f"{category.name}-{index}"
@@ -412,9 +414,9 @@ def plan_items(plan: Plan, templates: Templates, tasks: Mapping[str, Sequence[st
 
 
 def dry_run(plan: Plan, templates: Templates) -> str:
-    """The first prompts of both stages for each category, and the least number of each, as text.
+    """The first prompts of both stages for each category, with the minimum number of requests, as text.
 
-    Without a task file the example's prompt shows a reference task.
+    Without a task file, the example prompt uses a reference task.
     """
     tasks = None if plan.tasks is None else read_task_file(plan.tasks, plan.categories)
     counts, parts = Counter(category.name for category, _ in plan.order()), []
@@ -429,21 +431,21 @@ def dry_run(plan: Plan, templates: Templates) -> str:
     return "\n\n".join(parts)
 
 
-# Stage one: the tasks of a category, brainstormed by the model or read from another job's list.
+# Stage one: the tasks of a category, brainstormed by the model or read from another job's file.
 
 
 def brainstorm(
     category: Category, num_tasks: int, templates: Templates, runner: RequestRunner, seed: int
 ) -> tuple[list[str], list[Rejection]]:
-    """Ask for lists of tasks until there are enough different ones; gives up to `num_tasks`, and what was rejected.
+    """Request lists of tasks until there are enough different ones; returns up to `num_tasks`, and the rejections.
 
-    Each round asks for as many lists as the missing tasks would fill, so it follows from the answers of those before.
+    Each round requests as many lists as the missing tasks need, so it depends on earlier answers only.
     """
-    found: dict[str, str] = {}
+    tasks: dict[str, str] = {}
     rejections: list[Rejection] = []
     call = 0
     for _ in range(MAX_ROUNDS):
-        missing = num_tasks - len(found)
+        missing = num_tasks - len(tasks)
         if missing <= 0 or runner.exhausted:
             break
         calls = range(call, call + -(-missing // templates.method.tasks_per_list))
@@ -458,40 +460,40 @@ def brainstorm(
             if answer is None:
                 continue
             try:
-                tasks = read_tasks(parse_answer(answer))
+                new_tasks = read_tasks(parse_answer(answer))
             except RejectedAnswer as rejected:
                 name = f"tasks-{category.name}-{number}"
                 rejections.append(Rejection(name, 0, rejected.reason, rejected.detail))
                 continue
-            for task in tasks:
-                found.setdefault(normalised(task), task)
-    if not found and not runner.exhausted:
+            for task in new_tasks:
+                tasks.setdefault(normalised(task), task)
+    if not tasks and not runner.exhausted:
         reasons = ", ".join(sorted({rejection.reason for rejection in rejections}))
-        what = f"gave no task of {category.name} in {call} answers ({reasons})"
-        raise InputError(runner.client.sampling.model, what, "try another model, or more max_answer_tokens")
-    if len(found) < num_tasks:
-        logger.warning("%s: %d different tasks of %d asked for", category.name, len(found), num_tasks)
-    return list(found.values())[:num_tasks], rejections
+        problem = f"returned no task of {category.name} in {call} answers ({reasons})"
+        raise InputError(runner.client.sampling.model, problem, "try another model, or more max_answer_tokens")
+    if len(tasks) < num_tasks:
+        logger.warning("%s: %d different tasks, %d were requested", category.name, len(tasks), num_tasks)
+    return list(tasks.values())[:num_tasks], rejections
 
 
 def read_task_file(path: Path, categories: Sequence[Category]) -> dict[str, list[str]]:
-    """The tasks that another job wrote (`tasks.jsonl`), by category; those of other categories are left out."""
+    """The tasks that another job wrote (`tasks.jsonl`), by category; those of other categories are ignored."""
     if not path.is_file():
-        raise InputError(str(path), "no such file", "give the tasks.jsonl of another job")
+        raise InputError(str(path), "no such file", "use the tasks.jsonl of another job")
     tasks: dict[str, dict[str, str]] = {category.name: {} for category in categories}
     for where, fields in open_reader(path, ("category", "task"), ("category", "task")):
         name, task = fields.get("category"), fields.get("task")
         if not isinstance(name, str) or not isinstance(task, str) or not task.strip() or not task.isprintable():
-            raise InputError(where, "is no task", 'write {"category": "short_long", "task": "…"}')
+            raise InputError(where, "is not a task", 'write {"category": "short_long", "task": "…"}')
         if name in tasks:
             tasks[name].setdefault(normalised(task), task.strip())
-    for name, found in tasks.items():
-        if not found:
-            raise InputError(str(path), f"holds no task of {name}", "add some, or leave the category out by shares")
-    return {name: list(found.values()) for name, found in tasks.items()}
+    for name, category_tasks in tasks.items():
+        if not category_tasks:
+            raise InputError(str(path), f"contains no task of {name}", "add some, or exclude the category by shares")
+    return {name: list(category_tasks.values()) for name, category_tasks in tasks.items()}
 
 
-# Negatives for records that exist: query and positives stay.
+# New negatives for existing records.
 
 
 def regenerate_negatives(
@@ -506,10 +508,10 @@ def regenerate_negatives(
 ) -> SynthesisReport:
     """Write the records of a source with four new negatives each, of the levels 1 (hardest) to 4.
 
-    Everything else of a record stays. The prompt shows the query and the first positive. A record whose every answer is
-    rejected is left out, and `rejected.jsonl` has its row and the reason: `row-0` is the source's first record.
+    All other fields are unchanged. The prompt shows the query and the first positive. A record of which all answers are
+    rejected is omitted, and `rejected.jsonl` contains its row and the reasons: `row-0` is the source's first record.
 
-    The folder gets `records.jsonl`; for its other files, arguments, errors, determinism and guarantees see
+    The records are written to `records.jsonl`; for other files, arguments, errors, determinism and guarantees see
     `synthesize`. The templates are MGH's.
 
     Source: Pan et al. 2025 (MGH), section 2.1. Differs: the prompt is ours.
@@ -539,14 +541,14 @@ def pair_items(source: SourceConfig, cached: CachedSource, templates: Templates)
 
 
 def regenerate_dry_run(source: SourceConfig, templates: Templates) -> str:
-    """The prompt of a source's first pair, and the least number of prompts, as text."""
+    """The prompt of a source's first pair, with the minimum number of requests, as text."""
     cached = open_cached(source)
     first = next(iter(pair_items(source, cached, templates)))
     return f"=== negatives for {len(cached.table)} pairs ===\n{first.prompt}"
 
 
 def _fields(record: Record) -> Mapping[str, Any]:
-    """The record as a row without its negatives."""
-    named = {name: getattr(record, name) for name in ("id", "label", "score", "instruction", "language")}
-    given = {name: value for name, value in named.items() if value is not None}
-    return {"query": record.query, "positive": list(record.positives), **given}
+    """The fields of a record without its negatives."""
+    optional = {name: getattr(record, name) for name in ("id", "label", "score", "instruction", "language")}
+    present = {name: value for name, value in optional.items() if value is not None}
+    return {"query": record.query, "positive": list(record.positives), **present}

@@ -1,4 +1,4 @@
-"""Prompts: templates of the package or of the user, filled with what is drawn by the seed."""
+"""Prompts: templates of the package or the user, with placeholder values drawn by the seed."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from embeddings.common.random import derive_seed
 
 MethodName = Literal["mgh", "nv_embed"]
 
-# From the hardest to the easiest: the order is the level, 1 to 4.
+# Similarity of the negatives of levels 1 (hardest) to 4.
 LEVELS = ("high", "medium", "medium", "low")
 
 _QUERY_TYPES = ("extremely long-tail", "long-tail", "common")
@@ -39,18 +39,18 @@ _SIMILARITY = {"unit": ("phrase", "sentence", "passage"), "difficulty": ("elemen
 
 @dataclass(frozen=True)
 class Category:
-    """One kind of task, and what an answer to its example prompt must hold.
+    """A category of tasks, and the fields of an answer to its example prompt.
 
     Args:
-        name: Name of its templates and of the file of its records.
+        name: Name of the category, used in the names of its templates and its file of records.
         query_field: Field of the query.
         positive_field: Field of the positive.
-        negative_fields: Field of each negative, hardest first; or the one field of a list of four with levels.
-        graded: Whether the negatives are such a list.
-        placeholders: Values of each placeholder, one of which is drawn for each prompt.
-        label: Whether positive and negatives are labels of the query: then the query must not contain the label,
-            where elsewhere no document may contain the query.
-        instruction: What a record is for, where it is not the task itself.
+        negative_fields: Field of each negative, hardest first; if `graded`, the one field of the list of negatives.
+        graded: Whether the negatives are one list of four with levels.
+        placeholders: Possible values of each placeholder, of which one is drawn for each prompt.
+        label: Whether positive and negatives are labels of the query. If so, the query must not contain the label;
+            otherwise no document may contain the query.
+        instruction: Instruction of the records; None for the task.
     """
 
     name: str
@@ -65,9 +65,9 @@ class Category:
 
 @dataclass(frozen=True)
 class Method:
-    """What one paper generates: its name, also that of its templates' folder, and its categories with their shares.
+    """The data of one paper: its name, also that of its folder of templates, and its categories with their shares.
 
-    `tasks_per_list` is what one brainstorming prompt asks for.
+    `tasks_per_list` is the number of tasks that one brainstorming prompt requests.
     """
 
     name: MethodName
@@ -83,11 +83,11 @@ class Method:
 _GRADED, _TWO = ("hard_negative_examples",), ("hard_negative_document1", "hard_negative_document2")
 _STS_INSTRUCTION = "Retrieve semantically similar text"
 
-# Pan et al. 2025 (MGH), section 2.1, Figure 2, Table 6, Appendix A. Table 6 prints the prompt of short-long alone; of
-# the others the text gives the category and the four levels, so their fields are Figure 2's and their placeholders
-# those of NV-Embed's Table 16 and, for STS, of Wang et al. 2024, arXiv:2401.00368, Table 12, whom the paper follows;
-# the two similarity scores there have become the four levels. Figure 6 has no numbers in its text: the shares keep its
-# order (short-long, long-short and STS are most of the data). Which languages is not stated.
+# Pan et al. 2025 (MGH), section 2.1, Figure 2, Table 6, Appendix A. Table 6 prints the prompt of short-long only; for
+# the others the paper states the category and the four levels. So their fields are Figure 2's. Their placeholders are
+# those of NV-Embed's Table 16 and, for STS, of Table 12 in Wang et al. 2024, arXiv:2401.00368, which the paper follows;
+# the four levels replace the two similarity scores there. The paper states neither languages nor shares: ours follow
+# the order in Figure 6, in which short-long, long-short and STS are most of the data.
 MGH = Method(
     "mgh",
     (
@@ -103,7 +103,7 @@ MGH = Method(
 )
 
 # Lee et al. 2024 (NV-Embed), section 4.3, Tables 15 and 16: 40,000 examples of each category, in English. The prompt of
-# short-short is not printed; ours has short-long's two negatives.
+# short-short is not printed; ours has two negatives like that of short-long.
 NV_EMBED = Method(
     "nv_embed",
     (
@@ -118,27 +118,25 @@ NV_EMBED = Method(
 
 METHODS: dict[str, Method] = {"mgh": MGH, "nv_embed": NV_EMBED}
 
-# For pairs that exist already: their positives stay, and the answer holds the negatives alone (MGH, section 2.1).
+# The field of the negatives in answers for existing pairs (MGH, section 2.1).
 REGENERATED_FIELD = "hard_negative_examples"
-
 
 _FOLDER = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """What fills the prompts of a method.
+    """Options of the prompts of a method.
 
     Args:
-        templates: A folder of prompts in place of the package's, by the same names; files that it lacks are the
-            package's.
+        templates: A folder of templates that replace the package's files of the same names.
         languages: Languages to draw from; None for English.
-        seeds: The folder of an earlier job by a stronger model: every example prompt of a category begins with the same
-            of its records, so that an endpoint may cache them (MGH, §3.1).
-        num_seeds: Number of its records that a prompt begins with, spread evenly over the earlier job's.
+        seeds: The folder of an earlier job by a stronger model. All example prompts of a category begin with the same
+            records of that job, so that an endpoint can cache them (MGH, §3.1).
+        num_seeds: Number of these records, spread evenly over the earlier job's.
 
     Raises:
-        OptionError: If `templates` is no folder, no language is named, or `num_seeds` is not positive.
+        OptionError: If `templates` is not a folder, no language is named, or `num_seeds` is not positive.
     """
 
     templates: Path | None = None
@@ -154,26 +152,26 @@ class PromptOptions:
             rule = "must name at least one language"
             raise OptionError("languages", list(self.languages), rule, "leave it out for English")
         if self.num_seeds < 1:
-            raise OptionError("num_seeds", self.num_seeds, "must be >= 1", "leave seeds out for none")
+            raise OptionError("num_seeds", self.num_seeds, "must be >= 1", "leave seeds out to use none")
 
 
 class Templates:
     """The prompts of one method.
 
-    A template is a text file with placeholders such as `$task`. `brainstorm_CATEGORY.txt` takes `examples` and
-    `num_tasks`; `example_CATEGORY.txt` takes `task`, `language`, and the placeholders of the category; `negatives.txt`
-    takes `query` and `positive`.
+    A template is a text file with placeholders such as `$task`. Placeholders of `brainstorm_CATEGORY.txt` are
+    `examples` and `num_tasks`; of `example_CATEGORY.txt` `task`, `language`, and those of the category; of
+    `negatives.txt` `query` and `positive`.
 
     Args:
-        method: Whose prompts.
-        options: What fills them; None for the package's templates in English. A category that an earlier job left out
-            has no seeds.
+        method: The method.
+        options: Options of the prompts; None for the package's templates in English. Categories without records in the
+            folder of seeds have no seeds.
 
     Determinism: a prompt is a pure function of its arguments and the templates.
 
     Raises:
-        OptionError: If languages are given and the method has none.
-        InputError: If a template is not UTF-8, or takes something that it does not get, or the folder of seeds holds
+        OptionError: If languages are set for a method without them.
+        InputError: If a template is not UTF-8 or has an unknown or missing placeholder, or the folder of seeds contains
             no records, or too few of a category.
     """
 
@@ -195,13 +193,13 @@ class Templates:
             if seeds is not None and (path := seeds / f"{category.name}.jsonl").is_file():
                 self._seeds[category.name] = _seed_block(path, category, num_seeds)
         if seeds is not None and not self._seeds:
-            raise InputError(str(seeds), f"holds no records of {method.name}", "name the folder of a finished job")
+            raise InputError(str(seeds), f"contains no records of {method.name}", "use the folder of a finished job")
         if method is MGH:
             self._read("negatives.txt", {"query", "positive"}, ("query", "positive"))
 
     @property
     def sha256(self) -> str:
-        """A hash of all templates, of the reference tasks, of the languages and of the seeds."""
+        """A hash of all templates, reference tasks, languages and seeds."""
         digest = hashlib.sha256(repr(self.languages).encode())
         for name, template in sorted(self._texts.items()):
             digest.update(f"{name}\0{template.template}\0".encode())
@@ -211,7 +209,7 @@ class Templates:
         return digest.hexdigest()
 
     def brainstorm(self, category: Category, seed: int, call: int) -> str:
-        """The prompt of one list of tasks; the tasks that it shows are drawn by (seed, category, call)."""
+        """The prompt for one list of tasks; its reference tasks are drawn by (seed, category, call)."""
         pairs = list(permutations(reference_tasks(category), 2))
         shown = pairs[derive_seed(seed, "references", category.name, call) % len(pairs)]
         examples = "\n".join(f"- {task}" for task in shown)
@@ -219,18 +217,18 @@ class Templates:
         return self._texts[f"brainstorm_{category.name}.txt"].substitute(values)
 
     def example(self, category: Category, task: str, seed: int, index: int) -> str:
-        """The prompt of one example; its placeholders are drawn by (seed, category, index)."""
+        """The prompt for one example; its placeholders are drawn by (seed, category, index)."""
         values = {"task": task, **self.drawn(category, seed, index)}
         return self._seeds.get(category.name, "") + self._texts[f"example_{category.name}.txt"].substitute(values)
 
     def drawn(self, category: Category, seed: int, index: int) -> dict[str, str]:
-        """The value of each placeholder of one example, each drawn separately."""
+        """The values of an example's placeholders, each drawn independently."""
         choices: Mapping[str, Sequence[str]] = {**category.placeholders, "language": self.languages}
         seeds = {name: derive_seed(seed, "placeholder", category.name, index, name) for name in choices}
         return {name: values[seeds[name] % len(values)] for name, values in choices.items()}
 
     def negatives(self, query: str, positive: str) -> str:
-        """The prompt of four negatives for a pair that exists."""
+        """The prompt for four negatives of an existing pair."""
         return self._texts["negatives.txt"].substitute(query=query, positive=positive)
 
     def _read(self, name: str, known: Iterable[str], required: Iterable[str]) -> None:
@@ -242,21 +240,20 @@ class Templates:
         except UnicodeDecodeError:
             raise InputError(str(path), "is not UTF-8", "save it as UTF-8") from None
         if not template.is_valid():
-            raise InputError(str(path), "holds a $ that begins no placeholder", "write $$ for the sign itself")
-        found = set(template.get_identifiers())
-        if unknown := sorted(found - set(known)):
-            what = f"takes ${unknown[0]}, which it does not get"
-            raise InputError(str(path), what, f"use {', '.join(sorted(known))}")
-        if missing := sorted(set(required) - found):
-            raise InputError(str(path), f"does not hold ${missing[0]}", "put it where the prompt needs it")
+            raise InputError(str(path), "contains a $ that starts no placeholder", "write $$ for a dollar sign")
+        placeholders = set(template.get_identifiers())
+        if unknown := sorted(placeholders - set(known)):
+            raise InputError(str(path), f"has the unknown placeholder ${unknown[0]}", f"use {', '.join(sorted(known))}")
+        if missing := sorted(set(required) - placeholders):
+            raise InputError(str(path), f"lacks the placeholder ${missing[0]}", "add it")
         self._texts[name] = template
 
 
 def _seed_block(path: Path, category: Category, num_seeds: int) -> str:
-    """Some records of a file, each with its task and as the answer that a model would have given."""
+    """Some records of a file as prompt text: each with its task, in the form of a model's answer."""
     lines = path.read_text(encoding="utf-8").splitlines()
     if len(lines) < num_seeds:
-        raise InputError(str(path), f"holds {len(lines)} records of the {num_seeds} asked for", "lower num_seeds")
+        raise InputError(str(path), f"contains {len(lines)} of the {num_seeds} records requested", "lower num_seeds")
     parts = ["These examples keep to every rule below, each for a task of its own. Do not reuse their texts."]
     for number in range(num_seeds):
         record = json.loads(lines[number * len(lines) // num_seeds])
@@ -266,12 +263,12 @@ def _seed_block(path: Path, category: Category, num_seeds: int) -> str:
 
 
 def reference_tasks(category: Category) -> list[str]:
-    """The tasks that brainstorming prompts of a category show, two of them each."""
+    """The reference tasks of a category, of which a brainstorming prompt shows two."""
     return (_FOLDER / "reference_tasks" / f"{category.name}.txt").read_text(encoding="utf-8").splitlines()
 
 
 def answer_of(record: Mapping[str, Any], category: Category) -> dict[str, Any]:
-    """The answer that a record was read from: the inverse of `validate.read_example`."""
+    """A record in the form of a model's answer: the inverse of `validate.read_example`."""
     negatives: dict[str, Any] = dict(zip(category.negative_fields, record["negatives"], strict=False))
     if category.graded:
         texts = [negative["text"] for negative in record["negatives"]]

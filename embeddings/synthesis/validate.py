@@ -1,4 +1,4 @@
-"""From an answer's JSON to a training record: the fields, the texts, the levels, and what gives an answer away."""
+"""Conversion of a model's JSON answer to a training record: checks of fields, texts, levels and leaked texts."""
 
 import ast
 import json
@@ -26,27 +26,28 @@ Reason = Literal[
     "duplicate_query", "copied_seed",
 ]  # fmt: skip
 
-# What is longer is no answer to any of our prompts, and parsers slow down on it.
+# A longer text is not a valid answer to any of our prompts, and would slow the parsers down.
 _MAX_CHARACTERS = 1_000_000
-_SHOWN = 120
+_MAX_DETAIL_CHARACTERS = 120
 
 
 class RejectedAnswer(Exception):
-    """An answer that no data may come from: the reason, as reports count it, and where."""
+    """An answer that is not used: the reason, as counted in reports, and a detail."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(reason, detail)
         self.reason: Reason = reason
-        self.detail = detail if len(detail) <= _SHOWN else f"{detail[: _SHOWN - 1]}…"
+        is_short = len(detail) <= _MAX_DETAIL_CHARACTERS
+        self.detail = detail if is_short else f"{detail[: _MAX_DETAIL_CHARACTERS - 1]}…"
 
 
 class Answer(NamedTuple):
-    """One answer of an endpoint, as the journal keeps it; numbers of tokens are None where the endpoint does not say.
+    """One answer of an endpoint, as saved in the journal; token counts are None if the endpoint does not report them.
 
     Attributes:
-        content: What the model wrote, or None.
-        finish_reason: Why it ended, as the endpoint says: `stop`, `length`, `content_filter`, …
-        refused: Why the model or the endpoint did not answer this prompt, or None.
+        content: The model's text, or None.
+        finish_reason: The endpoint's reason for the end of the text: `stop`, `length`, `content_filter`, …
+        refused: Why the model or the endpoint refused this prompt, or None.
     """
 
     content: str | None
@@ -57,18 +58,18 @@ class Answer(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """The JSON value of an answer, and what had to be repaired to read it."""
+    """The JSON value of an answer, and the names of the repairs that were needed to parse it."""
 
     value: Any
     repairs: tuple[str, ...]
 
 
 def parse_answer(answer: Answer) -> Parsed:
-    """The JSON value that an answer holds.
+    """The JSON value of an answer.
 
-    Repaired, in this order and as far as is needed: a model's thoughts before the answer, a code fence, text around the
-    outermost brackets, raw line breaks inside texts, commas before closing brackets, and Python's way of writing lists
-    and objects. Nothing is ever added to an answer that ends too early.
+    Repaired if needed, in this order: a reasoning block before the answer, a code fence, text around the outermost
+    brackets, raw line breaks inside strings, trailing commas, and Python literals. A truncated answer is never
+    completed.
     """
     if answer.refused is not None or answer.finish_reason == "content_filter":
         raise RejectedAnswer("refused", answer.refused or "the endpoint's filter")
@@ -102,8 +103,8 @@ _COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(\s*[}\]])', re.DOTALL)
 
 
 def _outermost(text: str) -> str:
-    """From the first opening bracket to the last closing one of its kind."""
-    starts = [place for place in (text.find("{"), text.find("[")) if place >= 0]
+    """The text from the first opening bracket to the last closing bracket of the same kind."""
+    starts = [index for index in (text.find("{"), text.find("[")) if index >= 0]
     if not starts:
         return text
     start = min(starts)
@@ -114,7 +115,7 @@ def _outermost(text: str) -> str:
 _REPAIRS: tuple[tuple[str, Callable[[str], str]], ...] = (
     ("none", lambda text: text),
     ("thoughts", lambda text: _THOUGHTS.sub("", text).strip()),
-    ("code_fence", lambda text: found[1].strip() if (found := _FENCE.search(text)) else text),
+    ("code_fence", lambda text: match[1].strip() if (match := _FENCE.search(text)) else text),
     ("text_around", _outermost),
     ("trailing_comma", lambda text: _COMMA.sub(lambda match: match[1] or match[2], text)),
 )
@@ -128,7 +129,7 @@ def _attempt(decode: Callable[[str], Any], text: str) -> Any:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether a Python literal is what JSON could hold, as far as our prompts ask for it."""
+    """Whether a Python literal consists of JSON types."""
     if isinstance(value, list):
         return all(_is_json(item) for item in value)
     if isinstance(value, dict):
@@ -136,35 +137,35 @@ def _is_json(value: Any) -> bool:
     return isinstance(value, str | int | float | bool | None)
 
 
-# A query of fewer words occurs in many documents by chance.
+# A shorter query occurs in many documents by chance.
 MIN_LEAKED_WORDS = 5
 MAX_TASK_CHARACTERS = 400
 
-# Of scripts without spaces between words each character is a unit, and counts half a word.
+# In scripts without spaces between words each character is a unit that counts as half a word.
 _UNSPACED = re.compile(r"[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]")
 _UNIT = re.compile(rf"{_UNSPACED.pattern}|[^\W{_UNSPACED.pattern[1:-1]}]+")
 _NUMBERING = re.compile(r"^\s*(?:\d+\s*[.):]|[-*•])\s+")
 
 
 class Draft(NamedTuple):
-    """A record that may go to the data, and what was repaired on the way."""
+    """An accepted record, and the names of the repairs that were needed."""
 
     fields: dict[str, Any]
     repairs: tuple[str, ...]
 
 
 def read_tasks(parsed: Parsed) -> list[str]:
-    """The tasks of a brainstorming answer: a list of texts, or an object whose only list they are.
+    """The tasks of a brainstorming answer: a list of texts, or an object that contains exactly one list.
 
-    Entries that are no text, are empty, longer than `MAX_TASK_CHARACTERS` or hold unprintable characters are left out,
-    and so are copies. White space and numbering are put in order.
+    Skips entries that are not text, empty, longer than `MAX_TASK_CHARACTERS`, duplicates, or contain unprintable
+    characters. Normalises white space and removes numbering.
     """
     value = parsed.value
     if isinstance(value, dict):
         lists = [item for item in value.values() if isinstance(item, list)]
         value = lists[0] if len(lists) == 1 else None
     if not isinstance(value, list):
-        raise RejectedAnswer("no_tasks", "the answer is no list")
+        raise RejectedAnswer("no_tasks", "the answer is not a list")
     tasks: dict[str, str] = {}
     for item in value:
         if isinstance(item, str):
@@ -172,15 +173,16 @@ def read_tasks(parsed: Parsed) -> list[str]:
             if task and task.isprintable() and len(task) <= MAX_TASK_CHARACTERS:
                 tasks.setdefault(normalised(task), task)
     if not tasks:
-        raise RejectedAnswer("no_tasks", "the list holds no usable text")
+        raise RejectedAnswer("no_tasks", "the list contains no usable text")
     return list(tasks.values())
 
 
 def read_example(parsed: Parsed, category: Category, task: str, prompt: str, id: str) -> Draft:
-    """The record `id` that an answer to an example prompt holds; its instruction is the category's own, or the task.
+    """The record `id` from an answer to an example prompt; its instruction is the category's, or else the task.
 
-    Rejected: a field that is missing or of a wrong type; a text that is empty, unusable, or comes twice; levels other
-    than those asked for; a query that a seed has, or that gives the answer away. The prompt's own texts are no data.
+    Rejected are: missing fields and wrong types; texts that are empty, unusable, repeated, or copied from the prompt's
+    template; levels other than the requested ones; queries that are copied from a seed or leaked into a document; and
+    labels that are leaked into the query.
     """
     value = _object(parsed.value)
     query = _text(value, category.query_field, prompt)
@@ -189,8 +191,8 @@ def read_example(parsed: Parsed, category: Category, task: str, prompt: str, id:
     positive = _text(value, category.positive_field, prompt)
     repairs = parsed.repairs
     if category.graded:
-        negatives, sorted_ = _graded(value, category.negative_fields[0], prompt)
-        repairs = (*repairs, "levels_sorted") if sorted_ else repairs
+        negatives, was_sorted = _graded(value, category.negative_fields[0], prompt)
+        repairs = (*repairs, "levels_sorted") if was_sorted else repairs
     else:
         negatives = [_text(value, name, prompt) for name in category.negative_fields]
     _require_different([query, positive, *negatives])
@@ -204,16 +206,16 @@ def read_example(parsed: Parsed, category: Category, task: str, prompt: str, id:
 
 
 def read_negatives(parsed: Parsed, record: Mapping[str, Any], field: str, prompt: str) -> Draft:
-    """A record whose negatives are those in a field of an answer (see `read_example`); `positive` is a list."""
-    negatives, sorted_ = _graded(_object(parsed.value), field, prompt)
+    """The record with the negatives in `field` of an answer (see `read_example`); its `positive` is a list."""
+    negatives, was_sorted = _graded(_object(parsed.value), field, prompt)
     _require_different([record["query"], *record["positive"]], negatives)
     _require_no_leak(record["query"], negatives)
-    repairs = (*parsed.repairs, "levels_sorted") if sorted_ else parsed.repairs
+    repairs = (*parsed.repairs, "levels_sorted") if was_sorted else parsed.repairs
     return _draft({**record, "negatives": _written(negatives, graded=True)}, repairs)
 
 
 def normalised(text: str) -> str:
-    """A text without its case, white space and punctuation; of a text without words, all of it."""
+    """A text without case, white space and punctuation; a text without words is only stripped."""
     return " ".join(_UNIT.findall(text.casefold())) or text.strip()
 
 
@@ -226,7 +228,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _text(value: Mapping[str, Any], name: str, prompt: str) -> str:
-    """A field of an answer that is a text, without its outer white space."""
+    """A text field of an answer, stripped."""
     if name not in value:
         raise RejectedAnswer("missing_field", name)
     if not isinstance(value[name], str):
@@ -240,27 +242,27 @@ def _text(value: Mapping[str, Any], name: str, prompt: str) -> str:
 
 
 def _graded(value: Mapping[str, Any], name: str, prompt: str) -> tuple[list[str], bool]:
-    """The four negatives, hardest first, and whether they had to be sorted by the levels that the answer gives."""
+    """The four negatives, hardest first, and whether they had to be sorted by their levels."""
     if name not in value:
         raise RejectedAnswer("missing_field", name)
     items = value[name]
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise RejectedAnswer("wrong_type", f"{name} is no list of objects")
+        raise RejectedAnswer("wrong_type", f"{name} is not a list of objects")
     texts = [_text(item, "text", prompt) for item in items]
     levels = [str(item.get("similarity_level", "")).strip().lower() for item in items]
     if sorted(levels) != sorted(LEVELS):
         raise RejectedAnswer("wrong_levels", ", ".join(levels))
-    order = sorted(range(len(items)), key=lambda place: LEVELS.index(levels[place]))
-    return [texts[place] for place in order], order != list(range(len(items)))
+    order = sorted(range(len(items)), key=lambda index: LEVELS.index(levels[index]))
+    return [texts[index] for index in order], order != list(range(len(items)))
 
 
 def _require_different(*groups: Sequence[str]) -> None:
-    """Check that no text is another one; of several groups, only the texts of the last must differ from each other."""
-    known = {normalised(text) for group in groups[:-1] for text in group}
+    """Check that the texts of the last group differ from each other and from those of the other groups."""
+    seen = {normalised(text) for group in groups[:-1] for text in group}
     for text in groups[-1]:
-        if normalised(text) in known:
+        if normalised(text) in seen:
             raise RejectedAnswer("repeated_text", text)
-        known.add(normalised(text))
+        seen.add(normalised(text))
 
 
 def _require_no_leak(query: str, documents: Sequence[str]) -> None:
@@ -269,7 +271,7 @@ def _require_no_leak(query: str, documents: Sequence[str]) -> None:
 
 
 def _contains(text: str, part: str, min_words: float) -> bool:
-    """Whether a text holds another, word for word, that has so many words at least."""
+    """Whether a text contains `part` word for word, and `part` has at least `min_words` words."""
     units = _UNIT.findall(part.casefold())
     num_words = sum(0.5 if _UNSPACED.match(unit) else 1.0 for unit in units)
     if not units or num_words < min_words:
@@ -284,7 +286,7 @@ def _written(negatives: Sequence[str], graded: bool) -> list[Any]:
 
 
 def _draft(fields: dict[str, Any], repairs: tuple[str, ...]) -> Draft:
-    """The record of these fields, if training would read them without a contradiction."""
+    """The record of these fields, if it is valid training data."""
     try:
         suspicion = parse_record(fields, {}, "answer").suspicion
     except InputError as error:
@@ -301,10 +303,10 @@ class LevelCheck(NamedTuple):
     """Similarity to the query, over records with one negative of each level.
 
     Attributes:
-        num_records: Records looked at.
+        num_records: Number of records.
         positive: Mean cosine of query and positive.
         levels: Mean cosine of query and negative, from level 1 (hardest) to 4.
-        falling_fraction: Share of records in which no level is less similar than the one after it.
+        falling_fraction: Fraction of records in which similarity never increases from one level to the next.
     """
 
     num_records: int
@@ -320,7 +322,7 @@ class LevelCheck(NamedTuple):
 def check_levels(paths: Sequence[Path], encoder: "Encoder", max_records: int = 1000) -> LevelCheck:
     """The mean similarity of each level, as the paper reports it for its data (.881, .857, .845, .793 for N1 to N4).
 
-    `encoder` is the judge, best one that was not trained on such data. Up to `max_records` are read, spread evenly.
+    `encoder` should not have been trained on such data. At most `max_records` records are used, evenly spread.
 
     Source: Pan et al. 2025 (MGH), section 5.1, Table 4.
     """
@@ -328,7 +330,7 @@ def check_levels(paths: Sequence[Path], encoder: "Encoder", max_records: int = 1
     if not records:
         raise InputError(str(paths[0]) if paths else "levels", "no record has four levels", "check another file")
     count = min(max_records, len(records))
-    chosen = [records[place * len(records) // count] for place in range(count)]
+    chosen = [records[index * len(records) // count] for index in range(count)]
     query_ND = _unit(encoder.encode([record.query for record in chosen], role="query"))
     texts = [[record.positives[0], *(negative.text for negative in record.negatives)] for record in chosen]
     similarity = [_unit(encoder.encode(list(column))) for column in zip(*texts, strict=True)]

@@ -47,7 +47,7 @@ def trained(tmp_path, config, num_steps=2):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "asks for the class os.system"),
+        ([], "requires the class os.system"),
         (["--licence", "Apache 2.0"], "licence must be a licence identifier of the Hub"),
         (["--scores", "scores.json"], "scores.json: does not contain a list"),
         (["--scores", "none.json"], "none.json: is not readable JSON"),
@@ -69,7 +69,7 @@ def test_a_graph_is_written_on_request_and_a_refusal_leaves_the_old_model(tmp_pa
     config = run_config(tmp_path)
     _, checkpoint = trained(tmp_path, config)
     says = refused(checkpoint, capsys, tmp_path / "out", "--format", "onnx")
-    assert "format is for models that load without code" in says
+    assert "format needs a model that loads without custom code" in says
     config["model"]["init_args"]["pooling"] = {"class_path": "embeddings.models.MeanPooling"}
     cli, checkpoint = trained(tmp_path, config)
     words = ["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out"), "--format", "onnx"]
@@ -90,7 +90,7 @@ def test_a_graph_is_written_on_request_and_a_refusal_leaves_the_old_model(tmp_pa
     assert len(before[int8_graph]) < len(before[Path("onnx/model.onnx")])
     monkeypatch.setattr("embeddings.interop.onnx._TOLERANCE", -1.0)
     assert main(words) == 2
-    assert "error: format must give torch's states" in capsys.readouterr().err
+    assert "error: format must match torch's states" in capsys.readouterr().err
     assert content(out) == before
     # The curves of the old run are replaced with its model.
     curves.unlink()
@@ -228,7 +228,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line_and_nothing_is_written(
 ) -> None:
     folder, _, _ = nomic_folder(tmp_path / "published", MOE)
     changed_config(folder, moe_top_k=9)
-    says = "config.json: makes no model: top_k must be from 1 to"
+    says = "config.json: does not describe a valid model: top_k must be from 1 to"
     assert_refused(capsys, tmp_path, says, run, folder, tmp_path / "ours")
 
 

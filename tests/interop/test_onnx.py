@@ -1,4 +1,4 @@
-"""A backbone as an ONNX graph, in float32 and int8: how near its states are, and what is refused."""
+"""ONNX graphs of backbones in float32 and int8: the accuracy of their states, and unsupported models."""
 
 import numpy as np
 import onnx as onnx_library
@@ -33,7 +33,7 @@ def adapted():
 
 @torch.no_grad()
 def differences(graph, backbone):
-    """The largest difference of the states of texts, in batches of unlike lengths, over the largest state."""
+    """Maximum differences of the states, relative to the largest state, of batches with different lengths."""
     states_of = open_graph(graph)
     for lengths in ([7, 3, 12], [1], [40, 2]):
         tokens = random_tokens(300, lengths)
@@ -45,7 +45,7 @@ def differences(graph, backbone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [adapted, tiny_xlm_roberta, tiny_nomic])
-def test_a_graph_gives_the_models_states_at_any_length(tmp_path, make):
+def test_a_graph_has_the_models_states_at_any_length(tmp_path, make):
     torch.manual_seed(0)
     model = embedder(make())
     check_onnx(model)
@@ -58,7 +58,7 @@ def test_a_graph_gives_the_models_states_at_any_length(tmp_path, make):
 
 
 @pytest.mark.slow
-def test_a_graph_that_differs_is_not_kept(tmp_path, monkeypatch):
+def test_a_graph_with_different_states_is_deleted(tmp_path, monkeypatch):
     embedder(tiny_bert()).save_pretrained(tmp_path / "model")
     export = onnx._export
 
@@ -69,20 +69,20 @@ def test_a_graph_that_differs_is_not_kept(tmp_path, monkeypatch):
 
     monkeypatch.setattr(onnx, "_export", altered)
     with pytest.raises(
-        OptionError, match=r"format must give torch's states to .*, this graph's differ by .*; leave it"
+        OptionError, match=r"format must match torch's states to .*; this graph's differ by .*; leave it"
     ):
         write_onnx(tmp_path / "model")
     assert list((tmp_path / "model" / "onnx").iterdir()) == []
 
 
 @pytest.mark.slow
-def test_both_are_compared_past_a_window_and_past_where_angles_change(tmp_path, monkeypatch):
-    """A graph of one window's texts may have no window at all: every token of them sees every other."""
-    assert onnx._turning_lengths(tiny_bert().config) == []
-    assert onnx._turning_lengths(tiny_modernbert().config) == [3, 6]
+def test_graphs_are_compared_above_the_window_and_the_limit_of_rotary_scaling(tmp_path, monkeypatch):
+    """On texts shorter than the window, a graph without any window would also have the right states."""
+    assert onnx._length_limits(tiny_bert().config) == []
+    assert onnx._length_limits(tiny_modernbert().config) == [3, 6]
     dynamic = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
     config = NomicBertConfig(max_position_embeddings=24, rope_parameters=dynamic)
-    assert onnx._turning_lengths(config) == [24]
+    assert onnx._length_limits(config) == [24]
     compared, example = [], onnx.example_inputs
 
     def spy(config, *shape):
@@ -97,28 +97,28 @@ def test_both_are_compared_past_a_window_and_past_where_angles_change(tmp_path, 
     assert compared[1:] == [*onnx.CHECKED_SHAPES, (1, 5), (1, 8)]
 
 
-def test_models_that_bring_code_or_are_more_than_a_file_are_refused_in_one_line(monkeypatch):
+def test_models_with_custom_code_or_above_2_gib_are_refused(monkeypatch):
     check_onnx(embedder(tiny_bert(), ClsPooling(32), prompts={"query": "q: "}))
     for model in (embedder(tiny_bert(), prompts={"query": "q:"}), tiny_contextual(), embedder(tiny_moe())):
-        with pytest.raises(OptionError, match="format is for models that load without code of their own"):
+        with pytest.raises(OptionError, match="format needs a model that loads without custom code"):
             check_onnx(model)
     monkeypatch.setattr(onnx, "_MAX_BYTES", 1000)
-    with pytest.raises(OptionError, match="format is for models below 2 GiB, this one has"):
+    with pytest.raises(OptionError, match="format needs a model smaller than 2 GiB; this one has"):
         check_onnx(embedder(tiny_bert()))
 
 
 def test_lengths_that_were_not_compared_are_named(tmp_path, monkeypatch):
     model = tiny_bert()
-    monkeypatch.setattr(onnx, "_turning_lengths", lambda config: [30, 4096, 131_072])
+    monkeypatch.setattr(onnx, "_length_limits", lambda config: [30, 4096, 131_072])
     monkeypatch.setattr(onnx, "_MAX_LENGTH", 50)
     monkeypatch.setattr(onnx, "open_graph", lambda path: lambda inputs: model(*inputs).last_hidden_state.numpy())
-    found = onnx._compared(model, tmp_path)
+    found = onnx._compare(model, tmp_path)
     assert (found.difference, found.longest, found.beyond) == (0, 33, (4096, 131_072))
-    assert "texts of up to 33 tokens; past 4,096 and 131,072 tokens, where the model computes otherwise," in str(found)
+    assert "texts of up to 33 tokens; not compared above 4,096 and 131,072 tokens, where the" in str(found)
 
 
 @pytest.mark.slow
-def test_a_graph_in_int8_lies_near_and_its_matrices_have_8_bits(tmp_path, monkeypatch):
+def test_an_int8_graph_is_close_and_its_matrices_have_8_bits(tmp_path, monkeypatch):
     torch.manual_seed(0)
     model = embedder(tiny_bert())
     model.save_pretrained(tmp_path)
@@ -129,9 +129,9 @@ def test_a_graph_in_int8_lies_near_and_its_matrices_have_8_bits(tmp_path, monkey
     rounded = [tensor for tensor in matrices if tensor.data_type == onnx_library.TensorProto.INT8]
     assert len(rounded) == 6 * model.backbone.config.num_hidden_layers
     assert all(1e-4 < difference < 0.1 for difference in differences(tmp_path / INT8_GRAPH_FILE, model.backbone))
-    # A graph whose numbers no scale holds is refused, and the earlier one stays.
+    # A graph with NaN states is refused, and the earlier file is not changed.
     before = (tmp_path / INT8_GRAPH_FILE).read_bytes()
     monkeypatch.setattr(onnx, "open_graph", lambda _: lambda _: np.full((1, 1, 32), np.nan, np.float32))
-    with pytest.raises(OptionError, match=r"^format must give finite states: .*, got 'onnx-int8'; use onnx$"):
+    with pytest.raises(OptionError, match=r"^format must produce finite states: .*, got 'onnx-int8'; use onnx$"):
         write_int8_onnx(tmp_path)
     assert (tmp_path / INT8_GRAPH_FILE).read_bytes() == before

@@ -1,4 +1,4 @@
-"""Distillation losses against loops written out by hand, and their gradients under GradCache and on two ranks."""
+"""Distillation losses against loops, and their gradients under GradCache and on two ranks."""
 
 import math
 from collections.abc import Callable
@@ -39,14 +39,14 @@ def loss_of(
 
 
 def with_scores(batch: ContrastiveBatch, seed: int = 0) -> ContrastiveBatch:
-    """Scores as of a cross-encoder; the first query's positive and the last candidate have none."""
+    """The batch with random scores of a cross-encoder; the first query's positive and the last candidate have none."""
     score_C = 5 * torch.randn(len(batch.candidate), generator=torch.Generator().manual_seed(seed))
     score_C[0] = score_C[-1] = math.nan
     return replace(batch, teacher_score_C=score_C)
 
 
-def taught(batch: ContrastiveBatch, options: dict[str, Any]) -> ContrastiveBatch:
-    """The batch with what the loss of `options` follows, and no more."""
+def with_teacher(batch: ContrastiveBatch, options: dict[str, Any]) -> ContrastiveBatch:
+    """The batch with the teacher data that the loss of `options` needs."""
     return with_scores(batch) if options.get("with_scores") else with_surrogates(batch)
 
 
@@ -120,8 +120,8 @@ def test_margin_mse_equals_a_loop(
 
 
 @pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
-def test_gradients_are_those_of_finite_differences(options: dict[str, Any]) -> None:
-    batch = taught(random_batch(5, 2), options)
+def test_gradients_of_distillation_equal_finite_differences(options: dict[str, Any]) -> None:
+    batch = with_teacher(random_batch(5, 2), options)
     loss = loss_of(**options)
     assert torch.autograd.gradcheck(lambda *student: loss(*student, batch).loss, vectors(batch), atol=1e-6)
 
@@ -129,7 +129,7 @@ def test_gradients_are_those_of_finite_differences(options: dict[str, Any]) -> N
 @pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("engine", [GradCache(mini_batch_texts=1), GradCache(mini_batch_tokens=30, kept_fraction=0.5)])
 def test_gradcache_gives_the_gradient_of_the_plain_step(engine: GradCache, options: dict[str, Any]) -> None:
-    batch = taught(random_batch(6, 2), options)
+    batch = with_teacher(random_batch(6, 2), options)
     step = TinyStep(tiny_bert().double(), loss_of(**options))
     loss, expected = direct_gradient(step, batch, engine)
     found, gradient = cached_gradient(step, batch, engine)
@@ -138,24 +138,24 @@ def test_gradcache_gives_the_gradient_of_the_plain_step(engine: GradCache, optio
 
 
 def errors_on_two_ranks(rank: int) -> dict[str, float]:
-    """How far the mean of the ranks' gradients is from that of one process with the whole batch."""
+    """Relative errors of the ranks' mean gradient against that of one process with the full batch."""
     everything, results = random_records(8, 2, seed=5), {}
     queries, texts = (
         [*range(4 * rank, 4 * rank + 4)],
         [*range(4 * rank, 4 * rank + 4), *range(8 + 8 * rank, 16 + 8 * rank)],
     )
     rows = {"surrogate_query_BS": queries, "surrogate_candidate_CS": texts, "teacher_score_C": texts}
-    for name, options in LOSSES.items():
-        whole = taught(batch_of(everything), options)
-        given = {part: getattr(whole, part)[own] for part, own in rows.items() if getattr(whole, part) is not None}
-        own = replace(batch_of(everything[4 * rank : 4 * rank + 4]), **given)
+    for loss_name, options in LOSSES.items():
+        whole = with_teacher(batch_of(everything), options)
+        shards = {name: getattr(whole, name)[own] for name, own in rows.items() if getattr(whole, name) is not None}
+        own = replace(batch_of(everything[4 * rank : 4 * rank + 4]), **shards)
         step = TinyStep(tiny_bert().double(), loss_of(**options))
         GradCache(mini_batch_tokens=30).step(step, own)
         found = gradient_vector(step)
         dist.all_reduce(found)
         reference = TinyStep(tiny_bert().double(), loss_of(**options, gather_across_devices=False))
         reference.plain_loss(whole).loss.backward()
-        results[name] = relative_error(found / 2, gradient_vector(reference))
+        results[loss_name] = relative_error(found / 2, gradient_vector(reference))
     return results
 
 
@@ -165,7 +165,7 @@ def test_two_ranks_give_the_gradient_of_one_process_with_the_whole_batch() -> No
         assert max(errors.values()) <= 1e-12, errors
 
 
-def test_memory_of_similarity_distillation_grows_with_the_tile_not_with_the_batch() -> None:
+def test_memory_of_similarity_distillation_depends_on_the_tile_size() -> None:
     batch = with_surrogates(random_batch(256, 1), missing=False)
     sizes: list[int] = []
     loss = loss_of(SimilarityDistillation, tile_size=1)
@@ -202,6 +202,6 @@ def test_a_batch_without_a_teacher_is_refused(options: dict[str, Any]) -> None:
         (MarginMSE, {"score_scale": math.inf}, "score_scale must be > 0 and finite"),
     ],
 )
-def test_impossible_options_are_refused(kind: type[Distillation], options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(kind: type[Distillation], options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         kind(**options)

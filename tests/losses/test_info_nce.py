@@ -1,4 +1,4 @@
-"""InfoNCE against a loop, hand numbers, the dense path, and its own finite differences."""
+"""InfoNCE and its Matryoshka form against loops, dense matrices and finite differences."""
 
 import math
 from dataclasses import replace
@@ -14,6 +14,7 @@ from embeddings.training import GradCache
 from tests.helpers.contrastive import Record, TinyStep, batch_of, random_batch, random_records, relative_error
 from tests.helpers.tiny import tiny_bert
 from tests.losses import test_masks
+from tests.losses.test_masks import dense_loss
 from tests.losses.test_masks import loop_reference as loop_mask
 from tests.training.test_gradcache import REPLAYED, TOLERANCE, cached_gradient, direct_gradient
 
@@ -31,19 +32,13 @@ def loop_reference(query: Tensor, candidate: Tensor, batch: ContrastiveBatch, te
     return total / len(batch)
 
 
-def dense_loss(query: Tensor, candidate: Tensor, batch: ContrastiveBatch, temperature: Tensor | float) -> Tensor:
-    competes = mask_of(batch).scatter(1, batch.positive_index_B[:, None], True)
-    score = (similarity_matrix(query, candidate) / temperature).masked_fill(~competes, -torch.inf)
-    return torch.nn.functional.cross_entropy(score, batch.positive_index_B)
-
-
 def vectors(batch: ContrastiveBatch, dtype: torch.dtype = torch.float64, width: int = 6) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     counts = (len(batch.query), len(batch.candidate))
     return [torch.randn(count, width, generator=generator).to(dtype).requires_grad_() for count in counts]
 
 
-def test_a_positive_that_others_outscore_or_equal_counts_as_wrong() -> None:
+def test_a_positive_that_does_not_score_highest_counts_as_an_error() -> None:
     batch = batch_of([Record([1], [2]), Record([3], [4]), Record([5], [6])])
     query = torch.eye(3)
     candidate = torch.tensor([[1.0, 0.0, 0.0], [0.6, 0.0, 0.8], [0.6, 0.0, 0.8]])
@@ -52,7 +47,7 @@ def test_a_positive_that_others_outscore_or_equal_counts_as_wrong() -> None:
     assert output.terms["positive_score"].item() == pytest.approx((1 + 0 + 0.8) / 3)
 
 
-def test_a_query_without_any_negative_costs_nothing() -> None:
+def test_a_query_without_negatives_has_zero_loss() -> None:
     batch = batch_of([Record([1], [2], in_batch=False), Record([3], [4], in_batch=False)])
     query, candidate = vectors(batch)
     output = InfoNCE()(query, candidate, batch)
@@ -72,7 +67,7 @@ def test_the_loss_equals_a_loop_and_its_gradients_the_dense_path(num_queries: in
     if num_queries * (num_negatives + 1) == 1:
         return
     found = torch.autograd.grad(loss, [query, candidate])
-    expected = torch.autograd.grad(dense_loss(query, candidate, batch, 0.1), [query, candidate])
+    expected = torch.autograd.grad(dense_loss(query, candidate, batch), [query, candidate])
     for found_ND, expected_ND in zip(found, expected, strict=True):
         assert relative_error(found_ND, expected_ND) <= 1e-12
 
@@ -87,12 +82,13 @@ def test_gradients_equal_finite_differences(directions: Any) -> None:
         return module(query, candidate, batch).loss
 
     assert torch.autograd.gradcheck(loss, (query, candidate, module.log_temperature))
+    assert module(query, candidate, batch).terms["temperature"].item() == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("temperature", [0.02, 1e-4])
 @pytest.mark.parametrize("tile_size", [1, 2**21])
-def test_the_share_of_queries_without_a_negative_is_told(tile_size: int, temperature: float) -> None:
-    """A query is alone where it has no negative of its own, where that is masked, and where all are of its class."""
+def test_the_share_of_queries_without_a_negative_is_reported(tile_size: int, temperature: float) -> None:
+    """Queries without hard negatives, with masked ones only, or with candidates of their own class only."""
     records = [Record([row], [row + 100], [[row + 200]], in_batch=False) for row in range(40)]
     for row in range(0, 40, 4):
         records[row].negatives = []
@@ -119,8 +115,8 @@ def switched_records(num_queries: int) -> list[Record]:
 
 @pytest.mark.parametrize("directions", ["query_to_document", "both"])
 @pytest.mark.parametrize("switches", test_masks.SWITCHES)
-def test_masks_by_text_and_by_class_are_switched_one_by_one(switches: tuple[bool, bool], directions: Any) -> None:
-    """Against the rule on the records themselves; a source of labels is trained so in NV-Embed's single stage."""
+def test_masks_by_text_and_by_class_are_independent_options(switches: tuple[bool, bool], directions: Any) -> None:
+    """Against the rule on the records; a source with labels and in-batch negatives needs the options."""
     records = switched_records(70)
     if directions == "both":
         records = [replace(record, negatives=[]) for record in records]
@@ -149,18 +145,6 @@ def test_in_batch_negatives_can_be_forced(forced: Any) -> None:
     assert found.item() != pytest.approx(InfoNCE()(query, candidate, batch).loss.item(), rel=1e-3)
 
 
-def test_a_learnt_temperature_gets_its_gradient_and_is_reported() -> None:
-    batch = random_batch(6, 2)
-    query, candidate = vectors(batch)
-    module = InfoNCE(temperature=0.1, learnable_temperature=True).double()
-    output = module(query, candidate, batch)
-    output.loss.backward()
-    temperature = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
-    dense_loss(query, candidate, batch, temperature).backward()
-    assert module.log_temperature.grad.item() == pytest.approx(0.1 * temperature.grad.item(), rel=1e-6)
-    assert output.terms["temperature"].item() == pytest.approx(0.1)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_half_precision_vectors_are_scored_in_float32_even_under_autocast(dtype: torch.dtype) -> None:
     batch = random_batch(6, 2)
@@ -168,13 +152,13 @@ def test_half_precision_vectors_are_scored_in_float32_even_under_autocast(dtype:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = InfoNCE()(query, candidate, batch).loss
     loss.backward()
-    expected = dense_loss(query.detach().float(), candidate.detach().float(), batch, 0.02)
+    expected = dense_loss(query.detach().float(), candidate.detach().float(), batch, temperature=0.02)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert query.grad.dtype == dtype
 
 
-def test_queries_that_are_all_but_solved_keep_precise_gradients() -> None:
+def test_gradients_are_precise_when_the_loss_is_almost_zero() -> None:
     batch = batch_of([Record([1], [2]), Record([3], [4]), Record([5], [6])])
     drawn = torch.eye(3) + 0.1 * torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(0))
     found, expected = [], []
@@ -187,7 +171,7 @@ def test_queries_that_are_all_but_solved_keep_precise_gradients() -> None:
         assert relative_error(single, double) < 1e-4
 
 
-def test_far_apart_scores_overflow_nothing() -> None:
+def test_large_scores_do_not_overflow() -> None:
     batch = batch_of([Record([1], [2]), Record([3], [4])])
     query = torch.tensor([[1e4, 0.0], [0.0, 1e4]], requires_grad=True)
     loss = InfoNCE(similarity="dot")(query, torch.eye(2).flip(0), batch).loss
@@ -234,7 +218,7 @@ def test_the_loss_and_its_gradients_are_the_mean_of_info_nce_over_the_widths(
 
 @pytest.mark.parametrize("directions", ["query_to_document", "both"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_width_that_is_the_vectors_own_is_plain_info_nce_to_the_bit(directions: Any, dtype: torch.dtype) -> None:
+def test_matryoshka_at_the_full_width_equals_info_nce_to_the_bit(directions: Any, dtype: torch.dtype) -> None:
     batch = random_batch(40, 2)
     results = []
     for loss in (MatryoshkaInfoNCE([6], directions=directions), InfoNCE(directions=directions)):
@@ -247,7 +231,7 @@ def test_one_width_that_is_the_vectors_own_is_plain_info_nce_to_the_bit(directio
     assert all(torch.equal(found.terms[name], value) for name, value in expected.terms.items())
 
 
-def test_the_masks_of_a_tile_are_made_once_for_all_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_masks_of_a_tile_are_computed_once_for_all_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     exclude_ = info_nce.exclude_candidates_
     monkeypatch.setattr(info_nce, "exclude_candidates_", lambda *facts: calls.append(1) or exclude_(*facts))
@@ -279,13 +263,13 @@ def test_gradcache_equals_the_plain_step_with_dropout(options: dict[str, Any]) -
         ({"tile_size": 0}, "tile_size must be >= 1, got 0"),
         ({"widths": []}, r"widths must each be >= 1, got \[\]"),
         ({"widths": [6, 0]}, r"widths must each be >= 1, got \[6, 0\]"),
-        ({"widths": [6, 3, 6]}, "widths must differ"),
+        ({"widths": [6, 3, 6]}, "widths must be distinct"),
         ({"widths": [6, 3], "weights": [1.0]}, "weights must be one for each of the 2 widths"),
         ({"widths": [6, 3], "weights": [1.0, 0.0]}, "weights must each be > 0 and finite"),
         ({"widths": [6, 3], "weights": [1.0, math.nan]}, "weights must each be > 0 and finite"),
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         MatryoshkaInfoNCE(**options)
 

@@ -19,7 +19,7 @@ def counts(choice_YTK: Tensor) -> Tensor:
     return torch.stack([torch.bincount(of_layer.flatten(), minlength=EXPERTS) for of_layer in choice_YTK])
 
 
-def written_out(probability_YTX: Tensor, choice_YTK: Tensor, normalization: str) -> float:
+def loop_reference(probability_YTX: Tensor, choice_YTK: Tensor, normalization: str) -> float:
     layers, tokens, experts = probability_YTX.shape
     if normalization == "transformers":
         probability_YTX, choice_YTK = probability_YTX.flatten(0, 1)[None], choice_YTK.flatten(0, 1)[None]
@@ -33,23 +33,23 @@ def written_out(probability_YTX: Tensor, choice_YTK: Tensor, normalization: str)
 
 
 @pytest.mark.parametrize("normalization", ["balanced", "paper", "transformers"])
-def test_the_loss_is_the_written_out_one(normalization: str) -> None:
+def test_the_balancing_loss_equals_a_loop(normalization: str) -> None:
     probability, choice = routed()
     found = load_balancing_loss(counts(choice), probability.sum(1), TOP_K, normalization)  # type: ignore[arg-type]
-    assert found.item() == pytest.approx(written_out(probability, choice, normalization), rel=1e-12)
+    assert found.item() == pytest.approx(loop_reference(probability, choice, normalization), rel=1e-12)
 
 
 @pytest.mark.parametrize(
     ("normalization", "value"), [("balanced", 1.0), ("paper", 1 / EXPERTS), ("transformers", TOP_K)]
 )
 @pytest.mark.parametrize("loads", [[10] * EXPERTS, [40, 40] + [0] * 6])
-def test_a_uniform_router_gives_the_published_value_exactly(normalization: str, value: float, loads: list[int]) -> None:
-    """Whatever a uniform router's ties chose: its probabilities are all alike."""
+def test_a_uniform_router_has_exactly_the_published_value(normalization: str, value: float, loads: list[int]) -> None:
+    """For any choice among ties: the probabilities of a uniform router are all equal."""
     count, probability = torch.tensor([loads] * LAYERS), torch.full((LAYERS, EXPERTS), 40 / EXPERTS)
     assert load_balancing_loss(count, probability, TOP_K, normalization).item() == value  # type: ignore[arg-type]
 
 
-def test_a_loaded_expert_is_what_the_gradient_pushes_away_from() -> None:
+def test_the_gradient_lowers_the_probability_of_overloaded_experts() -> None:
     count = torch.tensor([[30, 10, 0, 0]])
     probability = torch.full((1, 4), 5.0, requires_grad=True)
     loss = load_balancing_loss(count, probability, 2)
@@ -57,7 +57,7 @@ def test_a_loaded_expert_is_what_the_gradient_pushes_away_from() -> None:
     torch.testing.assert_close(probability.grad, 4 * count / (2 * 20 * 20))
 
 
-def test_no_tokens_give_zero() -> None:
+def test_without_tokens_the_losses_are_zero() -> None:
     assert load_balancing_loss(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4), 2).item() == 0
     assert router_z_loss(torch.zeros(2), torch.tensor(0.0)).item() == 0
 
@@ -71,11 +71,11 @@ def test_the_z_loss_is_the_mean_square_of_logsumexp() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"coefficient": -1.0}, "load_balancing.coefficient must be >= 0, got -1.0; 0 switches it off"),
+        ({"coefficient": -1.0}, "load_balancing.coefficient must be >= 0, got -1.0; 0 disables it"),
         ({"z_coefficient": float("nan")}, "load_balancing.z_coefficient must be >= 0, got nan"),
         ({"normalization": "switch"}, "load_balancing.normalization must be balanced, paper or transformers"),
     ],
 )
-def test_bad_settings_are_named(options: dict[str, object], says: str) -> None:
+def test_invalid_settings_are_refused(options: dict[str, object], says: str) -> None:
     with pytest.raises(OptionError, match=says):
         LoadBalancing(**options)  # type: ignore[arg-type]

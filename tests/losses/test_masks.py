@@ -1,4 +1,4 @@
-"""The rule of false negatives, case by case, and the in-place tiles against the whole mask."""
+"""The masks of false negatives and the surrogate filter, against loops, in tiles and on two ranks."""
 
 import math
 from dataclasses import replace
@@ -33,7 +33,7 @@ def keys(batch: ContrastiveBatch, *compared: bool) -> tuple[QueryKeys, Candidate
 
 
 def loop_reference(records: list[Record], by_text: bool = True, by_class: bool = True) -> list[list[bool]]:
-    """The rule in words, on the records themselves."""
+    """The masking rule, evaluated on the records."""
     candidates = [(owner, record.positive, record.label, True) for owner, record in enumerate(records)]
     for owner, record in enumerate(records):
         labels = record.negative_labels or [-1] * len(record.negatives)
@@ -53,7 +53,7 @@ def loop_reference(records: list[Record], by_text: bool = True, by_class: bool =
 
 
 def tangled_records() -> list[Record]:
-    """Records with every relation that masks a candidate, in and across sources."""
+    """Records with every relation that masks a candidate, within and across sources."""
     records = random_records(12, 2, seed=3)
     for row, record in enumerate(records):
         record.label = (-1, 0, 1)[row % 3] if row < 9 else -1
@@ -77,7 +77,7 @@ def test_the_mask_equals_the_rule_on_records(compared: tuple[bool, bool]) -> Non
 
 @pytest.mark.parametrize("compared", SWITCHES)
 @pytest.mark.parametrize("height", [1, 5, 12, 100])
-def test_tiles_equal_the_whole_mask(height: int, compared: tuple[bool, bool]) -> None:
+def test_exclusions_in_tiles_equal_the_full_mask(height: int, compared: tuple[bool, bool]) -> None:
     batch = batch_of(tangled_records())
     query, candidate = keys(batch, *compared)
     mask = is_negative_mask(query, candidate, batch.positive_index_B)
@@ -90,7 +90,7 @@ def test_tiles_equal_the_whole_mask(height: int, compared: tuple[bool, bool]) ->
 
 
 @pytest.mark.parametrize("height", [5, 100])
-def test_the_other_direction_is_the_same_rule_turned_round(height: int) -> None:
+def test_documents_against_queries_use_the_transposed_rule(height: int) -> None:
     records = tangled_records()
     batch = batch_of(records)
     query, candidate = keys(batch)
@@ -107,13 +107,15 @@ def test_the_other_direction_is_the_same_rule_turned_round(height: int) -> None:
 
 
 @pytest.mark.parametrize("directions", ["query_to_document", "both"])
-def test_a_device_masks_the_same_scores_without_asking_which(directions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_masks_the_same_scores_without_synchronisation(
+    directions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = batch_of(tangled_records())
     query, candidate = torch.randn(len(batch), 4), torch.randn(len(batch.candidate), 4)
     loss = InfoNCE(0.1, directions=directions, tile_size=1)
     expected = loss(query, candidate, batch)
     monkeypatch.setattr(masks, "queues_work", lambda device: True)
-    monkeypatch.setattr(Tensor, "nonzero", lambda *_: pytest.fail("the host asks for places"))
+    monkeypatch.setattr(Tensor, "nonzero", lambda *_: pytest.fail("the host synchronises"))
     found = loss(query, candidate, batch)
     assert torch.equal(found.loss, expected.loss)
     assert found.terms == expected.terms
@@ -132,7 +134,7 @@ FILTERS = {
 
 
 def with_surrogates(batch: ContrastiveBatch, width: int = 4, missing: bool = True, seed: int = 0) -> ContrastiveBatch:
-    """Vectors of any length; the first query, the second query's positive and the last candidate have none."""
+    """The batch with random surrogate vectors, except for the first query and two of the candidates."""
     generator = torch.Generator().manual_seed(seed)
     query, candidate = (
         torch.randn(len(tokens), width, generator=generator) for tokens in (batch.query, batch.candidate)
@@ -148,7 +150,7 @@ def found_mask(batch: ContrastiveBatch, rule: SurrogateFilter) -> list[list[bool
 
 
 def filter_reference(batch: ContrastiveBatch, rule: SurrogateFilter) -> list[list[bool]]:
-    """The rule in words; a comparison with a score that is not there is false."""
+    """The filter's rules by loops; a comparison with NaN is false."""
     queries, candidates = batch.surrogate_query_BS.tolist(), batch.surrogate_candidate_CS.tolist()
     mask = []
     for row, query in enumerate(queries):
@@ -169,20 +171,19 @@ def cosine(one: list[float], other: list[float]) -> float:
     return product / math.sqrt(sum(a * a for a in one) * sum(b * b for b in other))
 
 
-@pytest.mark.parametrize("rule", FILTERS.values(), ids=FILTERS)
-def test_the_filter_equals_the_rule_in_words(rule: SurrogateFilter) -> None:
-    batch = with_surrogates(random_batch(9, 2))
-    expected = filter_reference(batch, rule)
-    assert found_mask(batch, rule) == expected
-    assert 0 < sum(map(sum, expected)) < 9 * 27
-    assert not any(expected[0])
-
-
-def dense_loss(query: Tensor, candidate: Tensor, batch: ContrastiveBatch, rule: SurrogateFilter, both: bool) -> Tensor:
+def dense_loss(
+    query: Tensor,
+    candidate: Tensor,
+    batch: ContrastiveBatch,
+    rule: SurrogateFilter | None = None,
+    both: bool = False,
+    temperature: float = 0.1,
+) -> Tensor:
+    """InfoNCE from the full matrix of scores, whose positives are on the diagonal."""
     (facts, other), count = keys(batch), len(batch)
-    may_compete = ~torch.tensor(filter_reference(batch, rule))
+    may_compete = torch.tensor(True) if rule is None else ~torch.tensor(filter_reference(batch, rule))
     competes = (is_negative_mask(facts, other, batch.positive_index_B) & may_compete).fill_diagonal_(True)
-    score = similarity_matrix(query, candidate) / 0.1
+    score = similarity_matrix(query, candidate) / temperature
     loss = torch.nn.functional.cross_entropy(score.masked_fill(~competes, -torch.inf), batch.positive_index_B)
     if not both:
         return loss
@@ -195,7 +196,7 @@ def dense_loss(query: Tensor, candidate: Tensor, batch: ContrastiveBatch, rule: 
 
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("rule", FILTERS.values(), ids=FILTERS)
-def test_the_loss_leaves_out_what_the_filter_names(rule: SurrogateFilter, both: bool) -> None:
+def test_the_loss_excludes_the_candidates_that_the_filter_selects(rule: SurrogateFilter, both: bool) -> None:
     batch = with_surrogates(random_batch(40, 2))
     query, candidate = (torch.randn(count, 5, dtype=torch.float64) for count in (40, 120))
     directions: Any = "both" if both else "query_to_document"
@@ -219,11 +220,13 @@ def permuted(batch: ContrastiveBatch, order_C: Tensor) -> ContrastiveBatch:
 
 
 @pytest.mark.parametrize("rule", FILTERS.values(), ids=FILTERS)
-def test_a_query_finds_its_positive_in_whatever_column_it_lies(rule: SurrogateFilter) -> None:
+def test_the_filter_equals_a_loop_with_positives_in_any_column(rule: SurrogateFilter) -> None:
     batch, order_C = with_surrogates(random_batch(9, 2)), torch.randperm(27, generator=torch.Generator().manual_seed(1))
     shuffled = permuted(batch, order_C)
     assert (shuffled.positive_index_B != batch.positive_index_B).all()
     expected = torch.tensor(filter_reference(batch, rule))
+    assert 0 < expected.sum() < 9 * 27
+    assert not expected[0].any()
     assert found_mask(shuffled, rule) == expected[:, order_C].tolist()
     query, candidate = torch.randn(9, 5, dtype=torch.float64), torch.randn(27, 5, dtype=torch.float64)
     directions: Any
@@ -233,8 +236,8 @@ def test_a_query_finds_its_positive_in_whatever_column_it_lies(rule: SurrogateFi
         assert found == pytest.approx(loss(query, candidate, batch).loss.item(), rel=1e-12)
 
 
-def test_planted_duplicates_are_negatives_without_the_filter_and_none_with_it() -> None:
-    """Query 0 and query 2 have documents that say the same in other words: no hash and no label tells."""
+def test_the_filter_removes_planted_duplicates_from_the_negatives() -> None:
+    """Queries 0 and 2 have equivalent documents with other texts, which neither hashes nor labels detect."""
     batch = batch_of([Record([1], [2]), Record([3], [4]), Record([5], [6])])
     surrogate = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
     batch = replace(batch, surrogate_query_BS=surrogate, surrogate_candidate_CS=surrogate.clone())
@@ -248,7 +251,7 @@ def test_planted_duplicates_are_negatives_without_the_filter_and_none_with_it() 
     assert (with_it.terms["accuracy"].item(), without.terms["accuracy"].item()) == (1.0, pytest.approx(1 / 3))
 
 
-def test_two_copies_of_one_vector_count_as_equal_whatever_the_rounding() -> None:
+def test_copies_of_a_vector_count_as_equal_despite_rounding() -> None:
     batch = batch_of([Record([row], [row + 50]) for row in range(40)])
     surrogate = torch.randn(1, 768).expand(40, -1) * torch.rand(40, 1)
     batch = replace(batch, surrogate_query_BS=torch.randn(40, 768), surrogate_candidate_CS=surrogate)
@@ -266,12 +269,12 @@ def test_a_filter_without_vectors_is_refused(half: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"margin": None}, "margin leaves no rule without a threshold, got None"),
+        ({"margin": None}, "margin must be set if threshold is not, got None"),
         ({"margin": math.nan}, "margin must be finite, got nan"),
-        ({"threshold": 1.5}, r"threshold must be within -1 and 1, got 1\.5"),
+        ({"threshold": 1.5}, r"threshold must be between -1 and 1, got 1\.5"),
     ],
 )
-def test_impossible_bounds_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_filter_bounds_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         SurrogateFilter(**options)
 
@@ -293,7 +296,7 @@ def losses_of_two_ranks(rank: int) -> dict[str, Any]:
     return results
 
 
-def test_the_filter_reaches_the_candidates_of_other_ranks() -> None:
+def test_the_filter_also_masks_candidates_of_other_ranks() -> None:
     first, second = run_on_two_ranks(losses_of_two_ranks)
     for directions in first:
         (one, expected), (other, _) = first[directions], second[directions]

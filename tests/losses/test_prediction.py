@@ -22,7 +22,7 @@ def case(num_targets: int = 11, vocabulary: int = 7) -> tuple[Tensor, Tensor, nn
 @pytest.mark.parametrize("num_targets", [None, 22.0])
 @pytest.mark.parametrize("tile_positions", [1, 4, 11, 100])
 def test_the_loss_and_its_gradients_are_those_of_a_loop(tile_positions: int, num_targets: float | None) -> None:
-    """No more logits than a tile's exist at once; the sum is divided by the number that is given."""
+    """The head sees at most one tile of states at once, and the sum is divided by `num_targets`."""
     state_PH, label_P, head = case()
     divisor, seen = num_targets or 11, []
 
@@ -50,7 +50,7 @@ def test_the_loss_and_its_gradients_are_those_of_a_loop(tile_positions: int, num
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_without_targets_there_is_a_loss_of_zero_and_bfloat16_logits_are_summed_in_float32() -> None:
+def test_without_targets_the_loss_is_zero_and_bfloat16_logits_are_summed_in_float32() -> None:
     state_PH, label_P, head = case()
     token_cross_entropy(state_PH[:0], label_P[:0], head, 4, num_targets=3.0).loss.backward()
     assert not head.weight.grad.any()
@@ -68,7 +68,7 @@ def tokens(texts: list[list[int]]) -> TokenBatch:
 
 
 def by_loops(table_VH: Tensor, vectors: Tensor, texts: list[list[int]], special: Sequence[int] = SPECIAL) -> Tensor:
-    """The mean over texts and their distinct words of -log softmax, written out; each text's words count once."""
+    """The mean over texts and their distinct words of -log softmax, by loops."""
     centred = table_VH - table_VH.mean(dim=0)
     rows = [row / row.norm() for row in centred]
     counts = [sum(v in text for text in texts) for v in range(len(rows))]
@@ -85,7 +85,7 @@ def by_loops(table_VH: Tensor, vectors: Tensor, texts: list[list[int]], special:
     return torch.stack(losses).mean()
 
 
-def test_value_and_gradient_are_those_of_loops_and_a_text_without_words_has_no_part() -> None:
+def test_value_and_gradient_equal_a_loop_and_texts_without_words_are_ignored() -> None:
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(12, 6, generator=generator).double()
     first, second = (torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).double() for _ in range(2))
@@ -93,14 +93,14 @@ def test_value_and_gradient_are_those_of_loops_and_a_text_without_words_has_no_p
     expected = by_loops(table, second.requires_grad_(), TEXTS)
     found.backward()
     expected.backward()
-    # The table is kept in float32.
+    # The table is in float32.
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     assert second.grad.abs().max() > 1e-2
     torch.testing.assert_close(first.grad, second.grad, rtol=1e-5, atol=1e-7)
     assert torch.equal(first.grad[2], torch.zeros(6).double())
 
 
-def test_tokens_that_do_not_enter_the_pooling_are_no_target() -> None:
+def test_tokens_that_are_not_pooled_are_not_targets() -> None:
     table, vectors = torch.randn(12, 6, generator=torch.Generator().manual_seed(0)), torch.ones(1, 6)
     words = WordPrediction(table, SPECIAL)
     masked = TokenBatch.from_lists([[1, 3, 5, 7, 2]], [[True, False, True, True, True]])
@@ -110,7 +110,7 @@ def test_tokens_that_do_not_enter_the_pooling_are_no_target() -> None:
     assert not torch.equal(words(vectors, masked), other(vectors, tokens([[1, 3, 5, 7, 2]])))
 
 
-def test_the_sum_of_a_texts_words_is_told_from_any_other_and_what_all_share_costs() -> None:
+def test_the_sum_of_a_texts_word_vectors_has_a_lower_loss_than_other_vectors() -> None:
     def loss(vector: Tensor) -> Tensor:
         words = WordPrediction(table, SPECIAL)
         words.count_V += 1
@@ -122,8 +122,8 @@ def test_the_sum_of_a_texts_words_is_told_from_any_other_and_what_all_share_cost
     assert loss(own) < loss(own - 2 * table[:3].sum(dim=0))
 
 
-def test_frequent_words_pull_no_vector_towards_them() -> None:
-    """Two texts share a word that the counts know; the best common direction is then no better than none."""
+def test_frequent_words_do_not_attract_vectors() -> None:
+    """If the counts show that two texts' common word is frequent, its direction hardly lowers the loss."""
     generator = torch.Generator().manual_seed(0)
     table = torch.nn.functional.normalize(torch.randn(400, 64, generator=generator), dim=-1)
     vector = torch.randn(1, 64, generator=generator).requires_grad_()
@@ -132,7 +132,7 @@ def test_frequent_words_pull_no_vector_towards_them() -> None:
     for seen in (0.0, 1e4):
         words = WordPrediction(table, SPECIAL)
         words.count_V[5] = seen
-        # Half of what is drawn is then the word that is in every text, as half of each text's words are.
+        # The prior probability of the common word is then 1/2, as is its share of each text's words.
         words.count_V[10:] = seen / 390
         (gradient,) = torch.autograd.grad(words(vector.expand(2, -1), texts), vector)
         pulls.append(float(-gradient[0] @ words.table_VH[5]))
@@ -141,7 +141,7 @@ def test_frequent_words_pull_no_vector_towards_them() -> None:
     assert abs(known) < 0.3 * without
 
 
-def test_the_value_is_the_same_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_word_prediction_in_tiles_has_the_same_value(monkeypatch: pytest.MonkeyPatch) -> None:
     table, vectors = torch.randn(12, 6), torch.randn(4, 6)
     whole = WordPrediction(table, SPECIAL)(vectors, tokens(TEXTS))
     monkeypatch.setattr("embeddings.losses.prediction._TILE", 3)

@@ -9,13 +9,13 @@ from embeddings.losses.tiles import comparable, row_tiles, scores_at_once, tiled
 from tests.helpers.contrastive import relative_error
 
 
-def test_the_cosine_divides_by_the_norms_that_the_dot_product_keeps() -> None:
+def test_the_cosine_divides_the_dot_product_by_the_norms() -> None:
     pair = torch.tensor([[3.0, 4.0]]), torch.tensor([[2.0, 0.0], [0.0, 5.0]])
     assert similarity_matrix(*pair, "dot").tolist() == [[6.0, 20.0]]
     assert similarity_matrix(*pair).tolist()[0] == pytest.approx([0.6, 0.8])
 
 
-def test_a_zero_vector_is_like_nothing_and_gets_no_gradient() -> None:
+def test_a_zero_vector_has_similarity_zero_and_no_gradient() -> None:
     zero = torch.zeros(1, 3, requires_grad=True)
     score = similarity_matrix(zero, torch.ones(2, 3))
     score.sum().backward()
@@ -41,13 +41,13 @@ def test_similarities_are_float32_or_better_even_under_autocast(given: torch.dty
 
 
 def exclude_next_(score_rC: Tensor, rows: slice) -> None:
-    """The column after each row's own does not compete; a row's own is its number."""
+    """Exclude the column after each row's target; the target of row i is column i."""
     row_r1 = torch.arange(rows.start, rows.start + len(score_rC))[:, None]
     score_rC.scatter_(1, row_r1 + 1, -torch.inf)
 
 
 @pytest.mark.parametrize("tile_size", [1, 10_000])
-def test_widths_share_targets_and_exclusions_and_each_has_a_gradient_of_its_own(tile_size: int) -> None:
+def test_widths_share_targets_and_exclusions_and_have_separate_gradients(tile_size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(count, 5, generator=generator, dtype=torch.float64) for count in (70, 80)]
     row, column = (vector_ND.requires_grad_() for vector_ND in drawn)
@@ -71,7 +71,7 @@ def test_widths_share_targets_and_exclusions_and_each_has_a_gradient_of_its_own(
         assert relative_error(found_ND, expected_ND) <= 1e-12
 
 
-def test_tiles_cover_every_row_once_and_hold_whole_rows() -> None:
+def test_tiles_cover_every_row_once() -> None:
     for num_rows, num_columns, tile_size in [(1, 1, 1), (100, 7, 1), (100, 7, 350), (64, 10, 640), (3, 10**9, 8)]:
         tiles = list(row_tiles(num_rows, num_columns, tile_size))
         assert [row for rows in tiles for row in range(num_rows)[rows]] == list(range(num_rows))
@@ -80,7 +80,7 @@ def test_tiles_cover_every_row_once_and_hold_whole_rows() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, -2.0])
-def test_a_device_has_the_gradients_of_the_host_without_asking_for_the_factor(
+def test_gradients_on_a_device_equal_the_hosts_without_synchronisation(
     factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row, column = torch.randn(40, 5, requires_grad=True), torch.randn(50, 5, requires_grad=True)
@@ -91,11 +91,11 @@ def test_a_device_has_the_gradients_of_the_host_without_asking_for_the_factor(
 
     expected = gradients()
     monkeypatch.setattr(tiles, "queues_work", lambda device: True)
-    monkeypatch.setattr(Tensor, "tolist", lambda *_: pytest.fail("the host asks for a value"))
+    monkeypatch.setattr(Tensor, "tolist", lambda *_: pytest.fail("the host synchronises"))
     assert all(map(torch.equal, gradients(), expected))
 
 
-def test_without_gradients_none_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gradients_are_computed_under_no_grad(monkeypatch: pytest.MonkeyPatch) -> None:
     row, column = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     monkeypatch.setattr(Tensor, "addmm_", lambda *_: pytest.fail("a gradient was made"))
     with torch.no_grad():

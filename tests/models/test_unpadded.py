@@ -296,7 +296,7 @@ def test_a_method_takes_the_switch_of_its_backbone(tmp_path):
             assert (module.embedder.unpadding is not None) is expected
     assert BackboneConfig(folder, compile=True).unpadded_mode is False
     assert BackboneConfig(folder, compile=True, unpadded=True).unpadded_mode is True
-    with pytest.raises(OptionError, match="unpadded has no effect beside distillation"):
+    with pytest.raises(OptionError, match="unpadded has no effect with distillation"):
         NVEmbedModule(BackboneConfig(folder, unpadded=True), distillation=LayerDistillation(folder))
-    with pytest.raises(OptionError, match="unpadded has no effect here, where rows are packed"):
+    with pytest.raises(OptionError, match="unpadded has no effect on packed rows"):
         MaskedLMModule("mlm", BackboneConfig(folder, unpadded=True))

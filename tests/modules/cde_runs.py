@@ -6,7 +6,7 @@ from typing import Any
 from tests.helpers.runs import run_config
 
 CONTEXT = {"num_context": 6, "num_soft_prompts": 2}
-# By itself the callback keeps other graphs where half of the machine's free memory goes during a test.
+# A fixed memory budget: the default depends on the machine's free memory during a test.
 CACHE = {
     "class_path": "embeddings.callbacks.GradCacheCallback",
     "init_args": {"mini_batch_tokens": 80, "kept_gib": 0.1},
@@ -14,7 +14,7 @@ CACHE = {
 
 
 def cde_config(folder: Path, dropout: float = 0.0, **context: Any) -> dict[str, Any]:
-    """Four steps of eight pairs with two hard negatives; the first stage is a backbone of its own."""
+    """Four steps of eight pairs with two hard negatives each."""
     config = run_config(folder, dropout=dropout)
     config["model"]["class_path"] = "embeddings.modules.CDEModule"
     init_args = config["model"]["init_args"]

@@ -1,4 +1,4 @@
-"""Tiny backbones on disk that the tests of several methods read."""
+"""Tiny backbones on disk for the tests of several methods."""
 
 import pytest
 

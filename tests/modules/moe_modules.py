@@ -1,4 +1,4 @@
-"""Sparse embedding modules of tiny encoders, whose experts differ and whose routers are sure of their choices."""
+"""Sparse modules of tiny encoders whose experts differ and whose routers have clear preferences."""
 
 from pathlib import Path
 from typing import Any

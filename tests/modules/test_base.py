@@ -1,4 +1,4 @@
-"""What is in the model that a method trains; the methods' own tests go through it too."""
+"""The training step, precision and checks that all methods share, and the models that they start from."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from tests.helpers.runs import component, fit, float16_on_cpu, run_config
 from tests.models.reading import random_tokens
 
 
-def test_a_model_that_pools_by_its_releases_rule_is_trained_and_saved_by_it(tmp_path):
+def test_the_pooling_rule_of_an_imported_model_is_used_in_training_and_saved(tmp_path):
     config = run_config(tmp_path)
     config["trainer"]["max_steps"] = 1
     config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
@@ -40,11 +40,11 @@ def test_a_model_that_pools_by_its_releases_rule_is_trained_and_saved_by_it(tmp_
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ContrastiveModule, "training_step", watched)
-        for given, rule, begin in ((None, "after_colon", 3), ("exact", "exact", 4)):
-            config["data"]["init_args"]["text"]["pooling_rule"] = given
+        for option, rule, begin in ((None, "after_colon", 3), ("exact", "exact", 4)):
+            config["data"]["init_args"]["text"]["pooling_rule"] = option
             trained = fit(tmp_path, config)
             assert trained.model.text.pooling_rule == rule
-            # [CLS] a : b and the text.
+            # The tokens are [CLS] a : b, then the text.
             assert seen.pop().padded().pooling_mask_NL.int().argmax(1).tolist() == [begin] * 8
             trained.model.embedder.save_pretrained(tmp_path / "ours")
             assert Embedder.from_pretrained(tmp_path / "ours").text.pooling_rule == rule
@@ -92,8 +92,8 @@ def test_every_trainable_tensor_changes_in_two_steps(tmp_path):
     assert [name for name in frozen if not torch.equal(old[name], new[name])] == []
 
 
-def test_gradcache_scales_early_gradients_as_the_loss_scaler_does_the_last_one(tmp_path):
-    """The scale is 65,536, and the update comes of the gradient that was divided by it again."""
+def test_gradcache_applies_the_loss_scale_to_all_mini_batches(tmp_path):
+    """The loss scale is 65,536, and the update uses the unscaled gradient."""
     config = float16_on_cpu(run_config(tmp_path))
     config["trainer"]["max_steps"] = 1
     config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
@@ -124,7 +124,7 @@ def test_a_run_logs_the_loss_of_each_width(tmp_path):
 
 
 @pytest.mark.parametrize("forced", ["source", "off"])
-def test_a_source_that_would_train_nothing_ends_the_run_before_its_data_are_read(tmp_path, forced):
+def test_a_source_without_any_negatives_is_refused_before_its_data_are_read(tmp_path, forced):
     rows = [{"sentence1": f"the fox {row}", "sentence2": f"a fox {row}", "score": 5.0} for row in range(16)]
     path, config = str(write_jsonl(tmp_path / "sts.jsonl", rows)), run_config(tmp_path)
     source = {"name": "sts", "path": path, "conversion": "sts", "in_batch_negatives": False}
@@ -151,10 +151,10 @@ def make(
 @torch.no_grad()
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=2, dropout=0.0)])
 @pytest.mark.parametrize("pooling", [AnchorTokenPooling, MeanPooling])
-def test_an_initial_model_goes_on_with_the_vectors_it_had(
+def test_an_initial_model_keeps_its_vectors(
     mistral: str, pooling: PoolingFactory, lora: LoraSettings | None, tmp_path: Path
 ) -> None:
-    """A pooling by attention taps the loaded backbone once, not twice."""
+    """Attention-based pooling must not add its hooks to the loaded backbone twice."""
     one = make(mistral, pooling)
     one.save_pretrained(tmp_path / "one")
     two = make("not-asked-for", pooling, lora, tmp_path / "one").eval()
@@ -178,7 +178,7 @@ def test_head_and_layer_norm_of_the_initial_model_are_kept(mistral: str, tmp_pat
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["bf16-mixed", "16-mixed"])
-def test_a_fused_optimiser_clips_and_updates_as_the_plain_one(scaled: bool, tmp_path: Path) -> None:
+def test_a_fused_optimiser_clips_and_updates_like_a_plain_one(scaled: bool, tmp_path: Path) -> None:
     weights = []
     for fused in (False, True):
         config = run_config(tmp_path / str(fused))
@@ -190,11 +190,9 @@ def test_a_fused_optimiser_clips_and_updates_as_the_plain_one(scaled: bool, tmp_
     assert relative_error(*weights) < 1e-4
 
 
-def test_another_pooling_than_the_initial_models_and_one_that_cannot_be_are_refused(
-    mistral: str, tmp_path: Path
-) -> None:
+def test_a_pooling_that_differs_from_the_initial_models_or_is_invalid_is_refused(mistral: str, tmp_path: Path) -> None:
     make(mistral).save_pretrained(tmp_path / "one")
-    with pytest.raises(OptionError, match=r"model\.pooling must be what .*AnchorTokenPooling .*got 'MeanPooling"):
+    with pytest.raises(OptionError, match=r"model\.pooling must equal that of .*AnchorTokenPooling .*got 'MeanPooling"):
         make(mistral, MeanPooling, initial_model=tmp_path / "one")
     with pytest.raises(UserError, match=r"model\.pooling\.num_latents must be >= 1, got 0; take the usual"):
         make(mistral, lambda width: LatentAttentionPooling(width, num_latents=0))

@@ -1,4 +1,4 @@
-"""CDE on tiny stand-ins: what its context is, how its first stage is trained, and what whole runs come to."""
+"""CDE on tiny models: its context, the training of its first stage, and full runs."""
 
 import math
 from dataclasses import replace
@@ -46,7 +46,7 @@ def texts(batch: ContrastiveBatch, module: CDEModule, batch_idx: int = 0) -> lis
     return [ids.tolist() for ids in context.input_ids_T.split(context.lengths_N.tolist())]
 
 
-def test_the_module_is_a_step_of_two_stages_whose_weights_are_apart(bert: str) -> None:
+def test_the_two_stages_do_not_share_weights(bert: str) -> None:
     module = make(bert)
     assert isinstance(module, ContextualStep)
     assert isinstance(module.embedder, ContextualEmbedder)
@@ -56,7 +56,7 @@ def test_the_module_is_a_step_of_two_stages_whose_weights_are_apart(bert: str) -
     assert all(torch.equal(one, other) and one is not other for one, other in pairs)
 
 
-def test_the_context_is_a_batchs_own_documents_in_an_order_that_follows_from_the_step(bert: str) -> None:
+def test_the_context_is_the_batchs_own_documents_in_an_order_that_depends_on_the_step(bert: str) -> None:
     batch = batch_of([Record([5, row], [6, row], [[7, row], [8, row]]) for row in range(9, 20)])
     module = make(bert)
     found = [texts(batch, module, step) for step in (0, 0, 1)]
@@ -70,7 +70,7 @@ def test_the_context_is_a_batchs_own_documents_in_an_order_that_follows_from_the
     assert {text[0] for step in range(20) for text in texts(batch, positives, step)} == {6}
 
 
-def test_a_smaller_batch_is_context_as_a_whole_and_null_vectors_fill_the_rest(bert: str) -> None:
+def test_all_documents_of_a_smaller_batch_are_context_and_null_vectors_fill_the_rest(bert: str) -> None:
     batch, module = random_batch(4, 0), make(bert).eval()
     context = module.choose_context(batch, 0)
     assert len(context) == 4
@@ -80,7 +80,7 @@ def test_a_smaller_batch_is_context_as_a_whole_and_null_vectors_fill_the_rest(be
     assert not torch.equal(module.embed(batch.query, vectors).vector_ND, module.embed(batch.query).vector_ND)
 
 
-def test_a_cut_document_keeps_its_beginning_and_a_pooled_token(bert: str) -> None:
+def test_a_truncated_document_keeps_its_beginning_and_a_pooled_token(bert: str) -> None:
     batch = batch_of([Record([5], [6, 7, 8]), Record([5], [9])])
     batch.candidate.pooling_mask_T[0] = False
     module = make(bert, max_length=1)
@@ -90,7 +90,7 @@ def test_a_cut_document_keeps_its_beginning_and_a_pooled_token(bert: str) -> Non
     assert not batch.candidate.pooling_mask_T[0]
 
 
-def test_a_saved_model_reads_as_much_of_a_context_document_as_in_training(bert: str, tmp_path: Path) -> None:
+def test_a_saved_model_truncates_context_documents_as_in_training(bert: str, tmp_path: Path) -> None:
     module = make(bert, max_length=4).eval()
     module.embedder.save_pretrained(tmp_path / "model")
     encoder = Encoder.from_pretrained(str(tmp_path / "model"), device="cpu", precision="float32")
@@ -120,12 +120,12 @@ def test_another_architecture_than_the_initial_models_is_refused(
         ContextSettings(max_length=0)
     make(bert).embedder.save_pretrained(tmp_path / "one")
     settings = ContextSettings(**{**CONTEXT, name: value})
-    with pytest.raises(OptionError, match=rf"model\.context\.{name} must be what .*one was trained with"):
+    with pytest.raises(OptionError, match=rf"model\.context\.{name} must equal that of .*one"):
         CDEModule(BackboneConfig(bert), context=settings, initial_model=str(tmp_path / "one"))
 
 
-def test_eight_pairs_are_learnt_by_heart_and_every_part_is_trained(tmp_path: Path) -> None:
-    # Eight documents leave two places to null vectors.
+def test_eight_pairs_are_overfitted_and_every_part_is_trained(tmp_path: Path) -> None:
+    # Null vectors fill two of the ten slots.
     config = cde_config(tmp_path, num_context=10)
     lines = (tmp_path / "pairs.jsonl").read_text().splitlines()[:8]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
@@ -134,19 +134,19 @@ def test_eight_pairs_are_learnt_by_heart_and_every_part_is_trained(tmp_path: Pat
     start = fit(tmp_path, config, "--trainer.max_steps", "0").model.state_dict()
     config["trainer"] |= {"max_steps": 40}
     cli = fit(tmp_path, config)
-    # Mini-batches are cut by all that the second stage reads.
+    # Mini-batches count all positions of the second stage.
     assert cli.model.read_batch.num_extra_tokens == 10 + CONTEXT["num_soft_prompts"]
     assert cli.trainer.callback_metrics["train/accuracy"] == 1.0
     assert cli.trainer.callback_metrics["train/loss"] < 0.1
     trained = dict(cli.model.named_parameters())
     unchanged = [name for name, value in trained.items() if torch.equal(value, start[name])]
     assert any("first_stage" in name for name in trained)
-    # Positions after the longest text are never read; nothing else stays as it was.
+    # Only the embeddings of unused positions are unchanged.
     assert [name for name in unchanged if "position" not in name] == []
 
 
 @pytest.mark.parametrize(("size", "expected"), [(None, CONTEXT["num_context"]), (3, 3), (0, None)])
-def test_scores_during_training_are_behind_a_context_of_the_folder(
+def test_scores_during_training_use_a_context_of_the_evaluation_folder(
     size: int | None, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results: list[Any] = []
@@ -212,7 +212,7 @@ def test_documents_that_the_first_stage_has_no_positions_for_are_refused_before_
     assert_refused(capsys, tmp_path, says, main, ["fit", "--config", write_config(tmp_path, config)])
 
 
-def test_longer_documents_than_the_first_stage_has_positions_are_cut_where_the_context_has_a_limit(
+def test_documents_longer_than_the_first_stages_positions_are_truncated_to_the_contexts_limit(
     short_bert: str, tmp_path: Path
 ) -> None:
     config = cde_config(tmp_path, max_length=24)
@@ -225,7 +225,7 @@ def test_longer_documents_than_the_first_stage_has_positions_are_cut_where_the_c
 
 
 def test_a_surrogates_vectors_reach_the_loss(tmp_path: Path) -> None:
-    """All pairs have one surrogate vector, so that every candidate is as good as the positive: nothing is learnt."""
+    """With equal surrogate vectors every candidate scores as high as the positive, so the filter removes all."""
     config = cde_config(tmp_path, dropout=0.1)
     data = config["data"]["init_args"]
     (source,) = data["sources"]
@@ -264,7 +264,7 @@ def train(module: CDEModule, batches: list[ContrastiveBatch]) -> list[dict[str, 
 
 
 def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
-    """The stages of which a weight changed."""
+    """The stages with a changed weight."""
     return {
         "first" if name.startswith("embedder.first_stage") else "second"
         for name in before
@@ -282,17 +282,17 @@ def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
         ({"frozen_steps": 3}, ["second", "second", "second", "both"]),
     ],
 )
-def test_each_step_moves_the_stages_of_its_phase_and_no_weight_of_the_other(
+def test_each_step_changes_only_the_stages_of_its_phase(
     training: dict[str, Any], expected: list[str], bert: str
 ) -> None:
-    """Weight decay and the optimiser's momentum move nothing either."""
+    """Weight decay and momentum must not change a frozen stage either."""
     states = train(staged(bert, **training), [random_batch(8, 1, seed=step) for step in range(4)])
     found = [moved(before, after) for before, after in pairwise(states)]
     assert found == [{"first", "second"} if stage == "both" else {stage} for stage in expected]
 
 
-def test_the_factor_acts_on_the_groups_of_the_first_stage_alone(bert: str) -> None:
-    # The paper's training has the groups of any module.
+def test_the_factor_applies_to_the_groups_of_the_first_stage_only(bert: str) -> None:
+    # The default training has no separate group for the first stage.
     assert [group.get("part") for group in staged(bert)._make_optimizer().param_groups] == [None, None]
     module = staged(bert, rate=2.0, learning_rate_factor=0.25, word_steps=20, frozen_steps=5)
     module._schedule = Schedule(warmup_steps=10, decay="linear")
@@ -318,8 +318,8 @@ def test_the_factor_acts_on_the_groups_of_the_first_stage_alone(bert: str) -> No
         assert rates(step)[2] == rates(step)[3] == pytest.approx(0.25 * rates(step)[0])
 
 
-def test_a_word_step_is_the_mean_over_all_texts_as_the_first_stage_reads_them(bert: str) -> None:
-    """Against each text by itself, cut as a context document is."""
+def test_a_word_step_is_the_mean_over_all_truncated_texts(bert: str) -> None:
+    """Against a loop over single texts that are truncated like context documents."""
     module, batch = staged(bert, word_steps=1, frozen_steps=None), random_batch(3, 1)
     module.context = ContextSettings(**CONTEXT, max_length=5)
     found = gradient_of_a_step(module, batch)
@@ -343,7 +343,7 @@ def test_a_word_step_is_the_mean_over_all_texts_as_the_first_stage_reads_them(be
 
 
 def gradient_of_a_step(module: CDEModule, batch: ContrastiveBatch) -> dict[str, Tensor]:
-    """The gradients that the optimiser sees at the first step."""
+    """The gradients before the first optimiser step."""
     seen: dict[str, Tensor] = {}
 
     class Seen(L.Callback):
@@ -394,11 +394,11 @@ def test_gradcache_embeds_a_frozen_first_stage_once_and_without_a_graph(
             assert sum(count for count, has_graph in seen if has_graph) == 6
 
 
-def test_a_run_resumed_at_any_boundary_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_resumed_within_and_between_phases_ends_with_the_same_bits(tmp_path: Path) -> None:
     config = cde_config(tmp_path, dropout=0.1)
     config["model"]["init_args"]["first_stage_training"] = ALL_PHASES
     config["trainer"] |= {"callbacks": [CACHE], "max_steps": 6}
-    assert differences_after_resuming(tmp_path, config, 1, 2, 3, 4, 5) == {}
+    assert differences_after_resuming(tmp_path, config, 1, 2, 4) == {}
 
 
 def test_the_spread_is_one_minus_the_mean_cosine_of_all_pairs() -> None:
@@ -422,7 +422,7 @@ def test_spread_and_sensitivity_are_logged_and_change_nothing(tmp_path: Path, mo
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
 
 
-def test_the_sensitivity_is_one_minus_the_mean_cosine_behind_two_contexts(bert: str) -> None:
+def test_the_sensitivity_is_one_minus_the_mean_cosine_with_two_contexts(bert: str) -> None:
     module, batch = staged(bert).eval(), random_batch(11, 0)
     own, other = (torch.randn(6, 32, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     found = module._sensitivity(batch, own, other)
@@ -435,14 +435,14 @@ def test_the_sensitivity_is_one_minus_the_mean_cosine_behind_two_contexts(bert: 
     assert module._sensitivity(batch, own, own).item() == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_dead_context_is_told_once_with_what_to_do(
+def test_a_collapsed_context_is_warned_about_once(
     bert: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("embeddings.modules.cde.MEASURED_EVERY", 1)
     batches = [random_batch(8, 1, seed=step) for step in range(3)]
     module = staged(bert, rate=1e-5)
     train(module, batches)
-    assert "died" not in caplog.text
+    assert "has collapsed" not in caplog.text
     for parameter in module.embedder.first_stage.projection[2].parameters():
         torch.nn.init.ones_(parameter)
     torch.nn.init.zeros_(module.embedder.first_stage.projection[2].weight)
@@ -451,7 +451,7 @@ def test_a_dead_context_is_told_once_with_what_to_do(
     assert "model.first_stage_training={word_steps: N, frozen_steps: null}" in caplog.text
 
 
-def test_a_context_that_collapses_under_the_contrastive_loss_stays_apart_behind_words_and_a_freeze(bert: str) -> None:
+def test_word_steps_and_freezing_prevent_the_collapse_of_the_context(bert: str) -> None:
     spreads = []
     for training in ({}, {"word_steps": 40, "frozen_steps": None}):
         module = staged(bert, rate=3e-3, **training)
@@ -469,15 +469,15 @@ def test_a_context_that_collapses_under_the_contrastive_loss_stays_apart_behind_
         ({"word_steps": -1}, "word_steps must be >= 0"),
         ({"frozen_steps": -1}, "frozen_steps must be >= 0"),
         ({"learning_rate_factor": 0.0}, "learning_rate_factor must be > 0 and finite, got 0.0; frozen_steps: null"),
-        ({"frozen_steps": None, "learning_rate_factor": 0.1}, "applies to no step where the first stage is"),
+        ({"frozen_steps": None, "learning_rate_factor": 0.1}, "has no effect if the first stage is"),
     ],
 )
-def test_impossible_settings_are_refused(training: dict[str, Any], says: str) -> None:
+def test_invalid_first_stage_training_is_refused(training: dict[str, Any], says: str) -> None:
     with pytest.raises(OptionError, match=says):
         FirstStageTraining(**training)
 
 
-def test_word_steps_that_leave_no_contrastive_ones_are_refused(tmp_path: Path) -> None:
+def test_word_steps_without_contrastive_steps_are_refused(tmp_path: Path) -> None:
     config = cde_config(tmp_path)
     config["model"]["init_args"]["first_stage_training"] = {"word_steps": 3}
     with pytest.raises(OptionError, match="must leave more than the schedule's warm-up of the run's 4 optimiser steps"):

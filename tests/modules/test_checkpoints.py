@@ -1,4 +1,4 @@
-"""Checkpoints of every kind of run, what loads of them, and Lightning's own callbacks around our modules."""
+"""Checkpoints: resuming, loading, omitted weights, and Lightning's callbacks with our modules."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +30,7 @@ from tests.reliability.kills import CLOCK, differences
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The dirpath has changed",
     "ignore:Checkpoint directory",
-    # Advice on layers that are sharded as they are made; these are made before, and not sharded.
+    # Advice for sharded layers; these are not sharded.
     "ignore:You're using the WeightAveraging callback with a model that overrides",
     "ignore:SWA is currently only supported every epoch",
 )
@@ -50,7 +50,7 @@ class Line(BaseModule):
 
 
 class Weights(L.Callback):
-    """Keeps the weights of before the first step and of after each."""
+    """Stores the weights before the first step and after each step."""
 
     def __init__(self) -> None:
         self.seen = []
@@ -63,10 +63,10 @@ class Weights(L.Callback):
 
 
 def changes(folder: Path, config: dict[str, Any], batch: int) -> list[bool]:
-    """Whether each batch of a run changed the weights, where one batch's gradient is infinite."""
+    """Whether each batch of a run changed the weights, if the gradient of `batch` is infinite."""
     poison = component("tests.helpers.poison.PoisonBackward", rank=0, batch=batch)
     config["trainer"]["callbacks"] += [poison, component(f"{__name__}.Weights")]
-    # The first update is of a learning rate that is not zero.
+    # The learning rate of the first update must not be zero.
     config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
     trainer = fit(folder, config).trainer
     seen = next(callback.seen for callback in trainer.callbacks if isinstance(callback, Weights))
@@ -74,12 +74,12 @@ def changes(folder: Path, config: dict[str, Any], batch: int) -> list[bool]:
     return [any(not torch.equal(old[name], new[name]) for name in old) for old, new in pairwise(seen)]
 
 
-def test_the_loss_scaler_of_float16_leaves_out_an_update_by_a_gradient_that_is_no_number(tmp_path: Path) -> None:
+def test_the_float16_loss_scaler_skips_an_update_with_an_infinite_gradient(tmp_path: Path) -> None:
     assert changes(tmp_path, float16_on_cpu(run_config(tmp_path)), batch=1) == [True, False, True, True]
 
 
 @pytest.mark.parametrize("callbacks", [[], [CACHE]])
-def test_a_gradient_that_is_no_number_in_one_of_several_accumulated_batches_stops_the_run(
+def test_an_infinite_gradient_in_an_accumulated_batch_stops_the_run(
     callbacks: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     config = run_config(tmp_path)
@@ -89,7 +89,7 @@ def test_a_gradient_that_is_no_number_in_one_of_several_accumulated_batches_stop
 
 
 class SavesAfter(L.Callback):
-    """Writes `cut-N.ckpt` after N batches, for each given N, and `whole.ckpt` when the run ends."""
+    """Writes `cut-N.ckpt` after N batches, for each N in `after`, and `whole.ckpt` when the run ends."""
 
     def __init__(self, folder: str, after: list[int]) -> None:
         self.folder, self.after = Path(folder), after
@@ -104,7 +104,7 @@ class SavesAfter(L.Callback):
 
 
 def differences_after_resuming(folder: Path, config: dict[str, Any], *after: int) -> dict[int, list[str]]:
-    """Where runs that are resumed from checkpoints after so many batches differ from the run that wrote them."""
+    """Differences between the full run and runs resumed from its checkpoints after these numbers of batches."""
 
     def run(*words: str, after: tuple[int, ...] = ()) -> dict[str, Any]:
         saving = component(f"{__name__}.SavesAfter", folder=str(folder), after=[*after])
@@ -123,7 +123,7 @@ def differences_after_resuming(folder: Path, config: dict[str, Any], *after: int
 
 
 def test_a_run_stopped_within_an_accumulation_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    """In a middle and an epoch's last, shorter accumulation, and in the second epoch."""
+    """In a full accumulation, in an epoch's shorter last one, and in the second epoch."""
     config = moe_config(tmp_path)
     config["trainer"] |= {"accumulate_grad_batches": 3, "max_steps": 6, "callbacks": [CACHE]}
     assert differences_after_resuming(tmp_path, config, 4, 7, 10) == {}
@@ -160,7 +160,7 @@ def test_layers_are_compiled_only_where_there_is_a_compiler(tmp_path: Path, monk
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_a_compiled_run_goes_on_and_is_exported_as_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_run_resumes_and_exports_like_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers_module, "_COMPILER", {"backend": "aot_eager"})
     config = run_config(tmp_path)
     keep = {"dirpath": str(tmp_path / "run" / "kept"), "every_n_train_steps": 2, "save_last": True, "save_top_k": 0}
@@ -178,7 +178,7 @@ def test_a_compiled_run_goes_on_and_is_exported_as_a_plain_one(tmp_path: Path, m
         torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=1e-5)
 
 
-def test_a_checkpoint_of_lora_leaves_the_frozen_base_out_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_checkpoint_of_lora_omits_the_frozen_base_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     config = run_config(tmp_path, "mistral", dropout=0.1)
     assert differences_after_resuming(tmp_path, config, 2) == {}
     content = read_checkpoint(tmp_path / "whole.ckpt")
@@ -193,7 +193,7 @@ def test_a_checkpoint_of_lora_leaves_the_frozen_base_out_and_resumes_to_the_same
     assert trained <= content["state_dict"].keys()
 
 
-def test_a_language_model_with_lora_leaves_it_out_too(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_language_model_with_lora_omits_the_base_too(tmp_path: Path) -> None:
     config = language_config(tmp_path, "mntp", lora={"rank": 4})
     config["trainer"]["max_steps"] = 4
     assert differences_after_resuming(tmp_path, config, 2) == {}
@@ -229,7 +229,7 @@ def test_a_base_of_other_weights_is_refused_in_one_line(tmp_path: Path, capsys: 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_that_holds_everything_loads_as_well(tmp_path: Path) -> None:
+def test_a_checkpoint_with_all_weights_is_loaded_too(tmp_path: Path) -> None:
     config, checkpoint = stopped_run(tmp_path)
     content = read_checkpoint(checkpoint)
     whole = NVEmbedModule.load_from_checkpoint(checkpoint).state_dict()
@@ -248,14 +248,14 @@ def test_a_module_is_loaded_by_the_config_in_its_checkpoint_or_by_its_arguments(
     assert isinstance(module, NVEmbedModule)
     backbone = BackboneConfig(**config["model"]["init_args"]["backbone"])
     options = {"backbone": backbone, "pooling": type(module.embedder.pooling), "lora": None}
-    with pytest.raises(InputError, match="its content does not fit its config"):
+    with pytest.raises(InputError, match="its content does not match its config"):
         NVEmbedModule.load_from_checkpoint(checkpoint, **options)
-    with pytest.raises(InputError, match=r"holds a NVEmbedModule, not a MGHCurriculumModule; call NVEmbedModule\.load"):
+    with pytest.raises(InputError, match=r"contains a NVEmbedModule, not a MGHCurriculumModule; call NVEmbedModule"):
         MGHCurriculumModule.load_from_checkpoint(checkpoint)
     content = read_checkpoint(checkpoint)
     del content["run_config"]
     path = save(content, tmp_path / "bare.ckpt")
-    with pytest.raises(InputError, match="holds no run_config; give one that `fit`"):
+    with pytest.raises(InputError, match="contains no run_config; use one that `fit`"):
         NVEmbedModule.load_from_checkpoint(path)
     line = Line()
     line.layer.weight.data.fill_(3.0)
@@ -271,11 +271,11 @@ def test_a_module_is_loaded_by_the_config_in_its_checkpoint_or_by_its_arguments(
         (component("embeddings.modules.NVEmbedModule"), "backbone"),
     ],
 )
-def test_a_config_that_makes_no_module_is_one_line(model, says):
+def test_an_invalid_config_in_a_checkpoint_is_a_one_line_error(model, says):
     with pytest.raises(InputError) as caught:
         configured_module({"run_config": {"model": model}}, "x.ckpt", explain=reason)
     line = str(caught.value)
-    assert line.startswith("x.ckpt: its config makes no model: ")
+    assert line.startswith("x.ckpt: its config is invalid: ")
     assert says in line
     assert len(line) <= 200
     assert "\n" not in line
@@ -312,7 +312,7 @@ def test_stochastic_weight_averaging_runs_and_is_saved(tmp_path: Path) -> None:
     assert counts == {1, 2, 3}
 
 
-def test_a_found_learning_rate_is_the_peak_of_the_schedule(tmp_path: Path) -> None:
+def test_the_rate_of_the_learning_rate_finder_is_the_peak_of_the_schedule(tmp_path: Path) -> None:
     config = with_callback(tmp_path, "LearningRateFinder", num_training_steps=20, max_lr=0.1, early_stop_threshold=None)
     trainer = fit(tmp_path, config).trainer
     finder = next(one for one in trainer.callbacks if type(one).__name__ == "LearningRateFinder")
@@ -322,7 +322,7 @@ def test_a_found_learning_rate_is_the_peak_of_the_schedule(tmp_path: Path) -> No
     assert trainer.lr_scheduler_configs[0].scheduler.base_lrs == [found, found]
 
 
-def test_a_found_batch_size_is_that_of_the_plan(tmp_path: Path) -> None:
+def test_the_size_of_the_batch_size_finder_is_used_by_the_data(tmp_path: Path) -> None:
     config = with_callback(tmp_path, "BatchSizeFinder", max_trials=3, steps_per_trial=1, init_val=3)
     cli = fit(tmp_path, config)
     assert cli.datamodule.batch_size == 12

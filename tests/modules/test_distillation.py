@@ -1,4 +1,4 @@
-"""Frozen teachers of states and of vectors: plain steps, GradCache, two ranks, whole runs; LoRA that keeps zeros."""
+"""Frozen teachers of states and of vectors: plain steps, GradCache, two ranks, full runs; zero-keeping LoRA."""
 
 import csv
 from dataclasses import replace
@@ -87,7 +87,7 @@ def test_the_distillation_is_the_papers_sum(bert: str) -> None:
     torch.testing.assert_close(found.loss, found.terms["contrastive"] + 0.3 * expected, rtol=1e-10, atol=0)
 
 
-def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path: Path) -> None:
+def test_a_student_equal_to_its_teacher_has_no_divergence(tmp_path: Path) -> None:
     teacher = latent_teacher()
     teacher.save_pretrained(tmp_path / "teacher")
     pooling = partial(LatentAttentionPooling, num_latents=4, num_heads=2, head_dim=8)
@@ -118,7 +118,7 @@ def test_gradcache_gives_the_gradient_of_the_plain_step(engine: GradCache, width
 
 
 def errors(module: NVEmbedModule, own: ContrastiveBatch, expected: Tensor) -> dict[str, float]:
-    """How far the mean of the ranks' gradients is from the expected one."""
+    """Relative errors of the ranks' mean gradient."""
     results = {}
     for name, engine in ENGINES.items():
         module.zero_grad()
@@ -132,7 +132,7 @@ def errors(module: NVEmbedModule, own: ContrastiveBatch, expected: Tensor) -> di
 def errors_of_states(rank: int) -> dict[str, float]:
     folder, records = str(Path.cwd() / "bert"), random_records(8, 1, seed=5)
     reference = student(folder, gather_across_devices=False)
-    # Sums are of this rank alone.
+    # The reference sums over one rank only.
     with patch("embeddings.modules.distillation.sum_over_ranks", lambda value: value):
         plain_step(reference, batch_of(records)).loss.backward()
     return errors(student(folder), batch_of(records[4 * rank : 4 * rank + 4]), gradient_vector(reference))
@@ -141,43 +141,43 @@ def errors_of_states(rank: int) -> dict[str, float]:
 def errors_of_vectors(rank: int) -> dict[str, float]:
     folder, records, teacher = str(Path.cwd() / "bert"), random_records(8, 1, seed=5), teacher_of("mistral").double()
     reference = module_of(folder, SimilarityDistillation(gather_across_devices=False))
-    plain_step(reference, taught_by_hand(teacher, batch_of(records))).loss.backward()
-    own = read_by_teacher(batch_of(records[4 * rank : 4 * rank + 4]))
+    plain_step(reference, with_precomputed_vectors(teacher, batch_of(records))).loss.backward()
+    own = with_teacher_tokens(batch_of(records[4 * rank : 4 * rank + 4]))
     module = module_of(folder, SimilarityDistillation(teacher="given"), teacher)
     return errors(module, own, gradient_vector(reference))
 
 
-@pytest.mark.parametrize(("errors_on_two_ranks", "most"), [(errors_of_states, 1e-12), (errors_of_vectors, 1e-6)])
+@pytest.mark.parametrize(("errors_on_two_ranks", "maximum"), [(errors_of_states, 1e-12), (errors_of_vectors, 1e-6)])
 def test_two_ranks_give_the_gradient_of_one_process(
-    errors_on_two_ranks: Any, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    errors_on_two_ranks: Any, maximum: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     backbone_folder(tmp_path / "bert")
     for found in run_on_two_ranks(errors_on_two_ranks):
         assert found.keys() == ENGINES.keys()
-        assert max(found.values()) <= most, found
+        assert max(found.values()) <= maximum, found
 
 
-def test_layers_are_spread_over_a_deeper_teacher_or_asked_for() -> None:
+def test_layers_are_spread_over_the_teachers_or_chosen() -> None:
     assert layer_pairs(3, 6, None) == [(1, 1), (2, 3)]
     assert layer_pairs(6, 3, None) == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)]
     assert layer_pairs(4, 4, None) == [(1, 1), (2, 2), (3, 3)]
     assert layer_pairs(3, 6, [(2, 5)]) == [(2, 5)]
-    with pytest.raises(OptionError, match=r"layers must lie within the student's 3 layers and the teacher's 6"):
+    with pytest.raises(OptionError, match=r"layers must be within the student's 3 layers and the teacher's 6"):
         layer_pairs(3, 6, [(2, 7)])
 
 
 def test_a_teacher_that_does_not_fit_is_refused(bert: str) -> None:
     module = student(bert)
-    with pytest.raises(OptionError, match=r"width 48, and the student's become 32 wide.*teacher_width: 48"):
+    with pytest.raises(OptionError, match=r"width 48, but the student's have width 32.*teacher_width: 48"):
         LayerTeacher(SETTINGS, module.embedder, latent_teacher(48))
     other = latent_teacher()
     other.tokenizer.add_tokens("zebra")
-    with pytest.raises(OptionError, match="has another tokenizer"):
+    with pytest.raises(OptionError, match="must have the student's tokenizer"):
         LayerTeacher(SETTINGS, module.embedder, other)
 
 
-def test_a_run_follows_its_teacher_and_leaves_it_out_of_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_distils_its_teacher_and_its_checkpoint_omits_it(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     teacher = Embedder(tiny_bert(seed=7), wordpiece_tokenizer(), MeanPooling(32))
     teacher.save_pretrained(tmp_path / "teacher")
@@ -189,7 +189,7 @@ def test_a_run_follows_its_teacher_and_leaves_it_out_of_its_checkpoint(tmp_path:
     torch.testing.assert_close(metrics["train/loss"], loss)
     assert not any("teacher" in name for name in run.model.state_dict())
     run.trainer.save_checkpoint(tmp_path / "run.ckpt")
-    # Exporting or resuming does not need the teacher before a run starts.
+    # Loading a checkpoint does not need the teacher.
     (tmp_path / "teacher").rename(tmp_path / "gone")
     loaded = NVEmbedModule.load_from_checkpoint(tmp_path / "run.ckpt")
     assert all(map(torch.equal, loaded.parameters(), run.model.parameters()))
@@ -209,7 +209,7 @@ def zeros(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("make", [tiny_bert, tiny_mistral])
-def test_lora_that_keeps_zeros_trains_the_model_that_it_merges_into(make: Any) -> None:
+def test_zero_keeping_lora_computes_the_merged_model(make: Any) -> None:
     base: Any = sparse(make().double())
     before = zeros(base)
     adapted = add_lora(base, LoraSettings(rank=4, dropout=0.0, keep_zeros=True)).double()
@@ -219,7 +219,8 @@ def test_lora_that_keeps_zeros_trains_the_model_that_it_merges_into(make: Any) -
             nn.init.normal_(weight, std=0.1)
     ids_NL = torch.randint(5, 90, (3, 7))
     found = adapted(input_ids=ids_NL).last_hidden_state
-    found.sum().backward()
+    found[..., 0].sum().backward()
+    assert all(weight.grad.any() for name, weight in adapted.named_parameters() if "lora_" in name)
     written = merged_state_dict(adapted)
     merged = merge_lora(adapted)
     for name, is_zero in zeros(merged).items():
@@ -228,26 +229,7 @@ def test_lora_that_keeps_zeros_trains_the_model_that_it_merges_into(make: Any) -
     torch.testing.assert_close(merged(input_ids=ids_NL).last_hidden_state, found, rtol=1e-10, atol=1e-10)
 
 
-def test_lora_that_keeps_zeros_has_the_gradient_of_the_masked_product() -> None:
-    base = sparse(nn.Sequential(nn.Linear(8, 12)).double())
-    from peft import LoraConfig, get_peft_model
-
-    from embeddings.models.lora import _zero_keeping_linear
-
-    config = LoraConfig(r=2, lora_alpha=6, target_modules=["0"], init_lora_weights=False)
-    config._register_custom_module({nn.Linear: _zero_keeping_linear()})
-    layer: Any = get_peft_model(base, config).double().base_model.model[0]
-    state_NH = torch.randn(5, 8, dtype=torch.float64)
-    layer(state_NH).square().sum().backward()
-    low, high = (getattr(layer, name)["default"].weight for name in ("lora_A", "lora_B"))
-    a, b = (weight.detach().clone().requires_grad_() for weight in (low, high))
-    weight = layer.base_layer.weight + (layer.base_layer.weight != 0) * 3 * (b @ a)
-    nn.functional.linear(state_NH, weight, layer.base_layer.bias).square().sum().backward()
-    torch.testing.assert_close(low.grad, a.grad)
-    torch.testing.assert_close(high.grad, b.grad)
-
-
-def test_a_pruned_model_trained_with_lora_is_written_as_sparse_as_it_was(tmp_path: Path) -> None:
+def test_a_pruned_model_trained_with_zero_keeping_lora_stays_sparse(tmp_path: Path) -> None:
     config = run_config(tmp_path, "mistral")
     folder = Path(config["model"]["init_args"]["backbone"]["name"])
     model: Any = sparse(tiny_mistral())
@@ -291,26 +273,26 @@ def module_of(folder: str, loss: Distillation, teacher: Embedder | None = None) 
     return module
 
 
-def read_by_teacher(batch: ContrastiveBatch) -> ContrastiveBatch:
-    """The batch for a teacher that has the student's tokens."""
+def with_teacher_tokens(batch: ContrastiveBatch) -> ContrastiveBatch:
+    """The batch for a teacher with the student's tokens."""
     return replace(batch, teacher_query=batch.query, teacher_candidate=batch.candidate)
 
 
 @torch.no_grad()
 def vectors_by_hand(teacher: Embedder, tokens: TokenBatch) -> Tensor:
-    """The mean state of each text, read alone, of unit length."""
+    """The normalised mean state of each text, embedded alone."""
     texts, backbone = tokens.input_ids_T.split(tokens.lengths_N.tolist()), teacher.backbone
     return torch.cat([F.normalize(backbone(ids_L[None]).last_hidden_state.mean(1), dim=1) for ids_L in texts])
 
 
-def taught_by_hand(teacher: Embedder, batch: ContrastiveBatch) -> ContrastiveBatch:
+def with_precomputed_vectors(teacher: Embedder, batch: ContrastiveBatch) -> ContrastiveBatch:
     query_BS, candidate_CS = (vectors_by_hand(teacher, tokens) for tokens in (batch.query, batch.candidate))
     return replace(batch, surrogate_query_BS=query_BS, surrogate_candidate_CS=candidate_CS)
 
 
 @pytest.mark.parametrize("mini_batch_tokens", [8192, 10])
 @pytest.mark.parametrize("kind", ["bert", "mistral"])
-def test_vectors_of_a_batch_are_those_of_each_text_alone(
+def test_a_teachers_vectors_of_a_batch_equal_those_of_single_texts(
     kind: str, mini_batch_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distillation, "MINI_BATCH_TOKENS", mini_batch_tokens)
@@ -318,8 +300,8 @@ def test_vectors_of_a_batch_are_those_of_each_text_alone(
     teacher, batch = VectorTeacher("given", embedder), random_batch(5, 2)
     assert not embedder.training
     with pytest.raises(OptionError, match="train with an EmbeddingDataModule"):
-        teacher.taught(batch)
-    found, expected = teacher.taught(read_by_teacher(batch)), taught_by_hand(embedder, batch)
+        teacher.with_vectors(batch)
+    found, expected = teacher.with_vectors(with_teacher_tokens(batch)), with_precomputed_vectors(embedder, batch)
     for name in ("surrogate_query_BS", "surrogate_candidate_CS"):
         assert not getattr(found, name).requires_grad
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-10, atol=1e-12)
@@ -327,12 +309,12 @@ def test_vectors_of_a_batch_are_those_of_each_text_alone(
 
 @pytest.mark.parametrize("kind", ["bert", "mistral"])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_loss_and_gradient_are_those_of_vectors_made_by_hand(
+def test_loss_and_gradient_equal_those_with_precomputed_vectors(
     loss: type[Distillation], kind: str, bert: str, mistral: str
 ) -> None:
     """In the plain step and under GradCache."""
     teacher, batch = teacher_of("mistral").double(), random_batch(6, 2)
-    by_hand, options = taught_by_hand(teacher, batch), {"temperature": 0.1, "alpha": 0.7}
+    by_hand, options = with_precomputed_vectors(teacher, batch), {"temperature": 0.1, "alpha": 0.7}
     folder = bert if kind == "bert" else mistral
     reference = module_of(folder, loss(**options))
     expected = plain_step(reference, by_hand)
@@ -346,16 +328,16 @@ def test_loss_and_gradient_are_those_of_vectors_made_by_hand(
     for engine in (None, *ENGINES.values()):
         module.zero_grad()
         if engine is None:
-            found = plain_step(module, read_by_teacher(batch))
+            found = plain_step(module, with_teacher_tokens(batch))
             found.loss.backward()
         else:
-            found = engine.step(module, read_by_teacher(batch))
+            found = engine.step(module, with_teacher_tokens(batch))
         torch.testing.assert_close(found.loss.detach(), expected.loss.detach(), rtol=1e-6, atol=0)
         assert relative_error(gradient_vector(module), gradient_vector(reference)) <= 1e-6
 
 
-def taught_config(folder: Path, kind: str, student: str = "bert", **loss: Any) -> dict[str, Any]:
-    """A run that follows a teacher, which is written to `folder`."""
+def config_with_teacher(folder: Path, kind: str, student: str = "bert", **loss: Any) -> dict[str, Any]:
+    """A run with a teacher, which is written to `folder`."""
     config = run_config(folder, student)
     teacher_of(kind).save_pretrained(folder / "teacher")
     options = {"temperature": 0.1, "teacher": str(folder / "teacher"), **loss}
@@ -373,11 +355,11 @@ def steps_of(run: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("student", "kind", "callbacks"), [("bert", "mistral", []), ("bert", "bert", [CACHE]), ("mistral", "bert", [CACHE])]
 )
-def test_a_run_is_that_of_vectors_made_before_it(
+def test_a_run_with_a_teacher_equals_one_with_precomputed_vectors(
     student: str, kind: str, callbacks: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """The teacher reads its own prompts and lengths, as the jobs that make vectors do, and may have its own tokens."""
-    config = taught_config(tmp_path, kind, student)
+    """The teacher uses its own prompts, lengths and tokenizer, like the jobs that precompute vectors."""
+    config = config_with_teacher(tmp_path, kind, student)
     config["trainer"]["callbacks"] = callbacks
     live = steps_of(fit(tmp_path, config))
     data = config["data"]["init_args"]
@@ -393,19 +375,21 @@ def test_a_run_is_that_of_vectors_made_before_it(
     assert live == pytest.approx(before, rel=1e-6)
 
 
-def test_a_run_resumes_to_the_same_bits_and_its_checkpoint_leaves_the_teacher_out(tmp_path: Path) -> None:
-    config = taught_config(tmp_path, "mistral")
+def test_a_run_with_a_teacher_resumes_to_the_same_bits_and_its_checkpoint_omits_it(tmp_path: Path) -> None:
+    config = config_with_teacher(tmp_path, "mistral")
     config["trainer"]["callbacks"] = [CACHE]
     assert differences_after_resuming(tmp_path, config, 2) == {}
-    # Exporting needs no teacher.
+    # Loading does not need the teacher.
     (tmp_path / "teacher").rename(tmp_path / "gone")
     module = NVEmbedModule.load_from_checkpoint(tmp_path / "whole.ckpt")
     assert module.loss.teacher == str(tmp_path / "teacher")
     assert not any("teacher" in name for name in module.state_dict())
 
 
-def test_a_rank_that_checks_nothing_has_its_teacher_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning prepares data, and so checks the run, on the first rank of a machine."""
+def test_a_rank_that_does_not_check_the_run_loads_its_teacher_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`prepare_data`, which checks the run, is called on the first rank of a machine only."""
     monkeypatch.setattr(ContrastiveModule, "prepare_data", lambda self: None)
     teacher_of("bert").save_pretrained(tmp_path / "teacher")
     config = run_config(tmp_path)["data"]["init_args"]
@@ -417,7 +401,7 @@ def test_a_rank_that_checks_nothing_has_its_teacher_too(tmp_path: Path, monkeypa
     assert trainer.callback_metrics["train/distillation"] > 0
 
 
-def test_a_contextual_student_follows_a_teacher(tmp_path: Path) -> None:
+def test_a_contextual_student_has_a_teacher(tmp_path: Path) -> None:
     config, teacher = cde_config(tmp_path), str(tmp_path / "teacher")
     teacher_of("mistral").save_pretrained(teacher)
     config["model"]["init_args"]["loss"] = component("embeddings.losses.SimilarityDistillation", teacher=teacher)
@@ -425,8 +409,8 @@ def test_a_contextual_student_follows_a_teacher(tmp_path: Path) -> None:
     assert fit(tmp_path, config).trainer.callback_metrics["train/distillation"] > 0
 
 
-def test_a_teacher_that_cannot_be_followed_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = taught_config(tmp_path, "bert")
+def test_a_missing_teacher_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_with_teacher(tmp_path, "bert")
     (tmp_path / "teacher").rename(tmp_path / "gone")
     says = f"{tmp_path / 'teacher'}: is not a directory"
     assert_refused(capsys, tmp_path, says, main, ["fit", "--config", write_config(tmp_path, config)])
@@ -436,8 +420,8 @@ def test_two_teachers_are_refused() -> None:
     for loss in (SimilarityDistillation(teacher="a"), MarginMSE(teacher="a")):
         for has_scores in (None, False):
             loss.check_teacher(False, has_scores)
-        with pytest.raises(OptionError, match=r"model\.loss\.teacher cannot be followed .* has surrogate_vectors.*'a'"):
+        with pytest.raises(OptionError, match=r"model\.loss\.teacher cannot be combined .* has surrogate_vectors.*'a'"):
             loss.check_teacher(True, None)
-    with pytest.raises(OptionError, match="cannot be followed where a source has `scores`"):
+    with pytest.raises(OptionError, match="cannot be combined with a source that has `scores`"):
         MarginMSE(teacher="a").check_teacher(False, True)
     SimilarityDistillation(teacher="a", false_negative_filter=SurrogateFilter()).check_teacher(False, True)

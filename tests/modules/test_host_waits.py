@@ -1,4 +1,4 @@
-"""What the host asks of a device in one step of every method, against the table of the documentation."""
+"""Synchronisations of host and device in one step of every method, against the table in the documentation."""
 
 from functools import partial
 from pathlib import Path
@@ -16,29 +16,27 @@ from tests.helpers.waits import PretendedDevice, as_on_device, declared, of_host
 from tests.strategies import fits
 
 METHODS = ["nv-embed", "mgh", "moe", "cde", "cde, words", "language model"]
-# What crosses to the device does so from page-locked memory, and nothing waits for it.
+# The only function that copies to the device: from page-locked memory, without synchronisation.
 MOVED = "common/types.py moved"
 
 
 class CountedStep(L.Callback):
-    """Watches the third step: what happens in the first two alone does not count."""
+    """Counts synchronisations of the third step; the first two include initialisation."""
 
     def __init__(self) -> None:
         self.device = PretendedDevice()
         self.forwards = 0
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Begin."""
         if trainer.global_step == 2:
             models = [part for part in pl_module.modules() if isinstance(part, PreTrainedModel)]
-            # A model with a head has another inside.
+            # Only the innermost model: a model with a head contains another.
             for model in models:
                 if sum(isinstance(part, PreTrainedModel) for part in model.modules()) == 1:
                     model.register_forward_hook(self._count)
             self.device.__enter__()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """End."""
         if trainer.global_step == 3:
             self.device.__exit__(None, None, None)
 
@@ -68,7 +66,7 @@ def counted_step(method: str, cached: bool, folder: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("cached", [False, True], ids=["plain", "gradcache"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-def test_a_step_waits_for_a_device_where_the_table_says(
+def test_a_step_synchronises_with_the_device_only_where_documented(
     method: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if cached and method == "language model":

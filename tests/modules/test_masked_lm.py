@@ -58,7 +58,7 @@ def test_a_short_run_lowers_the_loss_and_logs_training_and_validation(objective:
     losses = logged(cli, "train/loss")
     assert len(losses) == 12
     vocabulary = cli.model.language_model.vocab_size
-    # A model that knows nothing has the logarithm of the vocabulary's size.
+    # An untrained model's loss is the log of the vocabulary size.
     assert losses[0] == pytest.approx(math.log(vocabulary), rel=0.1)
     assert losses[-1] < 0.75 * losses[0]
     for stage, count in (("train", 12), ("val", 2)):
@@ -68,13 +68,13 @@ def test_a_short_run_lowers_the_loss_and_logs_training_and_validation(objective:
         assert all(0 <= value <= 1 for value in logged(cli, f"{stage}/accuracy"))
     val = logged(cli, "val/loss")
     assert val[1] < val[0] < losses[0]
-    # By the steps that were made, as scores are: training logs the number of the step that is being made.
+    # Validation is logged at the number of completed steps, training at the index of the step.
     curves = read_curves(Path(cli.trainer.log_dir))
     assert [curves[f"val/{name}"][0] for name in ("loss", "perplexity", "accuracy")] == [[6, 12]] * 3
     assert curves["train/loss"][0] == list(range(12))
 
 
-def test_a_run_without_validation_sources_validates_nothing_and_warns_of_nothing(tmp_path: Path) -> None:
+def test_a_run_without_validation_sources_does_not_validate_or_warn(tmp_path: Path) -> None:
     config = language_config(tmp_path, "mlm")
     del config["data"]["init_args"]["validation_sources"]
     config["trainer"] |= {"max_steps": 2, "val_check_interval": 1, "check_val_every_n_epoch": None}
@@ -83,7 +83,7 @@ def test_a_run_without_validation_sources_validates_nothing_and_warns_of_nothing
     assert logged(cli, "val/loss") == []
 
 
-def test_lora_leaves_the_models_own_weights_alone_and_its_export_starts_an_embedder(tmp_path: Path) -> None:
+def test_lora_does_not_change_the_base_and_its_export_is_an_initial_model(tmp_path: Path) -> None:
     config = language_config(tmp_path, "mntp", lora={"rank": 4, "alpha": 8, "dropout": 0.1})
     config["trainer"]["callbacks"] = [component("ExportLanguageModel", output=str(tmp_path / "mntp"))]
     cli = fit(tmp_path, config)
@@ -102,7 +102,7 @@ def test_lora_leaves_the_models_own_weights_alone_and_its_export_starts_an_embed
         trained = cli.model.language_model.eval()(ids_NL, torch.zeros_like(ids_NL), False, False)
         found = module.embedder.backbone.eval()(input_ids=ids_NL).last_hidden_state
     torch.testing.assert_close(found, trained, rtol=1e-4, atol=1e-5)
-    # Training goes on from it too.
+    # It can be trained further.
     MaskedLMModule("mntp", backbone, masking=UNDERSCORE)
 
 
@@ -121,8 +121,8 @@ def test_a_checkpoint_is_exported_by_the_command(tmp_path: Path, capsys: pytest.
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_the_loss_of_masked_next_tokens_is_that_of_a_loop(mistral: str) -> None:
-    """Each hidden token's cross-entropy from the whole model's logits one place before it."""
+def test_the_loss_of_masked_next_tokens_equals_a_loop(mistral: str) -> None:
+    """The cross-entropy of each masked token from the full logits one position before it."""
     module = MaskedLMModule("mntp", BackboneConfig(mistral, bidirectional=True), masking=UNDERSCORE).eval()
     ids_NL = torch.randint(10, 300, (4, 20))
     zeros_NL = torch.zeros_like(ids_NL)
@@ -142,7 +142,7 @@ def test_the_loss_of_masked_next_tokens_is_that_of_a_loop(mistral: str) -> None:
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_one_document_changes_anothers_loss_only_where_they_are_not_apart(separate: bool, mistral: str) -> None:
+def test_a_document_changes_anothers_loss_only_without_separation(separate: bool, mistral: str) -> None:
     backbone, head = BackboneConfig(mistral), HeadSettings(tile_logits=3000)
     module = MaskedLMModule("causal", backbone, separate_documents=separate, head=head).eval()
     assert module._tile_positions == 3000 // module.language_model.vocab_size == 5
@@ -156,7 +156,7 @@ def test_one_document_changes_anothers_loss_only_where_they_are_not_apart(separa
     assert (losses[0] == losses[1]) is separate
 
 
-def test_validation_hides_the_same_tokens_each_time_and_counts_every_target_once(tmp_path: Path) -> None:
+def test_validation_masks_the_same_tokens_each_time_and_counts_every_target_once(tmp_path: Path) -> None:
     config = language_config(tmp_path, "mlm")
     config["trainer"] |= {"max_steps": 4, "val_check_interval": 2, "check_val_every_n_epoch": None}
     config["model"]["init_args"]["optimizer"]["init_args"]["lr"] = 0.0
@@ -188,7 +188,7 @@ def test_random_initial_weights_follow_from_the_seed_and_leave_the_random_state_
     assert not torch.equal(first["language_model.model.lm_head.weight"], third["language_model.model.lm_head.weight"])
 
 
-def test_what_may_stand_for_a_hidden_token_is_no_special_one(bert: str) -> None:
+def test_masked_tokens_are_never_replaced_by_special_tokens(bert: str) -> None:
     module = MaskedLMModule("mlm", BackboneConfig(bert))
     vocabulary, special = set(module.tokenizer.get_vocab().values()), set(module.tokenizer.all_special_ids)
     assert set(module.task.ordinary_ids_V.tolist()) == vocabulary - special
@@ -204,17 +204,17 @@ def test_what_may_stand_for_a_hidden_token_is_no_special_one(bert: str) -> None:
         ({"objective": "causal", "masking": Masking()}, "masking has no effect on objective causal"),
         ({"objective": "mntp", "bidirectional": False}, "bidirectional does not fit objective mntp, got False"),
         ({"objective": "causal", "bidirectional": True}, "bidirectional does not fit objective causal, got True"),
-        ({"objective": "causal", "backbone": None}, "or model.from_scratch must be given, got 'neither'"),
+        ({"objective": "causal", "backbone": None}, "or model.from_scratch must be set, got 'neither'"),
     ],
 )
 def test_what_cannot_take_effect_is_refused(arguments: dict[str, Any], says: str, mistral: str) -> None:
     bidirectional = arguments.pop("bidirectional", arguments["objective"] == "mntp")
-    given = {"backbone": BackboneConfig(mistral, bidirectional=bidirectional), **arguments}
+    options = {"backbone": BackboneConfig(mistral, bidirectional=bidirectional), **arguments}
     with pytest.raises(OptionError, match=says):
-        MaskedLMModule(**given)
+        MaskedLMModule(**options)
 
 
-def test_a_decoder_saved_without_its_mask_cannot_learn_the_causal_objective(mistral: str, tmp_path: Path) -> None:
+def test_a_decoder_saved_without_its_causal_mask_cannot_have_the_causal_objective(mistral: str, tmp_path: Path) -> None:
     module = MaskedLMModule("mntp", BackboneConfig(mistral, bidirectional=True), masking=UNDERSCORE)
     module.save_pretrained(tmp_path / "open")
     with pytest.raises(OptionError, match="needs a causal mask"):
@@ -222,7 +222,7 @@ def test_a_decoder_saved_without_its_mask_cannot_learn_the_causal_objective(mist
 
 
 @pytest.mark.parametrize("objective", ["mlm", "causal"])
-def test_a_sparse_model_is_refused_with_the_way_out(objective: Any, tmp_path: Path) -> None:
+def test_a_sparse_model_is_refused_with_a_hint(objective: Any, tmp_path: Path) -> None:
     sparse = save_backbone(str(tmp_path), tiny_moe(), wordpiece_tokenizer())
     with pytest.raises(OptionError, match=r"rotary_moe has no language-model head.*give the dense model that it was"):
         MaskedLMModule(objective, BackboneConfig(sparse))
@@ -236,7 +236,7 @@ def test_rows_longer_than_the_positions_or_than_a_window_that_keeps_documents_ap
     folder = save_backbone(str(tmp_path / "windowed"), model, bpe_tokenizer())
     config = language_config(tmp_path, "causal", separate_documents=True)
     config["model"]["init_args"]["backbone"]["name"] = folder
-    with pytest.raises(OptionError, match=r"data\.row_length must be <= 16, the window of some layer"):
+    with pytest.raises(OptionError, match=r"data\.row_length must be <= 16, the attention window of some layer"):
         fit(tmp_path, config)
 
 
@@ -267,13 +267,13 @@ def task(objective: Any, separate: bool = False, seed: int = 0, probability: flo
 
 
 def pairs(prediction: Prediction) -> list[tuple[int, int]]:
-    """(place of the state, label) of each target."""
+    """(position of the state, label) of each target."""
     return list(zip(prediction.read_P.tolist(), prediction.label_P.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("objective", ["mlm", "mntp", "causal"])
-def test_each_target_is_read_where_the_objective_says(objective: str, separate: bool) -> None:
+def test_each_target_is_predicted_from_the_position_of_the_objective(objective: str, separate: bool) -> None:
     rows = packed()
     found = task(objective, separate)(rows)
     ids, documents = rows.input_ids_NL.tolist(), rows.document_NL.tolist()
@@ -294,18 +294,18 @@ def test_each_target_is_read_where_the_objective_says(objective: str, separate: 
 
 
 @pytest.mark.parametrize("objective", ["mlm", "mntp"])
-def test_special_tokens_padding_and_mask_tokens_are_never_hidden(objective: str) -> None:
+def test_special_tokens_padding_and_mask_tokens_are_never_masked(objective: str) -> None:
     rows = packed(60)
     found = task(objective, probability=0.95)(rows)
     hidden_NL = found.input_ids_NL != rows.input_ids_NL
     assert hidden_NL.sum() > 1000
     assert not (hidden_NL & rows.special_NL).any()
     assert not {BOS, EOS, PAD, MASK} & set(found.label_P.tolist())
-    # What a next-token predictor has no state for is not hidden either.
+    # The first token of a row is masked only if it can be predicted.
     assert bool(hidden_NL[:, 0].any()) is (objective == "mlm")
 
 
-def test_a_causal_model_reads_what_is_there_and_predicts_separators() -> None:
+def test_a_causal_model_has_unmasked_input_and_predicts_separators() -> None:
     rows = packed()
     found = task("causal")(rows)
     assert torch.equal(found.input_ids_NL, rows.input_ids_NL)
@@ -328,10 +328,10 @@ def test_targets_follow_from_seed_and_draw_key_and_not_from_the_batch() -> None:
 @pytest.mark.parametrize(
     ("probability", "mask_fraction", "random_fraction"), [(0.15, 0.8, 0.1), (0.8, 1.0, 0.0), (0.3, 0.0, 1.0)]
 )
-def test_tokens_are_hidden_in_the_shares_asked_for(
+def test_tokens_are_masked_with_the_configured_probabilities(
     probability: float, mask_fraction: float, random_fraction: float
 ) -> None:
-    """20,000 tokens: four standard deviations of each share."""
+    """20,000 tokens, with a tolerance of four standard deviations."""
     ids_NL, zeros_NL = torch.randint(5, 60, (40, 500)), torch.zeros(40, 500, dtype=torch.int64)
     masking = Masking(probability, mask_fraction, random_fraction)
     hide = LanguageTask("mlm", masking, MASK, ORDINARY)
@@ -342,7 +342,7 @@ def test_tokens_are_hidden_in_the_shares_asked_for(
     assert int((found.input_ids_NL != ids_NL).sum()) == int((hidden_P != found.label_P).sum())
     is_mask_P = hidden_P == MASK
     is_changed_P = (hidden_P != found.label_P) & ~is_mask_P
-    # A random token is by chance the one that was there.
+    # A random token may equal the original one.
     for is_found_P, expected in ((is_mask_P, mask_fraction), (is_changed_P, random_fraction * (1 - 1 / len(ORDINARY)))):
         assert abs(float(is_found_P.double().mean()) - expected) <= 4 * (expected * (1 - expected) / count) ** 0.5
     drawn = set(hidden_P[is_changed_P].tolist())
@@ -357,6 +357,6 @@ def test_tokens_are_hidden_in_the_shares_asked_for(
         ({"mask_fraction": -0.1}, "mask_fraction must be 0 to 1"),
     ],
 )
-def test_impossible_shares_are_refused(options: dict[str, float], says: str) -> None:
+def test_invalid_masking_probabilities_are_refused(options: dict[str, float], says: str) -> None:
     with pytest.raises(OptionError, match=says):
         Masking(**options)

@@ -1,4 +1,4 @@
-"""MGH on tiny stand-ins: what its model is, the gradient that GradCache gives it, and its levels in a whole run."""
+"""MGH on tiny models: its embedder, its gradient under GradCache, and its levels in a full run."""
 
 import csv
 import math
@@ -44,13 +44,13 @@ def test_the_model_is_anchor_token_pooling_over_a_decoder_that_looks_both_ways(m
     assert all("lora_" in name for name in trained)
 
 
-def test_a_causal_decoder_is_refused_with_the_way_out(mistral: str) -> None:
+def test_a_causal_decoder_is_refused_with_a_hint(mistral: str) -> None:
     with pytest.raises(OptionError, match=r"weighs early tokens more under a causal mask.* bidirectional: true"):
         MGHCurriculumModule(BackboneConfig(mistral))
 
 
-def test_the_factor_that_the_paper_prints_leaves_a_loss_of_2_9_at_the_least() -> None:
-    """The best that cosines can do: the positive at 1 and all of 127 negatives at -1."""
+def test_with_the_papers_printed_factor_the_loss_cannot_fall_below_2_9() -> None:
+    """The lowest loss of cosines: the positive at 1 and all 127 negatives at -1."""
     batch = batch_of([Record([5], [6], [[7, row] for row in range(127)])])
     query_BD, candidate_CD = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0]] + [[-1.0, 0.0]] * 127)
     loss = InfoNCE(temperature=1.0)(query_BD, candidate_CD, batch).loss.item()
@@ -60,7 +60,7 @@ def test_the_factor_that_the_paper_prints_leaves_a_loss_of_2_9_at_the_least() ->
 
 
 def leveled_batch() -> ContrastiveBatch:
-    """One hard negative a query, and none where a record has no level to stand in."""
+    """One hard negative per query, and one query without."""
     records = random_records(6, 1, seed=4)
     records[3].negatives = []
     return batch_of(records)
@@ -100,7 +100,7 @@ def test_a_run_resumed_across_a_boundary_ends_with_the_same_bits(tmp_path: Path)
     assert differences_after_resuming(tmp_path, config, 3) == {}
 
 
-def test_eight_pairs_are_learnt_by_heart_and_the_exported_model_gives_the_same_vectors(tmp_path: Path) -> None:
+def test_eight_pairs_are_overfitted_and_the_exported_model_has_the_same_vectors(tmp_path: Path) -> None:
     config = mgh_config(tmp_path, "bert")
     lines = (tmp_path / "pairs.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "pairs.jsonl").write_text("".join(lines[:8]))

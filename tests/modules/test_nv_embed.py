@@ -35,7 +35,7 @@ def test_lora_freezes_the_backbone_and_trains_the_whole_pooling(mistral):
     assert all("lora_" in name for name in trained - pooling)
 
 
-def test_an_initial_model_gives_backbone_pooling_and_dtype_of_the_config(mistral, tmp_path):
+def test_an_initial_model_supplies_weights_and_the_config_sets_the_dtype(mistral, tmp_path):
     one = NVEmbedModule(BackboneConfig(mistral, bidirectional=True), seed=1)
     one.embedder.save_pretrained(tmp_path / "one")
     config = BackboneConfig(mistral, bidirectional=True, dtype="bfloat16", gradient_checkpointing=True)
@@ -49,21 +49,21 @@ def test_an_initial_model_gives_backbone_pooling_and_dtype_of_the_config(mistral
 
 
 def changed_share(mistral, precision, **options):
-    """The share of the backbone's numbers that 20 steps at 2e-5 change, and the dtype of its weights."""
+    """The fraction of the backbone's matrix elements that 20 steps at 2e-5 change, and their dtype."""
     backbone = BackboneConfig(mistral, bidirectional=True, **options)
     learn = {"optimizer": partial(torch.optim.Adam, lr=2e-5), "schedule": Schedule(warmup_steps=0, decay="constant")}
     make = partial(NVEmbedModule, backbone, MeanPooling, seed=0, **learn)
     start = dict(make().to(torch.bfloat16 if precision == "bf16-true" else None).named_parameters())
     after = train(make, batches("nv-embed", None), "auto", 1, 20, precision=precision)
     assert after.keys() == start.keys()
-    # Of a vocabulary few words occur.
+    # Without the word embeddings, most of which get no gradient.
     names = [name for name in start if "layers" in name and start[name].dim() == 2]
     assert len(names) == 14
     changed = sum(int((after[name] != start[name]).sum()) for name in names)
     return changed / sum(start[name].numel() for name in names), after[names[0]].dtype
 
 
-def test_small_updates_reach_float32_weights_and_in_bfloat16_whole_training_is_refused_unless_asked_for(mistral):
+def test_small_updates_change_float32_weights_and_pure_bfloat16_training_is_refused_by_default(mistral):
     share, dtype = changed_share(mistral, "bf16-mixed")
     assert share > 0.99
     assert dtype == torch.float32
@@ -74,7 +74,7 @@ def test_small_updates_reach_float32_weights_and_in_bfloat16_whole_training_is_r
     assert share < 0.9
 
 
-def test_beside_a_bfloat16_base_the_adapters_are_in_float32(mistral):
+def test_adapters_of_a_bfloat16_base_are_in_float32(mistral):
     module = NVEmbedModule(BackboneConfig(mistral, dtype="bfloat16"), MeanPooling, lora=LoraSettings(rank=4))
     assert {weight.dtype for weight in module.parameters() if weight.requires_grad} == {torch.float32}
     module._check_trainer(L.Trainer(accelerator="cpu", precision="bf16-mixed", logger=False))

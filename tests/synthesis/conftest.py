@@ -1,4 +1,4 @@
-"""No test waits a second before a retry, or asks a proxy."""
+"""Short waits before retries, and no proxy or API key from the environment."""
 
 import pytest
 

@@ -15,18 +15,18 @@ EAGER = Limits(concurrency=4)
 
 
 def answer_of(reply: Reply, prompt: str) -> Answer:
-    """What the client makes of a reply."""
+    """The answer that the real client would return for a reply."""
     counts = (len(prompt) // 4, len(reply.content or "") // 4) if reply.usage else (None, None)
     return Answer(reply.content, reply.finish_reason, reply.refusal, *counts)
 
 
 class FakeClient:
-    """Stands for `ChatClient`.
+    """A replacement for `ChatClient`.
 
     Args:
-        behaviour: The reply to a prompt with a seed, given how often they had come; or an exception to raise.
-        shuffled: Whether answers come in another order than the requests.
-        sampling: How the model answers.
+        behaviour: Returns the reply, or an exception to raise, for a prompt, a seed and the number of earlier requests.
+        shuffled: Whether answers arrive in another order than the requests.
+        sampling: The model and its sampling options.
     """
 
     endpoint = "http://fake/v1"
@@ -40,7 +40,7 @@ class FakeClient:
         self.behaviour, self.shuffled = behaviour, shuffled
         self.sampling = sampling or Sampling("model")
         self.asked: list[Request] = []
-        self.most_at_once = self.at_once = 0
+        self.max_in_flight = self.in_flight = 0
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
@@ -49,14 +49,14 @@ class FakeClient:
     async def ask(self, request: Request) -> Answer:
         count = sum(other.key == request.key for other in self.asked)
         self.asked.append(request)
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
+        self.in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
         try:
             await asyncio.sleep(random.random() * 0.004 if self.shuffled else 0)
             reply = self.behaviour(request.prompt, request.seed, count)
             await asyncio.sleep(getattr(reply, "seconds", 0))
         finally:
-            self.at_once -= 1
+            self.in_flight -= 1
         if isinstance(reply, Exception):
             raise reply
         return answer_of(reply, request.prompt)
@@ -66,7 +66,7 @@ class FakeClient:
 def make_runner(
     folder: Path, client: FakeClient, limits: Limits = EAGER, budget: Budget | None = None
 ) -> Iterator[tuple[RequestRunner, Journal]]:
-    """An runner over a journal in a folder."""
+    """A runner with a journal in a folder."""
     with (
         open_journal(folder / "journal.jsonl") as journal,
         RequestRunner(client, journal, limits, budget or Budget()) as runner,
@@ -75,9 +75,7 @@ def make_runner(
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The bytes of every file of a finished job but the journal, whose lines are in the order of the answers, and the
-    manifest, which counts retries.
-    """
+    """The bytes of all files of a finished job that do not depend on the order of answers or on retries."""
     return {
         path.name: path.read_bytes()
         for path in sorted(folder.iterdir())

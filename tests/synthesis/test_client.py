@@ -1,4 +1,4 @@
-"""One request through the real client to a server, and many, each paid for once, within limits and a budget."""
+"""Single requests through the real client, and many requests within limits and a budget, each sent once."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ LIST_REQUEST = make_request("tasks/short_long/0", "Write a list.", 7, wants_obje
 
 
 def ask(reply, sampling=None, request=REQUEST, timeout_seconds=5.0):
-    """The answer that the client gets where the server replies like this, and the server."""
+    """The client's answer for a server's reply, and the server."""
     with chat_server(lambda prompt, seed, count: reply) as server:
         return ask_at(server.endpoint, sampling, request, timeout_seconds), server
 
@@ -86,7 +86,7 @@ def test_the_key_comes_from_the_environment(monkeypatch):
         (Reply(body=b'{"choices": [{"message": {"content": ["a"]}}], "usage": {"prompt_tokens": -1}}'), Answer(None)),
     ],
 )
-def test_answers_without_a_text_are_answers_too(reply, expected):
+def test_refusals_and_empty_contents_are_answers(reply, expected):
     assert ask(reply)[0] == expected
 
 
@@ -98,7 +98,7 @@ def test_answers_without_a_text_are_answers_too(reply, expected):
         (Reply(status=405), "status 405"),
     ],
 )
-def test_a_wrong_address_key_or_model_is_the_users_to_mend(reply, says):
+def test_a_wrong_url_key_or_model_is_an_input_error(reply, says):
     with pytest.raises(InputError, match=says):
         ask(reply)
 
@@ -114,14 +114,14 @@ def test_a_wrong_address_key_or_model_is_the_users_to_mend(reply, says):
         (Reply(status=429, code="insufficient_quota"), "status 429", None, True),
         (Reply(status=402), "status 402", None, True),
         (Reply(hangs_up=True), "no connection", None, False),
-        (Reply(body=b"<html>"), "no chat completion", None, False),
-        (Reply(body=b'{"choices": []}'), "no chat completion", None, False),
-        (Reply(body=b'{"choices": [{"message": "x"}]}'), "no chat completion", None, False),
-        (Reply(body=b'{"choices": [{"message": {"content": "x"}}], "usage": [1]}'), "no chat completion", None, False),
-        (Reply(body=b"x", headers={"Content-Type": "text/plain"}), "no chat completion", None, False),
+        (Reply(body=b"<html>"), "not a chat", None, False),
+        (Reply(body=b'{"choices": []}'), "not a chat", None, False),
+        (Reply(body=b'{"choices": [{"message": "x"}]}'), "not a chat", None, False),
+        (Reply(body=b'{"choices": [{"message": {"content": "x"}}], "usage": [1]}'), "not a chat", None, False),
+        (Reply(body=b"x", headers={"Content-Type": "text/plain"}), "not a chat", None, False),
     ],
 )
-def test_what_may_be_better_next_time_is_unanswered(reply, says, wait, is_final):
+def test_failures_that_may_be_temporary_are_unanswered(reply, says, wait, is_final):
     with chat_server(lambda prompt, seed, count: reply) as server:
         with pytest.raises(UnansweredError, match=says) as failure:
             ask_at(server.endpoint)
@@ -130,15 +130,15 @@ def test_what_may_be_better_next_time_is_unanswered(reply, says, wait, is_final)
 
 
 @pytest.mark.parametrize("reply", [Reply("x", seconds=0.6), Reply("x", trickle_seconds=0.08)])
-def test_an_answer_that_is_late_or_trickles_in_is_waited_for_only_so_long(reply):
+def test_the_timeout_applies_to_late_and_to_slow_answers(reply):
     with pytest.raises(UnansweredError, match=r"no answer in 0\.3 s"):
         ask(reply, timeout_seconds=0.3)
     assert ask(Reply("x", seconds=0.05))[0].content == "x"
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:8000", "ftp://x/v1", "http://", "http://x:port/v1", ""])
-def test_what_is_no_address_is_refused(endpoint):
-    with pytest.raises(OptionError, match="endpoint must be an address"):
+def test_an_endpoint_that_is_not_an_http_url_is_refused(endpoint):
+    with pytest.raises(OptionError, match="endpoint must be an HTTP URL"):
         ChatClient(endpoint, Sampling("m"))
 
 
@@ -148,7 +148,7 @@ def test_a_missing_client_is_named_with_its_extra(monkeypatch):
         ChatClient("http://x/v1", Sampling("m"))
 
 
-def test_a_key_holds_the_prompts_hash_and_seeds_differ():
+def test_a_key_contains_the_prompts_hash_and_seeds_differ():
     other = make_request("example/short_long-0/0", "Write something else.", 7)
     assert other.key != REQUEST.key
     assert other.seed == REQUEST.seed
@@ -174,13 +174,13 @@ def test_every_request_is_answered_and_none_twice(tmp_path):
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 50])
-def test_so_many_requests_are_under_way_at_once(tmp_path, concurrency):
+def test_the_number_of_concurrent_requests_is_the_limit(tmp_path, concurrency):
     client = FakeClient(lambda prompt, seed, count: Reply("x", seconds=0.005))
     ask_all(tmp_path, client, Limits(concurrency=concurrency))
-    assert client.most_at_once == min(concurrency, 12)
+    assert client.max_in_flight == min(concurrency, 12)
 
 
-def test_a_request_that_fails_is_tried_again_after_ever_longer_waits(tmp_path, caplog, monkeypatch):
+def test_a_failed_request_is_retried_after_increasing_waits(tmp_path, caplog, monkeypatch):
     times = []
     monkeypatch.setattr(client_module, "BACKOFF_SECONDS", 0.02)
 
@@ -192,14 +192,14 @@ def test_a_request_that_fails_is_tried_again_after_ever_longer_waits(tmp_path, c
     runner, journal = ask_all(tmp_path, FakeClient(behaviour), limits, requests=REQUESTS[:1])
     assert runner.retries == {"status 500": 3}
     assert len(journal) == 1
-    # Whoever watches learns at once why nothing moves, and once.
+    # The reason is logged at the first failure, and only then.
     (message,) = caplog.messages
     assert "status 500 (no); retrying, at most 3 times" in message
     waits = [after - before for before, after in pairwise(times)]
     assert all(wait >= 0.02 * 2**retry / 2 for retry, wait in enumerate(waits))
 
 
-def test_what_the_endpoint_asks_for_holds_every_request_back(tmp_path):
+def test_a_wait_that_the_endpoint_requests_delays_all_requests(tmp_path):
     times = {}
 
     def behaviour(prompt, seed, count):
@@ -214,7 +214,7 @@ def test_what_the_endpoint_asks_for_holds_every_request_back(tmp_path):
     assert len(late) >= 5
 
 
-def test_after_the_last_retry_the_job_stops_and_what_is_under_way_is_kept(tmp_path):
+def test_after_the_last_retry_the_job_stops_and_answers_in_flight_are_saved(tmp_path):
     def behaviour(prompt, seed, count):
         return UnansweredError("status 503") if prompt == "prompt 1" else Reply("x", seconds=0.05)
 
@@ -233,7 +233,7 @@ def test_after_the_last_retry_the_job_stops_and_what_is_under_way_is_kept(tmp_pa
     assert not asked & {request.key for request in client.asked}
 
 
-def test_a_job_that_stops_does_not_sit_out_the_waits_of_others(tmp_path):
+def test_a_stopping_job_does_not_finish_the_waits_of_other_requests(tmp_path):
     def behaviour(prompt, seed, count):
         if prompt == "prompt 0":
             return UnansweredError("status 429", retry_after_seconds=300)
@@ -245,7 +245,7 @@ def test_a_job_that_stops_does_not_sit_out_the_waits_of_others(tmp_path):
     assert time.monotonic() - start < 2
 
 
-def test_a_refusal_is_an_answer_once_there_was_another(tmp_path):
+def test_a_refusal_is_an_answer_after_another_answer(tmp_path):
     refusal = Reply(None, refusal="status 400: no", usage=False)
     client = FakeClient(lambda prompt, seed, count: refusal if prompt == "prompt 2" else Reply("x"))
     _, journal = ask_all(tmp_path, client, Limits(concurrency=1))
@@ -255,8 +255,8 @@ def test_a_refusal_is_an_answer_once_there_was_another(tmp_path):
 
 
 @pytest.mark.parametrize("concurrency", [1, 6])
-def test_no_token_is_spent_beyond_the_budget_in_one_run_or_several(tmp_path, concurrency):
-    # A prompt of some 8 bytes and answers of 40 tokens, which is also their limit.
+def test_the_budget_is_never_exceeded_in_one_run_or_several(tmp_path, concurrency):
+    # Prompts have about 8 bytes, and answers have the maximum of 40 tokens.
     client = FakeClient(lambda prompt, seed, count: Reply("x" * 160, seconds=0.001), sampling=Sampling("m", 1.0, 40))
     each = len("prompt 0") // 4 + 40
     budget = Budget(token_budget=6 * each)
@@ -272,9 +272,9 @@ def test_no_token_is_spent_beyond_the_budget_in_one_run_or_several(tmp_path, con
     assert len(journal) == len(client.asked) == 12
 
 
-def test_an_endpoint_that_counts_no_tokens_has_neither_budget_nor_price(tmp_path):
+def test_budget_and_prices_need_an_endpoint_that_reports_tokens(tmp_path):
     client = FakeClient(lambda prompt, seed, count: Reply("x", usage=False))
-    with pytest.raises(InputError, match="does not say how many tokens"):
+    with pytest.raises(InputError, match="does not report the tokens"):
         ask_all(tmp_path, client, budget=Budget(token_budget=10**6))
     with pytest.raises(InputError, match="leave token_budget and the prices out"):
         ask_all(tmp_path, client, budget=Budget(None, 1.0, 2.0))
@@ -282,7 +282,7 @@ def test_an_endpoint_that_counts_no_tokens_has_neither_budget_nor_price(tmp_path
     assert len(client.asked) == len(journal) == 12
 
 
-def test_a_rate_holds_over_retries(tmp_path):
+def test_the_request_rate_includes_retries(tmp_path):
     client = FakeClient(lambda prompt, seed, count: Reply("x") if count else UnansweredError("status 500"))
     start = time.monotonic()
     limits = Limits(concurrency=8, requests_per_minute=60 * 100)
@@ -294,10 +294,10 @@ def test_a_rate_holds_over_retries(tmp_path):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Sampling("m", -0.1), "temperature must lie between 0 and 2"),
-        (lambda: Sampling("m", float("nan")), "temperature must lie between 0 and 2"),
+        (lambda: Sampling("m", -0.1), "temperature must be between 0 and 2"),
+        (lambda: Sampling("m", float("nan")), "temperature must be between 0 and 2"),
         (lambda: Sampling("m", max_answer_tokens=0), "max_answer_tokens must be >= 1"),
-        (lambda: Sampling("m", extra_body={"n": 2}), "extra_body must not set"),
+        (lambda: Sampling("m", extra_body={"n": 2}), "extra_body must not contain"),
         (lambda: Limits(concurrency=0), "concurrency must be >= 1"),
         (lambda: Limits(max_retries=-1), "max_retries must be >= 0"),
         (lambda: Limits(requests_per_minute=0), "requests_per_minute must be > 0"),
@@ -306,13 +306,13 @@ def test_a_rate_holds_over_retries(tmp_path):
         (lambda: Budget(None, -1.0, 1.0), "price_per_million_prompt_tokens must be >= 0"),
     ],
 )
-def test_impossible_numbers_are_refused(make, says):
+def test_invalid_numbers_are_refused(make, says):
     with pytest.raises(OptionError, match=says):
         make()
 
 
 class Clock:
-    """Time that passes only while somebody sleeps."""
+    """A clock that advances only during `sleep`."""
 
     def __init__(self):
         self.now = 100.0
@@ -324,16 +324,16 @@ class Clock:
         self.now += seconds
 
 
-def turns(pace, clock, count, tokens=0):
-    """When each of some requests goes out, one after another, each costing so many tokens."""
+def start_times(limiter, clock, count, tokens=0):
+    """The start times of successive requests that each spend `tokens`."""
 
     async def run():
-        found = []
+        times = []
         for _ in range(count):
-            await pace.wait()
-            found.append(round(clock.now - 100, 6))
-            pace.spend(tokens)
-        return found
+            await limiter.wait()
+            times.append(round(clock.now - 100, 6))
+            limiter.spend(tokens)
+        return times
 
     return asyncio.run(run())
 
@@ -352,28 +352,28 @@ def make(**rates):
         ({"tokens_per_minute": 600, "requests_per_minute": 10}, 25, [0, 6, 12]),
     ],
 )
-def test_requests_are_spaced_evenly_and_wait_until_tokens_are_worked_off(rates, tokens, expected):
-    assert turns(*make(**rates), 3, tokens) == expected
+def test_requests_are_spaced_evenly_and_wait_for_the_token_rate(rates, tokens, expected):
+    assert start_times(*make(**rates), 3, tokens) == expected
 
 
-def test_time_that_nobody_used_is_not_saved_up():
-    pace, clock = make(requests_per_minute=60)
+def test_idle_time_does_not_allow_bursts():
+    limiter, clock = make(requests_per_minute=60)
     clock.now += 50
-    assert turns(pace, clock, 3) == [50, 51, 52]
+    assert start_times(limiter, clock, 3) == [50, 51, 52]
 
 
-def test_a_pause_holds_everyone_back():
-    pace, clock = make()
-    pace.pause(7)
-    pace.pause(3)
-    assert turns(pace, clock, 2) == [7, 7]
+def test_a_pause_delays_all_requests():
+    limiter, clock = make()
+    limiter.pause(7)
+    limiter.pause(3)
+    assert start_times(limiter, clock, 2) == [7, 7]
 
 
 FULL = Answer('two\nlines, half a character \ud800, "quotes"', "stop", None, 11, 5)
 REFUSED = Answer(None, None, "status 400: no", None, None)
 
 
-def test_answers_come_back_as_they_were_in_a_later_process_too(tmp_path):
+def test_answers_are_read_back_unchanged_after_reopening(tmp_path):
     path = tmp_path / "journal.jsonl"
     with open_journal(path) as journal:
         journal.append("a", FULL)
@@ -400,7 +400,7 @@ def path(tmp_path):
     return path
 
 
-def test_every_cut_of_the_last_line_leaves_the_lines_before(path):
+def test_an_incomplete_last_line_is_removed_at_any_length(path):
     first = path.stat().st_size
     with open_journal(path) as journal:
         journal.append("b", FULL)
@@ -416,10 +416,10 @@ def test_every_cut_of_the_last_line_leaves_the_lines_before(path):
         assert len(journal) == 1
 
 
-def test_a_damaged_line_before_the_last_is_named_and_left_alone(path):
+def test_a_damaged_line_before_the_last_is_an_error_and_not_changed(path):
     damaged = b"[1]\n" + path.read_bytes()
     path.write_bytes(damaged)
-    with pytest.raises(InputError, match=r"journal.jsonl:1: is no answer"), open_journal(path):
+    with pytest.raises(InputError, match=r"journal.jsonl:1: is not a saved answer"), open_journal(path):
         pass
     assert path.read_bytes() == damaged
 

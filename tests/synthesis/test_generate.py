@@ -1,4 +1,4 @@
-"""Both stages: records that training reads, a folder of one job, the same after every kill, and nothing paid twice."""
+"""Synthesis jobs: both stages, valid records, resuming after kills without repeated requests, new negatives."""
 
 import json
 import os
@@ -46,13 +46,13 @@ def run(folder, client, plan=PLAN, **options):
 
 
 def records(path):
-    """What training reads of a file."""
+    """The records of a file, as training reads them."""
     config = SourceConfig("synthetic", str(path))
     return [record for _, record in read_records(config, open_cached(config))]
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_every_category_becomes_a_source_that_training_reads(tmp_path, method):
+def test_every_category_becomes_a_valid_source(tmp_path, method):
     plan = Plan(method.name, 24, num_tasks=10)
     report = run(tmp_path / "job", FakeClient(shuffled=True), plan)
     assert sum(report.num_records.values()) == 24
@@ -68,14 +68,14 @@ def test_every_category_becomes_a_source_that_training_reads(tmp_path, method):
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_a_second_models_prompts_begin_with_the_first_ones_records(tmp_path, method):
+def test_prompts_of_a_seeded_job_begin_with_the_first_jobs_records(tmp_path, method):
     plan = Plan(method.name, 48, num_tasks=10)
     run(tmp_path / "first", FakeClient(), plan)
     seeded = Templates(method, PromptOptions(seeds=tmp_path / "first", num_seeds=2))
     for category in method.categories:
         alone = Templates(method).example(category, "A task.", 0, 0)
         block = seeded.example(category, "A task.", 0, 0).removesuffix(alone)
-        # The same records for every example of the category, as answers that read back as those records.
+        # All prompts of a category begin with the same records, in the form of answers.
         assert seeded.example(category, "Another.", 3, 9).startswith(block)
         lines = (tmp_path / "first" / f"{category.name}.jsonl").read_text().splitlines()
         records = [json.loads(line) for line in lines]
@@ -92,7 +92,7 @@ def test_a_second_models_prompts_begin_with_the_first_ones_records(tmp_path, met
     assert seeded.sha256 != Templates(method).sha256
 
 
-def test_a_seed_that_comes_back_is_no_record(tmp_path):
+def test_a_copied_seed_is_rejected(tmp_path):
     run(tmp_path / "first", FakeClient(), Plan("mgh", 24, num_tasks=10))
     seeded = Templates(MGH, PromptOptions(seeds=tmp_path / "first", num_seeds=1))
     category = MGH.category("sts")
@@ -105,13 +105,13 @@ def test_a_seed_that_comes_back_is_no_record(tmp_path):
 
 def test_seeds_must_be_a_jobs_folder_with_enough_records(tmp_path):
     run(tmp_path / "first", FakeClient(), Plan("mgh", 24, num_tasks=10))
-    with pytest.raises(InputError, match=r"short_long\.jsonl: holds \d records of the 9 asked for; lower num_seeds"):
+    with pytest.raises(InputError, match=r"short_long\.jsonl: contains \d of the 9 records requested; lower num_seeds"):
         Templates(MGH, PromptOptions(seeds=tmp_path / "first", num_seeds=9))
-    with pytest.raises(InputError, match="holds no records of mgh; name the folder of a finished job"):
+    with pytest.raises(InputError, match="contains no records of mgh; use the folder of a finished job"):
         Templates(MGH, PromptOptions(seeds=tmp_path))
 
 
-def test_the_seed_decides_prompts_and_the_index_the_task(tmp_path):
+def test_prompts_depend_on_the_seed_and_tasks_on_the_index(tmp_path):
     tasks = {category.name: ["one", "two", "three"] for category in MGH.categories}
     prompts = [item.prompt for item in plan_items(PLAN, Templates(MGH), tasks)]
     assert prompts == [item.prompt for item in plan_items(PLAN, Templates(MGH), tasks)]
@@ -121,7 +121,7 @@ def test_the_seed_decides_prompts_and_the_index_the_task(tmp_path):
 
 
 @pytest.mark.parametrize("shares", [None, {"sts": 2, "short_long": 1}, {"sts": 0.3, "long_long": 0, "short_short": 7}])
-def test_every_stretch_of_the_plan_has_the_shares(shares):
+def test_every_section_of_the_plan_has_the_shares(shares):
     plan = Plan("mgh", 400, shares=shares)
     total = sum(plan.weights.values())
     counts = Counter()
@@ -151,7 +151,7 @@ def test_no_malformed_answer_reaches_the_data(tmp_path):
         assert all(negative.text.startswith("negative ") for negative in record.negatives)
 
 
-def test_more_examples_cost_only_what_is_new(tmp_path):
+def test_more_examples_request_only_the_new_ones(tmp_path):
     run(tmp_path / "job", FakeClient(), Plan("mgh", 10, num_tasks=10))
     client = FakeClient()
     assert run(tmp_path / "job", client, Plan("mgh", 24, num_tasks=10)).num_wanted == 24
@@ -164,19 +164,19 @@ def test_more_examples_cost_only_what_is_new(tmp_path):
         run(tmp_path / "job", FakeClient(sampling=Sampling("other")), Plan("mgh", 24, num_tasks=10))
 
 
-def test_tasks_of_another_job_take_the_place_of_stage_one(tmp_path):
+def test_tasks_of_another_job_replace_stage_one(tmp_path):
     run(tmp_path / "first", FakeClient())
     client = FakeClient(sampling=Sampling("another"))
     plan = Plan("mgh", 24, tasks=tmp_path / "first" / "tasks.jsonl", seed=5)
     run(tmp_path / "second", client, plan)
     assert len(client.asked) == 24
     assert contents(tmp_path / "second") == contents(tmp_path / "first")
-    with pytest.raises(OptionError, match="num_tasks has no effect beside tasks"):
+    with pytest.raises(OptionError, match="num_tasks has no effect with tasks"):
         replace(plan, num_tasks=3)
 
 
 @pytest.mark.parametrize("budget", [3000, 6000, 12000])
-def test_a_budget_ends_the_job_with_the_records_that_are_there(tmp_path, budget):
+def test_a_budget_ends_the_job_with_the_records_so_far(tmp_path, budget):
     sampling = Sampling("m", max_answer_tokens=400)
     report = run(tmp_path / "job", FakeClient(sampling=sampling), budget=Budget(budget))
     assert not report.complete
@@ -207,10 +207,10 @@ def test_a_dry_run_shows_a_prompt_of_each_kind():
         (lambda: Plan("nv_embed", 5, shares={"sts": 1}), "shares must name categories of nv_embed, got 'sts'"),
         (lambda: Plan("mgh", 5, shares={"sts": -1}), "shares.sts must be >= 0"),
         (lambda: Plan("mgh", 5, shares={"sts": float("nan")}), "shares.sts must be >= 0"),
-        (lambda: Plan("mgh", 5, shares={}), "shares must leave a category"),
+        (lambda: Plan("mgh", 5, shares={}), "shares must include a category"),
     ],
 )
-def test_impossible_plans_are_refused(make, says):
+def test_invalid_plans_are_refused(make, says):
     with pytest.raises(OptionError, match=says):
         make()
 
@@ -224,11 +224,11 @@ def test_a_job_killed_at_random_ends_with_the_files_of_an_uninterrupted_one(num_
     def behaviour(prompt, seed, count):
         reply = answers_badly(prompt, seed, count)
         reply.seconds = seed % 5 / 100
-        # Trouble by the way: what is asked for the first time may get no answer at all.
+        # Some requests fail the first time.
         return Reply(status=503) if count == 0 and seed % 11 == 0 else reply
 
     with chat_server(behaviour) as server:
-        # Made before any fork, so that the children need not load the library.
+        # Before any fork, so that the children need not load OpenAI's client.
         client = ChatClient(server.endpoint, Sampling("m"))
         synthesize(tmp_path / "whole", plan, Templates(MGH), client, limits=Limits(concurrency=8))
         server.requests.clear()
@@ -245,9 +245,9 @@ def test_a_job_killed_at_random_ends_with_the_files_of_an_uninterrupted_one(num_
             assert status in (0, -signal.SIGKILL)
             kills += status != 0
             again = {request["seed"] for request in server.requests[first:]} & known
-            assert not again, "an answer was paid for twice"
+            assert not again, "an answered request was sent again"
     assert kills == num_kills
-    assert len(set(sizes)) > num_kills // 2, "the kills did not fall into the work"
+    assert len(set(sizes)) > num_kills // 2, "most kills came before any progress"
     assert contents(folder) == contents(tmp_path / "whole")
     assert len(contents(folder)) >= 5
 
@@ -267,7 +267,7 @@ def answered_seeds(folder):
 
 
 def wait_for_answers(folder, count, process):
-    """Wait until a job's journal has so many lines, or its process has ended."""
+    """Wait until a job's journal has `count` lines, or its process has ended."""
     path = folder / "journal.jsonl"
     while not path.exists() or path.read_bytes().count(b"\n") < count:
         if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
@@ -284,7 +284,7 @@ def list_tasks(folder, client, num_tasks, budget=None):
 
 
 def lists_of(size, repeated=0):
-    """A model whose lists have so many tasks, some of them in every list."""
+    """A model whose lists have `size` tasks, of which `repeated` are in every list."""
 
     def behaviour(prompt, seed, count):
         common = [f"common task {n}" for n in range(repeated)]
@@ -296,16 +296,18 @@ def lists_of(size, repeated=0):
 @pytest.mark.parametrize(
     ("size", "repeated", "num_found", "num_lists"), [(20, 0, 45, 3), (20, 15, 45, 6), (6, 6, 6, 2 * MAX_ROUNDS + 1)]
 )
-def test_copies_are_dropped_and_more_is_asked_for_some_rounds(size, repeated, num_found, num_lists, tmp_path, caplog):
+def test_duplicate_tasks_are_dropped_and_more_are_requested_up_to_a_limit(
+    size, repeated, num_found, num_lists, tmp_path, caplog
+):
     client = lists_of(size, repeated)
     tasks, _ = list_tasks(tmp_path, client, 45)
     assert len(set(tasks)) == len(tasks) == num_found
     assert len(client.asked) == num_lists
     assert not any(request.wants_object for request in client.asked)
-    assert ("6 different tasks of 45" in caplog.text) == (num_found == 6)
+    assert ("6 different tasks, 45 were requested" in caplog.text) == (num_found == 6)
 
 
-def test_lists_that_are_none_are_counted_and_asked_for_anew(tmp_path):
+def test_answers_without_a_list_are_rejected_and_requested_again(tmp_path):
     def behaviour(prompt, seed, count):
         answers.append(prompt)
         return Reply("no list" if len(answers) <= 2 else json.dumps([f"task {seed}"]))
@@ -317,12 +319,12 @@ def test_lists_that_are_none_are_counted_and_asked_for_anew(tmp_path):
     assert len(tasks) == 1
 
 
-def test_a_model_without_any_task_is_the_users_to_mend(tmp_path):
-    with pytest.raises(InputError, match=r"model: gave no task of short_long in 8 answers \(empty_answer\)"):
+def test_a_model_that_returns_no_tasks_is_an_input_error(tmp_path):
+    with pytest.raises(InputError, match=r"model: returned no task of short_long in 8 answers \(empty_answer\)"):
         list_tasks(tmp_path, FakeClient(lambda prompt, seed, count: Reply("")), 5)
 
 
-def test_a_task_file_comes_back_by_category(tmp_path):
+def test_a_task_file_is_read_by_category(tmp_path):
     tasks = {category.name: [f"{category.name} {n} é" for n in range(2)] for category in MGH.categories}
     rows = [{"category": name, "task": task} for name, found in tasks.items() for task in found]
     path = write_jsonl(tmp_path / "tasks.jsonl", [*rows, {"category": "sts", "task": "STS 1 é!"}])
@@ -335,14 +337,14 @@ def test_a_task_file_comes_back_by_category(tmp_path):
     [
         (None, "no such file"),
         ("", "is empty"),
-        ('{"category": "short_long"}\n', "tasks.jsonl:1: is no task"),
-        ('{"category": "short_long", "task": "a\\u0000"}\n', "tasks.jsonl:1: is no task"),
-        ('{"category": "short_long", "task": " "}\n', "tasks.jsonl:1: is no task"),
-        ('{"category": "short_long", "task": "a"}\n', "holds no task of long_short"),
+        ('{"category": "short_long"}\n', "tasks.jsonl:1: is not a task"),
+        ('{"category": "short_long", "task": "a\\u0000"}\n', "tasks.jsonl:1: is not a task"),
+        ('{"category": "short_long", "task": " "}\n', "tasks.jsonl:1: is not a task"),
+        ('{"category": "short_long", "task": "a"}\n', "contains no task of long_short"),
         ("[]\n", "tasks.jsonl:1"),
     ],
 )
-def test_a_file_that_is_no_task_file_is_refused(tmp_path, content, says):
+def test_an_invalid_task_file_is_refused(tmp_path, content, says):
     path = tmp_path / "tasks.jsonl"
     if content is not None:
         path.write_text(content)
@@ -365,7 +367,7 @@ def regenerate(folder, source, client, **options):
     return regenerate_negatives(source, folder, Templates(MGH), client, **{"limits": EAGER, **options})
 
 
-def test_positives_and_fields_stay_and_negatives_are_new(tmp_path, source):
+def test_only_the_negatives_are_replaced(tmp_path, source):
     client = FakeClient(shuffled=True)
     report = regenerate(tmp_path / "job", source, client)
     assert report.num_records == {"records.jsonl": 6}
@@ -380,7 +382,7 @@ def test_positives_and_fields_stay_and_negatives_are_new(tmp_path, source):
     assert sum("\nanswer 3\n" in request.prompt for request in client.asked) == 1
 
 
-def test_a_row_without_a_usable_answer_is_left_out_and_listed(tmp_path, source):
+def test_a_row_without_a_usable_answer_is_omitted_and_listed(tmp_path, source):
     def behaviour(prompt, seed, count):
         return Reply("no") if "question 2" in prompt else answers_well(prompt, seed, count)
 
@@ -390,7 +392,7 @@ def test_a_row_without_a_usable_answer_is_left_out_and_listed(tmp_path, source):
     assert [(line["id"], line["attempt"]) for line in lines] == [("row-2", 0), ("row-2", 1)]
 
 
-def test_other_pairs_do_not_go_on_in_the_same_folder(tmp_path, source):
+def test_a_folder_is_not_resumed_with_other_pairs(tmp_path, source):
     regenerate(tmp_path / "job", source, FakeClient())
     other = write_jsonl(tmp_path / "other.jsonl", ROWS[:1])
     with pytest.raises(InputError, match=r"field .source_key. is"):
@@ -481,7 +483,7 @@ def test_a_smaller_job_leaves_no_old_file(tmp_path):
 
 def test_two_processes_do_not_work_in_one_folder(tmp_path):
     with open_job(tmp_path / "job", IDENTITY, SIZE, FakeClient(), EAGER, Budget()) as job:
-        with pytest.raises(InputError, match="another process is at work"):
+        with pytest.raises(InputError, match="is in use by another process"):
             run_job(tmp_path / "job")
         assert job.folder.is_dir()
     assert run_job(tmp_path / "job").num_answers == 4
@@ -500,7 +502,7 @@ def rounds(folder, client, found, max_attempts=3, limits=EAGER):
         return run_rounds(lambda: iter(found), len(found), runner, seed=1)
 
 
-def test_what_is_rejected_is_asked_again_with_another_seed_up_to_the_limit(tmp_path):
+def test_rejected_items_are_requested_again_with_another_seed_up_to_the_limit(tmp_path):
     seeds = {}
 
     def behaviour(prompt, seed, count):
@@ -516,7 +518,7 @@ def test_what_is_rejected_is_asked_again_with_another_seed_up_to_the_limit(tmp_p
     assert outcome.rejections[0] == ("a-1", 0, "wrong_type", "bad")
 
 
-def test_of_two_items_with_one_query_the_earlier_one_is_kept_whatever_comes_first(tmp_path):
+def test_of_two_items_with_one_query_the_first_item_is_kept(tmp_path):
     def behaviour(prompt, seed, count):
         number = int(prompt.split()[1])
         return Reply(json.dumps({"query": f"The QUERY {number // 2}!"}), seconds=0.02 if number % 2 == 0 else 0)
@@ -526,24 +528,24 @@ def test_of_two_items_with_one_query_the_earlier_one_is_kept_whatever_comes_firs
     assert reasons(outcome) == {"duplicate_query": 3}
 
 
-def test_copies_are_looked_for_within_a_file_and_only_where_asked(tmp_path):
+def test_queries_must_be_unique_within_a_file_only_if_set(tmp_path):
     client = FakeClient(lambda prompt, seed, count: says(query="the same"))
-    places = [("a.jsonl", 0), ("a.jsonl", 1), ("b.jsonl", 2), ("b.jsonl", 3)]
-    both = [Item(f"x-{place}", file, f"prompt {place}", read_query) for file, place in places]
+    files = ["a.jsonl", "a.jsonl", "b.jsonl", "b.jsonl"]
+    both = [Item(f"x-{index}", file, f"prompt {index}", read_query) for index, file in enumerate(files)]
     assert sorted(rounds(tmp_path, client, both, max_attempts=1).records) == [0, 2]
     (tmp_path / "other").mkdir()
     assert len(rounds(tmp_path / "other", client, items_of_one_file(4, is_unique=False)).records) == 4
 
 
-def hard_to_please(prompt, seed, count):
-    """An answer by prompt and seed: good, a copy, or spoilt."""
+def sometimes_rejected(prompt, seed, count):
+    """An answer by seed: valid, a duplicate, or invalid."""
     value = {"query": f"query {seed % 9}", "bad": seed % 4 == 0}
     return Reply(json.dumps(value) if seed % 5 else "no JSON")
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 16])
 def test_order_and_interruptions_change_nothing(tmp_path, concurrency):
-    whole = rounds(tmp_path, FakeClient(hard_to_please), items_of_one_file(30))
+    whole = rounds(tmp_path, FakeClient(sometimes_rejected), items_of_one_file(30))
     assert 3 < len(whole.records) < 30
     assert {"duplicate_query", "not_json", "wrong_type"} == set(reasons(whole))
     folder = tmp_path / "ended"
@@ -552,7 +554,7 @@ def test_order_and_interruptions_change_nothing(tmp_path, concurrency):
     def ending(ends_after, prompt, seed, count):
         if len(client.asked) > ends_after:
             return UnansweredError("gone", is_final=True)
-        return hard_to_please(prompt, seed, count)
+        return sometimes_rejected(prompt, seed, count)
 
     for ends_after in (0, 3, 10, 2, 20, 7, 1000):
         client = FakeClient(partial(ending, ends_after), shuffled=True)

@@ -1,4 +1,4 @@
-"""Prompts are pure functions of seed and index, and a template that cannot be filled is refused."""
+"""Prompts and their templates: drawn values, seeds, and invalid templates and options."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ SHORT_LONG = MGH.category("short_long")
 
 
 @pytest.mark.parametrize("method", [MGH, NV_EMBED], ids=["mgh", "nv_embed"])
-def test_every_value_is_drawn_about_equally_often_and_each_by_itself(method):
+def test_placeholder_values_are_drawn_uniformly_and_independently(method):
     templates = Templates(method)
     for category in method.categories:
         drawn = [templates.drawn(category, 3, index) for index in range(600)]
@@ -24,7 +24,7 @@ def test_every_value_is_drawn_about_equally_often_and_each_by_itself(method):
         assert max(pairs) == 3
 
 
-def test_the_drawn_values_and_the_task_stand_in_the_prompt():
+def test_the_prompt_contains_the_drawn_values_and_the_task():
     templates = Templates(MGH, PromptOptions(languages=["Swahili"]))
     drawn = templates.drawn(SHORT_LONG, 0, 5)
     prompt = templates.example(SHORT_LONG, "Find $5 notes, ${task} and {braces}.", 0, 5)
@@ -48,7 +48,7 @@ def test_brainstorming_shows_two_different_tasks_and_other_ones_in_other_calls()
     assert len(shown) > 20
 
 
-def test_a_users_template_takes_the_place_of_ours_and_changes_the_hash(tmp_path):
+def test_a_users_template_replaces_ours_and_changes_the_hash(tmp_path):
     (tmp_path / "example_short_long.txt").write_text("Write about $task in $language, $$5.\n")
     own = Templates(MGH, PromptOptions(tmp_path))
     assert own.example(SHORT_LONG, "cats", 0, 0) == "Write about cats in English, $5."
@@ -66,13 +66,13 @@ def test_a_users_template_takes_the_place_of_ours_and_changes_the_hash(tmp_path)
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"Write $task in $colour.", "takes $colour, which it does not get; use clarity, difficulty, language"),
-        (b"Write something.", "does not hold $task"),
-        (b"$task for $ 5", "begins no placeholder"),
+        (b"Write $task in $colour.", "has the unknown placeholder $colour; use clarity, difficulty, language"),
+        (b"Write something.", "lacks the placeholder $task"),
+        (b"$task for $ 5", "starts no placeholder"),
         (b"$task \xff", "is not UTF-8"),
     ],
 )
-def test_a_template_that_cannot_be_filled_is_refused(tmp_path, content, says):
+def test_an_invalid_template_is_refused(tmp_path, content, says):
     (tmp_path / "example_short_long.txt").write_bytes(content)
     with pytest.raises(InputError) as refused:
         Templates(MGH, PromptOptions(tmp_path))
@@ -111,7 +111,7 @@ def test_the_categories_are_those_of_the_papers():
 
 
 @pytest.mark.parametrize(("method", "category"), CATEGORIES, ids=IDS)
-def test_a_prompt_names_every_field_that_its_answer_is_read_by(method, category):
+def test_a_prompt_names_every_field_of_its_answer(method, category):
     prompt = Templates(method).example(category, "Some task.", 0, 0)
     asked = re.findall(r'^(?:  |- )"(\w+)":', prompt, re.MULTILINE)
     assert asked == [category.query_field, category.positive_field, *category.negative_fields]

@@ -1,4 +1,4 @@
-"""An answer becomes a record of four levels, or is rejected for the first thing that is wrong with it."""
+"""Conversion of answers to records, repairs, reasons for rejection, and the check of levels."""
 
 import json
 
@@ -45,7 +45,7 @@ def example(value, category=SHORT_LONG, prompt=""):
 
 
 def test_a_good_answer_is_a_record_with_levels_from_the_hardest():
-    # An object alone in a list is the object.
+    # A list of one object is accepted as that object.
     draft = example([answer(comment="ignored", user_query=f"  {QUERY}\n")])
     assert draft.fields == {
         "id": "short_long-0",
@@ -92,13 +92,13 @@ def test_levels_in_another_order_are_sorted_and_counted():
         (answer(user_query="a\x00b"), "unusable_text"),
     ],
 )
-def test_what_training_could_not_use_is_rejected(value, reason):
+def test_invalid_answers_are_rejected(value, reason):
     with pytest.raises(RejectedAnswer) as rejected:
         example(value)
     assert rejected.value.reason == reason
 
 
-def test_a_text_of_the_prompt_itself_is_rejected():
+def test_a_text_copied_from_the_template_is_rejected():
     prompt = '{"user_query": "<the query>"}'
     with pytest.raises(RejectedAnswer, match="template_text"):
         example(answer(user_query="<the query>"), prompt=prompt)
@@ -116,7 +116,7 @@ def test_a_text_of_the_prompt_itself_is_rejected():
         ("今天下午北京的天气怎么样呢", "有人问:今天下午北京的天气怎么样呢?", True),
     ],
 )
-def test_a_query_of_five_words_must_not_stand_in_a_document(query, document, leaks):
+def test_a_query_of_five_words_must_not_be_in_a_document(query, document, leaks):
     value = answer(user_query=query, positive_document=document)
     if leaks:
         with pytest.raises(RejectedAnswer, match="leaked_query"):
@@ -125,14 +125,14 @@ def test_a_query_of_five_words_must_not_stand_in_a_document(query, document, lea
         assert example(value).fields["query"] == query
 
 
-def test_a_label_must_not_stand_in_its_text():
+def test_a_label_must_not_be_in_its_text():
     value = {"input_text": "A joyful day.", "label": "joy", "misleading_labels": graded(["rest", "pride", "calm", "x"])}
     assert example(value, MGH.category("long_short")).fields["positive"] == "joy"
     with pytest.raises(RejectedAnswer, match="leaked_label"):
         example({**value, "input_text": "What a Joy, this day!"}, MGH.category("long_short"))
 
 
-def test_new_negatives_leave_the_rest_of_a_record_alone():
+def test_new_negatives_do_not_change_other_fields():
     record = {"query": QUERY, "positive": ["one", "one"], "id": "7", "label": "food", "score": 0.5}
     draft = read_negatives(Parsed({"hard": graded()}, ("code_fence",)), record, "hard", "")
     assert {name: draft.fields[name] for name in record} == record
@@ -149,13 +149,13 @@ def test_new_negatives_leave_the_rest_of_a_record_alone():
         ([f"so {QUERY} then", *TEXTS[1:]], "leaked_query"),
     ],
 )
-def test_new_negatives_that_say_what_the_pair_says_are_rejected(texts, reason):
+def test_new_negatives_that_repeat_the_pair_are_rejected(texts, reason):
     record = {"query": QUERY, "positive": ["Ten minutes.", "one"]}
     with pytest.raises(RejectedAnswer, match=reason):
         read_negatives(Parsed({"hard": graded(texts)}, ()), record, "hard", "")
 
 
-def test_tasks_are_cleaned_and_copies_left_out():
+def test_tasks_are_cleaned_and_duplicates_dropped():
     items = ["1. Find  a\nthing.", "- find a thing", 3, "", None, "x" * (MAX_TASK_CHARACTERS + 1), "a\x00b", "Another."]
     assert read_tasks(Parsed(items, ())) == ["Find a thing.", "Another."]
     assert read_tasks(Parsed({"tasks": items, "note": "n"}, ())) == ["Find a thing.", "Another."]
@@ -185,11 +185,11 @@ TEXT = json.dumps(VALUE)
         (repr(VALUE), ("python_literal",)),
     ],
 )
-def test_an_answer_is_read_with_as_few_repairs_as_it_needs(content, repairs):
+def test_an_answer_is_parsed_with_as_few_repairs_as_needed(content, repairs):
     assert parse_answer(Answer(content)) == (VALUE, repairs)
 
 
-def test_raw_line_breaks_and_commas_inside_texts_stay():
+def test_raw_line_breaks_and_commas_inside_texts_are_unchanged():
     assert parse_answer(Answer('{"query": "two\nlines"}')) == ({"query": "two\nlines"}, ("raw_line_break",))
     assert parse_answer(Answer('{"query": "a ,] b ,} \\" ,]",}')).value == {"query": 'a ,] b ,} " ,]'}
 
@@ -212,7 +212,7 @@ def test_raw_line_breaks_and_commas_inside_texts_stay():
         (Answer("x" * 1_000_001), "not_json"),
     ],
 )
-def test_what_is_no_answer_is_rejected_with_its_reason(answer, reason):
+def test_unusable_answers_are_rejected_with_a_reason(answer, reason):
     with pytest.raises(RejectedAnswer) as rejected:
         parse_answer(answer)
     assert rejected.value.reason == reason
@@ -220,7 +220,7 @@ def test_what_is_no_answer_is_rejected_with_its_reason(answer, reason):
 
 
 class Angles:
-    """Every text is an angle in degrees, and its vector three long in that direction."""
+    """Embeds a text that is an angle in degrees as a vector of length 3 in that direction."""
 
     def encode(self, texts, *, role=None):
         angle = np.deg2rad([float(text.removesuffix(" degrees")) for text in texts])
@@ -252,7 +252,7 @@ def test_cosines_are_averaged_by_level(tmp_path):
     assert not found.is_falling
 
 
-def test_records_are_taken_evenly_and_only_those_with_every_level(tmp_path):
+def test_records_are_sampled_evenly_from_those_with_every_level(tmp_path):
     rows = [(1, 10 + n, 20 + n, 30 + n, 40 + n) for n in range(10)]
     path = write(tmp_path / "a.jsonl", *rows, (1, 10, 20))
     assert check_levels([path], Angles()).num_records == 10

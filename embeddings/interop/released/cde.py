@@ -1,4 +1,4 @@
-"""cde-small v1 and v2: two encoders, of which the second reads a text behind vectors of the first."""
+"""cde-small v1 and v2: two encoders; the second embeds a text with context vectors of the first in front."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from embeddings.interop.released.checkpoint import (
     released_tokenizer,
     take_parts,
 )
-from embeddings.interop.released.nomic import LEFT, PROMPTS, dense_names
+from embeddings.interop.released.nomic import IGNORED, PROMPTS, dense_names
 from embeddings.models.context_layers import ContextSlots, FirstStage, ResidualProjection, SoftPrompt
 from embeddings.models.contextual import ContextualEmbedder
 from embeddings.models.directory import ContextForm
@@ -28,7 +28,7 @@ from embeddings.models.directory import ContextForm
 FAMILY = "cde-small"
 _FIRST, _SECOND = "first_stage_model.embedder.", "second_stage_model.backbone."
 _NULL = "second_stage_model.sequence_dropout_null_embedding"
-# Both published backbones have heads of this width.
+# Width of an attention head in both published backbones.
 _HEAD_WIDTH = 64
 _FORMS = {"nomic": ContextForm(adds_pooled=False), "modernbert": ContextForm(has_positions=True, pools_prompt=True)}
 
@@ -36,12 +36,12 @@ _FORMS = {"nomic": ContextForm(adds_pooled=False), "modernbert": ContextForm(has
 def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     """The contextual model of a folder.
 
-    Its files name the backbones and hold their tensors, but none of their configs: heads, rotation, windows and epsilon
-    are those of the published backbones, unless the user says otherwise.
+    Its files name the backbones and contain their tensors, but not their configs. Heads, rotary base, windows and
+    epsilon are those of the published backbones, unless the user's `assume` sets others.
 
-    cde-small-v1 is read as it was trained: words at their positions, context vectors at none. What either version does
-    to the second stage's words alone, and not to context and soft prompt, is worked into the table of words: v1 adds
-    the token type, v2 norms them once more than the encoder does.
+    cde-small-v1 is loaded as it was trained: words have positions, context vectors have none. Both versions change the
+    second stage's word embeddings before the encoder, but not context vectors or soft prompts: v1 adds the token type,
+    v2 applies the encoder's layer norm once more. Here this is done once, in the word-embedding table.
     """
     config = ReleasedConfig(folder / "config.json", assumed=assumed)
     config.require(transductive_tokens_per_document=1, transductive_tie_token_embeddings=False)
@@ -50,13 +50,13 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     if kind == "nomic":
         config.require(disable_transductive_rotary_embedding=True)
     num_context, form = config.integer("transductive_corpus_size"), _FORMS[kind]
-    length = config.assume("max_seq_length", 512, least=4)
-    # Version 2 pools what stands behind the first colon.
+    length = config.assume("max_seq_length", 512, minimum=4)
+    # Version 2 pools the tokens after the first colon.
     rule: dict[str, Any] = {"pooling_rule": "after_colon"} if form.pools_prompt else {"pool_prompt": True}
     parts = _empty_parts(kind, config, weights, tokenizer, num_context)
-    left = tuple(f"{stage}{name}" for stage in (_FIRST, _SECOND) for name in LEFT)
-    states, report = take_parts(weights, parts, FAMILY, _names(kind), left)
-    states["second"] = _prepared_words(parts["second"].config, states["second"])
+    ignored = tuple(f"{stage}{name}" for stage in (_FIRST, _SECOND) for name in IGNORED)
+    states, report = take_parts(weights, parts, FAMILY, _names(kind), ignored)
+    states["second"] = _with_prepared_words(parts["second"].config, states["second"])
     embedder = ContextualEmbedder(
         filled_model(parts["first"], states["first"]),
         filled_model(parts["second"], states["second"]),
@@ -80,7 +80,7 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
 def _empty_parts(
     kind: str, config: ReleasedConfig, weights: ReleasedWeights, tokenizer: PreTrainedTokenizerBase, num_context: int
 ) -> dict[str, Any]:
-    """All modules of the model without values, by the names that the key map gives them."""
+    """All modules of the model on the meta device, by their names in the key map."""
     pad = tokenizer.pad_token_id
     first, second = (empty_model(_backbone_config(kind, config, weights, at, pad)) for at in (_FIRST, _SECOND))
     size = int(second.config.hidden_size)
@@ -97,34 +97,34 @@ def _empty_parts(
 
 
 def _kind(config: ReleasedConfig) -> str:
-    """Which encoder both stages are, by the name that it was published under."""
+    """The encoder of both stages, `nomic` or `modernbert`, by its published name."""
     first = config.fields.get("embedder")
     names = [str(first), str(config.fields.get("dataset_backbone") or first)]
     for kind, mark in (("nomic", "nomic-bert"), ("modernbert", "modernbert")):
         if all(mark in name.lower() for name in names):
             return kind
-    what = f"names the backbones {' and '.join(names)}; known are nomic-bert-2048 and ModernBERT-base"
-    raise InputError(str(config.path), what, "import another checkpoint")
+    problem = f"names the backbones {' and '.join(names)}; supported are nomic-bert-2048 and ModernBERT-base"
+    raise InputError(str(config.path), problem, "import another checkpoint")
 
 
 def _shape(weights: ReleasedWeights, name: str) -> tuple[int, ...]:
-    """A tensor's shape, which stands in for a field of a config that is not there."""
+    """A tensor's shape, used instead of a missing config."""
     if name not in weights.shapes:
-        what = f"lacks the tensor {name} of {FAMILY}"
-        raise InputError(str(weights.folder), what, "take a complete copy of the checkpoint")
+        problem = f"lacks the tensor {name} of {FAMILY}"
+        raise InputError(str(weights.folder), problem, "use a complete copy of the checkpoint")
     return weights.shapes[name]
 
 
 def _backbone_config(
     kind: str, config: ReleasedConfig, weights: ReleasedWeights, prefix: str, pad_token_id: Any
 ) -> PretrainedConfig:
-    """The config of one stage's encoder: sizes by its tensors, all else assumed as published for that encoder."""
+    """The config of one stage's encoder: sizes from its tensors, everything else as published for that encoder."""
     is_nomic = kind == "nomic"
     words = "embeddings.word_embeddings.weight" if is_nomic else "embeddings.tok_embeddings.weight"
     layers, inner = ("encoder.layers", "mlp.fc11") if is_nomic else ("layers", "mlp.Wi")
     rows, width = _shape(weights, f"{prefix}{words}")
-    found = [name for name in weights.shapes if name.startswith(f"{prefix}{layers}.")]
-    num_layers = len({name.removeprefix(f"{prefix}{layers}.").partition(".")[0] for name in found})
+    names = [name for name in weights.shapes if name.startswith(f"{prefix}{layers}.")]
+    num_layers = len({name.removeprefix(f"{prefix}{layers}.").partition(".")[0] for name in names})
     common = {
         "vocab_size": rows,
         "hidden_size": width,
@@ -159,18 +159,18 @@ def _backbone_config(
 
 
 def _num_heads(config: ReleasedConfig, width: int) -> int:
-    """The heads that share a width, each of whose parts is rotated in halves."""
+    """The number of heads for a hidden size; rotary embeddings need an even head width."""
     usual = width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 0
     heads = config.assume("num_attention_heads", usual)
     if heads < 1 or width % (2 * heads):
-        shares = f"{heads} heads" if heads else f"heads of width {_HEAD_WIDTH}"
-        what = f"states no number of heads, and {shares} cannot share a width of {width} in even parts"
-        raise InputError(str(config.path), what, "give it by --assume.num_attention_heads")
+        assumed = f"{heads} heads" if heads else f"heads of width {_HEAD_WIDTH}"
+        problem = f"has no num_attention_heads, and {assumed} cannot divide a hidden size of {width} evenly"
+        raise InputError(str(config.path), problem, "set --assume.num_attention_heads")
     return heads
 
 
 def _names(kind: str) -> dict[str, str | Published]:
-    """Our names, and where each lies."""
+    """The key map (see `take_tensors`)."""
     backbones: dict[str, str | Published] = {"first.{rest}": f"{_FIRST}{{rest}}", "second.{rest}": f"{_SECOND}{{rest}}"}
     if kind == "nomic":
         stages = (("first", _FIRST), ("second", _SECOND))
@@ -184,10 +184,11 @@ def _names(kind: str) -> dict[str, str | Published]:
     }
 
 
-def _prepared_words(config: PretrainedConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The second stage with what is done to its words before the encoder done in the table of words.
+def _with_prepared_words(config: PretrainedConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The second stage's weights with the changes to word embeddings (see `load`) applied to their table.
 
-    In training, v1's encoder adds no token type to vectors, which transformers' does: its table is zero here.
+    transformers adds the token type to context vectors too, unlike v1's encoder, so the token-type table is set to
+    zero.
     """
     if not isinstance(config, ModernBertConfig):
         words, types = "embeddings.word_embeddings.weight", "embeddings.token_type_embeddings.weight"

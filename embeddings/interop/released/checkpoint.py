@@ -1,4 +1,4 @@
-"""A published checkpoint: config.json, tensors and tokenizer, and the key map to our model."""
+"""Published checkpoints: config.json, tensors, tokenizer, and the key map to a model of this library."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -29,44 +29,43 @@ from embeddings.models.language_model import LanguageModel
 from embeddings.models.model_files import read_json, weight_files
 from embeddings.models.pooling import MeanPooling
 
-_ONE_SOURCE, _WHOLE_COPY = "take config.json and weights from one checkpoint", "take a complete copy of the checkpoint"
-# The type of the usual value says which kind of number is meant.
+_ONE_SOURCE, _WHOLE_COPY = "use config.json and weights of one checkpoint", "use a complete copy of the checkpoint"
+# The type of the usual value determines the type of the result.
 Number = TypeVar("Number", int, float)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class Assumed:
-    """The numbers that a model needs but no file of its checkpoint states: the user's, or the published models'.
+    """Numbers that a model needs but no file of its checkpoint contains: the user's, else the published models'.
 
-    `values` are those that were taken, by name; an impossible one is an `OptionError`.
+    `values` are the numbers used, by name; an invalid number is an `OptionError`.
     """
 
-    def __init__(self, given: Mapping[str, float] | None = None) -> None:
-        self._given = dict(given or {})
+    def __init__(self, options: Mapping[str, float] | None = None) -> None:
+        self._options = dict(options or {})
         self.values: dict[str, float] = {}
 
     def take(self, name: str, usual: Number) -> Number:
-        """The number of a name, above 0 and of the type of the usual one."""
-        value = self._given.get(name, usual)
-        if name in self._given and (not value > 0 or (isinstance(usual, int) and value != int(value))):
+        """The number of this name, > 0, with the type of the usual value."""
+        value = self._options.get(name, usual)
+        if name in self._options and (not value > 0 or (isinstance(usual, int) and value != int(value))):
             kind = "a whole number" if isinstance(usual, int) else "a number"
-            raise OptionError(f"assume.{name}", value, f"must be {kind} above 0", f"the published models have {usual}")
-        taken = type(usual)(value)
-        self.values[name] = taken
-        return taken
+            raise OptionError(f"assume.{name}", value, f"must be {kind} > 0", f"the published models have {usual}")
+        self.values[name] = converted = type(usual)(value)
+        return converted
 
     def check_all_taken(self) -> None:
-        for name in self._given.keys() - self.values.keys():
-            rule = "is stated by the checkpoint, or unknown"
-            fix = f"it leaves open {', '.join(self.values)}" if self.values else "it leaves no number open"
-            raise OptionError(f"assume.{name}", self._given[name], rule, fix)
+        for name in self._options.keys() - self.values.keys():
+            rule = "is set by the checkpoint, or unknown"
+            fix = f"the checkpoint needs {', '.join(self.values)}" if self.values else "leave it out"
+            raise OptionError(f"assume.{name}", self._options[name], rule, fix)
 
 
 class ReleasedConfig:
-    """The fields of a published config.json, or of an object inside it whose name is the `prefix`.
+    """The fields of a published config.json, or of the object inside it that `prefix` names.
 
-    Every method refuses a field that is missing or damaged by an `InputError` that names file, field and value;
-    `assumed` notes what the file does not state.
+    Every method raises an `InputError` with file, field and value if a field is missing or invalid. `assumed` supplies
+    numbers that the file does not contain.
     """
 
     def __init__(
@@ -83,10 +82,10 @@ class ReleasedConfig:
             raise self._error(name, "an object")
         return ReleasedConfig(self.path, value, f"{self._prefix}{name}.", self.assumed)
 
-    def integer(self, name: str, least: int = 1, default: int | None = None) -> int:
+    def integer(self, name: str, minimum: int = 1, default: int | None = None) -> int:
         value = self.fields.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self._error(name, f"a whole number >= {least}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise self._error(name, f"a whole number >= {minimum}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -95,30 +94,30 @@ class ReleasedConfig:
             raise self._error(name, "a number")
         return value
 
-    def assume(self, name: str, usual: Number, least: int = 1) -> Number:
-        """A number that the file may leave open: then the user's, or what the published models have."""
+    def assume(self, name: str, usual: Number, minimum: int = 1) -> Number:
+        """A number of the file; if the file does not contain it, the user's, else the published models' value."""
         if self.fields.get(name) is None:
             return self.assumed.take(name, usual)
-        return type(usual)(self.integer(name, least) if isinstance(usual, int) else self.number(name))
+        return type(usual)(self.integer(name, minimum) if isinstance(usual, int) else self.number(name))
 
     def require(self, **values: Any) -> None:
-        """Check that fields which decide the arithmetic have the one value that is known here, or are left out."""
-        for name, value in values.items():
-            given = self.fields.get(name, value)
-            # A switch that is off may be written as null.
-            if given != value and (given is not None or value):
-                what = f"has {self._prefix}{name} {shown(given)}, and only {value!r} is known here"
-                raise InputError(str(self.path), what, "import another checkpoint")
+        """Check that fields that affect the computation are missing or have the only supported value."""
+        for name, supported in values.items():
+            value = self.fields.get(name, supported)
+            # A disabled switch may be null.
+            if value != supported and (value is not None or supported):
+                problem = f"has {self._prefix}{name} {shown(value)}, but only {supported!r} is supported"
+                raise InputError(str(self.path), problem, "import another checkpoint")
 
     def _error(self, name: str, expected: str) -> InputError:
-        what = f"has {self._prefix}{name} {shown(self.fields.get(name))}, expected {expected}"
-        return InputError(str(self.path), what, _ONE_SOURCE)
+        problem = f"has {self._prefix}{name} {shown(self.fields.get(name))}, expected {expected}"
+        return InputError(str(self.path), problem, _ONE_SOURCE)
 
 
 class ReleasedWeights:
-    """The tensors of a checkpoint's safetensors: names and shapes at once, values when they are asked for.
+    """The tensors of a checkpoint's safetensors files: names and shapes are read at once, values on demand.
 
-    `file` names a file of weights in place of those that belong to a model.
+    `file` replaces the default weight files of a model.
     """
 
     def __init__(self, folder: Path, file: str | None = None) -> None:
@@ -129,27 +128,28 @@ class ReleasedWeights:
             if not path.is_file():
                 pickles = sorted(found.name for pattern in _PICKLES for found in folder.glob(pattern))
                 pickle = f", and {pickles[0]} is a pickle, which could run code when it is read" if pickles else ""
-                what = f"holds no {path.name}{pickle}"
-                raise InputError(str(folder), what, "take a complete copy with safetensors")
+                problem = f"contains no {path.name}{pickle}"
+                raise InputError(str(folder), problem, "use a complete copy with safetensors")
             try:
-                with safe_open(path, framework="pt") as opened:
-                    found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+                with safe_open(path, framework="pt") as tensors:
+                    shapes = {n: tuple(tensors.get_slice(n).get_shape()) for n in tensors.keys()}  # noqa: SIM118
             except (OSError, SafetensorError) as error:
-                what = f"is damaged ({one_line(str(error), 160)})"
-                raise InputError(str(path), what, _WHOLE_COPY) from error
-            self.shapes |= found
-            self._files |= dict.fromkeys(found, path)
+                problem = f"is damaged ({one_line(str(error), 160)})"
+                raise InputError(str(path), problem, _WHOLE_COPY) from error
+            self.shapes |= shapes
+            self._files |= dict.fromkeys(shapes, path)
 
     def tensor(self, name: str) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
         return tensor
 
 
 def released_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a published folder, from its tokenizer.json where there is one.
+    """The tokenizer of a published folder, from its tokenizer.json if there is one.
 
-    The class that a published tokenizer names may rebuild it from the vocabulary and then split some texts otherwise.
+    The class that a published tokenizer names may rebuild it from the vocabulary and then tokenise some texts
+    differently.
     """
     is_fast = (folder / "tokenizer.json").is_file()
     return read_tokenizer(folder, PreTrainedTokenizerFast if is_fast else AutoTokenizer)
@@ -157,12 +157,12 @@ def released_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True)
 class Published:
-    """Where one of our tensors lies in a published checkpoint.
+    """The location of one of our tensors in a published checkpoint.
 
     Args:
-        name: Its name there. Words in braces stand for what the same words matched in our name.
-        part, parts: Which of how many equal parts along the first dimension ours is.
-        stacked: Whether our first two dimensions are laid end to end there.
+        name: Name of the published tensor. Words in braces are replaced by what they matched in our name.
+        part, parts: Our tensor is part number `part` of `parts` equal parts along the first dimension.
+        stacked: Whether the published tensor has our first two dimensions merged into one.
     """
 
     name: str
@@ -176,7 +176,7 @@ class Published:
         return (ours[0] * self.parts, *ours[1:])
 
     def take(self, tensor: Tensor, ours: tuple[int, ...]) -> Tensor:
-        """Our tensor, of its own memory, of the published one."""
+        """Our tensor, extracted from the published one; a part is copied."""
         if self.parts > 1:
             tensor = tensor.chunk(self.parts)[self.part].clone()
         return tensor.view(ours)
@@ -184,13 +184,13 @@ class Published:
 
 @dataclass(frozen=True)
 class KeyReport:
-    """What became of a checkpoint's tensors: those used, each with ours that it went to, and those left out."""
+    """The published tensors that were used, each with the names of our tensors, and those that were not (`left`)."""
 
     used: dict[str, list[str]]
     left: list[str]
 
     def __or__(self, other: "KeyReport") -> "KeyReport":
-        """Of two checkpoints read one after the other."""
+        """The report of two checkpoints that were read one after the other."""
         return KeyReport(self.used | other.used, self.left + other.left)
 
 
@@ -198,43 +198,43 @@ def take_tensors(
     weights: ReleasedWeights,
     expected: Mapping[str, Tensor],
     family: str,
-    places: Mapping[str, str | Published],
-    left: Sequence[str] = (),
+    key_map: Mapping[str, str | Published],
+    ignored: Sequence[str] = (),
 ) -> tuple[dict[str, Tensor], KeyReport]:
-    """The published tensors under our names, of the shapes of those that are expected by name.
+    """The published tensors under our names, with the names and shapes of `expected`.
 
-    `places` is the key map: our names, and where each lies. `{n}` matches a number, any other word in braces anything,
-    and the first name that matches counts. `left` are tensors that are left out on purpose, written alike.
+    `key_map` maps our names to published tensors. `{n}` matches a number, any other word in braces any text, and the
+    first matching name applies. `ignored` are patterns of published tensors that are not used.
     """
-    patterns = [(_pattern(ours), Published(at) if isinstance(at, str) else at) for ours, at in places.items()]
-    found_at: dict[str, Published] = {}
+    patterns = [(_pattern(ours), Published(name) if isinstance(name, str) else name) for ours, name in key_map.items()]
+    sources: dict[str, Published] = {}
     used: dict[str, list[str]] = {}
     for ours in expected:
-        matches = ((pattern.fullmatch(ours), place) for pattern, place in patterns)
-        match, place = next((match, place) for match, place in matches if match)
-        found_at[ours] = replace(place, name=place.name.format(**match.groupdict()))
-        used.setdefault(found_at[ours].name, []).append(ours)
+        matches = ((pattern.fullmatch(ours), source) for pattern, source in patterns)
+        match, source = next((match, source) for match, source in matches if match)
+        sources[ours] = replace(source, name=source.name.format(**match.groupdict()))
+        used.setdefault(sources[ours].name, []).append(ours)
     missing = sorted(used.keys() - weights.shapes.keys())
     if missing:
-        what = f"lacks {len(missing)} of the {len(used)} tensors of {family}, {missing[0]} first"
-        raise InputError(str(weights.folder), what, _WHOLE_COPY)
-    others, on_purpose = sorted(weights.shapes.keys() - used.keys()), list(map(_pattern, left))
-    unknown = [name for name in others if not any(pattern.fullmatch(name) for pattern in on_purpose)]
+        problem = f"lacks {len(missing)} of the {len(used)} tensors of {family}, such as {missing[0]}"
+        raise InputError(str(weights.folder), problem, _WHOLE_COPY)
+    unused, ignored_patterns = sorted(weights.shapes.keys() - used.keys()), list(map(_pattern, ignored))
+    unknown = [name for name in unused if not any(pattern.fullmatch(name) for pattern in ignored_patterns)]
     if unknown:
-        what = f"has {len(unknown)} tensors that {family} has no place for, {unknown[0]} first"
-        raise InputError(str(weights.folder), what, "import a checkpoint of only this family")
+        problem = f"has {len(unknown)} tensors that {family} does not have, such as {unknown[0]}"
+        raise InputError(str(weights.folder), problem, "import a checkpoint of only this family")
     shapes = {ours: tuple(tensor.shape) for ours, tensor in expected.items()}
-    for ours, place in found_at.items():
-        found, shape = weights.shapes[place.name], place.shape(shapes[ours])
-        if found != shape:
-            what = f"{place.name} has shape {found}, by config.json it has {shape}"
-            raise InputError(str(weights.folder), what, _ONE_SOURCE)
-    state = {ours: place.take(weights.tensor(place.name), shapes[ours]) for ours, place in found_at.items()}
-    return state, KeyReport(used, others)
+    for ours, source in sources.items():
+        shape, expected_shape = weights.shapes[source.name], source.shape(shapes[ours])
+        if shape != expected_shape:
+            problem = f"{source.name} has shape {shape}, but {expected_shape} in config.json"
+            raise InputError(str(weights.folder), problem, _ONE_SOURCE)
+    state = {ours: source.take(weights.tensor(source.name), shapes[ours]) for ours, source in sources.items()}
+    return state, KeyReport(used, unused)
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    """What a name with words in braces matches."""
+    """The regular expression of a name with words in braces."""
     parts = re.split(r"\{(\w+)\}", name)
     texts, words = parts[::2], parts[1::2]
     groups = [rf"(?P<{word}>{'[0-9]+' if word == 'n' else '.+'})" for word in words]
@@ -242,9 +242,10 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 class Imported(NamedTuple):
-    """A published checkpoint as a model of this library, and what became of its tensors.
+    """A published checkpoint as a model of this library, with the report of its tensors.
 
-    `used_as` is the published model whose card decides more than the files do; `assumed` are numbers that none states.
+    `used_as` names the published model (see `importer.USAGES`) whose card the model follows. `assumed` are the numbers
+    that no file of the checkpoint contains.
     """
 
     family: str
@@ -255,7 +256,7 @@ class Imported(NamedTuple):
 
 
 def empty_model(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreTrainedModel:
-    """The model of a config without values, names and shapes only; `auto_class` chooses its class."""
+    """The model of a config on the meta device (names and shapes without values); `auto_class` chooses its class."""
     with torch.device("meta"), quiet_transformers():
         model = auto_class.from_config(config)
     assert isinstance(model, PreTrainedModel)
@@ -263,12 +264,12 @@ def empty_model(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreTra
 
 
 def filled_model(empty: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
-    """The model of `empty_model` with a tensor for each of its names, in evaluation mode and the first one's dtype."""
-    kind: Any = type(empty)
+    """The model of `empty_model` with the weights of `state`, in evaluation mode and the dtype of the first of them."""
+    model_class: Any = type(empty)
     dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     with quiet_transformers():
-        # What no checkpoint holds (tables of rotation) is computed on the way.
-        model = kind.from_pretrained(None, config=empty.config, state_dict=state, dtype=dtype)
+        # Also computes the rotary tables, which no checkpoint contains.
+        model = model_class.from_pretrained(None, config=empty.config, state_dict=state, dtype=dtype)
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -276,22 +277,22 @@ def filled_model(empty: PreTrainedModel, state: dict[str, Tensor]) -> PreTrained
 def take_parts(
     weights: ReleasedWeights, parts: Mapping[str, nn.Module], *names: Any
 ) -> tuple[dict[str, dict[str, Tensor]], KeyReport]:
-    """The tensors of a model in parts, by `take_tensors`; our names in the key map begin with the part's."""
-    of_each = {part: module.state_dict() for part, module in parts.items()}
-    expected = {f"{part}.{name}": tensor for part, tensors in of_each.items() for name, tensor in tensors.items()}
-    taken, report = take_tensors(weights, expected, *names)
+    """`take_tensors` for several modules; our names in the key map begin with a module's name in `parts`."""
+    part_states = {part: module.state_dict() for part, module in parts.items()}
+    expected = {f"{part}.{name}": tensor for part, tensors in part_states.items() for name, tensor in tensors.items()}
+    state, report = take_tensors(weights, expected, *names)
     states: dict[str, dict[str, Tensor]] = {part: {} for part in parts}
-    for name, tensor in taken.items():
+    for name, tensor in state.items():
         part, _, inner = name.partition(".")
         states[part][inner] = tensor
     return states, report
 
 
 def loaded_model(folder: Path, **options: Any) -> tuple[PreTrainedModel, KeyReport]:
-    """The backbone of a folder whose tensors transformers itself renames, and what became of them."""
+    """The backbone of a folder that transformers can load, and the report of its tensors."""
     published, unused = ReleasedWeights(folder).shapes, list[str]()
     model = load_model(folder, unused=unused, **options)
-    # A checkpoint with a head has the backbone's name in front of its tensors, which the backbone does not have.
+    # In a checkpoint with a head, tensor names begin with the backbone's name.
     own, prefix = model.state_dict().keys(), f"{model.base_model_prefix}."
     used = [name for name in published if name not in unused]
     names = {name: [name if name in own else name.removeprefix(prefix)] for name in used}
@@ -305,10 +306,10 @@ def described_embedder(
     prompts: Mapping[str, str],
     longest: int | None = None,
 ) -> Embedder:
-    """The embedding model around a backbone, with pooling and texts as a sentence-transformers directory says.
+    """The embedding model of a backbone, with the pooling and text settings of a sentence-transformers directory.
 
-    Where the folder is none: the mean of all tokens, unit length, texts as long as tokenizer and positions allow.
-    `prompts` are those that the folder need not name, `longest` a limit of length whatever the folder says.
+    For any other folder: mean pooling of all tokens, unit norm, and the maximum length of tokenizer and positions.
+    `prompts` are added to the folder's own; `longest` limits the maximum lengths.
     """
     if not (folder / "modules.json").is_file():
         limit = min(tokenizer.model_max_length, getattr(backbone.config, "max_position_embeddings", 512))

@@ -1,4 +1,4 @@
-"""From a published checkpoint to a model directory: family, usage, licence, and the record of its tensors."""
+"""Import of published checkpoints as model directories: family, usage, licence, and the record of their tensors."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -41,40 +41,39 @@ def import_released(
     known_as: str | None = None,
     assume: Mapping[str, float] | None = None,
 ) -> Imported:
-    """Write a published checkpoint as a model directory, atomically; no code of it runs.
+    """Write a published checkpoint as a model directory, atomically, without executing its code.
 
-    Beside the model lie an embedding model's card and a record: which published tensor each of its tensors came from,
-    what was left, the commit that was read, and the numbers that no file states. Where a published card uses the
-    vectors in a way that the files do not state (see `USAGES`), the model does so too.
+    The directory also gets the model card of an embedding model, and a record: the published tensor of each model
+    tensor, unused tensors, the commit, and the numbers that no file contains. If a published card processes the vectors
+    in a way that its files do not describe (see `USAGES`), the model does so too.
 
     Args:
         source: A directory or Hub id.
-        output: The directory to write; one that is there is replaced once the new one is whole.
+        output: The directory to write; an existing one is replaced when the new one is complete.
         revision: Commit, tag or branch of a Hub id.
-        base: What an adapter adapts, where its own files do not say it; see `llm2vec.adapter_chain`.
-        known_as: The published name of a model whose directory has another; see `usage_name`.
-        assume: Numbers that no file states, by name, in place of those of the published models.
+        base: Base models of an adapter whose files do not name them; see `llm2vec.adapter_chain`.
+        known_as: The published name of a model whose directory has another name; see `usage_name`.
+        assume: Numbers that no file contains, by name, to use instead of the published models' values.
 
     Raises:
-        InputError: If the checkpoint cannot be had, is of no known family, or is incomplete.
-        OptionError: If the output is a file or one of the folders that are read, or an option does not fit.
+        InputError: If the checkpoint is not found, of an unknown family, or incomplete.
+        OptionError: If the output is a file or a source folder, or an option is invalid.
     """
     require_folder_or_nothing(output)
     if known_as is not None and known_as not in USAGES:
-        rule = "must be a published model that is used in a way of its own"
-        raise OptionError("known_as", known_as, rule, f"give one of {', '.join(USAGES)}, or leave it out")
+        raise OptionError("known_as", known_as, f"must be one of {', '.join(USAGES)}", "leave it out for other models")
     folder = resolve_model(source, revision)
     target = Path(output).expanduser()
     folders = llm2vec.adapter_chain(folder, base)
-    if target.resolve() in [read.resolve() for read in folders]:
+    if target.resolve() in [folder.resolve() for folder in folders]:
         rule = "must not be the source or its base, which it would replace"
         raise OptionError("output", str(output), rule, "name a new folder")
-    imported = _used(_load(folder, base, Assumed(assume)), source, known_as)
+    imported = _with_usage(_load(folder, base, Assumed(assume)), source, known_as)
     revision = origin_of(folder).commit or revision
-    bases = [origin_of(read)._asdict() for read in folders[1:]]
+    bases = [origin_of(base_folder)._asdict() for base_folder in folders[1:]]
     record: dict[str, Any] = {"source": source, "revision": revision, "base": bases, "family": imported.family}
     record |= {"used_as": imported.used_as, "assumed": dict(imported.assumed)}
-    # The model's write is whole by itself; in a folder around it, record and card come into place with the model.
+    # `save_pretrained` is atomic for the model only; the new folder puts record and card in place together with it.
     with replaced_folder(target) as new:
         imported.model.save_pretrained(new)
         write_json(new / IMPORT_FILE, {**record, "used": imported.report.used, "left": imported.report.left})
@@ -86,8 +85,8 @@ def import_released(
     return imported
 
 
-def _used(imported: Imported, source: str, known_as: str | None) -> Imported:
-    """A checkpoint whose model gives the vectors of its published card, where one is known to say more than files."""
+def _with_usage(imported: Imported, source: str, known_as: str | None) -> Imported:
+    """The checkpoint with the vector processing of its published card, if it is one of `USAGES`."""
     name, model = usage_name(imported.model, source, known_as), imported.model
     if not isinstance(model, Embedder):
         return imported
@@ -98,13 +97,13 @@ def _used(imported: Imported, source: str, known_as: str | None) -> Imported:
         return imported._replace(model=used, used_as=name)
     is_dense = _model_type(model) == NomicBertConfig.model_type and type(model.pooling) is MeanPooling
     if is_dense and not model.normalize and model.norm is None:
-        warning = "%s has the files of nomic-embed-text-v1.5, whose card norms vectors before it cuts them: if it is a "
-        logger.warning(warning + "copy, add --known-as nomic-embed-text-v1.5", source)
+        warning = "%s has the architecture of nomic-embed-text-v1.5, whose card applies a layer norm to vectors before "
+        logger.warning(warning + "truncation: if it is a copy, add --known-as nomic-embed-text-v1.5", source)
     return imported
 
 
 def _load(folder: Path, base: Sequence[str], assumed: Assumed) -> Imported:
-    """The model of a folder; each architecture checks the fields of a config in its own way."""
+    """The model of a folder; any error of transformers about the config becomes an `InputError`."""
     try:
         if (folder / llm2vec.ADAPTER_CONFIG).is_file():
             imported = llm2vec.load(folder, base, assumed)
@@ -115,15 +114,15 @@ def _load(folder: Path, base: Sequence[str], assumed: Assumed) -> Imported:
     except UserError:
         raise
     except (ValueError, TypeError, RuntimeError, LookupError, AttributeError, StrictDataclassError) as error:
-        what = f"makes no model: {one_line(str(error), 200)}"
-        raise InputError(str(folder / "config.json"), what, "take a complete copy of the checkpoint") from error
+        problem = f"does not describe a valid model: {one_line(str(error), 200)}"
+        raise InputError(str(folder / "config.json"), problem, "use a complete copy of the checkpoint") from error
 
 
 @dataclass(frozen=True)
 class Usage:
-    """How a published model's vectors are used: the widths to cut them to, the full one first, after a norm or not.
+    """The processing of a published model's vectors: truncation widths, the full one first, and an optional layer norm.
 
-    `model_type` is what the config of its backbone says here.
+    `model_type` is that of the imported backbone's config.
     """
 
     model_type: str
@@ -131,7 +130,7 @@ class Usage:
     layer_norm: bool = False
 
 
-# The modules.json of v1.5 has only Transformer and Pooling; its card continues with layer norm, cut and unit length.
+# The modules.json of v1.5 has only Transformer and Pooling; its card adds layer norm, truncation and normalisation.
 USAGES: Mapping[str, Usage] = {
     "nomic-embed-text-v1.5": Usage(NomicBertConfig.model_type, (768, 512, 256, 128, 64), layer_norm=True),
     "nomic-embed-text-v2-moe": Usage(RotaryMoeConfig.model_type, (768, 256)),
@@ -139,12 +138,12 @@ USAGES: Mapping[str, Usage] = {
 
 
 def usage_name(model: Embedder | LanguageModel, source: str, known_as: str | None = None) -> str | None:
-    """Which one of `USAGES` an imported model is, None for none.
+    """The name in `USAGES` of an imported model, or None.
 
-    No file tells v1.5 from a model trained on from it, so the name decides: `known_as`, else the last part of the Hub
-    id or directory. Backbone and width must agree, else `known_as` is refused.
+    The files do not distinguish v1.5 from a model fine-tuned from it, so the name decides: `known_as`, else the last
+    part of the Hub id or directory. Backbone and width must match, else `known_as` is an `OptionError`.
     """
-    # In the Hub's cache the folder's name is the commit.
+    # In the Hub's cache a folder is named for its commit.
     name = Path(origin_of(Path(source).expanduser().absolute()).name).name if known_as is None else known_as
     usage = USAGES.get(name)
     if usage is not None and _model_type(model) == usage.model_type:
@@ -158,32 +157,32 @@ def usage_name(model: Embedder | LanguageModel, source: str, known_as: str | Non
 
 
 def _model_type(model: Embedder | LanguageModel) -> str | None:
-    """What the config of a plain embedding model's backbone says; None for any other model."""
+    """The `model_type` of a plain embedding model's backbone; None for any other model."""
     return str(plain_backbone(model.backbone).config.model_type) if type(model) is Embedder else None
 
 
 def load_directory(folder: Path, assumed: Assumed | None = None) -> Imported:
-    """The model of a sentence-transformers directory; transformers itself renames the tensors of its architectures."""
+    """The model of a sentence-transformers directory whose architecture transformers can load."""
     if is_contextual(folder):
-        raise InputError(str(folder), "is a model directory of this library already", "use it as it is")
+        raise InputError(str(folder), "is already a model directory of this library", "use it without import")
     backbone, report = loaded_model(folder)
     embedder = described_embedder(folder, backbone, load_tokenizer(folder, backbone), {})
     return Imported("a sentence-transformers directory", embedder, report)
 
 
 def loader_of(folder: Path) -> Callable[..., Imported]:
-    """What loads the checkpoint of a folder: called with it, and with `assumed` as in `ReleasedConfig`."""
+    """The function that loads the checkpoint of a folder, called as `load(folder, assumed=assumed)`."""
     config = ReleasedConfig(folder / "config.json")
     model_type = config.fields.get("model_type")
     if model_type == "nvembed":
         return nv_embed.load
     if "transductive_corpus_size" in config.fields:
         return cde.load
-    # transformers' own NomicBert has other fields: such a checkpoint needs no key map.
+    # A NomicBert checkpoint in transformers' own format has other fields and needs no key map.
     if model_type == "nomic_bert" and "n_embd" in config.fields:
         return nomic.load_moe if (config.fields.get("moe_every_n_layers") or 0) > 0 else nomic.load_dense
     if (folder / "modules.json").is_file():
         return load_directory
-    what = f"model_type {model_type!r} belongs to no published family that is known here"
-    known = "nvembed, nomic_bert, cde-small, adapters of LLM2Vec, or a sentence-transformers directory"
-    raise InputError(str(config.path), what, f"import one of {known}")
+    problem = f"model_type {model_type!r} is not supported"
+    supported = "nvembed, nomic_bert, cde-small, adapters of LLM2Vec, or a sentence-transformers directory"
+    raise InputError(str(config.path), problem, f"import one of {supported}")

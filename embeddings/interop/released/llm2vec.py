@@ -1,4 +1,4 @@
-"""LLM2Vec: low-rank adapters of a decoder that is read without its causal mask."""
+"""LLM2Vec: LoRA adapters of a decoder that runs without its causal mask."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,19 +26,19 @@ from embeddings.models.pooling import MeanPooling
 
 FAMILY = "LLM2Vec's adapters"
 ADAPTER_CONFIG = "adapter_config.json"
-# The model cards' example; the benchmark's tasks have one each.
+# The model cards' example; each benchmark task has its own instruction.
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query:"
 
 
 class Template(NamedTuple):
-    """What stands around every text of a decoder that was trained to chat."""
+    """The text before and after every input of a chat model."""
 
     before: str
     behind: str
 
 
 _INST = Template("[INST] ", " [/INST]")
-# By the names that the published code knows them by; other decoders have none.
+# By the decoder names in the published code; other decoders have no template.
 TEMPLATES = {
     "mistralai/Mistral-7B-Instruct-v0.2": _INST,
     "meta-llama/Llama-2-7b-chat-hf": _INST,
@@ -47,16 +47,16 @@ TEMPLATES = {
 
 
 def load(folder: Path, base: Sequence[str] = (), assumed: Assumed | None = None) -> Imported:
-    """The embedding model of an adapter, merged into what it adapts: a decoder, or one with other adapters merged.
+    """The embedding model of an adapter, merged into its decoder together with any adapters it was trained on.
 
-    Vectors are the mean over the text's own tokens and what the template puts behind it, of unit length. The published
-    code cuts a text longer than 400 tokens between words; here it is cut as any text, to the whole length.
+    Vectors are the mean over the tokens of the text and of the template after it, of unit norm. The published code
+    truncates a text of more than 400 tokens between words; here the maximum length applies to the full input.
     """
     *adapters, decoder = adapter_chain(folder, base)
-    # The published code's own settings, where the folder has none.
+    # Defaults of the published code.
     path = folder / "llm2vec_config.json"
-    given = read_json(path) if path.is_file() else {}
-    settings = ReleasedConfig(path, {"pooling_mode": "mean", "skip_instruction": True, **given}, assumed=assumed)
+    options = read_json(path) if path.is_file() else {}
+    settings = ReleasedConfig(path, {"pooling_mode": "mean", "skip_instruction": True, **options}, assumed=assumed)
     settings.require(pooling_mode="mean")
     model, report = loaded_model(decoder, make_bidirectional=True)
     check_bidirectional(model)
@@ -64,7 +64,7 @@ def load(folder: Path, base: Sequence[str] = (), assumed: Assumed | None = None)
         report |= merge_adapter(model, adapter)
     innermost = ReleasedConfig(adapters[-1] / ADAPTER_CONFIG)
     template = TEMPLATES.get(str(innermost.fields.get("base_model_name_or_path")), Template("", ""))
-    length = settings.assume("max_length", 512, least=4)
+    length = settings.assume("max_length", 512, minimum=4)
     text = TextSettings(
         query_max_length=length,
         document_max_length=length,
@@ -82,7 +82,7 @@ def load(folder: Path, base: Sequence[str] = (), assumed: Assumed | None = None)
 def merge_adapter(model: PreTrainedModel, folder: Path) -> KeyReport:
     """Add an adapter's updates to a model's weights in place: in float32, rounded once to the weight's dtype.
 
-    The report names the weight that each tensor went into, and the adapter in front of the tensor.
+    The report maps each tensor, with the adapter's name in front, to the weight into which it was merged.
     """
     config = ReleasedConfig(folder / ADAPTER_CONFIG)
     config.require(peft_type="LORA", bias="none", fan_in_fan_out=False, use_dora=False)
@@ -94,42 +94,42 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> KeyReport:
     linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     layers = {name: layer for name, layer in linear.items() if name.rpartition(".")[2] in names}
     if not layers:
-        what = f"names no layer of {type(model).__name__} (target_modules)"
-        raise InputError(str(config.path), what, "give the decoder that it was trained on, by --base")
+        problem = f"matches no layer of {type(model).__name__} (target_modules)"
+        raise InputError(str(config.path), problem, "set --base to the decoder on which it was trained")
     expected = {}
     for name, layer in layers.items():
         expected[f"{name}.lora_A"] = torch.empty(rank, layer.in_features, device="meta")
         expected[f"{name}.lora_B"] = torch.empty(layer.out_features, rank, device="meta")
     weights = ReleasedWeights(folder, "adapter_model.safetensors")
-    outer = "base_model.model."
-    # A decoder with its head has one name more on the way.
-    outer += "model." if any(name.startswith(f"{outer}model.") for name in weights.shapes) else ""
-    places = {"{layer}.lora_{side}": f"{outer}{{layer}}.lora_{{side}}.weight"}
-    state, report = take_tensors(weights, expected, FAMILY, places)
+    prefix = "base_model.model."
+    # The tensor names of a decoder with a head contain one more "model.".
+    prefix += "model." if any(name.startswith(f"{prefix}model.") for name in weights.shapes) else ""
+    key_map = {"{layer}.lora_{side}": f"{prefix}{{layer}}.lora_{{side}}.weight"}
+    state, report = take_tensors(weights, expected, FAMILY, key_map)
     for name, layer in layers.items():
         update = state[f"{name}.lora_B"].float() @ state[f"{name}.lora_A"].float() * scale
         layer.weight.copy_((layer.weight.float() + update).to(layer.weight.dtype))
     source, used = origin_of(folder).name, report.used.items()
-    into = {f"{source}/{name}": [f"{ours.rpartition('.')[0]}.weight" for ours in names] for name, names in used}
-    return KeyReport(into, report.left)
+    merged = {f"{source}/{name}": [f"{ours.rpartition('.')[0]}.weight" for ours in names] for name, names in used}
+    return KeyReport(merged, report.left)
 
 
 def adapter_chain(folder: Path, base: Sequence[str] = ()) -> list[Path]:
-    """The folders that a checkpoint is read from: adapters, the outermost first, then the decoder; else its own alone.
+    """The folders of a checkpoint: adapters, the last applied first, then the decoder; without adapters `folder` only.
 
-    `base` are directories or Hub ids of what is adapted, the outermost first; what is not named is taken from the
-    adapters' own files. An adapter that was trained on a merged one names only the decoder: name both.
+    `base` are directories or Hub ids of the base models, in the same order; the adapters' own files supply the rest.
+    The files of an adapter that was trained on a merged one name the decoder only: set both in `base`.
     """
-    folders, named = [folder], list(base)
+    folders, names = [folder], list(base)
     while (folders[-1] / ADAPTER_CONFIG).is_file():
         config = ReleasedConfig(folders[-1] / ADAPTER_CONFIG)
-        name = named.pop(0) if named else config.fields.get("base_model_name_or_path")
+        name = names.pop(0) if names else config.fields.get("base_model_name_or_path")
         if not isinstance(name, str):
-            raise InputError(str(config.path), "does not say what it adapts", "name it by --base")
-        found = resolve_model(name)
-        if found in folders:
-            raise InputError(str(config.path), f"adapts {name}, which is itself", "name the decoder by --base")
-        folders.append(found)
-    if named:
-        raise OptionError("base", list(base), "names more than there are adapters", f"leave {named[0]} out")
+            raise InputError(str(config.path), "does not name its base model", "set --base")
+        base_folder = resolve_model(name)
+        if base_folder in folders:
+            raise InputError(str(config.path), f"names itself as base model: {name}", "set --base to the decoder")
+        folders.append(base_folder)
+    if names:
+        raise OptionError("base", list(base), "has more models than there are adapters", f"leave {names[0]} out")
     return folders

@@ -25,8 +25,8 @@ from embeddings.interop.released.checkpoint import (
 from embeddings.models.language_model import LanguageModel
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig
 
-# Each names what the text is for; training put one before every text, and its tokens are pooled.
-# Under mteb's types of tasks they are those that the published scores are from, by mteb's own entry of these models.
+# Training put one of these task prefixes before every text and pooled its tokens too. The prompts of mteb's task types
+# are those of mteb's entry for these models, with which the published scores were measured.
 _CLASSIFICATION, _CLUSTERING = "classification: ", "clustering: "
 _CLASSIFIED = ("Classification", "MultilabelClassification", "PairClassification", "Reranking", "STS", "Summarization")
 PROMPTS = {
@@ -38,14 +38,14 @@ PROMPTS = {
     "Clustering": _CLUSTERING,
 }
 
-# In front of every name where the checkpoint holds a language model.
+# Prefix of all tensor names in a checkpoint of a language model.
 LANGUAGE_MODEL = "bert."
-# A pooler that no embedding reads, and tables that follow from the config.
-LEFT = ("pooler.dense.{kind}", "encoder.layers.{n}.attn.rotary_emb.inv_freq")
+# A pooler that embeddings do not use, and rotary tables that are computed from the config.
+IGNORED = ("pooler.dense.{kind}", "encoder.layers.{n}.attn.rotary_emb.inv_freq")
 
 
 def encoder_names(prefix: str = "") -> dict[str, str | Published]:
-    """Our names outside the MLPs, and where each lies, behind a prefix."""
+    """The key map of all tensors outside the MLPs; `prefix` precedes the published names."""
     attention = f"{prefix}encoder.layers.{{n}}.attn."
     fused = {
         f"layers.{{n}}.self_attn.{ours}_proj.{{kind}}": Published(f"{attention}Wqkv.{{kind}}", part, 3)
@@ -70,8 +70,8 @@ def encoder_fields(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -
     positions = longest_text(config) or max(trained, config.integer("n_positions", default=trained))
     width, num_heads = config.integer("n_embd"), config.integer("n_head")
     if width % (2 * num_heads):
-        what = f"has n_embd {width} and n_head {num_heads}, which make no heads that can be rotated in halves"
-        raise InputError(str(config.path), what, "take config.json and weights from one checkpoint")
+        problem = f"has n_embd {width} and n_head {num_heads}, but n_embd must be a multiple of 2 * n_head"
+        raise InputError(str(config.path), problem, "use config.json and weights of one checkpoint")
     return {
         "vocab_size": -(-rows // step) * step,
         "hidden_size": width,
@@ -91,10 +91,10 @@ def encoder_fields(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -
 
 
 def longest_text(config: ReleasedConfig) -> int | None:
-    """The longest text in tokens, where `rotary_scaling_factor` asks to rotate longer ones more slowly, else None.
+    """The maximum tokens of a text if the config has `rotary_scaling_factor`, else None.
 
-    The published code then takes the rotary base from the longest text of the process so far, so a vector depends on
-    other texts. Here every text is rotated as in training, and a longer one is cut.
+    With this factor the published code computes the rotary base from the longest text of the process so far, so a
+    vector depends on other texts. Here every text uses the base of training, and longer texts are truncated.
     """
     if config.fields.get("rotary_scaling_factor") is None:
         return None
@@ -106,12 +106,13 @@ _DENSE_FAMILY = "Nomic's dense encoder"
 _WIDTH_STEP = 256
 _GATES = {"swiglu": "silu", "geglu": "gelu", "glu": "sigmoid"}
 _HEAD = "cls.predictions."
+_HEAD_BIASES = (f"{_HEAD}bias", f"{_HEAD}decoder.bias", f"{_HEAD}transform.dense.bias")
 
 
 def load_dense(folder: Path, assumed: Assumed | None = None) -> Imported:
-    """The embedding model of a folder, or the masked language model where it holds one.
+    """The embedding model of a folder, or its masked language model if the checkpoint contains one.
 
-    The layer norm of v1.5's vectors is stated by no file, and so no part of the model yet: see `importer.USAGES`.
+    No file describes the layer norm of v1.5's vectors, so the importer adds it: see `importer.USAGES`.
     """
     config = ReleasedConfig(folder / "config.json", assumed=assumed)
     tokenizer = released_tokenizer(folder)
@@ -120,73 +121,70 @@ def load_dense(folder: Path, assumed: Assumed | None = None) -> Imported:
     if any("ForPreTraining" in str(name) for name in config.fields.get("architectures") or ()):
         return Imported(_DENSE_FAMILY, *_language_model(ours, weights, tokenizer, prefix))
     empty = empty_model(ours)
-    left = (*LEFT, f"{_HEAD}{{rest}}")
-    state, report = take_tensors(weights, empty.state_dict(), _DENSE_FAMILY, dense_names(prefix), left)
+    ignored = (*IGNORED, f"{_HEAD}{{rest}}")
+    state, report = take_tensors(weights, empty.state_dict(), _DENSE_FAMILY, dense_names(prefix), ignored)
     model, longest = filled_model(empty, state), longest_text(config)
     if longest is not None:
-        logger.warning("%s: rotary_scaling_factor is left out, so texts are cut at %d tokens", folder, longest)
+        logger.warning("%s: rotary_scaling_factor is ignored, so texts are truncated to %d tokens", folder, longest)
     return Imported(_DENSE_FAMILY, described_embedder(folder, model, tokenizer, PROMPTS, longest), report)
 
 
 def dense_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> NomicBertConfig:
-    """Our config of a published one."""
+    """The transformers config of a published one."""
     config.require(qkv_proj_bias=False, mlp_fc1_bias=False, mlp_fc2_bias=False, norm_mlp=False)
     function = config.fields.get("activation_function")
     if not isinstance(function, str) or function not in _GATES:
-        # The published code takes an MLP without a gate where nothing is said.
-        what = f"has activation_function {shown(function)}, known here are {', '.join(_GATES)}"
-        raise InputError(str(config.path), what, "import another checkpoint")
+        # Not optional: the published code's default is an MLP without a gate.
+        problem = f"has activation_function {shown(function)}, supported are {', '.join(_GATES)}"
+        raise InputError(str(config.path), problem, "import another checkpoint")
     width = -(-config.integer("n_inner") // _WIDTH_STEP) * _WIDTH_STEP
     fields = encoder_fields(config, tokenizer)
     return NomicBertConfig(**fields, intermediate_size=width, hidden_act=_GATES[function])
 
 
 def dense_names(prefix: str = "") -> dict[str, str | Published]:
-    """The key map: our names, and where each lies."""
+    """The key map of the dense encoder."""
     mlp = f"{prefix}encoder.layers.{{n}}.mlp."
     gated = {"up": "fc11", "gate": "fc12", "down": "fc2"}
-    places = {f"layers.{{n}}.mlp.{own}_proj.weight": f"{mlp}{name}.weight" for own, name in gated.items()}
-    return {**encoder_names(prefix), **places}
+    names = {f"layers.{{n}}.mlp.{own}_proj.weight": f"{mlp}{name}.weight" for own, name in gated.items()}
+    return {**encoder_names(prefix), **names}
 
 
 def _language_model(
     config: NomicBertConfig, weights: ReleasedWeights, tokenizer: PreTrainedTokenizerBase, prefix: str
 ) -> tuple[LanguageModel, KeyReport]:
-    """The model with its head, whose layers have no biases there and zeros for them here."""
+    """The model with its head; the head's biases, which the published model lacks, are zero."""
     empty = empty_model(config, AutoModelForMaskedLM)
     inner = f"{empty.base_model_prefix}."
     words = f"{prefix}embeddings.word_embeddings.weight"
-    places = {
-        **{f"{inner}{ours}": place for ours, place in dense_names(prefix).items()},
+    key_map = {
+        **{f"{inner}{ours}": source for ours, source in dense_names(prefix).items()},
         f"{_HEAD}decoder.weight": words,
         f"{_HEAD}transform.{{rest}}": f"{_HEAD}transform.{{rest}}",
     }
     expected = empty.state_dict()
     biases = {name: expected.pop(name) for name in _HEAD_BIASES if name in expected}
-    left = (*(f"{prefix}{name}" for name in LEFT), f"{_HEAD}decoder.weight")
-    state, report = take_tensors(weights, expected, _DENSE_FAMILY, places, left)
+    ignored = (*(f"{prefix}{name}" for name in IGNORED), f"{_HEAD}decoder.weight")
+    state, report = take_tensors(weights, expected, _DENSE_FAMILY, key_map, ignored)
     for name, bias in biases.items():
         state[name] = torch.zeros(bias.shape, dtype=state[f"{_HEAD}decoder.weight"].dtype)
     return LanguageModel(filled_model(empty, state), tokenizer, causal=False), report
-
-
-_HEAD_BIASES = (f"{_HEAD}bias", f"{_HEAD}decoder.bias", f"{_HEAD}transform.dense.bias")
 
 
 _MOE_FAMILY = "Nomic's encoder with experts"
 
 
 def load_moe(folder: Path, assumed: Assumed | None = None) -> Imported:
-    """The embedding model of a folder, which must hold a complete checkpoint of this family."""
+    """The embedding model of a folder."""
     config = ReleasedConfig(folder / "config.json", assumed=assumed)
     tokenizer = released_tokenizer(folder)
     empty = empty_model(moe_config(config, tokenizer))
-    state, report = take_tensors(ReleasedWeights(folder), empty.state_dict(), _MOE_FAMILY, _moe_names(), LEFT)
+    state, report = take_tensors(ReleasedWeights(folder), empty.state_dict(), _MOE_FAMILY, _moe_names(), IGNORED)
     return Imported(_MOE_FAMILY, described_embedder(folder, filled_model(empty, state), tokenizer, PROMPTS), report)
 
 
 def moe_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> RotaryMoeConfig:
-    """Our config of a published one: experts in the second layer and every so many from there."""
+    """Our config of a published one: every `moe_every_n_layers`-th layer has experts, from the second on."""
     config.require(qkv_proj_bias=True, mlp_fc1_bias=True, mlp_fc2_bias=True, activation_function="gelu", ffn_div=1)
     config.require(num_shared_experts=0, expert_choice_router=False, moe_normalize_expert_weights=False)
     config.require(rotary_scaling_factor=None)

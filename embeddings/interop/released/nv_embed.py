@@ -23,9 +23,9 @@ from embeddings.models.embedder import Embedder
 from embeddings.models.latent_attention import LatentAttentionPooling
 
 FAMILY = "NV-Embed"
-# The model card's example; it has one for each task of its benchmark.
+# The model card's example; each benchmark task has its own instruction.
 INSTRUCTION = "Given a question, retrieve passages that answer the question"
-# What the published `encode` cuts texts to where it is told nothing.
+# Default maximum length of the published `encode`.
 MAX_LENGTH = 4096
 
 _BLOCK = "latent_attention_model.cross_attend_blocks"
@@ -41,7 +41,7 @@ _NAMES = {
     "pooling.feed_forward.expand.{kind}": f"{_BLOCK}.1.fn.net.0.{{kind}}",
     "pooling.feed_forward.contract.{kind}": f"{_BLOCK}.1.fn.net.2.{{kind}}",
 }
-_WHOLE = (
+_INTEGER_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
 )
@@ -50,8 +50,8 @@ _WHOLE = (
 def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     """The embedding model of a folder.
 
-    Vectors have unit length, as the model card's are. Tokens are pooled by the release's own rule, and a text that is
-    cut loses its end-of-sequence token as there; a text of which nothing is left to pool has a vector here.
+    Vectors have unit norm, as on the model card. Pooled tokens follow the release's rule, and a truncated text loses
+    its end-of-sequence token as in the release. A text without tokens to pool has a valid vector here.
     """
     config = ReleasedConfig(folder / "config.json", assumed=assumed)
     config.require(padding_side="right", add_eos=True, mask_type="b")
@@ -63,7 +63,7 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     pooling.load_state_dict(states["pooling"], assign=True)
     backbone = filled_model(empty, states["backbone"])
     check_bidirectional(backbone)
-    length = config.assume("max_seq_length", MAX_LENGTH, least=4)
+    length = config.assume("max_seq_length", MAX_LENGTH, minimum=4)
     text = TextSettings(
         query_max_length=length,
         document_max_length=length,
@@ -76,10 +76,10 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
 
 
 def _backbone_config(config: ReleasedConfig) -> PretrainedConfig:
-    """Our config of the decoder; its window was never applied."""
+    """The transformers config of the decoder, without the sliding window, which the release never applies."""
     config.require(model_type="bidir_mistral", rope_scaling=None, hidden_act="silu")
     rope = {"rope_type": "default", "rope_theta": float(config.number("rope_theta"))}
-    fields: dict[str, Any] = {name: config.integer(name) for name in _WHOLE}
+    fields: dict[str, Any] = {name: config.integer(name) for name in _INTEGER_FIELDS}
     ours = MistralConfig(
         **fields,
         rms_norm_eps=config.number("rms_norm_eps"),

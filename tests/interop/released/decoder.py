@@ -1,4 +1,4 @@
-"""A tiny Mistral's tensors under their published names, and its arithmetic without the causal mask, for one text."""
+"""A tiny Mistral's tensors under their published names, and its forward pass for one text without the causal mask."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def decoder_shapes(prefix: str = "") -> dict[str, tuple[int, ...]]:
 
 
 def decoder_states(state: State, ids: list[int]) -> Tensor:
-    """The states after the last norm, every token seeing all others, (L, H)."""
+    """The states after the last norm with bidirectional attention, (L, H)."""
     width, length = HIDDEN // HEADS, len(ids)
 
     def turned(x: Tensor) -> Tensor:

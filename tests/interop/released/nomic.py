@@ -1,4 +1,4 @@
-"""Nomic's checkpoints as they are published, and their arithmetic written out for one text."""
+"""Nomic's checkpoints in their published format, and their forward pass for one text."""
 
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ MOE = COMMON | {
 
 
 def nomic_state(config: dict[str, Any], prefix: str = "", layers: int = LAYERS) -> State:
-    """Random tensors of the published names and shapes."""
+    """Random tensors with the published names and shapes."""
     is_moe = "num_experts" in config
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (384, HIDDEN),
@@ -95,7 +95,7 @@ def nomic_states(state: State, config: dict[str, Any], ids_L: Tensor) -> Tensor:
 def encoder_states(
     state: State, config: dict[str, Any], inputs_LH: Tensor, position_L: Tensor | None = None, layers: int = LAYERS
 ) -> Tensor:
-    """The states of a text whose word and type embeddings are given; tokens stand at 0, 1, … if no position is."""
+    """The last layer's states for the sums of word and type embeddings; positions are 0, 1, … by default."""
     eps, width = config["layer_norm_epsilon"], HIDDEN // HEADS
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -118,7 +118,7 @@ def encoder_states(
 
 
 def rotated(x_LAE: Tensor, position_L: Tensor, config: dict[str, Any]) -> Tensor:
-    """Queries or keys turned by their positions, the first half of a head's numbers against the second."""
+    """Rotary embedding of queries or keys: rotates the first half of each head against the second."""
     width, base = x_LAE.shape[-1], float(config["rotary_emb_base"])
     angle = position_L[:, None] / base ** (torch.arange(0, width, 2) / width)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]

@@ -1,4 +1,4 @@
-"""Writing a folder as a family of checkpoints is published, and what its vectors are compared by."""
+"""Writing folders in published formats, and comparing the vectors of imported models."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ State = dict[str, Tensor]
 
 
 def random_state(shapes: dict[str, tuple[int, ...]], seed: int = 0, std: float = 0.3) -> State:
-    """Random tensors; norms' weights lie around one."""
+    """Random tensors; the weights of norms are around one."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, shape in shapes.items():
@@ -58,7 +58,7 @@ def describe(folder: Path, width: int, normalize: bool = True, **settings: Any) 
 
 
 def encoded(folder: Path, texts: list[str] = TEXTS, role: str = "document", **options: Any) -> Tensor:
-    """The vectors of a written model directory, as a user gets them: several texts of unlike length at once."""
+    """The vectors of a model directory by `Encoder`, of several texts of different lengths at once."""
     encoder = Encoder.from_pretrained(str(folder), precision="float32", device="cpu")
     return torch.from_numpy(np.asarray(encoder.encode(texts, role=role, **options)))
 
@@ -66,7 +66,7 @@ def encoded(folder: Path, texts: list[str] = TEXTS, role: str = "document", **op
 def by_library(
     folder: Path, role: str = "document", context: list[str] | None = None, texts: list[str] = TEXTS, **options: Any
 ) -> Tensor:
-    """The same vectors as sentence-transformers gives them; a test that calls it uses `travelling_code`."""
+    """The same vectors by sentence-transformers; tests that call it use the fixture `travelling_code`."""
     model = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
     if context is not None:
         model[0].set_context(context)
@@ -75,7 +75,7 @@ def by_library(
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
-    """Equal to 1e-5, and no two texts alike."""
+    """Check that vectors are equal to 1e-5, and that no two texts have the same vector."""
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     rows, width = found.shape
@@ -84,7 +84,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 
 def each(texts: list[str], vector: Callable[[str], Tensor]) -> Tensor:
-    """The unit vectors of texts computed one by one."""
+    """The unit vectors of texts, computed one by one."""
     return torch.nn.functional.normalize(torch.stack([vector(text) for text in texts]), dim=-1)
 
 

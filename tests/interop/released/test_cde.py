@@ -1,4 +1,4 @@
-"""cde-small, both versions: their vectors by the published arithmetic, and the numbers that no file states."""
+"""cde-small, both versions: their vectors against a reference, and the numbers that no file contains."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ DOCUMENTS = ["the quick brown fox", "sum of two numbers", "pad", "a lazy dog jum
 
 
 def stages(width, backbone):
-    """The names and shapes of everything, with two backbones of these."""
+    """The names and shapes of all tensors, with two such backbones."""
     shapes = {}
     for prefix in ("first_stage_model.embedder.", "second_stage_model.backbone."):
         shapes |= {f"{prefix}{name}": shape for name, shape in backbone.items()}
@@ -76,7 +76,7 @@ def prefix_of(state, documents, states_of, tokenizer):
 
 
 def published_v1(folder, monkeypatch, **config):
-    # Heads are 64 wide in both published backbones.
+    # Heads have width 64 in both published backbones.
     monkeypatch.setattr(nomic, "HIDDEN", HIDDEN)
     monkeypatch.setattr(nomic, "HEADS", HEADS)
     backbone = {name: tuple(tensor.shape) for name, tensor in nomic.nomic_state(nomic.DENSE, layers=2).items()}
@@ -86,7 +86,7 @@ def published_v1(folder, monkeypatch, **config):
 
 
 def vector_v1(state, prefix, ids):
-    """As trained: words have the token type once, context and soft prompt have none, the context is at position 0."""
+    """As trained: the token type is added to words only, and all context vectors are at position 0."""
     second = of_stage(state, "second_stage_model.backbone.")
     kind = second["embeddings.token_type_embeddings.weight"][0]
     assert kind.norm() > 0.5
@@ -103,7 +103,7 @@ def states_v1(state, ids):
 
 
 @pytest.mark.usefixtures("travelling_code")
-def test_version_1_gives_the_vectors_that_it_was_trained_for(tmp_path, monkeypatch):
+def test_version_1_has_the_vectors_of_its_training_code(tmp_path, monkeypatch):
     folder, state, tokenizer = published_v1(tmp_path / "published", monkeypatch)
     made = load(folder)
     assert sorted(made.report.used) == sorted(state)
@@ -141,7 +141,7 @@ def published_v2(folder):
 
 
 def modernbert_states(state, inputs):
-    """The states of a text of given inputs: every third layer sees all, the others 64 tokens to each side."""
+    """The states for input embeddings: every third layer has full attention, the others 64 tokens to each side."""
 
     def norm(x, name):
         return F.layer_norm(x, (HIDDEN,), state[f"{name}.weight"], eps=1e-5)
@@ -171,7 +171,7 @@ def states_v2(state, ids):
 
 
 def vector_v2(state, prefix, ids, colon):
-    """Words are normed before the encoder and within it; what stands after the first colon is pooled, or all tokens."""
+    """Words are normalised before and in the encoder; tokens after the first colon are pooled, or else all."""
     second = of_stage(state, "second_stage_model.backbone.")
     words = second["embeddings.tok_embeddings.weight"][ids]
     normed = F.layer_norm(words, (HIDDEN,), second["embeddings.norm.weight"], eps=1e-5)
@@ -182,14 +182,14 @@ def vector_v2(state, prefix, ids, colon):
 
 
 @pytest.mark.usefixtures("travelling_code")
-def test_version_2_gives_the_published_vectors(tmp_path):
+def test_version_2_has_the_published_vectors(tmp_path):
     folder, state, tokenizer = published_v2(tmp_path / "published")
     made = load(folder)
     assert sorted(made.report.used) == sorted(state)
     made.model.save_pretrained(tmp_path / "ours")
     documents = [f"{DOCUMENTS[row % 5]} {row}" for row in range(70)]
     prefix = prefix_of(state, documents, states_v2, tokenizer)
-    # Windows end within the context.
+    # Longer than the attention window of 64 tokens.
     assert len(prefix) == 78
     colon = tokenizer.convert_tokens_to_ids(":")
     for role in ("query", "document"):
@@ -200,7 +200,7 @@ def test_version_2_gives_the_published_vectors(tmp_path):
 
         assert_same(encoded(tmp_path / "ours", role=role, context=documents), each(TEXTS, vector))
         assert_same(by_library(tmp_path / "ours", role, documents), each(TEXTS, vector))
-    # Without a prompt the text's own first colon counts, and truncation comes before it is looked for.
+    # Without a prompt the text's own first colon counts, after truncation.
     texts = ["the fox", "sum: the fox: 7", "a:", ": b", "the lazy dog " * 40 + ": 7", "fox: " + "the lazy dog " * 40]
 
     def bare_vector(text):
@@ -218,17 +218,16 @@ def test_version_2_gives_the_published_vectors(tmp_path):
     assert (embedder.slots.dropout_fraction, embedder.text.query_max_length) == (0.005, 64)
 
 
-def test_numbers_that_no_file_states_are_said_kept_and_can_be_given(tmp_path, capsys):
+def test_missing_numbers_are_printed_recorded_and_can_be_set(tmp_path, capsys):
     folder, _, _ = published_v2(tmp_path / "published")
     line = ["import", "--source", str(folder), "--output", str(tmp_path / "ours")]
     assert main(line) == 0
     usual = {"num_attention_heads": 2, "global_attn_every_n_layers": 3, "global_rope_theta": 160000.0}
     usual |= {"local_rope_theta": 10000.0, "max_position_embeddings": 8192, "norm_eps": 1e-5, "local_attention": 128}
     assert json.loads((tmp_path / "ours" / "import.json").read_text())["assumed"] == usual
-    said = "assumed, since no file states it: num_attention_heads 2, global_attn_every_n_layers 3, "
-    said += "global_rope_theta 160000, local_rope_theta 10000, max_position_embeddings 8192, norm_eps 1e-05, "
-    said += "local_attention 128; "
-    assert f"{said}--assume.NAME changes a number\n" in capsys.readouterr().out
+    numbers = "num_attention_heads 2, global_attn_every_n_layers 3, global_rope_theta 160000, local_rope_theta 10000, "
+    numbers += "max_position_embeddings 8192, norm_eps 1e-05, local_attention 128; --assume.NAME "
+    assert numbers in capsys.readouterr().out
     numbers = ["--assume.num_attention_heads", "4", "--assume.local_attention", "6", "--assume.local_rope_theta", "500"]
     assert main([*line[:-1], str(tmp_path / "other"), *numbers]) == 0
     for stage in (".", "0_Context"):
@@ -236,17 +235,17 @@ def test_numbers_that_no_file_states_are_said_kept_and_can_be_given(tmp_path, ca
         assert (config["num_attention_heads"], config["local_attention"]) == (4, 6)
         assert config["rope_parameters"]["sliding_attention"]["rope_theta"] == 500.0
     assert (encoded(tmp_path / "ours") - encoded(tmp_path / "other")).abs().max() > 1e-3
-    for given, says in (
-        (["--assume.num_attention_heads", "3"], "3 heads cannot share a width of 128 in even parts"),
-        (["--assume.max_seq_length", "9"], "assume.max_seq_length is stated by the checkpoint, or unknown, got 9"),
+    for arguments, says in (
+        (["--assume.num_attention_heads", "3"], "3 heads cannot divide a hidden size of 128 evenly"),
+        (["--assume.max_seq_length", "9"], "assume.max_seq_length is set by the checkpoint, or unknown, got 9"),
     ):
         capsys.readouterr()
-        assert main([*line[:-1], str(tmp_path / "none"), *given]) == 2
+        assert main([*line[:-1], str(tmp_path / "none"), *arguments]) == 2
         assert says in capsys.readouterr().err
         assert not (tmp_path / "none").exists()
 
 
-def test_the_imported_model_is_a_start_for_training(tmp_path):
+def test_the_imported_model_can_be_an_initial_model(tmp_path):
     folder, state, _ = published_v2(tmp_path / "published")
     load(folder).model.save_pretrained(tmp_path / "ours")
     settings = ContextSettings(num_context=70, num_soft_prompts=SOFT)
@@ -261,26 +260,26 @@ def test_the_imported_model_is_a_start_for_training(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"embedder": "bert-base-uncased"}, "names the backbones bert-base-uncased and bert-base-uncased; known are"),
+        ({"embedder": "bert-base-uncased"}, "names the backbones bert-base-uncased and bert-base-uncased; supp"),
         ({"dataset_backbone": "answerdotai/ModernBERT-base"}, "names the backbones nomic-ai/nomic-bert-2048 and"),
-        ({"transductive_tokens_per_document": 2}, "has transductive_tokens_per_document 2, and only 1 is known here"),
+        ({"transductive_tokens_per_document": 2}, "has transductive_tokens_per_document 2, but only 1 is supported"),
         ({"transductive_corpus_size": 0}, "has transductive_corpus_size 0, expected a whole number >= 1"),
     ],
 )
-def test_a_config_that_does_not_fit_is_one_line(fields, says, tmp_path, monkeypatch):
+def test_an_unsupported_config_is_a_one_line_error(fields, says, tmp_path, monkeypatch):
     folder, _, _ = published_v1(tmp_path, monkeypatch)
     changed_config(folder, **fields)
     with pytest.raises(InputError, match=says):
         load(folder)
 
 
-def test_a_stage_that_is_missing_and_a_width_that_no_usual_heads_divide_are_one_line(tmp_path, monkeypatch):
+def test_a_missing_stage_and_an_indivisible_hidden_size_are_one_line_errors(tmp_path, monkeypatch):
     folder, _, _ = published_v1(tmp_path / "v1", monkeypatch)
     write_checkpoint(folder, V1, {"first_stage_model.mlp.0.bias": torch.zeros(4)})
     with pytest.raises(InputError, match=r"lacks the tensor first_stage_model\.embedder\.embeddings\.word_emb"):
         load(folder)
     monkeypatch.setattr(sys.modules[__name__], "HIDDEN", 96)
     folder, _, _ = published_v2(tmp_path / "v2")
-    with pytest.raises(InputError, match="heads of width 64 cannot share a width of 96 in even parts; give it"):
+    with pytest.raises(InputError, match="heads of width 64 cannot divide a hidden size of 96 evenly; set"):
         load(folder)
     assert load(folder, Assumed({"num_attention_heads": 3})).model.backbone.config.num_attention_heads == 3

@@ -1,4 +1,4 @@
-"""What is read of a published folder: fields, numbers that none states, tensors, tokenizer; and what fits no model."""
+"""Reading of published folders: fields, missing numbers, tensors and tokenizer, and their errors."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def config(folder, **fields):
     return ReleasedConfig(folder / "config.json")
 
 
-def test_a_number_that_no_file_states_is_the_users_or_the_usual_one_and_is_noted(tmp_path):
+def test_a_missing_number_is_the_users_or_the_usual_one_and_is_recorded(tmp_path):
     assumed = Assumed({"heads": 8.0, "theta": 500})
     (tmp_path / "config.json").write_text('{"size": 3, "inner": {"size": 4}, "window": null}')
     found = ReleasedConfig(tmp_path / "config.json", assumed=assumed)
@@ -37,16 +37,16 @@ def test_a_number_that_no_file_states_is_the_users_or_the_usual_one_and_is_noted
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("numbers", "says"),
     [
-        ({"heads": 0}, r"assume\.heads must be a whole number above 0, got 0; the published models have 12"),
-        ({"heads": 2.5}, r"assume\.heads must be a whole number above 0, got 2\.5"),
-        ({"theta": float("nan")}, r"assume\.theta must be a number above 0"),
-        ({"size": 4}, r"assume\.size is stated by the checkpoint, or unknown, got 4; it leaves open heads, theta"),
+        ({"heads": 0}, r"assume\.heads must be a whole number > 0, got 0; the published models have 12"),
+        ({"heads": 2.5}, r"assume\.heads must be a whole number > 0, got 2\.5"),
+        ({"theta": float("nan")}, r"assume\.theta must be a number > 0"),
+        ({"size": 4}, r"assume\.size is set by the checkpoint, or unknown, got 4; the checkpoint needs heads, theta"),
     ],
 )
-def test_a_number_that_cannot_be_assumed_is_one_line(given, says, tmp_path):
-    assumed = Assumed(given)
+def test_an_invalid_assumed_number_is_a_one_line_error(numbers, says, tmp_path):
+    assumed = Assumed(numbers)
     (tmp_path / "config.json").write_text('{"size": 3}')
     found = ReleasedConfig(tmp_path / "config.json", assumed=assumed)
     with pytest.raises(OptionError, match=says):
@@ -61,20 +61,20 @@ def test_a_number_that_cannot_be_assumed_is_one_line(given, says, tmp_path):
         (lambda c: c.number("flag"), "has flag True, expected a number"),
         (lambda c: c.part("inner").integer("rate"), "has inner.rate 0.5, expected a whole number >= 1"),
         (lambda c: c.part("size"), "has size 3, expected an object"),
-        (lambda c: c.part("inner").require(rate=1.0), "has inner.rate 0.5, and only 1.0 is known here"),
-        (lambda c: c.require(flag=False), "has flag True, and only False is known here"),
+        (lambda c: c.part("inner").require(rate=1.0), "has inner.rate 0.5, but only 1.0 is supported"),
+        (lambda c: c.require(flag=False), "has flag True, but only False is supported"),
     ],
 )
-def test_a_field_of_another_kind_is_one_line(ask, says, tmp_path):
+def test_a_field_of_another_type_is_a_one_line_error(ask, says, tmp_path):
     with pytest.raises(InputError, match=rf"config\.json: {says}"):
         ask(config(tmp_path, size=3, inner={"rate": 0.5}, flag=True))
 
 
-def test_fields_are_read_as_what_they_are(tmp_path):
+def test_valid_fields_and_defaults_are_returned(tmp_path):
     found = config(tmp_path, size=3, base=1000, inner={"size": 0}, flag=None)
     assert (found.integer("size"), found.number("base"), found.number("other", 2.0)) == (3, 1000, 2.0)
     assert (found.integer("other", default=7), found.part("inner").integer("size", 0)) == (7, 0)
-    # A switch that is off may be written as null, or not at all.
+    # A disabled switch may be null or missing.
     found.require(size=3, flag=False, absent=7)
 
 
@@ -89,8 +89,8 @@ def test_tensors_of_all_shards_are_known_by_their_headers(tmp_path):
     assert torch.equal(found.tensor("b"), torch.full((4,), 2.0, dtype=torch.bfloat16))
 
 
-def test_weights_that_cannot_be_read_are_one_line(tmp_path):
-    with pytest.raises(InputError, match=r"holds no model\.safetensors; take"):
+def test_unreadable_weights_are_a_one_line_error(tmp_path):
+    with pytest.raises(InputError, match=r"contains no model\.safetensors; use"):
         ReleasedWeights(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
     with pytest.raises(InputError, match=r"pytorch_model\.bin is a pickle, which could run code when it is read"):
@@ -100,7 +100,7 @@ def test_weights_that_cannot_be_read_are_one_line(tmp_path):
         ReleasedWeights(tmp_path)
 
 
-def test_the_tokenizer_is_the_one_of_its_file_whatever_class_it_names(tmp_path):
+def test_the_tokenizer_is_loaded_from_its_file_despite_the_class_it_names(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "nvembed"}')
     with pytest.raises(InputError, match="does not contain a tokenizer"):
         released_tokenizer(tmp_path)
@@ -135,20 +135,20 @@ def weights(folder, **changed):
     return ReleasedWeights(folder), state
 
 
-def test_tensors_are_cut_and_unstacked(tmp_path):
+def test_tensors_are_split_and_unstacked(tmp_path):
     found, state = weights(tmp_path)
     taken, report = take_tensors(found, EXPECTED, "toys", NAMES)
     assert torch.equal(taken["layer.3.query.weight"], state["block.3.fused.weight"][:2])
     assert torch.equal(taken["layer.3.key.weight"], state["block.3.fused.weight"][2:])
     assert torch.equal(taken["experts"][1], state["piled"][4:8])
     assert torch.equal(taken["head.a.b"], state["out.a.b"])
-    # A part is no view of the whole: it is kept for itself.
+    # A part is a copy, not a view of the published tensor.
     assert taken["layer.3.key.weight"].untyped_storage().nbytes() == 2 * 5 * 4
     assert report.used["block.3.fused.weight"] == ["layer.3.query.weight", "layer.3.key.weight"]
     assert (sorted(report.used), report.left) == (sorted(state), [])
 
 
-def test_what_is_left_on_purpose_is_named(tmp_path):
+def test_ignored_tensors_are_reported(tmp_path):
     found, _ = weights(tmp_path, **{"pooler.weight": torch.zeros(2), "block.12.table": torch.zeros(2)})
     _, report = take_tensors(found, EXPECTED, "toys", NAMES, ("pooler.{kind}", "block.{n}.table"))
     assert report.left == ["block.12.table", "pooler.weight"]
@@ -157,15 +157,15 @@ def test_what_is_left_on_purpose_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"piled": None}, "lacks 1 of the 3 tensors of toys, piled first; take a complete copy"),
-        ({"extra": torch.zeros(1)}, "has 1 tensors that toys has no place for, extra first"),
-        ({"block.x.table": torch.zeros(1)}, "has 1 tensors that toys has no place for, block.x.table first"),
-        ({"piled": torch.zeros(12, 6)}, "piled has shape (12, 6), by config.json it has (12, 5)"),
-        ({"block.3.fused.weight": torch.zeros(6, 5)}, "fused.weight has shape (6, 5), by config.json it has (4, 5)"),
-        ({"out.a.b": torch.zeros(7, 1)}, "out.a.b has shape (7, 1), by config.json it has (7,)"),
+        ({"piled": None}, "lacks 1 of the 3 tensors of toys, such as piled; use a complete copy"),
+        ({"extra": torch.zeros(1)}, "has 1 tensors that toys does not have, such as extra"),
+        ({"block.x.table": torch.zeros(1)}, "has 1 tensors that toys does not have, such as block.x.table"),
+        ({"piled": torch.zeros(12, 6)}, "piled has shape (12, 6), but (12, 5) in config.json"),
+        ({"block.3.fused.weight": torch.zeros(6, 5)}, "fused.weight has shape (6, 5), but (4, 5) in config.json"),
+        ({"out.a.b": torch.zeros(7, 1)}, "out.a.b has shape (7, 1), but (7,) in config.json"),
     ],
 )
-def test_what_does_not_fit_is_one_line(changed, says, tmp_path):
+def test_mismatched_tensors_are_a_one_line_error(changed, says, tmp_path):
     found, _ = weights(tmp_path, **changed)
     with pytest.raises(InputError, match=re.escape(says)):
         take_tensors(found, EXPECTED, "toys", NAMES, ("block.{n}.table",))

@@ -1,4 +1,4 @@
-"""Importing a checkpoint: its family, its record and card, its licence and usage, and what is never overwritten."""
+"""Importing a checkpoint: family, record, card, licence and usage, and protection against overwriting."""
 
 import json
 
@@ -30,7 +30,7 @@ def record_of(folder):
     return json.loads((folder / IMPORT_FILE).read_text())
 
 
-def test_the_record_names_the_commit_that_was_read_and_what_every_tensor_came_from(tmp_path, monkeypatch):
+def test_the_record_contains_the_commit_and_the_origin_of_every_tensor(tmp_path, monkeypatch):
     folder, state, _ = nomic_folder(tmp_path / "models--who--what" / "snapshots" / "0123abc", MOE)
     monkeypatch.setattr(importer, "resolve_model", lambda *_: folder)
     import_released("who/what", tmp_path / "ours", "main")
@@ -41,18 +41,18 @@ def test_the_record_names_the_commit_that_was_read_and_what_every_tensor_came_fr
     assert record["used"]["encoder.layers.1.mlp.experts.mlp.w2"] == ["layers.1.mlp.experts.w2"]
     ours = load_file(tmp_path / "ours" / "model.safetensors")
     assert sorted(name for names in record["used"].values() for name in names) == sorted(ours)
-    # A model that is written over an imported one has no published source.
+    # A model that replaces an imported one has no record of a published source.
     Embedder.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "ours")
     assert not (tmp_path / "ours" / IMPORT_FILE).exists()
 
 
-def test_a_source_is_never_written_to_and_a_kill_leaves_nothing_new(tmp_path, monkeypatch):
+def test_the_source_is_never_written_and_an_interrupted_import_leaves_nothing(tmp_path, monkeypatch):
     folder, _, _ = nomic_folder(tmp_path / "published", MOE)
     with pytest.raises(OptionError, match="output must not be the source"):
         import_released(str(folder), folder)
     with pytest.raises(OptionError, match="revision cannot apply to"):
         import_released(str(folder), tmp_path / "ours", revision="main")
-    # The model is written before both, and is not there without them.
+    # The model is written before record and card, and must not appear without them.
     for written in ("write_json", "write_model_card"):
         with monkeypatch.context() as patch:
             patch.setattr(importer, written, interrupted_at(print))
@@ -74,7 +74,7 @@ def test_a_card_names_the_source_and_its_licence_and_copies_nothing(tmp_path):
     ):
         assert part in card
     assert not [word for word in ("ecret", "my own words", str(tmp_path)) if word in card]
-    # A card of ours makes way for the next one, one by hand stays.
+    # A generated card is replaced; a user's own card is not.
     (folder / "README.md").unlink()
     import_released(str(folder), tmp_path / "ours")
     assert "The source states none." in (tmp_path / "ours" / "README.md").read_text()
@@ -83,13 +83,13 @@ def test_a_card_names_the_source_and_its_licence_and_copies_nothing(tmp_path):
     assert (tmp_path / "ours" / "README.md").read_text() == "mine\n"
 
 
-def test_whatever_a_config_meets_in_an_architecture_is_one_line(tmp_path, monkeypatch):
+def test_any_error_of_an_architecture_is_a_one_line_error(tmp_path, monkeypatch):
     def load(folder, assumed):
         raise AttributeError("no such field")
 
     folder, _, _ = nomic_folder(tmp_path / "published", DENSE)
     monkeypatch.setattr(released_nomic, "load_dense", load)
-    with pytest.raises(InputError, match=r"config\.json: makes no model: .+; take a complete copy"):
+    with pytest.raises(InputError, match=r"config\.json: does not describe a valid model: .+; use a complete copy"):
         import_released(str(folder), tmp_path / "ours")
 
 
@@ -105,7 +105,7 @@ def test_whatever_a_config_meets_in_an_architecture_is_one_line(tmp_path, monkey
         ({"model_type": "bert"}, True, load_directory),
     ],
 )
-def test_the_family_is_told_by_the_config(config, is_directory, load, tmp_path):
+def test_the_config_determines_the_family(config, is_directory, load, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     if is_directory:
         (tmp_path / "modules.json").write_text("[]")
@@ -114,10 +114,10 @@ def test_the_family_is_told_by_the_config(config, is_directory, load, tmp_path):
 
 def test_another_family_and_a_contextual_model_of_this_library_are_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(InputError, match="model_type 'bert' belongs to no published family that is known here; import"):
+    with pytest.raises(InputError, match="model_type 'bert' is not supported; import"):
         loader_of(tmp_path)
     tiny_contextual().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="is a model directory of this library already; use it as it is"):
+    with pytest.raises(InputError, match="is already a model directory of this library; use it without"):
         load_directory(tmp_path)
 
 
@@ -137,7 +137,7 @@ def test_another_family_and_a_contextual_model_of_this_library_are_refused(tmp_p
         ("", None),
     ],
 )
-def test_the_licence_is_that_of_the_front_matter_alone(card, licence, tmp_path):
+def test_the_licence_is_read_from_the_front_matter_only(card, licence, tmp_path):
     (tmp_path / "README.md").write_bytes(card.encode())
     assert stated_licence(tmp_path) == licence
 
@@ -147,7 +147,7 @@ V1_5 = "nomic-embed-text-v1.5"
 
 @pytest.fixture
 def wide(monkeypatch):
-    """Nomic's layouts at their published width, of one layer for the dense one and two for the sparse."""
+    """Nomic's formats at the published width."""
     monkeypatch.setattr(nomic, "HIDDEN", 768)
     return nomic
 
@@ -155,7 +155,7 @@ def wide(monkeypatch):
 def folder_of(wide, folder, config=nomic.DENSE, layers=1, normalize=False):
     config = config | {"n_embd": 768, "n_layer": layers}
     _, state, tokenizer = wide.nomic_folder(folder, config, layers=layers)
-    # The mean of a vector's numbers, which a layer norm takes off, is not near zero.
+    # A layer norm must have an effect: the mean over a vector's dimensions is not near zero.
     state[f"encoder.layers.{layers - 1}.norm2.bias"] += 0.5
     write_checkpoint(folder, config, state)
     describe(folder, 768, normalize=normalize)
@@ -163,7 +163,7 @@ def folder_of(wide, folder, config=nomic.DENSE, layers=1, normalize=False):
 
 
 def used_as_published(state, tokenizer, prompt, width):
-    """Mean of the states, layer norm over the whole vector, cut, unit length, number by number."""
+    """Mean of the states, layer norm over the full vector, truncation, and unit norm, step by step."""
     rows = []
     for text in TEXTS:
         ids = torch.tensor(tokenizer(prompt + text)["input_ids"])
@@ -189,7 +189,7 @@ def test_version_1_5_gives_the_vectors_of_its_card_at_every_width(wide, tmp_path
             expected = used_as_published(state, tokenizer, f"search_{role}: ", width)
             assert_same(torch.from_numpy(encoder.encode(TEXTS, role=role)), expected)
             assert_same(F.normalize(torch.from_numpy(encode(TEXTS)), dim=-1), expected)
-            # Without the norm they are others, even at the whole width.
+            # Without the layer norm the vectors differ, even at the full width.
             lost = torch.from_numpy(Encoder(plain, **options).encode(TEXTS, role=role))
             assert (F.normalize(lost, dim=-1) - expected).abs().max() > 1e-2
 
@@ -221,7 +221,7 @@ def test_the_name_decides_which_model_it_is(source, known_as, name, wide, tmp_pa
     assert usage_name(model, source, known_as) == name
 
 
-def test_a_copy_under_another_name_is_asked_about(wide, tmp_path, caplog):
+def test_a_copy_under_another_name_causes_a_warning(wide, tmp_path, caplog):
     folder, _, _ = folder_of(wide, tmp_path / "copy")
     import_released(str(folder), tmp_path / "ours")
     assert "if it is a copy, add --known-as nomic-embed-text-v1.5" in caplog.text
@@ -232,12 +232,12 @@ def test_a_copy_under_another_name_is_asked_about(wide, tmp_path, caplog):
     assert record_of(tmp_path / "ours")["used_as"] == V1_5
 
 
-def test_a_name_that_does_not_fit_is_refused_where_it_was_given_and_passed_over_where_it_was_found(tmp_path):
+def test_a_mismatched_name_is_refused_as_an_option_and_ignored_in_a_path(tmp_path):
     folder, _, _ = nomic_folder(tmp_path / V1_5, DENSE)
     assert usage_name(load(folder).model, str(folder)) is None
     for known_as, rule in (
         (V1_5, "cannot apply to .* which has another backbone or width"),
-        ("nomic-embed-text-v9", f"give one of {V1_5}, nomic-embed-text-v2-moe"),
+        ("nomic-embed-text-v9", f"must be one of {V1_5}, nomic-embed-text-v2-moe"),
     ):
         with pytest.raises(OptionError, match=rule):
             import_released(str(folder), tmp_path / "ours", known_as=known_as)
@@ -256,7 +256,7 @@ def test_the_norm_and_the_widths_stay_with_the_directory_and_with_one_imported_f
 
 
 def directory(folder, **settings):
-    """What sentence-transformers itself reads: a BERT with a pooler that no embedding needs."""
+    """A sentence-transformers directory of a BERT with an unused pooler."""
     save_backbone(str(folder), tiny_bert(), wordpiece_tokenizer())
     weights = folder / "model.safetensors"
     save_file(load_file(weights) | {"pooler.dense.bias": torch.zeros(32)}, weights, metadata={"format": "pt"})
@@ -274,7 +274,7 @@ def test_a_directory_of_sentence_transformers_gives_its_vectors(tmp_path):
     assert_same(encoded(tmp_path / "ours", role="query"), torch.from_numpy(expected))
 
 
-def test_what_the_folder_does_not_say_is_the_mean_of_unit_length(tmp_path):
+def test_a_folder_without_modules_json_has_mean_pooling_and_unit_norm(tmp_path):
     folder = directory(tmp_path / "published")
     (folder / "modules.json").unlink()
     embedder = load_directory(folder).model

@@ -29,7 +29,7 @@ MISTRAL = "mistralai/Mistral-7B-Instruct-v0.2"
 
 
 def decoder(folder):
-    """A decoder with its head, as chat models are published."""
+    """A decoder with its language-model head, as chat models are published."""
     state = random_state({**decoder_shapes("model."), "lm_head.weight": (ROWS, HIDDEN)})
     config = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], **FIELDS}
     write_checkpoint(folder, config, state, sentencepiece_tokenizer())
@@ -37,7 +37,7 @@ def decoder(folder):
 
 
 def adapter(folder, base, seed, prefix="base_model.model.", **changed):
-    """An adapter, and what it adds to each weight."""
+    """Write an adapter; returns its update of each weight."""
     shapes = {}
     for name, (rows, columns) in [(name, shape) for name, shape in decoder_shapes().items() if len(shape) == 2]:
         if name.split(".")[-2] in TARGETS:
@@ -68,7 +68,7 @@ def merged(state, *updates):
 
 
 def released_vector(state, tokenizer, text, instruction, before, behind):
-    """As released: the last tokens are pooled, as many as the text and what is behind it have alone."""
+    """As released: pools the last tokens, as many as text and suffix have when tokenised alone."""
     joined = f"{before}{instruction} {text}{behind}" if instruction else f"{before}{text}{behind}"
     ids = tokenizer(joined)["input_ids"]
     pooled = len(tokenizer(f"{text}{behind}", add_special_tokens=False)["input_ids"])
@@ -98,7 +98,7 @@ def test_the_imported_model_gives_the_published_vectors(named, before, behind, t
     assert embedder.text.query_max_length == 512
 
 
-def test_an_adapter_of_an_adapted_decoder_is_merged_after_it(tmp_path):
+def test_an_adapter_of_an_adapter_is_merged_after_it(tmp_path):
     state, tokenizer = decoder(tmp_path / "decoder"), sentencepiece_tokenizer()
     inner = adapter(tmp_path / "inner", str(tmp_path / "decoder"), seed=1, prefix="base_model.model.model.")
     outer = adapter(tmp_path / "outer", MISTRAL, seed=2)
@@ -111,7 +111,7 @@ def test_an_adapter_of_an_adapted_decoder_is_merged_after_it(tmp_path):
     assert named == {str(tmp_path / "inner"), str(tmp_path / "outer")}
 
 
-def test_the_scale_of_rslora_is_its_own(tmp_path):
+def test_rslora_has_its_own_scale(tmp_path):
     state = decoder(tmp_path / "decoder")
     update = adapter(tmp_path / "adapter", str(tmp_path / "decoder"), seed=1, use_rslora=True)
     model = load(tmp_path / "adapter").model.backbone
@@ -123,33 +123,33 @@ def test_the_scale_of_rslora_is_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"use_dora": True}, "has use_dora True, and only False is known here"),
-        ({"target_modules": ["q_proj", "v_proj"]}, "has 4 tensors that LLM2Vec's adapters has no place for"),
+        ({"use_dora": True}, "has use_dora True, but only False is supported"),
+        ({"target_modules": ["q_proj", "v_proj"]}, "has 4 tensors that LLM2Vec's adapters does not have"),
         ({"target_modules": [*TARGETS, "up_proj"]}, "lacks 4 of the 16 tensors of LLM2Vec's adapters"),
-        ({"target_modules": ["Wqkv"]}, "names no layer of MistralModel (target_modules)"),
-        ({"r": 4}, "lora_A.weight has shape (3, 32), by config.json it has (4, 32)"),
-        ({"base_model_name_or_path": None}, "does not say what it adapts; name it by --base"),
+        ({"target_modules": ["Wqkv"]}, "matches no layer of MistralModel (target_modules)"),
+        ({"r": 4}, "lora_A.weight has shape (3, 32), but (4, 32) in config.json"),
+        ({"base_model_name_or_path": None}, "does not name its base model; set --base"),
         ({"base_model_name_or_path": "no/such/place"}, "no/such/place: is not a directory"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_one_line(changed, says, tmp_path):
+def test_a_mismatched_adapter_is_a_one_line_error(changed, says, tmp_path):
     decoder(tmp_path / "decoder")
     adapter(tmp_path / "adapter", str(tmp_path / "decoder"), seed=1, **changed)
     with pytest.raises(InputError, match=re.escape(says)):
         load(tmp_path / "adapter")
 
 
-def test_bases_that_cannot_be_are_refused(tmp_path):
+def test_invalid_bases_are_refused(tmp_path):
     decoder(tmp_path / "decoder")
     adapter(tmp_path / "adapter", str(tmp_path / "adapter"), seed=1)
-    with pytest.raises(InputError, match="which is itself"):
+    with pytest.raises(InputError, match="names itself as base model"):
         load(tmp_path / "adapter")
     for folder, base in (("adapter", [str(tmp_path / "decoder"), "more"]), ("decoder", ["more"])):
-        with pytest.raises(OptionError, match="base names more than there are adapters"):
+        with pytest.raises(OptionError, match="base has more models than there are adapters"):
             adapter_chain(tmp_path / folder, base)
 
 
-def test_no_folder_that_is_read_is_written_to(tmp_path):
+def test_no_source_folder_is_written(tmp_path):
     decoder(tmp_path / "decoder")
     adapter(tmp_path / "inner", str(tmp_path / "decoder"), seed=1)
     adapter(tmp_path / "outer", str(tmp_path / "inner"), seed=2)
@@ -164,7 +164,7 @@ def test_no_folder_that_is_read_is_written_to(tmp_path):
     assert record["base"] == [{"name": str(tmp_path / name), "commit": None} for name in ("inner", "decoder")]
 
 
-def test_settings_beside_the_adapter_count(tmp_path):
+def test_settings_in_the_adapters_folder_are_used(tmp_path):
     decoder(tmp_path / "decoder")
     adapter(tmp_path / "adapter", str(tmp_path / "decoder"), seed=1)
     settings = tmp_path / "adapter" / "llm2vec_config.json"
@@ -172,5 +172,5 @@ def test_settings_beside_the_adapter_count(tmp_path):
     text = load(tmp_path / "adapter").model.text
     assert (text.document_max_length, text.pool_prompt, text.pool_start) == (100, True, True)
     settings.write_text('{"pooling_mode": "weighted_mean"}')
-    with pytest.raises(InputError, match="has pooling_mode 'weighted_mean', and only 'mean' is known here"):
+    with pytest.raises(InputError, match="has pooling_mode 'weighted_mean', but only 'mean' is supported"):
         load(tmp_path / "adapter")

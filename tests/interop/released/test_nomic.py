@@ -1,4 +1,4 @@
-"""Nomic's encoders, dense and with experts: their vectors by the published arithmetic, their prompts and configs."""
+"""Nomic's dense and mixture-of-experts encoders: their vectors against a reference, prompts and configs."""
 
 import json
 import re
@@ -36,12 +36,12 @@ def fields(folder, **changed):
     return encoder_fields(ReleasedConfig(folder / "config.json"), wordpiece_tokenizer())
 
 
-def test_vocabulary_and_positions_are_those_that_the_model_was_published_with(tmp_path):
+def test_vocabulary_and_positions_are_the_published_ones(tmp_path):
     assert [fields(tmp_path, vocab_size=rows)["vocab_size"] for rows in (383, 384, 385)] == [384, 384, 448]
     plain, scaled = (fields(tmp_path, n_positions=8192, rotary_scaling_factor=factor) for factor in (None, 2))
     assert (plain["max_position_embeddings"], scaled["max_position_embeddings"]) == (8192, 2048)
     assert plain["rope_parameters"] == scaled["rope_parameters"] == {"rope_type": "default", "rope_theta": 1000.0}
-    with pytest.raises(InputError, match="n_head 5, which make no heads that can be rotated in halves"):
+    with pytest.raises(InputError, match="n_head 5, but n_embd must be a multiple of 2"):
         fields(tmp_path, n_head=5)
 
 
@@ -66,7 +66,7 @@ def means(state, config, tokenizer, prompt):
     ("config", "load", "kind", "prefix"),
     [
         (DENSE, load_dense, NomicBertModel, ""),
-        # An embedding model may carry a language model's names.
+        # An embedding model may have the tensor names of a language model.
         (DENSE, load_dense, NomicBertModel, "bert."),
         (MOE, load_moe, RotaryMoeModel, ""),
     ],
@@ -88,12 +88,12 @@ def test_the_imported_model_gives_the_published_vectors(config, load, kind, pref
     assert getattr(backbone.config, "moe_layers", [1, 3]) == [1, 3]
 
 
-def test_a_text_that_is_longer_than_those_of_training_is_cut_and_changes_no_other(tmp_path, caplog):
+def test_a_text_longer_than_in_training_is_truncated_and_does_not_change_others(tmp_path, caplog):
     config = DENSE | {"max_trained_positions": 24, "rotary_scaling_factor": 2}
     folder, state, tokenizer = nomic_folder(tmp_path / "published", config)
     describe(folder, HIDDEN)
     load_dense(folder).model.save_pretrained(tmp_path / "ours")
-    assert "rotary_scaling_factor is left out, so texts are cut at 24 tokens" in caplog.text
+    assert "rotary_scaling_factor is ignored, so texts are truncated to 24 tokens" in caplog.text
     words = "the quick brown fox jumps over the lazy dog 1 2 3 4 5 6 7 8 9"
     texts = [words, words[:40], "a b c"]
     ids = [tokenizer(f"search_document: {text}", truncation=True, max_length=40)["input_ids"] for text in texts]
@@ -135,26 +135,26 @@ def test_the_masked_language_model_comes_with_its_head_and_a_record_but_no_card(
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"activation_function": "gelu"}, "has activation_function 'gelu', known here are swiglu, geglu, glu"),
-        ({"activation_function": ["swiglu"]}, "has activation_function ['swiglu'], known here are"),
-        ({"qkv_proj_bias": True}, "has qkv_proj_bias True, and only False is known here"),
-        ({"n_inner": 300}, "fc12.weight has shape (256, 32), by config.json it has (512, 32)"),
+        ({"activation_function": "gelu"}, "has activation_function 'gelu', supported are swiglu, geglu, glu"),
+        ({"activation_function": ["swiglu"]}, "has activation_function ['swiglu'], supported are"),
+        ({"qkv_proj_bias": True}, "has qkv_proj_bias True, but only False is supported"),
+        ({"n_inner": 300}, "fc12.weight has shape (256, 32), but (512, 32) in config.json"),
         ({"rotary_emb_base": None}, "has rotary_emb_base None, expected a number"),
     ],
 )
-def test_a_config_that_does_not_fit_is_one_line(fields, says, tmp_path):
+def test_an_unsupported_config_is_a_one_line_error(fields, says, tmp_path):
     folder, _, _ = nomic_folder(tmp_path, DENSE)
     changed_config(folder, **fields)
     with pytest.raises(InputError, match=re.escape(says)):
         load_dense(folder)
 
 
-def test_what_the_folder_says_of_texts_and_length_goes_along(tmp_path):
+def test_prompts_and_lengths_of_the_folder_are_imported(tmp_path):
     folder, state, tokenizer = nomic_folder(tmp_path / "published", MOE)
     describe(folder, HIDDEN, normalize=False, prompts={"passage": "search_document: ", "query": "a query: "})
     load_moe(folder).model.save_pretrained(tmp_path / "ours")
     text = Embedder.from_pretrained(tmp_path / "ours").text
     assert (text.query_max_length, text.document_max_length, text.pool_prompt) == (40, 40, True)
     assert text.prompts["passage"] == text.prompts["document"] == "search_document: "
-    # Without a normalize module vectors are as long as they come.
+    # Without a Normalize module vectors are not normalised.
     assert_same(encoded(tmp_path / "ours", role="query"), torch.stack(means(state, MOE, tokenizer, "a query: ")))

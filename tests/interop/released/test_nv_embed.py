@@ -1,4 +1,4 @@
-"""NV-Embed: the released vectors, with its decoder, its latent attention and its own count of the instruction."""
+"""NV-Embed: its vectors against a reference of its decoder, latent attention and pooling rule."""
 
 import re
 from dataclasses import replace
@@ -70,7 +70,7 @@ def published(folder):
 
 
 def latent_block(state, x):
-    """Every token after the dictionary and the gated MLP."""
+    """The states after the latent attention and the gated MLP."""
 
     def norm(value, name):
         return F.layer_norm(value, (HIDDEN,), state[f"{BLOCK}.{name}.weight"], state[f"{BLOCK}.{name}.bias"])
@@ -89,7 +89,7 @@ def latent_block(state, x):
     return x + F.linear(inner * F.gelu(gate), *net[2])
 
 
-# A digit, letters outside the vocabulary and nothing, before which the prompt's last space may stand alone; a long one.
+# Texts before which the prompt's last space may be a separate token (digits, unknown letters, empty), and a long one.
 HARD_TEXTS = [
     "7 sums",
     "é 7",
@@ -102,7 +102,7 @@ HARD_TEXTS = [
 
 
 def released_vector(state, tokenizer, instruction, text, max_length=4096):
-    """As released: the end of sequence is text, and as many tokens as the instruction alone has are not pooled."""
+    """As released: EOS is appended to the text, and the number of tokens of the instruction alone is not pooled."""
     backbone = {name.removeprefix("embedding_model."): tensor for name, tensor in state.items()}
     text = instruction + text + tokenizer.eos_token
     ids = tokenizer(text, truncation=True, max_length=max_length)["input_ids"]
@@ -113,14 +113,14 @@ def released_vector(state, tokenizer, instruction, text, max_length=4096):
 @pytest.mark.usefixtures("travelling_code")
 @pytest.mark.parametrize("cut", [False, True])
 def test_the_imported_model_gives_the_published_vectors(cut, tmp_path):
-    """Texts that begin with no word and texts that are cut, too, are pooled as released."""
+    """Includes truncated texts and texts that do not begin with a word."""
     folder, state, tokenizer = published(tmp_path / "published")
     made = load(folder)
     assert sorted(made.report.used) == sorted(state)
     lengths = {"query": 4096, "document": 4096}
     assert (made.model.text.query_max_length, made.model.text.document_max_length) == tuple(lengths.values())
     if cut:
-        # Six tokens more than `<s>` and the instruction: long texts lose their end of sequence.
+        # Six tokens more than `<s>` and the instruction: truncated texts lose their EOS.
         lengths = {"query": len(tokenizer(PROMPT)["input_ids"]) + 6, "document": 9}
         options = {f"{role}_max_length": length for role, length in lengths.items()}
         made.model.text = replace(made.model.text, **options)
@@ -131,10 +131,10 @@ def test_the_imported_model_gives_the_published_vectors(cut, tmp_path):
     for role, prompt in (("query", PROMPT), ("document", "")):
         texts = [text for text in HARD_TEXTS if text or prompt] if cut else TEXTS
         arguments = (state, tokenizer, prompt)
-        expected = each(texts, lambda text, given=arguments, role=role: released_vector(*given, text, lengths[role]))
+        expected = each(texts, lambda text, fixed=arguments, role=role: released_vector(*fixed, text, lengths[role]))
         assert_same(encoded(tmp_path / "ours", texts, role), expected)
         assert_same(by_library(tmp_path / "ours", role, texts=texts), expected)
-        if cut:  # exactly pooled they are other vectors
+        if cut:  # the exact pooling rule would give other vectors
             embedder.text = replace(embedder.text, pooling_rule="exact")
             found = torch.from_numpy(Encoder(embedder, precision="float32").encode(texts, role=role))
             assert ((found - expected).abs().amax(1) > 1e-3).sum() >= (3 if prompt else 1)
@@ -143,26 +143,26 @@ def test_the_imported_model_gives_the_published_vectors(cut, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"padding_side": "left"}, "has padding_side 'left', and only 'right' is known here"),
+        ({"padding_side": "left"}, "has padding_side 'left', but only 'right' is supported"),
         ({"text_config": None}, "has text_config None, expected an object"),
         ({"text_config": CONFIG["text_config"] | {"rope_theta": "x"}}, "has text_config.rope_theta 'x', expected a"),
         ({"latent_attention_config": LATENT_CONFIG | {"latent_dim": 16}}, "has latent_attention_config.latent_dim 16"),
-        ({"latent_attention_config": LATENT_CONFIG | {"num_latents_value": 9}}, "latents has shape (6, 32), by config"),
+        ({"latent_attention_config": LATENT_CONFIG | {"num_latents_value": 9}}, "latents has shape (6, 32), but"),
     ],
 )
-def test_a_config_that_does_not_fit_is_one_line(fields, says, tmp_path):
+def test_an_unsupported_config_is_a_one_line_error(fields, says, tmp_path):
     folder, _, _ = published(tmp_path)
     changed_config(folder, **fields)
     with pytest.raises(InputError, match=re.escape(says)):
         load(folder)
 
 
-def test_weights_in_half_precision_stay_so_and_an_instruction_alone_has_a_vector(tmp_path):
+def test_half_precision_weights_keep_their_dtype_and_a_bare_instruction_has_a_vector(tmp_path):
     folder, state, tokenizer = published(tmp_path / "published")
     write_checkpoint(folder, CONFIG, {name: tensor.to(torch.float16) for name, tensor in state.items()})
     model = load(folder).model
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
-    # Truncation leaves nothing behind the instruction.
+    # Truncation leaves no token after the instruction.
     model.text = replace(model.text, query_max_length=len(tokenizer(PROMPT.rstrip())["input_ids"]) + 1)
     vector = Encoder(model.float(), precision="float32").encode(["x"], role="query", prompt=PROMPT.rstrip())
     assert float((vector**2).sum()) == pytest.approx(1.0)
