@@ -1,4 +1,4 @@
-"""Floor 1: from files to contrastive batches. The names that need Lightning or torch load it on first use."""
+"""Floor 1: from files to contrastive batches. Public names are imported on first use, so torch and Lightning load late."""
 
 from typing import TYPE_CHECKING
 
