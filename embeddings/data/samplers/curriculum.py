@@ -75,7 +75,7 @@ class CurriculumBatchSampler(BatchSampler):
     """The batches of another sampler, whose hard negatives are of one level at each optimiser step.
 
     The other sampler says which rows make a batch, this one which of their negatives the step may use (`level_of`,
-    `places_of_level`). All batches that are accumulated into one update have one level, and so have all ranks.
+    `positions_of_level`). All batches that are accumulated into one update have one level, and so have all ranks.
 
     Determinism: the rows as the other sampler's; the level is a function of (seed, optimiser step), the step one of
     (epoch, batch, the run's length). A run that is resumed at any step has the level of that step.
