@@ -1,4 +1,4 @@
-"""Floor 1: from files to contrastive batches. Public names are imported on first use, so torch and Lightning load late."""
+"""Floor 1: from files to contrastive batches. Imports are lazy, because torch and Lightning are slow."""
 
 from typing import TYPE_CHECKING
 

@@ -141,7 +141,7 @@ class ResumableLoader(ShieldedLoader):
         batches = super().__iter__()
         for batch in batches:
             if isinstance(batch, _Failure):
-                # The traceback keeps the iterator alive; garbage collection would then wait five seconds for each worker.
+                # The traceback keeps the iterator alive; garbage collection would wait five seconds for each worker.
                 if self.num_workers:
                     batches._shutdown_workers()
                 self._iterator = None
@@ -164,8 +164,8 @@ class ResumableLoader(ShieldedLoader):
 class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
     """Base class of the data modules: batches drawn by a plan, made in workers, resumed exactly.
 
-    The checkpoint stores the position in the plan twice. Lightning also saves the state of the loader, but ignores it if
-    the loader was created before the checkpoint was read (as schedules do that ask for the number of steps).
+    The checkpoint stores the position in the plan twice: Lightning also saves the state of the loader, but ignores it
+    if the loader was created before the checkpoint was read (a schedule that needs the number of steps does this).
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
         return plan
 
     def _check_plan_options(self, trainer: Trainer, module: LightningModule) -> None:
-        """Check the options of the sampler before the number of rows is known, with sizes large enough for any batch."""
+        """Check the sampler's options before the number of rows is known; the sizes are large enough for any batch."""
         names = [source.name for source in self._planned_sources]
         self._make_plan([self.batch_size * trainer.world_size] * len(names), module).check_sources(names)
 

@@ -29,9 +29,9 @@ class NearDuplicates:
     """Detects near-copies among items that consist of one or more texts (parts).
 
     Two items are near-copies if, in every part, their sets of shingles (3 consecutive words, or 5 consecutive
-    characters) have a Jaccard similarity of at least `threshold`. Near-copies share at least one of their `keys`, except
-    a fraction of `MISS_FRACTION` of the pairs exactly at the threshold. `alike` compares their `sets` exactly. A key is
-    a hash of MinHash values of all parts, so items usually share it only if all their parts are similar.
+    characters) have a Jaccard similarity of at least `threshold`. Near-copies share at least one of their `keys`, with
+    probability 1 - `MISS_FRACTION` at the threshold. `alike` compares their `sets` exactly. A key is a hash of MinHash
+    values of all parts, so items share it only if all their parts are similar.
 
     Args:
         threshold: Minimum Jaccard similarity of near-copies, from 0.5 (lower values need too many keys) to 1.
@@ -96,7 +96,7 @@ class NearDuplicates:
         return mix_bits(hashes), np.stack([starts, stops - self._size + 1], axis=1).ravel()
 
     def _units(self, text: str) -> _Uint64s:
-        """The words or characters of a text as numbers, padded to one shingle; without words, the whole text is one unit."""
+        """The words or characters of a text as numbers, padded to one shingle; a text without words is one unit."""
         if self.shingle == "character":
             unit = np.frombuffer(" ".join(text.split()).encode("utf-32-le"), dtype="<u4").astype(np.uint64)
         else:

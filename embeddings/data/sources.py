@@ -72,7 +72,7 @@ class Origin:
         if self.is_hub and not re.fullmatch(r"hub:[\w.-]+(/[\w.-]+)?", str(self.path)):
             raise self.fault("path", self.path, "is not the name of a Hub data set", "write hub:organisation/name")
         if isinstance(self.path, list) and any(part.startswith(HUB_PREFIX) for part in self.path):
-            raise self.fault("path", self.path, "must not list a Hub data set", "make each Hub data set a separate source")
+            raise self.fault("path", self.path, "must not list a Hub data set", "use a separate source for each")
         for option in ("subset", "split", "revision"):
             if (value := getattr(self, option)) is not None and not self.is_hub:
                 raise self.fault(option, value, "has no effect on files", "leave it out, or read from hub:")
@@ -177,9 +177,9 @@ class SourceConfig(Origin):
             if not alternates or not all(text.strip() for text in alternates):
                 raise self.fault("instruction", self.instruction, "must not be empty", "leave it out for no prompt")
             if self.query_prompt:
-                raise self.fault("query_prompt", self.query_prompt, "cannot be combined with instruction", "give one of the two")
+                raise self.fault("query_prompt", self.query_prompt, "excludes instruction", "give one of the two")
         if self.symmetric and self.document_prompt:
-            raise self.fault("document_prompt", self.document_prompt, "cannot be combined with symmetric", "give one of the two")
+            raise self.fault("document_prompt", self.document_prompt, "excludes symmetric", "give one of the two")
         if self.symmetric and self.instruction is None and not self.query_prompt:
             raise self.fault("symmetric", True, "needs an instruction or a query_prompt", "give one, or leave it out")
 
@@ -198,7 +198,7 @@ class SourceConfig(Origin):
             raise self.fault("licence", self.licence, "must not be empty", "leave it out if it is unknown")
         for label, text in self.label_texts.items():
             if not text.strip():
-                raise self.fault("label_texts", {label: text}, "must not contain an empty text", "write the label's text")
+                raise self.fault("label_texts", {label: text}, "must not contain an empty text", "write the text")
 
 
 def check_names(names: Sequence[str], option: str = "sources") -> None:
@@ -212,7 +212,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
 def resolve_files(path: str | Sequence[str]) -> list[Path]:
-    """The files of a path, a glob or a list of these (see `fill_path`), in list order; the matches of a glob are sorted."""
+    """The files of a path, a glob or a list of these (see `fill_path`), in list order; glob matches are sorted."""
     files = [file for part in _parts(path) for file in _expand(part)]
     for file, count in Counter(files).items():
         if count > 1:
@@ -344,7 +344,7 @@ class SourceInputs:
         """Check that the files are unchanged since they were hashed."""
         for file in self._files:
             if not file.is_current():
-                raise InputError(str(file.path), "the file changed while it was read", "run again when nothing writes to it")
+                raise InputError(str(file.path), "the file changed while it was read", "run again after it is written")
 
     def remember(self) -> None:
         """Cache the hashes of the files for the next run."""

@@ -76,7 +76,7 @@ class TextTokenizer:
         self._special_ids = set(tokenizer.all_special_ids)
         self._colon = self._backend.token_to_id(":")
         if settings.pooling_rule == "after_colon" and self._colon is None:
-            raise OptionError("data.text.pooling_rule", "after_colon", "needs a tokenizer with a token ':'", "leave it out")
+            raise OptionError("data.text.pooling_rule", "after_colon", "needs a tokenizer with a token ':'", "drop it")
         self._checked_prompts: set[tuple[str, int]] = set()
         self._prompt_lengths: dict[str, int] = {}
 
@@ -108,7 +108,8 @@ class TextTokenizer:
     ) -> list[list[TokenSpan]]:
         """The tokens of each text with their character ranges; arguments and tokens as in `__call__`."""
         text_prompts = self._prompts(len(texts), role, prompts)
-        encodings = self._backend.encode_batch([prompt + text for prompt, text in zip(text_prompts, texts, strict=True)])
+        joined = [prompt + text for prompt, text in zip(text_prompts, texts, strict=True)]
+        encodings = self._backend.encode_batch(joined)
         return [self._spans_of(encoding)[: self.settings.max_length(role)] for encoding in encodings]
 
     def _prompts(self, num_texts: int, role: TextRole, prompts: str | Sequence[str] | None) -> list[str]:
@@ -174,7 +175,7 @@ def copied_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         rule = "must be a fast tokenizer"
-        raise OptionError("tokenizer", type(tokenizer).__name__, rule, "save it with a tokenizer.json and use that file")
+        raise OptionError("tokenizer", type(tokenizer).__name__, rule, "save it with a tokenizer.json first")
     copied: Tokenizer = copy.deepcopy(backend)
     copied.no_padding()
     copied.no_truncation()

@@ -35,7 +35,7 @@ class SourceIdentity(NamedTuple):
 
 
 class LevelRule(NamedTuple):
-    """Hard negatives that a step may use: one level, 1 (hardest) to 4, and with `cumulative` also the coarser levels."""
+    """Hard negatives that a step may use: one level, 1 (hardest) to 4; with `cumulative` also the coarser levels."""
 
     level: int
     cumulative: bool = False
@@ -89,8 +89,8 @@ class RunLength:
 class BatchSampler(Sampler[list[PlanEntry]], ABC):
     """Yields this rank's slice of each batch of an epoch.
 
-    A subclass defines the number of steps per epoch (`num_steps`) and the batch of a step (`global_batch`). The rank and
-    the number of ranks are read on use, so a sampler may be created before the process group.
+    A subclass defines the number of steps per epoch (`num_steps`) and the batch of a step (`global_batch`). The rank
+    and the number of ranks are read on use, so a sampler may be created before the process group.
 
     Determinism: (seed, epoch, step, global batch size) → one global batch; rank r of R takes rows r·B … (r+1)·B - 1 of
     it. A different number of ranks gets the same batches if batch_size x ranks stays the same.
@@ -346,8 +346,8 @@ class BlendedBatchSampler(BatchSampler):
     Determinism: see `BatchSampler`.
     Guarantees: over any number of steps, the rows of a source differ from its exact share by less than 2. With
     proportions `size`, temperature 1 and no `steps_per_epoch`, an epoch is one pass: no row is repeated, and fewer than
-    global_batch_size rows, different ones in each epoch, are left out. Otherwise passes continue across epochs: all rows
-    of a source are drawn j times before any is drawn j + 1 times.
+    global_batch_size rows, different ones in each epoch, are left out. Otherwise passes continue across epochs: all
+    rows of a source are drawn j times before any is drawn j + 1 times.
     Length: `steps_per_epoch`, or the number of full global batches in the rows of all sources.
 
     Args:

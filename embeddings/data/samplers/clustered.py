@@ -140,7 +140,7 @@ def _sort_by_cluster(
         ids[first : first + len(shard)] = shard
         by_cluster = np.argsort(shard, kind="stable")
         counts = np.bincount(shard, minlength=len(free))
-        # Position of a row: the first free position of its cluster + the number of earlier rows of the cluster in the shard.
+        # Position of a row: first free position of its cluster + number of earlier rows of the cluster in the shard.
         shift = np.repeat(free - (np.cumsum(counts) - counts), counts)
         rows[np.arange(len(shard)) + shift] = first + by_cluster
         free += counts
@@ -282,8 +282,8 @@ class ClusteredBatchSampler(BatchSampler):
     `own_blocks`: a block has batch_size rows, and each rank takes a different block, possibly of another source. The
         paper shares no candidates between GPUs (abstract); its release then uses a separate batch on each GPU.
 
-    Determinism: see `BatchSampler`; with `own_blocks` the batches depend on batch_size and the number of ranks, not only
-    on their product. The order of the clusters costs 2 to 6 microseconds per cluster, once per epoch.
+    Determinism: see `BatchSampler`; with `own_blocks` the batches depend on batch_size and the number of ranks, not
+    only on their product. The order of the clusters costs 2 to 6 microseconds per cluster, once per epoch.
     Guarantees: sources never share a block. In an epoch no row is repeated. Rows of a source that do not fill a block
     are left out, and with `own_blocks` also fewer blocks than ranks; these rows differ between epochs. A source with
     fewer rows than a block is not used, and `remarks` names it. A cluster smaller than a block is split at most once.
@@ -379,8 +379,8 @@ class ClusteredBatchSampler(BatchSampler):
     @property
     def _blocks_per_step(self) -> int:
         """Blocks per step: one, or one for each rank."""
-        one_per_rank = not self._gathers_candidates if self.across_ranks == "auto" else self.across_ranks == "own_blocks"
-        return self.place[1] if one_per_rank else 1
+        own_blocks = not self._gathers_candidates if self.across_ranks == "auto" else self.across_ranks == "own_blocks"
+        return self.place[1] if own_blocks else 1
 
     @property
     def _block_size(self) -> int:

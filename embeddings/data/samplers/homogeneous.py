@@ -20,8 +20,8 @@ class HomogeneousBatchSampler(BatchSampler):
 
     Determinism: see `BatchSampler`; computing a step costs a few array operations over the sources.
     Guarantees: sources never share a batch. In an epoch no row is repeated, and of each source fewer than
-    global_batch_size rows, different ones in each epoch, are left out. When a source finishes, each remaining source has
-    had its share of the batches within half a batch. Memory: a few numbers per source, nothing per row.
+    global_batch_size rows, different ones in each epoch, are left out. When a source finishes, each remaining source
+    has had its share of the batches within half a batch. Memory: a few numbers per source, nothing per row.
     Length: the total number of full global batches of all sources.
 
     Args:
