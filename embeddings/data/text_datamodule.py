@@ -186,7 +186,7 @@ class TokenStream:
         return -(-self.num_tokens // row_length)
 
     def row(self, index: int, row_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The tokens of a row and the index (from 0) of each token's document in it, each (n,) int64, n <= row_length."""
+        """The tokens of a row and the index of each token's document in it (from 0), (n,) int64, n <= row_length."""
         start = index * row_length
         stop = min(start + row_length, self.num_tokens)
         assert 0 <= start < stop

@@ -253,7 +253,7 @@ def test_all_that_is_missing_is_named_at_once(tmp_path, capsys):
     config = run_config(tmp_path, sources=sources)
     config["trainer"]["callbacks"] = [component("embeddings.callbacks.RetrievalEvaluation", folder="eval")]
     words = ["fit", "--config", write_config(tmp_path, config), "--check"]
-    both = "2 faults: data.sources: 2 paths name no file: one.jsonl (no such file), two.jsonl"
+    both = "2 faults: data.sources: 2 paths match no file: one.jsonl (no such file), two.jsonl"
     for missing in (both, " | eval"):
         assert_refused(capsys, tmp_path, missing, main, words)
     for name in ("one", "two"):

@@ -56,7 +56,7 @@ def test_where_levels_stand_in_for_each_other_what_is_lacking_is_counted(tmp_pat
 def test_a_curriculum_over_no_levels_at_all_is_refused(tmp_path):
     plain = source(tmp_path, [record | {"negatives": ["other"]} for record in pairs(4)], name="plain")
     classes = source(tmp_path, labelled(3, 3), name="classes", conversion="class_by_example")
-    says = "needs negatives with levels, and no source has any"
+    says = "needs negatives with levels, but no source has any"
     for allow_missing in (False, True):
         refused(OptionError, says, check_levels, [plain, classes], EVERY, allow_missing=allow_missing)
 
@@ -106,7 +106,7 @@ def test_pairs_without_any_negative_are_refused_where_they_have_no_in_batch_ones
     some = source(tmp_path, graded(2), pairs(3), [{**pairs(1)[0], "negatives": ["plain"]}], **off)
     check_negatives_found([some], NEEDS["source"])
     assert caplog.messages == [
-        "source source: 3 of 6 records have no negative, and without in-batch negatives train nothing"
+        "source source: 3 of 6 records have no negative, and without in-batch negatives they train nothing"
     ]
 
 

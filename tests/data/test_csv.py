@@ -81,20 +81,20 @@ HEADER = b"query,positive\n"
 @pytest.mark.parametrize(
     ("data", "where", "message"),
     [
-        (HEADER, "", "holds no rows"),
-        (b"\n\n", "", "holds no rows"),
-        (HEADER + b"q,p,r\n", ":2", "the row has 3 cells, and the header 2; quote texts that hold the separator"),
+        (HEADER, "", "contains no rows"),
+        (b"\n\n", "", "contains no rows"),
+        (HEADER + b"q,p,r\n", ":2", "the row has 3 cells, and the header 2; quote texts that contain the separator"),
         (HEADER + b'q,"p\nr"\nq\n', ":4", "the row has 1 cells, and the header 2"),
-        (HEADER + b'q,"p"r\n', ":2", "text follows a quoted cell's last quote; double the quotes"),
-        (HEADER + b'q,p\nq,"p\n' + b"r,s\n" * 9, ":3", "a quote opens in this row, and the file ends; close it"),
+        (HEADER + b'q,"p"r\n', ":2", "text follows the closing quote of a cell; double the quotes"),
+        (HEADER + b'q,p\nq,"p\n' + b"r,s\n" * 9, ":3", "a quote in this row is not closed; close it"),
         (HEADER + b"q,\xff\n", ":2", "byte 3 of the row is not valid UTF-8"),
         (HEADER + "q,naï".encode()[:-1], ":2", "the file ends in the middle of this row"),
         (HEADER + b'q,"' + b"x" * 999 + b"\n" + b"x" * 999 + b'"\n', ":2", "a cell is longer than 0 MiB"),
         (HEADER + b"q," + b"x" * 2000 + b"\n", ":2", "the row is longer than 0 MiB"),
-        (b"query,positive\rq,p\r", ":1", "rows end in carriage returns alone"),
+        (b"query,positive\rq,p\r", ":1", "rows end with carriage returns only"),
         (b"query,query\nq,p\n", "", "has two columns 'query'"),
         ("query,positive\nq,p\n".encode("utf-16"), ":1", "the file is UTF-16; save it as UTF-8"),
-        (gzip.compress(HEADER * 99, mtime=0)[:-9], "", "the gzip data is cut off or damaged here"),
+        (gzip.compress(HEADER * 99, mtime=0)[:-9], "", "the gzip data is truncated or damaged here"),
     ],
 )
 def test_a_bad_table_is_refused_with_file_and_row_on_one_line(tmp_path, monkeypatch, data, where, message):

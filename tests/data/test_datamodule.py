@@ -181,7 +181,7 @@ def test_remarks_on_the_plan_are_logged_once(options, caplog):
     data = EmbeddingDataModule(**options | {"sampler": HomogeneousBatchSampler, "batch_size": 10})
     quiet_trainer(max_epochs=2).fit(module, data)
     assert [record.getMessage() for record in caplog.records if record.module == "datamodule"] == [
-        "sources with fewer rows than a batch of 10 are not trained on: second (9)",
+        "sources with fewer rows than a batch of 10 are not used: second (9)",
         "Picky without data.sampler ClusteredBatchSampler: no topics",
     ]
     assert [max(batch) < 15 for batch in module.rows] == [True, True]
@@ -266,7 +266,7 @@ def test_a_config_names_everything(options):
         (
             {"path": ["gone.jsonl", "data/docstrings/train.jsonl.gz", "a*.none", "${TEST_UNSET}/x"]},
             {},
-            r"data\.sources: 4 paths name no file: gone\.jsonl \(no such file\), data/docstrings/train\.jsonl\.gz "
+            r"data\.sources: 4 paths match no file: gone\.jsonl \(no such file\), data/docstrings/train\.jsonl\.gz "
             r"\(no such file\), a\*\.none \(no file matches\) and 1 more; check the path and run: python main\.py "
             r"prepare docstrings --output data/docstrings and check the pattern and run: export TEST_UNSET=FOLDER$",
         ),

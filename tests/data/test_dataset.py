@@ -10,7 +10,7 @@ import pytest
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.data import Example, Mixture, Negative, PlanEntry, SourceConfig, open_source
 from embeddings.data.checks import warn_of_unused_columns
-from embeddings.data.dataset import ClassExamples, LabelTexts, places_of_level
+from embeddings.data.dataset import ClassExamples, LabelTexts, positions_of_level
 from embeddings.data.samplers.base import LevelRule
 from embeddings.data.store import ClassIndex, write_class_index
 from embeddings.data.table import StoredRow, Table, write_table
@@ -97,7 +97,7 @@ def test_labels_that_do_not_suit_the_conversion_are_refused(tmp_path, rows, opti
         ((True, False), {}, "must give a text to labels that are not words, got 'true'"),
         (("a", "b"), {"a": "x"}, "must give a text to the label 'b', got"),
         (("a", "b"), {"a": "x", "b": "y", "c": "z"}, "names a label that the source does not have, got 'c'"),
-        (("a", "b"), {"a": "x", "b": "x"}, "must give each label its own text"),
+        (("a", "b"), {"a": "x", "b": "x"}, "must give each label a different text"),
     ],
 )
 def test_label_texts_that_do_not_match_the_labels_are_refused(tmp_path, labels, texts, message):
@@ -168,7 +168,7 @@ def test_columns_that_look_like_a_field_are_named_in_one_line(form, tmp_path, ca
         assert line.startswith("source pairs: columns not used: ")
         assert "question" in line
         assert "to use one, map it: columns: {query: " in line
-        assert line.endswith("; a score counts with conversion: sts alone")
+        assert line.endswith("; a score is used only with conversion: sts")
         assert ("anchor" in line) == (form == "parquet")  # of a column that is not read nobody knows that it is empty
     mapped = open_source(SourceConfig("pairs", str(path), columns={"query": "question"}), tmp_path / "cache")
     assert mapped[PlanEntry(2, 0)].query == "n 2"
@@ -284,7 +284,7 @@ ALL = tuple(Negative(f"{level}{name}", level) for level in (1, 2, 3, 4) for name
 
 
 def texts(negatives, level, cumulative=False, draw=0):
-    return [negatives[place].text for place in places_of_level(negatives, LevelRule(level, cumulative), draw)]
+    return [negatives[place].text for place in positions_of_level(negatives, LevelRule(level, cumulative), draw)]
 
 
 def test_the_nearest_coarser_level_stands_in_and_never_a_finer_one():

@@ -78,7 +78,7 @@ def test_an_epoch_is_left_in_its_middle_when_another_is_set_or_a_state_loaded():
     [
         ({"batch_size": 2}, {}, "data global_batch_size must be 4 as in the checkpoint"),
         ({"proportions": "uniform"}, {}, "data proportions must be 'size' as in the checkpoint"),
-        ({}, {"plan_version": None}, r"data plan_version must be None .* resume by the library that"),
+        ({}, {"plan_version": None}, r"data plan_version must be None .* resume with the library version that"),
         (
             {"proportions": "given", "weights": [9, 1]},
             {"proportions": "given", "parts": "0.1,0.9"},

@@ -66,8 +66,8 @@ def test_lists_mapped_columns_and_levels_are_understood(row, columns, expected):
         ({"query": {}}, "query is an object, expected text"),
         ({"query": ""}, "query is an empty text"),
         ({"query": " \n\t\u2003"}, "query is white space"),
-        ({"query": "a\x00b"}, "query holds a NUL character"),
-        ({"query": "\ud800"}, "query holds half of a character"),
+        ({"query": "a\x00b"}, "query contains a NUL character"),
+        ({"query": "\ud800"}, "query contains half of a character"),
         ({"positive": None}, "positive is null, expected text or a list"),
         ({"positive": {"text": "p"}}, "positive is an object, expected text or a list"),
         ({"positive": []}, "positive is an empty list"),
@@ -91,15 +91,15 @@ def test_lists_mapped_columns_and_levels_are_understood(row, columns, expected):
         ({"id": []}, "id is a list, expected text"),
         ({"language": ["de"]}, "language is a list, expected text"),
         ({"language": " "}, "language is white space"),
-        ({"scores": 1.5}, "scores is a number, expected a list of 1 numbers, those of positives (1) and negatives (0)"),
+        ({"scores": 1.5}, "scores is a number, expected a list of 1 numbers, one for each of the positives (1)"),
         ({"scores": "[1]"}, "scores is text, expected a list"),
         ({"scores": []}, "scores has 0, expected a list of 1"),
         ({"scores": [1, 2], "negatives": ["n", "m"]}, "scores has 2, expected a list of 3 numbers"),
-        ({"scores": [1, "2"], "negatives": "n"}, "scores[1] is text, expected a finite number of float32, or null"),
-        ({"scores": [True]}, "scores[0] is true or false, expected a finite number"),
-        ({"scores": [math.inf]}, "scores[0] is inf, expected a finite number"),
-        ({"scores": [1e39]}, "scores[0] is 1e+39, expected a finite number of float32"),
-        ({"scores": [10**400]}, "scores[0] is a number, expected a finite number of float32"),
+        ({"scores": [1, "2"], "negatives": "n"}, "scores[1] is text, expected a finite float32 number, or null"),
+        ({"scores": [True]}, "scores[0] is true or false, expected a finite float32 number"),
+        ({"scores": [math.inf]}, "scores[0] is inf, expected a finite float32 number"),
+        ({"scores": [1e39]}, "scores[0] is 1e+39, expected a finite float32 number"),
+        ({"scores": [10**400]}, "scores[0] is a number, expected a finite float32 number"),
     ],
 )
 def test_a_fault_names_row_and_field_on_one_line(change, message):
@@ -156,22 +156,22 @@ def test_scored_pairs_and_labelled_texts_hold_their_fields_and_are_taken_too():
     [
         (
             {"anchor": "q", "question": "r", "positive": "p"},
-            "field 'query': anchor and question may both be it; choose, with columns: {query: anchor}",
+            "field 'query': anchor and question both match; choose one: columns: {query: anchor}",
         ),
         (
             {"query": "q", "answer": "p", "passage": "r", "neg": "n"},
-            "field 'positive': answer and passage may both be it; choose, with columns: {positive: answer, negatives: ",
+            "field 'positive': answer and passage both match; choose one: columns: {positive: answer, negatives: ",
         ),
-        ({**GOOD, "negative_1": "n", "hard_negative": "m"}, "field 'negatives': hard_negative and negative_1 may both"),
+        ({**GOOD, "negative_1": "n", "hard_negative": "m"}, "field 'negatives': hard_negative and negative_1 both"),
         ({**GOOD, "negative_1": "n", "negative_2": " "}, "negatives[1] is white space"),
         (
             {"sentence1": "q", "sentence2": "p", "score": 1.0},
-            "'score' beside sentence1 and sentence2 may say which pairs match; set conversion: sts for scored pairs, "
-            "or, where all match, columns: {query: sentence1, positive: sentence2}",
+            "'score' beside sentence1 and sentence2 may mark which pairs match; set conversion: sts for scored pairs, "
+            "or, if all pairs match, columns: {query: sentence1, positive: sentence2}",
         ),
         (
             {"query": "q", "answer": "p", "label": 0},
-            "'label' beside answer may say which pairs match; set conversion: ",
+            "'label' beside answer may mark which pairs match; set conversion: ",
         ),
         ({"text": "t", "label": 1}, "for texts with classes set conversion: class_by_example, or map it with columns:"),
     ],

@@ -148,7 +148,7 @@ SUSPECTS = [
     {"query": "q", "positive": ["a", "q\n"]},
 ]
 NAMED = (
-    r"4 rows contradict themselves: \S+a\.jsonl:4 \(a negative is also a positive\), "
+    r"4 suspect rows: \S+a\.jsonl:4 \(a negative is also a positive\), "
     r"\S+a\.jsonl:5 \(a negative is the query itself\), \S+a\.jsonl:6 \(a positive is the query itself\) and 1 more"
 )
 
@@ -156,7 +156,7 @@ NAMED = (
 def test_suspect_rows_are_left_out_or_kept_with_one_line_or_all_refused_and_nothing_written(tmp_path, caplog):
     path = str(write_jsonl(tmp_path / "a.jsonl", [*pairs(3), *SUSPECTS, {"query": "r", "positive": "r"}]))
     refuse = SourceConfig("mine", path, suspect_rows="refuse")
-    all_refused = rf"^source 'mine': {NAMED}; mend them, or set suspect_rows: leave_out \(or keep\)$"
+    all_refused = rf"^source 'mine': {NAMED}; correct them, or set suspect_rows: leave_out \(or keep\)$"
     refused(InputError, all_refused, open_cached, refuse, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
     for options, fate, count in (
@@ -170,7 +170,7 @@ def test_suspect_rows_are_left_out_or_kept_with_one_line_or_all_refused_and_noth
             assert re.fullmatch(f"source mine: {NAMED}; {fate}", line)
     refused(InputError, all_refused, open_cached, refuse, tmp_path / "cache")
     path = str(write_jsonl(tmp_path / "a.jsonl", [SUSPECTS[-1]]))
-    says = r"no row can be used: 1 row contradicts itself: \S+a\.jsonl:1 \(a positive"
+    says = r"no row can be used: 1 suspect row: \S+a\.jsonl:1 \(a positive"
     refused(InputError, says, open_cached, SourceConfig("mine", path), tmp_path / "cache")
 
 
@@ -203,7 +203,7 @@ def test_records_of_a_file_that_is_no_longer_the_converted_one_are_refused(tmp_p
     assert next(reading)[1].query == "query 0"
     write_jsonl(tmp_path / "a.jsonl", pairs(6))
     refused(InputError, r"a\.jsonl: the file changed while it was read", list, reading)
-    says = "source 'a': its files have changed since the work began; begin again"
+    says = "source 'a': its files have changed since the job started; start again"
     refused(InputError, says, next, read_records(config, cached))
 
 
@@ -302,7 +302,7 @@ def test_languages_are_numbered_by_first_appearance_few_and_given_with_every_rec
     refused(InputError, says, read, tmp_path, in_languages("de", None, "de"))
     monkeypatch.setattr(store, "MAX_LANGUAGES", 2)
     assert read(tmp_path, in_languages("a", "b", "a")) == [0, 1, 0]
-    says = r"a\.jsonl:3: language 'c' is one of more than 2; map language"
+    says = r"a\.jsonl:3: language 'c' exceeds the maximum of 2 languages; map the field"
     refused(InputError, says, read, tmp_path, in_languages("a", "b", "c"))
 
 

@@ -164,7 +164,7 @@ def test_vectors_of_another_source_incomplete_or_of_another_width_are_refused(pl
     narrow = with_vectors(plain, folder)
     config = SourceConfig("other", other.config.path, surrogate_vectors=str(tmp_path / "wide"))
     write_surrogates(tmp_path / "wide", other.cached, width=5)
-    says = r"must be of one width in all sources, found \[4, 5\]"
+    says = r"must have the same width in all sources, got \[4, 5\]"
     refused(OptionError, says, Mixture, [narrow, SourceDataset(config, other.cached)])
     manifest = folder / "documents" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "complete": False}))
@@ -184,7 +184,7 @@ def test_a_damaged_shard_is_named_at_the_start_and_no_vector_is_read(role, damag
         damaged = {"wider": np.pad(vectors, ((0, 0), (0, 1))), "short": vectors[1:], "no rows": vectors[:0]}
         np.save(path, damaged.get(damage, vectors.astype(np.float64)))
     monkeypatch.setattr(surrogate_vectors._Shards, "_map", lambda *_: pytest.fail("read"))
-    says = rf"{role}/vectors-00002\.npy: (holds|is missing, empty or damaged)"
+    says = rf"{role}/vectors-00002\.npy: (contains|is longer|is missing, empty or damaged)"
     refused(InputError, says, with_vectors, plain, tmp_path / "s")
 
 

@@ -75,7 +75,7 @@ def test_packages_and_names_of_several_give_source_files_without_importing_them(
     assert list(found) == ["raise RuntimeError('imported')\n", "# -*- coding: latin-1 -*-\nname = 'café'\n"]
     (package / "empty.py").write_text("x = 1\n")
     assert documents(tmp_path, packages=["zoo_text"]).identity != found.identity
-    refused(OptionError, "must name installed packages", documents, tmp_path, packages=["no_such_package_x"])
+    refused(OptionError, "must be the import names of", documents, tmp_path, packages=["no_such_package_x"])
     packages = {file.package for file in documents(tmp_path, packages=["held_out"])._modules}
     assert packages == set(HELD_OUT_PACKAGES)
 
@@ -85,10 +85,10 @@ def test_packages_and_names_of_several_give_source_files_without_importing_them(
     [
         ({}, "path or packages must be given, got 'neither'"),
         ({"path": "a", "packages": ["b"]}, "path or packages must be given, got 'both'"),
-        ({"path": "hub:a b"}, "is no name of a Hub data set"),
-        ({"path": ["hub:a/b", "c"]}, "lists a Hub data set"),
-        ({"path": "a", "split": "train"}, "split has no meaning for files"),
-        ({"packages": ["a"], "column": "body"}, "column has no meaning for packages"),
+        ({"path": "hub:a b"}, "is not the name of a Hub data set"),
+        ({"path": ["hub:a/b", "c"]}, "must not list a Hub data set"),
+        ({"path": "a", "split": "train"}, "split has no effect on files"),
+        ({"packages": ["a"], "column": "body"}, "column has no effect on packages"),
         ({"path": "a", "weight": 0.0}, "weight must be a finite number > 0"),
         ({"path": "a", "max_rows": 0}, "max_rows must be >= 1, got 0"),
     ],
@@ -180,7 +180,7 @@ def test_a_stream_has_the_first_documents_that_are_wanted(tmp_path):
 
 
 def test_a_source_without_text_leaves_nothing_and_a_damaged_stream_is_refused(tmp_path):
-    says = "source 'texts': holds no text"
+    says = "source 'texts': contains no text"
     refused(InputError, says, stream, tmp_path, texts=["", " \n "])
     assert not (tmp_path / "cache").exists()
     for name in (TOKENS_FILE, STARTS_FILE):

@@ -257,7 +257,7 @@ def test_a_tokenizer_without_offsets_or_a_token_that_is_needed_or_with_a_suffix_
     without_colon = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
     says = r"data\.text\.pooling_rule needs a tokenizer with a token ':'"
     refused(OptionError, says, make, without_colon, pooling_rule="after_colon")
-    says = r"data\.text\.suffix must begin with a token of its own"
+    says = r"data\.text\.suffix must start with a separate token"
     refused(OptionError, says, make, wordpiece_tokenizer(), suffix=" end")
     tokenizer = bpe_tokenizer()
     tokenizer.add_tokens(["ahow"])

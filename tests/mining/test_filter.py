@@ -232,7 +232,7 @@ def test_a_source_that_changed_in_the_meantime_is_refused(tmp_path, monkeypatch)
         "filter_reasons",
         lambda *args, **options: (write_jsonl(tmp_path / "a.jsonl", pairs(4)), real(*args, **options))[1],
     )
-    with pytest.raises(InputError, match="its files have changed since the work began"):
+    with pytest.raises(InputError, match="its files have changed since the job started"):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules())
     assert not (tmp_path / "kept.parquet").exists()
 

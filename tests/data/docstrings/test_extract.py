@@ -204,4 +204,4 @@ def test_the_standard_library_is_a_package_without_installed_ones():
 @pytest.mark.parametrize("name", ["no_such_package_x", "", "json.decoder", "../etc", "sys", "zoo x"])
 def test_a_package_that_has_no_sources_is_refused_by_name(name):
     assert not is_available(name)
-    assert repr(name) in refused(OptionError, "packages must name installed packages", find_sources, name)
+    assert repr(name) in refused(OptionError, "packages must be the import names of", find_sources, name)

@@ -244,8 +244,8 @@ def test_a_set_that_is_gone_changed_or_empty_is_one_line_and_leaves_nothing(tmp_
     changed, empty = [{"question": "a", "passage": "b"}] * 4, [{"question": "a", "context": ""}] * 4
     for subsets, says in (
         (None, "hub:rajpurkar/squad: is not in"),
-        ({"default": {"train": changed}}, "has no column 'context' among question, passage; it has changed"),
-        ({"default": {"train": empty}}, r"has no row that can be used \(row 1: positive"),
+        ({"default": {"train": changed}}, "has no column 'context' among question, passage; the data set has changed"),
+        ({"default": {"train": empty}}, r"has no usable row \(row 1: positive"),
         ({"default": {"test": changed}}, "hub:rajpurkar/squad: cannot be read"),
     ):
         if subsets is not None:

@@ -35,7 +35,7 @@ def test_ranks_take_consecutive_slices_of_the_same_batches(monkeypatch):
     assert rows_of(CountingSampler(4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert rows_of(CountingSampler(2, num_replicas=2, rank=0)) == [[0, 1], [4, 5], [8, 9]]
     assert rows_of(CountingSampler(2, num_replicas=2, rank=1)) == [[2, 3], [6, 7], [10, 11]]
-    refused(OptionError, "rank goes with num_replicas", CountingSampler, 1, rank=0)
+    refused(OptionError, "rank must be given together with num_replicas", CountingSampler, 1, rank=0)
     # The place is that of the process group once there is one.
     sampler = CountingSampler(2)
     assert sampler.place == (0, 1)
@@ -90,7 +90,7 @@ def test_the_temperature_is_the_exponent_of_the_sizes_cut_to_digits_that_every_m
         ({"temperature": 0.3, "proportions": "uniform"}, "cannot take effect with proportions 'uniform', got 0.3"),
         ({"temperature": 0.3, "proportions": "given"}, "temperature cannot take effect with proportions 'given'"),
         ({"weights": [1.0, 2.0]}, "weight cannot take effect with proportions 'size'"),
-        ({"weights": [1.0]}, "one for each of the 2 sources"),
+        ({"weights": [1.0]}, "one entry for each of the 2 sources"),
         ({"weights": [1.0, 0.0], "proportions": "given"}, "must be > 0 and finite"),
     ],
 )

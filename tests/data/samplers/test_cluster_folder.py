@@ -57,7 +57,7 @@ def test_a_damaged_file_is_named_in_one_line(name, damage, tmp_path):
         manifest = json.loads((path.parent / "manifest.json").read_text())
         manifest["num_bytes"][name] = path.stat().st_size
         (path.parent / "manifest.json").write_text(json.dumps(manifest))
-    refused(InputError, f"{name}: is missing or not what was written; make", ClusterFolder, path.parent)
+    refused(InputError, f"{name}: is missing or damaged; make", ClusterFolder, path.parent)
 
 
 @pytest.mark.parametrize("block_bytes", [1, 1 << 22])

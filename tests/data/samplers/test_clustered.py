@@ -84,7 +84,7 @@ def test_a_plan_names_its_clusters_and_its_blocks_and_not_the_rank(make, tmp_pat
 
 def test_a_source_that_fills_no_block_is_left_out_and_named(make):
     sampler = make(5, num_replicas=3, rank=0)
-    assert sampler.remarks() == ["sources with fewer rows than a batch of 15 are not trained on: third (12)"]
+    assert sampler.remarks() == ["sources with fewer rows than a batch of 15 are not used: third (12)"]
     assert {source_of(row) for batch in rows_of(sampler) for row in batch} == {"first", "second"}
     own = make(5, rank=0, **OWN)
     assert own.remarks() == []
@@ -137,7 +137,7 @@ def test_batches_of_a_tour_are_of_clusters_nearer_to_each_other_than_by_chance(t
             r"must leave a block for each of 2 ranks, got 46; lower it, or set across_ranks: one_block",
         ),
         ({"across_ranks": "each"}, r"sampler\.across_ranks must be one of \['auto', 'one_block', 'own_blocks'\]"),
-        ({"weights": [1, 2, 1]}, "cannot take effect where every row comes once"),
+        ({"weights": [1, 2, 1]}, "cannot take effect, because every row is used once"),
         ({"clusters": {"first": "a", "second": "b"}}, "must name the clusters of source 'third'"),
         ({"clusters": dict.fromkeys([*NAMES, "fourth"], "a")}, r"must be one of the sources .* got 'fourth'"),
     ],
@@ -151,8 +151,8 @@ def test_clusters_are_found_by_name_and_those_of_another_data_set_are_refused(ma
     named = {name: f"${{CLUSTER_ROOT}}/{name}" for name in reversed(NAMES)}
     assert list(make(clusters=named)) == list(make(clusters="$CLUSTER_ROOT")) == list(make())
     other = {name: str(root / ("first" if name == "second" else name)) for name in NAMES}
-    refused(InputError, "another data set than source 'second' is now; run `cluster`", make, clusters=other)
-    says = "clusters are of 90 rows, but source 'first' gives 89; leave out max_rows"
+    refused(InputError, "other data than source 'second' has now; run `cluster`", make, clusters=other)
+    says = "clusters have 90 rows, but source 'first' has 89; leave out max_rows"
     refused(InputError, says, make, sizes=[89, 31, 12])
     refused(InputError, "no manifest", make, clusters=str(tmp_path))
     says = "the environment variable NOT_SET_ANYWHERE is not set"
@@ -282,7 +282,7 @@ def batches_of(clusters):
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 @pytest.mark.parametrize("longest_sorted", [3, 1000])
 def test_each_row_is_in_one_batch_or_in_the_remainder(sizes, batch_size, longest_sorted, monkeypatch):
-    monkeypatch.setattr(clustered, "_SORTED", longest_sorted)
+    monkeypatch.setattr(clustered, "_MAX_SORTED_ROWS", longest_sorted)
     for key in range(3):
         clusters = packed(sizes, batch_size, key)
         batches = batches_of(clusters)

@@ -50,7 +50,7 @@ def test_needs_remarks_kinds_and_files_are_those_of_the_other_sampler(clusters):
     sampler.identify([SourceIdentity(name, f"key of {name}") for name in NAMES])
     assert sampler.kinds() == {"CurriculumBatchSampler", "ClusteredBatchSampler"}
     assert sampler.num_steps == 1
-    assert sampler.remarks() == ["sources with fewer rows than a batch of 33 are not trained on: right (31)"]
+    assert sampler.remarks() == ["sources with fewer rows than a batch of 33 are not used: right (31)"]
     sampler.set_needs(BatchNeeds(gathers_candidates=False))
     assert sampler.num_steps == (40 // 11 + 31 // 11) // 3
     assert sampler.remarks() == []
@@ -148,8 +148,8 @@ def test_impossible_options_are_refused_in_one_line(options, message):
     ("run", "options", "message"),
     [
         (RunLength(10), {}, r"sampler\.total_steps must be known .* got None; set trainer\.max_steps or max_epochs"),
-        (RunLength(10, 1, 3), {}, r"sampler\.fractions gives level 2 none of the 3 optimiser steps"),
-        (RunLength(10, 1, 3), {"order": "reverse"}, r"sampler\.fractions gives level 3 none of the 3 optimiser steps"),
+        (RunLength(10, 1, 3), {}, r"sampler\.fractions gives level 2 no step out of 3"),
+        (RunLength(10, 1, 3), {"order": "reverse"}, r"sampler\.fractions gives level 3 no step out of 3"),
         (RunLength(10, None, 20), {}, r"GradientAccumulationScheduler.* set trainer\.accumulate_grad_batches"),
     ],
 )
@@ -297,7 +297,7 @@ def test_what_a_curriculum_cannot_use_ends_the_run_before_its_first_step(tmp_pat
     says = r"record 21 has no negative of level 1 \(4 of 24 lack one\)"
     refuse_run(tmp_path / "a", says, graded(20) + graded(4, (2, 3, 4)))
     refuse_run(tmp_path / "b", "no source has any", pairs(24), missing_level="coarser")
-    refuse_run(tmp_path / "c", "none of the 2 optimiser steps", graded(24), max_steps=2)
+    refuse_run(tmp_path / "c", "no step out of 2 optimiser steps", graded(24), max_steps=2)
     scheduler = [GradientAccumulationScheduler({0: 1, 2: 4})]
     refuse_run(tmp_path / "d", "GradientAccumulationScheduler", graded(24), callbacks=scheduler)
 

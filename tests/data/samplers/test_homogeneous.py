@@ -114,7 +114,7 @@ def test_a_source_that_fills_no_batch_is_left_out_and_named(options):
     """Sources of 9 and 4 rows beside batches of 12: the plan is that of the other two alone."""
     sampler = make(4, num_replicas=3, rank=0, **options)
     sampler.identify([SourceIdentity(name, "key") for name in ("a", "small", "c", "smaller")])
-    says = "sources with fewer rows than a batch of 12 are not trained on: small (9), smaller (4)"
+    says = "sources with fewer rows than a batch of 12 are not used: small (9), smaller (4)"
     assert sampler.remarks() == [says]
     found, large = sequence(sampler), {**options, "weights": [1, 3]} if "weights" in options else options
     assert len(found) == 42 // 12 + 23 // 12

@@ -134,7 +134,7 @@ def test_plan_fields_are_plain_and_do_not_name_the_rank(make):
         ({"batch_size": 0}, r"data\.batch_size must be >= 1"),
         ({"sizes": []}, r"data\.sources must each have rows"),
         ({"sizes": [3, 0, 1]}, r"data\.sources must each have rows"),
-        ({"num_replicas": 2}, "rank goes with num_replicas"),
+        ({"num_replicas": 2}, "rank must be given together with num_replicas"),
     ],
 )
 def test_what_suits_no_sampler_is_refused_in_one_line(make, options, message):
