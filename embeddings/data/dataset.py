@@ -18,7 +18,7 @@ from embeddings.common.random import derive_seed, numpy_generator
 from embeddings.common.text import TextSettings
 from embeddings.data.records import Example, Negative, label_key
 from embeddings.data.samplers.base import LevelRule, PlanEntry, SourceIdentity
-from embeddings.data.sources import SourceConfig, check_names, fill_path
+from embeddings.data.sources import SourceConfig, fill_path
 from embeddings.data.store import CachedSource, ClassIndex, cache_folder, open_cached, writing_cache
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.data.table import StoredRow, Table
@@ -306,13 +306,10 @@ class Mixture:
     Determinism: an example is a pure function of the sources and (row, draw, level rule).
 
     Raises:
-        OptionError: If there is no source, two have the same name, or their surrogate vectors differ in width.
+        OptionError: If the surrogate vectors of the sources differ in width.
     """
 
     def __init__(self, sources: Sequence[SourceDataset]) -> None:
-        if not sources:
-            raise OptionError("data.sources", [], "must not be empty", "name at least one source")
-        check_names([source.config.name for source in sources])
         widths = {source.surrogates.width for source in sources if source.surrogates is not None}
         if len(widths) > 1:
             rule = f"must have the same width in all sources, got {sorted(widths)}"

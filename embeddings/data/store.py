@@ -267,13 +267,12 @@ class CachedSource:
             raise damaged(folder)
         self.inputs: list[dict[str, Any]] = manifest["inputs"]
         settings = ("layout", "columns", "min_score", "suspect_rows")
-        self.settings: dict[str, Any] = {name: manifest[name] for name in settings if name in manifest}
+        self.settings: dict[str, Any] = {name: manifest[name] for name in settings}
         self.labels: list[str] = manifest["labels"]
         self.lone_class: list[str] | None = manifest["lone_class"]
-        # Missing in sources that an older version converted.
-        self.longest_instruction: list[str] | None = manifest.get("longest_instruction")
-        self.unused_columns: dict[str, str] = manifest.get("unused_columns") or {}
-        self.suspects = Suspects(**manifest.get("suspects", {}))
+        self.longest_instruction: list[str] | None = manifest["longest_instruction"]
+        self.unused_columns: dict[str, str] = manifest["unused_columns"]
+        self.suspects = Suspects(**manifest["suspects"])
         self.classes = ClassIndex(folder) if manifest["layout"] == "labelled" else None
 
 
@@ -340,10 +339,8 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
         "inputs": inputs.identity,
     }
     if config.conversion == "pairs":
-        # A refused source is not stored, so `leave_out` shares the key of `refuse`. Older versions used two keys.
-        separate = {**identity, "suspect_rows": config.suspect_rows}
-        is_separate = config.suspect_rows == "keep" or (root / content_key(separate)).is_dir()
-        identity = separate if is_separate else {**identity, "suspect_rows": "refuse"}
+        # A refused source is not stored, so `leave_out` shares the key of `refuse`.
+        identity["suspect_rows"] = "keep" if config.suspect_rows == "keep" else "refuse"
     key = converted_folder(root, identity, partial(_convert, config, inputs))
     cached = CachedSource(root / key, key)
     inputs.remember()

@@ -221,8 +221,6 @@ class ContrastiveCollator:
         has_scores: Whether examples may have teacher scores; the same for every batch of a run.
         teacher_tokens: Tokenises texts with prompts for an online teacher; None without a teacher.
 
-    Raises:
-        OptionError: If a number is negative.
     Source: in-context examples: Li et al. 2024 (bge-en-icl), arXiv:2409.15700, which draws them from the batch. MGH's
         Table 2 lists such a variant without describing it.
     """
@@ -236,11 +234,6 @@ class ContrastiveCollator:
         has_scores: bool = False,
         teacher_tokens: Callable[[Sequence[str], TextRole], TokenBatch] | None = None,
     ) -> None:
-        if num_negatives < 0:
-            raise OptionError("data.num_negatives", num_negatives, "must be >= 0", "0 trains on pairs only")
-        if num_in_context_examples < 0:
-            rule = "must be >= 0"
-            raise OptionError("data.num_in_context_examples", num_in_context_examples, rule, "bge-en-icl uses 5")
         self.num_in_context_examples, self.has_scores = num_in_context_examples, has_scores
         self.tokenizer, self.num_negatives, self.surrogate_width = tokenizer, num_negatives, surrogate_width
         self.teacher_tokens = teacher_tokens
