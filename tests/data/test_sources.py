@@ -70,7 +70,7 @@ def test_a_list_of_sources_is_read_from_a_config():
         ({"label_texts": {"0": " "}, "conversion": "binary_by_label"}, "label_texts must not contain an empty text"),
     ],
 )
-def test_an_impossible_or_idle_option_is_refused_by_name(options, message):
+def test_an_invalid_or_ineffective_option_is_refused_by_name(options, message):
     options = {"name": "mine", "path": "a.jsonl", **options}
     assert refused(OptionError, re.escape(message), SourceConfig, **options).startswith("data.sources")
 
@@ -83,7 +83,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_glob_gives_its_matches_sorted_a_list_keeps_its_order_and_variables_are_filled_in(folder, monkeypatch):
+def test_glob_matches_are_sorted_lists_keep_their_order_and_variables_are_expanded(folder, monkeypatch):
     found = resolve_files([f"{folder}/c.parquet", f"{folder}/[ab].jsonl"])
     assert [file.name for file in found] == ["c.parquet", "a.jsonl", "b.jsonl"]
     assert [file.name for file in resolve_files(f"{folder}/odd[1].jsonl")] == ["odd[1].jsonl"]
@@ -111,7 +111,7 @@ def test_a_path_that_names_no_file_is_refused(folder, monkeypatch, path, message
     refused(InputError, message.replace("?", r"\?"), resolve_files, path)
 
 
-def test_all_files_that_are_missing_are_told_at_once(folder, monkeypatch):
+def test_all_missing_files_are_named_in_one_error(folder, monkeypatch):
     monkeypatch.chdir(folder)
     there = SourceConfig("there", ["a.jsonl", "?.parquet"])
     check_files([there, SourceConfig("hub", "hub:org/name")])
@@ -142,7 +142,7 @@ def test_json_lines_gzip_and_parquet_give_the_same_rows_whatever_their_names_wit
         assert [row.fields for row in found] == rows
         assert [found[i].where for i in (0, 1024, -1)] == [f"{path}:1", f"{path}:1025", f"{path}:2500"]
         assert reader.bytes_read == reader.total_bytes == path.stat().st_size
-    # A byte order mark and Windows' line ends are passed over.
+    # A byte order mark and Windows line ends are skipped.
     for data in (b"\xef\xbb\xbf" + LINE, LINE.replace(b"\n", b"\r\n"), b"\xef\xbb\xbf\n" + LINE):
         plain.write_bytes(data)
         assert [row.fields for row in read(plain)] == [{"query": "q", "positive": "p"}]
@@ -205,7 +205,7 @@ def test_parquet_with_a_column_twice_cut_off_without_rows_or_with_broken_text_is
     twice = write("a.parquet", pa.Table.from_arrays(columns, ["query", "positive", "positive"]))
     refused(InputError, r"a\.parquet: has two columns 'positive'; rename one of them", read, twice)
     assert read(twice, ["query"], ["query"])[0].fields == {"query": "a"}
-    # Without a required column the row shows all that there are.
+    # Without a required column the row has all existing columns.
     other = write("b.parquet", pa.table({"question": ["q"], "answer": ["p"]}))
     assert read(other)[0].fields == {"question": "q", "answer": "p"}
     whole = write("whole.parquet", pa.table({"query": ["q"] * 9, "positive": ["p"] * 9}))
@@ -229,7 +229,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A Hub of one data set of three pairs; `calls` counts what was asked of it."""
+    """A Hub with one data set of three pairs; `calls` records the requests."""
     calls = {"info": [], "load": []}
 
     class HfApi:
@@ -255,7 +255,7 @@ def test_a_hub_source_is_streamed_at_its_commit_and_only_once(tmp_path, hub, mon
         assert [source[PlanEntry(row, 0)].query for row in range(len(source))] == ["query 0", "query 1", "query 2"]
     assert hub["info"] == [("org/name", "main"), ("org/name", COMMIT), ("org/name", "main")]
     assert hub["load"] == [("org/name", "en", "train", COMMIT, True)]
-    # Another subset is another source, and a full commit that was converted needs no Hub.
+    # Another subset is another source; a converted source with a full commit needs no Hub.
     config = SourceConfig("de", "hub:org/name", subset="de", revision=COMMIT)
     open_source(config, tmp_path)
     assert len(hub["load"]) == 2
@@ -266,7 +266,7 @@ def test_a_hub_source_is_streamed_at_its_commit_and_only_once(tmp_path, hub, mon
     assert len(open_source(config, tmp_path)) == 3
 
 
-def test_an_unreachable_hub_is_one_line_with_the_way_out(monkeypatch):
+def test_an_unreachable_hub_is_one_line_with_a_fix(monkeypatch):
     def refuse(*_, **__):
         raise ConnectionError("cannot reach the Hub\nwith a long trace")
 
@@ -282,7 +282,7 @@ def test_an_unreachable_hub_is_one_line_with_the_way_out(monkeypatch):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
 def test_blank_lines_without_an_end_are_refused_in_bounded_memory(tmp_path, monkeypatch, suffix):
-    """A few kilobytes of gzip unpack to hours of them."""
+    """A few kilobytes of gzip can contain so many that reading takes hours."""
     monkeypatch.setattr("embeddings.data.readers.MAX_BLANK_LINES", 1000)
     path = tmp_path / f"blank{suffix}"
     with (gzip.open if suffix.endswith("gz") else open)(path, "wb") as file:
