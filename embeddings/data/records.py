@@ -109,8 +109,8 @@ def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: s
     """Parse a row into a record. Other columns are ignored.
 
     If `columns` is empty, columns with the usual names of other libraries stand in for missing fields (see
-    `taken_columns`). A field in `columns` must be present. Other fields than `query` and `positive` may be missing or
-    null. Negatives with levels are sorted hardest first (stable within a level), together with their scores.
+    `substitute_columns`). A field in `columns` must be present. Other fields than `query` and `positive` may be missing
+    or null. Negatives with levels are sorted hardest first (stable within a level), together with their scores.
 
     Args:
         fields: Values by column name.
@@ -167,23 +167,23 @@ def look_alikes(names: Iterable[str], fields: Sequence[str]) -> dict[str, str]:
     }
 
 
-def taken_columns(row: Mapping[str, Any], fields: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
+def substitute_columns(row: Mapping[str, Any], fields: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
     """For each of `fields` without a column of that name, the non-null columns of the row that stand in for it.
 
     A field with several such columns is ambiguous, except `negatives`, whose columns are sorted by number.
     """
-    return _taken(tuple(str(name) for name, value in row.items() if value is not None), fields)
+    return _substitutes(tuple(str(name) for name, value in row.items() if value is not None), fields)
 
 
 @lru_cache(maxsize=1024)
-def _taken(names: tuple[str, ...], fields: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
-    """`taken_columns` of column names; cached, because the rows of a source share a few sets of columns."""
+def _substitutes(names: tuple[str, ...], fields: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
+    """`substitute_columns` of column names; cached, because the rows of a source share a few sets of columns."""
     columns: dict[str, list[str]] = {}
     for name, field_ in look_alikes(names, fields).items():
         if field_ not in names:
             columns.setdefault(field_, []).append(name)
     columns.get("negatives", []).sort(key=lambda name: int(name[len(name.rstrip(digits)) :] or 0))
-    return {field_: tuple(taken) for field_, taken in columns.items()}
+    return {field_: tuple(names) for field_, names in columns.items()}
 
 
 def label_key(value: str | int) -> str:
@@ -203,7 +203,7 @@ class _Row:
         self, fields: Mapping[str, Any], columns: Mapping[str, str], where: str, wanted: tuple[str, ...]
     ) -> None:
         self.fields, self.columns, self.where = fields, columns, where
-        self.taken: Mapping[str, tuple[str, ...]] = {} if columns else taken_columns(fields, wanted)
+        self.substitutes: Mapping[str, tuple[str, ...]] = {} if columns else substitute_columns(fields, wanted)
 
     def required(self, field: str, read: Read[T]) -> T:
         """The parsed value of a field that must be present."""
@@ -213,48 +213,49 @@ class _Row:
         """The parsed value of a field, or None if it is missing or null; a field in `columns` must be present."""
         if field in self.columns:
             value = self._value(field)
-        elif field in self.taken:
-            value = self._joined(self.taken[field])
+        elif field in self.substitutes:
+            value = self._joined(self.substitutes[field])
         else:
             value = None if field in self.columns.values() else self.fields.get(field)
         return None if value is None else read(field, value)
 
     def _value(self, field: str) -> Any:
-        column = self.columns.get(field) or self.only_taken(field)
+        column = self.columns.get(field) or self._only_column(field)
         if column not in self.fields:
             alike = next(iter(look_alikes(map(str, self.fields), (field,))), "YOUR_COLUMN")
             names = shorten(", ".join(map(str, self.fields)), 80)
             what = f"field {field!r}: no column {column!r} among {names}"
             fix = f"map it with columns: {{{field}: {alike}}}"
-            labelled = {*self.fields, *taken_columns(self.fields, LABELLED_FIELDS)}.issuperset(LABELLED_FIELDS)
+            labelled = {*self.fields, *substitute_columns(self.fields, LABELLED_FIELDS)}.issuperset(LABELLED_FIELDS)
             if labelled and not self.columns:
                 fix = f"for texts with classes set conversion: class_by_example, or {fix}"
             raise self.fault(what, fix)
         return self.fields[column]
 
-    def only_taken(self, field: str) -> str:
+    def _only_column(self, field: str) -> str:
         """The only column that stands in for a field, or the name of the field."""
-        taken = self.taken.get(field, (field,))
-        if len(taken) > 1:
-            what = f"field {field!r}: {' and '.join(taken)} both match"
-            mapping = ", ".join(f"{field}: {taken[0]}" for field, taken in self.taken.items())
+        columns = self.substitutes.get(field, (field,))
+        if len(columns) > 1:
+            what = f"field {field!r}: several columns match ({', '.join(columns)})"
+            mapping = ", ".join(f"{field}: {names[0]}" for field, names in self.substitutes.items())
             raise self.fault(what, f"choose one: columns: {{{mapping}}}")
-        return taken[0]
+        return columns[0]
 
     def refuse_scores(self) -> None:
         """Refuse a pair with a similarity score or label beside guessed columns: it may be a negative pair."""
-        pair = [name for field in ("query", "positive") for name in self.taken.get(field, ())]
+        pair = [name for field in ("query", "positive") for name in self.substitutes.get(field, ())]
         scores = pair and [name for name in ("score", "label", "similarity") if self.fields.get(name) is not None]
         if scores:
             what = f"{scores[0]!r} beside {' and '.join(pair)} may mark which pairs match"
-            mapped = ", ".join(f"{field}: {self.taken.get(field, (field,))[0]}" for field in ("query", "positive"))
+            first = {field: self.substitutes.get(field, (field,))[0] for field in ("query", "positive")}
+            mapped = ", ".join(f"{field}: {name}" for field, name in first.items())
             fix = f"set conversion: sts for scored pairs, or, if all pairs match, columns: {{{mapped}}}"
             raise self.fault(what, fix)
 
     def _joined(self, names: Sequence[str]) -> Any:
         """The value of one column, or the values of several numbered columns as one list."""
         if len({re.sub(r"_?\d+$", "", name) for name in names}) > 1:
-            self.only_taken("negatives")
+            self._only_column("negatives")
         if len(names) == 1:
             return self.fields[names[0]]
         values = [self.fields[name] for name in names]

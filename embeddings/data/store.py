@@ -29,7 +29,7 @@ from embeddings.data.records import (
     parse_labelled_text,
     parse_record,
     parse_scored_pair,
-    taken_columns,
+    substitute_columns,
 )
 from embeddings.data.sources import HASHES, Conversion, SourceConfig, SourceInputs
 from embeddings.data.table import ROWS_FILE, SCORES_FILE, StoredRow, Table, damaged, write_table
@@ -79,7 +79,7 @@ class Facts:
         suspects: The suspect rows, kept or left out.
         longest_instruction: The longest instruction in a record, as (file and row, instruction).
         columns: Non-null columns of the first rows, in order of appearance.
-        taken: Columns that stand in for a field of another name (`taken_columns`), each with the field.
+        substitutes: Columns that stand in for a field of another name (`substitute_columns`), each with the field.
     """
 
     labels: dict[str, int] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Facts:
     suspects: Suspects = field(default_factory=Suspects)
     longest_instruction: tuple[str, str] | None = None
     columns: dict[str, None] = field(default_factory=dict)
-    taken: dict[str, str] = field(default_factory=dict)
+    substitutes: dict[str, str] = field(default_factory=dict)
 
     def code(self, label: str | None, where: str) -> int:
         """The code of a class, assigned at its first row; -1 without a class."""
@@ -112,15 +112,15 @@ class Facts:
         for number, row in enumerate(rows):
             if number < _NUM_COLUMN_ROWS:
                 self.columns |= dict.fromkeys(str(name) for name, value in row.fields.items() if value is not None)
-                taken = {} if config.columns else taken_columns(row.fields, wanted)
-                self.taken |= {name: field for field, names in taken.items() for name in names}
+                substitutes = {} if config.columns else substitute_columns(row.fields, wanted)
+                self.substitutes |= {name: field for field, names in substitutes.items() for name in names}
             yield row
 
     def unused_columns(self, config: SourceConfig) -> dict[str, str]:
         """Unused columns whose names resemble a field of a record, each with the field; "" for a score."""
         if config.conversion != "pairs":
             return {}
-        mapped = {*config.columns.values(), *self.taken}
+        mapped = {*config.columns.values(), *self.substitutes}
         unused = look_alikes([name for name in self.columns if name not in mapped], config.fields)
         return unused | ({"score": ""} if config.columns.get("score", "score") in self.columns else {})
 
@@ -380,9 +380,9 @@ def _convert(config: SourceConfig, inputs: SourceInputs, folder: Path, identity:
     if identity["layout"] == "labelled":
         write_class_index(folder, Table(folder).labels(), len(facts.labels), facts.lone_text)
     inputs.require_unchanged()
-    if facts.taken:
-        taken = ", ".join(f"{name} as {field}" for name, field in facts.taken.items())
-        logger.info("source %s: columns taken: %s", config.name, taken)
+    if facts.substitutes:
+        used = ", ".join(f"{name} as {field}" for name, field in facts.substitutes.items())
+        logger.info("source %s: columns used: %s", config.name, used)
     fields = {
         "num_rows": num_rows,
         **_num_bytes(folder),

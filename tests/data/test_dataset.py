@@ -184,7 +184,7 @@ def test_columns_of_other_libraries_become_examples_and_are_logged_once(form, tm
         caplog.clear()
         source = open_source(SourceConfig("st", str(path)), tmp_path / "cache")
         warn_of_unused_columns(source, 2)
-        says = "source st: columns taken: anchor as query, negative_1 as negatives, negative_2 as negatives"
+        says = "source st: columns used: anchor as query, negative_1 as negatives, negative_2 as negatives"
         assert caplog.messages.count(says) == told
         assert "not used" not in caplog.text
     example = source[PlanEntry(1, 0)]

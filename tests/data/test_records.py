@@ -149,13 +149,16 @@ def test_scored_pairs_and_labelled_texts_are_parsed_with_these_names_too():
     [
         (
             {"anchor": "q", "question": "r", "positive": "p"},
-            "field 'query': anchor and question both match; choose one: columns: {query: anchor}",
+            "field 'query': several columns match (anchor, question); choose one: columns: {query: anchor}",
         ),
         (
             {"query": "q", "answer": "p", "passage": "r", "neg": "n"},
-            "field 'positive': answer and passage both match; choose one: columns: {positive: answer, negatives: ",
+            "field 'positive': several columns match (answer, passage); choose one: columns: {positive: answer, neg",
         ),
-        ({**GOOD, "negative_1": "n", "hard_negative": "m"}, "field 'negatives': hard_negative and negative_1 both"),
+        (
+            {**GOOD, "negative_1": "n", "hard_negative": "m"},
+            "field 'negatives': several columns match (hard_negative, negative_1)",
+        ),
         ({**GOOD, "negative_1": "n", "negative_2": " "}, "negatives[1] is white space"),
         (
             {"sentence1": "q", "sentence2": "p", "score": 1.0},

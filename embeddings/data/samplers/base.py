@@ -119,7 +119,7 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
         if (num_replicas is None) != (rank is None):
             raise OptionError("rank", rank, "must be given together with num_replicas", "give both or neither")
         self.batch_size, self.seed = batch_size, seed
-        self._place = None if rank is None or num_replicas is None else (rank, num_replicas)
+        self._rank_and_size = None if rank is None or num_replicas is None else (rank, num_replicas)
         self.epoch = 0
         self.start = 0
         self._resumed = False
@@ -165,14 +165,14 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
         return self
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """This rank and the number of ranks."""
-        return planned_place() if self._place is None else self._place
+        return planned_place() if self._rank_and_size is None else self._rank_and_size
 
     @property
     def global_batch_size(self) -> int:
         """Queries per step on all ranks together."""
-        return self.batch_size * self.place[1]
+        return self.batch_size * self.rank_and_size[1]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration; a new epoch starts at its first step.
@@ -210,7 +210,7 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
     def whole_batches(self, sizes: Sequence[int], batch_size: int) -> list[int]:
         """Number of full batches of each source, for samplers with one source per batch."""
         if max(sizes) < batch_size:
-            product = f" (batch_size x {self.place[1]} ranks)" if batch_size > self.batch_size else ""
+            product = f" (batch_size x {self.rank_and_size[1]} ranks)" if batch_size > self.batch_size else ""
             rule = f"must not exceed the {max(sizes)} rows of the largest source{product}"
             raise OptionError("data.batch_size", self.batch_size, rule, "lower it, or add data")
         return [size // batch_size for size in sizes]
@@ -233,7 +233,7 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
 
     def __iter__(self) -> Iterator[list[PlanEntry]]:
         """This rank's batches of the current epoch, from step `start`."""
-        rank, _ = self.place
+        rank, _ = self.rank_and_size
         epoch, rank_slice = self.epoch, slice(rank * self.batch_size, (rank + 1) * self.batch_size)
         for step in range(self.start, self.num_steps):
             rows, draws = self.global_batch(epoch, step)
@@ -395,7 +395,7 @@ class BlendedBatchSampler(BatchSampler):
     @property
     def num_steps(self) -> int:
         if self._num_rows < self.global_batch_size:
-            rule = f"must not exceed the {self._num_rows} training rows (batch_size x {self.place[1]} ranks)"
+            rule = f"must not exceed the {self._num_rows} training rows (batch_size x {self.rank_and_size[1]} ranks)"
             raise OptionError("data.batch_size", self.batch_size, rule, "lower it or add data")
         return self.steps_per_epoch or self._num_rows // self.global_batch_size
 

@@ -380,7 +380,7 @@ class ClusteredBatchSampler(BatchSampler):
     def _blocks_per_step(self) -> int:
         """Blocks per step: one, or one for each rank."""
         own_blocks = not self._gathers_candidates if self.across_ranks == "auto" else self.across_ranks == "own_blocks"
-        return self.place[1] if own_blocks else 1
+        return self.rank_and_size[1] if own_blocks else 1
 
     @property
     def _block_size(self) -> int:

@@ -134,7 +134,7 @@ class CurriculumBatchSampler(BatchSampler):
         self.missing_level: MissingLevel = missing_level
         self.total_steps = total_steps
         self.inner = inner(sizes, batch_size, seed, [1.0] * len(sizes) if weights is None else weights)
-        self.inner._place = self._place
+        self.inner._rank_and_size = self._rank_and_size
         self._run: RunLength | None = None
         _ = self.num_steps
 

@@ -37,10 +37,10 @@ def test_ranks_take_consecutive_slices_of_the_same_batches(monkeypatch):
     assert rows_of(CountingSampler(2, num_replicas=2, rank=1)) == [[2, 3], [6, 7], [10, 11]]
     # Rank and number of ranks come from the process group if there is one.
     sampler = CountingSampler(2)
-    assert sampler.place == (0, 1)
+    assert sampler.rank_and_size == (0, 1)
     for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
         monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
-    assert sampler.place == (1, 2)
+    assert sampler.rank_and_size == (1, 2)
     assert rows_of(sampler)[0] == [2, 3]
 
 
