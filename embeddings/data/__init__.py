@@ -1,4 +1,4 @@
-"""Floor 1: from files to contrastive batches. The names that need Lightning or torch load it on first use."""
+"""Floor 1: from files to contrastive batches. Imports are lazy, because torch and Lightning are slow."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What is checked and logged before a run: negatives and their levels, prompts, and columns that nothing uses."""
+"""Checks and warnings before a run: negatives and their levels, prompts, and unused columns."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ from embeddings.data.tokenize import TextTokenizer
 
 
 def check_negatives_asked_for(sources: Sequence[SourceConfig], needs: BatchNeeds, num_negatives: int) -> None:
-    """Refuse, before a source is read, one whose queries can have no negative: their loss is 0 and has no gradient."""
+    """Refuse sources that cannot have negatives, before any is read: their loss is 0 and has no gradient."""
     for source in sources:
         if _has_in_batch(source, needs):
             continue
         if num_negatives == 0:
             raise _without_negatives(source, needs, "set data.num_negatives to 1 or more")
         if source.conversion == "sts":
-            fix = "mine negatives for it (`mine --conversion sts`) and train on what that writes, as pairs"
+            fix = "mine negatives for it (`mine --conversion sts`) and train on the output as pairs"
             raise _without_negatives(source, needs, fix)
 
 
 def check_negatives_found(sources: Sequence[SourceDataset], needs: BatchNeeds) -> None:
-    """Refuse a converted source without in-batch negatives and without hard ones; log how many records have none."""
+    """Refuse a converted source with neither in-batch nor hard negatives; warn of records without negatives."""
     for source in sources:
         if source.config.conversion != "pairs" or _has_in_batch(source.config, needs):
             continue
@@ -40,26 +40,26 @@ def check_negatives_found(sources: Sequence[SourceDataset], needs: BatchNeeds) -
             mapped = f"map them with columns: {{negatives: {alike[0]}}}" if alike else ""
             raise _without_negatives(source.config, needs, mapped or "give its records `negatives`, which `mine` finds")
         if count:
-            why = "have no negative, and without in-batch negatives train nothing"
+            why = "have no negative, and without in-batch negatives they train nothing"
             logger.warning("source %s: %d of %d records %s", source.config.name, count, total, why)
 
 
 def check_levels(sources: Sequence[SourceDataset], levels: Sequence[int], allow_missing: bool) -> None:
-    """Check that every record has a negative of every level; with `allow_missing` log how many lack one.
+    """Check that every record has a negative of every level; with `allow_missing`, log how many lack one.
 
-    A source without any level is refused: the curriculum cannot take effect.
+    If no source has levels, an `OptionError` is raised: the curriculum has no effect.
     """
-    # By source: how many records have each set of levels (bit l of the key: level l).
-    counts = [_count_level_sets(source) for source in sources]
-    if all(level_set <= 1 for count in counts for level_set in count):
-        rule = "needs negatives with levels, and no source has any"
+    # For each source: number of records by bit mask of levels (bit l: level l).
+    counts = [_count_level_masks(source) for source in sources]
+    if all(mask <= 1 for count in counts for mask in count):
+        rule = "needs negatives with levels, but no source has any"
         fix = 'write negatives as {"text", "level"}, or use another sampler'
         raise OptionError("data.sampler", "CurriculumBatchSampler", rule, fix)
     for source, count in zip(sources, counts, strict=True):
         name, total = source.config.name, len(source.cached.table)
-        num_ungraded = sum(number for level_set, number in count.items() if level_set <= 1)
+        num_ungraded = sum(number for mask, number in count.items() if mask <= 1)
         for level in sorted(levels, reverse=True):
-            num_lacking = sum(number for level_set, number in count.items() if not level_set >> level & 1)
+            num_lacking = sum(number for mask, number in count.items() if not mask >> level & 1)
             if num_lacking and not allow_missing:
                 what = f"record {_first_without(source, level)} has no negative of level {level}"
                 fix = "add it, or set the sampler's missing_level: coarser"
@@ -71,15 +71,15 @@ def check_levels(sources: Sequence[SourceDataset], levels: Sequence[int], allow_
             logger.info("source %s: %d of %d records have no negative with a level", name, num_ungraded, total)
 
 
-def _count_level_sets(source: SourceDataset) -> Counter[int]:
-    found: Counter[int] = Counter()
+def _count_level_masks(source: SourceDataset) -> Counter[int]:
+    counts: Counter[int] = Counter()
     for levels_N in source.cached.table.row_levels():
-        found.update(dict(enumerate(np.bincount(levels_N, minlength=2 << NUM_LEVELS).tolist())))
-    return +found
+        counts.update(dict(enumerate(np.bincount(levels_N, minlength=2 << NUM_LEVELS).tolist())))
+    return +counts
 
 
 def _first_without(source: SourceDataset, level: int) -> int:
-    """The first record without a negative of a level, counted from 1."""
+    """Number (from 1) of the first record without a negative of this level."""
     lacking = (levels_N >> level & 1 == 0 for levels_N in source.cached.table.row_levels())
     return int(np.concatenate(list(lacking)).argmax()) + 1
 
@@ -96,39 +96,37 @@ def _without_negatives(source: SourceConfig, needs: BatchNeeds, fix: str) -> Inp
 
 
 def warn_of_unused_columns(source: SourceDataset, num_negatives: int) -> None:
-    """Log, in one line, columns that look like a field and are not used; `negatives` only where they are wanted."""
+    """Warn of unused columns that resemble a field; of `negatives` only if `num_negatives` > 0."""
     columns = source.cached.unused_columns.items()
-    found = {name: field for name, field in columns if num_negatives > 0 or field != "negatives"}
-    if not found:
+    unused = {name: field for name, field in columns if num_negatives > 0 or field != "negatives"}
+    if not unused:
         return
-    # The first column that looks like each field; a score stands for no field of a pair.
-    first = {field: name for name, field in reversed(found.items()) if field}
-    mapping = ", ".join(f"{field}: {first[field]}" for field in dict.fromkeys(found.values()) if field)
+    # The first column that resembles each field; a score has no field (see `Facts.unused_columns`).
+    first = {field: name for name, field in reversed(unused.items()) if field}
+    mapping = ", ".join(f"{field}: {first[field]}" for field in dict.fromkeys(unused.values()) if field)
     fixes = [f"to use one, map it: columns: {{{mapping}}}"] if mapping else []
-    if "" in found.values():
-        fixes.append("a score counts with conversion: sts alone")
-    logger.warning("source %s: columns not used: %s; %s", source.config.name, ", ".join(found), "; ".join(fixes))
+    if "" in unused.values():
+        fixes.append("a score is used only with conversion: sts")
+    logger.warning("source %s: columns not used: %s; %s", source.config.name, ", ".join(unused), "; ".join(fixes))
 
 
 def warn_of_unscored_negatives(source: SourceDataset) -> None:
-    """Log where hard negatives have no vectors by the surrogate, so that a filter cannot remove them."""
+    """Warn if hard negatives have no surrogate vectors, so the filter of false negatives cannot remove them."""
     surrogates = source.surrogates
     if surrogates is None or surrogates.has_negatives:
         return
     if any(levels_N.any() for levels_N in source.cached.table.row_levels()):
-        why = "so a filter of false negatives leaves those of other queries in"
+        what = f"its hard negatives have no vectors in {surrogates.folder}"
+        why = "so a filter of false negatives cannot remove them"
         fix = "encode them too (`cluster --negatives true`)"
-        where = surrogates.folder
-        logger.warning(
-            "source %s: its hard negatives have no vectors in %s, %s; %s", source.config.name, where, why, fix
-        )
+        logger.warning("source %s: %s, %s; %s", source.config.name, what, why, fix)
 
 
 def with_source_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> TextSettings:
-    """The text settings with the prompts of the sources, so that a saved model encodes as it was trained.
+    """The text settings with the prompts of the sources, so that a saved model encodes with its training prompts.
 
-    A source's first query prompt is kept under the source's name. A prompt that all sources share also becomes `query`
-    or `document`, the default of encoding. Prompts that the settings already have stay.
+    The first query prompt of a source is stored under the name of the source. A prompt that all sources share also
+    becomes `query` or `document`, the default for encoding. Existing prompts of the settings take precedence.
     """
     named = {
         source.name: source.query_prompts(text)[0] for source in sources if source.name not in ("query", "document")
@@ -144,14 +142,14 @@ def with_source_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> 
 
 
 def warn_of_unnamed_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> None:
-    """Log where queries are trained with prompts, and encoding has none by default."""
+    """Warn if queries are trained with prompts but encoding uses none by default."""
     if "query" not in text.prompts and any(any(source.query_prompts(text)) for source in sources):
-        what = "the sources put different prompts before their queries: encoding uses none unless one is named"
-        logger.warning("%s (prompt_name: a source's name), or data.text.prompts gives one as `query`", what)
+        what = "the sources have different query prompts, so encoding uses none by default"
+        logger.warning("%s; pass prompt_name (the name of a source), or set `query` in data.text.prompts", what)
 
 
 def check_instruction(tokenizer: TextTokenizer, where: str, instruction: str) -> None:
-    """Check that a record's own instruction leaves room for its query; `where` is its file and row."""
+    """Check that the instruction of a record leaves room for its query; `where` is its file and row."""
     try:
         tokenizer.check_prompt(tokenizer.settings.instruction_prompt(instruction), "query")
     except OptionError as error:
@@ -161,7 +159,7 @@ def check_instruction(tokenizer: TextTokenizer, where: str, instruction: str) ->
 
 
 def check_prompts(tokenizer: TextTokenizer, sources: Sequence[SourceConfig]) -> None:
-    """Check that the prompts of all sources leave room for their texts; `check_instruction` checks those of records."""
+    """Check that the prompts of all sources leave room for the texts; `check_instruction` checks those of records."""
     text = tokenizer.settings
     for source in sources:
         for prompt in source.query_prompts(text):

@@ -1,4 +1,4 @@
-"""The data of a run, as Lightning asks for it: batches that a plan draws from sources, and the place in the plan."""
+"""Lightning data modules: batches that a sampler (the plan) draws from sources, resumable at any batch."""
 
 import gc
 import os
@@ -48,24 +48,24 @@ from embeddings.data.samplers.curriculum import CurriculumBatchSampler
 from embeddings.data.sources import Origin, SourceConfig, check_files, check_names, fill_path
 from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer
 
-# More are a slip: each is a process with this one's libraries.
+# More are nearly always a typing error: each worker is a process with all libraries loaded.
 MAX_WORKERS = 1024
 
 
 class PlannedRows(Protocol):
-    """A data set whose rows are read by entries of a plan, a batch of them at once."""
+    """A data set that reads the rows of a batch of plan entries together."""
 
     def __getitems__(self, entries: Sequence[PlanEntry], /) -> list[Any]: ...
 
 
 class _Failure(NamedTuple):
-    """An error of the data, or of its disk. torch would carry the exception itself out of a worker as text."""
+    """An error of the data or the disk in a worker; torch would convert the exception to text."""
 
     error: Exception
 
 
 class _Batches:
-    """The batches of a data set by their entries."""
+    """A data set of collated batches, by the entries of a batch."""
 
     def __init__(self, rows: PlannedRows, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.rows, self.collate_fn = rows, collate_fn
@@ -82,7 +82,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 class ShieldedLoader(DataLoader[Any]):
-    """A `DataLoader` whose workers ignore stop signals but their parent's (see `start_worker`)."""
+    """A `DataLoader` whose workers ignore stop signals except from their parent (see `start_worker`)."""
 
     def __iter__(self) -> Any:
         with block_signals():
@@ -90,24 +90,24 @@ class ShieldedLoader(DataLoader[Any]):
 
 
 class ResumableLoader(ShieldedLoader):
-    """A `DataLoader` whose state is the number of batches it has delivered in which epoch.
+    """A `DataLoader` whose state is the epoch and the number of batches delivered in it.
 
-    Workers run ahead of training, so batches are counted as they are delivered. Iterating again after an epoch's end
-    continues with the next epoch. Iteration begins with the first `next`: a state loaded after `iter` still counts.
+    Workers run ahead of training, so a batch counts when it is delivered. Iterating again after the end of an epoch
+    continues with the next epoch. Iteration starts at the first `next`, so a state may be loaded after `iter`.
 
-    Determinism: batches are those of the sampler's plan, whatever the number of workers; the global random state is
-    left alone. The state is the same on every rank.
+    Determinism: the batches follow the sampler's plan for any number of workers; the global random state does not
+    change. The state is the same on every rank.
 
     Args:
         dataset: Rows by entries of the plan.
         batch_sampler: The plan.
-        collate_fn: Makes a batch of a list of rows.
-        num_workers: Processes that read and tokenise ahead; 0 does it between the steps.
-        options: Further options of `DataLoader`.
+        collate_fn: Makes a batch from a list of rows.
+        num_workers: Processes that read and tokenise ahead; 0 does this between the steps.
+        options: Other options of `DataLoader`.
 
     Attributes:
-        in_flight: Gives the number of delivered batches that have not been trained on.
-        tries_batch_sizes: Whether a state at the run's beginning may be of another plan (a search for a batch size).
+        in_flight: Returns the number of delivered batches that have not been trained on.
+        tries_batch_sizes: Whether a state at the start of a run may come from another plan (batch size search).
     """
 
     batch_sampler: BatchSampler
@@ -126,7 +126,7 @@ class ResumableLoader(ShieldedLoader):
             collate_fn=_unchanged,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
-            # A generator of its own: each iterator draws from it, and a resumed run makes fewer iterators.
+            # A separate generator: each iterator draws from it, and a resumed run creates fewer iterators.
             generator=torch.Generator().manual_seed(batch_sampler.seed),
             **options,
         )
@@ -134,14 +134,14 @@ class ResumableLoader(ShieldedLoader):
         self.tries_batch_sizes = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """The batches of this epoch that are not delivered yet, or else of the next; raises workers' errors."""
+        """The remaining batches of this epoch, or of the next epoch if none remain; raises errors of the workers."""
         plan = self.batch_sampler
         if plan.start >= len(plan):
             plan.set_epoch(plan.epoch + 1)
         batches = super().__iter__()
         for batch in batches:
             if isinstance(batch, _Failure):
-                # Left to the garbage collector, the error's traceback would have each worker waited for five seconds.
+                # The traceback keeps the iterator alive; garbage collection would wait five seconds for each worker.
                 if self.num_workers:
                     batches._shutdown_workers()
                 self._iterator = None
@@ -150,22 +150,22 @@ class ResumableLoader(ShieldedLoader):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain types: the epoch, the batches delivered in it without those in flight, and what the plan depends on."""
+        """The epoch, its delivered batches without those in flight, and the fields of the plan, in JSON types."""
         plan = self.batch_sampler
         return {"epoch": plan.epoch, "delivered": plan.start - self.in_flight(), "plan": plan.plan_fields()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken; an `OptionError` names the first field in which the plans differ."""
+        """Continue from a state; raises `OptionError` that names the first field in which the plans differ."""
         if not self.tries_batch_sizes or state["epoch"] or state["delivered"]:
             self.batch_sampler.check_same_plan(state["plan"])
         self.batch_sampler.resume(state["epoch"], state["delivered"])
 
 
 class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
-    """Batches drawn by a plan from sources, made in workers, resumed exactly: what all data modules share.
+    """Base class of the data modules: batches drawn by a plan, made in workers, resumed exactly.
 
-    The place in the plan travels in the checkpoint twice: Lightning keeps the loader's state, but drops it where the
-    loader was made before the checkpoint was read (any schedule that asks for the number of steps does that).
+    The checkpoint stores the position in the plan twice: Lightning also saves the state of the loader, but ignores it
+    if the loader was created before the checkpoint was read (a schedule that needs the number of steps does this).
     """
 
     def __init__(
@@ -197,45 +197,45 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
     @property
     @abstractmethod
     def sizes(self) -> tuple[int, ...]:
-        """The number of rows of each source; `setup` opens them."""
+        """The number of rows of each source; call `setup` first."""
 
     @abstractmethod
     def _identities(self) -> Sequence[SourceIdentity]:
-        """Name and content key of each source; `setup` opens them."""
+        """Name and content key of each source; call `setup` first."""
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of one rank in an epoch of the plan."""
+        """Batches per rank in an epoch of the plan."""
         return len(self._plan())
 
     @property
     def source_rows(self) -> dict[str, int]:
-        """The number of rows of each source, by its name; `setup` opens them."""
+        """The number of rows of each source, by name; call `setup` first."""
         return dict(zip((source.name for source in self._planned_sources), self.sizes, strict=True))
 
     def located(self, rows: Iterable[int]) -> dict[str, list[int]]:
-        """Rows that were drawn, by the name of their source, numbered within it from 0."""
+        """Rows of the mixture as row indices (from 0) within their sources, by source name."""
         starts = [0, *accumulate(self.sizes)]
-        found: dict[str, list[int]] = {}
+        rows_of: dict[str, list[int]] = {}
         for row in rows:
             source = bisect_right(starts, row) - 1
-            found.setdefault(self._planned_sources[source].name, []).append(row - starts[source])
-        return found
+            rows_of.setdefault(self._planned_sources[source].name, []).append(row - starts[source])
+        return rows_of
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """The batch on `device`; the copy from page-locked memory does not wait."""
+        """The batch on `device`; the copy to a GPU is asynchronous."""
         return batch.to(device, non_blocking=device.type == "cuda")
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._loader is None else {"loader": self._loader.state_dict()}
 
     def expect_state(self, state_dict: dict[str, Any]) -> None:
-        """Note the state to resume from; `prepare_data` refuses another plan before the run's folder is made."""
+        """Set the state to resume from; `prepare_data` refuses a different plan before the run folder is created."""
         if "loader" in state_dict:
             self._expected_plan = state_dict["loader"]["plan"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the place in the plan when training is resumed; a checkpoint that is only scored does not change it."""
+        """Restore the position in the plan when training resumes; evaluating a checkpoint does not change it."""
         if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING or "loader" not in state_dict:
             return
         if self._loader is not None:
@@ -244,7 +244,7 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
             self._pending_state = state_dict["loader"]
 
     def teardown(self, stage: str) -> None:
-        """Drop the loader: another fit begins at the start, or where its own checkpoint says."""
+        """Delete the loader, so that another fit starts from the beginning or from its checkpoint."""
         if stage == "fit":
             self._loader = None
 
@@ -254,7 +254,7 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
         return plan
 
     def _plan(self) -> BatchSampler:
-        """The plan of the trained module's run over the sources that were opened."""
+        """The plan of the run over the opened sources."""
         plan = self._make_plan(self.sizes, self._trained_module)
         plan.identify(self._identities())
         if self.trainer is not None:
@@ -262,12 +262,12 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
         return plan
 
     def _check_plan_options(self, trainer: Trainer, module: LightningModule) -> None:
-        """Check the sampler's options before the number of rows is known; these sizes suit any batch."""
+        """Check the sampler's options before the number of rows is known; the sizes are large enough for any batch."""
         names = [source.name for source in self._planned_sources]
         self._make_plan([self.batch_size * trainer.world_size] * len(names), module).check_sources(names)
 
     def _check_plan(self, plan: BatchSampler) -> None:
-        """Refuse a plan other than that of the expected state, and log what the user should know of the plan."""
+        """Refuse a plan that differs from the expected state, and log the warnings of the plan."""
         if self._expected_plan is not None:
             plan.check_same_plan(self._expected_plan)
         for remark in plan.remarks():
@@ -278,7 +278,7 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
             logger.warning("%s without data.sampler %s: %s", name, needs.sampler, needs.without_sampler)
 
     def _make_loader(self, rows: PlannedRows, collate: Callable[[list[Any]], Any]) -> ResumableLoader:
-        """The loader of training, at the place where the checkpoint was taken if the run is resumed."""
+        """The training loader, at the position of the checkpoint if the run resumes."""
         self._loader = ResumableLoader(
             rows,
             self._plan(),
@@ -300,14 +300,14 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
         return self.trainer.lightning_module if self.trainer is not None else None
 
     def _in_flight(self) -> int:
-        """Batches that the trainer has begun and not trained on: one where an exception ends its step."""
+        """Batches that the trainer has started but not finished: one if an exception ended the step."""
         if self.trainer is None:
             return 0
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return int(progress.ready - progress.processed)
 
     def _base_tokenizer(self, module: Any) -> PreTrainedTokenizerBase:
-        """The tokenizer that is named, or else the module's own."""
+        """The tokenizer of the option, or else of the module."""
         if self.tokenizer is not None:
             check_tokenizer_files(Path(self.tokenizer))
             try:
@@ -318,32 +318,32 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
                 raise InputError(f"data.tokenizer {self.tokenizer}", what, fix) from error
             return loaded
         if not isinstance(module, TokenizedModule) or module.tokenizer is None:
-            rule = "must be given where the trained module has no tokenizer of its own"
+            rule = "must be given, because the trained module has no tokenizer"
             raise OptionError("data.tokenizer", None, rule, "name the backbone's directory or Hub name")
         return module.tokenizer
 
 
 class EmbeddingDataModule(PlannedDataModule):
-    """Sources to contrastive batches: converted once, drawn by a plan, tokenised in workers, resumed exactly.
+    """Contrastive batches from sources: converted once, drawn by a plan, tokenised in workers, resumed exactly.
 
     `prepare_data` converts the sources to memory-mapped files on one rank; `setup` opens them on every rank.
 
     Args:
-        sources: Where the records come from, and how each is used; `fit --data.sources.help` lists what each may set.
-        text: Lengths, prompts and special tokens; the sources' own prompts are added (see `with_source_prompts`).
-        batch_size: Queries of one rank's batch.
-        num_negatives: Maximum hard negatives of a query. NV-Embed uses 7.
-        sampler: Makes the plan of the rows of each source, batch_size, the seed and the weight of each source. In a
+        sources: The sources of records and their options; `fit --data.sources.help` lists the options.
+        text: Lengths, prompts and special tokens; the prompts of the sources are added (see `with_source_prompts`).
+        batch_size: Queries in the batch of one rank.
+        num_negatives: Maximum number of hard negatives per query. NV-Embed uses 7.
+        sampler: Creates the plan from the rows of each source, batch_size, the seed and the weight of each source. In a
             config: the class of a batch sampler and its other arguments.
-        num_workers: Processes that read and tokenise ahead of training; 0 does it between the steps.
-        cache_dir: Where converted sources are kept, or None for the default.
-        seed: Decides the order of the rows and every random choice in a batch; None for the run's (`seed_everything`).
+        num_workers: Processes that read and tokenise ahead of training; 0 does this between the steps.
+        cache_dir: Folder of converted sources, or None for the default.
+        seed: Seed of the row order and of all random choices in a batch; None for `seed_everything`.
         tokenizer: Directory or Hub name of a fast tokenizer, or None for the `tokenizer` of the trained module.
-        num_in_context_examples: Maximum solved examples of the batch before a query (see `ContrastiveCollator`).
+        num_in_context_examples: Maximum number of in-context examples per query (see `ContrastiveCollator`).
 
-    Distributed: needs Trainer(use_distributed_sampler=False): the plan slices the ranks itself.
+    Distributed: needs Trainer(use_distributed_sampler=False), because the plan slices the batches for the ranks.
     Raises:
-        OptionError: If a number is out of its range; one line that names the option.
+        OptionError: If a number is out of range.
     """
 
     text: TextSettings
@@ -371,7 +371,7 @@ class EmbeddingDataModule(PlannedDataModule):
         self._mixture: Mixture | None = None
 
     def check_run(self, trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
-        """Check what can be known of files, plan and prompts before a source is read, which may take hours."""
+        """Check files, plan and prompts as far as possible before sources are read, which may take hours."""
         check_negatives_asked_for(self.sources, batch_needs(module), self.num_negatives)
         check_files(self.sources)
         for source in self.sources:
@@ -381,7 +381,7 @@ class EmbeddingDataModule(PlannedDataModule):
         check_prompts(self._tokenizer_for(module), self.sources)
 
     def prepare_data(self) -> None:
-        """Convert the sources that are not converted yet, on one rank, and check that they suit the plan."""
+        """Convert new sources, on one rank, and check that they suit the plan."""
         needs = batch_needs(self._trained_module)
         check_negatives_asked_for(self.sources, needs, self.num_negatives)
         self.setup()
@@ -407,8 +407,8 @@ class EmbeddingDataModule(PlannedDataModule):
 
     @property
     def mixture(self) -> Mixture:
-        """The rows of all sources; `setup` opens them."""
-        assert self._mixture is not None, "setup() comes first"
+        """The rows of all sources; call `setup` first."""
+        assert self._mixture is not None, "call setup() first"
         return self._mixture
 
     @property
@@ -419,11 +419,11 @@ class EmbeddingDataModule(PlannedDataModule):
         return self.mixture.identities
 
     def text_tokenizer(self) -> TextTokenizer:
-        """The tokenizer of training: the one named, or else the trained module's."""
+        """The tokenizer of training: from the option, or else of the trained module."""
         return self._tokenizer_for(self._trained_module)
 
     def _tokenizer_for(self, module: Any) -> TextTokenizer:
-        """The tokenizer for a module. Where no pooling rule is given, that of the module's starting model holds."""
+        """The tokenizer for a module; without a pooling rule, it uses that of the module's initial model."""
         text = self.text.following(module.text) if isinstance(module, TextModule) else self.text
         return TextTokenizer(self._base_tokenizer(module), text)
 
@@ -440,20 +440,20 @@ class EmbeddingDataModule(PlannedDataModule):
 
 
 def batch_needs(module: LightningModule | None) -> BatchNeeds:
-    """What a module says of its batches, or the defaults where it says nothing."""
+    """The needs of a module, or the defaults if it declares none."""
     return module.batch_needs if isinstance(module, NeedsBatches) else BatchNeeds()
 
 
 def check_minimum(option: str, value: int, minimum: int) -> None:
-    """Check a whole number; a config's null passes the parser."""
+    """Check the minimum of a whole number; the parser accepts null, so this refuses it too."""
     if not isinstance(value, int) or value < minimum:
         raise OptionError(f"data.{option}", value, f"must be >= {minimum}", "see the data configs for usual values")
 
 
 def start_worker(worker: int) -> None:
-    """Set up a forked worker: no tokenizer threads, and no stop signals but its parent's SIGTERM.
+    """Set up a forked worker: no tokenizer threads, and no stop signals except SIGTERM from its parent.
 
-    Inherited objects are left out of garbage collection, which would copy their memory page by page.
+    Inherited objects are excluded from garbage collection, which would copy their memory pages.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Examples of a source, and of all sources of a run: converted rows with their positives and negatives chosen."""
+"""Examples of one source or of all sources of a run, made from converted rows."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from embeddings.common.random import derive_seed, numpy_generator
 from embeddings.common.text import TextSettings
 from embeddings.data.records import Example, Negative, label_key
 from embeddings.data.samplers.base import LevelRule, PlanEntry, SourceIdentity
-from embeddings.data.sources import SourceConfig, check_names, fill_path
+from embeddings.data.sources import SourceConfig, fill_path
 from embeddings.data.store import CachedSource, ClassIndex, cache_folder, open_cached, writing_cache
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.data.table import StoredRow, Table
@@ -28,14 +28,14 @@ _RANDOM_TRIES = 16
 
 
 class ExampleTexts(NamedTuple):
-    """The texts of an example besides its query. `negative_labels` is as long as `negatives`, or empty."""
+    """The positives and negatives of an example. `negative_labels` is as long as `negatives`, or empty."""
 
     positives: tuple[str, ...]
     negatives: tuple[Negative, ...] = ()
     negative_labels: tuple[int, ...] = ()
 
 
-# (stored row, its index, draw key) → the texts; every random choice is a pure function of the index and the key.
+# (stored row, row index, draw key) → texts; random choices depend only on the index and the key.
 ChooseTexts = Callable[[StoredRow, int, int], ExampleTexts]
 
 
@@ -46,8 +46,8 @@ def stored_texts(stored: StoredRow, index: int, draw: int) -> ExampleTexts:
 class ClassExamples:
     """A random text of the query's class as the positive, random texts of other classes as negatives.
 
-    No text is the query's, and no two are equal. The positive is uniform over the class's other texts, negatives over
-    all rows outside the class; fewer than `num_negatives` come back where there are not that many different texts.
+    All texts differ from each other and from the query. The positive is uniform over the other texts of the class, the
+    negatives over all rows of other classes. There are fewer than `num_negatives` if too few different texts exist.
 
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, sections 4.2 and 5.2.4.
     """
@@ -59,27 +59,27 @@ class ClassExamples:
         label, size = stored.label, self.classes.size(stored.label)
         generator = numpy_generator(draw, "class_by_example", index)
         seen = {stored.query.strip()}
-        # A class made almost only of one text could be drawn from forever, so its rows are searched in the end.
+        # If nearly all texts of the class are equal, random draws may all fail; then its rows are searched in order.
         for position in chain(generator.integers(size, size=_RANDOM_TRIES).tolist(), range(size)):
             (positive,) = self.table.queries([self.classes.member(label, position)])
             if positive.strip() not in seen:
                 break
         seen.add(positive.strip())
         num_outside = self.classes.num_outside(label)
-        # Twice as many as are needed, to make up for texts that occur more than once.
+        # Twice the number, because some texts may be duplicates.
         drawn = generator.choice(num_outside, size=min(num_outside, 2 * self.num_negatives), replace=False).tolist()
         rows, labels = zip(*(self.classes.outsider(label, position) for position in drawn), strict=True)
-        found: list[tuple[Negative, int]] = []
+        chosen: list[tuple[Negative, int]] = []
         for text, label_of_row in zip(self.table.queries(rows), labels, strict=True):
-            if text.strip() not in seen and len(found) < self.num_negatives:
+            if text.strip() not in seen and len(chosen) < self.num_negatives:
                 seen.add(text.strip())
-                found.append((Negative(text), label_of_row))
-        negatives, negative_labels = zip(*found, strict=True) if found else ((), ())
+                chosen.append((Negative(text), label_of_row))
+        negatives, negative_labels = zip(*chosen, strict=True) if chosen else ((), ())
         return ExampleTexts((positive,), negatives, negative_labels)
 
 
 class LabelTexts:
-    """The text of the query's label as the positive, texts of other labels, each once, as negatives.
+    """The text of the query's label as the positive, texts of other labels as negatives, each at most once.
 
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, sections 4.2 and 5.2.4.
     """
@@ -95,35 +95,35 @@ class LabelTexts:
         return ExampleTexts((self.texts[stored.label],), tuple(Negative(self.texts[code]) for code in others), others)
 
 
-def places_of_level(negatives: Sequence[Negative], rule: LevelRule, draw: int) -> list[int]:
-    """The places of the negatives that a level allows, in the row's order; where levels add up, in a random order.
+def positions_of_level(negatives: Sequence[Negative], rule: LevelRule, draw: int) -> list[int]:
+    """Positions of the negatives that a level rule allows, in row order; with `cumulative`, in random order.
 
-    `negatives` are hardest first. A row without the level gives those of its nearest coarser level, or none: a step
-    never sees what is harder than its level. Negatives without levels belong to every level.
+    `negatives` are hardest first. A row without the level uses its nearest coarser level, or none: a step never uses a
+    negative that is harder than its level. Negatives without levels belong to every level.
     """
     if not any(negative.level for negative in negatives):
         return list(range(len(negatives)))
-    allowed = [place for place, negative in enumerate(negatives) if negative.level >= rule.level]
+    allowed = [position for position, negative in enumerate(negatives) if negative.level >= rule.level]
     if not rule.cumulative:
-        nearest = min((negatives[place].level for place in allowed), default=0)
-        return [place for place in allowed if negatives[place].level == nearest]
+        nearest = min((negatives[position].level for position in allowed), default=0)
+        return [position for position in allowed if negatives[position].level == nearest]
     order = numpy_generator(draw, "levels").permutation(len(allowed)).tolist()
-    return [allowed[place] for place in order]
+    return [allowed[index] for index in order]
 
 
 def open_source(
     config: SourceConfig, cache_dir: str | os.PathLike[str] | None = None, text: TextSettings | None = None
 ) -> "SourceDataset":
-    """A source ready for training, converted first where it has not been yet.
+    """Open a source for training; the first call converts it.
 
     Args:
         config: The source.
         cache_dir: Folder of converted sources, else `$EMBED_CACHE`, else `.cache/embeddings`.
-        text: What an instruction becomes; None for the default template.
+        text: Settings with the template of instructions; None for the defaults.
 
     Raises:
         InputError: If the source cannot be read, or its rows do not suit the conversion.
-        OptionError: If `label_texts` does not match the labels found.
+        OptionError: If `label_texts` does not match the labels of the rows.
     """
     return SourceDataset(config, open_cached(config, cache_dir), text)
 
@@ -131,20 +131,20 @@ def open_source(
 def source_from_rows(
     rows: Iterable[Mapping[str, Any]], name: str, cache_dir: str | os.PathLike[str] | None = None, **options: Any
 ) -> SourceConfig:
-    """A source of rows in memory: a `datasets.Dataset`, or a list of dictionaries.
+    """A source from rows in memory: a `datasets.Dataset`, or a list of dictionaries.
 
-    They are written as JSON lines to a file that is named by its SHA-256, in the folder `rows/` of the converted
-    sources: a run resumes with the same rows, and the file may stand in a config.
+    The rows are written as JSON lines to a file named by its SHA-256, in the folder `rows/` of the converted sources.
+    So a run can resume with the same rows, and a config may name the file.
 
     Args:
         rows: Rows by column name, as `SourceConfig` reads them from a file; arrays become lists.
         name: Name of the source.
         cache_dir: Folder of converted sources, else `$EMBED_CACHE`, else `.cache/embeddings`.
-        options: Further options of `SourceConfig`.
+        options: Other options of `SourceConfig`.
 
     Raises:
-        InputError: If there is no row, or one cannot be written as JSON; or the folder cannot be written.
-        OptionError: If an option is impossible.
+        InputError: If there are no rows, a row cannot be written as JSON, or the folder cannot be written.
+        OptionError: If an option is invalid.
     """
     root = cache_folder(cache_dir).absolute()
     written, digest = root / "rows" / f"{uuid.uuid4().hex}.jsonl", hashlib.sha256()
@@ -156,7 +156,7 @@ def source_from_rows(
         if not file.tell():
             raise InputError(f"source {name!r}", "there are no rows", "give at least one")
     path = written.with_stem(digest.hexdigest())
-    # A file that is there keeps its times, by which its hash is remembered.
+    # An existing file keeps its times, so its cached hash stays valid.
     if path.exists():
         written.unlink()
     else:
@@ -166,7 +166,7 @@ def source_from_rows(
 
 def _json_line(row: Any, where: str) -> bytes:
     if not isinstance(row, Mapping):
-        fix = "choose a split of a DatasetDict; give DataFrame.to_dict('records')"
+        fix = "choose a split of a DatasetDict, or pass DataFrame.to_dict('records')"
         raise InputError(where, f"is a {type(row).__name__}, expected a mapping of column names to values", fix)
     try:
         return json.dumps(dict(row), default=_as_list).encode() + b"\n"
@@ -175,21 +175,21 @@ def _json_line(row: Any, where: str) -> bytes:
 
 
 def _as_list(value: Any) -> Any:
-    """An array of NumPy or torch as lists, one of its numbers as that number."""
+    """A NumPy or torch array as lists, and a scalar of theirs as a number."""
     if not hasattr(value, "tolist"):
         raise TypeError(f"a {type(value).__name__}")
     return value.tolist()
 
 
 class SourceDataset:
-    """Examples of one source, by row and draw key; it can be pickled and forked.
+    """Examples of one source, by row and draw key; safe to pickle and fork.
 
     Determinism: an example is a pure function of (source, row, draw, level rule); neither ranks nor workers matter.
-    Length: `max_rows`, or all rows (without those that `single_text_classes` leaves out) where there are no more.
+    Length: `max_rows`, or all rows if there are fewer (without those that `single_text_classes` leaves out).
 
     Raises:
         InputError: If the rows do not suit the conversion.
-        OptionError: If `label_texts` does not match the labels found.
+        OptionError: If `label_texts` does not match the labels of the rows.
     """
 
     def __init__(self, config: SourceConfig, cached: CachedSource, text: TextSettings | None = None) -> None:
@@ -205,7 +205,7 @@ class SourceDataset:
         if self._total == 0:
             raise InputError(f"source {config.name!r}", "no class has two texts", "use conversion: class_by_label")
         if left_out := len(cached.table) - self._total:
-            why = "are left out as queries, since their class has only one text"
+            why = "are left out as queries, because their class has only one text"
             logger.info("source %s: %d of %d rows %s", config.name, left_out, len(cached.table), why)
 
     def __len__(self) -> int:
@@ -215,28 +215,28 @@ class SourceDataset:
         return self.__getitems__([entry])[0]
 
     def __getitems__(self, entries: Sequence[PlanEntry]) -> list[Example]:
-        """The examples of some entries, in their order, with `source` 0; their rows are read together."""
+        """The examples of a batch of entries, in order, with `source` 0; their rows are read together."""
         indices = [self._stored_index(entry.row) for entry in entries]
         return list(map(self._example, entries, indices, self.cached.table.rows(indices)))
 
     def _example(self, entry: PlanEntry, index: int, stored: StoredRow) -> Example:
         positives, negatives, negative_labels = self._choose_texts(stored, index, entry.draw)
-        places: Sequence[int] = range(len(negatives))
-        if entry.rule is not None:
-            places = places_of_level(negatives, entry.rule, entry.draw)
-            negatives = tuple(negatives[place] for place in places)
+        positions: Sequence[int] = range(len(negatives))
         scores: Sequence[float] = stored.scores
-        if scores and entry.rule is not None:
-            own = len(positives)
-            scores = [*scores[:own], *(scores[own + place] for place in places)]
+        if entry.rule is not None:
+            positions = positions_of_level(negatives, entry.rule, entry.draw)
+            negatives = tuple(negatives[position] for position in positions)
+            if scores:
+                num_positives = len(positives)
+                scores = [*scores[:num_positives], *(scores[num_positives + position] for position in positions)]
         prompt = self._prompts[0]
         if stored.instruction:
             prompt = self._text.instruction_prompt(stored.instruction)
         elif len(self._prompts) > 1:
             prompt = self._prompts[derive_seed(entry.draw, "instruction") % len(self._prompts)]
-        surrogates, scored = self.surrogates, None
+        surrogates, negative_vectors = self.surrogates, None
         if surrogates is not None and surrogates.has_negatives:
-            scored = partial(surrogates.negatives, index, places)
+            negative_vectors = partial(surrogates.negatives, index, positions)
         return Example(
             row=entry.row,
             draw=entry.draw,
@@ -251,13 +251,13 @@ class SourceDataset:
             in_batch_negatives=self.config.in_batch_negatives,
             surrogate_query=None if surrogates is None else surrogates.query(index),
             surrogate_positives=None if surrogates is None else surrogates.positives(index),
-            surrogate_negatives=scored,
+            surrogate_negatives=negative_vectors,
             level=0 if entry.rule is None else entry.rule.level,
             scores=tuple(scores),
         )
 
     def _stored_index(self, row: int) -> int:
-        """The stored row of a row: with `max_rows`, a random one of the row's own stretch of the source."""
+        """Index in the table of a row; with `max_rows`, a random one in the row's section of the source."""
         if not 0 <= row < self._length:
             raise IndexError(f"row {row} of {self._length}")
         if self._length < self._total:
@@ -271,7 +271,7 @@ def _texts_rule(config: SourceConfig, cached: CachedSource) -> ChooseTexts:
         return stored_texts
     where = f"source {config.name!r}"
     if len(cached.labels) < 2:
-        raise InputError(where, f"all rows have the label {cached.labels[0]!r}", "give it two classes or more")
+        raise InputError(where, f"all rows have the label {cached.labels[0]!r}", "provide at least two classes")
     num_negatives = DEFAULT_NUM_NEGATIVES if config.num_negatives is None else config.num_negatives
     if config.conversion == "class_by_example":
         if cached.lone_class is not None and config.single_text_classes == "refuse":
@@ -296,26 +296,23 @@ def _label_texts(config: SourceConfig, labels: list[str]) -> list[str]:
         if label not in labels:
             raise config.fault("label_texts", label, "names a label that the source does not have", "remove it")
     if len(set(texts.values())) < len(texts):
-        raise config.fault("label_texts", texts, "must give each label its own text", "tell them apart")
+        raise config.fault("label_texts", texts, "must give each label a different text", "make them different")
     return [texts.get(label, label) for label in labels]
 
 
 class Mixture:
-    """The rows of all sources one after another; it can be pickled and forked.
+    """The rows of all sources, concatenated; safe to pickle and fork.
 
-    Determinism: an example is a pure function of the sources and of (row, draw, level rule).
+    Determinism: an example is a pure function of the sources and (row, draw, level rule).
 
     Raises:
-        OptionError: If there is no source, two share a name, or their surrogates' vectors differ in width.
+        OptionError: If the surrogate vectors of the sources differ in width.
     """
 
     def __init__(self, sources: Sequence[SourceDataset]) -> None:
-        if not sources:
-            raise OptionError("data.sources", [], "must not be empty", "name at least one source")
-        check_names([source.config.name for source in sources])
         widths = {source.surrogates.width for source in sources if source.surrogates is not None}
         if len(widths) > 1:
-            rule = f"must be of one width in all sources, found {sorted(widths)}"
+            rule = f"must have the same width in all sources, got {sorted(widths)}"
             raise OptionError("data.sources.surrogate_vectors", "vectors", rule, "encode them with one model")
         self.surrogate_width = widths.pop() if widths else None
         self.has_scores = any(source.cached.table.has_scores for source in sources)
@@ -337,13 +334,13 @@ class Mixture:
         return self.__getitems__([entry])[0]
 
     def __getitems__(self, entries: Sequence[PlanEntry]) -> list[Example]:
-        """The examples of some entries, in their order; those of a source are read together."""
+        """The examples of a batch of entries, in order; the rows of one source are read together."""
         if (row := next((entry.row for entry in entries if not 0 <= entry.row < len(self)), None)) is not None:
             raise IndexError(f"row {row} of {len(self)}")
         sources = [bisect_right(self._starts, entry.row) - 1 for entry in entries]
         pairs = list(zip(entries, sources, strict=True))
-        read = {}
+        examples = {}
         for source in set(sources):
-            local = [entry._replace(row=entry.row - self._starts[source]) for entry, its in pairs if its == source]
-            read[source] = iter(self.sources[source].__getitems__(local))
-        return [replace(next(read[source]), row=entry.row, source=source) for entry, source in pairs]
+            local = [entry._replace(row=entry.row - self._starts[source]) for entry, owner in pairs if owner == source]
+            examples[source] = iter(self.sources[source].__getitems__(local))
+        return [replace(next(examples[source]), row=entry.row, source=source) for entry, source in pairs]

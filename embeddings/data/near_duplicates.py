@@ -1,4 +1,4 @@
-"""Copies and near-copies among many texts: keys that near-copies share, and the check of those that share one."""
+"""Duplicates and near-duplicates among many texts: candidate pairs by MinHash keys, then an exact comparison."""
 
 import math
 import re
@@ -17,7 +17,7 @@ from embeddings.common.random import mix_bits, numpy_generator
 Shingle = Literal["word", "character"]
 SHINGLE_SIZES: dict[Shingle, int] = {"word": 3, "character": 5}
 LEAST_THRESHOLD = 0.5
-# Chance that a pair whose parts all lie exactly at the threshold shares no key; pairs above it are missed less often.
+# Probability that a pair exactly at the threshold shares no key; more similar pairs are missed less often.
 MISS_FRACTION = 2.5e-4
 
 _WORD = re.compile(r"\w+")
@@ -26,17 +26,17 @@ _Int64s = npt.NDArray[np.int64]
 
 
 class NearDuplicates:
-    """Tells near-copies among items that consist of one or several texts (parts).
+    """Detects near-copies among items that consist of one or more texts (parts).
 
-    Two items are near-copies if in every part the sets of their shingles (runs of 3 words, or of 5 characters) have a
-    Jaccard similarity of `threshold` or more. `keys` gives each item some keys of which near-copies share one at least,
-    but for `MISS_FRACTION` of those that lie at the threshold itself; `alike` is the exact check of their `sets`.
-    A key is a hash of MinHash values of all parts, so items share it only if all their parts are alike.
+    Two items are near-copies if, in every part, their sets of shingles (3 consecutive words, or 5 consecutive
+    characters) have a Jaccard similarity of at least `threshold`. Near-copies share at least one of their `keys`, with
+    probability 1 - `MISS_FRACTION` at the threshold. `alike` compares their `sets` exactly. A key is a hash of MinHash
+    values of all parts, so items share it only if all their parts are similar.
 
     Args:
-        threshold: Least Jaccard similarity of near-copies, from 0.5 (below it the keys grow too many) to 1.
-        num_parts: Texts of an item.
-        shingle: Runs of words, or of characters for languages without spaces. Case counts, punctuation does not.
+        threshold: Minimum Jaccard similarity of near-copies, from 0.5 (lower values need too many keys) to 1.
+        num_parts: Number of texts per item.
+        shingle: Words, or characters for languages without spaces. Words are case-sensitive and ignore punctuation.
 
     Determinism: keys are the same on every machine and in every process.
     Source: Broder 1997, "On the resemblance and containment of documents"; bands of MinHash values as in Leskovec,
@@ -46,10 +46,10 @@ class NearDuplicates:
     def __init__(self, threshold: float, num_parts: int = 1, shingle: Shingle = "word") -> None:
         if not LEAST_THRESHOLD <= threshold <= 1:
             rule = f"must lie between {LEAST_THRESHOLD} and 1"
-            raise OptionError("near_duplicates", threshold, rule, "0.8 is usual; leave it out for no such rule")
+            raise OptionError("near_duplicates", threshold, rule, "0.8 is usual; leave it out to keep near-copies")
         self.threshold, self.num_parts, self.shingle = threshold, num_parts, shingle
         self._size = SHINGLE_SIZES[shingle]
-        # Values of one part in a key: more of them part strangers better, and take more keys to find the alike.
+        # MinHash values per part in a key: more values give fewer false candidates, but need more keys.
         self._depth = 3 if num_parts == 1 else 2
         shares_key = threshold ** (self._depth * num_parts)
         self.num_keys = 1 if shares_key == 1 else math.ceil(math.log(MISS_FRACTION) / math.log1p(-shares_key))
@@ -57,7 +57,7 @@ class NearDuplicates:
         self._salts = draws * np.uint64(2) + np.uint64(1)
 
     def keys(self, items: Sequence[Sequence[str]]) -> npt.NDArray[np.uint32]:
-        """The keys of some items, (n, num_keys) uint32, compared by column; memory is 40 bytes a word."""
+        """The keys of n items, (n, num_keys) uint32, to be compared by column; memory is 40 bytes per word."""
         key_NK = np.zeros((len(items), self.num_keys), dtype=np.uint64)
         if not items:
             return key_NK.astype(np.uint32)
@@ -65,10 +65,10 @@ class NearDuplicates:
             values, borders = self._shingles([item[part] for item in items])
             for band, salts in enumerate(self._salts):
                 for salt in salts:
-                    # Segments and the gaps between them alternate in `borders`. The last segment may end where the row
-                    # does, which `reduceat` takes only when one value lies beyond it.
-                    least_N = np.minimum.reduceat(np.append(values * salt, salt), borders)[::2]
-                    key_NK[:, band] = mix_bits(key_NK[:, band] + least_N)
+                    # `borders` alternates between segments and the gaps between them. `reduceat` needs one more value,
+                    # because the last segment may end at the end of the array.
+                    minimum_N = np.minimum.reduceat(np.append(values * salt, salt), borders)[::2]
+                    key_NK[:, band] = mix_bits(key_NK[:, band] + minimum_N)
         return (key_NK >> np.uint64(32)).astype(np.uint32)
 
     def sets(self, item: Sequence[str]) -> tuple[_Uint64s, ...]:
@@ -76,27 +76,27 @@ class NearDuplicates:
         return tuple(np.unique(self._shingles([part])[0]) for part in item)
 
     def alike(self, first: Sequence[_Uint64s], second: Sequence[_Uint64s]) -> bool:
-        """Whether two items are near-copies, decided on their whole `sets` of shingles."""
+        """Whether two items are near-copies, from their `sets` of shingles."""
         return all(
-            # What two sets of these sizes could reach at most comes first: it costs nothing.
+            # The upper bound from the sizes of the sets comes first, because it is cheap.
             min(len(one), len(other)) / max(len(one), len(other)) >= self.threshold
             and jaccard(one, other) >= self.threshold
             for one, other in zip(first, second, strict=True)
         )
 
     def _shingles(self, texts: Sequence[str]) -> tuple[_Uint64s, _Int64s]:
-        """Hashes of all texts' shingles in one row, and where each text's begin and end, (2n,)."""
+        """Hashes of the shingles of all texts in one array, and the start and end of each text in it, (2n,)."""
         units = [self._units(text) for text in texts]
         stops = np.cumsum([len(unit) for unit in units], dtype=np.int64)
         starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])
-        row = np.concatenate(units)
-        hashes = np.zeros(len(row) - self._size + 1, dtype=np.uint64)
+        all_units = np.concatenate(units)
+        hashes = np.zeros(len(all_units) - self._size + 1, dtype=np.uint64)
         for offset in range(self._size):
-            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + row[offset : offset + len(hashes)]
+            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + all_units[offset : offset + len(hashes)]
         return mix_bits(hashes), np.stack([starts, stops - self._size + 1], axis=1).ravel()
 
     def _units(self, text: str) -> _Uint64s:
-        """What shingles are made of, filled up to one shingle; of a text without words, the text as it is."""
+        """The words or characters of a text as numbers, padded to one shingle; a text without words is one unit."""
         if self.shingle == "character":
             unit = np.frombuffer(" ".join(text.split()).encode("utf-32-le"), dtype="<u4").astype(np.uint64)
         else:
@@ -107,26 +107,26 @@ class NearDuplicates:
 
 
 def jaccard(first: _Uint64s, second: _Uint64s) -> float:
-    """Members that two sets share, over members that either has; the sets are sorted, not both empty."""
+    """Jaccard similarity of two sorted sets that are not both empty."""
     small, large = (first, second) if len(first) <= len(second) else (second, first)
-    places = np.minimum(np.searchsorted(large, small), len(large) - 1)
-    shared = int(np.count_nonzero(large[places] == small))
+    positions = np.minimum(np.searchsorted(large, small), len(large) - 1)
+    shared = int(np.count_nonzero(large[positions] == small))
     return shared / (len(first) + len(second) - shared)
 
 
 def mark_copies(
     key_columns: Iterable[npt.NDArray[Any]], num_rows: int, are_alike: Callable[[int, int], bool]
 ) -> npt.NDArray[np.bool_]:
-    """For each row, whether it is a copy of an earlier row that is itself none.
+    """For each row, whether it is a copy of an earlier row that is not a copy itself.
 
     Only rows that share a key in some column of `key_columns`, (num_rows,) uint32 each, are compared.
-    Memory: 20 bytes a row while a column is sorted, and 36 bytes for each key that a row shares with another.
+    Memory: 20 bytes per row while a column is sorted, and 36 bytes for each key that a row shares with another row.
     """
     assert num_rows < 2**32
     row_E, group_E = _shared_keys(key_columns, num_rows)
     is_copy = np.zeros(num_rows, dtype=np.bool_)
-    # The kept rows of each group so far, in the group's own stretch: entries come group by group.
-    kept_E = np.empty_like(row_E)
+    # The retained rows of each group so far, in the slice of the group (entries are sorted by group).
+    retained_E = np.empty_like(row_E)
     end_G = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(group_E))])[:-1]
     start_G = end_G.copy()
     order_E = np.argsort(row_E, kind="stable")
@@ -134,11 +134,11 @@ def mark_copies(
     for number in progress_bar(None, "comparing texts", "text", iterable=range(len(borders) - 1)):
         entries = order_E[borders[number] : borders[number + 1]]
         row, groups = int(row_E[entries[0]]), group_E[entries]
-        kept = [kept_E[start:end] for start, end in zip(start_G[groups], end_G[groups], strict=True)]
-        if any(are_alike(int(other), row) for other in np.unique(np.concatenate(kept))):
+        retained = [retained_E[start:end] for start, end in zip(start_G[groups], end_G[groups], strict=True)]
+        if any(are_alike(int(other), row) for other in np.unique(np.concatenate(retained))):
             is_copy[row] = True
         else:
-            kept_E[end_G[groups]] = row
+            retained_E[end_G[groups]] = row
             end_G[groups] += 1
     return is_copy
 
@@ -146,19 +146,19 @@ def mark_copies(
 def _shared_keys(
     key_columns: Iterable[npt.NDArray[Any]], num_rows: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The row and the group of each key that a row shares with another, group by group, rows in order within each."""
+    """Row and group (shared key) of each key that two or more rows share, sorted by group, then row."""
     rows, groups, num_groups = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
-    numbers = np.arange(num_rows, dtype=np.uint64)
+    row_numbers = np.arange(num_rows, dtype=np.uint64)
     for column in key_columns:
         packed = column.astype(np.uint64) << np.uint64(32)
-        packed |= numbers
+        packed |= row_numbers
         packed.sort()
-        as_before = np.zeros(num_rows + 1, dtype=np.bool_)
-        as_before[1:-1] = packed[1:] ^ packed[:-1] < np.uint64(2**32)
-        is_shared = as_before[:-1] | as_before[1:]
+        equals_previous = np.zeros(num_rows + 1, dtype=np.bool_)
+        equals_previous[1:-1] = packed[1:] ^ packed[:-1] < np.uint64(2**32)
+        is_shared = equals_previous[:-1] | equals_previous[1:]
         rows.append((packed[is_shared] & np.uint64(2**32 - 1)).astype(np.int64))
-        groups.append(num_groups + np.cumsum(~as_before[:-1][is_shared]) - 1)
-        num_groups += int((~as_before[:-1] & is_shared).sum())
+        groups.append(num_groups + np.cumsum(~equals_previous[:-1][is_shared]) - 1)
+        num_groups += int((~equals_previous[:-1] & is_shared).sum())
     return np.concatenate(rows), np.concatenate(groups)
 
 

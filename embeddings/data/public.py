@@ -1,6 +1,6 @@
-"""Public data sets: where each source of a recipe lies, what its rows become, and the job that fetches them.
+"""Public data sets: the location of each source of a recipe, the conversion of its rows, and the download job.
 
-The job streams one data set in parts that outlive a kill, into one file of training rows.
+The job streams one data set into one file of training rows, in parts, so that it can resume after a kill.
 """
 
 import json
@@ -35,20 +35,20 @@ from embeddings.data.sources import SourceConfig
 
 CONFIGS = (CHECKOUT or PACKAGE) / "lightning_configs" / "data"
 TABLE = "public_sources.yaml"
-# What a data config's paths begin with: the folder that `prepare` writes.
+# Environment variable at the start of the paths in data configs: the output folder of `prepare`.
 ROOT_VARIABLE = "EMBED_TRAIN_DATA"
 
 
 Row = Mapping[str, Any]
-# A column, or several whose texts become one (of `negatives`: whose texts are one list).
+# Field → its column, or several columns whose texts are joined (for `negatives`: collected in one list).
 Columns = Mapping[str, str | list[str]]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A layout of rows: the fields whose columns a source names, and how its rows become those of the file.
+    """A layout of rows: its fields, the schema of the output file, and the conversion of rows.
 
-    `check` raises an `InputError` where the reader of that file would refuse our row.
+    `check` raises an `InputError` if the reader of the output file would refuse the converted row.
     """
 
     fields: tuple[str, ...]
@@ -59,9 +59,9 @@ class Kind:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """The texts of a cell: one, those of a list, or passages of `title` and `text`; what is empty is left out."""
+    """The non-empty texts of a cell: a text, a list of texts, or passages with `title` and `text`."""
     if isinstance(value, str):
-        # The reader refuses these, and no tokenizer reads them.
+        # The reader refuses NUL characters.
         text = value.replace("\x00", " ").strip()
         if text:
             yield text
@@ -78,30 +78,30 @@ def cells(row: Row, names: str | list[str]) -> list[Any]:
 
 
 def one_text(row: Row, names: str | list[str]) -> str:
-    """The text of one column, or those of several with a space between."""
+    """The text of one column, or of several columns joined by spaces."""
     return " ".join(texts_of(cells(row, names)))
 
 
 def _pair(row: Row, columns: Columns) -> dict[str, Any]:
-    """`query`, `positive`, and `negatives` where the set brings any."""
+    """`query`, `positive`, and `negatives` if the data set has any."""
     positive = columns["positive"]
-    many = isinstance(positive, str) and isinstance(row[positive], list)
-    positives = list(texts_of(row[positive])) if many else [one_text(row, positive)]  # type: ignore[index]
+    is_list = isinstance(positive, str) and isinstance(row[positive], list)
+    positives = list(texts_of(row[positive])) if is_list else [one_text(row, positive)]  # type: ignore[index]
     negatives = list(texts_of(cells(row, columns["negatives"]))) if "negatives" in columns else []
-    # A set's own lists may name a positive, or the query, among the negatives.
+    # Some data sets list a positive or the query among the negatives.
     query = one_text(row, columns["query"])
     negatives = [text for text in negatives if text != query and text not in positives]
     return {"query": query, "positive": positives, "negatives": negatives or None}
 
 
 def _first_line(row: Row, columns: Columns) -> dict[str, Any]:
-    """A text's first line as the query of the rest, as where a corpus has no column of titles."""
+    """The first line of a text as the query, the rest as the positive, for a corpus without a title column."""
     title, _, body = one_text(row, columns["text"]).partition("\n")
     return {"query": title.strip(), "positive": [body.strip()]}
 
 
 def _labelled(row: Row, columns: Columns) -> dict[str, Any]:
-    """`text` and `label`: of several labels the first."""
+    """`text` and `label`; the first of several labels."""
     (label,) = cells(row, columns["label"])
     if isinstance(label, list):
         label = label[0] if label else None
@@ -109,20 +109,20 @@ def _labelled(row: Row, columns: Columns) -> dict[str, Any]:
 
 
 def _first_word(row: Row, columns: Columns) -> dict[str, Any]:
-    """The same where the label is a list in one text, its parts separated by spaces."""
+    """As `_labelled`, for labels in one text separated by spaces."""
     labelled = _labelled(row, columns)
     return {**labelled, "label": next(iter((labelled["label"] or "").split()), None)}
 
 
 def _scored(row: Row, columns: Columns) -> dict[str, Any]:
-    """`sentence1`, `sentence2` and `score`, in the set's own unit."""
+    """`sentence1`, `sentence2` and `score`, in the unit of the data set."""
     (score,) = cells(row, columns["score"])
     first, second = (one_text(row, columns[name]) for name in ("sentence1", "sentence2"))
     return {"sentence1": first, "sentence2": second, "score": None if score is None else float(score)}
 
 
 def _document(row: Row, _columns: Columns) -> dict[str, Any]:
-    """A document of a corpus, in the layout of BEIR."""
+    """A document of a corpus, in the BEIR layout."""
     return {
         "_id": str(row["_id"]),
         "title": one_text(row, "title") if "title" in row else "",
@@ -138,7 +138,7 @@ def _check_document(row: Row, _columns: Mapping[str, str], where: str) -> None:
 _LABELLED = pa.schema([(name, pa.string()) for name in LABELLED_FIELDS])
 _SCORED = pa.schema([("sentence1", pa.string()), ("sentence2", pa.string()), ("score", pa.float64())])
 
-# `beir` is three of a set's tables, which `fetch` joins: its pairs come from there.
+# `beir` has three tables, which `fetch_source` joins into pairs.
 KINDS = {
     "pairs": Kind(
         ("query", "positive", "negatives"), record_schema(False), _pair, parse_record, optional=("negatives",)
@@ -154,7 +154,7 @@ CORPUS = Kind((), pa.schema([(name, pa.string()) for name in ("_id", "title", "t
 
 @dataclass(frozen=True)
 class PublicSource:
-    """Where one source lies in public, and how its rows become records; the table's head says what each field means."""
+    """Public location of one source, and the conversion of its rows; the head of the YAML table explains the fields."""
 
     folder: str
     name: str
@@ -183,48 +183,48 @@ class PublicSource:
         if kind is not None:
             needed = set(kind.fields) - set(kind.optional)
             assert needed <= set(self.columns) <= set(kind.fields), f"{self.key}: columns do not fit kind {self.kind}"
-            assert re.fullmatch(r"[\w.-]+/[\w.-]+", self.repository or ""), f"{self.key}: no name of a data set"
+            assert re.fullmatch(r"[\w.-]+/[\w.-]+", self.repository or ""), f"{self.key}: not the name of a data set"
         assert self.every >= 1, self.key
 
     @property
     def key(self) -> str:
-        """Folder and name, which name the source's file."""
+        """FOLDER/NAME, the path of the source's file without its suffix."""
         return f"{self.folder}/{self.name}"
 
     @property
     def place(self) -> str:
-        """The data set with its subset, split or files, for people."""
+        """The data set with its subset, split or files, for messages."""
         splits = [self.split] if isinstance(self.split, str) else self.split
-        more = [self.subset, self.data_files, "" if splits == ["train"] else ", ".join(splits)]
-        shown = ", ".join(part for part in more if part)
+        details = [self.subset, self.data_files, "" if splits == ["train"] else ", ".join(splits)]
+        shown = ", ".join(detail for detail in details if detail)
         return f"{self.repository or 'none found'}{f' [{shown}]' if shown else ''}"
 
     @property
     def why_left_out(self) -> str | None:
-        """Why `prepare` leaves the source out unless it is asked for; None for one that it fetches."""
+        """Why `prepare` does not fetch the source by default; None for a source that it fetches."""
         if self.kind is None:
             return self.note
-        return None if self.confirmed else "not confirmed to be the recipe's data"
+        return None if self.confirmed else "not confirmed to be the data of the recipe"
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """What decides the records besides the data set's content, as JSON types."""
+        """The fields that affect the records, in JSON types."""
         names = ("repository", "kind", "columns", "subset", "split", "revision", "data_files", "every")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one data config (a file of `CONFIGS`, without its suffix) needs; a step that is None is not made.
+    """The preparation steps for one data config (a file in `CONFIGS`, without its suffix); None skips a step.
 
     Attributes:
-        recipe, stage: The recipe's name, as `prepare` takes it, and its stage, None for a recipe of one stage.
-        run: A row of recipes.csv that reads the config.
+        recipe, stage: Name of the recipe, as in `prepare`, and its stage; None for a recipe with one stage.
+        run: A row of recipes.csv that uses the config.
         mine: Teacher, number of negatives, prompt and levels of mining.
-        filter: Model, prompts and top k of the filter for consistency.
-        cluster: The model that clusters.
-        vectors: Model and prompts of the vectors that tell false negatives.
-        data_changes: What the data config must say otherwise of files made by these steps.
+        filter: Model, prompts and top k of the consistency filter.
+        cluster: The model for clustering.
+        vectors: Model and prompts of the vectors that identify false negatives.
+        data_changes: Changes of the data config that the output of these steps requires.
     """
 
     recipe: str
@@ -245,17 +245,17 @@ class Stage:
 
     def wanted(self) -> dict[str, SourceConfig]:
         """The sources that the data config reads, by `FOLDER/NAME`."""
-        found = {}
+        sources = {}
         for entry in self.data["sources"]:
             match = re.fullmatch(rf"\$\{{{ROOT_VARIABLE}\}}/(\w+/\w+)\.parquet", entry["path"])
-            assert match, f"{self.config}: {entry['name']} is no file that prepare writes"
-            found[match[1]] = SourceConfig(**entry)
-        return found
+            assert match, f"{self.config}: {entry['name']} is not a file that prepare writes"
+            sources[match[1]] = SourceConfig(**entry)
+        return sources
 
 
 @dataclass(frozen=True)
 class PublicTable:
-    """The whole table: what each data config needs, and all sources, those of collections among them."""
+    """The table of all data configs and all sources, including the sources of collections."""
 
     stages: Sequence[Stage]
     sources: Sequence[PublicSource]
@@ -263,9 +263,9 @@ class PublicTable:
     @classmethod
     @cache
     def read(cls, path: Path = CONFIGS / TABLE) -> Self:
-        """The table of a file."""
+        """Read the table from a file."""
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        known = {each.name for each in fields(PublicSource)}
+        field_names = {each.name for each in fields(PublicSource)}
         sources = []
         for group in content["groups"]:
             for entry in group["sources"]:
@@ -273,14 +273,14 @@ class PublicTable:
                 values |= {**group.get("defaults", {}), **entry}
                 if values["kind"] == "beir":
                     values.setdefault("columns", {})
-                assert set(values) <= known, f"{path.name}: unknown fields {set(values) - known}"
+                assert set(values) <= field_names, f"{path.name}: unknown fields {set(values) - field_names}"
                 sources.append(PublicSource(**values))
         keys = [(source.key, source.collection) for source in sources]
         assert len(set(keys)) == len(keys), f"{path.name}: a source comes twice"
         return cls([Stage(**stage) for stage in content["stages"]], sources)
 
     def stages_of(self, recipe: str, stage: str | None) -> list[Stage]:
-        """The stages of a recipe, or the one that is named."""
+        """All stages of a recipe, or only `stage`."""
         stages = [each for each in self.stages if each.recipe == recipe]
         chosen = [each for each in stages if stage in (None, each.stage)]
         if not chosen:
@@ -290,39 +290,39 @@ class PublicTable:
         return chosen
 
     def place_of(self, key: str, collection: str | None) -> PublicSource:
-        """Where a source lies: in the collection if it is there, else in its own place."""
-        found = {source.collection: source for source in self.sources if source.key == key}
-        return found.get(collection, found[None])
+        """The source in the collection if the collection contains it, else its separate location."""
+        by_collection = {source.collection: source for source in self.sources if source.key == key}
+        return by_collection.get(collection, by_collection[None])
 
     def collections(self, keys: Sequence[str]) -> list[str]:
         return sorted({source.collection for source in self.sources if source.key in keys and source.collection})
 
 
-# Rows of a part: what a kill costs at most, and what is in memory at once.
+# Rows per part: the maximum that a kill loses, and that is in memory at once.
 PART_ROWS = 16_384
 
 
 @dataclass(frozen=True)
 class Hub:
-    """Where data sets are read: the Hub, or a folder that holds some of them as `ORGANISATION/NAME`.
+    """Reads data sets from the Hub, or from a local folder of data sets in subfolders `ORGANISATION/NAME`.
 
     Args:
-        mirror: The folder, for a machine without a network; what `hf download --repo-type dataset --local-dir` writes
-            is one of its data sets.
+        mirror: The local folder, for a machine without a network; `hf download --repo-type dataset --local-dir` writes
+            a data set into it.
     """
 
     mirror: Path | None = None
 
     def commit(self, source: PublicSource) -> str | None:
-        """The commit that is read; None of a mirror, which says of none."""
+        """The commit to read; None for a mirror."""
         return None if self.mirror else resolve_revision(str(source.repository), source.revision)
 
     def check(self, source: PublicSource) -> str:
-        """What is there, in words, without reading a row; an `InputError` where it cannot be had."""
+        """The folder or commit of a data set, without reading rows; raises `InputError` if it cannot be accessed."""
         name = str(source.repository)
         if self.mirror:
             return str(self._folder(source))
-        # The Hub's client is slow to import.
+        # Slow to import.
         from huggingface_hub import HfApi
 
         try:
@@ -332,28 +332,24 @@ class Hub:
         return ask_commit(name, source.revision)
 
     def rows(self, source: PublicSource, subset: str | None, split: str, commit: str | None) -> Any:
-        """One split of a data set as an `IterableDataset` of the library `datasets`."""
-        # Imported here because it is slow to load.
+        """One split of a data set as a `datasets.IterableDataset`."""
+        # Slow to import.
         from datasets import load_dataset
 
-        place = str(self._folder(source) if self.mirror else source.repository)
+        path = str(self._folder(source) if self.mirror else source.repository)
         files = {} if source.data_files is None else {"data_files": source.data_files}
-        # Files are of one split, whatever the data set calls it.
-        return load_dataset(place, subset, split=split, revision=commit, streaming=True, **files)
+        return load_dataset(path, subset, split=split, revision=commit, streaming=True, **files)
 
     def _folder(self, source: PublicSource) -> Path:
         assert self.mirror is not None
         folder = self.mirror / str(source.repository)
         if not folder.is_dir():
-            raise InputError(f"hub:{source.repository}", f"is not in {self.mirror}", "download it to there")
+            raise InputError(f"hub:{source.repository}", f"is not in {self.mirror}", "download it to that folder")
         return folder
 
 
 class RowStream:
-    """The rows of one table of a data set, one split after another, from the `state` of an earlier process on.
-
-    `columns` are those that the rows must have.
-    """
+    """The rows of one table of a data set, split after split, resumed from `state`; rows must have all `columns`."""
 
     def __init__(
         self,
@@ -390,21 +386,21 @@ class RowStream:
                     yield row
         except InputError:
             raise
-        # The library raises the errors of several others, which change with its versions.
+        # `datasets` raises errors of several libraries, which change between its versions.
         except Exception as error:
             raise unreachable(name, error) from error
 
     def _check(self, row: Row) -> None:
-        """Check the columns of the first row; the others of a table have the same."""
+        """Check the columns of the first row; all rows of a table have the same columns."""
         missing = sorted(self.columns - set(row))
         if missing:
             what = f"has no column {missing[0]!r} among {shorten(', '.join(map(str, row)), 80)}"
-            raise InputError(f"hub:{self.source.repository}", what, "it has changed; leave the source out")
+            raise InputError(f"hub:{self.source.repository}", what, "the data set has changed; leave the source out")
         self.columns = set()
 
 
 class Parts:
-    """The parts of one file: converted rows, and with each part the place up to which the source was read."""
+    """The parts of one output file; each part stores converted rows and the position in the source."""
 
     def __init__(self, folder: Path, stem: str, kind: Kind) -> None:
         self.folder, self.stem, self.kind = folder, stem, kind
@@ -415,7 +411,7 @@ class Parts:
 
     @property
     def note(self) -> dict[str, Any]:
-        """How far the last part reaches: rows written, read, and left out with the first reason; the source's state."""
+        """Progress up to the last part: rows written, read, left out (with the first reason), and the source state."""
         note = {"rows": 0, "read": 0, "left_out": 0, "left_out_first": None, "state": None, "last": False}
         if paths := self.paths:
             try:
@@ -432,9 +428,9 @@ class Parts:
         limit: int | None,
         keep: Callable[[Row], bool] | None = None,
     ) -> dict[str, Any]:
-        """Write the parts that are missing; returns how many rows there are, were read and left out, and why.
+        """Write the missing parts; returns the number of rows written, read and left out, and the first reason.
 
-        `rows` are those behind the last part's, and `state` says where reading them has come.
+        `rows` are the rows after the last part; `state` returns the current position in them.
         """
         note, remaining = self.note, iter(rows)
         total = source.rows and -(-source.rows // source.every)
@@ -442,9 +438,10 @@ class Parts:
         with progress_bar(limit if total is None else min(limit or total, total), title, "row") as bar:
             bar.update(note["rows"])
             while not note["last"]:
-                made: list[dict[str, Any]] = []
-                while len(made) < PART_ROWS and not note["last"]:
-                    row = None if limit is not None and note["rows"] + len(made) >= limit else next(remaining, None)
+                converted: list[dict[str, Any]] = []
+                while len(converted) < PART_ROWS and not note["last"]:
+                    is_full = limit is not None and note["rows"] + len(converted) >= limit
+                    row = None if is_full else next(remaining, None)
                     note["last"] = row is None
                     if row is None:
                         break
@@ -452,26 +449,26 @@ class Parts:
                     if (note["read"] - 1) % source.every:
                         continue
                     try:
-                        ours = self.kind.convert(row, source.columns)
-                        self.kind.check(ours, {}, f"row {note['read']}")
-                    # Those of Python are of a cell of another type, such as a score that is no number.
+                        record = self.kind.convert(row, source.columns)
+                        self.kind.check(record, {}, f"row {note['read']}")
+                    # Python errors come from cells of an unexpected type, such as a score that is not a number.
                     except (InputError, TypeError, ValueError) as fault:
                         note |= {
                             "left_out": note["left_out"] + 1,
                             "left_out_first": note["left_out_first"] or str(fault),
                         }
                         continue
-                    if keep is None or keep(ours):
-                        made.append(ours)
+                    if keep is None or keep(record):
+                        converted.append(record)
                         bar.update()
-                note |= {"rows": note["rows"] + len(made), "state": state()}
+                note |= {"rows": note["rows"] + len(converted), "state": state()}
                 schema = self.kind.schema.with_metadata({"note": json.dumps(note)})
                 with atomic_path(self.folder / f"{self.stem}-{len(self.paths):05d}.parquet") as temporary:
-                    pq.write_table(pa.Table.from_pylist(made, schema), temporary, compression="zstd")
+                    pq.write_table(pa.Table.from_pylist(converted, schema), temporary, compression="zstd")
         return {name: note[name] for name in ("rows", "read", "left_out", "left_out_first")}
 
     def merge(self, output: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the parts as one file, and its manifest; the file comes last, so where it is its manifest is too."""
+        """Write the parts as one file with a manifest; the file comes last, so it never exists without a manifest."""
         with atomic_path(output) as temporary:
             with table_writer(temporary, self.kind.schema) as write:
                 for part in self.paths:
@@ -482,20 +479,20 @@ class Parts:
 
 
 def fetch_source(source: PublicSource, output: Path, hub: Hub, limit: int | None = None) -> dict[str, Any]:
-    """Write one source's rows to a Parquet file that training or mining reads; the manifest beside it is returned.
+    """Write the rows of one source to a Parquet file for training or mining; returns its manifest.
 
-    The rows come streamed and are written in parts, each with the place where the next one begins. A kill costs one
-    part, and a resumed process gives the same bytes. Rows without a text, or that the reader of the file would refuse,
-    are left out and counted. A set of `beir` gets the file `NAME.corpus.parquet` too, its documents.
+    Rows are streamed and written in parts with the position in the source. A kill loses at most one part, and a resumed
+    process writes the same bytes. Rows without a text, and rows that the reader of the file would refuse, are left out
+    and counted. For `beir`, the documents are written to `NAME.corpus.parquet` too.
 
     Args:
-        source: Where the rows lie, and how they become ours.
-        output: The file to write, `NAME.parquet`; a finished one of the same source and limit is kept.
-        hub: Where data sets are read.
-        limit: Maximum rows written, the first ones of all; None for each `every`-th of all.
+        source: Location of the rows and their conversion.
+        output: The file to write, `NAME.parquet`; a complete file of the same source and limit is reused.
+        hub: Reader of data sets.
+        limit: Write only the first `limit` rows; None for every `every`-th row.
 
     Raises:
-        InputError: If the data set is gone, gated or changed, has no usable row, or something else lies at `output`.
+        InputError: If the data set is missing, gated or changed, has no usable row, or `output` is another file.
     """
     assert source.kind is not None
     kind = KINDS[source.kind]
@@ -505,8 +502,8 @@ def fetch_source(source: PublicSource, output: Path, hub: Hub, limit: int | None
         return found
     work = output.with_name(f"{output.name}.work")
     with discard_on_user_error(work, unless=lambda: any(work.glob("*.parquet"))):
-        begun = (work / "manifest.json").exists()
-        commit = check_manifest(work, {})["commit"] if begun else hub.commit(source)
+        is_resumed = (work / "manifest.json").exists()
+        commit = check_manifest(work, {})["commit"] if is_resumed else hub.commit(source)
         JobFolder(work, fields, {"commit": commit})
         parts = Parts(work, "rows", kind)
         if source.kind == "beir":
@@ -519,7 +516,7 @@ def fetch_source(source: PublicSource, output: Path, hub: Hub, limit: int | None
         if not facts["rows"]:
             reason = f" ({facts['left_out_first']})" if facts["left_out"] else ""
             shutil.rmtree(work)
-            raise InputError(f"hub:{source.repository}", f"has no row that can be used{reason}", "leave the source out")
+            raise InputError(f"hub:{source.repository}", f"has no usable row{reason}", "leave the source out")
         facts |= {"commit": commit, "licence": source.licence}
         manifest = parts.merge(output, {**fields, **facts})
     shutil.rmtree(work)
@@ -529,25 +526,25 @@ def fetch_source(source: PublicSource, output: Path, hub: Hub, limit: int | None
 
 
 def corpus_path(output: Path) -> Path:
-    """The file of the documents of a fetched set of `beir`."""
+    """The file of documents of a `beir` source."""
     return output.with_name(f"{output.stem}.corpus.parquet")
 
 
 def _join(
     source: PublicSource, output: Path, parts: Parts, hub: Hub, commit: str | None, limit: int | None
 ) -> dict[str, Any]:
-    """Write a pair for each judgment above 0, in the order of the judgments, and the file of the documents.
+    """Write a pair for each qrel above 0, in the order of the qrels, and the file of documents.
 
-    With a limit the documents are those of the pairs alone, and reading them ends with the last one.
+    With a limit, only the documents of the pairs are written.
     """
     split = source.split if isinstance(source.split, str) else source.split[0]
     stream = partial(RowStream, hub, source, commit)
-    judged = (
+    qrels = (
         (str(row["query-id"]), str(row["corpus-id"]))
         for row in stream("default", [split], ("query-id", "corpus-id", "score"))
         if float(row["score"]) > 0
     )
-    pairs = list(islice(judged, 0, limit, source.every))
+    pairs = list(islice(qrels, 0, limit, source.every))
     queries, wanted = {}, {query for query, _ in pairs}
     for row in stream("queries", ["queries"], ("_id", "text")):
         if str(row["_id"]) in wanted:
@@ -557,11 +554,11 @@ def _join(
     wanted = {document for _, document in pairs}
     corpus = Parts(parts.folder, "documents", CORPUS)
     documents = stream("corpus", ["corpus"], ("_id", "text"), corpus.note["state"])
-    whole = replace(source, every=1, rows=None)
+    all_rows = replace(source, every=1, rows=None)
     if limit is None:
-        facts = corpus.write(documents, documents.state, whole, None)
+        facts = corpus.write(documents, documents.state, all_rows, None)
     else:
-        facts = corpus.write(documents, documents.state, whole, len(wanted), lambda row: row["_id"] in wanted)
+        facts = corpus.write(documents, documents.state, all_rows, len(wanted), lambda row: row["_id"] in wanted)
     corpus.merge(corpus_path(output), {"kind": "public corpus", "source": source.recipe, **facts, "commit": commit})
     texts = {
         row["_id"]: one_text(row, ["title", "text"])
@@ -569,7 +566,8 @@ def _join(
         for row in pq.read_table(path).to_pylist()
         if row["_id"] in wanted
     }
-    # A judgment of a text that is not there is left out with the other rows that have none.
+    # A qrel with a missing text becomes a row without a text, which `write` leaves out.
     joined = ({"query": queries.get(query, ""), "positive": texts.get(name, "")} for query, name in pairs)
-    behind = islice(joined, parts.note["read"], None)
-    return parts.write(behind, lambda: None, replace(whole, columns={"query": "query", "positive": "positive"}), limit)
+    remaining = islice(joined, parts.note["read"], None)
+    pair_source = replace(all_rows, columns={"query": "query", "positive": "positive"})
+    return parts.write(remaining, lambda: None, pair_source, limit)

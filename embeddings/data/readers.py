@@ -1,4 +1,4 @@
-"""Readers of the rows of JSON lines, CSV and Parquet files, and of data sets of the Hub."""
+"""Readers of rows: JSON lines, CSV and Parquet files, and Hub data sets."""
 
 import csv
 import gzip
@@ -18,10 +18,10 @@ from embeddings.common.text import one_line
 from embeddings.data.records import Cell, look_alikes
 
 MAX_LINE_BYTES = 32 * 2**20
-# A gzip file of a few kilobytes can unpack to hours of blank lines.
+# A gzip file of a few kilobytes can contain so many blank lines that reading takes hours.
 MAX_BLANK_LINES = 2**20
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
-# First bytes of what is often met in place of JSON lines; of two that fit the first one holds.
+# First bytes of common files that are not JSON lines; the first match applies.
 _FOREIGN = {
     b"\xff\xfe\x00\x00": ("UTF-32", "save it as UTF-8"),
     b"\xff\xfe": ("UTF-16", "save it as UTF-8"),
@@ -35,26 +35,26 @@ _FOREIGN = {
 _BOM = b"\xef\xbb\xbf"
 # A first line of column names, such as `query,positive`.
 _HEADER = re.compile(rb'"?[A-Za-z_]\w*"?([,;\t]"?[A-Za-z_]\w*"?)+\s*')
-# Names of tables of separated values, and what separates them: of several the first that the header holds.
+# File names of CSV and TSV tables, and their possible separators: the first one in the header applies.
 _TABLE, _SEPARATORS = re.compile(r"\.(csv|tsv)(\.gz)?$", re.IGNORECASE), {"csv": ",;\t", "tsv": "\t"}
 _PARQUET_ROWS = 1024
 
 
 def not_regular(path: str) -> InputError:
-    return InputError(path, "is no regular file", "write what it gives to a file, and name that")
+    return InputError(path, "is not a regular file", "write its content to a file, and name that file")
 
 
 class Row(NamedTuple):
-    """One row: `where` is file and row for messages, `fields` its values by column name."""
+    """One row: `where` is file and row, for messages; `fields` are its values by column name."""
 
     where: str
     fields: Mapping[str, Any]
 
 
 class Reader(ABC):
-    """Rows in their order, and how far reading has come.
+    """Rows in order, with the progress of reading.
 
-    `total_bytes` is None where it is not known; `unread_columns` are the columns that the rows leave out.
+    `total_bytes` is None if it is unknown; `unread_columns` are the columns that are not read.
     """
 
     path: Path
@@ -63,7 +63,7 @@ class Reader(ABC):
     unread_columns: Sequence[str] = ()
 
     def __iter__(self) -> Iterator[Row]:
-        """The rows from the first; an `InputError` at one that cannot be read, or if there is none."""
+        """The rows from the first; raises `InputError` at an unreadable row, or if there are no rows."""
         row = None
         for row in self._rows():
             yield row
@@ -74,14 +74,14 @@ class Reader(ABC):
     def _rows(self) -> Iterator[Row]: ...
 
     def _without_rows(self) -> InputError:
-        return InputError(str(self.path), "holds no rows", "write the file again, or leave it out")
+        return InputError(str(self.path), "contains no rows", "write the file again, or leave it out")
 
 
 def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> Reader:
-    """The reader for a file's content: gzip and Parquet are known by their first bytes, whatever the name says.
+    """The reader for a file: gzip and Parquet are recognised by their first bytes, not by the name.
 
-    A file named `.csv` or `.tsv`, gzipped or not, is a table of separated values unless JSON begins in it. Parquet
-    reads only `fields` and what may stand for `negatives`, or all columns where a `required` one is missing.
+    A file named `.csv` or `.tsv` (also gzipped) is a table, unless its content starts with JSON. From Parquet only
+    `fields` and possible columns of `negatives` are read, or all columns if a `required` one is missing.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise not_regular(str(path))
@@ -96,7 +96,7 @@ def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> R
     if start == _PARQUET:
         return ParquetReader(path, fields, required)
     if path.suffix == ".parquet":
-        raise InputError(str(path), "is not a Parquet file, whatever its name says", "check how it was written")
+        raise InputError(str(path), "is not a Parquet file despite its name", "check how it was written")
     lines, table = JsonlReader(path, gzipped=start.startswith(_GZIP)), _TABLE.search(path.name)
     if table is None or lines.first_line().lstrip()[:1] in (b"{", b"["):
         return lines
@@ -104,18 +104,18 @@ def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> R
 
 
 class LineReader(Reader):
-    """Rows of a text file, which count from 1 as an editor's lines do, without byte-order mark and blank lines."""
+    """Rows of a text file, named by line number from 1, without byte-order mark and blank lines."""
 
     def __init__(self, path: Path, gzipped: bool) -> None:
         self.path, self.gzipped = path, gzipped
         self.total_bytes = path.stat().st_size
 
     def first_line(self) -> bytes:
-        """The first line that is not blank; empty where there is none."""
+        """The first line that is not blank; empty if there is none."""
         return next((line for _, line in self._lines() if line.strip()), b"")
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """The lines with their numbers, blank ones among them."""
+        """All lines, also blank ones, with their numbers."""
         number, last = 0, 0
         with open(self.path, "rb") as raw, gzip.GzipFile(fileobj=raw) if self.gzipped else raw as file:
             while line := self._next_line(file, number + 1):
@@ -126,8 +126,8 @@ class LineReader(Reader):
                 if line.strip():
                     last = number
                 elif number - last > MAX_BLANK_LINES:
-                    what = f"{MAX_BLANK_LINES} blank lines follow each other"
-                    raise InputError(f"{self.path}:{number}", what, "take them out, or leave the file out")
+                    what = f"{MAX_BLANK_LINES} consecutive blank lines"
+                    raise InputError(f"{self.path}:{number}", what, "remove them, or leave the file out")
                 yield number, line
 
     def _next_line(self, file: IO[bytes] | gzip.GzipFile, number: int) -> bytes:
@@ -137,11 +137,11 @@ class LineReader(Reader):
         except (OSError, EOFError, zlib.error):
             if not self.gzipped:
                 raise
-            what = "the gzip data is cut off or damaged here"
-            raise InputError(where, what, "fetch or compress the file again") from None
+            what = "the gzip data is truncated or damaged here"
+            raise InputError(where, what, "download or compress the file again") from None
         if len(line) > MAX_LINE_BYTES:
             what = f"the row is longer than {MAX_LINE_BYTES >> 20} MiB"
-            raise InputError(where, what, "check that the file is JSON lines or CSV, or cut the text")
+            raise InputError(where, what, "check that the file is JSON lines or CSV, or shorten the text")
         return line
 
     def _without_mark(self, line: bytes) -> bytes:
@@ -162,10 +162,10 @@ class JsonlReader(LineReader):
 
 
 class CsvReader(LineReader):
-    """Rows of a table of separated values below a header; an empty cell is null.
+    """Rows of a table with a header; an empty cell is null.
 
-    A quoted cell may hold the separator, line ends and doubled quotes. A row is named by the line that it begins in.
-    The first of `separators` that the header holds separates the cells.
+    A quoted cell may contain the separator, line ends and doubled quotes. Messages name a row by its first line. The
+    first of `separators` that the header contains separates the cells.
     """
 
     def __init__(self, path: Path, gzipped: bool, separators: str) -> None:
@@ -175,7 +175,7 @@ class CsvReader(LineReader):
     def _rows(self) -> Iterator[Row]:
         header, first = list[str](), self.first_line()
         separator = next((each for each in self._separators if each.encode() in first), self._separators[0])
-        # The limit is the process's; by default it is 128 KiB.
+        # The limit applies to the whole process; the default is 128 KiB.
         csv.field_size_limit(MAX_LINE_BYTES)
         lines = (_decoded(line, f"{self.path}:{number}") for number, line in self._lines())
         table = csv.reader(lines, delimiter=separator, strict=True)
@@ -191,25 +191,25 @@ class CsvReader(LineReader):
                 continue
             if not header:
                 header = [name.strip() for name in cells]
-                if double := next((name for name in header if header.count(name) > 1), None):
-                    raise InputError(str(self.path), f"has two columns {double!r}", "rename one of them")
+                if duplicate := next((name for name in header if header.count(name) > 1), None):
+                    raise InputError(str(self.path), f"has two columns {duplicate!r}", "rename one of them")
             elif len(cells) != len(header):
                 what = f"the row has {len(cells)} cells, and the header {len(header)}"
-                raise InputError(where, what, "quote texts that hold the separator, or mend the row")
+                raise InputError(where, what, "quote texts that contain the separator, or fix the row")
             else:
                 yield Row(where, {name: Cell(cell) if cell else None for name, cell in zip(header, cells, strict=True)})
 
 
 def _not_csv(where: str, error: str) -> InputError:
-    """The error of a row that the standard library's reader of CSV refuses."""
+    """The error for a row that the `csv` module refuses."""
     if "end of data" in error:
-        return InputError(where, "a quote opens in this row, and the file ends", "close it, or fetch the file again")
+        return InputError(where, "a quote in this row is not closed", "close it, or download the file again")
     if "field limit" in error:
         what = f"a cell is longer than {MAX_LINE_BYTES >> 20} MiB"
-        return InputError(where, what, "check that its quote is closed, or cut the text")
+        return InputError(where, what, "check that its quote is closed, or shorten the text")
     if "new-line character" in error:
         return _carriage_returns(where)
-    return InputError(where, "text follows a quoted cell's last quote", "double the quotes inside a quoted cell")
+    return InputError(where, "text follows the closing quote of a cell", "double the quotes inside a quoted cell")
 
 
 class ParquetReader(Reader):
@@ -231,7 +231,7 @@ class ParquetReader(Reader):
                     self.bytes_read = self.total_bytes * number // total
         except (pa.ArrowException, OSError) as error:
             reason = one_line(str(error) or type(error).__name__, 100)
-            what = f"the Parquet data is cut off or damaged ({reason})"
+            what = f"the Parquet data is truncated or damaged ({reason})"
             raise InputError(f"{self.path}:{number + 1}", what, "write the file again") from error
 
     def _selected(self, names: list[str]) -> list[str] | None:
@@ -245,7 +245,7 @@ class ParquetReader(Reader):
         return [name for name in names if name in wanted]
 
     def _batch_rows(self, batch: pa.RecordBatch, done: int) -> Iterator[dict[str, Any]]:
-        """The rows of a batch; where one cannot be decoded the rows are tried one at a time to name it."""
+        """The rows of a batch; on a decoding error each row is tried alone, so that the message can name it."""
         try:
             yield from batch.to_pylist()
         except UnicodeDecodeError:
@@ -253,7 +253,7 @@ class ParquetReader(Reader):
                 try:
                     batch.slice(index, 1).to_pylist()
                 except UnicodeDecodeError:
-                    where, fix = f"{self.path}:{done + index + 1}", "write the file again as UTF-8"
+                    where, fix = f"{self.path}:{done + index + 1}", "rewrite the file as UTF-8"
                     raise InputError(where, "a text is not valid UTF-8", fix) from None
 
 
@@ -272,7 +272,7 @@ def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
     try:
         value = json.loads(text)
     except RecursionError:
-        raise InputError(where, "the JSON is nested too deep", "write flat records") from None
+        raise InputError(where, "the JSON is nested too deeply", "write flat records") from None
     except ValueError as error:
         raise _not_json(line, where, error) from None
     if not isinstance(value, dict):
@@ -283,43 +283,43 @@ def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
 
 def _not_json(line: bytes, where: str, error: ValueError) -> InputError:
     if b"\x00" in line:
-        return InputError(where, "the row holds a NUL byte", "fetch or write the file again")
+        return InputError(where, "the row contains a NUL byte", "download or write the file again")
     if line.lstrip().startswith(b"["):
-        return InputError(where, "a JSON array begins here, expected JSON lines", "write one JSON object a line")
+        return InputError(where, "a JSON array starts here, expected JSON lines", "write one JSON object a line")
     if b"\r" in line.strip():
         return _carriage_returns(where)
     if line.lstrip().startswith(b"{") and not line.endswith(b"\n"):
         return _cut_off(where)
     if where.endswith(":1") and _HEADER.fullmatch(line):
-        what = "this is a table of separated values (CSV), and its name says otherwise"
+        what = "the file is a CSV table, but its name does not end in .csv or .tsv"
         return InputError(where, what, "name the file .csv or .tsv")
     column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
     return InputError(where, f"the row is not JSON{column}", "write one JSON object a line")
 
 
 def _carriage_returns(where: str) -> InputError:
-    return InputError(where, "rows end in carriage returns alone", "save the file with line feeds")
+    return InputError(where, "rows end with carriage returns only", "save the file with line feeds")
 
 
 def _cut_off(where: str) -> InputError:
-    return InputError(where, "the file ends in the middle of this row", "fetch it again, or delete the row")
+    return InputError(where, "the file ends in the middle of this row", "download it again, or delete the row")
 
 
 def resolve_revision(name: str, revision: str | None) -> str:
-    """The commit that a revision of a Hub data set stands for; a full commit needs no network."""
+    """The commit of a revision of a Hub data set; a full commit hash needs no network."""
     if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
     return ask_commit(name, revision)
 
 
 def ask_commit(name: str, revision: str | None) -> str:
-    """The commit that the Hub gives for a revision; errors as of `resolve_revision`."""
-    # The Hub's client is slow to import, and most runs read files.
+    """The commit of a revision, always asked from the Hub; raises `InputError` if the Hub cannot be reached."""
+    # Slow to import, and most runs read files.
     from huggingface_hub import HfApi
 
     try:
         commit = HfApi().dataset_info(name, revision=revision, timeout=20).sha
-    # The client raises the errors of several libraries, which change with its versions.
+    # The client raises errors of several libraries, which change between its versions.
     except Exception as error:
         raise unreachable(name, error) from error
     assert commit is not None
@@ -333,10 +333,10 @@ class HubReader(Reader):
         self.name, self.subset, self.split, self.commit = name, subset, split, commit
 
     def _rows(self) -> Iterator[Row]:
-        # Streaming would try an unreachable Hub again for half a minute, and say so each time.
+        # Streaming retries an unreachable Hub for half a minute, with a log line each time.
         ask_commit(self.name, self.commit)
         try:
-            # Imported here because it is slow to load, and most runs read files.
+            # Slow to import, and most runs read files.
             from datasets import load_dataset
 
             rows = load_dataset(self.name, self.subset, split=self.split, revision=self.commit, streaming=True)
@@ -346,11 +346,11 @@ class HubReader(Reader):
             raise unreachable(self.name, error) from error
 
     def _without_rows(self) -> InputError:
-        return InputError(f"hub:{self.name}", f"split {self.split!r} holds no rows", "choose another split")
+        return InputError(f"hub:{self.name}", f"split {self.split!r} contains no rows", "choose another split")
 
 
 def unreachable(name: str, error: Exception) -> InputError:
-    """The error of a Hub data set that a library could not read."""
+    """The error for a Hub data set that a library could not read."""
     reason = one_line((str(error).strip().splitlines() or [type(error).__name__])[0], 160)
-    fix = "check name, split and network, or download it and give its files"
+    fix = "check name, split and network, or download it and name its files"
     return InputError(f"hub:{name}", f"cannot be read ({reason})", fix)

@@ -1,4 +1,4 @@
-"""Training records: what a row of a file means, how bad rows are refused, examples made of records, files of them."""
+"""Training records: parsing and validation of rows, examples made from records, and files of records."""
 
 import json
 import math
@@ -27,7 +27,7 @@ LABELLED_FIELDS = ("text", "label")
 SCORED_FIELDS = ("sentence1", "sentence2", "score")
 PAIR_FIELDS = ("query", "positive", "negatives")
 _MAX_SCORE = float(np.finfo(np.float32).max)
-# Columns that other libraries' files have in place of a field.
+# Column names of other libraries for each field, as regular expressions.
 _LOOK_ALIKES = {
     "query": r"query|anchor|question|sentence_?1",
     "positive": r"positives?|pos|passage|answer|document|sentence_?2",
@@ -41,13 +41,13 @@ _LOOK_ALIKES = {
 
 
 class Cell(str):
-    """A text of a table of separated values, which has no other type: a number is the text that spells it."""
+    """A cell of a CSV or TSV table: always text, even where it contains a number."""
 
     __slots__ = ()
 
 
 class Negative(NamedTuple):
-    """A hard negative. `level` is 1 (hardest) to 4 (easiest), or 0 where the source gives none."""
+    """A hard negative. `level` is 1 (hardest) to 4 (easiest), or 0 without a level."""
 
     text: str
     level: int = 0
@@ -55,15 +55,15 @@ class Negative(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One training record as a person wrote it.
+    """One training record, as the source file contains it.
 
     Attributes:
         positives: Texts relevant to the query, at least one.
-        negatives: Texts that are not, hardest first.
-        label: Class of query and positives, as `label_key` writes it.
-        score: How relevant the positive is, in the source's own unit.
-        instruction: What this query is for, in place of the source's instruction.
-        scores: A teacher's score of each positive, then of each negative, NaN where it gave none; empty without scores.
+        negatives: Texts that are not relevant to the query, hardest first.
+        label: Class of the query and the positives, as text (see `label_key`).
+        score: Relevance of the positive, in the unit of the source.
+        instruction: Task instruction of this query; it replaces the instruction of the source.
+        scores: Teacher scores of the positives, then of the negatives. NaN: missing; empty: the record has none.
     """
 
     query: str
@@ -78,7 +78,7 @@ class Record:
 
     @property
     def suspicion(self) -> str | None:
-        """What the record's texts say against each other, or None: nearly always a slip in how it was made."""
+        """Why the record is suspect (one text in two roles), or None. Such records are nearly always a data error."""
         query, positives = self.query.strip(), {text.strip() for text in self.positives}
         negatives = {negative.text.strip() for negative in self.negatives}
         if not positives.isdisjoint(negatives):
@@ -91,14 +91,14 @@ class Record:
 
 
 class LabelledText(NamedTuple):
-    """A text and its class, as `label_key` writes it."""
+    """A text and its class, as text (see `label_key`)."""
 
     text: str
     label: str
 
 
 class ScoredPair(NamedTuple):
-    """Two texts and how similar people found them, in the source's own unit."""
+    """Two texts and their similarity score, in the unit of the source."""
 
     sentence1: str
     sentence2: str
@@ -106,19 +106,19 @@ class ScoredPair(NamedTuple):
 
 
 def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> Record:
-    """The record that a row holds. Columns that are not asked for are ignored.
+    """Parse a row into a record. Other columns are ignored.
 
-    Without `columns` the columns of other libraries' files are taken for fields that have none of their own name (see
-    `taken_columns`). A field that `columns` maps must be there; other fields than `query` and `positive` may be missing
-    or null. Negatives with levels come out hardest first, in the row's order within a level, with their scores.
+    If `columns` is empty, columns with the usual names of other libraries stand in for missing fields (see
+    `substitute_columns`). A field in `columns` must be present. Other fields than `query` and `positive` may be missing
+    or null. Negatives with levels are sorted hardest first (stable within a level), together with their scores.
 
     Args:
-        fields: The row by column name.
-        columns: Column of a field, for the fields whose column has another name.
+        fields: Values by column name.
+        columns: Column name of each field whose column has a different name.
         where: File and row, for messages.
 
     Raises:
-        InputError: If a field is missing, ambiguous or not what it must be; the message names file, row and field.
+        InputError: If a field is missing, ambiguous or invalid; the message names file, row and field.
     """
     row = _Row(fields, columns, where, PAIR_FIELDS)
     row.refuse_scores()
@@ -126,11 +126,11 @@ def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: s
     negatives = row.optional("negatives", row.negatives) or ()
     scores = row.optional("scores", partial(row.scores, len(positives), len(negatives))) or ()
     if negatives and negatives[0].level:
-        order = sorted(range(len(negatives)), key=lambda place: negatives[place].level)
-        negatives = tuple(negatives[place] for place in order)
+        order = sorted(range(len(negatives)), key=lambda position: negatives[position].level)
+        negatives = tuple(negatives[position] for position in order)
         if scores:
-            own = len(positives)
-            scores = (*scores[:own], *(scores[own + place] for place in order))
+            num_positives = len(positives)
+            scores = (*scores[:num_positives], *(scores[num_positives + position] for position in order))
     return Record(
         query=query,
         positives=positives,
@@ -145,20 +145,20 @@ def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: s
 
 
 def parse_labelled_text(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> LabelledText:
-    """The text and class that a row holds (`text`, `label`); arguments and errors as in `parse_record`."""
+    """Parse a row with `text` and `label`; arguments and errors as in `parse_record`."""
     row = _Row(fields, columns, where, LABELLED_FIELDS)
     return LabelledText(row.required("text", row.text), row.required("label", row.label))
 
 
 def parse_scored_pair(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> ScoredPair:
-    """The pair that a row holds (`sentence1`, `sentence2`, `score`); arguments and errors as in `parse_record`."""
+    """Parse a row with `sentence1`, `sentence2` and `score`; arguments and errors as in `parse_record`."""
     row = _Row(fields, columns, where, SCORED_FIELDS)
     first, second = row.required("sentence1", row.text), row.required("sentence2", row.text)
     return ScoredPair(first, second, row.required("score", row.number))
 
 
 def look_alikes(names: Iterable[str], fields: Sequence[str]) -> dict[str, str]:
-    """The columns that look like one of some fields under another name, each with its field."""
+    """Columns whose names are usual alternatives for one of `fields`, each mapped to its field."""
     return {
         name: field
         for name in names
@@ -167,94 +167,95 @@ def look_alikes(names: Iterable[str], fields: Sequence[str]) -> dict[str, str]:
     }
 
 
-def taken_columns(row: Mapping[str, Any], fields: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
-    """The columns of a row that are not null and taken for some fields which have none of their own name.
+def substitute_columns(row: Mapping[str, Any], fields: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
+    """For each of `fields` without a column of that name, the non-null columns of the row that stand in for it.
 
-    A field with more than one column is ambiguous, but for negatives, which may have several, in their order.
+    A field with several such columns is ambiguous, except `negatives`, whose columns are sorted by number.
     """
-    return _taken(tuple(str(name) for name, value in row.items() if value is not None), fields)
+    return _substitutes(tuple(str(name) for name, value in row.items() if value is not None), fields)
 
 
 @lru_cache(maxsize=1024)
-def _taken(names: tuple[str, ...], fields: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
-    """The same of names alone: few kinds of rows make up a source."""
-    found: dict[str, list[str]] = {}
+def _substitutes(names: tuple[str, ...], fields: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
+    """`substitute_columns` of column names; cached, because the rows of a source share a few sets of columns."""
+    columns: dict[str, list[str]] = {}
     for name, field_ in look_alikes(names, fields).items():
         if field_ not in names:
-            found.setdefault(field_, []).append(name)
-    found.get("negatives", []).sort(key=lambda name: int(name[len(name.rstrip(digits)) :] or 0))
-    return {field_: tuple(taken) for field_, taken in found.items()}
+            columns.setdefault(field_, []).append(name)
+    columns.get("negatives", []).sort(key=lambda name: int(name[len(name.rstrip(digits)) :] or 0))
+    return {field_: tuple(names) for field_, names in columns.items()}
 
 
 def label_key(value: str | int) -> str:
-    """A class as text: a Boolean as JSON writes it, a whole number in decimals, a text as it is."""
+    """A class label as text: Booleans become `true` and `false`, as in JSON."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# Makes a value of a field's name and what a row holds in it.
+# Parses a value: (field name, raw value) → parsed value.
 T = TypeVar("T")
 Read = Callable[[str, Any], T]
 
 
 class _Row:
-    """One row with what messages about it need."""
+    """Parser of one row."""
 
     def __init__(
         self, fields: Mapping[str, Any], columns: Mapping[str, str], where: str, wanted: tuple[str, ...]
     ) -> None:
         self.fields, self.columns, self.where = fields, columns, where
-        self.taken: Mapping[str, tuple[str, ...]] = {} if columns else taken_columns(fields, wanted)
+        self.substitutes: Mapping[str, tuple[str, ...]] = {} if columns else substitute_columns(fields, wanted)
 
     def required(self, field: str, read: Read[T]) -> T:
-        """What `read` makes of the value of a field that must be there."""
+        """The parsed value of a field that must be present."""
         return read(field, self._value(field))
 
     def optional(self, field: str, read: Read[T]) -> T | None:
-        """The same of a field that may be missing or null; one that `columns` maps must be there."""
+        """The parsed value of a field, or None if it is missing or null; a field in `columns` must be present."""
         if field in self.columns:
             value = self._value(field)
-        elif field in self.taken:
-            value = self._joined(self.taken[field])
+        elif field in self.substitutes:
+            value = self._joined(self.substitutes[field])
         else:
             value = None if field in self.columns.values() else self.fields.get(field)
         return None if value is None else read(field, value)
 
     def _value(self, field: str) -> Any:
-        column = self.columns.get(field) or self.only_taken(field)
+        column = self.columns.get(field) or self._only_column(field)
         if column not in self.fields:
             alike = next(iter(look_alikes(map(str, self.fields), (field,))), "YOUR_COLUMN")
             names = shorten(", ".join(map(str, self.fields)), 80)
             what = f"field {field!r}: no column {column!r} among {names}"
             fix = f"map it with columns: {{{field}: {alike}}}"
-            labelled = {*self.fields, *taken_columns(self.fields, LABELLED_FIELDS)}.issuperset(LABELLED_FIELDS)
+            labelled = {*self.fields, *substitute_columns(self.fields, LABELLED_FIELDS)}.issuperset(LABELLED_FIELDS)
             if labelled and not self.columns:
                 fix = f"for texts with classes set conversion: class_by_example, or {fix}"
             raise self.fault(what, fix)
         return self.fields[column]
 
-    def only_taken(self, field: str) -> str:
-        """The one column that is taken for a field, or the field's own name."""
-        taken = self.taken.get(field, (field,))
-        if len(taken) > 1:
-            what = f"field {field!r}: {' and '.join(taken)} may both be it"
-            mapping = ", ".join(f"{field}: {taken[0]}" for field, taken in self.taken.items())
-            raise self.fault(what, f"choose, with columns: {{{mapping}}}")
-        return taken[0]
+    def _only_column(self, field: str) -> str:
+        """The only column that stands in for a field, or the name of the field."""
+        columns = self.substitutes.get(field, (field,))
+        if len(columns) > 1:
+            what = f"field {field!r}: several columns match ({', '.join(columns)})"
+            mapping = ", ".join(f"{field}: {names[0]}" for field, names in self.substitutes.items())
+            raise self.fault(what, f"choose one: columns: {{{mapping}}}")
+        return columns[0]
 
     def refuse_scores(self) -> None:
-        """Refuse a pair whose columns tell how alike its texts are: not every such pair is one to learn."""
-        pair = [name for field in ("query", "positive") for name in self.taken.get(field, ())]
+        """Refuse a pair with a similarity score or label beside guessed columns: it may be a negative pair."""
+        pair = [name for field in ("query", "positive") for name in self.substitutes.get(field, ())]
         scores = pair and [name for name in ("score", "label", "similarity") if self.fields.get(name) is not None]
         if scores:
-            what = f"{scores[0]!r} beside {' and '.join(pair)} may say which pairs match"
-            mapped = ", ".join(f"{field}: {self.taken.get(field, (field,))[0]}" for field in ("query", "positive"))
-            fix = f"set conversion: sts for scored pairs, or, where all match, columns: {{{mapped}}}"
+            what = f"{scores[0]!r} beside {' and '.join(pair)} may mark which pairs match"
+            first = {field: self.substitutes.get(field, (field,))[0] for field in ("query", "positive")}
+            mapped = ", ".join(f"{field}: {name}" for field, name in first.items())
+            fix = f"set conversion: sts for scored pairs, or, if all pairs match, columns: {{{mapped}}}"
             raise self.fault(what, fix)
 
     def _joined(self, names: Sequence[str]) -> Any:
-        """The value of one column, or those of several that are numbered as one list."""
+        """The value of one column, or the values of several numbered columns as one list."""
         if len({re.sub(r"_?\d+$", "", name) for name in names}) > 1:
-            self.only_taken("negatives")
+            self._only_column("negatives")
         if len(names) == 1:
             return self.fields[names[0]]
         values = [self.fields[name] for name in names]
@@ -267,23 +268,23 @@ class _Row:
             kind = "white space" if value else "an empty text"
             raise self.fault(f"{name} is {kind}", "give it a text, or leave the row out")
         if "\x00" in value:
-            raise self.fault(f"{name} holds a NUL character", "take the character out")
+            raise self.fault(f"{name} contains a NUL character", "remove the character")
         if not value.isascii():
             try:
                 value.encode()
             except UnicodeEncodeError:
-                what = f"{name} holds half of a character (a lone surrogate)"
-                raise self.fault(what, "write the file again as UTF-8") from None
+                what = f"{name} contains half of a character (a lone surrogate)"
+                raise self.fault(what, "rewrite the file as UTF-8") from None
         return str(value)
 
     def positives(self, name: str, value: Any) -> tuple[str, ...]:
-        """One text, or a list of one or more."""
+        """One text, or a list of at least one."""
         if value == []:
             raise self.fault(f"{name} is an empty list", "give at least one text, or leave the row out")
         return self._texts(name, value)
 
     def negatives(self, name: str, value: Any) -> tuple[Negative, ...]:
-        """One text, or a list of texts, or of texts with levels; all of one kind, in the row's order."""
+        """One text, a list of texts, or a list of texts with levels."""
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return tuple(self._graded(f"{name}[{i}]", item) for i, item in enumerate(value))
         return tuple(map(Negative, self._texts(name, value)))
@@ -298,7 +299,7 @@ class _Row:
     def _graded(self, name: str, item: Any) -> Negative:
         if not isinstance(item, dict):
             what = f"{name} is {kind_of(item)} where negatives[0] is an object"
-            raise self.fault(what, "give every negative a level, or none")
+            raise self.fault(what, "give every negative a level, or none of them")
         level = item.get("level")
         if isinstance(level, bool) or not isinstance(level, int) or not 1 <= level <= NUM_LEVELS:
             what = f"{name}.level is {level!r}, expected a whole number from 1 (hardest) to {NUM_LEVELS}"
@@ -313,7 +314,7 @@ class _Row:
         return self.text(name, label_key(value))
 
     def number(self, name: str, value: Any) -> float:
-        """A finite number; a table of separated values spells it."""
+        """A finite number; CSV cells contain it as text."""
         if isinstance(value, Cell):
             with suppress(ValueError):
                 value = float(value)
@@ -323,19 +324,19 @@ class _Row:
         return float(value)
 
     def scores(self, num_positives: int, num_negatives: int, name: str, value: Any) -> tuple[float, ...]:
-        """A number, or null, for each positive and then for each negative; NaN for null."""
+        """A number or null for each positive, then for each negative; null becomes NaN."""
         total = num_positives + num_negatives
         if not isinstance(value, list) or len(value) != total:
-            found = f"has {len(value)}" if isinstance(value, list) else f"is {kind_of(value)}"
+            actual = f"has {len(value)}" if isinstance(value, list) else f"is {kind_of(value)}"
             texts = f"positives ({num_positives}) and negatives ({num_negatives})"
-            what = f"{name} {found}, expected a list of {total} numbers, those of {texts}"
+            what = f"{name} {actual}, expected a list of {total} numbers, one for each of the {texts}"
             raise self.fault(what, "give each text a number or null, or rename the column")
-        for place, item in enumerate(value):
+        for index, item in enumerate(value):
             is_number = isinstance(item, int | float) and not isinstance(item, bool)
             if item is not None and not (is_number and (abs(item) <= _MAX_SCORE or item != item)):
                 shown = item if isinstance(item, float) else kind_of(item)
-                what = f"{name}[{place}] is {shown}, expected a finite number of float32, or null"
-                raise self.fault(what, "give it a number, or null where it is not known")
+                what = f"{name}[{index}] is {shown}, expected a finite float32 number, or null"
+                raise self.fault(what, "give it a number, or null if it is unknown")
         return tuple(math.nan if item is None else float(item) for item in value)
 
     def identifier(self, name: str, value: Any) -> str:
@@ -346,7 +347,7 @@ class _Row:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, as JSON's author would call it."""
+    """The JSON type of a value, for messages."""
     names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", bytes: "bytes"}
     kind = str if isinstance(value, str) else type(value)
     return names.get(kind, "a list" if isinstance(value, list) else "an object")
@@ -354,23 +355,23 @@ def kind_of(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One query with its relevant and irrelevant texts, its random choices still open.
+    """One query with its relevant and irrelevant texts, before the collator makes its random choices.
 
     Attributes:
         row, source: Row in the mixture, and index of its source.
-        draw: Key of the random choices (see `PlanEntry`).
-        query, positives: The texts without their prompts.
-        negatives: Texts that are not relevant, hardest first (in random order where a curriculum adds levels up).
-        label: Class within the source, -1 where it has none; the positives have the same.
-        negative_labels: Class of each negative, as long as `negatives`, or empty where the source has none.
+        draw: Seed of the random choices (see `PlanEntry`).
+        query, positives: Texts without prompts.
+        negatives: Texts that are not relevant, hardest first (in random order in a cumulative curriculum).
+        label: Class within the source, also of the positives; -1 without classes.
+        negative_labels: Class of each negative; empty without classes.
         query_prompt: Text put before the query, "" for none.
-        document_prompt: Text put before positives and negatives, "" for none (NV-Embed: set on symmetric tasks only).
+        document_prompt: Text put before positives and negatives, "" for none (NV-Embed: only on symmetric tasks).
         in_batch_negatives: Whether other queries' candidates may serve as negatives.
-        surrogate_query: Vector of the query by another model, (S,) float32, or None where the source has none.
-        surrogate_positives: The same of each positive, (P, S) float32.
-        surrogate_negatives: Gives the same of the first n negatives, (n, S) float32; None where they have none.
-        level: Level of hard negatives that the step asks for, 0 where it asks for none.
-        scores: A teacher's score of each positive, then of each negative, NaN where it gave none; empty without scores.
+        surrogate_query: Vector of the query by another model, (S,) float32, or None.
+        surrogate_positives: Vectors of the positives by that model, (P, S) float32, or None.
+        surrogate_negatives: Returns the vectors of the first n negatives, (n, S) float32; None without vectors.
+        level: Level of hard negatives at this step of a curriculum, 0 without one.
+        scores: Teacher scores of the positives, then of the negatives. NaN: missing; empty: the record has none.
     """
 
     row: int
@@ -391,30 +392,30 @@ class Example:
     scores: tuple[float, ...] = ()
 
 
-# Records of a row group: as many are in memory at once.
+# Rows of a Parquet row group, and in memory at once.
 GROUP_ROWS = 4096
 
 
 def has_levels(table: Table, where: str) -> bool:
-    """Whether the negatives of a converted source have levels; an `InputError` if only some have."""
-    # Sets of levels as `row_levels` gives them; bit 0 is of a negative without one.
-    found = {bits for levels_N in table.row_levels() for bits in np.unique(levels_N).tolist()}
-    is_graded = any(bits > 1 for bits in found)
-    if is_graded and any(bits & 1 for bits in found):
-        raise InputError(where, "some negatives have a level and others have none", "give all of them one, or none")
+    """Whether the negatives of a converted source have levels; raises `InputError` if only some of them do."""
+    # Bit masks of levels, as `row_levels` returns them; bit 0 stands for a negative without a level.
+    level_masks = {mask for levels_N in table.row_levels() for mask in np.unique(levels_N).tolist()}
+    is_graded = any(mask > 1 for mask in level_masks)
+    if is_graded and any(mask & 1 for mask in level_masks):
+        raise InputError(where, "some negatives have a level and others have none", "give all of them a level, or none")
     return is_graded
 
 
 def is_json_lines(output: Path) -> bool:
-    """Whether a file of records is to hold JSON lines, by its name; else it is a Parquet file."""
+    """Whether an output file of records is JSON lines, by its name; otherwise it is Parquet."""
     if output.suffix.lower() in (".csv", ".tsv", ".json", ".gz", ".txt", ".arrow"):
-        raise OptionError("output", str(output), "must end in .parquet or .jsonl", "name the file so")
+        raise OptionError("output", str(output), "must end in .parquet or .jsonl", "rename it")
     return output.suffix.lower() in (".jsonl", ".ndjson")
 
 
 @contextmanager
 def table_writer(path: Path, schema: pa.Schema, json_lines: bool = False) -> Iterator[Callable[[pa.Table], None]]:
-    """Writes tables with these columns to a file, one after another; a JSON line leaves out what is null."""
+    """Yields a function that appends a table to the file; JSON lines omit null values."""
     if not json_lines:
         with pq.ParquetWriter(path, schema, compression="zstd") as writer:
             yield writer.write_table
@@ -423,8 +424,8 @@ def table_writer(path: Path, schema: pa.Schema, json_lines: bool = False) -> Ite
 
         def write(table: pa.Table) -> None:
             for row in table.to_pylist():
-                known = {name: value for name, value in row.items() if value is not None}
-                file.write(json.dumps(known, ensure_ascii=False) + "\n")
+                non_null = {name: value for name, value in row.items() if value is not None}
+                file.write(json.dumps(non_null, ensure_ascii=False) + "\n")
 
         yield write
 
@@ -434,14 +435,14 @@ def write_records(
 ) -> int:
     """Write records to a Parquet file, or as JSON lines, with the columns of `record_schema`; returns their number.
 
-    `GROUP_ROWS` records are in memory at a time. The file is written in place: give the path that `atomic_path` gives.
+    `GROUP_ROWS` records are in memory at a time. The write is not atomic: use it within `atomic_path`.
     """
     schema = record_schema(graded, scored)
     return _write_rows(path, (_fields(record, graded) for record in records), schema, json_lines)
 
 
 def write_labelled_texts(path: Path, texts: Iterable[LabelledText], json_lines: bool = False) -> int:
-    """Write texts and their classes, each as text (`text`, `label`); see `write_records`."""
+    """Write labelled texts with the columns `text` and `label`; see `write_records`."""
     schema = pa.schema([(name, pa.string()) for name in LABELLED_FIELDS])
     return _write_rows(path, (text._asdict() for text in texts), schema, json_lines)
 
@@ -456,7 +457,7 @@ def _write_rows(path: Path, rows: Iterable[dict[str, Any]], schema: pa.Schema, j
 
 
 def record_schema(graded: bool, scored: bool = False) -> pa.Schema:
-    """The columns of a source of pairs, the negatives with levels (`graded`) or without, `scores` only if `scored`."""
+    """Schema of a file of records: negatives with levels if `graded`, the column `scores` if `scored`."""
     negative = pa.struct([("text", pa.string()), ("level", pa.int8())]) if graded else pa.string()
     types = dict.fromkeys(RECORD_FIELDS, pa.string())
     types |= {"positive": pa.list_(pa.string()), "negatives": pa.list_(negative), "score": pa.float64()}
@@ -467,12 +468,11 @@ def record_schema(graded: bool, scored: bool = False) -> pa.Schema:
 
 
 def record_table(records: Sequence[Record], graded: bool) -> pa.Table:
-    """The records as the columns of `record_schema`."""
+    """The records as a table with `record_schema`."""
     return pa.Table.from_pylist([_fields(record, graded) for record in records], record_schema(graded))
 
 
 def _fields(record: Record, graded: bool) -> dict[str, Any]:
-    """The record as a row."""
     negatives: list[Any] = [item._asdict() if graded else item.text for item in record.negatives]
     return {
         "query": record.query,

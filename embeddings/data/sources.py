@@ -1,6 +1,6 @@
-"""Sources of training data: their options, the files that they name, and what tells their content from others.
+"""Sources of training data: their options, their files, and the identity of their content.
 
-Files are known by their hashes, a data set of the Hub by its commit.
+The identity of a file is its hash; the identity of a Hub data set is its commit.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ Conversion = Literal["pairs", "class_by_example", "class_by_label", "binary_by_l
 SingleTextClasses = Literal["refuse", "leave_out"]
 SuspectRows = Literal["refuse", "leave_out", "keep"]
 HUB_PREFIX = "hub:"
-# Where the docstring corpora of the configs lie, and the option that makes each.
+# Folders of the docstring corpora in the configs, and the option that creates each.
 DOCSTRINGS = {"data/docstrings": "", "data/docstrings_small": " --max-rows 10000"}
-_NAMED_FILES = 3
+_MAX_NAMED_FILES = 3
 HASHES = "hashes"
 
 _FIELDS: dict[Conversion, tuple[str, ...]] = {
@@ -50,7 +50,7 @@ _ONLY_ON: dict[str, tuple[Conversion, ...]] = {
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a source lies, files or a split of a Hub data set, and its share: what every kind of source has."""
+    """Options of every kind of source: its files, or a split of a Hub data set, and its weight."""
 
     name: str
     path: str | list[str] | None
@@ -70,61 +70,61 @@ class Origin:
         if not self.name.strip():
             raise OptionError("data.sources.name", self.name, "must not be empty", "name the source")
         if self.is_hub and not re.fullmatch(r"hub:[\w.-]+(/[\w.-]+)?", str(self.path)):
-            raise self.fault("path", self.path, "is no name of a Hub data set", "write hub:organisation/name")
+            raise self.fault("path", self.path, "is not the name of a Hub data set", "write hub:organisation/name")
         if isinstance(self.path, list) and any(part.startswith(HUB_PREFIX) for part in self.path):
-            raise self.fault("path", self.path, "lists a Hub data set", "give each Hub data set its own source")
+            raise self.fault("path", self.path, "must not list a Hub data set", "use a separate source for each")
         for option in ("subset", "split", "revision"):
             if (value := getattr(self, option)) is not None and not self.is_hub:
-                raise self.fault(option, value, "has no meaning for files", "leave it out, or read from hub:")
+                raise self.fault(option, value, "has no effect on files", "leave it out, or read from hub:")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise self.fault("weight", self.weight, "must be a finite number > 0", "leave the source out to skip it")
 
 
 @dataclass(frozen=True)
 class SourceConfig(Origin):
-    """One source of training data: where it lies, how its rows become examples, and which prompts they carry.
+    """One source of training data: its location, how its rows become examples, and their prompts.
 
     Conversions:
         pairs: Records with `query`, `positive`, and optionally `negatives`, `instruction`, `label`, `score`, `id`,
             `language`, `scores`.
         class_by_example: Rows `text`, `label`. A random text of the same class is the positive, random texts of other
-            classes are the negatives, drawn anew each epoch (NV-Embed: multi-class classification and clustering).
+            classes are the negatives, drawn again each epoch (NV-Embed: multi-class classification and clustering).
         class_by_label: The same rows; the label's text is the positive, other labels' texts are the negatives.
         binary_by_label: The same with exactly two labels (NV-Embed: binary classification).
-        sts: Rows `sentence1`, `sentence2`, `score`. A pair with a score of at least `min_score` gives two examples,
-            one in each direction.
+        sts: Rows `sentence1`, `sentence2`, `score`. A pair with a score of at least `min_score` becomes two
+            examples, one in each direction.
 
     Args:
         name: Name in logs and messages, unique in the mixture.
         path: File, glob, list of these, or `hub:organisation/name`. Environment variables (`$DATA`, `${DATA}`) are
-            filled in. A file is Parquet, or JSON lines or a table with a header (named `.csv` or `.tsv`), both plain or
-            gzipped.
+            expanded. A file is Parquet, JSON lines, or a table with a header (named `.csv` or `.tsv`); the last two may
+            be gzipped.
         conversion: How rows become examples (above).
         subset: Configuration of a Hub data set.
-        split: Split of a Hub data set, `train` where none is given.
+        split: Split of a Hub data set; None for `train`.
         revision: Branch, tag or commit of a Hub data set; with a full commit a converted source needs no network.
-        columns: Column of a field, for fields whose column has another name. Without it, the usual names of other
-            libraries are taken as they come (`anchor`, `positive`, `negative_1`).
-        instruction: What the queries are for; several alternates are drawn from at random, each epoch anew. A record
-            with an instruction of its own goes by that one.
-        query_prompt: The query's prompt as it is, in place of an instruction.
+        columns: Column name of each field whose column has a different name. Without it, the usual names of other
+            libraries are recognised (`anchor`, `positive`, `negative_1`).
+        instruction: Task instruction of the queries. From a list, one is drawn at random for each example and epoch. An
+            instruction in a record takes precedence.
+        query_prompt: Complete prompt of the query, in place of an instruction.
         document_prompt: Text put before positives and negatives.
-        symmetric: Whether positives and negatives carry the query's prompt (NV-Embed: semantic similarity).
+        symmetric: Whether positives and negatives get the prompt of the query (NV-Embed: semantic similarity).
         in_batch_negatives: Whether other queries' candidates may serve as negatives.
-        weight: Share of this source where the proportions are given, > 0, relative to the other sources.
-        max_rows: Maximum examples of an epoch, or None for all. One is drawn from each of `max_rows` equal stretches of
+        weight: Relative weight of this source under proportions `given`, > 0.
+        max_rows: Maximum examples per epoch, or None for all. One is drawn from each of `max_rows` equal sections of
             the source; positives and negatives of `class_by_example` still come from the whole source.
-        seed: Seed of the choice that `max_rows` makes.
-        label_texts: Text of each label, for the conversions by label. Without it labels must be words.
+        seed: Seed of the choice of rows for `max_rows`.
+        label_texts: Text of each label, for the conversions by label. Without it, labels must be words.
         num_negatives: Negatives of each query of `class_by_example` and `class_by_label`; None for NV-Embed's 7.
         single_text_classes: What `class_by_example` does with a class that has only one text, hence no positive:
-            refuse the source, or leave the class's rows out as queries (they still serve as negatives).
-        min_score: Least score of a positive pair of `sts`; None for NV-Embed's 4.
+            refuse the source, or leave out the rows of the class as queries (they still serve as negatives).
+        min_score: Minimum score of a positive pair of `sts`; None for NV-Embed's 4.
         suspect_rows: What `pairs` does with a record whose negative is also a positive, or whose positive or negative
             is the query itself: leave such rows out, refuse a source that has any, or keep them.
-        surrogate_vectors: Folder of another model's vectors of this source's pairs, for a loss that filters false
-            negatives by them; `cluster --vectors` writes it, hard negatives included with `--negatives true`.
-        licence: The licence of the data, for the model's card; None where it is not known.
+        surrogate_vectors: Folder of another model's vectors of the pairs, for a loss that filters false negatives by
+            them. `cluster --vectors` writes it; `--negatives true` includes the hard negatives.
+        licence: Licence of the data, for the model card; None if it is unknown.
 
     Raises:
         OptionError: If a value is impossible or cannot take effect.
@@ -165,7 +165,7 @@ class SourceConfig(Origin):
         return _FIELDS[self.conversion]
 
     def query_prompts(self, text: TextSettings) -> tuple[str, ...]:
-        """The prompts that a query may carry under these settings; one of them is drawn for each example."""
+        """The possible prompts of a query under these settings; one is drawn for each example."""
         if self.instruction is None:
             return (self.query_prompt,)
         alternates = [self.instruction] if isinstance(self.instruction, str) else self.instruction
@@ -195,14 +195,14 @@ class SourceConfig(Origin):
                 rule = f"has no effect on conversion {self.conversion}"
                 raise self.fault(option, value, rule, f"leave it out, or use {' or '.join(where)}")
         if self.licence is not None and not self.licence.strip():
-            raise self.fault("licence", self.licence, "must not be empty", "leave it out where it is not known")
+            raise self.fault("licence", self.licence, "must not be empty", "leave it out if it is unknown")
         for label, text in self.label_texts.items():
             if not text.strip():
-                raise self.fault("label_texts", {label: text}, "must not hold an empty text", "write the label's text")
+                raise self.fault("label_texts", {label: text}, "must not contain an empty text", "write the text")
 
 
 def check_names(names: Sequence[str], option: str = "sources") -> None:
-    """Check that no two sources have one name; `option` is the option of the data that lists them."""
+    """Check that the names of sources are unique; `option` is the option under `data` that lists the sources."""
     for name in names:
         if names.count(name) > 1:
             raise OptionError(f"data.{option}", name, "must have different names", "rename one of them")
@@ -212,12 +212,12 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
 def resolve_files(path: str | Sequence[str]) -> list[Path]:
-    """The files that a path, a glob or a list of these names (see `fill_path`): the list's order, matches sorted."""
-    found = [file for part in _parts(path) for file in _expand(part)]
-    for file, count in Counter(found).items():
+    """The files of a path, a glob or a list of these (see `fill_path`), in list order; glob matches are sorted."""
+    files = [file for part in _parts(path) for file in _expand(part)]
+    for file, count in Counter(files).items():
         if count > 1:
             raise InputError(str(file), "the path names this file twice", "name it once")
-    return found
+    return files
 
 
 def _parts(path: str | Sequence[str]) -> Sequence[str]:
@@ -225,7 +225,7 @@ def _parts(path: str | Sequence[str]) -> Sequence[str]:
 
 
 def check_files(sources: Iterable[Origin]) -> None:
-    """Check that the files of all sources are there, and name all that are not; the Hub is not asked."""
+    """Check that the files of all sources exist, and name all missing ones in one error; the Hub is not asked."""
     files = [source for source in sources if source.path and not source.is_hub]
     faults = []
     for part in (part for source in files for part in _parts(source.path or [])):
@@ -236,17 +236,17 @@ def check_files(sources: Iterable[Origin]) -> None:
     if len(faults) == 1:
         raise faults[0]
     if faults:
-        said = [str(fault).rpartition("; ") for fault in faults]
-        named = ", ".join("{0} ({2})".format(*what.rpartition(": ")) for what, _, _ in said[:_NAMED_FILES])
-        more = f" and {len(faults) - _NAMED_FILES} more" if len(faults) > _NAMED_FILES else ""
-        fixes = " and ".join(dict.fromkeys(fix for _, _, fix in said))
-        raise InputError("data.sources", f"{len(faults)} paths name no file: {named}{more}", fixes)
+        messages = [str(fault).rpartition("; ") for fault in faults]
+        named = ", ".join("{0} ({2})".format(*what.rpartition(": ")) for what, _, _ in messages[:_MAX_NAMED_FILES])
+        more = f" and {len(faults) - _MAX_NAMED_FILES} more" if len(faults) > _MAX_NAMED_FILES else ""
+        fixes = " and ".join(dict.fromkeys(fix for _, _, fix in messages))
+        raise InputError("data.sources", f"{len(faults)} paths match no file: {named}{more}", fixes)
     for source in files:
         resolve_files(source.path or [])
 
 
 def fill_path(path: str) -> Path:
-    """A path with its environment variables (`$DATA`, `${DATA}`) and `~` filled in."""
+    """A path with environment variables (`$DATA`, `${DATA}`) and `~` expanded."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
@@ -266,8 +266,8 @@ def _expand(part: str) -> list[Path]:
     if os.path.exists(filled):
         raise not_regular(filled)
     if not glob.has_magic(filled):
-        made = [folder + option for folder, option in DOCSTRINGS.items() if filled.startswith(f"{folder}/")]
-        hint = f"run: {program()} prepare docstrings --output {made[0]}" if made else "check the path"
+        outputs = [folder + option for folder, option in DOCSTRINGS.items() if filled.startswith(f"{folder}/")]
+        hint = f"run: {program()} prepare docstrings --output {outputs[0]}" if outputs else "check the path"
         raise InputError(filled, "no such file", hint)
     matches = [Path(match) for match in sorted(glob.glob(filled, recursive=True)) if os.path.isfile(match)]
     if not matches:
@@ -276,31 +276,32 @@ def _expand(part: str) -> list[Path]:
 
 
 class HashedFile:
-    """A file and its SHA-256, taken from the folder `memory` where the file is unchanged.
+    """A file and its SHA-256, which is cached in the folder `cache`, because hashing a terabyte takes most of an hour.
 
-    Hashing a terabyte takes most of an hour. A file is taken for unchanged by its size, times and inode.
+    A file counts as unchanged while its size, times and inode are the same.
     """
 
-    def __init__(self, path: Path, memory: Path) -> None:
+    def __init__(self, path: Path, cache: Path) -> None:
         self.path = path
-        self._note = memory / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
+        self._cache_file = cache / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
         try:
             self._stamp = _stamp(path)
-            known = read_json_or_empty(self._note)
-            unchanged = known.get("stamp") == self._stamp and "sha256" in known
-            self.sha256: str = known["sha256"] if unchanged else file_sha256(path)
+            cached = read_json_or_empty(self._cache_file)
+            unchanged = cached.get("stamp") == self._stamp and "sha256" in cached
+            self.sha256: str = cached["sha256"] if unchanged else file_sha256(path)
         except OSError as error:
             raise InputError(str(path), f"cannot be read ({error.strerror})", "check its permissions") from None
 
     def is_current(self) -> bool:
-        """Whether the file still is what was hashed."""
+        """Whether the file is unchanged since it was hashed."""
         return self.path.exists() and _stamp(self.path) == self._stamp
 
     def remember(self) -> None:
-        """Note the hash; where it cannot be written the next run is only slower."""
-        if read_json_or_empty(self._note).get("stamp") != self._stamp:
+        """Cache the hash; if that fails, the next run is only slower."""
+        if read_json_or_empty(self._cache_file).get("stamp") != self._stamp:
             with contextlib.suppress(OSError):
-                write_json(self._note, {"path": str(self.path.resolve()), "stamp": self._stamp, "sha256": self.sha256})
+                content = {"path": str(self.path.resolve()), "stamp": self._stamp, "sha256": self.sha256}
+                write_json(self._cache_file, content)
 
 
 def _stamp(path: Path) -> list[int]:
@@ -309,10 +310,10 @@ def _stamp(path: Path) -> list[int]:
 
 
 class SourceInputs:
-    """The files or the Hub split of a source; `identity` tells their content from others, in plain types.
+    """The files or the Hub split of a source; `identity` identifies their content, in JSON types.
 
-    `root` is the folder of converted sources, where the files' hashes are remembered; `commit` is that of the Hub data
-    set, None for that of the source's revision.
+    `root` is the folder of converted sources, where file hashes are cached. `commit` is the commit of the Hub data set;
+    None for the commit of the source's revision.
     """
 
     def __init__(self, source: Origin, root: Path, commit: str | None = None) -> None:
@@ -329,23 +330,23 @@ class SourceInputs:
 
     @property
     def paths(self) -> list[str]:
-        """The files; none of a Hub data set."""
+        """The files; empty for a Hub data set."""
         return [str(file.path) for file in self._files]
 
     def readers(self, columns: Sequence[str], required: Sequence[str]) -> list[Reader]:
-        """Readers of these columns; see `open_reader`."""
+        """Readers of these columns, one for each file; see `open_reader`."""
         if self._is_hub:
             (hub,) = self.identity
             return [HubReader(hub["hub"], hub["subset"], hub["split"], hub["commit"])]
         return [open_reader(file.path, columns, required) for file in self._files]
 
     def require_unchanged(self) -> None:
-        """Check that the files are what they were when they were hashed."""
+        """Check that the files are unchanged since they were hashed."""
         for file in self._files:
             if not file.is_current():
-                raise InputError(str(file.path), "the file changed while it was read", "run again when it is at rest")
+                raise InputError(str(file.path), "the file changed while it was read", "run again after it is written")
 
     def remember(self) -> None:
-        """Note the files' hashes, so that the next run need not read them whole."""
+        """Cache the hashes of the files for the next run."""
         for file in self._files:
             file.remember()

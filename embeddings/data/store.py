@@ -1,4 +1,4 @@
-"""Sources converted once: each in a folder that is found again by its content's hash, with an index of classes."""
+"""The cache of converted sources: one folder per source, named by the hash of its content, with an index of classes."""
 
 import contextlib
 import hashlib
@@ -29,7 +29,7 @@ from embeddings.data.records import (
     parse_labelled_text,
     parse_record,
     parse_scored_pair,
-    taken_columns,
+    substitute_columns,
 )
 from embeddings.data.sources import HASHES, Conversion, SourceConfig, SourceInputs
 from embeddings.data.table import ROWS_FILE, SCORES_FILE, StoredRow, Table, damaged, write_table
@@ -38,48 +38,48 @@ CACHE_VARIABLE, DEFAULT_CACHE = "EMBED_CACHE", Path(".cache/embeddings")
 SCHEMA_VERSION = 2
 ORDER_FILE, OFFSETS_FILE, PAIRED_FILE = "class_order.npy", "class_offsets.npy", "class_paired.npy"
 DEFAULT_MIN_SCORE = 4.0
-_NOTED_ROWS, _NAMED_SUSPECTS = 100, 3
+_NUM_COLUMN_ROWS, _MAX_NAMED_SUSPECTS = 100, 3
 MAX_LANGUAGES = 1 << 16
 _PROGRESS_ROWS = 1024
 
 
 @dataclass
 class Suspects:
-    """The suspect rows of a source (`Record.suspicion`): how many, and the first, each with what is wrong."""
+    """The suspect rows of a source (`Record.suspicion`): their number, and the first ones with the reason."""
 
     count: int = 0
     first: list[list[str]] = field(default_factory=list)
 
     def note(self, where: str, suspicion: str) -> None:
         self.count += 1
-        if len(self.first) < _NAMED_SUSPECTS:
+        if len(self.first) < _MAX_NAMED_SUSPECTS:
             self.first.append([where, suspicion])
 
     def __str__(self) -> str:
         named = ", ".join(f"{where} ({suspicion})" for where, suspicion in self.first)
         more = f" and {self.count - len(self.first)} more" if self.count > len(self.first) else ""
-        what = "row contradicts itself" if self.count == 1 else "rows contradict themselves"
+        what = "suspect row" if self.count == 1 else "suspect rows"
         return f"{self.count} {what}: {named}{more}"
 
     def check(self, config: SourceConfig) -> None:
-        """Raise an `InputError` if there are any and the source refuses them."""
+        """Raise an `InputError` if there are suspect rows and the source refuses them."""
         if self.count and config.suspect_rows == "refuse":
-            fix = "mend them, or set suspect_rows: leave_out (or keep)"
+            fix = "correct them, or set suspect_rows: leave_out (or keep)"
             raise InputError(f"source {config.name!r}", str(self), fix)
 
 
 @dataclass
 class Facts:
-    """What a conversion learns on its way; it grows with the number of classes, not of rows.
+    """Facts about the rows, collected during a conversion. Memory grows with the number of classes, not of rows.
 
     Attributes:
         labels: Code of each class, by its text, in order of appearance.
-        lone_text: For each class whose texts were all the same so far, that text's hash.
-        first_row: File and row where a class appeared first.
+        lone_text: Hash of the text of each class whose texts are all equal so far.
+        first_row: File and row of the first row of each class.
         suspects: The suspect rows, kept or left out.
-        longest_instruction: File and row of the longest instruction of a record's own, and that.
-        columns: Columns of the first rows that hold something, in order of appearance.
-        taken: Those that were taken for a field of another name (`taken_columns`), each with the field.
+        longest_instruction: The longest instruction in a record, as (file and row, instruction).
+        columns: Non-null columns of the first rows, in order of appearance.
+        substitutes: Columns that stand in for a field of another name (`substitute_columns`), each with the field.
     """
 
     labels: dict[str, int] = field(default_factory=dict)
@@ -88,10 +88,10 @@ class Facts:
     suspects: Suspects = field(default_factory=Suspects)
     longest_instruction: tuple[str, str] | None = None
     columns: dict[str, None] = field(default_factory=dict)
-    taken: dict[str, str] = field(default_factory=dict)
+    substitutes: dict[str, str] = field(default_factory=dict)
 
     def code(self, label: str | None, where: str) -> int:
-        """The code of a class, a new one for a new class; -1 for none."""
+        """The code of a class, assigned at its first row; -1 without a class."""
         if label is None:
             return -1
         code = self.labels.setdefault(label, len(self.labels))
@@ -100,33 +100,33 @@ class Facts:
 
     @property
     def lone_class(self) -> list[str] | None:
-        """The first class whose texts are all the same, with the file and row where it appeared, or None."""
+        """The first class whose texts are all equal, with the file and row of its first row, or None."""
         if not self.lone_text:
             return None
         code = min(self.lone_text)
         return [list(self.labels)[code], self.first_row[code]]
 
     def noting_columns(self, config: SourceConfig, rows: Iterable[Row]) -> Iterator[Row]:
-        """The rows; the columns of the first ones are noted."""
+        """Yield the rows, and record the columns of the first ones."""
         wanted = PAIR_FIELDS if config.conversion == "pairs" else config.fields
         for number, row in enumerate(rows):
-            if number < _NOTED_ROWS:
+            if number < _NUM_COLUMN_ROWS:
                 self.columns |= dict.fromkeys(str(name) for name, value in row.fields.items() if value is not None)
-                taken = {} if config.columns else taken_columns(row.fields, wanted)
-                self.taken |= {name: field for field, names in taken.items() for name in names}
+                substitutes = {} if config.columns else substitute_columns(row.fields, wanted)
+                self.substitutes |= {name: field for field, names in substitutes.items() for name in names}
             yield row
 
     def unused_columns(self, config: SourceConfig) -> dict[str, str]:
-        """Columns that look like a field of a record and are not used, each with the field; "" for a score."""
+        """Unused columns whose names resemble a field of a record, each with the field; "" for a score."""
         if config.conversion != "pairs":
             return {}
-        mapped = {*config.columns.values(), *self.taken}
-        found = look_alikes([name for name in self.columns if name not in mapped], config.fields)
-        return found | ({"score": ""} if config.columns.get("score", "score") in self.columns else {})
+        mapped = {*config.columns.values(), *self.substitutes}
+        unused = look_alikes([name for name in self.columns if name not in mapped], config.fields)
+        return unused | ({"score": ""} if config.columns.get("score", "score") in self.columns else {})
 
 
 def layout(conversion: Conversion) -> str:
-    """What is stored for a conversion; conversions with one layout share a converted source."""
+    """Layout of the stored rows; conversions with the same layout share a converted source."""
     return {"pairs": "records", "sts": "scored"}.get(conversion, "labelled")
 
 
@@ -135,32 +135,32 @@ def min_score(config: SourceConfig) -> float:
 
 
 def convert_rows(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
-    """The rows to store, in the order of the source; `facts` are filled in on the way."""
+    """The rows to store, in the order of the source; adds to `facts`."""
     convert = _convert_labelled if layout(config.conversion) == "labelled" else _convert_records
     return convert(config, rows, facts)
 
 
 def usable_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[tuple[str, Record]]:
-    """The records of a source of pairs that are to be used, each with file and row, in the order of the source.
+    """The records that training uses, each with its file and row, in the order of the source.
 
-    A pair of `sts` with a high enough score is two records, one in each direction. `facts` counts suspect records,
-    which are used only where the source keeps them.
+    A pair of `sts` with a high enough score becomes two records, one in each direction. `facts` counts suspect records,
+    which are used only under `suspect_rows: keep`.
     """
     if config.conversion == "sts":
         yield from _scored_records(config, rows)
         return
-    found = False
+    any_usable = False
     for where, fields in rows:
         record = parse_record(fields, config.columns, where)
         if suspicion := record.suspicion:
             facts.suspects.note(where, suspicion)
             if config.suspect_rows != "keep":
                 continue
-        found = True
+        any_usable = True
         yield where, record
-    if not found:
+    if not any_usable:
         what = f"no row can be used: {facts.suspects}"
-        raise InputError(f"source {config.name!r}", what, "mend them, or set suspect_rows: keep")
+        raise InputError(f"source {config.name!r}", what, "correct them, or set suspect_rows: keep")
 
 
 def _convert_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
@@ -196,13 +196,13 @@ def _scored_records(config: SourceConfig, rows: Iterable[Row]) -> Iterator[tuple
             yield where, Record(second, (first,))
     if highest < threshold:
         what = f"no pair reaches the score {threshold:g} (the highest is {highest:g})"
-        raise InputError(f"source {config.name!r}", what, "set min_score to the source's own scale")
+        raise InputError(f"source {config.name!r}", what, "set min_score to the scale of the source")
 
 
 def write_class_index(folder: Path, labels: NDArray[np.int32], num_classes: int, lone: Collection[int] = ()) -> None:
-    """Write the rows sorted by class, where each class starts among them, and the rows that can have a positive.
+    """Write the row order by class, the offset of each class in it, and the rows that can have a positive.
 
-    `lone` are classes whose texts are all the same, so that none of their rows can have a positive.
+    `lone` are classes whose texts are all equal: their rows have no positive.
     """
     np.save(folder / ORDER_FILE, np.argsort(labels, kind="stable").astype(np.int64))
     counts = np.bincount(labels, minlength=num_classes)
@@ -211,9 +211,9 @@ def write_class_index(folder: Path, labels: NDArray[np.int32], num_classes: int,
 
 
 class ClassIndex:
-    """The rows of each class and the rows outside it, memory-mapped; it travels to another process by its folder.
+    """Memory-mapped index of the rows inside and outside each class; pickling stores only the folder.
 
-    `paired` are the rows that can have a positive, another text of their class, (rows,) int64.
+    `paired` are the rows with a possible positive (another text of their class), (rows,) int64.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -243,18 +243,18 @@ class ClassIndex:
 
 
 class CachedSource:
-    """A converted source, read from its folder; the manifest's fields are those of `Facts`.
+    """A converted source, read from its folder. The manifest stores the fields of `Facts`.
 
     Attributes:
-        key: Hash of all that decides its content.
-        table: Its rows.
-        inputs: What tells its files, or its Hub data set, from others.
-        settings: How they were read, as JSON types.
-        labels: The text of each class, by its code.
-        lone_class: A class whose texts are all the same, with the file and row of its first, or None.
-        longest_instruction: File and row of the longest instruction of a record's own, and that, or None.
-        unused_columns: Columns that look like a field and are not used, each with the field.
-        classes: The rows of each class, or None where the layout has none.
+        key: Hash of the inputs and the settings.
+        table: The rows.
+        inputs: Identity of the files, or of the Hub data set (see `SourceInputs`).
+        settings: Settings of the conversion, in JSON types.
+        labels: The text of each class, by code.
+        lone_class: A class whose texts are all equal, with the file and row of its first row, or None.
+        longest_instruction: The longest instruction in a record, as [file and row, instruction], or None.
+        unused_columns: Unused columns whose names resemble a field, each with the field.
+        classes: The index of classes, or None in a layout without classes.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
@@ -270,7 +270,7 @@ class CachedSource:
         self.settings: dict[str, Any] = {name: manifest[name] for name in settings if name in manifest}
         self.labels: list[str] = manifest["labels"]
         self.lone_class: list[str] | None = manifest["lone_class"]
-        # Sources that were converted before these were noted do not say them.
+        # Manifests of older versions lack these fields.
         self.longest_instruction: list[str] | None = manifest.get("longest_instruction")
         self.unused_columns: dict[str, str] = manifest.get("unused_columns") or {}
         self.suspects = Suspects(**manifest.get("suspects", {}))
@@ -278,13 +278,13 @@ class CachedSource:
 
 
 def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Where converted sources lie: the argument, else `$EMBED_CACHE`, else `.cache/embeddings` here."""
+    """Folder of converted sources: the argument, else `$EMBED_CACHE`, else `.cache/embeddings`."""
     return Path(cache_dir or os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE)
 
 
 @contextlib.contextmanager
 def borrowed_cache(cache_dir: str | os.PathLike[str] | None = None) -> Iterator[str]:
-    """A temporary folder of converted sources that has those of `cache_dir`; what is converted inside goes with it."""
+    """A temporary cache that links to the sources of `cache_dir`; new conversions are deleted with it."""
     root = cache_folder(cache_dir).absolute()
     with tempfile.TemporaryDirectory() as folder:
         for path in root.iterdir() if root.is_dir() else ():
@@ -296,10 +296,10 @@ def borrowed_cache(cache_dir: str | os.PathLike[str] | None = None) -> Iterator[
 
 
 def converted_folder(root: Path, identity: Mapping[str, Any], write: Callable[[Path, dict[str, Any]], None]) -> str:
-    """The key of an identity, whose folder in `root` is written first where it is missing.
+    """Write the folder of an identity in `root` if it does not exist; returns its key.
 
-    `write` gets the folder and the identity with its key. A kill leaves no half-made folder; processes may call this at
-    once.
+    `write` is called with the folder and the identity with its key. The folder appears only when it is complete, and
+    several processes may call this at the same time.
     """
     key = content_key(identity)
     if not (root / key).is_dir():
@@ -310,7 +310,7 @@ def converted_folder(root: Path, identity: Mapping[str, Any], write: Callable[[P
 
 @contextlib.contextmanager
 def writing_cache(root: Path) -> Iterator[None]:
-    """Inside, an error of the folder of converted sources is one line that says how to choose another."""
+    """Turn errors of writing the cache into an `InputError` whose hint is to choose another folder."""
     try:
         yield
     except (PermissionError, FileExistsError, NotADirectoryError) as error:
@@ -323,12 +323,12 @@ def content_key(identity: Mapping[str, Any]) -> str:
 
 
 def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None = None) -> CachedSource:
-    """A source in converted form; the first call for a content converts it, later ones find it.
+    """Open a converted source; the first call for a content converts it.
 
-    The key is a hash of the files' bytes (or the Hub data set's commit), of what the conversion stores, and of the
-    schema's version.
+    The key is a hash of the file contents (or the commit of the Hub data set), the settings of the conversion, and the
+    schema version.
     """
-    # A worker opens the folder again, perhaps after the working directory has changed.
+    # Absolute, because a worker opens the folder again, possibly in another working directory.
     root = cache_folder(cache_dir).absolute()
     inputs = SourceInputs(config, root)
     identity = {
@@ -340,10 +340,10 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
         "inputs": inputs.identity,
     }
     if config.conversion == "pairs":
-        # A source that is refused leaves nothing here, so rows left out need no key of their own; once they had one.
-        earlier = {**identity, "suspect_rows": config.suspect_rows}
-        has_own = config.suspect_rows == "keep" or (root / content_key(earlier)).is_dir()
-        identity = earlier if has_own else {**identity, "suspect_rows": "refuse"}
+        # A refused source is not stored, so `leave_out` shares the key of `refuse`. Older versions used two keys.
+        separate = {**identity, "suspect_rows": config.suspect_rows}
+        is_separate = config.suspect_rows == "keep" or (root / content_key(separate)).is_dir()
+        identity = separate if is_separate else {**identity, "suspect_rows": "refuse"}
     key = converted_folder(root, identity, partial(_convert, config, inputs))
     cached = CachedSource(root / key, key)
     inputs.remember()
@@ -355,21 +355,21 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
 
 
 def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[tuple[str, Record]]:
-    """The records of a source of `pairs` or `sts` as their author wrote them, with file and row, in the table's order.
+    """The complete records of a source of `pairs` or `sts`, with file and row, in the order of the table.
 
-    What converted rows leave out (`score`, `id`, `language`, the label's text) is read from the source itself.
+    They are read from the source again, because converted rows lack `score`, `id`, `language` and the label text.
     """
     assert layout(config.conversion) in ("records", "scored")
     inputs = SourceInputs(config, cached.folder.parent, cached.inputs[0].get("commit"))
     if not config.is_hub and inputs.identity != cached.inputs:
-        raise InputError(f"source {config.name!r}", "its files have changed since the work began", "begin again")
+        raise InputError(f"source {config.name!r}", "its files have changed since the job started", "start again")
     rows = _with_progress(f"reading {config.name}", _readers(config, inputs))
     yield from usable_records(config, rows, Facts())
     inputs.require_unchanged()
 
 
 def record_place(config: SourceConfig, cached: CachedSource, row: int) -> str:
-    """File and row of a record of a source of pairs, as messages name them; the source is read up to it."""
+    """File and row of a record, for messages; reads the source up to that record."""
     return next(islice(read_records(config, cached), row, None))[0]
 
 
@@ -383,9 +383,9 @@ def _convert(config: SourceConfig, inputs: SourceInputs, folder: Path, identity:
     if identity["layout"] == "labelled":
         write_class_index(folder, Table(folder).labels(), len(facts.labels), facts.lone_text)
     inputs.require_unchanged()
-    if facts.taken:
-        taken = ", ".join(f"{name} as {field}" for name, field in facts.taken.items())
-        logger.info("source %s: columns taken: %s", config.name, taken)
+    if facts.substitutes:
+        used = ", ".join(f"{name} as {field}" for name, field in facts.substitutes.items())
+        logger.info("source %s: columns used: %s", config.name, used)
     fields = {
         "num_rows": num_rows,
         **_num_bytes(folder),
@@ -400,19 +400,19 @@ def _convert(config: SourceConfig, inputs: SourceInputs, folder: Path, identity:
 
 
 def _num_bytes(folder: Path) -> dict[str, int]:
-    """The sizes of the files of rows and, where there are scores, of scores, as the manifest names them."""
+    """The sizes of the files of rows and scores (if there are any), by manifest field."""
     files = {"num_bytes": folder / ROWS_FILE, "num_score_bytes": folder / SCORES_FILE}
     return {name: path.stat().st_size for name, path in files.items() if path.exists()}
 
 
 def _readers(config: SourceConfig, inputs: SourceInputs) -> list[Reader]:
     required = ("query", "positive") if config.conversion == "pairs" else config.fields
-    named = [[config.columns.get(name, name) for name in names] for names in (config.fields, required)]
-    return inputs.readers(*named)
+    columns = [[config.columns.get(name, name) for name in names] for names in (config.fields, required)]
+    return inputs.readers(*columns)
 
 
 def _with_progress(title: str, readers: Sequence[Reader]) -> Iterator[Row]:
-    """The rows of all readers, with a bar once the work takes more than a moment."""
+    """The rows of all readers, with a progress bar."""
     sizes = [reader.total_bytes for reader in readers]
     total = None if None in sizes else sum(size or 0 for size in sizes)
     with progress_bar(total, title, "row" if total is None else "B", unit_scale=True) as bar:
@@ -428,7 +428,7 @@ def _with_progress(title: str, readers: Sequence[Reader]) -> Iterator[Row]:
 
 
 def read_languages(config: SourceConfig, cached: CachedSource) -> NDArray[np.uint16]:
-    """The language of each row of a source of pairs, numbered by first appearance, (rows,)."""
+    """The language code of each row, numbered by first appearance, (rows,)."""
     code_N = np.empty(len(cached.table), np.uint16)
     codes: dict[str, int] = {}
     for row, (where, record) in enumerate(read_records(config, cached)):
@@ -437,7 +437,7 @@ def read_languages(config: SourceConfig, cached: CachedSource) -> NDArray[np.uin
             raise InputError(where, "the record has no language", fix)
         code = codes.setdefault(record.language, len(codes))
         if code == MAX_LANGUAGES:
-            what = f"language {record.language[:40]!r} is one of more than {MAX_LANGUAGES}"
-            raise InputError(where, what, "map language to the column that names the language")
+            what = f"language {record.language[:40]!r} exceeds the maximum of {MAX_LANGUAGES} languages"
+            raise InputError(where, what, "map the field language to the column of the language")
         code_N[row] = code
     return code_N

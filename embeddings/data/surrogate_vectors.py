@@ -1,4 +1,4 @@
-"""Vectors of a source's pairs by another model, as the jobs over a corpus leave them, read row by row in training."""
+"""Vectors of the pairs of a source by another model (the surrogate), read from the output of a job during training."""
 
 import os
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from embeddings.common.errors import InputError
 from embeddings.common.io import CHECKED, UNIT_TOLERANCE, check_manifest, check_vectors, load_array
 from embeddings.common.jobs import progress_bar
 
-# Files that a process holds mapped at once: a system allows some 65,000 maps, and large sources have more shards.
-_MAPPED_SHARDS = 512
+# Maximum mapped files per process: an operating system allows about 65,000, and large sources have more shards.
+_MAX_MAPPED_SHARDS = 512
 _CHECKED_ROWS = 8192
 _FIX = "encode the pairs of this source again"
 
@@ -22,13 +22,13 @@ Vectors = npt.NDArray[np.float32]
 
 
 class SurrogateVectors:
-    """The unit vectors of a source's queries, positives and, where they were encoded too, negatives, memory-mapped.
+    """Memory-mapped unit vectors of the queries, positives and (if they were encoded) negatives of a source.
 
-    The folder holds `index/` (which documents are whose positives and negatives), `queries/` and `documents/` (shards
-    of vectors). It travels to another process by its name and is opened there again.
+    The folder contains `index/` (the documents that are positives and negatives of each row), `queries/` and
+    `documents/` (shards of vectors). Pickling stores only the path; the other process opens the folder again.
 
-    Opening reads the header of every shard, some 0.1 ms each, and all vectors of shards that are not older than the
-    manifest, which says that the job checked them. A vector is checked again when it is drawn, in 1 microsecond.
+    Opening reads the header of every shard (about 0.1 ms each). It also checks all vectors of shards that are not older
+    than the manifest, because the job did not check these. Reading a vector checks it again, in 1 microsecond.
     """
 
     def __init__(self, folder: str | os.PathLike[str], source_key: str, check_vectors: bool = True) -> None:
@@ -40,13 +40,13 @@ class SurrogateVectors:
         self._query_shards = _Shards(self.folder / "queries", "query vectors", source_key)
         self._document_shards = _Shards(self.folder / "documents", "document vectors", source_key)
         if self._query_shards.width != self._document_shards.width:
-            raise InputError(str(self.folder), "queries and documents are not of one width", _FIX)
+            raise InputError(str(self.folder), "the vectors of queries and documents differ in width", _FIX)
         if check_vectors:
             self._query_shards.check()
             self._document_shards.check()
 
     def __reduce__(self) -> tuple[type["SurrogateVectors"], tuple[Path, str, bool]]:
-        """The folder and the key alone; its vectors are checked by now."""
+        """Pickle the folder and the key; the vectors are already checked."""
         return SurrogateVectors, (self.folder, self.source_key, False)
 
     @property
@@ -61,22 +61,22 @@ class SurrogateVectors:
         return self._query_shards[row]
 
     def positives(self, row: int) -> Vectors:
-        """The vectors of a row's positives in their order, (P, S)."""
+        """The vectors of the positives of a row, in order, (P, S)."""
         return self._documents(self._positives.documents(row))
 
-    def negatives(self, row: int, places: Sequence[int], most: int) -> Vectors:
-        """The vectors of the first `most` of a row's negatives at `places`, (N, S); only these are read."""
-        assert self._negatives is not None, "has_negatives says no"
+    def negatives(self, row: int, positions: Sequence[int], max_negatives: int) -> Vectors:
+        """The vectors of a row's negatives at the first `max_negatives` of `positions`, (N, S)."""
+        assert self._negatives is not None, "check has_negatives first"
         documents = self._negatives.documents(row)
-        return self._documents([documents[place] for place in places[:most]])
+        return self._documents([documents[position] for position in positions[:max_negatives]])
 
     def _documents(self, documents: Sequence[int]) -> Vectors:
-        found = [self._document_shards[document] for document in documents]
-        return np.array(found, np.float32).reshape(len(found), self.width)
+        vectors = [self._document_shards[document] for document in documents]
+        return np.array(vectors, np.float32).reshape(len(vectors), self.width)
 
 
 class _Entries(NamedTuple):
-    """The documents of every row, one row's after another's, memory-mapped."""
+    """The documents of every row, concatenated and memory-mapped."""
 
     offsets: npt.NDArray[np.int64]
     rows: npt.NDArray[Any]
@@ -86,8 +86,8 @@ class _Entries(NamedTuple):
         return cls(_mapped(index / f"{kind}_offsets.npy"), _mapped(index / f"{kind}_rows.npy"))
 
     def documents(self, row: int) -> list[int]:
-        found: list[int] = self.rows[self.offsets[row] : self.offsets[row + 1]].tolist()
-        return found
+        documents: list[int] = self.rows[self.offsets[row] : self.offsets[row + 1]].tolist()
+        return documents
 
 
 class _Shards:
@@ -96,22 +96,22 @@ class _Shards:
         self.folder, self.width = folder, fields.integer("embedding_dim", least=1)
         self.num_rows, self.shard_size = fields.integer("num_rows"), fields.integer("shard_size", least=1)
         self._checked_ns = (folder / "manifest.json").stat().st_mtime_ns if fields.get(CHECKED) else 0
-        # Shards whose vectors no job has checked: written otherwise, or after the manifest.
+        # Shards that the job did not check: written by other means, or after the manifest.
         self._unchecked = [s for s in range(-(-self.num_rows // self.shard_size)) if not self._was_checked(s)]
-        self._load = lru_cache(_MAPPED_SHARDS)(self._map)
+        self._load = lru_cache(_MAX_MAPPED_SHARDS)(self._map)
 
     def __getitem__(self, row: int) -> Vectors:
         if not 0 <= row < self.num_rows:
-            raise InputError(str(self.folder), f"has no vector of row {row}", _FIX)
-        shard, place = divmod(row, self.shard_size)
-        vector: Vectors = self._load(shard)[place]
-        # NaN marks a text without a vector further on, and a vector of zeros is as near to one candidate as to another.
+            raise InputError(str(self.folder), f"has no vector for row {row}", _FIX)
+        shard, position = divmod(row, self.shard_size)
+        vector: Vectors = self._load(shard)[position]
+        # Later code reads NaN as a missing vector, and a zero vector is equally similar to all candidates.
         if not abs(float(vector @ vector) - 1) < UNIT_TOLERANCE:
-            check_vectors(vector[None], str(self.folder / _file(shard)), place, unit=True)
+            check_vectors(vector[None], str(self.folder / _file(shard)), position, unit=True)
         return vector
 
     def check(self) -> None:
-        """Read every vector that no job has checked, with progress and the time left on standard error."""
+        """Check every vector that the job did not check, with a progress bar."""
         with progress_bar(None, f"checking {self.folder}", "shard", iterable=self._unchecked) as shards:
             for shard in shards:
                 vector_ND = self._map(shard)
@@ -123,15 +123,16 @@ class _Shards:
         return np.asarray(_mapped(self.folder / _file(shard)))
 
     def _was_checked(self, shard: int) -> bool:
-        """Check a shard's size and shape, not its vectors; returns whether a manifest newer than it checked these."""
-        path, found = self.folder / _file(shard), _mapped(self.folder / _file(shard))
+        """Check the size and shape of a shard; returns whether its vectors were checked (its manifest is newer)."""
+        path = self.folder / _file(shard)
+        array = _mapped(path)
         expected = (min(self.shard_size, self.num_rows - shard * self.shard_size), self.width)
-        if found.shape != expected or found.dtype != np.float32:
-            what = f"holds {found.dtype} of shape {found.shape}, expected float32 of shape {expected}"
+        if array.shape != expected or array.dtype != np.float32:
+            what = f"contains {array.dtype} of shape {array.shape}, expected float32 of shape {expected}"
             raise InputError(str(path), what, _FIX)
         status = path.stat()
-        if status.st_size != found.offset + found.nbytes:
-            raise InputError(str(path), f"holds more than its {expected[0]} vectors", _FIX)
+        if status.st_size != array.offset + array.nbytes:
+            raise InputError(str(path), f"is longer than its {expected[0]} vectors", _FIX)
         return status.st_mtime_ns < self._checked_ns
 
 

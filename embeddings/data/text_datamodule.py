@@ -1,4 +1,4 @@
-"""Plain texts of a run: where they come from, their tokens as one stream on disk, and the data module of their rows."""
+"""Plain-text training data: sources, one token stream per source on disk, and the data module of packed rows."""
 
 import hashlib
 import os
@@ -34,29 +34,29 @@ from embeddings.data.store import cache_folder, converted_folder
 from embeddings.data.table import damaged
 from embeddings.data.tokenize import copied_backend
 
-# Names that stand for lists of packages.
+# Names for lists of packages.
 PACKAGE_LISTS = {"training": TRAINING_PACKAGES, "held_out": HELD_OUT_PACKAGES}
 
 
 @dataclass(frozen=True)
 class TextSource(Origin):
-    """One source of plain texts, one document a record or a source file.
+    """One source of plain texts; each record or source file is a document.
 
     Args:
         name: Name in messages, unique in a run.
-        path: File, glob, list of these, or `hub:organisation/name`. Environment variables are filled in. A file is
-            Parquet, JSON lines or a table, as of `SourceConfig`.
-        packages: In place of `path`: installed packages as one imports them, `stdlib` for the standard library,
-            `training` and `held_out` for the packages of the docstring corpus that are installed. None is imported.
-        column: Column that holds the text. Records whose text is empty or white space are passed over.
+        path: File, glob, list of these, or `hub:organisation/name`. Environment variables are expanded. A file is
+            Parquet, JSON lines or a table, as in `SourceConfig`.
+        packages: Instead of `path`: import names of installed packages, `stdlib` for the standard library, `training`
+            and `held_out` for the installed packages of the docstring corpus. No package is imported.
+        column: Column of the text. Records with an empty or white-space text are skipped.
         subset: Configuration of a Hub data set.
-        split: Split of a Hub data set, `train` where none is given.
+        split: Split of a Hub data set; None for `train`.
         revision: Branch, tag or commit of a Hub data set.
-        weight: Share of this source where the sampler's proportions are given, > 0, relative to the others.
-        max_rows: Maximum documents, the first so many; None for all.
+        weight: Relative weight of this source under proportions `given`, > 0.
+        max_rows: Use only the first `max_rows` documents; None for all.
 
     Raises:
-        OptionError: If a value is impossible or cannot take effect.
+        OptionError: If a value is invalid or cannot take effect.
     """
 
     path: str | list[str] | None = None
@@ -67,10 +67,10 @@ class TextSource(Origin):
     def __post_init__(self) -> None:
         super().__post_init__()
         if bool(self.path) == bool(self.packages):
-            given = "both" if self.path else "neither"
-            raise self.fault("path", given, "or packages must be given", "give exactly one of the two")
+            actual = "both" if self.path else "neither"
+            raise self.fault("path", actual, "or packages must be given", "give exactly one of the two")
         if self.packages and self.column != "text":
-            raise self.fault("column", self.column, "has no meaning for packages", "leave it out")
+            raise self.fault("column", self.column, "has no effect on packages", "leave it out")
         if self.max_rows is not None and self.max_rows < 1:
             raise self.fault("max_rows", self.max_rows, "must be >= 1", "leave it out for all")
 
@@ -81,7 +81,7 @@ class TextSource(Origin):
 
 
 class Documents(SourceInputs):
-    """The documents of a source, in an order that it alone decides; `identity` may be the packages' hash too."""
+    """The documents of a source in a fixed order; `identity` is the hash of the packages if the source has any."""
 
     def __init__(self, source: TextSource, root: Path) -> None:
         super().__init__(source, root)
@@ -105,12 +105,12 @@ class Documents(SourceInputs):
                 text = fields[column]
                 if not isinstance(text, str):
                     what = f"{column} is {kind_of(text)}, expected text"
-                    raise InputError(where, what, "mend the record, or leave it out")
+                    raise InputError(where, what, "correct the record, or leave it out")
                 yield text
 
 
 def _packages(names: Sequence[str]) -> list[str]:
-    """The packages that the names stand for, each once, in the order given."""
+    """The packages of `names`, with lists expanded and duplicates removed, in order."""
     listed = {name: filter(is_available, packages) for name, packages in PACKAGE_LISTS.items()}
     return list(dict.fromkeys(package for name in names for package in listed.get(name, [name])))
 
@@ -130,10 +130,10 @@ _BATCH = 256
 
 
 class DocumentTokenizer:
-    """Documents to token ids with the tokenizer's own special tokens around them and, on request, a separator behind.
+    """Converts documents to token ids with the special tokens of the tokenizer and, if requested, a final separator.
 
-    A special token that a document spells out (`</s>` in a source file) is read as plain characters, so separators
-    are where documents end and nowhere else. Nothing is truncated.
+    A special token in the text of a document (`</s>` in a source file) is tokenised as plain characters, so separators
+    occur only at the ends of documents. Nothing is truncated.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, append_eos: bool) -> None:
@@ -141,8 +141,8 @@ class DocumentTokenizer:
         self._backend.encode_special_tokens = True
         self._separator: int | None = None
         if append_eos:
-            known = (tokenizer.eos_token_id, tokenizer.sep_token_id)
-            self._separator = next((token for token in known if isinstance(token, int)), None)
+            separators = (tokenizer.eos_token_id, tokenizer.sep_token_id)
+            self._separator = next((token for token in separators if isinstance(token, int)), None)
             if self._separator is None:
                 raise OptionError("data.append_eos", True, "needs a tokenizer with an eos_token", "set it to false")
 
@@ -151,19 +151,19 @@ class DocumentTokenizer:
         return hashlib.sha256(f"{self._backend.to_str()}\0{self._separator}".encode()).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
-        found: list[list[int]] = [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
+        documents: list[list[int]] = [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
         if self._separator is not None:
-            for ids in found:
+            for ids in documents:
                 if ids[-1:] != [self._separator]:
                     ids.append(self._separator)
-        return found
+        return documents
 
 
 class TokenStream:
-    """Reads what `open_stream` wrote: the tokens stay on disk, mapped into memory, and rows are computed.
+    """Memory-mapped reader of a token stream; rows are computed, not stored.
 
-    Row r holds tokens r·L … (r+1)·L - 1 of the stream, so every token is in exactly one row; the last may be shorter.
-    Nothing is stored per row; per document its start is.
+    Row r contains tokens r·L … (r+1)·L - 1 of the stream, so every token is in exactly one row; the last row may be
+    shorter. Only the start of each document is stored.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
@@ -186,7 +186,7 @@ class TokenStream:
         return -(-self.num_tokens // row_length)
 
     def row(self, index: int, row_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The tokens of a row and which document of the row each is of, from 0; each (n,) int64, n <= row_length."""
+        """The tokens of a row and the index of each token's document in it (from 0), (n,) int64, n <= row_length."""
         start = index * row_length
         stop = min(start + row_length, self.num_tokens)
         assert 0 <= start < stop
@@ -199,7 +199,7 @@ class TokenStream:
 def open_stream(
     source: TextSource, tokenizer: DocumentTokenizer, cache_dir: str | os.PathLike[str] | None = None
 ) -> TokenStream:
-    """A source as a stream of tokens; the first call for a content and a tokenizer makes it, later ones find it."""
+    """A source as a token stream; the first call for this content and tokenizer writes it to the cache."""
     root = cache_folder(cache_dir).absolute()
     documents = Documents(source, root)
     identity = {
@@ -232,14 +232,14 @@ def _write(documents: Documents, tokenizer: DocumentTokenizer, folder: Path, ide
             bar.update(len(texts))
     documents.require_unchanged()
     if total == 0:
-        raise InputError(f"source {documents.source.name!r}", "holds no text", "give another, or leave it out")
+        raise InputError(f"source {documents.source.name!r}", "contains no text", "use another source, or leave it out")
     np.save(folder / STARTS_FILE, np.frombuffer(starts, dtype=np.int64))
     fields = {"num_tokens": total, "num_documents": len(starts), "dtype": dtype.str}
     write_manifest(folder, {**identity, **fields})
 
 
 class TokenRow(NamedTuple):
-    """One row: its tokens, the number of each one's document in the row, the key of its random choices, its number."""
+    """One row: token ids, index of the document of each token, seed of the random choices, row index."""
 
     ids: NDArray[np.int64]
     documents: NDArray[np.int64]
@@ -248,7 +248,7 @@ class TokenRow(NamedTuple):
 
 
 class RowMixture:
-    """The rows of all sources one after another; no row holds tokens of two sources."""
+    """The rows of all sources, concatenated; no row contains tokens of two sources."""
 
     def __init__(self, streams: Sequence[TokenStream], row_length: int) -> None:
         self.streams, self.row_length = tuple(streams), row_length
@@ -262,7 +262,7 @@ class RowMixture:
         return tuple(stream.num_rows(self.row_length) for stream in self.streams)
 
     def __getitems__(self, entries: Sequence[PlanEntry]) -> list[TokenRow]:
-        """The rows of some entries of a plan; a negative number stands for a row that is all padding."""
+        """The rows of a batch of entries; a negative row number means a row of padding."""
         return [self._row(entry) for entry in entries]
 
     def _row(self, entry: PlanEntry) -> TokenRow:
@@ -275,7 +275,7 @@ class RowMixture:
 
 
 class RowCollator:
-    """Makes `PackedRows` of rows, shorter ones padded on the right, and hands them to a task where there is one."""
+    """Makes `PackedRows` from rows, padded on the right, and applies the task if there is one."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, row_length: int, task: Callable[[PackedRows], Any] | None = None
@@ -288,9 +288,9 @@ class RowCollator:
     def __call__(self, rows: Sequence[TokenRow]) -> Any:
         input_ids_NL = torch.full((len(rows), self.row_length), self._pad_id, dtype=torch.int64)
         document_NL = torch.full_like(input_ids_NL, -1)
-        for place, row in enumerate(rows):
-            input_ids_NL[place, : len(row.ids)] = torch.from_numpy(row.ids)
-            document_NL[place, : len(row.ids)] = torch.from_numpy(row.documents)
+        for index, row in enumerate(rows):
+            input_ids_NL[index, : len(row.ids)] = torch.from_numpy(row.ids)
+            document_NL[index, : len(row.ids)] = torch.from_numpy(row.documents)
         special_NL = torch.isin(input_ids_NL, self._special_ids) | (document_NL < 0)
         draw_N, row_N = torch.tensor([row.draw for row in rows]), torch.tensor([row.row for row in rows])
         packed = PackedRows(input_ids_NL, document_NL, special_NL, draw_N, row_N)
@@ -298,28 +298,28 @@ class RowCollator:
 
 
 class TextDataModule(PlannedDataModule):
-    """Sources of plain texts to batches of packed rows: tokenised once, drawn by a plan, resumed exactly.
+    """Batches of packed rows from plain texts: tokenised once, drawn by a plan, resumed exactly.
 
-    A source's documents follow each other without a gap and are cut every `row_length` tokens, so a row may hold the
-    end of one document, some whole ones and the start of another; only a source's last row has padding. The trained
-    module's `task` hides tokens and names targets, in the workers.
+    The documents of a source are concatenated and split every `row_length` tokens. A row may contain the end of one
+    document, several complete ones and the start of another; only the last row of a source has padding. The `task` of
+    the trained module masks tokens and sets targets, in the workers.
 
     Args:
-        sources: What is trained on.
-        validation_sources: What the loss is measured on; empty for no validation.
-        row_length: Tokens of a row, L. LLM2Vec: 512; *MoE*'s MLM adaptation: 2048.
-        batch_size: Rows of one rank's batch.
-        append_eos: Whether each document ends in a separator (see `DocumentTokenizer`). LLM2Vec only puts `<s>` before.
+        sources: Training sources.
+        validation_sources: Sources for the validation loss; empty for no validation.
+        row_length: Tokens per row, L. LLM2Vec: 512; *MoE*'s MLM adaptation: 2048.
+        batch_size: Rows in the batch of one rank.
+        append_eos: Whether a separator ends each document (see `DocumentTokenizer`). LLM2Vec only puts `<s>` before.
         sampler: As in `EmbeddingDataModule`, over rows.
-        num_workers: Processes that make batches ahead of training; 0 does it between the steps.
-        cache_dir: Where token streams are kept, or None for the default.
-        seed: Decides the order of the rows and their random choices; None for the run's (`seed_everything`).
+        num_workers: Processes that make batches ahead of training; 0 does this between the steps.
+        cache_dir: Folder of token streams, or None for the default.
+        seed: Seed of the row order and of random choices in the rows; None for `seed_everything`.
         tokenizer: Directory or Hub name of a fast tokenizer, or None for the `tokenizer` of the trained module.
 
-    Distributed: needs Trainer(use_distributed_sampler=False). Validation rows are split over the ranks; all ranks see
-        equally many batches, filled up with rows of padding, which do not count.
+    Distributed: needs Trainer(use_distributed_sampler=False). Validation rows are split over the ranks; all ranks get
+        the same number of batches, and rows of padding, which do not count, fill the last ones.
     Raises:
-        OptionError: If a number is out of its range; one line that names the option.
+        OptionError: If a number is out of range.
     """
 
     row_length: int
@@ -327,7 +327,7 @@ class TextDataModule(PlannedDataModule):
     def __init__(
         self,
         sources: list[TextSource],
-        validation_sources: list[TextSource] = [],  # noqa: B006 - never changed
+        validation_sources: list[TextSource] = [],  # noqa: B006 - never mutated
         row_length: int = 512,
         batch_size: int = 32,
         append_eos: bool = True,
@@ -346,7 +346,7 @@ class TextDataModule(PlannedDataModule):
         self._validation_rows: RowMixture | None = None
 
     def check_run(self, trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
-        """Check what can be known of files, packages and plan before a source is tokenised, which may take hours."""
+        """Check files, packages and plan as far as possible before tokenising, which may take hours."""
         sources = [*self.sources, *self.validation_sources]
         check_files(sources)
         for source in sources:
@@ -355,7 +355,7 @@ class TextDataModule(PlannedDataModule):
         self._base_tokenizer(module)
 
     def prepare_data(self) -> None:
-        """Tokenise the sources that are not tokenised yet, on one rank, and check that they fill a batch."""
+        """Tokenise new sources, on one rank, and check that they fill a batch."""
         self.setup()
         self._check_plan(self._plan())
 
@@ -366,12 +366,12 @@ class TextDataModule(PlannedDataModule):
             if self.validation_sources:
                 self._validation_rows = self._open(self.validation_sources, tokenizer)
         if self._validation_rows is None and self.trainer is not None:
-            self.trainer.limit_val_batches = 0  # Lightning would warn of loaders that hold nothing
+            self.trainer.limit_val_batches = 0  # Lightning would warn of empty loaders
 
     @property
     def rows(self) -> RowMixture:
-        """The rows of all sources; `setup` opens them."""
-        assert self._rows is not None, "setup() comes first"
+        """The rows of all sources; call `setup` first."""
+        assert self._rows is not None, "call setup() first"
         return self._rows
 
     @property
@@ -382,7 +382,7 @@ class TextDataModule(PlannedDataModule):
         return self._make_loader(self.rows, self._collator())
 
     def val_dataloader(self) -> list[DataLoader[Any]]:
-        """This rank's validation batches, always the same; none where there are no validation sources."""
+        """This rank's validation batches, always the same; empty without validation sources."""
         if self._validation_rows is None:
             return []
         rows = self._validation_rows
@@ -407,13 +407,13 @@ class TextDataModule(PlannedDataModule):
 
     def _identities(self) -> Sequence[SourceIdentity]:
         streams = self.rows.streams
-        return [SourceIdentity(source.name, one.key) for source, one in zip(self.sources, streams, strict=True)]
+        return [SourceIdentity(source.name, stream.key) for source, stream in zip(self.sources, streams, strict=True)]
 
 
 def validation_batches(num_rows: int, batch_size: int, rank: int, num_ranks: int) -> list[list[PlanEntry]]:
-    """One rank's batches of rows 0 … num_rows-1: each row in one batch of one rank, equally many batches on each rank.
+    """One rank's batches of rows 0 … num_rows-1: each row is in one batch of one rank, and ranks have equal numbers.
 
-    A row's random choices are keyed by its number. Rows of number -1 fill up the last batches.
+    The row index is the seed of the row's random choices. Rows with index -1 fill the last batches.
     """
     batches, step = [], batch_size * num_ranks
     for start in range(rank * batch_size, -(-num_rows // step) * step, step):

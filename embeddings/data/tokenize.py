@@ -1,4 +1,4 @@
-"""Texts to tokens, with the prompt in front and the pooled tokens marked; examples to a contrastive batch."""
+"""Tokenisation of texts with their prompts, and collation of examples into contrastive batches."""
 
 import copy
 import math
@@ -19,12 +19,12 @@ from embeddings.common.text import TextRole, TextSettings, in_context_prompt
 from embeddings.common.types import ContrastiveBatch, TokenBatch
 from embeddings.data.records import Example
 
-# Prompts that are known to leave room; where they hold examples there are as many as queries.
+# Limit of the cache of checked prompts: with in-context examples, every query has a different prompt.
 MAX_CHECKED_PROMPTS = 10_000
 
 
 class TokenSpan(NamedTuple):
-    """A token and the characters of prompt and text as one string that it covers; an added one covers none."""
+    """A token and its character range in prompt + text; the range of an added token is empty."""
 
     token: str
     start: int
@@ -35,26 +35,26 @@ class TokenSpan(NamedTuple):
 class TextTokenizer:
     """Tokenises prompt and text as one string and marks the tokens that enter the pooling.
 
-    A token belongs to the prompt if its characters end at or before the prompt's end, else to the text. So a word with
-    the space before it (`▁how`, `Ġhow`) is text though the space is the prompt's, and a piece that is that space alone
-    is prompt. All bytes of a character that was split over tokens are on one side.
+    A token belongs to the prompt if its characters end at or before the end of the prompt, else to the text. So a word
+    token that includes the space before it (`▁how`, `Ġhow`) is text, even if the space is part of the prompt. A token
+    of that space alone is prompt. All bytes of a character that is split over tokens are on one side.
 
-    With a prompt, pooling leaves out its tokens and the special tokens before them (`[CLS]`, `<s>`), as NV-Embed does;
-    without one, or with `pool_prompt`, every token is pooled (without `pool_start` not the special tokens before the
+    With a prompt, pooling excludes its tokens and the special tokens before them (`[CLS]`, `<s>`), as NV-Embed does.
+    Without one, or with `pool_prompt`, every token is pooled (without `pool_start`, not the special tokens before the
     text). Special tokens after the text (`[SEP]`, `</s>`) and the suffix survive truncation and are pooled. Imported
-    models may pool by their release's rule: see `TextSettings.pooling_rule`. Where nothing of a text is left, the
-    special tokens after it are pooled, or else the last token.
+    models may use the pooling rule of their release: see `TextSettings.pooling_rule`. If truncation leaves no token of
+    the text, the special tokens after it are pooled, or else the last token.
 
     Args:
-        tokenizer: A fast tokenizer; it is copied, so its own truncation settings neither matter nor change.
+        tokenizer: A fast tokenizer. It is copied; its own truncation settings are ignored and do not change.
         settings: Lengths, prompts and special tokens.
 
-    Determinism: a text's tokens depend on the text, its prompt and its role alone.
+    Determinism: the tokens of a text depend only on the text, its prompt and its role.
     Raises:
-        OptionError: If the tokenizer is slow, lacks a token that the settings need, or reads its suffix as text.
+        OptionError: If the tokenizer is slow, lacks a token that the settings need, or merges the suffix with the text.
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, §4 (Eq. 2); the released `modeling_nvembed.py`. Differs: the
-        release counts the instruction's tokens apart from the text and appends EOS before truncation, which can lose
-        it; under the rule `instruction_count` so does this.
+        release tokenises the instruction separately to count its tokens, and appends EOS before truncation, which can
+        remove it. The rule `instruction_count` does the same.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: TextSettings) -> None:
@@ -69,10 +69,10 @@ class TextTokenizer:
         self._appended += suffix_ids(self._backend, settings.suffix)
         if settings.append_eos and probe.ids[-1:] != [eos]:
             self._appended += [eos]
-        # An end-of-sequence token that is text has no place of its own.
+        # Under this rule the appended tokens are part of the text, so truncation may remove them.
         self._num_reserved = 0 if settings.pooling_rule == "instruction_count" else len(self._appended)
-        known = (eos, tokenizer.sep_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
-        self._stand_in = [token for token in known if token is not None][:1]
+        special = (eos, tokenizer.sep_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
+        self._empty_text_ids = [token for token in special if token is not None][:1]
         self._special_ids = set(tokenizer.all_special_ids)
         self._colon = self._backend.token_to_id(":")
         if settings.pooling_rule == "after_colon" and self._colon is None:
@@ -81,58 +81,59 @@ class TextTokenizer:
         self._prompt_lengths: dict[str, int] = {}
 
     def __call__(self, texts: Sequence[str], role: TextRole, prompts: str | Sequence[str] | None = None) -> TokenBatch:
-        """Tokens of N texts without their prompts; one that leaves no token at all becomes one end-of-sequence token.
+        """Tokenise N texts; a text without any token becomes one end-of-sequence token.
 
         Args:
             texts: Texts without their prompts.
-            role: Decides the length limit and the default prompt.
-            prompts: One prompt for all texts, or one each; None for the settings' prompt of this role.
+            role: Determines the length limit and the default prompt.
+            prompts: One prompt for all texts, or one for each text; None for the prompt of this role in the settings.
 
         Raises:
             OptionError: If a prompt leaves no room for a token of the text; the message names the limit.
         """
-        each = self._prompts(len(texts), role, prompts)
-        joined = [prompt + text for prompt, text in zip(each, texts, strict=True)]
-        by_characters = self.settings.pooling_rule in (None, "exact") and not self.settings.pool_prompt
-        if by_characters and (any(each) or not self.settings.pool_start):
+        text_prompts = self._prompts(len(texts), role, prompts)
+        joined = [prompt + text for prompt, text in zip(text_prompts, texts, strict=True)]
+        needs_offsets = self.settings.pooling_rule in (None, "exact") and not self.settings.pool_prompt
+        if needs_offsets and (any(text_prompts) or not self.settings.pool_start):
             encodings = self._backend.encode_batch(joined)
         else:
-            # The same tokens without their offsets, a quarter faster.
+            # The same tokens without offsets, a quarter faster.
             encodings = self._backend.encode_batch_fast(joined)
-        firsts = [self._first_pooled(*pair) for pair in zip(encodings, each, strict=True)]
+        firsts = [self._first_pooled(*pair) for pair in zip(encodings, text_prompts, strict=True)]
         limit = self.settings.max_length(role)
-        return _token_batch([(one.ids + self._appended)[:limit] or self._stand_in for one in encodings], firsts)
+        return _token_batch([(one.ids + self._appended)[:limit] or self._empty_text_ids for one in encodings], firsts)
 
     def spans(
         self, texts: Sequence[str], role: TextRole, prompts: str | Sequence[str] | None = None
     ) -> list[list[TokenSpan]]:
-        """Where each token of each text lies: the same tokens as calling gives, in their order; arguments as there."""
-        each = self._prompts(len(texts), role, prompts)
-        encodings = self._backend.encode_batch([prompt + text for prompt, text in zip(each, texts, strict=True)])
+        """The tokens of each text with their character ranges; arguments and tokens as in `__call__`."""
+        text_prompts = self._prompts(len(texts), role, prompts)
+        joined = [prompt + text for prompt, text in zip(text_prompts, texts, strict=True)]
+        encodings = self._backend.encode_batch(joined)
         return [self._spans_of(encoding)[: self.settings.max_length(role)] for encoding in encodings]
 
     def _prompts(self, num_texts: int, role: TextRole, prompts: str | Sequence[str] | None) -> list[str]:
-        """The prompt of each text, checked; texts are cut to the role's length from here on."""
+        """The checked prompt of each text; also sets the truncation length of the role."""
         if prompts is None:
             prompts = self.settings.prompts.get(role, "")
-        each = [prompts] * num_texts if isinstance(prompts, str) else list(prompts)
+        text_prompts = [prompts] * num_texts if isinstance(prompts, str) else list(prompts)
         if len(self._checked_prompts) > MAX_CHECKED_PROMPTS:
             self._checked_prompts.clear()
             self._prompt_lengths.clear()
-        for prompt in set(each):
+        for prompt in set(text_prompts):
             self.check_prompt(prompt, role)
         self._backend.enable_truncation(self.settings.max_length(role) - self._num_reserved, direction="right")
-        return each
+        return text_prompts
 
     def _spans_of(self, encoding: Encoding) -> list[TokenSpan]:
         rows = zip(encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True)
         spans = [TokenSpan(token, start, end, bool(special)) for token, (start, end), special in rows]
-        added = self._appended if encoding.ids or self._appended else self._stand_in
+        added = self._appended if encoding.ids or self._appended else self._empty_text_ids
         names = [str(self._backend.id_to_token(token)) for token in added]
         return spans + [TokenSpan(name, 0, 0, True) for name in names]
 
     def _first_pooled(self, encoding: Encoding, prompt: str) -> int:
-        """Index of the first pooled token; all after it are pooled."""
+        """Index of the first pooled token; all later tokens are pooled."""
         if self.settings.pool_prompt:
             return 0
         if self.settings.pooling_rule == "after_colon":
@@ -147,7 +148,7 @@ class TextTokenizer:
         return next((index for index in range(end_of_text) if spans[index][1] > prompt_end), end_of_text)
 
     def check_prompt(self, prompt: str, role: TextRole) -> None:
-        """Check that a prompt leaves room for a token of the text."""
+        """Check that a prompt leaves room for at least one token of the text."""
         limit = self.settings.max_length(role)
         if not prompt or (prompt, limit) in self._checked_prompts:
             return
@@ -164,17 +165,17 @@ class TextTokenizer:
         self._checked_prompts.add((prompt, limit))
 
     def num_tokens(self, text: str) -> int:
-        """Tokens of a text, the special ones around it included, however long it is."""
+        """Number of tokens of a text without truncation, special tokens included."""
         self._backend.no_truncation()
         return len(self._backend.encode(text)) + self._num_reserved
 
 
 def copied_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """A copy of a fast tokenizer's backend, which neither pads nor truncates."""
+    """A copy of the backend of a fast tokenizer, without padding and truncation."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         rule = "must be a fast tokenizer"
-        raise OptionError("tokenizer", type(tokenizer).__name__, rule, "save it with a tokenizer.json and use that")
+        raise OptionError("tokenizer", type(tokenizer).__name__, rule, "save it with a tokenizer.json first")
     copied: Tokenizer = copy.deepcopy(backend)
     copied.no_padding()
     copied.no_truncation()
@@ -182,18 +183,18 @@ def copied_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def suffix_ids(backend: Tokenizer, suffix: str) -> list[int]:
-    """The tokens that a suffix adds to a text; it must not change how the text before it is split."""
+    """Tokens that a suffix adds to a text; it must not change the tokenisation of the text before it."""
     if not suffix:
         return []
     alone, closed = (backend.encode(text).ids for text in ("a", f"a{suffix}"))
     if closed[: len(alone)] != alone:
-        rule = "must begin with a token of its own, behind which no special token stands"
-        raise OptionError("data.text.suffix", suffix, rule, "begin it with a space or a special token")
+        rule = "must start with a separate token, and the tokenizer must not add a special token after it"
+        raise OptionError("data.text.suffix", suffix, rule, "start it with a space or a special token")
     return closed[len(alone) :]
 
 
 def _token_batch(ids: list[list[int]], firsts: list[int]) -> TokenBatch:
-    """The ragged batch of `ids`, pooled from each text's `firsts` on, and at least at its last token."""
+    """The ragged batch of `ids`; each text is pooled from index `firsts`, and at least at its last token."""
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
     flat = np.fromiter(chain.from_iterable(ids), np.int64, int(lengths.sum()))
     starts = np.cumsum(lengths) - lengths
@@ -203,27 +204,25 @@ def _token_batch(ids: list[list[int]], firsts: list[int]) -> TokenBatch:
 
 
 class ContrastiveCollator:
-    """Makes a `ContrastiveBatch` of examples, a pure function of them: neither rank nor worker enters.
+    """Makes a `ContrastiveBatch` from examples; the batch depends on the examples only, not on rank or worker.
 
-    Of an example's positives one is drawn by its draw key; of its negatives the first, hardest ones are taken. An
-    example without a prompt of its own gets the text settings' prompt of that role.
+    One positive of each example is drawn by its draw key; of its negatives the first (hardest) are used. An example
+    without a prompt gets the prompt of the role in the text settings.
 
-    With in-context examples, solved pairs of the same source in the batch stand before a query, in its prompt: as many
-    as its draw key says, up to `num_in_context_examples`, and in no more than half of the query's length.
+    In-context examples are other pairs of the batch from the same source, put into the query's prompt. The draw key
+    determines their number, up to `num_in_context_examples`; they fill at most half of the query's maximum length.
 
     Args:
-        tokenizer: Joins prompts and tokenises.
-        num_negatives: Maximum hard negatives of a query, >= 0. NV-Embed uses 7.
-        surrogate_width: Width of the surrogate's vectors that examples may carry, None where none does; the same for
-            every batch of a run, so that ranks agree on what they gather.
-        num_in_context_examples: Maximum solved examples before a query, >= 0; bge-en-icl uses 5.
-        has_scores: Whether examples may carry a teacher's scores; the same for every batch of a run.
-        teacher_tokens: Tokenises texts for a teacher that runs beside the method, prompts included; None without one.
+        tokenizer: Joins prompts and texts and tokenises them.
+        num_negatives: Maximum number of hard negatives per query, >= 0. NV-Embed uses 7.
+        surrogate_width: Width of the surrogate vectors of the examples, None if no source has any; the same for every
+            batch of a run, so that all ranks gather the same tensors.
+        num_in_context_examples: Maximum number of in-context examples per query, >= 0; bge-en-icl uses 5.
+        has_scores: Whether examples may have teacher scores; the same for every batch of a run.
+        teacher_tokens: Tokenises texts with prompts for an online teacher; None without a teacher.
 
-    Raises:
-        OptionError: If a number is negative.
     Source: in-context examples: Li et al. 2024 (bge-en-icl), arXiv:2409.15700, which draws them from the batch. MGH's
-        Table 2 has such a variant and does not describe it.
+        Table 2 lists such a variant without describing it.
     """
 
     def __init__(
@@ -235,17 +234,12 @@ class ContrastiveCollator:
         has_scores: bool = False,
         teacher_tokens: Callable[[Sequence[str], TextRole], TokenBatch] | None = None,
     ) -> None:
-        if num_negatives < 0:
-            raise OptionError("data.num_negatives", num_negatives, "must be >= 0", "0 trains on pairs alone")
-        if num_in_context_examples < 0:
-            rule = "must be >= 0"
-            raise OptionError("data.num_in_context_examples", num_in_context_examples, rule, "bge-en-icl uses 5")
         self.num_in_context_examples, self.has_scores = num_in_context_examples, has_scores
         self.tokenizer, self.num_negatives, self.surrogate_width = tokenizer, num_negatives, surrogate_width
         self.teacher_tokens = teacher_tokens
 
     def __call__(self, examples: Sequence[Example]) -> ContrastiveBatch:
-        """The batch of B examples; see `ContrastiveBatch` for what each field holds."""
+        """The batch of B examples; `ContrastiveBatch` describes its fields."""
         owners, labels = list(range(len(examples))), [e.label for e in examples]
         chosen = [derive_seed(e.draw, "positive") % len(e.positives) for e in examples]
         candidates = [e.positives[choice] for e, choice in zip(examples, chosen, strict=True)]
@@ -260,7 +254,7 @@ class ContrastiveCollator:
             query_prompts = self._with_examples(examples, query_prompts, candidates)
         document_prompts = [examples[owner].document_prompt or prompts.get("document", "") for owner in owners]
         surrogate_query_BS, surrogate_candidate_CS = self._surrogates(examples, chosen, len(candidates))
-        queries, read = [e.query for e in examples], self.teacher_tokens
+        queries, teacher_tokens = [e.query for e in examples], self.teacher_tokens
         return ContrastiveBatch(
             query=self.tokenizer(queries, "query", query_prompts),
             candidate=self.tokenizer(candidates, "document", document_prompts),
@@ -278,28 +272,29 @@ class ContrastiveCollator:
             surrogate_candidate_CS=surrogate_candidate_CS,
             negative_level=examples[0].level,
             teacher_score_C=self._teacher_scores(examples, chosen),
-            teacher_query=None if read is None else read(queries, "query"),
-            teacher_candidate=None if read is None else read(candidates, "document"),
+            teacher_query=None if teacher_tokens is None else teacher_tokens(queries, "query"),
+            teacher_candidate=None if teacher_tokens is None else teacher_tokens(candidates, "document"),
         )
 
     def _with_examples(
         self, examples: Sequence[Example], prompts: Sequence[str], positives: Sequence[str]
     ) -> list[str]:
-        limit, found = self.tokenizer.settings.max_length("query") // 2, []
-        for place, example in enumerate(examples):
+        """The prompt of each query with its in-context examples."""
+        limit, extended = self.tokenizer.settings.max_length("query") // 2, []
+        for example, prompt in zip(examples, prompts, strict=True):
             others = [i for i, e in enumerate(examples) if e.source == example.source and e.query != example.query]
             others.sort(key=lambda other: derive_seed(example.draw, "in_context", other))
             count = derive_seed(example.draw, "num_in_context") % (self.num_in_context_examples + 1)
             solved = [(prompts[other], examples[other].query, positives[other]) for other in others[:count]]
-            while solved and self.tokenizer.num_tokens(in_context_prompt(prompts[place], solved)) > limit:
+            while solved and self.tokenizer.num_tokens(in_context_prompt(prompt, solved)) > limit:
                 solved.pop()
-            found.append(in_context_prompt(prompts[place], solved))
-        return found
+            extended.append(in_context_prompt(prompt, solved))
+        return extended
 
     def _surrogates(
         self, examples: Sequence[Example], chosen: Sequence[int], num_candidates: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The surrogate's vectors of queries and candidates, NaN for texts without one."""
+        """Surrogate vectors of queries and candidates; NaN for texts without one."""
         if self.surrogate_width is None:
             return None, None
         query_BS = torch.full((len(examples), self.surrogate_width), math.nan)
@@ -316,18 +311,18 @@ class ContrastiveCollator:
         return query_BS, candidate_CS
 
     def _teacher_scores(self, examples: Sequence[Example], chosen: Sequence[int]) -> Tensor | None:
-        """The teacher's score of each candidate, NaN where it gave none."""
+        """The teacher score of each candidate; NaN without one."""
         if not self.has_scores:
             return None
         pairs = list(zip(examples, chosen, strict=True))
-        found = [example.scores[choice] if example.scores else math.nan for example, choice in pairs]
+        scores = [example.scores[choice] if example.scores else math.nan for example, choice in pairs]
         for example in examples:
             first, count = len(example.positives), min(len(example.negatives), self.num_negatives)
-            found.extend(example.scores[first : first + count] or [math.nan] * count)
-        return torch.tensor(found, dtype=torch.float32)
+            scores.extend(example.scores[first : first + count] or [math.nan] * count)
+        return torch.tensor(scores, dtype=torch.float32)
 
 
 def _filled(rows: list[list[int]]) -> torch.Tensor:
-    """Rows of different lengths as one (B, P) tensor, the first entry of each repeated to fill."""
+    """Rows of different lengths as one (B, P) tensor, padded with the first entry of each row."""
     width = max(map(len, rows))
     return torch.tensor([row + row[:1] * (width - len(row)) for row in rows])

@@ -250,7 +250,7 @@ def test_all_missing_files_are_named_in_one_line(tmp_path, capsys):
     config = run_config(tmp_path, sources=sources)
     config["trainer"]["callbacks"] = [component("embeddings.callbacks.RetrievalEvaluation", folder="eval")]
     words = ["fit", "--config", write_config(tmp_path, config), "--check"]
-    both = "2 errors: data.sources: 2 paths name no file: one.jsonl (no such file), two.jsonl"
+    both = "2 errors: data.sources: 2 paths match no file: one.jsonl (no such file), two.jsonl"
     for missing in (both, " | eval"):
         assert_refused(capsys, tmp_path, missing, main, words)
     for name in ("one", "two"):

@@ -7,20 +7,20 @@ from embeddings.data.samplers.clustered import KIND, ClusterFolder, write_cluste
 
 
 def unit_vectors(count, width=8, seed=0):
-    """Random directions."""
+    """Random unit vectors."""
     drawn = np.random.default_rng(seed).standard_normal((count, width))
     return np.asarray(drawn / np.linalg.norm(drawn, axis=1, keepdims=True), dtype=np.float32)
 
 
 def nearest_lists(centroids, count):
-    """Each vector's nearest others by inner product, nearest first, (k, count)."""
+    """The nearest other vectors of each vector by inner product, nearest first, (k, count)."""
     products = centroids @ centroids.T
     np.fill_diagonal(products, -np.inf)
     return np.argsort(-products, axis=1, kind="stable")[:, :count].astype(np.int32)
 
 
 def write_clusters(folder, ids, num_clusters, source_key="key", num_neighbours=4):
-    """A folder with these clusters, their centroids random."""
+    """Write a folder with these clusters and random centroids."""
     folder.mkdir(parents=True)
     centroids = unit_vectors(num_clusters)
     lists = nearest_lists(centroids, min(num_neighbours, num_clusters - 1))

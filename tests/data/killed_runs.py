@@ -1,4 +1,4 @@
-"""A Lightning training that is ended and resumed, a ledger of the rows it saw, and its data from a config."""
+"""Training that is killed and resumed, a module that records its rows, and data modules from a config."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,17 +12,17 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.helpers import runs
 
-# The resumed run saves beside what it resumes from.
+# The resumed run saves to the folder that it resumes from.
 LIGHTNING_WARNINGS = ("ignore:Checkpoint directory",)
 
 
 class Ledger(LightningModule):
-    """Notes the rows of each step.
+    """Records the rows of each step.
 
     Args:
-        rows_of: The rows of a batch.
-        tokenizer: What a data module takes for its texts.
-        asks_for_steps: Whether its optimiser asks for the number of steps, as a schedule does.
+        rows_of: Returns the rows of a batch.
+        tokenizer: The tokenizer for the data module.
+        asks_for_steps: Whether the optimiser asks for the number of steps, as a schedule does.
     """
 
     def __init__(
@@ -47,19 +47,19 @@ class Ledger(LightningModule):
 
 
 def quiet_trainer(**options):
-    """A trainer on the CPU that writes and shows nothing but what its options ask for, and leaves samplers alone."""
+    """A trainer on the CPU without logs, checkpoints and distributed sampler unless the options set them."""
     return runs.quiet_trainer(use_distributed_sampler=False, **options)
 
 
 def attached(data, module):
-    """A data module as it is once a trainer has taken it and the module."""
+    """A data module attached to a trainer and a module."""
     data.trainer = quiet_trainer()
     data.trainer.strategy.connect(module)
     return data
 
 
 class StopBefore(Callback):
-    """Ends a run before a step, as a kill would."""
+    """Ends a run before a step, like a kill."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -70,11 +70,11 @@ class StopBefore(Callback):
 
 
 class KilledError(Exception):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 def killed_run(folder, stops, make_module, make_data, limits):
-    """The rows of all steps of a training that is ended before each of some steps and resumed with everything new."""
+    """The rows of all steps of a training that is killed before each of `stops` and resumed with new objects."""
     seen = []
     checkpoint = None
     for stop in [*stops, None]:
@@ -92,7 +92,7 @@ def killed_run(folder, stops, make_module, make_data, limits):
 
 
 def configured(**init_args):
-    """The data module of records that a config with these arguments makes, written out and read again."""
+    """The `EmbeddingDataModule` of a config with these arguments, after a round trip through the parser."""
     parser = ArgumentParser()
     parser.add_subclass_arguments(LightningDataModule, "data")
     config = {"data": {"class_path": "embeddings.data.EmbeddingDataModule", "init_args": init_args}}

@@ -10,14 +10,14 @@ from embeddings.data import SourceConfig, open_source
 
 
 def write_jsonl(path, rows):
-    """One JSON value a line; gzipped where the name says so."""
+    """Write one JSON value per line, gzipped if the name ends in .gz."""
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return path
 
 
 def write_rows(path, rows):
-    """The rows as Parquet or JSON lines, as the name says."""
+    """Write the rows as Parquet or JSON lines, by the name."""
     if path.suffix != ".parquet":
         return write_jsonl(path, rows)
     pq.write_table(pa.Table.from_pylist(rows), path)
@@ -25,12 +25,12 @@ def write_rows(path, rows):
 
 
 def pairs(count, prefix=""):
-    """Records that differ from each other."""
+    """Distinct records."""
     return [{"query": f"{prefix}query {i}", "positive": f"{prefix}positive {i}"} for i in range(count)]
 
 
 def graded(count, levels=(1, 2, 3, 4)):
-    """Records with one negative of each of some levels, which its text names."""
+    """Records with one negative of each level; its text names the level."""
     return [
         record | {"negatives": [{"text": f"negative {i} of level {level}", "level": level} for level in levels]}
         for i, record in enumerate(pairs(count))
@@ -38,7 +38,7 @@ def graded(count, levels=(1, 2, 3, 4)):
 
 
 def labelled(*sizes):
-    """Texts of classes `class a`, `class b`, … of these sizes, the classes mixed."""
+    """Texts of classes `class a`, `class b`, … of these sizes, alternating."""
     rows = [(i, code) for code, size in enumerate(sizes) for i in range(size)]
     return [{"text": f"text {i} of {chr(97 + code)}", "label": f"class {chr(97 + code)}"} for i, code in sorted(rows)]
 

@@ -1,4 +1,4 @@
-"""Folders of surrogate vectors as the jobs over a corpus write them, made by hand."""
+"""Handmade folders of surrogate vectors in the format of the jobs."""
 
 import numpy as np
 
@@ -6,21 +6,21 @@ from embeddings.common.io import write_manifest
 
 
 def numbered_vectors(numbers, width):
-    """Unit vectors in the plane of the first two axes, whose tangents are these numbers."""
+    """Unit vectors in the first two dimensions that encode these numbers as tangents."""
     vectors = np.zeros((len(numbers), width), np.float32)
     vectors[:, 0], vectors[:, 1] = numbers / np.hypot(numbers, 1), 1 / np.hypot(numbers, 1)
     return vectors
 
 
 def number_of(vectors):
-    """The numbers of such vectors, NaN for NaN; rounded, since sine and cosine are."""
+    """The numbers of vectors from `numbered_vectors`, rounded; NaN for NaN."""
     return (vectors[..., 0] / vectors[..., 1]).round(decimals=4)
 
 
 def write_surrogates(folder, source, width=4, shard_size=3, negatives=False):
-    """Unit vectors that tell what they are of (`number_of`): query i is `i + 0.25`, a document its number by text.
+    """Write vectors that encode what they belong to (`number_of`): query i is `i + 0.25`, a document its number.
 
-    Positives are numbered first, then, where they are asked for, the negatives.
+    Documents are numbered by text: first the positives, then, with `negatives`, the negatives.
     """
     rows = [source.table.row(index) for index in range(len(source.table))]
     texts = {"positive": [row.positives for row in rows]}

@@ -33,7 +33,7 @@ def test_a_record_without_a_level_is_refused_by_source_and_number(tmp_path, capl
     classes = source(tmp_path, labelled(3, 3), name="classes", conversion="class_by_example")
     says = r"source 'source': record 3 has no negative of level 3 \(3 of 5 lack one\); add it, or set .*: coarser"
     refused(InputError, says, check_levels, [whole, partial], EVERY, allow_missing=False)
-    # A source that draws its negatives lacks every level.
+    # A source with drawn negatives lacks every level.
     says = r"source 'classes': record 1 has no negative of level 4 \(6 of 6"
     refused(InputError, says, check_levels, [whole, classes], EVERY, allow_missing=False)
     caplog.clear()
@@ -44,7 +44,7 @@ def test_a_record_without_a_level_is_refused_by_source_and_number(tmp_path, capl
     assert caplog.messages == ["source classes: 6 of 6 records have no negative with a level"]
 
 
-def test_where_levels_stand_in_for_each_other_what_is_lacking_is_counted(tmp_path, caplog):
+def test_missing_levels_are_counted_if_coarser_levels_may_replace_them(tmp_path, caplog):
     with caplog.at_level("INFO", logger="embeddings"):
         check_levels([source(tmp_path, graded(2), graded(3, (1, 2, 4)), pairs(4))], EVERY, allow_missing=True)
     assert caplog.messages == [
@@ -56,7 +56,7 @@ def test_where_levels_stand_in_for_each_other_what_is_lacking_is_counted(tmp_pat
 def test_a_curriculum_over_no_levels_at_all_is_refused(tmp_path):
     plain = source(tmp_path, [record | {"negatives": ["other"]} for record in pairs(4)], name="plain")
     classes = source(tmp_path, labelled(3, 3), name="classes", conversion="class_by_example")
-    says = "needs negatives with levels, and no source has any"
+    says = "needs negatives with levels, but no source has any"
     for allow_missing in (False, True):
         refused(OptionError, says, check_levels, [plain, classes], EVERY, allow_missing=allow_missing)
 
@@ -101,12 +101,12 @@ def test_pairs_without_any_negative_are_refused_where_they_have_no_in_batch_ones
     check_negatives_found([source(tmp_path, pairs(3), name="in-batch")], NEEDS["source"])
     classes = source(tmp_path, labelled(3, 3), name="classes", conversion="class_by_example")
     check_negatives_found([classes], NEEDS["off"])
-    # Records that train nothing are counted.
+    # Records without negatives are counted.
     caplog.clear()
     some = source(tmp_path, graded(2), pairs(3), [{**pairs(1)[0], "negatives": ["plain"]}], **off)
     check_negatives_found([some], NEEDS["source"])
     assert caplog.messages == [
-        "source source: 3 of 6 records have no negative, and without in-batch negatives train nothing"
+        "source source: 3 of 6 records have no negative, and without in-batch negatives they train nothing"
     ]
 
 
@@ -126,29 +126,29 @@ ROLES = {"query_prompt": "q: ", **DOCUMENT}
 @pytest.mark.parametrize(
     ("sources", "given", "expected"),
     [
-        # One source gives its prompts by its name and by role; several only those that they share.
+        # The prompts of one source are stored by name and role; of several, only shared prompts by role.
         ({"a": ANSWER | DOCUMENT}, {}, {"a": ASK, "query": ASK, "document": "d: "}),
         ({"a": ROLES, "b": ROLES}, {}, {"a": "q: ", "b": "q: ", "query": "q: ", "document": "d: "}),
         ({"a": ANSWER, "b": SEARCH}, {}, {"a": ASK, "b": FIND}),
         ({"a": ANSWER, "b": {}}, {}, {"a": ASK}),
-        # The first of several alternates stands for them.
+        # Of several instructions the first is used.
         ({"a": BOTH, "b": BOTH}, {}, {"a": ASK, "b": ASK, "query": ASK}),
         ({"a": BOTH, "b": ANSWER}, {}, {"a": ASK, "b": ASK}),
-        # A symmetric source puts the query's prompt before documents.
+        # A symmetric source uses the query prompt for documents.
         ({"a": SEARCH | {"symmetric": True}}, {}, {"a": FIND, "query": FIND, "document": FIND}),
-        # Given prompts stay, and a source with a role's name gives none.
+        # Existing prompts take precedence, and a source named like a role adds none.
         ({"a": SEARCH}, {"query": "q: "}, {"a": FIND, "query": "q: "}),
         ({"query": SEARCH, "b": {}}, {}, {}),
         ({"a": {}, "b": {}}, {}, {}),
     ],
 )
-def test_a_saved_model_knows_the_prompts_of_its_sources(sources, given, expected):
+def test_the_settings_of_a_saved_model_include_the_prompts_of_its_sources(sources, given, expected):
     text = TextSettings(query_max_length=9, prompts=given)
     found = with_source_prompts(text, [config(name, **options) for name, options in sources.items()])
     assert found == replace(text, prompts=expected)
 
 
-def test_prompts_that_no_encoding_uses_by_itself_are_worth_a_warning(caplog):
+def test_prompts_that_encoding_does_not_use_by_default_are_warned_of(caplog):
     differing = [config("a", **ANSWER), config("b", **SEARCH)]
     for sources, given, expected in ((differing, {}, 1), (differing, {"query": ASK}, 0), ([config("a")], {}, 0)):
         caplog.clear()

@@ -1,15 +1,14 @@
-"""A batch against one written out by hand, and the edges."""
+"""Batches against a batch written by hand, and edge cases."""
 
 from dataclasses import replace
 
 import torch
 
-from embeddings.common import OptionError, TextSettings
+from embeddings.common import TextSettings
 from embeddings.common.io import text_hash
 from embeddings.common.random import derive_seed
 from embeddings.data.records import Example, Negative
 from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer
-from tests.helpers.refusals import refused
 from tests.helpers.tiny import wordpiece_tokenizer
 
 TOKENIZER = wordpiece_tokenizer()
@@ -29,7 +28,7 @@ def examples():
     ]
 
 
-def test_solved_examples_of_the_same_source_stand_before_a_query():
+def test_in_context_examples_of_the_same_source_are_put_before_a_query():
     texts = [("fox", "the fox"), ("sum", "two"), ("dog", "lazy dog"), ("pad", "one")]
     batch = [
         Example(row=row, draw=row, source=row % 2, query=query, positives=(document,), query_prompt="find ")
@@ -48,13 +47,13 @@ def test_solved_examples_of_the_same_source_stand_before_a_query():
             expected = plain.tokenizer([drawn[row].query], "query", f"{solved}find ")
             assert text == texts_of(expected)[0]
             counts.add(count)
-        # What is pooled is the query alone.
+        # Only the query is pooled.
         assert texts_of(collate(drawn).query, pooled_only=True) == texts_of(plain(drawn).query, pooled_only=True)
         assert torch.equal(collate(drawn).candidate.input_ids_T, plain(drawn).candidate.input_ids_T)
     assert counts == {0, 1}
 
 
-def test_solved_examples_leave_half_of_the_length_to_the_query():
+def test_in_context_examples_leave_half_of_the_length_to_the_query():
     positives = ("lazy dog " * 5,)
     batch = [Example(row, row, 0, f"fox {'the ' * row}", positives, query_prompt="find ") for row in range(12)]
     collate = ContrastiveCollator(TextTokenizer(TOKENIZER, TextSettings(query_max_length=64)), 0, None, 50)
@@ -65,7 +64,6 @@ def test_solved_examples_leave_half_of_the_length_to_the_query():
         assert batch[place].query not in prompt.split("\n")[0] or place == 0
         lengths.append(prompt.count("Response:"))
     assert max(lengths) == 1
-    refused(OptionError, "num_in_context_examples must be >= 0", ContrastiveCollator, collate.tokenizer, 0, None, -1)
 
 
 def texts_of(tokens, pooled_only=False):
@@ -75,7 +73,7 @@ def texts_of(tokens, pooled_only=False):
     return [TOKENIZER.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in kept]
 
 
-def test_every_field_is_what_its_description_says():
+def test_every_field_of_a_batch_equals_one_written_by_hand():
     batch = make(2)(examples())
     second, third = (e.positives[derive_seed(e.draw, "positive") % len(e.positives)] for e in examples()[1:])
     candidates = ["the fox", second, third, "a dog", "lazy dog", "jumps"]

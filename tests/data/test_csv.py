@@ -1,4 +1,4 @@
-"""Tables of separated values are read as JSON lines are, or refused by file and row."""
+"""CSV and TSV tables: accepted forms, and error messages with file and row."""
 
 import csv
 import gzip
@@ -22,7 +22,7 @@ ROWS = [
 
 
 def write_csv(path, rows, **options):
-    """The rows as Python's own writer writes them, gzipped where the name says so."""
+    """Write the rows with the `csv` module, gzipped if the name ends in .gz."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "wt", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), **options)
         writer.writeheader()
@@ -39,7 +39,7 @@ def read(path):
 @pytest.mark.parametrize(
     ("name", "separator"), [("a.csv", ","), ("a.csv", ";"), ("A.CSV", "\t"), ("a.tsv", "\t"), ("a.csv.gz", ",")]
 )
-def test_what_pythons_writer_writes_is_read_again(tmp_path, name, separator, quoting, ends):
+def test_tables_of_the_csv_module_are_read_back(tmp_path, name, separator, quoting, ends):
     path = write_csv(tmp_path / name, ROWS, delimiter=separator, quoting=quoting, lineterminator=ends)
     reader = open_reader(path, ("query", "positive"), ("query", "positive"))
     found = list(reader)
@@ -64,7 +64,7 @@ def test_numbers_labels_and_empty_cells_are_understood(tmp_path):
     refused(InputError, r"c\.csv:2: score is text, expected a finite number", open_cached, text, tmp_path / "cache")
 
 
-def test_a_mark_blank_lines_spaced_headers_and_json_in_a_table_s_place_are_passed_over(tmp_path):
+def test_byte_order_marks_blank_lines_spaced_headers_and_json_are_accepted(tmp_path):
     for data in (
         b"\xef\xbb\xbfquery,positive\nq,p\n",
         b"\n \nquery,positive\n\nq,p\n,\n\n",
@@ -81,20 +81,17 @@ HEADER = b"query,positive\n"
 @pytest.mark.parametrize(
     ("data", "where", "message"),
     [
-        (HEADER, "", "holds no rows"),
-        (b"\n\n", "", "holds no rows"),
-        (HEADER + b"q,p,r\n", ":2", "the row has 3 cells, and the header 2; quote texts that hold the separator"),
+        (HEADER, "", "contains no rows"),
+        (b"\n\n", "", "contains no rows"),
+        (HEADER + b"q,p,r\n", ":2", "the row has 3 cells, and the header 2; quote texts that contain the separator"),
         (HEADER + b'q,"p\nr"\nq\n', ":4", "the row has 1 cells, and the header 2"),
-        (HEADER + b'q,"p"r\n', ":2", "text follows a quoted cell's last quote; double the quotes"),
-        (HEADER + b'q,p\nq,"p\n' + b"r,s\n" * 9, ":3", "a quote opens in this row, and the file ends; close it"),
+        (HEADER + b'q,"p"r\n', ":2", "text follows the closing quote of a cell; double the quotes"),
+        (HEADER + b'q,p\nq,"p\n' + b"r,s\n" * 9, ":3", "a quote in this row is not closed; close it"),
         (HEADER + b"q,\xff\n", ":2", "byte 3 of the row is not valid UTF-8"),
-        (HEADER + "q,naï".encode()[:-1], ":2", "the file ends in the middle of this row"),
         (HEADER + b'q,"' + b"x" * 999 + b"\n" + b"x" * 999 + b'"\n', ":2", "a cell is longer than 0 MiB"),
         (HEADER + b"q," + b"x" * 2000 + b"\n", ":2", "the row is longer than 0 MiB"),
-        (b"query,positive\rq,p\r", ":1", "rows end in carriage returns alone"),
+        (b"query,positive\rq,p\r", ":1", "rows end with carriage returns only"),
         (b"query,query\nq,p\n", "", "has two columns 'query'"),
-        ("query,positive\nq,p\n".encode("utf-16"), ":1", "the file is UTF-16; save it as UTF-8"),
-        (gzip.compress(HEADER * 99, mtime=0)[:-9], "", "the gzip data is cut off or damaged here"),
     ],
 )
 def test_a_bad_table_is_refused_with_file_and_row_on_one_line(tmp_path, monkeypatch, data, where, message):

@@ -1,4 +1,4 @@
-"""The data modules in a config, in a training, and in a training that was killed."""
+"""The data modules in configs, in training, and in training that is killed and resumed."""
 
 import gc
 import multiprocessing
@@ -27,7 +27,7 @@ from tests.data.rows import pairs, rows_of, write_jsonl
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 
-# The ledger only trains.
+# The ledger has no validation step.
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS, "ignore:You passed in a `val_dataloader`")
 TOKENIZER = wordpiece_tokenizer()
 
@@ -69,13 +69,13 @@ def kind(request, tmp_path):
         ({"sources": []}, r"data\.sources must name at least one source"),
     ],
 )
-def test_impossible_options_are_refused_at_once(kind, changes, message):
+def test_invalid_options_are_refused_at_construction(kind, changes, message):
     refused(OptionError, message, kind.make, **changes)
     says = r"data\.sources must have different names, got 'first'"
     refused(OptionError, says, kind.make, sources=kind.options["sources"] * 2)
 
 
-def test_a_second_fit_begins_at_the_start_again(kind):
+def test_a_second_fit_starts_from_the_beginning(kind):
     data, first, second = kind.make(), kind.ledger(), kind.ledger()
     for module in (first, second):
         quiet_trainer(max_epochs=1).fit(module, data)
@@ -102,8 +102,8 @@ def test_a_batch_larger_than_the_data_and_a_module_without_tokenizer_are_refused
     refused(InputError, says, fit, kind.ledger(None), kind.make(tokenizer=str(tmp_path)))
 
 
-def test_a_worker_collects_none_of_its_parents_garbage(monkeypatch):
-    """Walking over inherited objects would copy their memory: 60 MiB a worker in P12."""
+def test_a_worker_does_not_collect_the_garbage_of_its_parent(monkeypatch):
+    """Visiting inherited objects would copy their memory: 60 MiB per worker in P12."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     frozen = gc.get_freeze_count()
     try:
@@ -122,7 +122,7 @@ def test_a_worker_leaves_stop_signals_to_the_run_and_obeys_its_parent(kind):
     next(batches)
     (worker,) = set(multiprocessing.active_children()) - set(others)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGTERM, signal.SIGUSR1} == set()
-    # From a process that is not its parent, as SLURM and a shell send them.
+    # From a process that is not the parent, as with SLURM or a shell.
     subprocess.run(["sh", "-c", f"kill -TERM {worker.pid}; kill -USR1 {worker.pid}"], check=True)
     assert len(list(batches)) >= 2
     assert worker.is_alive()
@@ -168,24 +168,24 @@ def plan(num_epochs, batch_size=4, **sampler):
 
 
 class Picky(Ledger):
-    """A module that says what its batches are to be like."""
+    """A module with needs for its batches."""
 
     batch_needs = BatchNeeds(gathers_candidates=False, sampler="ClusteredBatchSampler", without_sampler="no topics")
 
 
 def test_remarks_on_the_plan_are_logged_once(options, caplog):
-    """A source too small for a batch, and a sampler that the method is not made for."""
+    """A source too small for a batch, and a sampler that does not suit the method."""
     attached(EmbeddingDataModule(**options), Ledger(rows_in, TOKENIZER)).prepare_data()
     assert not [record for record in caplog.records if record.module == "datamodule"]
     module = Picky(rows_in, TOKENIZER)
     data = EmbeddingDataModule(**options | {"sampler": HomogeneousBatchSampler, "batch_size": 10})
     quiet_trainer(max_epochs=2).fit(module, data)
     assert [record.getMessage() for record in caplog.records if record.module == "datamodule"] == [
-        "sources with fewer rows than a batch of 10 are not trained on: second (9)",
+        "sources with fewer rows than a batch of 10 are not used: second (9)",
         "Picky without data.sampler ClusteredBatchSampler: no topics",
     ]
     assert [max(batch) < 15 for batch in module.rows] == [True, True]
-    # The methods name samplers that there are.
+    # The methods name existing samplers.
     assert CDEModule.made_for[0] == ClusteredBatchSampler.__name__
     assert MGHCurriculumModule.made_for[0] == CurriculumBatchSampler.__name__
 
@@ -200,7 +200,7 @@ def test_a_source_without_negatives_ends_the_run_before_its_first_step(options, 
     assert module.rows == []
 
 
-def test_batches_hold_what_the_sources_say(options, tmp_path):
+def test_batches_follow_the_options_of_the_sources(options, tmp_path):
     folder = save_backbone(str(tmp_path / "backbone"), tiny_bert(), TOKENIZER)
     for num_workers in (0, 2):
         data = EmbeddingDataModule(**options, tokenizer=folder, num_workers=num_workers)
@@ -208,7 +208,7 @@ def test_batches_hold_what_the_sources_say(options, tmp_path):
         loader = data.train_dataloader()
         batches = list(loader)
         if num_workers:
-            # The garbage collector would wait for each worker for five seconds.
+            # The garbage collector would wait five seconds for each worker.
             loader._iterator._shutdown_workers()
         assert [rows_in(batch) for batch in batches] == plan(1)
         for batch in batches:
@@ -225,7 +225,7 @@ def test_batches_hold_what_the_sources_say(options, tmp_path):
     [
         ({"max_epochs": 4}, [3, 5, 15], True),
         ({"max_epochs": 4}, [6, 8, 15], False),
-        # Lightning's count of epochs falls behind at an epoch's end, so the run may be longer; the plan continues.
+        # Lightning's epoch count falls behind at the end of an epoch, so the run may be longer; the plan continues.
         ({"max_epochs": 4}, [6, 12, 18], False),
         ({"max_epochs": -1, "max_steps": 24}, [6, 7, 18], True),
         ({"max_epochs": 3, "limit_train_batches": 4}, [2, 3, 9], False),
@@ -240,7 +240,7 @@ def test_a_training_killed_three_times_sees_the_plan_once(options, tmp_path, lim
     assert seen == expected[: len(seen)]
 
 
-def test_a_config_names_everything(options):
+def test_a_config_can_set_every_option(options):
     first, second = (source.path for source in options["sources"])
     sampler = {"proportions": "given", "steps_per_epoch": 2}
     data = configured(
@@ -266,7 +266,7 @@ def test_a_config_names_everything(options):
         (
             {"path": ["gone.jsonl", "data/docstrings/train.jsonl.gz", "a*.none", "${TEST_UNSET}/x"]},
             {},
-            r"data\.sources: 4 paths name no file: gone\.jsonl \(no such file\), data/docstrings/train\.jsonl\.gz "
+            r"data\.sources: 4 paths match no file: gone\.jsonl \(no such file\), data/docstrings/train\.jsonl\.gz "
             r"\(no such file\), a\*\.none \(no file matches\) and 1 more; check the path and run: python main\.py "
             r"prepare docstrings --output data/docstrings and check the pattern and run: export TEST_UNSET=FOLDER$",
         ),
@@ -277,7 +277,7 @@ def test_a_config_names_everything(options):
         ({}, {"num_negatives": -1}, r"data\.num_negatives must be >= 0, got -1"),
     ],
 )
-def test_what_needs_no_row_is_refused_before_a_source_is_read(options, first, changes, message, tmp_path):
+def test_errors_that_need_no_rows_are_raised_before_a_source_is_read(options, first, changes, message, tmp_path):
     trainer, module = quiet_trainer(), Ledger(rows_in, TOKENIZER)
     EmbeddingDataModule(**options).check_run(trainer, module, None)
     options["sources"][0] = replace(options["sources"][0], **first)

@@ -1,4 +1,4 @@
-"""Examples of each conversion, level and mixture, against cases written out by hand."""
+"""Examples of each conversion, level and mixture, against cases written by hand."""
 
 import pickle
 from collections import Counter
@@ -10,7 +10,7 @@ import pytest
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.data import Example, Mixture, Negative, PlanEntry, SourceConfig, open_source
 from embeddings.data.checks import warn_of_unused_columns
-from embeddings.data.dataset import ClassExamples, LabelTexts, places_of_level
+from embeddings.data.dataset import ClassExamples, LabelTexts, positions_of_level
 from embeddings.data.samplers.base import LevelRule
 from embeddings.data.store import ClassIndex, write_class_index
 from embeddings.data.table import StoredRow, Table, write_table
@@ -41,16 +41,16 @@ def test_documents_of_a_symmetric_source_carry_the_querys_prompt(tmp_path):
     assert prompts == {f"Instruct: {name}\nQuery: " for name in ("one", "two", "three")}
 
 
-def test_a_records_own_instruction_stands_before_the_sources_framed_by_the_settings_template(tmp_path):
-    rows = [{**pairs(1)[0], "instruction": "mend"}, pairs(2)[1]]
+def test_the_instruction_of_a_record_replaces_that_of_the_source_in_the_template(tmp_path):
+    rows = [{**pairs(1)[0], "instruction": "repair"}, pairs(2)[1]]
     source = dataset(tmp_path, rows, instruction=["find", "seek"], symmetric=True)
     for draw in range(20):
         own, other = source[PlanEntry(0, draw)], source[PlanEntry(1, draw)]
-        assert own.query_prompt == own.document_prompt == "Instruct: mend\nQuery: "
+        assert own.query_prompt == own.document_prompt == "Instruct: repair\nQuery: "
         assert other.query_prompt in ("Instruct: find\nQuery: ", "Instruct: seek\nQuery: ")
     settings = TextSettings(instruction_template="[INST] {instruction} ")
     framed = open_source(SourceConfig("a", source.config.path, instruction="find"), tmp_path / "cache", settings)
-    assert [framed[PlanEntry(row, 0)].query_prompt for row in (0, 1)] == ["[INST] mend ", "[INST] find "]
+    assert [framed[PlanEntry(row, 0)].query_prompt for row in (0, 1)] == ["[INST] repair ", "[INST] find "]
     assert {framed[PlanEntry(row, 0)].document_prompt for row in (0, 1)} == {""}
 
 
@@ -97,7 +97,7 @@ def test_labels_that_do_not_suit_the_conversion_are_refused(tmp_path, rows, opti
         ((True, False), {}, "must give a text to labels that are not words, got 'true'"),
         (("a", "b"), {"a": "x"}, "must give a text to the label 'b', got"),
         (("a", "b"), {"a": "x", "b": "y", "c": "z"}, "names a label that the source does not have, got 'c'"),
-        (("a", "b"), {"a": "x", "b": "x"}, "must give each label its own text"),
+        (("a", "b"), {"a": "x", "b": "x"}, "must give each label a different text"),
     ],
 )
 def test_label_texts_that_do_not_match_the_labels_are_refused(tmp_path, labels, texts, message):
@@ -107,7 +107,7 @@ def test_label_texts_that_do_not_match_the_labels_are_refused(tmp_path, labels, 
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 10, 99, 100, 1000])
-def test_max_rows_takes_one_row_of_each_stretch(tmp_path, max_rows):
+def test_max_rows_takes_one_row_of_each_section(tmp_path, max_rows):
     source = dataset(tmp_path, pairs(100), max_rows=max_rows)
     found = [int(source[PlanEntry(row, 0)].query.split()[1]) for row in range(len(source))]
     count = min(max_rows, 100)
@@ -116,7 +116,7 @@ def test_max_rows_takes_one_row_of_each_stretch(tmp_path, max_rows):
         assert row * 100 // count <= index < (row + 1) * 100 // count
     for row in (-1, count):
         refused(IndexError, f"row {row} of {count}", source.__getitem__, PlanEntry(row, 0))
-    # Positives come from the whole source though one query of a class is left.
+    # Positives come from the whole source even if one query of a class is used.
     classes = dataset(tmp_path, labelled(10, 10), conversion="class_by_example", max_rows=1)
     assert len({classes[PlanEntry(0, draw)].positives for draw in range(100)}) == 9
 
@@ -159,7 +159,7 @@ ANSWERED = [{**pair, "question": f"n {row}", "score": 1.0, "anchor": None} for r
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_columns_that_look_like_a_field_are_named_in_one_line(form, tmp_path, caplog):
-    """The field's own name comes first; a cached source says it again."""
+    """A column with the name of the field takes precedence; opening a cached source warns again."""
     path = write_rows(tmp_path / f"pairs.{form}", ANSWERED)
     for _ in range(2):
         caplog.clear()
@@ -168,14 +168,15 @@ def test_columns_that_look_like_a_field_are_named_in_one_line(form, tmp_path, ca
         assert line.startswith("source pairs: columns not used: ")
         assert "question" in line
         assert "to use one, map it: columns: {query: " in line
-        assert line.endswith("; a score counts with conversion: sts alone")
-        assert ("anchor" in line) == (form == "parquet")  # of a column that is not read nobody knows that it is empty
+        assert line.endswith("; a score is used only with conversion: sts")
+        # An unread Parquet column is not known to be empty.
+        assert ("anchor" in line) == (form == "parquet")
     mapped = open_source(SourceConfig("pairs", str(path), columns={"query": "question"}), tmp_path / "cache")
     assert mapped[PlanEntry(2, 0)].query == "n 2"
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_columns_of_other_libraries_become_examples_and_are_told_once(form, tmp_path, caplog):
+def test_columns_of_other_libraries_become_examples_and_are_logged_once(form, tmp_path, caplog):
     rows = [{"anchor": f"q{i}", "positive": f"p{i}", "negative_1": f"n{i}", "negative_2": f"m{i}"} for i in range(3)]
     caplog.set_level("INFO")
     path = write_rows(tmp_path / f"st.{form}", rows)
@@ -183,7 +184,7 @@ def test_columns_of_other_libraries_become_examples_and_are_told_once(form, tmp_
         caplog.clear()
         source = open_source(SourceConfig("st", str(path)), tmp_path / "cache")
         warn_of_unused_columns(source, 2)
-        says = "source st: columns taken: anchor as query, negative_1 as negatives, negative_2 as negatives"
+        says = "source st: columns used: anchor as query, negative_1 as negatives, negative_2 as negatives"
         assert caplog.messages.count(says) == told
         assert "not used" not in caplog.text
     example = source[PlanEntry(1, 0)]
@@ -210,7 +211,7 @@ def test_of_several_columns_for_one_field_the_first_is_suggested_and_used_ones_a
 
 
 def class_examples(folder, texts_by_class, num_negatives):
-    """The rule, and its rows as a plain list; classes take turns."""
+    """The rule, and its rows as a list; the classes alternate."""
     turns = zip_longest(
         *([StoredRow(text, label=label) for text in texts] for label, texts in enumerate(texts_by_class))
     )
@@ -265,7 +266,7 @@ def test_no_positive_is_the_query_and_no_negative_repeats_a_text_even_where_rows
 
 
 @pytest.mark.parametrize(("num_texts", "num_negatives"), [(2, 7), (5, 3), (5, 4), (20, 7)])
-def test_label_texts_are_the_rows_own_and_different_others(num_texts, num_negatives):
+def test_label_texts_are_that_of_the_row_and_distinct_others(num_texts, num_negatives):
     texts = [f"label {code}" for code in range(num_texts)]
     rule = LabelTexts(texts, num_negatives)
     for label in range(num_texts):
@@ -284,10 +285,10 @@ ALL = tuple(Negative(f"{level}{name}", level) for level in (1, 2, 3, 4) for name
 
 
 def texts(negatives, level, cumulative=False, draw=0):
-    return [negatives[place].text for place in places_of_level(negatives, LevelRule(level, cumulative), draw)]
+    return [negatives[position].text for position in positions_of_level(negatives, LevelRule(level, cumulative), draw)]
 
 
-def test_the_nearest_coarser_level_stands_in_and_never_a_finer_one():
+def test_the_nearest_coarser_level_replaces_a_missing_one_and_never_a_finer_one():
     for levels, expected in (
         ((1, 4), [["1"], ["4"], ["4"], ["4"]]),
         ((2, 3), [["2"], ["2"], ["3"], []]),
@@ -299,7 +300,7 @@ def test_the_nearest_coarser_level_stands_in_and_never_a_finer_one():
         assert [texts(negatives, level) for level in (1, 2, 3, 4)] == expected
 
 
-def test_a_level_allows_its_own_negatives_in_their_order_and_cumulative_ones_all_coarser_too_evenly_by_the_key():
+def test_a_level_allows_its_negatives_in_order_and_a_cumulative_one_also_the_coarser_ones_at_random():
     for level in (1, 2, 3, 4):
         assert texts(ALL, level) == [f"{level}a", f"{level}b"]
         found = texts(ALL, level, cumulative=True)
@@ -321,7 +322,7 @@ def mixture(tmp_path):
     return Mixture([first, dataset(tmp_path, labelled(4, 4), **classes), last])
 
 
-def test_rows_of_all_sources_lie_one_after_another_and_an_example_is_its_sources_own(mixture):
+def test_rows_of_all_sources_are_concatenated_and_examples_equal_those_of_their_source(mixture):
     assert len(mixture) == 12
     assert mixture.sizes == (3, 8, 1)
     for row in range(12):
@@ -331,9 +332,6 @@ def test_rows_of_all_sources_lie_one_after_another_and_an_example_is_its_sources
         assert (example.query, example.positives, example.negatives) == (local.query, local.positives, local.negatives)
         assert example.in_batch_negatives == (source != 1)
     refused(IndexError, "row 12 of 12", mixture.__getitem__, PlanEntry(12, 0))
-    refused(OptionError, r"data\.sources must not be empty", Mixture, [])
-    first, second, _ = mixture.sources
-    refused(OptionError, r"data\.sources must have different names, got 'one'; rename", Mixture, [first, second, first])
 
 
 def test_a_batch_is_its_entries_one_by_one_in_their_order(mixture, monkeypatch):

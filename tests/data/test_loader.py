@@ -11,7 +11,7 @@ from tests.helpers.refusals import refused
 
 
 class RowEcho:
-    """A data set that answers with the rows it was asked for, and fails at one of them."""
+    """A data set that returns the requested row numbers, and raises an error at one of them."""
 
     def __init__(self, row: int = -1, error: Exception | None = None) -> None:
         self.row, self.error = row, error
@@ -37,7 +37,7 @@ def flat(count=4):
 
 
 def take(loader, count):
-    """Some batches, from the next epoch where one ends."""
+    """The next `count` batches, also across epochs."""
     while count:
         for batch in loader:
             yield batch.tolist()
@@ -60,7 +60,7 @@ def test_iterating_again_gives_the_next_epoch_with_or_without_set_epoch():
     assert set_by_hand == [first, second, third]
 
 
-def test_an_epoch_is_left_in_its_middle_when_another_is_set_or_a_state_loaded():
+def test_setting_an_epoch_or_loading_a_state_ends_the_current_epoch():
     for num_workers in (0, 1):
         loader = make(num_workers=num_workers)
         list(take(loader, 2))
@@ -78,7 +78,7 @@ def test_an_epoch_is_left_in_its_middle_when_another_is_set_or_a_state_loaded():
     [
         ({"batch_size": 2}, {}, "data global_batch_size must be 4 as in the checkpoint"),
         ({"proportions": "uniform"}, {}, "data proportions must be 'size' as in the checkpoint"),
-        ({}, {"plan_version": None}, r"data plan_version must be None .* resume by the library that"),
+        ({}, {"plan_version": None}, r"data plan_version must be None .* resume with the library version that"),
         (
             {"proportions": "given", "weights": [9, 1]},
             {"proportions": "given", "parts": "0.1,0.9"},
@@ -92,7 +92,7 @@ def test_a_state_of_another_plan_is_refused_by_the_field_that_differs(options, s
     state["plan"] = {name: value for name, value in (state["plan"] | saved).items() if value is not None}
     refused(OptionError, message, make(**options).load_state_dict, state)
     make().load_state_dict(make().state_dict())
-    # Of weights the ratios count.
+    # Only the ratios of the weights matter.
     given = make(proportions="given", weights=[1, 9]).state_dict()
     make(proportions="given", weights=[2, 18]).load_state_dict(given)
 
@@ -105,7 +105,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "num_workers"), [(ERRORS[0], 0), *((error, 2) for error in ERRORS)])
-def test_an_error_of_the_data_arrives_from_a_worker_as_from_the_loop_itself(error, num_workers):
+def test_an_error_of_the_data_is_the_same_from_a_worker_and_from_the_main_process(error, num_workers):
     plan, seen = epochs(make(), 1)[0], []
     loader = make(num_workers=num_workers, rows=RowEcho(plan[3][1], error))
     others = multiprocessing.active_children()

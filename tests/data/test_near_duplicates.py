@@ -1,4 +1,4 @@
-"""Near-copies equal those of a loop over all pairs, and no stranger goes with them."""
+"""Near-copies against a loop over all pairs."""
 
 import random
 import re
@@ -27,7 +27,7 @@ def jaccard(first, second, unit="word"):
 
 
 def varied(count, num_words, seed=0):
-    """Texts in families: each a text and the same text with some words changed."""
+    """Groups of texts: a text, and copies of it with some words changed."""
     generator = random.Random(seed)
     texts = []
     for _ in range(count):
@@ -50,10 +50,10 @@ def loop_copies(items, are_alike):
 
 @pytest.mark.parametrize("unit", ["word", "character"])
 @pytest.mark.parametrize("threshold", [0.5, 0.8, 1.0])
-def test_items_of_two_parts_are_copies_where_a_loop_over_all_pairs_says_so(unit, threshold):
+def test_copies_of_two_part_items_equal_those_of_a_loop_over_all_pairs(unit, threshold):
     queries, documents = varied(12, 12), varied(12, 40, seed=1)
     items = [(query, document) for query, document in zip(queries, documents, strict=True)]
-    # One document under many questions, one question over many documents, and whole copies.
+    # One document with many questions, one question with many documents, and exact copies.
     items += [(query, documents[0]) for query in queries[8:20]] + [(queries[0], text) for text in documents[8:20]]
     items += items[::5]
     rule = NearDuplicates(threshold, num_parts=2, shingle=unit)
@@ -69,7 +69,7 @@ def test_items_of_two_parts_are_copies_where_a_loop_over_all_pairs_says_so(unit,
 
     found = mark_copies(keys.T, len(items), are_near)
     assert found.tolist() == loop_copies(items, are_alike)
-    # Rows are compared where they share a key, once, and with kept rows alone.
+    # Rows are compared only if they share a key, once, and only with retained rows.
     assert len(asked) == len(set(asked))
     assert all(one < other and not found[one] and (keys[one] == keys[other]).any() for one, other in asked)
     assert len(items) // 6 <= found.sum() < len(items) - 24
@@ -97,7 +97,7 @@ def test_the_similarity_is_that_of_the_sets_of_shingles(unit, first, second):
     assert set_jaccard(one, one) == 1
 
 
-def test_copies_are_found_by_the_keys_as_often_as_is_promised():
+def test_keys_miss_copies_no_more_often_than_documented():
     generator = random.Random(3)
     rule, missed, tried = NearDuplicates(0.8), 0, 0
     for _ in range(400):

@@ -47,9 +47,9 @@ def test_a_list_of_sources_is_read_from_a_config():
     [
         ({"name": " "}, "data.sources.name must not be empty"),
         *(({"path": path}, "path must not be empty") for path in ("", [], ["a", ""])),
-        *(({"path": path}, "path is no name of a Hub data set") for path in ("hub:", "hub:a/b/c")),
-        ({"path": ["hub:a/b"]}, "path lists a Hub data set"),
-        *(({name: "a"}, f"{name} has no meaning for files") for name in ("split", "subset", "revision")),
+        *(({"path": path}, "path is not the name of a Hub data set") for path in ("hub:", "hub:a/b/c")),
+        ({"path": ["hub:a/b"]}, "path must not list a Hub data set"),
+        *(({name: "a"}, f"{name} has no effect on files") for name in ("split", "subset", "revision")),
         ({"columns": {"text": "a"}}, "columns may map only query, positive"),
         ({"conversion": "sts", "columns": {"query": "a"}}, "columns may map only sentence1, sentence2, score"),
         *(({"instruction": given}, "instruction must not be empty") for given in ("", [], ["a", " "])),
@@ -67,10 +67,10 @@ def test_a_list_of_sources_is_read_from_a_config():
         ({"min_score": math.nan, "conversion": "sts"}, "min_score must be finite"),
         ({"label_texts": {"0": "no"}}, "label_texts has no effect on conversion pairs"),
         ({"surrogate_vectors": "v", "conversion": "class_by_example"}, "surrogate_vectors has no effect on conversion"),
-        ({"label_texts": {"0": " "}, "conversion": "binary_by_label"}, "label_texts must not hold an empty text"),
+        ({"label_texts": {"0": " "}, "conversion": "binary_by_label"}, "label_texts must not contain an empty text"),
     ],
 )
-def test_an_impossible_or_idle_option_is_refused_by_name(options, message):
+def test_an_invalid_or_ineffective_option_is_refused_by_name(options, message):
     options = {"name": "mine", "path": "a.jsonl", **options}
     assert refused(OptionError, re.escape(message), SourceConfig, **options).startswith("data.sources")
 
@@ -83,7 +83,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_glob_gives_its_matches_sorted_a_list_keeps_its_order_and_variables_are_filled_in(folder, monkeypatch):
+def test_glob_matches_are_sorted_lists_keep_their_order_and_variables_are_expanded(folder, monkeypatch):
     found = resolve_files([f"{folder}/c.parquet", f"{folder}/[ab].jsonl"])
     assert [file.name for file in found] == ["c.parquet", "a.jsonl", "b.jsonl"]
     assert [file.name for file in resolve_files(f"{folder}/odd[1].jsonl")] == ["odd[1].jsonl"]
@@ -111,13 +111,13 @@ def test_a_path_that_names_no_file_is_refused(folder, monkeypatch, path, message
     refused(InputError, message.replace("?", r"\?"), resolve_files, path)
 
 
-def test_all_files_that_are_missing_are_told_at_once(folder, monkeypatch):
+def test_all_missing_files_are_named_in_one_error(folder, monkeypatch):
     monkeypatch.chdir(folder)
     there = SourceConfig("there", ["a.jsonl", "?.parquet"])
     check_files([there, SourceConfig("hub", "hub:org/name")])
     one = SourceConfig("one", "x.jsonl")
     refused(InputError, r"^x\.jsonl: no such file; check the path$", check_files, [there, one])
-    says = r"^data.sources: 2 paths name no file: x.jsonl \(no such file\), y.jsonl \(no such file\); check the path$"
+    says = r"^data.sources: 2 paths match no file: x.jsonl \(no such file\), y.jsonl \(no such file\); check the path$"
     refused(InputError, says, check_files, [one, there, SourceConfig("two", ["y.jsonl", "b.jsonl"])])
     twice = SourceConfig("one", ["a.jsonl", "?.jsonl"])
     refused(InputError, "the path names this file twice", check_files, [twice])
@@ -142,7 +142,7 @@ def test_json_lines_gzip_and_parquet_give_the_same_rows_whatever_their_names_wit
         assert [row.fields for row in found] == rows
         assert [found[i].where for i in (0, 1024, -1)] == [f"{path}:1", f"{path}:1025", f"{path}:2500"]
         assert reader.bytes_read == reader.total_bytes == path.stat().st_size
-    # A byte order mark and Windows' line ends are passed over.
+    # A byte order mark and Windows line ends are skipped.
     for data in (b"\xef\xbb\xbf" + LINE, LINE.replace(b"\n", b"\r\n"), b"\xef\xbb\xbf\n" + LINE):
         plain.write_bytes(data)
         assert [row.fields for row in read(plain)] == [{"query": "q", "positive": "p"}]
@@ -152,9 +152,9 @@ def test_json_lines_gzip_and_parquet_give_the_same_rows_whatever_their_names_wit
     ("data", "where", "message"),
     [
         (b"", "", "is empty"),
-        (b"\n \n", "", "holds no rows"),
-        (b"\xef\xbb\xbf", "", "holds no rows"),
-        (gzip.compress(b"", mtime=0), "", "holds no rows"),
+        (b"\n \n", "", "contains no rows"),
+        (b"\xef\xbb\xbf", "", "contains no rows"),
+        (gzip.compress(b"", mtime=0), "", "contains no rows"),
         (LINE + b'{"query": "\xff"}\n', ":2", "byte 12 of the row is not valid UTF-8"),
         ('{"query": "q"}'.encode("utf-16"), ":1", "the file is UTF-16"),
         (LINE + b'{"query": "q", "posi', ":2", "the file ends in the middle of this row"),
@@ -163,21 +163,21 @@ def test_json_lines_gzip_and_parquet_give_the_same_rows_whatever_their_names_wit
         (
             b"query,positive\nq,p\n",
             ":1",
-            "separated values (CSV), and its name says otherwise; name the file .csv or .tsv",
+            "the file is a CSV table, but its name does not end in .csv or .tsv; name the file .csv or .tsv",
         ),
-        (b'"query";"positive"', ":1", "this is a table of separated values (CSV)"),
+        (b'"query";"positive"', ":1", "the file is a CSV table"),
         (LINE + b"query,positive\n", ":2", "the row is not JSON"),
         (b'["q", "p"]\n', ":1", "the row is a JSON array, expected an object"),
         (b'"q"\n', ":1", "the row is a JSON value, expected an object"),
-        (b"[\n" + LINE + b"]\n", ":1", "a JSON array begins here"),
-        (b'{"query": "a\x00b"}\n', ":1", "the row holds a NUL byte"),
-        (b"{" + b'"a":{' * 100_000 + b"}" * 100_001 + b"\n", ":1", "the JSON is nested too deep"),
+        (b"[\n" + LINE + b"]\n", ":1", "a JSON array starts here"),
+        (b'{"query": "a\x00b"}\n', ":1", "the row contains a NUL byte"),
+        (b"{" + b'"a":{' * 100_000 + b"}" * 100_001 + b"\n", ":1", "the JSON is nested too deeply"),
         (b'{"id": ' + b"9" * 5000 + b"}\n", ":1", "the row is not JSON"),
-        (gzip.compress(LINE * 1000, mtime=0)[:-9], "", "the gzip data is cut off or damaged here"),
-        (gzip.compress(LINE, mtime=0)[:-8] + b"\0" * 8, ":2", "the gzip data is cut off or damaged here"),
-        (b"\x1f\x8b\x08 is no gzip", ":1", "the gzip data is cut off or damaged here"),
-        (b"\x1f\x8b", ":1", "the gzip data is cut off or damaged here"),
-        (b"PAR1 is no Parquet", ":1", "the Parquet data is cut off or damaged"),
+        (gzip.compress(LINE * 1000, mtime=0)[:-9], "", "the gzip data is truncated or damaged here"),
+        (gzip.compress(LINE, mtime=0)[:-8] + b"\0" * 8, ":2", "the gzip data is truncated or damaged here"),
+        (b"\x1f\x8b\x08 is no gzip", ":1", "the gzip data is truncated or damaged here"),
+        (b"\x1f\x8b", ":1", "the gzip data is truncated or damaged here"),
+        (b"PAR1 is no Parquet", ":1", "the Parquet data is truncated or damaged"),
         ('{"query": "q"}'.encode("utf-32"), ":1", "the file is UTF-32"),
         (gzip.compress('{"query": "q"}'.encode("utf-16"), mtime=0), ":1", "the file is UTF-16"),
         (b"BZh91AY&SY", ":1", "the file is compressed by bzip2; unpack it, or compress it by gzip"),
@@ -185,7 +185,7 @@ def test_json_lines_gzip_and_parquet_give_the_same_rows_whatever_their_names_wit
         (b"\x28\xb5\x2f\xfd\x24", ":1", "the file is compressed by zstd"),
         (b"PK\x03\x04\n", ":1", "the file is a zip archive; unpack it"),
         (b"ARROW1\0\0", ":1", "the file is an Arrow file; write it as Parquet"),
-        (LINE.strip() + b"\r" + LINE.strip() + b"\r", ":1", "rows end in carriage returns alone"),
+        (LINE.strip() + b"\r" + LINE.strip() + b"\r", ":1", "rows end with carriage returns only"),
     ],
 )
 def test_a_bad_file_is_refused_with_file_and_row_on_one_line(tmp_path, monkeypatch, data, where, message):
@@ -205,13 +205,13 @@ def test_parquet_with_a_column_twice_cut_off_without_rows_or_with_broken_text_is
     twice = write("a.parquet", pa.Table.from_arrays(columns, ["query", "positive", "positive"]))
     refused(InputError, r"a\.parquet: has two columns 'positive'; rename one of them", read, twice)
     assert read(twice, ["query"], ["query"])[0].fields == {"query": "a"}
-    # Without a required column the row shows all that there are.
+    # Without a required column the row has all existing columns.
     other = write("b.parquet", pa.table({"question": ["q"], "answer": ["p"]}))
     assert read(other)[0].fields == {"question": "q", "answer": "p"}
     whole = write("whole.parquet", pa.table({"query": ["q"] * 9, "positive": ["p"] * 9}))
     (tmp_path / "cut.parquet").write_bytes(whole.read_bytes()[:-20])
-    refused(InputError, r"cut\.parquet:1: the Parquet data is cut off or damaged", read, tmp_path / "cut.parquet")
-    refused(InputError, "holds no rows", read, write("none.parquet", pa.table({"query": pa.array([], pa.string())})))
+    refused(InputError, r"cut\.parquet:1: the Parquet data is truncated or damaged", read, tmp_path / "cut.parquet")
+    refused(InputError, "contains no rows", read, write("none.parquet", pa.table({"query": pa.array([], pa.string())})))
     texts = pa.array([b"good", b"good", b"\xff"]).view(pa.string())
     broken = write("text.parquet", pa.table({"query": texts, "positive": texts}))
     refused(InputError, r"text\.parquet:3: a text is not valid UTF-8", read, broken)
@@ -229,7 +229,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A Hub of one data set of three pairs; `calls` counts what was asked of it."""
+    """A Hub with one data set of three pairs; `calls` records the requests."""
     calls = {"info": [], "load": []}
 
     class HfApi:
@@ -255,17 +255,18 @@ def test_a_hub_source_is_streamed_at_its_commit_and_only_once(tmp_path, hub, mon
         assert [source[PlanEntry(row, 0)].query for row in range(len(source))] == ["query 0", "query 1", "query 2"]
     assert hub["info"] == [("org/name", "main"), ("org/name", COMMIT), ("org/name", "main")]
     assert hub["load"] == [("org/name", "en", "train", COMMIT, True)]
-    # Another subset is another source, and a full commit that was converted needs no Hub.
+    # Another subset is another source; a converted source with a full commit needs no Hub.
     config = SourceConfig("de", "hub:org/name", subset="de", revision=COMMIT)
     open_source(config, tmp_path)
     assert len(hub["load"]) == 2
-    refused(InputError, "hub:org/name: split 'empty' holds no rows", list, HubReader("org/name", None, "empty", COMMIT))
+    says = "hub:org/name: split 'empty' contains no rows"
+    refused(InputError, says, list, HubReader("org/name", None, "empty", COMMIT))
     for name in ("datasets", "huggingface_hub"):
         monkeypatch.setitem(sys.modules, name, None)
     assert len(open_source(config, tmp_path)) == 3
 
 
-def test_an_unreachable_hub_is_one_line_with_the_way_out(monkeypatch):
+def test_an_unreachable_hub_is_one_line_with_a_fix(monkeypatch):
     def refuse(*_, **__):
         raise ConnectionError("cannot reach the Hub\nwith a long trace")
 
@@ -273,7 +274,7 @@ def test_an_unreachable_hub_is_one_line_with_the_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=refuse))
     says = (
         r"^hub:org/name: cannot be read \(cannot reach the Hub\); "
-        "check name, split and network, or download it and give its files$"
+        "check name, split and network, or download it and name its files$"
     )
     refused(InputError, says, resolve_revision, "org/name", None)
     refused(InputError, says, list, HubReader("org/name", None, "train", COMMIT))
@@ -281,7 +282,7 @@ def test_an_unreachable_hub_is_one_line_with_the_way_out(monkeypatch):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
 def test_blank_lines_without_an_end_are_refused_in_bounded_memory(tmp_path, monkeypatch, suffix):
-    """A few kilobytes of gzip unpack to hours of them."""
+    """A few kilobytes of gzip can contain so many that reading takes hours."""
     monkeypatch.setattr("embeddings.data.readers.MAX_BLANK_LINES", 1000)
     path = tmp_path / f"blank{suffix}"
     with (gzip.open if suffix.endswith("gz") else open)(path, "wb") as file:
@@ -291,7 +292,7 @@ def test_blank_lines_without_an_end_are_refused_in_bounded_memory(tmp_path, monk
     rows = iter(open_reader(path, ["query"], ["query"]))
     assert [next(rows).fields["query"] for _ in range(2)] == ["q", "r"]
     tracemalloc.start()
-    refused(InputError, rf"blank{suffix}:2003: 1000 blank lines follow each other; take them out", next, rows)
+    refused(InputError, rf"blank{suffix}:2003: 1000 consecutive blank lines; remove them", next, rows)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**20

@@ -1,4 +1,4 @@
-"""Sources are converted once for each content: keys, kills, damage, conversions, class index, hashes, languages."""
+"""The cache of converted sources: keys, kills, damage, conversions, class index, file hashes, languages."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ print(len(open_cached(SourceConfig("a", sys.argv[1]), sys.argv[2]).table), flush
 
 @contextmanager
 def amid_conversion(path, root):
-    """Another process that has come to row 30 of the conversion and waits for a line to go on."""
+    """Another process that has reached row 30 of the conversion and waits for a line to continue."""
     arguments = ["-c", CONVERT, str(path), str(root)]
     with Command(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "amid\n"
@@ -134,7 +134,7 @@ def test_a_manifest_that_does_not_fit_is_refused(tmp_path):
     refused(InputError, "the converted data is damaged", open_cached, config, tmp_path / "cache")
 
 
-def test_the_cache_lies_where_the_argument_or_the_environment_says(tmp_path, monkeypatch):
+def test_the_cache_folder_follows_the_argument_or_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("EMBED_CACHE", str(tmp_path))
     assert cache_folder("here").name == "here"
     assert cache_folder() == tmp_path
@@ -148,7 +148,7 @@ SUSPECTS = [
     {"query": "q", "positive": ["a", "q\n"]},
 ]
 NAMED = (
-    r"4 rows contradict themselves: \S+a\.jsonl:4 \(a negative is also a positive\), "
+    r"4 suspect rows: \S+a\.jsonl:4 \(a negative is also a positive\), "
     r"\S+a\.jsonl:5 \(a negative is the query itself\), \S+a\.jsonl:6 \(a positive is the query itself\) and 1 more"
 )
 
@@ -156,7 +156,7 @@ NAMED = (
 def test_suspect_rows_are_left_out_or_kept_with_one_line_or_all_refused_and_nothing_written(tmp_path, caplog):
     path = str(write_jsonl(tmp_path / "a.jsonl", [*pairs(3), *SUSPECTS, {"query": "r", "positive": "r"}]))
     refuse = SourceConfig("mine", path, suspect_rows="refuse")
-    all_refused = rf"^source 'mine': {NAMED}; mend them, or set suspect_rows: leave_out \(or keep\)$"
+    all_refused = rf"^source 'mine': {NAMED}; correct them, or set suspect_rows: leave_out \(or keep\)$"
     refused(InputError, all_refused, open_cached, refuse, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
     for options, fate, count in (
@@ -170,7 +170,7 @@ def test_suspect_rows_are_left_out_or_kept_with_one_line_or_all_refused_and_noth
             assert re.fullmatch(f"source mine: {NAMED}; {fate}", line)
     refused(InputError, all_refused, open_cached, refuse, tmp_path / "cache")
     path = str(write_jsonl(tmp_path / "a.jsonl", [SUSPECTS[-1]]))
-    says = r"no row can be used: 1 row contradicts itself: \S+a\.jsonl:1 \(a positive"
+    says = r"no row can be used: 1 suspect row: \S+a\.jsonl:1 \(a positive"
     refused(InputError, says, open_cached, SourceConfig("mine", path), tmp_path / "cache")
 
 
@@ -203,7 +203,7 @@ def test_records_of_a_file_that_is_no_longer_the_converted_one_are_refused(tmp_p
     assert next(reading)[1].query == "query 0"
     write_jsonl(tmp_path / "a.jsonl", pairs(6))
     refused(InputError, r"a\.jsonl: the file changed while it was read", list, reading)
-    says = "source 'a': its files have changed since the work began; begin again"
+    says = "source 'a': its files have changed since the job started; start again"
     refused(InputError, says, next, read_records(config, cached))
 
 
@@ -225,14 +225,14 @@ def test_a_record_is_stored_with_levels_and_a_label_code():
         StoredRow("u", ("v",), (), (), 1),
     ]
     assert list(facts.labels) == ["x", "7"]
-    # A class with one text is remembered with its first row.
+    # A class with only one text is reported with its first row.
     texts = [("one", "x"), ("two", "y"), (" one ", "x"), ("three", "y"), ("only", "z")]
     rows, facts = convert("class_by_example", [{"text": text, "label": label} for text, label in texts])
     assert [row.label for row in rows] == [0, 1, 0, 1, 2]
     assert facts.lone_class == ["x", "a.jsonl:1"]
 
 
-def test_a_pair_that_people_found_similar_goes_both_ways_and_others_are_left_out():
+def test_a_pair_with_a_high_score_is_used_in_both_directions_and_others_are_left_out():
     rows = [{"sentence1": f"a{s}", "sentence2": f"b{s}", "score": s} for s in (3.99, 4, 5)]
     both_ways = [StoredRow(one, (other,)) for one, other in (("a4", "b4"), ("b4", "a4"), ("a5", "b5"), ("b5", "a5"))]
     assert convert("sts", rows)[0] == both_ways
@@ -265,25 +265,25 @@ def test_an_index_is_mapped_and_pickled_by_its_folder_and_leaves_out_lone_classe
     assert pickle.loads(data).member(3, 5) == index.member(3, 5) == 53
 
 
-def test_a_remembered_file_is_not_read_again_until_it_changes(tmp_path, monkeypatch):
+def test_a_file_with_a_cached_hash_is_not_read_again_until_it_changes(tmp_path, monkeypatch):
     reads, real = [], sources.file_sha256
     monkeypatch.setattr(sources, "file_sha256", lambda path: (reads.append(path), real(path))[1])
-    path, memory = tmp_path / "a", tmp_path / "memory"
+    path, cache = tmp_path / "a", tmp_path / "hashes"
     path.write_bytes(b"one")
-    first = HashedFile(path, memory)
+    first = HashedFile(path, cache)
     assert first.sha256 == hashlib.sha256(b"one").hexdigest()
     first.remember()
-    assert HashedFile(path, memory).sha256 == first.sha256
+    assert HashedFile(path, cache).sha256 == first.sha256
     assert reads == [path]
     stat = path.stat()
     path.write_bytes(b"two")
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert not first.is_current()
-    assert HashedFile(path, memory).sha256 == hashlib.sha256(b"two").hexdigest()
+    assert HashedFile(path, cache).sha256 == hashlib.sha256(b"two").hexdigest()
     assert len(reads) == 2
-    # A memory that cannot be written is no error; a file that cannot be read is.
+    # A cache that cannot be written is not an error; a file that cannot be read is.
     HashedFile(path, path).remember()
-    refused(InputError, "gone: cannot be read", HashedFile, tmp_path / "gone", memory)
+    refused(InputError, "gone: cannot be read", HashedFile, tmp_path / "gone", cache)
 
 
 def in_languages(*names):
@@ -302,21 +302,5 @@ def test_languages_are_numbered_by_first_appearance_few_and_given_with_every_rec
     refused(InputError, says, read, tmp_path, in_languages("de", None, "de"))
     monkeypatch.setattr(store, "MAX_LANGUAGES", 2)
     assert read(tmp_path, in_languages("a", "b", "a")) == [0, 1, 0]
-    says = r"a\.jsonl:3: language 'c' is one of more than 2; map language"
+    says = r"a\.jsonl:3: language 'c' exceeds the maximum of 2 languages; map the field"
     refused(InputError, says, read, tmp_path, in_languages("a", "b", "c"))
-
-
-@pytest.mark.parametrize("policy", ["refuse", "leave_out"])
-def test_a_conversion_from_before_suspect_rows_were_noted_is_found_again(policy, tmp_path, parsed):
-    """Rows left out had a key of their own; a source with such rows was refused, so the other key never held any."""
-    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(5))), suspect_rows=policy)
-    made = open_cached(config, tmp_path / "cache").folder
-    manifest = json.loads((made / "manifest.json").read_text())
-    del manifest["suspects"]
-    names = ("schema_version", "layout", "columns", "min_score", "inputs")
-    identity = {name: manifest[name] for name in names} | {"suspect_rows": policy}
-    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
-    made.rename(tmp_path / "cache" / key)
-    (tmp_path / "cache" / key / "manifest.json").write_text(json.dumps({**manifest, **identity, "key": key}))
-    assert open_cached(SourceConfig("a", config.path), tmp_path / "cache").key == key
-    assert len(parsed) == 5

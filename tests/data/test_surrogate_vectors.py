@@ -1,11 +1,9 @@
 import json
-import math
 import os
 import pickle
 
 import numpy as np
 import pytest
-import torch
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.io import CHECKED, text_hash, write_manifest
@@ -13,7 +11,6 @@ from embeddings.data import EmbeddingDataModule, Mixture, PlanEntry, SourceConfi
 from embeddings.data.samplers.base import LevelRule
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.data.tokenize import ContrastiveCollator, TextSettings, TextTokenizer
-from embeddings.losses import InfoNCE, SurrogateFilter
 from tests.data.rows import dataset, pairs
 from tests.data.surrogates import number_of, write_surrogates
 from tests.helpers.refusals import refused
@@ -44,7 +41,7 @@ def test_every_row_has_the_vectors_of_its_query_and_positives(plain, tmp_path, m
     documents = documents_of(plain)
     assert vectors.width == 4
     with monkeypatch.context() as patch:
-        # A worker does not read again what its parent checked.
+        # A worker does not check again the vectors that its parent checked.
         patch.setattr(surrogate_vectors._Shards, "check", lambda _: pytest.fail("read"))
         copied = pickle.loads(pickle.dumps(vectors))
     for each in (vectors, copied):
@@ -54,7 +51,7 @@ def test_every_row_has_the_vectors_of_its_query_and_positives(plain, tmp_path, m
             assert number_of(each.positives(row)).tolist() == expected
 
 
-def test_the_vectors_that_the_jobs_write_are_read_and_vouched_for(plain, tmp_path):
+def test_the_vectors_that_the_jobs_write_are_read_and_marked_as_checked(plain, tmp_path):
     from embeddings.inference import Encoder
     from embeddings.mining.pair_vectors import encode_pairs
     from tests.inference.models import tiny_embedder
@@ -105,29 +102,8 @@ def test_the_negatives_of_a_level_have_their_own_vectors(tmp_path):
                 assert found == [number[text] for text in texts[:count]]
 
 
-def test_the_filter_takes_out_other_queries_hard_negatives_and_spares_a_querys_own(tmp_path):
-    rows = [
-        {"query": "query 0", "positive": "positive 0", "negatives": ["copy of 1", "own copy of 0"]},
-        {"query": "query 1", "positive": "positive 1", "negatives": ["copy of 0", "own copy of 1"]},
-    ]
-    plain = dataset(tmp_path, rows)
-    folder = write_surrogates(tmp_path / "s", plain.cached, width=2, shard_size=9, negatives=True)
-    # Two positives, then the negatives of row 0 and of row 1: which query each of them answers.
-    answers = [0, 1, 1, 0, 0, 1]
-    np.save(folder / "queries" / "vectors-00000.npy", np.eye(2, dtype=np.float32))
-    np.save(folder / "documents" / "vectors-00000.npy", np.eye(2, dtype=np.float32)[answers])
-    source = with_vectors(plain, folder)
-    collate = ContrastiveCollator(TextTokenizer(wordpiece_tokenizer(), TextSettings()), 2, 2)
-    batch = collate([source[PlanEntry(row, 0)] for row in range(2)])
-    vectors = torch.eye(2, dtype=torch.float64)
-    # Scores are 1 where a document answers and 0 elsewhere: beside the positive, three others score 0 and two score 1.
-    for rule, num_left in ((None, 2), (SurrogateFilter(), 1), (SurrogateFilter(spare_own_negatives=False), 0)):
-        loss = InfoNCE(1.0, false_negative_filter=rule)(vectors, vectors[answers], batch).loss.item()
-        assert loss == pytest.approx(math.log(1 + num_left + 3 / math.e))
-
-
 @pytest.mark.parametrize(("has_vectors", "num_negatives"), [(False, 1), (False, 0), (True, 1)])
-def test_hard_negatives_that_no_filter_can_reach_are_told_of(has_vectors, num_negatives, plain, tmp_path, caplog):
+def test_hard_negatives_without_vectors_are_warned_of(has_vectors, num_negatives, plain, tmp_path, caplog):
     folder = write_surrogates(tmp_path / "s", plain.cached, negatives=has_vectors)
     config = SourceConfig(plain.config.name, plain.config.path, suspect_rows="keep", surrogate_vectors=str(folder))
     module = EmbeddingDataModule([config], batch_size=2, num_negatives=num_negatives, cache_dir=str(tmp_path / "cache"))
@@ -164,7 +140,7 @@ def test_vectors_of_another_source_incomplete_or_of_another_width_are_refused(pl
     narrow = with_vectors(plain, folder)
     config = SourceConfig("other", other.config.path, surrogate_vectors=str(tmp_path / "wide"))
     write_surrogates(tmp_path / "wide", other.cached, width=5)
-    says = r"must be of one width in all sources, found \[4, 5\]"
+    says = r"must have the same width in all sources, got \[4, 5\]"
     refused(OptionError, says, Mixture, [narrow, SourceDataset(config, other.cached)])
     manifest = folder / "documents" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "complete": False}))
@@ -184,7 +160,7 @@ def test_a_damaged_shard_is_named_at_the_start_and_no_vector_is_read(role, damag
         damaged = {"wider": np.pad(vectors, ((0, 0), (0, 1))), "short": vectors[1:], "no rows": vectors[:0]}
         np.save(path, damaged.get(damage, vectors.astype(np.float64)))
     monkeypatch.setattr(surrogate_vectors._Shards, "_map", lambda *_: pytest.fail("read"))
-    says = rf"{role}/vectors-00002\.npy: (holds|is missing, empty or damaged)"
+    says = rf"{role}/vectors-00002\.npy: (contains|is longer|is missing, empty or damaged)"
     refused(InputError, says, with_vectors, plain, tmp_path / "s")
 
 
@@ -197,7 +173,7 @@ def test_a_vector_without_direction_is_named_by_shard_and_row(role, value, kind,
     np.save(path, vectors)
     expected = rf"{role}/vectors-00001\.npy:2: the vector is {kind}; check its text"
     refused(InputError, expected, with_vectors, plain, tmp_path / "s")
-    # What goes wrong after the start is found when it is drawn.
+    # A vector that is damaged later is found when it is drawn.
     opened = SurrogateVectors(tmp_path / "s", plain.cached.folder.name, check_vectors=False)
     assert (opened.query(0) @ opened.query(0), opened.positives(0).shape) == (pytest.approx(1), (2, 4))
     with pytest.raises(InputError, match=expected):

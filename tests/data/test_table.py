@@ -1,4 +1,4 @@
-"""Rows come back wherever batches are cut, in any order, and damage is refused."""
+"""Stored rows for any batch size and any order of reading, and refusal of damaged files."""
 
 import pickle
 import random
@@ -30,9 +30,7 @@ def rows_of(count, first_scored=None):
 
 
 @pytest.mark.parametrize("batch_rows", [1, 3, 7, 100])
-def test_every_row_comes_back_wherever_the_batches_are_cut_in_any_order_and_as_often_as_asked_for(
-    tmp_path, monkeypatch, batch_rows
-):
+def test_every_row_is_read_back_for_any_batch_size_in_any_order_and_repeatedly(tmp_path, monkeypatch, batch_rows):
     monkeypatch.setattr(table_module, "MAX_BATCH_ROWS", batch_rows)
     rows = rows_of(7)
     assert write_table(tmp_path, iter(rows)) == 7
@@ -58,7 +56,7 @@ def test_every_row_comes_back_wherever_the_batches_are_cut_in_any_order_and_as_o
     assert {type(row) for row in found} == {StoredRow}
     assert {type(row.label) for row in found} == {int}
     assert Table(tmp_path).rows([]) == []
-    # The levels of each row are bits.
+    # The levels of each row are a bit mask.
     levels = [[], [1, 4], [0, 0], [2, 2, 3], [], [4], []]
     write_table(tmp_path, (StoredRow("q", ["p"], ["n"] * len(row), row) for row in levels))
     found = [row for rows in Table(tmp_path).row_levels() for row in rows.tolist()]
@@ -67,7 +65,7 @@ def test_every_row_comes_back_wherever_the_batches_are_cut_in_any_order_and_as_o
 
 @pytest.mark.parametrize("batch_rows", [1, 2, 5, 100])
 @pytest.mark.parametrize("first_scored", [1, 4, 8])
-def test_scores_come_back_wherever_batches_are_cut_and_they_begin(batch_rows, first_scored, tmp_path, monkeypatch):
+def test_scores_are_read_back_for_any_batch_size_and_first_scored_row(batch_rows, first_scored, tmp_path, monkeypatch):
     monkeypatch.setattr(table_module, "MAX_BATCH_ROWS", batch_rows)
     rows = rows_of(10, first_scored)
     write_table(tmp_path, rows)
@@ -76,7 +74,7 @@ def test_scores_come_back_wherever_batches_are_cut_and_they_begin(batch_rows, fi
     assert table.rows(range(9, -1, -1)) == rows[::-1]
 
 
-def test_only_the_batches_of_the_rows_asked_for_are_opened(tmp_path, monkeypatch):
+def test_only_the_batches_of_the_requested_rows_are_opened(tmp_path, monkeypatch):
     monkeypatch.setattr(table_module, "MAX_BATCH_ROWS", 2)
     write_table(tmp_path, rows_of(9))
     table, opened = Table(tmp_path), []
@@ -90,7 +88,7 @@ def test_only_the_batches_of_the_rows_asked_for_are_opened(tmp_path, monkeypatch
     assert opened == [1, 3]
 
 
-def test_long_texts_cut_batches_before_many_rows_do_and_a_table_is_pickled_by_its_folder(tmp_path, monkeypatch):
+def test_long_texts_end_a_batch_early_and_a_table_is_pickled_by_its_folder(tmp_path, monkeypatch):
     write_table(tmp_path, rows_of(1000))
     table = Table(tmp_path)
     data = pickle.dumps(table)
@@ -113,7 +111,7 @@ def test_a_damaged_file_is_refused(tmp_path, cut):
 
 
 def assert_damaged(folder):
-    """Each way to read row 4, in which the damage is, refuses it."""
+    """Every way to read the damaged row 4 is refused."""
     refused(InputError, DAMAGED, Table(folder).row, 4)
     refused(InputError, DAMAGED, Table(folder).rows, [0, 4])
     refused(InputError, DAMAGED, Table(folder).positives, [4])
@@ -127,7 +125,7 @@ def overwrite(tmp_path, place, data):
 
 @pytest.mark.parametrize("offset", [-1, 2**40])
 @pytest.mark.parametrize("step", [1, len("positive i")], ids=["lists", "texts"])
-def test_an_offset_out_of_its_range_is_damage(tmp_path, step, offset):
+def test_an_offset_out_of_range_is_damage(tmp_path, step, offset):
     write_table(tmp_path, (StoredRow(f"query {i}", [f"positive {i}"]) for i in range(9)))
     offsets = np.arange(0, 10 * step, step, dtype=np.int64).tobytes()
     data = (tmp_path / ROWS_FILE).read_bytes()
@@ -136,7 +134,7 @@ def test_an_offset_out_of_its_range_is_damage(tmp_path, step, offset):
     assert_damaged(tmp_path)
 
 
-def test_no_text_no_arrow_and_batches_of_other_sizes_than_were_written_are_damage(tmp_path, monkeypatch):
+def test_invalid_utf8_invalid_arrow_and_wrong_batch_sizes_are_damage(tmp_path, monkeypatch):
     write_table(tmp_path, rows_of(9))
     data = (tmp_path / ROWS_FILE).read_bytes()
     overwrite(tmp_path, data.index(b"positive 4"), b"\xff")

@@ -1,4 +1,4 @@
-"""A teacher's scores from the file to the batch: they stay with their texts, and a source without them is as it was."""
+"""Teacher scores from the file to the batch: they stay with their texts, and sources without scores do not change."""
 
 import math
 from dataclasses import replace
@@ -23,7 +23,7 @@ LEVELS = [{"text": f"n{place}", "level": level} for place, level in enumerate([3
 
 
 def score_of(text):
-    """A number that float32 holds and that tells the text."""
+    """A float32 number that identifies the text."""
     return float(sum(text.encode()) + 0.5 * len(text))
 
 
@@ -36,7 +36,7 @@ def scored(rows):
 
 
 def mixed(count):
-    """Every third row with two positives and negatives with levels, every third without scores."""
+    """Rows of three kinds in turn: two positives and negatives with levels; no scores; plain pairs with scores."""
     rows = pairs(count)
     for number, row in enumerate(rows):
         if number % 3 == 0:
@@ -51,7 +51,7 @@ def test_negatives_that_levels_sort_take_their_scores_with_them():
     texts = [*record.positives, *(negative.text for negative in record.negatives)]
     assert record.scores == tuple(map(score_of, texts))
     assert len(set(record.scores)) == 6
-    # They may be null and have another name.
+    # Scores may be null, and the column may have another name.
     row = {"query": "q", "positive": "p", "negatives": ["n", "m"], "teacher": [2, None, -1.5], "scores": "unused"}
     found = parse_record(row, {"scores": "teacher"}, "f:1").scores
     assert (found[0], found[2], math.isnan(found[1])) == (2.0, -1.5, True)
@@ -100,13 +100,13 @@ def test_a_batch_has_the_score_of_each_candidate():
     assert batch.teacher_score_C.dtype == torch.float32
     assert batch.teacher_score_C.nan_to_num(-1).tolist() == [chosen, -1, 7, -1, 4, 5, -1, 8]
     assert batch.owner_C.tolist() == [0, 1, 2, 3, 0, 0, 1, 3]
-    # Ranks agree on what a batch holds, whatever its examples have.
+    # All ranks have the same fields, even if the examples of one have no scores.
     assert collate([replace(example, scores=()) for example in examples]).teacher_score_C.isnan().all()
     collate.has_scores = False
     assert collate(examples).teacher_score_C is None
 
 
-def test_one_source_with_scores_decides_for_the_mixture(tmp_path):
+def test_a_mixture_has_scores_if_one_source_has_them(tmp_path):
     plain = dataset(tmp_path, pairs(4), name="plain")
     source = dataset(tmp_path, scored(pairs(4)), name="scored")
     assert [Mixture(sources).has_scores for sources in ([plain], [source], [plain, source])] == [False, True, True]

@@ -1,4 +1,4 @@
-"""Plain texts: their sources, token streams and packed rows, in a training, a killed one, and in validation."""
+"""Plain texts: sources, token streams, packed rows, training and validation batches."""
 
 import multiprocessing
 import pickle
@@ -42,7 +42,7 @@ def documents(tmp_path, **fields):
     return Documents(TextSource("texts", **fields), tmp_path)
 
 
-def test_every_kind_of_file_gives_its_texts_without_blank_ones_known_by_its_bytes(tmp_path):
+def test_every_kind_of_file_yields_its_texts_without_blank_ones_and_is_identified_by_its_bytes(tmp_path):
     rows = [{"id": row, "text": text} for row, text in enumerate(("one fox", "two foxes", " \n", "", "naïve café"))]
     expected = ["one fox", "two foxes", "naïve café"]
     files = [str(write_rows(tmp_path / name, rows)) for name in ("a.jsonl", "b.jsonl.gz", "c.parquet")]
@@ -63,7 +63,7 @@ def test_every_kind_of_file_gives_its_texts_without_blank_ones_known_by_its_byte
         refused(InputError, f"bad.jsonl:{says}", list, documents(tmp_path, path=str(path)))
 
 
-def test_packages_and_names_of_several_give_source_files_without_importing_them(tmp_path, monkeypatch):
+def test_packages_and_lists_of_them_yield_source_files_without_importing_them(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     package = tmp_path / "zoo_text"
     package.mkdir()
@@ -75,7 +75,7 @@ def test_packages_and_names_of_several_give_source_files_without_importing_them(
     assert list(found) == ["raise RuntimeError('imported')\n", "# -*- coding: latin-1 -*-\nname = 'café'\n"]
     (package / "empty.py").write_text("x = 1\n")
     assert documents(tmp_path, packages=["zoo_text"]).identity != found.identity
-    refused(OptionError, "must name installed packages", documents, tmp_path, packages=["no_such_package_x"])
+    refused(OptionError, "must be the import names of", documents, tmp_path, packages=["no_such_package_x"])
     packages = {file.package for file in documents(tmp_path, packages=["held_out"])._modules}
     assert packages == set(HELD_OUT_PACKAGES)
 
@@ -85,17 +85,12 @@ def test_packages_and_names_of_several_give_source_files_without_importing_them(
     [
         ({}, "path or packages must be given, got 'neither'"),
         ({"path": "a", "packages": ["b"]}, "path or packages must be given, got 'both'"),
-        ({"path": "hub:a b"}, "is no name of a Hub data set"),
-        ({"path": ["hub:a/b", "c"]}, "lists a Hub data set"),
-        ({"path": "a", "split": "train"}, "split has no meaning for files"),
-        ({"packages": ["a"], "column": "body"}, "column has no meaning for packages"),
-        ({"path": "a", "weight": 0.0}, "weight must be a finite number > 0"),
+        ({"packages": ["a"], "column": "body"}, "column has no effect on packages"),
         ({"path": "a", "max_rows": 0}, "max_rows must be >= 1, got 0"),
     ],
 )
-def test_a_source_that_cannot_be_is_refused(fields, says):
+def test_an_invalid_source_is_refused(fields, says):
     refused(OptionError, says, TextSource, "texts", **fields)
-    refused(OptionError, "name must not be empty", TextSource, " ", path="a")
 
 
 TEXTS = ["how do I pad", "the quick brown fox " * 9, "a", "one length", "return the sum of two numbers " * 4]
@@ -119,7 +114,7 @@ def test_rows_hold_every_token_once_and_in_order(row_length, tmp_path):
     assert [len(ids) for ids, _ in rows[:-1]] == [row_length] * (len(rows) - 1)
     assert np.concatenate([ids for ids, _ in rows]).tolist() == [token for ids in expected for token in ids]
     assert found.num_tokens == sum(map(len, expected))
-    # Documents count up within each row where, and only where, another begins.
+    # The document index of a row increases exactly where a new document starts.
     owners = [number for number, ids in enumerate(expected) for _ in ids]
     for index, (ids, documents) in enumerate(rows):
         owner = owners[index * row_length : index * row_length + len(ids)]
@@ -130,7 +125,7 @@ def test_rows_hold_every_token_once_and_in_order(row_length, tmp_path):
     ("tokenizer", "first", "last"),
     [(wordpiece_tokenizer(), 2, 3), (sentencepiece_tokenizer(), 1, 2), (bpe_tokenizer(), None, 0)],
 )
-def test_documents_begin_and_end_as_the_tokenizer_has_it(tokenizer, first, last):
+def test_documents_have_the_special_tokens_of_the_tokenizer(tokenizer, first, last):
     with_eos, without = (DocumentTokenizer(tokenizer, append_eos)(["how do", "pad"]) for append_eos in (True, False))
     plain = [tokenizer(text)["input_ids"] for text in ("how do", "pad")]
     assert without == plain
@@ -141,7 +136,7 @@ def test_documents_begin_and_end_as_the_tokenizer_has_it(tokenizer, first, last)
         assert ids[: len(expected)] == expected
 
 
-def test_a_special_token_that_a_text_spells_out_is_plain_characters_and_a_separator_is_needed():
+def test_a_special_token_in_a_text_is_plain_characters_and_a_separator_is_needed():
     tokenizer = sentencepiece_tokenizer()
     (ids,) = DocumentTokenizer(tokenizer, True)(["pad </s> one <s> length"])
     assert ids[0] == 1
@@ -153,7 +148,7 @@ def test_a_special_token_that_a_text_spells_out_is_plain_characters_and_a_separa
     assert DocumentTokenizer(without, False)(["pad"])[0]
 
 
-def test_a_stream_is_made_once_for_a_content_and_a_tokenizer(tmp_path):
+def test_a_stream_is_written_once_for_a_content_and_a_tokenizer(tmp_path):
     one, _ = stream(tmp_path)
     stamp = (one.folder / TOKENS_FILE).stat().st_mtime_ns
     again, _ = stream(tmp_path)
@@ -167,7 +162,7 @@ def test_a_stream_is_made_once_for_a_content_and_a_tokenizer(tmp_path):
     assert len({found.key for found in (one, *others)}) == 4
 
 
-def test_a_stream_has_the_first_documents_that_are_wanted(tmp_path):
+def test_a_stream_with_max_rows_has_the_first_documents(tmp_path):
     texts = ["one fox", "two foxes", "naïve café", "a dog"]
     path = str(write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in ("", *texts)]))
     tokenizer = DocumentTokenizer(TOKENIZER, True)
@@ -180,7 +175,7 @@ def test_a_stream_has_the_first_documents_that_are_wanted(tmp_path):
 
 
 def test_a_source_without_text_leaves_nothing_and_a_damaged_stream_is_refused(tmp_path):
-    says = "source 'texts': holds no text"
+    says = "source 'texts': contains no text"
     refused(InputError, says, stream, tmp_path, texts=["", " \n "])
     assert not (tmp_path / "cache").exists()
     for name in (TOKENS_FILE, STARTS_FILE):
@@ -198,7 +193,7 @@ def rows(tmp_path):
     return RowMixture([open_stream(one, tokenizer, tmp_path / "cache") for one in sources], 8)
 
 
-def test_the_rows_of_all_sources_follow_each_other_and_none_is_of_two(rows):
+def test_rows_of_all_sources_are_concatenated_and_none_contains_two_sources(rows):
     assert len(rows) == sum(rows.sizes)
     assert min(rows.sizes) > 2
     found = rows.__getitems__([PlanEntry(row, 5) for row in range(len(rows))])
@@ -210,7 +205,7 @@ def test_the_rows_of_all_sources_follow_each_other_and_none_is_of_two(rows):
     assert len(pickle.loads(pickle.dumps(rows))) == len(rows)
 
 
-def test_a_batch_is_padded_on_the_right_and_knows_its_special_tokens(rows):
+def test_a_batch_is_padded_on_the_right_and_marks_its_special_tokens(rows):
     last = rows.sizes[0] - 1
     collate = RowCollator(TOKENIZER, 8)
     batch = collate(rows.__getitems__([PlanEntry(0, 3), PlanEntry(last, 4), PlanEntry(-1, 0)]))
@@ -225,7 +220,7 @@ def test_a_batch_is_padded_on_the_right_and_knows_its_special_tokens(rows):
     expected = [[token in special for token in row] for row in batch.input_ids_NL.tolist()]
     assert batch.special_NL.tolist() == expected
     assert 0 < sum(expected[0]) < 8
-    # Padding is special where the tokenizer has no token for it, too.
+    # Padding is special also if the tokenizer has no padding token.
     unpadded = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer, sep_token="[SEP]")
     assert unpadded.pad_token_id is None
     batch = RowCollator(unpadded, 8)(rows.__getitems__([PlanEntry(-1, 0), PlanEntry(0, 0)]))
@@ -239,7 +234,7 @@ def options(tmp_path):
 
 
 def content(batch):
-    """The tokens of a batch, as the ledger's rows."""
+    """The tokens of a batch, for the ledger."""
     return batch.input_ids_NL.flatten().tolist()
 
 
@@ -258,7 +253,7 @@ def sums(rows):
 
 
 @pytest.mark.parametrize(("num_rows", "num_ranks"), [(1, 1), (8, 2), (9, 2), (3, 4), (17, 3)])
-def test_validation_rows_are_dealt_out_once_in_equally_many_batches(num_rows, num_ranks):
+def test_validation_rows_are_split_over_ranks_with_equal_numbers_of_batches(num_rows, num_ranks):
     dealt = [validation_batches(num_rows, 2, rank, num_ranks) for rank in range(num_ranks)]
     assert {len(batches) for batches in dealt} == {-(-num_rows // (2 * num_ranks))}
     assert {len(batch) for batches in dealt for batch in batches} == {2}
@@ -282,7 +277,7 @@ def test_validation_batches_are_the_same_every_time_and_their_worker_leaves_stop
         workers = set(multiprocessing.active_children()) - set(others)
         assert len(workers) == num_workers
         for worker in workers:
-            # From a process that is not its parent, as SLURM and a shell send them.
+            # From a process that is not the parent, as with SLURM or a shell.
             subprocess.run(["sh", "-c", f"kill -TERM {worker.pid}; kill -USR1 {worker.pid}"], check=True)
         seen.append([first, *map(content, batches)])
         assert [content(batch) for batch in loader] == seen[0] == seen[-1]
@@ -290,7 +285,7 @@ def test_validation_batches_are_the_same_every_time_and_their_worker_leaves_stop
         assert set(multiprocessing.active_children()) <= set(others)
 
 
-def test_what_only_texts_have_is_checked_at_once(options):
+def test_options_of_texts_are_checked_at_construction(options):
     refused(OptionError, r"data\.row_length must be >= 2, got 1", TextDataModule, **{**options, "row_length": 1})
     twice = [TextSource("a", "x"), TextSource("a", "y")]
     says = r"data\.validation_sources must have different names"

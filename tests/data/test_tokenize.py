@@ -1,4 +1,4 @@
-"""Which tokens are pooled, against the characters each token stands for, in each family of tokenizers."""
+"""Pooled tokens against the character offsets of each token, for each family of tokenizers."""
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -12,7 +12,7 @@ from tests.helpers.tiny import TEXTS, bpe_tokenizer, sentencepiece_tokenizer, wo
 
 
 def roberta_tokenizer():
-    """Byte-level BPE that trims the space off a token's characters and puts the text between two special tokens."""
+    """Byte-level BPE with trimmed offsets and a special token on both sides of the text."""
     tokenizer = bpe_tokenizer()
     backend = Backend.from_str(tokenizer.backend_tokenizer.to_str())
     backend.add_special_tokens(["<s>", "</s>"])
@@ -74,7 +74,7 @@ def test_pooled_are_the_tokens_that_cover_the_text_and_the_special_tokens_after_
     for text, (ids, mask) in zip(SAMPLES, rows_of(tokens), strict=True):
         plain = tokenizer(prompt + text, return_offsets_mapping=True, return_special_tokens_mask=True)
         text_characters, is_special = range(len(prompt), len(prompt + text)), plain["special_tokens_mask"]
-        # A token from which the space was trimmed stands for the character before its empty span.
+        # A token with an empty (trimmed) span stands for the character before it.
         expected = [
             any(place in text_characters for place in (range(start, end) if start < end else (start - 1,)))
             for start, end in plain["offset_mapping"]
@@ -112,7 +112,7 @@ def test_prompts_are_given_one_for_all_or_one_each_or_taken_from_the_settings(to
     assert rows_of(tokenize(texts, "document")) == rows_of(tokenize(texts, "query", ""))
     mixed = rows_of(tokenize(texts, "query", ["", "search_query: "]))
     assert mixed == [rows_of(tokenize(texts, "query", ""))[0], rows_of(by_default)[1]]
-    # Without a prompt tokens are what the tokenizer itself gives.
+    # Without a prompt, the tokens equal those of the tokenizer itself.
     texts = [text for text in SAMPLES + TEXTS if tokenizer(text)["input_ids"]]
     assert len(texts) >= 18
     assert [ids for ids, _ in rows_of(make(tokenizer)(texts, "document"))] == tokenizer(texts)["input_ids"]
@@ -133,12 +133,12 @@ def test_truncation_keeps_the_start_and_the_closing_special_token(tokenizer, len
     assert ids[:-1] == whole[: length - 1]
 
 
-def test_a_text_of_which_nothing_is_left_still_pools_one_token():
+def test_a_text_without_tokens_still_pools_one_token():
     backend = Backend(models.WordLevel({"[UNK]": 0, "p": 1, "x": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     tokenize = make(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]"))
     assert rows_of(tokenize(["", "x"], "query", "p p ")) == [([1, 1], [False, True]), ([1, 1, 2], [False, False, True])]
-    # Where the tokenizer adds none, an end-of-sequence token.
+    # If the tokenizer adds no special token, an end-of-sequence token.
     tokenizer = bpe_tokenizer()
     for append_eos, texts in ((False, ["", "a"]), (True, [""])):
         found = rows_of(make(tokenizer, append_eos=append_eos)(texts, "document"))
@@ -156,7 +156,7 @@ def test_the_tokenizer_given_is_not_changed_and_its_own_settings_do_not_matter()
 
 
 @pytest.mark.parametrize("append_eos", [False, True])
-def test_spans_are_of_the_same_tokens_as_ids_are_given(tokenizer, append_eos):
+def test_spans_have_the_same_tokens_as_the_ids(tokenizer, append_eos):
     append_eos = append_eos and tokenizer.eos_token is not None
     made = make(tokenizer, append_eos=append_eos, document_max_length=10)
     texts, prompt = ["fox", "東", "how do I pad sequences to one length"], "a: "
@@ -170,7 +170,7 @@ def test_spans_are_of_the_same_tokens_as_ids_are_given(tokenizer, append_eos):
     assert all(span.is_special == (span.end == 0) for row in spans for span in row)
 
 
-def test_a_suffix_stands_behind_every_text_and_is_pooled():
+def test_a_suffix_follows_every_text_and_is_pooled():
     tokenizer = FAMILIES["sentencepiece"]()
     make_closed = make(tokenizer, document_max_length=12, query_max_length=64, suffix=" [/INST]", append_eos=True)
     closing = [*tokenizer("a [/INST]")["input_ids"][2:], tokenizer.eos_token_id]
@@ -199,7 +199,7 @@ def test_special_tokens_before_a_text_can_be_left_out_of_the_pooling(tokenizer):
 
 @pytest.mark.parametrize("length", [64, 10])
 @pytest.mark.parametrize("prompt", ["", "a: "])
-def test_after_colon_pools_what_stands_behind_the_first_colon(tokenizer, prompt, length):
+def test_after_colon_pools_the_tokens_after_the_first_colon(tokenizer, prompt, length):
     texts = ["the fox", "sum: the fox: 7", "a:", "東京: の", "a b c d e f g h i j k l: m"]
     colon = tokenizer.convert_tokens_to_ids(":")
     tokenizer.truncation_side = "right"
@@ -221,14 +221,14 @@ def test_after_colon_pools_what_stands_behind_the_first_colon(tokenizer, prompt,
 
 @pytest.mark.parametrize("length", [64, 40])
 @pytest.mark.parametrize("prompt", ["", PROMPTS[0]])
-def test_instruction_count_leaves_out_as_many_tokens_as_the_prompt_has_alone(prompt, length):
+def test_instruction_count_excludes_as_many_tokens_as_the_prompt_has_alone(prompt, length):
     tokenizer = sentencepiece_tokenizer()
     texts = [*SAMPLES, "the quick brown fox jumps over the lazy dog " * 12]
     settings = {"append_eos": True, "query_max_length": length}
     made = make(tokenizer, pooling_rule="instruction_count", **settings)
     counted = rows_of(made(texts, "query", prompt))
     for text, (ids, mask) in zip(texts, counted, strict=True):
-        # As released: the end-of-sequence token is text.
+        # As in the release: the end-of-sequence token is text.
         assert ids == tokenizer(prompt + text + "</s>", truncation=True, max_length=length)["input_ids"]
         num_left = len(tokenizer.tokenize(prompt)) if prompt else 0
         assert mask == [index >= num_left for index in range(len(ids))]
@@ -239,10 +239,10 @@ def test_instruction_count_leaves_out_as_many_tokens_as_the_prompt_has_alone(pro
     ]
     exact = rows_of(make(tokenizer, **settings)(texts, "query", prompt))
     differs = [text for text, one, other in zip(texts, counted, exact, strict=True) if one != other]
-    # Before these the prompt's last space is a piece of its own, which is pooled; the last one is cut.
+    # Before these texts the last space of the prompt is a separate token, which is pooled; the last text is truncated.
     assert set(differs) >= ({"é", "🙂 smile", texts[-1]} if prompt else {texts[-1]})
     assert not {"how do I pad", "x"} & set(differs)
-    # The last token of an instruction that is all that is left is pooled.
+    # If only the instruction remains, its last token is pooled.
     prompt = PROMPTS[0].rstrip()
     length = len(tokenizer(prompt)["input_ids"]) + 1
     made = make(tokenizer, query_max_length=length, pooling_rule="instruction_count")
@@ -257,7 +257,7 @@ def test_a_tokenizer_without_offsets_or_a_token_that_is_needed_or_with_a_suffix_
     without_colon = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
     says = r"data\.text\.pooling_rule needs a tokenizer with a token ':'"
     refused(OptionError, says, make, without_colon, pooling_rule="after_colon")
-    says = r"data\.text\.suffix must begin with a token of its own"
+    says = r"data\.text\.suffix must start with a separate token"
     refused(OptionError, says, make, wordpiece_tokenizer(), suffix=" end")
     tokenizer = bpe_tokenizer()
     tokenizer.add_tokens(["ahow"])

@@ -68,7 +68,7 @@ CASES = {
     ENCODE: {
         "a file where vectors are to lie": (both(corpus, in_the_way), "out: something else lies there already"),
         "a folder of something else for vectors": (both(corpus, taken), "out: something else lies there already"),
-        "a pipe for a corpus": (pipe("corpus.jsonl"), "corpus.jsonl: is no regular file"),
+        "a pipe for a corpus": (pipe("corpus.jsonl"), "corpus.jsonl: is not a regular file"),
         "a full disk for vectors": (
             both(corpus, FULL),
             "No space left on device; free space or change permissions",

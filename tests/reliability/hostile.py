@@ -272,7 +272,7 @@ CASES = {
             parquet({"query": [PICKLE], "positive": ["b"]}),
             "pairs.jsonl:1: query is bytes, expected text",
         ),
-        "records nested deep": (put("pairs.jsonl", deep()), "pairs.jsonl:1: the JSON is nested too deep"),
+        "records nested deep": (put("pairs.jsonl", deep()), "pairs.jsonl:1: the JSON is nested too deeply"),
         "a column that asks to be unpickled": (parquet({"query": ["a"], "positive": ["b"]}, schema=SCHEMA), "", 0),
         "a script beside the records": (
             both(rows("pairs.jsonl", {"query": "a", "positive": "b"}), put("pairs.py", MODULE)),

@@ -120,7 +120,7 @@ CASES = {
     FIT: {
         "clusters that are cut off": (
             clustered_on(lambda folder: (folder / "centroids.npy").write_bytes(b"\x93NUMPY")),
-            "clusters/centroids.npy: is missing or not what was written",
+            "clusters/centroids.npy: is missing or damaged",
         ),
         "clusters whose centroids are NaN": (
             clustered_on(changed("centroids.npy", filled(np.nan))),

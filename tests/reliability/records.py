@@ -42,7 +42,7 @@ NOT_UTF8 = "is not valid UTF-8; save the file as UTF-8"
 HALF = "holds half of a character"
 GIVE = "give it a text, or leave the row out"
 REFUSE = "--suspect-rows refuse"
-SUSPECT = "mend them, or set suspect_rows: leave_out (or keep)"
+SUSPECT = "correct them, or set suspect_rows: leave_out (or keep)"
 CLUSTERS = component("embeddings.data.ClusteredBatchSampler", clusters={"pairs": "clusters"})
 LABELLED = ({"text": "a", "label": "one"}, {"text": "b", "label": "two"})
 EVALUATION = copied("eval")
@@ -128,12 +128,12 @@ CASES = {
         ),
         "UTF-16 without a mark": (
             put("pairs.jsonl", LINE.decode().encode("utf-16-le")),
-            "pairs.jsonl:1: the row holds a NUL byte",
+            "pairs.jsonl:1: the row contains a NUL byte",
         ),
-        "an escaped NUL in a record": (pairs(positive="a\0b"), "pairs.jsonl:2: positive holds a NUL character"),
+        "an escaped NUL in a record": (pairs(positive="a\0b"), "pairs.jsonl:2: positive contains a NUL character"),
         "half of a character in a list": (
             rows("pairs.jsonl", {**GOOD, "positive": ["a", "\udc00"]}),
-            f"pairs.jsonl:1: positive[1] {HALF}",
+            "pairs.jsonl:1: positive[1] contains half of a character",
         ),
         "half of a character in a column's name": (
             rows("pairs.jsonl", {"\ud83d": 1}),
@@ -145,7 +145,7 @@ CASES = {
         ),
         "comma-separated values": (
             put("pairs.jsonl", b"query,positive\na,b\n"),
-            "pairs.jsonl:1: this is a table of separated values (CSV), and its name says otherwise",
+            "pairs.jsonl:1: the file is a CSV table, but its name does not end in .csv or .tsv",
         ),
         "an empty file": (put("pairs.jsonl", b""), "pairs.jsonl: is empty"),
         "a column that is not there": (
@@ -159,18 +159,18 @@ CASES = {
         "a score that is NaN": (pairs(score=float("nan")), "pairs.jsonl:2: score is nan, expected a finite number"),
         "gzip that is cut off": (
             put("pairs.jsonl", zipped()[:-4000]),
-            ": the gzip data is cut off or damaged here; fetch or compress the file again",
+            ": the gzip data is truncated or damaged here; download or compress the file again",
         ),
         "Parquet that is cut off": (
             parquet({"query": ["a"] * 99, "positive": ["b"] * 99}, lambda data: data[:-30]),
-            "pairs.jsonl:1: the Parquet data is cut off or damaged",
+            "pairs.jsonl:1: the Parquet data is truncated or damaged",
         ),
         "a page of Parquet that is damaged": (
             parquet(
                 {"query": ["a text"] * 2000, "positive": list(map(str, range(2000)))},
                 lambda data: data[:4] + bytes(596) + data[600:],
             ),
-            "the Parquet data is cut off or damaged",
+            "the Parquet data is truncated or damaged",
         ),
         "Parquet with numbers for texts": (
             parquet({"query": [1, 2], "positive": ["b", "c"]}),
@@ -295,7 +295,7 @@ CASES = {
     MINE: {
         "one JSON array of all rows": (
             put("pairs.jsonl", b"[" + LINE.strip() + b",\n" + LINE + b"]\n"),
-            "pairs.jsonl:1: a JSON array begins here, expected JSON lines",
+            "pairs.jsonl:1: a JSON array starts here, expected JSON lines",
         ),
         "fewer documents than negatives": (pairs(positive="another"), "2 distinct documents, too few for 2 negatives"),
     },
@@ -321,7 +321,7 @@ CASES = {
     f"{FILTER} {REFUSE}": {
         "a positive that is the query": (
             pairs(positive="pad sequences"),
-            f"1 row contradicts itself: pairs.jsonl:2 (a positive is the query itself); {SUSPECT}",
+            f"1 suspect row: pairs.jsonl:2 (a positive is the query itself); {SUSPECT}",
         )
     },
     f"{CLUSTER} {REFUSE}": {

@@ -1,4 +1,4 @@
-"""The corpus that every machine already has: the documented functions of installed packages."""
+"""A corpus without a download: the documented functions of installed packages."""
 
 from embeddings.data.docstrings.prepare import HELD_OUT_PACKAGES, TRAINING_PACKAGES, DocstringCorpus, prepare_docstrings
 

@@ -1,4 +1,4 @@
-"""Documented functions of installed packages: their source files, docstrings, and first sentences."""
+"""Documented functions of installed packages: their source files, docstrings and first sentences."""
 
 import ast
 import difflib
@@ -37,20 +37,20 @@ class DocumentedFunction(NamedTuple):
 
 
 def documented_functions(source: bytes, package: str, module: str) -> Iterator[DocumentedFunction]:
-    """The functions of a module and of its classes whose docstring starts with a usable sentence, in source order.
+    """The functions and methods of a module whose docstring starts with a usable sentence, in source order.
 
-    Functions inside functions, overloads and functions that do nothing are left out. A file that Python cannot parse
-    has none. `source` is in the encoding that its first lines declare.
+    Nested functions, overloads and functions that do nothing are left out. A file that Python cannot parse yields
+    nothing. `source` is in the encoding that its first lines declare.
     """
     text = decoded(source)
     try:
         with warnings.catch_warnings():
-            # Invalid escapes in other files are not this user's business.
+            # Warnings about other people's files do not help the user.
             warnings.simplefilter("ignore")
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
         return
-    # Columns of the parser count UTF-8 bytes, and its lines end at \n, \r\n and \r alone, as those of `bytes` do.
+    # The parser counts columns in UTF-8 bytes, and only \n, \r\n and \r end its lines, as in `bytes.splitlines`.
     lines = text.encode().splitlines(keepends=True)
     for scope, function in _functions(tree.body, ()):
         record = _record(function, scope, lines, package, module)
@@ -59,7 +59,7 @@ def documented_functions(source: bytes, package: str, module: str) -> Iterator[D
 
 
 def decoded(source: bytes) -> str:
-    """A source file as text, in the encoding that its first lines declare; empty where it breaks that."""
+    """A source file as text, in the encoding that its first lines declare; empty if it cannot be decoded."""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
         return source.decode(encoding)
@@ -108,27 +108,26 @@ def _is_overload(function: _Function) -> bool:
 
 
 def _code(function: _Function, lines: list[bytes]) -> str:
-    """The function's lines from `def` on, without its docstring and blank lines, indented from the margin."""
+    """The code of a function from `def`, dedented, without docstring and blank lines."""
     statement = function.body[0]
     start, end = statement.lineno - 1, (statement.end_lineno or statement.lineno) - 1
     head = [*lines[function.lineno - 1 : start], lines[start][: statement.col_offset]]
     tail = [lines[end][statement.end_col_offset :].lstrip(b" \t;"), *lines[end + 1 : function.end_lineno]]
     code = b"".join(head).decode() + b"".join(tail).decode()
-    kept = [line.rstrip() for line in code.split("\n") if line.strip()]
-    return textwrap.dedent("\n".join(kept))
+    lines_with_code = [line.rstrip() for line in code.split("\n") if line.strip()]
+    return textwrap.dedent("\n".join(lines_with_code))
 
 
 STANDARD_LIBRARY = "stdlib"
 
-# Tests, copies of other packages, and what only a developer of the package runs.
+# Tests, copies of other packages, and tools for developers of the package.
 # fmt: off
 SKIPPED_FOLDERS = frozenset((
     "test", "tests", "testing", "_testing", "_vendor", "_vendored", "vendor", "vendored", "extern", "externals",
     "_extern", "third_party", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "ensurepip",
     "pydoc_data", "benchmarks",
 ))
-# Hundreds of model files that repeat one another, the passes of a compiler, and build tools: two fifths of all the
-# bytes, and few functions that anybody looks for.
+# Repetitive model files, compiler passes and build tools: 40 % of the bytes, with few functions worth searching for.
 SKIPPED_MODULES = frozenset((
     "transformers.models", "torch._inductor", "torch._dynamo", "torch._functorch", "torch._higher_order_ops",
     "torch._export", "numpy.distutils", "numpy.f2py",
@@ -137,7 +136,7 @@ SKIPPED_MODULES = frozenset((
 
 
 class SourceFile(NamedTuple):
-    """One source file of a package, which is named as the user wrote it."""
+    """One source file; `package` is the name that the user gave."""
 
     package: str
     module: str
@@ -149,37 +148,37 @@ def is_available(package: str) -> bool:
 
 
 def require_available(package: str) -> None:
-    """Check that this Python has the package, with source files."""
+    """Check that the package is installed with source files."""
     if not is_available(package):
         importable = {module.name for module in pkgutil.iter_modules() if not module.name.startswith("_")}
         near = difflib.get_close_matches(package, sorted({STANDARD_LIBRARY, *importable}), n=1)
-        hint = f"did you mean {near[0]}?" if near else "pip install it, or take it out of the list"
-        raise OptionError("packages", package, "must name installed packages as one imports them", hint)
+        hint = f"did you mean {near[0]}?" if near else "install it with pip, or remove it from the list"
+        raise OptionError("packages", package, "must be the import names of installed packages", hint)
 
 
 def find_sources(package: str) -> list[SourceFile]:
-    """The source files of an installed package, sorted by module, without its tests and the copies of others in it."""
+    """The source files of an installed package, sorted by module, without tests and vendored packages."""
     require_available(package)
     prefix = "" if package == STANDARD_LIBRARY else package
-    found = {file.module: file for root in _roots(package) for file in _walk(package, prefix, root)}
-    return [found[module] for module in sorted(found)]
+    by_module = {file.module: file for root in _roots(package) for file in _walk(package, prefix, root)}
+    return [by_module[module] for module in sorted(by_module)]
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
-    """The installed version of each package, Python's own for the standard library, and "" where none is recorded."""
+    """The installed version of each package (of Python for the standard library), "" if it is unknown."""
     names = {package: _distributions().get(package) for package in sorted(packages)}
-    versions = {package: version(found[0]) if found else "" for package, found in names.items()}
+    versions = {package: version(distributions[0]) if distributions else "" for package, distributions in names.items()}
     return versions | ({STANDARD_LIBRARY: platform.python_version()} if STANDARD_LIBRARY in versions else {})
 
 
-# A scan of every installed file list, so it is made once.
+# Cached, because it scans the file lists of all distributions.
 _distributions = functools.cache(packages_distributions)
 
 
 def _roots(package: str) -> list[Path]:
     if package == STANDARD_LIBRARY:
         return [Path(sysconfig.get_path("stdlib"))]
-    # A dotted name would make `find_spec` import the parent.
+    # With a dotted name, `find_spec` would import the parent.
     if not package.isidentifier():
         return []
     try:
@@ -199,8 +198,8 @@ def _walk(package: str, prefix: str, root: Path) -> Iterator[SourceFile]:
         return
     for folder, subfolders, names in os.walk(root):
         parents = [part for part in (prefix, *Path(folder).relative_to(root).parts) if part]
-        kept = (name for name in subfolders if name.isidentifier() and name not in SKIPPED_FOLDERS)
-        subfolders[:] = [name for name in kept if ".".join((*parents, name)) not in SKIPPED_MODULES]
+        candidates = (name for name in subfolders if name.isidentifier() and name not in SKIPPED_FOLDERS)
+        subfolders[:] = [name for name in candidates if ".".join((*parents, name)) not in SKIPPED_MODULES]
         for name in names:
             stem, extension = os.path.splitext(name)
             if extension == ".py" and stem.isidentifier() and not _is_test(stem):
@@ -232,7 +231,7 @@ _SECTION = re.compile(
 _SIGNATURE = re.compile(r"^[\w.]+\s*\([^)]*\)?\s*((->|--|=>|:).*)?$|^[\w.]+\(.*\)\s*((->|--|=>).*)?$")
 _ARGUMENT = re.compile(r"\s*\*{0,2}\w+\s*(\([^)]*\))?: ")
 _CAPITALISED = re.compile(r"\s*[A-Z][a-z]+ [a-z]")
-_SHORTEST_WRAPPED = 50
+_MIN_WRAPPED_LENGTH = 50
 _BOILERPLATE = re.compile(
     r"^\W*(see |refer to|(an )?alias\b|deprecat|inherit|overrid|same as|similar to|equivalent to (calling|the)"
     r"|todo|fixme|xxx|hack|internal\b|private\b|for internal|not implemented|placeholder|dummy|magic method"
@@ -260,12 +259,12 @@ _MARKUP = (
 
 
 def first_sentence(docstring: str) -> str | None:
-    """The first sentence of a docstring without its markup and final stop, or None where it says too little.
+    """The first sentence of a docstring without markup and final punctuation, or None if it is not informative.
 
-    A line that repeats the signature is passed over. Sections, lists, examples and blank lines end the sentence too.
+    A line that repeats the signature is skipped. Sections, lists, examples and blank lines also end the sentence.
     """
-    sentence = _cut(_plain(_first_paragraph(docstring))).rstrip(" .!;,").strip()
-    return sentence if _says_enough(sentence) else None
+    sentence = _up_to_sentence_end(_plain(_first_paragraph(docstring))).rstrip(" .!;,").strip()
+    return sentence if _is_informative(sentence) else None
 
 
 def _first_paragraph(docstring: str) -> str:
@@ -279,15 +278,15 @@ def _first_paragraph(docstring: str) -> str:
             break
         if not lines and _SIGNATURE.match(line.strip()) and "(" in line:
             continue
-        if lines and _starts_anew(lines, line):
+        if lines and _starts_new_paragraph(lines, line):
             break
         lines.append(line.strip())
     return " ".join(lines)
 
 
-def _starts_anew(lines: list[str], line: str) -> bool:
+def _starts_new_paragraph(lines: list[str], line: str) -> bool:
     """Whether a line describes an argument, or follows a single line that was too short to have been wrapped."""
-    unwrapped = len(lines) == 1 and len(lines[0]) <= _SHORTEST_WRAPPED and lines[0][-1].isalnum()
+    unwrapped = len(lines) == 1 and len(lines[0]) <= _MIN_WRAPPED_LENGTH and lines[0][-1].isalnum()
     return _ARGUMENT.match(line) is not None or (unwrapped and _CAPITALISED.match(line) is not None)
 
 
@@ -297,7 +296,7 @@ def _plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def _cut(text: str) -> str:
+def _up_to_sentence_end(text: str) -> str:
     for match in _SENTENCE_END.finditer(text):
         before, after = text[: match.start()], text[match.end() :].lstrip("\"')] ")
         words = before.split()
@@ -313,7 +312,7 @@ def _cut(text: str) -> str:
     return text
 
 
-def _says_enough(sentence: str) -> bool:
+def _is_informative(sentence: str) -> bool:
     words = re.findall(r"[^\W\d_]{2,}", sentence)
     if not MIN_WORDS <= len(sentence.split()) <= MAX_WORDS or len(words) < MIN_WORDS:
         return False

@@ -1,6 +1,6 @@
-"""The command `prepare docstrings`: a retrieval corpus of installed packages, and the files that it writes.
+"""The command `prepare docstrings`: a retrieval corpus from installed packages.
 
-Copies are removed, hard negatives are chosen by namespace, and whole packages are held out for evaluation.
+Copies are removed, hard negatives are chosen by namespace, and some packages are held out for evaluation.
 """
 
 import gc
@@ -39,18 +39,18 @@ from embeddings.data.records import Negative
 NEAR_DUPLICATE_JACCARD = 0.7
 BOILERPLATE_FUNCTIONS = 3
 
-_UNSAID = frozenset({"a", "an", "the", "this", "that", "of", "given", "specified"})
+_IGNORED_WORDS = frozenset({"a", "an", "the", "this", "that", "of", "given", "specified"})
 
 
 def deduplicate(functions: Iterable[DocumentedFunction]) -> tuple[list[DocumentedFunction], dict[str, int]]:
-    """The functions of which no two have one name, one first sentence, or nearly one code; the earliest stays.
+    """Remove functions with the same name, first sentence or nearly the same code as an earlier one.
 
-    A first sentence that more than `BOILERPLATE_FUNCTIONS` functions share takes them all out. How many functions each
-    rule took out is returned too.
+    If more than `BOILERPLATE_FUNCTIONS` functions share a first sentence, all of them are removed. Returns the retained
+    functions and the number removed by each rule.
     """
-    given = list(functions)
+    all_functions = list(functions)
     by_name: dict[str, DocumentedFunction] = {}
-    for function in given:
+    for function in all_functions:
         by_name.setdefault(function.id, function)
     by_code: dict[str, DocumentedFunction] = {}
     for function in by_name.values():
@@ -64,7 +64,7 @@ def deduplicate(functions: Iterable[DocumentedFunction]) -> tuple[list[Documente
     groups = [group for group in by_query.values() if len(group) <= BOILERPLATE_FUNCTIONS]
     shared = sum(len(group) for group in groups)
     removed = {
-        "same_name": len(given) - len(by_name),
+        "same_name": len(all_functions) - len(by_name),
         "same_code": len(by_name) - len(distinct),
         "near_duplicate": len(distinct) - len(originals),
         "boilerplate_query": len(originals) - shared,
@@ -74,13 +74,13 @@ def deduplicate(functions: Iterable[DocumentedFunction]) -> tuple[list[Documente
 
 
 def normalised_query(query: str) -> str:
-    """The words of a sentence without case, punctuation, articles and the endings that tell "returns" from "return"."""
+    """The words of a sentence in lower case, without punctuation, articles and final "s"."""
     words = re.findall(r"[a-z0-9]+", query.lower())
-    return " ".join(word.rstrip("s") or word for word in words if word not in _UNSAID)
+    return " ".join(word.rstrip("s") or word for word in words if word not in _IGNORED_WORDS)
 
 
 def near_duplicates(texts: Sequence[str]) -> list[bool]:
-    """For each text, whether an earlier one that is not itself a near-duplicate has nearly the same shingles."""
+    """For each text, whether it is a near-duplicate of an earlier text that is not a near-duplicate itself."""
     rule = NearDuplicates(NEAR_DUPLICATE_JACCARD)
     items = [(text,) for text in texts]
 
@@ -93,7 +93,7 @@ def near_duplicates(texts: Sequence[str]) -> list[bool]:
 
 
 def _code(function: DocumentedFunction) -> str:
-    """Signature and body: the qualified name on the first line would tell copies apart."""
+    """Signature and body, without the qualified name, which differs between copies."""
     return function.document.partition("\n")[2]
 
 
@@ -103,10 +103,10 @@ Key = Callable[[DocumentedFunction], str]
 
 
 def namespace_negatives(functions: Sequence[DocumentedFunction], seed: int) -> list[tuple[Negative, ...]]:
-    """For each function one negative of each granularity, hardest first.
+    """One negative of each granularity for each function, hardest first.
 
-    Level 1 is another function of the same class (or module's top level), 2 of the same module, 3 of the same package,
-    4 of another package. A level that has no other function, or none found in a few draws, is left out.
+    Level 1 is another function of the same class (or module top level), 2 of the same module, 3 of the same package,
+    4 of another package. A level is omitted if `_TRIES` random draws find no function of it.
     """
     keys: tuple[Key, ...] = (lambda f: f.id.rpartition(".")[0], lambda f: f.module, lambda f: f.package, lambda f: "")
     groups: list[dict[str, list[int]]] = [defaultdict(list) for _ in keys]
@@ -115,28 +115,28 @@ def namespace_negatives(functions: Sequence[DocumentedFunction], seed: int) -> l
             members[key(function)].append(row)
     draw_NLT = numpy_generator(seed, "namespace").random((len(functions), len(keys), _TRIES))
 
-    def of_one(own: DocumentedFunction, draw_LT: npt.NDArray[np.float64]) -> Iterator[Negative]:
+    def negatives_of(function: DocumentedFunction, draw_LT: npt.NDArray[np.float64]) -> Iterator[Negative]:
         for level, (key, members) in enumerate(zip(keys, groups, strict=True)):
-            group = members[key(own)]
+            group = members[key(function)]
             for draw in draw_LT[level]:
                 other = functions[group[int(draw * len(group))]]
-                nearer = level > 0 and keys[level - 1](other) == keys[level - 1](own)
-                if other.id != own.id and not nearer:
+                is_harder = level > 0 and keys[level - 1](other) == keys[level - 1](function)
+                if other.id != function.id and not is_harder:
                     yield Negative(other.document, level + 1)
                     break
 
-    return [tuple(of_one(own, draw_LT)) for own, draw_LT in zip(functions, draw_NLT, strict=True)]
+    return [tuple(negatives_of(function, draw_LT)) for function, draw_LT in zip(functions, draw_NLT, strict=True)]
 
 
 class EvaluationSet(NamedTuple):
-    """Functions to search, and those among them whose first sentences are the queries; both sorted by id."""
+    """Functions to search, and the subset whose first sentences are the queries; both sorted by id."""
 
     documents: list[DocumentedFunction]
     queries: list[DocumentedFunction]
 
 
 class DocstringSplit(NamedTuple):
-    """Functions to train on, sorted by id, and sets by name that share none with them or each other."""
+    """Training functions, sorted by id, and evaluation sets by name; all are disjoint."""
 
     train: list[DocumentedFunction]
     evaluation: dict[str, EvaluationSet]
@@ -145,22 +145,22 @@ class DocstringSplit(NamedTuple):
 def split_functions(
     functions: Sequence[DocumentedFunction], held_out_packages: Collection[str], sizes: Mapping[str, int], seed: int
 ) -> DocstringSplit:
-    """Cut functions without copies among them into a training set and three evaluation sets; order does not matter.
+    """Split deduplicated functions into a training set and three evaluation sets; their order has no effect.
 
-    `held_out_packages` are never trained on; a held-out set smaller than its size is taken whole. `sizes` are the
-    numbers of `prepare_docstrings`, by their names without `num_`.
+    Functions of `held_out_packages` are never trained on; if there are fewer than the requested size, all are used.
+    `sizes` are the `num_*` arguments of `prepare_docstrings`, without that prefix.
     """
     ordered = sorted(functions)
     held_out = [function for function in ordered if function.package in held_out_packages]
     trainable = [function for function in ordered if function.package not in held_out_packages]
     if not held_out:
-        rule = "must have documented functions"
+        rule = "must contain documented functions"
         raise OptionError("held_out_packages", sorted(held_out_packages), rule, "name larger packages")
-    num_taken = sizes["validation_documents"] + sizes["in_domain_documents"]
-    if len(trainable) <= num_taken:
-        rule = f"must leave functions to train on, and packages has {len(trainable)} documented ones"
+    num_evaluation = sizes["validation_documents"] + sizes["in_domain_documents"]
+    if len(trainable) <= num_evaluation:
+        rule = f"must be less than the {len(trainable)} documented functions of packages"
         option = "num_validation_documents + num_in_domain_documents"
-        raise OptionError(option, num_taken, rule, "lower it, or add packages")
+        raise OptionError(option, num_evaluation, rule, "lower it, or add packages")
 
     evaluation = {}
     for name in ("in_domain", "validation", "held_out"):
@@ -172,17 +172,17 @@ def split_functions(
     return DocstringSplit(trainable, {name: evaluation[name] for name in ("validation", "in_domain", "held_out")})
 
 
-def _draw(functions: list[DocumentedFunction], most: int, seed: int, stream: str) -> list[DocumentedFunction]:
-    if len(functions) <= most:
+def _draw(functions: list[DocumentedFunction], max_size: int, seed: int, stream: str) -> list[DocumentedFunction]:
+    if len(functions) <= max_size:
         return functions
-    rows = numpy_generator(seed, stream).choice(len(functions), size=most, replace=False)
+    rows = numpy_generator(seed, stream).choice(len(functions), size=max_size, replace=False)
     return [functions[row] for row in sorted(rows.tolist())]
 
 
-# Raised whenever the same sources would give other records, so that an older output is not taken for this one's.
+# Increase it whenever the same sources produce different records, so that an older output is not reused.
 RECIPE = 2
 
-# What `pip install -e '.[quickstart,cpu]'` brings, itself or through what it needs.
+# Packages that `pip install -e '.[quickstart,cpu]'` installs, directly or as dependencies.
 # fmt: off
 TRAINING_PACKAGES = (
     "stdlib", "PIL", "accelerate", "aiohttp", "anyio", "click", "dateutil", "datasets", "huggingface_hub", "jinja2",
@@ -190,12 +190,12 @@ TRAINING_PACKAGES = (
     "pyarrow", "pyparsing", "rich", "scipy", "sklearn", "sympy", "torch", "torchmetrics", "transformers", "typer",
 )
 # fmt: on
-# File systems, argument parsers, training loops, graphs: four kinds of code, and every installation has them.
+# Four different kinds of code (file systems, argument parsing, training loops, graphs) in every installation.
 HELD_OUT_PACKAGES = ("fsspec", "jsonargparse", "lightning", "networkx")
 
 
 class DocstringCorpus(NamedTuple):
-    """A finished corpus: its folder, its counts, and whether an earlier run had made it from the same inputs."""
+    """A complete corpus: its folder, its counts, and whether an earlier run with the same inputs wrote it."""
 
     folder: Path
     counts: dict[str, int]
@@ -216,32 +216,32 @@ def prepare_docstrings(
     force: bool = False,
     max_rows: int | None = None,
 ) -> DocstringCorpus:
-    """Write pairs of a docstring's first sentence and its function's code, from the source files of installed packages.
+    """Write pairs of the first docstring sentence and the code of a function, from installed packages.
 
-    The document is the qualified name, the signature and the body without the docstring. `train.jsonl.gz` holds
-    training records, `eval/validation` and `eval/in_domain` search held-out functions of the training packages,
-    `eval/held_out` packages that training never sees. No function is a near-copy of another, and no two share their
+    The document is the qualified name, the signature and the body without the docstring. `train.jsonl.gz` contains
+    training records. `eval/validation` and `eval/in_domain` search functions of the training packages that are not
+    in the training records; `eval/held_out` searches other packages. No two functions are near-copies or have the same
     first sentence.
 
-    Determinism: the same package files, arguments and seed give the same bytes. No package is imported.
+    Determinism: the same package files, arguments and seed produce the same bytes. No package is imported.
 
     Args:
         output: Folder to write: new, empty, or an earlier docstring corpus.
-        packages: Packages to train on, as one imports them, and `stdlib` for the standard library. By default those of
-            `TRAINING_PACKAGES` that are installed.
-        held_out_packages: Packages that are only searched.
-        seed: Seed of the draws.
-        num_validation_documents: Functions of the training packages taken out of training, to choose checkpoints by.
-        num_validation_queries: How many of them are asked for.
-        num_in_domain_documents: More of them, to be searched when training is over.
-        num_in_domain_queries: How many of them are asked for.
-        num_held_out_documents: Maximum functions of the held-out packages to search.
-        num_held_out_queries: How many of them are asked for.
-        force: Whether to make the corpus again where it is already there.
-        max_rows: Maximum training pairs, or None for all. Every second, third … pair is kept, as many as that allows.
+        packages: Import names of the packages to train on, and `stdlib` for the standard library. Default: the
+            installed ones of `TRAINING_PACKAGES`.
+        held_out_packages: Packages used only for evaluation.
+        seed: Seed of the random choices.
+        num_validation_documents: Functions of the training packages for validation, to select checkpoints.
+        num_validation_queries: Number of these used as queries.
+        num_in_domain_documents: Functions of the training packages for evaluation after training.
+        num_in_domain_queries: Number of these used as queries.
+        num_held_out_documents: Maximum functions of the held-out packages for evaluation.
+        num_held_out_queries: Number of these used as queries.
+        force: Whether to write the corpus again if it exists.
+        max_rows: Maximum training pairs, or None for all. Every k-th pair is used, with the smallest k that fits.
 
     Raises:
-        OptionError: If a package is not installed or on both sides, a number is below 1, or `output` cannot be used.
+        OptionError: If a package is not installed or in both lists, a number is below 1, or `output` cannot be used.
     """
     folder = Path(os.path.abspath(output))
     check_output(folder)
@@ -260,11 +260,11 @@ def prepare_docstrings(
         raise OptionError("max_rows", max_rows, "must be >= 1", "leave it out for all pairs")
     held_out = sorted(set(held_out_packages))
     training = _training_packages(packages, held_out)
-    # Held-out functions come first: of two copies the first one stays, and training gives way to the test.
+    # Held-out functions come first, because of two copies the first one is retained.
     sources = [source for package in (*held_out, *training) for source in find_sources(package)]
     contents = [source.path.read_bytes() for source in sources]
     versions = package_versions([*held_out, *training])
-    # What decides the corpus; a manifest holds it.
+    # The inputs that determine the corpus, for the manifest.
     inputs: dict[str, Any] = {
         "kind": KIND,
         "recipe": RECIPE,
@@ -276,12 +276,12 @@ def prepare_docstrings(
         "input_sha256": _digest(sources, contents),
     }
     if not force and (manifest := finished_manifest(folder, inputs)) is not None:
-        logger.info("%s is already made from these packages and arguments; --force makes it again", output)
+        logger.info("%s already exists for these packages and arguments; --force writes it again", output)
         return DocstringCorpus(folder, manifest["counts"], reused=True)
     functions = _read(sources, contents)
     logger.info("removing copies among %d documented functions", len(functions))
-    kept, removed = deduplicate(functions)
-    split = split_functions(kept, held_out, sizes, seed)
+    distinct, removed = deduplicate(functions)
+    split = split_functions(distinct, held_out, sizes, seed)
     step = -(-len(split.train) // max_rows) if max_rows else 1
     counts = {"train": len(split.train[::step])}
     for name, part in split.evaluation.items():
@@ -296,7 +296,7 @@ def _training_packages(packages: Sequence[str] | None, held_out: list[str]) -> l
         return sorted(name for name in TRAINING_PACKAGES if name not in held_out and is_available(name))
     both = sorted(set(packages) & set(held_out))
     if both:
-        raise OptionError("packages", both, "must not hold a held-out package", "take it out of one of the two lists")
+        raise OptionError("packages", both, "must not contain a held-out package", "remove it from one of the lists")
     if not packages:
         raise OptionError("packages", list(packages), "must name at least one package", "leave it out for the default")
     return sorted(set(packages))
@@ -311,27 +311,26 @@ def _digest(sources: Sequence[SourceFile], contents: Sequence[bytes]) -> str:
 
 
 def _read(sources: Sequence[SourceFile], contents: Sequence[bytes]) -> list[DocumentedFunction]:
-    """The functions of all files in their order."""
-    found: list[DocumentedFunction] = []
-    # No cycle collection: syntax trees have none, and looking for them takes half of the parser's time.
+    functions: list[DocumentedFunction] = []
+    # Syntax trees have no reference cycles, and the search for cycles takes half of the time of parsing.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         with progress_bar(sum(map(len, contents)), "reading functions", "B", unit_scale=True) as bar:
             for source, content in zip(sources, contents, strict=True):
-                found.extend(documented_functions(content, source.package, source.module))
+                functions.extend(documented_functions(content, source.package, source.module))
                 bar.update(len(content))
     finally:
         if was_enabled:
             gc.enable()
-    return found
+    return functions
 
 
 KIND = "docstring_corpus"
 
 
 def finished_manifest(output: Path, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The manifest of `output` if it was made from these inputs and all its files are still as they were written."""
+    """The manifest of `output` if it has these inputs and all its files are unchanged, else None."""
     try:
         manifest = check_manifest(output, inputs)
     except InputError:
@@ -342,9 +341,9 @@ def finished_manifest(output: Path, inputs: Mapping[str, Any]) -> dict[str, Any]
 
 
 def check_output(output: Path) -> None:
-    """Check that `output` may be written: absent, empty, or an earlier docstring corpus."""
+    """Check that `output` may be written: new, empty, or an earlier docstring corpus."""
     if output.exists() and not output.is_dir():
-        raise OptionError("output", str(output), "must be a folder", "name a folder that need not exist yet")
+        raise OptionError("output", str(output), "must be a folder", "name a new or empty folder")
     if output.is_dir() and any(output.iterdir()):
         try:
             check_manifest(output, {"kind": KIND})
@@ -354,9 +353,9 @@ def check_output(output: Path) -> None:
 
 
 def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any], seed: int = 0, step: int = 1) -> None:
-    """Write a whole corpus in place of an earlier one, which stays until all files are on disk.
+    """Write a corpus; an earlier one is replaced only after all files are written.
 
-    `seed` is that of the hard negatives; one training pair of each `step` is written, the first.
+    `seed` selects the hard negatives; every `step`-th training pair is written.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent) as temporary:
@@ -376,7 +375,7 @@ def _write_train(path: Path, split: DocstringSplit, seed: int, step: int) -> Non
     with (
         atomic_path(path) as temporary,
         open(temporary, "wb") as file,
-        # No name and no time in the header: the same records make the same bytes.
+        # No name and no time in the header, so that the same records produce the same bytes.
         gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=1, mtime=0) as zipped,
     ):
         pairs = zip(split.train, namespace_negatives(split.train, seed), strict=True)
@@ -393,7 +392,7 @@ def _write_train(path: Path, split: DocstringSplit, seed: int, step: int) -> Non
 
 
 def _write_evaluation(folder: Path, evaluation: EvaluationSet) -> None:
-    """One folder in the layout of BEIR; a query has the id of the one function that answers it."""
+    """Write a folder in the BEIR layout; a query has the id of its only relevant function."""
     documents = (
         {"_id": f.id, "title": "", "text": f.document, "package": f.package, "module": f.module}
         for f in evaluation.documents

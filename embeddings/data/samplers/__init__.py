@@ -1,4 +1,4 @@
-"""Which rows make up each batch: pure functions of (seed, epoch, step)."""
+"""Batch samplers: the rows of each batch are a pure function of (seed, epoch, step)."""
 
 from embeddings.common.random import KeyedPermutation
 from embeddings.data.samplers.base import BatchSampler, BlendedBatchSampler, SourceIdentity

@@ -1,6 +1,6 @@
-"""What every batch sampler is, a pure function of (seed, epoch, step), and the blended one, which is the default.
+"""The base class of batch samplers, which are pure functions of (seed, epoch, step), and the default sampler.
 
-Blended batches mix all sources in given proportions (NV-Embed). A `RunLength` says what the trainer makes of a plan.
+The default sampler mixes all sources in every batch (NV-Embed). `RunLength` relates a plan to the trainer's steps.
 """
 
 import heapq
@@ -23,19 +23,19 @@ from embeddings.common.protocols import BatchNeeds
 from embeddings.common.random import KeyedPermutation, derive_seed, mix_bits
 
 Rows = NDArray[np.int64]
-# One more whenever the same options come to mean other batches.
+# Increase it whenever the same options produce different batches.
 PLAN_VERSION = 2
 
 
 class SourceIdentity(NamedTuple):
-    """A source's name in the mixture, and the content key of its converted form (`CachedSource.key`)."""
+    """Name of a source, and the content key of its converted form (`CachedSource.key`)."""
 
     name: str
     key: str
 
 
 class LevelRule(NamedTuple):
-    """Which hard negatives a step may use: those of a level, 1 (hardest) to 4, and of coarser ones if `cumulative`."""
+    """Hard negatives that a step may use: one level, 1 (hardest) to 4; with `cumulative` also the coarser levels."""
 
     level: int
     cumulative: bool = False
@@ -45,10 +45,10 @@ class PlanEntry(NamedTuple):
     """One entry of a batch plan.
 
     Attributes:
-        row: Row in the mixture (all sources one after another).
-        draw: Key of every random choice made for this entry, a pure function of (seed, epoch, position): it depends on
-            neither the rank nor the worker.
-        rule: Which of the row's hard negatives the step may use, or None for all.
+        row: Row in the mixture (all sources concatenated).
+        draw: Seed of all random choices for this entry, a pure function of (seed, epoch, position): independent of rank
+            and worker.
+        rule: The hard negatives that the step may use, or None for all.
     """
 
     row: int
@@ -58,13 +58,13 @@ class PlanEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class RunLength:
-    """What turns a batch of the plan into an optimiser step of the run.
+    """Maps the batches of the plan to the optimiser steps of the run.
 
     Attributes:
-        batches_per_epoch: Batches of one rank that the trainer takes of an epoch.
-        accumulate_grad_batches: Batches of one optimiser step; None where the number changes on the way.
-        total_steps: Optimiser steps of the whole run, None where the trainer sets no end.
-        is_trial: Whether the run is a few batches to see that it runs at all (`fast_dev_run`).
+        batches_per_epoch: Batches per rank that the trainer uses in an epoch.
+        accumulate_grad_batches: Batches per optimiser step; None if the number changes during the run.
+        total_steps: Optimiser steps of the run, None without a limit.
+        is_trial: Whether the run is a short test (`fast_dev_run`).
     """
 
     batches_per_epoch: int
@@ -74,13 +74,13 @@ class RunLength:
 
     @classmethod
     def of(cls, trainer: Any, batches_per_epoch: int) -> "RunLength":
-        """The length of a Lightning trainer's run over a plan with so many batches of one rank in an epoch."""
+        """The length of a Lightning run over a plan with `batches_per_epoch` batches per rank."""
         accumulated = trainer.accumulate_grad_batches if _accumulation_scheduler(trainer) is None else None
-        taken, total_steps = batches_taken(trainer, batches_per_epoch), run_steps(trainer, batches_per_epoch)
-        return cls(taken, accumulated, total_steps, bool(trainer.fast_dev_run))
+        num_batches, total_steps = batches_taken(trainer, batches_per_epoch), run_steps(trainer, batches_per_epoch)
+        return cls(num_batches, accumulated, total_steps, bool(trainer.fast_dev_run))
 
     def step_of(self, epoch: int, batch: int) -> int:
-        """The optimiser step, from 0, that a batch of an epoch is part of; no step has batches of two epochs."""
+        """Index (from 0) of the optimiser step of a batch; a step never spans two epochs."""
         assert self.accumulate_grad_batches is not None
         steps_per_epoch = -(-self.batches_per_epoch // self.accumulate_grad_batches)
         return epoch * steps_per_epoch + batch // self.accumulate_grad_batches
@@ -89,23 +89,23 @@ class RunLength:
 class BatchSampler(Sampler[list[PlanEntry]], ABC):
     """Yields this rank's slice of each batch of an epoch.
 
-    A subclass says how many steps an epoch has (`num_steps`) and what a step holds (`global_batch`). The rank and the
-    number of ranks are read when they are needed, so a sampler may be made before the process group.
+    A subclass defines the number of steps per epoch (`num_steps`) and the batch of a step (`global_batch`). The rank
+    and the number of ranks are read on use, so a sampler may be created before the process group.
 
     Determinism: (seed, epoch, step, global batch size) → one global batch; rank r of R takes rows r·B … (r+1)·B - 1 of
-    it. The same run on another number of ranks sees the same batches while batch_size x ranks stays the same.
-    Guarantees: ranks are disjoint, and every batch is full: rows that do not fill a last batch wait for another epoch.
-    Length: `len` is `num_steps`, the batches of a whole epoch, also where iteration starts in its middle.
+    it. A different number of ranks gets the same batches if batch_size x ranks stays the same.
+    Guarantees: ranks are disjoint, and every batch is full: rows that do not fill the last batch are left out.
+    Length: `len` is `num_steps`, the batches of a complete epoch, also if iteration starts later in the epoch.
 
     Args:
-        batch_size: Queries of one rank's batch.
-        seed: The run's seed.
-        num_replicas: Number of ranks, or None for the process group's (1 without one).
-        rank: This rank, or None for the process group's.
+        batch_size: Queries in the batch of one rank.
+        seed: Seed of the run.
+        num_replicas: Number of ranks, or None to ask the process group (1 without one).
+        rank: This rank, or None to ask the process group.
 
     Attributes:
         epoch: The epoch that the next iteration yields; Lightning sets it through `sampler.set_epoch`.
-        start: The first step that the next iteration yields; `set_epoch` with another epoch sets it to 0.
+        start: The first step that the next iteration yields; `set_epoch` with a new epoch sets it to 0.
 
     Raises:
         OptionError: If batch_size is not positive.
@@ -117,78 +117,78 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
         if batch_size < 1:
             raise OptionError("data.batch_size", batch_size, "must be >= 1", "give the number of pairs on one rank")
         if (num_replicas is None) != (rank is None):
-            raise OptionError("rank", rank, "goes with num_replicas", "give both or neither")
+            raise OptionError("rank", rank, "must be given together with num_replicas", "give both or neither")
         self.batch_size, self.seed = batch_size, seed
-        self._place = None if rank is None or num_replicas is None else (rank, num_replicas)
+        self._rank_and_size = None if rank is None or num_replicas is None else (rank, num_replicas)
         self.epoch = 0
         self.start = 0
         self._resumed = False
         self._names: tuple[str, ...] = ()
 
     def identify(self, sources: Sequence[SourceIdentity]) -> None:
-        """Learn which sources the rows are of; the data module says so once, before anything is drawn."""
+        """Set the sources of the rows; the data module calls this once, before the first batch."""
         self._names = tuple(source.name for source in sources)
 
     def check_sources(self, names: Sequence[str]) -> None:
-        """Check, before any source is read, that what is kept beside these sources is there."""
+        """Check, before any source is read, the files that this sampler needs for these sources."""
 
     def set_needs(self, needs: BatchNeeds) -> None:
-        """Learn what the trained module needs; the data module says so before the plan is asked for its length."""
+        """Set the needs of the trained module; the data module calls this before it asks for the length."""
 
     def kinds(self) -> set[str]:
-        """The names of this sampler and of those that it draws from."""
+        """The class names of this sampler and of its inner samplers."""
         return {type(self).__name__}
 
     def remarks(self) -> list[str]:
-        """What somebody who starts the run should know of the plan, a line each; the data module logs them once."""
+        """Warnings about the plan, one line each; the data module logs them once."""
         return []
 
     def set_run(self, run: RunLength) -> None:
-        """Learn how long the run is; the data module says so where a trainer runs it, before anything is drawn."""
+        """Set the length of the run; with a trainer, the data module calls this before the first batch."""
 
     @property
     @abstractmethod
     def num_steps(self) -> int:
-        """Global batches in an epoch, at least one."""
+        """Number of global batches per epoch, at least 1."""
 
     @abstractmethod
     def global_batch(self, epoch: int, step: int) -> tuple[Rows, Rows]:
-        """One step's rows in the mixture and their draw keys, each (global_batch_size,) int64."""
+        """The rows of a step in the mixture and their draw keys, each (global_batch_size,) int64."""
 
     def level_rule(self, epoch: int, step: int) -> LevelRule | None:
-        """Which hard negatives a step's rows may use, the same on every rank, or None for all."""
+        """The hard negatives that a step may use, the same on every rank, or None for all."""
         return None
 
     @property
     def sampler(self) -> Self:
-        """This sampler: Lightning calls `set_epoch` on a batch sampler's `sampler`, not on the batch sampler."""
+        """This object: Lightning calls `set_epoch` on `batch_sampler.sampler`, not on the batch sampler."""
         return self
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """This rank and the number of ranks."""
-        return planned_place() if self._place is None else self._place
+        return planned_place() if self._rank_and_size is None else self._rank_and_size
 
     @property
     def global_batch_size(self) -> int:
-        """Queries of one step over all ranks."""
-        return self.batch_size * self.place[1]
+        """Queries per step on all ranks together."""
+        return self.batch_size * self.rank_and_size[1]
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the next to iterate, from its first step if it is another than the present one.
+        """Set the epoch of the next iteration; a new epoch starts at its first step.
 
-        After `resume` an earlier epoch is not taken: Lightning's own count of epochs falls behind when runs are resumed
-        at the end of an epoch, and the plan must not be repeated for it.
+        After `resume` an earlier epoch is ignored: Lightning's epoch count falls behind when a run resumes at the end
+        of an epoch, and the plan must not repeat batches.
         """
         if epoch > self.epoch or (epoch < self.epoch and not self._resumed):
             self.epoch, self.start = epoch, 0
 
     def resume(self, epoch: int, start: int) -> None:
-        """Go on with step `start` of `epoch`."""
+        """Continue with step `start` of `epoch`."""
         self.epoch, self.start, self._resumed = epoch, start, True
 
     def plan_fields(self) -> dict[str, int | str]:
-        """What the plan depends on, in plain types: a resumed run must have the same."""
+        """The inputs of the plan, in JSON types; a resumed run must have the same."""
         return {
             "plan_version": PLAN_VERSION,
             "sampler": type(self).__name__,
@@ -198,31 +198,31 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
         }
 
     def check_same_plan(self, saved: Mapping[str, int | str]) -> None:
-        """Refuse a plan other than the one whose fields were saved; the error names the first field that differs."""
+        """Raise `OptionError` if the plan differs from the saved one; it names the first different field."""
         fields = self.plan_fields()
         for name in {**fields, **saved}:
             now, before = fields.get(name), saved.get(name)
             if now != before:
                 rule = f"must be {before!r} as in the checkpoint to resume in the middle of its plan"
-                mend = "resume by the library that saved it" if name == "plan_version" else "restore it"
-                raise OptionError(f"data {name}", now, rule, f"{mend}, or start from the weights alone")
+                fix = "resume with the library version that saved it" if name == "plan_version" else "restore it"
+                raise OptionError(f"data {name}", now, rule, f"{fix}, or start from the weights only")
 
     def whole_batches(self, sizes: Sequence[int], batch_size: int) -> list[int]:
-        """Batches that the rows of each source fill, 0 for a small one, where sources never share a batch."""
+        """Number of full batches of each source, for samplers with one source per batch."""
         if max(sizes) < batch_size:
-            over = f" (batch_size x {self.place[1]} ranks)" if batch_size > self.batch_size else ""
-            rule = f"must not exceed the {max(sizes)} rows of the largest source{over}"
+            product = f" (batch_size x {self.rank_and_size[1]} ranks)" if batch_size > self.batch_size else ""
+            rule = f"must not exceed the {max(sizes)} rows of the largest source{product}"
             raise OptionError("data.batch_size", self.batch_size, rule, "lower it, or add data")
         return [size // batch_size for size in sizes]
 
     def left_out(self, sizes: Sequence[int], batch_size: int) -> list[str]:
-        """The remark of sources that fill no batch, where there are any."""
+        """A warning that names the sources too small for one batch, or nothing."""
         small = [f"{name} ({size})" for name, size in zip(self._names, sizes, strict=True) if size < batch_size]
-        remark = f"sources with fewer rows than a batch of {batch_size} are not trained on: {', '.join(small)}"
+        remark = f"sources with fewer rows than a batch of {batch_size} are not used: {', '.join(small)}"
         return [remark] if small else []
 
     def draw_keys(self, epoch: int, step: int) -> Rows:
-        """The draw keys of one step, (global_batch_size,) int64 >= 0: a hash of (seed, epoch, position)."""
+        """The draw keys of a step, (global_batch_size,) int64 >= 0: hashes of (seed, epoch, position)."""
         first = step * self.global_batch_size
         positions = np.arange(first, first + self.global_batch_size, dtype=np.uint64)
         keyed = mix_bits(positions + np.uint64(derive_seed(self.seed, "draw", epoch)))
@@ -232,72 +232,73 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
         return self.num_steps
 
     def __iter__(self) -> Iterator[list[PlanEntry]]:
-        """This rank's batches of the present epoch, from `start` on."""
-        rank, _ = self.place
-        epoch, mine = self.epoch, slice(rank * self.batch_size, (rank + 1) * self.batch_size)
+        """This rank's batches of the current epoch, from step `start`."""
+        rank, _ = self.rank_and_size
+        epoch, rank_slice = self.epoch, slice(rank * self.batch_size, (rank + 1) * self.batch_size)
         for step in range(self.start, self.num_steps):
             rows, draws = self.global_batch(epoch, step)
             rule = self.level_rule(epoch, step)
-            # The tuples' own constructor takes half the time of a named tuple's.
-            entries = zip(rows[mine].tolist(), draws[mine].tolist(), repeat(rule))
+            # `tuple.__new__` takes half the time of the constructor of a named tuple.
+            entries = zip(rows[rank_slice].tolist(), draws[rank_slice].tolist(), repeat(rule))
             yield list(map(partial(tuple.__new__, PlanEntry), entries))
 
 
 def first_rows(sizes: Sequence[int]) -> list[int]:
-    """The number of each source's first row in the mixture, and the number of all rows."""
+    """Index in the mixture of the first row of each source, then the total number of rows."""
     if not sizes or min(sizes) < 1:
         raise OptionError("data.sources", list(sizes), "must each have rows", "leave out the empty source")
     return [0, *accumulate(sizes)]
 
 
-# Makes a plan of the rows of each source, batch_size, the seed and the weight of each source.
+# (rows of each source, batch_size, seed, weight of each source) → the plan.
 SamplerFactory = Callable[[Sequence[int], int, int, Sequence[float]], BatchSampler]
 
 
 def batches_taken(trainer: Any, batches_per_epoch: int) -> int:
-    """The batches of an epoch that the trainer's `limit_train_batches` leaves."""
+    """Batches per epoch under the trainer's `limit_train_batches`."""
     limit = trainer.limit_train_batches
     return min(batches_per_epoch, limit) if isinstance(limit, int) else int(batches_per_epoch * limit)
 
 
 def run_steps(trainer: Any, batches_per_epoch: int | None) -> int | None:
-    """Optimiser steps of a run, whichever of `max_steps` and `max_epochs` ends it first; None where neither does.
+    """Optimiser steps of a run, limited by `max_steps` and `max_epochs`; None without a limit.
 
-    Lightning's own estimate would build the loader and drop a restored position.
+    Lightning's estimate is not used: it builds the loader and loses a restored position.
     """
-    ends = [int(trainer.max_steps)] if trainer.max_steps > 0 else []
+    limits = [int(trainer.max_steps)] if trainer.max_steps > 0 else []
     if trainer.max_epochs is not None and trainer.max_epochs > 0 and batches_per_epoch is not None:
-        taken, scheduler = batches_taken(trainer, batches_per_epoch), _accumulation_scheduler(trainer)
+        num_batches, scheduler = batches_taken(trainer, batches_per_epoch), _accumulation_scheduler(trainer)
         changes = [0] if scheduler is None else [epoch for epoch in scheduler.epochs if epoch < trainer.max_epochs]
-        # From one change of the accumulation to the next all epochs have equally many steps.
-        stretches = pairwise([*changes, trainer.max_epochs])
-        ends.append(sum((end - start) * -(-taken // accumulated_batches(trainer, start)) for start, end in stretches))
-    return min(ends, default=None)
+        # Between two changes of the accumulation, all epochs have the same number of steps.
+        intervals = pairwise([*changes, trainer.max_epochs])
+        steps = ((end - start) * -(-num_batches // accumulated_batches(trainer, start)) for start, end in intervals)
+        limits.append(sum(steps))
+    return min(limits, default=None)
 
 
 def accumulated_batches(trainer: Any, epoch: int) -> int:
-    """The batches of one optimiser step in an epoch, which a `GradientAccumulationScheduler` may change."""
+    """Batches per optimiser step in an epoch; a `GradientAccumulationScheduler` may change the number."""
     scheduler = _accumulation_scheduler(trainer)
     return int(trainer.accumulate_grad_batches if scheduler is None else scheduler.get_accumulate_grad_batches(epoch))
 
 
 def batches_since_step(trainer: Any) -> int:
-    """The batches whose gradients are accumulated and wait for the optimiser step."""
+    """Batches whose gradients are accumulated since the last optimiser step."""
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     progress = epoch_loop.batch_progress.current
-    # An epoch's last batch ends a step, whatever the number of its batches.
+    # The last batch of an epoch always completes a step.
     ends_epoch = progress.processed == progress.ready and epoch_loop._num_ready_batches_reached()
     return 0 if ends_epoch else int(progress.processed % trainer.accumulate_grad_batches)
 
 
 def _accumulation_scheduler(trainer: Any) -> Any:
-    """Lightning's `GradientAccumulationScheduler` among the trainer's callbacks, by its method."""
+    """The `GradientAccumulationScheduler` among the trainer's callbacks, found by its method."""
     callbacks = getattr(trainer, "callbacks", [])
-    return next((one for one in callbacks if hasattr(one, "get_accumulate_grad_batches")), None)
+    return next((callback for callback in callbacks if hasattr(callback, "get_accumulate_grad_batches")), None)
 
 
 Proportions = Literal["size", "uniform", "given"]
-# Powers of whole numbers may differ in the last bit between machines; the plan must not.
+# Powers may differ in the last bit between machines, so they are rounded: the plan must be the same everywhere.
 _DIGITS = 12
 
 
@@ -307,62 +308,62 @@ def source_parts(
     proportions: Proportions = "size",
     temperature: float = 1.0,
 ) -> Sequence[float]:
-    """The part of each source, > 0; only their ratios matter. Arguments are those of the samplers.
+    """The unnormalised share of each source, > 0. Arguments as in the samplers.
 
-    With temperature 0.3, XLM-R's for languages, a source a hundredth as large as another has a quarter of its part.
+    With temperature 0.3 (XLM-R for languages), a source with 1 % of the size of another has a quarter of its share.
     Source: Conneau and Lample 2019 (XLM), arXiv:1901.07291, §3.1, which calls the exponent alpha. Differs: sizes are
-        counted in whatever the sampler draws, not in sentences.
+        counted in rows or batches, not in sentences.
     """
-    given = [1.0] * len(sizes) if weights is None else list(weights)
-    if len(given) != len(sizes):
-        raise OptionError("weights", given, f"must be one for each of the {len(sizes)} sources", "give as many")
+    source_weights = [1.0] * len(sizes) if weights is None else list(weights)
+    if len(source_weights) != len(sizes):
+        rule = f"must have one entry for each of the {len(sizes)} sources"
+        raise OptionError("weights", source_weights, rule, "give as many")
     if not 0 <= temperature <= 1:
-        rule = "must be from 0 to 1: it is the exponent of a source's size"
-        raise OptionError("sampler.temperature", temperature, rule, "for a root of 3.3 give 0.3")
+        rule = "must be from 0 to 1: it is the exponent of the size of a source"
+        raise OptionError("sampler.temperature", temperature, rule, "0.3 is usual for languages")
     if temperature != 1 and proportions != "size":
         rule = f"cannot take effect with proportions {proportions!r}"
         raise OptionError("sampler.temperature", temperature, rule, "set the sampler's proportions to size")
     if proportions == "given":
-        if not all(0 < weight < float("inf") for weight in given):
+        if not all(0 < weight < float("inf") for weight in source_weights):
             rule = "must be > 0 and finite"
-            raise OptionError("data.sources[].weight", given, rule, "leave out a source without part")
-        return given
-    if len(set(given)) > 1:
+            raise OptionError("data.sources[].weight", source_weights, rule, "leave out the source to skip it")
+        return source_weights
+    if len(set(source_weights)) > 1:
         rule = f"cannot take effect with proportions {proportions!r}"
-        raise OptionError("data.sources[].weight", given, rule, "set the sampler's proportions to given")
+        raise OptionError("data.sources[].weight", source_weights, rule, "set the sampler's proportions to given")
     if proportions == "uniform":
         return [1] * len(sizes)
     return sizes if temperature == 1 else [float(f"{size**temperature:.{_DIGITS}g}") for size in sizes]
 
 
 class BlendedBatchSampler(BatchSampler):
-    """Every batch mixes all sources, in proportion to their sizes or a power of them, in equal or in given parts.
+    """Every batch mixes all sources in fixed proportions: by size, by a power of the size, equal, or given.
 
-    Each source is walked through in a random order of its own, another in each pass. Any step is found at once
-    (`Apportionment`), and nothing is stored per row. Within a step rows are shuffled: each rank's slice is a blend too.
+    Each source is read in a random order, a new one in each pass. Any step is computed directly (`Apportionment`), and
+    nothing is stored per row. The rows of a step are shuffled, so the slice of each rank is a mix too.
 
     Determinism: see `BatchSampler`.
-    Guarantees: over any number of steps a source's share of the draws is less than 2 rows off its proportion. With
-    proportions `size`, temperature 1 and no `steps_per_epoch`, an epoch is one pass: no row comes twice in it, and only
-    the fewer than global_batch_size rows that do not fill a batch are left out, others in the next epoch. Else the
-    walks run on from epoch to epoch: a source has all its rows drawn j times before any is drawn j + 1 times.
-    Length: `steps_per_epoch`, or as many whole global batches as the rows of all sources fill.
+    Guarantees: over any number of steps, the rows of a source differ from its exact share by less than 2. With
+    proportions `size`, temperature 1 and no `steps_per_epoch`, an epoch is one pass: no row is repeated, and fewer than
+    global_batch_size rows, different ones in each epoch, are left out. Otherwise passes continue across epochs: all
+    rows of a source are drawn j times before any is drawn j + 1 times.
+    Length: `steps_per_epoch`, or the number of full global batches in the rows of all sources.
 
     Args:
-        sizes: Rows of each source, each >= 1; row numbers count through the sources one after another.
+        sizes: Rows of each source, each >= 1; row indices run through the concatenated sources.
         batch_size, seed, num_replicas, rank: As in `BatchSampler`.
-        weights: With proportions `given`, the part of each source, > 0; only their ratios matter. Elsewhere None, or
-            all equal.
-        proportions: `size`: a source's part is the number of its rows to the power `temperature`; with 1 that is its
-            share of all rows, NV-Embed's "uniformly sampled"; `uniform`: equal parts; `given`: `weights`.
-        steps_per_epoch: Global batches that count as an epoch, or None for one pass over as many rows as there are.
-        temperature: The exponent of the sizes, 0 to 1. Below 1 the rows of a small source come more often than
-            those of a large one; *MoE* and XLM-R draw languages with 0.3.
+        weights: With proportions `given`, the relative share of each source, > 0. Otherwise None, or all equal.
+        proportions: `size`: the share of a source is its number of rows to the power `temperature`; with 1 this is
+            NV-Embed's "uniformly sampled"; `uniform`: equal shares; `given`: `weights`.
+        steps_per_epoch: Global batches per epoch, or None for one pass over the total number of rows.
+        temperature: The exponent of the sizes, 0 to 1. Below 1, rows of small sources are drawn more often than rows of
+            large ones; *MoE* and XLM-R draw languages with 0.3.
 
     Raises:
-        OptionError: If an option is impossible or cannot take effect, or there are fewer rows than one global batch.
-    Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, §2.2 and §4. Differs: the paper does not say how batches are
-        drawn; exact apportionment instead of independent draws.
+        OptionError: If an option is invalid or cannot take effect, or there are fewer rows than one global batch.
+    Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, §2.2 and §4. Differs: the paper does not describe how batches
+        are drawn; this uses exact apportionment instead of independent draws.
     """
 
     def __init__(
@@ -394,7 +395,7 @@ class BlendedBatchSampler(BatchSampler):
     @property
     def num_steps(self) -> int:
         if self._num_rows < self.global_batch_size:
-            rule = f"must not exceed the {self._num_rows} training rows (batch_size x {self.place[1]} ranks)"
+            rule = f"must not exceed the {self._num_rows} training rows (batch_size x {self.rank_and_size[1]} ranks)"
             raise OptionError("data.batch_size", self.batch_size, rule, "lower it or add data")
         return self.steps_per_epoch or self._num_rows // self.global_batch_size
 
@@ -413,13 +414,13 @@ class BlendedBatchSampler(BatchSampler):
         return rows[shuffle(np.arange(len(rows)))], self.draw_keys(epoch, step)
 
     def _draws_per_epoch(self) -> int:
-        """Draws between the starts of two epochs; a natural one counts the rows left out, so that each is one pass."""
+        """Draws between the starts of two epochs; a one-pass epoch also counts the rows that it leaves out."""
         if self.proportions == "size" and self.temperature == 1 and self.steps_per_epoch is None:
             return self._num_rows
         return self.num_steps * self.global_batch_size
 
     def _walk(self, source: int, start: int, stop: int) -> Rows:
-        """Rows of the mixture at positions `start` … `stop` - 1 of a source's endless walk."""
+        """Mixture rows at positions `start` … `stop` - 1 of the repeated passes through a source."""
         size, pieces = self.sizes[source], [np.empty(0, dtype=np.int64)]
         while start < stop:
             number, position = divmod(start, size)
@@ -429,22 +430,22 @@ class BlendedBatchSampler(BatchSampler):
         return np.concatenate(pieces)
 
     def _order(self, source: int, number: int) -> KeyedPermutation:
-        """The order of one pass through a source; the latest of each source is kept."""
-        known = self._walks.get(source)
-        if known is None or known[0] != number:
+        """The row order of pass `number` through a source; the latest one of each source is cached."""
+        cached = self._walks.get(source)
+        if cached is None or cached[0] != number:
             key = derive_seed(self.seed, "pass", source, number)
-            known = self._walks[source] = (number, KeyedPermutation(self.sizes[source], key))
-        return known[1]
+            cached = self._walks[source] = (number, KeyedPermutation(self.sizes[source], key))
+        return cached[1]
 
 
 class Apportionment:
-    """Splits any number of draws over sources, so that the split of t + 1 draws adds one draw to the split of t.
+    """Splits any number of draws over sources; the split of t + 1 draws adds one draw to the split of t.
 
     The sources are the leaves of a Huffman tree of their weights. A node with share q of its parent's weight gets
-    floor(t·q + 1/2) of the parent's t draws and its sibling the rest. Both never shrink as t grows, all are exact
-    where t is a multiple of the total of whole-number weights, and the cost is one step a source, whatever t.
+    floor(t·q + 1/2) of the parent's t draws, and its sibling gets the rest. Neither decreases as t grows. With integer
+    weights all counts are exact if t is a multiple of their sum. The cost is one operation per source for any t.
 
-    Guarantees: counts add up to t; none shrinks as t grows; a count is less than 2 away from t·p at every t (a node
+    Guarantees: counts sum to t; none decreases as t grows; a count differs from t·p by less than 2 at every t (a node
     inherits q of its parent's error and adds at most 1/2; in a Huffman tree q <= 2/3 for every node but the leaves).
     """
 
@@ -464,7 +465,7 @@ class Apportionment:
         self._splits_from_root = splits[::-1]
 
     def counts(self, num_draws: int) -> list[int]:
-        """Draws of each source among the first `num_draws` >= 0 of all, in the order of the weights."""
+        """Draws of each source among the first `num_draws` >= 0 draws, in the order of the weights."""
         count = [0] * (2 * self.num_sources - 1)
         count[-1] = num_draws
         for parent, left, right, left_weight, total in self._splits_from_root:

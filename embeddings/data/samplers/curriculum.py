@@ -1,4 +1,4 @@
-"""Hard negatives from easy to hard over the steps of a run, on the batches of any other sampler (MGH's curriculum)."""
+"""Curriculum of hard negatives from easy to hard over a run, on the batches of any other sampler (MGH)."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ EQUAL_FRACTIONS = (1 / NUM_LEVELS,) * NUM_LEVELS
 
 
 class Stage(NamedTuple):
-    """A stretch of optimiser steps of one level: those before `end`, from the end of the stage before it on."""
+    """Consecutive optimiser steps of one level: from the end of the previous stage to `end` (exclusive)."""
 
     level: int
     end: int
@@ -41,13 +41,13 @@ def level_of(
     fractions: Sequence[float] = EQUAL_FRACTIONS,
     seed: int = 0,
 ) -> int:
-    """The level of one optimiser step (from 0), 1 (hardest) to 4 (easiest), a function of its arguments.
+    """The level of an optimiser step (from 0): 1 (hardest) to 4 (easiest).
 
-    Each level has its share of the steps; the orders, of which `fixed` is none here, differ in which steps these are.
-    Steps at `total_steps` or later have the level of the last one; a random order starts another pass of that length.
+    Each level gets its fraction of the steps; the order determines which steps these are (`fixed` is not valid here).
+    Steps from `total_steps` on have the level of the last step; the random order repeats with that period.
 
-    Source: MGH, §2.1 (N4 to N1, 25 % each) and §4.1 (reverse, random, fixed). Differs: the paper does not say whether a
-        random order mixes the levels of a batch; here a step has one level. Cumulative levels are not in the paper.
+    Source: MGH, §2.1 (N4 to N1, 25 % each) and §4.1 (reverse, random, fixed). Differs: the paper does not say whether
+        the random order mixes the levels of a batch; here a step has one level. The paper has no cumulative levels.
     """
     if order == "random":
         shuffle = KeyedPermutation(total_steps, derive_seed(seed, "levels"))
@@ -57,50 +57,50 @@ def level_of(
 
 
 def stages(total_steps: int, order: LevelOrder, fractions: Sequence[float]) -> tuple[Stage, ...]:
-    """The stages of a curriculum, one a level; a random order is that of `coarse_to_fine`, shuffled step by step.
+    """The stages of a curriculum, one per level; for `random`, as for `coarse_to_fine` (`level_of` shuffles the steps).
 
-    A stage ends at `total_steps` times the fractions up to it, rounded to the nearest step, halves upwards. Fractions
-    are taken as the decimals that they are written as, so that rounding of binary numbers moves no boundary.
+    A stage ends at `total_steps` times the cumulated fractions, rounded to the nearest step (halves up). Fractions are
+    converted from their decimal notation, so that binary rounding does not move a boundary.
     """
     assert order != "fixed"
-    parts = [(NUM_LEVELS - place, Fraction(str(fraction))) for place, fraction in enumerate(fractions)]
+    parts = [(NUM_LEVELS - index, Fraction(str(fraction))) for index, fraction in enumerate(fractions)]
     if order == "reverse":
         parts.reverse()
-    whole, half = sum(part for _, part in parts), Fraction(1, 2)
-    ends = [math.floor(total_steps * done / whole + half) for done in accumulate(part for _, part in parts)]
+    total, half = sum(part for _, part in parts), Fraction(1, 2)
+    ends = [math.floor(total_steps * done / total + half) for done in accumulate(part for _, part in parts)]
     return tuple(Stage(level, end) for (level, _), end in zip(parts, ends, strict=True))
 
 
 class CurriculumBatchSampler(BatchSampler):
-    """The batches of another sampler, whose hard negatives are of one level at each optimiser step.
+    """The batches of another sampler, with hard negatives of one level at each optimiser step.
 
-    The other sampler says which rows make a batch, this one which of their negatives the step may use (`level_of`,
-    `places_of_level`). All batches that are accumulated into one update have one level, and so have all ranks.
+    The inner sampler selects the rows of a batch; this one selects the negatives that a step may use (`level_of`,
+    `positions_of_level`). The level is the same on all ranks and for all batches accumulated into one update.
 
-    Determinism: the rows as the other sampler's; the level is a function of (seed, optimiser step), the step one of
-    (epoch, batch, the run's length). A run that is resumed at any step has the level of that step.
-    Guarantees and length: those of the other sampler. No negative is harder than the step's level.
+    Determinism: the rows are those of the inner sampler. The level is a function of (seed, optimiser step), the step of
+    (epoch, batch, length of the run). A resumed run continues with the level of its step.
+    Guarantees and length: those of the inner sampler. No negative is harder than the level of the step.
 
     Args:
-        sizes: Rows of each source, each >= 1; row numbers count through the sources one after another.
+        sizes: Rows of each source, each >= 1; row indices run through the concatenated sources.
         batch_size, seed, num_replicas, rank: As in `BatchSampler`.
-        weights: Weight of each source, or None for equal ones.
-        inner: Makes the sampler of the rows from the four arguments above. In a config: its class and its other
+        weights: Weight of each source, or None for equal weights.
+        inner: Creates the sampler of the rows from the four arguments above. In a config: its class and its other
             arguments.
-        order: `coarse_to_fine`: from level 4, the easiest, to level 1, one after another; `cumulative`: the same, with
-            the coarser levels kept, of which `num_negatives` are drawn; `reverse`: from level 1 to level 4; `random`:
-            each level for its share of the steps, in random order; `fixed`: `level` at every step.
-        fractions: Share of the optimiser steps of each level, of level 4 first and level 1 last; they sum to 1, and 0
-            leaves a level out. None for equal shares, as in the paper.
-        level: The level of the order `fixed`; elsewhere None.
-        missing_level: What happens to rows that lack a level: `refuse` ends the run before its first step; `coarser`
-            gives such a row its nearest coarser level, or no hard negative where it has none, and a row whose negatives
-            have no levels all of them at every step.
-        total_steps: Optimiser steps over which the levels are spread, or None for those of the run. A longer run stays
-            at the last level.
+        order: `coarse_to_fine`: from level 4 (easiest) to level 1, one after another; `cumulative`: the same, but each
+            step draws `num_negatives` from its level and the coarser ones; `reverse`: from level 1 to level 4;
+            `random`: each level for its fraction of the steps, in random order; `fixed`: `level` at every step.
+        fractions: Fraction of the optimiser steps of each level, from level 4 to level 1; they sum to 1, and 0 skips a
+            level. None for equal fractions, as in the paper.
+        level: The level for the order `fixed`; otherwise None.
+        missing_level: For rows that lack a level: `refuse` ends the run before its first step. `coarser` uses the
+            nearest coarser level of the row, or no hard negatives if it has none. Negatives without levels are used at
+            every step.
+        total_steps: Optimiser steps over which the levels are spread, or None for the steps of the run. A longer run
+            stays at the last level.
 
     Raises:
-        OptionError: If an option is impossible or cannot take effect.
+        OptionError: If an option is invalid or cannot take effect.
     Source: MGH, §2.1 and §4.1. Differs: see `level_of`.
     """
 
@@ -134,7 +134,7 @@ class CurriculumBatchSampler(BatchSampler):
         self.missing_level: MissingLevel = missing_level
         self.total_steps = total_steps
         self.inner = inner(sizes, batch_size, seed, [1.0] * len(sizes) if weights is None else weights)
-        self.inner._place = self._place
+        self.inner._rank_and_size = self._rank_and_size
         self._run: RunLength | None = None
         _ = self.num_steps
 
@@ -154,13 +154,13 @@ class CurriculumBatchSampler(BatchSampler):
         return self.inner.remarks()
 
     def set_run(self, run: RunLength) -> None:
-        """Learn how long the run is: it must have a known end, accumulate evenly, and give each level a step."""
+        """Set the length of the run; it must be known, accumulate evenly, and give each level a step."""
         self.inner.set_run(run)
         self._run = run
         if self.order == "fixed":
             return
         if run.accumulate_grad_batches is None:
-            rule = "leaves the optimiser step of a batch unknown, and its level with it"
+            rule = "makes the optimiser step of a batch, and so its level, unknown"
             fix = "set trainer.accumulate_grad_batches to one number"
             raise OptionError("trainer.callbacks", "GradientAccumulationScheduler", rule, fix)
         total_steps = self._curriculum_steps(run)
@@ -169,13 +169,13 @@ class CurriculumBatchSampler(BatchSampler):
         start = 0
         for level, end in stages(total_steps, self.order, self.fractions):
             if start == end and level in self.levels:
-                rule = f"gives level {level} none of the {total_steps} optimiser steps"
+                rule = f"gives level {level} no step out of {total_steps} optimiser steps"
                 raise OptionError("sampler.fractions", list(self.fractions), rule, "train longer, or set it to 0")
             start = end
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """The levels that the curriculum passes through, hardest first."""
+        """The levels that the curriculum uses, hardest first."""
         if self.level is not None:
             return (self.level,)
         return tuple(level for level in range(1, NUM_LEVELS + 1) if self.fractions[NUM_LEVELS - level] > 0)
@@ -188,7 +188,7 @@ class CurriculumBatchSampler(BatchSampler):
         return self.inner.global_batch(epoch, step)
 
     def level_rule(self, epoch: int, step: int) -> LevelRule:
-        """Which hard negatives the batch at `step` of an epoch may use."""
+        """The hard negatives that the batch at `step` of an epoch may use."""
         if self.level is not None:
             return LevelRule(self.level)
         run = self._run or RunLength(self.num_steps)
@@ -220,23 +220,23 @@ class CurriculumBatchSampler(BatchSampler):
         return total_steps
 
 
-def _fractions(order: str, given: Sequence[float] | None) -> tuple[float, ...]:
-    """The share of each level, checked."""
-    if given is None:
+def _fractions(order: str, fractions: Sequence[float] | None) -> tuple[float, ...]:
+    """The checked fraction of each level."""
+    if fractions is None:
         return EQUAL_FRACTIONS
     if order == "fixed":
-        raise OptionError("sampler.fractions", list(given), "cannot take effect with order fixed", "leave them out")
-    fix = f"give {NUM_LEVELS}, of level {NUM_LEVELS} first"
-    if len(given) != NUM_LEVELS or not all(0 <= fraction <= 1 for fraction in given):
+        raise OptionError("sampler.fractions", list(fractions), "cannot take effect with order fixed", "leave them out")
+    fix = f"give {NUM_LEVELS}, from level {NUM_LEVELS} to level 1"
+    if len(fractions) != NUM_LEVELS or not all(0 <= fraction <= 1 for fraction in fractions):
         rule = f"must be {NUM_LEVELS} numbers from 0 to 1, one for each level"
-        raise OptionError("sampler.fractions", list(given), rule, fix)
-    if not math.isclose(sum(given), 1, abs_tol=1e-6):
-        raise OptionError("sampler.fractions", list(given), f"must sum to 1, not {sum(given):g}", fix)
-    return tuple(given)
+        raise OptionError("sampler.fractions", list(fractions), rule, fix)
+    if not math.isclose(sum(fractions), 1, abs_tol=1e-6):
+        raise OptionError("sampler.fractions", list(fractions), f"must sum to 1, not {sum(fractions):g}", fix)
+    return tuple(fractions)
 
 
 def _fixed_level(order: str, level: int | None) -> int | None:
-    """The level of the order `fixed`, checked; None for the others."""
+    """The checked level for the order `fixed`; None for other orders."""
     if order != "fixed":
         if level is not None:
             raise OptionError("sampler.level", level, f"cannot take effect with order {order}", "set order: fixed")

@@ -1,4 +1,4 @@
-"""Batches of one source each, the sources drawn by their parts until their rows run out (Nomic Embed)."""
+"""Batches of one source each; each source is drawn by its share until its rows run out (Nomic Embed)."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -12,32 +12,31 @@ from embeddings.data.samplers.base import BatchSampler, Proportions, Rows, first
 
 
 class HomogeneousBatchSampler(BatchSampler):
-    """Every global batch holds rows of one source, the same on all ranks; which one is drawn by the sources' parts.
+    """Every global batch contains rows of one source, the same source on all ranks.
 
-    An epoch is a pass: a source whose rows do not fill another batch leaves until the epoch ends, and the others
-    continue in the ratio of their parts. With parts as large as the sources, the default, all last to the end. A source
-    with fewer rows than a global batch, as small languages at 16,384 pairs, has no part, and `remarks` names it.
+    An epoch is one pass. A source without rows for another batch is finished for the epoch, and the others continue in
+    the ratio of their shares. With shares proportional to size (the default), all last until the end. A source with
+    fewer rows than a global batch (such as small languages at 16,384 pairs) is not used, and `remarks` names it.
 
-    Determinism: see `BatchSampler`; finding a step costs a few array operations over the sources, whatever the step.
-    Guarantees: sources never share a batch. In an epoch no row comes twice, and of each source only the fewer than
-    global_batch_size rows that do not fill a batch are left out, others in the next epoch. Where a source leaves, each
-    one that stays has had its part of the batches within half a batch. Memory: a few numbers a source, nothing a row.
-    Length: the sum over the sources of the global batches that their rows fill.
+    Determinism: see `BatchSampler`; computing a step costs a few array operations over the sources.
+    Guarantees: sources never share a batch. In an epoch no row is repeated, and of each source fewer than
+    global_batch_size rows, different ones in each epoch, are left out. When a source finishes, each remaining source
+    has had its share of the batches within half a batch. Memory: a few numbers per source, nothing per row.
+    Length: the total number of full global batches of all sources.
 
     Args:
-        sizes: Rows of each source, each >= 1; row numbers count through the sources one after another.
+        sizes: Rows of each source, each >= 1; row indices run through the concatenated sources.
         batch_size, seed, num_replicas, rank: As in `BatchSampler`.
-        weights: With proportions `given`, the part of each source, > 0; only their ratios matter. Elsewhere None, or
-            all equal.
-        proportions: `size`: a source's part is the number of its global batches to the power `temperature`;
-            `uniform`: equal parts; `given`: `weights`.
+        weights: With proportions `given`, the relative share of each source, > 0. Otherwise None, or all equal.
+        proportions: `size`: the share of a source is its number of global batches to the power `temperature`;
+            `uniform`: equal shares; `given`: `weights`.
         temperature: The exponent, 0 to 1.
 
     Raises:
-        OptionError: If an option is impossible or cannot take effect, or no source fills a global batch.
-    Source: Nussbaum and Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.3: one data set a batch. Differs: the
-        paper does not say how the data set of a batch is drawn; a random order of exact numbers.
-    Related: `BlendedBatchSampler` mixes the sources in each batch; `ClusteredBatchSampler` has rows that are alike.
+        OptionError: If an option is invalid or cannot take effect, or no source fills a global batch.
+    Source: Nussbaum and Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.3: one data set per batch. Differs: the
+        paper does not describe how the data set is drawn; this uses exact counts in random order.
+    Related: `BlendedBatchSampler` mixes the sources in each batch; `ClusteredBatchSampler` groups similar rows.
     """
 
     def __init__(
@@ -79,35 +78,34 @@ class HomogeneousBatchSampler(BatchSampler):
         return rows + self._first_rows[source], self.draw_keys(epoch, step)
 
     def source_batch(self, epoch: int, step: int) -> tuple[int, int]:
-        """The source of a step, and how many batches of it came before in the epoch."""
+        """The source of a step, and its number of earlier batches in the epoch."""
         plan = self._plan
-        stretch = bisect_right(plan.ends, step)
-        before_S = plan.drawn(stretch - 1)
-        last_S = np.cumsum(plan.drawn(stretch) - before_S)
-        first = plan.ends[stretch - 1] if stretch else 0
-        shuffle = KeyedPermutation(int(last_S[-1]), derive_seed(self.seed, "sources", epoch, stretch))
-        place = int(shuffle(np.array([step - first]))[0])
-        source = int(np.searchsorted(last_S, place, side="right"))
-        return source, int(before_S[source]) + place - (int(last_S[source - 1]) if source else 0)
+        phase = bisect_right(plan.ends, step)
+        before_S = plan.drawn(phase - 1)
+        last_S = np.cumsum(plan.drawn(phase) - before_S)
+        first = plan.ends[phase - 1] if phase else 0
+        shuffle = KeyedPermutation(int(last_S[-1]), derive_seed(self.seed, "sources", epoch, phase))
+        position = int(shuffle(np.array([step - first]))[0])
+        source = int(np.searchsorted(last_S, position, side="right"))
+        return source, int(before_S[source]) + position - (int(last_S[source - 1]) if source else 0)
 
     @property
     def _plan(self) -> "_Plan":
-        """The plan of an epoch; that of the latest global batch size is kept."""
+        """The plan of an epoch, cached for the latest global batch size."""
         size = self.global_batch_size
         if self._planned is None or self._planned[0] != size:
             batches = self.whole_batches(self.sizes, size)
-            # A source without a batch has its time over at 0, whatever its part.
+            # A source without a full batch finishes at time 0, so its share has no effect.
             parts = source_parts([max(1, count) for count in batches], self.weights, self.proportions, self.temperature)
             self._planned = (size, _Plan.of(batches, parts))
         return self._planned[1]
 
 
 class _Plan(NamedTuple):
-    """How many batches each of S sources has had where one or more of them run out.
+    """Number of batches drawn from each of S sources whenever one or more of them run out.
 
-    All sources are emptied side by side, each at the speed of its part: by time t source s has given
-    floor(part_s t + 1/2) of its batches, and all of them by `time_S`. A stretch ends at each of `times`, when `ends`
-    batches of all sources are drawn.
+    All sources are read in parallel at the rate of their shares: at time t, floor(part_s t + 1/2) batches of source s
+    are drawn, and at `time_S` all of them. Each of `times` ends a phase, after `ends` batches of all sources.
     """
 
     batch_S: NDArray[np.int64]
@@ -121,13 +119,13 @@ class _Plan(NamedTuple):
         batch_S, part_S = np.array(batches, dtype=np.int64), np.array(parts, dtype=np.float64)
         time_S = batch_S / part_S
         plan = cls(batch_S, part_S, time_S, sorted(set(time_S.tolist())), [])
-        plan.ends.extend(int(plan.drawn(stretch).sum()) for stretch in range(len(plan.times)))
+        plan.ends.extend(int(plan.drawn(phase).sum()) for phase in range(len(plan.times)))
         return plan
 
-    def drawn(self, stretch: int) -> NDArray[np.int64]:
-        """Batches of each source drawn by the end of a stretch, (S,) int64; none by the end of stretch -1."""
-        if stretch < 0:
+    def drawn(self, phase: int) -> NDArray[np.int64]:
+        """Batches of each source drawn by the end of a phase, (S,) int64; zeros for phase -1."""
+        if phase < 0:
             return np.zeros_like(self.batch_S)
-        time = self.times[stretch]
+        time = self.times[phase]
         so_far_S = np.floor(self.part_S * time + 0.5).astype(np.int64)
         return np.where(self.time_S <= time, self.batch_S, np.minimum(so_far_S, self.batch_S))

@@ -1,4 +1,4 @@
-"""Functions, first sentences and source files of packages."""
+"""Documented functions, their first sentences, and source files of packages."""
 
 import sys
 import textwrap
@@ -42,7 +42,7 @@ def test_a_function_becomes_its_first_sentence_and_its_code_without_the_docstrin
     assert extract(source) == [DocumentedFunction("pkg.mod.add", "pkg", "pkg.mod", QUERY, document)]
 
 
-def test_methods_carry_their_classes_and_inner_functions_are_part_of_the_outer_one():
+def test_method_names_include_their_classes_and_nested_functions_belong_to_the_outer_one():
     source = f'''
         class Outer:
             class Inner:
@@ -79,7 +79,7 @@ def test_methods_carry_their_classes_and_inner_functions_are_part_of_the_outer_o
         'def add():\n    ("Add two "\n     "numbers with care")\n    return 1',
     ],
 )
-def test_the_docstring_is_cut_out_wherever_it_stands(definition):
+def test_the_docstring_is_removed_in_every_position(definition):
     (function,) = extract(definition.encode())
     code = function.document.partition("\n")[2]
     assert function.query == QUERY
@@ -106,13 +106,13 @@ def test_functions_without_a_usable_sentence_or_without_code_are_left_out(body):
     assert extract(body.encode()) == []
 
 
-def test_the_declared_encoding_is_obeyed_broken_text_passed_over_and_long_code_cut():
+def test_the_declared_encoding_is_used_invalid_text_skipped_and_long_code_truncated():
     text = f'# -*- coding: latin-1 -*-\ndef add(x="é"):\n    """{QUERY} é."""; return "é"'
     (function,) = extract(text.encode("latin-1"))
     assert function.document == 'pkg.mod.add\ndef add(x="é"):\n    return "é"'
     assert extract(text.replace("latin-1", "utf-8").encode("latin-1")) == []
     assert extract(b"# -*- coding: nonsense -*-\n") == []
-    # Warnings about other people's code stay silent.
+    # Warnings about the parsed code are suppressed.
     (function,) = extract(f'def add():\n    """{QUERY}."""\n    x = "\\d"\n' + "    x += 1\n" * 1000)
     assert MAX_DOCUMENT_CHARACTERS - 20 < len(function.document) <= MAX_DOCUMENT_CHARACTERS
 
@@ -147,7 +147,7 @@ def test_the_declared_encoding_is_obeyed_broken_text_passed_over_and_long_code_c
         ),
         ("Load the state of\n:class:`Optimizer` from disk.", "Load the state of Optimizer from disk"),
         ("+\nFold the long headers at spaces.", "Fold the long headers at spaces"),
-        # What says too little is no query.
+        # Sentences without information are not used.
         ("", None),
         ("   \n ", None),
         ("Args:\n    x: the value that is squared here", None),
@@ -180,7 +180,7 @@ def package(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_sources_are_sorted_without_tests_copies_and_what_cannot_be_imported(package):
+def test_sources_are_sorted_without_tests_vendored_packages_and_invalid_module_names(package):
     files = find_sources("zoo_x")
     assert [file.module for file in files] == ["zoo_x", "zoo_x.a", "zoo_x.b", "zoo_x.sub.c"]
     names = ("__init__.py", "a.py", "b.py", "sub/c.py")
@@ -204,4 +204,4 @@ def test_the_standard_library_is_a_package_without_installed_ones():
 @pytest.mark.parametrize("name", ["no_such_package_x", "", "json.decoder", "../etc", "sys", "zoo x"])
 def test_a_package_that_has_no_sources_is_refused_by_name(name):
     assert not is_available(name)
-    assert repr(name) in refused(OptionError, "packages must name installed packages", find_sources, name)
+    assert repr(name) in refused(OptionError, "packages must be the import names of", find_sources, name)

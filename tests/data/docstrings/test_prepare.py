@@ -1,4 +1,4 @@
-"""The docstring corpus: copies, negatives, split, files, and a job that ends early."""
+"""The docstring corpus: duplicates, negatives, split, files, and interrupted jobs."""
 
 import gc
 import gzip
@@ -45,7 +45,7 @@ def module(package, count):
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """Two packages to train on and one to hold out; `alpha_x` holds a copy of one of the held-out functions."""
+    """Two training packages and one held-out package; `alpha_x` contains a copy of a held-out function."""
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     for name, count in (("alpha_x", 20), ("beta_x", 20), ("gamma_x", 10)):
         folder = tmp_path / "site" / name
@@ -87,7 +87,7 @@ def test_no_document_or_copy_of_one_is_on_both_sides(packages):
     assert gc.isenabled()
 
 
-def test_fewer_rows_are_every_so_many_of_all_with_the_same_negatives(packages):
+def test_max_rows_uses_every_kth_row_with_the_same_negatives(packages):
     def rows(folder):
         return gzip.decompress((folder / "train.jsonl.gz").read_bytes()).splitlines()
 
@@ -110,9 +110,9 @@ def test_a_second_run_recognises_finished_output_and_says_so(packages, caplog):
         again = prepared(packages / "out")
     assert (first.reused, again.reused) == (False, True)
     assert again.counts == first.counts
-    assert "already made" in caplog.text
+    assert "already exists" in caplog.text
     assert {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")} == before
-    # The order and repetition of packages change nothing.
+    # Order and repetition of packages have no effect.
     other = prepared(packages / "other", packages=["beta_x", "alpha_x", "beta_x"])
     assert files(other.folder) == files(first.folder)
     assert not prepared(packages / "out", force=True).reused
@@ -125,18 +125,18 @@ def test_a_second_run_recognises_finished_output_and_says_so(packages, caplog):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"packages": ["no_such_x"]}, "packages must name installed packages"),
+        ({"packages": ["no_such_x"]}, "packages must be the import names of installed packages"),
         ({"packages": []}, "packages must name at least one package"),
-        ({"held_out_packages": ["no_such_x"]}, "packages must name installed packages"),
-        ({"held_out_packages": []}, "held_out_packages must have documented functions"),
-        ({"packages": ["alpha_x", "gamma_x"]}, "packages must not hold a held-out package"),
+        ({"held_out_packages": ["no_such_x"]}, "packages must be the import names of installed packages"),
+        ({"held_out_packages": []}, "held_out_packages must contain documented functions"),
+        ({"packages": ["alpha_x", "gamma_x"]}, "packages must not contain a held-out package"),
         ({"num_held_out_queries": 0}, "num_held_out_queries must be >= 1, got 0"),
         ({"max_rows": 0}, "max_rows must be >= 1, got 0"),
         ({"num_in_domain_documents": -1}, "num_in_domain_documents must be >= 1, got -1"),
-        ({"num_in_domain_documents": 40}, r"ion_documents \+ num_in_domain_documents must leave functions to train on"),
+        ({"num_in_domain_documents": 40}, r"ion_documents \+ num_in_domain_documents must be less than the \d+"),
     ],
 )
-def test_impossible_arguments_are_one_line_and_nothing_is_written(packages, changes, message):
+def test_invalid_arguments_are_one_line_and_nothing_is_written(packages, changes, message):
     refused(OptionError, message, prepared, packages / "out", **changes)
     assert not (packages / "out").exists()
 
@@ -158,7 +158,7 @@ SPLIT = DocstringSplit(
 FIELDS = {"kind": KIND, "seed": 0}
 
 
-def test_the_files_hold_training_records_and_three_folders_in_beirs_layout(tmp_path):
+def test_the_files_are_training_records_and_three_folders_in_the_beir_layout(tmp_path):
     write_corpus(tmp_path / "out", SPLIT, FIELDS)
     written = files(tmp_path / "out")
     names = {f"eval/{part}/{file}" for part in PARTS for file in ("corpus.jsonl", "queries.jsonl", "qrels.tsv")}
@@ -174,7 +174,7 @@ def test_the_files_hold_training_records_and_three_folders_in_beirs_layout(tmp_p
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
-def test_a_job_that_ends_early_leaves_the_earlier_corpus_known_by_its_inputs_and_intact_files(tmp_path, monkeypatch):
+def test_an_interrupted_job_leaves_the_earlier_corpus_which_is_reused_only_if_intact(tmp_path, monkeypatch):
     out, counted = tmp_path / "out", {**FIELDS, "counts": {"train": 1}}
     assert finished_manifest(out, FIELDS) is None
     write_corpus(out, SPLIT, counted)
@@ -195,7 +195,7 @@ def test_a_job_that_ends_early_leaves_the_earlier_corpus_known_by_its_inputs_and
     ("name", "content"),
     [("", "mine"), ("notes.txt", "mine"), ("manifest.json", "{"), ("manifest.json", '{"kind": "vectors"}')],
 )
-def test_an_output_that_holds_something_else_is_refused_and_left_alone(tmp_path, name, content):
+def test_an_output_with_other_content_is_refused_and_not_changed(tmp_path, name, content):
     output = tmp_path / "out"
     if name:
         output.mkdir()
@@ -213,7 +213,7 @@ def functions(package, count):
     return [DocumentedFunction(f"{package}.f{i:02}", package, package, f"query {i}", f"code {i}") for i in range(count)]
 
 
-def test_the_parts_are_disjoint_sorted_and_of_the_sizes_asked_for_whatever_the_order():
+def test_the_parts_are_disjoint_sorted_and_of_the_requested_sizes_for_any_order():
     given = functions("a", 10) + functions("b", 10) + functions("held", 8)
     split = split_functions(given, {"held"}, SIZES, seed=0)
     assert len(split.train) == 12
@@ -238,7 +238,7 @@ FUNCTIONS = [
 
 
 def granularity(first, second):
-    """The level by eye: 1 same class or top level, 2 same module, 3 same package, 4 another."""
+    """The level from the names: 1 same class or top level, 2 same module, 3 same package, 4 another package."""
     if first.split(".")[0] != second.split(".")[0]:
         return 4
     if first.split(".")[:2] != second.split(".")[:2]:
@@ -246,7 +246,7 @@ def granularity(first, second):
     return 1 if first.split(".")[:-1] == second.split(".")[:-1] else 2
 
 
-def test_each_level_holds_what_it_says_hardest_first():
+def test_negatives_have_the_relation_of_their_level_hardest_first():
     checked = 0
     for own, negatives in zip(FUNCTIONS, namespace_negatives(FUNCTIONS, seed=0), strict=True):
         assert [negative.level for negative in negatives] == sorted(negative.level for negative in negatives)
@@ -266,7 +266,7 @@ def words(seed, count=60):
     return " ".join(f"w{generator.randrange(10_000)}" for _ in range(count))
 
 
-def test_each_rule_takes_out_what_it_names():
+def test_each_rule_removes_its_kind_of_duplicate():
     common = [coded(f"common{i}", "Plot the metric's values", words(100 + i)) for i in range(4)]
     assert len(common) > BOILERPLATE_FUNCTIONS
     first, second = coded("one", "Add all the numbers", words(1)), coded("two", "Sort all the names", words(2))
@@ -288,7 +288,7 @@ def test_each_rule_takes_out_what_it_names():
     assert len(kept) + sum(removed.values()) == len(functions)
 
 
-def test_queries_are_one_when_only_grammar_differs():
+def test_queries_are_equal_if_only_grammar_differs():
     assert normalised_query("Returns the sum of `values`.") == normalised_query("return sum of values")
     assert normalised_query("Add an edge") == normalised_query("Add the edge")
     assert normalised_query("Convert a string to bytes") != normalised_query("Convert bytes to a string")

@@ -17,7 +17,7 @@ from tests.helpers.runs import WORDS
 Rows = list[dict[str, Any]]
 
 
-# Each row has words that no other row has all of, so that a random model tells its texts from others.
+# Each row has a unique combination of words, so that a random model can distinguish the texts.
 _CHOICES = list(combinations(WORDS, 4))
 
 
@@ -32,12 +32,12 @@ def question(row: int) -> str:
 
 
 def answer(row: int) -> str:
-    """What answers it."""
+    """The positive of a row."""
     return " ".join(reversed(words(row)))
 
 
 def _cell(source: PublicSource, field: str, part: int, row: int) -> Any:
-    """A cell in the type that the data set has."""
+    """A cell with the type of the data set."""
     if field == "negatives":
         texts = [answer(row + 500 + n) for n in range(9)]
         if source.repository == "castorini/mr-tydi":
@@ -53,7 +53,7 @@ def _cell(source: PublicSource, field: str, part: int, row: int) -> Any:
             return f"cs.{row % 3} math.{row % 2}"
         if name == "tags":
             return [f"tag{row % 3}", "other"]
-        # Label texts are words, of binary sets two.
+        # Binary data sets have two labels.
         two = source.name in ("amazon_counterfactual", "imdb", "amazon_polarity", "toxic_conversations")
         number = row % (2 if two else 5 if source.name == "amazon_reviews" else 3)
         return f"class {number}" if name in ("label_text", "category", "subreddit") else number
@@ -67,19 +67,19 @@ def _cell(source: PublicSource, field: str, part: int, row: int) -> Any:
 
 
 def rows_of(source: PublicSource, num_rows: int) -> Rows:
-    """Rows with the columns of a source, and one that nobody reads."""
+    """Rows with the columns of a source, and an unused column."""
     rows = []
     for row in range(num_rows):
-        found: dict[str, Any] = {"unread": row}
+        cells: dict[str, Any] = {"unread": row}
         for field, columns in source.columns.items():
             for part, column in enumerate([columns] if isinstance(columns, str) else columns):
-                found[column] = _cell(source, field, part, row)
-        rows.append(found)
+                cells[column] = _cell(source, field, part, row)
+        rows.append(cells)
     return rows
 
 
 def beir_tables(num_rows: int) -> dict[str, Rows]:
-    """Queries, corpus and judgments; some documents answer no query, and one is judged to be irrelevant."""
+    """Queries, corpus and qrels; some documents are not relevant to any query, and one has a qrel of 0."""
     corpus = [{"_id": f"d{row}", "title": f"T{row}", "text": answer(row)} for row in range(num_rows + 12)]
     queries = [{"_id": f"q{row}", "text": question(row)} for row in range(num_rows)]
     judged = [{"query-id": f"q{row}", "corpus-id": f"d{row}", "score": 1.0} for row in range(num_rows)]
@@ -93,7 +93,7 @@ def write_mirror(
     num_rows: int = 40,
     change: Callable[[PublicSource, Rows], Rows] = lambda source, rows: rows,
 ) -> Path:
-    """A folder with a stand-in for the data set of each source, by its name; returns the folder.
+    """Write a folder with a stand-in for the data set of each source; returns the folder.
 
     `change` may replace the rows of a source.
     """
@@ -115,7 +115,7 @@ def write_mirror(
             continue
         for split in splits:
             table = tables.setdefault(source.subset or "default", {})
-            # Sources of one split read different columns of it.
+            # Several sources may read different columns of one split.
             shared = table.setdefault(split, [{} for _ in rows])
             table[split] = [{**old, **new} for old, new in zip(shared, rows, strict=True)]
     for name, subsets in configs.items():
@@ -125,7 +125,7 @@ def write_mirror(
 
 
 def write_data_set(folder: Path, subsets: Mapping[str, Mapping[str, Rows]]) -> None:
-    """A data set in Parquet, two files a split, with the head of a card that names them."""
+    """Write a data set with two Parquet files per split, and a card whose head lists them."""
     entries = []
     for subset, splits in subsets.items():
         files = []
@@ -141,7 +141,7 @@ def write_data_set(folder: Path, subsets: Mapping[str, Mapping[str, Rows]]) -> N
 
 
 def _write_files(folder: Path, pattern: str, rows: Rows) -> None:
-    """The files that a pattern names: of two folders where it has a star for one."""
+    """Write files that match a pattern, in two folders if it has a star for a folder."""
     half = len(rows) // 2
     parts = [rows[:half], rows[half:]]
     for number, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""Fetching: every kind through the real library, parts that outlive a kill, and sets that are gone or changed."""
+"""Fetching: every kind through the `datasets` library, resuming after kills, and missing or changed data sets."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,7 @@ from tests.helpers.refusals import refused
 
 TABLE = PublicTable.read()
 ASKED, ANSWER = question(0), answer(0)
-# One source of each kind, and of each way to name its files, with what it makes of the first row.
+# One source of each kind and each way to name files, with its converted first row.
 CHOSEN = {
     "pairs": ("nv_embed/squad", {"query": ASKED, "positive": [ANSWER]}),
     "negatives in columns": (
@@ -59,7 +59,7 @@ def fetched(source, folder, num_rows=20, limit=None, **changes):
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_each_kind_gives_rows_that_training_reads(name, tmp_path):
+def test_each_kind_is_converted_to_rows_that_training_reads(name, tmp_path):
     source = place(name)
     output, manifest, rows = fetched(source, tmp_path)
     count = 20 * (13 if name == "several splits" else 1)
@@ -77,7 +77,7 @@ def test_each_kind_gives_rows_that_training_reads(name, tmp_path):
     assert len(cached.table) == count * (2 if conversion == "sts" else 1)
 
 
-def test_a_sets_negative_that_is_the_query_or_a_positive_is_none(tmp_path):
+def test_a_negative_that_is_the_query_or_a_positive_is_removed(tmp_path):
     def change(source, rows):
         rows[2]["negative_1"], rows[2]["negative_4"] = answer(2), question(2)
         return rows
@@ -86,7 +86,7 @@ def test_a_sets_negative_that_is_the_query_or_a_positive_is_none(tmp_path):
     assert [len(row["negatives"]) for row in rows[1:4]] == [7, 5, 7]
 
 
-def test_queries_corpus_and_judgments_are_joined_a_pair_a_judgment(tmp_path):
+def test_queries_corpus_and_qrels_are_joined_into_one_pair_per_qrel(tmp_path):
     def change(source, judged):
         return [
             *judged,
@@ -104,7 +104,7 @@ def test_queries_corpus_and_judgments_are_joined_a_pair_a_judgment(tmp_path):
     assert not list(output.parent.glob("*.work"))
 
 
-def test_a_limit_takes_the_first_rows_with_their_documents_and_without_it_every_so_many_th(tmp_path):
+def test_a_limit_takes_the_first_rows_with_their_documents_and_without_it_every_kth_row_is_used(tmp_path):
     output, manifest, rows = fetched(place("beir"), tmp_path, limit=5)
     assert [row["query"] for row in rows] == [question(row) for row in range(5)]
     assert pq.read_metadata(output.with_name("scifact.corpus.parquet")).num_rows == 5
@@ -144,11 +144,11 @@ def test_rows_without_a_text_or_with_cells_of_another_type_are_left_out_and_coun
 
 
 class Killed(BaseException):
-    """Ends a process where nothing is caught."""
+    """Ends a process; no code catches it."""
 
 
 def killed_after(hub, num_rows):
-    """A hub whose streams are cut off after so many rows in all."""
+    """A hub whose streams end after `num_rows` rows in total."""
     left = [num_rows]
 
     class Cut(Hub):
@@ -171,7 +171,7 @@ def killed_after(hub, num_rows):
 
 
 @pytest.mark.parametrize("name", ["several splits", "JSON lines", "beir", "passages and converted files"])
-def test_a_killed_job_resumes_behind_its_last_part_with_the_same_bytes(name, tmp_path, monkeypatch):
+def test_a_killed_job_resumes_after_its_last_part_with_the_same_bytes(name, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PART_ROWS", 4)
     source = place(name)
     if name == "several splits":
@@ -179,7 +179,7 @@ def test_a_killed_job_resumes_behind_its_last_part_with_the_same_bytes(name, tmp
     whole, _, _ = fetched(source, tmp_path / "whole", num_rows=21)
     hub, output = Hub(tmp_path / "whole" / "hub"), tmp_path / "again.parquet"
     counts = []
-    # A join reads judgments and queries again, which are not kept in parts.
+    # A join reads qrels and queries again, because they are not stored in parts.
     for _ in range(40):
         before = len(list(tmp_path.glob("again.parquet.work/*-*.parquet")))
         try:
@@ -188,7 +188,7 @@ def test_a_killed_job_resumes_behind_its_last_part_with_the_same_bytes(name, tmp
             counts.append(len(list(tmp_path.glob("again.parquet.work/*-*.parquet"))) - before)
             continue
         break
-    # Each start came at least one part further, and the last one to the end.
+    # Each start wrote at least one part, and the last start finished.
     assert 2 <= len(counts) < 40
     assert min(counts) >= 1
     assert output.read_bytes() == whole.read_bytes()
@@ -197,7 +197,7 @@ def test_a_killed_job_resumes_behind_its_last_part_with_the_same_bytes(name, tmp
         assert names[0].read_bytes() == names[1].read_bytes()
 
 
-def test_a_join_that_is_killed_while_it_writes_pairs_resumes_behind_the_last(tmp_path, monkeypatch):
+def test_a_join_that_is_killed_while_it_writes_pairs_resumes_after_the_last_part(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PART_ROWS", 4)
     whole, _, _ = fetched(place("beir"), tmp_path)
     output, hub = tmp_path / "again.parquet", Hub(tmp_path / "hub")
@@ -216,7 +216,7 @@ def test_a_join_that_is_killed_while_it_writes_pairs_resumes_behind_the_last(tmp
     assert output.read_bytes() == whole.read_bytes()
 
 
-def test_a_part_that_is_cut_off_is_named(tmp_path, monkeypatch):
+def test_a_truncated_part_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PART_ROWS", 4)
     source = place("pairs")
     hub = Hub(write_mirror(tmp_path / "hub", [source], 20))
@@ -239,13 +239,13 @@ def test_a_finished_file_is_kept_and_a_foreign_one_refused(tmp_path):
     refused(InputError, says, fetch_source, source, output, Hub(tmp_path / "hub"))
 
 
-def test_a_set_that_is_gone_changed_or_empty_is_one_line_and_leaves_nothing(tmp_path):
+def test_a_missing_changed_or_empty_data_set_is_one_line_and_leaves_no_file(tmp_path):
     source = place("pairs")
     changed, empty = [{"question": "a", "passage": "b"}] * 4, [{"question": "a", "context": ""}] * 4
     for subsets, says in (
         (None, "hub:rajpurkar/squad: is not in"),
-        ({"default": {"train": changed}}, "has no column 'context' among question, passage; it has changed"),
-        ({"default": {"train": empty}}, r"has no row that can be used \(row 1: positive"),
+        ({"default": {"train": changed}}, "has no column 'context' among question, passage; the data set has changed"),
+        ({"default": {"train": empty}}, r"has no usable row \(row 1: positive"),
         ({"default": {"test": changed}}, "hub:rajpurkar/squad: cannot be read"),
     ):
         if subsets is not None:

@@ -1,4 +1,4 @@
-"""The table of public data sets: complete for every recipe, and in the words of the cards."""
+"""The table of public data sets: complete for every recipe, and consistent with the data set cards."""
 
 from collections import Counter
 
@@ -30,7 +30,7 @@ ROWS = {
 STAGES = {"nv-embed": 2, "mgh": 1, "moe": 2, "cde": 2}
 
 
-def test_every_source_of_every_data_config_has_a_place_and_no_place_is_left_over():
+def test_every_source_of_every_data_config_is_in_the_table_and_no_other():
     wanted = {key for stage in TABLE.stages for key in stage.wanted()}
     assert Counter(stage.recipe for stage in TABLE.stages) == STAGES
     assert len(wanted) == 42 + 14 + 39 + 22 + 4
@@ -41,7 +41,7 @@ def test_every_source_of_every_data_config_has_a_place_and_no_place_is_left_over
         assert f"lightning_configs/data/{stage.config}.yaml" in recipes[stage.run]["configs"].split()
 
 
-def test_what_cannot_be_fetched_says_why_and_few_sources_are():
+def test_few_sources_cannot_be_fetched_and_these_have_a_reason():
     left_out = {source.key: source.why_left_out for source in TABLE.sources if source.why_left_out}
     own = {key for key in left_out if TABLE.place_of(key, None).why_left_out}
     assert {key for key in own if TABLE.place_of(key, None).kind is None} == {
@@ -84,7 +84,7 @@ def test_a_kind_writes_what_the_data_config_reads():
     assert set(KINDS) == {source.kind for source in TABLE.sources if source.kind}
 
 
-def test_a_stage_that_is_not_there_is_refused_and_a_collection_takes_the_place_of_what_it_holds():
+def test_an_unknown_stage_is_refused_and_a_collection_replaces_the_sources_that_it_contains():
     assert [stage.stage for stage in TABLE.stages_of("moe", None)] == ["pretrain", "finetune"]
     refused(OptionError, "stage must be 1 or 2, got '3'", TABLE.stages_of, "nv-embed", "3")
     refused(OptionError, "has no effect on mgh, which has one stage", TABLE.stages_of, "mgh", "1")

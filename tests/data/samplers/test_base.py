@@ -1,4 +1,4 @@
-"""Ranks, epochs and resuming on a simple sampler; parts of sources; the length of a run."""
+"""Ranks, epochs and resuming with a simple sampler; shares of sources; the length of a run."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from tests.helpers.runs import quiet_trainer
 
 
 class CountingSampler(BatchSampler):
-    """Three steps an epoch; rows count on through steps and epochs."""
+    """Three steps per epoch; row numbers increase over steps and epochs."""
 
     @property
     def num_steps(self):
@@ -35,17 +35,16 @@ def test_ranks_take_consecutive_slices_of_the_same_batches(monkeypatch):
     assert rows_of(CountingSampler(4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert rows_of(CountingSampler(2, num_replicas=2, rank=0)) == [[0, 1], [4, 5], [8, 9]]
     assert rows_of(CountingSampler(2, num_replicas=2, rank=1)) == [[2, 3], [6, 7], [10, 11]]
-    refused(OptionError, "rank goes with num_replicas", CountingSampler, 1, rank=0)
-    # The place is that of the process group once there is one.
+    # Rank and number of ranks come from the process group if there is one.
     sampler = CountingSampler(2)
-    assert sampler.place == (0, 1)
+    assert sampler.rank_and_size == (0, 1)
     for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
         monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
-    assert sampler.place == (1, 2)
+    assert sampler.rank_and_size == (1, 2)
     assert rows_of(sampler)[0] == [2, 3]
 
 
-def test_draw_keys_belong_to_the_position_whatever_the_number_of_ranks():
+def test_draw_keys_depend_on_the_position_and_not_on_the_number_of_ranks():
     whole = list(CountingSampler(4, seed=5))
     halves = [list(CountingSampler(2, seed=5, num_replicas=2, rank=rank)) for rank in (0, 1)]
     assert whole == [first + second for first, second in zip(*halves, strict=True)]
@@ -57,7 +56,7 @@ def test_draw_keys_belong_to_the_position_whatever_the_number_of_ranks():
     assert keys.min() >= 0
 
 
-def test_another_epoch_begins_at_its_first_step_and_a_resumed_plan_goes_forward_only():
+def test_a_new_epoch_starts_at_its_first_step_and_a_resumed_plan_only_moves_forward():
     sampler = CountingSampler(2)
     sampler.start = 2
     sampler.set_epoch(0)
@@ -71,7 +70,7 @@ def test_another_epoch_begins_at_its_first_step_and_a_resumed_plan_goes_forward_
     assert rows_of(sampler)[0] == [18, 19]
 
 
-def test_the_temperature_is_the_exponent_of_the_sizes_cut_to_digits_that_every_machine_agrees_on():
+def test_the_temperature_is_the_exponent_of_the_sizes_rounded_to_twelve_digits():
     assert source_parts([100, 1], temperature=0.5) == pytest.approx([10, 1])
     large, small = source_parts([55_600, 556], temperature=0.3)
     assert large / small == pytest.approx(100**0.3) == pytest.approx(3.981, abs=1e-3)
@@ -90,11 +89,11 @@ def test_the_temperature_is_the_exponent_of_the_sizes_cut_to_digits_that_every_m
         ({"temperature": 0.3, "proportions": "uniform"}, "cannot take effect with proportions 'uniform', got 0.3"),
         ({"temperature": 0.3, "proportions": "given"}, "temperature cannot take effect with proportions 'given'"),
         ({"weights": [1.0, 2.0]}, "weight cannot take effect with proportions 'size'"),
-        ({"weights": [1.0]}, "one for each of the 2 sources"),
+        ({"weights": [1.0]}, "one entry for each of the 2 sources"),
         ({"weights": [1.0, 0.0], "proportions": "given"}, "must be > 0 and finite"),
     ],
 )
-def test_what_cannot_be_or_cannot_take_effect_is_refused(options, message):
+def test_invalid_and_ineffective_options_are_refused(options, message):
     refused(OptionError, message, source_parts, [3, 4], **options)
 
 
@@ -122,11 +121,11 @@ def trainer(**changes):
         ({"max_epochs": 5, "callbacks": [GradientAccumulationScheduler({1: 2, 2: 3, 7: 5})]}, 10, 10 + 5 + 3 * 4),
     ],
 )
-def test_the_steps_of_a_run_end_with_whatever_ends_first(changes, batches, expected):
+def test_a_run_ends_at_the_first_of_its_limits(changes, batches, expected):
     assert run_steps(trainer(**changes), batches) == expected
 
 
-def test_a_run_takes_over_what_the_trainer_says():
+def test_the_length_of_a_run_follows_the_options_of_the_trainer():
     found = RunLength.of(trainer(max_epochs=2, limit_train_batches=7, accumulate_grad_batches=3), 10)
     assert found == RunLength(batches_per_epoch=7, accumulate_grad_batches=3, total_steps=6, is_trial=False)
     assert RunLength.of(trainer(fast_dev_run=1), 10).is_trial
@@ -135,7 +134,7 @@ def test_a_run_takes_over_what_the_trainer_says():
 
 
 class Counting(Ledger):
-    """Notes epoch, batch and optimiser step of each batch."""
+    """Records epoch, batch and optimiser step of each batch."""
 
     def training_step(self, batch, batch_idx):
         self.rows.append((self.current_epoch, batch_idx, self.global_step))
@@ -155,7 +154,7 @@ class Counting(Ledger):
         {"max_epochs": 5, "accumulate_grad_batches": 4, "max_steps": 7},
     ],
 )
-def test_every_batch_is_of_the_step_that_lightning_counts(options):
+def test_every_batch_has_the_optimiser_step_that_lightning_counts(options):
     module, fit = Counting(rows_of=None), quiet_trainer(**options)
     fit.fit(module, torch.utils.data.DataLoader(torch.arange(10)))
     run = RunLength.of(fit, 10)

@@ -25,11 +25,11 @@ def source_of(row, sizes):
     return int(np.searchsorted(np.cumsum(sizes), row, side="right"))
 
 
-def test_a_natural_epoch_leaves_out_less_than_a_batch_and_another_each_time():
+def test_a_one_pass_epoch_leaves_out_less_than_a_batch_and_different_rows_each_time():
     left_out = [frozenset(range(71)) - set(chain(*rows_of(make(4), epoch))) for epoch in range(20)]
     assert {len(rows) for rows in left_out} == {71 - 68}
     assert len(set(left_out)) > 10
-    # A rank sees a blend too.
+    # The slice of a rank is a mix too.
     for rank in range(4):
         batches = rows_of(make(8, sizes=[500, 500], num_replicas=4, rank=rank))
         assert abs(np.mean([row >= 500 for batch in batches for row in batch]) - 0.5) < 0.1
@@ -44,7 +44,7 @@ def test_a_natural_epoch_leaves_out_less_than_a_batch_and_another_each_time():
         ("cooled", None, [800**0.3, 60**0.3, 139**0.3, 1]),
     ],
 )
-def test_every_stretch_of_batches_keeps_the_proportions_within_two_rows(proportions, weights, parts):
+def test_any_number_of_batches_keeps_the_proportions_within_two_rows(proportions, weights, parts):
     sizes = [800, 60, 139, 1]
     options = {"temperature": 0.3} if proportions == "cooled" else {"proportions": proportions}
     sampler = make(16, sizes=sizes, weights=weights, steps_per_epoch=50, **options)
@@ -60,11 +60,11 @@ def test_every_stretch_of_batches_keeps_the_proportions_within_two_rows(proporti
     ("options", "num_steps", "part"),
     [
         ({"proportions": "uniform", "steps_per_epoch": 7}, 7, 1 / 2),
-        # Under a temperature too the walks run on from epoch to epoch.
+        # With a temperature, passes continue across epochs too.
         ({"temperature": 0.3}, 110 // 8, 1 / (1 + 10**0.3)),
     ],
 )
-def test_a_source_is_walked_through_evenly_over_its_passes_from_epoch_to_epoch(options, num_steps, part):
+def test_passes_through_a_source_are_even_and_continue_across_epochs(options, num_steps, part):
     sampler = make(8, sizes=[100, 10], **options)
     assert len(sampler) == num_steps
     drawn = Counter(chain(*(row for epoch in range(9) for row in rows_of(sampler, epoch))))
@@ -98,7 +98,7 @@ def test_a_far_step_of_a_large_plan_is_found_within_ten_milliseconds():
         ({"temperature": 1.5}, "must be from 0 to 1"),
     ],
 )
-def test_impossible_options_are_refused_in_one_line(options, message):
+def test_invalid_options_are_refused_in_one_line(options, message):
     refused(OptionError, message, make, **options)
 
 
@@ -109,7 +109,7 @@ def test_impossible_options_are_refused_in_one_line(options, message):
         [500, 270, 170, 140, 100, 87, 80, 50, 16, 2.4],
     ],
 )
-def test_counts_add_up_and_never_shrink_and_follow_the_proportions(weights):
+def test_counts_add_up_never_decrease_and_follow_the_proportions(weights):
     split, total = Apportionment(weights), sum(weights)
     last = [0] * len(weights)
     for num_draws in range(1500):

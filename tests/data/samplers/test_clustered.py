@@ -1,4 +1,4 @@
-"""What only clustered batches promise: own blocks, tours, packing."""
+"""Clustered batches: separate blocks per rank, tours, packing."""
 
 import tracemalloc
 from itertools import chain
@@ -54,8 +54,8 @@ OWN = {"across_ranks": "own_blocks", "num_replicas": 3}
 
 @pytest.mark.parametrize("order", ["nearest", "random"])
 @pytest.mark.parametrize("epoch", [0, 1, 5])
-def test_ranks_with_blocks_of_their_own_take_the_blocks_of_one_process_in_turn(make, order, epoch):
-    """The tour is that of one process whose batch is a rank's, dealt out step by step."""
+def test_with_own_blocks_ranks_take_the_blocks_of_one_process_in_turn(make, order, epoch):
+    """The blocks of one process with the batch size of a rank are distributed over the ranks."""
     blocks = rows_of(make(4, order=order), epoch)
     ranks = [rows_of(make(4, order=order, rank=rank, **OWN), epoch) for rank in range(3)]
     assert len(blocks) == 90 // 4 + 31 // 4 + 12 // 4
@@ -68,23 +68,22 @@ def test_ranks_with_blocks_of_their_own_take_the_blocks_of_one_process_in_turn(m
     assert max(map(len, mixed)) > 1
 
 
-def test_a_plan_names_its_clusters_and_its_blocks_and_not_the_rank(make, tmp_path):
-    first, second = (make(4, rank=rank, **OWN).plan_fields() for rank in (0, 1))
-    assert first == second
+def test_a_plan_depends_on_its_clusters_and_blocks(make, tmp_path):
+    first = make(4, rank=0, **OWN).plan_fields()
     others = [make(12), make(4, num_replicas=3, rank=0), make(6, across_ranks="own_blocks", num_replicas=2, rank=0)]
     for other in others:
         refused(OptionError, "to resume in the middle of its plan", other.check_same_plan, first)
-    first, second = (make(2, num_replicas=2, rank=rank).plan_fields() for rank in (0, 1))
-    assert first == second == make(4).plan_fields() != make(4, order="random").plan_fields()
-    assert all(isinstance(value, int | str) for value in first.values())
+    assert (
+        make(2, num_replicas=2, rank=0).plan_fields() == make(4).plan_fields() != make(4, order="random").plan_fields()
+    )
     write_clusters(tmp_path / "first", cluster_of("first")[::-1].tolist(), 12, "key of first")
     keys = [make(names=["first"], clusters=root).plan_fields()["clusters"] for root in (str(tmp_path), make().clusters)]
     assert keys[0] != keys[1]
 
 
-def test_a_source_that_fills_no_block_is_left_out_and_named(make):
+def test_a_source_smaller_than_a_block_is_left_out_and_named(make):
     sampler = make(5, num_replicas=3, rank=0)
-    assert sampler.remarks() == ["sources with fewer rows than a batch of 15 are not trained on: third (12)"]
+    assert sampler.remarks() == ["sources with fewer rows than a batch of 15 are not used: third (12)"]
     assert {source_of(row) for batch in rows_of(sampler) for row in batch} == {"first", "second"}
     own = make(5, rank=0, **OWN)
     assert own.remarks() == []
@@ -92,7 +91,7 @@ def test_a_source_that_fills_no_block_is_left_out_and_named(make):
 
 
 @pytest.mark.parametrize("order", ["nearest", "random"])
-def test_sources_with_the_same_clusters_are_packed_each_in_its_own_way(root, order):
+def test_sources_with_the_same_clusters_are_packed_differently(root, order):
     folder = str(root / "first")
     sampler = ClusteredBatchSampler([90, 90], 4, clusters={"left": folder, "right": folder}, order=order)
     sampler.identify([SourceIdentity(name, "key of first") for name in ("left", "right")])
@@ -103,7 +102,7 @@ def test_sources_with_the_same_clusters_are_packed_each_in_its_own_way(root, ord
     assert left != right
 
 
-def test_sources_never_share_a_batch_their_batches_are_mixed_and_another_size_is_packed_anew(make):
+def test_sources_never_share_a_batch_their_batches_are_mixed_and_a_new_size_is_packed_again(make):
     sampler = make(6)
     rows_of(sampler)
     sampler.batch_size = 3
@@ -115,7 +114,7 @@ def test_sources_never_share_a_batch_their_batches_are_mixed_and_another_size_is
     assert names[:10] != ["first"] * 10
 
 
-def test_batches_of_a_tour_are_of_clusters_nearer_to_each_other_than_by_chance(tmp_path):
+def test_batches_of_a_tour_have_clusters_closer_to_each_other_than_by_chance(tmp_path):
     ids = np.random.default_rng(0).integers(0, 200, 2000)
     folder = write_clusters(tmp_path / "only", ids.tolist(), 200, num_neighbours=16)
     spread = {}
@@ -137,12 +136,12 @@ def test_batches_of_a_tour_are_of_clusters_nearer_to_each_other_than_by_chance(t
             r"must leave a block for each of 2 ranks, got 46; lower it, or set across_ranks: one_block",
         ),
         ({"across_ranks": "each"}, r"sampler\.across_ranks must be one of \['auto', 'one_block', 'own_blocks'\]"),
-        ({"weights": [1, 2, 1]}, "cannot take effect where every row comes once"),
+        ({"weights": [1, 2, 1]}, "cannot take effect, because every row is used once"),
         ({"clusters": {"first": "a", "second": "b"}}, "must name the clusters of source 'third'"),
         ({"clusters": dict.fromkeys([*NAMES, "fourth"], "a")}, r"must be one of the sources .* got 'fourth'"),
     ],
 )
-def test_impossible_options_are_refused_in_one_line(make, options, message):
+def test_invalid_options_are_refused_in_one_line(make, options, message):
     refused(OptionError, message, make, **options)
 
 
@@ -151,13 +150,13 @@ def test_clusters_are_found_by_name_and_those_of_another_data_set_are_refused(ma
     named = {name: f"${{CLUSTER_ROOT}}/{name}" for name in reversed(NAMES)}
     assert list(make(clusters=named)) == list(make(clusters="$CLUSTER_ROOT")) == list(make())
     other = {name: str(root / ("first" if name == "second" else name)) for name in NAMES}
-    refused(InputError, "another data set than source 'second' is now; run `cluster`", make, clusters=other)
-    says = "clusters are of 90 rows, but source 'first' gives 89; leave out max_rows"
+    refused(InputError, "other data than source 'second' has now; run `cluster`", make, clusters=other)
+    says = "clusters have 90 rows, but source 'first' has 89; leave out max_rows"
     refused(InputError, says, make, sizes=[89, 31, 12])
     refused(InputError, "no manifest", make, clusters=str(tmp_path))
     says = "the environment variable NOT_SET_ANYWHERE is not set"
     refused(InputError, says, make, clusters="$NOT_SET_ANYWHERE/clusters")
-    # They are looked for before the sources are read.
+    # They are checked before the sources are read.
     sampler = ClusteredBatchSampler([90, 31, 12], 4, clusters=str(root))
     sampler.check_sources(NAMES)
     refused(InputError, r"fourth.manifest\.json: no manifest", sampler.check_sources, [*NAMES, "fourth"])
@@ -167,7 +166,7 @@ def test_clusters_are_found_by_name_and_those_of_another_data_set_are_refused(ma
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_the_configured_data_asks_the_module_whether_its_ranks_share_candidates(tmp_path, monkeypatch, gathers):
-    """Two sources whose rows are clustered five by five."""
+    """Two sources with clusters of five rows."""
     sources = []
     for name, size in (("left", 23), ("right", 14)):
         converted = dataset(tmp_path, pairs(size, f"{name} "), name=name)
@@ -190,7 +189,7 @@ def test_the_configured_data_asks_the_module_whether_its_ranks_share_candidates(
 
 
 def exact_tour(centroids, start):
-    """The greedy tour, every cluster compared with all that are left."""
+    """The greedy tour that compares every cluster with all unvisited ones."""
     visited, tour = np.zeros(len(centroids), dtype=bool), [start]
     while len(tour) < len(centroids):
         visited[tour[-1]] = True
@@ -203,7 +202,7 @@ def tour_length(centroids, order):
 
 
 def nested_vectors(count, width):
-    """Directions around centres around centres, as topics lie."""
+    """Unit vectors around centres around centres, like topics."""
     draw = np.random.default_rng(0)
     tops = draw.standard_normal((count // 200, width))
     centres = tops[draw.integers(0, len(tops), count // 10)] + 0.6 * draw.standard_normal((count // 10, width))
@@ -222,10 +221,10 @@ def test_a_tour_visits_each_cluster_once(num_clusters):
         assert sorted(order) == list(range(num_clusters))
 
 
-def test_the_tour_is_hardly_longer_than_the_exact_greedy_one_and_exact_with_every_neighbour_listed_or_sampled():
+def test_the_tour_is_exact_with_all_neighbours_listed_or_sampled_and_else_little_longer_than_the_exact_one():
     angles = np.linspace(0.0, 1.5, 40)
     line = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
-    # On a line the second look finds the next cluster, and otherwise the sample holds all that are left.
+    # On a line the second search finds the next cluster, or else the sample contains all unvisited ones.
     for centroids, num_neighbours in ((unit_vectors(60), 59), (line, 2)):
         order = nearest_order(centroids, nearest_lists(centroids, num_neighbours), key=3)
         assert order.tolist() == exact_tour(centroids, int(order[0]))
@@ -238,8 +237,8 @@ def test_the_tour_is_hardly_longer_than_the_exact_greedy_one_and_exact_with_ever
         assert tour_length(centroids, order) < bound * shortest
 
 
-def test_a_sample_of_what_is_left_does_where_the_lists_lead_nowhere(monkeypatch):
-    """Two clusters list only each other, so nearly every step samples."""
+def test_a_random_sample_is_used_if_all_listed_neighbours_are_visited(monkeypatch):
+    """Pairs of clusters list only each other, so nearly every step samples."""
     monkeypatch.setattr(clustered, "SAMPLE", 8)
     centroids = unit_vectors(200)
     pairs = (np.arange(200, dtype=np.int32) ^ 1)[:, None]
@@ -248,7 +247,7 @@ def test_a_sample_of_what_is_left_does_where_the_lists_lead_nowhere(monkeypatch)
     assert tour_length(centroids, order) < 0.9 * tour_length(centroids, random_order(200, 5))
 
 
-def test_keys_decide_where_a_tour_starts_and_equal_keys_agree():
+def test_the_key_determines_the_start_of_a_tour_and_equal_keys_agree():
     centroids = unit_vectors(100)
     lists = nearest_lists(centroids, 4)
     starts = {int(nearest_order(centroids, lists, key)[0]) for key in range(20)}
@@ -257,7 +256,7 @@ def test_keys_decide_where_a_tour_starts_and_equal_keys_agree():
     assert random_order(100, 3).tolist() == random_order(100, 3).tolist() != random_order(100, 4).tolist()
 
 
-def test_products_are_whole_numbers_that_no_order_of_addition_changes():
+def test_products_are_exact_integers_in_any_order_of_summation():
     centroids = unit_vectors(64, width=1024)
     products = clustered._products(centroids, np.arange(64, dtype=np.int32), 0)
     shuffled = np.random.default_rng(0).permutation(1024)
@@ -282,7 +281,7 @@ def batches_of(clusters):
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 @pytest.mark.parametrize("longest_sorted", [3, 1000])
 def test_each_row_is_in_one_batch_or_in_the_remainder(sizes, batch_size, longest_sorted, monkeypatch):
-    monkeypatch.setattr(clustered, "_SORTED", longest_sorted)
+    monkeypatch.setattr(clustered, "_MAX_SORTED_ROWS", longest_sorted)
     for key in range(3):
         clusters = packed(sizes, batch_size, key)
         batches = batches_of(clusters)
@@ -292,7 +291,7 @@ def test_each_row_is_in_one_batch_or_in_the_remainder(sizes, batch_size, longest
         assert set(rows) <= {1000 * cluster + row for cluster, size in enumerate(sizes) for row in range(size)}
 
 
-def test_whole_clusters_follow_each_other_in_the_tours_order_and_a_big_one_is_split_at_random_rows():
+def test_clusters_follow_the_order_of_the_tour_and_a_large_one_is_split_at_random_rows():
     first, second = batches_of(packed([2, 3, 1, 2], batch_size=4, order=[2, 1, 3, 0]))
     assert sorted(first) == [1000, 1001, 1002, 2000]
     assert sorted(second) == [0, 1, 3000, 3001]
@@ -314,7 +313,7 @@ def test_the_rows_left_out_are_few_and_differ_from_key_to_key():
     assert len(frozenset.union(*left_out)) > 9
 
 
-def test_rows_past_two_to_the_thirty_first_stay_positive_and_memory_grows_with_the_clusters_alone():
+def test_rows_above_two_to_the_thirty_one_stay_positive_and_memory_grows_only_with_the_clusters():
     rows = np.array([2**32 - 1, 2**31], dtype=np.uint32)
     batch = PackedClusters(rows, np.array([0, 2]), np.zeros(1, dtype=np.int32), 2, 0).batch(0)
     assert sorted(batch.tolist()) == [2**31, 2**32 - 1]

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from embeddings.common import BatchNeeds, InputError, OptionError
 from embeddings.common.io import text_hash
@@ -44,24 +44,24 @@ def clusters(tmp_path_factory):
     return str(folder)
 
 
-def test_needs_remarks_kinds_and_files_are_those_of_the_other_sampler(clusters):
+def test_needs_remarks_kinds_and_files_are_those_of_the_inner_sampler(clusters):
     inner = partial(ClusteredBatchSampler, clusters=clusters)
     sampler = CurriculumBatchSampler(SIZES, 11, inner=inner, num_replicas=3, rank=0)
     sampler.identify([SourceIdentity(name, f"key of {name}") for name in NAMES])
     assert sampler.kinds() == {"CurriculumBatchSampler", "ClusteredBatchSampler"}
     assert sampler.num_steps == 1
-    assert sampler.remarks() == ["sources with fewer rows than a batch of 33 are not trained on: right (31)"]
+    assert sampler.remarks() == ["sources with fewer rows than a batch of 33 are not used: right (31)"]
     sampler.set_needs(BatchNeeds(gathers_candidates=False))
     assert sampler.num_steps == (40 // 11 + 31 // 11) // 3
     assert sampler.remarks() == []
-    # Its files are checked first of all.
+    # Its files are checked before sources are read.
     sampler.check_sources(NAMES)
     refused(InputError, "nowhere", sampler.check_sources, ["left", "nowhere"])
 
 
 @pytest.fixture(params=["blended", "clustered", "homogeneous"])
 def make(request, clusters):
-    """Samplers over each of the others, three epochs long."""
+    """Curricula over each inner sampler, three epochs long."""
     inner = {
         "blended": BlendedBatchSampler,
         "clustered": partial(ClusteredBatchSampler, clusters=clusters),
@@ -77,7 +77,7 @@ def make(request, clusters):
     return maker
 
 
-def test_the_rows_are_those_of_the_other_sampler(make):
+def test_the_rows_are_those_of_the_inner_sampler(make):
     sampler = make(seed=3)
     for epoch in (0, 2):
         sampler.set_epoch(epoch)
@@ -85,7 +85,7 @@ def test_the_rows_are_those_of_the_other_sampler(make):
         assert [[entry._replace(rule=None) for entry in batch] for batch in sampler] == list(sampler.inner)
 
 
-def test_a_run_under_another_curriculum_or_that_counts_other_steps_does_not_resume(make):
+def test_a_run_with_another_curriculum_or_other_steps_does_not_resume(make):
     for change in (
         *({"order": "reverse"}, {"order": "fixed", "level": 2}, {"fractions": [0.4, 0.3, 0.2, 0.1]}),
         *({"total_steps": 99}, {"missing_level": "coarser"}),
@@ -108,7 +108,7 @@ def rules(run, epochs, **options):
     return [sampler.level_rule(epoch, batch) for epoch in range(epochs) for batch in range(run.batches_per_epoch)]
 
 
-def test_a_batch_has_the_level_of_its_update_and_only_cumulative_ones_keep_the_coarser_levels():
+def test_a_batch_has_the_level_of_its_update_and_only_cumulative_curricula_keep_coarser_levels():
     # Ten batches in updates of four: four, four and two; six updates in all.
     found = [rule.level for rule in rules(RunLength(10, 4, 6), 2)]
     assert found == [4] * 8 + [3] * 2 + [2] * 8 + [1] * 2
@@ -117,7 +117,7 @@ def test_a_batch_has_the_level_of_its_update_and_only_cumulative_ones_keep_the_c
     assert rules(run, 1) == [LevelRule(level) for level in (4, 4, 3, 3, 2, 2, 1, 1)]
     assert set(rules(run, 1, order="fixed", level=3)) == {LevelRule(3)}
     assert not any(rule.cumulative for order in ("reverse", "random") for rule in rules(run, 1, order=order))
-    # The levels that records must have.
+    # The required levels of records.
     assert CurriculumBatchSampler([8], 2).levels == (1, 2, 3, 4)
     assert CurriculumBatchSampler([8], 2, fractions=[0.5, 0, 0.5, 0]).levels == (2, 4)
     assert CurriculumBatchSampler([8], 2, order="fixed", level=3).levels == (3,)
@@ -140,7 +140,7 @@ def test_a_batch_has_the_level_of_its_update_and_only_cumulative_ones_keep_the_c
         ({"total_steps": 9, "order": "fixed", "level": 1}, r"total_steps cannot take effect with order fixed, got 9"),
     ],
 )
-def test_impossible_options_are_refused_in_one_line(options, message):
+def test_invalid_options_are_refused_in_one_line(options, message):
     refused(OptionError, message, CurriculumBatchSampler, [40], 4, **options)
 
 
@@ -148,8 +148,8 @@ def test_impossible_options_are_refused_in_one_line(options, message):
     ("run", "options", "message"),
     [
         (RunLength(10), {}, r"sampler\.total_steps must be known .* got None; set trainer\.max_steps or max_epochs"),
-        (RunLength(10, 1, 3), {}, r"sampler\.fractions gives level 2 none of the 3 optimiser steps"),
-        (RunLength(10, 1, 3), {"order": "reverse"}, r"sampler\.fractions gives level 3 none of the 3 optimiser steps"),
+        (RunLength(10, 1, 3), {}, r"sampler\.fractions gives level 2 no step out of 3"),
+        (RunLength(10, 1, 3), {"order": "reverse"}, r"sampler\.fractions gives level 3 no step out of 3"),
         (RunLength(10, None, 20), {}, r"GradientAccumulationScheduler.* set trainer\.accumulate_grad_batches"),
     ],
 )
@@ -164,7 +164,7 @@ def test_a_fixed_level_needs_no_length_and_a_trial_run_not_every_level():
     CurriculumBatchSampler([40], 4, total_steps=4).set_run(RunLength(10))
 
 
-# 24 records with one negative a level, six batches of four an epoch.
+# 24 records with one negative per level: six batches of four per epoch.
 NUM_ROWS, NUM_EPOCHS = 24, 4
 LEVEL_OF_TEXT = {
     text_hash(negative["text"]): negative["level"] for record in graded(NUM_ROWS) for negative in record["negatives"]
@@ -172,13 +172,13 @@ LEVEL_OF_TEXT = {
 
 
 def contents(batch):
-    """The level that the batch names, those of all its negatives, and its rows."""
+    """The level of a batch, the levels of all its negatives, and its rows."""
     negatives = batch.candidate_hash_C.tolist()[len(batch) :]
     return [batch.negative_level, [LEVEL_OF_TEXT[text] for text in negatives], batch.row_B.tolist()]
 
 
 class LevelLedger(Ledger):
-    """Notes the optimiser step and the contents of each batch, begins a batch as all our modules do, fails in one."""
+    """Records step and contents of each batch, starts batches like our modules, and fails in one batch."""
 
     def __init__(self, failing: tuple[int, int] | None = None) -> None:
         super().__init__(contents, wordpiece_tokenizer())
@@ -233,14 +233,14 @@ def check_ledger(seen, accumulate, order, num_texts=4):
     ],
 )
 def test_a_training_killed_three_times_has_the_level_of_its_optimiser_step(tmp_path, order, accumulate, stops):
-    """Killed before a boundary, at it and after it, and at the end of an epoch whose last update is a short one."""
+    """Killed before, at and after a boundary of levels, and at the end of an epoch with a shorter last update."""
     limits = {"max_epochs": NUM_EPOCHS, "accumulate_grad_batches": accumulate}
     seen = killed_run(tmp_path / "run", stops, LevelLedger, lambda: data_module(tmp_path, order=order), limits)
     check_ledger(seen, accumulate, order)
 
 
 def levels_on_two_ranks(rank):
-    """A training under DDP of batches of two on each rank and updates of four batches, killed three times."""
+    """DDP training with batches of two per rank and updates of four batches, killed three times."""
     os.environ["LOCAL_RANK"] = str(rank)
     folder = Path(os.environ["LEVELS_FOLDER"])
     limits = {"max_epochs": NUM_EPOCHS, "accumulate_grad_batches": 4, "devices": 2, "strategy": "ddp"}
@@ -254,8 +254,8 @@ def test_two_ranks_have_the_level_of_the_optimiser_step_after_three_resumes(tmp_
         check_ledger(result["seen"], 4, "coarse_to_fine", num_texts=2)
 
 
-def test_a_curriculum_longer_than_the_run_is_left_in_its_middle_and_resumed(tmp_path):
-    """With a length of its own a curriculum outlasts a run that ends early, and the next run goes on in it."""
+def test_a_curriculum_longer_than_the_run_continues_in_the_next_run(tmp_path):
+    """With `total_steps`, a curriculum is longer than a run that ends early."""
     seen = []
     for max_steps, checkpoint in ((7, None), (16, tmp_path / "step=7.ckpt")):
         module = LevelLedger()
@@ -268,8 +268,8 @@ def test_a_curriculum_longer_than_the_run_is_left_in_its_middle_and_resumed(tmp_
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("failing", [(1, 1), (1, 5), (2, 0)])
-def test_a_run_goes_on_with_the_batch_that_failed(failing, accumulate, tmp_path):
-    """The checkpoint of an exception counts neither the batch nor its step; the level goes on with the step."""
+def test_a_run_resumes_with_the_batch_that_failed(failing, accumulate, tmp_path):
+    """The checkpoint after an exception counts neither the failed batch nor its step."""
     runs = []
     for folder, stop, checkpoint in (("whole", None, None), ("run", failing, None), ("again", None, "run")):
         module = LevelLedger(failing=stop)
@@ -284,25 +284,23 @@ def test_a_run_goes_on_with_the_batch_that_failed(failing, accumulate, tmp_path)
     assert runs[1] + runs[2] == runs[0]
 
 
-def refuse_run(folder, says, rows, callbacks=None, max_steps=-1, **changes):
-    """A run is refused before its first step."""
-    module = LevelLedger()
-    folder.mkdir()
-    fit = quiet_trainer(callbacks=callbacks, max_epochs=4, max_steps=max_steps).fit
-    refused((InputError, OptionError), says, fit, module, data_module(folder, rows=rows, **changes))
+@pytest.mark.parametrize(
+    ("rows", "trainer_options", "options", "message"),
+    [
+        (graded(20) + graded(4, (2, 3, 4)), {}, {}, r"record 21 has no negative of level 1 \(4 of 24 lack one\)"),
+        (pairs(24), {}, {"missing_level": "coarser"}, "no source has any"),
+        (graded(24), {"max_steps": 2}, {}, "no step out of 2 optimiser steps"),
+    ],
+)
+def test_a_curriculum_without_levels_or_steps_ends_the_run_before_its_first_step(
+    rows, trainer_options, options, message, tmp_path
+):
+    module, fit = LevelLedger(), quiet_trainer(max_epochs=4, **trainer_options).fit
+    refused((InputError, OptionError), message, fit, module, data_module(tmp_path, rows=rows, **options))
     assert module.rows == []
 
 
-def test_what_a_curriculum_cannot_use_ends_the_run_before_its_first_step(tmp_path):
-    says = r"record 21 has no negative of level 1 \(4 of 24 lack one\)"
-    refuse_run(tmp_path / "a", says, graded(20) + graded(4, (2, 3, 4)))
-    refuse_run(tmp_path / "b", "no source has any", pairs(24), missing_level="coarser")
-    refuse_run(tmp_path / "c", "none of the 2 optimiser steps", graded(24), max_steps=2)
-    scheduler = [GradientAccumulationScheduler({0: 1, 2: 4})]
-    refuse_run(tmp_path / "d", "GradientAccumulationScheduler", graded(24), callbacks=scheduler)
-
-
-def test_a_coarser_level_stands_in_where_that_is_asked_for(tmp_path):
+def test_a_coarser_level_replaces_a_missing_one_if_configured(tmp_path):
     rows = graded(12) + [record | {"negatives": record["negatives"][1:]} for record in graded(24)[12:]]
     module = LevelLedger()
     quiet_trainer(max_epochs=4).fit(module, data_module(tmp_path, rows=rows, missing_level="coarser"))
@@ -325,7 +323,7 @@ def levels(total_steps, **options):
         (1, {}, [3]),
         (1600, {}, [4] * 400 + [3] * 400 + [2] * 400 + [1] * 400),  # the paper's
         (8, {"fractions": (0.5, 0, 0.5, 0)}, [4, 4, 4, 4, 2, 2, 2, 2]),
-        # 0.1 + 0.7 is less than 0.8 in binary.
+        # In binary, 0.1 + 0.7 is less than 0.8.
         (10, {"fractions": (0.1, 0.7, 0.1, 0.1)}, [4, *[3] * 7, 2, 1]),
         (8, {"order": "reverse"}, [1, 1, 2, 2, 3, 3, 4, 4]),
         (8, {"order": "reverse", "fractions": (0.5, 0.25, 0.125, 0.125)}, [1, 2, 3, 3, 4, 4, 4, 4]),
@@ -339,8 +337,8 @@ def test_each_level_has_its_share_to_the_nearest_step_and_a_longer_run_stays_at_
     assert {level_of(step, total_steps, **options) for step in (total_steps, total_steps + 999)} == {expected[-1]}
 
 
-def test_fractions_are_the_decimals_that_they_are_written_as():
-    """A third of three parts is no whole."""
+def test_fractions_are_converted_from_their_decimal_notation():
+    """Three times the decimal of 1/3 is less than 1."""
     third = 1 / 3
     ends = [end for _, end in stages(10**6, "coarse_to_fine", (third, third, third, 0.0))]
     assert ends == [333333, 666667, 10**6, 10**6]
@@ -351,7 +349,7 @@ def test_fractions_are_the_decimals_that_they_are_written_as():
 
 
 @pytest.mark.parametrize("fractions", [EQUAL_FRACTIONS, (0.4, 0.3, 0.2, 0.1), (0.5, 0, 0.5, 0)])
-def test_random_gives_each_level_its_very_share_in_another_order(fractions):
+def test_the_random_order_gives_each_level_its_exact_share(fractions):
     found = levels(200, order="random", fractions=fractions, seed=1)
     assert Counter(found) == Counter(levels(200, fractions=fractions))
     assert found == levels(200, order="random", fractions=fractions, seed=1)

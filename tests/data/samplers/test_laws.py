@@ -57,7 +57,7 @@ def entries_of(sampler, epoch=0):
 
 
 class Echo:
-    """A data set that answers with what it was asked for."""
+    """A data set that returns the requested entries."""
 
     def __getitems__(self, entries):
         return [tuple(entry) for entry in entries]
@@ -78,7 +78,7 @@ def test_ranks_are_disjoint_and_together_one_global_batch(make, epoch):
         assert entries_of(make(18), epoch) == [list(chain(*parts)) for parts in zip(*seen, strict=True)]
 
 
-def test_the_length_is_exact_every_batch_is_full_and_no_row_comes_twice(make):
+def test_the_length_is_exact_every_batch_is_full_and_no_row_is_repeated(make):
     for size in (1, 6, 7):
         batches = entries_of(make(size), 2)
         assert len(batches) == len(make(size))
@@ -88,7 +88,7 @@ def test_the_length_is_exact_every_batch_is_full_and_no_row_comes_twice(make):
         assert sum(SIZES) - len(rows) < size * len(SIZES)
 
 
-def test_seed_epoch_and_step_decide_a_batch_without_the_ones_before_it(make):
+def test_a_batch_depends_on_seed_epoch_and_step_and_not_on_earlier_batches(make):
     batches = entries_of(make(), 3)
     assert batches == entries_of(make(), 3) != entries_of(make(), 2)
     assert entries_of(make(seed=1), 3) != batches
@@ -96,7 +96,7 @@ def test_seed_epoch_and_step_decide_a_batch_without_the_ones_before_it(make):
         sampler = make()
         sampler.resume(3, step)
         assert list(sampler) == batches[step:]
-    # By the call that Lightning makes.
+    # With the call that Lightning uses.
     loader = DataLoader(Echo(), batch_sampler=make(), collate_fn=list)
     first = list(loader)
     _set_sampler_epoch(loader, 1)
@@ -134,8 +134,8 @@ def test_plan_fields_are_plain_and_do_not_name_the_rank(make):
         ({"batch_size": 0}, r"data\.batch_size must be >= 1"),
         ({"sizes": []}, r"data\.sources must each have rows"),
         ({"sizes": [3, 0, 1]}, r"data\.sources must each have rows"),
-        ({"num_replicas": 2}, "rank goes with num_replicas"),
+        ({"num_replicas": 2}, "rank must be given together with num_replicas"),
     ],
 )
-def test_what_suits_no_sampler_is_refused_in_one_line(make, options, message):
+def test_options_that_no_sampler_accepts_are_refused_in_one_line(make, options, message):
     refused(OptionError, message, make, **options)
