@@ -21,7 +21,7 @@ Curve = tuple[list[int], list[float]]
 
 LOSS, SCORE = "train/loss", "val/ndcg_at_10"
 THROUGHPUT = "throughput/"
-_HINT = "name the folder of a run of fit, such as checkpoints/runs/NAME/version_0"
+_HINT = "give a run's folder, such as checkpoints/runs/NAME/version_0"
 
 
 class Curves(dict[str, Curve]):

@@ -357,7 +357,7 @@ def test_a_report_is_in_the_runs_folder_by_default(tmp_path, capsys, monkeypatch
         ("clusters --clusters found --perplexity 5", "perplexity has no effect without --projection tsne"),
         ("report", "run"),
         ("report file", "file: is not a folder; give a run's folder"),
-        ("report other", "other/config.yaml: no such file; give the folder of a run of fit"),
+        ("report other", "other/config.yaml: no such file; give a run's folder"),
         ("report whole --output other", "--output other: is a directory; name an HTML file"),
     ],
 )

@@ -304,3 +304,20 @@ def test_languages_are_numbered_by_first_appearance_few_and_given_with_every_rec
     assert read(tmp_path, in_languages("a", "b", "a")) == [0, 1, 0]
     says = r"a\.jsonl:3: language 'c' exceeds the maximum of 2 languages; map the field"
     refused(InputError, says, read, tmp_path, in_languages("a", "b", "c"))
+
+
+@pytest.mark.parametrize("policy", ["refuse", "leave_out"])
+def test_a_cache_of_an_older_version_is_used_again(policy, tmp_path, parsed):
+    """`leave_out` had a separate key, and manifests lacked some fields."""
+    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(5))), suspect_rows=policy)
+    made = open_cached(config, tmp_path / "cache").folder
+    manifest = json.loads((made / "manifest.json").read_text())
+    for name in ("suspects", "longest_instruction", "unused_columns"):
+        del manifest[name]
+    names = ("schema_version", "layout", "columns", "min_score", "inputs")
+    identity = {name: manifest[name] for name in names} | {"suspect_rows": policy}
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+    made.rename(tmp_path / "cache" / key)
+    (tmp_path / "cache" / key / "manifest.json").write_text(json.dumps({**manifest, **identity, "key": key}))
+    assert open_cached(SourceConfig("a", config.path), tmp_path / "cache").key == key
+    assert len(parsed) == 5

@@ -69,7 +69,7 @@ CASES = {
         ),
         "a shard of another width": (
             vectors(changed(SECOND, lambda array: array[:, :8])),
-            f"vectors/{SECOND}: holds float32 of shape (3, 8), expected",
+            f"vectors/{SECOND}: is float32 of shape (3, 8), expected",
         ),
         "a vector that is NaN": (
             vectors(changed(SECOND, filled(np.nan))),
