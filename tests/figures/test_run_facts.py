@@ -97,7 +97,7 @@ def names(parts):
     ],
 )
 def test_a_missing_or_damaged_file_is_one_line(name, read, damages, tmp_path):
-    with pytest.raises(InputError, match=f"{name}: no such file; name the folder of a run"):
+    with pytest.raises(InputError, match=f"{name}: no such file; give a run.s folder"):
         read(tmp_path)
     for damage in damages:
         (tmp_path / name).write_bytes(damage)
@@ -157,7 +157,7 @@ def test_a_curve_is_the_rows_that_have_it(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (None, "no such file; name the folder of a run"),
+        (None, "no such file; give a run.s folder"),
         ("a,train/loss\n1,2.0\n", "has no column 'step'; "),
         ("train/loss,step\n2.0\n", "is damaged"),
         ("step,train/loss\n1,much\n", r"is damaged \("),

@@ -224,7 +224,7 @@ def test_a_decoder_saved_without_its_causal_mask_cannot_have_the_causal_objectiv
 @pytest.mark.parametrize("objective", ["mlm", "causal"])
 def test_a_sparse_model_is_refused_with_a_hint(objective: Any, tmp_path: Path) -> None:
     sparse = save_backbone(str(tmp_path), tiny_moe(), wordpiece_tokenizer())
-    with pytest.raises(OptionError, match=r"rotary_moe has no language-model head.*give the dense model that it was"):
+    with pytest.raises(OptionError, match=r"rotary_moe has no language-model head.*train the dense model that it was"):
         MaskedLMModule(objective, BackboneConfig(sparse))
 
 
