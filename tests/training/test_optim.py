@@ -85,7 +85,7 @@ def test_impossible_counts_are_refused(options):
         (Schedule(warmup_steps=50, total_steps=60), 50, None),
         (Schedule(warmup_steps=45, total_steps=40), 50, "must be below the run's 40 optimiser steps"),
         (Schedule(), None, r"must be known to decay, got None; set trainer\.max_steps"),
-        (Schedule(decay="constant"), None, "must be known for a warm-up that is a share of it"),
+        (Schedule(decay="constant"), None, "must be known for a warm-up that is a fraction of it"),
         (Schedule(warmup_steps=50, decay="constant"), None, None),
         (Schedule(total_steps=60), None, None),
     ],
