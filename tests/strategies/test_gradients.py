@@ -111,12 +111,15 @@ def expected(folder: Path) -> dict[str, Any]:
     return weights
 
 
-@pytest.mark.parametrize(("method", "strategy", "cached"), CASES)
+@pytest.mark.parametrize(
+    ("method", "strategy", "cached"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_two_ranks_have_the_gradient_of_one_process_with_both_batches(
-    method: str, strategy: str, cached: bool, results: list[dict[Any, Any]], expected: dict[str, Any]
+    method: str, strategy: str, cached: bool, request: pytest.FixtureRequest, expected: dict[str, Any]
 ) -> None:
+    is_quick = (method, strategy, cached) in CASES
     start, after = expected[method]
-    for of_rank in results:
+    for of_rank in request.getfixturevalue("results" if is_quick else "slow_results"):
         assert relative_error(of_rank[method, strategy, cached], after, start) < 1e-6
 
 
@@ -132,16 +135,6 @@ def test_operations_of_a_sharded_model_are_counted_in_full(folder: Path, results
     whole = flops(methods(folder)["moe"](), Work(read=100))
     assert whole > 1e6
     assert [of_rank["operations", name] for of_rank in results for name in COUNTED] == [whole] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "strategy", "cached"), SLOW)
-def test_two_ranks_have_the_gradient_of_one_process_in_all_other_cases(
-    method: str, strategy: str, cached: bool, slow_results: list[dict[Any, Any]], expected: dict[str, Any]
-) -> None:
-    start, after = expected[method]
-    for of_rank in slow_results:
-        assert relative_error(of_rank[method, strategy, cached], after, start) < 1e-6
 
 
 COMPILED = "nv-embed, whole backbone"

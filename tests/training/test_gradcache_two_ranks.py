@@ -31,7 +31,7 @@ from tests.helpers.contrastive import (
 )
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.tiny import tiny_bert, tiny_mistral
-from tests.training.test_gradcache import TOLERANCE, errors, lora
+from tests.training.test_gradcache import TOLERANCE, counting_passes, errors, lora
 
 ENGINES = {
     "one text": GradCache(mini_batch_texts=1),
@@ -87,16 +87,6 @@ class LateParameter(TinyStep):
         vector_ND = super().embed(tokens).vector_ND
         long_N1 = (tokens.lengths_N > 5)[:, None]
         return Representations(torch.where(long_N1, vector_ND + self.bias, vector_ND) if long_N1.any() else vector_ND)
-
-
-class CountingStep(TinyStep):
-    """Counts its forwards."""
-
-    num_forwards = 0
-
-    def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        self.num_forwards += 1
-        return super().embed(tokens)
 
 
 def make_step(
@@ -171,10 +161,11 @@ def forwards_with_equal_mini_batches(rank: int) -> tuple[int, int]:
     """Forwards of a rank with two texts and of a rank with ten, without and with `equal_mini_batches`."""
     counts = []
     for equal in (False, True):
-        step = CountingStep(tiny_bert().double())
+        step = TinyStep(tiny_bert().double())
+        passes = counting_passes(step)
         shard = [Record([7] * 3, [8 + row] * 3) for row in range((1, 5)[rank])]
         GradCache(mini_batch_texts=1, kept_fraction=0.3, equal_mini_batches=equal).step(step, batch_of(shard))
-        counts.append(step.num_forwards)
+        counts.append(sum(passes.values()))
     return counts[0], counts[1]
 
 
