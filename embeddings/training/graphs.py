@@ -101,7 +101,7 @@ def free_memory_bytes(device: torch.device, root: Path = Path("/")) -> int:
         if controllers in ("", "memory"):
             # Inside a container the group itself is mounted as the root.
             folders = [groups / controllers / path.lstrip("/"), groups / controllers]
-            limits += [free for folder in folders if (free := _free_in_cgroup(folder)) is not None][:1]
+            limits += [unused for folder in folders if (unused := _free_in_cgroup(folder)) is not None][:1]
     return max(0, min(limits, default=0))
 
 
