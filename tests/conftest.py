@@ -1,4 +1,4 @@
-"""Every test runs offline, on one thread, and without the user's settings."""
+"""All tests run offline, on one thread, and without the user's settings."""
 
 import functools
 import gc
@@ -19,29 +19,29 @@ import torch
 from embeddings.callbacks import run_record
 from tests.helpers.processes import spawn_by_server, start_server
 
-# Tiny matrices lose more to waiting threads than they gain; child processes get the same by OMP_NUM_THREADS.
+# Threads slow down tiny matrix products; child processes get the limit from OMP_NUM_THREADS.
 torch.set_num_threads(1)
-# Processes that multiprocessing spawns would import what has started pytest before they do what they are for.
+# Otherwise processes that multiprocessing spawns import pytest's main module first.
 vars(sys.modules["__main__"]).update(__spec__=None)
 vars(sys.modules["__main__"]).pop("__file__", None)
 spawn_by_server()
 
 
 def _fsync(descriptor: int) -> None:
-    """What is written need not reach the disk: tests kill processes and never the machine."""
+    """Skip the sync: tests kill processes, but not the machine."""
     os.fstat(descriptor)
 
 
 os.fsync = _fsync
-# Asked at the start of each run, of a clone that does not change meanwhile.
+# Each run calls it, but the clone does not change.
 run_record.git_commit = functools.cache(run_record.git_commit)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Fork the server of processes while this one has imported all and has run no test."""
+    """Start the fork server after all imports and before the first test."""
     if session.items and not session.config.option.collectonly:
         gc.collect()
-        # A million objects of libraries, which every later collection would walk over.
+        # Excludes a million objects of libraries from later garbage collections.
         gc.freeze()
         start_server()
 
@@ -51,7 +51,7 @@ _counter = itertools.count()
 
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new folder, as pytest's own fixture gives it; that one lists all earlier folders for the next free number."""
+    """A new folder. pytest's fixture is slow: it lists all earlier folders to find a free number."""
     name = re.sub(r"\W", "_", request.node.name)[:30]
     folder = tmp_path_factory.getbasetemp() / f"{name}{next(_counter)}"
     folder.mkdir(0o700)
@@ -63,16 +63,16 @@ def _quiet_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
     torch.manual_seed(0)
     for name in ("RANK", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        # Lightning sets them where it starts ranks; after the test they are as before it.
+        # Lightning sets them when it starts ranks; monkeypatch restores them after the test.
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
-    # A shell's background jobs begin with Ctrl-C ignored, and Lightning ignores it from the first one on.
+    # A shell starts background jobs with Ctrl-C ignored, and Lightning ignores it after the first Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
 def embed_data() -> Path:
-    """The folder of real data sets; the test is skipped where there is none."""
+    """The folder of real data sets; without it the test is skipped."""
     folder = Path(os.environ.get("EMBED_DATA", Path(__file__).parents[2] / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip("no real data sets: set EMBED_DATA to their folder")
@@ -81,7 +81,7 @@ def embed_data() -> Path:
 
 @pytest.fixture
 def travelling_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Code that sentence-transformers runs from a model directory stays in the test."""
+    """Unload code that sentence-transformers loads from model directories after the test."""
     import transformers.dynamic_module_utils
 
     def names() -> list[str]:

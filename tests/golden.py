@@ -1,13 +1,13 @@
-"""Golden records for refactoring: what methods, jobs, samplers and commands compute, equal to the bit before and after.
+"""Golden records for refactoring: checks that methods, jobs, samplers and commands compute exactly the same as before.
 
-    python -m tests.golden record FOLDER     before the change, 5 minutes; keeps inputs, models and checkpoints too
-    python -m tests.golden compare FOLDER    after it; names each value that differs, exit code 1 if any does
+    python -m tests.golden record FOLDER     before a change, 5 minutes; also stores inputs, models and checkpoints
+    python -m tests.golden compare FOLDER    after it; prints each value that differs, with exit code 1 if any does
     python -m tests.golden compare FOLDER --only 'loss/*' 'commands'
 
-Losses are those of ten steps of each method, plain and under GradCache, on one and two ranks, as hexadecimal floats.
+The losses are those of ten steps of each method, plain and under GradCache, on one and two ranks, in hexadecimal.
 Corpus jobs run on the docstrings of the installed packages. A comparison also resumes the recorded checkpoints and
-encodes with the recorded model directories, so files that were written before a change must load after it. Records
-hold for one machine and one set of packages: floats differ between kinds of CPU, the corpus between environments.
+encodes with the recorded model directories, so files from before a change must load after it. Records are valid for one
+machine and one set of packages: floats differ between CPU types, and the corpus between environments.
 """
 
 import argparse
@@ -80,7 +80,7 @@ JOBS = {
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file's content; of a Parquet file's rows, since its bytes name the version of the library."""
+    """SHA-256 of a file; of the rows of a Parquet file, whose bytes contain the version of the library."""
     if path.suffix == ".parquet":
         rows = pyarrow.parquet.read_table(path).to_pylist()
         return hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()
@@ -88,7 +88,7 @@ def digest(path: Path) -> str:
 
 
 def run(words: Iterable[str], inputs: Path, output: Path) -> None:
-    """Run one command line, with IN and OUT replaced, in a process of its own."""
+    """Run one command line, with IN and OUT replaced, in a separate process."""
     line = [word.replace("IN/", f"{inputs}/").replace("OUT/", f"{output}/") for word in words]
     run_command([ROOT / "main.py", *line], timeout=1200, check=True)
 
@@ -136,7 +136,7 @@ def resumed(method: str, inputs: Path, output: Path) -> Values:
     shutil.copytree(inputs / "written" / method, output, dirs_exist_ok=True)
     shutil.rmtree(output / "model")
     text = (output / "config.yaml").read_text(encoding="utf-8")
-    moved = re.sub(r"(?m)^(.*: )\S*/written/" + method, lambda found: found[1] + str(output), text)
+    moved = re.sub(r"(?m)^(.*: )\S*/written/" + method, lambda match: match[1] + str(output), text)
     (output / "config.yaml").write_text(moved, encoding="utf-8")
     (checkpoint,) = output.rglob("*step=5.ckpt")
     run(["fit", "--config", "OUT/config.yaml", "--ckpt_path", str(checkpoint)], inputs, output)
@@ -144,13 +144,13 @@ def resumed(method: str, inputs: Path, output: Path) -> Values:
 
 
 def trained(output: Path, first_step: int = 0) -> Values:
-    """What a run has logged and exported."""
+    """The logged losses and the digest of the exported weights."""
     path = max(output.rglob("metrics.csv"), key=lambda path: path.stat().st_mtime_ns)
     with open(path, newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["train/loss"]]
-    found = {int(row["step"]): float(row["train/loss"]).hex() for row in rows}
-    assert list(found) == list(range(first_step, 10)), f"losses of steps {list(found)}"
-    return {"losses": list(found.values()), "weights": digest(output / "model" / "model.safetensors")}
+    losses_of = {int(row["step"]): float(row["train/loss"]).hex() for row in rows}
+    assert list(losses_of) == list(range(first_step, 10)), f"losses of steps {list(losses_of)}"
+    return {"losses": list(losses_of.values()), "weights": digest(output / "model" / "model.safetensors")}
 
 
 def vectors_of_written(method: str, inputs: Path, output: Path) -> Values:
@@ -162,7 +162,7 @@ def vectors_of_written(method: str, inputs: Path, output: Path) -> Values:
 
 
 def job(name: str, inputs: Path, output: Path) -> Values:
-    """What one corpus job writes, but for its manifests, which hold times and versions."""
+    """The output of a corpus job without its manifests, which contain times and versions."""
     run(JOBS[name].split(), inputs, output)
     if name == "evaluate":
         return {
@@ -173,8 +173,8 @@ def job(name: str, inputs: Path, output: Path) -> Values:
 
 def digests(output: Path) -> Values:
     """SHA-256 of every array, table and list of documents below a folder."""
-    found = [p for p in sorted(output.rglob("*")) if p.suffix in {".npy", ".parquet", ".jsonl"} and p.is_file()]
-    kept = [p for p in found if not any(part.endswith((".work", ".vectors")) for part in p.relative_to(output).parts)]
+    files = [p for p in sorted(output.rglob("*")) if p.suffix in {".npy", ".parquet", ".jsonl"} and p.is_file()]
+    kept = [p for p in files if not any(part.endswith((".work", ".vectors")) for part in p.relative_to(output).parts)]
     assert kept, f"nothing in {output}"
     return {str(p.relative_to(output)): digest(p) for p in kept}
 
@@ -217,7 +217,7 @@ class PlanRecorder(Callback):
 
 def public_names(inputs: Path, output: Path) -> Values:
     """The `__all__` of every package."""
-    packages = [found.name for found in pkgutil.walk_packages(embeddings.__path__, "embeddings.") if found.ispkg]
+    packages = [info.name for info in pkgutil.walk_packages(embeddings.__path__, "embeddings.") if info.ispkg]
     return {name: sorted(getattr(importlib.import_module(name), "__all__", ())) for name in sorted(packages)}
 
 
@@ -229,7 +229,7 @@ def commands(inputs: Path, output: Path) -> Values:
 
 
 def help_of(*command: str) -> str:
-    """What `--help` prints."""
+    """The output of `--help`."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         main([*command, "--help"])
@@ -237,7 +237,7 @@ def help_of(*command: str) -> str:
 
 
 def cases(recording: bool) -> dict[str, Case]:
-    """Every case by name; those that read what `record` has written come in a comparison alone, against `record`'s."""
+    """Every case by name; resuming recorded checkpoints is only part of a comparison."""
     found: dict[str, Case] = {"names": public_names, "commands": commands, "prepare": corpus}
     for name in JOBS:
         found[f"job/{name}"] = partial(job, name)
@@ -258,7 +258,7 @@ def values_of(case: Case, inputs: Path, output: Path) -> Values:
     """One case's values, or its error under "failed"."""
     output.mkdir(parents=True, exist_ok=True)
     try:
-        # As the record holds them: lists for tuples, words for keys.
+        # In the format of the record: lists instead of tuples, strings as keys.
         return dict(json.loads(json.dumps(case(inputs, output))))
     except Exception:
         return {"failed": traceback.format_exc()[-2000:]}
@@ -277,7 +277,7 @@ def differences(found: Any, expected: Any, path: str) -> list[str]:
 
 
 def record(folder: Path) -> int:
-    """Write inputs, what the methods write, and every case's values."""
+    """Write inputs, the outputs of the methods, and every case's values."""
     folder.mkdir(parents=True)
     write_inputs(folder)
     values = {}
@@ -292,13 +292,13 @@ def record(folder: Path) -> int:
 
 
 def compare(folder: Path, only: list[str]) -> int:
-    """Take every case again; returns 1 if a value differs."""
+    """Run every case again; returns 1 if a value differs."""
     expected = json.loads((folder / "golden.json").read_text())
     for method in CONFIGS:
         whole = expected[f"loss/{method}/plain/1"]
         expected[f"written/{method}/resumed"] = whole | {"losses": whole["losses"][5:]}
     chosen = {name: case for name, case in cases(False).items() if any(fnmatch.fnmatch(name, p) for p in only)}
-    assert chosen, f"no case is called {only}"
+    assert chosen, f"no case matches {only}"
     lines = []
     for name, case in chosen.items():
         with tempfile.TemporaryDirectory() as output:

@@ -1,4 +1,4 @@
-"""Each part that computes otherwise on a GPU gives there what a CPU gives in float64; here a CPU in float32 does."""
+"""Device-dependent modules in float32 (on a CPU and, if there is one, a GPU) against float64 on the CPU."""
 
 from collections.abc import Callable
 
@@ -16,13 +16,13 @@ from tests.helpers.contrastive import random_batch, relative_error
 from tests.models.test_unpadded import kernel
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-# What a part gives: its results, with gradients of their sum for what is listed after them.
+# (device, dtype) -> results, and the tensors that get gradients of their sum.
 Part = Callable[[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]]
 WIDTH = 32
 
 
 def drawn(*shape: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """The same random numbers on every device, which want a gradient."""
+    """Random numbers with a gradient, equal on every device."""
     values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     return values.to(device, dtype).requires_grad_()
 
@@ -61,7 +61,7 @@ def anchored(per_head: bool) -> Part:
 
 
 def experts(gated: bool) -> Part:
-    """In float64 expert by expert, which is the reference of the grouped products."""
+    """In float64 a loop over experts, the reference of the grouped products."""
 
     def part(device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
         backend = loop_experts if dtype == torch.float64 else None
@@ -102,45 +102,44 @@ PARTS: dict[str, Part] = {
 
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_a_device_computes_what_a_cpu_does(device: str, name: str) -> None:
-    """In float32, with its gradients, as a CPU in float64."""
-    found, expected = [], []
-    for values, place, dtype in ((found, device, torch.float32), (expected, "cpu", torch.float64)):
-        results, leaves = PARTS[name](torch.device(place), dtype)
-        weighted = [result * torch.linspace(1, 2, result.numel(), device=place).view_as(result) for result in results]
-        gradients = torch.autograd.grad(sum((each.sum() for each in weighted), torch.zeros((), device=place)), leaves)
-        values += [each.detach().cpu().double() for each in (*results, *gradients)]
-    assert all(each.abs().max() > 0 for each in expected)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+def test_results_and_gradients_equal_float64_on_a_cpu(device: str, name: str) -> None:
+    actual, expected = [], []
+    for values, where, dtype in ((actual, device, torch.float32), (expected, "cpu", torch.float64)):
+        results, leaves = PARTS[name](torch.device(where), dtype)
+        weighted = [result * torch.linspace(1, 2, result.numel(), device=where).view_as(result) for result in results]
+        gradients = torch.autograd.grad(sum((value.sum() for value in weighted), torch.zeros((), device=where)), leaves)
+        values += [value.detach().cpu().double() for value in (*results, *gradients)]
+    assert all(value.abs().max() > 0 for value in expected)
+    for value, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("num_keys", [4, 2])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_the_attention_of_texts_in_a_row_is_that_of_a_cpu(
+def test_unpadded_attention_equals_float64_on_a_cpu(
     device: str, is_causal: bool, window: int | None, num_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's kernel in bfloat16, which a GPU alone has, and its gradients, against the loop over texts in float64."""
+    """torch's kernel in bfloat16 on a GPU, with gradients, against the loop over texts in float64."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     if device == "cpu":
         monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    lengths, found = [9, 5, 1, 70], []
+    lengths, results = [9, 5, 1, 70], []
     start_N1 = torch.tensor([0, *lengths]).cumsum(0).int()
-    for place, kind in ((device, dtype), ("cpu", torch.float64)):
+    for where, kind in ((device, dtype), ("cpu", torch.float64)):
         heads = (4, num_keys, num_keys)
         sides = [
-            drawn(1, count, sum(lengths), 16, device=torch.device(place), dtype=kind, seed=count + index)
+            drawn(1, count, sum(lengths), 16, device=torch.device(where), dtype=kind, seed=count + index)
             for index, count in enumerate(heads)
         ]
-        starts, scaling = start_N1.to(place), 0.25
+        starts, scaling = start_N1.to(where), 0.25
         if kind == torch.float64:
-            read = unpadded._by_loop(*sides, starts, is_causal, window, 0.0, scaling)
+            output = unpadded._by_loop(*sides, starts, is_causal, window, 0.0, scaling)
         else:
-            read = unpadded._by_kernel(*sides, starts, max(lengths), is_causal, window, scaling)
-        weight = torch.linspace(1, 2, read.numel(), device=place).view_as(read)
-        found.append([read, *torch.autograd.grad((read * weight).sum(), sides)])
-    for one, other in zip(*found, strict=True):
-        error = relative_error(one.detach().cpu().double(), other.detach())
+            output = unpadded._by_kernel(*sides, starts, max(lengths), is_causal, window, scaling)
+        weight = torch.linspace(1, 2, output.numel(), device=where).view_as(output)
+        results.append([output, *torch.autograd.grad((output * weight).sum(), sides)])
+    for value, reference in zip(*results, strict=True):
+        error = relative_error(value.detach().cpu().double(), reference.detach())
         assert error < (0.02 if device == "cuda" else 1e-5)

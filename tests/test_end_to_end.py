@@ -1,4 +1,4 @@
-"""The commands as a user runs them, on tiny stand-ins of the real architectures."""
+"""The commands as a user runs them, with tiny models of the real architectures."""
 
 import json
 from pathlib import Path
@@ -46,9 +46,9 @@ def test_train_score_save_search_and_evaluate(kind, tmp_path, capsys):
     assert main(["search", "--model", str(tmp_path / "model"), "--corpus", str(vectors), "pad sequences"]) == 0
 
     last = run / "checkpoints" / "last.ckpt"
-    words = ["--checkpoint", str(last), "--output", str(tmp_path / "exported"), "--scores", scores]
+    options = ["--checkpoint", str(last), "--output", str(tmp_path / "exported"), "--scores", scores]
     (run / "curves.png").write_bytes(b"picture")
-    assert main(["export", *words, "--licence", "mit"]) == 0
+    assert main(["export", *options, "--licence", "mit"]) == 0
     text = (tmp_path / "exported" / "README.md").read_text()
     parts = ("license: mit", "| pairs | files | 64 |", "ndcg\\_at\\_10", "| optimiser steps | 4 |", "after 4 steps")
     assert [part for part in parts if part not in text] == []
@@ -62,7 +62,7 @@ def test_train_score_save_search_and_evaluate(kind, tmp_path, capsys):
     assert np.abs(trained - exported).max() <= 1e-5
 
 
-def test_the_loss_falls_and_eight_pairs_are_learnt_by_heart(tmp_path):
+def test_eight_pairs_can_be_overfitted(tmp_path):
     config = run_config(tmp_path, batch_size=8, num_negatives=0)
     lines = (tmp_path / "pairs.jsonl").read_text().splitlines()[:8]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
@@ -73,7 +73,7 @@ def test_the_loss_falls_and_eight_pairs_are_learnt_by_heart(tmp_path):
 
 
 def test_gradcache_trains_to_the_weights_of_the_plain_step(tmp_path):
-    """Accumulation, clipping and a schedule are on; float64 leaves no room for rounding."""
+    """With accumulation, clipping and a schedule; in float64, so that rounding is negligible."""
     (tmp_path / "plain").mkdir()
     config = run_config(tmp_path / "plain", "mistral")
     config["trainer"] |= {"precision": "64-true", "accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
@@ -86,7 +86,7 @@ def test_gradcache_trains_to_the_weights_of_the_plain_step(tmp_path):
     assert any("lora" in name for name in plain)
 
 
-def test_the_runs_seed_is_that_of_the_model_and_of_the_data_unless_they_have_their_own(tmp_path):
+def test_the_seed_of_the_run_is_the_default_of_the_model_and_the_data(tmp_path):
     config = run_config(tmp_path, dropout=0.1)
     config["trainer"]["max_steps"] = 2
     runs = {
@@ -95,18 +95,18 @@ def test_the_runs_seed_is_that_of_the_model_and_of_the_data_unless_they_have_the
         "1, named": ["--model.init_args.seed", "1", "--data.init_args.seed", "1"],
         "0 and 1": ["--seed_everything", "0", "--data.init_args.seed", "1"],
     }
-    clis = {name: fit(tmp_path, config, *words) for name, words in runs.items()}
+    clis = {name: fit(tmp_path, config, *options) for name, options in runs.items()}
     seeds = {name: (cli.model._seed, cli.datamodule.seed) for name, cli in clis.items()}
     assert seeds == {"0": (0, 0), "1": (1, 1), "1, named": (1, 1), "0 and 1": (0, 1)}
-    found = {name: torch.cat([value.flatten() for value in weights(cli).values()]) for name, cli in clis.items()}
-    assert torch.equal(found["1"], found["1, named"])
-    assert not torch.equal(found["1"], found["0"])
-    assert not torch.equal(found["0 and 1"], found["0"])
-    assert not torch.equal(found["0 and 1"], found["1"])
+    trained = {name: torch.cat([value.flatten() for value in weights(cli).values()]) for name, cli in clis.items()}
+    assert torch.equal(trained["1"], trained["1, named"])
+    assert not torch.equal(trained["1"], trained["0"])
+    assert not torch.equal(trained["0 and 1"], trained["0"])
+    assert not torch.equal(trained["0 and 1"], trained["1"])
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "message"),
     [
         (["--data.init_args.batch_size=65"], "data.batch_size must not exceed the 64 training rows"),
         (
@@ -119,24 +119,24 @@ def test_the_runs_seed_is_that_of_the_model_and_of_the_data_unless_they_have_the
         ),
     ],
 )
-def test_a_refusal_that_needs_the_rows_leaves_whole_converted_data_alone(override, says, tmp_path, capsys):
+def test_errors_that_need_the_rows_keep_complete_converted_data(override, message, tmp_path, capsys):
     config = run_config(tmp_path)
     path = write_config(tmp_path, config)
     before = set(tmp_path.rglob("*"))
     assert main(["fit", "--config", path, *override]) == 2
-    assert says in capsys.readouterr().err.strip().splitlines()[-1]
-    left = {path: path.stat().st_mtime_ns for path in set(tmp_path.rglob("*")) - before}
-    assert left
-    # The next run finds all of it, and has nothing to add.
-    given = config["data"]["init_args"]
-    cached = open_cached(SourceConfig(**given["sources"][0]), given["cache_dir"])
-    assert {path: path.stat().st_mtime_ns for path in set(tmp_path.rglob("*")) - before} == left
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+    kept = {path: path.stat().st_mtime_ns for path in set(tmp_path.rglob("*")) - before}
+    assert kept
+    # The next run finds all of it, and adds nothing.
+    options = config["data"]["init_args"]
+    cached = open_cached(SourceConfig(**options["sources"][0]), options["cache_dir"])
+    assert {path: path.stat().st_mtime_ns for path in set(tmp_path.rglob("*")) - before} == kept
     hashes = tmp_path / "cache" / "hashes"
     folders = {tmp_path / "cache", hashes, cached.folder}
-    assert {path for path in left if path not in folders and path.parent not in {hashes, cached.folder}} == set()
+    assert {path for path in kept if path not in folders and path.parent not in {hashes, cached.folder}} == set()
 
 
-def test_a_runs_own_config_is_accepted_again(tmp_path):
+def test_the_saved_config_of_a_run_can_be_used_again(tmp_path):
     config = run_config(tmp_path, "mistral")
     config["trainer"]["max_steps"] = 2
     folder = Path(fit(tmp_path, config).trainer.log_dir)

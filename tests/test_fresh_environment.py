@@ -1,8 +1,7 @@
-"""Directories of every kind load where there is sentence-transformers and nothing of this library.
+"""All kinds of model directories load with sentence-transformers and without this library.
 
-The same by hand, in an environment of its own:
-`EMBED_KEEP=directories python -m pytest tests/test_fresh_environment.py`, then there
-`python -I tests/helpers/load_directories.py directories`.
+To repeat this in a separate environment, run `EMBED_KEEP=directories python -m pytest tests/test_fresh_environment.py`,
+then `python -I tests/helpers/load_directories.py directories` in that environment.
 """
 
 import json
@@ -41,7 +40,7 @@ SETTINGS = TextSettings(query_max_length=40, document_max_length=24, prompts={"q
 
 
 def decoder(pooling: Pooling) -> Embedder:
-    """A decoder without its causal mask whose adapters have been trained."""
+    """A decoder without its causal mask and with non-zero adapters."""
     backbone = tiny_mistral()
     make_bidirectional(backbone)
     adapted = add_lora(backbone, LoraSettings(rank=4, alpha=8, dropout=0.0))
@@ -52,7 +51,7 @@ def decoder(pooling: Pooling) -> Embedder:
 
 
 def contextual(first: PreTrainedModel, second: PreTrainedModel) -> Embedder:
-    """A contextual model over backbones that may travel as code."""
+    """A contextual model; its backbones may need remote code."""
     return ContextualEmbedder(first, second, wordpiece_tokenizer(), num_context=3, num_soft_prompts=2, text=SETTINGS)
 
 
@@ -80,15 +79,16 @@ def vectors(embedder: Embedder, role: str) -> Tensor:
     length = embedder.text.query_max_length if role == "query" else embedder.text.document_max_length
     tokens = read(embedder.tokenizer, TEXTS, embedder.text.prompts.get(role, ""), length)
     if hasattr(embedder, "embed_context"):
-        found: Tensor = embedder(tokens, embedder.embed_context(read(embedder.tokenizer, CONTEXT, "", 24)))
-        return found
-    result: Tensor = embedder(tokens)
-    return result
+        context = [embedder.embed_context(read(embedder.tokenizer, CONTEXT, "", 24))]
+    else:
+        context = []
+    vector_ND: Tensor = embedder(tokens, *context)
+    return vector_ND
 
 
 @torch.no_grad()
 def write_directories(folder: Path) -> None:
-    """Each model's directory, with what it should give."""
+    """Write each model's directory, with the expected vectors."""
     for name, make in MODELS.items():
         torch.manual_seed(0)
         embedder = make().eval()
@@ -104,7 +104,7 @@ def write_directories(folder: Path) -> None:
         (folder / name / "fresh.json").write_text(json.dumps(fresh))
 
 
-def test_every_kind_of_directory_gives_equal_vectors_without_this_library(tmp_path: Path) -> None:
+def test_every_kind_of_directory_returns_equal_vectors_without_this_library(tmp_path: Path) -> None:
     folder = Path(os.environ.get("EMBED_KEEP") or tmp_path / "directories")
     write_directories(folder)
     script = Path(__file__).parent / "helpers" / "load_directories.py"
@@ -117,6 +117,6 @@ def test_every_kind_of_directory_gives_equal_vectors_without_this_library(tmp_pa
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found.keys() == MODELS.keys()
-    assert max(found.values()) <= 1e-5, found
+    errors = json.loads(done.stdout.splitlines()[-1])
+    assert errors.keys() == MODELS.keys()
+    assert max(errors.values()) <= 1e-5, errors

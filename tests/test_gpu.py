@@ -1,4 +1,4 @@
-"""What can only be seen on a CUDA device; skipped, saying so, where there is none."""
+"""Tests that need a CUDA device; without one they are skipped."""
 
 import copy
 import re
@@ -33,7 +33,7 @@ def test_the_causal_mask_is_off_on_the_device(attention):
 
 
 def test_gradcache_under_bf16_autocast_leaves_no_parameter_without_its_gradient():
-    """The pass without a graph must not leave weight casts behind that the pass with one would use again."""
+    """The pass with a graph must not reuse weight casts of the pass without a graph."""
     plain = TinyStep(tiny_bert(), InfoNCE(0.1)).cuda()
     cached = copy.deepcopy(plain)
     batch = random_batch(6, 2).to("cuda")
@@ -43,10 +43,10 @@ def test_gradcache_under_bf16_autocast_leaves_no_parameter_without_its_gradient(
     loss.backward()
     output.loss.backward()
     compared = 0
-    for expected, found in zip(plain.parameters(), cached.parameters(), strict=True):
+    for expected, actual in zip(plain.parameters(), cached.parameters(), strict=True):
         if expected.grad is not None and expected.grad.norm() > 0:
-            assert found.grad is not None
-            cosine = torch.nn.functional.cosine_similarity(expected.grad.flatten(), found.grad.flatten(), dim=0)
+            assert actual.grad is not None
+            cosine = torch.nn.functional.cosine_similarity(expected.grad.flatten(), actual.grad.flatten(), dim=0)
             assert cosine > 0.99
             compared += 1
     assert compared > 5
@@ -57,7 +57,7 @@ def test_a_step_waits_for_the_gpu_only_where_the_table_says(method, tmp_path):
     write_models(tmp_path)
     module, batch = methods(tmp_path)[method]().train().cuda(), batches(method, None)[0].to("cuda")
     engine = GradCache(mini_batch_tokens=60, kept_fraction=0.4)
-    # What is loaded, compiled and checked at its first use may wait.
+    # Loading, compiling and checking at the first use may synchronise.
     engine.step(module, batch)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -73,29 +73,29 @@ def test_a_step_waits_for_the_gpu_only_where_the_table_says(method, tmp_path):
 @pytest.mark.parametrize("name", ["bert", "modernbert", "qwen3"])
 def test_a_gpu_prunes_nearly_the_same_weights(tmp_path, name):
     build(name).save_pretrained(tmp_path / "model")
-    found = {}
+    weights = {}
     for device in ("cpu", "cuda"):
         model = LayerwiseModel(tmp_path / "model", torch.device(device))
         job = LayerwiseJob(model, tmp_path / device, {}, Pruned(), some_tokens(64))
         job.run()
-        found[device] = {key: tensor for file in job.files for key, tensor in load_file(file).items()}
-    same = [(found["cpu"][key] == 0) == (found["cuda"][key] == 0) for key in found["cpu"]]
-    assert float(torch.cat([each.flatten() for each in same]).float().mean()) > 0.99
+        weights[device] = {key: tensor for file in job.files for key, tensor in load_file(file).items()}
+    same = [(weights["cpu"][key] == 0) == (weights["cuda"][key] == 0) for key in weights["cpu"]]
+    assert float(torch.cat([equal.flatten() for equal in same]).float().mean()) > 0.99
 
 
 @pytest.mark.parametrize("name", ["bert", "mistral", "mistral, both ways", "modernbert", "gemma3, both ways"])
 def test_texts_without_padding_have_nearly_the_vectors_and_gradients_of_padded_ones(name):
-    """By torch's kernel, which `auto` takes in half precision."""
+    """With torch's kernel, which `auto` uses in half precision."""
     embedder, tokens = embedder_of(BACKBONES[name]()).cuda(), texts().to("cuda")
-    found = []
+    results = []
     for mode in (False, "auto"):
         embedder.unpad(mode)
         embedder.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
-            unpadding = embedder.unpadding
-            assert (unpadding is not None and unpadding.applies_to(embedder.backbone, tokens)) is bool(mode)
+            is_unpadded = embedder.unpadding is not None and embedder.unpadding.applies_to(embedder.backbone, tokens)
+            assert is_unpadded is bool(mode)
             vectors = embedder(tokens)
         (vectors[:-1] * vectors[1:].detach()).sum().backward()
-        found.append((vectors.detach().flatten(), gradient_vector(embedder)))
-    for padded, unpadded in zip(*found, strict=True):
+        results.append((vectors.detach().flatten(), gradient_vector(embedder)))
+    for padded, unpadded in zip(*results, strict=True):
         assert torch.nn.functional.cosine_similarity(padded, unpadded, dim=0) > 0.99

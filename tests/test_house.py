@@ -1,4 +1,4 @@
-"""What holds for every file of the house."""
+"""Rules for all files of the repository."""
 
 import ast
 import configparser
@@ -26,7 +26,7 @@ def test_every_package_has_its_folder_of_tests():
     assert [package.name for package in packages if not list((ROOT / "tests" / package.name).glob("test_*.py"))] == []
 
 
-def test_no_file_names_a_path_of_a_machine():
+def test_no_file_contains_an_absolute_path_of_a_machine():
     tops = [top for top in ROOT.iterdir() if top.name not in {".git", ".venv", ".cache", "checkpoints", "data"}]
     files = [p for top in tops for p in (top, *top.rglob("*")) if p.suffix in {".py", ".yaml", ".md", ".cfg"}]
     assert len(files) > 60
@@ -35,23 +35,23 @@ def test_no_file_names_a_path_of_a_machine():
 
 
 def test_no_two_files_import_each_other():
-    """Imports inside functions count too; those of a package's `__init__` do not."""
+    """Includes imports inside functions, but not those of a package's `__init__`."""
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in trees()}
     graph: dict[str, set[str]] = {}
     for path, name in names.items():
         if path.name != "__init__.py":
-            found: set[str] = set()
+            modules: set[str] = set()
             for node in ast.walk(trees()[path]):
                 if isinstance(node, ast.ImportFrom):
                     parts = [*name.split(".")[: -node.level if node.level else 0], *(node.module or "").split(".")]
                     module = ".".join(part for part in parts if part)
-                    found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-            graph[name] = found & {*names.values()}
+                    modules |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+            graph[name] = modules & {*names.values()}
     assert sum(map(len, graph.values())) > 500
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
-# Where a library may be imported, at a file's top, inside a function, or by `require`.
+# Files that may import a library, at their top, inside a function, or by `require`.
 CONFINED = {
     "deepspeed": {"strategies/sharded.py"},
     "faiss": {"mining/faiss_library.py"},
@@ -64,7 +64,7 @@ CONFINED = {
     "openai": {"synthesis/client.py"},
     "sentence_transformers": {"mining/mine.py"},
 }
-# Modules whose distribution has another name.
+# Modules whose distribution has a different name.
 DISTRIBUTIONS = {
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
@@ -72,12 +72,12 @@ DISTRIBUTIONS = {
     "Stemmer": "pystemmer",
     "sentence_transformers": "sentence-transformers",
 }
-# What torch brings where it has CUDA, and what no environment with our torch can hold (see setup.cfg).
+# torch with CUDA installs triton; megablocks conflicts with our torch (see setup.cfg).
 NOT_REQUIRED = {"triton", "megablocks"}
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """The modules that a file imports, at its top, inside a function, or by name."""
+    """The modules that a file imports, at its top, inside a function, or by `require` and similar calls."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -90,7 +90,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def names(requirements: str) -> set[str]:
-    """The distributions of a list of requirements."""
+    """The distribution names in a list of requirements."""
     lines = [line.strip() for line in requirements.splitlines()]
     return {re.split(r"[\[<>=~! ]", line)[0].lower() for line in lines if line and not line.startswith("#")}
 
@@ -102,18 +102,18 @@ def imports() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("library", CONFINED)
-def test_a_library_is_imported_only_where_it_belongs(library):
-    found = {path for path, names in imports().items() if library in {name.partition(".")[0] for name in names}}
-    places = {place for place in CONFINED[library] if any(name.startswith(place) for name in found)}
+def test_a_library_is_imported_only_in_its_files(library):
+    files = {path for path, names in imports().items() if library in {name.partition(".")[0] for name in names}}
+    places = {place for place in CONFINED[library] if any(name.startswith(place) for name in files)}
     assert places == CONFINED[library]
-    assert {name for name in found if not name.startswith(tuple(places))} == set()
+    assert {name for name in files if not name.startswith(tuple(places))} == set()
 
 
-def test_what_is_imported_is_what_is_required():
+def test_imported_distributions_equal_the_requirements():
     assert len(imports()) > 100
-    found = {name.partition(".")[0] for names in imports().values() for name in names}
-    found -= {*sys.stdlib_module_names, "embeddings", *NOT_REQUIRED}
-    distributions = {DISTRIBUTIONS.get(name, name).lower() for name in found}
+    modules = {name.partition(".")[0] for names in imports().values() for name in names}
+    modules -= {*sys.stdlib_module_names, "embeddings", *NOT_REQUIRED}
+    distributions = {DISTRIBUTIONS.get(name, name).lower() for name in modules}
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     required = names(config["options"]["install_requires"])

@@ -1,4 +1,4 @@
-"""The wheel: what it holds, and that it works from an empty folder in an environment without the checkout."""
+"""The wheel: its files, and that it works from an empty folder in an environment without the checkout."""
 
 import configparser
 import os
@@ -21,7 +21,7 @@ SOURCES = ("embeddings", "lightning_configs", "setup.py", "setup.cfg", "pyprojec
 
 
 def run(*words: str | Path, cwd: Path) -> str:
-    """What a command prints, in an environment that knows nothing of the checkout."""
+    """Run a command without environment variables of the checkout; returns its output."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "EMBED_", "PIP_"))}
     done = subprocess.run([str(word) for word in words], cwd=cwd, env=clean, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -39,18 +39,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy(ROOT / name, source)
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "dist")
     run(sys.executable, "-m", "pip", "wheel", *options, ".", cwd=source)
-    (found,) = (source / "dist").glob("*.whl")
-    return found
+    (path,) = (source / "dist").glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
 def program(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The installed command, in an environment that has this one's libraries and not its checkout."""
+    """The installed command, in an environment with the current libraries but without the checkout."""
     folder = tmp_path_factory.mktemp("fresh")
     run(sys.executable, "-m", "venv", "--without-pip", "environment", cwd=folder)
     python = folder / "environment" / "bin" / "python"
     (site,) = folder.glob("environment/lib/python*/site-packages")
-    # Python reads no `.pth` files of a folder that a `.pth` file names, so an editable install is not seen.
+    # Python ignores `.pth` files in folders that a `.pth` file names, so an editable install is not used.
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))
     options = ("--quiet", "--no-deps", "--no-index", "--no-compile")
     run(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=folder)
@@ -58,29 +58,29 @@ def program(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files_below(folder: Path) -> set[str]:
-    """The files of a folder, as paths in it, without what Python has compiled."""
+    """The relative paths of all files in a folder, without compiled ones."""
     paths = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {path.relative_to(folder).as_posix() for path in paths}
 
 
-def test_the_wheel_holds_every_file_of_the_package_and_of_the_configs_and_no_other(wheel: Path) -> None:
+def test_the_wheel_contains_exactly_the_files_of_the_package_and_the_configs(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        files = {name for name in archive.namelist() if ".dist-info/" not in name}
     package, configs = files_below(ROOT / "embeddings"), files_below(ROOT / "lightning_configs")
     assert len(package) > 100
     assert len(configs) > 40
     assert "py.typed" in package
-    assert held == {f"embeddings/{name}" for name in package} | {f"embeddings/lightning_configs/{n}" for n in configs}
+    assert files == {f"embeddings/{name}" for name in package} | {f"embeddings/lightning_configs/{n}" for n in configs}
 
 
-def test_the_distribution_has_a_name_of_its_own_and_the_packages_version(wheel: Path) -> None:
+def test_the_name_and_the_version_of_the_distribution(wheel: Path) -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     assert config["metadata"]["name"] == DISTRIBUTION
     assert wheel.name.split("-")[:2] == [DISTRIBUTION.replace("-", "_"), embeddings.__version__]
 
 
-def test_the_command_lists_itself_and_where_its_configs_lie(program: Path, tmp_path: Path) -> None:
+def test_the_help_names_the_command_and_the_folder_of_configs(program: Path, tmp_path: Path) -> None:
     assert run(program, "--version", cwd=tmp_path) == f"embeddings {embeddings.__version__}\n"
     listed = run(program, "--help", cwd=tmp_path)
     assert listed.startswith("usage: embeddings COMMAND")
@@ -104,7 +104,7 @@ def test_configs_recipes_and_sweeps_are_found_from_an_empty_folder(program: Path
     lines = run(program, "sweep", "lightning_configs/sweeps/pooling.yaml", "--dry-run", cwd=tmp_path).splitlines()
     assert lines[1].startswith("  checkpoints/sweeps/pooling/quickstart-")
     assert lines[2].startswith("  embeddings fit --config lightning_configs/quickstart.yaml ")
-    # A sweep's run is a process of its own, which finds the package and the configs as this one does.
+    # A sweep starts its runs as processes, which must also find the package and the configs.
     started = run(program.with_name("python"), "-c", CHILD, cwd=tmp_path)
     assert started.splitlines()[0].startswith("usage: embeddings COMMAND")
     assert list(tmp_path.iterdir()) == []

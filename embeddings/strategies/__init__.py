@@ -1,4 +1,4 @@
-"""Floor 4: how the ranks of a run share its weights."""
+"""Floor 4: Lightning strategies that shard weights, gradients and optimiser state."""
 
 from embeddings.strategies.sharded import FSDP2Strategy, ZeroStrategy
 

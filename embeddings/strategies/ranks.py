@@ -1,4 +1,4 @@
-"""The ranks of a run: a check that they can start, a limit on waiting for each other, and a watch over dead ones."""
+"""The ranks of a run: a check that they can start, a timeout for collectives, and a watcher for ranks that die."""
 
 import os
 import signal
@@ -17,43 +17,43 @@ from torch.distributed.constants import default_pg_timeout
 from embeddings.common import OptionError
 
 TIMEOUT = timedelta(minutes=10)
-_SECONDS_BETWEEN_LOOKS = 0.25
-# How long the first rank may take to end once another has been killed, or has reported an error.
+_POLL_SECONDS = 0.25
+# How long the first rank may still run after another rank was killed, or after it reported an error.
 _SECONDS_AFTER_KILL = 2.0
 _SECONDS_AFTER_ERROR = 5.0
 _EXIT_INTERNAL = 70
 
 Processes = list[subprocess.Popen[bytes]]
 
-# The processes that this one has started for the other ranks, in the order of the ranks.
+# The processes that this process started for the other ranks, in rank order.
 _started: list[Processes] = []
-# Held by the one thread that names the dead rank.
-_told = Lock()
+# Acquired once, by the first thread that reports the dead rank.
+_reported = Lock()
 _parent = os.getppid()
 
 
 def set_up_ranks(trainer: L.Trainer) -> None:
-    """Check that the ranks can meet, and watch those that Lightning starts.
+    """Check that the ranks can connect, and watch the processes that Lightning starts.
 
-    They wait ten minutes in a collective unless the config says otherwise; torch waits thirty.
+    The default timeout of a collective becomes ten minutes, instead of torch's thirty.
     """
     strategy: Any = trainer.strategy
     environment = getattr(strategy, "cluster_environment", None)
-    is_alone = isinstance(environment, LightningEnvironment) and not {"NODE_RANK", "GROUP_RANK"} & os.environ.keys()
-    if trainer.num_nodes > 1 and is_alone:
-        rule = "must be 1 where no launcher starts a process on each node"
-        raise OptionError("trainer.num_nodes", trainer.num_nodes, rule, "start it by srun or torchrun on every node")
+    has_launcher = not isinstance(environment, LightningEnvironment) or {"NODE_RANK", "GROUP_RANK"} & os.environ.keys()
+    if trainer.num_nodes > 1 and not has_launcher:
+        rule = "must be 1 if no launcher starts a process on each node"
+        raise OptionError("trainer.num_nodes", trainer.num_nodes, rule, "use srun or torchrun on every node")
     if getattr(strategy, "_timeout", None) == default_pg_timeout:
         strategy._timeout = TIMEOUT
-    # Lightning's own observer looks every five seconds, and kills this process without a word.
-    setattr(subprocess_script, "_launch_process_observer", _watch)  # noqa: B010 - it is not exported
+    # Lightning's observer polls every five seconds, and kills this process without a message.
+    setattr(subprocess_script, "_launch_process_observer", _watch)  # noqa: B010 - it is private
 
 
 def lost_rank() -> str | None:
-    """Which rank has died, for the message after a collective has failed; None where something else starts the ranks.
+    """The rank that died, for the message after a failed collective; None if an external launcher started the ranks.
 
-    One process gets the sentence: the one that has started the others, or the second rank where that one has died. The
-    others get an empty text.
+    Only one process gets the message: the one that started the others, or rank 1 if that process died. The others get
+    an empty string.
     """
     is_launched = not _started and os.environ.get("LOCAL_RANK", "0") != "0" and "RANK" not in os.environ
     if not _started and (not is_launched or "SLURM_PROCID" in os.environ):
@@ -62,51 +62,50 @@ def lost_rank() -> str | None:
     while time.monotonic() < end:
         if is_launched and os.getppid() != _parent:
             return f"rank 0, process {_parent}, has ended" if os.environ["LOCAL_RANK"] == "1" else ""
-        dead = _dead(_started[-1]) if _started else ""
+        dead = _dead_rank(_started[-1]) if _started else ""
         if dead:
             _kill(_started[-1])
-            return _tell(dead)
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+            return _once(dead)
+        time.sleep(_POLL_SECONDS)
     return "" if is_launched else None
 
 
 def _watch(children: Processes) -> None:
-    """Watch the processes of the other ranks as long as they run, in place of Lightning's observer."""
+    """Watch the processes of the other ranks in a thread; replaces Lightning's observer."""
     _started.append(children)
-    Thread(target=_end_with, args=(children,), daemon=True, name="ranks").start()
+    Thread(target=_end_with_dead_rank, args=(children,), daemon=True, name="ranks").start()
 
 
-def _end_with(children: Processes) -> None:
-    """End all processes of this run once one has died, since the others would wait for it in their next collective."""
-    while not (dead := _dead(children)):
-        # A run that ends normally has emptied the list.
+def _end_with_dead_rank(children: Processes) -> None:
+    """End all processes of this run after one died, because the others would wait for it in their next collective."""
+    while not (dead := _dead_rank(children)):
+        # The list is empty after a run that ended normally.
         if all(child.poll() == 0 for child in children):
             return
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(_POLL_SECONDS)
     is_killed = any((child.returncode or 0) < 0 for child in children)
     time.sleep(_SECONDS_AFTER_KILL if is_killed else _SECONDS_AFTER_ERROR)
     if not children:
         return
-    line = _tell(dead)
-    if line:
-        print(f"error: {line}; resume with --ckpt_path", file=sys.stderr, flush=True)
+    if message := _once(dead):
+        print(f"error: {message}; resume with --ckpt_path", file=sys.stderr, flush=True)
     _kill(children)
     os._exit(_EXIT_INTERNAL)
 
 
 def _kill(children: Processes) -> None:
-    """Kill the remaining processes: over NCCL they would wait in a collective for minutes."""
+    """Kill the remaining processes: with NCCL they would wait in a collective for minutes."""
     for child in children:
         child.kill()
 
 
-def _tell(line: str) -> str:
-    """The line for the first caller, empty for later ones."""
-    return line if _told.acquire(blocking=False) else ""
+def _once(message: str) -> str:
+    """Return the message to the first caller, and an empty string to later ones."""
+    return message if _reported.acquire(blocking=False) else ""
 
 
-def _dead(children: Processes) -> str:
-    """Which process ended with an error or by a signal, and how; empty for none."""
+def _dead_rank(children: Processes) -> str:
+    """A description of the first process that failed or was killed by a signal; empty if there is none."""
     first = int(os.environ.get("NODE_RANK", 0)) * (len(children) + 1)
     for rank, child in enumerate(list(children), start=first + 1):
         code = child.poll()

@@ -1,6 +1,6 @@
-"""FSDP2 and DeepSpeed's ZeRO under Lightning: sharded weights, gradients and optimiser.
+"""FSDP2 and DeepSpeed's ZeRO for Lightning: sharded weights, gradients and optimiser state.
 
-ZeRO trains plain steps and GradCache. Any strategy resumes the checkpoints of either.
+Both support plain steps and GradCache. Any strategy can resume their checkpoints.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,19 +38,19 @@ from embeddings.training.strategy import TrainingStrategy, full_parameters, full
 class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
     """Shards weights, gradients and optimiser state over all ranks; a layer is gathered only while it is computed.
 
-    The gradient equals DDP's; under `bf16-mixed` the layers' matrices are gathered in bfloat16. A module says in
-    `configure_model` what is sharded (see `training.strategy.shard`).
+    The gradient equals DDP's; under `bf16-mixed` the layers' matrices are gathered in bfloat16. A module shards its
+    weights in `configure_model` (see `training.strategy.shard`).
 
-    A checkpoint is one file with full tensors, which rank 0's memory has to hold: any strategy resumes it, on any
+    A checkpoint is one file with full tensors, which must fit in rank 0's memory. Any strategy can resume it, on any
     number of ranks.
 
     Args:
-        process_group_backend: "nccl", "gloo" …; None for what suits the device.
+        process_group_backend: "nccl", "gloo" …; None for the device's default.
         timeout: How long a rank waits for the others in a collective before the run ends.
     """
 
     is_sharded = equal_mini_batches = True
-    # One file, by rank 0, as Lightning's base class has it.
+    # Rank 0 writes one file, as in Lightning's base class.
     save_checkpoint, load_checkpoint = Strategy.save_checkpoint, Strategy.load_checkpoint
     lightning_restore_optimizer = Strategy.lightning_restore_optimizer
 
@@ -59,7 +59,7 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False, **options)
 
     def setup_environment(self) -> None:
-        """Start the ranks' communication, with all of them in one dimension."""
+        """Start the ranks' communication; all ranks are in the data-parallel dimension."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
@@ -89,37 +89,37 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
 
 
 def _sharded_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> StateDict:
-    """A full state in which each tensor of its parameter's shape is sharded as the parameter is."""
+    """Shard each tensor of a full state like its parameter, if it has the parameter's shape."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    of_parameter = {}
+    state_of_parameter = {}
     for index, values in state["state"].items():
         parameter = parameters[int(index)]
         like = {name: parameter for name, value in values.items() if getattr(value, "shape", None) == parameter.shape}
-        of_parameter[int(index)] = sharded_like(values, like)
-    return {**state, "state": of_parameter}
+        state_of_parameter[int(index)] = sharded_like(values, like)
+    return {**state, "state": state_of_parameter}
 
 
 class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
-    """Shards the optimiser's state over all ranks (stage 1), the gradients too (2), the weights too (3).
+    """Shards the optimiser state over all ranks (stage 1), also the gradients (stage 2), also the weights (stage 3).
 
-    The gradient equals DDP's, also with accumulation and under GradCache, where each mini-batch's forward goes through
-    DeepSpeed's engine instead of the training step.
+    The gradient equals DDP's, also with accumulation and under GradCache. Under GradCache DeepSpeed's engine wraps the
+    forward of each mini-batch instead of the training step.
 
-    A checkpoint is one file with full tensors, which rank 0's memory has to hold, not DeepSpeed's own folder: any
-    strategy resumes it, on any number of ranks.
+    A checkpoint is one file with full tensors instead of DeepSpeed's folder; it must fit in rank 0's memory. Any
+    strategy can resume it, on any number of ranks.
 
     Args:
-        stage: What is sharded.
-        offload_optimizer: Whether the optimiser's state is in CPU memory.
+        stage: ZeRO stage, 1 to 3.
+        offload_optimizer: Whether the optimiser state is in CPU memory.
         offload_parameters: Whether weights that are not in use are in CPU memory; stage 3 only.
-        process_group_backend: "nccl", "gloo" …; None for what suits the device.
+        process_group_backend: "nccl", "gloo" …; None for the device's default.
         timeout: How long a rank waits for the others in a collective before the run ends.
     """
 
     checks_gradients = True
     # Under bf16-mixed and 16-mixed the engine's optimiser has a float32 copy of the weights.
     keeps_float32_weights = True
-    # One file, by rank 0, as Lightning's base class has it.
+    # Rank 0 writes one file, as in Lightning's base class.
     save_checkpoint, load_checkpoint = Strategy.save_checkpoint, Strategy.load_checkpoint
     lightning_restore_optimizer = Strategy.lightning_restore_optimizer
 
@@ -135,11 +135,11 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
         options |= {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
         super().__init__(stage=stage, **options)
         self.is_sharded = stage == 3
-        # From stage 2 on every backward averages its gradients; in stage 1 the last backward does so for all.
+        # From stage 2 on every backward averages its gradients; in stage 1 only the last backward does, for all.
         self.equal_mini_batches = stage >= 2
-        # Stage 1 reads invalid memory as the gradient of weights that only earlier backwards reached (DeepSpeed 0.19).
+        # DeepSpeed 0.19, stage 1: weights that only earlier backwards reached get a gradient from invalid memory.
         self.supports_context_stage = stage != 1
-        # DeepSpeed only logs a throughput by it; Lightning would ask the loader, which does not know its batches yet.
+        # DeepSpeed uses it only to log throughput. Otherwise Lightning reads it from the loader, which is not ready.
         assert isinstance(self.config, dict)
         self.config["train_micro_batch_size_per_gpu"] = 1
 
@@ -175,7 +175,7 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
         set_full_optimizer_state(self.deepspeed_engine.optimizer, self._groups, state)
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """The module's step, inside the engine's forward unless GradCache calls that forward for each mini-batch."""
+        """The module's step inside the engine's forward; GradCache calls that forward for each mini-batch instead."""
         module: Any = self.lightning_module
         if not isinstance(module, GradCacheModule) or module.grad_cache is None:
             return super().training_step(*args, **kwargs)
@@ -184,7 +184,7 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
             return self.lightning_module.training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """The backward of a step's loss, which Lightning has divided by the number of accumulated batches already."""
+        """The backward of a step's loss; Lightning already divided it by the number of accumulated batches."""
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     def optimizer_step(
@@ -204,7 +204,7 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
     def gradcache_step(
         self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, scale: float, is_last: bool
     ) -> LossOutput:
-        """GradCache's step but for the last backward, each mini-batch's forward through DeepSpeed's engine."""
+        """GradCache's step without the last backward; each mini-batch's forward goes through DeepSpeed's engine."""
         zero = self.deepspeed_engine
 
         def backward(loss: Tensor) -> None:
@@ -212,14 +212,14 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
             zero.set_gradient_accumulation_boundary(False)
             zero.backward(loss, scale_wrt_gas=False)
 
-        through = _ThroughEngine(zero, step)
-        output = engine.forward_backward(through, batch, backward, scale=scale, syncs_each=self.equal_mini_batches)
+        wrapped = _ThroughEngine(zero, step)
+        output = engine.forward_backward(wrapped, batch, backward, scale=scale, syncs_each=self.equal_mini_batches)
         self._count_backward()
         zero.set_gradient_accumulation_boundary(is_last)
         return output
 
     def _count_backward(self) -> None:
-        """Have stage 3 add the next backward's gradient to the present one, also without a forward between them."""
+        """Make stage 3 add the next backward's gradient to the current one, even without a forward in between."""
         clear = getattr(self.deepspeed_engine.optimizer, "clear_backward_seen_flag", None)
         if clear is not None:
             clear()
@@ -247,14 +247,14 @@ class _ThroughEngine(nn.Module):
         return output
 
 
-# DeepSpeed keeps weights and optimiser state in flat float32 partitions, of which a parameter has fragments on some
-# ranks. The functions below assemble them to the state of a plain module and optimiser, and distribute it again.
+# DeepSpeed stores weights and optimiser state in flat float32 partitions; each rank has fragments of some parameters.
+# The functions below assemble the fragments to the state of a plain module and optimiser, and distribute it again.
 Groups = Sequence[Sequence[nn.Parameter]]
 
 
 @contextmanager
 def gathered_parameters(parameters: Sequence[nn.Parameter], writer: int | None = None) -> Iterator[None]:
-    """A context with full parameters (under stages 1 and 2 they always are); the changes of rank `writer` are kept."""
+    """A context with full parameters (stages 1 and 2 never shard them); it keeps the changes of rank `writer`."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=writer):
@@ -262,64 +262,65 @@ def gathered_parameters(parameters: Sequence[nn.Parameter], writer: int | None =
 
 
 def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Tensor | None]:
-    """The full weights and buffers, trained ones in float32; None where this rank does not `keep` them."""
+    """The full weights and buffers, trained ones in float32; all values are None if `keep` is false."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    found: dict[str, Tensor | None] = {}
+    state: dict[str, Tensor | None] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         full = safe_get_full_fp32_param(value) if isinstance(value, nn.Parameter) and value.requires_grad else None
         if full is None:
             with gathered_parameters([value] if isinstance(value, nn.Parameter) else []):
                 full = value.detach().clone()
-        found[name] = full.cpu() if keep else None
-    return found
+        state[name] = full.cpu() if keep else None
+    return state
 
 
 def set_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Set what `full_state_dict` returned, the same on all ranks, and the optimiser's float32 partitions."""
+    """Load a state of `full_state_dict`, equal on all ranks, into the module and the optimiser's float32 partitions."""
     from deepspeed.utils import safe_set_full_fp32_param
 
     for name, value in module.state_dict(keep_vars=True).items():
         full = state[name].to(value.device)
         with gathered_parameters([value] if isinstance(value, nn.Parameter) else [], writer=0), torch.no_grad():
-            value.data.copy_(full) if value.shape == full.shape else None
+            if value.shape == full.shape:
+                value.data.copy_(full)
         if isinstance(value, nn.Parameter) and value.requires_grad:
             safe_set_full_fp32_param(value, full.float())
 
 
 def full_optimizer_state(optimizer: Any, groups: Groups, keep: bool) -> dict[str, Any]:
-    """The full state of DeepSpeed's optimiser, as a plain one over the same groups has it; `keep` as above."""
+    """The full state of DeepSpeed's optimiser in the format of a plain one over the same groups; `keep` as above."""
     state: dict[int, dict[str, Any]] = {}
-    # The first partition that has a state has the names of all.
-    any_state: dict[str, Tensor] = next((dict(found) for found in optimizer.optimizer.state.values() if found), {})
+    # All partitions with a state have the same names.
+    any_state: dict[str, Tensor] = next((dict(values) for values in optimizer.optimizer.state.values() if values), {})
     names = [name for name, value in any_state.items() if value.ndim]
-    single = {name: value for name, value in any_state.items() if not value.ndim}
+    scalars = {name: value for name, value in any_state.items() if not value.ndim}
     for index, parameter in enumerate(parameter for group in groups for parameter in group):
         full = {name: _full_entry(optimizer, parameter, name) for name in names}
         values = {name: value.cpu() if keep else None for name, value in full.items()}
-        if values or single:
-            state[index] = values | {name: value.clone() for name, value in single.items()}
-    place, described = count(), []
+        if values or scalars:
+            state[index] = values | {name: value.clone() for name, value in scalars.items()}
+    index_of_parameter, param_groups = count(), []
     for inner, group in zip(optimizer.param_groups, groups, strict=True):
         options = {name: value for name, value in inner.items() if name != "params"}
-        described.append({**options, "params": [next(place) for _ in group]})
-    return {"state": state, "param_groups": described}
+        param_groups.append({**options, "params": [next(index_of_parameter) for _ in group]})
+    return {"state": state, "param_groups": param_groups}
 
 
 def set_full_optimizer_state(optimizer: Any, groups: Groups, state: Mapping[str, Any]) -> None:
-    """Set what `full_optimizer_state` returned, the same on all ranks."""
+    """Load a state of `full_optimizer_state`, equal on all ranks."""
     for inner, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         inner.update({name: value for name, value in saved.items() if name != "params"})
     parameters = [parameter for group in groups for parameter in group]
     for index, values in state["state"].items():
         for name, value in values.items():
             for partition, fragment, start, size in _fragments(optimizer, parameters[int(index)]):
-                own = optimizer.optimizer.state[partition]
+                partition_state = optimizer.optimizer.state[partition]
                 if not value.ndim:
-                    own[name] = value.clone()
+                    partition_state[name] = value.clone()
                     continue
-                own.setdefault(name, torch.zeros_like(partition))
-                own[name].narrow(0, fragment, size).copy_(value.flatten().narrow(0, start, size))
+                partition_state.setdefault(name, torch.zeros_like(partition))
+                partition_state[name].narrow(0, fragment, size).copy_(value.flatten().narrow(0, start, size))
 
 
 def _full_entry(optimizer: Any, parameter: nn.Parameter, name: str) -> Tensor:
@@ -333,15 +334,15 @@ def _full_entry(optimizer: Any, parameter: nn.Parameter, name: str) -> Tensor:
 
 
 def _fragments(optimizer: Any, parameter: Any) -> Iterator[tuple[Tensor, int, int, int]]:
-    """Where a parameter is on this rank: a partition, the offset in it, the offset in the parameter, and the size."""
+    """A parameter's fragments on this rank: partition, offset in it, offset in the parameter, and size."""
     if hasattr(parameter, "ds_id"):
-        group, place, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = size * optimizer._get_param_partition_rank(parameter)
-        yield optimizer.fp32_partitioned_groups_flat[group], place, start, min(size, parameter.ds_numel - start)
+        yield optimizer.fp32_partitioned_groups_flat[group], offset, start, min(size, parameter.ds_numel - start)
     elif parameter._hp_mapping is not None:
         mapping = parameter._hp_mapping
         partitions = optimizer.single_partition_of_fp32_groups
-        own = mapping.get_hp_fragment().untyped_storage().data_ptr()
-        partition = next(one for one in partitions if one.untyped_storage().data_ptr() == own)
+        pointer = mapping.get_hp_fragment().untyped_storage().data_ptr()
+        partition = next(one for one in partitions if one.untyped_storage().data_ptr() == pointer)
         address = mapping.hp_fragment_address
         yield partition, address.start, mapping.lp_fragment_address.start, address.numel

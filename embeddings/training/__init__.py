@@ -1,4 +1,4 @@
-"""Floor 2: how a method is trained, whatever the method."""
+"""Floor 2: training code that all methods share."""
 
 from embeddings.training.gradcache import GradCache
 

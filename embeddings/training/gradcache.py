@@ -1,12 +1,12 @@
 """GradCache: the exact gradient of a batch that does not fit in memory, computed in mini-batches.
 
-`GradCache` is the engine. A step of it (`_TwoPasses`) goes over the mini-batches of `plan_stages` twice:
+`GradCache` is the engine. Its step (`_TwoPasses`) runs over the mini-batches of `plan_stages` twice:
 
-1. Embed every mini-batch, most of them without a graph, and note the random state before each.
+1. Embed every mini-batch, most of them without a graph, and save the random state before each.
 2. Compute the loss of all representations together, and its gradient with respect to each of them.
-3. Embed each mini-batch again, from its random state and with a graph, and pass its share of that gradient backwards.
+3. Embed each mini-batch again, from its random state and with a graph, and backpropagate its part of that gradient.
 
-All of this equals `plain_step`. `GraphBudget` decides which graphs of the first pass are kept, and need no third step.
+The result equals `plain_step`. `GraphBudget` decides which graphs of the first pass are kept, which saves step 3.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,20 +36,20 @@ from embeddings.training.graphs import GraphBudget, GraphMemory, graph_leaves
 Backward = Callable[[Tensor], None]
 NoSync = Callable[[], AbstractContextManager[object]]
 
-# The towers: the groups of texts that are embedded. The context's documents have an encoder of their own.
+# The towers: the groups of texts that are embedded. The context's documents have a separate encoder.
 QUERY, CANDIDATE, CONTEXT = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MiniBatch:
-    """Texts that go through an encoder together.
+    """Texts that are encoded together.
 
     Attributes:
         tower: `QUERY`, `CANDIDATE` or `CONTEXT`.
-        rows_n: Their rows in the tower, (n,) int64 on the CPU.
-        first: The place of the first of them among the tower's texts in the order of the plan, the longest first.
-        longest: Tokens of the longest text; a query or candidate counts its context as one token a document.
-        is_filler: Whether it only gives all ranks the same number of forwards: it is embedded, its gradient is zero.
+        rows_n: Rows of the texts in the tower, (n,) int64 on the CPU.
+        first: Position of the first text among the tower's texts in the order of the plan, longest first.
+        longest: Tokens of the longest text; for a query or candidate, each context document adds one token.
+        is_filler: Whether it only equalises the number of forwards of the ranks: it is embedded, its gradient is zero.
     """
 
     tower: int
@@ -60,14 +60,14 @@ class MiniBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Their tokens, padding and context included."""
+        """Tokens of the mini-batch, including padding and context."""
         return len(self.rows_n) * self.longest
 
 
 def plan_stages(batch: ContrastiveBatch, mini_batch_tokens: int, mini_batch_texts: int | None) -> list[list[MiniBatch]]:
     """The mini-batches of each stage of a step, from the longest texts to the shortest; limits as in `GradCache`.
 
-    The first stage embeds the context, where the batch has one; the last one embeds queries and candidates.
+    If the batch has a context, the first stage embeds it. The last stage embeds queries and candidates.
     """
 
     def of_tower(tower: int) -> list[MiniBatch]:
@@ -80,9 +80,9 @@ def plan_stages(batch: ContrastiveBatch, mini_batch_tokens: int, mini_batch_text
 
 
 def extend_plan(plan: list[MiniBatch], count: int, batch: ContrastiveBatch) -> list[MiniBatch]:
-    """The same texts in exactly `count` mini-batches, at least as many as there are.
+    """Split a plan into exactly `count` mini-batches, which must not be fewer than it has.
 
-    The largest are halved until there are enough. Once each holds one text, fillers embed a short one again.
+    The largest are halved until there are enough. When each has one text, fillers embed a short text again.
     """
     plan = list(plan)
     while len(plan) < count:
@@ -104,7 +104,7 @@ def tower_tokens(batch: ContrastiveBatch, tower: int) -> TokenBatch:
 
 
 def lengths_read(batch: ContrastiveBatch, tower: int) -> Tensor:
-    """Tokens of each text of a tower as its encoder reads it, (N,) int64: after the context and soft prompts."""
+    """Tokens of each text of a tower, (N,) int64, including the context and soft prompts that the encoder adds."""
     lengths_N = tower_tokens(batch, tower).lengths_N
     num_context = 0 if batch.context is None else len(batch.context)
     return lengths_N if tower == CONTEXT else lengths_N + max(batch.num_extra_tokens, num_context)
@@ -124,7 +124,7 @@ def _longest_first(plan: list[MiniBatch]) -> list[MiniBatch]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RandomState:
-    """The random states of the CPU and of one device at one moment, so that dropout can be replayed."""
+    """The random states of the CPU and of one device, saved to replay dropout."""
 
     device: torch.device
     cpu_state: Tensor
@@ -137,7 +137,7 @@ class RandomState:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Return to these states inside, and to the current ones afterwards."""
+        """A context in which these states are set; the current ones are restored afterwards."""
         before = RandomState.capture(self.device)
         self._restore()
         try:
@@ -152,11 +152,11 @@ class RandomState:
 
 
 def plain_step(step: ContrastiveStep, batch: ContrastiveBatch) -> LossOutput:
-    """The loss of a batch whose texts are all embedded at once, with the graphs of all encoders behind it.
+    """The loss of a batch, with the graphs of all encoders; all texts are embedded at once.
 
-    Where the batch has a context, which takes a `ContextualStep`, both towers read the same vectors of its documents.
+    A batch with a context needs a `ContextualStep`; both towers use the same vectors of the context documents.
 
-    Related: `GradCache`, the same loss and gradient within the memory of one mini-batch.
+    Related: `GradCache`, the same loss and gradient with the memory of one mini-batch.
     """
     context = None
     with shared_casts():
@@ -174,10 +174,10 @@ def _contextual(step: ContrastiveStep) -> ContextualStep:
 def attach_gradient(
     value: Tensor, outputs: Sequence[Tensor], gradients: Sequence[Tensor], untouched: Sequence[Tensor] = ()
 ) -> Tensor:
-    """A scalar of the given value whose backward hands each of `outputs` its gradient: GradCache's surrogate loss.
+    """GradCache's surrogate loss: a scalar equal to `value` whose backward passes each of `outputs` its gradient.
 
-    No sum of products is computed, so nothing can overflow in half precision, and a loss scale multiplies the gradients
-    in float32 before they take the outputs' dtype. Leaves in `untouched` are reached with a zero that uses no memory.
+    No sum of products is computed, so nothing can overflow in half precision. A loss scale multiplies the gradients in
+    float32 before they are cast to the outputs' dtype. Leaves in `untouched` get a zero gradient that uses no memory.
     """
     attached: Tensor = _AttachGradient.apply(  # type: ignore[no-untyped-call]
         value.detach(), len(outputs), *gradients, *outputs, *untouched
@@ -202,35 +202,36 @@ class _AttachGradient(torch.autograd.Function):
 
 
 class GradCache:
-    """Two passes over mini-batches that give the loss and the gradient of the full batch.
+    """Computes the loss and the gradient of the full batch in two passes over mini-batches.
 
-    Memory for graphs is that of one mini-batch, or of as many as may be kept. Where no other graph fills the memory,
-    the last mini-batch of the first pass keeps its graph, since recomputing it would need as much memory: a batch of
-    one mini-batch a tower costs little more than a plain step. The longest mini-batch comes first, so a run that does
-    not fit fails at once.
+    Graphs need the memory of one mini-batch, or of as many as may be kept. If no other graph uses this memory, the last
+    mini-batch of the first pass keeps its graph, because recomputing it would need as much memory. So a batch with one
+    mini-batch per tower costs little more than a plain step. The longest mini-batch runs first, so that a run that does
+    not fit into memory fails at once.
 
-    A `ContextualStep` over a batch with a context has two stages. The first pass runs them in order, and the vectors
-    of the first stage are a leaf that every mini-batch of the second reads. The second pass runs them in reverse, so
-    that this leaf has the gradient of both towers when the first stage needs it. A second stage that is not trained
-    costs only its recomputation; a first stage that is not trained (`trains_context` is false) runs once.
+    A `ContextualStep` over a batch with a context has two stages. The first pass runs them in order; the vectors of the
+    first stage are a leaf that every mini-batch of the second stage uses. The second pass runs them in reverse, so that
+    this leaf has the gradient of both towers when the first stage needs it. A second stage that is not trained costs
+    only its recomputation; a first stage that is not trained (`trains_context` is false) runs once.
 
     Args:
-        mini_batch_tokens: Maximum of padded tokens of a mini-batch, a text's context included. A longer text is alone.
-        mini_batch_texts: Maximum of texts of a mini-batch; None for no limit.
-        kept_fraction: Share of all padded tokens, 0 to 1, whose graphs may be kept; None leaves it to `kept_gib`.
-        kept_gib: Memory that kept graphs may hold together, in GiB on this rank; None leaves it to `kept_fraction`. The
-            longest mini-batch of a stage is measured, the others are taken to need as much a token. With both options
-            both limits hold; without either only the last graph is kept.
-        equal_mini_batches: Whether all ranks run as many mini-batches and keep as many graphs, as strategies need that
-            gather parameters in each forward (FSDP, ZeRO-3).
+        mini_batch_tokens: Maximum number of padded tokens of a mini-batch, including each text's context. A longer text
+            forms a separate mini-batch.
+        mini_batch_texts: Maximum number of texts of a mini-batch; None for no limit.
+        kept_fraction: Fraction of all padded tokens, 0 to 1, whose graphs may be kept; None: only `kept_gib` limits it.
+        kept_gib: Total memory of kept graphs, in GiB on this rank; None: only `kept_fraction` limits it. Memory per
+            token is measured on the longest mini-batch of a stage and assumed for the others. If both options are set,
+            both limits apply; if neither is, only the last graph is kept.
+        equal_mini_batches: Whether all ranks run the same number of mini-batches and keep the same number of graphs.
+            Strategies that gather parameters in each forward (FSDP, ZeRO-3) need it.
 
     Precision: representations and their gradients keep their dtype; the context's gradient is summed over mini-batches
         in float32 or better. The backward runs outside autocast.
-    Distributed: one gradient synchronisation a step, by the last backward, which is the first stage's. A parameter
-        that only earlier mini-batches, a later stage or the loss reached takes part in it. Each rank has its own
-        context; only candidates cross ranks, in the loss.
+    Distributed: one gradient synchronisation per step, in the last backward, which is the first stage's. It includes
+        parameters that only earlier mini-batches, a later stage or the loss used. Each rank has a separate context;
+        only candidates are exchanged between ranks, in the loss.
     Raises:
-        OptionError: If an option is impossible; the message names it and shows the value.
+        OptionError: If an option is invalid; the message names it and shows the value.
     Source: Gao 2021, arXiv:2101.06983, section 3. Differs: token budget, kept graphs, summed statistics.
     """
 
@@ -251,9 +252,9 @@ class GradCache:
         self.equal_mini_batches = equal_mini_batches
 
     def plan(self, batch: ContrastiveBatch) -> list[list[MiniBatch]]:
-        """The mini-batches of each stage of a batch, in the order in which they first run.
+        """The mini-batches of each stage of a batch, in the order of the first pass.
 
-        Distributed: one all-reduce a stage where the ranks must have equally many.
+        Distributed: with `equal_mini_batches`, one all-reduce per stage.
         """
         stages = plan_stages(batch, self.mini_batch_tokens, self.mini_batch_texts)
         if self.equal_mini_batches:
@@ -286,25 +287,24 @@ class GradCache:
         scale: float = 1.0,
         syncs_each: bool = False,
     ) -> LossOutput:
-        """Run everything but the last backward, which the caller runs.
+        """Run everything except the last backward, which the caller runs.
 
-        The returned loss has the value of the full batch and the graph of the last mini-batch, so a caller whose
-        framework runs one backward a step (Lightning) returns it like a plain loss. Where gradients are disabled it has
-        no graph.
+        The returned loss has the value of the full batch and the graph of the last mini-batch. A caller whose framework
+        runs one backward per step (Lightning) returns it like a plain loss. If gradients are disabled, it has no graph.
 
         Args:
             step: The method.
             batch: The batch.
-            backward: Runs a backward from a scalar, without a factor of its own; it is called outside autocast for
-                each mini-batch but the last.
-            no_sync: Makes a context in which backwards do not synchronise gradients, for a step whose forward goes
-                through the wrapper that synchronises (DDP, FSDP): forwards and early backwards run inside it, and the
-                last mini-batch is recomputed outside. Encoders of two stages must share one wrapper. None where the
-                wrapper is around the caller.
-            scale: Factor of the early backwards' gradients. The caller's own backward of the returned loss must apply
-                the same (Lightning divides by the number of accumulated batches; an fp16 scaler multiplies).
-            syncs_each: Whether every backward averages the gradients of its own leaves over the ranks (FSDP2, ZeRO).
-                Otherwise the last one does so for all, and each parameter of the step takes part in it (DDP).
+            backward: Runs a backward from a scalar, without another factor; it is called outside autocast for each
+                mini-batch except the last.
+            no_sync: Creates a context in which backwards do not synchronise gradients, for a step whose forward calls
+                the wrapper that synchronises (DDP, FSDP). Forwards and early backwards run inside it, and the last
+                mini-batch is recomputed outside. Encoders of two stages must share one wrapper. None if the wrapper
+                is around the caller.
+            scale: Factor of the early backwards' gradients. The caller's backward of the returned loss must apply the
+                same factor (Lightning divides by the number of accumulated batches; an fp16 scaler multiplies).
+            syncs_each: Whether every backward averages the gradients of its leaves over the ranks (FSDP2, ZeRO).
+                Otherwise only the last one averages, and it includes each parameter of the step (DDP).
         """
         passes = _TwoPasses(self, step, batch, keeps_last=no_sync is None, syncs_each=syncs_each)
         # Sharded weights are gathered for one layer at a time, so their casts cannot be shared.
@@ -324,14 +324,14 @@ class GradCache:
 
 @runtime_checkable
 class GradCacheModule(Protocol):
-    """A module whose training step runs under GradCache where `grad_cache` is set."""
+    """A module whose training step uses GradCache if `grad_cache` is set."""
 
     grad_cache: GradCache | None
 
 
 @dataclass(slots=True, eq=False)
 class _Visit:
-    """A mini-batch between the two passes; `graph` holds its representations while its graph is kept."""
+    """A mini-batch between the two passes; `graph` contains its representations if their graph is kept."""
 
     mini_batch: MiniBatch
     random_state: RandomState
@@ -339,20 +339,20 @@ class _Visit:
 
 
 class _PlannedTexts(NamedTuple):
-    """A tower's texts, the longest first, and the row of each: a mini-batch is a run of them, moved once a step."""
+    """A tower's texts, longest first, and the row of each, moved once per step; a mini-batch is a slice of them."""
 
     tokens: TokenBatch
     row_N: Tensor
 
     @classmethod
     def of(cls, tokens: TokenBatch, plan: Sequence[MiniBatch]) -> "_PlannedTexts":
-        by_place = {mini_batch.first: mini_batch.rows_n for mini_batch in plan}
-        row_N = torch.cat([by_place[first] for first in sorted(by_place)])
+        rows_of = {mini_batch.first: mini_batch.rows_n for mini_batch in plan}
+        row_N = torch.cat([rows_of[first] for first in sorted(rows_of)])
         return cls(take_texts(tokens, row_N), moved(row_N, tokens.device))
 
 
 class _TwoPasses:
-    """One step: what the first pass found, and what the second pass does with it."""
+    """The state of one step between the first and the second pass."""
 
     def __init__(
         self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, keeps_last: bool, syncs_each: bool
@@ -363,13 +363,13 @@ class _TwoPasses:
         self.stages = engine.plan(batch)
         plan = [mini_batch for stage in self.stages for mini_batch in stage]
         self.planned = {
-            tower: _PlannedTexts.of(tower_tokens(batch, tower), [found for found in plan if found.tower == tower])
+            tower: _PlannedTexts.of(tower_tokens(batch, tower), [mini for mini in plan if mini.tower == tower])
             for tower in sorted({mini_batch.tower for mini_batch in plan})
         }
         self.stage_tokens = [[mini_batch.num_tokens for mini_batch in stage] for stage in self.stages]
         # The first stage whose mini-batches have a second pass.
         self.first_trained = int(len(self.stages) > 1 and not _contextual(step).trains_context)
-        self.num_kept: list[int] = []  # graphs that each stage keeps, from its first mini-batch on
+        self.num_kept: list[int] = []  # number of graphs that each stage keeps, from its first mini-batch on
         self.visits: list[list[_Visit]] = []
         self.towers: dict[int, Representations] = {}  # leaves: all vectors and summed statistics of each tower
         self.gradient_of: dict[Tensor, Tensor] = {}
@@ -378,7 +378,7 @@ class _TwoPasses:
 
     @property
     def context(self) -> Tensor | None:
-        """The leaf that the second stage reads, (M, H), once the first stage has run."""
+        """The input of the second stage, (M, H), a leaf; None before the first stage has run."""
         return self.towers[CONTEXT].vector_ND if CONTEXT in self.towers else None
 
     def _leaves(self) -> list[Tensor]:
@@ -396,23 +396,23 @@ class _TwoPasses:
         return self.step.loss_from_representations(self.towers[QUERY], self.towers[CANDIDATE], self.batch)
 
     def find_gradients(self, loss: Tensor) -> None:
-        """The loss's gradient with respect to each representation, and to the loss's own parameters."""
+        """The loss's gradient with respect to each representation and to the loss's parameters."""
         leaves = dict.fromkeys([leaf for leaf in self._leaves() if leaf.requires_grad] + graph_leaves(loss))
         with torch.autocast(self.device.type, enabled=False):
             gradients = torch.autograd.grad(loss, list(leaves), allow_unused=True, materialize_grads=True)
         self.gradient_of = dict(zip(leaves, gradients, strict=True))
         if self.context in self.gradient_of:
-            # Many mini-batches will add to it.
+            # It accumulates over many mini-batches.
             gradient = self.gradient_of[self.context]
             self.gradient_of[self.context] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
     def second_order(self) -> list[_Visit]:
-        """From the last stage to the first; in each the kept graphs come first, so that their memory is freed."""
+        """From the last stage to the first; within a stage kept graphs come first, to free their memory."""
         trained = self.visits[self.first_trained :]
         return [visit for visits in reversed(trained) for visit in sorted(visits, key=lambda v: v.graph is None)]
 
     def run_early(self, visit: _Visit, loss: Tensor, backward: Backward, scale: float) -> None:
-        """The second pass of any mini-batch but the last."""
+        """The second pass of a mini-batch that is not the last."""
         surrogate = attach_gradient(loss, *self._outputs_and_gradients(visit))
         if not surrogate.requires_grad:
             return
@@ -423,17 +423,17 @@ class _TwoPasses:
         self._take_context_gradient(scale)
 
     def last_surrogate(self, visit: _Visit, loss: Tensor) -> Tensor:
-        """The loss's value with the last mini-batch's graph, and with every parameter that took part in the step."""
+        """The loss's value with a graph to the last mini-batch and to every other parameter used in the step."""
         outputs, gradients = self._outputs_and_gradients(visit)
         representations = set(self._leaves())
         of_loss = {leaf: gradient for leaf, gradient in self.gradient_of.items() if leaf not in representations}
         reached = {leaf for output in outputs for leaf in graph_leaves(output)} | set(of_loss)
-        # A wrapper that averages gradients waits for every parameter in its one synchronised backward.
+        # A wrapper that averages gradients waits for every parameter in its only synchronised backward.
         missing = [leaf for leaf in self.early_leaves if leaf not in reached]
         return attach_gradient(loss, [*outputs, *of_loss], [*gradients, *of_loss.values()], missing)
 
     def _embed_stage(self, stage: int) -> None:
-        """The first pass over one stage; memory that graphs need is measured at its first, longest mini-batch."""
+        """The first pass over one stage; its first, longest mini-batch measures the memory of graphs."""
         builds_graphs = torch.is_grad_enabled() and stage >= self.first_trained
         self.num_kept.append(self.budget.num_kept(self.stage_tokens, self.num_kept) if builds_graphs else 0)
         self.visits.append([])
@@ -444,7 +444,7 @@ class _TwoPasses:
             visit.graph = self._embed_and_measure(stage, mini_batch, measures, keeps)
             self._store(mini_batch, visit.graph)
             if index == 0 and builds_graphs:
-                # Now the memory of the stage's first graph may be known.
+                # The memory of the stage's first graph may be known only now.
                 num_kept = self.budget.num_kept(self.stage_tokens, self.num_kept[:stage])
                 equal = self.engine.equal_mini_batches
                 self.num_kept[stage] = reduce_int(num_kept, "min", self.device) if equal else num_kept
@@ -457,16 +457,16 @@ class _TwoPasses:
         memory, step = GraphMemory(), self.step
         parameters = step.parameters if isinstance(step, nn.Module) else list
         with memory.measured(self.device, parameters) if measures else nullcontext():
-            found = self._embed(mini_batch, keeps)
+            representations = self._embed(mini_batch, keeps)
         if measures:
-            memory.leave_out_casts(_tensors(found).values())
+            memory.leave_out_casts(_tensors(representations).values())
             if memory.num_bytes:
                 self.budget.learn(stage, memory.num_bytes, mini_batch.num_tokens)
-        return found
+        return representations
 
     def _embed(self, mini_batch: MiniBatch, with_graph: bool) -> Representations:
         if with_graph and not self.casts_have_graph:
-            # A weight that autocast cast without a graph would be used again here, and get no gradient.
+            # Autocast would reuse weights that it cast without a graph, and they would get no gradient.
             torch.clear_autocast_cache()
         self.casts_have_graph = with_graph
         tokens = self.planned[mini_batch.tower].tokens.run_of_texts(mini_batch.first, len(mini_batch.rows_n))
@@ -480,7 +480,7 @@ class _TwoPasses:
         return self.planned[mini_batch.tower].row_N[mini_batch.first : mini_batch.first + len(mini_batch.rows_n)]
 
     def _outputs_and_gradients(self, visit: _Visit) -> tuple[list[Tensor], list[Tensor]]:
-        """A mini-batch's representations with their graph, recomputed unless kept, and the gradient of each."""
+        """A mini-batch's representations with their graph (kept or recomputed), and the gradient of each."""
         graph, visit.graph = visit.graph, None
         if graph is None:
             with visit.random_state.replayed():
@@ -498,35 +498,35 @@ class _TwoPasses:
         return outputs, gradients
 
     def _take_context_gradient(self, scale: float) -> None:
-        """Add the gradient that a backward of the second stage left on the context, without the scale."""
+        """Add the context's gradient from a backward of the second stage, without the scale."""
         context = self.context
         if context is not None and context.grad is not None:
             self.gradient_of[context].add_(context.grad, alpha=1.0 / scale)
             context.grad = None
 
-    def _store(self, mini_batch: MiniBatch, found: Representations) -> None:
-        """Put a mini-batch's vectors into their tower's rows, and add its statistics to the tower's."""
+    def _store(self, mini_batch: MiniBatch, part: Representations) -> None:
+        """Copy a mini-batch's vectors into the tower's rows, and add its statistics to the tower's."""
         if mini_batch.is_filler:
             return
         num_texts = len(tower_tokens(self.batch, mini_batch.tower))
         tower = self.towers.get(mini_batch.tower)
         if tower is None:
-            zeros = {name: torch.zeros_like(value) for name, value in found.statistics.items()}
-            tower = Representations(found.vector_ND.new_empty(num_texts, found.vector_ND.shape[1]), zeros)
+            zeros = {name: torch.zeros_like(value) for name, value in part.statistics.items()}
+            tower = Representations(part.vector_ND.new_empty(num_texts, part.vector_ND.shape[1]), zeros)
             self.towers[mini_batch.tower] = tower
-        tower.vector_ND[self._rows(mini_batch)] = found.vector_ND.detach()
-        for name, value in found.statistics.items():
+        tower.vector_ND[self._rows(mini_batch)] = part.vector_ND.detach()
+        for name, value in part.statistics.items():
             tower.statistics[name].add_(value.detach())
 
     def _keeps(self, stage: int, index: int) -> bool:
-        """Whether a mini-batch keeps its graph, where its stage keeps `self.num_kept[stage]` of them."""
+        """Whether a mini-batch keeps its graph; its stage keeps the first `self.num_kept[stage]`."""
         is_counted = index < self.num_kept[stage]
         if index < len(self.stages[stage]) - 1:
             return is_counted
         if stage == self.first_trained and not self.keeps_last:
-            # Its backward ends the step, and the wrapper must see its forward outside `no_sync`.
+            # Its backward ends the step, and the wrapper needs its forward outside `no_sync`.
             return False
-        # The last forward's graph fits where no kept graphs fill a memory budget.
+        # The last forward's graph fits if no kept graphs use a memory budget.
         is_last_forward = stage == len(self.stages) - 1
         return is_counted or (is_last_forward and (not self.budget.measures or sum(self.num_kept) == 0))
 

@@ -1,4 +1,4 @@
-"""The optimiser's parameter groups and state, and learning-rate schedules keyed to optimiser steps."""
+"""The optimiser's parameter groups and state, and learning-rate schedules over optimiser steps."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -16,12 +16,11 @@ from embeddings.common.errors import OptionError
 def parameter_groups(module: nn.Module, parts: Mapping[str, nn.Module] | None = None) -> list[dict[str, Any]]:
     """The trainable parameters in two groups: matrices, and vectors and scalars without weight decay.
 
-    Weight decay pulls biases, norm weights and temperatures to zero without any gain, so their group sets
-    `weight_decay` to 0; the matrices take the optimiser's own value. Modules in `parts` have two groups of their own,
-    whose `part` is the name there.
+    Weight decay on biases, norm weights and temperatures has no benefit, so their group sets `weight_decay` to 0; the
+    matrices use the optimiser's value. Each module in `parts` has two separate groups, whose `part` is its name.
 
     Raises:
-        ValueError: If nothing is trainable.
+        ValueError: If no parameter is trainable.
     """
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable:
@@ -29,19 +28,19 @@ def parameter_groups(module: nn.Module, parts: Mapping[str, nn.Module] | None = 
     part_of = {parameter: name for name, part in (parts or {}).items() for parameter in part.parameters()}
     groups: list[dict[str, Any]] = []
     for name in (None, *(parts or {})):
-        own = [parameter for parameter in trainable if part_of.get(parameter) == name]
+        of_part = [parameter for parameter in trainable if part_of.get(parameter) == name]
         options = {} if name is None else {"part": name}
-        if matrices := [parameter for parameter in own if parameter.ndim >= 2]:
+        if matrices := [parameter for parameter in of_part if parameter.ndim >= 2]:
             groups.append({"params": matrices, **options})
-        if vectors := [parameter for parameter in own if parameter.ndim < 2]:
+        if vectors := [parameter for parameter in of_part if parameter.ndim < 2]:
             groups.append({"params": vectors, "weight_decay": 0.0, **options})
     return groups
 
 
 def state_per_weight(make: Callable[[Iterable[Any]], Optimizer]) -> float:
-    """How many numbers an optimiser keeps for each trained weight, measured on a small matrix: 2 for AdamW.
+    """The optimiser's state values per trained weight, measured on a small matrix: 2 for AdamW.
 
-    It is 0 for an optimiser that takes no dense gradient on a CPU.
+    It is 0 for an optimiser that does not support a dense gradient on a CPU.
     """
     matrix = nn.Parameter(torch.zeros(64, 64))
     matrix.grad = torch.zeros_like(matrix)
@@ -50,11 +49,11 @@ def state_per_weight(make: Callable[[Iterable[Any]], Optimizer]) -> float:
         optimizer.step(lambda: 0.0)
     except (RuntimeError, AssertionError):
         return 0.0
-    kept = [value.numel() for value in optimizer.state[matrix].values() if isinstance(value, Tensor)]
-    return round(sum(kept) / matrix.numel(), 2)
+    sizes = [value.numel() for value in optimizer.state[matrix].values() if isinstance(value, Tensor)]
+    return round(sum(sizes) / matrix.numel(), 2)
 
 
-# The share of the peak rate for a parameter group's `part`, at a step, of a number of steps.
+# (the parameter group's `part`, step, total steps) -> fraction of the peak rate.
 PartFactor = Callable[[str | None, int, int], float]
 
 
@@ -63,8 +62,8 @@ class Schedule:
     """Linear warm-up, then a decay to zero at the last step.
 
     Args:
-        warmup_steps: Optimiser steps (not batches) over which the rate rises linearly, or, below 1, their share of the
-            run's, rounded down. NV-Embed: 50 (Table 11).
+        warmup_steps: Optimiser steps (not batches) over which the rate rises linearly. A value below 1 is a fraction of
+            the run's steps, rounded down. NV-Embed: 50 (Table 11).
         decay: After the warm-up `linear` (NV-Embed, Appendix C) or `cosine` to zero at `total_steps`, or `constant`.
         total_steps: Optimiser steps of the full run; None for the trainer's.
 
@@ -78,7 +77,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0 or (self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps)):
-            rule = "must be a whole number >= 0, or a share of the run below 1"
+            rule = "must be an integer >= 0, or a fraction of the run below 1"
             raise OptionError("model.schedule.warmup_steps", self.warmup_steps, rule, "NV-Embed uses 50")
         if self.total_steps is not None and self.total_steps < 1:
             raise OptionError("model.schedule.total_steps", self.total_steps, "must be >= 1", "leave it out")
@@ -87,9 +86,9 @@ class Schedule:
         return int(self.warmup_steps * (total_steps if self.warmup_steps < 1 else 1))
 
     def factor(self, step: int, total_steps: int) -> float:
-        """The share of the peak rate that optimiser step `step` (0-based) uses, 0 to 1.
+        """The fraction of the peak rate, 0 to 1, at optimiser step `step` (0-based).
 
-        The first step of a warm-up of W steps uses 1/W of the peak, so no step is wasted at a rate of zero.
+        The first step of a warm-up of W steps uses 1/W of the peak, so no step has a rate of zero.
         """
         num_warmup_steps = self.num_warmup_steps(total_steps)
         if step < num_warmup_steps:
@@ -102,17 +101,17 @@ class Schedule:
     def scheduler(
         self, optimizer: Optimizer, trainer_steps: int | None, part_factor: PartFactor | None = None
     ) -> LambdaLR:
-        """A PyTorch scheduler that is stepped once an optimiser step, from the optimiser's peak rates.
+        """A PyTorch scheduler that scales the optimiser's peak rates; call its `step` once per optimiser step.
 
-        `trainer_steps` count where `total_steps` is None. `part_factor` replaces `factor`; its first argument is a
-        group's `part`, or None.
+        `trainer_steps` is the number of steps if `total_steps` is None. `part_factor` replaces `factor`; its first
+        argument is a group's `part`, or None.
         """
         steps = self._length(trainer_steps) or int(self.warmup_steps) + 1
 
-        def of_group(part: str | None) -> Callable[[int], float]:
+        def factor_of_part(part: str | None) -> Callable[[int], float]:
             return lambda step: self.factor(step, steps) if part_factor is None else part_factor(part, step, steps)
 
-        return LambdaLR(optimizer, [of_group(group.get("part")) for group in optimizer.param_groups])
+        return LambdaLR(optimizer, [factor_of_part(group.get("part")) for group in optimizer.param_groups])
 
     def check(self, trainer_steps: int | None) -> None:
         """Check that a decaying schedule has a last step, and that the warm-up is shorter than the run."""
@@ -124,14 +123,14 @@ class Schedule:
     def _length(self, trainer_steps: int | None) -> int | None:
         total_steps = self.total_steps or trainer_steps
         if total_steps is None and (self.decay != "constant" or 0 < self.warmup_steps < 1):
-            what = "to decay" if self.decay != "constant" else "for a warm-up that is a share of it"
+            what = "to decay" if self.decay != "constant" else "for a warm-up that is a fraction of it"
             fix = "set trainer.max_steps or max_epochs"
             raise OptionError("model.schedule.total_steps", None, f"must be known {what}", fix)
         return total_steps
 
 
 def scale_rates(scheduler: Any, peak: float) -> None:
-    """Give a `LambdaLR` at any step another peak rate of its first parameter group, the others in proportion."""
+    """Change a `LambdaLR`'s peak rate for its first parameter group, and scale the other groups in proportion."""
     first = scheduler.base_lrs[0]
     scheduler.base_lrs = [peak * (rate / first) for rate in scheduler.base_lrs]
     factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]

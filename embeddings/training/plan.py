@@ -1,4 +1,4 @@
-"""What a run needs before it is paid for: memory, arithmetic and disk, counted on a model that has no weights."""
+"""Predicts the memory, arithmetic and traffic of a training step from a model on the meta device."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,18 +21,18 @@ from embeddings.models.bidirectional import layers
 from embeddings.models.moe.experts import Experts, ExpertWeights, sorted_experts
 
 StrategyName = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
-# What the ranks of a strategy share.
+# Strategies that shard the optimiser state, the gradients and the weights.
 _SHARES_STATE = ("zero1", "zero2", "zero3", "fsdp2")
 _SHARES_GRADIENTS = ("zero2", "zero3", "fsdp2")
 _SHARES_WEIGHTS = ("zero3", "fsdp2")
 _ZERO = ("zero1", "zero2", "zero3")
-# Texts of the two traces. What a mini-batch costs is linear in its texts, which all have one length.
+# Numbers of texts of the two traces. The cost of a mini-batch is linear in its texts, which have equal lengths.
 _TRACED = (2, 4)
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A cost of n texts of one length: what they share, and what each adds."""
+    """A cost that is linear in the number of texts: a constant plus a cost per text."""
 
     shared: float = 0.0
     each: float = 0.0
@@ -42,21 +42,21 @@ class Linear:
 
     @classmethod
     def through(cls, values: Sequence[float]) -> "Linear":
-        """The line through the costs of the traces."""
+        """Fit the costs of the two traces."""
         each = (values[1] - values[0]) / (_TRACED[1] - _TRACED[0])
         return cls(values[0] - _TRACED[0] * each, each)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What embedding texts of one length costs.
+    """The cost of embedding texts of equal length.
 
     Attributes:
-        forward: Operations (a product and a sum are two) of a forward.
-        backward: Of its backward, with what checkpointed layers compute again.
-        graph: Bytes that its graph keeps until the backward; of a checkpointed layer its input.
-        again: Bytes of the largest checkpointed layer's graph, which exists once while it is computed again.
-        unchecked: Bytes that the graph would keep without checkpointing. What texts share of it are cast weights.
+        forward: Floating-point operations of a forward; a multiply-add counts as two.
+        backward: The same for its backward, including recomputed layers.
+        graph: Bytes that the graph keeps until the backward; a checkpointed layer keeps only its input.
+        again: Bytes of the largest checkpointed layer's graph, which exists only during its recomputation.
+        unchecked: Bytes that the graph would keep without checkpointing. Its shared part is cast weights.
     """
 
     forward: Linear
@@ -68,7 +68,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts of one tower on one rank, each of `tokens` tokens behind `extra` slots of context and soft prompt."""
+    """Texts of one tower on one rank, each with `tokens` tokens after `extra` positions of context and soft prompt."""
 
     name: str
     count: int
@@ -77,7 +77,7 @@ class Texts:
     extra: int = 0
 
     def per_mini_batch(self, tokens: int | None, texts: int | None) -> int:
-        """Texts of one of GradCache's mini-batches; all where there is no limit."""
+        """Texts of one GradCache mini-batch; all if there is no limit."""
         if tokens is None:
             return self.count
         return min(self.count, max(1, tokens // (self.tokens + self.extra)), texts or self.count)
@@ -85,13 +85,13 @@ class Texts:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a step is run.
+    """The options of a step.
 
     Attributes:
-        half_products: Whether autocast computes products in 16 bits.
+        half_products: Whether autocast computes matrix products in 16 bits.
         mini_batch_tokens: GradCache's limit; None without GradCache.
         kept_gib: GradCache's memory for kept graphs, in GiB.
-        accumulated: Batches of an optimiser step.
+        accumulated: Batches per optimiser step.
     """
 
     num_ranks: int = 1
@@ -108,12 +108,12 @@ class LossSize:
     """The sizes of a loss on one rank.
 
     Attributes:
-        num_rows: Rows of scores: queries, or predicted tokens.
-        num_columns: Their columns: candidates of all ranks, or the vocabulary.
-        width: Width of the vectors that are compared; the sum of several.
-        tile: Scores that exist at once.
-        stored: Vectors of this rank that are kept with their gradients.
-        gathered: Candidates of all ranks that are sent to each of them; 0 where the ranks compare their own.
+        num_rows: Rows of the score matrix: queries, or predicted tokens.
+        num_columns: Columns of the score matrix: candidates of all ranks, or the vocabulary.
+        width: Dimensions of the compared vectors; the sum for several losses.
+        tile: Number of scores in memory at the same time.
+        stored: Vectors of this rank that are stored with their gradients.
+        gathered: Candidates that are gathered from all ranks; 0 if each rank uses only its candidates.
     """
 
     num_rows: int
@@ -137,11 +137,11 @@ class LossSize:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one GPU holds and does: bytes at the peak, operations, and bytes sent in an optimiser step, each by part.
+    """The costs of an optimiser step on one GPU, by component: peak bytes, operations and bytes sent.
 
     Attributes:
-        num_mini_batches: GradCache's mini-batches of a batch; without it the towers.
-        kept: Share of the graphs that need no second forward.
+        num_mini_batches: GradCache's mini-batches of a batch; without GradCache, the towers.
+        kept: Fraction of the graphs that need no second forward.
     """
 
     trained: int
@@ -156,33 +156,33 @@ class Plan:
 def plan_step(
     module: nn.Module, texts: Sequence[Texts], loss: LossSize, setting: Setting, state_per_weight: float = 2.0
 ) -> Plan:
-    """The memory and arithmetic of an optimiser step on one GPU.
+    """The memory, arithmetic and traffic of an optimiser step on one GPU.
 
-    Not counted are the CUDA context, NCCL's buffers, fragmentation, and intermediate results of a single operation.
-    Operations are those of matrix products and attention. `module` may be on the meta device.
+    It excludes the CUDA context, NCCL's buffers, fragmentation, and temporary results inside one operation. Operations
+    are those of matrix products and attention. `module` may be on the meta device.
 
-    Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, §3 and §5, for what the stages share.
+    Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, §3 and §5, for what each stage shards.
     """
     weights = list(module.parameters())
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     frozen = sum(weight.numel() for weight in weights if not weight.requires_grad)
-    # The texts of each tower, how many of them a mini-batch has, and how many mini-batches they make.
+    # (texts, texts per mini-batch, mini-batches as a fraction) of each tower.
     sizes = [text.per_mini_batch(setting.mini_batch_tokens, setting.mini_batch_texts) for text in texts]
     towers = [(text, size, text.count / size) for text, size in zip(texts, sizes, strict=True)]
     num_mini_batches = sum(math.ceil(count) for _, _, count in towers)
     chunks = [text.cost.graph.each * size for text, size, _ in towers]
     again = max(text.cost.again.each * size for text, size, _ in towers)
-    whole = sum(chunk * count for chunk, (_, _, count) in zip(chunks, towers, strict=True))
+    all_graphs = sum(chunk * count for chunk, (_, _, count) in zip(chunks, towers, strict=True))
     kept = 1.0
     if setting.mini_batch_tokens is not None:
         budget = setting.kept_gib * 2**30
-        # Without a budget the last graph is kept all the same.
-        kept = min(1.0, max(budget / whole, 1 / num_mini_batches)) if whole else 1.0
+        # The last graph is kept even without a budget.
+        kept = min(1.0, max(budget / all_graphs, 1 / num_mini_batches)) if all_graphs else 1.0
     memory = _state_bytes(module, setting, state_per_weight)
-    # Under FSDP2 and ZeRO the weights themselves are in 16 bits where they are used.
+    # FSDP2 and ZeRO use 16-bit weights directly.
     if setting.strategy not in _SHARES_STATE:
         memory["casts of weights, shared by graphs"] = max(text.cost.unchecked.shared for text in texts)
-    memory["activations"] = max(kept * whole, max(chunks)) + again
+    memory["activations"] = max(kept * all_graphs, max(chunks)) + again
     memory["vectors, candidates and loss tiles"] = loss.num_bytes
     forward = sum(count * text.cost.forward.of(size) for text, size, count in towers)
     backward = sum(count * text.cost.backward.of(size) for text, size, count in towers)
@@ -196,20 +196,20 @@ def plan_step(
 def sent_bytes(
     module: nn.Module, setting: Setting, loss: LossSize, num_mini_batches: int, kept: float
 ) -> dict[str, float]:
-    """What a GPU sends in an optimiser step, in bytes by part.
+    """Bytes that a GPU sends in an optimiser step, by component.
 
-    Of S bytes that are gathered by R ranks in a ring, or reduced and scattered, a rank sends (R - 1) / R; of S bytes
-    that are all-reduced twice as many. With n mini-batches of which a share k keeps its graph, there are n (2 - k)
-    forwards and n backwards; without GradCache one of each for each tower, and one reduction of gradients for both.
+    In a ring of R ranks, an all-gather or reduce-scatter of S bytes sends S (R - 1) / R bytes per rank; an all-reduce
+    sends twice as many. With n mini-batches of which a fraction k keeps its graph, there are n (2 - k) forwards and n
+    backwards. Without GradCache there is one of each per tower, and one reduction of gradients for both towers.
 
-        DDP      gradients once a step, in the last backward
-        ZeRO-1   gradients once a step; trained weights after the update
+        DDP      gradients once per step, in the last backward
+        ZeRO-1   gradients once per step; trained weights after the update
         ZeRO-2   gradients in every backward; trained weights after the update
         ZeRO-3   gradients in every backward; all weights in every forward and backward
-        FSDP2    gradients in every backward; a layer's weights in every forward and backward, and the others, which
-                 stay until their gradient is reduced, once for each reduction
+        FSDP2    gradients in every backward; a layer's weights in every forward and backward; other weights once per
+                 reduction, because they stay gathered until their gradient is reduced
 
-    Sums over ranks of a few numbers, hashes of texts, and what padding adds are not counted.
+    It excludes all-reduces of a few scalars, hashes of texts, and padding.
 
     Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, §7, and Patarasuk and Yuan 2009 for the ring.
     """
@@ -222,7 +222,7 @@ def sent_bytes(
     if setting.mini_batch_tokens is not None:
         backwards *= num_mini_batches
     passes = setting.accumulated * num_mini_batches * (3 - kept)
-    # Trained weights are as large as their gradients.
+    # Gradients are as large as the trained weights.
     trained = share * _num_bytes((weight for weight in weights if weight.requires_grad), is_half)
     sent = {"gradients": trained * backwards}
     match name:
@@ -245,37 +245,37 @@ def sent_bytes(
 
 
 def _num_bytes(weights: Iterable[Tensor], as_half: bool) -> float:
-    """The size of some weights, at most two bytes a number where they are used in 16 bits."""
+    """The size of some weights; `as_half`: at most two bytes per element."""
     return float(sum(weight.numel() * min(2 if as_half else 8, weight.element_size()) for weight in weights))
 
 
 def _state_bytes(module: nn.Module, setting: Setting, state_per_weight: float) -> dict[str, float]:
-    """Weights, gradients and the optimiser's state of one GPU."""
+    """Bytes of weights, gradients and optimiser state on one GPU."""
     name, ranks = setting.strategy, setting.num_ranks
     as_half = name in _ZERO and setting.half_products
     trained = [weight for weight in module.parameters() if weight.requires_grad]
     state = sum(state_per_weight * weight.numel() * (4 if as_half else weight.element_size()) for weight in trained)
     if as_half:
-        # ZeRO updates a copy in float32.
+        # ZeRO updates a float32 copy.
         state += 4 * sum(weight.numel() for weight in trained)
     gradients = _num_bytes(trained, as_half)
-    found = {"weights": _num_bytes(module.parameters(), as_half) / (ranks if name in _SHARES_WEIGHTS else 1)}
-    found["gradients"] = gradients / (ranks if name in _SHARES_GRADIENTS else 1)
-    found["optimiser state"] = state / (ranks if name in _SHARES_STATE else 1)
+    memory = {"weights": _num_bytes(module.parameters(), as_half) / (ranks if name in _SHARES_WEIGHTS else 1)}
+    memory["gradients"] = gradients / (ranks if name in _SHARES_GRADIENTS else 1)
+    memory["optimiser state"] = state / (ranks if name in _SHARES_STATE else 1)
     if name == "ddp":
-        found["gradient buckets of DDP"] = gradients
+        memory["gradient buckets of DDP"] = gradients
     if name in _SHARES_WEIGHTS:
-        # The layer at work and the next one.
+        # The current layer and the next one.
         largest = max((sum(weight.numel() for weight in layer.parameters()) for layer in layers(module)), default=0)
-        found["gathered weights of two layers"] = 2.0 * largest * (2 if setting.half_products else 4)
-    return found
+        memory["gathered weights of two layers"] = 2.0 * largest * (2 if setting.half_products else 4)
+    return memory
 
 
 def trace(module: nn.Module, run: Callable[[int], Tensor], half: bool) -> Cost:
-    """Count what embedding texts costs, forward and backward, without computing anything.
+    """Count the cost of embedding texts, forward and backward, without computing anything.
 
-    `module` is inside `without_data`, in training mode; `run` embeds so many texts, all of one length, without padding.
-    With `half` autocast computes products in bfloat16.
+    `module` is inside `without_data`, in training mode. `run` embeds the given number of texts, of equal length and
+    without padding. With `half`, autocast computes matrix products in bfloat16.
     """
     values: list[tuple[float, ...]] = []
     for count in _TRACED:
@@ -293,8 +293,8 @@ def trace(module: nn.Module, run: Callable[[int], Tensor], half: bool) -> Cost:
 
 
 def _graph_bytes(module: nn.Module, run: Callable[[], Tensor]) -> tuple[float, float, float]:
-    """Bytes of a graph, of its largest checkpointed layer, and of all without checkpointing; none is a parameter's."""
-    # Kept while the graph is, so that no two storages have one address.
+    """Bytes of a graph, of its largest checkpointed layer, and of the graph without checkpointing; no parameters."""
+    # Keeps the storages alive, so that addresses are unique.
     saved: dict[int, tuple[torch.UntypedStorage, nn.Module | None]] = {}
     inputs: dict[nn.Module, int] = {}
     current: list[nn.Module] = []
@@ -337,15 +337,15 @@ def _graph_bytes(module: nn.Module, run: Callable[[], Tensor]) -> tuple[float, f
 
 
 def counted() -> FlopCounterMode:
-    """A counter of the operations of products and attention inside, those of a CPU's kernels too."""
+    """A counter of the operations of matrix products and attention, including CPU kernels."""
     counter = FlopCounterMode(display=False, custom_mapping=_KERNELS)
-    # By module it would count with hooks that GradCache's `autograd.grad` does not allow.
-    counter.mod_tracker = _Everything()  # type: ignore[assignment]
+    # Counting per module needs hooks that do not work with GradCache's `autograd.grad`.
+    counter.mod_tracker = _NoModuleTracker()  # type: ignore[assignment]
     return counter
 
 
-class _Everything(nullcontext[None]):
-    """Stands in the place of the counter's tracker of modules."""
+class _NoModuleTracker(nullcontext[None]):
+    """Replaces the counter's module tracker: all operations count for the root."""
 
     parents = ("Global",)
 
@@ -359,7 +359,7 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
 
 
 def _grouped(first: Any, second: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Of (P, I) and (X, I, O), or of (I, P) and (P, O) with a result of (X, I, O)."""
+    """Operations of (P, I) x (X, I, O), or of (I, P) x (P, O) with a result of (X, I, O)."""
     return int(2 * first[0] * first[1] * second[-1])
 
 
@@ -372,7 +372,7 @@ _KERNELS: dict[Any, Any] = {
 
 
 class _NoPadding(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what follows from values, which are not there: every mask is true everywhere."""
+    """Replaces operations that depend on values, which fake tensors lack: every mask is true everywhere."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ATEN.nonzero.default:
@@ -384,9 +384,9 @@ class _NoPadding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def without_data(module: nn.Module) -> Iterator[None]:
-    """Inside, a module of the meta device pretends to be on the CPU, where nothing is stored or computed.
+    """A context in which a module on the meta device acts as if on the CPU; nothing is stored or computed.
 
-    Experts share their tokens evenly.
+    Each expert gets the same number of tokens.
     """
     before = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
@@ -416,21 +416,21 @@ def trace_embedder(
     embedder: Embedder, num_queries: int, num_candidates: int, query_tokens: int, document_tokens: int, half: bool
 ) -> list[Texts]:
     """The towers of a contrastive batch on one rank, traced inside `without_data`; `half` as in `trace`."""
-    found, context, extra = [], None, 0
+    towers, context, extra = [], None, 0
     if isinstance(embedder, ContextualEmbedder):
         num_context, extra = min(embedder.num_context, num_candidates), embedder.num_extra_tokens
         context = torch.zeros(num_context, embedder.context_size, requires_grad=True)
         limit = min(document_tokens, embedder.first_stage.max_length or document_tokens)
         cost = trace(embedder, lambda count: embedder.embed_context(_tokens(count, limit)), half)
-        found.append(Texts("context documents", num_context, limit, cost))
+        towers.append(Texts("context documents", num_context, limit, cost))
     arguments = () if context is None else (context,)
     costs = {
         length: trace(embedder, lambda count, n=length: embedder(_tokens(count, n), *arguments), half)  # type: ignore[misc]
         for length in {query_tokens, document_tokens}
     }
-    found.append(Texts("queries", num_queries, query_tokens, costs[query_tokens], extra))
-    found.append(Texts("documents", num_candidates, document_tokens, costs[document_tokens], extra))
-    return found
+    towers.append(Texts("queries", num_queries, query_tokens, costs[query_tokens], extra))
+    towers.append(Texts("documents", num_candidates, document_tokens, costs[document_tokens], extra))
+    return towers
 
 
 def _tokens(count: int, length: int) -> PaddedTokens:

@@ -1,4 +1,4 @@
-"""How training strategies differ, in one place: what modules and callbacks ask of one, and weights sharded by FSDP2."""
+"""The interface of training strategies for modules and callbacks, and sharding of weights by FSDP2."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,18 +18,18 @@ from embeddings.training.gradcache import GradCache
 
 
 class TrainingStrategy:
-    """What a strategy offers beyond Lightning's own interface. The defaults are those of one device and of DDP.
+    """Properties of a strategy beyond Lightning's interface. The defaults fit one device and DDP.
 
-    A strategy of this library inherits it beside Lightning's class; `training_strategy` answers for all others.
+    A strategy of this library inherits from it and from Lightning's class; for others see `training_strategy`.
 
     Attributes:
-        is_sharded: Whether no rank has all weights (FSDP2, ZeRO-3), so that every rank takes part in each forward.
+        is_sharded: Whether no rank has all weights (FSDP2, ZeRO-3), so that every rank must run each forward.
         single_file_checkpoints: Whether rank 0 writes a checkpoint as one file with full tensors.
-        checks_gradients: Whether the strategy's own optimiser step refuses gradients that are NaN or infinite.
+        checks_gradients: Whether the strategy's optimiser step raises an error if a gradient is NaN or infinite.
         keeps_float32_weights: Whether weights in half precision have a float32 copy that the optimiser updates.
-        supports_gradcache: Whether `gradcache_step` gives the right gradient.
-        supports_context_stage: Whether it does so for a `ContextualStep` too.
-        equal_mini_batches: Whether every backward averages gradients, so that GradCache must run equally many
+        supports_gradcache: Whether `gradcache_step` computes the correct gradient.
+        supports_context_stage: Whether it is also correct for a `ContextualStep`.
+        equal_mini_batches: Whether every backward averages gradients, so that GradCache must run the same number of
             mini-batches on all ranks.
     """
 
@@ -48,33 +48,34 @@ class TrainingStrategy:
     def gradcache_step(
         self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, scale: float, is_last: bool
     ) -> LossOutput:
-        """GradCache's step but for the last backward, which Lightning runs; the optimiser steps next if `is_last`."""
+        """GradCache's step without the last backward, which Lightning runs; `is_last`: the optimiser steps next."""
         return engine.forward_backward(step, batch, scale=scale, syncs_each=self.equal_mini_batches)
 
 
 def training_strategy(strategy: Strategy) -> TrainingStrategy:
-    """What a trainer's strategy offers; of Lightning's own, one device and DDP support GradCache and single files."""
+    """Return a strategy's properties. Of Lightning's, only one device and DDP support GradCache and single files."""
     if isinstance(strategy, TrainingStrategy):
         return strategy
-    found = TrainingStrategy()
-    found.single_file_checkpoints = found.supports_gradcache = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
-    found.is_sharded = isinstance(strategy, ModelParallelStrategy)
-    return found
+    properties = TrainingStrategy()
+    is_supported = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
+    properties.single_file_checkpoints = properties.supports_gradcache = is_supported
+    properties.is_sharded = isinstance(strategy, ModelParallelStrategy)
+    return properties
 
 
 def shard(
     module: nn.Module, mesh: DeviceMesh, entries: Sequence[str] = (), product_dtype: torch.dtype | None = None
 ) -> None:
-    """Shard a module by FSDP2, in place: each repeated layer is a group of its own, the other weights are one group.
+    """Shard a module by FSDP2, in place: each repeated layer is a separate group, the other weights are one group.
 
     A layer's weights are gathered when its forward or backward begins and freed after it. Every backward averages its
-    gradient over the ranks, and scatters it. While one layer is computed the next one's weights are gathered: in the
-    backward FSDP2 asks for them early, and in the forward the host runs ahead, as nothing in a layer waits for a value.
+    gradient over the ranks and scatters it. Gathering the next layer overlaps with computing the current one: FSDP2
+    prefetches in the backward, and in the forward the host runs ahead because no layer waits for a value.
 
-    With a `product_dtype`, that of autocast, the layers' matrices are cast before they are gathered, which halves the
-    traffic, and gradients are averaged in float32. Autocast would cast them afterwards, to the same values; only the
-    bias that experts share is rounded too. Weights that autocast leaves in float32 (norms, routers) are a group of
-    their own. `entries` are methods other than `forward` that use the weights.
+    `product_dtype` is the dtype of autocast. With it the layers' matrices are cast before they are gathered, which
+    halves the traffic, and gradients are averaged in float32. Autocast would cast them afterwards, to the same values;
+    only the bias that experts share is rounded too. Weights that autocast keeps in float32 (norms, routers) are
+    separate groups. `entries` are methods other than `forward` that use the weights.
     """
     make_contiguous(module)
     for layer in layers(module):
@@ -91,7 +92,7 @@ def shard(
 
 
 def _float32_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost parts with float32 weights that autocast uses in no product."""
+    """The outermost submodules with float32 weights that autocast does not use in matrix products."""
     for part in module.children():
         if any(isinstance(inner, nn.Linear | Experts) for inner in part.modules()):
             yield from _float32_parts(part)
@@ -100,7 +101,7 @@ def _float32_parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def make_contiguous(module: nn.Module) -> None:
-    """Store every parameter row by row, as sharding needs; the experts' second matrices are not."""
+    """Make every parameter contiguous, as sharding requires; the experts' second matrices are not."""
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()
 
@@ -109,9 +110,9 @@ def make_contiguous(module: nn.Module) -> None:
 def full_parameters(module: nn.Module, keep: bool) -> Iterator[None]:
     """A context with full parameters in CPU memory in place of sharded ones; no forward may run inside.
 
-    A rank that does not want them (`keep`) takes part in the gathers all the same.
+    Ranks with `keep` false take part in the gathers but discard the result.
 
-    Distributed: an all-gather a parameter, one after another.
+    Distributed: one all-gather per parameter, in sequence.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -137,7 +138,7 @@ def full_parameters(module: nn.Module, keep: bool) -> Iterator[None]:
 
 
 def full_state(state: Any, keep: bool) -> Any:
-    """A state dict, nested dicts and lists, in CPU memory with every sharded tensor gathered; `keep` as above."""
+    """Gather every sharded tensor of a nested state dict into CPU memory; all tensors are None if `keep` is false."""
     if isinstance(state, Tensor):
         full = state.full_tensor() if isinstance(state, DTensor) else state
         return full.detach().cpu() if keep else None
@@ -149,7 +150,7 @@ def full_state(state: Any, keep: bool) -> Any:
 
 
 def sharded_like(full: Any, sharded: Any) -> Any:
-    """A state dict of full tensors, the same on all ranks, sharded as another one is; nothing is sent."""
+    """Shard full tensors, equal on all ranks, like those of another state dict; this needs no communication."""
     if isinstance(full, dict):
         return {key: sharded_like(value, sharded.get(key)) for key, value in full.items()}
     if isinstance(sharded, DTensor):

@@ -1,4 +1,4 @@
-"""A language model that is a function of prompt and seed, and a local server that speaks OpenAI's chat protocol."""
+"""A deterministic language model and a local server with OpenAI's chat API."""
 
 import json
 import re
@@ -13,9 +13,9 @@ from typing import Any
 
 @dataclass
 class Reply:
-    """What the server does with one request: `error` in place of an answer where the status is another than 200.
+    """The server's reply to one request; `error` replaces the answer if the status is not 200.
 
-    It waits `seconds` before anything is sent, and `trickle_seconds` between the tenths of the body.
+    The server waits `seconds` before it sends anything, and `trickle_seconds` between tenths of the body.
     """
 
     content: str | None = ""
@@ -36,30 +36,30 @@ Behaviour = Callable[[str, int, int], Reply]
 
 
 def written(prompt: str, seed: int) -> str:
-    """What a model of good will writes to a prompt of the package."""
+    """A valid answer to a prompt of the package."""
     if prompt.startswith("Think up"):
         return json.dumps([f"Find texts number {n} about subject {seed}." for n in range(5)])
     if prompt.startswith("These examples"):
-        # What stands before is the seeds: answers of another model.
+        # The text before the task is the seeds: answers of another model.
         prompt = re.split(r"\n\}\n\n(?!Task: )", prompt, maxsplit=1)[1]
     graded = re.findall(r'"similarity_level": "(\w+)"', prompt)
     names = re.findall(r'^(?:  |- )"(\w+)":', prompt, re.MULTILINE)
     value: dict[str, Any] = {name: f"{name} of number {seed}" for name in names}
     if graded:
         value[names[-1]] = [
-            {"similarity_level": level, "text": f"negative {place} of number {seed}"}
-            for place, level in enumerate(graded)
+            {"similarity_level": level, "text": f"negative {index} of number {seed}"}
+            for index, level in enumerate(graded)
         ]
     return json.dumps(value)
 
 
 def answers_well(prompt: str, seed: int, count: int) -> Reply:
-    """Every answer is as it should be."""
+    """Every answer is valid."""
     return Reply(written(prompt, seed))
 
 
 def spoilt(text: str, kind: int) -> Reply:
-    """An answer of which some kinds can be repaired and others must not come into the data."""
+    """A damaged answer; some kinds can be repaired, others must not get into the data."""
     unfinished = text[: len(text) // 2]
     kinds = [
         Reply(text),
@@ -79,12 +79,12 @@ def spoilt(text: str, kind: int) -> Reply:
 
 
 def answers_badly(prompt: str, seed: int, count: int) -> Reply:
-    """The same answer to the same request, good or spoilt, by the seed."""
+    """The same answer to the same request, valid or damaged depending on the seed."""
     return spoilt(written(prompt, seed), seed)
 
 
 class ChatServer:
-    """What a server is asked; `behaviour` replies to a prompt with a seed, given how often they had come before."""
+    """The requests of a server; `behaviour` maps a prompt, a seed and their number of earlier requests to a reply."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         self.behaviour = behaviour
@@ -128,12 +128,12 @@ class ChatServer:
 
 @contextmanager
 def chat_server(behaviour: Behaviour = answers_well) -> Iterator[ChatServer]:
-    """A server on a free local port while the context lasts."""
+    """A running server on a free local port."""
     chat = ChatServer(behaviour)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        # Headers and body in one piece: two of them would wait for each other.
+        # Sends headers and body in one packet, to avoid delayed acknowledgements.
         wbufsize = -1
 
         def do_POST(self) -> None:
@@ -170,6 +170,6 @@ def _body(reply: Reply, prompt: str) -> dict[str, Any]:
         "choices": [{"index": 0, "message": message, "finish_reason": reply.finish_reason}],
     }
     if reply.usage:
-        asked, answered = len(prompt) // 4, len(reply.content or "") // 4
-        body["usage"] = {"prompt_tokens": asked, "completion_tokens": answered, "total_tokens": asked + answered}
+        tokens = len(prompt) // 4, len(reply.content or "") // 4
+        body["usage"] = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)}
     return body

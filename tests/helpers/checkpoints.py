@@ -1,4 +1,4 @@
-"""Checkpoint files without a training."""
+"""Checkpoint files without training."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from embeddings.common.checkpoint_file import pack, write_checkpoint
 
-# The keys by which a file is known as a checkpoint to resume from.
+# The keys that a resumable checkpoint must have.
 RESUMABLE: dict[str, Any] = {
     "pytorch-lightning_version": "2.6.6",
     "global_step": 1,
@@ -18,7 +18,7 @@ RESUMABLE: dict[str, Any] = {
 
 
 def save(content: Any, path: Path, seconds: float | None = None) -> str:
-    """Write a content as a checkpoint, as old as given; returns its path."""
+    """Write a checkpoint with a modification time; returns its path."""
     write_checkpoint(pack(content), path)
     if seconds is not None:
         os.utime(path, (seconds, seconds))
@@ -26,7 +26,7 @@ def save(content: Any, path: Path, seconds: float | None = None) -> str:
 
 
 def damage(path: Path | str) -> None:
-    """Turn the last byte of a file over, and leave its time."""
+    """Invert the last byte of a file without changing its modification time."""
     times = os.stat(path)
     content = Path(path).read_bytes()
     Path(path).write_bytes(content[:-1] + bytes([content[-1] ^ 0xFF]))

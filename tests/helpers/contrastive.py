@@ -1,4 +1,4 @@
-"""Contrastive batches built of records, and the smallest method that trains on them."""
+"""Contrastive batches built from records, and minimal methods to train on them."""
 
 import random
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from embeddings.losses import InfoNCE
 
 @dataclass
 class Record:
-    """One query with its texts, each text a list of token ids; the hash of a text is a function of its ids."""
+    """One query with its texts; each text is a list of token ids."""
 
     query: list[int]
     positive: list[int]
@@ -32,7 +32,7 @@ def random_records(
 ) -> list[Record]:
     """Records of random texts of one to `longest` tokens; a third of the sources allow no in-batch negatives.
 
-    Where there are enough, the second record repeats the first one's positive and the third one has its query.
+    With more than two records, the second repeats the first one's positive and the third repeats its query.
     """
     generator = random.Random(seed)
 
@@ -50,7 +50,7 @@ def random_records(
 
 
 def text_hash(text: Sequence[int]) -> int:
-    """A number that differs between texts."""
+    """A hash of a text's token ids."""
     return hash(tuple(text)) >> 2
 
 
@@ -86,14 +86,14 @@ def random_batch(num_queries: int, num_negatives: int, seed: int = 0) -> Contras
 
 
 def with_context(batch: ContrastiveBatch, num_context: int = 5) -> ContrastiveBatch:
-    """The batch with some of its candidates, the last ones first, as its context."""
+    """The batch with its last candidates, in reverse order, as its context."""
     last = len(batch.candidate) - 1
     rows_M = torch.arange(last, max(-1, last - num_context), -1)
     return replace(batch, context=take_texts(batch.candidate, rows_M))
 
 
 class TinyStep(nn.Module):
-    """Any Hugging Face backbone, the mean of its last states, InfoNCE."""
+    """A Hugging Face backbone with mean pooling and InfoNCE."""
 
     def __init__(self, backbone: nn.Module, loss: nn.Module | None = None) -> None:
         super().__init__()
@@ -110,17 +110,16 @@ class TinyStep(nn.Module):
     def loss_from_representations(
         self, query: Representations, candidate: Representations, batch: ContrastiveBatch
     ) -> LossOutput:
-        """InfoNCE of the vectors."""
         output: LossOutput = self.loss(query.vector_ND, candidate.vector_ND, batch)
         return output
 
     def plain_loss(self, batch: ContrastiveBatch) -> LossOutput:
-        """The loss of the plain step, every graph whole."""
+        """The loss of the plain step."""
         return self.loss_from_representations(self.embed(batch.query), self.embed(batch.candidate), batch)
 
 
 class TinyContextualStep(TinyStep):
-    """Two stages: the mean states of the context documents come before each text's words, some of them dropped."""
+    """Two stages: the vectors of the context documents, with dropout, are prepended to each text's words."""
 
     trains_context = True
 
@@ -136,7 +135,7 @@ class TinyContextualStep(TinyStep):
         return TinyStep(self.first).embed(tokens).vector_ND
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        """The mean state of each text's tokens behind the context; the context's own states are not pooled."""
+        """The mean state of each text's tokens; the states of the context are not pooled."""
         texts, num_texts = tokens.padded(), len(tokens)
         word_NLH = self.backbone.get_input_embeddings()(texts.input_ids_NL)
         context_NMH = word_NLH[:, :0] if context is None else context.expand(num_texts, -1, -1).to(word_NLH.dtype)
@@ -149,7 +148,7 @@ class TinyContextualStep(TinyStep):
         return Representations((state_NLH * weight_NL1).sum(1) / weight_NL1.sum(1))
 
     def plain_loss(self, batch: ContrastiveBatch) -> LossOutput:
-        """The loss of the plain step: one context for both towers, every graph whole."""
+        """The loss of the plain step with one context for both towers."""
         context = None if batch.context is None else self.embed_context(batch.context)
         return self.loss_from_representations(
             self.embed(batch.query, context), self.embed(batch.candidate, context), batch
@@ -157,7 +156,7 @@ class TinyContextualStep(TinyStep):
 
 
 def gradient_vector(module: nn.Module) -> Tensor:
-    """All gradients of a module's trainable parameters as one vector; a missing one counts as zeros."""
+    """All gradients of a module's trainable parameters as one vector; a missing gradient is zero."""
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     assert trainable
     return torch.cat(
@@ -165,12 +164,12 @@ def gradient_vector(module: nn.Module) -> Tensor:
     )
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|; the expected vector must not be zero."""
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """|actual - expected| / |expected|; the expected vector must not be zero."""
     norm = expected.double().norm()
     assert expected.numel() > 0
     assert norm > 0
-    return float((found.double() - expected.double()).norm() / norm)
+    return float((actual.double() - expected.double()).norm() / norm)
 
 
 def _tokens(texts: Sequence[Sequence[int]]) -> TokenBatch:

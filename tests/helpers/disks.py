@@ -1,4 +1,4 @@
-"""A disk that has as much room as a test says."""
+"""A fake disk with a chosen amount of free space."""
 
 import shutil
 from types import SimpleNamespace
@@ -7,12 +7,12 @@ import pytest
 
 
 def fake_disk(patch: pytest.MonkeyPatch, free: int, total: int = 10**15) -> list[object]:
-    """Have every disk say so many bytes; returns the places that are asked of from now on."""
-    asked: list[object] = []
+    """Make every disk report these sizes in bytes; returns a list that collects the queried paths."""
+    queried: list[object] = []
 
-    def usage(place: object) -> SimpleNamespace:
-        asked.append(place)
+    def usage(path: object) -> SimpleNamespace:
+        queried.append(path)
         return SimpleNamespace(total=total, free=free)
 
     patch.setattr(shutil, "disk_usage", usage)
-    return asked
+    return queried

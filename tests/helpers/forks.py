@@ -1,4 +1,4 @@
-"""Actions in forked processes, which a test may kill."""
+"""Runs actions in forked processes, which a test may kill."""
 
 import os
 import warnings
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 
 def fork(action: Callable[[], object]) -> int:
-    """The id of a forked process that runs an action; its exit status is 1 where the action fails."""
+    """Run an action in a forked process and return its id; its exit status is 1 if the action fails."""
     with warnings.catch_warnings():
-        # Later Pythons warn of threads; these hold no lock that the child takes.
+        # Python 3.12 warns about threads; no thread here holds a lock that the child needs.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""A local server that speaks the Hub's protocol as far as files are committed by it, and keeps what it was sent."""
+"""A local server with the part of the Hub's API that commits files; it stores what it receives."""
 
 import base64
 import hashlib
@@ -16,7 +16,7 @@ TOKEN, OWNER = "hf_right", "tester"
 
 @dataclass
 class Repository:
-    """What one repository holds: its branches' files, and each commit as it came."""
+    """One repository: the files of its branches, commit messages and deleted files."""
 
     private: bool
     branches: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"main": {".gitattributes": b""}})
@@ -26,7 +26,7 @@ class Repository:
 
 @dataclass
 class StoodInHub:
-    """The server's state; uploads by the LFS protocol are known by their sha256, `refusal` is every commit's status."""
+    """The server's state: LFS uploads by SHA-256; `refusal` is the HTTP status of every commit."""
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -90,7 +90,7 @@ def stood_in_hub() -> Iterator[StoodInHub]:
 
 def _answer(hub: StoodInHub, method: str, path: str, body: bytes, headers: Any) -> Any:
     if match := re.fullmatch(r"/lfs/([0-9a-f]{64})", path):
-        # A storage host: what it is sent is signed by its address, and carries no token.
+        # The storage host: its URLs are signed, and requests have no token.
         assert method == "PUT"
         assert hashlib.sha256(body).hexdigest() == match[1]
         hub.uploaded[match[1]] = body
@@ -98,19 +98,19 @@ def _answer(hub: StoodInHub, method: str, path: str, body: bytes, headers: Any) 
     if headers.get("Authorization") != f"Bearer {TOKEN}":
         raise _Refused(401, "Invalid credentials in Authorization header")
     if path == "/lfs-verify":
-        told = json.loads(body)
-        assert len(hub.uploaded[told["oid"]]) == told["size"]
-        hub.verified.append(told["oid"])
+        entry = json.loads(body)
+        assert len(hub.uploaded[entry["oid"]]) == entry["size"]
+        hub.verified.append(entry["oid"])
         return {}
     if path == "/api/validate-yaml":
         return {"errors": [], "warnings": []}
     if path == "/api/repos/create":
         return _create(hub, json.loads(body))
     if match := re.fullmatch(r"/([\w.-]+/[\w.-]+)\.git/info/lfs/objects/batch", path):
-        asked = json.loads(body)
-        assert asked["hash_algo"] == "sha256"
-        assert "basic" in asked["transfers"]
-        return {"transfer": "basic", "objects": [_slot(hub, entry) for entry in asked["objects"]]}
+        request = json.loads(body)
+        assert request["hash_algo"] == "sha256"
+        assert "basic" in request["transfers"]
+        return {"transfer": "basic", "objects": [_slot(hub, entry) for entry in request["objects"]]}
     match = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/(preupload|commit|branch|tree)/([^/]+)(/.*)?", path)
     if match is None or match[1] not in hub.repositories:
         raise _Refused(404, "Repository not found")
@@ -130,13 +130,13 @@ def _answer(hub: StoodInHub, method: str, path: str, body: bytes, headers: Any) 
     return _commit(hub, repository, files, [json.loads(line) for line in body.splitlines()], match[1])
 
 
-def _create(hub: StoodInHub, asked: dict[str, Any]) -> dict[str, str]:
-    if hub.read_only or asked["organization"] not in (None, OWNER):
+def _create(hub: StoodInHub, request: dict[str, Any]) -> dict[str, str]:
+    if hub.read_only or request["organization"] not in (None, OWNER):
         raise _Refused(403, "You don't have the rights to create a model under this namespace")
-    name = f"{asked['organization'] or OWNER}/{asked['name']}"
+    name = f"{request['organization'] or OWNER}/{request['name']}"
     if name in hub.repositories:
         raise _Refused(409, "You already created this model repo", url=f"{hub.url}/{name}")
-    hub.repositories[name] = Repository(asked.get("visibility") == "private" or asked.get("private") is True)
+    hub.repositories[name] = Repository(request.get("visibility") == "private" or request.get("private") is True)
     return {"url": f"{hub.url}/{name}"}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def interrupted_at(function: Callable[..., Any], call: int = 1, killed: bool = False) -> Callable[..., Any]:
-    """The function, in place of whose `call`-th call, from 1, comes Ctrl-C, or the process is killed."""
+    """The function, but its `call`-th call (from 1) raises KeyboardInterrupt, or kills the process."""
     calls: list[None] = []
 
     def interrupted(*args: Any, **options: Any) -> Any:

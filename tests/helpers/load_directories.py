@@ -1,9 +1,9 @@
-"""A script: sentence-transformers' vectors of model directories beside those that lie in them.
+"""A script that compares sentence-transformers' vectors of model directories with expected ones.
 
-`python -I load_directories.py FOLDER` takes every directory in FOLDER with a `fresh.json`: texts, their expected
-vectors as queries and as documents, whether code must be trusted, and a context where there is one. It prints the
-largest difference of each as JSON. What this library needs and sentence-transformers does not is hidden from it, but
-for `datasets` and what that needs, which sentence-transformers imports where it is installed.
+`python -I load_directories.py FOLDER` uses every directory in FOLDER with a `fresh.json`: texts, their expected vectors
+as queries and as documents, whether code must be trusted, and an optional context. It prints the maximum difference of
+each as JSON. Packages that only this library needs are hidden from it. `datasets` and its requirements stay visible,
+because sentence-transformers imports them if they are installed.
 """
 
 import json
@@ -18,7 +18,7 @@ HIDDEN = (
 
 
 class Hiding:
-    """A finder of modules that does not find the hidden ones."""
+    """A module finder that does not find the hidden packages."""
 
     def __init__(self, finder):
         self.finder = finder
@@ -31,7 +31,7 @@ class Hiding:
 
 
 def largest_difference(folder):
-    """Between the vectors of a directory and those that it should give."""
+    """The maximum difference between a directory's vectors and the expected ones."""
     import torch
     from sentence_transformers import SentenceTransformer
 
@@ -39,8 +39,8 @@ def largest_difference(folder):
     model = SentenceTransformer(str(folder), device="cpu", trust_remote_code=fresh["trust_remote_code"])
     if fresh["context"]:
         model[0].set_context(fresh["context"])
-    found = [model.encode_query(fresh["texts"]), model.encode_document(fresh["texts"])]
-    return float((torch.tensor([array.tolist() for array in found]) - torch.tensor(fresh["vectors"])).abs().max())
+    vectors = [model.encode_query(fresh["texts"]), model.encode_document(fresh["texts"])]
+    return float((torch.tensor([array.tolist() for array in vectors]) - torch.tensor(fresh["vectors"])).abs().max())
 
 
 if __name__ == "__main__":

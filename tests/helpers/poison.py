@@ -1,4 +1,4 @@
-"""Callbacks that make a run go wrong."""
+"""Callbacks that make a run fail."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ class PoisonGradient(L.Callback):
 
 
 class PoisonBackward(L.Callback):
-    """Makes an element of a gradient infinite on one rank, at one batch, before gradients are added up or averaged."""
+    """Makes a gradient infinite on one rank, at one batch, before gradients are accumulated or averaged."""
 
     def __init__(self, rank: int, batch: int) -> None:
         self.rank, self.batch, self.is_on = rank, batch, False
@@ -71,7 +71,7 @@ class DriftingWeight(L.Callback):
 
 
 class KillWorker(L.Callback):
-    """Kills a worker of the loader at one batch, as the system does when memory runs out."""
+    """Kills a worker of the loader at one batch, as the kernel does when memory runs out."""
 
     def __init__(self, batch: int) -> None:
         self.batch = batch

@@ -1,16 +1,15 @@
-"""Processes for tests, forked in milliseconds from one that has imported what the tests import.
+"""A fork server for tests: starts Python commands in milliseconds, with all imports already done.
 
-`start_server`, which conftest calls once the tests are collected, forks the server from pytest before the first test
-runs: it has torch, Lightning and the library loaded, and the state of no test. Each job is a fork of the server, in a
-session and process group of its own. A job whose client has closed or died is killed, and so are all when pytest ends.
+conftest calls `start_server` after collection. It forks the server from pytest before the first test: torch, Lightning
+and the library are loaded, and no test has changed any state. Each job is a fork of the server in a separate session
+and process group. A job is killed when its client closes or dies, and all jobs when pytest ends.
 
-    ended = run_command(["main.py", "fit", "--config", path])        # exit code, stdout, stderr
+    done = run_command(["main.py", "fit", "--config", path])         # exit code, stdout, stderr
     with Command(["main.py", "fit", "--config", path]) as process:   # as subprocess.Popen
         process.send_signal(signal.SIGTERM)
 
-Lightning's launcher starts the other ranks of such a command in the same way, and multiprocessing what it spawns. What
-only a new interpreter can show (imports, the environment that libraries read when they load, `-I`) needs a real
-`subprocess.run`.
+Lightning's launcher and multiprocessing's `spawn` also use the server inside such a command. Tests that need a new
+interpreter (imports, environment variables that libraries read when they load, `-I`) need a real `subprocess.run`.
 """
 
 import atexit
@@ -47,7 +46,7 @@ from typing import Any, NoReturn
 
 import torch
 
-# What commands need; imported by the server, when it gets its first job, where the tests have not done so.
+# Modules that commands need; the server imports them at its first job.
 LOADED = (
     "embeddings.cli.fit",
     "embeddings.modules",
@@ -61,13 +60,13 @@ LOADED = (
     "transformers.models.mistral.modeling_mistral",
 )
 _NUMBER = struct.Struct("i")
-_server: list[Any] = []  # the path of its socket, and a descriptor that keeps it running
+_server: list[Any] = []  # the path of its socket, and a file descriptor that keeps it running
 
 
 class Command(subprocess.Popen):  # type: ignore[type-arg]
-    """`subprocess.Popen` of a Python command line (a Python before it is dropped) as a job of the server.
+    """`subprocess.Popen` of a Python command line as a job of the server; a leading interpreter path is dropped.
 
-    With `function`, of a module's top level, `words` are its arguments. The options are `env`, `cwd`, `stdin`,
+    If `function`, a module-level function, is set, `words` are its arguments. The options are `env`, `cwd`, `stdin`,
     `stdout`, `stderr`, `text` and `pass_fds`.
     """
 
@@ -83,36 +82,36 @@ class Command(subprocess.Popen):  # type: ignore[type-arg]
         function = pickle.dumps((self._function or _run, words))
         environment = dict(os.environ if environment is None else environment)
         job = (environment, os.path.abspath(folder or "."), passed, function)
-        streams = [ends[place] if ends[place] >= 0 else number for number, place in enumerate((0, 3, 5))]
+        streams = [ends[index] if ends[index] >= 0 else number for number, index in enumerate((0, 3, 5))]
         with open(os.memfd_create("job"), "wb") as file:
             pickle.dump(job, file)
             file.flush()
             self._connection, path = socket.socket(socket.AF_UNIX), start_server()
             try:
                 self._connection.connect(path)
-                # A process that multiprocessing spawned outlives its parent.
-                kind = b"spawned" if self._function is _be_spawned else b"job"
+                # A process that multiprocessing spawned may outlive its client.
+                kind = b"spawned" if self._function is _run_spawned else b"job"
                 socket.send_fds(self._connection, [kind], [file.fileno(), *streams, *passed])
                 (self.pid,) = _NUMBER.unpack(self._connection.recv(_NUMBER.size))
             except (OSError, struct.error) as error:
                 self._connection.close()
-                found = Path(path).with_name("error.txt")
-                said = found.read_text() if found.exists() else "it ended without a word"
-                raise RuntimeError(f"the server of processes is no more: {said}") from error
+                log = Path(path).with_name("error.txt")
+                message = log.read_text() if log.exists() else "no error was written"
+                raise RuntimeError(f"the fork server has ended: {message}") from error
         self._child_created = True
         self._close_pipe_fds(*ends)
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         self._connection.setblocking(not wait_flags)
         try:
-            found = self._connection.recv(_NUMBER.size)
+            status = self._connection.recv(_NUMBER.size)
         except BlockingIOError:
             return 0, 0
         self._connection.close()
-        return self.pid, _NUMBER.unpack(found)[0] if found else int(signal.SIGKILL)
+        return self.pid, _NUMBER.unpack(status)[0] if status else int(signal.SIGKILL)
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
-        # Asked by `poll`, `send_signal` and the destructor, of which the last may come after all modules have gone.
+        # Called by `poll`, `send_signal` and the destructor, which may run after all modules are unloaded.
         if self.returncode is None and self._child_created and self._waitpid_lock.acquire(False):
             try:
                 pid, status = self._try_wait(os.WNOHANG)
@@ -131,15 +130,15 @@ def run_command(
     timeout: float = 280,
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Exit code, stdout and stderr of a Python command line, as `subprocess.run` gives them.
+    """Run a Python command line; returns exit code, stdout and stderr like `subprocess.run`.
 
-    With `check` another exit code than 0 is an `AssertionError` with what the command said.
+    With `check`, an exit code other than 0 raises an `AssertionError` with the command's stderr.
     """
     with Command(words, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         finally:
-            # The server kills a job without its client.
+            # The server kills the job when its client closes.
             process.kill()
     if check:
         assert process.returncode == 0, stderr[-6000:]
@@ -147,15 +146,15 @@ def run_command(
 
 
 def spawn_by_server() -> None:
-    """Have multiprocessing's `spawn` fork the server too, which takes a tenth of a second and not five."""
+    """Make multiprocessing's `spawn` fork from the server, which takes 0.1 s instead of 5 s."""
     spawned: dict[int, Command] = {}
     start, poll = multiprocessing.util.spawnv_passfds, popen_fork.Popen.poll
 
     def spawnv_passfds(path: Any, words: Sequence[Any], passed: Sequence[int]) -> int:
-        found = re.search(r"spawn_main\(tracker_fd=(\d+), pipe_handle=(\d+)\)", os.fsdecode(words[-2]))
-        if found is None:
+        match = re.search(r"spawn_main\(tracker_fd=(\d+), pipe_handle=(\d+)\)", os.fsdecode(words[-2]))
+        if match is None:
             return start(path, words, passed)
-        command = Command(list(map(int, found.groups())), function=_be_spawned, pass_fds=passed)
+        command = Command(list(map(int, match.groups())), function=_run_spawned, pass_fds=passed)
         spawned[command.pid] = command
         return command.pid
 
@@ -170,13 +169,13 @@ def spawn_by_server() -> None:
     popen_fork.Popen.poll = poll_spawned
 
 
-def _be_spawned(tracker: int, pipe: int) -> None:
+def _run_spawned(tracker: int, pipe: int) -> None:
     sys.argv = ["-c", "--multiprocessing-fork"]
     multiprocessing.spawn.spawn_main(pipe_handle=pipe, tracker_fd=tracker)
 
 
 def start_server() -> str:
-    """Fork the server where there is none yet; returns the path of its socket."""
+    """Fork the server if it is not running; returns the path of its socket."""
     if _server:
         return _server[0]
     folder = tempfile.mkdtemp(prefix="fork-server-")
@@ -184,16 +183,16 @@ def start_server() -> str:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(_server[0])
     listener.listen(64)
-    # Read by the server, written by nobody: it ends with the last process that holds the other end.
-    lifeline, kept = os.pipe()
+    # The server ends at end-of-file: when the last process with the write end has ended.
+    lifeline, write_end = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # Python 3.12 warns of other threads; xdist's own waits for its controller, and none is needed in the server.
+        # Python 3.12 warns about other threads; the server needs none of them.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
-        # Its own parent ends at once, so that it is no child of pytest's.
+        # Its parent exits at once, so that the server is not a child of pytest.
         if os.fork():
             os._exit(0)
         try:
@@ -207,24 +206,24 @@ def start_server() -> str:
     os.waitpid(child, 0)
     os.close(lifeline)
     listener.close()
-    _server.append(str(kept))
+    _server.append(str(write_end))
     return _server[0]
 
 
 def _serve(listener: socket.socket, lifeline: int) -> None:
-    """Fork a job for each connection and tell its client the exit status; end when nobody holds the lifeline's end."""
+    """Fork a job per connection and send its exit status to the client; end at end-of-file of `lifeline`."""
     faulthandler.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(null, number)
-    # All else, pipes among it that pytest's own parent waits to see closed.
+    # Close all other descriptors, such as pipes that pytest's parent waits for.
     kept = sorted((listener.fileno(), lifeline))
     for before, after in zip([2, *kept], [*kept, os.sysconf("SC_OPEN_MAX")], strict=True):
         os.closerange(before + 1, after)
     gc.freeze()
     is_loaded = False
-    jobs: dict[int, tuple[int, socket.socket]] = {}  # a descriptor of the job → its number, its client
+    jobs: dict[int, tuple[int, socket.socket]] = {}  # descriptor of the process → (process id, client)
     spawned: set[int] = set()
     while True:
         clients = {client.fileno(): pid for pid, client in jobs.values() if pid not in spawned}
@@ -242,13 +241,13 @@ def _serve(listener: socket.socket, lifeline: int) -> None:
                 with client, contextlib.suppress(OSError):
                     client.sendall(_NUMBER.pack(status))
             elif number in clients:
-                # The client has gone; the job's end comes next.
+                # The client has closed; the exit of the job is handled next.
                 _kill(clients[number])
         if listener in ready:
             if not is_loaded:
                 for name in LOADED:
                     module = importlib.import_module(name)
-                    # The library's packages load their parts when they are first asked for.
+                    # The library's packages load their names lazily.
                     for part in getattr(module, "__all__", ()):
                         with contextlib.suppress(ImportError):
                             getattr(module, part)
@@ -262,7 +261,7 @@ def _serve(listener: socket.socket, lifeline: int) -> None:
                     other.close()
                 for number in (lifeline, *jobs):
                     os.close(number)
-                _work(descriptors)
+                _run_job(descriptors)
             for number in descriptors:
                 os.close(number)
             with contextlib.suppress(OSError):
@@ -273,29 +272,29 @@ def _serve(listener: socket.socket, lifeline: int) -> None:
 
 
 def _kill(pid: int) -> None:
-    """End a job and what it has started in its group."""
+    """Kill a job and its process group."""
     for end in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             end(pid, signal.SIGKILL)
 
 
-def _work(descriptors: list[int]) -> NoReturn:
-    """Be a job: what pytest has changed in this process is as in a new one, then the function is called."""
+def _run_job(descriptors: list[int]) -> NoReturn:
+    """Reset what pytest changed in this process, run the function of the job, and exit."""
     code = 1
     try:
         os.setsid()
-        # Out of the way first: each gets the number that it has in the client.
+        # Move the descriptors away first; then each gets its number in the client.
         content, *others = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 512) for descriptor in descriptors]
         for descriptor in descriptors:
             os.close(descriptor)
         with open(content, "rb") as file:
             file.seek(0)
-            # The function's own module may need the environment.
+            # The module of the function may need the environment, so it is unpickled later.
             environment, folder, passed, job = pickle.load(file)
         for number, descriptor in zip((0, 1, 2, *passed), others, strict=True):
             os.dup2(descriptor, number, inheritable=number < 3)
             os.close(descriptor)
-        _begin(environment, folder)
+        _reset_process(environment, folder)
         function, words = pickle.loads(job)
         code = function(*words) or 0
     except SystemExit as end:
@@ -312,8 +311,8 @@ def _work(descriptors: list[int]) -> NoReturn:
         os._exit(code & 0xFF)
 
 
-def _begin(environment: dict[str, str], folder: str) -> None:
-    """Undo what pytest has done to this process: streams, signals, warnings, log handlers, what is left for the end."""
+def _reset_process(environment: dict[str, str], folder: str) -> None:
+    """Undo pytest's changes to this process: streams, signals, warnings, log handlers and exit functions."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -331,7 +330,7 @@ def _begin(environment: dict[str, str], folder: str) -> None:
     logging.root.handlers.clear()
     for logger in logging.root.manager.loggerDict.values():
         for handler in getattr(logger, "handlers", ()):
-            # torch's has none, and would close the one it is given; dill's always writes to sys.stderr.
+            # torch's handler has no stream and would close a new one; dill's always writes to sys.stderr.
             if vars(handler).get("stream") is not None and not isinstance(handler, logging.FileHandler):
                 handler.stream = sys.stderr
     atexit._clear()
@@ -342,7 +341,7 @@ def _begin(environment: dict[str, str], folder: str) -> None:
     random.seed()
     torch.manual_seed(torch.default_generator.initial_seed())
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", 1)))
-    # What Lightning and the library read when they are imported.
+    # Values that Lightning and the library read at import.
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.pytorch.strategies.launchers import subprocess_script
 
@@ -354,7 +353,7 @@ def _begin(environment: dict[str, str], folder: str) -> None:
 
 
 def _run(*words: str) -> int:
-    """Run a Python command line as this process's own; returns its exit code."""
+    """Run a Python command line in this process; returns its exit code."""
     try:
         if words[0] == "-c":
             sys.path.insert(0, "")
@@ -366,7 +365,7 @@ def _run(*words: str) -> int:
             sys.argv = list(words[1:])
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
-            assert not words[0].startswith("-"), f"options of Python are not known here: {words}"
+            assert not words[0].startswith("-"), f"Python options are not supported: {words}"
             sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
             sys.argv = list(words)
             runpy.run_path(words[0], run_name="__main__")

@@ -1,4 +1,4 @@
-"""Two gloo ranks for tests: run many cases in one group, bring the results back."""
+"""Runs functions of tests on two gloo ranks."""
 
 import datetime
 import os
@@ -19,10 +19,10 @@ Cases = Callable[[int], dict[str, Any]]
 
 
 def run_on_two_ranks(cases: Cases) -> list[dict[str, Any]]:
-    """What `cases(rank)`, a function of a module's top level, returns on rank 0 and on rank 1.
+    """Run `cases(rank)`, a module-level function, on two ranks; returns the results of rank 0 and rank 1.
 
-    Each call has two processes of its own, forked from the server, which no other test has touched. A collective that
-    one rank does not enter ends in an error after a minute. A `RuntimeError` has what a rank that failed said.
+    Each call forks two new processes from the fork server. A collective that only one rank enters fails after a minute.
+    If a rank fails, a `RuntimeError` contains its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks = [Command([rank, folder, cases], function=_worker) for rank in range(2)]
@@ -38,8 +38,8 @@ def run_on_two_ranks(cases: Cases) -> list[dict[str, Any]]:
                 rank.wait()
         results = [Path(folder) / f"{rank}.pt" for rank in range(2)]
         if any(rank.returncode for rank in ranks) or not all(path.exists() for path in results):
-            said = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
-            raise RuntimeError("\n".join([f"exit codes {[rank.returncode for rank in ranks]}", *said]))
+            errors = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
+            raise RuntimeError("\n".join([f"exit codes {[rank.returncode for rank in ranks]}", *errors]))
         return [torch.load(path, weights_only=False) for path in results]
 
 
@@ -52,7 +52,7 @@ def _worker(rank: int, folder: str, cases: Cases) -> None:
     except BaseException:
         Path(folder, f"{rank}.txt").write_text(f"rank {rank}: {traceback.format_exc()}")
         raise
-    # Without taking the groups apart: gloo may abort a rank whose peer has closed its connections first.
+    # Do not destroy the group: gloo may abort a rank after its peer has closed the connections.
     end = time.monotonic() + limit.total_seconds()
     while not Path(folder, f"{1 - rank}.pt").exists() and time.monotonic() < end:
         time.sleep(0.005)

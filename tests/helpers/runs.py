@@ -1,4 +1,4 @@
-"""Small runs through the real command line."""
+"""Small runs with the real command line."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ WORDS = [
 
 
 def component(class_path: str, **init_args: Any) -> dict[str, Any]:
-    """A class of a config and what it is made with; a callback of Lightning's or of ours may go by its name alone."""
+    """A class path with arguments for a config; a callback of Lightning or of this library needs only its name."""
     if "." not in class_path:
         owner = "lightning.pytorch" if hasattr(lightning.pytorch.callbacks, class_path) else "embeddings"
         class_path = f"{owner}.callbacks.{class_path}"
@@ -79,7 +79,7 @@ def tiny_trainer(folder: Path) -> dict[str, Any]:
 
 
 def quiet_trainer(**options: Any) -> lightning.Trainer:
-    """A trainer on the CPU that shows and writes nothing, unless an option says otherwise."""
+    """A trainer on the CPU that by default shows and writes nothing."""
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     return lightning.Trainer(**({"accelerator": "cpu"} | off | options))
 
@@ -89,7 +89,13 @@ def run_config(folder: Path, kind: str = "bert", dropout: float = 0.0, **data: A
     lora = {"rank": 4, "alpha": 8, "dropout": dropout} if kind == "mistral" else None
     sources = [{"name": "pairs", "path": str(write_pairs(folder / "pairs.jsonl"))}]
     text = {"query_max_length": 16, "document_max_length": 16}
-    usual = {"text": text, "batch_size": 8, "num_negatives": 2, "cache_dir": str(folder / "cache"), "sources": sources}
+    defaults = {
+        "text": text,
+        "batch_size": 8,
+        "num_negatives": 2,
+        "cache_dir": str(folder / "cache"),
+        "sources": sources,
+    }
     return {
         "seed_everything": 0,
         "trainer": tiny_trainer(folder),
@@ -102,12 +108,12 @@ def run_config(folder: Path, kind: str = "bert", dropout: float = 0.0, **data: A
             optimizer=component("torch.optim.AdamW", lr=1e-2),
             schedule={"warmup_steps": 1, "decay": "linear"},
         ),
-        "data": component("embeddings.data.EmbeddingDataModule", **(usual | data)),
+        "data": component("embeddings.data.EmbeddingDataModule", **(defaults | data)),
     }
 
 
 def float16_on_cpu(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with `16-mixed`, loss scaler and all, which Lightning's own option refuses on a CPU."""
+    """The config with `16-mixed` and a loss scaler; Lightning's `precision` option rejects this on a CPU."""
     options = {"precision": "16-mixed", "device": "cpu"}
     plugin = component("lightning.pytorch.plugins.MixedPrecision", **options)
     return config | {"trainer": config["trainer"] | {"plugins": [plugin]}}
@@ -120,12 +126,12 @@ def write_config(folder: Path, config: dict[str, Any], name: str = "config.yaml"
     return str(path)
 
 
-def fit(folder: Path, config: dict[str, Any], *words: str) -> Any:
-    """Run `fit` by the command line's own parser; returns it, with the trainer, the model and the data."""
-    return run_trainer(["fit", "--config", write_config(folder, config), *words])
+def fit(folder: Path, config: dict[str, Any], *arguments: str) -> Any:
+    """Run `fit` with the real parser; returns the CLI with its trainer, model and data."""
+    return run_trainer(["fit", "--config", write_config(folder, config), *arguments])
 
 
 def logged_rows(folder: Path, column: str) -> list[dict[str, str]]:
-    """The rows of all `metrics.csv` below a folder that have a value in a column, in the order of their files."""
+    """The rows of all `metrics.csv` files below a folder that have a value in a column."""
     rows = [row for path in sorted(folder.rglob("metrics.csv")) for row in read_metrics(path)]
     return [row for row in rows if row.get(column)]

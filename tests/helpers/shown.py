@@ -1,4 +1,4 @@
-"""What the tests of the pictures share: the command line up to the drawing, and a model's directory."""
+"""Helpers for tests of figures: commands without drawing, a model directory, and layout checks."""
 
 from pathlib import Path
 from typing import Any
@@ -10,22 +10,22 @@ from embeddings.models import Embedder
 
 
 def kept_drawings(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> list[tuple[Any, ...]]:
-    """Run commands in a folder without the drawing by these functions; returns the list of what would be drawn."""
+    """Replace drawing functions and enter a folder; returns a list that collects their arguments."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(folder)
     drawn: list[tuple[Any, ...]] = []
     for name in names:
-        monkeypatch.setattr(f"embeddings.figures.{name}", lambda *what: drawn.append(what))
+        monkeypatch.setattr(f"embeddings.figures.{name}", lambda *arguments: drawn.append(arguments))
     return drawn
 
 
 def save_model(folder: Path, *parts: Any) -> None:
-    """Write the directory of a model of a backbone, tokenizer and pooling, with texts of 24 tokens and a prompt."""
+    """Save a model of a backbone, tokenizer and pooling, with texts of 24 tokens and a prompt."""
     Embedder(*parts, text=TextSettings(24, 24, prompts={"query": "search_query: "})).save_pretrained(folder)
 
 
 def on_the_page(figure, parts):
-    """The boxes of texts or legends, which must lie on the page."""
+    """The bounding boxes of texts or legends, which must be inside the page."""
     boxes = [part.get_window_extent() for part in parts]
     for box in boxes:
         assert figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1
@@ -34,7 +34,7 @@ def on_the_page(figure, parts):
 
 
 def check_layout(figure, min_texts):
-    """No text leaves the page or covers another one."""
+    """Check that no text leaves the page or overlaps another."""
     texts = [figure._suptitle]
     for axis in figure.axes:
         texts += [*axis.texts, axis._left_title, axis.xaxis.label, axis.yaxis.label]

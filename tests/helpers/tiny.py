@@ -1,4 +1,4 @@
-"""A tiny world built in code: random backbones of the real architectures, and one tokenizer of each family."""
+"""Tiny random backbones of real architectures, and one tokenizer of each family."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -20,7 +20,7 @@ from embeddings.models.stand_in import wordpiece_tokenizer as wordpiece_tokenize
 
 
 def bpe_tokenizer() -> PreTrainedTokenizerFast:
-    """The byte-level BPE of Qwen and Llama 3: no marker before the first word, a space belongs to the next word."""
+    """A byte-level BPE as in Qwen and Llama 3: no prefix space; a space belongs to the next word."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -71,7 +71,7 @@ def tiny_mistral(seed: int = 0, hidden_size: int = 32) -> PreTrainedModel:
 
 
 def tiny_t5(with_decoder: bool = False) -> PreTrainedModel:
-    """A two-layer random T5 encoder in float32, with its decoder on request, in evaluation mode."""
+    """A two-layer random T5 encoder in float32, optionally with its decoder, in evaluation mode."""
     set_seed(0)
     config = T5Config(
         vocab_size=VOCAB_SIZE, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, is_encoder_decoder=True

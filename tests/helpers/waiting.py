@@ -1,11 +1,11 @@
-"""Waiting for what another process does."""
+"""Waiting for another process."""
 
 import time
 from collections.abc import Callable
 
 
 def wait_for(happened: Callable[[], bool], what: str, timeout_seconds: float = 20) -> None:
-    """Ask ten times a second, in vain until a `TimeoutError`."""
+    """Poll ten times a second; raises `TimeoutError` after the timeout."""
     deadline = time.monotonic() + timeout_seconds
     while not happened():
         if time.monotonic() > deadline:

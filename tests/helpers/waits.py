@@ -1,4 +1,4 @@
-"""A CPU taken for a device that queues its work: what a step asks of it, counted by place, with no GPU at hand."""
+"""Counts the host synchronisations of a step by code location, on a CPU that stands in for a GPU."""
 
 import re
 import sys
@@ -17,21 +17,21 @@ from torch.utils._pytree import tree_leaves
 from embeddings.common import TokenBatch
 from tests.docs.pages import ROOT
 
-# What the host cannot answer before the device has come to it.
+# Functions whose result needs a synchronisation with the device.
 _READS = {
     *("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "is_nonzero", "numpy", "cpu"),
     *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "equal", "allclose"),
 }
 _FACTORIES_OF_VALUES = {"tensor", "as_tensor", "new_tensor"}
-# Whose code is asked about: the innermost frame of one of these.
+# The location is the innermost frame of one of these packages.
 _PACKAGES = ("embeddings", "transformers", "peft", "lightning")
 
 
 class PretendedDevice(TorchFunctionMode):
-    """Counts, by place, the values that the host waits for and the tensors that it copies to the device.
+    """Counts, by code location, the values that the host waits for and the tensors that it copies to the device.
 
-    Tensors are the host's where they are made without a device, or of host tensors alone; all others, those of
-    parameters and of a moved batch among them, are taken to lie on the device. A tensor crosses by `Tensor.to`.
+    A tensor is on the host if it is created without a device, or only from host tensors. All others count as on the
+    device, including parameters and a moved batch. `Tensor.to` moves a tensor to the device.
     """
 
     def __init__(self) -> None:
@@ -40,25 +40,25 @@ class PretendedDevice(TorchFunctionMode):
         self.copies: Counter[str] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one function, and note what it asks for."""
+        """Run one function, and count its synchronisations and copies."""
         kwargs, name = kwargs or {}, func.__name__
         if name in ("__get__", "__set__"):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         on_device = [tensor for tensor in tensors if not _is_host(tensor)]
-        if on_device and _asks(name, args, kwargs):
-            self.reads[_place()] += 1
+        if on_device and _synchronises(name, args, kwargs):
+            self.reads[_location()] += 1
         result = func(*args, **kwargs)
-        goes = _names_device(args, kwargs)
-        if name in _FACTORIES_OF_VALUES and (goes or on_device):
-            self.copies[_place()] += 1
+        has_device = _has_device(args, kwargs)
+        if name in _FACTORIES_OF_VALUES and (has_device or on_device):
+            self.copies[_location()] += 1
         if name in ("__getitem__", "__setitem__") and on_device and len(on_device) < len(tensors):
-            self.copies[_place()] += 1
-        if name == "to" and goes and not on_device:
-            self.copies[_place()] += 1
-            # The CPU would give the same object, which stays the host's.
+            self.copies[_location()] += 1
+        if name == "to" and has_device and not on_device:
+            self.copies[_location()] += 1
+            # The CPU would return the same object, which is still marked as on the host.
             return args[0].detach().view(args[0].shape) if result is args[0] else result
-        is_host = not on_device and not goes
+        is_host = not on_device and not has_device
         for leaf in tree_leaves(result):
             if is_host and isinstance(leaf, Tensor):
                 leaf._is_host = True  # type: ignore[attr-defined]
@@ -66,7 +66,7 @@ class PretendedDevice(TorchFunctionMode):
 
 
 def of_host(batch: Any) -> None:
-    """Note what of a batch stays in host memory when it moves."""
+    """Mark the tensors of a batch that stay in host memory when it moves."""
     for name in batch.__dataclass_fields__:
         value = getattr(batch, name)
         if name in batch._ON_CPU:
@@ -79,28 +79,27 @@ def _is_host(tensor: Tensor) -> bool:
     return getattr(tensor, "_is_host", False)
 
 
-def _asks(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a function's answer, or the shape of it, follows from values."""
+def _synchronises(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a function's result or its shape depends on values."""
     if name == "where":
         return len(args) + len(kwargs) == 1
     if name == "repeat_interleave":
-        return any(isinstance(each, Tensor) for each in args[1:]) and kwargs.get("output_size") is None
+        return any(isinstance(value, Tensor) for value in args[1:]) and kwargs.get("output_size") is None
     if name in ("__getitem__", "__setitem__"):
         index = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor)]
         has_mask = any(leaf.dtype == torch.bool and leaf.dim() > 0 for leaf in index)
-        # A number goes to where a mask is true without asking where that is.
+        # Assigning a scalar by a mask needs no synchronisation.
         return has_mask and (name == "__getitem__" or isinstance(args[2], Tensor))
     return name in _READS
 
 
-def _names_device(args: Any, kwargs: Any) -> bool:
-    """Whether a function is told where its result is to lie."""
-    given = kwargs.get("device")
-    return isinstance(given, torch.device) or any(isinstance(each, torch.device) for each in args)
+def _has_device(args: Any, kwargs: Any) -> bool:
+    """Whether a function has a device argument."""
+    return any(isinstance(value, torch.device) for value in (kwargs.get("device"), *args))
 
 
-def _place() -> str:
-    """The file and the function that asks."""
+def _location() -> str:
+    """The file and the function of the current call."""
     frame = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -115,7 +114,7 @@ def _place() -> str:
 
 @contextmanager
 def as_on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inside, the library computes as on a device that queues its work."""
+    """A context in which the library computes as on a device that queues its work."""
     with monkeypatch.context() as patch:
         for name, module in list(sys.modules.items()):
             if name.startswith("embeddings.") and "queues_work" in vars(module):
@@ -124,7 +123,7 @@ def as_on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def declared(method: str, forwards: int = 1) -> Counter[str]:
-    """The table's waits of a step of one method with so many passes of a backbone over padded texts."""
+    """The documented waits of a step of one method with `forwards` passes of a backbone over padded texts."""
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     section = page.split("## Host synchronisations\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| (once|twice) a (step|forward) \|", section, re.MULTILINE)

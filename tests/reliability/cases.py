@@ -1,4 +1,4 @@
-"""What a malformed input is, and what its refusal must be like: one short line, exit code 2, and nothing written."""
+"""Cases of malformed inputs, and the checks of their errors: one short line, exit code 2, and no written files."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ Make = Callable[[Place], object]
 
 MAX_CHARACTERS = 300
 
-# Lines that most cases go to; what they read is what a case makes.
+# Command lines that most cases use; their input files are made by the case.
 CLUSTER = "cluster --features bm25 --num-clusters 2 --svd-dim 2 --input pairs.jsonl --output out"
 ENCODE = "encode --model MODEL --input corpus.jsonl --output out"
 EVALUATE = "evaluate --model MODEL --data eval --output scores.json"
@@ -30,9 +30,9 @@ class Case:
     """One malformed input.
 
     Args:
-        make: Makes it, in the folder that the command runs in.
+        make: Writes the input into the working folder of the command.
         line: The command line; a word in capitals is a file or model of the world.
-        says: What the message must hold: file and row, field or option, and the rule.
+        says: A part of the expected message: file and row, field or option, and the rule.
         code: The exit code.
     """
 
@@ -43,8 +43,8 @@ class Case:
 
 
 def by_name(lines: Mapping[str, Mapping[str, tuple[Any, ...]]]) -> dict[str, Case]:
-    """Cases by name, of what makes each, what the message must hold, and an exit code other than 2, by command line."""
-    return {name: Case(made[0], line, *made[1:]) for line, named in lines.items() for name, made in named.items()}
+    """Convert {command line: {name: (make, message, exit code if not 2)}} to cases by name."""
+    return {name: Case(make, line, *rest) for line, named in lines.items() for name, (make, *rest) in named.items()}
 
 
 def nothing(place: Place) -> None:
@@ -57,7 +57,7 @@ def put(name: str, content: str | bytes) -> Make:
 
 
 def rows(name: str, *values: object) -> Make:
-    """Makes a file of JSON lines; characters beyond ASCII are escaped, which is how halves of them get through."""
+    """Makes a JSON Lines file; non-ASCII characters are escaped, so that lone surrogates can be written."""
     return put(name, "".join(json.dumps(value) + "\n" for value in values))
 
 
@@ -65,27 +65,27 @@ GOOD = {"query": "pad sequences", "positive": "the pad"}
 
 
 def pairs(**fields: object) -> Make:
-    """Makes a good training record, and one with these fields."""
+    """Makes a valid training record, and one with these fields changed."""
     return rows("pairs.jsonl", GOOD, {**GOOD, **fields})
 
 
 def both(*makes: Callable[[Any], object]) -> Callable[[Any], None]:
-    """Makes, or damages, one after another."""
+    """Runs several steps in order."""
 
     def make(place: Any) -> None:
-        for one in makes:
-            one(place)
+        for step in makes:
+            step(place)
 
     return make
 
 
 def run(*changes: Callable[[dict[str, Any]], object]) -> Make:
-    """Makes the config of a run after some changes, and its records where there are none yet."""
+    """Makes the config of a run with some changes, and its records if there are none."""
     return lambda place: place.config(*changes)
 
 
 def at(place: str, **values: object) -> Make:
-    """The config of a run with these values at a place, as `trainer` or `model.init_args`."""
+    """The config of a run with these values at a path, such as `trainer` or `model.init_args`."""
 
     def change(config: dict[str, Any]) -> None:
         for name in place.split(".") if place else ():
@@ -96,7 +96,7 @@ def at(place: str, **values: object) -> Make:
 
 
 def chosen(place: str, path: str, **arguments: object) -> Make:
-    """The config of a run with this class at a place."""
+    """The config of a run with this class at a path."""
     *parents, last = place.split(".")
     return at(".".join(parents), **{last: {"class_path": path, "init_args": arguments}})
 
@@ -112,21 +112,21 @@ def source(**options: Any) -> Make:
 
 
 def unchanged(folder: Path) -> None:
-    """Leaves a copy as it is."""
+    """Does not damage a copy."""
 
 
 def copied(name: str, damage: Callable[[Path], object] = unchanged, to: str = "") -> Make:
-    """Makes a copy of one of the world's files or folders, and may damage it."""
+    """Copies a file or folder of the world, and optionally damages it."""
     return lambda place: damage(place.copy(name, to))
 
 
 def content(name: str, text: str | bytes) -> Callable[[Path], object]:
-    """Gives a file of a folder another content."""
+    """Replaces the content of a file in a folder."""
     return lambda folder: (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
 
 
 def without(name: str) -> Callable[[Path], object]:
-    """Takes a file out of a folder."""
+    """Deletes a file from a folder."""
     return lambda folder: (folder / name).unlink()
 
 
@@ -152,20 +152,20 @@ def judged(*lines: str) -> Make:
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """Every file's hash, link's target and folder below a folder, by path.
+    """The hash of each file, target of each link and type of each entry below a folder, by path.
 
-    Sources that were converted whole may stay in the folder `cache`: the next run takes them.
+    Completely converted sources in `cache` are ignored: the next run uses them.
     """
-    found = {}
+    entries = {}
     for parent, folders, files in os.walk(folder):
         if Path(parent) == folder and "cache" in folders:
             folders.remove("cache")
-            found |= {f"cache/{path.name}": "half made" for path in (folder / "cache").glob(".*")}
+            entries |= {f"cache/{path.name}": "incomplete" for path in (folder / "cache").glob(".*")}
         for name in [*folders, *files]:
             path = Path(parent, name)
             kind = f"link {os.readlink(path)}" if path.is_symlink() else "folder" if path.is_dir() else _digest(path)
-            found[str(path.relative_to(folder))] = f"{kind} {path.lstat().st_mode:o}"
-    return found
+            entries[str(path.relative_to(folder))] = f"{kind} {path.lstat().st_mode:o}"
+    return entries
 
 
 def _digest(path: Path) -> str:
@@ -179,23 +179,23 @@ def _digest(path: Path) -> str:
 
 
 def faults(case: Case, code: int, errors: str, place: Place, before: dict[str, str]) -> list[str]:
-    """What is wrong with a refusal; nothing where it is as it should be."""
+    """The faults of a rejected command: exit code, message, changed files; empty if there are none."""
     found = []
     if code != case.code:
         found.append(f"exit code {code}, expected {case.code}")
-    # What a set scored is said before the next one.
+    # The scores of each data set are printed as they are known.
     lines = [line for line in errors.removesuffix("\n").split("\n") if not line.startswith("eval: ")]
     if len(lines) != 1:
         found.append(f"{len(lines)} lines on standard error")
     line = lines[-1].replace(f"{place.folder}/", "").replace(f"{place.world.root}/", "")
     if not line.startswith("error: ") or not line.isprintable():
-        found.append("no printable line that begins with error:")
+        found.append("no printable line that starts with error:")
     if len(line) > MAX_CHARACTERS:
         found.append(f"{len(line)} characters")
     if case.says not in line:
-        found.append(f"does not say {case.says!r}")
+        found.append(f"does not contain {case.says!r}")
     if not re.search(r"(; |\bdid you mean )\S", line):
-        found.append("names no way out")
+        found.append("has no hint")
     after = tree(place.folder)
     if changed := sorted(name for name in {*before, *after} if before.get(name) != after.get(name)):
         found.append(f"changed {', '.join(changed[:5])}")

@@ -1,4 +1,4 @@
-"""Model directories and checkpoints that are damaged, of another kind, or unfinished."""
+"""Model directories and checkpoints that are damaged, incomplete or of another type."""
 
 import json
 import shutil
@@ -15,12 +15,12 @@ WEIGHTS = "model.safetensors"
 
 
 def model(damage: Callable[[Path], object], name: str = "model") -> Make:
-    """A corpus, and a model's directory that is damaged."""
+    """A corpus, and a damaged model directory."""
     return both(rows("corpus.jsonl", {"text": "a"}), copied(name, damage, "model"))
 
 
 def backbone(damage: Callable[[Path], object], name: str = "backbone") -> Make:
-    """A run over a backbone that is damaged."""
+    """A run with a damaged backbone."""
     return both(copied(name, damage, "model"), run(lambda c: c["model"]["init_args"]["backbone"].update(name="model")))
 
 
@@ -36,12 +36,12 @@ def weights(change: Callable[[dict[str, torch.Tensor]], object], name: str = WEI
 
 
 def poisoned(tensors: dict[str, torch.Tensor]) -> None:
-    """Make a number of a weight NaN."""
+    """Set an element of a weight to NaN."""
     tensors["encoder.layer.1.output.dense.weight"][0, 0] = torch.nan
 
 
 def pickled(folder: Path) -> None:
-    """Turn the weights into a pickle, as older models have them."""
+    """Convert the weights to a pickle, the format of older models."""
     torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
     (folder / WEIGHTS).unlink()
 
@@ -54,7 +54,7 @@ def more_tokens(folder: Path) -> None:
 
 
 def adapters_alone(folder: Path) -> None:
-    """Leave adapters without the model that they belong to."""
+    """Replace the model by adapters without a base model."""
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "gone", "r": 2}')

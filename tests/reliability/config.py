@@ -1,4 +1,4 @@
-"""Configs, sweep files and options that cannot be."""
+"""Invalid configs, sweep files and options."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ def method(name: str, **arguments: object) -> Make:
     """The config of a run of another method."""
 
     def change(config: dict[str, Any]) -> None:
-        given = config["model"]["init_args"]
-        kept = {name: given[name] for name in ("backbone", "loss", "optimizer", "schedule")}
+        options = config["model"]["init_args"]
+        kept = {name: options[name] for name in ("backbone", "loss", "optimizer", "schedule")}
         config["model"] = {"class_path": f"embeddings.modules.{name}", "init_args": {**kept, **arguments}}
 
     return run(change)

@@ -1,4 +1,4 @@
-"""One world for all cases of a process, and a folder for each."""
+"""Fixtures: one world for all cases, and a new folder for each."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.reliability.world import Place, World
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """The good files and models; nothing in them is written to by what is tested."""
+    """The valid files and models; tests must not change them."""
     folder = tmp_path_factory.mktemp("world")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EMBED_CACHE", str(folder / "cache"))
@@ -20,7 +20,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture
 def place(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """An empty folder, which is the working one."""
+    """An empty working folder."""
     folder = tmp_path / "place"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -1,4 +1,4 @@
-"""Places that cannot be written, disks that are full, and what a machine does not have."""
+"""Paths that cannot be written, full disks, and missing libraries and devices."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ def folder(name: str) -> Make:
 
 
 def pipe(name: str) -> Make:
-    """A named pipe, which nobody writes to."""
+    """A named pipe without a writer."""
     return lambda place: os.mkfifo(place.folder / name)
 
 
@@ -34,12 +34,12 @@ def variable(name: str, value: str) -> Make:
 
 
 def missing(library: str) -> Make:
-    """Makes a library look as if it were not installed."""
+    """Makes a library appear not installed."""
     return lambda place: place.patch.setitem(__import__("sys").modules, library, None)
 
 
 def failing(number: int) -> Make:
-    """Makes every new file and folder below the working folder fail with an error of the system."""
+    """Makes the creation of files and folders below the working folder fail with a system error."""
 
     def make(place: Place) -> None:
         real_open, real_mkdir = os.open, os.mkdir

@@ -1,9 +1,9 @@
 """Run commands over files that were damaged at random: `python -m tests.reliability.fuzz [--count 10000] [--seed 0]`.
 
-A good file or model is copied, one of its files is mutated, and a command reads it. It must end by itself within 30 s
-of processor time: with code 0 where the damage does no harm, else with 2, 70 or 74 and one line, and never with a
-traceback. Case i of a seed is the same anywhere: `--only I` runs it again and says what it did. Each case runs in a
-process of its own, two of them at a time.
+A valid file or model is copied, one of its files is mutated, and a command reads it. The command must exit within 30 s
+of CPU time: with code 0 if the damage is harmless, otherwise with 2, 70 or 74 and one line, and never with a traceback.
+Case i of a seed is reproducible: `--only I` runs it again and prints its result. Each case runs in a separate process;
+two run at the same time.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from tests.reliability.world import Place, World
 MAX_SECONDS = 30
 MAX_BYTES = 12 * 2**30
 ENDINGS = (0, 2, 70, 74)
-# What a number or word of a text file becomes.
+# Replacements for a number or word of a text file.
 ODD = (
     "NaN", "-Infinity", "1e999", "-1", "0", "1.5", "9" * 25, "null", "true", '""', "[]", "{}", "[" * 3000,
     '{"a":' * 3000, '"\\ud800"', '"\\u0000"',
@@ -45,7 +45,7 @@ ODD = (
 
 @dataclass(frozen=True)
 class Target:
-    """What is damaged (None: the config and pairs of a run), its copy's name, and which command reads it."""
+    """A file or model to damage (None: the config of a run), the name of its copy, and the command that reads it."""
 
     source: str | None
     to: str
@@ -94,10 +94,10 @@ def _changed(content: bytes, chance: random.Random, kind: str) -> bytes:
     if kind == "double":
         return content[:end] + content[at:]
     if kind == "odd":
-        places = list(re.finditer(rb'"[^"\n]{0,80}"|-?\d+(?:\.\d+)?|\b[a-z_]+\b', content))
-        if places:
-            chosen = chance.choice(places)
-            return content[: chosen.start()] + chance.choice(ODD).encode() + content[chosen.end() :]
+        matches = list(re.finditer(rb'"[^"\n]{0,80}"|-?\d+(?:\.\d+)?|\b[a-z_]+\b', content))
+        if matches:
+            match = chance.choice(matches)
+            return content[: match.start()] + chance.choice(ODD).encode() + content[match.end() :]
     if kind == "lines":
         lines = content.splitlines(keepends=True)
         chance.shuffle(lines)
@@ -106,22 +106,22 @@ def _changed(content: bytes, chance: random.Random, kind: str) -> bytes:
 
 
 def damage(path: Path, chance: random.Random) -> str:
-    """Mutate one file at a path, a file or a folder; returns which."""
-    inside = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix != ".py")  # which no one reads
-    files = inside or [path]
-    file = chance.choice(files)
+    """Mutate a file, or one file in a folder; returns its path."""
+    # No command reads a model directory's code.
+    inside = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix != ".py")
+    file = chance.choice(inside or [path])
     content = file.read_bytes()
     file.write_bytes(mutated(content, chance, is_text=file.suffix not in (".safetensors", ".npy", ".parquet", ".ckpt")))
     return str(file.relative_to(path.parent))
 
 
 class _Overtime(BaseException):
-    """A case takes too long: no error of a file or of a command, so that nothing on the way makes a refusal of it."""
+    """A case takes too long. It is a `BaseException`, so that no command reports it as an error of a file."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float, is_over: Event) -> Iterator[None]:
-    """End what takes longer, by the CPU's time, and set the event, which stays where the end is not passed on."""
+    """Raise `_Overtime` after a limit of CPU time, and set the event, in case the exception is swallowed."""
 
     def stop(*_: object) -> None:
         is_over.set()
@@ -137,7 +137,7 @@ def time_limit(seconds: float, is_over: Event) -> Iterator[None]:
 
 
 def run_case(world: World, seed: int, index: int) -> dict[str, Any]:
-    """Make a case, run its command in this process, and say how it ended."""
+    """Make a case, run its command in this process, and return its result."""
     chance = random.Random(f"{seed}/{index}")
     target = chance.choices(TARGETS, [one.weight for one in TARGETS])[0]
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
@@ -162,26 +162,26 @@ def _outcome(words: list[str]) -> dict[str, Any]:
     except BaseException:
         return {"code": 1, "fault": traceback.format_exc()[-3000:]}
     if is_over.is_set():
-        return {"code": code, "fault": f"took more than {MAX_SECONDS} s, and then said {errors.getvalue()[-1500:]}"}
-    said = errors.getvalue()
-    refusals = [line for line in said.splitlines() if line.startswith("error: ")]
-    # What nobody foresaw is one line too, which names the file of its traceback.
-    if code not in ENDINGS or "Traceback" in said or "the traceback is in" in said:
-        return {"code": code, "fault": said[-3000:]}
-    if code and (len(refusals) != 1 or len(refusals[0]) > 400):
-        return {"code": code, "fault": f"{len(refusals)} lines of refusal: {said[-1500:]}"}
+        return {"code": code, "fault": f"took more than {MAX_SECONDS} s; stderr: {errors.getvalue()[-1500:]}"}
+    text = errors.getvalue()
+    lines = [line for line in text.splitlines() if line.startswith("error: ")]
+    # An unexpected exception is also one line, with the file of its traceback.
+    if code not in ENDINGS or "Traceback" in text or "the traceback is in" in text:
+        return {"code": code, "fault": text[-3000:]}
+    if code and (len(lines) != 1 or len(lines[0]) > 400):
+        return {"code": code, "fault": f"{len(lines)} error lines: {text[-1500:]}"}
     return {"code": code}
 
 
 def run_apart(root: Path, seed: int, index: int) -> dict[str, Any]:
-    """Run a case in a process of its own, whose death is a fault too."""
+    """Run a case in a separate process; a crash of the process is a fault too."""
     with tempfile.TemporaryFile() as output:
         code = Command([root, seed, index], function=_print_case, stdout=output, stderr=output).wait()
         output.seek(0)
-        said = output.read().decode(errors="replace")
+        text = output.read().decode(errors="replace")
     if code:
-        return {"index": index, "code": code, "fault": f"the process ended with {code}: {said[-1500:]}"}
-    case: dict[str, Any] = json.loads(said.splitlines()[-1])
+        return {"index": index, "code": code, "fault": f"the process ended with {code}: {text[-1500:]}"}
+    case: dict[str, Any] = json.loads(text.splitlines()[-1])
     return case
 
 
@@ -191,7 +191,7 @@ def _print_case(root: Path, seed: int, index: int) -> None:
 
 
 def fuzz(count: int, seed: int, root: Path) -> list[dict[str, Any]]:
-    """Run the cases, two at a time; returns those that ended as none may."""
+    """Run the cases, two at a time; returns those with a fault."""
     codes: Counter[int] = Counter()
     faults = []
     start_server()
@@ -206,23 +206,23 @@ def fuzz(count: int, seed: int, root: Path) -> list[dict[str, Any]]:
 
 
 def run() -> int:
-    """Run what the command line asks for; returns how many cases ended as none may."""
+    """Run the command line; returns the number of cases with a fault."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="run one case, and print how it ended")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         world = World(Path(name))
         for target in TARGETS:
             world.path(target.source or "pairs.jsonl")
-        if given.only is not None:
-            print(json.dumps(run_case(world, given.seed, given.only), indent=1).replace("\\n", "\n"))
+        if options.only is not None:
+            print(json.dumps(run_case(world, options.seed, options.only), indent=1).replace("\\n", "\n"))
             return 0
-        faults = fuzz(given.count, given.seed, world.root)
+        faults = fuzz(options.count, options.seed, world.root)
     for case in faults:
         print(json.dumps(case).replace("\\n", "\n"))
-    print(f"{given.count} damaged files: {len(faults)} ended with a traceback, a crash, or after {MAX_SECONDS} s")
+    print(f"{options.count} damaged files: {len(faults)} ended with a traceback, a crash, or after {MAX_SECONDS} s")
     return len(faults)
 
 

@@ -1,4 +1,4 @@
-"""Models, checkpoints, configs and data that try to have code run, or other places than their own written or read."""
+"""Models, checkpoints, configs and data that try to run code or to access paths outside their folder."""
 
 import json
 import os
@@ -42,64 +42,64 @@ MODULE = f"open({CANARY!r}, 'w').close()\nclass Thing:\n    def __init__(self, *
 
 
 class Payload:
-    """What unpickling makes touch the canary."""
+    """Touches the canary when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (COMMAND,)
 
 
 PICKLE = pickle.dumps(Payload())
-# A column whose type says that Python is to unpickle it.
+# A column whose Arrow extension type asks for unpickling.
 EXTENSION = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": PICKLE}
 SCHEMA = pa.schema([pa.field("query", pa.string(), metadata=EXTENSION), pa.field("positive", pa.string())])
 
 
 def saved(value: object) -> Make:
-    """A checkpoint that PyTorch wrote."""
+    """A checkpoint written by PyTorch."""
     return lambda place: torch.save(value, place.folder / "last.ckpt")
 
 
 def safetensors(header: bytes | dict[str, Any], body: bytes = b"") -> bytes:
-    """A safetensors file of this header."""
+    """A safetensors file with this header."""
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(encoded)) + encoded + body
 
 
 def tensor(start: int, stop: int, shape: int = 2) -> dict[str, Any]:
-    """A tensor's entry in such a header."""
+    """A tensor's entry in a safetensors header."""
     return {"dtype": "F32", "shape": [shape], "data_offsets": [start, stop]}
 
 
 def deep(levels: int = 100_000) -> str:
-    """JSON nested so deep."""
+    """Deeply nested JSON."""
     return '{"a":' * levels + "1" + "}" * levels
 
 
 def remote(folder: Path) -> None:
-    """Has a model's config ask for the code that lies beside it."""
+    """Makes a model's config refer to code in its folder."""
     edited("config.json", auto_map={"AutoConfig": "canary_module.Thing", "AutoModel": "canary_module.Thing"})(folder)
     (folder / "canary_module.py").write_text(MODULE)
 
 
 def remote_tokenizer(folder: Path) -> None:
-    """Has a tokenizer ask for the code that lies beside it."""
+    """Makes a tokenizer refer to code in its folder."""
     changes = {"auto_map": {"AutoTokenizer": ["canary_module.Thing", None]}, "tokenizer_class": "Thing"}
     edited("tokenizer_config.json", **changes)(folder)
     (folder / "canary_module.py").write_text(MODULE)
 
 
 def with_module(make: Make) -> Make:
-    """A module beside the command, which importing it would run."""
+    """A module in the working folder that touches the canary when it is imported."""
     return both(put("canary_module.py", MODULE), lambda place: place.patch.syspath_prepend(str(place.folder)), make)
 
 
 def object_array(folder: Path) -> None:
-    """Turn a shard of vectors into an array of objects."""
+    """Replace a shard of vectors by an array of objects."""
     np.save(folder / "vectors-00000.npy", np.array([Payload()] * 5, dtype=object), allow_pickle=True)
 
 
 def shards(name: str) -> Make:
-    """A run over a model whose index of shards sends elsewhere."""
+    """A run over a model whose index of shards refers to another file."""
 
     def damage(folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
@@ -112,7 +112,7 @@ def shards(name: str) -> Make:
 
 
 def linked(name: str) -> Make:
-    """A link that leads to the canary's place."""
+    """A symbolic link to the path of the canary."""
 
     def make(place: Place) -> None:
         path = place.folder / name
@@ -178,7 +178,7 @@ CASES = {
             model(content("adapter_config.json", '{"peft_type": "LORA", "base_model_name_or_path": "../elsewhere"}')),
             "model: contains adapters of another model",
         ),
-        # What lies in a model's directory and is of no use to it.
+        # Unused files in a model directory.
         "more pickles beside the weights": (
             model(both(*(content(name, PICKLE) for name in ("optimizer.pt", "a.pkl", "training_args.bin", "x.ckpt")))),
             "",

@@ -1,4 +1,4 @@
-"""Vectors, clusters and mined shards that are damaged, or of something else."""
+"""Vectors, clusters and mined shards that are damaged or belong to other data."""
 
 import shutil
 from collections.abc import Callable
@@ -16,12 +16,12 @@ SECOND = "vectors-00001.npy"
 
 
 def vectors(damage: Callable[[Path], object] = unchanged) -> Make:
-    """A copy of an encoded corpus that is damaged."""
+    """A damaged copy of an encoded corpus."""
     return copied("vectors", damage)
 
 
 def changed(name: str, change: Callable[[NDArray[np.float32]], NDArray[np.generic]]) -> Callable[[Path], object]:
-    """Changes an array of a folder."""
+    """Changes an array in a folder."""
 
     def rewrite(folder: Path) -> None:
         array = change(np.load(folder / name))
@@ -32,7 +32,7 @@ def changed(name: str, change: Callable[[NDArray[np.float32]], NDArray[np.generi
 
 
 def filled(value: float, row: int = 1) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
-    """Gives a vector this value everywhere."""
+    """Sets all elements of a vector to a value."""
 
     def fill(array: NDArray[np.float32]) -> NDArray[np.float32]:
         array[row] = value
@@ -42,7 +42,7 @@ def filled(value: float, row: int = 1) -> Callable[[NDArray[np.float32]], NDArra
 
 
 def mined(role: str, damage: Callable[[Path], object] = unchanged) -> Make:
-    """The good pairs, and their vectors by `mine`, of which a role's are damaged."""
+    """The valid pairs, and their vectors from `mine`; those of one role are damaged."""
 
     def make(place: Place) -> None:
         place.copy("pairs.jsonl")
@@ -55,7 +55,7 @@ def mined(role: str, damage: Callable[[Path], object] = unchanged) -> Make:
 
 
 def few(*texts: str) -> Make:
-    """Records of these texts alone."""
+    """Records with only these texts."""
     return rows("pairs.jsonl", *({"query": f"{text} asked", "positive": text} for text in texts))
 
 

@@ -1,11 +1,11 @@
-"""Kill training at random times and go on, until it ends: `python -m tests.reliability.kills [--count 100] [--seed 0]`.
+"""Kill training at random times and resume it: `python -m tests.reliability.kills [--count 100] [--seed 0]`.
 
-Runs of every method, plain and under GradCache, with accumulated batches, with none to two worker processes, are killed
-(SIGKILL, the whole group) after a random time, again and again. Each ends with the bits of a run that nobody killed:
-weights, optimiser, schedule, loader and random state. The ledger that each step's rows and loss were written to has
-every step of the plan, and the last entry of a step is the uninterrupted run's: no example is lost, or there twice.
+Runs of every method, plain and under GradCache, with accumulated batches and zero to two workers, are killed repeatedly
+(SIGKILL to the process group) after random times. Each must end exactly like an uninterrupted run: weights, optimiser,
+schedule, loader and random state. Each step writes its rows and loss to a ledger. The ledger must contain every step,
+and the last entry of a step must equal the uninterrupted run's: no example is lost or repeated.
 
-Processes are forked from one that has imported everything, so that a start takes half a second.
+Processes are forked from a process with all imports, so a start takes half a second.
 """
 
 import argparse
@@ -49,22 +49,21 @@ METHODS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "moe, accumulated": moe_config,
     "nv-embed, changing accumulation": lambda folder: run_config(folder, dropout=0.1),
 }
-# Batches of one optimiser step: the same number in all epochs, or from one epoch on another.
+# Batches per optimiser step: constant, or changing between epochs.
 ACCUMULATIONS: dict[str, dict[str, Any]] = {
     "moe, accumulated": {"accumulate_grad_batches": 2, "callbacks": [CACHE]},
     "nv-embed, changing accumulation": {
         "callbacks": [component("GradientAccumulationScheduler", scheduling={0: 1, 1: 3, 2: 2})]
     },
 }
-# What follows from when a run took place, and not from what it computed.
+# Entries of a checkpoint that depend on the time of the run.
 CLOCK = ("callbacks", "run", "run_config")
-# What a validation has counted, since one that a kill cut short is not repeated; and the base model's folder, which the
-# uninterrupted run has beside its own.
+# Counts of validation, because an interrupted validation is not repeated, and the path of the base model.
 NOT_COMPARED = ("/loops/fit_loop/epoch_loop.val_loop", "/frozen_base/name")
 
 
 class Ledger(Callback):
-    """Appends each batch's rows and loss to a file, and leaves time for a kill."""
+    """Appends each batch's rows and loss to a file, then sleeps to leave time for a kill."""
 
     def __init__(self, path: str, seconds: float) -> None:
         self.path, self.seconds = path, seconds
@@ -83,12 +82,12 @@ class Ledger(Callback):
         time.sleep(self.seconds)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that there is no step left."""
+        """Write a file that marks the end of training."""
         Path(self.path).with_name("done").touch()
 
 
 def chosen(run_number: int) -> tuple[str, bool]:
-    """The method of a run, and whether it is under GradCache: each comes with each in turn."""
+    """The method of a run, and whether it uses GradCache; the combinations alternate."""
     method = list(METHODS)[run_number % len(METHODS)]
     has_cache = method != "masked language model" and method not in ACCUMULATIONS
     return method, bool(run_number // len(METHODS) % 2) and has_cache
@@ -97,7 +96,7 @@ def chosen(run_number: int) -> tuple[str, bool]:
 def killed_config(
     folder: Path, method: str, cached: bool, num_workers: int, seconds: float, keep: dict[str, Any]
 ) -> dict[str, Any]:
-    """The config of one run in `folder`, whose checkpoints `keep` writes, and which waits after each step."""
+    """The config of one run in `folder` that waits `seconds` after each step; `keep` writes its checkpoints."""
     folder.mkdir(parents=True)
     config = METHODS[method](folder)
     ledger = component(f"{__package__}.kills.Ledger", path=str(folder / "ledger.jsonl"), seconds=seconds)
@@ -109,14 +108,14 @@ def killed_config(
 
 
 def start(folder: Path, config: dict[str, Any]) -> Command:
-    """Train from the newest checkpoint, in a process with a group of its own."""
+    """Train from the newest checkpoint in a separate process group."""
     words = ["fit", "--config", write_config(folder, config), "--ckpt_path", "auto"]
     with open(folder / "output.txt", "ab") as output:
         return Command([words], function=main, stdout=output, stderr=output)
 
 
 def run(folder: Path, config: dict[str, Any], kill_after: float | None = None) -> bool:
-    """Train in a process, and kill it after some seconds; returns whether it ended before."""
+    """Train in a process, and kill it after some seconds; returns whether it ended before the kill."""
     process = start(folder, config)
     try:
         code = process.wait(300 if kill_after is None else kill_after)
@@ -124,7 +123,7 @@ def run(folder: Path, config: dict[str, Any], kill_after: float | None = None) -
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        assert kill_after is not None, "no end after 300 seconds"
+        assert kill_after is not None, "still running after 300 seconds"
         return False
     assert code == 0, f"exit code {code}: {(folder / 'output.txt').read_text()[-2000:]}"
     return True
@@ -132,23 +131,23 @@ def run(folder: Path, config: dict[str, Any], kill_after: float | None = None) -
 
 def ledger(folder: Path) -> dict[int, list[Any]]:
     """The last entry of each step."""
-    found: dict[int, list[Any]] = {}
+    entries: dict[int, list[Any]] = {}
     path = folder / "ledger.jsonl"
     for line in path.read_text().splitlines() if path.exists() else ():
-        if line.endswith("}"):  # a kill may cut a line
+        if line.endswith("}"):  # a kill may truncate a line
             entry = json.loads(line)
-            found[entry["step"]] = [entry["rows"], entry["loss"]]
-    return found
+            entries[entry["step"]] = [entry["rows"], entry["loss"]]
+    return entries
 
 
 def final_state(folder: Path) -> dict[str, Any]:
-    """The last checkpoint, without what is the clock's."""
+    """The last checkpoint, without entries that depend on the time."""
     newest = max(folder.rglob("last*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     return {name: value for name, value in read_checkpoint(newest).items() if name not in CLOCK}
 
 
 def differences(found: Any, expected: Any, path: str = "") -> list[str]:
-    """Where two states differ in a bit."""
+    """The paths at which two states differ."""
     if path.startswith(NOT_COMPARED):
         return []
     if isinstance(expected, torch.Tensor):
@@ -158,22 +157,22 @@ def differences(found: Any, expected: Any, path: str = "") -> list[str]:
         return different + [x for key in expected for x in differences(found.get(key), expected[key], f"{path}/{key}")]
     if isinstance(expected, list | tuple):
         pairs = list(zip(found, expected, strict=True))
-        return [x for place, pair in enumerate(pairs) for x in differences(*pair, f"{path}/{place}")]
+        return [x for index, pair in enumerate(pairs) for x in differences(*pair, f"{path}/{index}")]
     return [] if found == expected else [path]
 
 
 def unlike(folder: Path, whole: Path) -> list[str]:
-    """What differs in the end between a run that was cut short and one that was not."""
+    """The differences at the end between an interrupted run and an uninterrupted one."""
     expected, entries = ledger(whole), ledger(folder)
     lost = [f"step {step} is lost" for step in expected if step not in entries]
     lost += [f"step {step} differs" for step in entries if entries[step] != expected.get(step)]
     return differences(final_state(folder), final_state(whole)) + lost
 
 
-def kill(folder: Path, config: dict[str, Any], chance: random.Random, seconds: float, most: int) -> Counter[str]:
-    """Train one run of so many seconds with at most so many kills, and no more than eight; returns their number."""
+def kill(folder: Path, config: dict[str, Any], chance: random.Random, seconds: float, maximum: int) -> Counter[str]:
+    """Train one run of about `seconds` with at most `maximum` kills, and at most eight; returns their number."""
     kills = 0
-    while not run(folder, config, chance.uniform(0, 1.2 * seconds) if kills < min(8, most) else None):
+    while not run(folder, config, chance.uniform(0, 1.2 * seconds) if kills < min(8, maximum) else None):
         kills += 1
     return Counter(kills=kills)
 
@@ -181,23 +180,23 @@ def kill(folder: Path, config: dict[str, Any], chance: random.Random, seconds: f
 def cut_runs(
     text: str | None, count: int, cut: Callable[..., Counter[str]], keep: dict[str, Any], workers: Iterable[int]
 ) -> int:
-    """Cut runs of all methods short, as often as the command line says or `count` times; returns how many were spoilt.
+    """Interrupt runs of all methods, `--count` or `count` times; returns the number of runs with a wrong result.
 
     Args:
-        text: What the command's help says.
-        count: The usual number of cuts.
-        cut: Trains a run to its end, and returns how often it cut it short, by kind.
-        keep: What writes the checkpoints.
-        workers: Numbers of workers of the loader, which each come in turn.
+        text: The help text of the command.
+        count: The default number of interruptions.
+        cut: Trains a run to its end, and returns the number of interruptions by type.
+        keep: The callback that writes checkpoints.
+        workers: Numbers of workers of the loader, used in turn.
     """
     parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    options = parser.parse_args()
     os.environ["EMBED_IMPORTS"] = "tests"
     torch.set_num_threads(1)
-    chance, cuts, runs, wrong, turns = random.Random(given.seed), Counter[str](), 0, 0, itertools.cycle(workers)
-    while cuts.total() < given.count:
+    chance, cuts, runs, wrong, turns = random.Random(options.seed), Counter[str](), 0, 0, itertools.cycle(workers)
+    while cuts.total() < options.count:
         (method, cached), num_workers = chosen(runs), next(turns)
         with tempfile.TemporaryDirectory() as name:
             whole, folder = Path(name, "whole"), Path(name, "cut")
@@ -206,12 +205,12 @@ def cut_runs(
             run(whole, config)
             seconds = time.monotonic() - began
             config = killed_config(folder, method, cached, num_workers, 0.05, keep)
-            made = cut(folder, config, chance, seconds, given.count - cuts.total())
-            found = unlike(folder, whole)
-        cuts, runs, wrong = cuts + made, runs + 1, wrong + bool(found)
+            made = cut(folder, config, chance, seconds, options.count - cuts.total())
+            faults = unlike(folder, whole)
+        cuts, runs, wrong = cuts + made, runs + 1, wrong + bool(faults)
         how = f"{method}{', GradCache' if cached else ''}, {num_workers} workers"
-        print(f"{cuts.total():>4}  {how}: {dict(made)}, {'; '.join(found[:3]) or 'the same bits'}", flush=True)
-    print(f"{dict(cuts)} in {runs} runs; {runs - wrong} ended with the same bits and ledger, {wrong} did not")
+        print(f"{cuts.total():>4}  {how}: {dict(made)}, {'; '.join(faults[:3]) or 'identical'}", flush=True)
+    print(f"{dict(cuts)} in {runs} runs; {runs - wrong} ended with an identical state and ledger, {wrong} did not")
     return wrong
 
 

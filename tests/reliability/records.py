@@ -1,4 +1,4 @@
-"""Training records, corpora, evaluation data and their configs: bytes, rows, texts, and what contradicts itself."""
+"""Training records, corpora, evaluation data and their configs: invalid bytes, rows, texts and contradictions."""
 
 import gzip
 import json
@@ -54,7 +54,7 @@ def long_line(place: Place) -> None:
 
 
 def config(change: bytes) -> Make:
-    """A config with these bytes before it."""
+    """A config with these bytes at its start."""
     return lambda place: place.write("config.yaml", change + place.config().read_bytes())
 
 
@@ -64,7 +64,7 @@ def zipped() -> bytes:
 
 
 def parquet(columns: dict[str, object], change: Callable[[bytes], bytes] = bytes, **options: Any) -> Make:
-    """A Parquet file of these columns under the name of JSON lines, its bytes changed."""
+    """A Parquet file with the name of a JSON Lines file and changed bytes."""
 
     def make(place: Place) -> None:
         path = place.folder / "pairs.jsonl"
@@ -75,7 +75,7 @@ def parquet(columns: dict[str, object], change: Callable[[bytes], bytes] = bytes
 
 
 def conversion(name: str, *values: object) -> Make:
-    """A run over these rows by a conversion."""
+    """A run over these rows with a conversion."""
     return both(rows("pairs.jsonl", *values), source(conversion=name))
 
 
@@ -86,14 +86,14 @@ def language_model(*values: object) -> Make:
         kept = {name: config["model"]["init_args"][name] for name in ("backbone", "optimizer", "schedule")}
         kept["masking"] = {"probability": 0.5, "mask_fraction": 1.0, "random_fraction": 0.0}
         config["model"] = component("embeddings.modules.MaskedLMModule", objective="mlm", head={"new": True}, **kept)
-        given = {"cache_dir": "cache", "sources": config["data"]["init_args"]["sources"]}
-        config["data"] = component("embeddings.data.TextDataModule", row_length=24, batch_size=2, **given)
+        options = {"cache_dir": "cache", "sources": config["data"]["init_args"]["sources"]}
+        config["data"] = component("embeddings.data.TextDataModule", row_length=24, batch_size=2, **options)
 
     return both(rows("pairs.jsonl", *values), run(change))
 
 
 def several(count: int, **fields: object) -> Make:
-    """So many records that differ in their texts."""
+    """Records with different texts."""
     return rows("pairs.jsonl", *({"query": f"q {row}", "positive": f"p {row}", **fields} for row in range(count)))
 
 
@@ -110,13 +110,13 @@ def clustered_on(damage: Callable[[Path], object]) -> Make:
 
 
 def other_vectors(place: Place) -> None:
-    """A run over other records than those of the vectors."""
+    """A run with vectors of other records."""
     vectors = place.world.path("clusters").with_name("clusters.vectors")
     both(several(12), source(surrogate_vectors=str(vectors)))(place)
 
 
 def tested(*values: object) -> Make:
-    """A folder with these rows to test on."""
+    """An evaluation folder with these test rows."""
     return rows("eval/test.jsonl", *values)
 
 
@@ -366,7 +366,7 @@ CASES = {
 ROW = b'{"query": "pad", "positive": "the pad"}\n'
 OTHER = b'{"query": "fox", "positive": "the fox"}\n'
 TWO = "records              2"
-# Inputs that look odd and are read on purpose; what is printed in place of what is refused.
+# Unusual inputs that are accepted, with expected output instead of an error.
 ACCEPTED = {
     FILTER: {
         "a byte-order mark": (put("pairs.jsonl", b"\xef\xbb\xbf" + ROW + OTHER), TWO, 0),

@@ -1,9 +1,9 @@
-"""Send training stop signals at random instants: `python -m tests.reliability.signals [--count 200] [--seed 0]`.
+"""Send training stop signals at random times: `python -m tests.reliability.signals [--count 200] [--seed 0]`.
 
-SIGUSR1 and SIGTERM, once or twice, to the process or to its whole group with a worker in it, before training, within a
-step, while a checkpoint is written, or on the way out. Each stopped run has asked a stand-in for `scontrol` once to
-queue it again, has one checkpoint, said one line and left with 75; one that had taken its last step ends with 0. Each
-run that is resumed and reaches its end has the bits of one that was never signalled.
+SIGUSR1 and SIGTERM are sent once or twice, to the process or to its group with a worker, before training, during a
+step, while a checkpoint is written, or at exit. Each stopped run must call a stand-in for `scontrol` once to requeue
+it, write one checkpoint, print one line and exit with 75; after its last step it exits with 0. Each resumed run must
+end exactly like a run without signals.
 """
 
 import os
@@ -22,12 +22,12 @@ from tests.reliability.kills import cut_runs, ledger, run, start
 
 PATH = os.environ["PATH"]
 SIGNALS = ([10], [15], [10, 15], [15, 15])
-# One checkpoint at the end alone: whatever lies there before was written because of a signal.
+# Writes a checkpoint only at the end; an earlier one was written because of a signal.
 KEEP = component("ModelCheckpoint", every_n_train_steps=500, save_last=True, save_on_exception=True)
 
 
 def signalled(folder: Path, config: dict[str, Any], chance: random.Random, seconds: float) -> str:
-    """Train in a child, send it signals after a random time, and check how it ends; returns when they came."""
+    """Train in a child, send signals after a random time, and check its exit; returns when they arrived."""
     asked, output = folder / "asked.txt", folder / "output.txt"
     output.unlink(missing_ok=True)
     calls, steps = len(asked.read_text().splitlines()), len(ledger(folder))
@@ -40,29 +40,29 @@ def signalled(folder: Path, config: dict[str, Any], chance: random.Random, secon
         with suppress(ProcessLookupError):
             send(process.pid, number)
     code = process.wait()
-    said, left = output.read_text(), [path.name for path in folder.rglob("last*.ckpt")]
+    text, checkpoints = output.read_text(), [path.name for path in folder.rglob("last*.ckpt")]
     requeued = len(asked.read_text().splitlines()) - calls
     taken = ledger(folder)
     if (folder / "done").exists():
-        # A signal may have met the process on its way out, when nobody listens any more.
-        assert code in (0, -signal.SIGUSR1, -signal.SIGTERM), f"exit code {code} at the end: {said[-2000:]}"
+        # A signal may arrive at exit, after the handlers are removed.
+        assert code in (0, -signal.SIGUSR1, -signal.SIGTERM), f"exit code {code} at the end: {text[-2000:]}"
         assert requeued == 0
         return "after"
-    assert code == 75, f"exit code {code}: {said[-2000:]}"
-    assert requeued == 1, f"{requeued} requeues: {said[-2000:]}"
-    assert said.count("preempted: ") == 1, said[-2000:]
-    assert left == ["last.ckpt"] * bool(taken), f"{left} after {len(taken)} steps: {said[-2000:]}"
+    assert code == 75, f"exit code {code}: {text[-2000:]}"
+    assert requeued == 1, f"{requeued} requeues: {text[-2000:]}"
+    assert text.count("preempted: ") == 1, text[-2000:]
+    assert checkpoints == ["last.ckpt"] * bool(taken), f"{checkpoints} after {len(taken)} steps: {text[-2000:]}"
     return "during" if len(taken) > steps else "before"
 
 
 def send_signals(
-    folder: Path, config: dict[str, Any], chance: random.Random, seconds: float, most: int
+    folder: Path, config: dict[str, Any], chance: random.Random, seconds: float, maximum: int
 ) -> Counter[str]:
-    """Train one run of so many seconds with at most so many signals; returns their number by when they came."""
+    """Train one run of about `seconds` with at most `maximum` signals; returns their number by time of arrival."""
     fake_scontrol(folder)
     os.environ |= {"SLURM_JOB_ID": "77", "PATH": f"{folder / 'bin'}:{PATH}"}
     places = Counter[str]()
-    while not places["after"] and places.total() < most:
+    while not places["after"] and places.total() < maximum:
         places[signalled(folder, config, chance, seconds)] += 1
     if not places["after"]:
         run(folder, config)
@@ -70,7 +70,7 @@ def send_signals(
 
 
 def _listens(pid: int) -> bool:
-    """Whether a process has a handler for SIGTERM, or is over."""
+    """Whether a process has a handler for SIGTERM, or has ended."""
     with suppress(FileNotFoundError, ProcessLookupError):
         caught = re.search(r"^SigCgt:\t(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
         return caught is None or bool(int(caught[1], 16) & 1 << (signal.SIGTERM - 1))

@@ -1,4 +1,4 @@
-"""Files damaged at random end in a code and at most one line; the whole is `python -m tests.reliability.fuzz`."""
+"""A few cases of `tests.reliability.fuzz`, and tests of its checks."""
 
 import os
 import random
@@ -19,9 +19,9 @@ from tests.reliability.world import World
 
 @pytest.mark.parametrize("first", range(0, 20, 10))
 def test_a_damaged_file_ends_in_a_code_and_never_in_a_traceback(world: World, first: int) -> None:
-    ended = [fuzz.run_case(world, 0, index) for index in range(first, first + 10)]
-    assert [case for case in ended if "fault" in case] == []
-    assert {case["code"] for case in ended} <= set(fuzz.ENDINGS)
+    cases = [fuzz.run_case(world, 0, index) for index in range(first, first + 10)]
+    assert [case for case in cases if "fault" in case] == []
+    assert {case["code"] for case in cases} <= set(fuzz.ENDINGS)
 
 
 def test_a_case_is_the_same_each_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def _die(*case: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_case_in_a_process_of_its_own_ends_as_here_and_one_that_kills_its_process_is_found(
+def test_a_case_in_a_separate_process_has_the_same_result_and_a_crash_is_found(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert fuzz.run_apart(world.root, 0, 0) == fuzz.run_case(world, 0, 0)

@@ -1,4 +1,4 @@
-"""No file has code run: the canary stays untouched, no process or connection is begun, nothing foreign imported."""
+"""No input file can run code: no canary, no new process or connection, no foreign import."""
 
 import pickle
 import sys
@@ -16,12 +16,12 @@ from tests.reliability.world import Place
 
 _PROCESSES = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "subprocess.Popen", "pty.spawn")
 _CONNECTIONS = ("socket.connect", "socket.getaddrinfo", "socket.bind", "webbrowser.open", "urllib.Request")
-# What the commands themselves start: their commit, and what a library asks of the machine.
+# Programs that the commands and libraries start themselves.
 _OWN = ("git", "lscpu", "ldconfig", "nvidia-smi")
 
 
 class Watch:
-    """An audit hook, which Python never takes away again; it looks only while it is switched on."""
+    """An audit hook. Python cannot remove it, so it is active only inside `over`."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
@@ -30,7 +30,7 @@ class Watch:
 
     @contextmanager
     def over(self, folder: Path) -> Iterator[list[str]]:
-        """What happens while the context lasts: foreign code is code from this folder."""
+        """A context that records suspicious events; code from this folder is foreign."""
         self.folder, self.seen = folder, []
         try:
             yield self.seen
@@ -58,7 +58,7 @@ WATCH = Watch()
 CASES = by_name(hostile.CASES)
 
 
-def test_every_one_is_there() -> None:
+def test_the_number_of_cases() -> None:
     assert len(CASES) == sum(map(len, hostile.CASES.values())) >= 45
     assert len([case for case in CASES.values() if case.code]) >= 35
 
@@ -71,7 +71,7 @@ def test_the_watch_sees_what_the_payload_does(place: Place) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_refused_or_passed_over_and_runs_nothing(
+def test_hostile_input_is_rejected_or_ignored_and_runs_nothing(
     name: str, place: Place, capfd: pytest.CaptureFixture[str]
 ) -> None:
     case = CASES[name]

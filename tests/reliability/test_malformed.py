@@ -1,4 +1,4 @@
-"""Every malformed input ends in one short line with its name and the way out, in exit code 2, with nothing written."""
+"""Malformed inputs end with exit code 2 and one short line with the file and a hint; no files are written."""
 
 import os
 import re
@@ -23,7 +23,7 @@ CASES = {
     for name, case in by_name(group.CASES).items()
 }
 ACCEPTED = by_name(records.ACCEPTED)
-# Ten are the aim; loading torch, Lightning and transformers alone takes nine to ten of a slow CPU's.
+# The goal is ten; on a slow CPU, importing torch, Lightning and transformers takes nine to ten.
 MAX_SECONDS = 20.0
 
 
@@ -32,7 +32,7 @@ def test_every_group_has_its_cases() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_refused_in_one_line_and_nothing_is_written(
+def test_malformed_input_is_rejected_in_one_line_and_nothing_is_written(
     name: str, place: Place, capfd: pytest.CaptureFixture[str]
 ) -> None:
     case = CASES[name]
@@ -40,7 +40,7 @@ def test_it_is_refused_in_one_line_and_nothing_is_written(
     words = place.world.words(case.line)
     before = tree(place.folder)
     capfd.readouterr()
-    # The CPU's time, so that a busy machine is not taken for a slow command.
+    # CPU time, because the machine may be busy.
     start = time.process_time()
     code = main(words)
     assert time.process_time() - start <= MAX_SECONDS
@@ -48,8 +48,7 @@ def test_it_is_refused_in_one_line_and_nothing_is_written(
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_refuses_it_too(place: Place) -> None:
-    """A new interpreter sees no more than files and its arguments."""
+def test_a_new_interpreter_rejects_it_too(place: Place) -> None:
     case = CASES["config: a batch of 0"]
     case.make(place)
     before = tree(place.folder)
@@ -60,7 +59,7 @@ def test_a_process_of_its_own_refuses_it_too(place: Place) -> None:
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_what_is_odd_and_read_on_purpose_is_read(name: str, place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unusual_inputs_are_accepted(name: str, place: Place, capfd: pytest.CaptureFixture[str]) -> None:
     case = ACCEPTED[name]
     case.make(place)
     words = place.world.words(case.line)
@@ -82,10 +81,10 @@ def test_what_is_odd_and_read_on_purpose_is_read(name: str, place: Place, capfd:
     ids=["an optimiser that takes no dense gradients", "DeepSpeed on a CPU"],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_a_librarys_exception_is_one_line_and_its_traceback_a_file(
+def test_the_exception_of_a_library_is_one_line_and_a_file_with_the_traceback(
     make: Make, code: int, says: str, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Code 2 before training and 70 in it, where the file lies beside the run."""
+    """Code 2 before training; 70 during training, with the file in the folder of the run."""
     make(place)
     elsewhere = place.folder.parent / "temporary"
     elsewhere.mkdir()

@@ -1,4 +1,4 @@
-"""The tiny world that malformed inputs are made in: good files and models, each built when first asked for."""
+"""Valid tiny files and models from which malformed inputs are made; each is built at its first use."""
 
 import shlex
 import shutil
@@ -24,21 +24,21 @@ NUM_PAIRS = 12
 
 
 class World:
-    """Good files under one folder, which nobody writes to. A name in capitals in a command line is one of them."""
+    """Valid files in one folder, which must not change. A name in capitals in a command line refers to one of them."""
 
     def __init__(self, root: Path) -> None:
         root.mkdir(exist_ok=True)
         self.root = root
 
     def path(self, name: str) -> Path:
-        """The file or folder of that name, built if it is not there yet."""
+        """The file or folder with this name, built if it does not exist."""
         target = self.root / name
         if not target.exists():
             _BUILDERS[name](self, target)
         return target
 
     def words(self, line: str) -> list[str]:
-        """The words of a command line, the names in capitals as paths."""
+        """Split a command line, and replace names in capitals by paths."""
         words = shlex.split(line)
         return [
             str(self.path(word.lower())) if word.isupper() and word.lower() in _BUILDERS else word for word in words
@@ -46,7 +46,7 @@ class World:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The config of a tiny run over `pairs.jsonl` in the working folder, which it writes to alone."""
+        """The config of a tiny run over `pairs.jsonl` that writes only to the working folder."""
         scratch = Path(tempfile.mkdtemp(dir=self.root))
         config = run_config(scratch)
         config["model"]["init_args"]["backbone"]["name"] = str(self.path("backbone"))
@@ -60,20 +60,20 @@ class World:
 
 
 class Place:
-    """The folder that a case is made in, which is also where its command runs."""
+    """The working folder of a case and its command."""
 
     def __init__(self, folder: Path, world: World, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.world, self.patch = folder, world, patch
 
     def write(self, name: str, content: str | bytes) -> Path:
-        """A file with this content; folders on the way are made."""
+        """Write a file, and create its parent folders."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return path
 
     def copy(self, name: str, to: str = "") -> Path:
-        """A copy of one of the world's files or folders, under its own name if none is given."""
+        """Copy a file or folder of the world, by default with the same name."""
         source, target = self.world.path(name), self.folder / (to or name)
         if source.is_dir():
             shutil.copytree(source, target)
@@ -82,7 +82,7 @@ class Place:
         return target
 
     def config(self, *changes: Callable[[dict[str, Any]], object], name: str = "config.yaml") -> Path:
-        """The config of a run after some changes, and its pairs where there are none yet."""
+        """Write the config of a run with some changes, and its pairs if there are none."""
         content = deepcopy(self.world.config)
         for change in changes:
             change(content)
@@ -101,13 +101,13 @@ def _run(world: World, line: str) -> None:
 
 
 def _job(world: World, path: Path, options: str) -> None:
-    """The output of a command over the good pairs."""
+    """The output of a command over the valid pairs."""
     command, _, options = options.partition(" ")
     _run(world, f"{command} --model MODEL --input PAIRS.JSONL --output {path} --precision float32 {options}")
 
 
 def _run_folder(world: World, path: Path) -> None:
-    """What a run of two steps leaves, its checkpoint among it."""
+    """The files of a run of two steps, with its checkpoint."""
     path.mkdir()
     place = Place(path, world, pytest.MonkeyPatch())
 
@@ -132,18 +132,18 @@ def _indexed(world: World, path: Path) -> None:
 
 
 def _logged(world: World, path: Path) -> None:
-    """The folder of the run's process, without checkpoints."""
-    (found,) = world.path("run").rglob("metrics.csv")
-    shutil.copytree(found.parent, path, ignore=shutil.ignore_patterns("checkpoints"))
+    """The log folder of the run, without checkpoints."""
+    (metrics,) = world.path("run").rglob("metrics.csv")
+    shutil.copytree(metrics.parent, path, ignore=shutil.ignore_patterns("checkpoints"))
 
 
 def _checkpoint(world: World, path: Path) -> None:
-    (found,) = world.path("run").rglob("last.ckpt")
-    shutil.copyfile(found, path)
+    (checkpoint,) = world.path("run").rglob("last.ckpt")
+    shutil.copyfile(checkpoint, path)
 
 
 def _saved(path: Path, shard_size: str = "50GB") -> None:
-    """A backbone's folder, whose weights lie in files of this size."""
+    """A backbone's folder with weight files of at most this size."""
     tiny_bert().save_pretrained(path, max_shard_size=shard_size)
     wordpiece_tokenizer().save_pretrained(path)
 

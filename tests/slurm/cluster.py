@@ -1,4 +1,4 @@
-"""A SLURM of one node that lives in a folder: its own configuration, key, sockets, ports and logs."""
+"""A SLURM cluster of one node in a folder, with separate configuration, key, sockets, ports and logs."""
 
 import contextlib
 import getpass
@@ -17,7 +17,7 @@ from tests.helpers.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo")
-# A queued-again job waits as long as its last credential is valid, two minutes by default, and then for the scheduler.
+# A requeued job waits until its last credential expires (two minutes by default), then for the scheduler.
 CONFIGURATION = """\
 ClusterName=one
 SlurmctldHost={host}(127.0.0.1)
@@ -47,7 +47,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 @dataclass(frozen=True)
 class Job:
-    """What `scontrol show job` says of a job, and what the job wrote."""
+    """The fields of a job from `scontrol show job`, and its output."""
 
     fields: dict[str, str]
 
@@ -74,24 +74,24 @@ class Job:
 
 
 class Cluster:
-    """A running SLURM; jobs are submitted in `project`, a folder that has the checkout's `main.py`."""
+    """A running SLURM; jobs are submitted in `project`, a folder with the checkout's `main.py`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.project = folder, folder / "project"
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        own = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
-        self.environment = clean | own | {"PYTHONPATH": str(ROOT), "EMBED_IMPORTS": "tests"}
+        local = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
+        self.environment = clean | local | {"PYTHONPATH": str(ROOT), "EMBED_IMPORTS": "tests"}
 
     def ask(self, *words: str) -> str:
-        """What one of SLURM's programs answers."""
+        """Run a program of SLURM; returns its output."""
         line = subprocess.run(words, env=self.environment, cwd=self.project, capture_output=True, text=True, timeout=60)
         if line.returncode:
             raise RuntimeError(f"{' '.join(words)}: {line.stderr.strip()}")
         return line.stdout
 
     def submit(self, *words: str) -> str:
-        """The number of a new job."""
+        """Submit a job; returns its number."""
         return self.ask("sbatch", "--parsable", *words).strip()
 
     def jobs(self, number: str) -> list[Job]:
@@ -100,27 +100,27 @@ class Cluster:
         return [Job(dict(re.findall(r"(\w+)=(\S+)", line))) for line in lines]
 
     def ended(self, number: str) -> list[Job]:
-        """The same once they have ended."""
+        """Wait until the jobs have ended; returns them."""
         wait_for(lambda: all(job.has_ended for job in self.jobs(number)), f"the end of job {number}", 300)
         return self.jobs(number)
 
     def wait_while_running(self, number: str, happened: Callable[[], bool], what: str) -> None:
-        """Wait for something that a job does; a `RuntimeError` has what it said if it ends before."""
+        """Wait for an event of a job; if the job ends before, a `RuntimeError` contains its output."""
 
         def ended_or_happened() -> bool:
             return happened() or self.jobs(number)[0].has_ended
 
         wait_for(ended_or_happened, what, 300)
         if not happened():
-            raise RuntimeError(f"job {number} ended before {what}; it said\n{self.jobs(number)[0].output}")
+            raise RuntimeError(f"job {number} ended before {what}; its output:\n{self.jobs(number)[0].output}")
 
 
 @contextlib.contextmanager
 def started(folder: Path) -> Iterator[Cluster]:
-    """A SLURM in an empty folder, whose jobs and daemons have ended afterwards."""
+    """A SLURM in an empty folder; its jobs and daemons end with the context."""
     host = socket.gethostname().split(".")[0]
     text = CONFIGURATION.format(host=host, folder=folder, user=getpass.getuser(), ports=free_ports(2))
-    # munged wants to be reached by everybody, and its key by nobody else.
+    # munged requires a folder that all users can read, and a private key.
     folder.chmod(0o755)
     for name in ("state", "spool", "project/checkpoints/slurm"):
         (folder / name).mkdir(parents=True)
@@ -147,7 +147,7 @@ def started(folder: Path) -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def daemon(cluster: Cluster, name: str, *words: str) -> Iterator[None]:
-    """A program that runs meanwhile, and writes to `NAME.log`."""
+    """Run a program during the context; it writes to `NAME.log`."""
     with open(cluster.folder / f"{name}.log", "w") as log:
         process = subprocess.Popen(
             [name, *words], env=cluster.environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -164,7 +164,7 @@ def daemon(cluster: Cluster, name: str, *words: str) -> Iterator[None]:
 
 
 def is_idle(cluster: Cluster) -> bool:
-    """Whether the node is there and has nothing to do."""
+    """Whether the node is up and has no jobs."""
     try:
         return cluster.ask("sinfo", "--noheader", "--format=%T").strip() == "idle"
     except RuntimeError:
@@ -172,7 +172,7 @@ def is_idle(cluster: Cluster) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens to."""
+    """Unused local ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

@@ -1,4 +1,4 @@
-"""What the tests of strategies share."""
+"""Fixtures for the tests of strategies."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.strategies.fits import write_models
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The models that `methods` loads, and a place for checkpoints."""
+    """A folder with the models that `methods` loads; tests write checkpoints into it."""
     path = tmp_path_factory.mktemp("models")
     write_models(path)
     return path

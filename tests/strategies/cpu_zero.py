@@ -1,4 +1,4 @@
-"""ZeRO on gloo and processors, which DeepSpeed can and Lightning's strategy refuses."""
+"""ZeRO on CPUs with gloo: DeepSpeed supports it, but Lightning's strategy rejects it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,23 +13,23 @@ _MODULE = "lightning.pytorch.strategies.deepspeed"
 
 
 class CpuZero(ZeroStrategy):
-    """For tests alone: it takes the place of what Lightning asks of a GPU."""
+    """For tests only: bypasses Lightning's checks for GPUs."""
 
     @property
-    def root_device(self) -> torch.device:  # the device that gloo speaks for
+    def root_device(self) -> torch.device:
         return torch.device("cpu", self.local_rank)
 
     def setup_environment(self) -> None:
-        with _gpus_and_compilers_not_needed():
+        with _without_gpus_and_compilers():
             super().setup_environment()
 
 
 @contextmanager
-def _gpus_and_compilers_not_needed() -> Iterator[None]:
+def _without_gpus_and_compilers() -> Iterator[None]:
     with (
         patch(f"{_MODULE}.CUDAAccelerator", CPUAccelerator),
         patch(f"{_MODULE}._validate_device_index_selection", lambda devices: None),
-        # DeepSpeed would compile its sums over shared memory at first use, which takes minutes; gloo's are as good.
+        # DeepSpeed would compile its shared-memory all-reduce at first use, which takes minutes; gloo's is sufficient.
         patch("deepspeed.comm.torch.build_shm_op", lambda: None),
     ):
         yield

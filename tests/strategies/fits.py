@@ -1,4 +1,4 @@
-"""One step of every method on some ranks under some strategy, and how far its update is from a single process's."""
+"""Training steps of every method on two ranks under any strategy, compared with a single process."""
 
 import logging
 import os
@@ -39,7 +39,7 @@ from tests.helpers.runs import backbone_folder, quiet_trainer
 from tests.models.language_models import language_model_folder
 from tests.modules.moe_modules import dense_folder
 
-# So large that what was there before is lost beside it, and the new weights are the gradient.
+# So large that the initial weights are negligible, and the new weights are the gradient.
 RATE = 1e5
 CONTEXT = ContextSettings(num_context=5)
 
@@ -48,22 +48,22 @@ State = dict[str, Tensor]
 
 
 class SharedContext(CDEModule):
-    """Reads one context on all ranks, so that two ranks of B pairs are one of 2B."""
+    """Uses one context on all ranks, so that two ranks of B pairs equal one of 2B."""
 
     def choose_context(self, batch: ContrastiveBatch, batch_idx: int) -> TokenBatch:
-        """Five documents of the whole batch."""
+        """Five documents of the global batch."""
         return take_texts(batches("cde", None)[0].candidate, torch.arange(5))
 
 
-class WordsAlone(SharedContext):
-    """Its only step predicts words, which a run of it would be refused for."""
+class WordsOnly(SharedContext):
+    """Its only step predicts words; the schedule check would reject such a run."""
 
     def _check_schedule(self, trainer: L.Trainer, steps: int | None) -> None:
-        """Nothing: what is tested is a step."""
+        """Accepts any schedule: these tests run a single step."""
 
 
 def write_models(folder: Path) -> None:
-    """What `methods` loads."""
+    """Write the models that `methods` loads."""
     backbone_folder(folder / "bert")
     backbone_folder(folder / "mistral", "mistral")
     dense_folder(folder / "dense")
@@ -71,7 +71,7 @@ def write_models(folder: Path) -> None:
 
 
 def methods(folder: Path) -> dict[str, Make]:
-    """Every method over a tiny model of the folder."""
+    """Every method with a tiny model from the folder."""
     bert, mistral, dense, causal = (str(folder / name) for name in ("bert", "mistral", "dense", "causal"))
     options: dict[str, Any] = {
         "optimizer": partial(torch.optim.SGD, lr=RATE),
@@ -88,26 +88,26 @@ def methods(folder: Path) -> dict[str, Make]:
         "mgh": partial(MGHCurriculumModule, decoder, lora=lora, **contrastive),
         "moe": partial(MoEEmbedModule, BackboneConfig(dense), upcycling=Upcycling(num_experts=4), **contrastive),
         "cde": partial(SharedContext, BackboneConfig(bert), **contextual),
-        "cde, words": partial(WordsAlone, BackboneConfig(bert), first_stage_training=words, **contextual),
+        "cde, words": partial(WordsOnly, BackboneConfig(bert), first_stage_training=words, **contextual),
         "cde, frozen": partial(SharedContext, BackboneConfig(bert), first_stage_training=frozen, **contextual),
         "language model": partial(MaskedLMModule, "causal", BackboneConfig(causal), **options),
     }
 
 
 def batches(method: str, rank: int | None) -> list[Any]:
-    """Two batches: a rank's half of each, the second rank's texts longer, or the whole for rank None."""
-    found: list[Any] = []
+    """Two batches: the rank's half of each (rank 1 has longer texts), or all rows for rank None."""
+    result: list[Any] = []
     for seed in (5, 7):
         if method == "language model":
             ids_NL = torch.randint(10, 300, (4, 12), generator=torch.Generator().manual_seed(seed))
             ids_NL = ids_NL if rank is None else ids_NL[2 * rank : 2 * rank + 2]
             place_P = torch.arange(ids_NL.numel()).view(ids_NL.shape)[:, :-1].flatten()
             label_P, row_N = ids_NL[:, 1:].flatten(), torch.arange(len(ids_NL))
-            found.append(Prediction(ids_NL, torch.zeros_like(ids_NL), place_P, label_P, False, row_N))
+            result.append(Prediction(ids_NL, torch.zeros_like(ids_NL), place_P, label_P, False, row_N))
         else:
             records = random_records(4, 1, seed=seed) + random_records(4, 1, seed=seed + 1, longest=25)
-            found.append(batch_of(records if rank is None else records[4 * rank : 4 * rank + 4]))
-    return found
+            result.append(batch_of(records if rank is None else records[4 * rank : 4 * rank + 4]))
+    return result
 
 
 def one_update(make: Make, data: list[Any], strategy: Any, devices: int, cached: bool) -> State:
@@ -127,7 +127,7 @@ def train(
     output: Path | None = None,
     **options: Any,
 ) -> State:
-    """The weights after some steps, on every rank, from checkpoint `start`; writes checkpoint `output` at the end."""
+    """The weights after some steps, on every rank. Resumes checkpoint `start`, and writes checkpoint `output`."""
     torch.manual_seed(0)
     module = make().train()
     options |= {"devices": devices, "strategy": strategy, "max_steps": steps, "use_distributed_sampler": False}
@@ -138,20 +138,20 @@ def train(
     if output is not None:
         trainer.save_checkpoint(output)
     with trainer.strategy.full_weights() if isinstance(trainer.strategy, ZeroStrategy) else nullcontext():
-        found: State = full_state({name: value.detach() for name, value in module.named_parameters()}, keep=True)
-        return {name: value.clone() for name, value in found.items()}
+        state: State = full_state({name: value.detach() for name, value in module.named_parameters()}, keep=True)
+        return {name: value.clone() for name, value in state.items()}
 
 
-def relative_error(found: State, expected: State, start: State) -> float:
-    """The distance of two updates over the length of the expected one."""
-    assert found.keys() == expected.keys()
+def relative_error(actual: State, expected: State, start: State) -> float:
+    """The error of an update relative to the expected update."""
+    assert actual.keys() == expected.keys()
     moved = sum(float((expected[name] - start[name]).double().square().sum()) for name in expected)
-    apart = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
-    return (apart / moved) ** 0.5
+    error = sum(float((actual[name] - expected[name]).double().square().sum()) for name in expected)
+    return (error / moved) ** 0.5
 
 
 def be_launched(rank: int) -> None:
-    """Have Lightning take this process for one of two that were started from outside."""
+    """Make Lightning treat this process as one of two ranks of an external launcher."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE="2", RANK=str(rank), MASTER_ADDR="127.0.0.1")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     port = [_free_port() if rank == 0 else 0]
@@ -160,6 +160,6 @@ def be_launched(rank: int) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])

@@ -1,4 +1,4 @@
-"""One file for all strategies: a run goes on bit for bit under its own, and under any other with the same weights."""
+"""Single-file checkpoints: exact resuming under the same strategy, and resuming on another number of ranks."""
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -28,7 +28,7 @@ def run(
     steps: int = 2,
     precision: str = "32-true",
 ) -> State:
-    """Train on one batch with AdamW, from a checkpoint if one is named, and write one."""
+    """Train on one batch with AdamW, from checkpoint `start` if it is given, and write checkpoint `name`."""
     make = partial(methods(folder)[METHOD], optimizer=partial(torch.optim.AdamW, lr=1e-3))
     devices = 1 if rank is None else 2
     checkpoint = None if start is None else folder / f"{start}.ckpt"
@@ -39,25 +39,26 @@ def run(
 
 def cases(folder: Path, names: tuple[str, ...], rank: int) -> dict[str, State]:
     be_launched(rank)
-    found = {}
+    states = {}
     for name in names:
         strategy, _, precision = name.partition(", ")
         train = partial(run, folder, rank=rank, precision="bf16-mixed" if precision else "32-true")
-        found[name] = train(STRATEGIES[strategy](), name=f"{name}, whole", steps=4)
+        states[name] = train(STRATEGIES[strategy](), name=f"{name}, whole", steps=4)
         train(STRATEGIES[strategy](), name=name)
         dist.barrier()
-        found[f"{name}, resumed"] = train(STRATEGIES[strategy](), name=f"{name}, resumed", start=name, steps=4)
+        states[f"{name}, resumed"] = train(STRATEGIES[strategy](), name=f"{name}, resumed", start=name, steps=4)
         if not precision:
-            found[f"{name}, from alone"] = train(STRATEGIES[strategy](), name=f"{name}, on", start="alone", steps=4)
-    return found
+            output = f"{name}, from alone"
+            states[output] = train(STRATEGIES[strategy](), name=output, start="alone", steps=4)
+    return states
 
 
-Found = Callable[[str], dict[str, State]]
+States = Callable[[str], dict[str, State]]
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Found:
-    """What two ranks had of the fast ones or of the slow ones, of which the name is one."""
+def states(folder: Path) -> States:
+    """The weights on two ranks; the call with a strategy runs all fast or all slow strategies once."""
     run(folder, "auto", None, "alone")
 
     @cache
@@ -81,23 +82,23 @@ def alone(folder: Path) -> State:
 
 
 @each([*FAST, *SLOW])
-def test_a_resumed_run_ends_with_the_same_bits(strategy: str, found: Found) -> None:
-    whole, resumed = (found(strategy)[name] for name in (strategy, f"{strategy}, resumed"))
+def test_a_resumed_run_ends_with_the_same_weights(strategy: str, states: States) -> None:
+    whole, resumed = (states(strategy)[name] for name in (strategy, f"{strategy}, resumed"))
     different = {name: float((whole[name] - resumed[name]).abs().max()) for name in whole}
     assert not any(different.values()), different
 
 
 @each(IN_FLOAT32)
-def test_two_ranks_go_on_from_a_single_process(strategy: str, found: Found, alone: State) -> None:
-    resumed = found(strategy)[f"{strategy}, from alone"]
+def test_two_ranks_resume_from_a_single_process(strategy: str, states: States, alone: State) -> None:
+    resumed = states(strategy)[f"{strategy}, from alone"]
     for name, value in alone.items():
-        # A hundredth of a step: without the optimiser's state it would be a whole one.
+        # 1% of a step: without the optimiser state the error would be a full step.
         torch.testing.assert_close(resumed[name], value, rtol=0, atol=1e-5)
 
 
 @each(IN_FLOAT32)
-def test_a_single_process_goes_on_from_two_ranks(strategy: str, folder: Path, found: Found, alone: State) -> None:
-    found(strategy)
+def test_a_single_process_resumes_from_two_ranks(strategy: str, folder: Path, states: States, alone: State) -> None:
+    states(strategy)
     resumed = run(folder, "auto", None, "again", start=strategy, steps=4)
     for name, value in alone.items():
         torch.testing.assert_close(resumed[name], value, rtol=0, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The command line on two ranks: scores, the best checkpoint, the export, and a resume on another number of ranks."""
+"""`fit` on two ranks: evaluation, checkpoints, export, and resuming on another number of ranks."""
 
 import json
 import os
@@ -23,21 +23,21 @@ ZERO_3 = component("tests.strategies.cpu_zero.CpuZero", stage=3, process_group_b
 def fit(folder: Path, config: dict[str, Any], *extra: str) -> None:
     path = write_config(folder, config)
     environment = {**os.environ, "EMBED_IMPORTS": "tests", "DS_ACCELERATOR": "cpu"}
-    words = ["main.py", "fit", "--config", path, *extra]
+    command = ["main.py", "fit", "--config", path, *extra]
     if config["trainer"]["strategy"] == ZERO_3:  # DeepSpeed reads the environment when it is imported
-        subprocess.run([sys.executable, *words], env=environment, check=True, capture_output=True, timeout=280)
+        subprocess.run([sys.executable, *command], env=environment, check=True, capture_output=True, timeout=280)
     else:
-        run_command(words, env=environment, check=True)
+        run_command(command, env=environment, check=True)
 
 
 def config_of(folder: Path, scores: Path, strategy: dict[str, Any]) -> dict[str, Any]:
     folder.mkdir()
     config = run_config(folder)
-    kept = {"monitor": "val/ndcg_at_10", "mode": "max", "every_n_train_steps": 2, "save_last": True}
+    keep = {"monitor": "val/ndcg_at_10", "mode": "max", "every_n_train_steps": 2, "save_last": True}
     callbacks = [
         component("GradCacheCallback", mini_batch_tokens=64),
         component("RetrievalEvaluation", folder=str(scores), every_n_steps=2),
-        component("ModelCheckpoint", **kept, dirpath=str(folder / "kept")),
+        component("ModelCheckpoint", **keep, dirpath=str(folder / "kept")),
         component("ExportModel", output=str(folder / "model"), replace=True),
     ]
     config["trainer"] |= {"devices": 2, "strategy": strategy, "callbacks": callbacks}
@@ -45,23 +45,23 @@ def config_of(folder: Path, scores: Path, strategy: dict[str, Any]) -> dict[str,
 
 
 @pytest.mark.parametrize("strategy", [FSDP2, pytest.param(ZERO_3, marks=pytest.mark.slow)], ids=["fsdp2", "zero 3"])
-def test_a_run_that_was_cut_short_exports_what_ddp_does(strategy: dict[str, Any], tmp_path: Path) -> None:
+def test_a_resumed_run_exports_the_weights_of_ddp(strategy: dict[str, Any], tmp_path: Path) -> None:
     scores = write_retrieval_folder(tmp_path / "retrieval")
     fit(tmp_path, config_of(tmp_path / "ddp", scores, DDP))
-    config = config_of(tmp_path / "cut", scores, strategy)
+    config = config_of(tmp_path / "resumed", scores, strategy)
     fit(tmp_path, config, "--trainer.max_steps=2", "--model.init_args.schedule.total_steps=4")
-    fit(tmp_path, config, f"--ckpt_path={tmp_path / 'cut' / 'kept' / 'last.ckpt'}")
-    found, expected = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("cut", "ddp"))
-    assert found.keys() == expected.keys()
+    fit(tmp_path, config, f"--ckpt_path={tmp_path / 'resumed' / 'kept' / 'last.ckpt'}")
+    actual, expected = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("resumed", "ddp"))
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-4)
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=2e-4)
 
 
 LEDGER = "tests.reliability.kills.Ledger"
 
 
 def elastic_config(folder: Path, ranks: int, ledger: Path, sampler: str) -> dict[str, Any]:
-    """Six steps of eight pairs, six and a half of them an epoch, spread over so many ranks."""
+    """Six steps of eight pairs on the given number of ranks; an epoch has six and a half steps."""
     config = run_config(folder, dropout=0.1)
     keep = {"dirpath": str(folder / "kept"), "every_n_train_steps": 3, "save_last": True, "save_top_k": 0}
     callbacks = [component(LEDGER, path=str(ledger), seconds=0.0), component("ModelCheckpoint", **keep)]
@@ -73,11 +73,11 @@ def elastic_config(folder: Path, ranks: int, ledger: Path, sampler: str) -> dict
 
 def rows_of_steps(ledger: Path) -> dict[int, list[int]]:
     """The rows of each step, of all ranks."""
-    found = defaultdict(list)
+    rows_of = defaultdict(list)
     for line in ledger.read_text().splitlines():
         entry = json.loads(line)
-        found[entry["step"]] += entry["rows"]
-    return {step: sorted(rows) for step, rows in found.items()}
+        rows_of[entry["step"]] += entry["rows"]
+    return {step: sorted(rows) for step, rows in rows_of.items()}
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""FSDP2 in bfloat16, within a memory budget, and what it refuses; the rest is tested with that of all strategies."""
+"""FSDP2 in bfloat16 with a memory budget, and unsupported parameters; other tests cover all strategies."""
 
 from functools import partial
 from pathlib import Path
@@ -15,31 +15,31 @@ from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.runs import quiet_trainer
 from tests.strategies.fits import batches, be_launched, methods, relative_error, train
 
-# The bias that experts share is rounded to bfloat16 with their matrices; all else is as under DDP.
+# Tolerances. The bias that experts share is rounded to bfloat16 with their matrices; all else is as under DDP.
 METHODS = {"nv-embed, whole backbone": 2e-3, "moe": 2e-2}
 
 
 def updates(folder: Path, rank: int) -> dict[Any, Any]:
     be_launched(rank)
-    made, found = methods(folder), {}
+    makers, states = methods(folder), {}
     for name in METHODS:
         for strategy in (DDPStrategy, FSDP2Strategy):
             cache = GradCacheCallback(mini_batch_tokens=60, kept_gib=1e-4)
             options: dict[str, Any] = {"callbacks": [cache], "accumulate_grad_batches": 2, "precision": "bf16-mixed"}
-            found[name, strategy] = train(made[name], batches(name, rank), strategy(), 2, 1, **options)
-    return found
+            states[name, strategy] = train(makers[name], batches(name, rank), strategy(), 2, 1, **options)
+    return states
 
 
-def test_in_bfloat16_and_with_kept_graphs_two_ranks_have_the_update_of_ddp(folder: Path) -> None:
-    made = methods(folder)
-    starts = {name: {key: value.detach() for key, value in made[name]().named_parameters()} for name in METHODS}
+def test_with_bfloat16_and_kept_graphs_the_update_equals_ddp(folder: Path) -> None:
+    makers = methods(folder)
+    starts = {name: {key: value.detach() for key, value in makers[name]().named_parameters()} for name in METHODS}
     for of_rank in run_on_two_ranks(partial(updates, folder)):
         for name, tolerance in METHODS.items():
             after, expected = of_rank[name, FSDP2Strategy], of_rank[name, DDPStrategy]
             assert relative_error(after, expected, starts[name]) < tolerance
 
 
-def test_a_single_number_that_is_learnt_is_refused_before_anything_starts(folder: Path) -> None:
+def test_a_learnable_scalar_is_rejected_before_training(folder: Path) -> None:
     make = partial(methods(folder)["nv-embed"], loss=InfoNCE(learnable_temperature=True))
     module, trainer = make(), quiet_trainer(devices=2, strategy=FSDP2Strategy(), max_steps=1)
     with pytest.raises(OptionError, match=r"cannot shard loss\.log_temperature, a single num.*learnable_temperature"):

@@ -1,4 +1,4 @@
-"""Every method under every strategy on two gloo ranks, plain and under GradCache: the gradient of a single process."""
+"""Every method under every strategy on two gloo ranks, plain and with GradCache, has the gradient of one process."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ STRATEGIES: dict[str, Any] = {
     "zero 3": partial(CpuZero, stage=3),
 }
 METHODS = ("nv-embed", "nv-embed, whole backbone", "mgh", "moe", "cde", "cde, words", "cde, frozen", "language model")
-# Two stages with GradCache under ZeRO-1.
+# ZeRO-1 does not support two stages with GradCache.
 REFUSED = {(method, "zero 1", True) for method in METHODS if method.startswith("cde")}
 ALL = [
     (method, strategy, cached)
@@ -36,7 +36,7 @@ ALL = [
     for cached in (False, True)
     if not (cached and method == "language model") and (method, strategy, cached) not in REFUSED
 ]
-# One method of each kind, each way to shard; the other combinations take a minute.
+# One method of each kind and each way to shard; the other combinations take a minute.
 CASES = [("nv-embed", strategy, True) for strategy in ("fsdp2", "zero 2", "zero 3")]
 CASES += [("moe", "fsdp2", True), ("cde", "zero 3", True), ("cde, frozen", "fsdp2", True)]
 CASES += [("mgh", "zero 2", False), ("cde, words", "fsdp2", False), ("language model", "zero 3", False)]
@@ -44,14 +44,14 @@ SLOW = [case for case in ALL if case not in CASES]
 
 
 def own_gradient_only(value: Tensor) -> Tensor:
-    """The sum over ranks as a plain all-reduce, whose gradient stays on the rank."""
+    """The sum over ranks, with a gradient that is not summed."""
     total = value.detach().clone()
     dist.all_reduce(total)
     return total + (value - value.detach()) if value.is_floating_point() else total
 
 
 def own_sums_only(value: Tensor) -> Tensor:
-    """No sum at all."""
+    """No sum over ranks."""
     return value
 
 
@@ -60,90 +60,81 @@ MUTANTS = {"own gradient": own_gradient_only, "own sums": own_sums_only}
 
 def updates(folder: Path, cases: list[tuple[str, str, bool]], rank: int) -> dict[Any, Any]:
     be_launched(rank)
-    made, found = methods(folder), {}
+    makers, states = methods(folder), {}
     for method, strategy, cached in cases:
-        own = batches(method, rank)
-        found[method, strategy, cached] = one_update(made[method], own, STRATEGIES[strategy](), 2, cached)
-    return found
+        data = batches(method, rank)
+        states[method, strategy, cached] = one_update(makers[method], data, STRATEGIES[strategy](), 2, cached)
+    return states
 
 
 class Counts(L.Callback):
-    """Keeps what `Throughput` counts for a hundred tokens once a step has been made."""
+    """Stores the operations that `Throughput` counts for a hundred tokens, after a step."""
 
-    found = 0.0
+    flops = 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self.found = flops(pl_module, Work(read=100))
+        self.flops = flops(pl_module, Work(read=100))
 
 
 COUNTED = ("fsdp2", "zero 3")
 
 
 def updates_counts_and_mutants(folder: Path, rank: int) -> dict[Any, Any]:
-    found, make = updates(folder, CASES, rank), methods(folder)["moe"]
+    results, make = updates(folder, CASES, rank), methods(folder)["moe"]
     for name in COUNTED:
         counts = Counts()
         train(make, batches("moe", rank), STRATEGIES[name](), 2, 1, callbacks=[counts])
-        found["operations", name] = counts.found
+        results["operations", name] = counts.flops
     for name, mutant in MUTANTS.items():
         with patch("embeddings.modules.moe_embed.sum_over_ranks", mutant):
-            found[name] = one_update(make, batches("moe", rank), DDPStrategy(), 2, cached=False)
-    return found
+            results[name] = one_update(make, batches("moe", rank), DDPStrategy(), 2, cached=False)
+    return results
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> list[dict[Any, Any]]:
+def results(folder: Path) -> list[dict[Any, Any]]:
     return run_on_two_ranks(partial(updates_counts_and_mutants, folder))
 
 
 @pytest.fixture(scope="module")
-def found_slowly(folder: Path) -> list[dict[Any, Any]]:
+def slow_results(folder: Path) -> list[dict[Any, Any]]:
     return run_on_two_ranks(partial(updates, folder, SLOW))
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, Any]:
-    """Of each method its weights before, and after a plain update of a single process with the whole batches."""
-    made, weights = methods(folder), {}
-    for name, make in made.items():
+    """For each method, the weights before and after a plain update of one process with all rows."""
+    weights = {}
+    for name, make in methods(folder).items():
         start = {key: value.detach().clone() for key, value in make().named_parameters()}
         weights[name] = start, one_update(make, batches(name, None), "auto", 1, cached=False)
     return weights
 
 
-@pytest.mark.parametrize(("method", "strategy", "cached"), CASES)
-def test_two_ranks_have_the_gradient_of_one_process_with_both_their_batches(
-    method: str, strategy: str, cached: bool, found: list[dict[Any, Any]], expected: dict[str, Any]
+@pytest.mark.parametrize(
+    ("method", "strategy", "cached"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_two_ranks_have_the_gradient_of_one_process_with_both_batches(
+    method: str, strategy: str, cached: bool, request: pytest.FixtureRequest, expected: dict[str, Any]
 ) -> None:
+    is_quick = (method, strategy, cached) in CASES
     start, after = expected[method]
-    for of_rank in found:
+    for of_rank in request.getfixturevalue("results" if is_quick else "slow_results"):
         assert relative_error(of_rank[method, strategy, cached], after, start) < 1e-6
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_balancing_loss_of_a_rank_alone_shows(
-    mutant: str, found: list[dict[Any, Any]], expected: dict[str, Any]
+def test_a_balancing_loss_per_rank_changes_the_gradient(
+    mutant: str, results: list[dict[Any, Any]], expected: dict[str, Any]
 ) -> None:
     start, after = expected["moe"]
-    assert min(relative_error(of_rank[mutant], after, start) for of_rank in found) > 1e-4
+    assert min(relative_error(of_rank[mutant], after, start) for of_rank in results) > 1e-4
 
 
-def test_the_operations_are_those_of_the_whole_model_however_it_is_sharded(
-    folder: Path, found: list[dict[Any, Any]]
-) -> None:
+def test_operations_of_a_sharded_model_are_counted_in_full(folder: Path, results: list[dict[Any, Any]]) -> None:
     whole = flops(methods(folder)["moe"](), Work(read=100))
     assert whole > 1e6
-    assert [of_rank["operations", name] for of_rank in found for name in COUNTED] == [whole] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "strategy", "cached"), SLOW)
-def test_so_have_they_under_the_other_strategies(
-    method: str, strategy: str, cached: bool, found_slowly: list[dict[Any, Any]], expected: dict[str, Any]
-) -> None:
-    start, after = expected[method]
-    for of_rank in found_slowly:
-        assert relative_error(of_rank[method, strategy, cached], after, start) < 1e-6
+    assert [of_rank["operations", name] for of_rank in results for name in COUNTED] == [whole] * 4
 
 
 COMPILED = "nv-embed, whole backbone"
@@ -164,5 +155,5 @@ def test_compiled_layers_have_the_gradient_of_plain_ones(folder: Path, expected:
     start, after = expected[COMPILED]
     for of_rank in run_on_two_ranks(partial(compiled_updates, folder)):
         assert len(of_rank) == 3
-        for found in of_rank.values():
-            assert relative_error(found, after, start) < 1e-6
+        for state in of_rank.values():
+            assert relative_error(state, after, start) < 1e-6

@@ -1,4 +1,4 @@
-"""Gradients that leave a graph through its leaves, the memory of a kept graph, and the limits on kept graphs."""
+"""Surrogate losses, leaves of graphs, the memory of a graph, and the limits on kept graphs."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from embeddings.training.gradcache import attach_gradient
 from embeddings.training.graphs import GraphBudget, GraphMemory, free_memory_bytes, graph_leaves
 
 
-def test_the_scalar_has_the_value_and_hands_out_the_gradients() -> None:
-    """An untouched leaf is reached with a zero that takes no memory."""
+def test_the_surrogate_has_the_value_and_passes_the_gradients() -> None:
+    """An untouched leaf gets a zero gradient that uses no memory."""
     weight, untouched = torch.tensor([2.0, 3.0], requires_grad=True), torch.ones(3, 4, requires_grad=True)
     leaf, seen = torch.tensor(5.0, requires_grad=True), []
     untouched.register_hook(seen.append)
@@ -54,20 +54,20 @@ def test_memory_counts_each_saved_tensor_once_and_no_parameter() -> None:
     assert memory.num_bytes == 3 * 4 * 8 * 4
 
 
-def test_weights_that_autocast_casts_are_told_from_the_graph() -> None:
+def test_weights_cast_by_autocast_are_subtracted() -> None:
     layer, other = nn.Linear(8, 16), nn.Linear(16, 4, bias=False)
     memory = GraphMemory()
     weights, autocast = [*layer.parameters(), *other.parameters()], torch.autocast("cpu", torch.bfloat16)
     with memory.measured(torch.device("cpu"), lambda: weights), autocast:
         output = other(layer(torch.ones(3, 8)).exp())
-    # Two bytes a number: the first layer's input, what exp gives, and the second matrix; the first is not needed.
+    # Two bytes per value: the first layer's input, the result of exp, and the second matrix; the first is not saved.
     assert memory.num_bytes == 2 * (3 * 8) + 2 * (3 * 16) + 2 * (16 * 4)
     memory.leave_out_casts([output])
     assert memory.num_bytes == 2 * (3 * 8) + 2 * (3 * 16)
 
 
-def test_storage_that_is_freed_or_shows_up_as_a_parameters_is_not_the_graphs() -> None:
-    """As under FSDP2: a layer's weights are gathered for its forward, and then freed or, of the root, kept."""
+def test_freed_storages_and_parameters_are_not_counted() -> None:
+    """As under FSDP2: gathered weights are freed after a layer's forward, or kept for the root module."""
     gathered, kept = torch.ones(8, 8, requires_grad=True), torch.ones(8, 8, requires_grad=True)
     memory = GraphMemory()
     with memory.measured(torch.device("cpu"), lambda: [kept]):
@@ -83,15 +83,13 @@ STAGES = [[30, 20, 10], [20, 10, 10]]
 @pytest.mark.parametrize(
     ("fraction", "first", "second"), [(0.0, 0, 0), (0.3, 1, 0), (0.7, 3, 0), (0.9, 3, 2), (1.0, 3, 3)]
 )
-def test_a_later_stage_has_the_share_of_tokens_that_the_first_one_left(
-    fraction: float, first: int, second: int
-) -> None:
+def test_a_later_stage_may_keep_the_tokens_that_the_first_one_did_not(fraction: float, first: int, second: int) -> None:
     budget = GraphBudget(kept_fraction=fraction)
     assert budget.num_kept(STAGES) == first
     assert budget.num_kept(STAGES, [first]) == second
 
 
-def test_each_stage_needs_what_its_own_first_graph_held() -> None:
+def test_memory_per_token_is_measured_for_each_stage() -> None:
     budget = GraphBudget(kept_gib=100 / 2**30)
     assert budget.measures
     budget.learn(0, num_bytes=60, num_tokens=30)
@@ -129,14 +127,14 @@ GROUP_1 = {
         ("", "", {}, 10 * 1024),
     ],
 )
-def test_free_memory_of_a_cpu_is_the_machines_or_the_groups(
+def test_free_memory_of_a_cpu_is_the_minimum_of_the_machine_and_the_cgroup(
     groups: str, folder: str, files: dict[str, str], expected: int, tmp_path: Path
 ) -> None:
-    placed = {f"sys/fs/cgroup/{folder}/{name}": text for name, text in files.items()}
-    root = write_machine(tmp_path, 10, {"proc/self/cgroup": groups, **placed})
+    cgroup_files = {f"sys/fs/cgroup/{folder}/{name}": text for name, text in files.items()}
+    root = write_machine(tmp_path, 10, {"proc/self/cgroup": groups, **cgroup_files})
     assert free_memory_bytes(torch.device("cpu"), root) == expected
 
 
-def test_without_a_word_of_free_memory_there_is_none_and_this_machine_has_some(tmp_path: Path) -> None:
+def test_unknown_free_memory_is_zero_and_this_machine_has_some(tmp_path: Path) -> None:
     assert free_memory_bytes(torch.device("cpu"), tmp_path) == 0
     assert 2**20 < free_memory_bytes(torch.device("cpu")) < 2**50

@@ -1,4 +1,4 @@
-"""Mini-batches of a GradCache step: their plan, their random states, and a context that both towers read."""
+"""Mini-batches of a GradCache step: their plan, their random states, and the context of both towers."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -23,18 +23,18 @@ from tests.helpers.tiny import tiny_bert
 
 
 def rows_of(plan: list[MiniBatch], tower: int) -> list[int]:
-    real = [part for part in plan if part.tower == tower and not part.is_filler]
-    return sorted(row for part in real for row in part.rows_n.tolist())
+    real = [mini for mini in plan if mini.tower == tower and not mini.is_filler]
+    return sorted(row for mini in real for row in mini.rows_n.tolist())
 
 
 def check(plan: list[MiniBatch], batch: ContrastiveBatch) -> None:
     assert rows_of(plan, 0) == list(range(len(batch.query)))
     assert rows_of(plan, 1) == list(range(len(batch.candidate)))
-    for part in plan:
-        lengths_N = (batch.query, batch.candidate)[part.tower].lengths_N
-        assert part.longest == lengths_N[part.rows_n].max()
-        assert part.num_tokens == part.longest * len(part.rows_n)
-    assert [part.longest for part in plan] == sorted((part.longest for part in plan), reverse=True)
+    for mini in plan:
+        lengths_N = (batch.query, batch.candidate)[mini.tower].lengths_N
+        assert mini.longest == lengths_N[mini.rows_n].max()
+        assert mini.num_tokens == mini.longest * len(mini.rows_n)
+    assert [mini.longest for mini in plan] == sorted((mini.longest for mini in plan), reverse=True)
 
 
 @pytest.mark.parametrize("missing", [0, 1, 5])
@@ -42,52 +42,52 @@ def test_a_plan_is_extended_by_halving_its_largest_mini_batches(missing: int) ->
     batch = random_batch(9, 2)
     (plan,) = plan_stages(batch, 30, None)
     check(plan, batch)
-    assert all(part.num_tokens <= 30 for part in plan)
+    assert all(mini.num_tokens <= 30 for mini in plan)
     extended = extend_plan(plan, len(plan) + missing, batch)
     assert len(extended) == len(plan) + missing
-    assert not any(part.is_filler for part in extended)
+    assert not any(mini.is_filler for mini in extended)
     check(extended, batch)
 
 
-def test_a_plan_of_single_texts_is_filled_up() -> None:
+def test_a_plan_of_single_texts_is_extended_by_fillers() -> None:
     batch = batch_of([Record([1, 2], [3])])
     extended = extend_plan(plan_stages(batch, 10, None)[0], 5, batch)
-    assert [part.is_filler for part in extended] == [False, False, True, True, True]
-    assert all(torch.equal(part.rows_n, torch.tensor([0])) for part in extended)
+    assert [mini.is_filler for mini in extended] == [False, False, True, True, True]
+    assert all(torch.equal(mini.rows_n, torch.tensor([0])) for mini in extended)
     check(extended, batch)
 
 
-def test_a_context_is_a_stage_before_the_towers_and_lengthens_their_texts() -> None:
+def test_the_context_is_the_first_stage_and_lengthens_the_texts_of_the_towers() -> None:
     batch = with_context(random_batch(9, 2), 4)
     context, towers = plan_stages(batch, 30, None)
-    assert sorted(row for part in context for row in part.rows_n.tolist()) == list(range(4))
-    assert {part.tower for part in context} == {CONTEXT}
+    assert sorted(row for mini in context for row in mini.rows_n.tolist()) == list(range(4))
+    assert {mini.tower for mini in context} == {CONTEXT}
     assert rows_of(towers, QUERY) == list(range(9))
     assert rows_of(towers, CANDIDATE) == list(range(27))
-    for part in towers:
-        assert part.longest == tower_tokens(batch, part.tower).lengths_N[part.rows_n].max() + 4
+    for mini in towers:
+        assert mini.longest == tower_tokens(batch, mini.tower).lengths_N[mini.rows_n].max() + 4
     extended = extend_plan(context, len(context) + 1, batch)
-    assert {part.tower for part in extended} == {CONTEXT}
+    assert {mini.tower for mini in extended} == {CONTEXT}
 
 
-def test_an_empty_context_is_no_stage() -> None:
+def test_an_empty_context_adds_no_stage() -> None:
     batch = with_context(random_batch(3, 1), 0)
     (towers,) = plan_stages(batch, 30, None)
     check(towers, batch)
 
 
-def test_empty_slots_and_soft_prompts_lengthen_texts_too() -> None:
+def test_extra_tokens_lengthen_texts() -> None:
     batch = with_context(random_batch(9, 2), 3)
     longer = replace(batch, num_extra_tokens=11)
     for tower in (QUERY, CANDIDATE):
         lengths_N = tower_tokens(batch, tower).lengths_N
         for changed, extra in ((batch, 3), (longer, 11), (longer.to("cpu"), 11)):
-            plan = [part for part in plan_stages(changed, 60, None)[-1] if part.tower == tower]
-            assert all(part.longest == lengths_N[part.rows_n].max() + extra for part in plan)
-            assert all(part.num_tokens <= 60 or len(part.rows_n) == 1 for part in plan)
+            plan = [mini for mini in plan_stages(changed, 60, None)[-1] if mini.tower == tower]
+            assert all(mini.longest == lengths_N[mini.rows_n].max() + extra for mini in plan)
+            assert all(mini.num_tokens <= 60 or len(mini.rows_n) == 1 for mini in plan)
 
 
-def test_an_error_inside_a_replayed_state_restores_the_one_outside() -> None:
+def test_an_error_inside_replayed_restores_the_outer_state() -> None:
     state = RandomState.capture(torch.device("cpu"))
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -97,7 +97,7 @@ def test_an_error_inside_a_replayed_state_restores_the_one_outside() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_both_towers_read_one_context_that_is_embedded_once() -> None:
+def test_the_context_is_embedded_once_for_both_towers() -> None:
     plain, batch = TinyStep(tiny_bert()), random_batch(4, 1)
     assert torch.equal(plain_step(plain, batch).loss, plain.plain_loss(batch).loss)
     with pytest.raises(AssertionError, match="a step that embeds it"):

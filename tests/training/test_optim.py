@@ -1,4 +1,4 @@
-"""Parameter groups, what an optimiser keeps, and schedules of the learning rate."""
+"""Parameter groups, the size of optimiser states, and learning-rate schedules."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -11,7 +11,7 @@ from embeddings.common import OptionError
 from embeddings.training.optim import Schedule, parameter_groups, scale_rates, state_per_weight
 
 
-def test_vectors_are_not_decayed_and_frozen_parameters_are_left_out():
+def test_vectors_have_no_weight_decay_and_frozen_parameters_are_excluded():
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     matrices, vectors = parameter_groups(model)
     assert [p.shape for p in matrices["params"]] == [(4, 3)]
@@ -23,7 +23,7 @@ def test_vectors_are_not_decayed_and_frozen_parameters_are_left_out():
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "kept"),
+    ("kind", "options", "values"),
     [
         (torch.optim.SGD, {}, 0),
         (torch.optim.SGD, {"momentum": 0.9}, 1),
@@ -34,8 +34,8 @@ def test_vectors_are_not_decayed_and_frozen_parameters_are_left_out():
         (torch.optim.SparseAdam, {}, 0),
     ],
 )
-def test_what_an_optimiser_keeps_is_tried(kind, options, kept):
-    assert state_per_weight(partial(kind, lr=0.1, **options)) == kept
+def test_state_per_weight(kind, options, values):
+    assert state_per_weight(partial(kind, lr=0.1, **options)) == values
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,11 @@ def test_what_an_optimiser_keeps_is_tried(kind, options, kept):
         (Schedule(warmup_steps=2, decay="constant"), 4, [0.5, 1, 1, 1, 1]),
     ],
 )
-def test_the_share_of_the_peak_at_each_step(schedule, total_steps, expected):
+def test_the_fraction_of_the_peak_rate_at_each_step(schedule, total_steps, expected):
     assert [schedule.factor(step, total_steps) for step in range(len(expected))] == pytest.approx(expected)
 
 
-def test_the_scheduler_gives_the_rates_of_the_factor():
+def test_the_scheduler_sets_the_rates_of_the_factor():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
     schedule = Schedule(warmup_steps=2)
     scheduler = schedule.scheduler(optimizer, 5)
@@ -63,43 +63,43 @@ def test_the_scheduler_gives_the_rates_of_the_factor():
 
 
 @pytest.mark.parametrize(("total_steps", "num_warmup_steps"), [(100, 10), (36, 3), (9, 0), (1, 0)])
-def test_a_share_of_the_run_is_a_warm_up_of_so_many_steps(total_steps, num_warmup_steps):
-    share, whole = Schedule(warmup_steps=0.1), Schedule(warmup_steps=num_warmup_steps)
-    assert share == Schedule()
-    steps = range(total_steps)
-    assert [share.factor(step, total_steps) for step in steps] == [whole.factor(step, total_steps) for step in steps]
-    share.check(total_steps)
+def test_a_warm_up_can_be_a_fraction_of_the_run(total_steps, num_warmup_steps):
+    fraction, absolute = Schedule(warmup_steps=0.1), Schedule(warmup_steps=num_warmup_steps)
+    assert fraction == Schedule()
+    for step in range(total_steps):
+        assert fraction.factor(step, total_steps) == absolute.factor(step, total_steps)
+    fraction.check(total_steps)
 
 
 @pytest.mark.parametrize("options", [{"warmup_steps": -1}, {"warmup_steps": 1.5}, {"total_steps": 0}])
-def test_impossible_counts_are_refused(options):
+def test_invalid_counts_are_rejected(options):
     with pytest.raises(OptionError):
         Schedule(**options)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "steps", "says"),
+    ("schedule", "steps", "message"),
     [
         (Schedule(warmup_steps=49), 50, None),
         (Schedule(warmup_steps=50), 50, "must be below the run's 50 optimiser steps"),
         (Schedule(warmup_steps=50, total_steps=60), 50, None),
         (Schedule(warmup_steps=45, total_steps=40), 50, "must be below the run's 40 optimiser steps"),
         (Schedule(), None, r"must be known to decay, got None; set trainer\.max_steps"),
-        (Schedule(decay="constant"), None, "must be known for a warm-up that is a share of it"),
+        (Schedule(decay="constant"), None, "must be known for a warm-up that is a fraction of it"),
         (Schedule(warmup_steps=50, decay="constant"), None, None),
         (Schedule(total_steps=60), None, None),
     ],
 )
-def test_a_schedule_that_does_not_fit_the_run_is_refused(schedule, steps, says):
+def test_a_schedule_that_does_not_fit_the_run_is_rejected(schedule, steps, message):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    with pytest.raises(OptionError, match=says) if says else nullcontext():
+    with pytest.raises(OptionError, match=message) if message else nullcontext():
         schedule.check(steps)
     if steps is None:
-        with pytest.raises(OptionError, match=says) if says else nullcontext():
+        with pytest.raises(OptionError, match=message) if message else nullcontext():
             schedule.scheduler(optimizer, None)
 
 
-def test_rates_are_scaled_together_wherever_the_schedule_is() -> None:
+def test_scale_rates_scales_all_groups_during_a_warm_up() -> None:
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.5}], lr=1.0)
     scheduler = Schedule(warmup_steps=4, decay="constant").scheduler(optimizer, 8)

@@ -1,4 +1,4 @@
-"""What a plan says of a step against the step itself, in small: operations and memory within a tenth."""
+"""Plans against real steps of small models: operations and memory within 10%."""
 
 import weakref
 from collections import Counter
@@ -78,7 +78,7 @@ MODELS: dict[str, Make] = {"full": full, "decoder": decoder, "lora": lora, "moe"
 
 
 def two_of(name: str, folder: Path, checkpointing: bool = False) -> tuple[ContrastiveModule, ContrastiveModule]:
-    """A module in training mode, and one of the meta device."""
+    """A module in training mode, and the same on the meta device."""
     kind = "mistral" if name in ("lora", "decoder") else "bert"
     backbone = dense_folder(folder) if name == "moe" else backbone_folder(folder, kind)
     with torch.device("meta"):
@@ -87,7 +87,7 @@ def two_of(name: str, folder: Path, checkpointing: bool = False) -> tuple[Contra
 
 
 def batch_for(module: ContrastiveModule) -> ContrastiveBatch:
-    """Texts of two lengths, and the first documents as context where the module reads one."""
+    """Texts of two lengths; the first documents are the context of a contextual module."""
     records = [
         Record([5 + row] * QUERY_TOKENS, [20 + row] * DOCUMENT_TOKENS, [[40 + row] * DOCUMENT_TOKENS])
         for row in range(QUERIES)
@@ -101,7 +101,7 @@ def batch_for(module: ContrastiveModule) -> ContrastiveBatch:
 
 
 def planned(module: ContrastiveModule, setting: Setting) -> tuple[Plan, list[Texts]]:
-    """The plan of a module's step over `batch_for`, and what each tower costs."""
+    """The plan of a module's step over `batch_for`, and the cost of each tower."""
     sizes = (QUERIES, CANDIDATES, QUERY_TOKENS, DOCUMENT_TOKENS)
     with without_data(module):
         texts = trace_embedder(module.embedder, *sizes, setting.half_products)
@@ -111,30 +111,30 @@ def planned(module: ContrastiveModule, setting: Setting) -> tuple[Plan, list[Tex
 
 
 class Saved:
-    """Bytes that graphs hold at most at one time, each storage once, without those of parameters."""
+    """The peak bytes of graphs: distinct storages, without parameters."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.left_out = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+        self.excluded = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
         self.held: Counter[int] = Counter()
-        self.now = self.most = 0
+        self.now = self.peak = 0
 
     def pack(self, tensor: Tensor) -> "_Held":
         return _Held(self, tensor)
 
 
 class _Held:
-    """A tensor that a graph holds."""
+    """A tensor that a graph has saved."""
 
     def __init__(self, saved: Saved, tensor: Tensor) -> None:
         self.saved, self.tensor, storage = saved, tensor, tensor.untyped_storage()
         self.key, self.size = storage._cdata, storage.nbytes()
-        if self.key not in saved.left_out:
+        if self.key not in saved.excluded:
             saved.now += 0 if saved.held[self.key] else self.size
             saved.held[self.key] += 1
-            saved.most = max(saved.most, saved.now)
+            saved.peak = max(saved.peak, saved.now)
 
     def __del__(self) -> None:
-        if self.key not in self.saved.left_out:
+        if self.key not in self.saved.excluded:
             self.saved.held[self.key] -= 1
             self.saved.now -= 0 if self.saved.held[self.key] else self.size
 
@@ -144,7 +144,7 @@ def tensor_of(held: _Held) -> Tensor:
 
 
 def step(module: ContrastiveModule, setting: Setting) -> None:
-    """A step over the batch, as the setting says."""
+    """Run a step over the batch with these options."""
     batch = batch_for(module)
     with torch.autocast("cpu", torch.bfloat16, enabled=setting.half_products):
         if setting.mini_batch_tokens is None:
@@ -164,7 +164,7 @@ SETTINGS = {
 }
 
 
-# The others take half a minute together.
+# The other settings take half a minute.
 QUICK = ["plain", "GradCache in 16 bits"]
 
 
@@ -172,7 +172,7 @@ QUICK = ["plain", "GradCache in 16 bits"]
     "setting", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SETTINGS]
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_a_plan_is_within_a_tenth_of_the_step(name: str, setting: str, tmp_path: Path) -> None:
+def test_a_plan_is_within_10_percent_of_the_step(name: str, setting: str, tmp_path: Path) -> None:
     if name == "lora" and not SETTINGS[setting].half_products:
         pytest.skip("its frozen weights are in bfloat16")
     module, structure = two_of(name, tmp_path / "backbone")
@@ -187,10 +187,10 @@ def test_a_plan_is_within_a_tenth_of_the_step(name: str, setting: str, tmp_path:
         step(module, SETTINGS[setting])
     assert sum(plan.operations.values()) == pytest.approx(counter.get_total_flops(), rel=0.1)
     if setting == "plain":
-        # Nothing is cast; what the texts share are a few rows of constants.
+        # Nothing is cast; the shared part is a few rows of constants.
         assert plan.memory["casts of weights, shared by graphs"] < 0.001 * plan.memory["activations"]
     predicted = plan.memory["activations"] + plan.memory.get("casts of weights, shared by graphs", 0)
-    assert predicted == pytest.approx(saved.most, rel=0.1)
+    assert predicted == pytest.approx(saved.peak, rel=0.1)
 
     optimizer = torch.optim.AdamW([weight for weight in weights if weight.requires_grad])
     optimizer.step()
@@ -202,7 +202,7 @@ def test_a_plan_is_within_a_tenth_of_the_step(name: str, setting: str, tmp_path:
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the storages that operations have made and that are still there."""
+    """Bytes of the storages that operations created and that still exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,9 +211,9 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given | self._known:
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in inputs | self._known:
                 storage = leaf.untyped_storage()
                 self._known.add(storage._cdata)
                 self.now += storage.nbytes()
@@ -228,7 +228,7 @@ class Live(TorchDispatchMode):
 @pytest.mark.parametrize(
     "name", ["cde", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "lora", "moe"))]
 )
-def test_checkpointed_layers_keep_their_inputs_and_compute_once_more(name: str, tmp_path: Path) -> None:
+def test_checkpointed_layers_keep_only_their_inputs_and_are_recomputed(name: str, tmp_path: Path) -> None:
     setting = Setting(half_products=name == "lora")
     plans, operations, kept = [], [], []
     for checkpointing in (False, True):
@@ -250,8 +250,8 @@ def test_checkpointed_layers_keep_their_inputs_and_compute_once_more(name: str, 
     assert sum(text.cost.graph.of(text.count) for text in texts) == pytest.approx(kept[1], rel=0.1)
 
 
-def test_strategies_share_what_zero_shares() -> None:
-    """By hand: two layers of 100 weights and a head of 50, of which 4 GPUs share."""
+def test_each_strategy_shards_what_it_should() -> None:
+    """Computed by hand: two layers of 100 weights and a head of 50 on 4 GPUs."""
     model = nn.Sequential(
         nn.ModuleList([nn.Linear(10, 10, bias=False) for _ in range(2)]), nn.Linear(10, 5, bias=False)
     )
@@ -266,7 +266,7 @@ def test_strategies_share_what_zero_shares() -> None:
 
     assert memory("single", True) == [1000, 1000, 2000, 0]
     assert memory("ddp", True) == [1000, 1000, 2000, 1000]
-    # ZeRO under autocast: weights and gradients in 2 bytes; a float32 copy and two moments in 12.
+    # ZeRO under autocast: 2 bytes for weights and gradients; 12 bytes for a float32 copy and two moments.
     assert memory("zero1", True) == [500, 500, 3000 / 4, 0]
     assert memory("zero2", True) == [500, 500 / 4, 3000 / 4, 0]
     assert memory("zero3", True) == [500 / 4, 500 / 4, 3000 / 4, 400]
@@ -276,8 +276,8 @@ def test_strategies_share_what_zero_shares() -> None:
     assert memory("fsdp2", False) == [1000 / 4, 1000 / 4, 2000 / 4, 800]
 
 
-def test_gradcache_costs_a_second_forward_of_what_is_not_kept() -> None:
-    """By hand: 8 texts of 10 tokens, each with 2 GiB of graph and 5 operations forward, in mini-batches of two."""
+def test_gradcache_costs_a_second_forward_of_graphs_that_are_not_kept() -> None:
+    """Computed by hand: 8 texts of 10 tokens with 2 GiB of graph and 5 operations forward each; mini-batches of two."""
     cost = Cost(Linear(each=5.0), Linear(each=10.0), Linear(each=2 * 2.0**30), Linear(each=1.0), Linear(9.0, 0.0))
     found = {}
     for kept in (0.0, 8.0, 100.0):
@@ -288,14 +288,14 @@ def test_gradcache_costs_a_second_forward_of_what_is_not_kept() -> None:
         again = plan.operations.get("GradCache's second forward", 0)
         found[kept] = (plan.memory["activations"] - 2, plan.kept, again)
         assert plan.memory["casts of weights, shared by graphs"] == 9
-    # Without a budget the last of the four graphs is kept.
+    # Without a budget only the last of the four graphs is kept.
     assert found[0.0] == (4 * 2**30, 0.25, 3 * 30)
     assert found[8.0] == (8 * 2**30, 0.5, 3 * 20)
     assert found[100.0] == (16 * 2**30, 1.0, 0)
 
 
 def test_a_loss_has_three_products_and_one_tile() -> None:
-    """By hand: 64 queries against 1,000 candidates of width 8, of which 2,000 scores, or 32 rows, exist at once."""
+    """Computed by hand: 64 queries, 1,000 candidates of width 8; 2,000 scores, or 32 rows, exist at the same time."""
     size = LossSize(64, 1000, 8, 2000, stored=128)
     assert size.operations == 3 * 2 * 64 * 1000 * 8
     assert size.num_bytes == 8 * 8 * (128 + 1000) + 9 * 32_000

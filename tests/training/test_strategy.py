@@ -1,4 +1,4 @@
-"""What each strategy offers, and FSDP2 on one rank; the strategies have tests of the gradient of several."""
+"""The properties of each strategy, and FSDP2 on one rank; gradients on two ranks are in `tests/strategies`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +36,7 @@ def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
 
 
 def tied() -> nn.Module:
-    """Two linear layers of one weight, and a list of lists."""
+    """Two linear layers with a shared weight, and nested lists of modules."""
     module = nn.Module()
     module.first, module.second = nn.Linear(3, 3), nn.Linear(3, 3)
     module.second.weight = module.first.weight
@@ -44,7 +44,7 @@ def tied() -> nn.Module:
     return module
 
 
-def test_a_shard_has_a_group_a_layer_and_one_for_the_rest(mesh: DeviceMesh) -> None:
+def test_each_layer_and_the_other_weights_form_a_group(mesh: DeviceMesh) -> None:
     bert = tiny_bert()
     ids_NL, expected = torch.arange(5, 11).view(2, 3), tiny_bert()(torch.arange(5, 11).view(2, 3)).last_hidden_state
     shard(bert, mesh)
@@ -56,7 +56,7 @@ def test_a_shard_has_a_group_a_layer_and_one_for_the_rest(mesh: DeviceMesh) -> N
     torch.testing.assert_close(bert(ids_NL).last_hidden_state, expected)
 
 
-def test_a_method_beside_forward_has_whole_weights_too(mesh: DeviceMesh) -> None:
+def test_entry_methods_use_full_weights(mesh: DeviceMesh) -> None:
     class Doubled(nn.Linear):
         def twice(self, x: torch.Tensor) -> torch.Tensor:
             return self.weight @ x * 2
@@ -68,7 +68,7 @@ def test_a_method_beside_forward_has_whole_weights_too(mesh: DeviceMesh) -> None
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_whole_parameters_take_the_place_of_cut_ones_and_stay_tied(keep: bool, mesh: DeviceMesh) -> None:
+def test_full_parameters_replace_sharded_ones_and_stay_tied(keep: bool, mesh: DeviceMesh) -> None:
     module = tied()
     module.outer[0][0][0].weight.data = module.outer[0][0][0].weight.data.T.contiguous().T
     expected = {name: value.clone() for name, value in module.state_dict().items()}
@@ -83,7 +83,7 @@ def test_whole_parameters_take_the_place_of_cut_ones_and_stay_tied(keep: bool, m
     assert dict(module.named_parameters()) == before
 
 
-def test_a_state_is_put_together_and_cut_again(mesh: DeviceMesh) -> None:
+def test_a_state_is_gathered_and_sharded_again(mesh: DeviceMesh) -> None:
     module = tied()
     shard(module, mesh)
     state = {"weights": module.state_dict(), "rate": 0.5, "list": [torch.ones(2)]}
@@ -96,7 +96,7 @@ def test_a_state_is_put_together_and_cut_again(mesh: DeviceMesh) -> None:
     assert all(torch.equal(again[name].full_tensor(), value) for name, value in whole["weights"].items())
 
 
-def test_under_autocast_matrices_are_gathered_in_its_dtype_and_norms_and_routers_as_they_are(mesh: DeviceMesh) -> None:
+def test_matrices_are_gathered_in_the_dtype_of_autocast_and_norms_and_routers_in_float32(mesh: DeviceMesh) -> None:
     model, (ids_NL, mask_NL) = tiny_moe(), padded_ids()
     plain = tiny_moe()
     shard(model, mesh, product_dtype=torch.bfloat16)
@@ -114,7 +114,7 @@ def test_under_autocast_matrices_are_gathered_in_its_dtype_and_norms_and_routers
         states = [made(input_ids=ids_NL, attention_mask=mask_NL.long()).last_hidden_state for made in (model, plain)]
     half, full = torch.bfloat16, torch.float32
     assert dtypes == {"Linear": half, "Experts": half, "LayerNorm": full, "Router": full}
-    # The experts' shared bias is rounded with their matrices; without experts the values are the same.
+    # The experts' shared bias is rounded with their matrices; without experts the values are equal.
     torch.testing.assert_close(*states, rtol=0.02, atol=0.02)
     bert = tiny_bert()
     shard(bert, mesh, product_dtype=torch.bfloat16)
@@ -138,14 +138,14 @@ def test_under_autocast_matrices_are_gathered_in_its_dtype_and_norms_and_routers
     ],
     ids=["one device", "ddp", "fsdp2", "zero 1", "zero 2", "zero 3", "lightning's fsdp2", "lightning's fsdp"],
 )
-def test_each_strategy_says_what_it_offers(
+def test_the_properties_of_each_strategy(
     strategy: Any, is_sharded: bool, single_file: bool, gradcache: bool, context_stage: bool, equal_mini_batches: bool
 ) -> None:
-    found = training_strategy(strategy)
-    assert (found is strategy) == isinstance(strategy, TrainingStrategy)
-    assert (found.is_sharded, found.single_file_checkpoints) == (is_sharded, single_file)
-    assert (found.supports_gradcache, found.supports_context_stage) == (gradcache, context_stage)
-    assert found.equal_mini_batches == equal_mini_batches
-    if found is not strategy:
-        with found.full_weights() as nothing:
-            assert nothing is None
+    properties = training_strategy(strategy)
+    assert (properties is strategy) == isinstance(strategy, TrainingStrategy)
+    assert (properties.is_sharded, properties.single_file_checkpoints) == (is_sharded, single_file)
+    assert (properties.supports_gradcache, properties.supports_context_stage) == (gradcache, context_stage)
+    assert properties.equal_mini_batches == equal_mini_batches
+    if properties is not strategy:
+        with properties.full_weights() as value:
+            assert value is None

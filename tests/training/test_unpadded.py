@@ -1,4 +1,4 @@
-"""Gradients of texts without padding: those of padded texts, plain or under GradCache, whatever is trained."""
+"""Gradients of unpadded texts equal those of padded texts, plain and under GradCache."""
 
 from functools import partial
 
@@ -36,7 +36,7 @@ QUICK = ["plain", "uneven"]
 
 @pytest.fixture(autouse=True)
 def _norms_in_float64(monkeypatch):
-    """Gemma's norms sum the gradients of their weights in float32 whatever the precision."""
+    """Gemma's norms always sum the gradients of their weights in float32."""
     monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else x.to(torch.float32))
 
 
@@ -66,7 +66,7 @@ def step_of(backbone, dtype, pooling=MeanPooling):
 
 
 def error(backbone, engine, dtype, pooling=MeanPooling, training=False):
-    """Of the gradient without padding to the padded plain step's."""
+    """The error of the unpadded gradient relative to the padded plain step."""
     step = step_of(backbone, dtype, pooling).train(training)
     batch = batch_of(random_records(5, 2, vocabulary=60))
     expected = gradient(step, batch)
@@ -80,12 +80,12 @@ def adapted(name):
     backbone = add_lora(BACKBONES[name](), LoraSettings(rank=4, alpha=8, dropout=0.0))
     for parameter in backbone.parameters():
         if parameter.requires_grad:
-            # With larger ones float32's padded gradient is itself 1.4e-6 away from float64's.
+            # With larger weights the padded float32 gradient has an error of 1.4e-6.
             torch.nn.init.normal_(parameter, std=0.02)
     return backbone
 
 
-# Backbone, pooling, engine. transformers' eager attention makes NaN of padding behind a window in float64.
+# Backbone, pooling, engine. In float64 transformers' eager attention returns NaN for padding outside a window.
 CASES = [
     *((BACKBONES[name], MeanPooling, "plain", name) for name in BACKBONES if "eager" not in name),
     *(
@@ -124,7 +124,7 @@ def test_checkpointed_layers_have_the_gradients_of_padded_texts(name, engine, dt
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("engine", ["one text", "uneven"])
 def test_dropout_is_replayed(engine, dtype):
-    """Against the same mini-batches with every graph kept, from the same random state."""
+    """Relative to the same mini-batches with every graph kept, from the same random state."""
     batch, found = batch_of(random_records(6, 1)), []
     for kept_fraction in (None, 1.0):
         step = step_of(tiny_bert(dropout=0.1), dtype).train()
@@ -139,7 +139,7 @@ def test_dropout_is_replayed(engine, dtype):
 
 
 def cde_gradient(kind, dtype, engine=None, unpad=False):
-    """Of both stages."""
+    """The gradient of both stages."""
     embedder = tiny_contextual(kind).to(dtype)
     embedder.first_stage.max_length = 9
     if unpad:
@@ -151,7 +151,7 @@ def cde_gradient(kind, dtype, engine=None, unpad=False):
 
 
 class ContextualEmbedderStep(EmbedderStep):
-    """Texts behind the documents of their batch."""
+    """A step whose texts follow the context documents of their batch."""
 
     trains_context = True
 
@@ -173,7 +173,7 @@ def test_two_stages_have_the_gradients_of_padded_texts(kind, engine, dtype):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("engine", QUICK)
 def test_experts_have_the_gradients_of_padded_texts(tmp_path, engine, dtype):
-    """With the balancing loss, whose counts and probabilities leave padding out."""
+    """Includes the balancing loss, whose counts and probabilities exclude padding."""
     batch, folder, found = random_batch(5, 2), dense_folder(tmp_path), []
     for unpadded in (False, True):
         module = moe_module(folder).to(dtype)
@@ -186,7 +186,7 @@ def test_experts_have_the_gradients_of_padded_texts(tmp_path, engine, dtype):
 
 
 def two_rank_errors(rank):
-    """Of two ranks without padding to one process with both halves of the batch, padded."""
+    """The errors of two unpadded ranks relative to one process with the whole padded batch."""
     everything, found = random_records(8, 1, vocabulary=60), {}
     for name, engine in (("plain", None), ("uneven", GradCache(mini_batch_tokens=30))):
         for dtype in TOLERANCE:
