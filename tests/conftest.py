@@ -59,7 +59,7 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(autouse=True)
-def _quiet_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _quiet_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
     torch.manual_seed(0)
     for name in ("RANK", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -68,6 +68,10 @@ def _quiet_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     # A shell starts background jobs with Ctrl-C ignored, and Lightning ignores it after the first Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    # Lightning warns in every later run of this process if a process group is left.
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

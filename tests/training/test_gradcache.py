@@ -418,8 +418,8 @@ def test_a_budget_too_small_for_one_graph_is_found_out_once() -> None:
     [
         ({"mini_batch_tokens": 0}, "mini_batch_tokens must be >= 1, got 0"),
         ({"mini_batch_texts": 0}, "mini_batch_texts must be >= 1, got 0"),
-        ({"kept_fraction": 1.5}, "kept_fraction must be within 0 and 1, got 1.5"),
-        ({"kept_fraction": -0.1}, "kept_fraction must be within 0 and 1"),
+        ({"kept_fraction": 1.5}, "kept_fraction must be from 0 to 1, got 1.5"),
+        ({"kept_fraction": -0.1}, "kept_fraction must be from 0 to 1"),
         ({"kept_gib": -1.0}, r"kept_gib must be >= 0, got -1\.0"),
         ({"kept_gib": float("nan")}, "kept_gib must be >= 0"),
     ],
