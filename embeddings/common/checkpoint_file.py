@@ -1,7 +1,7 @@
-"""The one file that a checkpoint is: safetensors, with everything that is no tensor as JSON in the header.
+"""The checkpoint file format: safetensors, with all content that is not a tensor as JSON in the header.
 
-Reading it runs no code. Checksums of each tensor and of the JSON show a file that was cut or changed. Any reader of
-safetensors finds the tensors under their paths (`state_dict/embedder.backbone…`, `optimizer_states/0/state/0/exp_avg`).
+Reading it runs no code. Checksums of each tensor and of the JSON detect truncation and changes. Any safetensors reader
+finds the tensors under their paths (`state_dict/embedder.backbone…`, `optimizer_states/0/state/0/exp_avg`).
 """
 
 import base64
@@ -31,7 +31,7 @@ from embeddings.common.io import Stage, atomic_path, check_disk_space, disk_full
 
 FORMAT, VERSION = "embeddings checkpoint", 1
 
-# Lists and mappings inside each other; what Python reads back without exhausting its stack.
+# Maximum nesting of lists and mappings, which Python can read back within its recursion limit.
 MAX_LEVELS = 100
 
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"!dict": dict, "!OrderedDict": OrderedDict, "!Counter": Counter}
@@ -40,36 +40,36 @@ _TAGS = {kind: tag for tag, kind in _MAPPINGS.items()}
 
 @dataclass(frozen=True)
 class PackedContent:
-    """A content as JSON, and its tensors by their path; what JSON lacks is tagged: `{"!tuple": […]}`."""
+    """A checkpoint's content as JSON, and its tensors by path; types that JSON lacks are tagged: `{"!tuple": […]}`."""
 
     tree: Any
     tensors: dict[str, Tensor]
 
     def copied(self, earlier: "PackedContent | None" = None) -> "PackedContent":
-        """The same with its tensors copied to main memory: that of `earlier`, where shapes and dtypes are equal."""
+        """A copy with its tensors in main memory; reuses the memory of `earlier` where shapes and dtypes are equal."""
         memory = earlier.tensors if earlier is not None else {}
         copies = {}
         for name, tensor in self.tensors.items():
-            own = memory.get(name)
-            if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
-                own = torch.empty(tensor.shape, dtype=tensor.dtype)
-            copies[name] = own.copy_(tensor)
+            buffer = memory.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+            copies[name] = buffer.copy_(tensor)
         return PackedContent(self.tree, copies)
 
 
 def pack(content: Any) -> PackedContent:
-    """Take a content apart; no tensor is copied.
+    """Separate a content into JSON and tensors; no tensor is copied.
 
     None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict and Counter (keys: str and int), dense tensors
-    and numpy arrays come back bit for bit. Tied weights stay one tensor; other views of one memory become tensors of
-    their own. An `InputError` names the place of anything else.
+    and numpy arrays come back bit for bit. Tied weights stay one tensor; other views that share memory become separate
+    tensors. An `InputError` names the path of any other type.
     """
     packer = _Packer()
     return PackedContent(packer.pack(content, ()), packer.tensors)
 
 
 def unpack(packed: PackedContent) -> Any:
-    """The content that was taken apart; a `ValueError` for a tree that `pack` does not make."""
+    """The inverse of `pack`; a `ValueError` for a tree that `pack` cannot produce."""
     try:
         return _unpacked(packed.tree, packed.tensors)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -82,7 +82,7 @@ class _Packer:
         self._names: dict[Hashable, str] = {}
 
     def pack(self, value: Any, path: tuple[str, ...]) -> Any:
-        """A value as JSON can hold it; its tensors go into the table. Subclasses of plain types are not plain."""
+        """A value as JSON types; its tensors go into `tensors`. Subclasses of plain types are refused."""
         kind = type(value)
         if len(path) > MAX_LEVELS:
             raise _refusal(path[:3], f"is nested more than {MAX_LEVELS} levels deep")
@@ -93,7 +93,7 @@ class _Packer:
         if kind is bytes:
             return {"!bytes": base64.b64encode(value).decode("ascii")}
         if kind in (list, tuple):
-            items = [self.pack(item, (*path, str(place))) for place, item in enumerate(value)]
+            items = [self.pack(item, (*path, str(index))) for index, item in enumerate(value)]
             return items if kind is list else {"!tuple": items}
         if kind in _TAGS:
             return self._pack_mapping(value, path)
@@ -101,7 +101,7 @@ class _Packer:
             return {"!tensor": self._add(value, path)}
         if kind is np.ndarray and value.dtype.kind in "biuf" and value.dtype.isnative:
             return {"!array": self._add(torch.from_numpy(value), path)}
-        raise _refusal(path, f"is a {kind.__module__}.{kind.__qualname__}, which is no plain type")
+        raise _refusal(path, f"is a {kind.__module__}.{kind.__qualname__}, which is not a plain type")
 
     def _pack_mapping(self, mapping: dict[Any, Any], path: tuple[str, ...]) -> Any:
         items = []
@@ -116,15 +116,15 @@ class _Packer:
     def _add(self, tensor: Tensor, path: tuple[str, ...]) -> str:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise _refusal(path, "is a tensor that is not dense")
-        place: Hashable = (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr())
-        if place in self._names:
-            return self._names[place]
+        identity: Hashable = (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr())
+        if identity in self._names:
+            return self._names[identity]
         name = "/".join(path)
         while name in self.tensors or name == "__metadata__":  # {"a": {"b": …}, "a/b": …}
             name += "'"
         self.tensors[name] = tensor.detach()
         if tensor.numel():
-            self._names[place] = name
+            self._names[identity] = name
         return name
 
 
@@ -153,10 +153,10 @@ def _refusal(path: tuple[str, ...], what: str) -> InputError:
     return InputError(f"checkpoint[{']['.join(path)}]", what, hint)
 
 
-# What readers of safetensors take.
+# The limit of safetensors readers.
 MAX_HEADER_BYTES = 100_000_000
 
-# How torch.save's files begin, the new ones and the old.
+# First bytes of files of torch.save, in its new and its old format.
 _PICKLES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 _DTYPES = {
     "F64": torch.float64,
@@ -180,7 +180,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class _Entry(NamedTuple):
-    """A tensor's place in the file."""
+    """A tensor in the file."""
 
     name: str
     dtype: str
@@ -191,7 +191,7 @@ class _Entry(NamedTuple):
         return _DTYPES[self.dtype].itemsize * torch.Size(self.shape).numel()
 
     def checksum(self, content: memoryview) -> str:
-        """The checksum of a tensor's bytes and of what they mean."""
+        """The checksum of a tensor's dtype, shape and bytes."""
         checksum = xxhash.xxh3_64(f"{self.dtype}{list(self.shape)}".encode())
         checksum.update(content)
         return checksum.hexdigest()
@@ -201,16 +201,16 @@ def write_checkpoint(packed: PackedContent, path: str | os.PathLike[str], on_sta
     """Write a checkpoint to a temporary file, wait for the disk, read it back, and only then rename it to `path`.
 
     After a crash or an `OSError` at any point `path` holds either the old checkpoint or the complete new one. The disk
-    must have room for the file and a thousandth more. `on_stage` is told what comes next: "write", "header", and then
-    the stages of `atomic_path`. An `InputError` names what the file cannot hold.
+    must have space for 1.001 times the file. `on_stage` is called with the name of each next stage: "write", "header",
+    and then the stages of `atomic_path`. An `InputError` names content that the file cannot store.
     """
     path = Path(path)
     entries = _entries(packed.tensors)
     header_bytes = len(_header(packed.tree, entries, dict.fromkeys(packed.tensors, "0" * 16)))
     num_bytes = header_bytes + sum(entry.num_bytes for entry in entries)
-    # What a process that was killed had begun under this name.
-    for rest in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        rest.unlink(missing_ok=True)
+    # Partial files of killed processes.
+    for partial_file in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        partial_file.unlink(missing_ok=True)
     needed = num_bytes + num_bytes // 1000
     check_disk_space(path, needed)
     try:
@@ -227,14 +227,14 @@ def write_checkpoint(packed: PackedContent, path: str | os.PathLike[str], on_sta
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a checkpoint, its tensors in main memory; every byte is checked.
 
-    An `InputError` refuses a file that is no checkpoint of this library, of a later version, cut or damaged.
+    An `InputError` refuses a file that is truncated, damaged, of a later version, or not a checkpoint of this library.
     """
-    return _checked(Path(path), partial(_read, is_kept=True))
+    return _checked(Path(path), partial(_read, keep_tensors=True))
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content with empty tensors, every byte checked; memory holds one tensor at a time."""
-    return _checked(Path(path), partial(_read, is_kept=False))
+    return _checked(Path(path), partial(_read, keep_tensors=False))
 
 
 def peek_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -243,17 +243,17 @@ def peek_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 class _DamagedError(ValueError):
-    """What is wrong with a file."""
+    """Its message is the `what` of an `InputError`."""
 
 
 def _entries(tensors: Mapping[str, Tensor]) -> list[_Entry]:
-    """The tensors in the order of the file: the widest numbers first, so that each begins at a multiple of its size."""
-    found = []
+    """The tensors in the order of the file: the widest dtypes first, so that each is aligned to its item size."""
+    entries = []
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
         if tensor.dtype not in _DTYPE_NAMES:
             raise InputError(f"checkpoint, tensor {name}", f"has the dtype {tensor.dtype}", "save it as another dtype")
-        found.append(_Entry(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
-    return found
+        entries.append(_Entry(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
+    return entries
 
 
 def _header(tree: Any, entries: list[_Entry], checksums: Mapping[str, str]) -> bytes:
@@ -269,13 +269,13 @@ def _header(tree: Any, entries: list[_Entry], checksums: Mapping[str, str]) -> b
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        what = f"holds {len(text):,} bytes besides tensors, {MAX_HEADER_BYTES:,} at most"
-        raise InputError("checkpoint", what, "keep what is large in tensors")
+        what = f"has {len(text):,} bytes outside tensors, maximum {MAX_HEADER_BYTES:,}"
+        raise InputError("checkpoint", what, "store large values as tensors")
     return struct.pack("<Q", len(text)) + text
 
 
 def _write(packed: PackedContent, entries: list[_Entry], start: int, path: Path, on_stage: Stage) -> None:
-    """Write the tensors from a byte on, and then the header, which has their checksums."""
+    """Write the tensors from byte `start` on, and then the header, which contains their checksums."""
     checksums = {}
     handle = os.open(path, os.O_WRONLY)
     try:
@@ -283,33 +283,33 @@ def _write(packed: PackedContent, entries: list[_Entry], start: int, path: Path,
         for entry in entries:
             content = _bytes_of(packed.tensors[entry.name].cpu())
             checksums[entry.name] = entry.checksum(content)
-            _put(handle, content)
+            _write_all(handle, content)
         on_stage("header")
         os.lseek(handle, 0, os.SEEK_SET)
-        _put(handle, memoryview(_header(packed.tree, entries, checksums)))
+        _write_all(handle, memoryview(_header(packed.tree, entries, checksums)))
     finally:
         os.close(handle)
 
 
-def _put(handle: int, content: memoryview) -> None:
+def _write_all(handle: int, content: memoryview) -> None:
     while content:
         content = content[os.write(handle, content) :]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's bytes, in place where they lie in one piece."""
+    """A tensor's bytes; a view if the tensor is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _verify(path: Path) -> None:
-    """Check a file that is on disk by what the disk says of it."""
-    if hasattr(os, "posix_fadvise"):  # Linux: forget what memory has of it
+    """Check a file by reading it back from disk."""
+    if hasattr(os, "posix_fadvise"):  # Linux: drop the page cache, so that the disk is read
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     try:
         inspect_checkpoint(path)
     except InputError as error:
-        raise OSError(errno.EIO, "what the disk gave back is not what was written") from error
+        raise OSError(errno.EIO, "the disk returned other bytes than were written") from error
 
 
 def _checked(path: Path, read: Callable[[BufferedReader, Path], PackedContent]) -> dict[str, Any]:
@@ -317,28 +317,28 @@ def _checked(path: Path, read: Callable[[BufferedReader, Path], PackedContent]) 
         try:
             content = unpack(read(file, path))
             if not isinstance(content, dict):
-                raise _DamagedError(f"holds a {type(content).__name__}, not a dict")
+                raise _DamagedError(f"contains a {type(content).__name__}, not a dict")
             return content
         except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
             file.seek(0)
-            what = "is no checkpoint of this library, or a part of one"
+            what = "is not a complete checkpoint of this library"
             if isinstance(error, _DamagedError):
                 what = str(error)
             elif file.read(4) in _PICKLES:
-                what = "is a pickle, which could run code when it is read"
+                what = "is a pickle, which could run code when loaded"
             raise InputError(str(path), what, "give a complete .ckpt file that `fit` wrote") from error
 
 
 def _read_header(path: Path) -> tuple[list[_Entry], dict[str, str], PackedContent]:
-    """The tensors' places and checksums, and the content with empty tensors."""
+    """The tensors' entries and checksums, and the content with empty tensors."""
     with safe_open(path, framework="numpy") as opened:
         metadata = opened.metadata() or {}
         slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
         entries = [_Entry(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
     if metadata["format"] != FORMAT:
-        raise _DamagedError(f"is a file of {metadata['format']!r}, not of {FORMAT!r}")
+        raise _DamagedError(f"has format {metadata['format']!r}, expected {FORMAT!r}")
     if metadata["version"] != str(VERSION):
-        raise _DamagedError(f"has format version {metadata['version']}, and this library reads {VERSION}")
+        raise _DamagedError(f"has format version {metadata['version']}, expected {VERSION}")
     if xxhash.xxh3_64_hexdigest(metadata["content"].encode()) != metadata["xxh3_64"]:
         raise _DamagedError("is damaged in its header")
     content = json.loads(metadata["content"])
@@ -346,7 +346,7 @@ def _read_header(path: Path) -> tuple[list[_Entry], dict[str, str], PackedConten
     return entries, content["xxh3_64"], PackedContent(content["tree"], empty)
 
 
-def _read(file: BufferedReader, path: Path, is_kept: bool) -> PackedContent:
+def _read(file: BufferedReader, path: Path, keep_tensors: bool) -> PackedContent:
     entries, checksums, content = _read_header(path)
     file.seek(8 + struct.unpack("<Q", file.read(8))[0])
     for entry in entries:
@@ -354,6 +354,6 @@ def _read(file: BufferedReader, path: Path, is_kept: bool) -> PackedContent:
         file.readinto(memory := _bytes_of(tensor))
         if entry.checksum(memory) != checksums[entry.name]:
             raise _DamagedError(f"is damaged in {entry.name}, bytes {start:,} to {file.tell():,}")
-        if is_kept:
+        if keep_tensors:
             content.tensors[entry.name] = tensor
     return content

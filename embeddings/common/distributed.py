@@ -1,4 +1,4 @@
-"""Ranks, and the one gather of candidates whose gradients cross them."""
+"""Ranks, and collectives through which gradients flow."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,17 +10,17 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 def is_distributed() -> bool:
-    """Whether several ranks run together."""
+    """Whether there is more than one rank."""
     return world_size() > 1
 
 
 def rank() -> int:
-    """This process's rank, 0 where nothing is distributed."""
+    """This process's rank, 0 without torch.distributed."""
     return dist.get_rank() if _initialised() else 0
 
 
 def world_size() -> int:
-    """Number of ranks, 1 where nothing is distributed."""
+    """Number of ranks, 1 without torch.distributed."""
     return dist.get_world_size() if _initialised() else 1
 
 
@@ -34,7 +34,7 @@ def planned_place() -> tuple[int, int]:
 
 @contextmanager
 def planning_for(num_ranks: int) -> Iterator[None]:
-    """Inside, batches are planned as on the first of so many ranks, none of which need be there."""
+    """Inside, batches are planned for rank 0 of `num_ranks`; the other ranks need not exist."""
     _planned_ranks.append(num_ranks)
     try:
         yield
@@ -52,14 +52,14 @@ def reduce_int(value: int, operation: str, device: torch.device | str = "cpu") -
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
-    """A parameter's shape over all ranks; ZeRO-3 leaves an empty parameter, bitsandbytes one of packed bytes."""
+    """A parameter's shape over all ranks; ZeRO-3 leaves an empty parameter, bitsandbytes packed bytes."""
     unpacked = getattr(getattr(parameter, "quant_state", None), "shape", parameter.shape)
     shape: torch.Size = getattr(parameter, "ds_shape", unpacked)
     return shape
 
 
 def count_values(parameters: Iterable[Tensor]) -> int:
-    """How many numbers some parameters have, over all ranks together."""
+    """Number of values of the parameters, over all ranks."""
     return sum(full_shape(parameter).numel() for parameter in parameters)
 
 
@@ -70,8 +70,8 @@ def gather_counts(count: int, device: torch.device | str = "cpu") -> list[int]:
     mine = torch.tensor([count], dtype=torch.int64, device=device)
     counts = [torch.empty_like(mine) for _ in range(world_size())]
     dist.all_gather(counts, mine)
-    found: list[int] = torch.cat(counts).tolist()
-    return found
+    counts_of_ranks: list[int] = torch.cat(counts).tolist()
+    return counts_of_ranks
 
 
 def gather_rows(value_N: Tensor, counts: list[int]) -> Tensor:
@@ -80,11 +80,11 @@ def gather_rows(value_N: Tensor, counts: list[int]) -> Tensor:
 
 
 def gather_candidates(candidate_CD: Tensor, counts: list[int]) -> Tensor:
-    """The candidates of all ranks, (sum of counts, D), in rank order; gradients flow back to each one's own rank.
+    """The candidates of all ranks, (sum of counts, D), in rank order; gradients flow back to each candidate's rank.
 
     The backward sums the gradients of all ranks' losses. Where each rank's loss is the mean over its B queries, and the
     strategy averages parameter gradients (DDP, FSDP and DeepSpeed do), the step equals one process with all R x B
-    queries. So no world-size factor belongs anywhere.
+    queries. So the loss needs no world-size factor.
 
     Args:
         candidate_CD: This rank's candidates, (C, D) float.
@@ -150,7 +150,7 @@ def _all_gather(value_N: Tensor, counts: list[int]) -> Tensor:
 
 
 def _padded(value_N: Tensor, num_rows: int) -> Tensor:
-    """The rows with zero rows after them: collectives want one shape on every rank."""
+    """The rows padded with zero rows: collectives need equal shapes on all ranks."""
     missing = num_rows - len(value_N)
     if not missing:
         return value_N.contiguous()

@@ -1,4 +1,4 @@
-"""Errors that people cause, and the exit code each one ends a command with."""
+"""User errors and run failures, with the exit code of each."""
 
 import importlib
 import os
@@ -12,31 +12,31 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1]
 DISTRIBUTION = "embedding-zoo"
-# The folder of the repository that this code runs from; None in an installed package, which holds the configs itself.
+# The folder of the repository that this code runs from; None in an installed package, which contains the configs.
 CHECKOUT = None if (PACKAGE / "lightning_configs").is_dir() else PACKAGE.parent
 
 
 def program() -> str:
-    """How the command line is called here, for lines that a person copies."""
+    """The command to call in this installation, for messages."""
     is_command = CHECKOUT is None or Path(sys.argv[0]).name == "embeddings"
     return "embeddings" if is_command else "python main.py"
 
 
 def pip_install(extra: str) -> str:
-    """The line that installs an extra of this library."""
+    """The command that installs an extra of this library."""
     return f"pip install '{DISTRIBUTION}[{extra}]'" if CHECKOUT is None else f"pip install -e '.[{extra}]'"
 
 
 class UserError(ValueError):
-    """A mistake that a person can mend; the command line prints its one line and exits with `exit_code`.
+    """A mistake that the user can fix; the command line prints its one-line message and exits with `exit_code`.
 
-    Raise it at the border where a human wrote the value; inside the library trust the types.
+    Raise it where a user's value enters the library; inside, trust the types.
     """
 
     exit_code = 2
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A process that gets the error has no parts to make the line of.
+        # Unpickling has only the finished message, not the arguments of `__init__`.
         return UserError.__new__, (type(self), *self.args)
 
 
@@ -58,8 +58,8 @@ class OptionError(UserError):
 
     Args:
         option: Its name as the user writes it (`data.batch_size`).
-        value: What was given.
-        rule: What must hold (`must be > 0`).
+        value: The user's value.
+        rule: The requirement (`must be > 0`).
         hint: What to do, as an imperative.
     """
 
@@ -68,37 +68,37 @@ class OptionError(UserError):
 
 
 def refuse_given(options: Mapping[str, object], rule: str, hint: str = "leave it out") -> None:
-    """Raise an `OptionError` for the first of some options that is given, that is, not None."""
+    """Raise an `OptionError` for the first option that is not None."""
     for name, value in options.items():
         if value is not None:
             raise OptionError(name, str(value) if isinstance(value, Path) else value, rule, hint)
 
 
 class MissingExtraError(UserError):
-    """A library that is optional and not installed, and the extra of this package that brings it."""
+    """An optional library that is not installed; the message names the extra that installs it."""
 
     def __init__(self, library: str, extra: str) -> None:
         super().__init__(f"{library} is not installed; run: {pip_install(extra)}")
 
 
 class NumericError(RuntimeError):
-    """A run whose numbers went wrong (NaN, Inf)."""
+    """A NaN or an infinite value in a run."""
 
     exit_code = 70
 
 
 class WorkerError(RuntimeError):
-    """A process that worked for this one and died, or met an error that nobody foresaw."""
+    """A worker process died, or raised an unexpected error."""
 
     exit_code = 70
 
 
 class PreemptedError(SystemExit):
-    """A run that a signal ended early; no `Exception`, so that retries do not take it for a failure.
+    """A signal ended the run early; not an `Exception`, so that retries do not treat it as a failure.
 
     Args:
-        line: What was kept and how to resume, for standard error; empty on all ranks but the first.
-        code: 75 where the job is queued again or the signal says that it will be, 130 after Ctrl-C, 143 after SIGTERM.
+        line: What was saved and how to resume, for standard error; empty on all ranks but the first.
+        code: 75 if the job is requeued or the signal announces it, 130 after Ctrl-C, 143 after SIGTERM.
     """
 
     def __init__(self, line: str, code: int) -> None:
@@ -107,25 +107,25 @@ class PreemptedError(SystemExit):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust has panicked; the exception's class cannot be imported, and is no Exception."""
+    """Whether a Rust library has panicked; its class cannot be imported and does not inherit `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def rust_panics_as_errors() -> Iterator[None]:
-    """Inside, a panic of a library written in Rust is a RuntimeError, and its backtrace on stderr is dropped.
+    """Inside, a panic of a Rust library becomes a RuntimeError, and its backtrace on stderr is dropped.
 
-    Standard error is held back meanwhile; without a panic it follows afterwards.
+    Standard error is buffered meanwhile, and written afterwards if there was no panic.
     """
     try:
         standard_error = os.dup(2)
     except OSError:  # it is closed
         standard_error = -1
     is_dropped = False
-    with tempfile.TemporaryFile() as held:
+    with tempfile.TemporaryFile() as buffer:
         try:
             if standard_error >= 0:
-                os.dup2(held.fileno(), 2)
+                os.dup2(buffer.fileno(), 2)
             yield
         except BaseException as error:
             if not is_panic(error):
@@ -138,19 +138,19 @@ def rust_panics_as_errors() -> Iterator[None]:
                     sys.stderr.flush()
                 os.dup2(standard_error, 2)
                 os.close(standard_error)
-                held.seek(0)
+                buffer.seek(0)
                 if not is_dropped:
-                    os.write(2, held.read())
+                    os.write(2, buffer.read())
 
 
 def shown(value: object, most: int = 60) -> str:
-    """A value in a message: of a long one the beginning."""
+    """A value for a message, truncated if long."""
     text = repr(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def require(library: str, extra: str) -> ModuleType:
-    """The module `library`, imported now; a `MissingExtraError` that names the extra where it is not installed."""
+    """Import `library`; a `MissingExtraError` that names the extra if it is not installed."""
     try:
         return importlib.import_module(library)
     except ModuleNotFoundError as error:

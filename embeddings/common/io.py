@@ -30,19 +30,19 @@ _MAKE_AGAIN = "make the output again"
 VERSIONED_PACKAGES = ("torch", "transformers", "tokenizers", "lightning", "datasets", "peft", "numpy")
 
 
-# How a source was read; manifests of older versions do not say it.
+# The options by which a source was read; manifests of older versions lack them.
 SETTINGS = "source_settings"
-# The commands that write a folder, by the kind that its manifest names.
+# The command that writes a folder, by the kind in its manifest.
 _COMMANDS = {"vectors": "encode", "clusters": "cluster", "pair_index": "cluster --model"}
 _HASH = re.compile("[0-9a-f]{32,}")
 
 
-# Told what a writer does next, by a word.
+# Called with the name of a writer's next stage.
 Stage = Callable[[str], None]
 
 
 def unnoticed(stage: str) -> None:
-    """A `Stage` for which nothing is done."""
+    """A `Stage` that does nothing."""
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def atomic_path(
     """A temporary path beside `path`; on leaving without an error it is flushed to disk and renamed to `path`.
 
     After a crash, or an error of `verify` (called once the file is on disk), `path` holds its old content or the
-    complete new one. `on_stage` is told what comes next: "sync", "verify", "rename", "sync folder" and "done".
+    complete new one. `on_stage` is called with each next stage: "sync", "verify", "rename", "sync folder" and "done".
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def atomic_path(
 def atomic_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside `target`; on leaving without an error it is flushed to disk and becomes `target`.
 
-    Several processes may stage one target at once: the first to finish wins and the others' work is dropped.
+    Several processes may write the same target: the first to finish wins, and the others' folders are dropped.
     """
     made = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
     try:
@@ -95,7 +95,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
                     raise
             fsync_path(target.parent)
     finally:
-        # What failed leaves nothing behind, empty folders included.
+        # After a failure the new parent folders are empty, and are removed too.
         for parent in made:
             with suppress(OSError):
                 parent.rmdir()
@@ -103,14 +103,14 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target`, of this process alone, which is gone on leaving.
+    """A temporary folder beside `target` for this process, removed on leaving.
 
-    The next process removes what a killed one left: its lock, which dies with it, tells it from a living one.
+    The next process removes the folders of killed processes, whose locks are released.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(target)
     folder = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
-    # The lock lies beside the folder: in it, another process could make it anew where it was just taken out.
+    # The lock is beside the folder: inside, another process could recreate it just after its removal.
     lock_path = folder.with_name(f"{folder.name}.lock")
     try:
         with file_lock(lock_path):
@@ -132,16 +132,16 @@ def remove_abandoned(target: Path) -> None:
                 lock_path.unlink(missing_ok=True)
 
 
-# What a file system without locks answers; filelock itself replaces a call that is missing (ENOSYS).
+# Errors of a file system without locks; filelock itself handles a missing call (ENOSYS).
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP)
 
 
 @contextmanager
 def file_lock(path: Path, wait: bool = True, optional: bool = False) -> Iterator[bool]:
-    """An exclusive lock between processes, which ends with the process that holds it; yields whether it is held.
+    """An exclusive lock between processes, released when its process ends; yields whether it is held.
 
-    Whoever unlinks the file under the lock makes those that wait for it take a new one. With `optional` work continues
-    on a file system without locks.
+    If the holder unlinks the file, waiting processes lock a new file. With `optional`, work continues on a file system
+    without locks.
     """
     lock, is_held = FileLock(path, blocking=wait), True
     try:
@@ -158,13 +158,13 @@ def file_lock(path: Path, wait: bool = True, optional: bool = False) -> Iterator
 
 
 def check_disk_space(path: str | os.PathLike[str], num_bytes: int, spare_bytes: int = 0) -> None:
-    """Check that a disk has room at a path, which need not exist yet; an `OSError` where it has not.
+    """Check the free disk space at a path, which need not exist yet; an `OSError` if there is too little.
 
-    `spare_bytes` are those of the file that is replaced in the end. A quota shows only in writing.
+    `spare_bytes` is the size of a file that will be replaced. A quota is not checked; it fails the write.
     """
-    places = (Path(path), *Path(path).absolute().parents)
-    usage = shutil.disk_usage(next(place for place in places if place.exists()))
-    # Some network file systems say that they have none at all.
+    paths = (Path(path), *Path(path).absolute().parents)
+    usage = shutil.disk_usage(next(path for path in paths if path.exists()))
+    # Some network file systems report a total of 0.
     if usage.total and usage.free + spare_bytes < num_bytes:
         raise OSError(errno.ENOSPC, disk_full_message(os.strerror(errno.ENOSPC), num_bytes, usage.free), str(path))
 
@@ -187,10 +187,10 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 def read_json_or_empty(path: Path) -> dict[str, Any]:
     """The mapping of a JSON file; empty where the file is missing or damaged."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
@@ -207,28 +207,28 @@ def text_hash(text: str) -> int:
 
 @cache
 def package_versions() -> dict[str, str]:
-    """The versions of Python and of the packages that decide a job's output, looked up once."""
-    found = {"python": platform.python_version(), "embeddings": __version__}
+    """The versions of Python and of the packages that affect a job's output."""
+    versions = {"python": platform.python_version(), "embeddings": __version__}
     for name in VERSIONED_PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def write_manifest(folder: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
-    """Write `folder/manifest.json`: the given fields and the versions of what made the output."""
+    """Write `folder/manifest.json`: `fields` and the package versions."""
     write_file_manifest(Path(folder) / "manifest.json", fields)
 
 
 def write_file_manifest(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
-    """Write a manifest under a name of its own, for an output that is one file."""
+    """Write a manifest to `path`, for an output that is one file."""
     write_json(path, {**fields, "versions": package_versions()})
 
 
 class Manifest(dict[str, Any]):
-    """The fields of a manifest; to ask for one that is not there raises an `InputError` with the hint."""
+    """The fields of a manifest; a missing field raises an `InputError` with the hint."""
 
     def __init__(self, path: Path, fields: Mapping[str, Any], hint: str = _MAKE_AGAIN) -> None:
         super().__init__(fields)
@@ -241,25 +241,25 @@ class Manifest(dict[str, Any]):
         """A field that must be an integer >= `least`."""
         value = self[field]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            what = f"field {field!r} is {shown(value)}, expected a whole number >= {least}"
+            what = f"field {field!r} is {shown(value)}, expected an integer >= {least}"
             raise InputError(str(self.path), what, self.hint)
         return value
 
 
 def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) -> Manifest:
-    """The manifest of a folder; an `InputError` where it is missing or damaged, or an expected field differs."""
+    """The manifest of a folder; an `InputError` if it is missing or damaged, or an expected field differs."""
     return check_file_manifest(Path(folder) / "manifest.json", expected)
 
 
 def check_file_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any], hint: str = _MAKE_AGAIN) -> Manifest:
-    """The same of a manifest with a name of its own."""
+    """As `check_manifest`, for the manifest at `path`."""
     path = Path(path)
     if not path.is_file():
         command = _COMMANDS.get(expected.get("kind", ""))
-        what = f", so it is no folder that `{command}` wrote" if command else ""
+        what = f", so `{command}` did not write this folder" if command else ""
         if command and hint == _MAKE_AGAIN:
             hint = f"make it with {program()} {command}"
-        raise InputError(str(path), f"no manifest lies beside this output{what}", hint)
+        raise InputError(str(path), f"this output has no manifest{what}", hint)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -275,13 +275,13 @@ def check_file_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any
 
 
 def _difference(field: str, found: Any, expected: Any) -> str:
-    """How a field differs: of a mapping the first entry, of two hashes what they stand for."""
+    """How a field differs: a mapping by its first different entry, two hashes by what was hashed."""
     if isinstance(found, dict) and isinstance(expected, dict):
         name = next(name for name in [*expected, *found] if found.get(name) != expected.get(name))
         return _difference(f"{field}.{name}", found.get(name), expected.get(name))
     if all(isinstance(value, str) and _HASH.fullmatch(value) for value in (found, expected)):
         name = re.sub("_(sha256|key|hash)$", "", field.rpartition(".")[2]).replace("_", " ")
-        return f"field {field!r} is another one: the output was made with another {name}"
+        return f"field {field!r} differs: the output was made with another {name}"
     return f"field {field!r} is {shown(found, 48)}, expected {shown(expected, 48)}"
 
 
@@ -295,7 +295,7 @@ def fsync_path(path: Path) -> None:
 
 
 def share_files(folder: Path) -> None:
-    """Give all files of a folder the mode of new ones: only their owner can read those that safetensors writes."""
+    """Set the default mode for all files of a folder: safetensors writes files that only their owner can read."""
     mode = 0o666 & ~_umask()
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
@@ -311,7 +311,7 @@ def _umask() -> int:
 def load_array(path: Path, hint: str, mapped: bool = False) -> Any:
     """The array of a `.npy` file, or the archive of a `.npz` file.
 
-    An `InputError` with `hint` where it is missing or damaged, holds objects, or has the other format.
+    An `InputError` with `hint` if it is missing or damaged, contains objects, or has the other format.
     """
     damaged = InputError(str(path), "is missing, empty or damaged", hint)
     try:
@@ -319,11 +319,11 @@ def load_array(path: Path, hint: str, mapped: bool = False) -> Any:
     except PermissionError:
         raise
     except MemoryError:
-        # A damaged header may ask for more than the file holds, which is then found out in mapping it.
+        # A damaged header may state more than the file contains; mapping the file detects this.
         if not mapped:
             load_array(path, hint, mapped=True)
         raise
-    # A header is read as Python's literals, and fails in all the ways that these do.
+    # numpy evaluates the header as a Python literal, which may raise many kinds of errors.
     except Exception as error:
         raise damaged from error
     is_array = isinstance(found, np.ndarray)
@@ -334,9 +334,9 @@ def load_array(path: Path, hint: str, mapped: bool = False) -> Any:
     return found
 
 
-# Of the squared length, after rounding to float32.
+# Tolerance of a vector's squared length, after rounding to float32.
 UNIT_TOLERANCE = 1e-3
-# What a manifest says of a folder whose every vector was checked before it was written.
+# Manifest field: whether every vector was checked before it was written.
 CHECKED = "directions_checked"
 
 
@@ -347,9 +347,9 @@ def check_vectors(
     unit: bool = False,
     row_N: npt.NDArray[np.int64] | None = None,
 ) -> None:
-    """Check that the length of every vector, (N, D), is finite and not zero, or is 1 where `unit` is set.
+    """Check that the length of every vector, (N, D), is finite and not zero, or is 1 if `unit` is set.
 
-    An `InputError` names the first other vector by `where` and its row: in `row_N`, or counted from `first_row`.
+    An `InputError` names the first invalid vector by `where` and its row: from `row_N`, or counted from `first_row`.
     """
     square_N = np.einsum("nd,nd->n", vector_ND, vector_ND)
     usable_N = np.isfinite(square_N) & (square_N > 0)
@@ -364,24 +364,24 @@ def check_vectors(
 
 
 METRICS_FILE = "metrics.csv"
-# Logged under the number of the step that is being made, from 0; all else under the number of steps made.
-_OF_A_STEP = ("train/", "lr-")
+# Logged under the current step, from 0; all other metrics under the number of completed steps.
+_CURRENT_STEP_PREFIXES = ("train/", "lr-")
 
 
 def read_metrics(path: Path) -> "csv.DictReader[str]":
-    """A reader of the complete rows, in which what was not logged is empty or None."""
-    # A kill may cut the last line short, even inside a number.
+    """A reader of the complete rows; values that were not logged are empty or None."""
+    # A kill may truncate the last line, even within a number.
     text = path.read_bytes().decode("utf-8", "replace")
     return csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
 
 
 def steps_made(column: str, step: int) -> int:
-    """How many optimiser steps were made when a value was measured."""
-    return step + column.startswith(_OF_A_STEP)
+    """The number of completed optimiser steps when a value was measured."""
+    return step + column.startswith(_CURRENT_STEP_PREFIXES)
 
 
 def row_steps_made(row: Mapping[str, str | None]) -> int:
-    """The same of a row; 0 for one without its step."""
+    """`steps_made` of a row; 0 for a row without a step."""
     step = row.get("step") or ""
     if not step.isdecimal():
         return 0

@@ -1,4 +1,4 @@
-"""Resumable jobs over shards: a folder that knows which shards are done, and the processes that share them."""
+"""Resumable jobs over shards: a folder that records which shards are complete, and worker processes."""
 
 import io
 import json
@@ -35,9 +35,9 @@ from embeddings.common.io import (
 )
 from embeddings.common.process import block_signals
 
-# Work that ends within this time shows no progress bar.
+# A job shorter than this shows no progress bar.
 PROGRESS_DELAY_SECONDS = 2.0
-# Between two lines of progress where standard error is no terminal.
+# Interval of progress lines if standard error is not a terminal.
 LINE_SECONDS = 30.0
 _GIVE_TASK = "give --task_index and --num_tasks"
 
@@ -53,9 +53,9 @@ def progress_bar(
     every_seconds: float = LINE_SECONDS,
     **options: Any,
 ) -> "tqdm[Any]":
-    """A tqdm bar on standard error, with the time left; where it is no terminal, a line every so many seconds.
+    """A tqdm bar on standard error, with the time left; without a terminal, a line every `every_seconds` seconds.
 
-    Nothing is shown for `delay` seconds, two if left out.
+    Nothing is shown in the first `delay` seconds; None means 2.
     """
     options |= {"total": total, "desc": title, "unit": unit}
     options["delay"] = PROGRESS_DELAY_SECONDS if delay is None else delay
@@ -65,7 +65,7 @@ def progress_bar(
 
 
 class _LineBar(tqdm):  # type: ignore[type-arg]
-    """A bar of lines, never shown more often than its interval says but for its end, whatever changes in it."""
+    """Prints a line at most once per interval, and one at the end."""
 
     def __init__(self, **options: Any) -> None:
         self._shown_at = time.time() if options["delay"] > 0 else -math.inf
@@ -84,7 +84,7 @@ class _LineBar(tqdm):  # type: ignore[type-arg]
 
 @dataclass(frozen=True)
 class ArrayTask:
-    """One of the processes that share a job: shard `s` is the task's where `s % count == index`, from 0."""
+    """One of the processes that share a job: it has the shards `s` with `s % count == index`, from 0."""
 
     index: int = 0
     count: int = 1
@@ -101,10 +101,10 @@ class ArrayTask:
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Which part of the work this process does.
+    """The share of the work of this process.
 
     Args:
-        task_index: Number of this process among those that share the work, from 0; in a SLURM array that of the task.
+        task_index: Number of this process among those that share the work, from 0; in a SLURM array the task's.
         num_tasks: How many processes share the work.
     """
 
@@ -112,7 +112,7 @@ class TaskOptions:
     num_tasks: int | None = None
 
     def resolve(self) -> ArrayTask:
-        """The task that the options name; without them that of a SLURM array (in even steps), or the only task."""
+        """The task from the options; without them from a SLURM array with a constant step, or the only task."""
         index, count = self.task_index, self.num_tasks
         if index is not None and count is not None:
             return ArrayTask(index, count)
@@ -139,14 +139,14 @@ def _whole_number(name: str, default: int, smallest: int) -> int:
 
 
 class JobFolder:
-    """A folder that one resumable job writes; `manifest.json` says what decides its bytes, and whether it is complete.
+    """A folder that one resumable job writes; `manifest.json` has its fields and whether it is complete.
 
-    An `InputError` refuses a folder that holds something else, or a job with other fields.
+    An `InputError` refuses a folder with other content, or a job with other fields.
 
     Args:
-        folder: The folder; it is made if there is none.
-        fields: What decides the bytes (JSON types): kind, hashes of the inputs, arguments, seed.
-        defaults: Fields that the first process decides: the others take them from the manifest.
+        folder: The folder; created if it is missing.
+        fields: What determines the output (JSON types): kind, hashes of the inputs, arguments, seed.
+        defaults: Fields that the first process sets; the others read them from the manifest.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class JobFolder:
                     write_manifest(self.folder, {**self.fields, **defaults, "complete": False})
                     (self.folder / ".lock").unlink(missing_ok=True)
         found = check_manifest(self.folder, {})
-        # Another process may have been first, with other fields; folders of older versions do not name all numbers.
+        # Another process may have been first, with other fields; manifests of older versions lack `num_shards`.
         expected = {name: value for name, value in self.fields.items() if name != "num_shards" or name in found}
         check_manifest(self.folder, expected)
         self.fields |= {name: found.get(name, value) for name, value in defaults.items()}
@@ -178,21 +178,21 @@ class JobFolder:
         path = self.folder / ".lock"
         with file_lock(path):
             yield
-            # Not before: a process that comes later takes a new lock, and must find that nothing is left to do.
+            # Not before: a later process locks a new file, and must see that the job is complete.
             if self.complete:
                 path.unlink(missing_ok=True)
 
     def finish(self, merge: Callable[[], Mapping[str, Any]] = dict) -> bool:
-        """Have one process run `merge`, whose fields the manifest gets, and mark the job complete; whether it is.
+        """Run `merge` in one process, write its fields to the manifest, and mark the job complete; True if it is.
 
-        After a kill the next process merges again, so `merge` must write the same files each time, atomically.
+        If a process is killed, the next one merges again, so `merge` must write the same files each time, atomically.
         """
         if self.complete:
             return True
         with self.lock():
             if not self.complete:
                 facts = merge()
-                # What killed processes had begun.
+                # Partial files of killed processes.
                 for pattern in (".*.tmp", ".*.lock"):
                     for path in self.folder.glob(pattern):
                         path.unlink(missing_ok=True)
@@ -203,8 +203,8 @@ class JobFolder:
 class ShardedJob(JobFolder):
     """A job in shards, each a file that is written atomically, by any number of processes (see `JobFolder`).
 
-    A killed process costs at most the shard that it was making; the same call resumes at the next one. A shard is made
-    under a lock that dies with its process. Shard files are named `STEM-00000SUFFIX`.
+    A killed process loses at most its current shard; the same call resumes there. A shard is written under a lock that
+    is released when its process ends. Shard files are named `STEM-00000SUFFIX`.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class ShardedJob(JobFolder):
         return self.folder / f"{self.stem}-{shard:05d}{self.suffix}"
 
     def missing(self) -> list[int]:
-        """The shards still to make; none once the job is complete."""
+        """The missing shards; empty once the job is complete."""
         if self.complete:
             return []
         return [shard for shard in range(self.num_shards) if not self.path(shard).exists()]
@@ -232,7 +232,7 @@ class ShardedJob(JobFolder):
     def run(self, make: MakeShard, task: ArrayTask | None = None, take_over: bool = False) -> None:
         """Make the task's missing shards (None: all) by `make(shard, temporary path)`.
 
-        With `take_over` the other tasks' shards are then made, or waited for, so that none is missing on return.
+        With `take_over` the other tasks' shards are then made, or waited for, so that all exist on return.
         """
         if self.complete:
             return
@@ -252,7 +252,7 @@ class ShardedJob(JobFolder):
                 left = unmade
 
     def make(self, shard: int, make: MakeShard, wait: bool = False) -> bool:
-        """Make one shard unless it is there; False if another process is making it and `wait` is not set."""
+        """Make one shard unless it exists; False if another process is making it and `wait` is not set."""
         path = self.path(shard)
         lock = self.folder / f".{path.name}.lock"
         with file_lock(lock, wait) as held:
@@ -271,10 +271,10 @@ class ShardedJob(JobFolder):
 
 
 def require_free(folder: Path) -> None:
-    """Refuse a folder that holds anything but a job."""
+    """Refuse a folder with anything but a job in it."""
     if (folder / "manifest.json").exists() or not folder.exists():
         return
-    # Hidden files are what other processes leave while they work.
+    # Hidden files are locks and temporary files of other processes.
     if not folder.is_dir() or any(not path.name.startswith(".") for path in folder.iterdir()):
         raise InputError(str(folder), "something else lies there already", "name a new folder")
 
@@ -304,7 +304,7 @@ def load_shard(path: Path, mapped: bool = False) -> Any:
     return load_array(path, "delete its folder and run again", mapped)
 
 
-# The one file that a job over a source writes, such as `NAME.parquet`, with its manifest beside it.
+# Jobs that write one file, such as `NAME.parquet`, with its manifest beside it.
 
 
 def manifest_path(output: Path) -> Path:
@@ -312,9 +312,9 @@ def manifest_path(output: Path) -> Path:
 
 
 def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The manifest of a file that was made of `fields` already, None where there is no file.
+    """The manifest of a complete file with these `fields`, None if the file does not exist.
 
-    An `InputError` refuses a file that was made of others, or that its manifest's `output_sha256` does not describe.
+    An `InputError` refuses a file with other fields, or whose checksum differs from its manifest's `output_sha256`.
     """
     if not output.exists():
         return None
@@ -330,7 +330,7 @@ def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any]
 def discard_on_user_error(*folders: Path, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Remove folders that were new, and empty those that were empty, if a `UserError` ends the block.
 
-    All stay as they are where `unless` then returns True.
+    Nothing is removed if `unless` then returns True.
     """
     made = [folder for folder in folders if not folder.exists()]
     emptied = [folder for folder in folders if folder.is_dir() and not any(folder.iterdir())]
@@ -353,7 +353,7 @@ def discard_on_user_error(*folders: Path, unless: Callable[[], bool] = lambda: F
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Items that a process has: one at work, and the next one at hand.
+# Maximum items of a process: the current one and the next one.
 _MAX_ITEMS = 2
 _SECONDS_TO_END = 10.0
 _KEPT = "what is finished is kept"
@@ -362,24 +362,24 @@ _KEPT = "what is finished is kept"
 def spread(
     makers: Mapping[str, Callable[[], Callable[[Item], Result]]], items: Iterable[Item]
 ) -> Generator[Result, None, None]:
-    """Have each item worked on by one of several processes; results come in the order in which they are done.
+    """Process each item in one of several processes; results are yielded in the order of completion.
 
-    An item is read once a process has room for it; no process is more than two items ahead of the results that were
-    taken. Where one fails, the others finish what they have before the error is raised. The processes end with this
-    iterator, or by themselves where this process is killed.
+    An item is read when a process can accept it; no process is more than two items ahead of the results that were
+    consumed. If one fails, the others finish their items before the error is raised. The processes end with this
+    iterator, or if this process is killed.
 
     Args:
-        makers: For each process, by its name in messages, what makes its work. It is called in the new process
-            (`spawn`); it, items and results are pickled.
-        items: What there is to do.
+        makers: For each process, by its name in messages, a factory of its work function. It is called in the new
+            process (`spawn`); factories, items and results are pickled.
+        items: The work items.
 
     Raises:
-        WorkerError: If a process died, or met an error that no one foresaw. `UserError`, `NumericError` and `OSError`
-            are raised as they were there, where they can be pickled.
+        WorkerError: If a process died or had an unexpected error. `UserError`, `NumericError` and `OSError` are raised
+            unchanged if they can be pickled.
     """
     with ExitStack() as stack:
         workers = [stack.enter_context(_Worker(name, make)) for name, make in makers.items()]
-        # All are told to end before the first is waited for.
+        # Terminate all before waiting for the first.
         for worker in workers:
             stack.callback(worker.tell_to_end)
         yield from _exchange(workers, iter(items))
@@ -412,18 +412,18 @@ def _exchange(workers: "list[_Worker[Item, Result]]", source: Iterator[Item]) ->
 
 
 class _Worker(Generic[Item, Result]):
-    """One process and the line to it; as a context it is ended on leaving."""
+    """A worker process and its connection; as a context manager it ends the process."""
 
     def __init__(self, name: str, make: Callable[[], Callable[[Item], Result]]) -> None:
         self.name, self.num_items = name, 0
         self.connection, remote = (context := get_context("spawn")).Pipe()
         self._process = context.Process(target=_serve, args=(remote, name, make), daemon=True)
-        # Ctrl-C reaches all processes of a terminal; this one decides when the others end. Python's tracker, which is
-        # started with the first of them, would let it through again.
+        # Ctrl-C reaches all processes of a terminal, but this process decides when the workers end. Python's resource
+        # tracker, which starts with the first worker, would unblock the signal again.
         resource_tracker.ensure_running()
         with block_signals((signal.SIGINT,)):
             self._process.start()
-        # Only the other process holds its end from now on, so its death closes the line.
+        # Only the worker holds its end now, so its death closes the connection.
         remote.close()
 
     def __enter__(self) -> "_Worker[Item, Result]":
@@ -440,13 +440,13 @@ class _Worker(Generic[Item, Result]):
         self._process.terminate()
 
     def send(self, item: Item) -> None:
-        """Hand over an item; `receive` tells if the process is dead."""
+        """Send an item; `receive` reports a dead process."""
         self.num_items += 1
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send_bytes(pickle.dumps(item))
 
     def receive(self) -> Result:
-        """The next result, or what was raised there instead; then nothing more comes."""
+        """The next result; an error of the worker is raised, and no result follows it."""
         try:
             result, error = pickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -464,7 +464,7 @@ class _Worker(Generic[Item, Result]):
 
 def _serve(connection: Connection, name: str, make: Callable[[], Callable[[Any], Any]]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Files that it was writing are taken away.
+    # `sys.exit` runs the clean-up of partial files.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     items: SimpleQueue[bytes] = SimpleQueue()
     Thread(target=_read, args=(connection, items), daemon=True).start()
@@ -476,14 +476,14 @@ def _serve(connection: Connection, name: str, make: Callable[[], Callable[[Any],
         return
     except Exception as error:
         told: Exception = error
-        if not (isinstance(error, (UserError, NumericError, OSError)) and _travels(error)):
+        if not (isinstance(error, (UserError, NumericError, OSError)) and _survives_pickling(error)):
             told = WorkerError(f"the process of {name} met {type(error).__name__}: {error}; {_KEPT}")
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.send_bytes(pickle.dumps((None, told)))
 
 
-def _travels(error: Exception) -> bool:
-    """Whether an error is the same in another process; one with arguments of its own may not be."""
+def _survives_pickling(error: Exception) -> bool:
+    """Whether an error survives pickling; errors with other constructor arguments may not."""
     try:
         return str(pickle.loads(pickle.dumps(error))) == str(error)
     except Exception:
@@ -491,10 +491,10 @@ def _travels(error: Exception) -> bool:
 
 
 def _read(connection: Connection, items: "SimpleQueue[bytes]") -> None:
-    """Take items off the line as they come, so that neither side waits for the other to read."""
+    """Read items as they arrive, so that neither side blocks on a full pipe."""
     try:
         while True:
             items.put(connection.recv_bytes())
     except (EOFError, OSError):
-        # Whom this process worked for is dead.
+        # The parent process is dead.
         os.kill(os.getpid(), signal.SIGTERM)

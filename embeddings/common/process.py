@@ -1,4 +1,4 @@
-"""This process: its place among a run's processes, logger, machine, memory and signals. Nothing here loads torch."""
+"""The current process: its rank, logger, hardware, memory allocator and signals. Importing this never loads torch."""
 
 import ast
 import ctypes
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 TIMEOUT_SECONDS = 60
-# What SLURM, torchrun or a person say of a run's processes, all of it integers, and read by Lightning too.
+# Variables of SLURM, torchrun or a user about a run's processes; all are integers, and Lightning reads them too.
 _NUMBERS = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"),
@@ -35,14 +35,14 @@ _NUMBERS = (
 
 
 def job_id() -> str | None:
-    """The job that this process belongs to, an array's task as `ARRAY_TASK`; None outside SLURM."""
+    """The SLURM job of this process, as `ARRAY_TASK` for an array's task; None outside SLURM."""
     if "SLURM_ARRAY_JOB_ID" in os.environ and "SLURM_ARRAY_TASK_ID" in os.environ:
         return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     return os.environ.get("SLURM_JOB_ID")
 
 
 def check_variables() -> None:
-    """Refuse a variable about this run's processes that is no integer."""
+    """Refuse a variable about this run's processes that is not an integer."""
     for name in _NUMBERS:
         value = os.environ.get(name)
         if value is not None and not (value.isascii() and value.isdecimal()):
@@ -50,7 +50,7 @@ def check_variables() -> None:
 
 
 def process_rank() -> str:
-    """This process's rank among a run's, or among a node's, as its environment says."""
+    """This process's rank in its run, or on its node, from the environment."""
     ranks = (os.environ.get(name, "0") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
     return next((rank for rank in ranks if rank != "0"), "0")
 
@@ -60,31 +60,31 @@ def is_first_process() -> bool:
 
 
 def num_processes() -> int:
-    """How many processes srun or torchrun has started for this run; 1 without them."""
+    """Number of processes that srun or torchrun started for this run; 1 without them."""
     check_variables()
-    # SLURM_NTASKS is the whole job's too, in a batch script that starts one process without srun.
+    # Not SLURM_NTASKS: it is the job's, even in a batch script that starts one process without srun.
     return max(int(os.environ.get(name) or 1) for name in ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE"))
 
 
 def requeue(job: str) -> str:
-    """Ask SLURM to run the job again from its beginning; returns why it would not, or nothing."""
+    """Ask SLURM to requeue the job; returns the reason of a refusal, or an empty string."""
     try:
-        asked = subprocess.run(
+        result = subprocess.run(
             ["scontrol", "requeue", job],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=TIMEOUT_SECONDS,
-            # A signal to the run's process group must not end the request half-way.
+            # A signal to the run's process group must not interrupt the request.
             start_new_session=True,
         )
     except OSError as error:
         return error.strerror or type(error).__name__
     except subprocess.TimeoutExpired:
         return f"no answer in {TIMEOUT_SECONDS} s"
-    if asked.returncode == 0:
+    if result.returncode == 0:
         return ""
-    return asked.stderr.strip() or f"exit code {asked.returncode}"
+    return result.stderr.strip() or f"exit code {result.returncode}"
 
 
 logger = logging.getLogger("embeddings")
@@ -92,7 +92,7 @@ logger = logging.getLogger("embeddings")
 
 @contextmanager
 def log_to_stderr() -> Iterator[None]:
-    """Inside, the logger writes lines to standard error: notes of a run's first process, and warnings of all."""
+    """Inside, the logger writes to standard error: info of a run's first process, and warnings of all."""
     handler, level = logging.StreamHandler(sys.stderr), logger.level
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.setLevel(logging.INFO if is_first_process() else logging.WARNING)
@@ -105,7 +105,7 @@ def log_to_stderr() -> Iterator[None]:
         logger.setLevel(level)
 
 
-# Lines of libraries about themselves, for which a user of this one can do nothing.
+# Messages of other libraries that a user of this one cannot act on.
 _NOISE = ("Setting accelerator to CPU", "Tip: ", "💡")
 _ADVISERS = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero")
 _OLD_CALLS = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
@@ -116,13 +116,13 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 # transformers loads DeepSpeed where it is installed, whichever of our modules a script imports first; DeepSpeed then
-# says on standard output that it misses an accelerator.
+# reports a missing accelerator on standard output.
 logging.getLogger("DeepSpeed").addFilter(_is_news)
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Inside, libraries give no advice about themselves or each other."""
+    """Inside, advice and deprecation messages of libraries are suppressed."""
     advisers = [logging.getLogger(name) for name in _ADVISERS]
     for adviser in advisers:
         adviser.addFilter(_is_news)
@@ -139,7 +139,7 @@ def quiet_libraries() -> Iterator[None]:
 def lazy_names(package: str) -> Callable[[str], Any]:
     """A package's `__getattr__` (PEP 562) that loads the names under its `if TYPE_CHECKING:` on first use.
 
-    That block is read from the source, so no second list says which module a name comes from.
+    That block is parsed from the source, so no second list of names and modules is needed.
     """
 
     @cache
@@ -179,28 +179,28 @@ def device_name(device: "torch.device") -> str:
 
 # mallopt's numbers in glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-# Blocks up to the first are cut from memory that is kept; the second is the most of it that stays free at its end.
+# Maximum block that is allocated from the heap, and maximum free memory at the heap's end, in bytes.
 _MAX_KEPT_BLOCK = 256 * 1024**2
 _MAX_KEPT = 1024**3
 
 
 @cache
 def tune_malloc() -> bool:
-    """Have this process keep up to 1 GiB of freed memory; returns whether it does.
+    """Make glibc retain up to 1 GiB of freed memory in this process; returns whether it succeeded.
 
-    glibc returns the memory of a freed tensor, and the system clears fresh pages for the next one: MiniLM met up to
-    470,000 page faults in 4 s of encoding in int8; where memory is kept mostly 1, and 17,000 at most. Nothing is
-    changed without glibc, or where the environment decides (`MALLOC_…`, `GLIBC_TUNABLES`).
+    glibc returns the memory of a freed tensor, and the system clears fresh pages for the next one: MiniLM had up to
+    470,000 page faults in 4 s of encoding in int8; with retained memory mostly 1, and at most 17,000. Nothing is
+    changed without glibc, or if the environment sets it (`MALLOC_…`, `GLIBC_TUNABLES`).
     """
     decided = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     if decided or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    # 1 is success. Setting one switches glibc's own choice of both off, so that both are set.
+    # 1 is success. Setting one disables glibc's dynamic choice of both, so both are set.
     return bool(mallopt(_MMAP_THRESHOLD, _MAX_KEPT_BLOCK) == 1 == mallopt(_TRIM_THRESHOLD, _MAX_KEPT))
 
 
-# SLURM's usual warning before the time limit (`--signal`), what pre-emption and most other schedulers send, and Ctrl-C.
+# SLURM's usual warning before the time limit (`--signal`), the signal of pre-emption and most schedulers, and Ctrl-C.
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 EXIT_RESUMABLE = 75
@@ -209,11 +209,11 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 class StopRequest:
-    """The first stop signal (`first`, 0 for none) that this process got while `listening`.
+    """The first stop signal (`first`, 0 for none) that this process received while `listening`.
 
-    Before training the handler ends the run where it is. Once `deferred` is set it only notes the signal, and training
-    looks here between two steps. One of several ranks notes it from the beginning: the others would wait for it, and
-    the first may be ended while it asks for a place in the queue.
+    Before training the handler ends the run at once. Once `deferred` is set it only records the signal, and training
+    checks it between steps. With several ranks the signal is always only recorded: the other ranks would wait, and
+    rank 0 might be killed while it requeues the job.
 
     A second Ctrl-C ends the process at once. A process that ignored Ctrl-C before, as a shell's background jobs do,
     keeps ignoring it.
@@ -225,7 +225,7 @@ class StopRequest:
         self._previous: dict[signal.Signals, Any] = {}
 
     def listen(self) -> None:
-        """Begin anew: no signal so far, and neither is deferred. Off the main thread nothing is heard."""
+        """Reset, and install the handlers; outside the main thread no handler is installed."""
         self.first, self.deferred, self._process, self._num_interrupts = 0, False, os.getpid(), 0
         self._previous = {number: signal.getsignal(number) or signal.SIG_DFL for number in STOP_SIGNALS}
         if self._previous[signal.SIGINT] == signal.SIG_IGN:
@@ -233,18 +233,18 @@ class StopRequest:
         self.listening = True
         if threading.current_thread() is threading.main_thread():
             for number in self._previous:
-                signal.signal(number, self._note)
+                signal.signal(number, self._record)
 
     def leave(self, ignored: bool = False) -> None:
-        """Give the signals back to who had them; or ignore them, until the exit that follows a run's answer."""
+        """Restore the previous handlers; or ignore the signals until the exit that follows `answer`."""
         if self.listening and threading.current_thread() is threading.main_thread():
             for number, handler in self._previous.items():
                 signal.signal(number, signal.SIG_IGN if ignored else handler)
         self.listening = False
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            # A forked child is not the run: it ends as it would have without us.
+            # A forked child is not the run: it ends by the default action.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -266,13 +266,13 @@ stop_request = StopRequest()
 
 @contextmanager
 def handle_preemption() -> Iterator[None]:
-    """Listen to the stop signals while a run lasts; one before training is a `PreemptedError`, after a requeue."""
+    """Handle stop signals during a run; one before training requeues the job and raises a `PreemptedError`."""
     stop_request.listen()
     ignored = False
     try:
         yield
     except BaseException as error:
-        # Whatever the end of an unfinished import or file was turned into, the signal is what it is about.
+        # An interrupted import or file may raise another error; its cause is the signal.
         is_early = stop_request.first and not stop_request.deferred
         ignored = bool(is_early) or isinstance(error, PreemptedError)
         if not is_early:
@@ -290,7 +290,7 @@ def ignore_stop_signals() -> None:
 
 @contextmanager
 def block_signals(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
-    """Keep signals from what is started meanwhile, for good; this process hears them afterwards."""
+    """Block signals inside, and for good in processes started inside; here they are delivered afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -299,11 +299,11 @@ def block_signals(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[
 
 
 def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> PreemptedError:
-    """Have the run's first process ask SLURM to queue the job again, and say how the run ends.
+    """Requeue the job from the run's first process; returns the error that ends the run.
 
-    `where` says in words at which point signal `number` stopped the run, and `checkpoint` what it resumes from.
+    `where` describes in words where signal `number` stopped the run; `checkpoint` is the file to resume from.
     """
-    # Who presses Ctrl-C does not want the job in the queue again.
+    # After Ctrl-C the user does not want the job requeued.
     job = None if number == signal.SIGINT else job_id()
     if not is_first:
         return PreemptedError("", exit_code(number, requeued=job is not None))
@@ -317,7 +317,7 @@ def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> Preempte
 
 
 def exit_code(number: int, requeued: bool) -> int:
-    """75 for a job that is queued again and for a warning that it will be, 130 for Ctrl-C, else 143."""
+    """75 for a requeued job and for SIGUSR1, which announces a requeue; 130 for Ctrl-C; otherwise 143."""
     if number == signal.SIGINT:
         return EXIT_INTERRUPTED
     return EXIT_RESUMABLE if requeued or number == signal.SIGUSR1 else EXIT_TERMINATED

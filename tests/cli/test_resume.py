@@ -51,7 +51,7 @@ def test_an_unusable_checkpoint_is_skipped_with_a_line(tmp_path, capsys, monkeyp
     assert find_latest_checkpoint(tmp_path) == oldest
     lines = capsys.readouterr().err.splitlines()
     says = [
-        "last.ckpt: is no checkpoint of this library, or a part of one; ",
+        "last.ckpt: is not a complete checkpoint of this library; ",
         "torch.ckpt: is a pickle, ",
         "w.ckpt: cannot be resumed from, because it has no lr_schedulers, optimizer_states; ",
         "step=2.ckpt: is damaged in state_dict/w, bytes ",

@@ -51,7 +51,7 @@ def error_of(capsys, *line):
 def test_an_index_returns_the_hits_of_exact_search(world, capsys):
     model, _, vectors = world
     search = ["search", "--model", model, "--corpus", vectors, *FLOAT32]
-    assert "no manifest lies beside this output" in error_of(capsys, "index", "--vectors", f"{vectors}/none")
+    assert "this output has no manifest" in error_of(capsys, "index", "--vectors", f"{vectors}/none")
     said = error_of(capsys, *search, "--index", "ivf", "fox")
     assert "there is no index of these vectors; make it with the command index" in said
     (said,) = lines_of(capsys, "index", "--vectors", vectors, "--num-lists", "2")

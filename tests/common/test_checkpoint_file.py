@@ -91,7 +91,7 @@ def test_a_write_that_is_not_read_back_as_it_was_keeps_the_old_one(tmp_path, mon
         return real(handle, bytes(content[:-1]) + bytes([content[-1] ^ 1]) if len(content) == 12 else content)
 
     monkeypatch.setattr(os, "write", flips)
-    with pytest.raises(OSError, match="the disk gave back is not what was written") as failure:
+    with pytest.raises(OSError, match="the disk returned other bytes than were written") as failure:
         write(small(), path)
     assert (failure.value.errno, failure.value.filename) == (errno.EIO, str(path))
     assert read_checkpoint(path) == {"step": 1}
@@ -234,8 +234,8 @@ def crafted(path, tree, **metadata):
     return path
 
 
-PICKLE = "is a pickle, which could run code when it is read"
-NONE_OF_OURS = "is no checkpoint of this library, or a part of one"
+PICKLE = "is a pickle, which could run code when loaded"
+NONE_OF_OURS = "is not a complete checkpoint of this library"
 DEEP = '{"tree":' + '{"!tuple":[' * 3000 + "]}" * 3000 + ',"xxh3_64":{}}'
 STRANGERS = {
     "torch.save": (lambda p: torch.save({"state_dict": Payload()}, p), PICKLE),
@@ -243,12 +243,12 @@ STRANGERS = {
     "other weights": (lambda p: save_file({"a": torch.ones(1)}, p), NONE_OF_OURS),
     "other format": (
         lambda p: save_file({"a": torch.ones(1)}, p, metadata={"format": "pt"}),
-        "is a file of 'pt', not of 'embeddings checkpoint'",
+        "has format 'pt', expected 'embeddings checkpoint'",
     ),
-    "future version": (lambda p: crafted(p, {}, version="2"), "has format version 2, and this library reads 1"),
+    "future version": (lambda p: crafted(p, {}, version="2"), "has format version 2, expected 1"),
     "huge header": (lambda p: p.write_bytes(struct.pack("<Q", 2**40) + b"{}"), NONE_OF_OURS),
     "empty": (lambda p: p.write_bytes(b""), NONE_OF_OURS),
-    "a list": (lambda p: crafted(p, [1]), "holds a list, not a dict"),
+    "a list": (lambda p: crafted(p, [1]), "contains a list, not a dict"),
     "no content": (lambda p: crafted(p, {}, content="[]"), NONE_OF_OURS),
     "deep": (lambda p: crafted(p, {}, content="[" * 100_000), NONE_OF_OURS),
     "deep in tags": (lambda p: crafted(p, {}, content=DEEP), NONE_OF_OURS),
@@ -272,7 +272,7 @@ def test_what_the_file_cannot_hold_is_refused_and_nothing_is_written(tmp_path, m
     with pytest.raises(InputError, match=r"checkpoint, tensor x/0: has the dtype torch\.complex128"):
         write({"x": [torch.zeros(1, dtype=torch.complex128)]}, tmp_path / "x.ckpt")
     monkeypatch.setattr(checkpoint_file, "MAX_HEADER_BYTES", 1000)
-    with pytest.raises(InputError, match="besides tensors, 1,000 at most; keep what is large in tensors"):
+    with pytest.raises(InputError, match="outside tensors, maximum 1,000; store large values as tensors"):
         write({"x": ["word"] * 1000}, tmp_path / "x.ckpt")
     assert os.listdir(tmp_path) == []
 
@@ -378,7 +378,7 @@ def test_what_is_not_plain_is_refused_by_its_place(value, kind):
     line = str(refusal.value)
     assert line.startswith("checkpoint[callbacks][Mine][scores][1]: is a ")
     assert kind in line
-    assert "no plain type; keep tensors, numbers" in line
+    assert "not a plain type; keep tensors, numbers" in line
 
 
 def test_keys_other_tensors_and_depth_are_refused_by_their_place():

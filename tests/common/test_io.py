@@ -90,7 +90,7 @@ def test_of_hashes_and_mappings_a_person_reads_what_differs(tmp_path):
     write_manifest(tmp_path, {"model_sha256": "a" * 64, "rules": rules})
     with pytest.raises(InputError) as caught:
         check_manifest(tmp_path, {"model_sha256": "b" * 64})
-    what = "field 'model_sha256' is another one: the output was made with another model; make the output again"
+    what = "field 'model_sha256' differs: the output was made with another model; make the output again"
     assert str(caught.value) == f"{tmp_path}/manifest.json: {what}"
     for field, value, says in (
         ("margin", 0.9, "'rules.margin' is 0.95, expected 0.9"),
@@ -104,13 +104,13 @@ def test_of_hashes_and_mappings_a_person_reads_what_differs(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("vectors", "this output, so it is no folder that `encode` wrote; make it with python main.py encode$"),
-        ("clusters", "this output, so it is no folder that `cluster` wrote; make it with python main.py cluster$"),
-        ("mined negatives", "this output; make the output again$"),
+        ("vectors", ", so `encode` did not write this folder; make it with python main.py encode$"),
+        ("clusters", ", so `cluster` did not write this folder; make it with python main.py cluster$"),
+        ("mined negatives", "; make the output again$"),
     ],
 )
-def test_a_folder_without_a_manifest_is_none_that_the_command_wrote(kind, says, tmp_path):
-    with pytest.raises(InputError, match=f"no manifest lies beside {says}"):
+def test_a_folder_without_a_manifest_is_refused(kind, says, tmp_path):
+    with pytest.raises(InputError, match=f"this output has no manifest{says}"):
         check_manifest(tmp_path, {"kind": kind})
 
 
@@ -121,7 +121,7 @@ def test_a_field_that_is_not_there_or_no_whole_number_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"manifest\.json: has no field 'gone'; make the output again"):
         fields["gone"]
     for name, least in (("name", 0), ("none", 1), ("flag", 0)):
-        with pytest.raises(InputError, match=rf"field '{name}' is .*, expected a whole number >= {least}"):
+        with pytest.raises(InputError, match=rf"field '{name}' is .*, expected an integer >= {least}"):
             fields.integer(name, least)
 
 

@@ -270,7 +270,7 @@ def test_a_config_can_set_every_option(options):
             r"\(no such file\), a\*\.none \(no file matches\) and 1 more; check the path and run: python main\.py "
             r"prepare docstrings --output data/docstrings and check the pattern and run: export TEST_UNSET=FOLDER$",
         ),
-        ({"surrogate_vectors": "gone"}, {}, "no manifest lies beside"),
+        ({"surrogate_vectors": "gone"}, {}, "this output has no manifest"),
         ({"weight": 2.0}, {}, r"data\.sources\[\]\.weight cannot take effect"),
         ({"query_prompt": "q: " * 300}, {}, r"data\.text\.query_max_length must exceed"),
         ({}, {"tokenizer": "gone"}, r"data\.tokenizer gone: "),

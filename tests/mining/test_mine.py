@@ -122,7 +122,7 @@ def test_a_finished_file_is_reused_and_another_input_is_refused_by_name(tmp_path
         run(tmp_path, "mined.parquet", rules=NegativeRules(3, 0.9))
     with pytest.raises(InputError, match="field 'teachers'"):
         run(tmp_path, "mined.parquet", models=["other"])
-    with pytest.raises(InputError, match="field 'source_key' is another one: the output was made with another source"):
+    with pytest.raises(InputError, match="field 'source_key' differs: the output was made with another source"):
         run(tmp_path, "mined.parquet", rows=ROWS[:9])
     with pytest.raises(InputError, match=r"'source_settings\.suspect_rows' is 'refuse', expected 'keep'; make"):
         run(tmp_path, "mined.parquet", source={"suspect_rows": "keep"})
