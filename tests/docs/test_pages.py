@@ -211,7 +211,7 @@ def test_the_figures_of_the_readme_are_those_of_the_files():
     newest = hooks.newest(hooks.read_rows(hooks.RESULTS))
     step = newest["P1 GradCache step over the step with every graph kept"]
     value, low, high = (hooks.rounded(float(step[key])) for key in ("value", "low", "high"))
-    assert f"takes {value} times ({low} to {high}) as long as the same step" in text
+    assert f"takes {value} ({low} to {high}) times as long as the same step" in text
     cached, plain = (
         float(newest[f"P4 growth of peak memory from 256 to 8192 pairs, {kind}"]["value"])
         for kind in ("cached", "plain")
