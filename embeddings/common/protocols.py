@@ -1,4 +1,4 @@
-"""The contract between a method and everything that trains it, and the arguments of an object as a config has them."""
+"""The protocols between a method and its training, and the conversion of an object's arguments to a config."""
 
 import inspect
 import sys
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchNeeds:
-    """What a module says of the batches that it trains on; the data module plans and checks by it.
+    """A module's requirements on its batches, which the data module uses to plan and check them.
 
     Attributes:
-        in_batch_negatives: Whether other queries' candidates are negatives: as each source says, or for all alike.
-        gathers_candidates: Whether the candidates of all ranks compete with each other.
-        sampler: The batch sampler that the method is made for, None where any serves.
-        without_sampler: A warning: what the method loses by another sampler, and what to do.
-        teacher_tokens: Tokenises texts in a role for the module's teacher; None without one.
+        in_batch_negatives: Whether candidates of other queries are negatives: set per source, or for all sources.
+        gathers_candidates: Whether the loss gathers the candidates of all ranks.
+        sampler: The batch sampler that the method needs, None for any.
+        without_sampler: The warning for another sampler: its disadvantage, and a hint.
+        teacher_tokens: Tokenises texts in a role for the module's teacher; None without a teacher.
     """
 
     in_batch_negatives: Literal["source", "on", "off"] = "source"
@@ -39,21 +39,21 @@ class BatchNeeds:
 
 @runtime_checkable
 class NeedsBatches(Protocol):
-    """A module that says what its batches are to be like; of others nothing is asked."""
+    """A module with requirements on its batches."""
 
     @property
     def batch_needs(self) -> BatchNeeds: ...
 
 
 class RunData(ABC):
-    """What a run knows of its training data. The library's data modules inherit it; a run may also have another one.
+    """What callbacks and modules can read of a run's training data; the library's data modules inherit it.
 
     Attributes:
-        batch_size: Entries of one rank's batch.
-        text: How texts become tokens, None for packed rows.
+        batch_size: Number of entries in one rank's batch.
+        text: Text settings, None for packed rows.
         row_length: Tokens of a packed row, None for texts.
-        has_surrogates: Whether batches carry another model's vectors.
-        has_scores: Whether batches carry a teacher's scores; None before the sources are open.
+        has_surrogates: Whether batches contain vectors of a surrogate model.
+        has_scores: Whether batches contain a teacher's scores; None before the sources are opened.
     """
 
     batch_size: int
@@ -74,22 +74,22 @@ class RunData(ABC):
 
     @abstractmethod
     def located(self, rows: Iterable[int]) -> dict[str, list[int]]:
-        """Rows of batches (`row_B`, `row_N`) by the name of their source, numbered within it from 0."""
+        """Group rows of batches (`row_B`, `row_N`) by source name, numbered within the source from 0."""
 
     @abstractmethod
     def expect_state(self, state_dict: dict[str, Any]) -> None:
-        """Note the state that the run is to resume from: `prepare_data` then refuses another plan."""
+        """Store the state that the run resumes from: `prepare_data` then refuses a different plan."""
 
 
 def run_data(trainer: Any) -> RunData | None:
-    """The data of a trainer's run, None where it has none or one of another kind."""
+    """The trainer's data module, None if it is not a `RunData`."""
     data = getattr(trainer, "datamodule", None)
     return data if isinstance(data, RunData) else None
 
 
 @runtime_checkable
 class TokenizedModule(Protocol):
-    """A module that brings the fast tokenizer of its texts."""
+    """A module that has the fast tokenizer of its texts."""
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase": ...
@@ -97,7 +97,7 @@ class TokenizedModule(Protocol):
 
 @runtime_checkable
 class TextModule(TokenizedModule, Protocol):
-    """A module that starts from a model with text settings of its own."""
+    """A module that starts from a model with text settings."""
 
     @property
     def text(self) -> TextSettings: ...
@@ -105,60 +105,60 @@ class TextModule(TokenizedModule, Protocol):
 
 @runtime_checkable
 class RowTaskModule(TokenizedModule, Protocol):
-    """A module that trains on what its task makes of packed rows; the data workers call the task."""
+    """A module whose `task` turns packed rows into training batches in the data workers."""
 
     task: Callable[[PackedRows], Any]
 
 
 @runtime_checkable
 class ContrastiveStep(Protocol):
-    """Two functions of which the plain step and GradCache are both built, with the same gradient.
+    """The two functions from which the plain step and GradCache are built, with the same gradient.
 
     The plain step is `loss_from_representations(embed(query), embed(candidate), batch)`.
     """
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        """Vectors of all texts of `tokens`, in their order, and statistics summed over them."""
+        """Vectors of all texts of `tokens`, in order, and statistics summed over them."""
         ...
 
     def loss_from_representations(
         self, query: Representations, candidate: Representations, batch: ContrastiveBatch
     ) -> LossOutput:
-        """The loss of a whole batch; every coupling between texts is in here and nowhere else."""
+        """The loss of a batch; all interaction between texts happens here."""
         ...
 
 
 @runtime_checkable
 class ContextualStep(ContrastiveStep, Protocol):
-    """A step of two stages: `context = embed_context(batch.context)`, then `embed(tokens, context)` of every text.
+    """A step of two stages: `context = embed_context(batch.context)`, then `embed(tokens, context)` for every text.
 
-    GradCache cuts each stage into mini-batches, so a text's vector may depend on other texts only through the context.
+    GradCache splits each stage into mini-batches, so vectors may depend on other texts only through the context.
     """
 
     @property
     def trains_context(self) -> bool: ...
 
     def embed_context(self, tokens: TokenBatch) -> Tensor:
-        """The first stage's vectors of all documents of `tokens`, (M, H) float, in their order."""
+        """The first stage's vectors of all documents of `tokens`, (M, H) float, in order."""
         ...
 
 
 @runtime_checkable
 class ChecksRun(Protocol):
-    """A module, data module or callback that checks a run before data are read, ranks start or files are written."""
+    """A module, data module or callback that checks a run before data is read, ranks start or files are written."""
 
     def check_run(self, trainer: Any, module: Any, data: Any) -> None:
-        """Check this part against the trainer and the other parts; a `UserError` says what to change."""
+        """Check this object against the trainer, the module and the data; raises a `UserError` with a hint."""
         ...
 
 
 _PLAIN = (bool, int, float, str)
-# The packages whose objects have their arguments as attributes.
+# Packages whose objects store their arguments as attributes.
 _OPEN = ("embeddings.", "lightning.", "pytorch_lightning.")
 
 
 class Given(NamedTuple):
-    """Positional and named arguments; a copy of their owner shares them, since a factory may hold a parser."""
+    """Positional and named arguments. Copies of their owner share them, because a factory may reference a parser."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -168,21 +168,21 @@ class Given(NamedTuple):
 
 
 class KeepsArguments:
-    """A class whose objects keep the arguments that they were made with, so that a run made in Python records them."""
+    """A class whose objects store their constructor arguments, so that a run started from Python can record them."""
 
     given_arguments: Given
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         made = super().__new__(cls)
-        # Not by the object's own way, which a module has only once it is made.
+        # A module's own `__setattr__` works only after its constructor.
         object.__setattr__(made, "given_arguments", Given(args, kwargs))
         return made
 
 
 def as_config(value: Any) -> Any:
-    """A value as a config has it: a class, a `partial` or an object by `class_path` and `init_args`.
+    """A value as in a config: a class, a `partial` or an object becomes `class_path` and `init_args`.
 
-    A function, or data in memory, becomes a text in round brackets that says what it is.
+    A function, or data in memory, becomes a description in parentheses.
     """
     if value is None or isinstance(value, _PLAIN):
         return value
@@ -211,7 +211,7 @@ def as_config(value: Any) -> Any:
 
 
 def _arguments(value: object, given: Given) -> dict[str, Any]:
-    """The arguments that were given, and the defaults that are plain, by name."""
+    """The passed arguments, and the defaults of plain types, by name."""
     kind = type(value)
     bound = inspect.signature(kind).bind(*given.args, **given.kwargs)
     chosen = set(bound.arguments)
@@ -234,7 +234,7 @@ def _component(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _path(kind: type) -> str:
-    """The path of a class, by the package that offers it where one does."""
+    """The import path of a class, from the shortest package that exports it."""
     parts = kind.__module__.split(".")
     for length in range(2, len(parts)):
         package = ".".join(parts[:length])
@@ -244,7 +244,7 @@ def _path(kind: type) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is made of plain types only, and says so in full."""
+    """Whether a value consists of plain types only and is represented completely."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Seeds and random orders, each a function of (seed, stream, …) alone, whatever the rank or the worker."""
+"""Seeds and random orders that depend only on (seed, stream, …), not on the rank or the worker."""
 
 import hashlib
 import math
@@ -13,16 +13,16 @@ _HALF = np.uint64(32)
 
 
 def derive_seed(seed: int, *stream: int | str) -> int:
-    """A 63-bit seed that is a pure function of the run's seed and of a stream, such as `("epoch", 3)`.
+    """A 63-bit seed, a pure function of the run's seed and a stream, such as `("epoch", 3)`.
 
-    Determinism: the same arguments give the same number on every machine and Python; different ones are independent.
+    Determinism: the same arguments give the same number on every machine and Python version; others are independent.
     """
     text = "\x1f".join(str(part) for part in (seed, *stream))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def run_seed(seed: int | None) -> int:
-    """A given seed, or else what Lightning's `seed_everything` was last called with, 0 if never; equal on all ranks."""
+    """The seed, or if None that of Lightning's `seed_everything`, or 0; equal on all ranks."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
 
 
@@ -32,16 +32,16 @@ def numpy_generator(seed: int, *stream: int | str) -> np.random.Generator:
 
 
 def mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scramble each 64-bit value by a fixed bijection (two xor-shift-multiply rounds), so that neighbours part ways."""
+    """Scramble each 64-bit value by a fixed bijection, two xor-shift-multiply rounds."""
     mixed = (values ^ (values >> _HALF)) * _MULTIPLIER
     mixed = (mixed ^ (mixed >> _HALF)) * _MULTIPLIER
     return mixed ^ (mixed >> _HALF)
 
 
 def sorted_permutation(n: int, key: int) -> NDArray[np.int64]:
-    """A random order of 0 … n-1 by sorting keyed hashes, (n,) int64, the same on every machine and numpy.
+    """A random order of 0 … n-1 by sorting keyed hashes, (n,) int64, the same on every machine and numpy version.
 
-    Quicker than `KeyedPermutation` where all of few values are wanted.
+    Faster than `KeyedPermutation` for a complete order of few values.
     """
     return np.argsort(mix_bits(np.arange(n, dtype=np.uint64) + np.uint64(key)), kind="stable")
 
@@ -58,13 +58,13 @@ def _keyed_shift(values: NDArray[np.uint64], key: np.uint64, size: np.uint64) ->
 
 
 class KeyedPermutation:
-    """A permutation of n >= 1 values, 0 … n-1, that takes no memory; different keys give independent orders.
+    """A permutation of n >= 1 values, 0 … n-1, in constant memory; different keys give independent orders.
 
-    A Feistel network over a nearly square grid of at least n places: in turn a place's row and its column are shifted
-    by a keyed hash of the other. A value >= n goes through again until it falls below (cycle walking); the grid has
-    fewer than sqrt(n) + 1 places too many.
+    A Feistel network over a nearly square grid of at least n cells: it alternately shifts a cell's row and column by a
+    keyed hash of the other. A value >= n is permuted again until it is below n (cycle walking); the grid has
+    fewer than sqrt(n) + 1 extra cells.
 
-    Determinism: (n, key) → the whole order, on every machine and numpy; each position is found without the others.
+    Determinism: (n, key) → the whole order, on every machine and numpy version; positions are independent.
     """
 
     def __init__(self, n: int, key: int) -> None:
@@ -72,12 +72,12 @@ class KeyedPermutation:
         self.n = n
         num_rows = math.isqrt(n - 1) + 1
         self._num_rows, self._num_columns = np.uint64(num_rows), np.uint64(-(-n // num_rows))
-        # Hashes below a small number are few, so a small range needs more rounds to reach all its orders evenly.
+        # A small range has few distinct hashes, so it needs more rounds to reach all orders evenly.
         num_rounds = max(NUM_ROUNDS, 20 - (n - 1).bit_length())
         self._round_keys = [np.uint64(derive_seed(key, "round", index)) for index in range(num_rounds)]
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The values at some positions of the order, both (k,) int64 in 0 … n-1."""
+        """The values at the given positions of the order, both (k,) int64 in 0 … n-1."""
         values = self._encipher(positions.astype(np.uint64))
         limit = np.uint64(self.n)
         outside = values >= limit
@@ -98,8 +98,8 @@ class KeyedPermutation:
 
 
 def _shifted(values: NDArray[np.uint64], shift: NDArray[np.uint64], size: np.uint64) -> NDArray[np.uint64]:
-    """(values + shift) mod size for both below size; the sum is overwritten."""
+    """(values + shift) mod size, for both below size; overwrites `shift`."""
     shift += values
-    # Below size the difference wraps round to a huge number.
+    # If the sum is below size, the unsigned difference wraps around to a huge number.
     shifted: NDArray[np.uint64] = np.minimum(shift, shift - size)
     return shifted

@@ -1,6 +1,6 @@
-"""The values that flow from floor to floor, and the legend of shape letters.
+"""The data types that packages exchange, and the legend of shape letters.
 
-B queries on this rank · C candidates · N texts in a token batch · L tokens of the longest text · T tokens in all ·
+B queries on this rank · C candidates · N texts in a token batch · L tokens of the longest text · T tokens in total ·
 H hidden size · D embedding width · S width of a surrogate's vectors · A attention heads · X experts ·
 K experts a token · R ranks · M context documents.
 Tensor names carry them: `query_BD`, `score_BC`.
@@ -17,22 +17,22 @@ from embeddings.common.errors import OptionError
 
 
 def queues_work(device: torch.device | str) -> bool:
-    """Whether a device runs behind the host, so that reading a value from it waits for all that was queued before.
+    """Whether a device runs asynchronously, so that reading a value from it waits for all queued work.
 
-    False on a CPU, where asking for a value is cheap and often saves work.
+    False on a CPU, where reading a value is cheap and often saves work.
     """
     return torch.device(device).type != "cpu"
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor in host memory on `device`, by a copy from page-locked memory for which the host does not wait."""
+    """Copy a tensor from host memory to `device`; for CUDA asynchronously, from page-locked memory."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 class PaddedTokens(NamedTuple):
-    """Texts padded on the right to one length, as a backbone takes them.
+    """Texts padded on the right to one length, the input of a backbone.
 
     Attributes:
         input_ids_NL: Token ids, (N, L) int64.
@@ -46,7 +46,7 @@ class PaddedTokens(NamedTuple):
 
 
 class _Movable:
-    """A dataclass of tensors that move together, but for the fields in `_ON_CPU`, which stay."""
+    """A dataclass whose tensors move together, except the fields in `_ON_CPU`, which stay on the CPU."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -68,15 +68,15 @@ class _Movable:
 
 @dataclass(slots=True, eq=False)
 class TokenBatch(_Movable):
-    """Texts as one ragged row of tokens: nothing is padded until a mini-batch is cut.
+    """Texts as one ragged row of tokens; padding is added only when a mini-batch is formed.
 
-    Never changed once made; not frozen only because Lightning refuses to walk frozen dataclasses.
+    Treat it as immutable. It is not frozen only because Lightning cannot traverse frozen dataclasses.
 
     Attributes:
-        input_ids_T: Token ids of all texts one after another, (T,) int64.
+        input_ids_T: Concatenated token ids of all texts, (T,) int64.
         pooling_mask_T: True where a token enters the pooling, (T,) bool.
-        lengths_N: Tokens of each text, (N,) int64, always on the CPU: planning costs no synchronisation.
-        device_lengths_N: The same numbers where the tokens are, (N,) int64; None for tokens in host memory.
+        lengths_N: Number of tokens of each text, (N,) int64, always on the CPU, so planning needs no synchronisation.
+        device_lengths_N: A copy of the lengths on the tokens' device, (N,) int64; None for tokens in host memory.
     """
 
     _ON_CPU = ("lengths_N",)
@@ -100,7 +100,7 @@ class TokenBatch(_Movable):
 
     @classmethod
     def from_lists(cls, input_ids: Sequence[Sequence[int]], pooling_mask: Sequence[Sequence[bool]]) -> "TokenBatch":
-        """A token batch of lists; `pooling_mask[i]` is as long as `input_ids[i]`."""
+        """Build a token batch from lists; `pooling_mask[i]` is as long as `input_ids[i]`."""
         return cls(
             torch.tensor([token for text in input_ids for token in text], dtype=torch.int64),
             torch.tensor([flag for text in pooling_mask for flag in text], dtype=torch.bool),
@@ -108,14 +108,14 @@ class TokenBatch(_Movable):
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same on `device`, which then knows the lengths too."""
-        found = _Movable.to(self, device, non_blocking)
-        if found.device_lengths_N is None and found.device.type != "cpu":
-            found.device_lengths_N = moved(self.lengths_N, found.device)
-        return found
+        """A copy on `device`, including the lengths."""
+        copy = _Movable.to(self, device, non_blocking)
+        if copy.device_lengths_N is None and copy.device.type != "cpu":
+            copy.device_lengths_N = moved(self.lengths_N, copy.device)
+        return copy
 
     def padded(self, rows_N: Tensor | None = None, pad_token_id: int = 0, length: int | None = None) -> PaddedTokens:
-        """Texts `rows_N`, (n,) int64 on the CPU, or all, padded on the right to `length` or the longest one's."""
+        """Texts `rows_N`, (n,) int64 on the CPU, or all, padded on the right to `length` or to the longest text."""
         lengths_n = self.lengths_N if rows_N is None else self.lengths_N[rows_N]
         starts_n, placed_n = self.placed(rows_N)
         if length is None:
@@ -130,9 +130,9 @@ class TokenBatch(_Movable):
         return PaddedTokens(ids_NL, attention_NL, self.pooling_mask_T[index_NL] & attention_NL)
 
     def placed(self, rows_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The first token and the number of tokens of texts `rows_N`, or all, (n,) int64 where the tokens are.
+        """The first token and the number of tokens of texts `rows_N`, or all, (n,) int64 on the tokens' device.
 
-        Nothing waits for a device.
+        The host never waits for the device.
         """
         lengths_N = moved(self.lengths_N, self.device) if self.device_lengths_N is None else self.device_lengths_N
         starts_N = torch.cumsum(lengths_N, 0) - lengths_N
@@ -142,7 +142,7 @@ class TokenBatch(_Movable):
         return starts_N[rows_n], lengths_N[rows_n]
 
     def run_of_texts(self, first: int, count: int) -> "TokenBatch":
-        """Neighbouring texts: views of the same memory."""
+        """A range of consecutive texts, as views of the same memory."""
         start, num_tokens = (int(self.lengths_N[part].sum()) for part in (slice(first), slice(first, first + count)))
         tokens, texts = slice(start, start + num_tokens), slice(first, first + count)
         placed_N = None if self.device_lengths_N is None else self.device_lengths_N[texts]
@@ -151,31 +151,31 @@ class TokenBatch(_Movable):
 
 @dataclass(slots=True, eq=False)
 class ContrastiveBatch(_Movable):
-    """Queries, candidates, and what a loss needs to know of each text. Nothing in it depends on a method.
+    """Queries, candidates, and the facts about each text that a loss needs. Independent of the method.
 
     Attributes:
         query: The queries, B texts.
         candidate: The candidates, C texts: the positives of query 0 … B-1 first, then the negatives.
-        positive_index_B: For each query its positive's row among the candidates, (B,) int64.
-        owner_C: For each candidate the row of the query it was drawn for, (C,) int64.
+        positive_index_B: Row of each query's positive among the candidates, (B,) int64.
+        owner_C: Row of the query that each candidate was sampled for, (C,) int64.
         query_hash_B: Hash of each query's text without its prompt (`io.text_hash`), (B,) int64.
         candidate_hash_C: The same of each candidate, (C,) int64.
-        known_positive_hash_BP: Hashes of every known positive of each query, the first repeated to fill, (B, P) int64.
-        source_B: Index of the data source of each query, (B,) int64; a candidate has its owner's.
+        known_positive_hash_BP: Hashes of every known positive of each query, padded with the first one, (B, P) int64.
+        source_B: Index of the data source of each query, (B,) int64; a candidate has the source of its owner.
         query_label_B: Class of each query within its source, -1 for none, (B,) int64.
         candidate_label_C: The same of each candidate, (C,) int64.
         in_batch_B: True where the query's source allows candidates of other queries as negatives, (B,) bool.
-        row_B: Row of each query in the mixture, (B,) int64.
-        context: Documents that every text is read beside, M texts; None where a method has no such stage.
-        surrogate_query_BS: Another model's vector of each query, (B, S) float32, NaN where its source has none; or
+        row_B: Row of each query in the mixture of sources, (B,) int64.
+        context: Context documents for all texts, M texts; None for methods without a context stage.
+        surrogate_query_BS: Vector of each query by a surrogate model, (B, S) float32, NaN if its source has none; or
             None.
         surrogate_candidate_CS: The same of each candidate, (C, S) float32.
-        num_extra_tokens: Positions that the encoder reads before each text, of context slots (filled or not) and soft
-            prompts; mini-batches are cut by them too.
+        num_extra_tokens: Positions before each text in the encoder, for context slots (filled or not) and soft
+            prompts; they count towards the mini-batch size.
         negative_level: The curriculum's level of hard negatives, 1 (hardest) to 4 (easiest); 0 without one.
-        teacher_score_C: A teacher's score of each candidate with its owner, (C,) float32, NaN where it gave none; or
+        teacher_score_C: A teacher's score of each candidate for its owner, (C,) float32, NaN if missing; or
             None.
-        teacher_query: The queries as a teacher beside the method reads them, B texts; or None.
+        teacher_query: The queries tokenised for an online teacher, B texts; or None.
         teacher_candidate: The same of the candidates, C texts.
     """
 
@@ -206,11 +206,11 @@ class ContrastiveBatch(_Movable):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Representations:
-    """What a method computes of each text.
+    """The outputs of a method for each text.
 
     Attributes:
-        vector_ND: One vector a text, (N, D) float; concatenated over mini-batches.
-        statistics: Tensors that are summed over mini-batches, such as router counts.
+        vector_ND: One vector per text, (N, D) float; concatenated over mini-batches.
+        statistics: Tensors summed over mini-batches, such as router counts.
     """
 
     vector_ND: Tensor
@@ -231,16 +231,16 @@ class LossOutput(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PackedRows(_Movable):
-    """Rows of one length, cut from documents that follow each other without a gap.
+    """Rows of equal length, split from a concatenation of documents.
 
-    Never changed once made; not frozen only because Lightning refuses to walk frozen dataclasses.
+    Treat it as immutable. It is not frozen only because Lightning cannot traverse frozen dataclasses.
 
     Attributes:
-        input_ids_NL: Token ids, (N, L) int64; the last row of a corpus is filled up with padding.
-        document_NL: Which document of its row a token is of, counted from 0, and -1 for padding, (N, L) int64.
+        input_ids_NL: Token ids, (N, L) int64; the last row of a corpus is padded.
+        document_NL: Index of each token's document within its row, from 0, and -1 for padding, (N, L) int64.
         special_NL: True at padding and at the tokenizer's special tokens, (N, L) bool.
-        draw_N: Key of every random choice made for a row, (N,) int64, always on the CPU.
-        row_N: Row of each in the mixture, (N,) int64, always on the CPU.
+        draw_N: Random key of each row, (N,) int64, always on the CPU.
+        row_N: Index of each row in the mixture of sources, (N,) int64, always on the CPU.
     """
 
     _ON_CPU = ("draw_N", "row_N")
@@ -257,15 +257,15 @@ class PackedRows(_Movable):
 
 @dataclass(slots=True, eq=False)
 class Prediction(_Movable):
-    """What a model reads and which tokens it is to predict from which of its states.
+    """The input of a language model, the tokens to predict, and the states that predict them.
 
     Attributes:
-        input_ids_NL: Token ids as the model reads them, (N, L) int64.
+        input_ids_NL: Input token ids, after masking, (N, L) int64.
         document_NL: As in `PackedRows`.
-        read_P: The state that predicts each target, as its place in the N·L states laid end to end, (P,) int64.
+        read_P: Index of the state that predicts each target, in the flattened N·L states, (P,) int64.
         label_P: The token to predict, (P,) int64.
-        has_padding: Whether any token is padding, known without asking the device.
-        row_N: Row of each in the mixture, (N,) int64, always on the CPU.
+        has_padding: Whether any token is padding; known without reading from the device.
+        row_N: Index of each row in the mixture of sources, (N,) int64, always on the CPU.
     """
 
     _ON_CPU = ("row_N",)
@@ -283,7 +283,7 @@ class Prediction(_Movable):
 
 
 def positions_in_document(document_NL: Tensor) -> Tensor:
-    """How many tokens of its own document stand before each token in its row, (N, L) int64."""
+    """Position of each token within its document in the row, from 0, (N, L) int64."""
     index_L = torch.arange(document_NL.shape[1], device=document_NL.device)
     begins_NL = torch.ones_like(document_NL, dtype=torch.bool)
     begins_NL[:, 1:] = document_NL[:, 1:] != document_NL[:, :-1]
@@ -292,15 +292,15 @@ def positions_in_document(document_NL: Tensor) -> Tensor:
 
 
 def plan_mini_batches(lengths_N: Tensor, mini_batch_tokens: int, max_texts: int | None = None) -> list[Tensor]:
-    """Cut texts into mini-batches of limited padded size (texts x longest text); the rows of each, (n,) int64.
+    """Split texts into mini-batches of limited padded size (texts x longest text); the rows of each, (n,) int64.
 
-    Texts are taken from the longest to the shortest (ties in their order): a run that does not fit fails at its first
-    mini-batch. A text above the budget is alone.
+    Texts are sorted from the longest to the shortest (stable), so a run that does not fit fails at its first
+    mini-batch. A text above the budget is a mini-batch by itself.
 
     Args:
-        lengths_N: Tokens of each text, (N,) int64 on the CPU.
-        mini_batch_tokens: Maximum of padded tokens of a mini-batch, >= 1.
-        max_texts: Maximum of texts of a mini-batch, >= 1; None for no limit.
+        lengths_N: Number of tokens of each text, (N,) int64 on the CPU.
+        mini_batch_tokens: Maximum number of padded tokens in a mini-batch, >= 1.
+        max_texts: Maximum number of texts in a mini-batch, >= 1; None for no limit.
     """
     for name, limit in (("mini_batch_tokens", mini_batch_tokens), ("max_texts", max_texts)):
         if limit is not None and limit < 1:
@@ -318,16 +318,16 @@ def plan_mini_batches(lengths_N: Tensor, mini_batch_tokens: int, max_texts: int 
 
 
 def take_texts(tokens: TokenBatch, rows_n: Tensor, max_length: int | None = None) -> TokenBatch:
-    """Texts `rows_n`, (n,) int64 on the CPU, in the order given, each cut behind `max_length` tokens.
+    """Texts `rows_n`, (n,) int64 on the CPU, in the given order, each truncated to `max_length` tokens.
 
-    A cut text may lose all pooled tokens.
+    A truncated text may lose all pooled tokens.
     """
     lengths_n = tokens.lengths_N[rows_n]
     starts_n, placed_n = tokens.placed(rows_n)
     if max_length is not None:
         lengths_n, placed_n = lengths_n.clamp(max=max_length), placed_n.clamp(max=max_length)
     shift_n, num_tokens = starts_n - (torch.cumsum(placed_n, 0) - placed_n), int(lengths_n.sum())
-    # With the size given a device need not be asked for the sum.
+    # `output_size` avoids reading the sum from the device.
     shift_T = torch.repeat_interleave(shift_n, placed_n, output_size=num_tokens)
     index_T = torch.arange(num_tokens, device=tokens.device) + shift_T
     return TokenBatch(tokens.input_ids_T[index_T], tokens.pooling_mask_T[index_T], lengths_n, placed_n)

@@ -12,7 +12,7 @@ def test_a_template_frames_an_instruction_and_must_hold_it_once():
     settings = TextSettings(instruction_template="[INST] {instruction}: ")
     assert settings.instruction_prompt("Find {it}") == "[INST] Find {it}: "
     for template in ("no place", "{instruction} {instruction}"):
-        with pytest.raises(OptionError, match=r"instruction_template must hold \{instruction\} once"):
+        with pytest.raises(OptionError, match=r"instruction_template must contain \{instruction\} once"):
             TextSettings(instruction_template=template)
 
 
@@ -31,8 +31,8 @@ def test_a_pooling_rule_is_written_where_there_is_one_and_taken_from_the_model_w
             {"pooling_rule": "by_guess"},
             "must be one of exact, prompt_length, after_colon, instruction_count, got 'by_guess'",
         ),
-        ({"pooling_rule": "after_colon", "suffix": " end"}, "knows neither a suffix nor special tokens"),
-        ({"pooling_rule": "instruction_count", "pool_start": False}, "knows neither a suffix nor special tokens"),
+        ({"pooling_rule": "after_colon", "suffix": " end"}, "does not support suffix or pool_start: false"),
+        ({"pooling_rule": "instruction_count", "pool_start": False}, "does not support suffix or pool_start: false"),
     ],
 )
 def test_a_pooling_rule_that_cannot_apply_is_refused(settings, says):
@@ -65,7 +65,7 @@ def test_a_given_prompt_stands_in_place_of_a_named_one():
     settings = TextSettings(prompts={"query": "q: "})
     assert settings.prompt({"text": "query: "}, "query") == "query: "
     assert settings.prompt({"text": ""}, "query") == ""
-    with pytest.raises(OptionError, match=r"^prompt may hold \{instruction\} only where it goes before the queries"):
+    with pytest.raises(OptionError, match=r"^prompt may contain \{instruction\} only for the queries"):
         settings.prompt({"text": "Instruct: {instruction}"}, "query")
     assert choose_prompt("query_prompt", "name", None) == "name"
     assert choose_prompt("query_prompt", None, "query: ") == {"text": "query: "}

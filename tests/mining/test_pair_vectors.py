@@ -130,7 +130,7 @@ def test_a_missing_instruction_or_one_for_documents_is_refused(encoder, tmp_path
     pairs = source(tmp_path, rows)
     with pytest.raises(InputError, match=r"^row 1: has no instruction .* in the query prompt; add one to each record"):
         encode_pairs(encoder, pairs, tmp_path / "out", query_prompt_name={"text": "{instruction}: "})
-    with pytest.raises(OptionError, match=r"may hold \{instruction\} only where it goes before the queries"):
+    with pytest.raises(OptionError, match=r"may contain \{instruction\} only for the queries"):
         encode_pairs(encoder, pairs, tmp_path / "out", document_prompt_name={"text": "{instruction}: "})
     assert not (tmp_path / "out").exists()
 

@@ -90,7 +90,7 @@ def test_the_template_of_instructions_stays_with_a_model(tmp_path, own_code):
     theirs = SentenceTransformer(str(tmp_path / "model"), trust_remote_code=True).encode(["a text"])
     assert theirs.shape == (1, 32)
     edit(tmp_path / "model" / "config_sentence_transformers.json", instruction_template="none")
-    with pytest.raises(InputError, match=r"must hold \{instruction\} once"):
+    with pytest.raises(InputError, match=r"must contain \{instruction\} once"):
         Embedder.from_pretrained(tmp_path / "model")
 
 
