@@ -98,7 +98,7 @@ def test_a_batch_larger_than_the_data_and_a_module_without_tokenizer_are_refused
     refused(OptionError, r"data\.batch_size must not exceed the", data.prepare_data)
     refused(OptionError, r"data\.tokenizer must be given", fit, kind.ledger(None), kind.make())
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nfox\n")
-    says = r"holds vocab\.txt and no tokenizer\.json; take a whole copy"
+    says = r"contains vocab\.txt but no tokenizer\.json; use a complete copy"
     refused(InputError, says, fit, kind.ledger(None), kind.make(tokenizer=str(tmp_path)))
 
 

@@ -115,8 +115,8 @@ def make_tokenizer_a_folder(folder):
         (drop_weights, "2 weights of BertModel are missing"),
         (pickle_weights, "cannot be loaded"),
         (widen, r"has shape .*, config\.json expects"),
-        (drop_tokenizer, r"holds vocab.txt and no tokenizer\.json; take a whole copy"),
-        (make_tokenizer_a_folder, r"tokenizer\.json: is a folder; take a whole copy"),
+        (drop_tokenizer, r"contains vocab.txt but no tokenizer\.json; use a complete copy"),
+        (make_tokenizer_a_folder, r"tokenizer\.json: is a directory; use a complete copy"),
     ],
 )
 def test_a_damaged_folder_is_refused_in_one_line(bert, damage, says):

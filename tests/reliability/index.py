@@ -96,10 +96,10 @@ CASES = {
         )
     },
     SEARCH.replace("MODEL", "OTHER"): {
-        "vectors by another model": (vectors(), "vectors/manifest.json: field 'model_sha256' is")
+        "vectors by another model": (vectors(), "vectors/manifest.json: field 'model_sha256' differs")
     },
     "encode --model MODEL --input vectors/documents-00000.jsonl --output vectors": {
-        "vectors of other options": (vectors(), "vectors/manifest.json: field 'corpus_sha256' is")
+        "vectors of other options": (vectors(), "vectors/manifest.json: field 'corpus_sha256' differs")
     },
     MINED: {
         "a vector to mine from that is NaN": (
@@ -108,7 +108,7 @@ CASES = {
         ),
         "vectors to mine from that are of other records": (
             both(mined("documents"), few("one", "two", "three")),
-            "vectors/index/manifest.json: field 'source_key' is",
+            "vectors/index/manifest.json: field 'source_key' differs",
         ),
     },
     MINE + " --query-vectors vectors --precision float32": {
@@ -128,7 +128,7 @@ CASES = {
         ),
         "vectors for a filter that are not there": (
             source(surrogate_vectors="gone"),
-            "gone/index/manifest.json: no manifest",
+            "gone/index/manifest.json: this output has no manifest",
         ),
     },
 }
