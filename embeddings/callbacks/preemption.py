@@ -106,7 +106,7 @@ def _write_checkpoint(trainer: L.Trainer) -> str:
     kept = min(resumable, key=lambda kept: not kept.save_last, default=None) or ModelCheckpoint(folder)
     # Set before the callback's state is saved, so that the resumed run replaces this file by its next one.
     path = kept.last_model_path = _last_path(trainer, kept)
-    trainer.save_checkpoint(path)
+    trainer.save_checkpoint(path, weights_only=False)
     finish_writing(trainer)
     return path
 

@@ -282,7 +282,10 @@ CASES = {
             conversion("class_by_label", {"text": "a", "label": 1}, {"text": "b", "label": 2}),
             "label",
         ),
-        "clusters that are not there": (at("data.init_args", sampler=CLUSTERS), "clusters/manifest.json: this output has no manifest"),
+        "clusters that are not there": (
+            at("data.init_args", sampler=CLUSTERS),
+            "clusters/manifest.json: this output has no manifest",
+        ),
         "clusters of another source": (both(several(12), clustered_on(unchanged)), "clusters"),
         "vectors of another source": (other_vectors, "clusters.vectors"),
     },
