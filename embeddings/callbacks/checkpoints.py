@@ -1,4 +1,4 @@
-"""What a run writes to keep: durable checkpoints, the best one at its end, and the model directories made of it."""
+"""The results of a run: durable checkpoints, the choice of the best one, and exported model directories."""
 
 import dataclasses
 import tempfile
@@ -29,7 +29,7 @@ class DurableCheckpointIO(CheckpointIO):
     After a crash at any point the path holds the old checkpoint or the complete new one. A checkpoint is never a
     pickle: see `embeddings.common.checkpoint_file`. Remote paths (`s3://…`) get a file that was checked locally.
 
-    With `asynchronous`, training waits only while the state is copied in main memory, which is kept for the next copy.
+    With `asynchronous`, training waits only while the state is copied to main memory; the memory is reused.
     A thread writes one file at a time, and older checkpoints are removed once the new one is complete. The next save or
     the end of the run raises an error of the thread.
 
@@ -46,7 +46,7 @@ class DurableCheckpointIO(CheckpointIO):
         # Called before each stage of `write_checkpoint`, and with "prune" and "pruned" around each removal.
         self.on_stage: Stage = unnoticed
         self._thread: ThreadPoolExecutor | None = None
-        # The current write, and the removals that wait for it.
+        # The current write, and the removals to do after it.
         self._tasks: list[Future[None]] = []
         self._copy: PackedContent | None = None
 
@@ -74,7 +74,7 @@ class DurableCheckpointIO(CheckpointIO):
             return read_checkpoint(f"{folder}/checkpoint")
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove one checkpoint; where another one is being written, once that one is complete."""
+        """Remove one checkpoint, after the current write is complete."""
         if self._thread is not None and self._tasks:
             self._tasks.append(self._thread.submit(self._remove, path, self._tasks[0]))
         else:
@@ -87,7 +87,7 @@ class DurableCheckpointIO(CheckpointIO):
             task.result()
 
     def teardown(self) -> None:
-        """Wait, and free the thread and the memory."""
+        """Wait, then release the thread and the memory."""
         try:
             self.wait()
         finally:
@@ -116,7 +116,7 @@ class DurableCheckpointIO(CheckpointIO):
 
 
 def make_checkpoints_durable(trainer: L.Trainer) -> None:
-    """Give a trainer whose checkpoints are single files a `DurableCheckpointIO`; another choice is refused."""
+    """Set `DurableCheckpointIO` for a trainer with single-file checkpoints; refuse another choice."""
     strategy = trainer.strategy
     is_covered = training_strategy(strategy).single_file_checkpoints
     if is_covered and type(strategy.checkpoint_io) is TorchCheckpointIO:
@@ -135,7 +135,7 @@ def finish_writing(trainer: L.Trainer) -> None:
 
 @runtime_checkable
 class _TrainedModule(Protocol):
-    """What a `BaseModule` knows of the size of its checkpoints."""
+    """The part of a `BaseModule` that estimates the size of its checkpoints."""
 
     def state_per_weight(self) -> float: ...
 
@@ -143,7 +143,7 @@ class _TrainedModule(Protocol):
 
 
 def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed: str | None = None) -> None:
-    """Check on rank 0 that two checkpoints fit on the disk of each local folder of checkpoints.
+    """Check on rank 0 that each local checkpoint folder has disk space for two checkpoints.
 
     A checkpoint that is `resumed` in its own folder is one of the two. Weights are not sharded yet.
     """
@@ -151,7 +151,7 @@ def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed
     if not kept or trainer.fast_dev_run or not is_first_process():  # type: ignore[attr-defined]
         return
     of_logger = trainer.loggers[0].save_dir if trainer.loggers else None
-    # The old checkpoint, the new one while it is written, and a tenth for other files.
+    # The old checkpoint, the new one during its write, and a tenth for other files.
     needed = int(2.2 * checkpoint_bytes(module, str(trainer.precision)))
     for folder in {str(callback.dirpath or of_logger or trainer.default_root_dir) for callback in kept}:
         if "://" not in folder:
@@ -203,7 +203,7 @@ def embedder_of(module: L.LightningModule, callback: L.Callback) -> Embedder:
 
 
 class _Export(L.Callback):
-    """Writes a directory on rank 0 when training ends; where weights are sharded the other ranks take part."""
+    """Writes a directory on rank 0 when training ends; with sharded weights all ranks take part."""
 
     def __init__(self, output: str, best: bool, replace: bool) -> None:
         self.output, self.best, self.replace = output, best, replace
@@ -266,7 +266,7 @@ class ExportModel(_Export):
         self._with_lengths(TextSettings())
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Check the place, and that the model has positions for its lengths."""
+        """Check the output path, and that the model has positions for its lengths."""
         super().check_run(trainer, module, data)
         embedder = embedder_of(module, self)
         text = None if data is None else data.text

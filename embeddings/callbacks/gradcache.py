@@ -12,7 +12,7 @@ from embeddings.training.gradcache import GradCache, GradCacheModule
 from embeddings.training.graphs import free_memory_bytes
 from embeddings.training.strategy import training_strategy
 
-# Of the memory that a first step leaves free: texts differ in length, and others may need memory too.
+# Fraction of the memory that is free after the first step: later texts may be longer, and others need memory too.
 KEPT_SHARE = 0.5
 
 
@@ -50,7 +50,7 @@ class GradCacheCallback(L.Callback):
         equal_mini_batches: bool = False,
     ) -> None:
         if isinstance(kept_gib, str) and kept_gib != "auto":
-            raise OptionError("kept_gib", kept_gib, "must be a number, auto or null", "auto goes by the free memory")
+            raise OptionError("kept_gib", kept_gib, "must be a number, auto or null", "auto depends on the free memory")
         self._is_auto = kept_gib == "auto" and kept_fraction is None
         limit = None if isinstance(kept_gib, str) else kept_gib
         self.engine = GradCache(mini_batch_tokens, mini_batch_texts, kept_fraction, limit, equal_mini_batches)
@@ -86,7 +86,7 @@ class GradCacheCallback(L.Callback):
             self._measured_gib = self.engine.budget.kept_gib = float(state_dict["kept_gib"])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Drop a number of a machine with more memory."""
+        """Discard a restored value that was measured on a machine with more memory."""
         self._first_step = trainer.global_step
         if self._measured_gib is not None and self._measured_gib * KEPT_SHARE > self._kept_gib(trainer, pl_module):
             self._measured_gib, self.engine.budget.kept_gib = None, 0.0
@@ -94,7 +94,7 @@ class GradCacheCallback(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Measure after the first optimiser step, when gradients and the optimiser's state are there."""
+        """Measure after the first optimiser step, when gradients and optimiser state are allocated."""
         if not self._is_auto or self._measured_gib is not None or trainer.global_step == self._first_step:
             return
         self._measured_gib = self.engine.budget.kept_gib = self._kept_gib(trainer, pl_module)
@@ -103,7 +103,7 @@ class GradCacheCallback(L.Callback):
             logger.info(line, self._measured_gib)
 
     def _kept_gib(self, trainer: L.Trainer, module: L.LightningModule) -> float:
-        """The share of the free memory that each rank has, of the rank with the least; ranks on a CPU share it."""
+        """`KEPT_SHARE` of the free memory per rank, in GiB, the minimum over ranks; ranks on a CPU share its memory."""
         free = KEPT_SHARE * free_memory_bytes(module.device)
         if module.device.type == "cpu":
             free /= trainer.num_devices

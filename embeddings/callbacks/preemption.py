@@ -1,4 +1,4 @@
-"""Stopping a run early: at the end of a step, with a checkpoint from which it resumes exactly."""
+"""Stop a run early, at the end of a step, with a checkpoint from which it resumes exactly."""
 
 import os
 from typing import Any
@@ -35,15 +35,15 @@ class Preemption(L.Callback):
         self._is_listener, self._step = False, -1
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Refuse a launcher whose parent only starts the ranks, and would ignore its own signals."""
+        """Refuse a launcher whose parent process only starts the ranks and would ignore signals."""
         launcher: Any = trainer.strategy.launcher
         if isinstance(launcher, _MultiProcessingLauncher):
             given = f"{type(trainer.strategy).__name__} with {launcher._start_method}"
             rule = "must start each rank as a command of its own, which handles signals"
-            raise OptionError("trainer.strategy", given, rule, "take ddp")
+            raise OptionError("trainer.strategy", given, rule, "use ddp")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Defer signals from now on, and see each step's end after all other callbacks."""
+        """Defer signals from now on, and move this callback behind all others."""
         if stage != "fit":
             return
         self.check_run(trainer, pl_module, None)
@@ -54,7 +54,7 @@ class Preemption(L.Callback):
         # Lightning has no option for this: it would call its handler of SIGTERM before ours.
         connector: Any = trainer._signal_connector
         connector.register_signal_handlers = lambda: None
-        # A new list, since Lightning is iterating over the old one.
+        # A new list, because Lightning is iterating over the old one.
         any_trainer: Any = trainer
         any_trainer.callbacks = [*(callback for callback in any_trainer.callbacks if callback is not self), self]
 
@@ -84,7 +84,7 @@ class Preemption(L.Callback):
         if not number:
             return
         if is_in_step:
-            # The step's row, which Lightning would write after all callbacks.
+            # Write the metrics of this step, which Lightning would write only after all callbacks.
             connector: Any = trainer._logger_connector
             connector.on_batch_end()
             connector.update_train_step_metrics()
@@ -94,7 +94,7 @@ class Preemption(L.Callback):
         checkpoint = _write_checkpoint(trainer) if writes else trainer.ckpt_path
         stop = answer(number, where, checkpoint, trainer.is_global_zero)
         code = trainer.strategy.broadcast(stop.exit_code)
-        # Lightning would kill this process as soon as another rank that it started has ended, and all of them do.
+        # Lightning would kill this process when another rank that it started ends, which all of them do now.
         getattr(trainer.strategy.launcher, "procs", []).clear()
         raise PreemptedError(stop.line, code)
 
@@ -112,7 +112,7 @@ def _write_checkpoint(trainer: L.Trainer) -> str:
 
 
 def _last_path(trainer: L.Trainer, kept: ModelCheckpoint) -> str:
-    """The path that Lightning would give the last checkpoint: over the run's own, but beside another run's."""
+    """The path that Lightning uses for the last checkpoint: it replaces this run's file, but not another run's."""
     own = os.path.abspath(kept.last_model_path or trainer.ckpt_path or "")
     path, version = kept.format_checkpoint_name({}, kept.CHECKPOINT_NAME_LAST), kept.STARTING_VERSION
     while os.path.abspath(path) != own and kept.file_exists(path, trainer):

@@ -1,4 +1,4 @@
-"""The progress of a run (steps, loss, time left) and its speed (pairs, tokens, arithmetic a second)."""
+"""The progress of a run (steps, loss, time left) and its speed (pairs, tokens and operations per second)."""
 
 import time
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ class StepProgress(ProgressBar):
         self._bar.update(trainer.global_step - self._bar.n)
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-        """The metrics logged for it, and the epoch where there are several; not the number of the run's folder."""
+        """The metrics for the progress bar, and the epoch if there are several, without the folder's version."""
         shown = super().get_metrics(trainer, pl_module)
         shown.pop("v_num", None)
         return shown if trainer.max_epochs == 1 else {"epoch": trainer.current_epoch, **shown}
@@ -95,7 +95,7 @@ class StepProgress(ProgressBar):
         self._close()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print above the bar."""
+        """Print above the progress bar."""
         if self._bar is not None and not self._bar.disable:
             self._bar.write(kwargs.get("sep", " ").join(map(str, args)), file=kwargs.get("file"))
         else:
@@ -109,7 +109,7 @@ class StepProgress(ProgressBar):
 
 
 class ParameterCount(L.Callback):
-    """Notes how many parameters the model has, and how many are trained, in one line."""
+    """Logs the number of parameters, and of trained parameters, in one line."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         total = count_values(pl_module.parameters())
@@ -118,7 +118,7 @@ class ParameterCount(L.Callback):
 
 
 def replace_displays(trainer: L.Trainer, given: Sequence[L.Callback]) -> None:
-    """Replace the bar and the table of layers that Lightning chose itself; those of the config (`given`) stay."""
+    """Replace Lightning's default progress bar and layer table; those of the config (`given`) stay."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for place, callback in enumerate(callbacks):
         if isinstance(callback, ProgressBar) and callback not in given:
@@ -156,13 +156,13 @@ class Work:
 
 @runtime_checkable
 class _ReadsAnotherBatch(Protocol):
-    """A module that adds to a batch before it reads it, such as a context."""
+    """A module that adds data to a batch, such as a context."""
 
     read_batch: ContrastiveBatch
 
 
 class Throughput(L.Callback):
-    """Logs the speed of a run every so many optimiser steps, from wall time.
+    """Logs the speed of a run at regular optimiser steps, from wall time.
 
     - `throughput/pairs_per_second` and `throughput/tokens_per_second`: of all ranks; neither padding nor a context's
       slot is a token.
@@ -250,7 +250,7 @@ def work_of(batch: Any, engine: GradCache | None = None) -> Work:
         stages = plan_stages(batch, engine.mini_batch_tokens, engine.mini_batch_texts)
         computed = sum(mini_batch.num_tokens for stage in stages for mini_batch in stage)
     tokens = sum(tower.num_tokens for tower in (batch.query, batch.candidate, batch.context) if tower is not None)
-    # Lengths and squared lengths, of the texts and of the context.
+    # Sums of lengths and of squared lengths, for the texts and for the context.
     sums = (sum(int((length_N**power).sum()) for length_N in part) for part in (texts, context) for power in (1, 2))
     return Work(len(batch), tokens, computed, *sums)
 
@@ -271,7 +271,7 @@ def backbone_flops(backbone: nn.Module, positions: int, squares: int) -> float:
     For each weight and position: 2 forward, 2 backward to the states, 2 backward to trained weights. In each layer and
     text: 4 L^2 H forward for attention's two products, twice that backward.
     """
-    # A token passes only some experts of a sparse layer.
+    # A token uses only some experts of a sparse layer.
     counts = parameter_counts(backbone)
     tables = [layer.weight for layer in backbone.modules() if isinstance(layer, nn.Embedding)]
     weights = counts.active - count_values(tables)
@@ -283,7 +283,7 @@ def backbone_flops(backbone: nn.Module, positions: int, squares: int) -> float:
 
 
 def backbone_of(module: nn.Module) -> nn.Module | None:
-    """The backbone that a module trains, of its embedder or of its language model."""
+    """The backbone of a module's embedder or language model."""
     model: Any = getattr(module, "embedder", None) or getattr(module, "language_model", None)
     found = getattr(model, "backbone", None)
     return found if isinstance(found, nn.Module) else None
@@ -295,7 +295,7 @@ def dtype_of(precision: str) -> torch.dtype:
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """The speed of a square matrix product in 10^12 operations a second, the best of five runs."""
+    """The speed of a square matrix product in 10^12 operations per second, the best of five runs."""
     width = 8192 if device.type == "cuda" else 1024
     left = torch.randn(width, width, device=device).to(dtype)
     best = float("inf")

@@ -1,4 +1,4 @@
-"""Retrieval scores during training, by which the best checkpoint can be chosen."""
+"""Retrieval scores during training, for example to choose the best checkpoint."""
 
 import lightning as L
 
@@ -13,7 +13,7 @@ METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
 
 
 class RetrievalEvaluation(L.Callback):
-    """Scores the model on a retrieval folder every so many optimiser steps and logs `val/ndcg_at_10` and its siblings.
+    """Scores the model on a retrieval folder at regular optimiser steps and logs `val/ndcg_at_10` and other metrics.
 
     A model that is trained at several dimensions is scored at each: fewer than all are logged as `val/ndcg_at_10_128`
     and so on. A `ModelCheckpoint` with `monitor: val/ndcg_at_10`, `mode: max` and the same `every_n_train_steps` keeps
@@ -61,7 +61,7 @@ class RetrievalEvaluation(L.Callback):
             self.check_run(trainer, pl_module, run_data(trainer))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Score the untrained model, for the loggers only: Lightning would file these scores at the epoch's end."""
+        """Score the untrained model, for the loggers only: Lightning would log these scores at the end of the epoch."""
         self._scored_step = trainer.global_step
         if self.at_start and trainer.global_step == 0:
             self._score(trainer, pl_module)
@@ -77,7 +77,7 @@ class RetrievalEvaluation(L.Callback):
             self._score_and_log(trainer, pl_module)
 
     def _score_and_log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Score a step that has no scores yet, for the loggers and for the callbacks that monitor a metric."""
+        """Score a step that is not scored yet, for the loggers and for callbacks that monitor a metric."""
         if trainer.global_step == self._scored_step:
             return
         for name, value in self._score(trainer, pl_module).items():
@@ -88,7 +88,7 @@ class RetrievalEvaluation(L.Callback):
         assert self._data is not None
         self._scored_step = trainer.global_step
         scores: dict[str, float] | None = None
-        # Where weights are sharded each rank encodes the same texts, since all must take part in a forward.
+        # With sharded weights each rank encodes the same texts, because all ranks must take part in a forward.
         if trainer.is_global_zero or training_strategy(trainer.strategy).is_sharded:
             encoder = Encoder(embedder_of(pl_module, self))
             size = encoder.num_context if self.context_size is None else self.context_size
@@ -100,7 +100,7 @@ class RetrievalEvaluation(L.Callback):
         scores = trainer.strategy.broadcast(scores)
         assert scores is not None
         named = {f"{self.name}/{metric}": value for metric, value in scores.items()}
-        # Lightning would file them under the next step that is logged, so they go to the loggers by hand.
+        # Lightning would log them under the next logged step, so they are passed to the loggers directly.
         for logger in trainer.loggers:
             logger.log_metrics(named, step=trainer.global_step)
         return named

@@ -20,7 +20,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class RunHealth(L.Callback):
-    """Compares the ranks' weights every so many steps, and records the examples of a step with a numeric error.
+    """Compares the ranks' weights at regular steps, and records the examples of a step with a numeric error.
 
     A module of this library stops on all ranks before an update where a loss or a gradient is NaN or infinite (the loss
     scaler of `16-mixed` skips the update instead). Each rank then writes `numeric-error-rank-R.json` into the run's
@@ -93,7 +93,7 @@ class RunHealth(L.Callback):
 
 
 def weights_checksum(module: nn.Module) -> int:
-    """An integer checksum of the weights, which one flipped bit changes; two of one parameter may cancel out.
+    """An integer checksum of the weights. One flipped bit changes it; two in one parameter may cancel out.
 
     A parameter's bits are added up as integers, times an odd number from its name.
     """
@@ -106,13 +106,13 @@ def weights_checksum(module: nn.Module) -> int:
     for name, of_bits in zip(parameters, torch.stack(sums).tolist(), strict=True):
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         total += of_bits * (int.from_bytes(digest, "little") | 1)
-    # As a signed 64-bit number, which is what ranks exchange.
+    # Signed 64-bit, the type that ranks exchange.
     return (total + 2**63) % 2**64 - 2**63
 
 
 @runtime_checkable
 class RoutedModule(Protocol):
-    """A module that keeps the routing sums of its last step by name, each (sparse layers, experts), over all ranks."""
+    """A module that stores the routing sums of its last step by name, (sparse layers, experts), over all ranks."""
 
     moe_layers: list[int]
     load_balancing: object | None  # None where no sums are kept
@@ -120,7 +120,7 @@ class RoutedModule(Protocol):
 
 
 class RoutingStatistics(L.Callback):
-    """Logs how evenly experts are used, layer by layer, every so many optimiser steps.
+    """Logs how evenly the experts of each layer are used, at regular optimiser steps.
 
     For a sparse layer `i`, over all tokens of the step's queries and documents on all ranks:
     - `routing/load_entropy_layer_i`: entropy of the experts' shares of the tokens over its maximum, 0 to 1; 1 where all
@@ -166,7 +166,7 @@ class RoutingStatistics(L.Callback):
         assert isinstance(pl_module, RoutedModule)
         sums = pl_module.routing
         values = routing_metrics(sums["expert_counts"], sums["expert_probabilities"], pl_module.moe_layers)
-        # Lightning would file them under the next step that is logged, so they go to the loggers by hand.
+        # Lightning would log them under the next logged step, so they are passed to the loggers directly.
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
         for name, value in values.items():

@@ -1,4 +1,4 @@
-"""A run's folder: which one it is, its `metrics.csv`, and the record of config, command, versions and hardware."""
+"""A run's folder: its choice, its `metrics.csv`, and the record of config, command, versions and hardware."""
 
 import csv
 import io
@@ -44,7 +44,7 @@ from embeddings.models.model_card import TrainingFacts
 from embeddings.models.model_files import require_folder_or_nothing
 from embeddings.models.moe.upcycling import parameter_counts
 
-# In a model directory: which run wrote it.
+# The file in a model directory that names the run which wrote it.
 MODEL_RUN_FILE = "training_run.json"
 
 
@@ -61,7 +61,7 @@ class RunRecord(SaveConfigCallback):
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Any, command: list[str]) -> None:
-        # Lightning would check the whole config once more to save it.
+        # Lightning would validate the full config again to save it.
         super().__init__(parser, config, save_to_log_dir=False)
         self.command = command
         self.log_dir = Path()
@@ -107,7 +107,7 @@ class RunRecord(SaveConfigCallback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if self.log_dir != Path():
-            # The command line writes the traceback there.
+            # The command line writes the traceback into this folder.
             exception.run_folder = str(self.log_dir)  # type: ignore[attr-defined]
         # A second Ctrl-C ends the run at once, so no callback may write a checkpoint.
         if isinstance(exception, KeyboardInterrupt):
@@ -133,7 +133,7 @@ class RunRecord(SaveConfigCallback):
         return next((callback for callback in callbacks if isinstance(callback, RunRecord)), None)
 
     def facts(self, num_steps: int) -> TrainingFacts:
-        """The run's facts for the card of a model whose weights have taken so many optimiser steps; on rank 0."""
+        """The run's facts for the card of a model after this number of optimiser steps; on rank 0."""
         return TrainingFacts(self.plain_config, num_steps, self._record)
 
     @cached_property
@@ -152,24 +152,24 @@ def check_output(trainer: L.Trainer, output: str, option: str, replace: bool) ->
     """Refuse a path where anything but a folder is, or, without `replace`, another run's model."""
     require_folder_or_nothing(output)
     place, logger = Path(output).expanduser(), run_logger(trainer)
-    # Without a record runs cannot be distinguished.
+    # Runs without a record cannot be distinguished.
     if replace or logger is None or RunRecord.of(trainer) is None or not (place / "config.json").is_file():
         return
     own = None if logger.resumed is None else read_json_or_empty(logger.resumed.folder / "run.json").get("id")
     if own is None or read_json_or_empty(place / MODEL_RUN_FILE).get("id") != own:
         fix = f"name another one, or set {option}'s replace: true"
-        raise OptionError(f"{option}.output", output, "must not hold a model of another run", fix)
+        raise OptionError(f"{option}.output", output, "must not contain a model of another run", fix)
 
 
 def mark_output(trainer: L.Trainer, folder: Path) -> None:
-    """Write into a model directory which run wrote it."""
+    """Write the run's id into a model directory."""
     record = RunRecord.of(trainer)
     if record is not None:
         write_json(folder / MODEL_RUN_FILE, {"id": record.id, "step": trainer.global_step})
 
 
 def write_none_on_exception(trainer: L.Trainer) -> None:
-    """Keep every `ModelCheckpoint`, which are called after other callbacks, from saving at the current exception."""
+    """Prevent every `ModelCheckpoint` from saving at the current exception; they are called after other callbacks."""
     for kept in model_checkpoints(trainer):
         kept.save_on_exception = False
 
@@ -180,7 +180,7 @@ def model_checkpoints(trainer: L.Trainer) -> list[ModelCheckpoint]:
 
 def plain_types(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
     """A parsed config as plain types."""
-    # It is not checked again: that takes longer than all else at the start of a run.
+    # Not validated again: validation takes longer than the rest of a run's start.
     plain: dict[str, Any] = yaml.safe_load(parser.dump(config, skip_none=False, skip_validation=True, format="yaml"))
     return plain
 
@@ -204,14 +204,14 @@ LOCK_FILE = ".lock"
 
 
 class ResumedRun(NamedTuple):
-    """A run that is resumed in its own folder, and the optimiser steps that its checkpoint has made."""
+    """A run that is resumed in its folder, and the optimiser steps of its checkpoint."""
 
     folder: Path
     step: int
 
 
 class RunLogger(CSVLogger):
-    """Writes `metrics.csv` into the run's folder, and decides which folder that is.
+    """Writes `metrics.csv` into the run's folder, and chooses that folder.
 
     A new run makes the next `version_N`, so two runs that start together get two folders. A resumed run appends to its
     own `metrics.csv`, from which rows of later steps than its checkpoint's are removed. A lock, which ends with the
@@ -221,7 +221,7 @@ class RunLogger(CSVLogger):
     def __init__(self, resumed: ResumedRun | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.resumed = resumed
-        # Loggers that write into the same folder, whose number they get from here.
+        # Loggers that write into the same folder and get its version from this logger.
         self.followers: list[TensorBoardLogger] = []
         self._lock: ExitStack | None = None
         if resumed is not None:
@@ -232,20 +232,20 @@ class RunLogger(CSVLogger):
             self._version = resumed.folder.name
 
     def hold(self) -> None:
-        """Lock the folder, on the first process; a `UserError` where another process writes to it."""
+        """Lock the folder on the first process; raises a `UserError` if another process writes to it."""
         if self._lock is not None or "://" in self.log_dir:
             return
         path, lock = Path(self.log_dir) / LOCK_FILE, ExitStack()
         if not lock.enter_context(file_lock(path, wait=False, optional=True)):
             holder = path.read_text(encoding="utf-8", errors="replace").strip() or "another process"
-            raise UserError(f"{self.log_dir}: {holder} is at work on this run; wait until it ends, or end it")
+            raise UserError(f"{self.log_dir}: {holder} is already running this run; wait until it ends, or end it")
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         self._lock = lock
 
     @property
     @rank_zero_experiment
     def experiment(self) -> ExperimentWriter:
-        """The writer of `metrics.csv`; the first call makes the folder, or truncates the resumed run's file."""
+        """The writer of `metrics.csv`; the first call creates the folder, or truncates the resumed run's file."""
         if self._experiment is None:
             self._make_folder()
             self.hold()
@@ -254,7 +254,7 @@ class RunLogger(CSVLogger):
         return self._experiment
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Write the rows so far, since a resumed run does not log them again."""
+        """Write the rows so far, because a resumed run does not log them again."""
         self.save()
 
     @rank_zero_only
@@ -278,7 +278,7 @@ class RunLogger(CSVLogger):
             follower._version = self.version
 
     def _names_kept(self) -> list[str]:
-        """The columns of the rows that stay in `metrics.csv`, none for a new file."""
+        """The columns of the rows that stay in `metrics.csv`, empty for a new file."""
         path = Path(self.log_dir) / METRICS_FILE
         if self.resumed is None or not path.is_file():
             path.unlink(missing_ok=True)
@@ -291,7 +291,7 @@ class RunLogger(CSVLogger):
 
 
 class _Appender(ExperimentWriter):
-    """Appends to a file that has columns already."""
+    """Appends to a file that already has columns."""
 
     def __init__(self, log_dir: str, names: list[str]) -> None:
         super().__init__(log_dir)
@@ -344,12 +344,12 @@ def _write_rows(path: Path, names: list[str], rows: list[dict[str, Any]]) -> Non
 
 
 Float32Products = Literal["highest", "high"]
-# What torch reads when a process first takes memory of a GPU; the first one counts.
+# Environment variables that torch reads when a process first allocates GPU memory; the first one counts.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class DeviceSettings(Callback):
-    """Sets the precision of float32 products for the run, and how torch takes a GPU's memory. A CPU is as it was.
+    """Sets the precision of float32 products for the run, and torch's allocation of GPU memory. No effect on a CPU.
 
     Args:
         float32_products: `highest` for float32; `high` lets a GPU round the factors to TF32, 10 bits of mantissa in the

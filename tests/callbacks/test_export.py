@@ -98,7 +98,7 @@ def test_a_model_of_another_run_is_replaced_only_on_request(tmp_path):
     run_with_export(tmp_path, best=False)
     before = exported(tmp_path)
     words = ["fit", "--config", str(tmp_path / "config.yaml")]
-    with pytest.raises(OptionError, match=r"ExportModel\.output must not hold a model of another run, got "):
+    with pytest.raises(OptionError, match=r"ExportModel\.output must not contain a model of another run, got "):
         run_trainer([*words, "--seed_everything=5"])
     assert all(torch.equal(value, before[name]) for name, value in exported(tmp_path).items())
     assert [path.name for path in (tmp_path / "run" / "tiny").iterdir()] == ["version_0"]
@@ -109,7 +109,7 @@ def test_a_model_of_another_run_is_replaced_only_on_request(tmp_path):
     assert any(not torch.equal(resumed[name], before[name]) for name in before)
     # A model that does not say which run wrote it is another's.
     (tmp_path / "model" / MODEL_RUN_FILE).unlink()
-    with pytest.raises(OptionError, match=r"ExportModel\.output must not hold a model of another run, got "):
+    with pytest.raises(OptionError, match=r"ExportModel\.output must not contain a model of another run, got "):
         run_trainer([*words, "--ckpt_path=auto", "--trainer.max_steps=6"])
     config = yaml.safe_load((tmp_path / "config.yaml").read_text())
     config["trainer"]["callbacks"][2]["init_args"]["replace"] = True

@@ -301,7 +301,7 @@ def test_a_run_that_somebody_writes_to_is_not_resumed_and_a_killed_writer_leaves
         assert main([*words, "--trainer.max_steps=4", "--ckpt_path=auto"]) == 2
         line = capsys.readouterr().err.splitlines()[-1]
         assert line.startswith(f"error: {folder}: process {holder.pid} on ")
-        assert line.endswith(" is at work on this run; wait until it ends, or end it")
+        assert line.endswith(" is already running this run; wait until it ends, or end it")
         after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         assert after | {folder / LOCK_FILE: b""} == before | {folder / LOCK_FILE: b""}
         # A new run is not in its way.
