@@ -1,4 +1,4 @@
-"""Errors that people cause, and optional libraries."""
+"""The library's exceptions, and optional libraries."""
 
 import os
 import pickle
@@ -29,15 +29,15 @@ from embeddings.common.errors import (
         (NumericError("loss is nan"), "loss is nan", 70),
     ],
 )
-def test_an_error_says_one_line_and_arrives_from_another_process_as_it_was(error, line, code):
-    arrived = pickle.loads(pickle.dumps(error))
-    assert type(arrived) is type(error)
-    assert str(arrived) == str(error) == line
-    assert (arrived.args, arrived.exit_code) == (error.args, code)
+def test_an_error_has_one_line_and_survives_pickling(error, line, code):
+    copied = pickle.loads(pickle.dumps(error))
+    assert type(copied) is type(error)
+    assert str(copied) == str(error) == line
+    assert (copied.args, copied.exit_code) == (error.args, code)
 
 
 class PanicException(BaseException):
-    """As a library written in Rust raises it."""
+    """Has the name of the exception that Rust libraries raise."""
 
 
 def failing(error: BaseException) -> None:
@@ -52,7 +52,7 @@ def test_a_panic_is_an_error_without_its_backtrace(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_what_else_is_written_meanwhile_comes_afterwards_and_other_exceptions_pass(capfd):
+def test_other_standard_error_is_written_afterwards_and_other_exceptions_propagate(capfd):
     with rust_panics_as_errors():
         os.write(2, b"a warning")
     assert capfd.readouterr().err == "a warning"
@@ -61,7 +61,7 @@ def test_what_else_is_written_meanwhile_comes_afterwards_and_other_exceptions_pa
     assert capfd.readouterr().err == "a note"
 
 
-def test_a_missing_library_names_its_extra_and_one_that_breaks_inside_is_not_called_missing(tmp_path, monkeypatch):
+def test_only_a_missing_library_raises_an_error_that_names_its_extra(tmp_path, monkeypatch):
     assert require("json", "dev") is sys.modules["json"]
     with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[cpu\]'"):
         require("no_such_library_at_all", "cpu")
@@ -77,5 +77,5 @@ def test_importing_the_library_loads_nothing_heavy():
         "heavy = {'torch', 'transformers', 'lightning', 'datasets', 'faiss', 'mteb', 'deepspeed', 'sklearn'}; "
         "print(sorted(heavy & set(sys.modules)))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

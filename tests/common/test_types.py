@@ -1,4 +1,4 @@
-"""Token batches, packed rows, mini-batches and the protocols between a method and its trainer."""
+"""Token batches, packed rows and mini-batches."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ def batch_of(texts, masks=None):
     return TokenBatch.from_lists(texts, masks or [[True] * len(text) for text in texts])
 
 
-def test_padding_puts_every_token_where_its_text_is():
+def test_padding_keeps_every_token_in_the_row_of_its_text():
     tokens = batch_of([[5, 6, 7], [8], [9, 10]], [[False, True, True], [True], [True, False]])
     padded = tokens.padded(pad_token_id=1)
     assert padded.input_ids_NL.tolist() == [[5, 6, 7], [8, 1, 1], [9, 10, 1]]
@@ -36,7 +36,7 @@ def test_lengths_stay_on_the_cpu_when_tokens_move():
     assert tokens.device_lengths_N.device.type == "meta"
 
 
-def test_a_batch_moves_whole():
+def test_all_tensors_of_a_batch_move_to_the_device():
     number = torch.zeros(1, dtype=torch.int64)
     fields = dict.fromkeys(ContrastiveBatch.__dataclass_fields__, number)
     texts = {"query": batch_of([[1]]), "candidate": batch_of([[2]]), "context": batch_of([[3]])}
@@ -53,23 +53,23 @@ def test_a_batch_moves_whole():
 DOCUMENT_NL = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, -1, -1]])
 
 
-def test_positions_count_within_each_document_and_begin_anew_in_each_row() -> None:
+def test_positions_count_within_each_document_and_restart_in_each_row() -> None:
     expected = []
     for row in DOCUMENT_NL.tolist():
-        seen: dict[int, int] = {}
+        counts: dict[int, int] = {}
         for document in row:
-            expected.append(seen.get(document, 0))
-            seen[document] = seen.get(document, 0) + 1
+            expected.append(counts.get(document, 0))
+            counts[document] = counts.get(document, 0) + 1
     assert positions_in_document(DOCUMENT_NL).flatten().tolist() == expected
 
 
-def test_rows_and_targets_move_and_their_numbers_stay_on_the_cpu() -> None:
-    number_N, read_P = torch.arange(2), torch.tensor([1, 2, 3])
-    rows = PackedRows(DOCUMENT_NL, DOCUMENT_NL, DOCUMENT_NL < 0, number_N, number_N).to("meta")
-    moved = Prediction(DOCUMENT_NL, DOCUMENT_NL, read_P, read_P + 1, True, number_N).to("meta")
+def test_packed_rows_and_predictions_move_and_their_row_indices_stay_on_the_cpu() -> None:
+    index_N, read_P = torch.arange(2), torch.tensor([1, 2, 3])
+    rows = PackedRows(DOCUMENT_NL, DOCUMENT_NL, DOCUMENT_NL < 0, index_N, index_N).to("meta")
+    moved = Prediction(DOCUMENT_NL, DOCUMENT_NL, read_P, read_P + 1, True, index_N).to("meta")
     assert (len(rows), len(moved), moved.has_padding) == (2, 3, True)
     assert rows.special_NL.device.type == moved.label_P.device.type == moved.document_NL.device.type == "meta"
-    assert rows.draw_N is rows.row_N is moved.row_N is number_N
+    assert rows.draw_N is rows.row_N is moved.row_N is index_N
 
 
 def lengths(*values: int) -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_the_longest_texts_come_first_and_ties_keep_their_order(lengths_N: tuple
     assert [rows.tolist() for rows in plan_mini_batches(lengths(*lengths_N), 8)] == plan
 
 
-def test_sorting_leaves_almost_no_padding_in_a_long_tailed_set() -> None:
+def test_sorting_leaves_at_most_5_percent_padding_for_long_tailed_lengths() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths_N = (torch.randn(2000, generator=generator) * 0.8 + 4).exp().clamp(4, 512).long()
     plan = plan_mini_batches(lengths_N, 2048)
@@ -109,24 +109,24 @@ def test_an_impossible_limit_is_refused(budget: int, max_texts: int | None, name
         plan_mini_batches(lengths(1), budget, max_texts)
 
 
-def test_texts_are_taken_whole_in_the_order_given() -> None:
+def test_texts_are_taken_in_the_requested_order_and_truncated() -> None:
     tokens = TokenBatch.from_lists([[1, 2, 3], [], [4], [5, 6]], [[True, False, True], [], [False], [True, True]])
     taken = take_texts(tokens, torch.tensor([3, 1, 0]))
     assert taken.input_ids_T.tolist() == [5, 6, 1, 2, 3]
     assert taken.pooling_mask_T.tolist() == [True, True, True, False, True]
     assert taken.lengths_N.tolist() == [2, 0, 3]
-    cut = take_texts(tokens, torch.tensor([3, 0, 1, 2]), max_length=1)
-    assert cut.input_ids_T.tolist() == [5, 1, 4]
-    assert cut.pooling_mask_T.tolist() == [True, True, False]
-    assert cut.lengths_N.tolist() == [1, 1, 0, 1]
+    truncated = take_texts(tokens, torch.tensor([3, 0, 1, 2]), max_length=1)
+    assert truncated.input_ids_T.tolist() == [5, 1, 4]
+    assert truncated.pooling_mask_T.tolist() == [True, True, False]
+    assert truncated.lengths_N.tolist() == [1, 1, 0, 1]
     assert take_texts(tokens, torch.tensor([0]), max_length=9).input_ids_T.tolist() == [1, 2, 3]
     assert len(take_texts(tokens, torch.empty(0, dtype=torch.int64))) == 0
 
 
-def test_neighbouring_texts_are_views_of_the_same_tokens() -> None:
+def test_consecutive_texts_are_views_of_the_same_tokens() -> None:
     texts, masks = [[1, 2, 3], [], [4], [5, 6]], [[True, False, True], [], [False], [True, True]]
-    whole = take_texts(TokenBatch.from_lists(texts, masks), torch.arange(4))
-    for tokens in (whole, TokenBatch.from_lists(texts, masks)):
+    with_device_lengths = take_texts(TokenBatch.from_lists(texts, masks), torch.arange(4))
+    for tokens in (with_device_lengths, TokenBatch.from_lists(texts, masks)):
         for first in range(4):
             for count in range(1, 5 - first):
                 run, rows = tokens.run_of_texts(first, count), torch.arange(first, first + count)

@@ -128,12 +128,12 @@ def test_another_corpus_model_or_option_is_refused_by_name(corpus, encoder, tmp_
     for used, options, message in (
         (encoder, {"shard_size": 5}, "field 'shard_size' is 4, expected 5"),
         (encoder, {"shard_size": 4, "prompt_name": "other"}, "field 'prompt_name' is None, expected 'other'"),
-        (other, {"shard_size": 4}, "field 'model_sha256' is"),
+        (other, {"shard_size": 4}, "field 'model_sha256' differs"),
     ):
         with pytest.raises(InputError, match=message):
             encode_corpus(used, corpus, tmp_path / "out", **options)
     corpus.write_text(corpus.read_text().replace("d10", "d99"))
-    with pytest.raises(InputError, match="field 'corpus_sha256' is"):
+    with pytest.raises(InputError, match="field 'corpus_sha256' differs"):
         encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     assert content(tmp_path / "out") == before
 

@@ -197,7 +197,7 @@ def test_tasks_and_a_kill_change_no_byte_with_reused_vectors(folders, encoder, t
 
 def test_a_folder_of_another_model_leaves_no_files(folders, tmp_path):
     other = Encoder(tiny_embedder(), precision="float32")
-    with pytest.raises(InputError, match=r"q/manifest.json: field 'model_sha256' is"):
+    with pytest.raises(InputError, match=r"q/manifest.json: field 'model_sha256' differs"):
         encode_pairs(other, source(tmp_path, ROWS), tmp_path / "out", encoded=folders)
     assert not (tmp_path / "out").exists()
 

@@ -104,12 +104,12 @@ def test_other_vectors_or_a_damaged_file_are_refused(folder, vectors):
     path, before = folder.path / INDEX_FILE, (folder.path / INDEX_FILE).read_bytes()
     for content, field in ((before[:-9], "num_bytes"), (bytes(200) + before[200:], "head_sha256"), (b"", "num_bytes")):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=f"field '{field}' is .*; make it with the command index"):
+        with pytest.raises(InputError, match=f"field '{field}' (is|differs).*; make it with the command index"):
             Index.open(folder)
     path.write_bytes(before)
     Index.open(folder)
     save_array(folder.shards.path(1), unit_vectors(130, seed=3))
-    with pytest.raises(InputError, match="field 'vectors_sha256' is"):
+    with pytest.raises(InputError, match="field 'vectors_sha256' differs"):
         Index.open(folder)
     folder.shards.path(4).unlink()
     with pytest.raises(InputError, match=r"vectors-00004\.npy: is missing"):

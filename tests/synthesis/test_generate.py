@@ -395,7 +395,7 @@ def test_a_row_without_a_usable_answer_is_omitted_and_listed(tmp_path, source):
 def test_a_folder_is_not_resumed_with_other_pairs(tmp_path, source):
     regenerate(tmp_path / "job", source, FakeClient())
     other = write_jsonl(tmp_path / "other.jsonl", ROWS[:1])
-    with pytest.raises(InputError, match=r"field .source_key. is"):
+    with pytest.raises(InputError, match=r"field .source_key. differs"):
         regenerate(tmp_path / "job", SourceConfig("input", str(other)), FakeClient())
 
 
