@@ -46,6 +46,8 @@ ALLOWED = (
     "torch.nn",
     "torch.optim",
 )
+# Maximum number of values that come from YAML aliases: a few lines of nested aliases can expand to billions.
+MAX_ALIASED_VALUES = 10_000
 
 _INVALID_CHARACTER = re.compile("[\0\ud800-\udfff]")
 # A value of `--config` that names a file; anything else is the config's text.
@@ -109,7 +111,7 @@ def located(path: str) -> str:
     """The path of a config: as written, or else inside the library, so that `lightning_configs/…` works anywhere."""
     in_library = CONFIGS.parent / path
     is_library_name = Path(path).parts[:1] == (FOLDER,)
-    return str(in_library) if is_library_name and not os.path.isfile(path) and in_library.is_file() else path
+    return str(in_library) if is_library_name and not _is_file(path) and _is_file(str(in_library)) else path
 
 
 def read_recipes() -> dict[str, dict[str, str]]:
@@ -237,7 +239,7 @@ def configs_of(path: str) -> list[tuple[str, dict[str, Any]]]:
             return configs
         if not isinstance(included, str):
             raise InputError(f"--config {path}", "config: must be one file", "give more files by --config options")
-        is_path = os.path.isfile(path) and _FILE_NAME.fullmatch(included)
+        is_path = _is_file(path) and _FILE_NAME.fullmatch(included)
         path = os.path.normpath(Path(path).parent / included) if is_path else included
     raise InputError(f"--config {path}", "includes itself", "remove its config: key")
 
@@ -245,7 +247,7 @@ def configs_of(path: str) -> list[tuple[str, dict[str, Any]]]:
 def read_config(path: str) -> dict[str, Any]:
     """The content of a config: a file, or the text itself."""
     where = f"--config {path}"
-    if os.path.isfile(path):  # unlike Path.is_file, False for a config's text that is too long for a file name
+    if _is_file(path):
         content = read_yaml(path, where)
     elif _FILE_NAME.fullmatch(path):
         raise InputError(where, "no such file", f"the library's configs are in {CONFIGS}")
@@ -255,6 +257,13 @@ def read_config(path: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(where, "contains no options", "write them as OPTION: VALUE")
     return content
+
+
+def _is_file(value: str) -> bool:
+    try:
+        return Path(value).is_file()
+    except OSError:  # a config's text, too long for a file name
+        return False
 
 
 def read_yaml(path: str | Path, where: str) -> Any:
@@ -269,7 +278,7 @@ def read_yaml(path: str | Path, where: str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The content of a YAML text: one document without custom tags or duplicate keys."""
+    """The content of a YAML text: one document without custom tags, duplicate keys or too many aliased values."""
     try:
         return _PlainLoader(text, where).get_single_data()
     except yaml.MarkedYAMLError as error:
@@ -282,21 +291,29 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """The safe loader, which also refuses duplicate keys and an alias inside its own value."""
+    """The safe loader, which also refuses duplicate keys and more than `MAX_ALIASED_VALUES` aliased values."""
 
     def __init__(self, text: str, where: str) -> None:
         self.where = where
-        self.finished: set[yaml.Node | None] = set()
+        # The number of values so far, of those from aliases, and of those inside each node.
+        self.num_values = self.num_aliased = 0
+        self.sizes: dict[yaml.Node | None, int] = {}
         super().__init__(text)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        is_alias = self.check_event(yaml.AliasEvent)
+        is_alias, before = self.check_event(yaml.AliasEvent), self.num_values
         node = super().compose_node(parent, index)
         if is_alias:
-            if node not in self.finished:
+            if node not in self.sizes:
                 raise RecursionError
+            self.num_values += self.sizes[node]
+            self.num_aliased += self.sizes[node]
+            if self.num_aliased > MAX_ALIASED_VALUES:
+                what = f"its aliases expand to more than {MAX_ALIASED_VALUES:,} values"
+                raise InputError(self.where, what, "write out their values")
             return node
-        self.finished.add(node)
+        self.num_values += 1
+        self.sizes[node] = self.num_values - before
         if isinstance(node, yaml.MappingNode):
             lines: dict[tuple[str, str], int] = {}
             for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from embeddings.cli.configs import (
+    MAX_ALIASED_VALUES,
     check_configs,
     configs_of,
     expand_recipe,
@@ -25,7 +26,12 @@ CONFIGS = ROOT / "lightning_configs"
 GOOD = "a: &a {x: 1e-3, y: [no, 07, ~]}\nb:\n  <<: *a\n  x: 2\n'a b': 2020-01-01\n"
 
 
-@pytest.mark.parametrize("text", [GOOD, "", "- {a: 1}\n- [b]\n"])
+def bomb(levels):
+    lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("text", [GOOD, "", "- {a: 1}\n- [b]\n", bomb(9)])
 def test_yaml_is_read_as_by_the_safe_loader(text, tmp_path):
     assert parse_yaml(text, "x") == yaml.safe_load(text)
     (tmp_path / "a.yaml").write_text(text)
@@ -42,7 +48,7 @@ def test_yaml_is_read_as_by_the_safe_loader(text, tmp_path):
         ('a: "b\\0"\n', "a NUL character, line 1"),
         ('a: 1\nb: "\\ud83d"\n', "an unpaired surrogate, line 2"),
         ("[" * 5000, "is nested too deeply"),
-        ("a: &a [*a]\n", "an alias contains itself; flatten it"),
+        (bomb(30), "its aliases expand to more than 10,000 values; write out their values"),
         ("a: 1\nb: 2026-13-45\n", "'2026-13-45' is not a valid timestamp (month must be in 1..12), line 2"),
         ("a: !!bool x\n", "not a YAML file: 'x' is not a valid bool, line 1"),
         ("a: " + "9" * 5000, "is not a valid int (Exceeds the limit (4300 digits) for integer string conversion: val"),
@@ -54,6 +60,13 @@ def test_a_config_that_is_not_plain_yaml_is_refused_in_one_line(text, says):
     assert str(caught.value).startswith("x.yaml: ")
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_reasonable_number_of_aliased_values_is_accepted():
+    few = "a: &a [1, 2, 3]\n" + "".join(f"b{n}: *a\n" for n in range(MAX_ALIASED_VALUES // 4))
+    assert len(parse_yaml(few, "x")) == MAX_ALIASED_VALUES // 4 + 1
+    with pytest.raises(InputError, match="its aliases expand to more than 10,000 values"):
+        parse_yaml(few + "c: *a\n", "x")
 
 
 @pytest.mark.parametrize(("content", "says"), [(b"a: \xe9\n", "byte 4 is not UTF-8"), (None, "Is a directory")])
