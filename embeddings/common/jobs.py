@@ -84,7 +84,7 @@ class _LineBar(tqdm):  # type: ignore[type-arg]
 
 @dataclass(frozen=True)
 class ArrayTask:
-    """One of the processes that share a job: it has the shards `s` with `s % count == index`, from 0."""
+    """One of the processes that share a job: it makes the shards `s` with `s % count == index`, from 0."""
 
     index: int = 0
     count: int = 1
@@ -93,7 +93,7 @@ class ArrayTask:
         if self.count < 1:
             raise OptionError("num_tasks", self.count, "must be >= 1", "leave it out for one process")
         if not 0 <= self.index < self.count:
-            raise OptionError("task_index", self.index, f"must lie in 0 … {self.count - 1}", "count tasks from 0")
+            raise OptionError("task_index", self.index, f"must be from 0 to {self.count - 1}", "count tasks from 0")
 
     def shards(self, num_shards: int) -> range:
         return range(self.index, num_shards, self.count)
@@ -117,29 +117,31 @@ class TaskOptions:
         if index is not None and count is not None:
             return ArrayTask(index, count)
         if index is not None or count is not None:
-            given, absent = ("num_tasks", "task_index") if index is None else ("task_index", "num_tasks")
-            raise OptionError(given, count if index is None else index, f"needs {absent}", "give both or neither")
+            present, absent = ("num_tasks", "task_index") if index is None else ("task_index", "num_tasks")
+            raise OptionError(present, count if index is None else index, f"needs {absent}", "give both or neither")
         if "SLURM_ARRAY_TASK_ID" not in os.environ:
             return ArrayTask()
-        number, least, count, step = (
-            _whole_number(f"SLURM_ARRAY_TASK_{name}", default, smallest)
-            for name, default, smallest in (("ID", 0, 0), ("MIN", 0, 0), ("COUNT", 1, 1), ("STEP", 1, 1))
+        number, first, count, step = (
+            _integer_variable(f"SLURM_ARRAY_TASK_{name}", default, minimum)
+            for name, default, minimum in (("ID", 0, 0), ("MIN", 0, 0), ("COUNT", 1, 1), ("STEP", 1, 1))
         )
-        index, rest = divmod(number - least, step)
-        if rest or not 0 <= index < count:
-            raise OptionError("SLURM_ARRAY_TASK_ID", number, f"is not one of {count} even steps", _GIVE_TASK)
+        index, remainder = divmod(number - first, step)
+        if remainder or not 0 <= index < count:
+            raise OptionError(
+                "SLURM_ARRAY_TASK_ID", number, f"is not in an array of {count} tasks with a constant step", _GIVE_TASK
+            )
         return ArrayTask(index, count)
 
 
-def _whole_number(name: str, default: int, smallest: int) -> int:
+def _integer_variable(name: str, default: int, minimum: int) -> int:
     value = os.environ.get(name, str(default))
-    if not (value.isascii() and value.isdigit()) or int(value) < smallest:
-        raise OptionError(name, value, f"must be a whole number >= {smallest}", _GIVE_TASK)
+    if not (value.isascii() and value.isdigit()) or int(value) < minimum:
+        raise OptionError(name, value, f"must be an integer >= {minimum}", _GIVE_TASK)
     return int(value)
 
 
 class JobFolder:
-    """A folder that one resumable job writes; `manifest.json` has its fields and whether it is complete.
+    """A folder that one resumable job writes; `manifest.json` records its fields and whether it is complete.
 
     An `InputError` refuses a folder with other content, or a job with other fields.
 
@@ -162,11 +164,11 @@ class JobFolder:
                 if not manifest.exists():
                     write_manifest(self.folder, {**self.fields, **defaults, "complete": False})
                     (self.folder / ".lock").unlink(missing_ok=True)
-        found = check_manifest(self.folder, {})
+        recorded = check_manifest(self.folder, {})
         # Another process may have been first, with other fields; manifests of older versions lack `num_shards`.
-        expected = {name: value for name, value in self.fields.items() if name != "num_shards" or name in found}
+        expected = {name: value for name, value in self.fields.items() if name != "num_shards" or name in recorded}
         check_manifest(self.folder, expected)
-        self.fields |= {name: found.get(name, value) for name, value in defaults.items()}
+        self.fields |= {name: recorded.get(name, value) for name, value in defaults.items()}
 
     @property
     def complete(self) -> bool:
@@ -236,20 +238,20 @@ class ShardedJob(JobFolder):
         """
         if self.complete:
             return
-        own = (task or ArrayTask()).shards(self.num_shards)
-        others = [shard for shard in range(self.num_shards) if shard not in own] if take_over else []
-        shards = [*own, *others]
-        left = [shard for shard in shards if not self.path(shard).exists()]
+        task_shards = (task or ArrayTask()).shards(self.num_shards)
+        others = [shard for shard in range(self.num_shards) if shard not in task_shards] if take_over else []
+        shards = [*task_shards, *others]
+        missing = [shard for shard in shards if not self.path(shard).exists()]
         title = str(self.fields.get("kind", self.stem))
-        with progress_bar(len(shards), title, "shard", initial=len(shards) - len(left)) as bar:
+        with progress_bar(len(shards), title, "shard", initial=len(shards) - len(missing)) as bar:
             for wait in (False, True):
-                unmade = []
-                for shard in left:
+                busy = []
+                for shard in missing:
                     if self.make(shard, make, wait):
                         bar.update()
                     else:
-                        unmade.append(shard)
-                left = unmade
+                        busy.append(shard)
+                missing = busy
 
     def make(self, shard: int, make: MakeShard, wait: bool = False) -> bool:
         """Make one shard unless it exists; False if another process is making it and `wait` is not set."""
@@ -271,12 +273,12 @@ class ShardedJob(JobFolder):
 
 
 def require_free(folder: Path) -> None:
-    """Refuse a folder with anything but a job in it."""
+    """Refuse a folder that contains files but no job's manifest."""
     if (folder / "manifest.json").exists() or not folder.exists():
         return
     # Hidden files are locks and temporary files of other processes.
     if not folder.is_dir() or any(not path.name.startswith(".") for path in folder.iterdir()):
-        raise InputError(str(folder), "something else lies there already", "name a new folder")
+        raise InputError(str(folder), "already exists and has no manifest", "name a new folder")
 
 
 def require_shard_size(shard_size: int) -> None:
@@ -319,11 +321,11 @@ def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any]
     if not output.exists():
         return None
     if not manifest_path(output).is_file():
-        raise InputError(str(output), "something else lies there already", "name a new file")
-    found = check_file_manifest(manifest_path(output), fields)
-    if file_sha256(output) != found["output_sha256"]:
+        raise InputError(str(output), "already exists and has no manifest", "name a new file")
+    manifest = check_file_manifest(manifest_path(output), fields)
+    if file_sha256(output) != manifest["output_sha256"]:
         raise InputError(str(output), "is not the file that its manifest describes", "delete it and run again")
-    return found
+    return manifest
 
 
 @contextmanager
@@ -355,8 +357,8 @@ Result = TypeVar("Result")
 
 # Maximum items of a process: the current one and the next one.
 _MAX_ITEMS = 2
-_SECONDS_TO_END = 10.0
-_KEPT = "what is finished is kept"
+_TERMINATION_SECONDS = 10.0
+_RESULTS_KEPT = "finished results are kept"
 
 
 def spread(
@@ -381,7 +383,7 @@ def spread(
         workers = [stack.enter_context(_Worker(name, make)) for name, make in makers.items()]
         # Terminate all before waiting for the first.
         for worker in workers:
-            stack.callback(worker.tell_to_end)
+            stack.callback(worker.terminate)
         yield from _exchange(workers, iter(items))
 
 
@@ -423,20 +425,20 @@ class _Worker(Generic[Item, Result]):
         resource_tracker.ensure_running()
         with block_signals((signal.SIGINT,)):
             self._process.start()
-        # Only the worker holds its end now, so its death closes the connection.
+        # Only the worker has its end open now, so its death closes the connection.
         remote.close()
 
     def __enter__(self) -> "_Worker[Item, Result]":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.tell_to_end()
-        self._process.join(_SECONDS_TO_END)
+        self.terminate()
+        self._process.join(_TERMINATION_SECONDS)
         self._process.kill()
         self._process.join()
         self.connection.close()
 
-    def tell_to_end(self) -> None:
+    def terminate(self) -> None:
         self._process.terminate()
 
     def send(self, item: Item) -> None:
@@ -450,14 +452,14 @@ class _Worker(Generic[Item, Result]):
         try:
             result, error = pickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionResetError):
-            raise WorkerError(f"the process of {self.name} {self._end()}; {_KEPT}") from None
+            raise WorkerError(f"the process of {self.name} {self._exit_description()}; {_RESULTS_KEPT}") from None
         if error is not None:
             raise error
         self.num_items -= 1
         return result  # type: ignore[no-any-return]
 
-    def _end(self) -> str:
-        self._process.join(_SECONDS_TO_END)
+    def _exit_description(self) -> str:
+        self._process.join(_TERMINATION_SECONDS)
         code = self._process.exitcode or 0
         return f"was ended by a signal ({signal.Signals(-code).name})" if code < 0 else f"ended with code {code}"
 
@@ -475,11 +477,11 @@ def _serve(connection: Connection, name: str, make: Callable[[], Callable[[Any],
     except (BrokenPipeError, ConnectionResetError):
         return
     except Exception as error:
-        told: Exception = error
+        reported: Exception = error
         if not (isinstance(error, (UserError, NumericError, OSError)) and _survives_pickling(error)):
-            told = WorkerError(f"the process of {name} met {type(error).__name__}: {error}; {_KEPT}")
+            reported = WorkerError(f"the process of {name} raised {type(error).__name__}: {error}; {_RESULTS_KEPT}")
         with suppress(BrokenPipeError, ConnectionResetError):
-            connection.send_bytes(pickle.dumps((None, told)))
+            connection.send_bytes(pickle.dumps((None, reported)))
 
 
 def _survives_pickling(error: Exception) -> bool:

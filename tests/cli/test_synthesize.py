@@ -116,7 +116,7 @@ BAD = [
     (["--regenerate-negatives", "bad.jsonl", "--num-examples", "5"], "num_examples has no effect"),
     (["--regenerate-negatives", "bad.jsonl", "--method", "nv_embed"], "method has no effect"),
     (["--regenerate-negatives", "bad.jsonl", "--languages", "[Thai]"], "languages has no effect"),
-    (["--output", "bad.jsonl"], "bad.jsonl: something else lies there already"),
+    (["--output", "bad.jsonl"], "bad.jsonl: already exists and has no manifest"),
 ]
 
 

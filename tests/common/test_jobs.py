@@ -1,4 +1,4 @@
-"""Shards appear whole, are shared out, taken over and finished once; processes that work for this one end in a line."""
+"""Shards are atomic, divided among tasks, taken over and merged once; a worker's failure is one line."""
 
 import json
 import os
@@ -51,13 +51,13 @@ def clock(monkeypatch):
     return now
 
 
-@pytest.mark.parametrize("is_named_anew", [False, True])
-def test_a_log_gets_a_line_every_half_minute_and_the_last_one(is_named_anew, clock, capsys):
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_a_log_gets_a_line_every_half_minute_and_the_last_one(is_renamed, clock, capsys):
     with jobs.progress_bar(20, "work", "row") as bar:
         for _ in range(20):
             clock[0] += 5.0
             bar.update()
-            if is_named_anew:
+            if is_renamed:
                 bar.set_description(f"row {bar.n}")
     written = capsys.readouterr().err
     assert "\r" not in written
@@ -71,7 +71,7 @@ def test_a_log_gets_a_line_every_half_minute_and_the_last_one(is_named_anew, clo
 
 
 @pytest.mark.parametrize("seconds", [1.0, 29.0])
-def test_work_of_less_than_half_a_minute_is_no_line_of_a_log(seconds, clock, capsys):
+def test_work_of_less_than_half_a_minute_writes_no_line_to_a_log(seconds, clock, capsys):
     for _ in jobs.progress_bar(None, "work", "row", iterable=range(2)):
         clock[0] += seconds / 2
     assert capsys.readouterr().err == ""
@@ -113,12 +113,12 @@ def test_the_task_comes_from_the_slurm_array(variables, expected, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ((2, 2), "task_index must lie in 0"),
-        ((-1, 2), "task_index must lie in 0"),
+        ((2, 2), "task_index must be from 0 to 1"),
+        ((-1, 2), "task_index must be from 0 to 1"),
         ((0, 0), "num_tasks must be >= 1"),
         ((1, None), "task_index needs num_tasks"),
         ((None, 2), "num_tasks needs task_index"),
-        ((None, None), "SLURM_ARRAY_TASK_ID is not one of 3 even steps, got 9"),
+        ((None, None), "SLURM_ARRAY_TASK_ID is not in an array of 3 tasks with a constant step, got 9"),
     ],
 )
 def test_an_impossible_task_and_an_array_with_gaps_are_refused(given, says, monkeypatch):
@@ -131,10 +131,10 @@ def test_an_impossible_task_and_an_array_with_gaps_are_refused(given, says, monk
 @pytest.mark.parametrize(
     ("name", "value"), [("ID", "abc"), ("ID", ""), ("ID", "-1"), ("MIN", "1.5"), ("COUNT", "0"), ("STEP", "0")]
 )
-def test_an_array_whose_numbers_are_none_is_refused(name, value, monkeypatch):
+def test_an_array_variable_that_is_not_an_integer_is_refused(name, value, monkeypatch):
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
     monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
-    with pytest.raises(OptionError, match=f"SLURM_ARRAY_TASK_{name} must be a whole number >= ., got '{value}'; give"):
+    with pytest.raises(OptionError, match=f"SLURM_ARRAY_TASK_{name} must be an integer >= ., got '{value}'; give"):
         TaskOptions().resolve()
 
 
@@ -170,7 +170,7 @@ def test_the_first_process_decides_a_default_and_the_others_take_it(tmp_path):
         ShardedJob(tmp_path / "job", {**FIELDS, "seed": 4}, 1, defaults={"budget": 64})
 
 
-def test_the_lock_of_finishing_is_there_until_the_job_is_complete(tmp_path, monkeypatch):
+def test_the_lock_of_a_job_is_held_until_it_is_complete(tmp_path, monkeypatch):
     job = ShardedJob(tmp_path, FIELDS, 1)
     job.run(write_letter)
     written, write = [], jobs.write_manifest
@@ -197,7 +197,7 @@ def test_tasks_in_any_order_give_the_bytes_of_one_process(tmp_path):
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
 
 
-def test_a_failed_shard_is_not_there_and_is_made_next_time(tmp_path):
+def test_a_failed_shard_is_missing_and_is_made_next_time(tmp_path):
     def fail_at_one(shard, path):
         path.write_text("half")
         if shard == 1:
@@ -212,7 +212,7 @@ def test_a_failed_shard_is_not_there_and_is_made_next_time(tmp_path):
     assert job.path(1).read_text() == "b"
 
 
-def test_what_others_left_is_taken_over_and_what_they_are_at_is_waited_for(tmp_path):
+def test_missing_shards_of_others_are_made_and_their_current_ones_are_awaited(tmp_path):
     job = ShardedJob(tmp_path, FIELDS, 4)
     started, released, made = threading.Event(), threading.Event(), []
 
@@ -237,7 +237,7 @@ def test_what_others_left_is_taken_over_and_what_they_are_at_is_waited_for(tmp_p
     other.join()
 
 
-def test_another_input_is_refused_by_its_fields_name(tmp_path):
+def test_a_job_with_other_fields_is_refused_and_the_field_is_named(tmp_path):
     ShardedJob(tmp_path / "job", FIELDS, 3)
     before = content(tmp_path / "job")
     with pytest.raises(InputError, match="field 'seed' is 3, expected 4"):
@@ -248,15 +248,15 @@ def test_another_input_is_refused_by_its_fields_name(tmp_path):
 
 
 @pytest.mark.parametrize("as_file", [True, False])
-def test_something_else_is_left_alone(as_file, tmp_path):
-    place = tmp_path / "place"
+def test_a_path_with_other_content_is_refused(as_file, tmp_path):
+    path = tmp_path / "path"
     if as_file:
-        place.write_text("mine")
+        path.write_text("mine")
     else:
-        place.mkdir()
-        (place / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="something else lies there already"):
-        ShardedJob(place, FIELDS, 3)
+        path.mkdir()
+        (path / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="already exists and has no manifest"):
+        ShardedJob(path, FIELDS, 3)
 
 
 KILLED = """
@@ -270,7 +270,7 @@ ShardedJob(sys.argv[1], {"kind": "letters", "seed": 3}, 4).run(make)
 """
 
 
-def test_a_killed_process_leaves_whole_shards_and_its_locks_die_with_it(tmp_path):
+def test_a_killed_process_leaves_complete_shards_and_its_locks_are_released(tmp_path):
     whole = ShardedJob(tmp_path / "whole", FIELDS, 4)
     whole.run(write_letter)
     whole.finish()
@@ -285,7 +285,7 @@ def test_a_killed_process_leaves_whole_shards_and_its_locks_die_with_it(tmp_path
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
 
 
-def test_a_file_is_finished_where_its_manifest_and_content_fit(tmp_path):
+def test_a_file_is_complete_if_its_manifest_and_content_match(tmp_path):
     output, fields = tmp_path / "a.parquet", {"seed": 1, "rules": {"top_k": 2}}
     write_file_manifest(manifest_path(output), fields)
     assert finished_manifest(output, fields) is None
@@ -298,12 +298,12 @@ def test_a_file_is_finished_where_its_manifest_and_content_fit(tmp_path):
     with pytest.raises(InputError, match="is not the file that its manifest describes; delete it"):
         finished_manifest(output, fields)
     manifest_path(output).unlink()
-    with pytest.raises(InputError, match="something else lies there already; name a new file"):
+    with pytest.raises(InputError, match="already exists and has no manifest; name a new file"):
         finished_manifest(output, fields)
 
 
 @pytest.mark.parametrize("error", [InputError("where", "what", "fix"), KeyboardInterrupt(), RuntimeError()])
-def test_folders_go_again_where_a_person_was_wrong_and_stay_otherwise(error, tmp_path):
+def test_new_folders_are_removed_after_a_user_error_and_stay_otherwise(error, tmp_path):
     old, empty, new = tmp_path / "old", tmp_path / "empty", tmp_path / "parent" / "new"
     old.mkdir()
     empty.mkdir()
@@ -333,14 +333,14 @@ def test_shards_cover_all_rows_in_order(num_rows, shard_size):
 
 
 class Refused(OSError):
-    """An error that pickle cannot make again."""
+    """An error that pickle cannot restore."""
 
     def __init__(self, host, why):
         super().__init__(f"{host} {why}")
 
 
 def _work(log, number, item):
-    """Note the item; a negative one is a way to fail."""
+    """Record the item; each negative item fails in another way."""
     if item == -1:
         raise InputError("corpus.jsonl:7", "the vector is zero", "check its text")
     if item == -2:
@@ -372,7 +372,7 @@ def noted(items, read):
         yield item
 
 
-def test_each_item_is_worked_on_once_and_read_when_there_is_room(tmp_path):
+def test_each_item_is_processed_once_and_read_when_a_process_is_free(tmp_path):
     read = []
     results = on_two(tmp_path, noted(range(9), read))
     found = [next(results)]
@@ -387,22 +387,22 @@ def test_each_item_is_worked_on_once_and_read_when_there_is_room(tmp_path):
     ("bad", "kind", "says"),
     [
         (-1, InputError, "^corpus.jsonl:7: the vector is zero; check its text$"),
-        (-2, WorkerError, "^the process of device 0 met RuntimeError: out of memory; what is finished is kept$"),
-        (-3, WorkerError, r"^the process of device 0 was ended by a signal \(SIGKILL\); what is finished is kept$"),
-        (-4, WorkerError, "^the process of device 0 met Refused: the store is closed; what is finished is kept$"),
+        (-2, WorkerError, "^the process of device 0 raised RuntimeError: out of memory; finished results are kept$"),
+        (-3, WorkerError, r"^the process of device 0 was ended by a signal \(SIGKILL\); finished results are kept$"),
+        (-4, WorkerError, "^the process of device 0 raised Refused: the store is closed; finished results are kept$"),
     ],
 )
-def test_a_process_that_fails_is_named_and_the_others_finish_what_they_have(bad, kind, says, tmp_path):
+def test_a_failed_process_is_named_and_the_others_finish_their_items(bad, kind, says, tmp_path):
     found, read = [], []
     with pytest.raises(kind, match=says):
         found.extend(on_two(tmp_path, noted([bad, *range(100)], read)))
-    # The other process had two at least, and nothing new was begun.
+    # The other process had at least two items, and no new item was started.
     assert sorted(found) == [item * item for item in done(tmp_path)]
     assert {0, 2} <= set(done(tmp_path))
     assert len(read) < 100
 
 
-def test_a_large_item_and_a_large_result_pass_each_other(tmp_path):
+def test_large_items_and_results_do_not_block_each_other(tmp_path):
     items = [bytes(3_000_000)] * 6
     assert sum(map(len, spread({"one": _make_echo}, items))) == 18_000_000
 
@@ -433,7 +433,7 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_process_ends_with_the_one_it_works_for_and_leaves_no_half_file(number, tmp_path):
+def test_a_worker_ends_with_its_parent_and_leaves_no_partial_file(number, tmp_path):
     script, folder = tmp_path / "script.py", tmp_path / "out"
     script.write_text(textwrap.dedent(SCRIPT))
     folder.mkdir()

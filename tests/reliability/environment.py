@@ -66,8 +66,8 @@ def failing(number: int) -> Make:
 FULL, NOT_ALLOWED = failing(errno.ENOSPC), failing(errno.EACCES)
 CASES = {
     ENCODE: {
-        "a file where vectors are to lie": (both(corpus, in_the_way), "out: something else lies there already"),
-        "a folder of something else for vectors": (both(corpus, taken), "out: something else lies there already"),
+        "a file at the path of the vectors": (both(corpus, in_the_way), "out: already exists and has no manifest"),
+        "a folder with other content for vectors": (both(corpus, taken), "out: already exists and has no manifest"),
         "a pipe for a corpus": (pipe("corpus.jsonl"), "corpus.jsonl: is not a regular file"),
         "a full disk for vectors": (
             both(corpus, FULL),
@@ -88,7 +88,7 @@ CASES = {
         ),
         "a task of an array that is none": (
             both(pairs, variable("SLURM_ARRAY_TASK_ID", "first")),
-            "SLURM_ARRAY_TASK_ID must be a whole number >= 0, got 'first'",
+            "SLURM_ARRAY_TASK_ID must be an integer >= 0, got 'first'",
         ),
     },
     SHOW: {
