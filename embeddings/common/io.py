@@ -51,7 +51,7 @@ def atomic_path(
 ) -> Iterator[Path]:
     """A temporary path beside `path`; on leaving without an error it is flushed to disk and renamed to `path`.
 
-    After a crash, or an error of `verify` (called once the file is on disk), `path` holds its old content or the
+    After a crash, or an error of `verify` (called once the file is on disk), `path` has its old content or the
     complete new one. `on_stage` is called with each next stage: "sync", "verify", "rename", "sync folder" and "done".
     """
     target = Path(path)
@@ -82,7 +82,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
     Several processes may write the same target: the first to finish wins, and the others' folders are dropped.
     """
-    made = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
+    new_parents = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
     try:
         with scratch_folder(target) as folder:
             yield folder
@@ -96,7 +96,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
             fsync_path(target.parent)
     finally:
         # After a failure the new parent folders are empty, and are removed too.
-        for parent in made:
+        for parent in new_parents:
             with suppress(OSError):
                 parent.rmdir()
 
@@ -140,7 +140,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP)
 def file_lock(path: Path, wait: bool = True, optional: bool = False) -> Iterator[bool]:
     """An exclusive lock between processes, released when its process ends; yields whether it is held.
 
-    If the holder unlinks the file, waiting processes lock a new file. With `optional`, work continues on a file system
+    If its owner unlinks the file, waiting processes lock a new file. With `optional`, work continues on a file system
     without locks.
     """
     lock, is_held = FileLock(path, blocking=wait), True
@@ -261,17 +261,17 @@ def check_file_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any
             hint = f"make it with {program()} {command}"
         raise InputError(str(path), f"this output has no manifest{what}", hint)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        manifest = None
+    if not isinstance(manifest, dict):
         raise InputError(str(path), "is empty or damaged", hint)
     for field, value in expected.items():
-        if field == SETTINGS and field not in found:  # a manifest of an older version
+        if field == SETTINGS and field not in manifest:  # a manifest of an older version
             continue
-        if found.get(field) != value:
-            raise InputError(str(path), _difference(field, found.get(field), value), hint)
-    return Manifest(path, found, hint)
+        if manifest.get(field) != value:
+            raise InputError(str(path), _difference(field, manifest.get(field), value), hint)
+    return Manifest(path, manifest, hint)
 
 
 def _difference(field: str, found: Any, expected: Any) -> str:
@@ -315,7 +315,7 @@ def load_array(path: Path, hint: str, mapped: bool = False) -> Any:
     """
     damaged = InputError(str(path), "is missing, empty or damaged", hint)
     try:
-        found = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+        loaded = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except PermissionError:
         raise
     except MemoryError:
@@ -326,12 +326,12 @@ def load_array(path: Path, hint: str, mapped: bool = False) -> Any:
     # numpy evaluates the header as a Python literal, which may raise many kinds of errors.
     except Exception as error:
         raise damaged from error
-    is_array = isinstance(found, np.ndarray)
+    is_array = isinstance(loaded, np.ndarray)
     if is_array == (path.suffix == ".npz"):
         if not is_array:
-            found.close()
+            loaded.close()
         raise damaged
-    return found
+    return loaded
 
 
 # Tolerance of a vector's squared length, after rounding to float32.

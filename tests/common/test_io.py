@@ -34,7 +34,7 @@ from tests.helpers.disks import fake_disk
 from tests.helpers.processes import Command
 
 
-def test_a_file_appears_whole_and_a_write_that_fails_leaves_the_old_one_and_no_rest(tmp_path):
+def test_a_write_is_atomic_and_a_failure_keeps_the_old_file_alone(tmp_path):
     target = tmp_path / "deep" / "value.json"
     with atomic_path(target) as temporary:
         temporary.write_text("old")
@@ -85,7 +85,7 @@ def test_a_manifest_mismatch_names_the_field_and_both_values(tmp_path):
     assert json.loads((tmp_path / "manifest.json").read_text())["versions"]["torch"]
 
 
-def test_of_hashes_and_mappings_a_person_reads_what_differs(tmp_path):
+def test_a_message_names_what_differs_between_hashes_and_mappings(tmp_path):
     rules = {"margin": 0.95, "keep": {"label": True}}
     write_manifest(tmp_path, {"model_sha256": "a" * 64, "rules": rules})
     with pytest.raises(InputError) as caught:
@@ -114,7 +114,7 @@ def test_a_folder_without_a_manifest_is_refused(kind, says, tmp_path):
         check_manifest(tmp_path, {"kind": kind})
 
 
-def test_a_field_that_is_not_there_or_no_whole_number_is_refused(tmp_path):
+def test_a_field_that_is_missing_or_not_an_integer_is_refused(tmp_path):
     write_manifest(tmp_path, {"rows": 3, "name": "a", "none": 0, "flag": True})
     fields = check_manifest(tmp_path, {})
     assert (fields.integer("rows"), fields.integer("none"), fields.get("gone")) == (3, 0, None)
@@ -132,20 +132,20 @@ def test_a_damaged_manifest_is_refused_in_one_line(content, tmp_path):
         check_manifest(tmp_path, {})
 
 
-def test_room_is_asked_of_the_disk_that_a_place_is_to_be_on(tmp_path, monkeypatch):
+def test_disk_space_is_checked_at_the_nearest_existing_folder(tmp_path, monkeypatch):
     asked = fake_disk(monkeypatch, free=100)
-    place = tmp_path / "not" / "yet" / "there"
-    check_disk_space(place, 100)
-    check_disk_space(place, 150, spare_bytes=50)
+    path = tmp_path / "not" / "yet" / "there"
+    check_disk_space(path, 100)
+    check_disk_space(path, 150, spare_bytes=50)
     with pytest.raises(OSError, match="No space left on device: 1,101 bytes are needed and 100 available") as failure:
-        check_disk_space(place, 1101, spare_bytes=1000)
-    assert (failure.value.errno, failure.value.filename) == (errno.ENOSPC, str(place))
+        check_disk_space(path, 1101, spare_bytes=1000)
+    assert (failure.value.errno, failure.value.filename) == (errno.ENOSPC, str(path))
     monkeypatch.chdir(tmp_path)
     check_disk_space("folder/file", 1)
     check_disk_space(tmp_path, 1)
     assert asked == [tmp_path] * 5
     fake_disk(monkeypatch, free=0, total=0)
-    check_disk_space(place, 10**12)
+    check_disk_space(path, 10**12)
 
 
 def content():
@@ -155,7 +155,7 @@ def content():
 
 
 def of_shape(shape):
-    """The same content under a header that says another shape."""
+    """The same content under a header with another shape."""
     spare = " " * (len(shape) - len("(2, 3)"))
     return content().replace(f"(2, 3), }}{spare}".encode(), f"{shape}, }}".encode())
 
@@ -171,7 +171,7 @@ class Payload:
         return open, ("canary", "w")
 
 
-def test_an_array_is_read_whole_or_mapped(tmp_path):
+def test_an_array_is_loaded_or_mapped(tmp_path):
     (tmp_path / "a.npy").write_bytes(content())
     assert load_array(tmp_path / "a.npy", "x").tolist() == [[0, 1, 2], [3, 4, 5]]
     assert isinstance(load_array(tmp_path / "a.npy", "x", mapped=True), np.memmap)
@@ -197,13 +197,13 @@ def test_an_array_is_read_whole_or_mapped(tmp_path):
         archive(),
     ],
 )
-def test_what_is_no_array_is_one_line(data, mapped, tmp_path):
+def test_a_damaged_array_is_refused_in_one_line(data, mapped, tmp_path):
     (tmp_path / "a.npy").write_bytes(data)
     with pytest.raises(InputError, match=r"a\.npy: is missing, empty or damaged; make it again$"):
         load_array(tmp_path / "a.npy", "make it again", mapped)
 
 
-def test_a_file_that_is_not_there_one_of_objects_and_one_of_another_kind_are_refused(tmp_path, monkeypatch):
+def test_a_missing_file_an_array_of_objects_and_another_format_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save(tmp_path / "a.npy", np.array([Payload()], dtype=object), allow_pickle=True)
     (tmp_path / "a.npz").write_bytes(content())
@@ -214,7 +214,7 @@ def test_a_file_that_is_not_there_one_of_objects_and_one_of_another_kind_are_ref
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), MemoryError()])
-def test_what_is_no_fault_of_the_file_is_raised_as_it_is(error, tmp_path, monkeypatch):
+def test_an_error_that_the_file_did_not_cause_is_raised_unchanged(error, tmp_path, monkeypatch):
     (tmp_path / "a.npy").write_bytes(content())
     load = np.load
 
@@ -253,7 +253,7 @@ ROWS = [{"step": "0", "train/loss": "2.5"}, {"step": "1", "train/loss": ""}]
 
 
 @pytest.mark.parametrize("torn", ["", "2", "20,", "20,1.", "\0\0\0"])
-def test_a_line_that_was_cut_short_is_left_out(torn, tmp_path):
+def test_a_truncated_last_line_is_ignored(torn, tmp_path):
     (tmp_path / "metrics.csv").write_text(WHOLE + torn, newline="")
     assert list(read_metrics(tmp_path / "metrics.csv")) == ROWS
     (tmp_path / "metrics.csv").write_text(torn)
@@ -280,7 +280,7 @@ def test_one_process_holds_a_lock_at_a_time(tmp_path):
         assert third
 
 
-def test_a_link_in_the_locks_place_is_not_followed(tmp_path):
+def test_a_link_at_the_path_of_a_lock_is_not_followed(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "lock").symlink_to("mine")
     with pytest.raises(OSError, match="symbolic links"), file_lock(tmp_path / "lock"):
@@ -288,7 +288,7 @@ def test_a_link_in_the_locks_place_is_not_followed(tmp_path):
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-def test_processes_that_take_turns_lose_nothing_where_each_unlinks_the_lock(tmp_path):
+def test_no_update_is_lost_if_each_process_unlinks_the_lock(tmp_path):
     (tmp_path / "count").write_text("0")
     command = ["-c", COUNT, str(tmp_path / "lock"), str(tmp_path / "count")]
     processes = [Command(command) for _ in range(3)]
@@ -300,7 +300,7 @@ def test_processes_that_take_turns_lose_nothing_where_each_unlinks_the_lock(tmp_
     ("code", "optional", "is_held"),
     [(errno.ENOLCK, True, True), (errno.ENOLCK, False, False), (errno.EIO, True, False)],
 )
-def test_a_file_system_without_locks_is_no_obstacle_to_what_needs_none(code, optional, is_held, tmp_path, monkeypatch):
+def test_only_an_optional_lock_works_on_a_file_system_without_locks(code, optional, is_held, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(code, "no locks")
 
@@ -347,7 +347,7 @@ with atomic_folder(Path(sys.argv[1])) as folder:
 """
 
 
-def test_a_folder_appears_whole_under_its_name(tmp_path):
+def test_a_folder_is_renamed_when_complete(tmp_path):
     with atomic_folder(tmp_path / "deep" / "target") as folder:
         (folder / "file").write_text("content")
         assert not (tmp_path / "deep" / "target").exists()
@@ -370,7 +370,7 @@ def test_the_first_to_finish_wins(tmp_path):
     assert os.listdir(tmp_path) == ["target"]
 
 
-def test_a_killed_writer_leaves_no_target_and_the_next_one_tidies_up(tmp_path):
+def test_a_killed_writer_leaves_no_target_and_the_next_one_cleans_up(tmp_path):
     with Command(["-c", HANGING, str(tmp_path / "target")], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         with atomic_folder(tmp_path / "other"):
@@ -383,7 +383,7 @@ def test_a_killed_writer_leaves_no_target_and_the_next_one_tidies_up(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["other", "target"]
 
 
-def test_a_scratch_folder_is_one_processs_own_and_gone_afterwards(tmp_path):
+def test_a_scratch_folder_is_separate_and_removed_afterwards(tmp_path):
     with scratch_folder(tmp_path / "deep" / "target") as first:
         (first / "file").write_text("first")
         with scratch_folder(tmp_path / "deep" / "target") as second:
@@ -401,7 +401,7 @@ def _write_each(parent, barrier):
             (folder / "file").write_text("content")
 
 
-def test_processes_that_write_the_same_folders_at_once_leave_each_others_alone(tmp_path):
+def test_processes_can_write_the_same_folders_at_once(tmp_path):
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(3, timeout=60)
     writers = [context.Process(target=_write_each, args=(tmp_path, barrier)) for _ in range(3)]
