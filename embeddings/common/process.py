@@ -93,7 +93,7 @@ logger = logging.getLogger("embeddings")
 @contextmanager
 def log_to_stderr() -> Iterator[None]:
     """Inside, the logger writes to standard error: info of a run's first process, and warnings of all."""
-    handler, level = logging.StreamHandler(sys.stderr), logger.level
+    handler, previous_level = logging.StreamHandler(sys.stderr), logger.level
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.setLevel(logging.INFO if is_first_process() else logging.WARNING)
     logger.addHandler(handler)
@@ -102,38 +102,38 @@ def log_to_stderr() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
+        logger.setLevel(previous_level)
 
 
 # Messages of other libraries that a user of this one cannot act on.
-_NOISE = ("Setting accelerator to CPU", "Tip: ", "💡")
-_ADVISERS = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero")
-_OLD_CALLS = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
+_IRRELEVANT = ("Setting accelerator to CPU", "Tip: ", "💡")
+_ADVICE_LOGGERS = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero")
+_DEPRECATION = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    return not any(noise in record.getMessage() for noise in _NOISE)
+def _is_relevant(record: logging.LogRecord) -> bool:
+    return not any(text in record.getMessage() for text in _IRRELEVANT)
 
 
 # transformers loads DeepSpeed where it is installed, whichever of our modules a script imports first; DeepSpeed then
 # reports a missing accelerator on standard output.
-logging.getLogger("DeepSpeed").addFilter(_is_news)
+logging.getLogger("DeepSpeed").addFilter(_is_relevant)
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Inside, advice and deprecation messages of libraries are suppressed."""
-    advisers = [logging.getLogger(name) for name in _ADVISERS]
-    for adviser in advisers:
-        adviser.addFilter(_is_news)
+    loggers = [logging.getLogger(name) for name in _ADVICE_LOGGERS]
+    for library_logger in loggers:
+        library_logger.addFilter(_is_relevant)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", _OLD_CALLS, FutureWarning)
+            warnings.filterwarnings("ignore", _DEPRECATION, FutureWarning)
             warnings.filterwarnings("ignore", "Starting from v1.9.0, `tensorboardX`")
             yield
     finally:
-        for adviser in advisers:
-            adviser.removeFilter(_is_news)
+        for library_logger in loggers:
+            library_logger.removeFilter(_is_relevant)
 
 
 def lazy_names(package: str) -> Callable[[str], Any]:
@@ -180,8 +180,8 @@ def device_name(device: "torch.device") -> str:
 # mallopt's numbers in glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 # Maximum block that is allocated from the heap, and maximum free memory at the heap's end, in bytes.
-_MAX_KEPT_BLOCK = 256 * 1024**2
-_MAX_KEPT = 1024**3
+_MAX_HEAP_BLOCK = 256 * 1024**2
+_MAX_FREE_HEAP = 1024**3
 
 
 @cache
@@ -192,12 +192,12 @@ def tune_malloc() -> bool:
     470,000 page faults in 4 s of encoding in int8; with retained memory mostly 1, and at most 17,000. Nothing is
     changed without glibc, or if the environment sets it (`MALLOC_…`, `GLIBC_TUNABLES`).
     """
-    decided = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
-    if decided or platform.libc_ver()[0] != "glibc":
+    is_configured = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    if is_configured or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
     # 1 is success. Setting one disables glibc's dynamic choice of both, so both are set.
-    return bool(mallopt(_MMAP_THRESHOLD, _MAX_KEPT_BLOCK) == 1 == mallopt(_TRIM_THRESHOLD, _MAX_KEPT))
+    return bool(mallopt(_MMAP_THRESHOLD, _MAX_HEAP_BLOCK) == 1 == mallopt(_TRIM_THRESHOLD, _MAX_FREE_HEAP))
 
 
 # SLURM's usual warning before the time limit (`--signal`), the signal of pre-emption and most schedulers, and Ctrl-C.
@@ -244,7 +244,7 @@ class StopRequest:
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            # A forked child is not the run: it ends by the default action.
+            # A forked child is not the run: the default action ends it.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -291,11 +291,11 @@ def ignore_stop_signals() -> None:
 @contextmanager
 def block_signals(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
     """Block signals inside, and for good in processes started inside; here they are delivered afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> PreemptedError:

@@ -1,4 +1,4 @@
-"""What the environment says of a process, its logger, its machine, its memory, and the signals that stop it."""
+"""The rank, job, logger, hardware and memory of a process, and its stop signals."""
 
 import importlib
 import logging
@@ -35,7 +35,7 @@ NAMES += ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE")
 
 @pytest.fixture(autouse=True)
 def _no_job(monkeypatch):
-    """A run that was stopped ignores signals until its process ends, which is the tests' here."""
+    """Restore the handlers: a stopped run ignores signals until its process, here the tests', ends."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -51,7 +51,7 @@ def _no_job(monkeypatch):
         ({"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8"}, "12", True, 8),
         ({"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}, "12_3", True, 1),
         ({"SLURM_PROCID": "1", "WORLD_SIZE": "2"}, None, False, 2),
-        # A second process that the first has started inherits what SLURM told the first.
+        # A second process that the first has started inherits the SLURM variables of the first.
         ({"SLURM_PROCID": "0", "LOCAL_RANK": "1"}, None, False, 1),
         # The first process of a second node.
         ({"RANK": "8", "LOCAL_RANK": "0"}, None, False, 1),
@@ -60,7 +60,7 @@ def _no_job(monkeypatch):
         ({"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "4"}, None, True, 4),
     ],
 )
-def test_the_environment_says_which_job_and_which_of_its_processes_this_is(
+def test_the_job_the_rank_and_the_number_of_processes_come_from_the_environment(
     environment, job, is_first, number, monkeypatch
 ):
     for name, value in environment.items():
@@ -70,14 +70,14 @@ def test_the_environment_says_which_job_and_which_of_its_processes_this_is(
 
 @pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_NTASKS", "RANK", "WORLD_SIZE", "MASTER_PORT"])
 @pytest.mark.parametrize("value", ["first", "-1", "", "1.0", "¹"])
-def test_a_variable_that_is_no_number_is_named(name, value, monkeypatch):
+def test_a_variable_that_is_not_an_integer_is_named(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=rf"^{name} must be an integer >= 0 in the environment, got "):
         process.num_processes()
 
 
 @pytest.mark.parametrize(("code", "refusal"), [(0, ""), (1, "Invalid job id")])
-def test_scontrol_is_asked_once_and_its_refusal_is_told(code, refusal, tmp_path, monkeypatch):
+def test_scontrol_runs_once_and_its_refusal_is_returned(code, refusal, tmp_path, monkeypatch):
     asked = fake_scontrol(tmp_path, code)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     assert process.requeue("12_3") == refusal
@@ -89,7 +89,7 @@ def test_scontrol_is_asked_once_and_its_refusal_is_told(code, refusal, tmp_path,
     assert process.requeue("12") == "No such file or directory"
 
 
-def test_a_command_shows_notes_and_warnings_and_leaves_the_logger_as_it_was(capsys, monkeypatch):
+def test_a_command_shows_notes_and_warnings_and_restores_the_logger(capsys, monkeypatch):
     level = logger.level
     assert not logger.handlers
     with log_to_stderr():
@@ -113,7 +113,7 @@ def test_an_unknown_name_is_an_attribute_error():
 @pytest.mark.parametrize(
     "package", ["embeddings", *(f"embeddings.{name}" for name in ["common", "data", "mining", "synthesis"])]
 )
-def test_every_public_name_of_a_package_that_loads_on_use_can_be_had(package):
+def test_every_public_name_of_a_lazy_package_can_be_loaded(package):
     names = importlib.import_module(package).__all__
     assert len(names) > 10
     assert all(getattr(importlib.import_module(package), name) is not None for name in names)
@@ -144,34 +144,36 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(call: str, **environment: str) -> tuple[bool, int]:
-    """What the call gave, and page faults of 20 rounds of two tensors of 40 MiB, 20,480 pages, that are freed."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    """The call's result, and page faults of 20 rounds that allocate and free two tensors of 40 MiB (20,480 pages)."""
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))
+    }
     code = FAULTS.format(call=call)
     run = subprocess.run(
-        [sys.executable, "-c", code], env={**kept, **environment}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], env={**variables, **environment}, capture_output=True, text=True, check=True
     )
-    said, count = run.stdout.split()
-    return said == "True", int(count)
+    result, count = run.stdout.split()
+    return result == "True", int(count)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-def test_freed_memory_is_not_asked_for_again() -> None:
-    kept, few = faults("tune_malloc()")
-    assert kept
-    # At most three times all pages of a round, where it takes a while to find a place for both.
+def test_freed_memory_is_reused() -> None:
+    is_tuned, few = faults("tune_malloc()")
+    assert is_tuned
+    # At most three times the pages of a round: the first rounds may still enlarge the heap.
     assert few < 3 * 20480
     assert faults("False")[1] >= 20 * 20480
 
 
 @pytest.mark.slow
-def test_the_environment_goes_before() -> None:
+def test_the_environment_takes_precedence() -> None:
     assert not faults("tune_malloc()", MALLOC_ARENA_MAX="2")[0]
     assert not faults("tune_malloc()", GLIBC_TUNABLES="glibc.malloc.arena_max=2")[0]
 
 
-def test_libraries_do_not_speak_of_themselves(capsys):
-    """DeepSpeed's logger writes to standard output as soon as any module loads transformers, outside of `main` too."""
+def test_advice_of_libraries_is_suppressed(capsys):
+    """DeepSpeed's logger writes to standard output as soon as any module loads transformers, also outside `main`."""
     deepspeed, known = logging.getLogger("DeepSpeed"), logging.StreamHandler(sys.stdout)
     deepspeed.addHandler(known)
     try:
@@ -200,36 +202,36 @@ def import_that_is_interrupted():
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_before_training_ends_the_run_where_it_is(number, code):
+def test_a_signal_before_training_ends_the_run_at_once(number, code):
     with pytest.raises(PreemptedError) as stop, handle_preemption():
         send(number)
     assert (stop.value.exit_code, stop.value.line) == (code, f"{number.name}: stopped before its first step")
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_one_of_several_ranks_only_notes_a_signal_before_training(name, monkeypatch):
+def test_one_of_several_ranks_only_records_a_signal_before_training(name, monkeypatch):
     monkeypatch.setenv(name, "2")
     with handle_preemption():
         send(signal.SIGUSR1)
         assert stop_request.first == signal.SIGUSR1
-    # What ends it then is not the signal.
+    # Another error then ends the run as itself.
     with pytest.raises(ImportError), handle_preemption():
         import_that_is_interrupted()
 
 
-def test_what_the_interrupted_code_made_of_it_is_still_the_signals_end():
+def test_an_error_that_a_signal_caused_is_reported_as_the_signal():
     with pytest.raises(PreemptedError), handle_preemption():
         import_that_is_interrupted()
 
 
-def test_nothing_comes_between_a_stop_and_the_exit():
+def test_signals_are_ignored_between_a_stop_and_the_exit():
     with pytest.raises(PreemptedError), handle_preemption():
         send(signal.SIGUSR1)
     send(signal.SIGTERM, signal.SIGUSR1)
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == [signal.SIG_IGN] * 3
 
 
-def test_during_training_the_first_signal_is_noted_and_no_more():
+def test_only_the_first_signal_during_training_is_recorded():
     with handle_preemption():
         stop_request.deferred = True
         send(signal.SIGUSR1, signal.SIGTERM)
@@ -237,7 +239,7 @@ def test_during_training_the_first_signal_is_noted_and_no_more():
 
 
 @pytest.mark.parametrize("error", [None, ValueError])
-def test_a_run_without_a_signal_gives_the_handlers_back(error):
+def test_a_run_without_a_signal_restores_the_handlers(error):
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     with suppress(ValueError), handle_preemption():
         assert [signal.getsignal(number) for number in STOP_SIGNALS] != before
@@ -246,7 +248,7 @@ def test_a_run_without_a_signal_gives_the_handlers_back(error):
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
-def test_a_forked_child_ends_as_if_nobody_listened():
+def test_a_signal_ends_a_forked_child_by_the_default_action():
     with handle_preemption():
         stop_request.deferred = True
         child = os.fork()
@@ -258,7 +260,7 @@ def test_a_forked_child_ends_as_if_nobody_listened():
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
 
 
-def test_a_child_that_is_started_while_signals_are_held_back_never_hears_them():
+def test_a_child_that_starts_with_blocked_signals_never_receives_them():
     with handle_preemption():
         stop_request.deferred = True
         with block_signals():
@@ -272,14 +274,14 @@ def test_a_child_that_is_started_while_signals_are_held_back_never_hears_them():
     assert os.waitstatus_to_exitcode(status) == 7
 
 
-def test_a_rank_that_is_not_the_first_asks_and_says_nothing(monkeypatch, tmp_path):
+def test_only_the_first_rank_requeues_and_reports(monkeypatch, tmp_path):
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("PATH", str(tmp_path))  # no scontrol here
     assert "scontrol requeue 12 failed" in answer(signal.SIGTERM, "stopped", "a.ckpt", is_first=True).line
     assert answer(signal.SIGTERM, "stopped", "a.ckpt", is_first=False).line == ""
 
 
-def test_ctrl_c_is_noted_once_and_ends_the_process_the_second_time(capfd):
+def test_the_first_ctrl_c_is_recorded_and_the_second_ends_the_process(capfd):
     with handle_preemption():
         stop_request.deferred = True
         send(signal.SIGINT)
@@ -289,7 +291,7 @@ def test_ctrl_c_is_noted_once_and_ends_the_process_the_second_time(capfd):
             send(signal.SIGINT)
 
 
-def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it():
+def test_a_process_that_ignores_ctrl_c_keeps_ignoring_it():
     """As a shell's background jobs do."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with handle_preemption():
