@@ -1,7 +1,7 @@
 """The checkpoint file format: safetensors, with all content that is not a tensor as JSON in the header.
 
 Reading it runs no code. Checksums of each tensor and of the JSON detect truncation and changes. Any safetensors reader
-finds the tensors under their paths (`state_dict/embedder.backbone…`, `optimizer_states/0/state/0/exp_avg`).
+lists the tensors under their paths (`state_dict/embedder.backbone…`, `optimizer_states/0/state/0/exp_avg`).
 """
 
 import base64
@@ -138,18 +138,18 @@ def _unpacked(tree: Any, tensors: dict[str, Tensor]) -> Any:
         return {key: _unpacked(item, tensors) for key, item in tree.items()}
     if tag in _MAPPINGS:
         return _MAPPINGS[tag]({key: _unpacked(item, tensors) for key, item in tree[tag]})
-    makers: dict[str, Callable[[Any], Any]] = {
+    decoders: dict[str, Callable[[Any], Any]] = {
         "!tuple": lambda items: tuple(_unpacked(item, tensors) for item in items),
         "!float": float,
         "!bytes": base64.b64decode,
         "!tensor": tensors.__getitem__,
         "!array": lambda name: tensors[name].numpy(),
     }
-    return makers[tag](tree[tag])
+    return decoders[tag](tree[tag])
 
 
 def _refusal(path: tuple[str, ...], what: str) -> InputError:
-    hint = "keep tensors, numbers, strings, lists and dicts of them in what is saved"
+    hint = "save only tensors, numbers, strings, and lists and dicts of them"
     return InputError(f"checkpoint[{']['.join(path)}]", what, hint)
 
 
@@ -334,13 +334,13 @@ def _read_header(path: Path) -> tuple[list[_Entry], dict[str, str], PackedConten
     with safe_open(path, framework="numpy") as opened:
         metadata = opened.metadata() or {}
         slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
-        entries = [_Entry(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
+        entries = [_Entry(name, tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in slices]
     if metadata["format"] != FORMAT:
         raise _DamagedError(f"has format {metadata['format']!r}, expected {FORMAT!r}")
     if metadata["version"] != str(VERSION):
         raise _DamagedError(f"has format version {metadata['version']}, expected {VERSION}")
     if xxhash.xxh3_64_hexdigest(metadata["content"].encode()) != metadata["xxh3_64"]:
-        raise _DamagedError("is damaged in its header")
+        raise _DamagedError("has a damaged header")
     content = json.loads(metadata["content"])
     empty = {entry.name: torch.empty(0, dtype=_DTYPES[entry.dtype]) for entry in entries}
     return entries, content["xxh3_64"], PackedContent(content["tree"], empty)

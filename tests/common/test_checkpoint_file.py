@@ -1,4 +1,4 @@
-"""The checkpoint file and the plain content that it holds."""
+"""The checkpoint file format, and packing content into it."""
 
 import collections
 import enum
@@ -59,7 +59,7 @@ def test_tensors_come_back_bit_for_bit(dtype, tmp_path):
         assert bits(found[name]) == bits(expected)
 
 
-def test_any_reader_of_safetensors_finds_the_tensors(tmp_path):
+def test_safetensors_can_load_the_tensors(tmp_path):
     tied = torch.arange(3.0)
     path = write({"state_dict": {"a": tied, "b": tied}, "c": torch.ones((), dtype=torch.float64)}, tmp_path / "x.ckpt")
     found = load_file(path)
@@ -68,14 +68,14 @@ def test_any_reader_of_safetensors_finds_the_tensors(tmp_path):
     assert write({}, tmp_path / "y.ckpt").stat().st_size % 8 == 0
 
 
-def test_equal_contents_are_equal_files_and_little_more_than_their_tensors(tmp_path):
+def test_equal_contents_give_equal_files_not_much_larger_than_their_tensors(tmp_path):
     content = {"weight": torch.randn(100_000), "step": 1}
     paths = [write(content, tmp_path / name) for name in ("a.ckpt", "b.ckpt")]
     assert paths[0].read_bytes() == paths[1].read_bytes()
     assert paths[0].stat().st_size <= 1.02 * 400_000
 
 
-def test_the_stages_come_in_order_and_the_name_last(tmp_path, monkeypatch):
+def test_the_stages_are_in_order_and_the_rename_follows_verification(tmp_path, monkeypatch):
     path, seen = write({"step": 1}, tmp_path / "x.ckpt"), []
     rename = os.replace
     monkeypatch.setattr(os, "replace", lambda old, new: (seen.append(f"({read_checkpoint(old)})"), rename(old, new)))
@@ -84,7 +84,7 @@ def test_the_stages_come_in_order_and_the_name_last(tmp_path, monkeypatch):
     assert seen == [*expected[:5], "({'step': 2})", *expected[5:]]
 
 
-def test_a_write_that_is_not_read_back_as_it_was_keeps_the_old_one(tmp_path, monkeypatch):
+def test_a_write_that_fails_verification_keeps_the_old_file(tmp_path, monkeypatch):
     path, real = write({"step": 1}, tmp_path / "x.ckpt"), os.write
 
     def flips(handle, content):
@@ -98,7 +98,7 @@ def test_a_write_that_is_not_read_back_as_it_was_keeps_the_old_one(tmp_path, mon
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
-def test_what_a_killed_process_left_under_this_name_is_cleared_away(tmp_path):
+def test_partial_files_of_killed_processes_for_this_name_are_removed(tmp_path):
     for name in (".x.ckpt.abc123.tmp", ".x.ckpt-v1.abc123.tmp", ".y.ckpt.abc123.tmp"):
         (tmp_path / name).touch()
     write(small(), tmp_path / "x.ckpt")
@@ -121,7 +121,7 @@ class Failing:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
 @pytest.mark.parametrize(("name", "calls"), [("write", 3), ("fsync", 2), ("replace", 1), ("open", 1)])
-def test_whatever_fails_a_whole_checkpoint_is_there_and_nothing_else(name, calls, code, tmp_path, monkeypatch):
+def test_after_any_failure_only_a_complete_checkpoint_is_left(name, calls, code, tmp_path, monkeypatch):
     path = write({"step": 1}, tmp_path / "x.ckpt")
     for call in range(1, calls + 1):
         with monkeypatch.context() as patch:
@@ -137,7 +137,7 @@ def test_whatever_fails_a_whole_checkpoint_is_there_and_nothing_else(name, calls
         assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
-def test_nothing_is_begun_where_there_is_no_room(tmp_path, monkeypatch):
+def test_nothing_is_written_without_enough_disk_space(tmp_path, monkeypatch):
     path = write({"step": 1}, tmp_path / "x.ckpt")
     size = write(small(), tmp_path / "small.ckpt").stat().st_size
     stages = []
@@ -154,7 +154,7 @@ def test_nothing_is_begun_where_there_is_no_room(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["small.ckpt", "x.ckpt"]
 
 
-def test_a_peek_reads_the_header_alone(tmp_path):
+def test_a_peek_checks_only_the_header(tmp_path):
     path = write(small(), tmp_path / "x.ckpt")
     whole = bytearray(path.read_bytes())
     whole[-2] ^= 4  # of a tensor
@@ -181,7 +181,7 @@ def refusal(path):
     return lines[0]
 
 
-def test_a_flipped_bit_anywhere_is_found(tmp_path):
+def test_any_flipped_bit_is_detected(tmp_path):
     path = write(small(), tmp_path / "x.ckpt")
     whole, chance = path.read_bytes(), random.Random(0)
     assert read_checkpoint(path)["step"] == 3
@@ -191,7 +191,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path):
             refusal(path)
 
 
-def test_a_file_that_is_cut_or_longer_is_found(tmp_path):
+def test_a_truncated_or_extended_file_is_detected(tmp_path):
     path = write(small(), tmp_path / "x.ckpt")
     whole = path.read_bytes()
     for end in range(len(whole)):
@@ -204,13 +204,13 @@ def test_a_file_that_is_cut_or_longer_is_found(tmp_path):
 def test_damage_is_named_by_tensor_and_bytes(tmp_path):
     path = write(small(), tmp_path / "x.ckpt")
     whole = bytearray(path.read_bytes())
-    whole[-2] ^= 4  # the last byte is the truth value's
+    whole[-2] ^= 4  # the last byte is the boolean's
     path.write_bytes(whole)
     assert f"is damaged in state_dict/a, bytes {len(whole) - 13:,} to {len(whole) - 1:,};" in refusal(path)
 
 
 @pytest.mark.parametrize(("old", "new"), [(b"[2,3]", b"[3,2]"), (b'"F32"', b'"I32"'), (b'"b":{', b'"c":{')])
-def test_a_header_that_says_something_else_of_the_same_bytes_is_found(old, new, tmp_path):
+def test_a_header_that_describes_the_same_bytes_differently_is_detected(old, new, tmp_path):
     path = write({"b": torch.ones(2, 3)}, tmp_path / "x.ckpt")
     whole = path.read_bytes()
     assert whole.count(old) == 1
@@ -224,7 +224,7 @@ class Payload:
 
 
 def crafted(path, tree, **metadata):
-    """A file whose checksums are right, whatever it holds."""
+    """A file with this content and correct checksums."""
     content = json.dumps({"tree": tree, "xxh3_64": {}})
     whole = {"format": "embeddings checkpoint", "version": "1", "content": content, **metadata}
     header = json.dumps(
@@ -235,30 +235,30 @@ def crafted(path, tree, **metadata):
 
 
 PICKLE = "is a pickle, which could run code when loaded"
-NONE_OF_OURS = "is not a complete checkpoint of this library"
+NOT_A_CHECKPOINT = "is not a complete checkpoint of this library"
 DEEP = '{"tree":' + '{"!tuple":[' * 3000 + "]}" * 3000 + ',"xxh3_64":{}}'
-STRANGERS = {
+FOREIGN_FILES = {
     "torch.save": (lambda p: torch.save({"state_dict": Payload()}, p), PICKLE),
     "torch.save, old": (lambda p: torch.save({"x": Payload()}, p, _use_new_zipfile_serialization=False), PICKLE),
-    "other weights": (lambda p: save_file({"a": torch.ones(1)}, p), NONE_OF_OURS),
+    "other weights": (lambda p: save_file({"a": torch.ones(1)}, p), NOT_A_CHECKPOINT),
     "other format": (
         lambda p: save_file({"a": torch.ones(1)}, p, metadata={"format": "pt"}),
         "has format 'pt', expected 'embeddings checkpoint'",
     ),
     "future version": (lambda p: crafted(p, {}, version="2"), "has format version 2, expected 1"),
-    "huge header": (lambda p: p.write_bytes(struct.pack("<Q", 2**40) + b"{}"), NONE_OF_OURS),
-    "empty": (lambda p: p.write_bytes(b""), NONE_OF_OURS),
+    "huge header": (lambda p: p.write_bytes(struct.pack("<Q", 2**40) + b"{}"), NOT_A_CHECKPOINT),
+    "empty": (lambda p: p.write_bytes(b""), NOT_A_CHECKPOINT),
     "a list": (lambda p: crafted(p, [1]), "contains a list, not a dict"),
-    "no content": (lambda p: crafted(p, {}, content="[]"), NONE_OF_OURS),
-    "deep": (lambda p: crafted(p, {}, content="[" * 100_000), NONE_OF_OURS),
-    "deep in tags": (lambda p: crafted(p, {}, content=DEEP), NONE_OF_OURS),
-    "unknown tag": (lambda p: crafted(p, {"a": {"!instance": "os.system"}}), NONE_OF_OURS),
-    "missing tensor": (lambda p: crafted(p, {"a": {"!tensor": "b"}}), NONE_OF_OURS),
+    "no content": (lambda p: crafted(p, {}, content="[]"), NOT_A_CHECKPOINT),
+    "deep": (lambda p: crafted(p, {}, content="[" * 100_000), NOT_A_CHECKPOINT),
+    "deep in tags": (lambda p: crafted(p, {}, content=DEEP), NOT_A_CHECKPOINT),
+    "unknown tag": (lambda p: crafted(p, {"a": {"!instance": "os.system"}}), NOT_A_CHECKPOINT),
+    "missing tensor": (lambda p: crafted(p, {"a": {"!tensor": "b"}}), NOT_A_CHECKPOINT),
 }
 
 
-@pytest.mark.parametrize(("write_file", "says"), STRANGERS.values(), ids=STRANGERS)
-def test_a_strangers_file_is_refused_in_one_line_and_runs_nothing(write_file, says, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("write_file", "says"), FOREIGN_FILES.values(), ids=FOREIGN_FILES)
+def test_a_foreign_file_is_refused_in_one_line_and_runs_nothing(write_file, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "x.ckpt"
     write_file(path)
@@ -268,7 +268,7 @@ def test_a_strangers_file_is_refused_in_one_line_and_runs_nothing(write_file, sa
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
-def test_what_the_file_cannot_hold_is_refused_and_nothing_is_written(tmp_path, monkeypatch):
+def test_content_that_the_file_cannot_store_is_refused_and_nothing_is_written(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"checkpoint, tensor x/0: has the dtype torch\.complex128"):
         write({"x": [torch.zeros(1, dtype=torch.complex128)]}, tmp_path / "x.ckpt")
     monkeypatch.setattr(checkpoint_file, "MAX_HEADER_BYTES", 1000)
@@ -316,14 +316,14 @@ def test_plain_values_come_back_with_their_types_and_order(value):
     assert type(found) is type(value)
 
 
-def test_paths_that_read_alike_keep_their_tensors_apart():
+def test_tensors_with_equal_joined_paths_stay_separate():
     content = {"a": {"b": torch.tensor(1), 1: torch.tensor(2), "1": torch.tensor(3)}, "a/b": torch.tensor(4)}
     content["__metadata__"] = torch.tensor(5)
     found = round_trip(content)
     assert [int(x) for x in (*found["a"].values(), found["a/b"], found["__metadata__"])] == [1, 2, 3, 4, 5]
 
 
-def test_tied_weights_are_one_tensor_and_other_views_are_their_own():
+def test_tied_weights_are_one_tensor_and_other_views_are_separate():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -341,7 +341,7 @@ def test_tied_weights_are_one_tensor_and_other_views_are_their_own():
     assert len(pack({"a": torch.empty(0), "b": torch.empty(0)}).tensors) == 2
 
 
-def test_the_random_state_of_numpy_comes_back():
+def test_the_random_state_of_numpy_is_restored():
     again = np.random.RandomState()
     again.set_state(round_trip({"numpy": np.random.RandomState(2).get_state()})["numpy"])
     assert again.random() == np.random.RandomState(2).random()
@@ -372,16 +372,16 @@ class Colour(enum.IntEnum):
         (1j, "complex"),
     ],
 )
-def test_what_is_not_plain_is_refused_by_its_place(value, kind):
+def test_a_type_that_is_not_plain_is_refused_with_its_path(value, kind):
     with pytest.raises(InputError) as refusal:
         pack({"callbacks": {"Mine": {"scores": [1.0, value]}}})
     line = str(refusal.value)
     assert line.startswith("checkpoint[callbacks][Mine][scores][1]: is a ")
     assert kind in line
-    assert "not a plain type; keep tensors, numbers" in line
+    assert "not a plain type; save only tensors, numbers" in line
 
 
-def test_keys_other_tensors_and_depth_are_refused_by_their_place():
+def test_keys_other_tensors_and_depth_are_refused_with_their_path():
     with pytest.raises(InputError, match=r"checkpoint\[a\]: has the key \(1, 2\)"):
         pack({"a": {(1, 2): 3}})
     for tensor in (torch.eye(2).to_sparse(), torch.empty(2, device="meta")):
@@ -398,7 +398,7 @@ def test_keys_other_tensors_and_depth_are_refused_by_their_place():
         pack(deep)
 
 
-def test_a_copy_is_apart_and_its_memory_is_used_again():
+def test_a_copy_is_independent_and_its_memory_is_reused():
     weight, step = torch.arange(6.0).view(2, 3).T, torch.tensor(1.0)
     packed = pack({"weight": weight, "tied": weight, "step": step})
     copy = packed.copied()
