@@ -273,7 +273,7 @@ class ShardedJob(JobFolder):
 
 
 def require_free(folder: Path) -> None:
-    """Refuse a folder that contains files but no job's manifest."""
+    """Refuse a file, and a folder that has content but no manifest."""
     if (folder / "manifest.json").exists() or not folder.exists():
         return
     # Hidden files are locks and temporary files of other processes.

@@ -161,7 +161,7 @@ def faults(call: str, **environment: str) -> tuple[bool, int]:
 def test_freed_memory_is_reused() -> None:
     is_tuned, few = faults("tune_malloc()")
     assert is_tuned
-    # At most three times the pages of a round: the first rounds may still enlarge the heap.
+    # At most three times the pages of a round: malloc may need some rounds to find space for both tensors.
     assert few < 3 * 20480
     assert faults("False")[1] >= 20 * 20480
 
@@ -214,7 +214,7 @@ def test_one_of_several_ranks_only_records_a_signal_before_training(name, monkey
     with handle_preemption():
         send(signal.SIGUSR1)
         assert stop_request.first == signal.SIGUSR1
-    # Another error then ends the run as itself.
+    # Its own error ends the run then, not the signal.
     with pytest.raises(ImportError), handle_preemption():
         import_that_is_interrupted()
 
