@@ -466,12 +466,12 @@ class _Worker(Generic[Item, Result]):
 
 def _serve(connection: Connection, name: str, make: Callable[[], Callable[[Any], Any]]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # `sys.exit` runs the clean-up of partial files.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     items: SimpleQueue[bytes] = SimpleQueue()
     Thread(target=_read, args=(connection, items), daemon=True).start()
     try:
         work = make()
+        # `sys.exit` runs the clean-up of partial files. `make` writes none, and imports may print or ignore the exit.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         while True:
             connection.send_bytes(pickle.dumps((work(pickle.loads(items.get())), None)))
     except (BrokenPipeError, ConnectionResetError):
