@@ -173,9 +173,7 @@ class TrainerCLI(LightningCLI):
 
     def _choose_folder(self, trainer: L.Trainer) -> None:
         """Set the run's folder and its record's config, and replace `--ckpt_path auto` by the newest checkpoint."""
-        checkpoint = choose_folder(
-            trainer, self.config_dump, self.config.ckpt_path, getattr(self.datamodule, "batch_size", None)
-        )
+        checkpoint = choose_folder(trainer, self.config_dump, self.config.ckpt_path, self.datamodule)
         self.config.ckpt_path = self.config_init.ckpt_path = checkpoint
         record = RunRecord.of(trainer)
         if record is not None:

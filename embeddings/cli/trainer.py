@@ -119,7 +119,7 @@ class Trainer(L.Trainer):
         check_checkpoint(path)
         run = self._run_config(model, data, path)
         if run_logger(self) is None:
-            path = choose_folder(self, run, path, getattr(data, "batch_size", None))
+            path = choose_folder(self, run, path, data)
         record = RunRecord.of(self)
         if record is not None:
             record.plain_config = {**run, "ckpt_path": path}
@@ -150,12 +150,13 @@ class ScriptRecord(RunRecord):
         super().__init__(LightningArgumentParser(), {}, ["python", *sys.argv])
 
 
-def choose_folder(trainer: L.Trainer, run: dict[str, Any], path: str | None, batch_size: int | None) -> str | None:
+def choose_folder(trainer: L.Trainer, run: dict[str, Any], path: str | None, data: Any) -> str | None:
     """Set the run's folder in the trainer; returns the checkpoint to resume from, for `auto` the newest one."""
     resumed, is_auto = None, path == AUTO
     if is_auto:
         ranks = trainer.num_devices * trainer.num_nodes
-        path = find_latest_checkpoint(trainer.default_root_dir, run, batch_size and batch_size * ranks)
+        global_batch_size = data.batch_size * ranks if isinstance(data, RunData) else None
+        path = find_latest_checkpoint(trainer.default_root_dir, run, global_batch_size)
         if path is None:
             root = Path(trainer.default_root_dir or ".").resolve()
             print_to_stderr(f"nothing to resume below {root}: the run starts from the beginning")
@@ -284,10 +285,9 @@ def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> Resum
 
 def check_plan(data: Any, checkpoint: str | None) -> None:
     """Refuse a checkpoint file whose data plan differs from the data module's, before any file is written."""
-    expect = getattr(data, "expect_state", None)
-    if expect is not None and checkpoint is not None and Path(checkpoint).is_file():
+    if isinstance(data, RunData) and checkpoint is not None and Path(checkpoint).is_file():
         # The key of the data module's state in Lightning's checkpoints.
-        expect(peek_checkpoint(checkpoint).get(type(data).__qualname__, {}))
+        data.expect_state(peek_checkpoint(checkpoint).get(type(data).__qualname__, {}))
 
 
 def check_pooling(checkpoint: str, run: Mapping[str, Any]) -> None:
