@@ -1,14 +1,14 @@
-# Each target makes its own environment in .venv from constraints.txt; nothing else has to be installed but Python and make.
+# Each target first installs the versions of constraints.txt into .venv. Only Python and make have to be installed before.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-# torch first and alone: a CPU build that is already there satisfies everything after it.
+# torch is installed first and separately, so that the later installs keep its build (such as a CPU build).
 TORCH ?= torch==2.13.0
 STAMP = $(VENV)/.installed
 DOCS_STAMP = $(VENV)/.installed-docs
-# pip would compile on one core what is compiled on all of them afterwards.
+# pip would compile the bytecode on one core; the install target does it on all cores.
 PIP_OPTIONS = --quiet --disable-pip-version-check --no-compile
-# Processes that share the tests; each keeps to one thread.
+# Number of test processes; each uses one thread.
 JOBS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
@@ -17,10 +17,10 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 quickstart: $(STAMP)
 	$(BIN)/python main.py quickstart
 
-# Processes that are started again and again compile nothing twice.
+# Empty, so that Python writes bytecode files and the many processes of the tests do not recompile the modules.
 export PYTHONDONTWRITEBYTECODE =
 
-# Before anything is imported: the hub library reads it once, earlier than tests/conftest.py runs.
+# Set here because huggingface_hub reads it on import, before tests/conftest.py runs.
 test test-all test-gpu: export HF_HUB_OFFLINE = 1
 
 test: $(STAMP)
@@ -29,13 +29,13 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PYTEST)
 
-# On a machine with a CUDA GPU, whose build of torch must be there (TORCH=torch of its index): what it offers and what is
-# skipped without it, then the tests marked gpu, which compare every fused path with the CPU.
+# Needs a CUDA GPU and torch's CUDA build (TORCH=… names another one). Prints what the machine supports and which benchmarks
+# it would skip, then runs the tests marked gpu, which compare every fused path with the CPU.
 test-gpu: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu --check
 	$(BIN)/python -m pytest -m gpu -rs tests
 
-# A real SLURM of one node, from the system's packages where they are there.
+# Runs the batch files on a real one-node SLURM cluster. Passes with a message if the system has no SLURM packages.
 slurm-test: $(STAMP)
 	$(BIN)/python -m tests.slurm.run
 
@@ -45,7 +45,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The documentation site in site/, from the pages, the CSV tables, the parsers and the docstrings.
+# Builds the documentation site in site/ from the pages, the CSV tables, the parsers and the docstrings.
 docs: $(STAMP) $(DOCS_STAMP)
 	HF_HUB_OFFLINE=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
@@ -55,8 +55,8 @@ bench: $(STAMP)
 bench-tiny: $(STAMP)
 	$(BIN)/python -m benchmarks.run --tiny
 
-# The newest releases within the bounds of setup.cfg, in an environment of its own, and the tests of what uses their
-# private names, command line, model files and training loop. TORCH_CANARY="torch --pre …" tries another torch.
+# Installs the newest releases within the bounds of setup.cfg in a separate environment, and runs the tests of the code that
+# uses their private names, command line, model files and training loop. TORCH_CANARY="torch --pre …" tries another torch.
 CANARY = $(VENV)/canary
 TORCH_CANARY ?= $(TORCH)
 CANARY_TESTS = tests/cli/test_parser.py tests/cli/test_main.py tests/cli/test_fit.py tests/callbacks/test_run_record.py \
@@ -70,7 +70,7 @@ canary:
 	$(CANARY)/bin/python -m pip list --format freeze
 	OMP_NUM_THREADS=1 $(CANARY)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(CANARY_TESTS)
 
-# dist/embedding_zoo-VERSION-py3-none-any.whl; build/ may hold files that the checkout has no more.
+# Writes dist/embedding_zoo-VERSION-py3-none-any.whl. build/ is removed because it may contain deleted files.
 wheel: $(STAMP)
 	rm -rf build
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

@@ -1,11 +1,12 @@
-"""Train a contextual model on two domains, and search each with its own context and with the other's.
+"""Train a contextual model on two domains, and search each with its own (matched) and the other's (foreign) context.
 
 python examples/cde_two_domains.py data/torch.jsonl data/sympy.jsonl
 
-Each file holds pairs of one domain. Its last lines are held out and searched; the others are clustered and trained on,
-so that a batch holds neighbours of one domain. Prints for each domain and context how many queries find their own
-document first. On words that the encoder knows a context may bring nothing; docs/methods/cde.md says where it does.
-Vectors and clusters are kept: name another `--output` for other data or another batch size.
+Each file contains pairs of one domain. The last `num_held_out` lines are held out for the search. The other lines are
+clustered and trained on, so that a batch contains neighbours of one domain. Prints, for each domain and context, the
+fraction of queries whose own document is ranked first. A context may not help on vocabulary that the encoder was
+trained on; docs/methods/cde.md shows where it helps. Vectors and clusters are stored in `--output` and reused: choose
+another folder for other data or another batch size.
 """
 
 import json
@@ -33,7 +34,7 @@ def main(
     batch_size: int = 32,
     num_held_out: int = 200,
 ) -> None:
-    """Train `model` on the files `first` and `second`; the first half of the steps trains the first stage on words."""
+    """Train `model` on the files `first` and `second`; the first half of the steps trains the first stage only."""
     L.seed_everything(0)
     sources, clusters, held_out = [], {}, {}
     for name, file in (("first", first), ("second", second)):

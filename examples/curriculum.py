@@ -2,9 +2,10 @@
 
 python examples/curriculum.py data/docstrings_2000/train.jsonl.gz data/docstrings_2000/eval/validation
 
-The encoder's own similarity cuts each query's candidates into quarters: level 4 is the easiest, level 1 the hardest. A
-quarter of the steps trains on each level. Prints what mining removed, the scores of each level, and nDCG@10 before and
-after. Mining keeps its work: name another `--output` for other data or another margin.
+Each query's candidates are divided into quarters by the encoder's similarity: level 4 is the easiest, level 1 the
+hardest. Each level is trained for a quarter of the steps. Prints how many candidates each mining rule removed, the
+scores of each level, and nDCG@10 before and after. Mined negatives are stored in `--output` and reused: choose another
+folder for other data or another margin.
 """
 
 from functools import partial
@@ -28,11 +29,11 @@ def main(
     steps: int = 40,
     margin: float | None = 0.95,
 ) -> None:
-    """Mine for the file `pairs`, train `model`, score on the retrieval folder `validation`, write below `output`."""
+    """Mine negatives for the file `pairs`, train `model`, score it on the folder `validation`, write below `output`."""
     L.seed_everything(0)
-    folder = read_retrieval_folder(validation)  # first, so that a mistake in it costs no training
+    folder = read_retrieval_folder(validation)  # read first, so that an error in it is found before training
     teacher = Teachers([model], emb.Encoder.from_pretrained)
-    rules = NegativeRules(num_negatives=4, margin=margin)  # one of each level
+    rules = NegativeRules(num_negatives=4, margin=margin)  # one per level
     mined = f"{output}/levels.parquet"
     report = mine_negatives(emb.SourceConfig("pairs", pairs), mined, teacher, rules, levels=LevelRules("quantiles"))
     print(mining_table(report))
@@ -41,9 +42,9 @@ def main(
         emb.BackboneConfig(model),
         loss=emb.InfoNCE(temperature=0.05),
         optimizer=partial(torch.optim.AdamW, lr=7e-5, weight_decay=0.01),
-        schedule=emb.Schedule(),  # a tenth of the steps warms up; the paper's 300 steps are for its long run
+        schedule=emb.Schedule(),  # warm-up is a tenth of the steps; the paper's 300 steps suit only its longer run
     )
-    # A query without a negative of a step's level gets its nearest easier one.
+    # A query without a negative of the current level uses one of the next easier level.
     rows = partial(BlendedBatchSampler, steps_per_epoch=steps)
     data = emb.EmbeddingDataModule(
         [emb.SourceConfig("mined", mined)],
@@ -51,7 +52,7 @@ def main(
         sampler=partial(CurriculumBatchSampler, inner=rows, missing_level="coarser"),
         num_negatives=1,
     )
-    # The last weights: the hardest level comes last.
+    # Exports the last weights, because the hardest level is trained last.
     export = emb.ExportModel(f"{output}/model", query_max_length=128, document_max_length=128, replace=True)
     callbacks = [emb.GradCacheCallback(mini_batch_tokens=1024), export]
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}

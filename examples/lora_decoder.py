@@ -1,10 +1,10 @@
-"""Turn a small decoder into an embedding model with LoRA: an instruction before queries, the last token's state.
+"""Train a small decoder with LoRA as an embedding model, with an instruction before queries and last-token pooling.
 
 python examples/lora_decoder.py Qwen/Qwen3-0.6B data/docstrings_2000/train.jsonl.gz data/docstrings_2000/eval/validation
 
-The first argument is a decoder of the Hub or a directory. Without a network `python main.py fit --recipe small_decoder`
-trains one on a CPU and writes checkpoints/small_decoder. Prints the parameters that are trained and nDCG@10 before and
-after. The LoRA matrices are merged into the model that is written, a plain sentence-transformers directory.
+The first argument is a decoder on the Hub or a model directory. Without a network, `python main.py fit --recipe
+small_decoder` trains one on a CPU and writes checkpoints/small_decoder. Prints the number of trained parameters, and
+nDCG@10 before and after. The LoRA matrices are merged into the exported model, a sentence-transformers directory.
 """
 
 from functools import partial
@@ -28,12 +28,12 @@ def main(
     steps: int = 36,
     batch_size: int = 32,
 ) -> None:
-    """Train LoRA matrices of `model` on the file `pairs`, score on the folder `validation`, write to `output`."""
+    """Train LoRA matrices for `model` on the file `pairs`, score it on the folder `validation`, write to `output`."""
     L.seed_everything(0)
     module = emb.NVEmbedModule(
-        # Frozen weights may be in half precision; the matrices beside them are trained in float32.
+        # The frozen weights can be in half precision; the LoRA matrices are trained in float32.
         emb.BackboneConfig(model, dtype="bfloat16"),
-        LastTokenPooling,  # under a causal mask the last token alone has read the whole text
+        LastTokenPooling,  # with a causal mask only the last token attends to the whole text
         lora=emb.LoraSettings(rank=16, alpha=32, dropout=0.05),
         loss=emb.InfoNCE(temperature=0.05),
         optimizer=partial(torch.optim.AdamW, lr=2e-4, weight_decay=0.01),
@@ -44,7 +44,7 @@ def main(
     )
     print(f"{trained:,} of {total:,} parameters are trained")
 
-    # Every text ends in one token, in whose state it is gathered; some tokenizers have none but their own last one.
+    # Texts end with the end-of-sequence token, whose state is the embedding. Some tokenizers do not have this token.
     ends = module.embedder.tokenizer.eos_token is not None
     data = emb.EmbeddingDataModule(
         [emb.SourceConfig("pairs", pairs, instruction=instruction)],

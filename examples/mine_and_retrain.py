@@ -1,10 +1,11 @@
-"""Train on pairs, mine hard negatives with the model that came out, and train again with them.
+"""Train on pairs, mine hard negatives with the trained model, and train again with them.
 
 python examples/mine_and_retrain.py data/docstrings_2000/train.jsonl.gz data/docstrings_2000/eval/validation
 
-Both runs start from the same encoder and take the same steps, so that the negatives are all that differs. Prints what
-mining removed and nDCG@10 of three models: the encoder as it comes, trained on pairs, trained with mined negatives.
-Mining keeps its work: name another `--output` for other data or another margin.
+Both runs start from the same encoder and have the same number of steps, so that they differ only in the negatives.
+Prints how many candidates each mining rule removed, and nDCG@10 of the untrained encoder, of the model trained on pairs
+and of the model trained with mined negatives. Mined negatives are stored in `--output` and reused: choose another
+folder for other data or another margin.
 """
 
 from functools import partial
@@ -47,12 +48,12 @@ def main(
     steps: int = 36,
     margin: float | None = 0.95,
 ) -> None:
-    """Train `model` on the file `pairs` twice, score on the retrieval folder `validation`, write below `output`."""
-    folder = read_retrieval_folder(validation)  # first, so that a mistake in it costs no training
+    """Train `model` on the file `pairs` twice, score it on the retrieval folder `validation`, write below `output`."""
+    folder = read_retrieval_folder(validation)  # read first, so that an error in it is found before training
     first, second, mined = f"{output}/pairs", f"{output}/mined", f"{output}/mined_{steps}_steps.parquet"
     train(model, emb.SourceConfig("pairs", pairs), first, steps, num_negatives=0)
 
-    # A candidate counts as a negative where it scores below 95 % of the positive: nearer ones may answer the query too.
+    # A candidate is a negative if its score is below 95 % of the positive's. Above, it may be relevant to the query.
     rules = NegativeRules(num_negatives=3, margin=margin)
     teacher = Teachers([first], emb.Encoder.from_pretrained)
     report = mine_negatives(emb.SourceConfig("pairs", pairs), mined, teacher, rules)

@@ -1,10 +1,10 @@
-"""Train on your own pairs, and score the model before and after on pairs that it did not train on.
+"""Train on your own pairs, and score the model before and after on held-out pairs.
 
 python examples/own_pairs.py pairs.jsonl checkpoints/mine
 
-A line of the file, gzipped or not, is {"query": "…", "positive": "…"}, with "negatives": ["…"] where you have some.
-Every tenth pair is held out: its query has to find its positive among all that are held out. The split lies in
-data/own_pairs. Prints nDCG@10 before and after; the model is a sentence-transformers directory.
+Each line of the file, which may be gzipped, is {"query": "…", "positive": "…"} with an optional "negatives": ["…"].
+Every tenth pair is held out; its query is searched among all held-out positives. The split is written to
+data/own_pairs. Prints nDCG@10 before and after. The output is a sentence-transformers directory.
 """
 
 import gzip
@@ -54,7 +54,7 @@ def main(pairs: str, output: str, model: str = "all-MiniLM-L6-v2", epochs: int =
     source = emb.SourceConfig("mine", str(folder / "train.jsonl"))
     data = emb.EmbeddingDataModule([source], text=text, batch_size=batch_size, num_negatives=3)
     callbacks = [emb.GradCacheCallback(mini_batch_tokens=8192), emb.ExportModel(output, replace=True)]
-    # Lightning's trainer with the record, checkpoints, metrics and checks of a run of the command line.
+    # Lightning's trainer with the run record, checkpoints, metrics and checks of `fit`.
     trainer = emb.Trainer(callbacks, max_epochs=epochs, devices=1, precision="bf16-mixed", log_every_n_steps=1)
     trainer.fit(module, data)
     after = evaluate_folder(emb.Encoder.from_pretrained(output), folder / "validation")

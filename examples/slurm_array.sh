@@ -1,16 +1,16 @@
 #!/bin/bash
-# The runs of a sweep as one SLURM array: a task a run, each with its own folder, queued again by itself when it is stopped.
+# Submits the runs of a sweep as one SLURM array: one task per run, each with its own folder, requeued if it is stopped.
 #
 #   bash examples/slurm_array.sh examples/sweep.yaml --partition=gpu --time=04:00:00
 #
-# Run it on a login node, in the project's folder with its environment active. What follows the sweep file goes to
-# sbatch. lightning_configs/slurm/array.sbatch is the job and says what else it sets (one GPU, eight CPUs, no network).
+# Run it on a login node, in the project's folder with its environment active. Arguments after the sweep file are passed to
+# sbatch. The job is lightning_configs/slurm/array.sbatch: one GPU and eight CPUs per task by default, without the Hub.
 set -euo pipefail
 
 sweep="${1:?give a sweep file, such as examples/sweep.yaml}"
 shift
 
 count="$(python main.py sweep "$sweep" --count)"
-mkdir -p checkpoints/slurm  # SLURM writes each task's output there, and does not make the folder
+mkdir -p checkpoints/slurm  # SLURM writes each task's output there but does not create the folder
 sbatch --array="0-$((count - 1))%4" "$@" lightning_configs/slurm/array.sbatch "$sweep"
-echo "$count runs are queued, four at a time; when they have ended: python main.py sweep $sweep --results true"
+echo "submitted $count runs, four at a time; after they have finished: python main.py sweep $sweep --results true"

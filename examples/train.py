@@ -19,7 +19,7 @@ def main(data: str, output: str, steps: int = 36, batch_size: int = 32) -> None:
     """Train on `data`/train.jsonl.gz and write a sentence-transformers directory to `output`."""
     L.seed_everything(0)
     module = emb.NVEmbedModule(
-        backbone=emb.BackboneConfig("all-MiniLM-L6-v2"),  # a directory, or any encoder or decoder of the Hub
+        backbone=emb.BackboneConfig("all-MiniLM-L6-v2"),  # a directory, or any encoder or decoder on the Hub
         pooling=MeanPooling,
         loss=emb.InfoNCE(temperature=0.05),
         optimizer=partial(torch.optim.AdamW, lr=7e-5, weight_decay=0.01),
@@ -32,11 +32,11 @@ def main(data: str, output: str, steps: int = 36, batch_size: int = 32) -> None:
         num_negatives=3,
     )
     callbacks = [
-        emb.GradCacheCallback(mini_batch_tokens=1024),  # large batches in little memory, the same gradient
+        emb.GradCacheCallback(mini_batch_tokens=1024),  # large batches with less memory and the same gradient
         emb.RetrievalEvaluation(f"{data}/eval/validation", every_n_steps=18),
         emb.ExportModel(output, document_max_length=128, query_max_length=128),
     ]
-    # Lightning's trainer with the record, checkpoints, metrics and checks of a run of the command line.
+    # Lightning's trainer with the run record, checkpoints, metrics and checks of `fit`.
     trainer = emb.Trainer(callbacks, max_epochs=1, precision="bf16-mixed", log_every_n_steps=1)
     trainer.fit(module, pairs)
 

@@ -1,12 +1,12 @@
-"""Make a sparse mixture of experts of a dense encoder, train it at two widths, and look at its routing.
+"""Upcycle a dense encoder to a sparse mixture of experts, train it at two embedding dimensions, and print its routing.
 
 python examples/upcycle.py data/docstrings_2000/train.jsonl.gz data/docstrings_2000/eval/validation
 
-Experts need a rotary encoder, so an encoder with learned positions is converted first. Prints the parameters, how far
-the sparse model's vectors lie from the dense one's before training (they are the same but for rounding), nDCG@10 at
-all and at a third of the dimensions, and the share of the tokens that each expert reads. The new positions cost
-accuracy until they are adapted (lightning_configs/methods/mlm_adapt.yaml). With NomicBERT, which is rotary already,
-set `rotary = model` instead of converting.
+Upcycling needs rotary positions, so an encoder with learned positions is converted first. Prints the number of
+parameters, the difference between the vectors of the dense and the sparse model before training (equal up to rounding),
+nDCG@10 with all and with a third of the dimensions, and the fraction of tokens per expert. The new positions lower the
+accuracy until the model is adapted to them (lightning_configs/methods/mlm_adapt.yaml). NomicBERT already has rotary
+positions: set `rotary = model` instead of converting.
 """
 
 from functools import partial

@@ -245,7 +245,7 @@ def test_check_looks_for_each_data_set_and_writes_nothing(prepare, hub, tmp_path
     printed = capsys.readouterr().out
     assert "nv_embed/arguana" in printed
     assert "not confirmed" in printed
-    assert "cannot be fetched: The challenge's data need a registration" in printed
+    assert "cannot be fetched: The challenge's data require registration" in printed
     assert not Path("out").exists()
     assert prepare("cde", "--check", output=None, mirror=tmp_path) == 2
     written = capsys.readouterr()
