@@ -28,7 +28,7 @@ def test_a_module_without_an_embedder_is_refused_by_name():
     class Needy(L.Callback):
         pass
 
-    with pytest.raises(UserError, match="Needy needs a module with an embedder, Bare has none; remove Needy"):
+    with pytest.raises(UserError, match="Needy needs a module with an embedder, got Bare; remove Needy"):
         embedder_of(Bare(), Needy())
 
 
@@ -137,7 +137,7 @@ def test_a_module_without_a_language_model_and_a_file_in_the_way_are_refused(tmp
     export = component("ExportLanguageModel", output=str(tmp_path / "model"))
     config = run_config(tmp_path)
     config["trainer"]["callbacks"] = [export]
-    with pytest.raises(UserError, match="NVEmbedModule trains none; use ExportModel"):
+    with pytest.raises(UserError, match="a module with a language model, got NVEmbedModule; use ExportModel"):
         fit(tmp_path, config)
     config = language_config(tmp_path, "mlm")
     config["trainer"]["callbacks"] = [export]

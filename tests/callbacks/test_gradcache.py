@@ -64,7 +64,7 @@ def test_auto_keeps_every_graph_that_fits_after_the_first_step_and_says_how_much
     assert recomputed[0] > 2
     assert recomputed[1:] == [0, 0, 0]
     lines = [record.getMessage() for record in caplog.records if "GradCache" in record.getMessage()]
-    assert lines == ["GradCache keeps graphs within 1.50 GiB a rank, half of what the first step left free"]
+    assert lines == ["GradCache keeps graphs in up to 1.50 GiB per rank, half of the memory free after the first step"]
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")

@@ -79,7 +79,7 @@ def test_a_signal_to_one_rank_of_two_stops_both_at_one_step(is_early: bool, tmp_
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 75, errors
     assert_no_process_is_left(process)
-    says = "stopped at step 0, where it began" if is_early else "stopped after step 3"
+    says = "stopped at step 0, before its first update" if is_early else "stopped after step 3"
     assert errors.count(f"preempted: SIGUSR1: {says}") == 1
     assert lines_of(asked) == ["requeue 77"]
     assert [lines_of(tmp_path / f"steps{rank}.txt") for rank in range(2)] == [[] if is_early else ["1", "2", "3"]] * 2

@@ -269,7 +269,7 @@ def test_a_signal_before_the_first_step_leaves_nothing_and_is_answered(
         monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
     assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=1, numbers=[TERM], at=at))) == 75
     if num_ranks > 1:
-        assert "SIGTERM: stopped at step 0, where it began; job 77" in capsys.readouterr().err
+        assert "SIGTERM: stopped at step 0, before its first update; job 77" in capsys.readouterr().err
     assert (checkpoints(tmp_path), requeued.read_text()) == ([], "requeue 77\n")
 
 
@@ -279,7 +279,7 @@ def test_ranks_that_are_no_commands_of_their_own_are_refused(
     config = preempted_config(tmp_path)
     config["trainer"] |= {"devices": 2, "strategy": "ddp_spawn"}
     words = ["fit", "--config", write_config(tmp_path, config)]
-    assert_refused(capsys, tmp_path, "trainer.strategy must start each rank as a command of its own", main, words)
+    assert_refused(capsys, tmp_path, "trainer.strategy must start each rank as a separate command", main, words)
 
 
 def test_lightnings_own_handlers_are_neither_run_nor_put_in_place(

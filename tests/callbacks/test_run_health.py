@@ -86,7 +86,7 @@ def test_rows_are_those_of_the_whole_window_after_a_resume_too(tmp_path):
     ("callback", "line"),
     [
         (poison("PoisonLoss", rank=1, batch=1), "loss of another rank is NaN or infinite at step 1: no update was"),
-        (poison("DriftingWeight", step=2), "the weights of rank 1 are not those of rank 0 after step 2"),
+        (poison("DriftingWeight", step=2), "the weights of rank 1 differ from those of rank 0 after step 2"),
     ],
 )
 def test_all_ranks_stop_where_one_goes_wrong(callback, line, tmp_path):
