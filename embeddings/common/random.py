@@ -22,7 +22,7 @@ def derive_seed(seed: int, *stream: int | str) -> int:
 
 
 def run_seed(seed: int | None) -> int:
-    """The seed, or if None that of Lightning's `seed_everything`, or 0; equal on all ranks."""
+    """The seed; if None, that of Lightning's `seed_everything`, else 0. Equal on all ranks."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
 
 

@@ -120,9 +120,9 @@ def test_a_field_that_is_missing_or_not_an_integer_is_refused(tmp_path):
     assert (fields.integer("rows"), fields.integer("none"), fields.get("gone")) == (3, 0, None)
     with pytest.raises(InputError, match=r"manifest\.json: has no field 'gone'; make the output again"):
         fields["gone"]
-    for name, least in (("name", 0), ("none", 1), ("flag", 0)):
-        with pytest.raises(InputError, match=rf"field '{name}' is .*, expected an integer >= {least}"):
-            fields.integer(name, least)
+    for name, minimum in (("name", 0), ("none", 1), ("flag", 0)):
+        with pytest.raises(InputError, match=rf"field '{name}' is .*, expected an integer >= {minimum}"):
+            fields.integer(name, minimum)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"kind": "a', b"[1]", b"null", b"\xff\xfe"])
