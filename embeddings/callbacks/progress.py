@@ -1,4 +1,4 @@
-"""The progress of a run (steps, loss, time left) and its speed (pairs, tokens and operations per second)."""
+"""The progress of a run (steps, loss, remaining time) and its speed (pairs, tokens and operations per second)."""
 
 import time
 from collections.abc import Sequence

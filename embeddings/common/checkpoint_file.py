@@ -200,7 +200,7 @@ class _Entry(NamedTuple):
 def write_checkpoint(packed: PackedContent, path: str | os.PathLike[str], on_stage: Stage = unnoticed) -> None:
     """Write a checkpoint to a temporary file, flush it to disk, read it back, and only then rename it to `path`.
 
-    After a crash or an `OSError` at any point `path` holds either the old checkpoint or the complete new one. The disk
+    After a crash or an `OSError` at any point `path` has either the old checkpoint or the complete new one. The disk
     must have space for 1.001 times the file. `on_stage` is called with the name of each next stage: "write", "header",
     and then the stages of `atomic_path`. An `InputError` names content that the file cannot store.
     """

@@ -39,7 +39,7 @@ from embeddings.common.process import block_signals, exit_description
 PROGRESS_DELAY_SECONDS = 2.0
 # Interval of progress lines if standard error is not a terminal.
 LINE_SECONDS = 30.0
-_GIVE_TASK = "give --task_index and --num_tasks"
+_SET_TASK = "set --task_index and --num_tasks"
 
 MakeShard = Callable[[int, Path], None]
 
@@ -118,7 +118,7 @@ class TaskOptions:
             return ArrayTask(index, count)
         if index is not None or count is not None:
             present, absent = ("num_tasks", "task_index") if index is None else ("task_index", "num_tasks")
-            raise OptionError(present, count if index is None else index, f"needs {absent}", "give both or neither")
+            raise OptionError(present, count if index is None else index, f"needs {absent}", "set both or neither")
         if "SLURM_ARRAY_TASK_ID" not in os.environ:
             return ArrayTask()
         number, first, count, step = (
@@ -128,7 +128,7 @@ class TaskOptions:
         index, remainder = divmod(number - first, step)
         if remainder or not 0 <= index < count:
             raise OptionError(
-                "SLURM_ARRAY_TASK_ID", number, f"is not in an array of {count} tasks with a constant step", _GIVE_TASK
+                "SLURM_ARRAY_TASK_ID", number, f"is not in an array of {count} tasks with a constant step", _SET_TASK
             )
         return ArrayTask(index, count)
 
@@ -136,7 +136,7 @@ class TaskOptions:
 def _integer_variable(name: str, default: int, minimum: int) -> int:
     value = os.environ.get(name, str(default))
     if not (value.isascii() and value.isdigit()) or int(value) < minimum:
-        raise OptionError(name, value, f"must be an integer >= {minimum}", _GIVE_TASK)
+        raise OptionError(name, value, f"must be an integer >= {minimum}", _SET_TASK)
     return int(value)
 
 

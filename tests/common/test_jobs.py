@@ -134,7 +134,7 @@ def test_an_invalid_task_and_an_array_with_gaps_are_refused(given, says, monkeyp
 def test_an_array_variable_that_is_not_an_integer_is_refused(name, value, monkeypatch):
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
     monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
-    with pytest.raises(OptionError, match=f"SLURM_ARRAY_TASK_{name} must be an integer >= ., got '{value}'; give"):
+    with pytest.raises(OptionError, match=f"SLURM_ARRAY_TASK_{name} must be an integer >= ., got '{value}'; set"):
         TaskOptions().resolve()
 
 
