@@ -24,21 +24,21 @@ from embeddings.training.strategy import training_strategy
 
 
 class DurableCheckpointIO(CheckpointIO):
-    """Writes a checkpoint to a temporary file, waits for the disk, reads it back, and renames it only then.
+    """Writes a checkpoint to a temporary file, flushes it to disk, reads it back, and only then renames it.
 
-    After a crash at any point the path holds the old checkpoint or the complete new one. A checkpoint is never a
-    pickle: see `embeddings.common.checkpoint_file`. Remote paths (`s3://…`) get a file that was checked locally.
+    After a crash at any point the path has the old checkpoint or the complete new one. A checkpoint is never a pickle:
+    see `embeddings.common.checkpoint_file`. A remote path (`s3://…`) receives a file that was checked locally.
 
-    With `asynchronous`, training waits only while the state is copied to main memory; the memory is reused.
-    A thread writes one file at a time, and older checkpoints are removed once the new one is complete. The next save or
-    the end of the run raises an error of the thread.
+    With `asynchronous`, training waits only while the state is copied to a reused buffer in main memory. A thread
+    writes one file at a time, and older checkpoints are removed once the new one is complete. The next save or the end
+    of the run raises an error of the thread.
 
     Args:
         asynchronous: Whether training continues while a checkpoint is written.
 
     Raises:
-        InputError: If the checkpoint holds anything but tensors and plain types; the message names where.
-        OSError: If the disk is full or the folder refuses the file; the previous file stays.
+        InputError: If the checkpoint contains a value that is neither a tensor nor a plain type; the message names it.
+        OSError: If the disk is full or the folder is not writable; the previous file remains.
     """
 
     def __init__(self, asynchronous: bool = False) -> None:
@@ -53,7 +53,7 @@ class DurableCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write one checkpoint, or copy it for the thread to write."""
         if storage_options is not None:
-            raise TypeError("DurableCheckpointIO takes no storage_options")
+            raise TypeError("DurableCheckpointIO does not support storage_options")
         packed = pack(checkpoint)
         if not self.asynchronous:
             self._write(packed, path)
@@ -111,7 +111,7 @@ class DurableCheckpointIO(CheckpointIO):
         self.on_stage("prune")
         places = get_filesystem(path)
         if places.exists(path):
-            places.rm(path, recursive=True)  # DeepSpeed's are folders
+            places.rm(path, recursive=True)  # DeepSpeed checkpoints are folders
         self.on_stage("pruned")
 
 
@@ -123,7 +123,7 @@ def make_checkpoints_durable(trainer: L.Trainer) -> None:
         strategy.checkpoint_io = DurableCheckpointIO()
     elif is_covered and not isinstance(strategy.checkpoint_io, DurableCheckpointIO):
         rule = "must write checkpoints that can be resumed"
-        fix = "give embeddings.callbacks.DurableCheckpointIO, with asynchronous: true so that training does not wait"
+        fix = "use embeddings.callbacks.DurableCheckpointIO; with asynchronous: true training does not wait"
         raise OptionError("trainer.plugins", type(strategy.checkpoint_io).__name__, rule, fix)
 
 
@@ -145,15 +145,15 @@ class _TrainedModule(Protocol):
 def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed: str | None = None) -> None:
     """Check on rank 0 that each local checkpoint folder has disk space for two checkpoints.
 
-    A checkpoint that is `resumed` in its own folder is one of the two. Weights are not sharded yet.
+    A `resumed` checkpoint in the same folder counts as one of the two. Called before weights are sharded.
     """
     kept = model_checkpoints(trainer)
     if not kept or trainer.fast_dev_run or not is_first_process():  # type: ignore[attr-defined]
         return
-    of_logger = trainer.loggers[0].save_dir if trainer.loggers else None
+    logger_folder = trainer.loggers[0].save_dir if trainer.loggers else None
     # The old checkpoint, the new one during its write, and a tenth for other files.
     needed = int(2.2 * checkpoint_bytes(module, str(trainer.precision)))
-    for folder in {str(callback.dirpath or of_logger or trainer.default_root_dir) for callback in kept}:
+    for folder in {str(callback.dirpath or logger_folder or trainer.default_root_dir) for callback in kept}:
         if "://" not in folder:
             own = Path(resumed or "")
             is_there = own.is_file() and own.resolve().parent == Path(folder).resolve()
@@ -161,7 +161,7 @@ def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed
 
 
 def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
-    """The approximate size of a run's checkpoint; the module has not taken `precision` yet."""
+    """The approximate size of a run's checkpoint; called before the module is converted to `precision`."""
     halves = precision in ("bf16-true", "16-true")
     per_weight, left_out = 0.0, set[str]()
     if isinstance(module, _TrainedModule):
@@ -174,7 +174,7 @@ def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
 
 
 def load_best(trainer: L.Trainer, module: L.LightningModule) -> int:
-    """Load the best checkpoint of the first `ModelCheckpoint` with a `monitor`; the optimiser steps of the weights."""
+    """Load the best checkpoint of the first `ModelCheckpoint` with a `monitor`, if any; returns the weights' step."""
     monitored = [kept for kept in model_checkpoints(trainer) if kept.monitor is not None]
     path = monitored[0].best_model_path if monitored else ""
     finish_writing(trainer)
@@ -198,7 +198,7 @@ def embedder_of(module: L.LightningModule, callback: L.Callback) -> Embedder:
     embedder = getattr(module, "embedder", None)
     if not isinstance(embedder, Embedder):
         name = type(callback).__name__
-        raise UserError(f"{name} needs a module with an embedder, {type(module).__name__} has none; remove {name}")
+        raise UserError(f"{name} needs a module with an embedder, got {type(module).__name__}; remove {name}")
     return embedder
 
 
@@ -236,17 +236,17 @@ class ExportModel(_Export):
     """Writes the trained model as a sentence-transformers directory with its card when training ends.
 
     Args:
-        output: The directory to write. A model of the same run that is there is replaced.
-        best: Whether to take the best checkpoint of the first `ModelCheckpoint` that has a `monitor`, where there is
-            one, and not the last weights.
-        query_max_length: Maximum of tokens of a query that the written model reads, >= 4; None for that in training.
-        document_max_length: The same of a document.
+        output: The directory to write. It may contain a model of the same run, which is replaced.
+        best: Whether to export the best checkpoint of the first `ModelCheckpoint` with a `monitor`; without one, the
+            last weights are exported.
+        query_max_length: Maximum number of tokens of a query in the exported model, >= 4; None for that of training.
+        document_max_length: The same for a document.
         replace: Whether a model of another run is replaced too.
-        licence: The model's licence for the card, as the Hub names it (`apache-2.0`).
+        licence: The model's licence for the card, by its name on the Hub (`apache-2.0`).
 
     Raises:
-        OptionError: If a length is impossible, or another run's model or anything but a folder is at `output`.
-        UserError: If the module trains no embedder.
+        OptionError: If a length is invalid, or `output` is not a folder or contains another run's model.
+        UserError: If the module has no embedder.
     """
 
     def __init__(
@@ -287,19 +287,18 @@ class ExportModel(_Export):
 
 
 class ExportLanguageModel(_Export):
-    """Writes a trained language model as a Hugging Face directory when training ends, LoRA matrices merged.
+    """Writes a trained language model as a Hugging Face directory when training ends, with merged LoRA matrices.
 
-    `backbone: {name: OUTPUT}` of any method starts from it.
+    Any method can start from it with `backbone: {name: OUTPUT}`.
 
     Args:
-        output: The directory to write. A model of the same run that is there is replaced.
-        best: Whether to take the best checkpoint of the first `ModelCheckpoint` that has a `monitor`, such as
-            `val/loss`.
+        output: The directory to write. It may contain a model of the same run, which is replaced.
+        best: Whether to export the best checkpoint of the first `ModelCheckpoint` with a `monitor`, such as `val/loss`.
         replace: Whether a model of another run is replaced too.
 
     Raises:
-        OptionError: If another run's model or anything but a folder is at `output`.
-        UserError: If the module trains no language model.
+        OptionError: If `output` is not a folder or contains another run's model.
+        UserError: If the module has no language model.
     """
 
     def __init__(self, output: str, best: bool = False, replace: bool = False) -> None:
@@ -316,5 +315,5 @@ class ExportLanguageModel(_Export):
         found = getattr(module, "language_model", None)
         if not isinstance(found, LanguageModel):
             name = type(module).__name__
-            raise UserError(f"ExportLanguageModel needs a language model, {name} trains none; use ExportModel")
+            raise UserError(f"ExportLanguageModel needs a module with a language model, got {name}; use ExportModel")
         return found

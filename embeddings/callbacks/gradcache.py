@@ -12,27 +12,28 @@ from embeddings.training.gradcache import GradCache, GradCacheModule
 from embeddings.training.graphs import free_memory_bytes
 from embeddings.training.strategy import training_strategy
 
-# Fraction of the memory that is free after the first step: later texts may be longer, and others need memory too.
-KEPT_SHARE = 0.5
+# Fraction of the memory that is free after the first step; the remainder is for longer texts and other uses.
+KEPT_FRACTION = 0.5
 
 
 class GradCacheCallback(L.Callback):
     """Trains any contrastive module in mini-batches with the gradient of the full batch.
 
-    The size of the batch is then limited by its vectors, not by the encoder's activations. The module stays under
-    automatic optimisation: its `training_step` runs every backward pass but the last one.
+    The memory of the embeddings then limits the batch size, not that of the encoder's activations. The module stays
+    under automatic optimisation: its `training_step` runs all backward passes except the last.
 
     Args:
-        mini_batch_tokens: Maximum of padded tokens of a mini-batch; context slots and soft prompts count too.
-        mini_batch_texts: Maximum of texts of a mini-batch; None for no limit.
-        kept_fraction: Share of all padded tokens, 0 to 1, whose graphs may be kept instead of recomputed.
-        kept_gib: Memory for kept graphs, in GiB on a rank; 0 or None keeps no more than the last graph. `auto` is half
-            of the memory that the first optimiser step left free, on the rank with the least; with `kept_fraction` it
-            is None.
-        equal_mini_batches: Whether all ranks run equally many mini-batches; always under FSDP2, ZeRO-2 and 3.
+        mini_batch_tokens: Maximum number of padded tokens in a mini-batch, including context slots and soft prompts.
+        mini_batch_texts: Maximum number of texts in a mini-batch; None for no limit.
+        kept_fraction: Fraction of all padded tokens, 0 to 1, whose graphs may be kept instead of recomputed.
+        kept_gib: Memory for kept graphs, in GiB per rank; 0 or None keeps at most the last graph. `auto` is half of the
+            memory that is free after the first optimiser step, the minimum over ranks; with `kept_fraction`, `auto`
+            means None.
+        equal_mini_batches: Whether all ranks run the same number of mini-batches; always true under FSDP2, ZeRO-2 and
+            ZeRO-3.
 
-    Which graphs are kept changes the order of sums. So checkpoints hold the number of `auto`, and a resumed run
-    continues with the same bits unless it has less memory.
+    The order of sums depends on which graphs are kept. So checkpoints contain the value that `auto` measured, and a
+    resumed run is bit-identical unless it has less memory.
 
     Distributed: with `auto` one all-reduce, after the first optimiser step.
     Raises:
@@ -67,7 +68,7 @@ class GradCacheCallback(L.Callback):
             fix = "set trainer.strategy to ddp, or to embeddings.strategies.FSDP2Strategy or ZeroStrategy"
             raise UserError(f"GradCacheCallback does not run under {name}; {fix}")
         if isinstance(module, ContextualStep) and not strategy.supports_context_stage:
-            what = "ZeRO-1 loses the gradients of the second stage, which the last backward does not reach"
+            what = "ZeRO-1 loses the gradients of the second stage, because the last backward pass does not reach it"
             raise UserError(f"GradCacheCallback: {what}; set trainer.strategy.init_args.stage to 2")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -88,7 +89,7 @@ class GradCacheCallback(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Discard a restored value that was measured on a machine with more memory."""
         self._first_step = trainer.global_step
-        if self._measured_gib is not None and self._measured_gib * KEPT_SHARE > self._kept_gib(trainer, pl_module):
+        if self._measured_gib is not None and self._measured_gib * KEPT_FRACTION > self._kept_gib(trainer, pl_module):
             self._measured_gib, self.engine.budget.kept_gib = None, 0.0
 
     def on_train_batch_end(
@@ -99,12 +100,12 @@ class GradCacheCallback(L.Callback):
             return
         self._measured_gib = self.engine.budget.kept_gib = self._kept_gib(trainer, pl_module)
         if trainer.is_global_zero:
-            line = "GradCache keeps graphs within %.2f GiB a rank, half of what the first step left free"
+            line = "GradCache keeps graphs in up to %.2f GiB per rank, half of the memory free after the first step"
             logger.info(line, self._measured_gib)
 
     def _kept_gib(self, trainer: L.Trainer, module: L.LightningModule) -> float:
-        """`KEPT_SHARE` of the free memory per rank, in GiB, the minimum over ranks; ranks on a CPU share its memory."""
-        free = KEPT_SHARE * free_memory_bytes(module.device)
+        """`KEPT_FRACTION` of the free memory, in GiB, the minimum over ranks; ranks on a CPU share its memory."""
+        free = KEPT_FRACTION * free_memory_bytes(module.device)
         if module.device.type == "cpu":
             free /= trainer.num_devices
         return reduce_int(int(free // 2**20), "min", module.device) / 1024

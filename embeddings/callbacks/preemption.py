@@ -16,19 +16,19 @@ from embeddings.common.protocols import RunData
 
 
 class Preemption(L.Callback):
-    """Stops training at SIGUSR1, SIGTERM or Ctrl-C, and has SLURM queue the job again after the first two.
+    """Stops training at SIGUSR1, SIGTERM or Ctrl-C; after the first two, SLURM requeues the job.
 
-    The handler only notes the signal. At the end of an optimiser step, after all other callbacks, the ranks agree,
-    write one checkpoint (`last.ckpt` beside the run's others, or over its own), and end with a `PreemptedError`. The
-    step is logged; a validation loop that is due after it is skipped. A run that has taken its last step finishes. A
-    second Ctrl-C ends the run at once, without a checkpoint.
+    The handler only records the signal. At the end of an optimiser step, after all other callbacks, the ranks agree,
+    write one checkpoint (`last.ckpt` in the run's checkpoint folder; it replaces the run's previous one), and end with
+    a `PreemptedError`. The step is logged; a validation loop that is due after it is skipped. After its last step a run
+    finishes normally. A second Ctrl-C ends the run at once, without a checkpoint.
 
     Lightning's own handlers, which save and communicate inside a signal handler, are never installed. The command line
     adds this callback to every run.
 
-    Distributed: one all-reduce of an integer an optimiser step.
+    Distributed: one all-reduce of an integer per optimiser step.
     Raises:
-        OptionError: If the strategy has Python start the ranks (`ddp_spawn`, `ddp_fork`, `ddp_notebook`).
+        OptionError: If the strategy starts ranks with `multiprocessing` (`ddp_spawn`, `ddp_fork`, `ddp_notebook`).
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Preemption(L.Callback):
         launcher: Any = trainer.strategy.launcher
         if isinstance(launcher, _MultiProcessingLauncher):
             given = f"{type(trainer.strategy).__name__} with {launcher._start_method}"
-            rule = "must start each rank as a command of its own, which handles signals"
+            rule = "must start each rank as a separate command that handles signals"
             raise OptionError("trainer.strategy", given, rule, "use ddp")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -60,7 +60,7 @@ class Preemption(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
-        self._stop_if_asked(trainer, f"stopped at step {self._step}, where it began", is_in_step=False)
+        self._stop_if_asked(trainer, f"stopped at step {self._step}, before its first update", is_in_step=False)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -1,4 +1,4 @@
-"""The progress of a run (steps, loss, time left) and its speed (pairs, tokens and operations per second)."""
+"""The progress of a run (steps, loss, remaining time) and its speed (pairs, tokens and operations per second)."""
 
 import time
 from collections.abc import Sequence
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 class StepProgress(ProgressBar):
-    """Shows the steps of the full run, also those before a resume; Lightning's bars show the batches of one epoch.
+    """Shows the steps of the full run, including those before a resume; Lightning's bars show the batches of one epoch.
 
-    In a terminal it is one bar on stderr. Elsewhere it is a line every `every_seconds`, at the first step and at the
-    last. The time left follows from the mean pace of this process. Metrics that are logged with `prog_bar=True` follow.
-    Only rank 0 shows it.
+    If stderr is a terminal, it is one bar. Otherwise it is a line at the first step, every `every_seconds`, and at the
+    last step. The remaining time is estimated from the mean speed of this process. Metrics that are logged with
+    `prog_bar=True` are appended. Only rank 0 shows it.
 
     Args:
-        every_seconds: Seconds between two lines where stderr is no terminal, >= 0.
+        every_seconds: Seconds between two lines if stderr is not a terminal, >= 0.
     """
 
     def __init__(self, every_seconds: float = LINE_SECONDS) -> None:
@@ -70,7 +70,7 @@ class StepProgress(ProgressBar):
             mininterval=0.5,
             miniters=1,
             dynamic_ncols=True,
-            smoothing=0,  # the mean pace, so that evaluations and checkpoints count for the time left
+            smoothing=0,  # the mean speed, so that the estimate includes evaluations and checkpoints
             disable=not self._enabled,
         )
 
@@ -118,7 +118,7 @@ class ParameterCount(L.Callback):
 
 
 def replace_displays(trainer: L.Trainer, given: Sequence[L.Callback]) -> None:
-    """Replace Lightning's default progress bar and layer table; those of the config (`given`) stay."""
+    """Replace Lightning's default progress bar and layer table, but not the callbacks of the config (`given`)."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for place, callback in enumerate(callbacks):
         if isinstance(callback, ProgressBar) and callback not in given:
@@ -134,10 +134,10 @@ class Work:
     Attributes:
         pairs: Queries, or rows of a language model.
         tokens: Tokens of their texts and of context documents.
-        computed: Positions that encoders computed for them, with padding.
-        read: Positions of the texts without padding: tokens, and the slots and soft prompts before them.
+        computed: Positions that the encoders computed, including padding.
+        read: Positions of the texts without padding: tokens, context slots and soft prompts.
         squares: The sum over texts of squared positions, for the cost of attention.
-        context: Tokens of context documents, which the first stage read.
+        context: Tokens of context documents, the input of the first stage.
         context_squares: The sum over context documents of squared tokens.
     """
 
@@ -164,22 +164,22 @@ class _ReadsAnotherBatch(Protocol):
 class Throughput(L.Callback):
     """Logs the speed of a run at regular optimiser steps, from wall time.
 
-    - `throughput/pairs_per_second` and `throughput/tokens_per_second`: of all ranks; neither padding nor a context's
-      slot is a token.
-    - `throughput/padding`: share of the computed positions that are padding, on rank 0.
-    - `throughput/waiting`: share of the time in which rank 0 was not in a step but in the loader or other callbacks.
-    - `throughput/tflops`: operations of the model a second on rank 0, in 10^12. Each position without padding counts
-      once forward and twice backward (once through frozen weights), in both stages where there are two. Pooling, loss,
-      embedding tables, padding and recomputation by GradCache or checkpointing do not count.
+    - `throughput/pairs_per_second` and `throughput/tokens_per_second`: over all ranks; padding and context slots do not
+      count as tokens.
+    - `throughput/padding`: fraction of the computed positions that are padding, on rank 0.
+    - `throughput/waiting`: fraction of the time that rank 0 spent outside steps, in the loader or other callbacks.
+    - `throughput/tflops`: the model's operations per second on rank 0, in 10^12. Each unpadded position counts once
+      forward and twice backward (once through frozen weights), in each stage of the model. Pooling, loss, embedding
+      tables, padding and recomputation by GradCache or checkpointing do not count.
     - `throughput/matmul_share`: the same divided by the speed of one square matrix product in the run's precision,
       which is measured before the first step.
 
     Args:
-        every_n_steps: Optimiser steps between two rows, > 0. The first row covers the first steps too.
+        every_n_steps: Optimiser steps between two logged rows, > 0. The first row includes the first steps.
 
-    Distributed: an all-gather of two numbers every `every_n_steps` optimiser steps.
+    Distributed: two all-gathers of one integer every `every_n_steps` optimiser steps.
     Raises:
-        UserError: If the module trains no backbone whose arithmetic can be counted.
+        UserError: If the module has no backbone.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
@@ -236,7 +236,7 @@ class Throughput(L.Callback):
 
 
 def work_of(batch: Any, engine: GradCache | None = None) -> Work:
-    """The size of packed rows, or of a contrastive batch: in `engine`'s mini-batches or padded to its longest texts."""
+    """The size of packed rows or of a contrastive batch, split into `engine`'s mini-batches or padded as a whole."""
     if isinstance(batch, Prediction):
         rows, length = batch.input_ids_NL.shape
         tokens = int((batch.document_NL >= 0).sum()) if batch.has_padding else rows * length

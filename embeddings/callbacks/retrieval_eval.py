@@ -15,20 +15,21 @@ METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
 class RetrievalEvaluation(L.Callback):
     """Scores the model on a retrieval folder at regular optimiser steps and logs `val/ndcg_at_10` and other metrics.
 
-    A model that is trained at several dimensions is scored at each: fewer than all are logged as `val/ndcg_at_10_128`
-    and so on. A `ModelCheckpoint` with `monitor: val/ndcg_at_10`, `mode: max` and the same `every_n_train_steps` keeps
-    the best. The folder is read before training, so a mistake in it ends the run before any file is written.
+    A model that is trained at several dimensions is scored at each; scores of truncated embeddings are logged as
+    `val/ndcg_at_10_128`. A `ModelCheckpoint` with `monitor: val/ndcg_at_10`, `mode: max` and the same
+    `every_n_train_steps` keeps the best model. The folder is read before training, so an error in it ends the run
+    before any file is written.
 
     Args:
         folder: A retrieval folder (`corpus.jsonl[.gz]`, `queries.jsonl`, `qrels.tsv`).
-        every_n_steps: Optimiser steps between two scorings, > 0; None scores at the end of each epoch, before
-            `EarlyStopping` and `ModelCheckpoint` look at the scores.
+        every_n_steps: Optimiser steps between two evaluations, > 0; None evaluates at the end of each epoch, before
+            `EarlyStopping` and `ModelCheckpoint` read the scores.
         name: Prefix of the logged metrics.
         at_start: Whether the model is also scored before its first step.
-        context_size: How many documents of the folder, drawn once, are the context of a contextual model; None for as
-            many as it has slots, 0 for none.
+        context_size: Number of documents of the folder, sampled once, that are the context of a contextual model; None
+            for the number of its slots, 0 for no context.
 
-    Distributed: rank 0 scores while the others wait; the scores are broadcast.
+    Distributed: rank 0 evaluates while the others wait, or all ranks with sharded weights; the scores are broadcast.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class RetrievalEvaluation(L.Callback):
             self._score_and_log(trainer, pl_module)
 
     def _score_and_log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Score a step that is not scored yet, for the loggers and for callbacks that monitor a metric."""
+        """Score the current step once, for the loggers and for callbacks that monitor a metric."""
         if trainer.global_step == self._scored_step:
             return
         for name, value in self._score(trainer, pl_module).items():
@@ -95,8 +96,8 @@ class RetrievalEvaluation(L.Callback):
             widths = [encoder.embedding_dim, *encoder.embedder.trained_widths]
             found = evaluate_widths(encoder, self._data, list(dict.fromkeys(widths)), context_size=size or None)
             scores = {metric: float(found[0].metrics[metric]) for metric in METRICS}
-            for cut in found[1:]:
-                scores |= {f"{metric}_{cut.dimensions}": float(cut.metrics[metric]) for metric in METRICS}
+            for shorter in found[1:]:
+                scores |= {f"{metric}_{shorter.dimensions}": float(shorter.metrics[metric]) for metric in METRICS}
         scores = trainer.strategy.broadcast(scores)
         assert scores is not None
         named = {f"{self.name}/{metric}": value for metric, value in scores.items()}

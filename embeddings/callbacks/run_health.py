@@ -1,4 +1,4 @@
-"""The health of a run: weights that are equal on all ranks, examples of a failed step, and the load of experts."""
+"""Checks of a run: equal weights on all ranks, the examples of a failed step, and the load of the experts."""
 
 import hashlib
 from pathlib import Path
@@ -16,24 +16,25 @@ from embeddings.common.io import write_json
 from embeddings.common.protocols import RunData, run_data
 from embeddings.models.moe.upcycling import routing_metrics
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# The integer type with an item size in bytes.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class RunHealth(L.Callback):
     """Compares the ranks' weights at regular steps, and records the examples of a step with a numeric error.
 
-    A module of this library stops on all ranks before an update where a loss or a gradient is NaN or infinite (the loss
-    scaler of `16-mixed` skips the update instead). Each rank then writes `numeric-error-rank-R.json` into the run's
-    folder: the step, the message, and the rows of each source that it read since the last update. No checkpoint is
-    written at that exception.
+    A module of this library stops all ranks before an update if a loss or a gradient is NaN or infinite (with
+    `16-mixed` the loss scaler skips the update instead). Each rank then writes `numeric-error-rank-R.json` into the
+    run's folder: the step, the message, and the rows of each source that it read since the last update. No checkpoint
+    is written at that exception.
 
-    Under DDP all ranks hold the same weights, unless memory is faulty or only some ranks made an update. Their
-    checksums are compared; sharded weights are not.
+    Under DDP the weights of all ranks are equal, unless memory is faulty or only some ranks made an update. This
+    callback compares their checksums; it does not compare sharded weights.
 
     Args:
-        compare_every_n_steps: Optimiser steps between two comparisons of the weights, > 0; None compares nothing.
+        compare_every_n_steps: Optimiser steps between two comparisons of the weights, > 0; None for no comparison.
 
-    Distributed: an all-gather of one number every `compare_every_n_steps` optimiser steps.
+    Distributed: an all-gather of one integer every `compare_every_n_steps` optimiser steps.
     Raises:
         NumericError: After a step, on all ranks, if a rank's weights differ from rank 0's.
     """
@@ -87,19 +88,19 @@ class RunHealth(L.Callback):
         different = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
         if different:
             ranks = ", ".join(map(str, different))
-            what = f"the weights of rank {ranks} are not those of rank 0 after step {trainer.global_step}"
-            fix = "resume from the last checkpoint, on another machine if it comes again"
+            what = f"the weights of rank {ranks} differ from those of rank 0 after step {trainer.global_step}"
+            fix = "resume from the last checkpoint; if the error recurs, use another machine"
             raise NumericError(f"{what}; {fix}")
 
 
 def weights_checksum(module: nn.Module) -> int:
     """An integer checksum of the weights. One flipped bit changes it; two in one parameter may cancel out.
 
-    A parameter's bits are added up as integers, times an odd number from its name.
+    It sums each parameter's bits as integers, times an odd number derived from the parameter's name.
     """
     parameters = dict(module.named_parameters())
     sums = [
-        parameter.detach().contiguous().flatten().view(_WORDS[parameter.element_size()]).sum(dtype=torch.int64)
+        parameter.detach().contiguous().flatten().view(_INTEGERS[parameter.element_size()]).sum(dtype=torch.int64)
         for parameter in parameters.values()
     ]
     total = 0
@@ -115,7 +116,7 @@ class RoutedModule(Protocol):
     """A module that stores the routing sums of its last step by name, (sparse layers, experts), over all ranks."""
 
     moe_layers: list[int]
-    load_balancing: object | None  # None where no sums are kept
+    load_balancing: object | None  # None if no sums are collected
     routing: dict[str, Tensor]
 
 
@@ -123,18 +124,18 @@ class RoutingStatistics(L.Callback):
     """Logs how evenly the experts of each layer are used, at regular optimiser steps.
 
     For a sparse layer `i`, over all tokens of the step's queries and documents on all ranks:
-    - `routing/load_entropy_layer_i`: entropy of the experts' shares of the tokens over its maximum, 0 to 1; 1 where all
+    - `routing/load_entropy_layer_i`: entropy of the experts' token fractions divided by its maximum, 0 to 1; 1 if all
       loads are equal.
-    - `routing/probability_entropy_layer_i`: the same of the router's mean probabilities.
-    - `routing/highest_load_layer_i`: tokens of the busiest expert over an even share; 1 where all loads are equal.
-    - `routing/idle_experts_layer_i`: how many experts got no token.
-    And `routing/load_entropy`, the mean over layers, and `routing/idle_experts`, the sum.
+    - `routing/probability_entropy_layer_i`: the same for the router's mean probabilities.
+    - `routing/highest_load_layer_i`: tokens of the busiest expert divided by the mean load; 1 if all loads are equal.
+    - `routing/idle_experts_layer_i`: number of experts that received no token.
+    `routing/load_entropy` is the mean over layers, and `routing/idle_experts` the sum.
 
     Args:
-        every_n_steps: Optimiser steps between two rows, > 0.
+        every_n_steps: Optimiser steps between two logged rows, > 0.
 
     Raises:
-        UserError: If the module has no sparse layers, or no sums of their routing.
+        UserError: If the module has no sparse layers, or does not collect their routing sums.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:

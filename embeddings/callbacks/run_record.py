@@ -1,4 +1,4 @@
-"""A run's folder: its choice, its `metrics.csv`, and the record of config, command, versions and hardware."""
+"""A run's folder: its name, its `metrics.csv`, and the record of config, command, versions and hardware."""
 
 import csv
 import io
@@ -51,13 +51,13 @@ MODEL_RUN_FILE = "training_run.json"
 class RunRecord(SaveConfigCallback):
     """Writes `config.yaml` and `run.json` into the run's folder, and config and run into every checkpoint.
 
-    `run.json` gets an `end` when the run ends; a run without one was killed, or still runs. A process that resumes a
-    run in its folder keeps the run's `id`, and puts the records of earlier processes into `earlier`.
+    `run.json` gets an `end` when the run ends; a run without one was killed or is still running. A process that resumes
+    a run in its folder keeps the run's `id`, and moves the records of earlier processes to `earlier`.
 
     Args:
         parser: The parser that read the config.
-        config: What it read.
-        command: The words of the command line.
+        config: The parsed config.
+        command: The arguments of the command line.
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Any, command: list[str]) -> None:
@@ -149,7 +149,7 @@ class RunRecord(SaveConfigCallback):
 
 
 def check_output(trainer: L.Trainer, output: str, option: str, replace: bool) -> None:
-    """Refuse a path where anything but a folder is, or, without `replace`, another run's model."""
+    """Refuse a path that exists but is not a folder, or, without `replace`, contains another run's model."""
     require_folder_or_nothing(output)
     place, logger = Path(output).expanduser(), run_logger(trainer)
     # Runs without a record cannot be distinguished.
@@ -157,7 +157,7 @@ def check_output(trainer: L.Trainer, output: str, option: str, replace: bool) ->
         return
     own = None if logger.resumed is None else read_json_or_empty(logger.resumed.folder / "run.json").get("id")
     if own is None or read_json_or_empty(place / MODEL_RUN_FILE).get("id") != own:
-        fix = f"name another one, or set {option}'s replace: true"
+        fix = f"choose another folder, or set replace: true in {option}"
         raise OptionError(f"{option}.output", output, "must not contain a model of another run", fix)
 
 
@@ -169,7 +169,7 @@ def mark_output(trainer: L.Trainer, folder: Path) -> None:
 
 
 def write_none_on_exception(trainer: L.Trainer) -> None:
-    """Prevent every `ModelCheckpoint` from saving at the current exception; they are called after other callbacks."""
+    """Prevent every `ModelCheckpoint` from saving at the current exception; Lightning calls them last."""
     for kept in model_checkpoints(trainer):
         kept.save_on_exception = False
 
@@ -213,9 +213,9 @@ class ResumedRun(NamedTuple):
 class RunLogger(CSVLogger):
     """Writes `metrics.csv` into the run's folder, and chooses that folder.
 
-    A new run makes the next `version_N`, so two runs that start together get two folders. A resumed run appends to its
-    own `metrics.csv`, from which rows of later steps than its checkpoint's are removed. A lock, which ends with the
-    process, holds the folder. Rows are on disk whenever a `ModelCheckpoint` has saved.
+    A new run creates the next `version_N`, so two runs that start together get two folders. A resumed run removes the
+    rows after its checkpoint's step from its `metrics.csv`, and appends to it. A lock on the folder, released when the
+    process ends, excludes other processes. All rows are written whenever a `ModelCheckpoint` saves.
     """
 
     def __init__(self, resumed: ResumedRun | None = None, **options: Any) -> None:
@@ -249,7 +249,7 @@ class RunLogger(CSVLogger):
         if self._experiment is None:
             self._make_folder()
             self.hold()
-            self._experiment = _Appender(self.log_dir, self._names_kept())
+            self._experiment = _Appender(self.log_dir, self._truncate())
         assert isinstance(self._experiment, ExperimentWriter)
         return self._experiment
 
@@ -277,8 +277,8 @@ class RunLogger(CSVLogger):
         for follower in self.followers:
             follower._version = self.version
 
-    def _names_kept(self) -> list[str]:
-        """The columns of the rows that stay in `metrics.csv`, empty for a new file."""
+    def _truncate(self) -> list[str]:
+        """Remove the rows after the resumed step from `metrics.csv`; returns its columns, empty for a new file."""
         path = Path(self.log_dir) / METRICS_FILE
         if self.resumed is None or not path.is_file():
             path.unlink(missing_ok=True)
@@ -349,21 +349,21 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class DeviceSettings(Callback):
-    """Sets the precision of float32 products for the run, and torch's allocation of GPU memory. No effect on a CPU.
+    """Sets the precision of float32 matrix products and torch's GPU memory allocator. No effect on a CPU.
 
     Args:
-        float32_products: `highest` for float32; `high` lets a GPU round the factors to TF32, 10 bits of mantissa in the
-            place of 23. Losses and routers state float32, and have less with `high`. What autocast computes in bfloat16
-            stays as it is.
-        expandable_segments: Whether a segment of memory grows where it lies, so that mini-batches of many sizes leave
-            fewer holes. Settings in the environment come first. Without effect once the process has used the GPU, as it
-            has where a backbone is loaded in 4 bits.
+        float32_products: `highest` for float32; `high` lets a GPU round the factors to TF32, with 10 bits of mantissa
+            instead of 23. This also affects losses and routers, which otherwise compute in float32. It does not affect
+            what autocast computes in bfloat16.
+        expandable_segments: Whether memory segments can grow in place, which reduces fragmentation by mini-batches of
+            different sizes. Settings in the environment have priority. No effect if the process has used the GPU
+            already, for example to load a backbone in 4 bits.
     """
 
     def __init__(self, float32_products: Float32Products = "highest", expandable_segments: bool = False) -> None:
         if float32_products not in get_args(Float32Products):
             rule = "must be highest or high"
-            raise OptionError("float32_products", float32_products, rule, "leave it out for float32")
+            raise OptionError("float32_products", float32_products, rule, "omit it for float32")
         self.float32_products = float32_products
         self.expandable_segments = expandable_segments
         self._before = ""

@@ -46,7 +46,7 @@ class PackedContent:
     tensors: dict[str, Tensor]
 
     def copied(self, earlier: "PackedContent | None" = None) -> "PackedContent":
-        """A copy with its tensors in main memory; reuses the memory of `earlier` where shapes and dtypes are equal."""
+        """A copy with its tensors in main memory; reuses the memory of `earlier` if shapes and dtypes are equal."""
         memory = earlier.tensors if earlier is not None else {}
         copies = {}
         for name, tensor in self.tensors.items():
@@ -61,8 +61,8 @@ def pack(content: Any) -> PackedContent:
     """Separate a content into JSON and tensors; no tensor is copied.
 
     None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict and Counter (keys: str and int), dense tensors
-    and numpy arrays come back bit for bit. Tied weights stay one tensor; other views that share memory become separate
-    tensors. An `InputError` names the path of any other type.
+    and numpy arrays are restored bit for bit. Tied weights stay one tensor; other views that share memory become
+    separate tensors. An `InputError` names the path of a value of any other type.
     """
     packer = _Packer()
     return PackedContent(packer.pack(content, ()), packer.tensors)
@@ -198,9 +198,9 @@ class _Entry(NamedTuple):
 
 
 def write_checkpoint(packed: PackedContent, path: str | os.PathLike[str], on_stage: Stage = unnoticed) -> None:
-    """Write a checkpoint to a temporary file, wait for the disk, read it back, and only then rename it to `path`.
+    """Write a checkpoint to a temporary file, flush it to disk, read it back, and only then rename it to `path`.
 
-    After a crash or an `OSError` at any point `path` holds either the old checkpoint or the complete new one. The disk
+    After a crash or an `OSError` at any point `path` has either the old checkpoint or the complete new one. The disk
     must have space for 1.001 times the file. `on_stage` is called with the name of each next stage: "write", "header",
     and then the stages of `atomic_path`. An `InputError` names content that the file cannot store.
     """
@@ -309,7 +309,7 @@ def _verify(path: Path) -> None:
     try:
         inspect_checkpoint(path)
     except InputError as error:
-        raise OSError(errno.EIO, "the disk returned other bytes than were written") from error
+        raise OSError(errno.EIO, "the disk returned different bytes than were written") from error
 
 
 def _checked(path: Path, read: Callable[[BufferedReader, Path], PackedContent]) -> dict[str, Any]:
@@ -326,7 +326,7 @@ def _checked(path: Path, read: Callable[[BufferedReader, Path], PackedContent]) 
                 what = str(error)
             elif file.read(4) in _PICKLES:
                 what = "is a pickle, which could run code when loaded"
-            raise InputError(str(path), what, "give a complete .ckpt file that `fit` wrote") from error
+            raise InputError(str(path), what, "use a complete .ckpt file that `fit` wrote") from error
 
 
 def _read_header(path: Path) -> tuple[list[_Entry], dict[str, str], PackedContent]:

@@ -43,7 +43,7 @@ def planning_for(num_ranks: int) -> Iterator[None]:
 
 
 def reduce_int(value: int, operation: str, device: torch.device | str = "cpu") -> int:
-    """The smallest (`"min"`) or largest (`"max"`) of one integer over all ranks, sent from `device` (NCCL: the GPU)."""
+    """The minimum (`"min"`) or maximum (`"max"`) of an integer over all ranks, sent from `device` (NCCL: the GPU)."""
     if not is_distributed():
         return value
     tensor = torch.tensor(value, dtype=torch.int64, device=device)
@@ -64,7 +64,7 @@ def count_values(parameters: Iterable[Tensor]) -> int:
 
 
 def gather_counts(count: int, device: torch.device | str = "cpu") -> list[int]:
-    """The row counts of all ranks, in the order of the ranks."""
+    """The integers of all ranks, such as numbers of rows, in rank order."""
     if not is_distributed():
         return [count]
     mine = torch.tensor([count], dtype=torch.int64, device=device)
@@ -82,9 +82,9 @@ def gather_rows(value_N: Tensor, counts: list[int]) -> Tensor:
 def gather_candidates(candidate_CD: Tensor, counts: list[int]) -> Tensor:
     """The candidates of all ranks, (sum of counts, D), in rank order; gradients flow back to each candidate's rank.
 
-    The backward sums the gradients of all ranks' losses. Where each rank's loss is the mean over its B queries, and the
-    strategy averages parameter gradients (DDP, FSDP and DeepSpeed do), the step equals one process with all R x B
-    queries. So the loss needs no world-size factor.
+    The backward sums the gradients of all ranks' losses. If each rank's loss is the mean over its B queries, and the
+    strategy averages parameter gradients (DDP, FSDP and DeepSpeed do), the step equals that of one process with all
+    R x B queries. So the loss needs no world-size factor.
 
     Args:
         candidate_CD: This rank's candidates, (C, D) float.
@@ -103,7 +103,7 @@ def sum_over_ranks(value: Tensor) -> Tensor:
 
     As with `gather_candidates`, averaging parameter gradients over the ranks then gives one process's gradient.
 
-    Distributed: all-reduce (sum) forward, and backward where there is a gradient. Every rank must run both.
+    Distributed: all-reduce (sum) forward, and backward if there is a gradient. Every rank must run both.
     """
     if not is_distributed():
         return value

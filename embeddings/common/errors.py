@@ -54,7 +54,7 @@ class InputError(UserError):
 
 
 class OptionError(UserError):
-    """An option whose value is impossible, or cannot take effect.
+    """An option whose value is invalid or has no effect.
 
     Args:
         option: Its name as the user writes it (`data.batch_size`).
@@ -113,9 +113,9 @@ def is_panic(error: BaseException) -> bool:
 
 @contextmanager
 def rust_panics_as_errors() -> Iterator[None]:
-    """Inside, a panic of a Rust library becomes a RuntimeError, and its backtrace on stderr is dropped.
+    """Inside, a panic of a Rust library becomes a RuntimeError, and its backtrace on stderr is discarded.
 
-    Standard error is buffered meanwhile, and written afterwards if there was no panic.
+    Standard error is buffered inside, and written afterwards if there was no panic.
     """
     try:
         standard_error = os.dup(2)
@@ -143,10 +143,10 @@ def rust_panics_as_errors() -> Iterator[None]:
                     os.write(2, buffer.read())
 
 
-def shown(value: object, most: int = 60) -> str:
-    """A value for a message, truncated if long."""
+def shown(value: object, limit: int = 60) -> str:
+    """A value for a message, truncated to `limit` characters."""
     text = repr(value)
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def require(library: str, extra: str) -> ModuleType:

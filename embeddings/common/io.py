@@ -80,7 +80,7 @@ def atomic_path(
 def atomic_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside `target`; on leaving without an error it is flushed to disk and becomes `target`.
 
-    Several processes may write the same target: the first to finish wins, and the others' folders are dropped.
+    Several processes may write the same target: the first to finish wins, and the others' folders are discarded.
     """
     new_parents = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
     try:
@@ -185,7 +185,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
-    """The mapping of a JSON file; empty where the file is missing or damaged."""
+    """The mapping of a JSON file; empty if the file is missing or damaged."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -237,11 +237,11 @@ class Manifest(dict[str, Any]):
     def __missing__(self, field: str) -> Any:
         raise InputError(str(self.path), f"has no field {field!r}", self.hint)
 
-    def integer(self, field: str, least: int = 0) -> int:
-        """A field that must be an integer >= `least`."""
+    def integer(self, field: str, minimum: int = 0) -> int:
+        """A field that must be an integer >= `minimum`."""
         value = self[field]
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            what = f"field {field!r} is {shown(value)}, expected an integer >= {least}"
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            what = f"field {field!r} is {shown(value)}, expected an integer >= {minimum}"
             raise InputError(str(self.path), what, self.hint)
         return value
 

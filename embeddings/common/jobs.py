@@ -33,13 +33,13 @@ from embeddings.common.io import (
     load_array,
     write_manifest,
 )
-from embeddings.common.process import block_signals
+from embeddings.common.process import block_signals, exit_description
 
 # A job shorter than this shows no progress bar.
 PROGRESS_DELAY_SECONDS = 2.0
 # Interval of progress lines if standard error is not a terminal.
 LINE_SECONDS = 30.0
-_GIVE_TASK = "give --task_index and --num_tasks"
+_SET_TASK = "set --task_index and --num_tasks"
 
 MakeShard = Callable[[int, Path], None]
 
@@ -53,7 +53,7 @@ def progress_bar(
     every_seconds: float = LINE_SECONDS,
     **options: Any,
 ) -> "tqdm[Any]":
-    """A tqdm bar on standard error, with the time left; without a terminal, a line every `every_seconds` seconds.
+    """A tqdm bar on standard error, with the remaining time; without a terminal, a line every `every_seconds` seconds.
 
     Nothing is shown in the first `delay` seconds; None means 2.
     """
@@ -74,7 +74,7 @@ class _LineBar(tqdm):  # type: ignore[type-arg]
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         line, now = str(self), time.time()
-        # tqdm disables a bar that ends before it shows its last state, and shows a state twice, with other seconds.
+        # tqdm disables a bar that ends before it shows its last state, and may show one state twice.
         is_due = self.disable or now - self._shown_at >= self.mininterval
         state = line.partition("[")[0]
         if msg is None and is_due and state != self._shown and sys.stderr is not None:
@@ -84,7 +84,7 @@ class _LineBar(tqdm):  # type: ignore[type-arg]
 
 @dataclass(frozen=True)
 class ArrayTask:
-    """One of the processes that share a job: it makes the shards `s` with `s % count == index`, from 0."""
+    """One of the processes that share a job: it makes the shards `s`, from 0, with `s % count == index`."""
 
     index: int = 0
     count: int = 1
@@ -104,8 +104,8 @@ class TaskOptions:
     """The share of the work of this process.
 
     Args:
-        task_index: Number of this process among those that share the work, from 0; in a SLURM array the task's.
-        num_tasks: How many processes share the work.
+        task_index: Index of this process among those that share the work, from 0; by default the SLURM array task's.
+        num_tasks: Number of processes that share the work.
     """
 
     task_index: int | None = None
@@ -118,7 +118,7 @@ class TaskOptions:
             return ArrayTask(index, count)
         if index is not None or count is not None:
             present, absent = ("num_tasks", "task_index") if index is None else ("task_index", "num_tasks")
-            raise OptionError(present, count if index is None else index, f"needs {absent}", "give both or neither")
+            raise OptionError(present, count if index is None else index, f"needs {absent}", "set both or neither")
         if "SLURM_ARRAY_TASK_ID" not in os.environ:
             return ArrayTask()
         number, first, count, step = (
@@ -128,7 +128,7 @@ class TaskOptions:
         index, remainder = divmod(number - first, step)
         if remainder or not 0 <= index < count:
             raise OptionError(
-                "SLURM_ARRAY_TASK_ID", number, f"is not in an array of {count} tasks with a constant step", _GIVE_TASK
+                "SLURM_ARRAY_TASK_ID", number, f"is not in an array of {count} tasks with a constant step", _SET_TASK
             )
         return ArrayTask(index, count)
 
@@ -136,7 +136,7 @@ class TaskOptions:
 def _integer_variable(name: str, default: int, minimum: int) -> int:
     value = os.environ.get(name, str(default))
     if not (value.isascii() and value.isdigit()) or int(value) < minimum:
-        raise OptionError(name, value, f"must be an integer >= {minimum}", _GIVE_TASK)
+        raise OptionError(name, value, f"must be an integer >= {minimum}", _SET_TASK)
     return int(value)
 
 
@@ -460,8 +460,7 @@ class _Worker(Generic[Item, Result]):
 
     def _exit_description(self) -> str:
         self._process.join(_TERMINATION_SECONDS)
-        code = self._process.exitcode or 0
-        return f"was ended by a signal ({signal.Signals(-code).name})" if code < 0 else f"ended with code {code}"
+        return exit_description(self._process.exitcode or 0)
 
 
 def _serve(connection: Connection, name: str, make: Callable[[], Callable[[Any], Any]]) -> None:

@@ -115,7 +115,7 @@ def _is_relevant(record: logging.LogRecord) -> bool:
     return not any(text in record.getMessage() for text in _IRRELEVANT)
 
 
-# transformers loads DeepSpeed where it is installed, whichever of our modules a script imports first; DeepSpeed then
+# transformers imports DeepSpeed if it is installed, whichever of our modules a script imports first. DeepSpeed then
 # reports a missing accelerator on standard output.
 logging.getLogger("DeepSpeed").addFilter(_is_relevant)
 
@@ -290,7 +290,7 @@ def ignore_stop_signals() -> None:
 
 @contextmanager
 def block_signals(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
-    """Block signals inside, and for good in processes started inside; here they are delivered afterwards."""
+    """Block signals inside, and permanently in processes started inside; this process receives them afterwards."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -314,6 +314,11 @@ def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> Preempte
     if checkpoint is not None:
         parts.append(f"resume with --ckpt_path {checkpoint}")
     return PreemptedError("; ".join(parts), exit_code(number, requeued=bool(job) and not refusal))
+
+
+def exit_description(code: int) -> str:
+    """How a child process ended, by the exit code that Python reports (negative after a signal)."""
+    return f"was ended by a signal ({signal.Signals(-code).name})" if code < 0 else f"ended with code {code}"
 
 
 def exit_code(number: int, requeued: bool) -> int:

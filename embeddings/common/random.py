@@ -15,14 +15,15 @@ _HALF = np.uint64(32)
 def derive_seed(seed: int, *stream: int | str) -> int:
     """A 63-bit seed, a pure function of the run's seed and a stream, such as `("epoch", 3)`.
 
-    Determinism: the same arguments give the same number on every machine and Python version; others are independent.
+    Determinism: the same arguments return the same number on every machine and Python version; seeds of different
+        arguments are independent.
     """
     text = "\x1f".join(str(part) for part in (seed, *stream))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def run_seed(seed: int | None) -> int:
-    """The seed, or if None that of Lightning's `seed_everything`, or 0; equal on all ranks."""
+    """The seed; if None, that of Lightning's `seed_everything`, else 0. Equal on all ranks."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
 
 

@@ -88,7 +88,7 @@ class TextSettings:
         if isinstance(name, dict):
             if INSTRUCTION in name["text"]:
                 rule = f"may contain {INSTRUCTION} only for the queries of records"
-                raise OptionError("prompt", name["text"], rule, "write the instruction in its place")
+                raise OptionError("prompt", name["text"], rule, "replace it with the instruction")
             return name["text"]
         if name not in self.prompts:
             known = ", ".join(sorted(self.prompts)) or "none"
@@ -142,7 +142,7 @@ def one_line(message: str, limit: int = 300) -> str:
     line = printable(re.sub(r"\s+", " ", message).strip())
     if len(line) <= limit:
         return line
-    # The beginning of a message names what failed, its end why.
+    # A message begins with what failed and ends with the reason.
     first = (limit - 3) // 3
     return f"{line[:first]}...{line[first + 3 - limit :]}"
 

@@ -159,24 +159,24 @@ class ContrastiveBatch(_Movable):
         positive_index_B: Row of each query's positive among the candidates, (B,) int64.
         owner_C: Row of the query that each candidate was sampled for, (C,) int64.
         query_hash_B: Hash of each query's text without its prompt (`io.text_hash`), (B,) int64.
-        candidate_hash_C: The same of each candidate, (C,) int64.
+        candidate_hash_C: The same for each candidate, (C,) int64.
         known_positive_hash_BP: Hashes of every known positive of each query, padded with the first one, (B, P) int64.
         source_B: Index of the data source of each query, (B,) int64; a candidate has the source of its owner.
         query_label_B: Class of each query within its source, -1 for none, (B,) int64.
-        candidate_label_C: The same of each candidate, (C,) int64.
+        candidate_label_C: The same for each candidate, (C,) int64.
         in_batch_B: True where the query's source allows candidates of other queries as negatives, (B,) bool.
         row_B: Row of each query in the mixture of sources, (B,) int64.
         context: Context documents for all texts, M texts; None for methods without a context stage.
-        surrogate_query_BS: Vector of each query by a surrogate model, (B, S) float32, NaN if its source has none; or
-            None.
-        surrogate_candidate_CS: The same of each candidate, (C, S) float32.
+        surrogate_query_BS: Vector of each query by a surrogate model, (B, S) float32, NaN if its source has none; None
+            if no source has them.
+        surrogate_candidate_CS: The same for each candidate, (C, S) float32.
         num_extra_tokens: Positions before each text in the encoder, for context slots (filled or not) and soft
             prompts; they count towards the mini-batch size.
-        negative_level: The curriculum's level of hard negatives, 1 (hardest) to 4 (easiest); 0 without one.
-        teacher_score_C: A teacher's score of each candidate for its owner, (C,) float32, NaN if missing; or
-            None.
-        teacher_query: The queries tokenised for an online teacher, B texts; or None.
-        teacher_candidate: The same of the candidates, C texts.
+        negative_level: The curriculum's level of hard negatives, 1 (hardest) to 4 (easiest); 0 without a curriculum.
+        teacher_score_C: A teacher's score of each candidate for its owner, (C,) float32, NaN if missing; None
+            without a teacher.
+        teacher_query: The queries tokenised for an online teacher, B texts; None without one.
+        teacher_candidate: The same for the candidates, C texts.
     """
 
     query: TokenBatch

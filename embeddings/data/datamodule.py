@@ -445,7 +445,7 @@ def batch_needs(module: LightningModule | None) -> BatchNeeds:
 
 
 def check_minimum(option: str, value: int, minimum: int) -> None:
-    """Check the minimum of a whole number; the parser accepts null, so this refuses it too."""
+    """Check the minimum of an integer; the parser accepts null, so this refuses it too."""
     if not isinstance(value, int) or value < minimum:
         raise OptionError(f"data.{option}", value, f"must be >= {minimum}", "see the data configs for usual values")
 

@@ -302,14 +302,14 @@ class _Row:
             raise self.fault(what, "give every negative a level, or none of them")
         level = item.get("level")
         if isinstance(level, bool) or not isinstance(level, int) or not 1 <= level <= NUM_LEVELS:
-            what = f"{name}.level is {level!r}, expected a whole number from 1 (hardest) to {NUM_LEVELS}"
+            what = f"{name}.level is {level!r}, expected an integer from 1 (hardest) to {NUM_LEVELS}"
             raise self.fault(what, "correct the level, or write the negatives as plain texts")
         return Negative(self.text(f"{name}.text", item.get("text")), level)
 
     def label(self, name: str, value: Any) -> str:
-        """A class: a text or a whole number."""
+        """A class: a text or an integer."""
         if not isinstance(value, str | int):
-            what = f"{name} is {kind_of(value)}, expected text or a whole number"
+            what = f"{name} is {kind_of(value)}, expected text or an integer"
             raise self.fault(what, "give it a label, or leave the row out")
         return self.text(name, label_key(value))
 

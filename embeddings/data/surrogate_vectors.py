@@ -93,8 +93,8 @@ class _Entries(NamedTuple):
 class _Shards:
     def __init__(self, folder: Path, kind: str, source_key: str) -> None:
         fields = check_manifest(folder, {"kind": kind, "source_key": source_key, "complete": True})
-        self.folder, self.width = folder, fields.integer("embedding_dim", least=1)
-        self.num_rows, self.shard_size = fields.integer("num_rows"), fields.integer("shard_size", least=1)
+        self.folder, self.width = folder, fields.integer("embedding_dim", minimum=1)
+        self.num_rows, self.shard_size = fields.integer("num_rows"), fields.integer("shard_size", minimum=1)
         self._checked_ns = (folder / "manifest.json").stat().st_mtime_ns if fields.get(CHECKED) else 0
         # Shards that the job did not check: written by other means, or after the manifest.
         self._unchecked = [s for s in range(-(-self.num_rows // self.shard_size)) if not self._was_checked(s)]

@@ -127,7 +127,7 @@ class VectorFolder:
         """Open a finished folder; an `InputError` if `path` has no finished encoding."""
         fields = check_manifest(path, {"kind": "vectors", "complete": True})
         num_documents, embedding_dim, shard_size = (
-            fields.integer(name, least=1) for name in ("num_documents", "embedding_dim", "shard_size")
+            fields.integer(name, minimum=1) for name in ("num_documents", "embedding_dim", "shard_size")
         )
         # Folders written by older versions do not name a format.
         vector_format = fields.get("vector_format", "float32")

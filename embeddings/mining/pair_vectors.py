@@ -312,8 +312,8 @@ def open_pair_vectors(folder: str | os.PathLike[str], index: PairIndex) -> PairV
     made = []
     for role, name in _FOLDERS.items():
         fields = check_manifest(Path(folder) / name, {"kind": f"{role} vectors", **index.key, "complete": True})
-        num_rows, width = fields.integer("num_rows", least=1), fields.integer("embedding_dim", least=1)
-        made.append(VectorShards(Path(folder) / name, num_rows, width, fields.integer("shard_size", least=1)))
+        num_rows, width = fields.integer("num_rows", minimum=1), fields.integer("embedding_dim", minimum=1)
+        made.append(VectorShards(Path(folder) / name, num_rows, width, fields.integer("shard_size", minimum=1)))
     return PairVectors(index, *made)
 
 

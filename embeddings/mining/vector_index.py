@@ -61,7 +61,7 @@ class VectorIndex:
             lists = map_lists(path)
         except (RuntimeError, MemoryError):
             raise InputError(str(path), "is damaged", _HINT) from None
-        lists.nprobe = min(fields.integer("num_probes", least=1), lists.nlist)
+        lists.nprobe = min(fields.integer("num_probes", minimum=1), lists.nlist)
         return cls(lists, path)
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:

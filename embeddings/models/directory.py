@@ -326,13 +326,13 @@ def _read_lengths(path: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
         backend.normalizer = tokenizers.normalizers.Sequence(steps)
     limits = (tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or 512)
     if not all(isinstance(limit, int | float) for limit in limits):
-        what = f"has a model_max_length {tokenizer.model_max_length!r:.40}, expected a whole number"
+        what = f"has a model_max_length {tokenizer.model_max_length!r:.40}, expected an integer"
         raise InputError(str(path.with_name("tokenizer_config.json")), what, _EXPORT_AGAIN)
     length = settings.get("max_seq_length") or min(limits)
     lengths = {f"{role}_max_length": settings.get(f"{role}_length") or length for role in ("query", "document")}
     for value in lengths.values():
         if type(value) is not int:
-            raise InputError(str(path), f"has a length {value!r}, expected a whole number", _EXPORT_AGAIN)
+            raise InputError(str(path), f"has a length {value!r}, expected an integer", _EXPORT_AGAIN)
     return lengths
 
 
@@ -407,7 +407,7 @@ def read_norm(folder: Path) -> nn.LayerNorm:
     """The layer norm of a folder; if its weights are ones and zeros, it has no parameters and is not trained."""
     width = read_json(folder / "config.json").get("dimension")
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
-        what = f"has dimension {width!r:.40}, expected a whole number >= 1"
+        what = f"has dimension {width!r:.40}, expected an integer >= 1"
         raise InputError(str(folder / "config.json"), what, _EXPORT_AGAIN)
     norm = nn.LayerNorm(width)
     load_weights(norm, folder / "model.safetensors", prefix="norm.")

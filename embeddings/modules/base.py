@@ -133,7 +133,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
         self.train()
 
     def on_train_start(self) -> None:
-        """Set the epoch's gradient accumulation: its scheduler acts at an epoch's start, which a resumed run skips."""
+        """Set the gradient accumulation: Lightning sets it only when an epoch starts, which a resumed run skips."""
         self.trainer.accumulate_grad_batches = accumulated_batches(self.trainer, self.current_epoch)
         if self._tuned_rate is not None:
             # Lightning set the optimiser's rate only; the schedule would overwrite it at the next step.
@@ -257,7 +257,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
         if isinstance(strategy, ModelParallelStrategy):
             for name, parameter in self.named_parameters():
                 if parameter.ndim == 0:
-                    rule = f"cannot shard {name}, a single number"
+                    rule = f"cannot shard the scalar {name}"
                     hint = "set learnable_temperature: false, or use ddp"
                     raise OptionError("trainer.strategy", type(strategy).__name__, rule, hint)
         # bfloat16 rounds away updates below 1/512 of a weight: at a learning rate of 2e-5 most of them.
@@ -380,8 +380,8 @@ class ContrastiveModule(BaseModule):
     def setup(self, stage: str) -> None:
         """Copy the data module's text settings, so that a saved model encodes as it was trained; load the teachers.
 
-        Settings that the data module leaves open are not changed. `check_run` runs on the first rank of a machine only,
-        so the other ranks load their teachers here.
+        Settings that the data module does not set are not changed. `check_run` runs only on the first rank of a
+        machine, so the other ranks load their teachers here.
         """
         if stage == "fit":
             self.load_teachers()
@@ -396,7 +396,7 @@ class ContrastiveModule(BaseModule):
     def loss_from_representations(
         self, query: Representations, candidate: Representations, batch: ContrastiveBatch
     ) -> LossOutput:
-        """The contrastive loss of a full batch, to which a teacher's vectors are added if the loss names a teacher."""
+        """The contrastive loss of a full batch; a teacher's vectors are added to the batch if the loss needs them."""
         if self.vector_teacher is not None:
             batch = self.vector_teacher.with_vectors(batch)
         output = self.loss(query.vector_ND, candidate.vector_ND, batch)

@@ -27,7 +27,7 @@ from embeddings.training.strategy import training_strategy
 
 Phase = Literal["words", "frozen", "joint"]
 
-# Every this many optimiser steps the influence of the context is measured, on this many texts.
+# Optimiser steps between two measurements of the context's influence, and the number of texts for each.
 MEASURED_EVERY = 50
 MEASURED_TEXTS = 8
 # Below this spread the context vectors are almost equal.
@@ -72,8 +72,8 @@ class FirstStageTraining:
     """Training of the first stage. The default is the paper's: together with the second stage, at the same rate.
 
     The contrastive loss can make all context vectors equal before the second stage has learned to use their
-    differences. The vectors of texts then do not depend on the context. Our remedy: the first stage first learns alone
-    to predict the words of a text, and is then frozen or trained at a lower rate.
+    differences. The vectors of texts then do not depend on the context. Our remedy: only the first stage is trained at
+    first, to predict the words of a text. It is then frozen or trained at a lower rate.
 
     Args:
         word_steps: Initial optimiser steps that train only the first stage, to predict each text's words from its
@@ -218,7 +218,7 @@ class CDEModule(ContrastiveModule):
         return self._phase != "frozen"
 
     def parts_of_own_rate(self) -> Mapping[str, nn.Module]:
-        """The first stage, unless it is trained like the second."""
+        """The first stage, unless it has the second stage's learning rate."""
         return {} if self.first_stage_training == FirstStageTraining() else {"first_stage": self.embedder.first_stage}
 
     def rate_factor(self, part: str | None, step: int, total_steps: int) -> float:
@@ -317,7 +317,7 @@ class CDEModule(ContrastiveModule):
         if trainer.fast_dev_run or total_steps is None or not num_words:  # type: ignore[attr-defined]
             return
         if num_words + self._schedule.num_warmup_steps(total_steps - num_words) >= total_steps:
-            rule = f"must leave more than the schedule's warm-up of the run's {total_steps} optimiser steps"
+            rule = f"plus the schedule's warm-up steps must be < {total_steps}, the optimiser steps of the run"
             raise OptionError("model.first_stage_training.word_steps", num_words, rule, "lower it or train longer")
 
     @torch.no_grad()

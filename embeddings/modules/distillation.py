@@ -40,7 +40,7 @@ class LayerDistillation:
 
     Args:
         teacher: A model directory or Hub id with the student's tokenizer.
-        alpha: Weight of KD, > 0. The paper states none.
+        alpha: Weight of KD, > 0. The paper does not state it.
         layers: Pairs (student layer, teacher layer), both from 1, that replace the inner sum. None spreads the
             student's layers evenly over the teacher's if depths differ, as `compress --layers` chooses them.
         teacher_width: The teacher's hidden size if it differs from the student's: a linear map from each student state

@@ -149,7 +149,7 @@ class MaskedLMModule(BaseModule):
         objective: `mlm`, `mntp` or `causal` (see `LanguageTask`).
         backbone: The checkpoint; `mntp` needs `bidirectional: true`.
         from_scratch: An architecture with random weights; set either this or `backbone`.
-        masking: How tokens are masked; None for BERT's settings (`causal` masks none).
+        masking: How tokens are masked; None for BERT's settings (`causal` does not mask).
         lora: LoRA settings of the backbone, or None to train all weights.
         head: Origin of the language-model head, whether it is trained with LoRA, and its tile size.
         separate_documents: Whether documents of a row do not attend to each other and each starts at position 0;
@@ -160,7 +160,7 @@ class MaskedLMModule(BaseModule):
 
     Metrics: `train/` and `val/` `loss` (mean cross-entropy in nats over the predicted tokens), `perplexity`,
         `accuracy`. The masked tokens of a validation row are the same in every epoch.
-    Distributed: the loss is the mean over the targets of all ranks, whose numbers may differ.
+    Distributed: the loss is the mean over the targets of all ranks, which may have different numbers of targets.
     Raises:
         OptionError: If an option is invalid or has no effect.
         InputError: If the model cannot be loaded.
@@ -273,7 +273,7 @@ class MaskedLMModule(BaseModule):
             raise OptionError("data.row_length", row_length, rule, "lower it")
         size = window(plain_backbone(self.language_model.backbone).config)
         if self.task.separate_documents and size is not None and size < row_length:
-            rule = f"must be <= {size}, the attention window of some layer, with separate_documents"
+            rule = f"must be <= {size}, the window of the sliding attention layers, with separate_documents"
             raise OptionError("data.row_length", row_length, rule, "lower it, or set separate_documents: false")
 
 

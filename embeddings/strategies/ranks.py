@@ -1,7 +1,6 @@
 """The ranks of a run: a check that they can start, a timeout for collectives, and a watcher for ranks that die."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,10 +14,11 @@ from lightning.pytorch.strategies.launchers import subprocess_script
 from torch.distributed.constants import default_pg_timeout
 
 from embeddings.common import OptionError
+from embeddings.common.process import exit_description
 
 TIMEOUT = timedelta(minutes=10)
 _POLL_SECONDS = 0.25
-# How long the first rank may still run after another rank was killed, or after it reported an error.
+# Seconds that the first rank may continue after another rank was killed, or after it reported an error.
 _SECONDS_AFTER_KILL = 2.0
 _SECONDS_AFTER_ERROR = 5.0
 _EXIT_INTERNAL = 70
@@ -110,6 +110,5 @@ def _dead_rank(children: Processes) -> str:
     for rank, child in enumerate(list(children), start=first + 1):
         code = child.poll()
         if code:
-            how = f"was ended by a signal ({signal.Signals(-code).name})" if code < 0 else f"ended with code {code}"
-            return f"rank {rank}, process {child.pid}, {how}"
+            return f"rank {rank}, process {child.pid}, {exit_description(code)}"
     return ""

@@ -46,7 +46,7 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
 
     Args:
         process_group_backend: "nccl", "gloo" …; None for the device's default.
-        timeout: How long a rank waits for the others in a collective before the run ends.
+        timeout: Maximum time that a rank waits for the others in a collective before the run ends.
     """
 
     is_sharded = equal_mini_batches = True
@@ -100,20 +100,20 @@ def _sharded_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> 
 
 
 class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
-    """Shards the optimiser state over all ranks (stage 1), also the gradients (stage 2), also the weights (stage 3).
+    """Shards the optimiser state over all ranks (stage 1), then also gradients (stage 2), then also weights (stage 3).
 
-    The gradient equals DDP's, also with accumulation and under GradCache. Under GradCache DeepSpeed's engine wraps the
-    forward of each mini-batch instead of the training step.
+    The gradient equals DDP's, including with accumulation and under GradCache. Under GradCache DeepSpeed's engine wraps
+    the forward of each mini-batch instead of the training step.
 
     A checkpoint is one file with full tensors instead of DeepSpeed's folder; it must fit in rank 0's memory. Any
     strategy can resume it, on any number of ranks.
 
     Args:
         stage: ZeRO stage, 1 to 3.
-        offload_optimizer: Whether the optimiser state is in CPU memory.
-        offload_parameters: Whether weights that are not in use are in CPU memory; stage 3 only.
+        offload_optimizer: Whether to keep the optimiser state in CPU memory.
+        offload_parameters: Whether to keep weights that are not in use in CPU memory; stage 3 only.
         process_group_backend: "nccl", "gloo" …; None for the device's default.
-        timeout: How long a rank waits for the others in a collective before the run ends.
+        timeout: Maximum time that a rank waits for the others in a collective before the run ends.
     """
 
     checks_gradients = True
@@ -289,7 +289,7 @@ def set_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def full_optimizer_state(optimizer: Any, groups: Groups, keep: bool) -> dict[str, Any]:
-    """The full state of DeepSpeed's optimiser in the format of a plain one over the same groups; `keep` as above."""
+    """The full state of DeepSpeed's optimiser, in the format of a plain one; tensors are None if `keep` is false."""
     state: dict[int, dict[str, Any]] = {}
     # All partitions with a state have the same names.
     any_state: dict[str, Tensor] = next((dict(values) for values in optimizer.optimizer.state.values() if values), {})

@@ -1,4 +1,4 @@
-"""Tiny trainings through the command line that get signals, beside a `scontrol` that notes what it is asked."""
+"""Tiny training runs through the command line that receive signals, with a `scontrol` that records its calls."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ STEPS = 6
 
 
 class SignalAt(Callback):
-    """Sends this process signals: inside the step that makes it the given one, and again in the same step."""
+    """Sends the signals `numbers` to this process during optimiser step `step`, in hook `at`."""
 
     def __init__(self, step: int, numbers: list[int], at: str = "on_before_zero_grad", rank: int = 0) -> None:
         self.step, self.numbers, self.rank = step, numbers, rank
@@ -29,7 +29,7 @@ class SignalAt(Callback):
 
 
 class Notes(Callback):
-    """Appends each optimiser step to a file, and writes the weights of a run that ends well."""
+    """Appends each optimiser step to a file, and writes the weights of a run that finishes."""
 
     def __init__(self, folder: str, seconds: float = 0.0) -> None:
         self.folder, self.seconds = Path(folder), seconds
@@ -45,14 +45,14 @@ class Notes(Callback):
 
 
 class StopsEarly(Callback):
-    """Asks the trainer to stop, at once."""
+    """Sets `should_stop` from the first batch on."""
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         trainer.should_stop = True
 
 
 def preempted_config(folder: Path, **data: Any) -> dict[str, Any]:
-    """A run of six steps, four of them an epoch, with dropout, that keeps the checkpoints of the base config."""
+    """A run of six steps with dropout, four steps per epoch, with the checkpoints of the base config."""
     config = run_config(folder, dropout=0.1, **data)
     write_pairs(folder / "pairs.jsonl", num_pairs=32)
     config["trainer"] |= {"max_steps": STEPS, "logger": None}
@@ -70,7 +70,7 @@ def signalled(config: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def fake_scontrol(folder: Path, code: int = 0) -> Path:
-    """A `scontrol` in `folder/bin`; returns the file of what it was asked, a line a call."""
+    """A `scontrol` in `folder/bin`; returns the file of its arguments, one line per call."""
     (folder / "bin").mkdir(exist_ok=True)
     program, asked = folder / "bin" / "scontrol", folder / "asked.txt"
     program.write_text(f'#!/bin/sh\necho "$@" >> "{asked}"\necho "Invalid job id" >&2\nexit {code}\n')
@@ -80,5 +80,5 @@ def fake_scontrol(folder: Path, code: int = 0) -> Path:
 
 
 def fit_words(folder: Path, config: dict[str, Any]) -> list[str]:
-    """The command line of a run that goes on where it was."""
+    """The command line of a run that resumes from its last checkpoint."""
     return ["fit", "--config", write_config(folder, config), "--ckpt_path", "auto"]

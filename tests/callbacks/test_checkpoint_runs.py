@@ -1,4 +1,4 @@
-"""Checkpoints of whole runs through the command line: what they hold, full disks, damage, and a thread that writes."""
+"""Checkpoints of full runs through the command line: content, disk space, full disks, and asynchronous writes."""
 
 import errno
 import os
@@ -48,13 +48,13 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 class Averages(Callback):
-    """A callback with a state of its own."""
+    """A callback with a state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"loss": float("inf"), "shadow": (torch.zeros(2, 3, dtype=torch.bfloat16).T, None)}
 
 
-def test_what_lightning_and_our_parts_put_in_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_content_of_a_checkpoint_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[Any] = []
 
     def packed(content: Any) -> Any:
@@ -80,19 +80,19 @@ def test_what_lightning_and_our_parts_put_in_comes_back(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_disk_that_fills_up_ends_the_run_with_74_and_the_checkpoint_before(
+def test_a_full_disk_ends_the_run_with_code_74_and_the_previous_checkpoint_remains(
     asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    left = [0]
+    num_writes = [0]
 
     def full(stage: str) -> None:
-        left[0] -= stage == "sync"
-        if left[0] < 0:
+        num_writes[0] -= stage == "sync"
+        if num_writes[0] < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(checkpoints, "write_checkpoint", lambda packed, path, _: write_checkpoint(packed, path, full))
-    for step in (2, 3):  # after it a save fails that is followed by another, and the last one, of which the end tells
-        left[0] = step
+    for step in (2, 3):  # 2: another save follows the failed one; 3: the failed one is the last of the run
+        num_writes[0] = step
         folder = tmp_path / str(step)
         folder.mkdir()
         assert exit_code(folder, checkpointed(folder, asynchronous)) == 74
@@ -104,8 +104,8 @@ def test_a_disk_that_fills_up_ends_the_run_with_74_and_the_checkpoint_before(
         assert read_checkpoint(path)["global_step"] == step
 
 
-def test_a_checkpoint_gives_the_module_no_arguments(tmp_path: Path) -> None:
-    """Lightning would build the module by what a file says."""
+def test_a_checkpoint_cannot_change_the_arguments_of_the_module(tmp_path: Path) -> None:
+    """Lightning would pass the file's `hyper_parameters` to the module."""
     config = checkpointed(tmp_path)
     assert exit_code(tmp_path, config) == 0
     content = read_checkpoint(next(tmp_path.rglob("last.ckpt")))
@@ -127,31 +127,31 @@ def state(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.usefixtures("slow_disk")
-def test_a_stop_waits_for_the_thread_and_the_run_goes_on_to_the_same_bits(
+def test_a_stop_waits_for_the_thread_and_the_resumed_run_is_bit_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = preempted_config(tmp_path)
     assert exit_code(tmp_path, config) == 0
-    whole, real, answered = state(tmp_path), preemption.answer, list[int]()
+    uninterrupted, real, answered = state(tmp_path), preemption.answer, list[int]()
 
     def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> Any:
         answered.append(read_checkpoint(checkpoint)["global_step"])
         return real(number, where, checkpoint, is_first)
 
     monkeypatch.setattr(preemption, "answer", answer)
-    (tmp_path / "run").rename(tmp_path / "whole")
+    (tmp_path / "run").rename(tmp_path / "uninterrupted")
     config["trainer"]["callbacks"][0]["init_args"] |= {"every_n_train_steps": 2}
     config["trainer"]["plugins"] = [ASYNCHRONOUS]
     assert main(fit_words(tmp_path, signalled(config, step=3, numbers=[10]))) == 75
     assert answered == [3]
     assert main(fit_words(tmp_path, config)) == 0
     resumed = state(tmp_path)
-    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+    assert [name for name in uninterrupted if not torch.equal(uninterrupted[name], resumed[name])] == []
     found = sorted(path.name for path in (tmp_path / "run").rglob("*.ckpt"))
     assert found == ["epoch=1-step=6.ckpt", "last.ckpt"]
 
 
-def test_a_disk_with_too_little_room_is_refused_before_anything_is_written(
+def test_too_little_disk_space_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = checkpointed(tmp_path, dirpath=str(tmp_path / "kept"))
@@ -169,7 +169,7 @@ def test_a_disk_with_too_little_room_is_refused_before_anything_is_written(
     assert sorted(tmp_path.rglob("*")) == before
     fake_disk(monkeypatch, needed)
     assert exit_code(tmp_path, config) == 0
-    # A run that goes on has one of the two already.
+    # A resumed run already has one of the two checkpoints.
     fake_disk(monkeypatch, needed - size)
     check_checkpoint_room(cli.trainer, cli.model, resumed=str(last))
     elsewhere = shutil.copyfile(last, tmp_path / "last.ckpt")
@@ -178,16 +178,16 @@ def test_a_disk_with_too_little_room_is_refused_before_anything_is_written(
             check_checkpoint_room(cli.trainer, cli.model, resumed)
 
 
-def test_the_frozen_base_of_lora_takes_no_room(tmp_path: Path) -> None:
+def test_the_frozen_base_of_lora_needs_no_disk_space(tmp_path: Path) -> None:
     module = configured_module({"run_config": run_config(tmp_path, "mistral")}, "config")
     trained = sum(4 * parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     buffers = sum(buffer.numel() * buffer.itemsize for buffer in module.buffers())
-    assert checkpoint_bytes(module) == 3 * trained + buffers  # AdamW keeps two numbers a weight
+    assert checkpoint_bytes(module) == 3 * trained + buffers  # AdamW has two numbers per weight
     module.frozen_base = None
     assert checkpoint_bytes(module) > 4 * trained
 
 
-def test_a_run_that_keeps_no_checkpoint_here_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_local_checkpoints_needs_no_disk_space(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_disk(monkeypatch, 0)
     module: Any = nn.Linear(2, 3)
     keeping = quiet_trainer(enable_checkpointing=True)
@@ -201,13 +201,13 @@ def test_a_run_that_keeps_no_checkpoint_here_needs_no_room(monkeypatch: pytest.M
 
 
 def _with_state(module: Any) -> Any:
-    """A matrix of six numbers that is frozen, and three that are trained and have two of the optimiser's each."""
+    """Freeze the matrix of six numbers; the three trained ones have two numbers of the optimiser each."""
     module.weight.requires_grad_(False)
     module.state_per_weight, module.frozen_names = lambda: 2.0, set
     return module
 
 
-def test_half_precision_halves_the_numbers() -> None:
+def test_half_precision_halves_the_estimate() -> None:
     module = _with_state(nn.Linear(2, 3))
     module.register_buffer("rows", torch.zeros(5, dtype=torch.int64))
     assert checkpoint_bytes(module) == 4 * (6 + 3 * 3) + 40

@@ -1,4 +1,4 @@
-"""Checkpoints that have their name only once they are whole on disk, and the best one loaded after training."""
+"""Durable checkpoints, written by training or by a thread, and the best one loaded after training."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ trainer = partial(quiet_trainer, enable_checkpointing=True)
 
 
 class Held:
-    """Holds the thread of an asynchronous writer at a stage until it is let go, and notes the stages."""
+    """Stops the thread of an asynchronous writer at a stage until `gate` is set, and records the stages."""
 
     def __init__(self, writer: DurableCheckpointIO, at: str = "write") -> None:
         self.at, self.stages, self.gate = at, list[str](), threading.Event()
@@ -48,7 +48,7 @@ def writer() -> Any:
     made.teardown()
 
 
-def test_what_is_not_plain_is_refused_at_once_and_the_old_one_stays(
+def test_content_that_is_not_plain_is_refused_at_once_and_the_old_file_remains(
     tmp_path: Path, writer: DurableCheckpointIO
 ) -> None:
     path = tmp_path / "last.ckpt"
@@ -61,7 +61,7 @@ def test_what_is_not_plain_is_refused_at_once_and_the_old_one_stays(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_remote_place_gets_the_same_file(asynchronous: bool, tmp_path: Path) -> None:
+def test_a_remote_path_receives_the_same_file(asynchronous: bool, tmp_path: Path) -> None:
     import fsspec
 
     writer, content, place = DurableCheckpointIO(asynchronous), {"step": 3, "w": torch.ones(2)}, "memory://run/a.ckpt"
@@ -77,7 +77,7 @@ def test_a_remote_place_gets_the_same_file(asynchronous: bool, tmp_path: Path) -
     writer.teardown()
 
 
-def test_single_files_are_written_so_and_another_way_is_refused() -> None:
+def test_single_file_checkpoints_are_durable_and_other_plugins_are_refused() -> None:
     chosen: list[dict[str, Any]] = [{}, {"plugins": [TorchCheckpointIO()]}, {"strategy": "ddp"}]
     for options in (*chosen, {"strategy": FSDP2Strategy(process_group_backend="gloo")}):
         made = trainer(devices=1, **options)
@@ -89,33 +89,33 @@ def test_single_files_are_written_so_and_another_way_is_refused() -> None:
     assert made.strategy.checkpoint_io is ours
     for other in (AsyncCheckpointIO(), AsyncCheckpointIO(TorchCheckpointIO())):
         made = trainer(plugins=[other])
-        with pytest.raises(OptionError, match=r"plugins .* got 'AsyncCheckpointIO'; give embeddings.*asynchro"):
+        with pytest.raises(OptionError, match=r"plugins .* got 'AsyncCheckpointIO'; use embeddings.*asynchro"):
             make_checkpoints_durable(made)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_older_one_goes_when_the_newer_is_whole(asynchronous: bool, tmp_path: Path) -> None:
-    """Lightning removes after the save, and what is in the way of a name is there until the new one is whole."""
-    whole: list[list[int]] = []
+def test_an_older_checkpoint_is_removed_once_the_newer_is_complete(asynchronous: bool, tmp_path: Path) -> None:
+    """At every stage some checkpoint is complete, and the latest one never becomes older."""
+    complete: list[list[int]] = []
     writer = DurableCheckpointIO(asynchronous)
 
     def look(stage: str) -> None:
         found = [inspect_checkpoint(path)["global_step"] for path in tmp_path.glob("*.ckpt")]
-        whole.append(sorted(found))
+        complete.append(sorted(found))
         assert stage != "prune" or len(set(found)) == 2
 
     writer.on_stage = look
     keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_last=True)
     run = trainer(max_steps=4, limit_val_batches=0, callbacks=[keep], plugins=[writer])
     run.fit(BoringModel())
-    first = next(place for place, found in enumerate(whole) if found)
-    assert all(whole[first:])
-    assert [max(found) for found in whole[first:]] == sorted(max(found) for found in whole[first:])
+    first = next(index for index, found in enumerate(complete) if found)
+    assert all(complete[first:])
+    assert [max(found) for found in complete[first:]] == sorted(max(found) for found in complete[first:])
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=4.ckpt"]
     assert {read_checkpoint(path)["global_step"] for path in tmp_path.iterdir()} == {4}
 
 
-def test_what_changes_after_the_save_is_saved_as_it_was(tmp_path: Path, writer: DurableCheckpointIO) -> None:
+def test_changes_after_an_asynchronous_save_are_not_saved(tmp_path: Path, writer: DurableCheckpointIO) -> None:
     held = Held(writer)
     weight, tied, plain = torch.ones(2, 3), torch.ones(1), [1, {"a": 2}]
     for path, value in ((tmp_path / "a.ckpt", 1.0), (tmp_path / "b.ckpt", 2.0)):
@@ -134,7 +134,7 @@ def test_what_changes_after_the_save_is_saved_as_it_was(tmp_path: Path, writer: 
     assert (two["weight"].unique().tolist(), two["plain"], float(two["tied"][0])) == ([2.0], [2.0, {"a": 3}], 2.0)
 
 
-def test_one_write_is_under_way_and_the_next_save_waits(tmp_path: Path, writer: DurableCheckpointIO) -> None:
+def test_a_save_waits_for_the_current_write(tmp_path: Path, writer: DurableCheckpointIO) -> None:
     held = Held(writer)
     writer.save_checkpoint({"step": 1}, tmp_path / "a.ckpt")
     second = threading.Thread(target=writer.save_checkpoint, args=({"step": 2}, tmp_path / "b.ckpt"))
@@ -150,7 +150,7 @@ def test_one_write_is_under_way_and_the_next_save_waits(tmp_path: Path, writer: 
     assert [stage for stage in held.stages if stage in ("write", "done")] == ["write", "done", "write", "done"]
 
 
-def test_removals_wait_for_the_write_and_are_dropped_if_it_fails(tmp_path: Path, writer: DurableCheckpointIO) -> None:
+def test_removals_wait_for_the_write_and_are_cancelled_if_it_fails(tmp_path: Path, writer: DurableCheckpointIO) -> None:
     old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
     writer.save_checkpoint({"step": 1}, old)
     writer.wait()
@@ -179,7 +179,7 @@ def test_removals_wait_for_the_write_and_are_dropped_if_it_fails(tmp_path: Path,
     assert sorted(os.listdir(tmp_path)) == ["new.ckpt", "newest.ckpt"]
 
 
-def test_the_end_waits_and_raises_what_the_thread_met_once(tmp_path: Path, writer: DurableCheckpointIO) -> None:
+def test_teardown_waits_and_raises_an_error_of_the_thread_once(tmp_path: Path, writer: DurableCheckpointIO) -> None:
     held = Held(writer)
     writer.save_checkpoint({"step": 1}, tmp_path / "a.ckpt")
     threading.Timer(0.2, held.gate.set).start()
@@ -223,7 +223,7 @@ def test_the_first_monitored_checkpoint_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(module.layer.weight, best.layer.weight)
 
 
-def test_one_that_is_still_being_written_is_waited_for(tmp_path: Path) -> None:
+def test_loading_waits_for_a_checkpoint_that_is_being_written(tmp_path: Path) -> None:
     best, module, path = Line(), Line(), str(tmp_path / "best.ckpt")
     run, gate = stub(monitored(path), asynchronous=True), threading.Event()
     run.strategy.checkpoint_io.on_stage = lambda stage: gate.wait(timeout=60)
@@ -234,7 +234,7 @@ def test_one_that_is_still_being_written_is_waited_for(tmp_path: Path) -> None:
     run.strategy.checkpoint_io.teardown()
 
 
-def test_without_one_the_last_weights_stay() -> None:
+def test_without_a_best_checkpoint_the_last_weights_remain() -> None:
     module = Line()
     before = module.layer.weight.clone()
     for path in ("", "nowhere.ckpt"):
@@ -244,7 +244,7 @@ def test_without_one_the_last_weights_stay() -> None:
 
 
 class Refuses(L.Callback):
-    """Ends a run at its second step, and says in time whether that is worth a checkpoint."""
+    """Raises an error at the second step; `silent` prevents the checkpoint at this exception."""
 
     def __init__(self, silent: bool) -> None:
         self.silent = silent
@@ -259,7 +259,7 @@ class Refuses(L.Callback):
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_callback_can_keep_checkpoints_from_being_written(silent: bool, tmp_path: Path) -> None:
+def test_a_callback_can_prevent_checkpoints_at_an_exception(silent: bool, tmp_path: Path) -> None:
     kept = ModelCheckpoint(tmp_path, filename="{step}", save_on_exception=True)
     run = trainer(callbacks=[kept, Refuses(silent)], max_steps=4, limit_val_batches=0)
     with pytest.raises(ArithmeticError):

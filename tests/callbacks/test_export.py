@@ -1,4 +1,4 @@
-"""The model directory that a run writes at its end."""
+"""The model directory that a run writes when training ends."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_a_module_without_an_embedder_is_refused_by_name():
     class Needy(L.Callback):
         pass
 
-    with pytest.raises(UserError, match="Needy needs a module with an embedder, Bare has none; remove Needy"):
+    with pytest.raises(UserError, match="Needy needs a module with an embedder, got Bare; remove Needy"):
         embedder_of(Bare(), Needy())
 
 
@@ -37,7 +37,7 @@ def run_with_export(tmp_path, best, **lengths):
     folder = write_retrieval_folder(tmp_path / "eval")
     config["trainer"]["callbacks"] = [
         component("RetrievalEvaluation", folder=str(folder), every_n_steps=1),
-        # Maximising a loss keeps a checkpoint that is not the last one's equal.
+        # The maximum loss selects a checkpoint whose weights differ from the last ones.
         component("ModelCheckpoint", monitor="train/loss", mode="max", every_n_train_steps=1, save_top_k=1),
         component("ExportModel", output=str(tmp_path / "model"), best=best, **lengths),
     ]
@@ -49,14 +49,14 @@ def exported(tmp_path):
 
 
 @pytest.mark.parametrize("best", [True, False])
-def test_the_best_or_the_last_weights_are_written_with_a_card_and_a_length_of_their_own(best, tmp_path):
+def test_the_best_or_the_last_weights_are_written_with_a_card_and_the_export_length(best, tmp_path):
     cli = run_with_export(tmp_path, best, document_max_length=60)
     kept = read_checkpoint(cli.trainer.checkpoint_callback.best_model_path)
     states, steps = (cli.model.state_dict(), kept["state_dict"]), (cli.trainer.global_step, kept["global_step"])
     found = exported(tmp_path)
     assert len(found) > 10
     assert all(torch.equal(value, states[best][f"embedder.backbone.{name}"]) for name, value in found.items())
-    # The best ones are the module's too once they are loaded.
+    # With `best`, the module has the best weights too.
     if not best:
         assert any(not torch.equal(value, states[1][f"embedder.backbone.{name}"]) for name, value in found.items())
     text = (tmp_path / "model" / "README.md").read_text()
@@ -76,7 +76,7 @@ def test_a_fast_development_run_writes_nothing(tmp_path):
 
 
 @pytest.mark.usefixtures("travelling_code")
-def test_the_model_knows_the_prompts_that_its_sources_put_before_texts(tmp_path):
+def test_the_exported_model_has_the_prompts_of_its_sources(tmp_path):
     config = run_config(tmp_path)
     config["data"]["init_args"]["sources"][0] |= {"instruction": "Find it", "document_prompt": "passage: "}
     config["trainer"]["callbacks"] = [component("ExportModel", output=str(tmp_path / "model"))]
@@ -107,7 +107,7 @@ def test_a_model_of_another_run_is_replaced_only_on_request(tmp_path):
     assert trainer.global_step == 5
     resumed = exported(tmp_path)
     assert any(not torch.equal(resumed[name], before[name]) for name in before)
-    # A model that does not say which run wrote it is another's.
+    # A model without a run id counts as another run's.
     (tmp_path / "model" / MODEL_RUN_FILE).unlink()
     with pytest.raises(OptionError, match=r"ExportModel\.output must not contain a model of another run, got "):
         run_trainer([*words, "--ckpt_path=auto", "--trainer.max_steps=6"])
@@ -121,7 +121,7 @@ def test_a_model_of_another_run_is_replaced_only_on_request(tmp_path):
 def test_the_best_or_the_last_language_model_is_written(best: bool, tmp_path: Path) -> None:
     config = language_config(tmp_path, "mlm")
     config["trainer"] |= {"max_steps": 3, "val_check_interval": 1, "check_val_every_n_epoch": None}
-    # The highest loss is the first one's, so that best and last differ.
+    # The first loss is the highest, so best and last differ.
     keep = component("ModelCheckpoint", monitor="val/loss", mode="max", save_on_train_epoch_end=False)
     export = component("ExportLanguageModel", output=str(tmp_path / "model"), best=best)
     config["trainer"]["callbacks"] = [keep, export]
@@ -133,11 +133,11 @@ def test_the_best_or_the_last_language_model_is_written(best: bool, tmp_path: Pa
     assert (tmp_path / "model" / "tokenizer.json").is_file()
 
 
-def test_a_module_without_a_language_model_and_a_file_in_the_way_are_refused(tmp_path: Path) -> None:
+def test_a_module_without_a_language_model_and_a_file_at_the_output_are_refused(tmp_path: Path) -> None:
     export = component("ExportLanguageModel", output=str(tmp_path / "model"))
     config = run_config(tmp_path)
     config["trainer"]["callbacks"] = [export]
-    with pytest.raises(UserError, match="NVEmbedModule trains none; use ExportModel"):
+    with pytest.raises(UserError, match="a module with a language model, got NVEmbedModule; use ExportModel"):
         fit(tmp_path, config)
     config = language_config(tmp_path, "mlm")
     config["trainer"]["callbacks"] = [export]

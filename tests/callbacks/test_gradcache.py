@@ -1,4 +1,4 @@
-"""GradCache under Lightning; that its gradient is right is tested with the engine and end to end."""
+"""GradCache under Lightning; other tests compare its gradient with the full batch's."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ class Module(L.LightningModule):
     ("options", "expected"),
     [({}, 0.0), ({"kept_gib": None}, None), ({"kept_gib": 3}, 3), ({"kept_fraction": 0.5}, None), ({"kept_gib": 0}, 0)],
 )
-def test_only_auto_without_a_share_is_measured(options, expected):
+def test_memory_is_measured_only_for_auto_without_kept_fraction(options, expected):
     callback = GradCacheCallback(**options)
     callback.setup(quiet_trainer(), Module(), "fit")
     assert callback.engine.budget.kept_gib == expected
@@ -57,19 +57,19 @@ class Count(L.Callback):
         self.recomputed.append(0)
 
 
-def test_auto_keeps_every_graph_that_fits_after_the_first_step_and_says_how_much(tmp_path, monkeypatch, caplog):
+def test_auto_keeps_every_graph_that_fits_after_the_first_step_and_logs_the_memory(tmp_path, monkeypatch, caplog):
     with caplog.at_level("INFO", "embeddings"):
         callback, recomputed = auto_run(tmp_path, monkeypatch, 3)
     assert callback.engine.budget.kept_gib == 1.5
     assert recomputed[0] > 2
     assert recomputed[1:] == [0, 0, 0]
     lines = [record.getMessage() for record in caplog.records if "GradCache" in record.getMessage()]
-    assert lines == ["GradCache keeps graphs within 1.50 GiB a rank, half of what the first step left free"]
+    assert lines == ["GradCache keeps graphs in up to 1.50 GiB per rank, half of the memory free after the first step"]
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize(("free_gib", "kept_gib", "at_once"), [(2, 1.5, True), (1, 0.5, False)])
-def test_a_resumed_run_keeps_the_number_unless_the_memory_is_no_longer_there(
+def test_a_resumed_run_uses_the_saved_value_unless_it_has_less_memory(
     free_gib, kept_gib, at_once, tmp_path, monkeypatch
 ):
     auto_run(tmp_path, monkeypatch, 3)
@@ -79,7 +79,7 @@ def test_a_resumed_run_keeps_the_number_unless_the_memory_is_no_longer_there(
     assert [count == 0 for count in recomputed] == [at_once, True]
 
 
-def test_other_modules_strategies_and_impossible_options_are_refused():
+def test_other_modules_and_strategies_and_invalid_options_are_refused():
     with pytest.raises(UserError, match="needs a contrastive module"):
         GradCacheCallback().setup(quiet_trainer(), L.LightningModule(), "fit")
     sharded = SimpleNamespace(strategy=FSDPStrategy.__new__(FSDPStrategy))
@@ -91,8 +91,8 @@ def test_other_modules_strategies_and_impossible_options_are_refused():
         GradCacheCallback(kept_gib="all")
 
 
-def test_two_ranks_train_to_the_weights_of_one_with_twice_the_batch(tmp_path):
-    """Two gloo processes, GradCache and LoRA, in float64; the schedule, the clipping and the plan are those of one."""
+def test_two_ranks_train_the_weights_of_one_with_twice_the_batch(tmp_path):
+    """Two gloo processes with GradCache and LoRA in float64; schedule, clipping and plan equal those of one process."""
     config = run_config(tmp_path, "mistral")
     config["trainer"] |= {"precision": "64-true", "gradient_clip_val": 0.05, "max_steps": 2}
     cache = component("GradCacheCallback", mini_batch_tokens=40)

@@ -1,6 +1,6 @@
-"""Signals to whole processes: at random instants, to their group, and to one rank of two.
+"""Signals to processes: at random times, to their group, and to one rank of two; and kills during checkpoints.
 
-`PREEMPTIONS=200 python -m pytest tests/callbacks/test_killed_processes.py` sends two hundred.
+`PREEMPTIONS=200 python -m pytest tests/callbacks/test_killed_processes.py` sends 200 signals.
 """
 
 import os
@@ -35,7 +35,7 @@ LONG = pytest.mark.timeout(1200 + 600 * PREEMPTIONS)
 
 
 def start(folder: Path, config: dict[str, Any]) -> subprocess.Popen[str]:
-    """A run in a process group of its own, as a job's task."""
+    """Start a run in a new process group, like a task of a SLURM job."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PYTEST_"))}
     clean |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "77"}
     words = [sys.executable, str(ROOT / "main.py"), *fit_words(folder, config)]
@@ -59,8 +59,8 @@ def assert_no_process_is_left(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.slow
 @LONG
-def test_signals_at_random_instants() -> None:
-    """To the process or its group, once or twice, with a worker: one checkpoint, one requeue, 75, and the same bits."""
+def test_signals_at_random_times() -> None:
+    """To a process or its group, once or twice, with a worker: one checkpoint, one requeue, code 75, same weights."""
     run_command(
         ["-m", "tests.reliability.signals", "--count", str(PREEMPTIONS)], timeout=1200 + 600 * PREEMPTIONS, check=True
     )
@@ -70,7 +70,7 @@ def test_signals_at_random_instants() -> None:
 @LONG
 @pytest.mark.parametrize("is_early", [False, True])
 def test_a_signal_to_one_rank_of_two_stops_both_at_one_step(is_early: bool, tmp_path: Path) -> None:
-    """After the third step, or before the first one, while that rank still starts."""
+    """In the third step, or before the first one, while that rank starts."""
     config = preempted_config(tmp_path, batch_size=4)
     config["trainer"] |= {"devices": 2, "strategy": "ddp"}
     asked = fake_scontrol(tmp_path)
@@ -79,7 +79,7 @@ def test_a_signal_to_one_rank_of_two_stops_both_at_one_step(is_early: bool, tmp_
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 75, errors
     assert_no_process_is_left(process)
-    says = "stopped at step 0, where it began" if is_early else "stopped after step 3"
+    says = "stopped at step 0, before its first update" if is_early else "stopped after step 3"
     assert errors.count(f"preempted: SIGUSR1: {says}") == 1
     assert lines_of(asked) == ["requeue 77"]
     assert [lines_of(tmp_path / f"steps{rank}.txt") for rank in range(2)] == [[] if is_early else ["1", "2", "3"]] * 2
@@ -94,7 +94,7 @@ STAGES = ["write", "header", "sync", "verify", "rename", "sync folder", "done", 
 
 
 class KillAt:
-    """Kills this process as a stage begins for the so-manieth time."""
+    """Kills this process when a stage begins for the n-th time."""
 
     def __init__(self, stage: str, time: int) -> None:
         self.stage, self.left = stage, time
@@ -106,7 +106,7 @@ class KillAt:
 
 
 def train(folder: Path, writer: DurableCheckpointIO, checkpoint: str | None = None) -> Trainer:
-    """Four steps, each with two checkpoints: the step's own, which takes the place of the one before, and the last."""
+    """Four steps, each with two checkpoints: one named for the step, which replaces the previous one, and the last."""
     keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_last=True)
     options = {"enable_checkpointing": True, "limit_val_batches": 0, "max_steps": 4}
     run = quiet_trainer(callbacks=[keep], plugins=[writer], **options)
@@ -117,7 +117,7 @@ def train(folder: Path, writer: DurableCheckpointIO, checkpoint: str | None = No
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("time", [pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_kill_at_this_point_loses_an_interval_at_most(
+def test_a_kill_at_any_stage_loses_at_most_one_interval(
     stage: str, time: int, asynchronous: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     child = os.fork()
@@ -130,7 +130,7 @@ def test_a_kill_at_this_point_loses_an_interval_at_most(
             os._exit(1)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status), capfd.readouterr().err
-    # Two writes a step, and a removal from the second step on.
+    # Two writes per step, and a removal from the second step on.
     step = time if stage.startswith("prune") else (time + 1) // 2
     found = find_latest_checkpoint(tmp_path)
     assert found is not None

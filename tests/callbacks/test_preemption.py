@@ -1,4 +1,4 @@
-"""What a signal does to a run: one checkpoint, one place in the queue, one exit code, and the same bits in the end."""
+"""The effect of a signal on a run: one checkpoint, one requeue, one exit code, and bit-identical final weights."""
 
 import shutil
 import signal
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def _own_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A run that was stopped ignores signals until its process ends, which is the tests' here."""
+    """Restore the handlers: a stopped run ignores signals until its process, here the tests', ends."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "WORLD_SIZE", *SRUN):
         monkeypatch.delenv(name, raising=False)
@@ -55,7 +55,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
 
 @pytest.fixture
 def requeued(scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The process is job 77 of SLURM; what `scontrol` is asked."""
+    """Run as SLURM job 77; returns the file with the calls of `scontrol`."""
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     return scontrol()
 
@@ -86,7 +86,7 @@ def logged_losses(folder: Path) -> list[tuple[int, float]]:
         ([USR1], ARRAY, False, 75, ["requeue 77_3"]),
     ],
 )
-def test_a_signal_is_one_checkpoint_one_requeue_and_the_runs_own_exit_code(
+def test_a_signal_causes_one_checkpoint_one_requeue_and_an_exit_code(
     numbers: list[int],
     environment: dict[str, str],
     refuses: bool,
@@ -111,7 +111,7 @@ def test_a_signal_is_one_checkpoint_one_requeue_and_the_runs_own_exit_code(
     assert steps(tmp_path) == [1, 2, 3]
 
 
-def test_ctrl_c_writes_the_checkpoint_that_a_signal_writes(
+def test_ctrl_c_writes_a_checkpoint_and_does_not_requeue(
     tmp_path: Path, requeued: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = preempted_config(tmp_path)
@@ -133,15 +133,15 @@ def test_a_second_ctrl_c_ends_at_once_without_a_checkpoint(tmp_path: Path, capsy
     assert "interrupted" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_run_that_is_stopped_in_two_lives_ends_with_the_bits_of_one_that_is_not(tmp_path: Path) -> None:
-    """The second stop is at the end of an epoch, and both are at a step whose row is due.
+def test_a_run_that_is_stopped_twice_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
+    """Both stops are at steps that are logged, and the second is at the end of an epoch.
 
-    One checkpoint is all there is, and the next takes its place.
+    There is only one checkpoint at any time: each one replaces the previous one.
     """
     config = preempted_config(tmp_path)
     config["trainer"] |= {"log_every_n_steps": 2}
     assert main(["fit", "--config", write_config(tmp_path, config)]) == 0
-    whole, rows = torch.load(tmp_path / "final.pt", weights_only=True), logged_losses(tmp_path / "run")
+    expected, rows = torch.load(tmp_path / "final.pt", weights_only=True), logged_losses(tmp_path / "run")
     assert [step for step, _ in rows] == [1, 3, 5]
     for written in ("final.pt", "steps0.txt"):
         (tmp_path / written).unlink()
@@ -154,12 +154,12 @@ def test_a_run_that_is_stopped_in_two_lives_ends_with_the_bits_of_one_that_is_no
     assert steps(tmp_path) == list(range(1, STEPS + 1))
     assert logged_losses(tmp_path / "run") == rows
     final = torch.load(tmp_path / "final.pt", weights_only=True)
-    assert final.keys() == whole.keys()
-    assert [name for name in whole if not torch.equal(whole[name], final[name])] == []
+    assert final.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(expected[name], final[name])] == []
 
 
-def test_gradients_that_are_being_accumulated_are_not_lost(tmp_path: Path) -> None:
-    """The signal comes in the first of two batches of a step."""
+def test_a_signal_within_an_accumulation_stops_the_run_after_the_step(tmp_path: Path) -> None:
+    """The signal arrives in the first of two batches of a step."""
     config = preempted_config(tmp_path)
     config["trainer"] |= {"accumulate_grad_batches": 2, "max_steps": 3}
     stopped = signalled(config, step=2, numbers=[USR1], at="on_train_batch_start")
@@ -169,7 +169,7 @@ def test_gradients_that_are_being_accumulated_are_not_lost(tmp_path: Path) -> No
     assert steps(tmp_path)[4:] == [2, 3]
 
 
-def test_a_checkpoint_that_is_due_at_the_last_step_is_kept_first(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_due_at_the_last_step_is_written_too(tmp_path: Path) -> None:
     config = preempted_config(tmp_path)
     due = component("ModelCheckpoint", every_n_train_steps=3, save_top_k=-1, filename="due-{step}")
     config["trainer"]["callbacks"].append(due)
@@ -177,7 +177,7 @@ def test_a_checkpoint_that_is_due_at_the_last_step_is_kept_first(tmp_path: Path)
     assert checkpoints(tmp_path) == ["due-step=3.ckpt", "last.ckpt"]
 
 
-def test_a_folder_may_be_remote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_checkpoint_folder_may_be_remote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, remote = preempted_config(tmp_path), f"memory://{tmp_path.name}/run"
     config["trainer"]["callbacks"][0]["init_args"]["dirpath"] = remote
     assert main(["fit", "--config", write_config(tmp_path, signalled(config, step=3, numbers=[USR1]))]) == 75
@@ -185,10 +185,10 @@ def test_a_folder_may_be_remote(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert get_filesystem(remote).exists(f"{remote}/last.ckpt")
 
 
-def test_a_signal_to_another_rank_stops_this_one_and_the_first_speaks(
+def test_a_signal_to_another_rank_stops_this_one_and_the_first_rank_reports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The ranks agree on the largest signal, which another one has got here in the second step."""
+    """The ranks agree on the largest signal number; here another rank receives a signal in the second step."""
     others = iter([0, 0, USR1])
     monkeypatch.setattr(preemption, "reduce_int", lambda own, operation, device: max(own, next(others)))
     assert main(fit_words(tmp_path, preempted_config(tmp_path))) == 75
@@ -196,7 +196,7 @@ def test_a_signal_to_another_rank_stops_this_one_and_the_first_speaks(
     assert "SIGUSR1: stopped after step 2" in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_cannot_be_written_is_no_promise_to_go_on(
+def test_a_run_whose_checkpoint_cannot_be_written_is_not_requeued(
     tmp_path: Path, requeued: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -207,23 +207,23 @@ def test_a_checkpoint_that_cannot_be_written_is_no_promise_to_go_on(
     assert (checkpoints(tmp_path), requeued.read_text()) == ([], "")
 
 
-def test_another_runs_last_checkpoint_in_the_same_folder_is_left(tmp_path: Path) -> None:
+def test_the_last_checkpoint_of_another_run_in_the_same_folder_is_not_replaced(tmp_path: Path) -> None:
     config = preempted_config(tmp_path)
     folder = tmp_path / "shared"
     config["trainer"]["callbacks"][0]["init_args"]["dirpath"] = str(folder)
     folder.mkdir()
     (folder / "last.ckpt").write_text("another run's")
-    going_on: list[str] = []
+    resume: list[str] = []
     for step in (2, 4):
         stopped = write_config(tmp_path, signalled(config, step=step, numbers=[USR1]))
-        assert main(["fit", "--config", stopped, *going_on]) == 75
+        assert main(["fit", "--config", stopped, *resume]) == 75
         assert checkpoints(tmp_path) == ["last-v1.ckpt", "last.ckpt"]
-        going_on = ["--ckpt_path", str(folder / "last-v1.ckpt")]
+        resume = ["--ckpt_path", str(folder / "last-v1.ckpt")]
     assert (folder / "last.ckpt").read_text() == "another run's"
     assert steps(tmp_path) == [1, 2, 3, 4]
 
 
-def test_a_run_that_keeps_no_checkpoints_has_one_that_it_replaces(tmp_path: Path) -> None:
+def test_a_run_without_other_checkpoints_replaces_its_checkpoint(tmp_path: Path) -> None:
     config = preempted_config(tmp_path)
     del config["trainer"]["callbacks"][0]
     config["trainer"] |= {"logger": False, "enable_checkpointing": False}
@@ -233,7 +233,7 @@ def test_a_run_that_keeps_no_checkpoints_has_one_that_it_replaces(tmp_path: Path
     assert steps(tmp_path) == [1, 2, 3, 4]
 
 
-def test_a_run_that_has_taken_its_last_step_ends_well(tmp_path: Path, scontrol: Callable[..., Path]) -> None:
+def test_a_run_that_has_made_its_last_step_finishes(tmp_path: Path, scontrol: Callable[..., Path]) -> None:
     log = scontrol()
     assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=STEPS, numbers=[TERM]))) == 0
     assert (tmp_path / "final.pt").exists()
@@ -243,10 +243,10 @@ def test_a_run_that_has_taken_its_last_step_ends_well(tmp_path: Path, scontrol: 
 @pytest.mark.parametrize(
     ("limits", "step", "code"), [({"min_steps": 5}, 5, 0), ({"min_epochs": 1}, 3, 75), ({"min_epochs": 1}, 4, 0)]
 )
-def test_a_step_is_the_last_only_where_the_trainer_may_stop(
+def test_a_step_is_the_last_only_if_the_trainer_may_stop(
     limits: dict[str, int], step: int, code: int, tmp_path: Path
 ) -> None:
-    """It is asked to at the first step, as by `EarlyStopping` or a `Timer`; an epoch has four."""
+    """`should_stop` is set from the first step on, as by `EarlyStopping` or a `Timer`; an epoch has four steps."""
     config = preempted_config(tmp_path)
     config["trainer"] |= limits
     config["trainer"]["callbacks"].append(component("tests.callbacks.preempted_runs.StopsEarly"))
@@ -256,7 +256,7 @@ def test_a_step_is_the_last_only_where_the_trainer_may_stop(
 
 
 @pytest.mark.parametrize(("at", "num_ranks"), [("setup", 1), ("on_train_start", 1), ("setup", 2)])
-def test_a_signal_before_the_first_step_leaves_nothing_and_is_answered(
+def test_a_signal_before_the_first_step_requeues_without_a_checkpoint(
     at: str,
     num_ranks: int,
     tmp_path: Path,
@@ -264,25 +264,25 @@ def test_a_signal_before_the_first_step_leaves_nothing_and_is_answered(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One of several ranks waits for the others."""
+    """With several ranks the signal is handled when training starts."""
     if num_ranks > 1:
         monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
     assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=1, numbers=[TERM], at=at))) == 75
     if num_ranks > 1:
-        assert "SIGTERM: stopped at step 0, where it began; job 77" in capsys.readouterr().err
+        assert "SIGTERM: stopped at step 0, before its first update; job 77" in capsys.readouterr().err
     assert (checkpoints(tmp_path), requeued.read_text()) == ([], "requeue 77\n")
 
 
-def test_ranks_that_are_no_commands_of_their_own_are_refused(
+def test_a_strategy_that_starts_ranks_with_multiprocessing_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = preempted_config(tmp_path)
     config["trainer"] |= {"devices": 2, "strategy": "ddp_spawn"}
     words = ["fit", "--config", write_config(tmp_path, config)]
-    assert_refused(capsys, tmp_path, "trainer.strategy must start each rank as a command of its own", main, words)
+    assert_refused(capsys, tmp_path, "trainer.strategy must start each rank as a separate command", main, words)
 
 
-def test_lightnings_own_handlers_are_neither_run_nor_put_in_place(
+def test_lightnings_handlers_are_neither_installed_nor_called(
     tmp_path: Path, scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
@@ -297,7 +297,7 @@ def test_lightnings_own_handlers_are_neither_run_nor_put_in_place(
     assert (done, log.read_text()) == ([], "requeue 77\n")
 
 
-def test_without_the_command_line_the_callback_hears_and_gives_the_signals_back() -> None:
+def test_without_the_command_line_the_callback_installs_and_restores_the_handlers() -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     trainer = quiet_trainer(callbacks=[Preemption()], limit_val_batches=0, max_steps=2)
     trainer.fit(BoringModel())

@@ -1,4 +1,4 @@
-"""The progress of a run: steps of the whole run, not batches of an epoch, whatever stderr is."""
+"""The progress of a run, in steps of the full run, and its speed."""
 
 import itertools
 import json
@@ -42,17 +42,17 @@ def steps_shown(stderr: str) -> list[str]:
     return [found[1] for line in stderr.splitlines() if (found := re.match(r"training:.*?(\d+/[\d?]+) \[", line))]
 
 
-def test_a_log_gets_one_line_a_step_with_loss_and_time_left(tmp_path, capsys):
+def test_a_log_has_one_line_per_step_with_loss_and_remaining_time(tmp_path, capsys):
     run(tmp_path, callbacks=[EACH_STEP])
     stderr = capsys.readouterr().err
     assert steps_shown(stderr) == ["0/4", "1/4", "2/4", "3/4", "4/4"]
     lines = [line for line in stderr.split("\n") if "training:" in line]
     assert not any("\r" in line for line in lines)
     assert all(re.search(r"train/loss=\d", line) for line in lines[1:])
-    assert re.search(r"\[\d\d:\d\d<\d\d:\d\d, ", lines[2])  # time taken < time left
+    assert re.search(r"\[\d\d:\d\d<\d\d:\d\d, ", lines[2])  # elapsed < remaining
 
 
-def test_an_accumulated_batch_is_no_step_and_epochs_are_one_run(tmp_path, capsys):
+def test_the_bar_counts_optimiser_steps_over_all_epochs(tmp_path, capsys):
     run(tmp_path, callbacks=[EACH_STEP], max_steps=-1, max_epochs=2, accumulate_grad_batches=4)
     stderr = capsys.readouterr().err
     assert steps_shown(stderr) == ["0/4", "1/4", "2/4", "3/4", "4/4"]
@@ -61,7 +61,7 @@ def test_an_accumulated_batch_is_no_step_and_epochs_are_one_run(tmp_path, capsys
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_a_resumed_run_begins_at_its_step(tmp_path, capsys):
+def test_the_bar_of_a_resumed_run_starts_at_its_step(tmp_path, capsys):
     checkpoint = component("ModelCheckpoint", dirpath=str(tmp_path / "kept"), save_last=True, every_n_train_steps=2)
     run(tmp_path, callbacks=[EACH_STEP, checkpoint], max_steps=2)
     capsys.readouterr()
@@ -70,7 +70,7 @@ def test_a_resumed_run_begins_at_its_step(tmp_path, capsys):
     assert steps_shown(capsys.readouterr().err) == ["2/4", "3/4", "4/4"]
 
 
-def test_a_terminal_gets_one_bar(tmp_path, capsys, monkeypatch):
+def test_a_terminal_shows_one_bar(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     run(tmp_path, callbacks=[])
     bars = [line for line in capsys.readouterr().err.split("\n") if "training:" in line]
@@ -87,13 +87,13 @@ def test_a_terminal_gets_one_bar(tmp_path, capsys, monkeypatch):
         ([component("TQDMProgressBar")], None, TQDMProgressBar),
     ],
 )
-def test_the_command_line_shows_it_unless_told_otherwise(tmp_path, callbacks, enabled, expected):
+def test_the_bar_is_shown_unless_the_config_disables_or_replaces_it(tmp_path, callbacks, enabled, expected):
     trainer = run(tmp_path, callbacks=callbacks, enable_progress_bar=enabled, max_steps=2).trainer
     assert type(trainer.progress_bar_callback) is expected
 
 
 @pytest.mark.parametrize("is_named", [False, True])
-def test_the_model_is_one_line_without_arithmetic_unless_a_summary_is_named(is_named, tmp_path, capsys):
+def test_parameter_counts_are_one_line_unless_the_config_has_a_summary(is_named, tmp_path, capsys):
     config = run_config(tmp_path)
     config["trainer"] |= {"enable_model_summary": None, "max_steps": 2}
     config["trainer"]["callbacks"] = [component("RichModelSummary")] if is_named else []
@@ -116,7 +116,7 @@ def test_other_ranks_show_nothing(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_the_tokens_of_a_contrastive_batch():
+def test_the_work_of_a_contrastive_batch_is_counted():
     batch = random_batch(6, 2)
     lengths = [batch.query.lengths_N.tolist(), batch.candidate.lengths_N.tolist()]
     plain = work_of(batch)
@@ -125,8 +125,8 @@ def test_the_tokens_of_a_contrastive_batch():
     assert plain.computed == sum(len(of_tower) * max(of_tower) for of_tower in lengths)
     assert plain.read == plain.tokens
     assert plain.squares == sum(length**2 for of_tower in lengths for length in of_tower)
-    cut = work_of(batch, GradCache(mini_batch_tokens=1, mini_batch_texts=1))
-    assert (cut.tokens, cut.computed, cut.squares) == (plain.tokens, plain.tokens, plain.squares)
+    single = work_of(batch, GradCache(mini_batch_tokens=1, mini_batch_texts=1))
+    assert (single.tokens, single.computed, single.squares) == (plain.tokens, plain.tokens, plain.squares)
     pairs = work_of(batch, GradCache(mini_batch_tokens=10**6, mini_batch_texts=2))
     by_hand = 0
     for of_tower in lengths:
@@ -136,7 +136,7 @@ def test_the_tokens_of_a_contrastive_batch():
 
 
 @pytest.mark.parametrize("engine", [None, GradCache(mini_batch_tokens=1, mini_batch_texts=1)])
-def test_a_context_is_read_by_the_first_stage_and_before_each_text_by_the_second(engine):
+def test_the_context_counts_once_in_the_first_stage_and_for_each_text_in_the_second(engine):
     batch = replace(with_context(random_batch(4, 1), 5), num_extra_tokens=8)
     documents, texts, context = batch.context.lengths_N.tolist(), work_of(random_batch(4, 1)), work_of(batch, engine)
     assert context.tokens == texts.tokens + sum(documents)
@@ -148,15 +148,15 @@ def test_a_context_is_read_by_the_first_stage_and_before_each_text_by_the_second
     assert context.computed == (padded if engine is None else context.read + context.context)
 
 
-def test_the_tokens_of_a_language_model_s_rows():
+def test_the_work_of_packed_rows_excludes_padding():
     document_NL = torch.tensor([[0, 0, 1, 1], [0, 0, -1, -1]])
     ids_NL, none_P = torch.zeros(2, 4, dtype=torch.int64), torch.zeros(1)
     batch = Prediction(ids_NL, document_NL, none_P, none_P, True, torch.arange(2))
     assert work_of(batch) == Work(pairs=2, tokens=6, computed=8, read=6, squares=32)
 
 
-def write_alike(path):
-    """Pairs and negatives of two words each."""
+def write_equally_long(path):
+    """Write records whose texts all have two words."""
     records = [
         {"query": f"{a} {b}", "positive": f"{b} {a}", "negatives": [f"{a} {a}", f"{b} {b}"]}
         for a, b in itertools.permutations(["fox", "dog", "quick", "brown", "lazy"], 2)
@@ -165,7 +165,7 @@ def write_alike(path):
 
 
 class CountsOperations(Throughput):
-    """Has torch count beside."""
+    """Also counts operations with torch."""
 
     counted = 0
 
@@ -181,14 +181,14 @@ class CountsOperations(Throughput):
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_the_arithmetic_of_real_steps(stages, tmp_path):
+def test_counted_operations_agree_with_torch(stages, tmp_path):
     config = run_config(tmp_path) if stages == 1 else cde_config(tmp_path, num_context=30, num_soft_prompts=4)
     options = config["model"]["init_args"]
     if stages == 1:
         options["pooling"] = {"class_path": "embeddings.models.MeanPooling"}
-    # Attention of products that torch can count, and texts of one length, since padding is computed and not counted.
+    # torch can count eager attention. The texts have one length because torch would also count padding.
     options["backbone"]["attn_implementation"] = "eager"
-    write_alike(tmp_path / "pairs.jsonl")
+    write_equally_long(tmp_path / "pairs.jsonl")
     config["trainer"]["callbacks"] = [component(f"{__name__}.CountsOperations")]
     trainer = fit(tmp_path, config).trainer
     (counts,) = (callback for callback in trainer.callbacks if isinstance(callback, CountsOperations))
@@ -203,27 +203,27 @@ class Module(L.LightningModule):
         self.embedder.backbone = backbone
 
 
-def test_the_arithmetic_of_an_encoder_by_hand():
+def test_operations_of_an_encoder_equal_the_formula():
     model = tiny_bert()
     config, module = model.config, Module(model)
     width, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     matrices = layers * (4 * width * width + 2 * width * inner)
     found = flops(module, Work(read=100)) / 100
-    # Biases and norms are in it too.
+    # The count includes biases and norms.
     assert 6 * matrices < found < 6 * matrices * 1.1
     only_squares = flops(module, Work(squares=1000))
-    # Two products of L^2 H a layer, 2 operations each, forward and twice backward.
+    # Two products of L^2 H per layer, 2 operations each, once forward and twice backward.
     assert only_squares == 3 * layers * 2 * 2 * 1000 * width
 
 
-def test_frozen_weights_have_no_gradient_of_their_own():
+def test_frozen_weights_have_no_weight_gradient():
     model = tiny_bert()
-    whole = flops(Module(model), Work(read=100))
+    trained = flops(Module(model), Work(read=100))
     model.requires_grad_(False)
-    assert flops(Module(model), Work(read=100)) == pytest.approx(whole * 4 / 6)
+    assert flops(Module(model), Work(read=100)) == pytest.approx(trained * 4 / 6)
 
 
-def test_of_experts_a_token_s_share_counts():
+def test_only_the_experts_that_a_token_uses_count():
     rotary = tiny_rotary()
     dense = flops(Module(rotary), Work(read=100))
     sparse = upcycle(rotary, Upcycling(num_experts=4, top_k=1))
@@ -240,14 +240,14 @@ def test_a_run_logs_its_speed(tmp_path):
     assert [int(row["step"]) for row in rows] == [2, 4]
     for row in rows:
         pairs, tokens = float(row["throughput/pairs_per_second"]), float(row["throughput/tokens_per_second"])
-        # Each pair has a query and three candidates of 16 tokens or fewer.
+        # Each pair has a query and three candidates of at most 16 tokens.
         assert pairs * 4 < tokens <= pairs * 4 * 16
         assert 0 <= float(row["throughput/padding"]) < 1
         assert 0 <= float(row["throughput/waiting"]) < 1
         assert 0 < float(row["throughput/matmul_share"]) < 1
 
 
-def test_impossible_options_and_modules_are_refused():
+def test_invalid_options_and_modules_without_a_backbone_are_refused():
     with pytest.raises(OptionError, match=r"Throughput\.every_n_steps must be >= 1, got 0"):
         Throughput(0)
     with pytest.raises(UserError, match="needs a module with a backbone"):

@@ -36,7 +36,7 @@ def test_scores_are_logged_at_the_start_and_every_n_steps_and_choose_the_checkpo
     scores = scores_of(tmp_path)
     assert sorted(scores) == [0, 2, 4]
     assert all(module.training for module in cli.model.modules())
-    # Behind an epoch other callbacks see the newest score, not a mean.
+    # After an epoch other callbacks read the newest score, not a mean.
     assert cli.trainer.fit_loop.epoch_progress.current.completed == 1
     assert len(set(scores.values())) > 1
     for seen in (cli.trainer.callback_metrics, cli.trainer.progress_bar_metrics):
@@ -48,10 +48,10 @@ def test_scores_are_logged_at_the_start_and_every_n_steps_and_choose_the_checkpo
     assert best.best_model_score == pytest.approx(max(scores[2], scores[4]), abs=1e-6)
 
 
-def test_without_a_number_of_steps_each_epoch_is_scored_and_early_stopping_sees_it(tmp_path, folder):
+def test_without_a_number_of_steps_each_epoch_is_scored_and_early_stopping_reads_the_score(tmp_path, folder):
     config = run_config(tmp_path)
     config["trainer"] |= {"max_steps": -1, "max_epochs": 5, "limit_train_batches": 2}
-    config["model"]["init_args"]["optimizer"]["init_args"]["lr"] = 0.0  # no score is better than the first
+    config["model"]["init_args"]["optimizer"]["init_args"]["lr"] = 0.0  # no score exceeds the first
     stop = {"monitor": "val/ndcg_at_10", "mode": "max", "patience": 2, "check_on_train_epoch_end": True}
     scored = component("RetrievalEvaluation", folder=folder, every_n_steps=None)
     config["trainer"]["callbacks"] = [component("EarlyStopping", **stop), scored]
@@ -60,7 +60,7 @@ def test_without_a_number_of_steps_each_epoch_is_scored_and_early_stopping_sees_
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_a_resumed_run_does_not_score_the_step_where_it_begins_again(tmp_path, folder):
+def test_a_resumed_run_does_not_score_its_first_step_again(tmp_path, folder):
     options = {"folder": folder, "every_n_steps": 2, "trainer": {"accumulate_grad_batches": 2, "max_steps": 2}}
     scored_run(tmp_path, **options)
     assert sorted(scores_of(tmp_path)) == [0, 2]
@@ -76,17 +76,17 @@ def test_a_model_of_several_widths_is_scored_at_each_from_one_encoding(tmp_path,
     assert len(encoded) == 6
     rows = logged_rows(tmp_path, "val/ndcg_at_10")
     assert len(rows) == 3
-    whole, cut = (
+    full, truncated = (
         result.metrics["ndcg_at_10"] for result in evaluate_widths(Encoder(cli.model.embedder), folder, [32, 4])
     )
-    for name, expected in (("val/ndcg_at_10", whole), ("val/ndcg_at_10_4", cut)):
+    for name, expected in (("val/ndcg_at_10", full), ("val/ndcg_at_10_4", truncated)):
         assert float(rows[-1][name]) == pytest.approx(expected, abs=1e-6)
     assert rows[-1]["val/ndcg_at_10"] != rows[-1]["val/ndcg_at_10_4"]
     assert {"val/mrr_at_10_4", "val/recall_at_10_4"} <= set(rows[0])
     assert not any(name.endswith("_32") for name in rows[0] if name.startswith("val/"))
 
 
-def test_a_mistake_in_the_folder_or_an_option_ends_the_run_before_its_first_step(tmp_path):
+def test_an_error_in_the_folder_or_an_option_ends_the_run_before_its_first_step(tmp_path):
     with pytest.raises(OptionError, match="every_n_steps must be >= 1, got 0"):
         RetrievalEvaluation("folder", every_n_steps=0)
     folder = write_retrieval_folder(tmp_path / "eval")

@@ -1,4 +1,4 @@
-"""A run stops on all ranks before numbers go wrong, and says what it was reading."""
+"""Numeric errors stop all ranks before an update and are recorded with their rows; routing statistics are logged."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def written(folder):
         (poison("PoisonGradient", batch=2), "gradient is inf at step 2: no update was made", 2),
     ],
 )
-def test_wrong_numbers_stop_the_run_and_leave_the_rows_behind(callback, message, first_batch, tmp_path):
+def test_a_numeric_error_stops_the_run_and_the_rows_are_recorded(callback, message, first_batch, tmp_path):
     config = run_config(tmp_path)
     config["trainer"]["callbacks"] = [callback, HEALTH, checkpoint(every_n_steps=2)]
     with pytest.raises(NumericError, match=message):
@@ -52,14 +52,14 @@ def test_wrong_numbers_stop_the_run_and_leave_the_rows_behind(callback, message,
     rows = found["batches"][0]["rows"]["pairs"]
     assert len(set(rows)) == 8
     assert all(0 <= row < 64 for row in rows)
-    # The checkpoints are those of before, and finite.
+    # The checkpoints are from before the error, and finite.
     assert sorted(path.name for path in tmp_path.rglob("*.ckpt")) == ["epoch=0-step=2.ckpt", "last.ckpt"]
     state = read_checkpoint(next(tmp_path.rglob("last.ckpt")))
     assert state["global_step"] == 2
     assert all(value.isfinite().all() for value in state["state_dict"].values() if value.is_floating_point())
 
 
-def test_rows_of_plain_texts_are_left_behind_too(tmp_path):
+def test_rows_of_plain_texts_are_recorded_too(tmp_path):
     config = language_config(tmp_path, "mlm")
     config["trainer"]["callbacks"] = [poison("PoisonLoss", rank=0, batch=2), HEALTH]
     with pytest.raises(NumericError, match="loss is nan at step 2"):
@@ -71,7 +71,7 @@ def test_rows_of_plain_texts_are_left_behind_too(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_rows_are_those_of_the_whole_window_after_a_resume_too(tmp_path):
+def test_rows_of_all_accumulated_batches_are_recorded_after_a_resume_too(tmp_path):
     config = run_config(tmp_path)
     config["trainer"] |= {"accumulate_grad_batches": 2, "max_steps": 2}
     config["trainer"]["callbacks"] = [checkpoint(every_n_steps=2)]
@@ -86,10 +86,10 @@ def test_rows_are_those_of_the_whole_window_after_a_resume_too(tmp_path):
     ("callback", "line"),
     [
         (poison("PoisonLoss", rank=1, batch=1), "loss of another rank is NaN or infinite at step 1: no update was"),
-        (poison("DriftingWeight", step=2), "the weights of rank 1 are not those of rank 0 after step 2"),
+        (poison("DriftingWeight", step=2), "the weights of rank 1 differ from those of rank 0 after step 2"),
     ],
 )
-def test_all_ranks_stop_where_one_goes_wrong(callback, line, tmp_path):
+def test_all_ranks_stop_if_one_has_a_numeric_error(callback, line, tmp_path):
     config = run_config(tmp_path)
     config["trainer"] |= {"devices": 2, "strategy": "ddp"}
     config["trainer"]["callbacks"] = [callback, HEALTH, checkpoint(every_n_steps=500)]
@@ -100,7 +100,7 @@ def test_all_ranks_stop_where_one_goes_wrong(callback, line, tmp_path):
     assert list(tmp_path.rglob("*.ckpt")) == []
 
 
-def test_a_dead_worker_is_named_at_once(tmp_path):
+def test_a_killed_data_worker_is_reported_at_once(tmp_path):
     config = run_config(tmp_path, num_workers=2)
     config["trainer"]["callbacks"] = [poison("KillWorker", batch=1)]
     start = time.monotonic()
@@ -113,7 +113,7 @@ def test_a_dead_worker_is_named_at_once(tmp_path):
     assert time.monotonic() - start < 30 + 20
 
 
-def test_a_checksum_tells_a_flipped_bit_and_a_swap_of_two_parameters():
+def test_a_flipped_bit_and_a_swap_of_two_parameters_change_the_checksum():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16)
     before = weights_checksum(model)
@@ -129,7 +129,7 @@ def test_a_checksum_tells_a_flipped_bit_and_a_swap_of_two_parameters():
     assert weights_checksum(model) != before
 
 
-def test_impossible_options_are_refused():
+def test_invalid_options_are_refused():
     with pytest.raises(OptionError, match=r"RunHealth\.compare_every_n_steps must be >= 1, got 0"):
         RunHealth(0)
     with pytest.raises(OptionError, match=r"RoutingStatistics.every_n_steps must be >= 1, got 0"):
@@ -140,7 +140,7 @@ CALLBACK = component("RoutingStatistics", every_n_steps=2)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_routing_is_logged_every_so_many_steps_and_once_by_a_resumed_run(tmp_path: Path) -> None:
+def test_routing_is_logged_every_n_steps_and_once_per_step_after_a_resume(tmp_path: Path) -> None:
     config = moe_config(tmp_path)
     keep = component("ModelCheckpoint", every_n_train_steps=2, save_last=True)
     config["trainer"]["callbacks"] = [config["trainer"]["callbacks"][0], CALLBACK, keep]

@@ -1,4 +1,4 @@
-"""A run's folder, its metrics, its record of itself and of its end, who may write there, and its device's settings."""
+"""A run's folder, metrics, record and lock, and the device settings."""
 
 import errno
 import fcntl
@@ -33,7 +33,7 @@ from tests.helpers.processes import Command
 from tests.helpers.runs import component, fit, logged_rows, run_config, write_config
 
 
-def test_a_run_notes_what_it_was_its_machine_its_size_its_data_and_its_end(tmp_path):
+def test_a_record_contains_command_versions_hardware_sizes_and_the_end_of_the_run(tmp_path):
     path = write_config(tmp_path, run_config(tmp_path))
     cli = run_trainer(["fit", "--config", path, "--trainer.max_steps", "2"])
     run = Path(cli.trainer.log_dir)
@@ -53,7 +53,7 @@ def test_a_run_notes_what_it_was_its_machine_its_size_its_data_and_its_end(tmp_p
     assert state["run_config"]["trainer"]["max_steps"] == 2
 
 
-def test_the_commit_is_marked_where_files_have_changed(tmp_path, monkeypatch):
+def test_the_commit_is_marked_if_files_have_changed(tmp_path, monkeypatch):
     git_commit = run_record.git_commit.__wrapped__
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_record, "CHECKOUT", None)
@@ -67,7 +67,7 @@ def test_the_commit_is_marked_where_files_have_changed(tmp_path, monkeypatch):
     assert len(clean) == 40
     (tmp_path / "file").write_text("two")
     assert git_commit() == clean + "+"
-    # From any other folder the commit is that of the package's clone.
+    # In any other working folder the commit is that of the package's clone.
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -89,7 +89,7 @@ class Raises(L.Callback):
 
 @pytest.mark.parametrize(("how", "why"), [("failed", "ValueError: bad"), ("interrupted", "SIGTERM: stopped")])
 @pytest.mark.parametrize("is_full", [False, True])
-def test_how_a_run_ended_before_its_time_is_noted_where_the_disk_takes_a_note(is_full, how, why, tmp_path, monkeypatch):
+def test_an_early_end_is_recorded_unless_the_disk_is_full(is_full, how, why, tmp_path, monkeypatch):
     config = run_config(tmp_path)
     config["trainer"]["callbacks"] = [component(f"{__name__}.Raises", kind=how)]
     if is_full:
@@ -109,7 +109,7 @@ def test_how_a_run_ended_before_its_time_is_noted_where_the_disk_takes_a_note(is
     assert end is None if is_full else (end["how"], end["why"], end["step"]) == (how, why, 2)
 
 
-def test_what_ends_before_the_folder_is_known_writes_nothing(tmp_path, monkeypatch):
+def test_a_run_that_fails_before_its_folder_is_known_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     record = RunRecord(LightningArgumentParser(), {}, ["main.py"])
     record.on_exception(L.Trainer(logger=False, accelerator="cpu"), L.LightningModule(), ValueError("early"))
@@ -132,7 +132,7 @@ time.sleep(60)
 
 
 class Board(TensorBoardLogger):
-    """TensorBoard's logger as far as its folder goes, where the library is not installed."""
+    """A TensorBoard logger that needs no TensorBoard: it only records the folders it would write to."""
 
     def __init__(self, save_dir: str, name: str = "lightning_logs") -> None:
         self._root_dir, self._name, self._version, self._sub_dir = save_dir, name, None, None
@@ -157,7 +157,7 @@ class Board(TensorBoardLogger):
 
 
 class Remote(Logger):
-    """A logger like Weights & Biases' or MLflow's: one place for all runs, a name and a version of its own."""
+    """A logger like those of Weights & Biases and MLflow: one place for all runs, with another name and version."""
 
     def __init__(self, save_dir: str) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Remote(Logger):
 
 
 def logging_to(folder: Path, kind: object, **trainer) -> str:
-    """The config of a run with a logger of a kind; the path of its file."""
+    """Write the config of a run with a logger of a kind; returns the path."""
     config = run_config(folder)
     save_dir = str(folder / "run")
     named = component(f"{__name__}.{kind.__name__}", save_dir=save_dir) if isinstance(kind, type) else kind
@@ -191,12 +191,12 @@ def logging_to(folder: Path, kind: object, **trainer) -> str:
 
 
 def rows_of(folder: Path) -> list[int]:
-    """The steps whose loss is in a run's file, in its order."""
+    """The steps whose loss is in a run's `metrics.csv`, in order."""
     return [int(row["step"]) for row in logged_rows(folder, "train/loss")]
 
 
 @pytest.mark.parametrize("kind", [None, Remote], ids=["no choice", "wandb"])
-def test_each_run_has_a_folder_and_metrics_whatever_logger_is_chosen(kind, tmp_path):
+def test_each_run_has_a_folder_and_metrics_with_any_logger(kind, tmp_path):
     path = logging_to(tmp_path, kind)
     trainers = [run_trainer(["fit", "--config", path]).trainer for _ in range(2)]
     folders = [Path(trainer.log_dir) for trainer in trainers]
@@ -217,7 +217,7 @@ def test_tensorboards_files_are_in_the_runs_folder(tmp_path):
     assert set(board.seen) == {own.log_dir}
 
 
-def test_a_csv_loggers_own_options_hold_and_a_dry_run_writes_nothing(tmp_path):
+def test_options_of_a_csv_logger_are_kept_and_a_dry_run_writes_nothing(tmp_path):
     given = CSVLogger(tmp_path, name="mine", version=7, prefix="p", flush_logs_every_n_steps=3)
     trainer = Trainer(logger=given, accelerator="cpu")
     keep_metrics(trainer)
@@ -230,7 +230,7 @@ def test_a_csv_loggers_own_options_hold_and_a_dry_run_writes_nothing(tmp_path):
 
 
 def test_two_runs_that_start_at_once_get_two_folders(tmp_path, monkeypatch):
-    """Both have looked for the next number before either has made its folder."""
+    """All have read the next number before any has created its folder."""
     monkeypatch.setattr(RunLogger, "_get_next_version", lambda self: 4)
     loggers = [RunLogger(save_dir=str(tmp_path)) for _ in range(3)]
     assert [logger.experiment.log_dir.rpartition("_")[2] for logger in loggers] == ["4", "5", "6"]
@@ -239,7 +239,7 @@ def test_two_runs_that_start_at_once_get_two_folders(tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_stays_in_its_folder_and_logs_each_step_once(tmp_path):
-    """The first process logs a step more than its checkpoint has made, and is then killed."""
+    """The first process logs one step more than its checkpoint contains, and is then killed."""
     config = run_config(tmp_path)
     keep = component("ModelCheckpoint", every_n_train_steps=2, save_top_k=0, save_last=True)
     config["trainer"]["callbacks"] = [keep]
@@ -270,8 +270,8 @@ def test_a_resumed_run_stays_in_its_folder_and_logs_each_step_once(tmp_path):
     assert "killed" not in page
 
 
-def test_a_file_that_may_begin_a_variant_gets_a_new_folder(tmp_path):
-    """One of a finished run, one that is not its last, and one of another learning rate."""
+def test_a_checkpoint_that_may_start_a_variant_gets_a_new_folder(tmp_path):
+    """A finished run, a checkpoint that is not the last one, and another option."""
     config = run_config(tmp_path)
     keep = component("ModelCheckpoint", every_n_train_steps=1, save_top_k=-1, save_last=True)
     config["trainer"]["callbacks"] = [keep]
@@ -291,7 +291,7 @@ def test_a_file_that_may_begin_a_variant_gets_a_new_folder(tmp_path):
     assert ((folder / "metrics.csv").read_bytes(), (folder / "run.json").read_bytes()) == before
 
 
-def test_a_run_that_somebody_writes_to_is_not_resumed_and_a_killed_writer_leaves_no_lock(tmp_path, capsys):
+def test_a_run_of_another_process_is_not_resumed_and_a_killed_process_leaves_no_lock(tmp_path, capsys):
     config = run_config(tmp_path)
     words = ["fit", "--config", write_config(tmp_path, config)]
     folder = Path(run_trainer([*words, "--trainer.max_steps=2"]).trainer.log_dir)
@@ -304,7 +304,7 @@ def test_a_run_that_somebody_writes_to_is_not_resumed_and_a_killed_writer_leaves
         assert line.endswith(" is already running this run; wait until it ends, or end it")
         after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         assert after | {folder / LOCK_FILE: b""} == before | {folder / LOCK_FILE: b""}
-        # A new run is not in its way.
+        # A new run is not affected.
         assert main([*words, "--trainer.max_steps=2"]) == 0
         holder.kill()
     logger = RunLogger(ResumedRun(folder, 0), save_dir=str(tmp_path))
@@ -312,7 +312,7 @@ def test_a_run_that_somebody_writes_to_is_not_resumed_and_a_killed_writer_leaves
     logger.finalize("success")
 
 
-def test_a_moved_run_is_resumed_where_it_is_now(tmp_path):
+def test_a_moved_run_is_resumed_in_its_new_folder(tmp_path):
     config = run_config(tmp_path)
     words = ["fit", "--config", write_config(tmp_path, config)]
     folder = Path(run_trainer([*words, "--trainer.max_steps=2"]).trainer.log_dir)
@@ -323,12 +323,12 @@ def test_a_moved_run_is_resumed_where_it_is_now(tmp_path):
     trainer = run_trainer([*words, root, "--trainer.max_steps=4", "--ckpt_path=auto"]).trainer
     assert Path(trainer.log_dir) == moved
     assert rows_of(moved) == [0, 1, 2, 3]
-    # The record has the file that auto stood for.
+    # The record has the path that `auto` selected.
     found = trainer.ckpt_path
     assert (json.loads((moved / "run.json").read_text())["resumed_from"], Path(found).is_file()) == (found, True)
 
 
-def test_a_file_system_without_locks_holds_runs_and_models_all_the_same(tmp_path, monkeypatch):
+def test_runs_and_models_can_be_written_on_a_file_system_without_locks(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "no locks")
 
@@ -342,7 +342,7 @@ def test_a_file_system_without_locks_holds_runs_and_models_all_the_same(tmp_path
     assert (tmp_path / "model" / "config.json").is_file()
 
 
-def test_rows_are_on_disk_once_a_checkpoint_is(tmp_path):
+def test_rows_are_on_disk_after_a_checkpoint_is_saved(tmp_path):
     logger = RunLogger(save_dir=str(tmp_path))
     trainer = Trainer(logger=logger, accelerator="cpu")
     logger.log_metrics({"val/score": 0.5}, step=3)
@@ -362,7 +362,7 @@ def allocator(monkeypatch):
 
 
 @pytest.mark.usefixtures("allocator")
-def test_a_run_has_the_precision_asked_for_and_gives_it_back(tmp_path, monkeypatch):
+def test_the_precision_is_set_for_the_run_and_restored_afterwards(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", seen.append)
     config = run_config(tmp_path)
@@ -375,7 +375,7 @@ def test_a_run_has_the_precision_asked_for_and_gives_it_back(tmp_path, monkeypat
 
 @pytest.mark.usefixtures("allocator")
 @pytest.mark.parametrize(
-    ("grows", "given", "expected"),
+    ("expandable", "before", "expected"),
     [
         (True, ("", ""), ("expandable_segments:True", "")),
         (True, ("", "max_split_size_mb:64"), ("", "max_split_size_mb:64,expandable_segments:True")),
@@ -383,10 +383,10 @@ def test_a_run_has_the_precision_asked_for_and_gives_it_back(tmp_path, monkeypat
         (False, ("", ""), ("", "")),
     ],
 )
-def test_segments_grow_unless_the_environment_says_otherwise(grows, given, expected, monkeypatch):
-    for name, value in zip(ALLOCATOR, given, strict=True):
+def test_settings_of_the_allocator_in_the_environment_have_priority(expandable, before, expected, monkeypatch):
+    for name, value in zip(ALLOCATOR, before, strict=True):
         monkeypatch.setenv(name, value)
-    settings = DeviceSettings(expandable_segments=grows)
+    settings = DeviceSettings(expandable_segments=expandable)
     settings.setup(None, None, "fit")
     settings.teardown(None, None, "fit")
     assert tuple(os.environ[name] for name in ALLOCATOR) == expected

@@ -1,4 +1,4 @@
-"""The arguments of objects as a config has them."""
+"""The arguments of objects in the form of a config."""
 
 import copy
 import threading
@@ -55,7 +55,7 @@ def test_options_that_a_class_passes_on_are_its_arguments() -> None:
     assert made["init_args"] == {"widths": [8, 4], "weights": None, "temperature": 0.5}
 
 
-def test_a_copy_shares_what_cannot_be_copied() -> None:
+def test_a_deep_copy_shares_arguments_that_cannot_be_copied() -> None:
     lock = threading.Lock()
     layer = Layer(2, factory=lock)
     copied = copy.deepcopy(layer)

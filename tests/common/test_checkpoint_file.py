@@ -91,7 +91,7 @@ def test_a_write_that_fails_verification_keeps_the_old_file(tmp_path, monkeypatc
         return real(handle, bytes(content[:-1]) + bytes([content[-1] ^ 1]) if len(content) == 12 else content)
 
     monkeypatch.setattr(os, "write", flips)
-    with pytest.raises(OSError, match="the disk returned other bytes than were written") as failure:
+    with pytest.raises(OSError, match="the disk returned different bytes than were written") as failure:
         write(small(), path)
     assert (failure.value.errno, failure.value.filename) == (errno.EIO, str(path))
     assert read_checkpoint(path) == {"step": 1}
@@ -165,7 +165,7 @@ def test_a_peek_checks_only_the_header(tmp_path):
     assert {name: (x.numel(), x.dtype) for name, x in content["state_dict"].items()} == expected
     whole[whole.index(b"state_dict")] ^= 4
     path.write_bytes(whole)
-    with pytest.raises(InputError, match=r"give a complete \.ckpt file"):
+    with pytest.raises(InputError, match=r"use a complete \.ckpt file"):
         peek_checkpoint(path)
 
 
@@ -177,7 +177,7 @@ def refusal(path):
         lines.append(str(error.value))
     assert lines[0] == lines[1]
     assert lines[0].startswith(f"{path}: ")
-    assert lines[0].endswith("; give a complete .ckpt file that `fit` wrote")
+    assert lines[0].endswith("; use a complete .ckpt file that `fit` wrote")
     return lines[0]
 
 

@@ -1,4 +1,4 @@
-"""The gather against one process with the whole batch; GradCache's tests on two ranks have ways to do it wrong."""
+"""Collectives on two ranks, compared with one process that has the full batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ from tests.helpers.ranks import run_on_two_ranks
 NUM_PAIRS, WIDTH = 8, 6
 
 
-def test_one_process_is_rank_0_of_1_and_gathers_nothing() -> None:
+def test_one_process_is_rank_0_of_1_and_returns_its_own_values() -> None:
     rows = torch.rand(3, 2, requires_grad=True)
     assert (rank(), world_size(), is_distributed()) == (0, 1, False)
     assert gather_counts(3) == [3]
@@ -46,7 +46,7 @@ def contrast(query_BD: Tensor, document_CD: Tensor, first_target: int = 0) -> Te
 
 
 def averaged_gradient(loss_of: Callable[[Tensor, Tensor], Tensor], rank: int) -> Tensor:
-    """The encoder's gradient as DDP would leave it: the mean over both ranks of each one's own."""
+    """The encoder's gradient as DDP computes it: the mean of both ranks' gradients."""
     query, document, weight = pairs()
     own = slice(rank * NUM_PAIRS // 2, (rank + 1) * NUM_PAIRS // 2)
     weight.requires_grad_()
@@ -64,7 +64,7 @@ def conventions(rank: int) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
 
     return {
         "ours": local,
-        "both gathered with gradients, whole loss": lambda query, document: contrast(
+        "both gathered with gradients, full loss": lambda query, document: contrast(
             gather_candidates(query, counts), gather_candidates(document, counts)
         ),
     }
@@ -89,7 +89,7 @@ def cases(rank: int) -> dict[str, Any]:
         "flags": gather_rows(numbers > 10, counts),
         "gathered": gathered.detach(),
         "leaf gradient": leaf.grad,
-        "least and most": (reduce_int(rank + 5, "min"), reduce_int(rank + 5, "max")),
+        "minimum and maximum": (reduce_int(rank + 5, "min"), reduce_int(rank + 5, "max")),
     }
 
 
@@ -98,7 +98,7 @@ def results() -> list[dict[str, Any]]:
     return run_on_two_ranks(cases)
 
 
-@pytest.mark.parametrize("convention", ["ours", "both gathered with gradients, whole loss"])
+@pytest.mark.parametrize("convention", ["ours", "both gathered with gradients, full loss"])
 def test_two_ranks_have_the_gradient_of_one_process(results: list[dict[str, Any]], convention: str) -> None:
     query, document, weight = pairs()
     weight.requires_grad_()
@@ -113,7 +113,7 @@ def test_ranks_with_different_numbers_of_rows_gather_them_in_rank_order(results:
         assert result["numbers"].tolist() == [0, 1, 10, 11, 12]
         assert result["flags"].tolist() == [False, False, False, True, True]
         assert result["gathered"][:, 0].tolist() == [0, 1, 10, 11, 12]
-        assert result["least and most"] == (5, 6)
+        assert result["minimum and maximum"] == (5, 6)
 
 
 def test_gradients_of_both_ranks_add_up_on_the_rank_of_the_row(results: list[dict[str, Any]]) -> None:

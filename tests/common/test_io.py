@@ -34,7 +34,7 @@ from tests.helpers.disks import fake_disk
 from tests.helpers.processes import Command
 
 
-def test_a_write_is_atomic_and_a_failure_keeps_the_old_file_alone(tmp_path):
+def test_a_write_is_atomic_and_a_failure_keeps_only_the_old_file(tmp_path):
     target = tmp_path / "deep" / "value.json"
     with atomic_path(target) as temporary:
         temporary.write_text("old")
@@ -120,9 +120,9 @@ def test_a_field_that_is_missing_or_not_an_integer_is_refused(tmp_path):
     assert (fields.integer("rows"), fields.integer("none"), fields.get("gone")) == (3, 0, None)
     with pytest.raises(InputError, match=r"manifest\.json: has no field 'gone'; make the output again"):
         fields["gone"]
-    for name, least in (("name", 0), ("none", 1), ("flag", 0)):
-        with pytest.raises(InputError, match=rf"field '{name}' is .*, expected an integer >= {least}"):
-            fields.integer(name, least)
+    for name, minimum in (("name", 0), ("none", 1), ("flag", 0)):
+        with pytest.raises(InputError, match=rf"field '{name}' is .*, expected an integer >= {minimum}"):
+            fields.integer(name, minimum)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"kind": "a', b"[1]", b"null", b"\xff\xfe"])
@@ -230,7 +230,7 @@ def test_an_error_that_the_file_did_not_cause_is_raised_unchanged(error, tmp_pat
 
 
 @pytest.mark.parametrize(("value", "kind"), [(0.0, "zero"), (np.nan, "not finite"), (np.inf, "not finite")])
-def test_a_vector_without_direction_is_named_by_its_row(value, kind):
+def test_a_zero_or_infinite_vector_is_refused_with_its_row(value, kind):
     vectors = np.ones((4, 3), np.float32)
     check_vectors(vectors, "documents")
     vectors[2] = value
@@ -239,7 +239,7 @@ def test_a_vector_without_direction_is_named_by_its_row(value, kind):
             check_vectors(vectors, "documents", **options)
 
 
-def test_a_vector_of_another_length_is_refused_only_where_unit_vectors_are_asked_for():
+def test_a_vector_that_is_not_of_unit_length_is_refused_only_on_request():
     vectors = np.eye(3, dtype=np.float32)
     check_vectors(vectors, "documents", unit=True)
     vectors[1] *= 2

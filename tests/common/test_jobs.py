@@ -1,4 +1,4 @@
-"""Shards are atomic, divided among tasks, taken over and merged once; a worker's failure is one line."""
+"""Progress bars, sharded jobs of several tasks, jobs that write one file, and worker processes."""
 
 import json
 import os
@@ -121,7 +121,7 @@ def test_the_task_comes_from_the_slurm_array(variables, expected, monkeypatch):
         ((None, None), "SLURM_ARRAY_TASK_ID is not in an array of 3 tasks with a constant step, got 9"),
     ],
 )
-def test_an_impossible_task_and_an_array_with_gaps_are_refused(given, says, monkeypatch):
+def test_an_invalid_task_and_an_array_with_gaps_are_refused(given, says, monkeypatch):
     for name, value in {"ID": "9", "MIN": "1", "COUNT": "3"}.items():
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
     with pytest.raises(OptionError, match=says):
@@ -134,11 +134,11 @@ def test_an_impossible_task_and_an_array_with_gaps_are_refused(given, says, monk
 def test_an_array_variable_that_is_not_an_integer_is_refused(name, value, monkeypatch):
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
     monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
-    with pytest.raises(OptionError, match=f"SLURM_ARRAY_TASK_{name} must be an integer >= ., got '{value}'; give"):
+    with pytest.raises(OptionError, match=f"SLURM_ARRAY_TASK_{name} must be an integer >= ., got '{value}'; set"):
         TaskOptions().resolve()
 
 
-def test_a_job_is_made_finished_and_then_left_as_it_is(tmp_path):
+def test_a_finished_job_is_not_changed_by_another_run(tmp_path):
     merged = []
     job = ShardedJob(tmp_path / "job", FIELDS, 3, suffix=".txt")
     assert job.missing() == [0, 1, 2]
@@ -158,7 +158,7 @@ def test_a_job_is_made_finished_and_then_left_as_it_is(tmp_path):
     assert content(tmp_path / "job") == before
 
 
-def test_the_first_process_decides_a_default_and_the_others_take_it(tmp_path):
+def test_the_first_process_sets_a_default_and_the_others_read_it(tmp_path):
     first = ShardedJob(tmp_path / "job", FIELDS, 1, defaults={"budget": 64})
     second = ShardedJob(tmp_path / "job", FIELDS, 1, defaults={"budget": 512})
     assert first.fields["budget"] == second.fields["budget"] == 64
@@ -186,7 +186,7 @@ def test_the_lock_of_a_job_is_held_until_it_is_complete(tmp_path, monkeypatch):
     assert not (tmp_path / ".lock").exists()
 
 
-def test_tasks_in_any_order_give_the_bytes_of_one_process(tmp_path):
+def test_tasks_in_any_order_write_the_same_bytes_as_one_process(tmp_path):
     whole = ShardedJob(tmp_path / "whole", FIELDS, 5)
     whole.run(write_letter)
     whole.finish()
@@ -340,7 +340,7 @@ class Refused(OSError):
 
 
 def _work(log, number, item):
-    """Record the item; each negative item fails in another way."""
+    """Record the item; each negative item fails in a different way."""
     if item == -1:
         raise InputError("corpus.jsonl:7", "the vector is zero", "check its text")
     if item == -2:

@@ -119,7 +119,7 @@ def test_every_public_name_of_a_lazy_package_can_be_loaded(package):
     assert all(getattr(importlib.import_module(package), name) is not None for name in names)
 
 
-def test_the_processors_are_counted_and_named(tmp_path, monkeypatch):
+def test_the_cpus_are_counted_and_named(tmp_path, monkeypatch):
     info = tmp_path / "cpuinfo"
     info.write_bytes(b"processor : 0\nmodel name\t: Some CPU: 2.1\xffGHz\n\nprocessor : 1\nmodel name\t: Some CPU\n")
     monkeypatch.setattr(process, "_CPU_INFO", info)

@@ -14,7 +14,7 @@ from embeddings.common.random import (
 from embeddings.data.samplers.base import PLAN_VERSION
 
 
-def test_a_seed_is_the_same_number_on_every_machine_and_another_one_in_each_stream():
+def test_a_seed_is_the_same_on_every_machine_and_different_for_each_stream():
     assert derive_seed(0, "step", 1, 2) == 6917871978523944128
     seeds = {derive_seed(seed, stream, n) for seed in range(3) for stream in ("a", "a1") for n in (*range(50), 11)}
     assert len(seeds) == 300
@@ -29,20 +29,20 @@ SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 100, 1000, 1023, 1024, 1025, 4095, 
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("key", [0, 1, 2**63 - 1])
-def test_every_value_comes_exactly_once(n, key):
+def test_every_value_occurs_exactly_once(n, key):
     values = KeyedPermutation(n, key)(np.arange(n))
     assert values.dtype == np.int64
     assert np.array_equal(np.sort(values), np.arange(n))
 
 
-def test_keys_decide_the_order_and_nothing_else_does():
+def test_the_order_depends_only_on_the_key():
     first, again, other = (KeyedPermutation(1000, key)(np.arange(1000)) for key in (5, 5, 6))
     assert np.array_equal(first, again)
     assert (first == other).sum() < 12  # one agreement is expected of two random orders
 
 
 def test_the_order_is_the_same_on_every_machine():
-    """Another one is another version of the plan."""
+    """A different order needs a new `PLAN_VERSION`."""
     assert PLAN_VERSION == 2
     assert KeyedPermutation(10, 42)(np.arange(10)).tolist() == [2, 9, 0, 7, 8, 5, 4, 1, 3, 6]
 

@@ -7,7 +7,7 @@ from embeddings.common import OptionError, TextSettings, instruction_prompt
 from embeddings.common.text import choose_prompt, one_line, shorten
 
 
-def test_a_template_frames_an_instruction_and_must_hold_it_once():
+def test_a_template_must_contain_the_instruction_once():
     assert instruction_prompt("Find it") == "Instruct: Find it\nQuery: "
     settings = TextSettings(instruction_template="[INST] {instruction}: ")
     assert settings.instruction_prompt("Find {it}") == "[INST] Find {it}: "
@@ -16,7 +16,7 @@ def test_a_template_frames_an_instruction_and_must_hold_it_once():
             TextSettings(instruction_template=template)
 
 
-def test_a_pooling_rule_is_written_where_there_is_one_and_taken_from_the_model_where_there_is_none():
+def test_a_pooling_rule_is_saved_if_set_and_otherwise_copied_from_the_model():
     plain, imported = TextSettings(), TextSettings(pooling_rule="after_colon")
     assert "pooling_rule" not in plain.to_dict()
     assert TextSettings.from_dict(imported.to_dict()) == imported
@@ -41,8 +41,8 @@ def test_a_pooling_rule_that_cannot_apply_is_refused(settings, says):
     assert f"data.text.pooling_rule {says}" in str(error.value)
 
 
-def test_fields_of_later_versions_are_left_out_where_they_are_the_default():
-    # A model's hash is made of these, and vectors that were written before are known by it.
+def test_fields_of_later_versions_are_omitted_if_they_are_the_default():
+    # The hash of a model includes these fields, and identifies the model of existing vectors.
     names = {"query_max_length", "document_max_length", "prompts", "append_eos", "pool_prompt", "suffix", "pool_start"}
     assert set(TextSettings().to_dict()) == names
     changed = TextSettings(
@@ -53,7 +53,7 @@ def test_fields_of_later_versions_are_left_out_where_they_are_the_default():
     assert TextSettings.from_dict(changed.to_dict()) == changed
 
 
-def test_a_prompt_is_named_or_the_roles_or_none():
+def test_a_prompt_is_chosen_by_name_or_by_role():
     settings = TextSettings(prompts={"query": "q: ", "task": "t: "})
     assert settings.prompt("task", "query") == "t: "
     assert (settings.prompt(None, "query"), settings.prompt(None, "document")) == ("q: ", "")
@@ -61,7 +61,7 @@ def test_a_prompt_is_named_or_the_roles_or_none():
         settings.prompt("tsk", "query")
 
 
-def test_a_given_prompt_stands_in_place_of_a_named_one():
+def test_a_prompt_as_text_replaces_a_named_one():
     settings = TextSettings(prompts={"query": "q: "})
     assert settings.prompt({"text": "query: "}, "query") == "query: "
     assert settings.prompt({"text": ""}, "query") == ""
@@ -73,12 +73,12 @@ def test_a_given_prompt_stands_in_place_of_a_named_one():
         choose_prompt("query_prompt", "name", "query: ")
 
 
-def test_what_a_terminal_would_obey_is_written_as_an_escape():
+def test_control_characters_are_escaped():
     assert one_line("a\x1b[31m\r\n\x07b\u202e \ud800é") == r"a\x1b[31m \x07b\u202e \ud800é"
 
 
 @pytest.mark.parametrize("limit", [50, 51, 52, 220])
-def test_a_long_message_keeps_its_start_and_more_of_its_end(limit):
+def test_a_long_message_is_truncated_in_the_middle(limit):
     line = one_line("start\n  " + "x" * 1000 + "\nend", limit)
     assert len(line) == limit
     assert line.startswith("start xxx")
@@ -87,11 +87,11 @@ def test_a_long_message_keeps_its_start_and_more_of_its_end(limit):
     assert 1.9 < len(after) / len(before) < 2.2
 
 
-def test_no_message_is_cut_elsewhere():
+def test_messages_are_truncated_only_by_one_line():
     sources = list((Path(__file__).parents[2] / "embeddings").rglob("*.py"))
     assert len(sources) > 100
-    cut = re.compile(r"(?:str\(error\)|reason|message).{0,60}\[:\d+\]")
-    assert [str(path) for path in sources if cut.search(path.read_text(encoding="utf-8"))] == []
+    truncation = re.compile(r"(?:str\(error\)|reason|message).{0,60}\[:\d+\]")
+    assert [str(path) for path in sources if truncation.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_a_text_is_shortened_to_one_line():

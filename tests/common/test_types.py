@@ -104,7 +104,7 @@ def test_sorting_leaves_at_most_5_percent_padding_for_long_tailed_lengths() -> N
 
 
 @pytest.mark.parametrize(("budget", "max_texts", "name"), [(0, None, "mini_batch_tokens"), (5, 0, "max_texts")])
-def test_an_impossible_limit_is_refused(budget: int, max_texts: int | None, name: str) -> None:
+def test_a_limit_below_one_is_refused(budget: int, max_texts: int | None, name: str) -> None:
     with pytest.raises(OptionError, match=f"{name} must be >= 1, got 0"):
         plan_mini_batches(lengths(1), budget, max_texts)
 

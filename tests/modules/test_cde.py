@@ -480,5 +480,5 @@ def test_invalid_first_stage_training_is_refused(training: dict[str, Any], says:
 def test_word_steps_without_contrastive_steps_are_refused(tmp_path: Path) -> None:
     config = cde_config(tmp_path)
     config["model"]["init_args"]["first_stage_training"] = {"word_steps": 3}
-    with pytest.raises(OptionError, match="must leave more than the schedule's warm-up of the run's 4 optimiser steps"):
+    with pytest.raises(OptionError, match="word_steps plus the schedule's warm-up steps must be < 4, the optimiser"):
         fit(tmp_path, config)

@@ -236,7 +236,7 @@ def test_rows_longer_than_the_positions_or_than_a_window_that_keeps_documents_ap
     folder = save_backbone(str(tmp_path / "windowed"), model, bpe_tokenizer())
     config = language_config(tmp_path, "causal", separate_documents=True)
     config["model"]["init_args"]["backbone"]["name"] = folder
-    with pytest.raises(OptionError, match=r"data\.row_length must be <= 16, the attention window of some layer"):
+    with pytest.raises(OptionError, match=r"data\.row_length must be <= 16, the window of the sliding"):
         fit(tmp_path, config)
 
 

@@ -185,7 +185,7 @@ CASES = {
         "a record without positives": (pairs(positive=[]), "pairs.jsonl:2: positive is an empty list"),
         "a level of 5": (
             pairs(negatives=[{"text": "the fox", "level": 5}]),
-            "pairs.jsonl:2: negatives[0].level is 5, expected a whole number from 1",
+            "pairs.jsonl:2: negatives[0].level is 5, expected an integer from 1",
         ),
     },
     ENCODE: {

@@ -48,11 +48,11 @@ class ClusterFolder:
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
         fields = check_manifest(path, {"kind": KIND, "complete": True})
-        self.num_rows, self.num_clusters = (fields.integer(name, least=1) for name in ("num_rows", "num_clusters"))
+        self.num_rows, self.num_clusters = (fields.integer(name, minimum=1) for name in ("num_rows", "num_clusters"))
         self.source_key: str = fields["source_key"]
         self.key: str = fields["clusters_key"]
         sizes = fields["num_bytes"]
-        k, width = self.num_clusters, fields.integer("embedding_dim", least=1)
+        k, width = self.num_clusters, fields.integer("embedding_dim", minimum=1)
         self.rows_by_cluster = self._load(ROWS_FILE, sizes, np.uint32, (self.num_rows,))
         self.offsets = self._load(OFFSETS_FILE, sizes, np.int64, (k + 1,))
         self.centroids = self._load(CENTROIDS_FILE, sizes, np.float32, (k, width))

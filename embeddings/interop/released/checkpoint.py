@@ -49,7 +49,7 @@ class Assumed:
         """The number of this name, > 0, with the type of the usual value."""
         value = self._options.get(name, usual)
         if name in self._options and (not value > 0 or (isinstance(usual, int) and value != int(value))):
-            kind = "a whole number" if isinstance(usual, int) else "a number"
+            kind = "an integer" if isinstance(usual, int) else "a number"
             raise OptionError(f"assume.{name}", value, f"must be {kind} > 0", f"the published models have {usual}")
         self.values[name] = converted = type(usual)(value)
         return converted
@@ -85,7 +85,7 @@ class ReleasedConfig:
     def integer(self, name: str, minimum: int = 1, default: int | None = None) -> int:
         value = self.fields.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self._error(name, f"a whole number >= {minimum}")
+            raise self._error(name, f"an integer >= {minimum}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -73,7 +73,7 @@ def import_released(
     bases = [origin_of(base_folder)._asdict() for base_folder in folders[1:]]
     record: dict[str, Any] = {"source": source, "revision": revision, "base": bases, "family": imported.family}
     record |= {"used_as": imported.used_as, "assumed": dict(imported.assumed)}
-    # `save_pretrained` is atomic for the model only; the new folder puts record and card in place together with it.
+    # `save_pretrained` is atomic only for the model; this writes model, record and card together.
     with replaced_folder(target) as new:
         imported.model.save_pretrained(new)
         write_json(new / IMPORT_FILE, {**record, "used": imported.report.used, "left": imported.report.left})
@@ -120,7 +120,7 @@ def _load(folder: Path, base: Sequence[str], assumed: Assumed) -> Imported:
 
 @dataclass(frozen=True)
 class Usage:
-    """The processing of a published model's vectors: truncation widths, the full one first, and an optional layer norm.
+    """The processing of a published model's vectors: truncation widths, full width first, and an optional layer norm.
 
     `model_type` is that of the imported backbone's config.
     """

@@ -131,5 +131,5 @@ def adapter_chain(folder: Path, base: Sequence[str] = ()) -> list[Path]:
             raise InputError(str(config.path), f"names itself as base model: {name}", "set --base to the decoder")
         folders.append(base_folder)
     if names:
-        raise OptionError("base", list(base), "has more models than there are adapters", f"leave {names[0]} out")
+        raise OptionError("base", list(base), "has more models than there are adapters", f"remove {names[0]}")
     return folders

@@ -263,7 +263,7 @@ def test_the_imported_model_can_be_an_initial_model(tmp_path):
         ({"embedder": "bert-base-uncased"}, "names the backbones bert-base-uncased and bert-base-uncased; supp"),
         ({"dataset_backbone": "answerdotai/ModernBERT-base"}, "names the backbones nomic-ai/nomic-bert-2048 and"),
         ({"transductive_tokens_per_document": 2}, "has transductive_tokens_per_document 2, but only 1 is supported"),
-        ({"transductive_corpus_size": 0}, "has transductive_corpus_size 0, expected a whole number >= 1"),
+        ({"transductive_corpus_size": 0}, "has transductive_corpus_size 0, expected an integer >= 1"),
     ],
 )
 def test_an_unsupported_config_is_a_one_line_error(fields, says, tmp_path, monkeypatch):

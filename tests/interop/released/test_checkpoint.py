@@ -39,8 +39,8 @@ def test_a_missing_number_is_the_users_or_the_usual_one_and_is_recorded(tmp_path
 @pytest.mark.parametrize(
     ("numbers", "says"),
     [
-        ({"heads": 0}, r"assume\.heads must be a whole number > 0, got 0; the published models have 12"),
-        ({"heads": 2.5}, r"assume\.heads must be a whole number > 0, got 2\.5"),
+        ({"heads": 0}, r"assume\.heads must be an integer > 0, got 0; the published models have 12"),
+        ({"heads": 2.5}, r"assume\.heads must be an integer > 0, got 2\.5"),
         ({"theta": float("nan")}, r"assume\.theta must be a number > 0"),
         ({"size": 4}, r"assume\.size is set by the checkpoint, or unknown, got 4; the checkpoint needs heads, theta"),
     ],
@@ -56,10 +56,10 @@ def test_an_invalid_assumed_number_is_a_one_line_error(numbers, says, tmp_path):
 @pytest.mark.parametrize(
     ("ask", "says"),
     [
-        (lambda c: c.integer("size", 4), "has size 3, expected a whole number >= 4"),
-        (lambda c: c.integer("flag"), "has flag True, expected a whole number >= 1"),
+        (lambda c: c.integer("size", 4), "has size 3, expected an integer >= 4"),
+        (lambda c: c.integer("flag"), "has flag True, expected an integer >= 1"),
         (lambda c: c.number("flag"), "has flag True, expected a number"),
-        (lambda c: c.part("inner").integer("rate"), "has inner.rate 0.5, expected a whole number >= 1"),
+        (lambda c: c.part("inner").integer("rate"), "has inner.rate 0.5, expected an integer >= 1"),
         (lambda c: c.part("size"), "has size 3, expected an object"),
         (lambda c: c.part("inner").require(rate=1.0), "has inner.rate 0.5, but only 1.0 is supported"),
         (lambda c: c.require(flag=False), "has flag True, but only False is supported"),
