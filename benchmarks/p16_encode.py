@@ -1,9 +1,9 @@
 """P16: encoding takes at most 0.85 of SentenceTransformer.encode's default time, 0.95 of its best, 0.5 in bfloat16.
 
-In int8, 2.5 times its own speed in float32 is asked: 0.4 of the time. It is taken at BERT-base's size too, with random
-weights: the wider a model, the less of its time is attention, which stays in float32.
+The target of int8 is 2.5 times the speed of our own float32: 0.4 of its time. It is also measured at BERT-base's size
+with random weights: the wider a model, the smaller the share of attention, which stays in float32.
 
-The texts are both sides of 128 question-answer pairs, cut at 256 tokens. The peer runs in float32.
+The texts are both sides of 128 question-answer pairs, truncated to 256 tokens. The peer runs in float32.
 """
 
 import time
@@ -40,7 +40,7 @@ def peer_of(model: SentenceTransformer, texts: list[str], batch_size: int) -> Ac
 
 
 def best_batch_size(model: SentenceTransformer, texts: list[str]) -> int:
-    """The batch size with which the peer is fastest, each run twice, the second time counted."""
+    """The batch size at which the peer is fastest, by the second of two runs each."""
     seconds = {}
     for batch_size in PEER_BATCH_SIZES:
         run = peer_of(model, texts, batch_size)
@@ -53,7 +53,7 @@ def best_batch_size(model: SentenceTransformer, texts: list[str]) -> int:
 
 
 def matmul_flops(encoder: Encoder, texts: list[str]) -> float:
-    """Multiplications and additions in the matrix products of the texts, padding left out."""
+    """Multiplications and additions in the matrix products of the texts, without padding."""
     config: Any = encoder.embedder.backbone.config
     lengths = TextTokenizer(encoder.embedder.tokenizer, encoder.embedder.text)(texts, "document").lengths_N.double()
     linear = 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
@@ -63,7 +63,7 @@ def matmul_flops(encoder: Encoder, texts: list[str]) -> float:
 
 @torch.inference_mode()
 def matmul_peak(encoder: Encoder, seconds: float) -> float:
-    """Operations a second of the model's widest product at our mini-batch size, in our format."""
+    """Operations per second of the model's widest product at our mini-batch size, in our dtype."""
     config: Any = encoder.embedder.backbone.config
     layer = torch.nn.Linear(config.hidden_size, config.intermediate_size).to(encoder.dtype)
     input_NH = torch.randn(encoder.mini_batch_tokens, config.hidden_size, dtype=encoder.dtype)
@@ -76,7 +76,7 @@ def matmul_peak(encoder: Encoder, seconds: float) -> float:
 
 
 def record_int8(chosen: Namespace, exact: Encoder, texts: list[str]) -> None:
-    """Time int8 against our own float32, and record the least cosine between the two."""
+    """Time int8 against our own float32, and record the minimum cosine between the two."""
     rounded = Encoder.from_pretrained(minilm_folder(), device="cpu", precision="int8")
     cosine = float((rounded.encode(texts) * exact.encode(texts)).sum(axis=1).min())
     record(chosen, "P16 least cosine in int8", cosine, "cosine", "none", "torch")
@@ -104,7 +104,7 @@ def record_wide_int8(chosen: Namespace, texts: list[str]) -> None:
 
 
 def main() -> None:
-    """Check that both give the same vectors, then time float32 against default and best, and bfloat16 where native."""
+    """Check that vectors are equal, then time float32 against default and best, bfloat16 if native, and int8."""
     chosen = options(__doc__, threads=2)
     tune_malloc()  # as the commands do
     texts = [text for pair in question_answer_texts(128) for text in pair] if not chosen.tiny else ["a b", "c " * 9]
