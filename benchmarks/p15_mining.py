@@ -159,8 +159,7 @@ def main() -> None:
         miner = our_miner(folder, *sizes)
         found = our_negatives(miner)
         expected = {
-            row["query"]: [row[f"negative_{rank}"] for rank in range(1, NUM_NEGATIVES + 1)]
-            for row in run_peer(*sizes)
+            row["query"]: [row[f"negative_{rank}"] for rank in range(1, NUM_NEGATIVES + 1)] for row in run_peer(*sizes)
         }
         if not expected or found != expected:
             differing = sum(found.get(query) != negatives for query, negatives in expected.items())
