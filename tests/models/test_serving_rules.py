@@ -120,7 +120,7 @@ def test_no_server_mistakes_our_own_poolings_for_another(tmp_path):
         assert by_llama_cpp(folder) == ""
 
 
-def test_include_prompt_is_only_in_the_pooling_config(tmp_path):
+def test_the_pooling_config_excludes_the_prompt_from_a_mean(tmp_path):
     text = TextSettings(16, 32, prompts={"query": "how: "}, pool_prompt=False)
     folder = written(tmp_path / "model", MeanPooling(32), text=text)
     assert read_json(folder / "1_Pooling" / "config.json")["include_prompt"] is False

@@ -423,7 +423,7 @@ def test_a_budget_too_small_for_one_graph_is_detected_in_the_first_step() -> Non
         ({"kept_gib": float("nan")}, "kept_gib must be >= 0"),
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         GradCache(**options)
 
