@@ -8,7 +8,8 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -136,6 +137,49 @@ def peak_growth_bytes(chosen: argparse.Namespace, function: Callable[..., Any], 
         return int(receiver.recv())
     finally:
         child.join()
+
+
+@contextmanager
+def separate_process(
+    chosen: argparse.Namespace, make: Callable[..., Callable[..., Any]], *arguments: Any
+) -> Iterator[Callable[..., Any]]:
+    """A function that runs in a separate process, such as one side of a comparison; the caller waits for its result.
+
+    Each side then has its own memory allocator, with the settings of its users. Comparisons need wall-clock time, so
+    more than one thread.
+
+    Args:
+        chosen: The command line; the process uses its number of threads. A tiny run uses this process instead.
+        make: A top-level function of a module, which builds the function in the process.
+        arguments: Arguments of `make`.
+    """
+    if chosen.tiny:
+        yield make(*arguments)
+        return
+    context = multiprocessing.get_context("spawn")
+    connection, remote = context.Pipe()
+    child = context.Process(target=_answer, args=(remote, chosen.threads, make, arguments), daemon=True)
+    child.start()
+    remote.close()
+
+    def run(*options: Any) -> Any:
+        """The result for these arguments."""
+        connection.send(options)
+        return connection.recv()
+
+    try:
+        yield run
+    finally:
+        connection.close()
+        child.join()
+
+
+def _answer(connection: Any, threads: int, make: Callable[..., Callable[..., Any]], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(threads)
+    run = make(*arguments)
+    with suppress(EOFError):
+        while True:
+            connection.send(run(*connection.recv()))
 
 
 def record(
