@@ -1,1 +1,1 @@
-"""One script a claim: python -m benchmarks.p5_tiled_info_nce [--tiny]."""
+"""One script for each claim: `python -m benchmarks.p5_tiled_info_nce [--tiny]`."""

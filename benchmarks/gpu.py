@@ -1,14 +1,15 @@
-"""G1 to G13: what a training run does on one GPU, in at most ten minutes: `python -m benchmarks.gpu`.
+"""G1 to G13: training on one GPU, measured in at most ten minutes: `python -m benchmarks.gpu`.
 
-Weights, texts and vectors are random, so nothing is downloaded. The claims go in groups, each in a process of its own
-with a limit of time: one that fails or takes too long costs its own rows alone. Rows are written as they come.
+Weights, texts and vectors are random, so nothing is downloaded. The claims are in groups. Each group runs in a separate
+process with a time limit: if it fails or takes too long, only its own rows are missing. Each row is written as soon as
+it is measured.
 
-    python -m benchmarks.gpu --check        what the machine offers, and what would be skipped
+    python -m benchmarks.gpu --check        what the machine supports, and what would be skipped
     python -m benchmarks.gpu --only G5,G10  some claims, with the others of their groups
-    python -m benchmarks.gpu --tiny         on the CPU, with tiny sizes: see that it works, no row, no verdict
+    python -m benchmarks.gpu --tiny         on the CPU, with tiny sizes; writes no row
 
-Each claim has its value with a target, the limit that the device sets (operations or bytes over the rate measured in
-the same process), and its time over a peer's that computes the same.
+Each claim has a value with a target, the limit that the device sets (operations or bytes over the rate measured in
+the same process), and the ratio of its time to that of a peer.
 """
 
 import argparse
@@ -36,13 +37,13 @@ MINUTES = 10.0
 
 @dataclass(frozen=True)
 class Claim:
-    """What is claimed of a GPU.
+    """One claim about a GPU.
 
     Attributes:
         what: What is measured.
         unit: Unit of the value.
-        target: What is promised, on one H200.
-        limit: What bounds the value, for the row beside it.
+        target: Bound of the value, on one H200.
+        limit: What limits the value on any device; recorded in a separate row.
         peer: What the time is compared with.
     """
 
@@ -75,7 +76,7 @@ CLAIMS = {
 
 @dataclass
 class Bench:
-    """Where claims are measured, and how.
+    """Measures claims on a device and records their rows.
 
     Attributes:
         chosen: The command line.
@@ -90,11 +91,11 @@ class Bench:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The CPU in a tiny run, else the GPU."""
         return torch.device("cpu" if self.tiny else "cuda")
 
-    def of(self, tiny: Any, full: Any) -> Any:
-        """A size."""
+    def pick(self, tiny: Any, full: Any) -> Any:
+        """The first value in a tiny run, else the second."""
         return tiny if self.tiny else full
 
     def claim(
@@ -106,7 +107,7 @@ class Bench:
         peer: Ratio | float | None = None,
         target: str | None = None,
     ) -> None:
-        """Record a claim's value, its limit, and its time over the peer's unless the value itself is that."""
+        """Record a claim's value, its limit, and its time over the peer's, unless the value is that ratio."""
         claim = CLAIMS[key]
         self.row(f"{key} {claim.what}, {sizes}", value, claim.unit, target or claim.target)
         self.row(f"{key} limit of it: {claim.limit}, {sizes}", limit, claim.unit)
@@ -114,18 +115,18 @@ class Bench:
             self.row(f"{key} time over that of {claim.peer}, {sizes}", peer, "ratio")
 
     def row(self, claim: str, value: Ratio | float, unit: str, target: str = "none") -> None:
-        """Record one row, unless its value is not known."""
+        """Record one row, unless its value is NaN."""
         if math.isnan(value.median if isinstance(value, Ratio) else value):
             print(f"{claim}: not measured, no row", flush=True)
             return
         record(self.chosen, claim, value, unit, target, "torch", device_name(self.device))
 
     def skip(self, keys: str, why: str) -> None:
-        """Say that claims have no rows, and why."""
+        """Print that claims have no rows, and why."""
         print(f"skipped {keys}: {why}", flush=True)
 
-    def waits(self, action: Action) -> Action:
-        """The action, then what the device still has to do."""
+    def synchronised(self, action: Action) -> Action:
+        """The action, followed by a wait for the device."""
 
         def run() -> None:
             action()
@@ -135,24 +136,24 @@ class Bench:
         return run
 
     def seconds(self, action: Action, rounds: int = 3) -> float:
-        """The median time of an action, after one to warm up."""
-        run, taken = self.waits(action), []
+        """The median time of an action, after one warm-up run."""
+        run, times = self.synchronised(action), []
         for _ in range(1 if self.tiny else 1 + rounds):
             start = time.perf_counter()
             run()
-            taken.append(time.perf_counter() - start)
-        return statistics.median(taken[1:] or taken)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[1:] or times)
 
     def once(self, action: Action) -> float:
-        """The time of one run, with none to warm up."""
+        """The time of one run, without a warm-up."""
         start = time.perf_counter()
-        self.waits(action)()
+        self.synchronised(action)()
         return time.perf_counter() - start
 
-    def over(self, ours: Action, peer: Action, least_seconds: float = 0.2) -> Ratio:
-        """Our time over the peer's; see `harness.compare`. Not a number where the comparison was void."""
+    def over(self, ours: Action, peer: Action, min_seconds: float = 0.2) -> Ratio:
+        """Our time over the peer's, see `harness.compare`; NaN if the comparison was void."""
         try:
-            return compare(self.waits(ours), self.waits(peer), self.chosen, least_seconds)
+            return compare(self.synchronised(ours), self.synchronised(peer), self.chosen, min_seconds)
         except RuntimeError as error:
             if not str(error).startswith("void"):
                 raise
@@ -160,37 +161,37 @@ class Bench:
             return Ratio(*4 * [math.nan])
 
     def peak_bytes(self, action: Action) -> int:
-        """The most memory of the device that an action takes beyond what is taken before; of a CPU 0, not measured."""
+        """Peak device memory of an action beyond what was in use before; 0 on a CPU, where it is not measured."""
         if self.device.type != "cuda":
             action()
             return 0
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self.waits(action)()
+        self.synchronised(action)()
         return int(torch.cuda.max_memory_allocated() - before)
 
     def largest(self, sizes: list[int], run: Callable[[int], object]) -> int:
-        """The first of some sizes that fits, the largest first."""
+        """The first of the sizes, given in descending order, at which `run` fits into memory."""
         for size in sizes:
             try:
-                self.waits(lambda size=size: run(size))()  # type: ignore[misc]
+                self.synchronised(lambda size=size: run(size))()  # type: ignore[misc]
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
             else:
                 return size
-        raise RuntimeError(f"not even {sizes[-1]} fit into the memory")
+        raise RuntimeError(f"the smallest size, {sizes[-1]}, does not fit into memory")
 
     @cached_property
-    def products(self) -> float:
-        """The operations a second of 16-bit products of 8,192 x 8,192 matrices, as measured."""
+    def bf16_rate(self) -> float:
+        """Measured operations per second of 16-bit products of 8,192 x 8,192 matrices."""
         return self.product_rate(torch.bfloat16)
 
     def product_rate(self, dtype: torch.dtype) -> float:
-        """The operations a second of square products."""
-        size = self.of(128, 8192)
+        """Measured operations per second of products of square matrices."""
+        size = self.pick(128, 8192)
         left, right = torch.randn(2, size, size, device=self.device).to(dtype)
-        repeats = self.of(1, 20)
+        repeats = self.pick(1, 20)
 
         def multiply() -> None:
             for _ in range(repeats):
@@ -200,7 +201,7 @@ class Bench:
 
 
 def device_name(device: torch.device) -> str | None:
-    """What a GPU is called, and its memory; None for a CPU."""
+    """Name and memory of a GPU; None for a CPU."""
     if device.type != "cuda":
         return None
     facts = torch.cuda.get_device_properties(device)
@@ -208,43 +209,43 @@ def device_name(device: torch.device) -> str | None:
 
 
 def driver() -> str:
-    """The driver's version, as nvidia-smi says it."""
+    """The version of the NVIDIA driver, from nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
-        return "version not known"
+        return "unknown version"
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return said.strip().splitlines()[0] if said.strip() else "version not known"
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return output.strip().splitlines()[0] if output.strip() else "unknown version"
 
 
 def offers() -> dict[str, str]:
-    """What the machine offers, by name; empty where something is not there."""
+    """What the machine supports, by name; an empty string where it does not."""
     found = dict.fromkeys(("GPU", "driver", "bfloat16", "float8", "triton", "faiss for GPUs", "deepspeed"), "")
     for module, name in (("triton", "triton"), ("deepspeed", "deepspeed")):
         found[name] = "yes" if importlib.util.find_spec(module) else ""
     if importlib.util.find_spec("faiss"):
         import faiss
 
-        # Its build for CPUs has no such class.
+        # The CPU build of faiss has no such class.
         found["faiss for GPUs"] = "yes" if "StandardGpuResources" in vars(faiss) and faiss.get_num_gpus() else ""
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         found["GPU"] = f"{device_name(torch.device('cuda'))}, {torch.cuda.mem_get_info()[0] / 1e9:.0f} GB free"
         found["driver"] = f"{driver()}, CUDA {torch.version.cuda}, compute capability {capability[0]}.{capability[1]}"
         found["bfloat16"] = "yes" if torch.cuda.is_bf16_supported(including_emulation=False) else ""
-        found["float8"] = "yes, used by nothing here" if capability >= (8, 9) else ""
+        found["float8"] = "yes, not used here" if capability >= (8, 9) else ""
     return found
 
 
 def report(found: dict[str, str]) -> list[str]:
-    """The lines that say what the machine offers, and what is skipped without it."""
+    """Lines that state what the machine supports, and what is skipped without it."""
     needs = {"GPU": "every claim", "bfloat16": "every claim", "faiss for GPUs": "G9", "deepspeed": "G13"}
-    needs |= {"triton": "the fused kernels of G7, which then runs tiled"}
+    needs |= {"triton": "the fused kernels of G7, which then uses tiles"}
     lines = [f"{name}: {value or 'none'}" for name, value in found.items()]
     return lines + [f"without {name} skipped: {what}" for name, what in needs.items() if not found[name]]
 
 
 def run_group(name: str, chosen: argparse.Namespace) -> None:
-    """Measure a group of claims in this process."""
+    """Measure the claims of a group in this process."""
     from benchmarks import gpu_claims
 
     torch.set_num_threads(chosen.threads)
@@ -252,7 +253,7 @@ def run_group(name: str, chosen: argparse.Namespace) -> None:
 
 
 def run_here_or_in_a_process(name: str, chosen: argparse.Namespace, seconds: float) -> bool:
-    """Run a group in a process of its own, tiny ones in this one; returns whether it ended well and in time."""
+    """Run a group in a separate process, or in this one if tiny; returns whether it succeeded in time."""
     start = time.monotonic()
     print(f"== {name}, at most {seconds:.0f} s", flush=True)
     if chosen.tiny:
@@ -275,14 +276,14 @@ def run_here_or_in_a_process(name: str, chosen: argparse.Namespace, seconds: flo
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="say what the machine offers, and end")
-    parser.add_argument("--tiny", action="store_true", help="on the CPU, tiny sizes: no row, no verdict")
-    parser.add_argument("--only", default=",".join(CLAIMS), help="claims, such as G1,G7")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all")
-    parser.add_argument("--pairs", type=int, default=5, help="interleaved pairs")
-    parser.add_argument("--threads", type=int, default=0, help="threads of the CPU; 0 for all but one")
+    parser.add_argument("--check", action="store_true", help="print what the machine supports, and exit")
+    parser.add_argument("--tiny", action="store_true", help="run on the CPU with tiny sizes; writes no row")
+    parser.add_argument("--only", default=",".join(CLAIMS), help="claims to measure, such as G1,G7")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="time limit of the whole run")
+    parser.add_argument("--pairs", type=int, default=5, help="interleaved pairs to time")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 for all but one")
     chosen = parser.parse_args()
     chosen.only = [name.strip() for name in chosen.only.split(",")]
     if unknown := set(chosen.only) - set(CLAIMS):
@@ -292,7 +293,11 @@ def options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Check the machine, then measure group after group until the time is over; returns 1 if one failed."""
+    """Check the machine, then measure the groups in turn within the time limit.
+
+    Returns:
+        1 if a group failed or had no time, 2 without a GPU that supports bfloat16, else 0.
+    """
     chosen = options()
     found = offers()
     print("\n".join(report(found)), flush=True)
@@ -307,14 +312,14 @@ def main() -> int:
     for name, group in GROUPS.items():
         if not set(group.claims) & set(chosen.only):
             continue
-        left = end - time.monotonic()
-        if left <= 0:
+        remaining = end - time.monotonic()
+        if remaining <= 0:
             print(f"{name}: no time left for {', '.join(group.claims)}", flush=True)
             failed.append(name)
-        elif not run_here_or_in_a_process(name, chosen, min(left, group.seconds)):
+        elif not run_here_or_in_a_process(name, chosen, min(remaining, group.seconds)):
             failed.append(name)
     if failed:
-        print(f"error: not whole: {', '.join(failed)}", file=sys.stderr)
+        print(f"error: groups without all their rows: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
 
 

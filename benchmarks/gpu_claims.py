@@ -1,7 +1,7 @@
-"""How G1 to G13 are measured, in groups that share a model; `benchmarks.gpu` runs them.
+"""Measurements of G1 to G13, in groups that share a model; `benchmarks.gpu` runs them.
 
-Everything of ours is the library's own code: embedder, poolings, GradCache, losses, experts, search, k-means and
-checkpoints. What a claim is compared with computes the same, which is asserted first.
+Our side is the library's own code: embedder, poolings, GradCache, losses, experts, search, k-means and checkpoints.
+Where a peer should compute the same, equal results are asserted before anything is timed.
 """
 
 import importlib.util
@@ -44,9 +44,9 @@ class Group(NamedTuple):
     """Claims that are measured in one process.
 
     Attributes:
-        claims: Their names.
-        seconds: How long it may take.
-        run: Measures them.
+        claims: Names of the claims.
+        seconds: Time limit.
+        run: Measures the claims.
     """
 
     claims: tuple[str, ...]
@@ -55,7 +55,7 @@ class Group(NamedTuple):
 
 
 class EmbedderStep(nn.Module):
-    """A bi-encoder's step: the library's embedder and InfoNCE."""
+    """The training step of a bi-encoder: the library's embedder and InfoNCE."""
 
     def __init__(self, embedder: Embedder) -> None:
         super().__init__()
@@ -74,14 +74,14 @@ class EmbedderStep(nn.Module):
 
 
 def random_tokens(bench: Bench, num_texts: int, length: int, vocabulary: int = 500) -> PaddedTokens:
-    """Texts of one length."""
+    """Random texts of one length, without padding."""
     ids_NL = torch.randint(5, vocabulary, (num_texts, length), generator=torch.Generator().manual_seed(0))
     all_NL = torch.ones(num_texts, length, dtype=torch.bool, device=bench.device)
     return PaddedTokens(ids_NL.to(bench.device), all_NL, all_NL)
 
 
 def built(bench: Bench, kind: Any, config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A random backbone on the device."""
+    """A backbone with random weights on the device."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -94,7 +94,7 @@ def built(bench: Bench, kind: Any, config: Any, dtype: torch.dtype = torch.float
 
 
 def both_passes(model: nn.Module, tokens: PaddedTokens) -> Callable[[], None]:
-    """A forward and a backward of texts in bfloat16, whose gradients are dropped."""
+    """A forward and a backward pass over texts under bfloat16 autocast; the gradients are deleted."""
 
     def run() -> None:
         with torch.autocast(tokens.input_ids_NL.device.type, torch.bfloat16):
@@ -106,21 +106,21 @@ def both_passes(model: nn.Module, tokens: PaddedTokens) -> Callable[[], None]:
 
 
 def operations(action: Callable[[], object]) -> float:
-    """Those that products and attention of an action do."""
+    """Floating-point operations of an action's matrix products and attention."""
     with counted() as counter:
         action()
     return float(counter.get_total_flops())
 
 
 class Backbone(nn.Module):
-    """The peer: a backbone alone, with the mean of its states."""
+    """The peer: a backbone alone, with the mean of its last states."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
         self.backbone = backbone
 
     def forward(self, tokens: PaddedTokens) -> Tensor:
-        """The mean state of each text, none padded, of unit length."""
+        """The mean state of each text, normalised; the texts must have no padding."""
         output = self.backbone(input_ids=tokens.input_ids_NL, attention_mask=tokens.attention_mask_NL.long())
         return F.normalize(output.last_hidden_state.float().mean(dim=1), dim=-1)
 
@@ -134,63 +134,63 @@ def assert_same_vectors(ours: nn.Module, peer: nn.Module, tokens: PaddedTokens) 
 
 
 def decoder(bench: Bench) -> None:
-    """G1, G2, G7, G8: Mistral's size, in bfloat16, bidirectional."""
+    """G1, G2, G7, G8: a bidirectional decoder of Mistral's size in bfloat16."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 640, "max_position_embeddings": 256}
-    config = MistralConfig(**bench.of(sizes, {}))
-    backbone = built(bench, MistralModel, config, bench.of(torch.float32, torch.bfloat16)).requires_grad_(False)
+    config = MistralConfig(**bench.pick(sizes, {}))
+    backbone = built(bench, MistralModel, config, bench.pick(torch.float32, torch.bfloat16)).requires_grad_(False)
     make_bidirectional(backbone)
     tokenizer, hidden = sentencepiece_tokenizer(), config.hidden_size
     with bench.device:
-        latent = LatentAttentionPooling(hidden, **bench.of({"num_latents": 16, "num_heads": 2, "head_dim": 8}, {}))
+        latent = LatentAttentionPooling(hidden, **bench.pick({"num_latents": 16, "num_heads": 2, "head_dim": 8}, {}))
         mean, anchor = MeanPooling(hidden), AnchorTokenPooling(hidden)
-    of_pooling = {name: Embedder(backbone, tokenizer, each) for name, each in
+    embedders = {name: Embedder(backbone, tokenizer, each) for name, each in
                   (("mean", mean), ("latent", latent), ("anchor", anchor))}  # fmt: skip
-    assert_same_vectors(of_pooling["mean"], Backbone(backbone), random_tokens(bench, 2, 12))
-    _pooled_forwards(bench, {name: each.eval() for name, each in of_pooling.items()})
-    capture = of_pooling.pop("anchor").capture
+    assert_same_vectors(embedders["mean"], Backbone(backbone), random_tokens(bench, 2, 12))
+    _pooled_forwards(bench, {name: each.eval() for name, each in embedders.items()})
+    capture = embedders.pop("anchor").capture
     assert capture is not None
     capture.detach()
     adapted = add_lora(backbone, LoraSettings(dropout=0.0)).to(bench.device)
     _lora_training(bench, Embedder(adapted, tokenizer, latent))
 
 
-def _pooled_forwards(bench: Bench, of_pooling: dict[str, Embedder]) -> None:
+def _pooled_forwards(bench: Bench, embedders: dict[str, Embedder]) -> None:
     """G7 and G8: forwards with each pooling, in bfloat16."""
 
     def forward(name: str, tokens: PaddedTokens) -> Tensor:
         with torch.inference_mode(), torch.autocast(bench.device.type, torch.bfloat16):
-            vector: Tensor = of_pooling[name](tokens)
+            vector: Tensor = embedders[name](tokens)
             return vector
 
-    for length, count in bench.of([(24, 2)], [(512, 32), (4096, 4)]):
+    for length, count in bench.pick([(24, 2)], [(512, 32), (4096, 4)]):
         tokens = random_tokens(bench, count, length)
         if torch.equal(forward("anchor", tokens), forward("mean", tokens)):
-            raise RuntimeError("both poolings give one vector: nothing to compare")
+            raise RuntimeError("both poolings return the same vectors: nothing to compare")
         ratio = bench.over(partial(forward, "anchor", tokens), partial(forward, "mean", tokens))
-        done = operations(partial(forward, "mean", tokens))
-        again = 2.0 * count * length**2 * of_pooling["anchor"].hidden_size
+        num_operations = operations(partial(forward, "mean", tokens))
+        extra = 2.0 * count * length**2 * embedders["anchor"].hidden_size
         target = "<=1.015" if length > 512 else None
-        bench.claim("G7", f"{length} tokens", ratio, 1 + again / done, target=target)
+        bench.claim("G7", f"{length} tokens", ratio, 1 + extra / num_operations, target=target)
         if length <= 512:
             with_latent, without = (operations(partial(forward, name, tokens)) for name in ("latent", "mean"))
             share = bench.over(partial(forward, "latent", tokens), partial(forward, "mean", tokens))
-            least = 1 - without / with_latent
-            bench.claim("G8", f"{length} tokens", 1 - 1 / share.median, least, share)
+            limit = 1 - without / with_latent
+            bench.claim("G8", f"{length} tokens", 1 - 1 / share.median, limit, share)
 
 
 def _lora_training(bench: Bench, embedder: Embedder) -> None:
-    """G1 and G2: the embedder's mini-batch of about 16,384 tokens, and GradCache over four of them."""
-    length, peer = bench.of(16, 512), Backbone(embedder.backbone)
+    """G1 and G2: a mini-batch of about 16,384 tokens, and GradCache over four such mini-batches."""
+    length, peer = bench.pick(16, 512), Backbone(embedder.backbone)
     embedder.train()
     texts = bench.largest(
-        bench.of([4], [32, 16, 8]), lambda n: both_passes(embedder, random_tokens(bench, n, length))()
+        bench.pick([4], [32, 16, 8]), lambda n: both_passes(embedder, random_tokens(bench, n, length))()
     )
     tokens = random_tokens(bench, texts, length)
     one, sizes = both_passes(embedder, tokens), f"{texts} texts of {length} tokens"
-    seconds, done = bench.seconds(one), operations(one)
+    seconds, num_operations = bench.seconds(one), operations(one)
     ratio = bench.over(one, both_passes(peer, tokens))
-    bench.claim("G1", sizes, texts * length / seconds, texts * length * bench.products / done, ratio)
+    bench.claim("G1", sizes, texts * length / seconds, texts * length * bench.bf16_rate / num_operations, ratio)
     bench.row(f"G1 peak memory beside the weights, {sizes}", bench.peak_bytes(one) / GIB, "GiB", "<=120")
     step, batch = EmbedderStep(embedder), synthetic_batch(2 * texts, length, 500).to(bench.device)
     engine = GradCache(mini_batch_tokens=texts * length)
@@ -206,67 +206,67 @@ def _lora_training(bench: Bench, embedder: Embedder) -> None:
             one()
 
     ratio = bench.over(cached, each_once)
-    # The last of four mini-batches keeps its graph; a backward of frozen weights costs as much as a forward.
+    # The last of four mini-batches keeps its graph; with frozen weights a backward costs as much as a forward.
     bench.claim("G2", f"4 mini-batches of {sizes}", ratio, 1 + 0.5 * 3 / 4)
 
 
 def _assert_gradcache(bench: Bench, step: EmbedderStep, engine: GradCache, batch: ContrastiveBatch) -> None:
-    """Refuse to time GradCache where its gradient is not the plain step's."""
-    found = []
+    """Refuse to time GradCache if its gradient differs from the plain step's."""
+    gradients = []
     for run in (lambda: engine.step(step, batch), lambda: GradCache(10**9, kept_fraction=1.0).step(step, batch)):
         run()
-        found.append(torch.cat([p.grad.flatten().float() for p in step.parameters() if p.grad is not None]))
+        gradients.append(torch.cat([p.grad.flatten().float() for p in step.parameters() if p.grad is not None]))
         step.zero_grad()
-    error = float((found[0] - found[1]).norm() / found[1].norm())
-    if not error <= bench.of(1e-4, 3e-2):
+    error = float((gradients[0] - gradients[1]).norm() / gradients[1].norm())
+    if not error <= bench.pick(1e-4, 3e-2):
         raise RuntimeError(f"gradients differ by {error:.1e}: nothing to compare")
 
 
 def experts(bench: Bench) -> None:
-    """G3: XLM-R base with experts in every second layer, and one layer against a dense MLP of equal operations."""
+    """G3: XLM-R base with experts in every second layer; one such layer against a dense MLP of equal operations."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     full = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
-    sizes = bench.of(sizes | {"vocab_size": 640}, full | {"vocab_size": 250_048})
+    sizes = bench.pick(sizes | {"vocab_size": 640}, full | {"vocab_size": 250_048})
     config = RotaryMoeConfig(**sizes, moe_layers=list(range(1, sizes["num_hidden_layers"], 2)), pad_token_id=1)
     backbone = built(bench, RotaryMoeModel, config)
     embedder = Embedder(backbone, wordpiece_tokenizer(), MeanPooling(config.hidden_size))
-    tokens = random_tokens(bench, bench.of(4, 512), bench.of(16, 128))
+    tokens = random_tokens(bench, bench.pick(4, 512), bench.pick(16, 128))
     one, count = both_passes(embedder, tokens), tokens.input_ids_NL.numel()
     seconds = bench.seconds(one)
     bench.claim(
         "G3",
         f"{count} tokens",
         count / seconds,
-        count * bench.products / operations(one),
+        count * bench.bf16_rate / operations(one),
         _layer_ratio(bench, config, count),
     )
 
 
 def _layer_ratio(bench: Bench, config: RotaryMoeConfig, count: int) -> Any:
-    """One sparse layer over a dense MLP whose inner width is that of the experts of a token, both in bfloat16."""
+    """Time of one sparse layer over a dense MLP as wide inside as a token's two experts together, in bfloat16."""
     hidden, inner = config.hidden_size, config.intermediate_size
     with bench.device:
         layer = MoeMlp(Router(hidden, 8, 2), Experts(hidden, inner, 8))
         dense = nn.Sequential(nn.Linear(hidden, 2 * inner), nn.GELU(), nn.Linear(2 * inner, hidden))
         state_NLH = torch.randn(1, count, hidden, requires_grad=True)
 
-    def run(of: Callable[[], Tensor]) -> None:
+    def run(forward: Callable[[], Tensor]) -> None:
         with torch.autocast(bench.device.type, torch.bfloat16):
-            output = of()
+            output = forward()
         output.sum().backward()
 
     return bench.over(lambda: run(lambda: layer(state_NLH)[0]), lambda: run(lambda: dense(state_NLH)))
 
 
 def encoder(bench: Bench) -> None:
-    """G4, G6 and G11: NomicBERT's and BERT's size."""
+    """G4, G6 and G11: encoders of NomicBERT's and BERT's size."""
     _encoder_training(bench)
     _memory(bench)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = BertConfig(**bench.of(sizes | {"vocab_size": 640}, {}), attn_implementation="sdpa")
+    config = BertConfig(**bench.pick(sizes | {"vocab_size": 640}, {}), attn_implementation="sdpa")
     model = Embedder(built(bench, partial(BertModel, add_pooling_layer=False), config), wordpiece_tokenizer(),
                      MeanPooling(config.hidden_size))  # fmt: skip
-    length, count = bench.of(16, 128), bench.of(32, 65_536)
+    length, count = bench.pick(16, 128), bench.pick(32, 65_536)
     tokens = synthetic_batch(count, length, 500).candidate
     pieces = [tokens_of(tokens, start, min(8192, count)) for start in range(0, count, 8192)]
     ready = TokenisedTexts([str(row) for row in range(count)], None, pieces)
@@ -281,32 +281,34 @@ def encoder(bench: Bench) -> None:
                 model(batch)
 
     seconds = bench.seconds(partial(ours.encode, ready))
-    done = operations(alone)
+    num_operations = operations(alone)
     ratio = bench.over(partial(ours.encode, ready), alone)
-    bench.claim("G11", f"{count} texts", count * length / seconds, count * length * bench.products / done, ratio)
+    limit = count * length * bench.bf16_rate / num_operations
+    bench.claim("G11", f"{count} texts", count * length / seconds, limit, ratio)
 
 
 def tokens_of(tokens: TokenBatch, start: int, count: int) -> TokenBatch:
-    """Some texts of a batch whose texts have one length."""
+    """Consecutive texts of a batch in which all texts have one length."""
     length = int(tokens.lengths_N[0])
     part = slice(start * length, (start + count) * length)
     return TokenBatch(tokens.input_ids_T[part], tokens.pooling_mask_T[part], tokens.lengths_N[start : start + count])
 
 
 def _encoder_training(bench: Bench) -> None:
-    """G4: mini-batches before GradCache, then a whole step of 16,384 pairs with it."""
+    """G4: a mini-batch without GradCache, then a whole step of 16,384 pairs with it."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = NomicBertConfig(**bench.of(sizes | {"vocab_size": 640}, {}))
+    config = NomicBertConfig(**bench.pick(sizes | {"vocab_size": 640}, {}))
     backbone = built(bench, partial(NomicBertModel, add_pooling_layer=False), config)
     embedder = Embedder(backbone, wordpiece_tokenizer(), MeanPooling(config.hidden_size))
-    length, peer = bench.of(16, 128), Backbone(backbone)
+    length, peer = bench.pick(16, 128), Backbone(backbone)
     assert_same_vectors(embedder, peer, random_tokens(bench, 2, 12))
-    texts = bench.largest(bench.of([8], [512, 256]), lambda n: both_passes(embedder, random_tokens(bench, n, length))())
+    text_counts = bench.pick([8], [512, 256])
+    texts = bench.largest(text_counts, lambda n: both_passes(embedder, random_tokens(bench, n, length))())
     tokens = random_tokens(bench, texts, length)
     one, count = both_passes(embedder, tokens), texts * length
-    limit = count * bench.products / operations(one)
+    limit = count * bench.bf16_rate / operations(one)
     bench.claim("G4", f"{count} tokens", count / bench.seconds(one), limit, bench.over(one, both_passes(peer, tokens)))
-    pairs, step = bench.of(16, 16_384), EmbedderStep(embedder)
+    pairs, step = bench.pick(16, 16_384), EmbedderStep(embedder)
     batch, engine = synthetic_batch(pairs, length, 500).to(bench.device), GradCache(mini_batch_tokens=count)
     _assert_gradcache(bench, step, engine, synthetic_batch(4, 12, 500).to(bench.device))
 
@@ -319,42 +321,42 @@ def _encoder_training(bench: Bench) -> None:
 
 
 def _memory(bench: Bench) -> None:
-    """G6: the peak of a GradCache step at two sizes, and of a plain step at smaller ones."""
-    length, width = bench.of(4, 32), 384
-    few, many = bench.of((8, 16), (2048, 65_536))
+    """G6: peak memory of a GradCache step at two batch sizes, and of a plain step at two smaller ones."""
+    length, width = bench.pick(4, 32), 384
+    few, many = bench.pick((8, 16), (2048, 65_536))
     sizes = {"vocab_size": 1000, "hidden_size": width, "num_hidden_layers": 4, "num_attention_heads": 12}
     model = built(bench, partial(BertModel, add_pooling_layer=False), BertConfig(**sizes, intermediate_size=4 * width))
-    step, engine = MeanPoolingStep(model.eval()), GradCache(mini_batch_tokens=bench.of(64, 16_384))
+    step, engine = MeanPoolingStep(model.eval()), GradCache(mini_batch_tokens=bench.pick(64, 16_384))
     engine.step(step, synthetic_batch(8, length).to(bench.device))
     peaks = [bench.peak_bytes(partial(engine.step, step, synthetic_batch(n, length).to(bench.device)))
              for n in (few, many)]  # fmt: skip
-    own = 2 * (many - few) * width * 4
+    vector_bytes = 2 * (many - few) * width * 4
     plain = [bench.peak_bytes(partial(step.plain_step, synthetic_batch(n, length).to(bench.device)))
              for n in (few // 2, few)]  # fmt: skip
     ours_a_pair, peer_a_pair = (peaks[1] - peaks[0]) / (many - few), (plain[1] - plain[0]) / (few - few // 2)
-    name, nothing = f"{few} to {many} pairs, beside their vectors", float("nan")
-    bench.claim("G6", name, (peaks[1] - own) / peaks[0] if peaks[0] else nothing, 1.0)
+    name, unknown = f"{few} to {many} pairs, beside their vectors", float("nan")
+    bench.claim("G6", name, (peaks[1] - vector_bytes) / peaks[0] if peaks[0] else unknown, 1.0)
     bench.row(f"G6 memory of a pair over that of {CLAIMS['G6'].peer}, {few} to {many} pairs",
-              ours_a_pair / peer_a_pair if peer_a_pair else nothing, "ratio")  # fmt: skip
+              ours_a_pair / peer_a_pair if peer_a_pair else unknown, "ratio")  # fmt: skip
 
 
 def loss(bench: Bench) -> None:
-    """G5: the library's tiles against the whole matrix, in float32 and with products rounded to TF32."""
-    num_rows, width = bench.of(128, 65_536), bench.of(32, 768)
+    """G5: the library's tiled loss against the dense matrix, in float32 and with products rounded to TF32."""
+    num_rows, width = bench.pick(128, 65_536), bench.pick(32, 768)
     target_R, scale = torch.arange(num_rows, device=bench.device), torch.tensor(20.0, device=bench.device)
     drawn = torch.randn(2, num_rows, width, generator=torch.Generator().manual_seed(0)).to(bench.device)
     row_RD, column_CD = (F.normalize(each, dim=-1).requires_grad_() for each in drawn)
 
     def tiled(count: int) -> tuple[Tensor, ...]:
-        found, _, _ = tiled_cross_entropy(row_RD[:count], column_CD[:count], scale, target_R[:count])
-        return torch.autograd.grad(found, [row_RD, column_CD])
+        value, _, _ = tiled_cross_entropy(row_RD[:count], column_CD[:count], scale, target_R[:count])
+        return torch.autograd.grad(value, [row_RD, column_CD])
 
     def dense(count: int) -> tuple[Tensor, ...]:
-        found = F.cross_entropy(row_RD[:count] @ column_CD[:count].T * scale, target_R[:count])
-        return torch.autograd.grad(found, [row_RD, column_CD])
+        value = F.cross_entropy(row_RD[:count] @ column_CD[:count].T * scale, target_R[:count])
+        return torch.autograd.grad(value, [row_RD, column_CD])
 
     before = torch.get_float32_matmul_precision()
-    for precision in bench.of(["highest"], ["highest", "high"]):
+    for precision in bench.pick(["highest"], ["highest", "high"]):
         torch.set_float32_matmul_precision(precision)
         try:
             few = min(num_rows, 4096)
@@ -367,16 +369,17 @@ def loss(bench: Bench) -> None:
             seconds = bench.seconds(partial(tiled, num_rows))
             bench.claim("G5", name, 1e3 * seconds, 1e3 * 6.0 * num_rows**2 * width / rate)
             bench.row(f"G5 time over that of the dense matrix, {count} rows, {precision} precision", ratio, "ratio")
-            own = 2 * num_rows * width * 4
+            gradient_bytes = 2 * num_rows * width * 4
             bench.row(f"G5 memory beside the gradients, {name}",
-                      max(0, bench.peak_bytes(partial(tiled, num_rows)) - own) / GIB, "GiB", "<=1")  # fmt: skip
+                      max(0, bench.peak_bytes(partial(tiled, num_rows)) - gradient_bytes) / GIB,
+                      "GiB", "<=1")  # fmt: skip
         finally:
             torch.set_float32_matmul_precision(before)
 
 
 def search(bench: Bench) -> None:
-    """G10: the exact search in float16 vectors on disk, against products and the top k of the same tiles alone."""
-    documents, queries, width, top_k = bench.of((300, 20, 16, 10), (10_000_000, 131_072, 768, 200))
+    """G10: exact search over float16 vectors on disk, against products and top k of equal tiles in memory."""
+    documents, queries, width, top_k = bench.pick((300, 20, 16, 10), (10_000_000, 131_072, 768, 200))
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
         stored = write_vectors(bench, Path(folder), documents, width)
         query_QD = unit_rows(bench, queries, width, seed=1).float()
@@ -386,9 +389,9 @@ def search(bench: Bench) -> None:
                                                                              ExactSearch))  # fmt: skip
         if not np.array_equal(ours.index_QK, expected.index_QK):
             raise RuntimeError("the searches find different documents: nothing to compare")
-        search = GpuSearch(stored, bench.of(1, 0.7 * torch.cuda.mem_get_info()[0] / GIB if not bench.tiny else 1),
+        search = GpuSearch(stored, bench.pick(1, 0.7 * torch.cuda.mem_get_info()[0] / GIB if not bench.tiny else 1),
                            bench.device)  # fmt: skip
-        # Reads the documents, which then stay.
+        # The first search reads the documents, which stay in memory.
         search.search(query_QD[:64], top_k)
         seconds = bench.seconds(lambda: search.search(query_QD, top_k), 1)
         pairs = float(documents) * queries
@@ -410,21 +413,21 @@ def unit_rows(bench: Bench, count: int, width: int, seed: int = 0) -> Tensor:
 
 
 def write_vectors(bench: Bench, folder: Path, count: int, width: int) -> VectorShards:
-    """Random documents on disk."""
-    shards = VectorShards(folder, count, width, bench.of(100, 1_000_000), "float16")
+    """Write the vectors of random documents to disk."""
+    shards = VectorShards(folder, count, width, bench.pick(100, 1_000_000), "float16")
     for shard in range(shards.num_shards):
         save_array(shards.path(shard), unit_rows(bench, len(shards.rows(shard)), width, seed=2 + shard).cpu().numpy())
     return shards
 
 
 def kmeans(bench: Bench) -> None:
-    """G9: the library's k-means, on the GPUs by faiss; the peer is faiss alone on a tenth."""
+    """G9: the library's k-means, on the GPU by faiss; the peer is faiss alone, on a tenth of rows and clusters."""
     if not bench.tiny and not offers()["faiss for GPUs"]:
-        bench.skip("G9", "faiss has no build for GPUs here")
+        bench.skip("G9", "faiss has no GPU support here")
         return
     import faiss
 
-    count, clusters, width, rounds = bench.of((400, 8, 16, 2), (10_000_000, 40_000, 768, 10))
+    count, clusters, width, rounds = bench.pick((400, 8, 16, 2), (10_000_000, 40_000, 768, 10))
     vector_ND = np.empty((count, width), np.float32)
     for start in range(0, count, 1_000_000):
         part = vector_ND[start : start + 1_000_000]
@@ -445,19 +448,19 @@ def kmeans(bench: Bench) -> None:
 
 
 def checkpoint(bench: Bench) -> None:
-    """G12: how long training stops while a state of 14.5 GB is copied from the device, beside writing it at once."""
-    num_bytes = bench.of(2**16, 14_500_000_000)
+    """G12: how long an asynchronous checkpoint of 14.5 GB stops training, against a blocking torch.save."""
+    num_bytes = bench.pick(2**16, 14_500_000_000)
     with bench.device:
         state = {f"{layer}.weight": torch.randn(num_bytes // 32 // 2, dtype=torch.bfloat16) for layer in range(32)}
     content, writes = {"global_step": 1, "state_dict": state}, DurableCheckpointIO(asynchronous=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "last.ckpt")
-        # Its memory is taken once, by the first.
+        # The first save allocates the host memory.
         writes.save_checkpoint(content, path)
         writes.wait()
-        found = writes.load_checkpoint(path)["state_dict"]
-        if not all(torch.equal(found[name], value.cpu()) for name, value in state.items()):
-            raise RuntimeError("what is read is not what was saved: nothing to compare")
+        restored = writes.load_checkpoint(path)["state_dict"]
+        if not all(torch.equal(restored[name], value.cpu()) for name, value in state.items()):
+            raise RuntimeError("the restored state differs from the saved one: nothing to compare")
         stall = bench.once(lambda: writes.save_checkpoint(content, path))
         writes.wait()
 
@@ -465,15 +468,15 @@ def checkpoint(bench: Bench) -> None:
             with atomic_path(Path(folder, "peer")) as temporary, open(temporary, "wb") as file:
                 torch.save(content, file)
 
-        taken = bench.once(peer)
+        peer_seconds = bench.once(peer)
         writes.teardown()
-    whole = torch.empty(num_bytes // 32 // 2, dtype=torch.bfloat16, pin_memory=not bench.tiny)
-    copied = 32 * bench.seconds(lambda: whole.copy_(state["0.weight"]))
-    bench.claim("G12", f"{num_bytes / 1e9:.3g} GB", stall, copied, stall / taken)
+    host_copy = torch.empty(num_bytes // 32 // 2, dtype=torch.bfloat16, pin_memory=not bench.tiny)
+    copy_seconds = 32 * bench.seconds(lambda: host_copy.copy_(state["0.weight"]))
+    bench.claim("G12", f"{num_bytes / 1e9:.3g} GB", stall, copy_seconds, stall / peer_seconds)
 
 
 def zero(bench: Bench) -> None:
-    """G13: one update by ZeRO-2 with GradCache in a world of one, against a plain one."""
+    """G13: one update by ZeRO-2 with GradCache on one rank, against a plain update."""
     if not importlib.util.find_spec("deepspeed"):
         bench.skip("G13", "deepspeed is not installed")
         return

@@ -1,4 +1,4 @@
-"""G13's update: ZeRO-2 with GradCache in a world of one, and a plain step of one process."""
+"""The update of G13: ZeRO-2 with GradCache on one rank, against a plain step."""
 
 import logging
 from functools import partial
@@ -20,17 +20,17 @@ from embeddings.modules import NVEmbedModule
 from embeddings.strategies import ZeroStrategy
 from embeddings.training.optim import Schedule
 
-# So large that the new weights are the gradient, beside which the old ones are lost.
+# So large that the old weights are negligible: the new weights are the scaled gradient.
 RATE = 1e5
 
 
 def relative_error(folder: Path, device: torch.device, num_pairs: int) -> float:
-    """The distance of the two updates over the length of the plain one.
+    """The distance between the two updates, relative to the norm of the plain one.
 
     Args:
         folder: Where a small model is written.
         device: Where the steps run.
-        num_pairs: Pairs of the batch, cut into mini-batches of a quarter.
+        num_pairs: Pairs in the batch; a mini-batch has the tokens of a quarter of them.
     """
     config = BertConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
     write_stand_in(folder / "model", config)
@@ -38,16 +38,16 @@ def relative_error(folder: Path, device: torch.device, num_pairs: int) -> float:
     start = _weights(_module(folder))
     plain = _updated(folder, batch, device, "auto", [])
     cache = GradCacheCallback(mini_batch_tokens=num_pairs * length // 4)
-    found = _updated(folder, batch, device, _strategy(device), [cache])
-    apart = sum(float((found[name] - plain[name]).square().sum()) for name in plain)
-    moved = sum(float((plain[name] - start[name]).square().sum()) for name in plain)
-    return float((apart / moved) ** 0.5)
+    zero = _updated(folder, batch, device, _strategy(device), [cache])
+    difference = sum(float((zero[name] - plain[name]).square().sum()) for name in plain)
+    update = sum(float((plain[name] - start[name]).square().sum()) for name in plain)
+    return float((difference / update) ** 0.5)
 
 
 def _strategy(device: torch.device) -> ZeroStrategy:
     if device.type == "cuda":
         return ZeroStrategy(stage=2)
-    # Lightning refuses DeepSpeed on a CPU; the tests have what it can.
+    # Lightning refuses DeepSpeed on a CPU; the tests have a strategy that runs there.
     from tests.strategies.cpu_zero import CpuZero
 
     return CpuZero(stage=2, process_group_backend="gloo")

@@ -1,4 +1,4 @@
-"""How every benchmark measures: interleaved pairs, a control, peaks of child processes, one row a result."""
+"""What all benchmarks share: interleaved timing with a control, peak memory of child processes, rows of results."""
 
 import argparse
 import csv
@@ -8,7 +8,8 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +29,7 @@ Action = Callable[[], object]
 
 @dataclass(frozen=True)
 class Row:
-    """One result as `results.csv` holds it."""
+    """One row of `results.csv`."""
 
     claim: str
     value: float
@@ -46,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Time of ours over time of the peer's: median, least and greatest of the pairs, and the peer against itself."""
+    """Our time over the peer's: median, minimum and maximum of the pairs; and the control, the peer over itself."""
 
     median: float
     low: float
@@ -55,11 +56,11 @@ class Ratio:
 
 
 def options(description: str | None, threads: int = 1) -> argparse.Namespace:
-    """The command line that all benchmarks share; sets the number of threads."""
+    """Parse the command line that all benchmarks share, and set the number of threads."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--tiny", action="store_true", help="see that it works: small sizes, no row, no verdict")
-    parser.add_argument("--threads", type=int, default=threads)
-    parser.add_argument("--pairs", type=int, default=9, help="interleaved pairs")
+    parser.add_argument("--tiny", action="store_true", help="try the script with small sizes; writes no row")
+    parser.add_argument("--threads", type=int, default=threads, help="CPU threads")
+    parser.add_argument("--pairs", type=int, default=9, help="interleaved pairs to time")
     chosen = parser.parse_args()
     if chosen.tiny:
         chosen.threads = 1
@@ -67,65 +68,65 @@ def options(description: str | None, threads: int = 1) -> argparse.Namespace:
     return chosen
 
 
-def compare(ours: Action, peer: Action, chosen: argparse.Namespace, least_seconds: float = 0.2) -> Ratio:
+def compare(ours: Action, peer: Action, chosen: argparse.Namespace, min_seconds: float = 0.2) -> Ratio:
     """Time one action of ours against the peer's; see `compare_all`."""
-    return compare_all({"ours": ours}, peer, chosen, least_seconds)["ours"]
+    return compare_all({"ours": ours}, peer, chosen, min_seconds)["ours"]
 
 
 def compare_all(
-    ours: Mapping[str, Action], peer: Action, chosen: argparse.Namespace, least_seconds: float = 0.2
+    ours: Mapping[str, Action], peer: Action, chosen: argparse.Namespace, min_seconds: float = 0.2
 ) -> dict[str, Ratio]:
-    """Time several actions of ours against one of the peer's, interleaved, the order another in each round.
+    """Time several actions of ours against one of the peer's, interleaved, in a different order in each round.
 
-    Every round also runs the peer a second time: the ratio of its two times is the control, and where it lies outside
-    its limits all is timed again. On one thread the clock
-    counts the process's own seconds, on more it is the wall's. The rounds and the time left go to stderr.
+    Each round also runs the peer a second time. The ratio of its two times is the control. If the control is outside
+    its limits, all actions are timed again. With one thread the clock is the CPU time of the process, with more
+    threads wall-clock time. A progress bar goes to stderr.
 
     Raises:
-        RuntimeError: If the control lies outside its limits three times; such a run proves nothing.
+        RuntimeError: If the control is outside its limits three times: the times are then not reliable.
     """
     for _ in range(1 if chosen.tiny else ATTEMPTS):
-        found = _timed(ours, peer, chosen, least_seconds)
-        control = next(iter(found.values())).control
+        ratios = _timed(ours, peer, chosen, min_seconds)
+        control = next(iter(ratios.values())).control
         if chosen.tiny or CONTROL_LIMITS[0] <= control <= CONTROL_LIMITS[1]:
-            return found
-        read = ", ".join(f"{name} {ratio.median:.3f}" for name, ratio in found.items())
-        print(f"void: the peer against itself read {control:.3f} ({read})", flush=True)
+            return ratios
+        medians = ", ".join(f"{name} {ratio.median:.3f}" for name, ratio in ratios.items())
+        print(f"void: the control is {control:.3f} ({medians})", flush=True)
     raise RuntimeError(f"void {ATTEMPTS} times; run again on a quiet machine")
 
 
 def _timed(
-    ours: Mapping[str, Action], peer: Action, chosen: argparse.Namespace, least_seconds: float
+    ours: Mapping[str, Action], peer: Action, chosen: argparse.Namespace, min_seconds: float
 ) -> dict[str, Ratio]:
     clock = time.process_time if chosen.threads == 1 else time.perf_counter
     actions = [*ours.values(), peer, peer]
-    repeats = [1 if chosen.tiny else _repeats(action, clock, least_seconds) for action in actions[:-1]]
+    repeats = [1 if chosen.tiny else _repeats(action, clock, min_seconds) for action in actions[:-1]]
     repeats.append(repeats[-1])
     seconds: list[list[float]] = [[] for _ in actions]
-    rounds, places = 1 if chosen.tiny else chosen.pairs, list(range(len(actions)))
+    rounds, indices = 1 if chosen.tiny else chosen.pairs, list(range(len(actions)))
     for turn in progress(range(rounds), desc=", ".join(ours), disable=chosen.tiny):
-        # Turned round every other time, or the control would nearly always come right after the peer.
-        order = places[turn % len(places) :] + places[: turn % len(places)]
-        for place in order[:: 1 if turn % 2 == 0 else -1]:
+        # Every other round is reversed: else the control would nearly always run right after the peer.
+        order = indices[turn % len(indices) :] + indices[: turn % len(indices)]
+        for index in order[:: 1 if turn % 2 == 0 else -1]:
             start = clock()
-            for _ in range(repeats[place]):
-                actions[place]()
-            seconds[place].append((clock() - start) / repeats[place])
+            for _ in range(repeats[index]):
+                actions[index]()
+            seconds[index].append((clock() - start) / repeats[index])
     *of_ours, of_peer, of_control = seconds
     control = _ratios(of_control, of_peer)[0]
-    return {name: Ratio(*_ratios(taken, of_peer), control) for name, taken in zip(ours, of_ours, strict=True)}
+    return {name: Ratio(*_ratios(of_one, of_peer), control) for name, of_one in zip(ours, of_ours, strict=True)}
 
 
 def peak_growth_bytes(chosen: argparse.Namespace, function: Callable[..., Any], *arguments: Any) -> int:
-    """Bytes by which a child process's memory peaks above where it was when the measured part began.
+    """Peak memory of a child process in the measured part, minus its memory at the start of that part, in bytes.
 
     Args:
-        chosen: The command line; the child has its threads. At tiny sizes it is a copy of this process, which has
-            loaded everything already.
-        function: A module's top-level function; it sets up, then yields once; what follows is measured.
-        arguments: Its arguments.
+        chosen: The command line; the child uses its number of threads. In a tiny run the child is a fork of this
+            process, which has already loaded the libraries.
+        function: A top-level function of a module. It sets up and yields once; the code after that is measured.
+        arguments: Arguments of `function`.
     """
-    # glibc then gives every large block back at once: the peak counts what is in use, not what is held in reserve.
+    # glibc then returns large freed blocks to the system at once: the peak counts only memory in use.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
     context: Any = multiprocessing.get_context("fork" if chosen.tiny else "spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -138,6 +139,49 @@ def peak_growth_bytes(chosen: argparse.Namespace, function: Callable[..., Any], 
         child.join()
 
 
+@contextmanager
+def separate_process(
+    chosen: argparse.Namespace, make: Callable[..., Callable[..., Any]], *arguments: Any
+) -> Iterator[Callable[..., Any]]:
+    """A function that runs in a separate process, such as one side of a comparison; the caller waits for its result.
+
+    Each side then has its own memory allocator, with the settings of its users. Comparisons need wall-clock time, so
+    more than one thread.
+
+    Args:
+        chosen: The command line; the process uses its number of threads. A tiny run uses this process instead.
+        make: A top-level function of a module, which builds the function in the process.
+        arguments: Arguments of `make`.
+    """
+    if chosen.tiny:
+        yield make(*arguments)
+        return
+    context = multiprocessing.get_context("spawn")
+    connection, remote = context.Pipe()
+    child = context.Process(target=_answer, args=(remote, chosen.threads, make, arguments), daemon=True)
+    child.start()
+    remote.close()
+
+    def run(*options: Any) -> Any:
+        """The result for these arguments."""
+        connection.send(options)
+        return connection.recv()
+
+    try:
+        yield run
+    finally:
+        connection.close()
+        child.join()
+
+
+def _answer(connection: Any, threads: int, make: Callable[..., Callable[..., Any]], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(threads)
+    run = make(*arguments)
+    with suppress(EOFError):
+        while True:
+            connection.send(run(*connection.recv()))
+
+
 def record(
     chosen: argparse.Namespace,
     claim: str,
@@ -147,16 +191,16 @@ def record(
     peer: str = "none",
     device: str | None = None,
 ) -> None:
-    """Print a result, and append its row unless the sizes were tiny.
+    """Print a result, and append its row unless the run is tiny.
 
     Args:
         chosen: The command line.
-        claim: Number and what is claimed.
+        claim: Number and text of the claim.
         ratio: A ratio of times, or a plain value.
         unit: Unit of the value.
-        target: What was promised.
-        peer: Package names whose versions belong beside the result, comma-separated.
-        device: What ran it, where that is not the CPU.
+        target: The bound that the claim sets, such as `<=1.05`, or `none`.
+        peer: Comma-separated packages whose versions are recorded.
+        device: The hardware, if it is not the CPU.
     """
     if not isinstance(ratio, Ratio):
         ratio = Ratio(ratio, ratio, ratio, float("nan"))
@@ -175,28 +219,28 @@ def record(
         writer.writerow(astuple(row))
 
 
-def _ratios(taken: list[float], of_peer: list[float]) -> tuple[float, float, float]:
-    """Median, least and greatest of the rounds' ratios."""
-    ratios = [a / b for a, b in zip(taken, of_peer, strict=True)]
+def _ratios(of_ours: list[float], of_peer: list[float]) -> tuple[float, float, float]:
+    """Median, minimum and maximum of the rounds' ratios."""
+    ratios = [a / b for a, b in zip(of_ours, of_peer, strict=True)]
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
-def _repeats(action: Action, clock: Callable[[], float], least_seconds: float) -> int:
-    """Runs that together take `least_seconds`; the first run warms up, and counts only if it took far longer."""
+def _repeats(action: Action, clock: Callable[[], float], min_seconds: float) -> int:
+    """Number of runs that take `min_seconds` together; 1 if the first run, a warm-up, takes far longer."""
     start = clock()
     action()
-    if clock() - start > 5 * least_seconds:
+    if clock() - start > 5 * min_seconds:
         return 1
     start = clock()
     action()
-    return int(least_seconds / max(clock() - start, 1e-6)) + 1
+    return int(min_seconds / max(clock() - start, 1e-6)) + 1
 
 
 def _measured(sender: Any, threads: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(threads)
     stages = function(*arguments)
     next(stages)
-    # Linux: forget the peak so far.
+    # Linux: reset the recorded peak.
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = _status_bytes("VmHWM")
     for _ in stages:
@@ -217,7 +261,7 @@ def _versions(packages: str) -> str:
 
 
 def commit() -> str:
-    """The commit, marked where anything but the rows of results differs from it."""
+    """The commit, with `-dirty` if a tracked file other than a CSV file differs from it."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=False)

@@ -1,7 +1,7 @@
-"""P10: batches of 10M and 100M rows cost at most 1 byte a row, 0.1 s to start, 2 ms for 16,384 rows, 10 ms to seek.
+"""P10: batches of 10M and 100M rows need at most 1 byte a row, 0.1 s to start, 2 ms for 16,384 rows, 10 ms to seek.
 
-The peer is torch's RandomSampler, which draws and keeps a permutation of all rows and cannot seek. A batch of ours
-carries a key of its random choices beside each row; the entries of both are Python objects, as a loader takes them.
+The peer is torch's RandomSampler, which draws and stores a permutation of all rows and cannot seek. Our batches also
+contain a key for the random choices of each row. The entries of both are Python objects, as a loader needs them.
 """
 
 import argparse
@@ -20,13 +20,13 @@ BATCH_SIZE, NUM_TIMED = 16_384, 20
 
 
 def ours(num_rows: int) -> BlendedBatchSampler:
-    """Three sources that together have these rows."""
+    """A sampler over three sources with this number of rows in total."""
     sizes = [num_rows * 6 // 10, num_rows * 3 // 10]
     return BlendedBatchSampler([*sizes, num_rows - sum(sizes)], min(BATCH_SIZE, num_rows // 8))
 
 
 def first_batches(num_rows: int, is_ours: bool) -> Iterator[None]:
-    """Sampler and two batches in a child process, beside warm-up of the libraries."""
+    """A sampler and two batches in a child process, after a warm-up of the libraries."""
     next(iter(ours(10_000)))
     list(RandomSampler(range(10_000)))
     yield
@@ -44,16 +44,16 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def check_plan(sampler: BlendedBatchSampler, num_rows: int) -> None:
-    """Refuse to time a plan that does not hold every row once, but for the fewer than a batch that fill none."""
-    found = np.zeros(num_rows, dtype=np.uint8)
+    """Refuse to time a plan unless it contains every row once, except the rows of an incomplete last batch."""
+    counts = np.zeros(num_rows, dtype=np.uint8)
     for step in range(sampler.num_steps):
-        np.add.at(found, sampler.global_batch(0, step)[0], 1)
-    if found.max() != 1 or (found == 0).sum() != num_rows % sampler.global_batch_size:
-        raise RuntimeError("the plan is no permutation: nothing to compare")
+        np.add.at(counts, sampler.global_batch(0, step)[0], 1)
+    if counts.max() != 1 or (counts == 0).sum() != num_rows % sampler.global_batch_size:
+        raise RuntimeError("the plan is not a permutation: nothing to compare")
 
 
 def measure(chosen: argparse.Namespace, num_rows: int) -> None:
-    """All rows of one size."""
+    """Measure and record memory and times at one number of rows."""
     size = f"{num_rows:,} rows".replace(",", "")
     for name, is_ours, target in (("ours", True, "<=1"), ("RandomSampler", False, "none")):
         growth = peak_growth_bytes(chosen, first_batches, num_rows, is_ours) / num_rows
@@ -65,18 +65,18 @@ def measure(chosen: argparse.Namespace, num_rows: int) -> None:
     start = seconds(lambda: next(iter(RandomSampler(range(num_rows)))))
     record(chosen, f"P10 start to the first row, RandomSampler, {size}", start, "s", "none", "torch")
 
-    places = np.linspace(0, steps - 1, NUM_TIMED).astype(int).tolist()
-    taken = [seconds(lambda step=step: sampler.global_batch(0, step)) for step in places]
-    record(chosen, f"P10 rows of a batch of {batch_size}, {size}", statistics.median(taken) * 1e3, "ms", "<=2", "torch")
+    timed_steps = np.linspace(0, steps - 1, NUM_TIMED).astype(int).tolist()
+    times = [seconds(lambda step=step: sampler.global_batch(0, step)) for step in timed_steps]
+    record(chosen, f"P10 rows of a batch of {batch_size}, {size}", statistics.median(times) * 1e3, "ms", "<=2", "torch")
 
     def seek(step: int) -> None:
         fresh = ours(num_rows)
         fresh.resume(0, step)
         next(iter(fresh))
 
-    taken = [seconds(lambda step=step: seek(step)) for step in places]
+    times = [seconds(lambda step=step: seek(step)) for step in timed_steps]
     record(
-        chosen, f"P10 seek to a batch of {batch_size}, {size}", statistics.median(taken) * 1e3, "ms", "<=10", "torch"
+        chosen, f"P10 seek to a batch of {batch_size}, {size}", statistics.median(times) * 1e3, "ms", "<=10", "torch"
     )
 
 
@@ -87,14 +87,14 @@ def main() -> None:
     check_plan(ours(small), small)
     for num_rows in (small, large):
         measure(chosen, num_rows)
-    sampler, place = ours(small), 0
+    sampler, step = ours(small), 0
     batch_size = sampler.batch_size
     rows = iter(RandomSampler(range(small), replacement=False, num_samples=10**12))
 
     def next_batch() -> object:
-        nonlocal place
-        place = (place + 1) % sampler.num_steps
-        sampler.start = place
+        nonlocal step
+        step = (step + 1) % sampler.num_steps
+        sampler.start = step
         return next(iter(sampler))
 
     ratio = compare(next_batch, lambda: list(islice(rows, batch_size)), chosen)

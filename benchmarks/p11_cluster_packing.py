@@ -1,8 +1,8 @@
-"""P11: packing the clusters of 10M rows takes at most 3 s, and at most 8 bytes a row beside the files.
+"""P11: packing the clusters of 10M rows takes at most 3 s, and at most 8 bytes of memory a row besides the files.
 
-The time is that of a whole epoch: the order of the clusters and every row of every batch. The peer packs as CDE does,
-with a Python list of rows for each cluster, in the same order of clusters, so that both must come to the same number of
-rows of each cluster in each batch.
+A whole epoch is timed: the order of the clusters and all rows of all batches. The peer packs as CDE does, with a Python
+list of rows for each cluster. Both use the same order of clusters, so each batch must have the same number of rows of
+each cluster.
 """
 
 import argparse
@@ -33,14 +33,14 @@ NUM_TIMED = 3
 
 
 def write_folder(path: Path, num_rows: int) -> ClusterFolder:
-    """Random clusters of about equal size; the neighbours are the next clusters of a walk."""
+    """Random clusters of about equal size around a random walk; the neighbours are the nearest steps of the walk."""
     generator = np.random.default_rng(0)
     num_clusters = num_rows // ROWS_A_CLUSTER
     steps = generator.standard_normal((num_clusters, WIDTH), dtype=np.float32)
     walk = np.cumsum(steps, axis=0) + 4 * generator.standard_normal(steps.shape, dtype=np.float32)
     centroids = walk / np.linalg.norm(walk, axis=1, keepdims=True)
-    beside = (np.arange(num_clusters)[:, None] + np.arange(-16, 17)) % num_clusters
-    others = beside[beside != np.arange(num_clusters)[:, None]].reshape(num_clusters, NUM_NEIGHBOURS)
+    nearby = (np.arange(num_clusters)[:, None] + np.arange(-16, 17)) % num_clusters
+    others = nearby[nearby != np.arange(num_clusters)[:, None]].reshape(num_clusters, NUM_NEIGHBOURS)
     products = np.einsum("knd,kd->kn", centroids[others], centroids)
     neighbours = np.take_along_axis(others, np.argsort(-products, axis=1), axis=1).astype(np.int32)
     ids = generator.integers(0, num_clusters, num_rows, dtype=np.int32)
@@ -58,23 +58,23 @@ def packed_epoch(folder: ClusterFolder, key: int) -> Iterator[NDArray[np.int64]]
 
 
 def listed_epoch(cluster_ids: NDArray[np.int32], key: int) -> Iterator[list[int]]:
-    """The peer: lists of rows, laid end to end, cut and shuffled."""
+    """The peer: lists of rows, concatenated, split into batches and shuffled."""
     rows_of: dict[int, list[int]] = defaultdict(list)
     for row, cluster in enumerate(cluster_ids.tolist()):
         rows_of[cluster].append(row)
-    draw, laid = Random(key), []
+    draw, packed = Random(key), []
     for cluster in random_order(int(cluster_ids.max()) + 1, key).tolist():
         members = rows_of[cluster]
         draw.shuffle(members)
-        laid += members
-    for start in range(0, len(laid) - BATCH_SIZE + 1, BATCH_SIZE):
-        batch = laid[start : start + BATCH_SIZE]
+        packed += members
+    for start in range(0, len(packed) - BATCH_SIZE + 1, BATCH_SIZE):
+        batch = packed[start : start + BATCH_SIZE]
         draw.shuffle(batch)
         yield batch
 
 
 def check_equal(folder: ClusterFolder, cluster_ids: NDArray[np.int32]) -> None:
-    """Refuse to time two packings whose batches differ in more than which rows of a cut cluster they hold."""
+    """Refuse to time two packings unless each batch has as many rows of each cluster in both, and each row once."""
     seen = np.zeros(folder.num_rows, dtype=bool)
     for found, expected in zip(packed_epoch(folder, 0), listed_epoch(cluster_ids, 0), strict=True):
         if not (np.sort(cluster_ids[found]) == np.sort(cluster_ids[expected])).all() or seen[found].any():
@@ -85,28 +85,28 @@ def check_equal(folder: ClusterFolder, cluster_ids: NDArray[np.int32]) -> None:
 
 
 def measured(path: str, is_ours: bool) -> Iterator[None]:
-    """One epoch in a child process; opening the folder has read its files, so their pages are not counted."""
+    """One epoch in a child process. Opening the folder has read its files, so their pages are not counted."""
     folder, ids = ClusterFolder(path), np.load(Path(path) / "cluster_ids.npy", mmap_mode="r")
     yield
     for _ in packed_epoch(folder, 0) if is_ours else listed_epoch(ids, 0):
         pass
 
 
-def timed_tour(chosen: argparse.Namespace, folder: ClusterFolder) -> None:
-    """The greedy order, which an epoch adds where it is chosen."""
-    taken = []
+def record_greedy_order(chosen: argparse.Namespace, folder: ClusterFolder) -> None:
+    """Record the time of the greedy order of clusters, which an epoch needs in addition if it is chosen."""
+    times = []
     for key in range(NUM_TIMED):
         start = time.perf_counter()
         nearest_order(folder.centroids, folder.neighbours, key)
-        taken.append((time.perf_counter() - start) / folder.num_clusters * 1e6)
+        times.append((time.perf_counter() - start) / folder.num_clusters * 1e6)
     claim = f"P11 greedy order of {folder.num_clusters} clusters of width {WIDTH}"
-    record(chosen, claim, statistics.median(taken), "us a cluster", "none", "numpy")
+    record(chosen, claim, statistics.median(times), "us a cluster", "none", "numpy")
 
 
 def main() -> None:
-    """Check that both pack alike, then time an epoch of each and measure their memory."""
+    """Check that both packings agree, then time an epoch of each and measure their memory."""
     chosen = options(__doc__)
-    # A whole number of batches: both would leave out other rows of a remainder.
+    # A multiple of the batch size: of a remainder, each would leave out different rows.
     num_rows = BATCH_SIZE * (16 if chosen.tiny else 9766)
     with TemporaryDirectory() as temporary:
         folder = write_folder(Path(temporary), num_rows)
@@ -121,7 +121,7 @@ def main() -> None:
         record(
             chosen, f"P11 packing an epoch of {num_rows} rows, ours", statistics.median(seconds), "s", "<=3", "numpy"
         )
-        timed_tour(chosen, folder)
+        record_greedy_order(chosen, folder)
         for name, is_ours, target in (("ours", True, "<=8"), ("lists", False, "none")):
             growth = peak_growth_bytes(chosen, measured, temporary, is_ours) / num_rows
             record(chosen, f"P11 memory of packing beside the files, {name}", growth, "bytes a row", target, "numpy")

@@ -1,14 +1,16 @@
-"""P12: random batches leave our store 5 times as fast as a shuffled Hugging Face Dataset, in 60 MB a worker.
+"""P12: our store reads random batches 5 times as fast as a shuffled Hugging Face Dataset, in 60 MiB a worker.
 
-Ten million short rows in one Arrow file each, memory-mapped, and two workers that read batches of rows in random order:
-ours by a keyed permutation, the peer's by the mapping of indices that `Dataset.shuffle()` writes. Both are asked for
-whole batches at once, ours as training asks and for whole rows, the peer for the two columns that are used. It is timed
-twice. Once a worker uses up the texts itself, as training does, where it makes tokens of them: here it adds up their
-lengths. And once it sends them to the parent process as they are, which costs both sides the same and so draws the
-ratio towards 1. Both have workers that are started as those of training, and the parent leaves what it holds out of
-garbage collection as they do: a quarter of a second for its libraries' objects, now and then, would count for either
-side by chance. A worker's memory is what it shares with nobody, without the pages of the mapped file, which the
-operating system may drop at any time.
+Each side has ten million short rows in one memory-mapped Arrow file, and two workers that read batches in random order:
+ours by a keyed permutation, the peer's by the index mapping that `Dataset.shuffle()` writes. Both read a whole batch
+in one call. Ours reads whole rows, as in training; the peer reads only the two columns that are used.
+
+There are two measurements. In one a worker uses the texts itself, as in training, which tokenises them: here it adds up
+their lengths. In the other it sends the texts to the parent process. That costs both sides the same, which moves the
+ratio towards 1.
+
+On both sides the workers start as in training. They and the parent exclude the libraries' objects from garbage
+collection: it takes a quarter of a second, which would count for either side by chance. A worker's memory is what it
+shares with no other process, without the pages of the mapped file, which the operating system may drop at any time.
 """
 
 import gc
@@ -30,7 +32,7 @@ from embeddings.data.table import ROWS_FILE, StoredRow, Table, write_table
 
 NUM_ROWS, BATCH_SIZE, NUM_BATCHES = 10_000_000, 1024, 64
 NUM_WORKERS = 2
-# Rows of a record batch as the peer's own writer cuts them.
+# Rows in a record batch of the peer's own writer.
 PEER_GROUP_ROWS = 1000
 PEERS = "datasets, pyarrow, torch"
 
@@ -38,7 +40,7 @@ Texts = list[tuple[str, str]]
 
 
 class OurRows:
-    """Rows of our store, asked for by a batch of row numbers."""
+    """Rows of our store, indexed by a batch of row numbers."""
 
     def __init__(self, folder: Path) -> None:
         self.table = Table(folder)
@@ -52,7 +54,7 @@ class OurRows:
 
 
 class PeerRows:
-    """Rows of a shuffled Dataset, asked for by a batch of places in its order."""
+    """Rows of a shuffled Dataset, indexed by a batch of positions in its order."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -60,14 +62,14 @@ class PeerRows:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, places: list[int]) -> Texts:
-        """The texts at some places."""
-        batch = self.dataset[places]
+    def __getitems__(self, positions: list[int]) -> Texts:
+        """The texts at some positions."""
+        batch = self.dataset[positions]
         return [(query, positives[0]) for query, positives in zip(batch["query"], batch["positives"], strict=True)]
 
 
 class RandomBatches:
-    """Batches of numbers below `num_rows` without end, in the order of an epoch's permutation or as they come."""
+    """Endless batches of numbers below `num_rows`, in the order of an epoch's permutation or in ascending order."""
 
     def __init__(self, num_rows: int, permuted: bool, batch_size: int) -> None:
         self.num_rows, self.permuted, self.batch_size = num_rows, permuted, batch_size
@@ -77,13 +79,13 @@ class RandomBatches:
         while True:
             order = KeyedPermutation(self.num_rows, epoch)
             for start in range(0, self.num_rows - self.batch_size + 1, self.batch_size):
-                places = np.arange(start, start + self.batch_size, dtype=np.int64)
-                yield (order(places) if self.permuted else places).tolist()
+                positions = np.arange(start, start + self.batch_size, dtype=np.int64)
+                yield (order(positions) if self.permuted else positions).tolist()
             epoch += 1
 
 
 def write_rows(folder: Path, num_rows: int) -> Path:
-    """Write our store, and the same rows as the peer's file; returns that file."""
+    """Write our store, and the peer's file with the same rows; returns the path of that file."""
     rows = tqdm(range(num_rows), desc="writing rows", delay=2)
     write_table(folder, (StoredRow(f"question {row} of many", [f"the answer number {row * 7919}"]) for row in rows))
     path = folder / "peer.arrow"
@@ -105,7 +107,7 @@ def num_characters(texts: Texts) -> int:
 def loader_of(
     rows: Any, permuted: bool, batch_size: int, collate: Callable[[Texts], Any]
 ) -> tuple[Iterator[Any], Callable[[], list[int]]]:
-    """What `collate` makes of batches without end, read by two workers, and a function that gives their process ids."""
+    """Endless batches, collated by two workers, and a function that returns the workers' process ids."""
     loader: DataLoader[Any] = DataLoader(
         rows,
         batch_sampler=RandomBatches(len(rows), permuted, batch_size),  # type: ignore[arg-type]
@@ -118,13 +120,13 @@ def loader_of(
 
 
 def unique_mib(process: int) -> float:
-    """Memory that a process shares with nobody and that no file backs, in MiB."""
+    """Memory of a process in MiB that it shares with no other process and that is not backed by a file."""
     lines = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Dirty", "SwapPss"))) / 1024
 
 
 def main() -> None:
-    """Check that both give the same rows, time them, and watch the workers' memory."""
+    """Check that both return the same rows, time them, and measure the workers' memory."""
     chosen = options(__doc__, threads=2)
     disable_progress_bars()
     num_rows, num_batches, batch_size = (2000, 2, 16) if chosen.tiny else (NUM_ROWS, NUM_BATCHES, BATCH_SIZE)
@@ -158,7 +160,7 @@ def main() -> None:
         }
         ratio = time_of(our_batches, peer_batches)
         record(chosen, f"P12 time of {what}, used up there", ratio, "ratio", "<=0.2", PEERS)
-        # Every row once and more: what grows with the rows read has grown by now.
+        # Read every row at least once, so that memory that grows with the rows read has grown.
         for _ in range(0 if chosen.tiny else num_rows // (num_batches * batch_size) + 1):
             read(our_batches)
         for key, workers, target in (("ours", our_workers, "<=60"), ("peer", peer_workers, "none")):

@@ -1,7 +1,7 @@
-"""P13: sorted by length, at least 0.95 of the tokens computed are of texts, and encoding is at least 1.4 times faster.
+"""P13: sorted by length, at least 0.95 of computed tokens are not padding, and encoding is at least 1.4 times faster.
 
-The peer takes the texts as they come, in mini-batches of the same token budget. On texts of one length both plans are
-equal, and sorting must not cost more than 2 %.
+The peer encodes the texts in the given order, in mini-batches of the same token budget. For texts of one length both
+plans are equal, and sorting must not cost more than 2 %.
 """
 
 import torch
@@ -33,14 +33,14 @@ def arrival_plan(lengths_N: Tensor, mini_batch_tokens: int) -> list[Tensor]:
 
 
 def utilisation(lengths_N: Tensor, plan: list[Tensor]) -> float:
-    """Tokens of texts over tokens computed."""
+    """Text tokens over computed tokens, which include padding."""
     padded = sum(len(rows_n) * int(lengths_N[rows_n].max()) for rows_n in plan)
     return int(lengths_N.sum()) / padded
 
 
 @torch.inference_mode()
 def encode(embedder: Embedder, tokens: TokenBatch, plan: list[Tensor]) -> Tensor:
-    """The vectors of all texts in their order."""
+    """The vectors of all texts, in the order of the texts."""
     vectors = torch.cat([embedder(tokens.padded(rows_n, embedder.pad_token_id)) for rows_n in plan])
     vector_ND = torch.empty_like(vectors)
     vector_ND[torch.cat(plan)] = vectors
@@ -48,7 +48,7 @@ def encode(embedder: Embedder, tokens: TokenBatch, plan: list[Tensor]) -> Tensor
 
 
 def described(lengths_N: Tensor) -> str:
-    """Number and lengths of texts."""
+    """A description of texts by their number and average length."""
     return f"{len(lengths_N)} texts of {float(lengths_N.double().mean()):.0f} tokens on average"
 
 

@@ -1,6 +1,7 @@
 """P15: mining 10,000 queries over 100,000 documents takes at most 0.7 of sentence-transformers' time, and 350 MB.
 
-Both start from the same vectors, width 384, and end with five negatives a query below 0.95 of the positive's score.
+Both start from the same vectors of width 384 and return five negatives for each query, which score below 0.95 of the
+positive's score.
 """
 
 import json
@@ -46,16 +47,16 @@ def unit_vectors(num_queries: int, num_documents: int, width: int, seed: int = 0
 
 
 def shards(folder: Path, vectors: Floats) -> VectorShards:
-    """The vectors in shards on disk."""
+    """Write the vectors in shards to disk."""
     folder.mkdir()
-    made = VectorShards(folder, len(vectors), vectors.shape[1], SHARD_SIZE)
-    for shard in range(made.num_shards):
-        save_array(made.path(shard), vectors[made.rows(shard).start : made.rows(shard).stop])
-    return made
+    written = VectorShards(folder, len(vectors), vectors.shape[1], SHARD_SIZE)
+    for shard in range(written.num_shards):
+        save_array(written.path(shard), vectors[written.rows(shard).start : written.rows(shard).stop])
+    return written
 
 
 def our_miner(folder: Path, num_queries: int, num_documents: int, width: int) -> ShardMiner:
-    """A source with its vectors, ready to be mined."""
+    """Write a source and its vectors; returns their miner."""
     with open(folder / "pairs.jsonl", "w", encoding="utf-8") as file:
         file.writelines(
             json.dumps({"query": f"query {row}", "positive": f"document {row}"}) + "\n" for row in range(num_queries)
@@ -71,13 +72,13 @@ def our_miner(folder: Path, num_queries: int, num_documents: int, width: int) ->
 
 
 def run_ours(miner: ShardMiner, folder: Path) -> None:
-    """Mine all shards, to Parquet files."""
+    """Mine all shards into Parquet files."""
     for shard in range(miner.vectors[0].query_shards.num_shards):
         write_shard(miner.mine(shard), miner.index, miner.rules, folder / f"mined-{shard}.parquet")
 
 
 def our_negatives(miner: ShardMiner) -> dict[str, list[str]]:
-    """The negatives of each query, where there are as many as asked for."""
+    """The negatives of each query that has the requested number."""
     found = {}
     for shard in range(miner.vectors[0].query_shards.num_shards):
         mined = miner.mine(shard)
@@ -88,7 +89,7 @@ def our_negatives(miner: ShardMiner) -> dict[str, list[str]]:
 
 
 class PeerModel(SimpleNamespace):
-    """A model whose vectors are there already."""
+    """A model that returns vectors computed before."""
 
     device = torch.device("cpu")
     similarity_pairwise = staticmethod(pairwise_cos_sim)
@@ -135,7 +136,7 @@ def run_peer(num_queries: int, num_documents: int, width: int) -> Dataset:
 
 
 def measured(ours: bool, num_queries: int, num_documents: int, width: int) -> Iterator[None]:
-    """One mining in a child process, its inputs made before."""
+    """One mining run in a child process, after its inputs are made."""
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as name:
         if ours:
@@ -158,12 +159,11 @@ def main() -> None:
         miner = our_miner(folder, *sizes)
         found = our_negatives(miner)
         expected = {
-            row["query"]: [row[f"negative_{place}"] for place in range(1, NUM_NEGATIVES + 1)]
-            for row in run_peer(*sizes)
+            row["query"]: [row[f"negative_{rank}"] for rank in range(1, NUM_NEGATIVES + 1)] for row in run_peer(*sizes)
         }
         if not expected or found != expected:
             differing = sum(found.get(query) != negatives for query, negatives in expected.items())
-            raise RuntimeError(f"{differing} of {len(expected)} queries have other negatives: nothing to compare")
+            raise RuntimeError(f"{differing} of {len(expected)} queries have different negatives: nothing to compare")
         ratio = compare(lambda: run_ours(miner, folder), lambda: run_peer(*sizes), chosen)
     record(chosen, "P15 mining over the peer", ratio, "ratio", "<=0.7", PEERS)
     for who, ours, target in (("ours", True, "<=350"), ("peer", False, "none")):

@@ -1,8 +1,8 @@
 """P17: a checkpoint every 100 steps costs at most 2 % of their time, a tenth of that if a thread writes it.
 
-MiniLM's weights and AdamW's state after a step of 32 question-answer pairs, on the disk that this repository lies on.
-The peer is what Lightning's own writing costs once it waits for the disk: torch.save, fsync, rename. A disk is less
-steady than a CPU: the peer against itself may read 0.8 to 1.25, and a run beyond that is refused.
+The checkpoint has MiniLM's weights and AdamW's state after steps of 32 question-answer pairs. It is written to the disk
+of this repository. The peer writes as Lightning does, and then waits for the disk: torch.save, fsync, rename. Times of
+a disk vary more than those of a CPU: the control may be from 0.8 to 1.25. Outside this range a run is refused.
 """
 
 import os
@@ -33,7 +33,7 @@ def seconds(action: Action) -> float:
 
 
 def trained_state(tiny: bool) -> tuple[dict[str, Any], float]:
-    """What a checkpoint holds after some optimiser steps, and the median time of one."""
+    """The content of a checkpoint after some optimiser steps, and the median time of a step."""
     step, batch = question_answer_workload(tiny, 32)
     optimizer = AdamW(step.parameters(), lr=1e-5)
 
@@ -44,8 +44,8 @@ def trained_state(tiny: bool) -> tuple[dict[str, Any], float]:
         optimizer.zero_grad()
 
     train()
-    taken = statistics.median(seconds(train) for _ in range(3))
-    return {"global_step": 4, "state_dict": step.state_dict(), "optimizer_states": [optimizer.state_dict()]}, taken
+    median = statistics.median(seconds(train) for _ in range(3))
+    return {"global_step": 4, "state_dict": step.state_dict(), "optimizer_states": [optimizer.state_dict()]}, median
 
 
 def torch_save(content: dict[str, Any], path: Path) -> None:
@@ -54,41 +54,40 @@ def torch_save(content: dict[str, Any], path: Path) -> None:
         torch.save(content, file)
 
 
-def ratio_of(taken: list[float], of_peer: list[float], control: list[float], tiny: bool = False) -> Ratio:
-    """Median, least and greatest of the rounds' ratios, and the peer against itself.
+def ratio_of(of_ours: list[float], of_peer: list[float], peer_again: list[float], tiny: bool = False) -> Ratio:
+    """Median, minimum and maximum of the rounds' ratios, and the control: the peer over itself.
 
     Raises:
-        RuntimeError: If the latter lies outside its limits, unless the run is tiny; such a run proves nothing.
+        RuntimeError: If the control is outside its limits and the run is not tiny: the times are then not reliable.
     """
-    ratios = [ours / peer for ours, peer in zip(taken, of_peer, strict=True)]
-    twice = [again / once for again, once in zip(control, of_peer, strict=True)]
-    middle = statistics.median(twice)
-    if not tiny and not CONTROL_LIMITS[0] <= middle <= CONTROL_LIMITS[1]:
-        raise RuntimeError(f"void: the peer against itself read {middle:.3f}; run again on a quiet disk")
-    return Ratio(statistics.median(ratios), min(ratios), max(ratios), middle)
+    ratios = [ours / peer for ours, peer in zip(of_ours, of_peer, strict=True)]
+    control = statistics.median([again / once for again, once in zip(peer_again, of_peer, strict=True)])
+    if not tiny and not CONTROL_LIMITS[0] <= control <= CONTROL_LIMITS[1]:
+        raise RuntimeError(f"void: the control is {control:.3f}; run again on a quiet disk")
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios), control)
 
 
 def timed(content: dict[str, Any], path: Path, rounds: int) -> dict[str, list[float]]:
-    """The times of each way of saving, in turn, some of them twice; what a thread writes is waited for apart."""
-    waits, goes_on = DurableCheckpointIO(), DurableCheckpointIO(asynchronous=True)
-    goes_on.save_checkpoint(content, path)  # its memory is taken once, by the first
+    """The times of each way of saving, in turn, each twice a round; earlier writes are finished before each."""
+    blocking, threaded = DurableCheckpointIO(), DurableCheckpointIO(asynchronous=True)
+    threaded.save_checkpoint(content, path)  # the first save allocates its memory
     ways: dict[str, Action] = {
-        "waits": lambda: waits.save_checkpoint(content, path),
-        "thread": lambda: goes_on.save_checkpoint(content, path),
+        "blocking": lambda: blocking.save_checkpoint(content, path),
+        "thread": lambda: threaded.save_checkpoint(content, path),
         "torch": lambda: torch_save(content, path),
     }
-    taken: dict[str, list[float]] = {f"{name}{again}": [] for name in ways for again in ("", " again")}
+    times: dict[str, list[float]] = {f"{name}{again}": [] for name in ways for again in ("", " again")}
     for _ in range(rounds):
-        for name, found in taken.items():
-            goes_on.wait()
+        for name, of_way in times.items():
+            threaded.wait()
             os.sync()
-            found.append(seconds(ways[name.removesuffix(" again")]))
-    goes_on.teardown()
-    return taken
+            of_way.append(seconds(ways[name.removesuffix(" again")]))
+    threaded.teardown()
+    return times
 
 
 def main() -> None:
-    """Check that the state comes back, then time the ways of saving it."""
+    """Check that the restored state is equal, then time the ways of saving it."""
     chosen = options(__doc__, threads=2)
     content, step_seconds = trained_state(chosen.tiny)
     with tempfile.TemporaryDirectory(dir=RESULTS.parent) as folder:
@@ -98,12 +97,12 @@ def main() -> None:
         if found.tree != expected.tree or not all(
             torch.equal(x, expected.tensors[n]) for n, x in found.tensors.items()
         ):
-            raise RuntimeError("what is read is not what was saved: nothing to compare")
+            raise RuntimeError("the restored state differs from the saved one: nothing to compare")
         file_bytes, state_bytes = path.stat().st_size, sum(x.nbytes for x in expected.tensors.values())
-        taken = timed(content, path, 2 if chosen.tiny else chosen.pairs)
-    of_thread = ratio_of(taken["thread"], taken["waits"], taken["waits again"], chosen.tiny)
-    of_torch = ratio_of(taken["waits"], taken["torch"], taken["torch again"], chosen.tiny)
-    size, stall = f"{state_bytes / 2**20:.0f} MiB", statistics.median(taken["waits"])
+        times = timed(content, path, 2 if chosen.tiny else chosen.pairs)
+    of_thread = ratio_of(times["thread"], times["blocking"], times["blocking again"], chosen.tiny)
+    of_torch = ratio_of(times["blocking"], times["torch"], times["torch again"], chosen.tiny)
+    size, stall = f"{state_bytes / 2**20:.0f} MiB", statistics.median(times["blocking"])
     print(f"{size}: {stall:.3f} s, a step of training {step_seconds:.3f} s")
     record(
         chosen, f"P17 bytes of the file over those of the state, {size}", file_bytes / state_bytes, "ratio", "<=1.02"

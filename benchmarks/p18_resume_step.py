@@ -1,9 +1,11 @@
 """P18: a resumed run ends its first step within 1.2 of a fresh run's time, at step 10 as at step 1,000,000.
 
-MiniLM, AdamW and pairs of random words; one epoch of two million steps, so that either checkpoint lies within it. What
-is timed is `fit` in this process, libraries loaded: parsing, checks, model, data, the checkpoint read whole twice (once
-to check it), the first step, and the run's end. Ten steps are trained, twenty too; in the checkpoint of step 10 each
-count is moved on, which gives the one of step 20 to the bit, and that of step 1,000,000 in the same way.
+MiniLM, AdamW and pairs of random words; the epoch has two million steps, so both checkpoints are within it. All of
+`fit` is timed, in this process, with the libraries loaded: parsing, checks, model, data, the checkpoint (read twice,
+once to check it), the first step, and the end of the run.
+
+Twenty steps are trained. To get the checkpoint of step 1,000,000, each count in that of step 10 is advanced. In the
+same way the checkpoint of step 10 must become that of step 20, weights apart.
 """
 
 import json
@@ -28,13 +30,13 @@ from embeddings.models import MeanPooling
 
 EPOCH_STEPS, LATE = 2_000_000, 1_000_000
 LENGTH = 32
-# Numbers of parameters, and what the run was started with.
+# Keys whose numbers are not counts: indices of parameters, and the config of the run.
 NO_COUNTS = ("params", "run_config")
 PEERS = "torch, lightning"
 
 
 class Stop(L.Callback):
-    """Ends a run at a step, and keeps the rows of its last batch."""
+    """Ends a run at a step, and records the rows of its last batch."""
 
     def __init__(self, step: int) -> None:
         self.step, self.rows = step, []
@@ -42,7 +44,7 @@ class Stop(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the rows."""
+        """Record the rows."""
         if trainer.global_step >= self.step:
             self.rows: list[int] = batch.row_B.tolist()
             trainer.should_stop = True
@@ -62,7 +64,7 @@ def small_backbone(folder: Path) -> str:
 
 
 def config(folder: Path, tiny: bool) -> dict[str, Any]:
-    """What the runs share; writes their data, and at a tiny size their model."""
+    """The config that the runs share; writes their data, and in a tiny run their model."""
     backbone = small_backbone(folder / "backbone") if tiny else "all-MiniLM-L6-v2"
     texts = random_texts(2 * num_pairs(tiny), LENGTH)
     path = folder / "pairs.jsonl"
@@ -106,10 +108,10 @@ def config(folder: Path, tiny: bool) -> dict[str, Any]:
 
 
 def fit(words: list[str], last_step: int) -> list[int]:
-    """Run until a step has been made; returns the rows of its batch.
+    """Run until a step is complete; returns the rows of its batch.
 
     Raises:
-        RuntimeError: If the run ended elsewhere.
+        RuntimeError: If the run ended at another step.
     """
     stop = Stop(last_step)
 
@@ -119,19 +121,20 @@ def fit(words: list[str], last_step: int) -> list[int]:
             trainer.callbacks.append(stop)  # type: ignore[attr-defined]
             return trainer
 
-    found = run_trainer(["fit", *words], StoppedCLI).trainer.global_step
-    if found != last_step:
-        raise RuntimeError(f"the run ended at step {found}, not at {last_step}")
+    reached = run_trainer(["fit", *words], StoppedCLI).trainer.global_step
+    if reached != last_step:
+        raise RuntimeError(f"the run ended at step {reached}, not at {last_step}")
     return stop.rows
 
 
-def moved(content: Any, before: int, after: int) -> Any:
-    """The same content with each count around `before` moved on: some are one ahead of the step, some one behind."""
+def advanced(content: Any, before: int, after: int) -> Any:
+    """The content with each count near step `before` advanced to `after`; some counts differ from the step by one."""
     if isinstance(content, dict):
-        items = content.items()
-        return type(content)((key, value if key in NO_COUNTS else moved(value, before, after)) for key, value in items)
+        return type(content)(
+            (key, value if key in NO_COUNTS else advanced(value, before, after)) for key, value in content.items()
+        )
     if isinstance(content, list | tuple):
-        return type(content)(moved(value, before, after) for value in content)
+        return type(content)(advanced(value, before, after) for value in content)
     is_number = (isinstance(content, int) and not isinstance(content, bool)) or (
         isinstance(content, Tensor) and content.ndim == 0
     )
@@ -142,7 +145,7 @@ def write_checkpoints(folder: Path, words: list[str]) -> list[Path]:
     """Checkpoints of steps 10 and 1,000,000.
 
     Raises:
-        RuntimeError: If the first, moved to step 20, is not what twenty steps of training leave, weights apart.
+        RuntimeError: If the first, advanced to step 20, differs from the checkpoint of step 20, weights apart.
     """
     keep = {
         "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
@@ -150,24 +153,24 @@ def write_checkpoints(folder: Path, words: list[str]) -> list[Path]:
     }
     fit([*words, "--trainer.enable_checkpointing=true", f"--trainer.callbacks={json.dumps([keep])}"], 20)
     early, later = (without_callbacks(read_checkpoint(folder / f"step={step}.ckpt")) for step in (10, 20))
-    expected, found = pack(later), pack(moved(early, 10, 20))
+    expected, found = pack(later), pack(advanced(early, 10, 20))
     steps = [name for name, tensor in expected.tensors.items() if tensor.ndim == 0]
     same_steps = all(torch.equal(found.tensors[name], expected.tensors[name]) for name in steps)
     if found.tree != expected.tree or not steps or not same_steps:
-        raise RuntimeError("a checkpoint that is moved on is not that of the later step: nothing to compare")
+        raise RuntimeError("an advanced checkpoint differs from that of the later step: nothing to compare")
     paths = [folder / "early.ckpt", folder / "late.ckpt"]
-    for path, content in zip(paths, (early, moved(early, 10, LATE)), strict=True):
+    for path, content in zip(paths, (early, advanced(early, 10, LATE)), strict=True):
         write_checkpoint(pack(content), path)
     return paths
 
 
 def without_callbacks(content: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint as a run without callbacks writes it."""
+    """A checkpoint's content without the states of callbacks."""
     return content | {"callbacks": {}}
 
 
 def main() -> None:
-    """Check which rows the first batches hold, then time the runs."""
+    """Time the runs; each checks that its first batch has the rows of the plan."""
     chosen = options(__doc__, threads=2)
     warnings.simplefilter("ignore")
     for library in ("lightning.pytorch", "lightning.fabric"):

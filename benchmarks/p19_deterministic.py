@@ -1,7 +1,7 @@
 """P19: a step with torch's deterministic algorithms takes at most 1.10 of the time of one without; equal gradients.
 
-Training here is repeatable without them on one CPU: what they cost is a matter of the operations that have two
-ways. On a CPU that is the sum of embedding gradients; a GPU has more.
+On one CPU training is repeatable without them. They cost time only in operations with a separate deterministic
+implementation: on a CPU the sum of embedding gradients, on a GPU more.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from embeddings.training import GradCache
 
 
 def main() -> None:
-    """Time one step of 32 question-answer pairs both ways, plain and under GradCache."""
+    """Time one step of 32 question-answer pairs with and without, plain and under GradCache."""
     chosen = options(__doc__)
     step, batch = question_answer_workload(chosen.tiny, 32)
     cached = GradCache(64 if chosen.tiny else 1024)

@@ -1,6 +1,6 @@
-"""P21: a training step whose layers torch.compile has compiled, over the same step without; equal gradients.
+"""P21: a training step with layers compiled by torch.compile, over the same step without; equal gradients.
 
-`backbone.compile` is meant for GPUs; this is what it brings on a CPU. The compiler's own time is left out.
+`backbone.compile` is meant for GPUs; this is its effect on a CPU. The time of compilation is not included.
 """
 
 import copy
@@ -16,7 +16,7 @@ from embeddings.training import GradCache
 
 
 def main() -> None:
-    """Time one step of 32 question-answer pairs both ways, plain and under GradCache."""
+    """Time one step of 32 question-answer pairs with and without, plain and under GradCache."""
     chosen = options(__doc__)
     if chosen.tiny:
         torch.compiler.set_stance("force_eager")  # the compiler takes most of a minute

@@ -1,6 +1,6 @@
-"""P22: a graph in int8 that `export --format onnx-int8` writes, over the same graph in float32, both by onnxruntime.
+"""P22: the int8 graph of `export --format onnx-int8`, over the same graph in float32, both run by onnxruntime.
 
-all-MiniLM-L6-v2 on P16's texts, in our mini-batches; and the least cosine between the texts' vectors.
+all-MiniLM-L6-v2 encodes P16's texts in our mini-batches. The minimum cosine between the texts' vectors is recorded too.
 """
 
 import shutil
@@ -24,7 +24,7 @@ PEERS = "onnxruntime, torch"
 
 
 def mini_batches(model: Path, texts: list[str]) -> list[dict[str, npt.NDArray[np.int64]]]:
-    """Ids and mask of the texts, from the longest to the shortest."""
+    """Mini-batches with ids and mask of the texts, from the longest to the shortest."""
     embedder = Embedder.from_pretrained(model)
     tokens = TextTokenizer(embedder.tokenizer, embedder.text)(texts, "document")
     batches = []
@@ -36,7 +36,7 @@ def mini_batches(model: Path, texts: list[str]) -> list[dict[str, npt.NDArray[np
 
 
 def encoding(graph: Path, batches: list[dict[str, npt.NDArray[np.int64]]]) -> Action:
-    """Encode all mini-batches by a graph, mean-pooled and of unit length."""
+    """An action that encodes all mini-batches with a graph and returns mean-pooled unit vectors."""
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(str(graph), settings, providers=["CPUExecutionProvider"])
@@ -56,8 +56,8 @@ def main() -> None:
     """Write both graphs, compare their vectors and time one over the other."""
     chosen = options(__doc__, threads=1)
     texts = [text for pair in question_answer_texts(128) for text in pair] if not chosen.tiny else ["a b", "c " * 9]
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place, "model")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, "model")
         if chosen.tiny:
             small_embedder().save_pretrained(folder)
         else:

@@ -1,4 +1,4 @@
-"""P2: a step of 128 question-answer pairs of mixed length takes at most 0.65 of sentence-transformers' best setting."""
+"""P2: a step of 128 pairs of mixed lengths takes at most 0.65 of the time of sentence-transformers' best setting."""
 
 import math
 import time
@@ -52,7 +52,7 @@ def peer_steps(model: SentenceTransformer, batch: ContrastiveBatch) -> list[Call
 
 
 def quickest(steps: list[Callable[[], Tensor]], step: MeanPoolingStep) -> int:
-    """The peer's best setting: each in turn, the best of `TRIALS` warm runs, since one alone is chosen by chance."""
+    """Index of the peer's fastest setting, by the fastest of `TRIALS` warm runs each; one run varies too much."""
     seconds = [math.inf] * len(steps)
     for trial in range(TRIALS + 1):
         for number, run in enumerate(steps):
@@ -65,12 +65,12 @@ def quickest(steps: list[Callable[[], Tensor]], step: MeanPoolingStep) -> int:
     return seconds.index(min(seconds))
 
 
-def products_of(embedding: nn.Module, run: Callable[[], object]) -> int:
-    """Tokens, padding included, that a run sends through the layers' products: once forward, twice more backward."""
+def product_tokens(embedding: nn.Module, run: Callable[[], object]) -> int:
+    """Tokens in the layers' matrix products, padding included: one product forward, two more backward."""
     passes: list[int] = []
 
     def count(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        """Note one forward."""
+        """Record one forward."""
         passes.append(arguments[0].numel() * (3 if torch.is_grad_enabled() else 1))
 
     handle = embedding.register_forward_pre_hook(count)
@@ -91,14 +91,14 @@ def main() -> None:
     torch.manual_seed(0)
     best = quickest(peers, step)
     embedding = model[0].auto_model.get_input_embeddings()
-    peer_products = products_of(embedding, peers[best])
+    peer_tokens = product_tokens(embedding, peers[best])
     expected = gradients(step)
     peer = f"CachedMNRL {PEER_SETTINGS[best]}"
     engines = {name: GradCache(**setting) for name, setting in OUR_SETTINGS.items()}
     for name, engine in engines.items():
         step.zero_grad()
-        share = products_of(embedding, partial(engine.step, step, batch)) / peer_products
-        # Four pairs are all but solved, where the peer's softmax minus one has few digits left.
+        share = product_tokens(embedding, partial(engine.step, step, batch)) / peer_tokens
+        # With four pairs the loss is almost 0: the peer's softmax minus one then has few significant digits.
         assert_equal_gradients(gradients(step), expected, limit=2e-2 if chosen.tiny else 1e-5)
         record(chosen, f"P2 matrix products over those of {peer}: {name}", share, "ratio", "none")
     for name, engine in engines.items():

@@ -1,4 +1,4 @@
-"""P3: with half the graphs kept a step costs at most 1.22 of the plain step; a memory budget holds."""
+"""P3: with half the graphs kept, a step takes at most 1.22 of its time with all kept; memory stays within a budget."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -11,7 +11,7 @@ KEPT_GIB = (0.25, 0.5)
 
 
 def measured_step(tiny: bool, budget: int, kept_gib: float | None, kept_fraction: float | None) -> Iterator[None]:
-    """One step in a child process, after one that makes the gradients' own memory."""
+    """One step in a child process, after a small step that allocates the gradients."""
     step, batch = question_answer_workload(tiny, 32)
     small = question_answer_workload(True, 0)[1] if not tiny else batch
     GradCache(budget).step(step, small)
@@ -20,7 +20,7 @@ def measured_step(tiny: bool, budget: int, kept_gib: float | None, kept_fraction
 
 
 def main() -> None:
-    """Time half the graphs, and as many as a budget holds; measure the memory of both ends."""
+    """Time a step with half the graphs and with each memory budget; then measure peaks of memory."""
     chosen = options(__doc__)
     step, batch = question_answer_workload(chosen.tiny, 32)
     tokens = 64 if chosen.tiny else 1024

@@ -1,4 +1,4 @@
-"""P4: from 256 to 8,192 pairs at one mini-batch size, memory grows by at most 4 times the vectors' own, plus 8 MB."""
+"""P4: from 256 to 8,192 pairs at one mini-batch size, memory grows by at most 4 times the vectors plus 8 MiB."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ WIDTH, LENGTH = 384, 4
 
 
 def measured_step(num_pairs: int, cached: bool) -> Iterator[None]:
-    """One step in a child process, after one that makes the gradients' own memory."""
+    """One step in a child process, after a small step that allocates the gradients."""
     step, batch, engine = small_step(WIDTH), synthetic_batch(num_pairs, LENGTH), GradCache(512)
     engine.step(step, synthetic_batch(128, LENGTH))
     yield
@@ -21,7 +21,7 @@ def measured_step(num_pairs: int, cached: bool) -> Iterator[None]:
 
 
 def main() -> None:
-    """Measure the peaks at both sizes, cached and plain."""
+    """Measure the peaks at both sizes, of cached and of plain steps."""
     chosen = options(__doc__)
     few, many = (32, 64) if chosen.tiny else (256, 8192)
     vectors = 2 * (many - few) * WIDTH * 4

@@ -12,14 +12,14 @@ WIDTH, SCALE = 384, 50.0
 
 
 def vectors(num_rows: int) -> list[Tensor]:
-    """Unit rows and columns that want gradients."""
+    """Unit rows and columns that require gradients."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(num_rows, WIDTH, generator=generator) for _ in range(2)]
     return [torch.nn.functional.normalize(value).requires_grad_() for value in drawn]
 
 
 def dense(row_RD: Tensor, column_CD: Tensor) -> tuple[Tensor, ...]:
-    """The peer: one whole matrix."""
+    """The peer: the full score matrix."""
     loss = torch.nn.functional.cross_entropy(row_RD @ column_CD.T * SCALE, torch.arange(len(row_RD)))
     return torch.autograd.grad(loss, [row_RD, column_CD])
 
@@ -31,7 +31,7 @@ def tiled(row_RD: Tensor, column_CD: Tensor) -> tuple[Tensor, ...]:
 
 
 def measured(num_rows: int, is_tiled: bool) -> Iterator[None]:
-    """One pass in a child process, beside warm-up of the libraries."""
+    """One pass in a child process, after a warm-up of the libraries."""
     row_RD, column_CD = vectors(num_rows)
     (tiled if is_tiled else dense)(row_RD[:64], column_CD[:64])
     yield
@@ -39,7 +39,7 @@ def measured(num_rows: int, is_tiled: bool) -> Iterator[None]:
 
 
 def main() -> None:
-    """Time both, then measure their peaks; the gradients themselves belong to both and are taken off."""
+    """Time both, then measure their peaks; the memory of the gradients is subtracted from both."""
     chosen = options(__doc__)
     num_rows = 128 if chosen.tiny else 8192
     row_RD, column_CD = vectors(num_rows)
@@ -47,11 +47,12 @@ def main() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
     ratio = compare(lambda: tiled(row_RD, column_CD), lambda: dense(row_RD, column_CD), chosen)
     record(chosen, f"P5 tiled over dense cross-entropy, {num_rows} rows", ratio, "ratio", "<=1.15", "torch")
-    own = 2 * num_rows * WIDTH * 4
+    gradient_bytes = 2 * num_rows * WIDTH * 4
     peaks = [peak_growth_bytes(chosen, measured, num_rows, is_tiled) for is_tiled in (True, False)]
-    print(f"peaks: tiled {peaks[0] / 2**20:.0f} MiB, dense {peaks[1] / 2**20:.0f} MiB, gradients {own / 2**20:.0f} MiB")
-    # At a tiny size neither may show.
-    share = (peaks[0] - own) / max(1, peaks[1] - own)
+    tiled_mib, dense_mib, gradient_mib = (size / 2**20 for size in (*peaks, gradient_bytes))
+    print(f"peaks: tiled {tiled_mib:.0f} MiB, dense {dense_mib:.0f} MiB, gradients {gradient_mib:.0f} MiB")
+    # In a tiny run the difference may be 0.
+    share = (peaks[0] - gradient_bytes) / max(1, peaks[1] - gradient_bytes)
     record(
         chosen, f"P5 memory beside the gradients, tiled over dense, {num_rows} rows", share, "ratio", "<=0.05", "torch"
     )

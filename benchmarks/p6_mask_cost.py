@@ -13,7 +13,7 @@ WIDTH, ENCODER_PAIRS = 384, 128
 
 
 def main() -> None:
-    """Time the loss with and without its mask, and set the difference against a step of a small encoder."""
+    """Time the loss with and without masks, and divide the difference by the time of a small encoder's step."""
     chosen = options(__doc__)
     num_pairs, encoder_pairs, num_layers = (128, 4, 1) if chosen.tiny else (16_384, ENCODER_PAIRS, 6)
     batch = synthetic_batch(num_pairs, 1)

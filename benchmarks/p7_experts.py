@@ -1,17 +1,17 @@
 """P7: the sparse MLP takes at most 1.05 of the time of transformers' best experts, forward and backward, at any load.
 
-768 wide, 8 experts of 3,072, top 2, GELU without gate, biases as the released model has them. The peers are
-transformers' own experts without gate (those of Nemotron-H) behind the same router, by each of its ways: eager,
-grouped_mm and, at 16 tokens, batched_mm, which copies both matrices for each pair of token and expert. They hold the
+Width 768, 8 experts of width 3,072, top 2, GELU without a gate, biases as in the released model. The peers are
+transformers' own experts without a gate (those of Nemotron-H) behind the same router, in each implementation: eager,
+grouped_mm and, at 16 tokens, batched_mm, which copies both matrices for each pair of token and expert. They have the
 same weights, so outputs and all gradients are equal.
 
-At up to 64 tokens ours takes at most half the time of the naive loop, the first Mixtral's, which looks for each
-expert's tokens in a mask, over matrices that lie in one tensor as ours and transformers' do. The same loop over one
-module an expert stands beside it without a target: it makes no gradient of the whole tensor.
+Up to 64 tokens ours takes at most half the time of the naive loop of the first Mixtral, which finds each expert's
+tokens in a mask. Its matrices are in one tensor, as are ours and those of transformers. The same loop over one module
+for each expert has no target, because it computes no gradient of a whole tensor.
 
-From 1,024 tokens on ours takes no more than the same FLOPs without routing. Loop: the tokens, twice each, are cut into
-equal parts, one for each expert, whose matrices lie in one tensor or in modules of their own. MLP: dense, twice as wide
-inside, with a quarter of the parameters. They compute something else, so that nothing but the time is compared.
+From 1,024 tokens ours takes at most as long as the same FLOPs without routing. Loop: the tokens, twice each, are split
+into equal parts, one for each expert, whose matrices are in one tensor or in separate modules. MLP: dense, with twice
+the inner width and a quarter of the parameters. These peers compute something else, so only the time is compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,22 +38,22 @@ class Way:
     """One way to compute a layer.
 
     Attributes:
-        run: From tokens to output, (T, H) both.
-        weights: What has a gradient beside the tokens: router and shared bias where the way has them, all first
-            matrices, all second.
+        run: Maps tokens to the output, both (T, H).
+        weights: The weights with a gradient: router and shared bias if there are any, then all first matrices, then
+            all second matrices.
     """
 
     run: Callable[[Tensor], Tensor]
     weights: Sequence[Tensor]
 
     def both_passes(self, token_TH: Tensor, grad_TH: Tensor) -> tuple[Tensor, ...]:
-        """Output, gradient of the tokens, gradients of the weights."""
+        """The output, the gradient of the tokens, and the gradients of the weights."""
         output_TH = self.run(token_TH)
         return output_TH, *torch.autograd.grad(output_TH, [token_TH, *self.weights], grad_TH)
 
 
 def sparse_mlp(hidden: int, inner: int) -> MoeMlp:
-    """Ours, with biases as released; the shared one is not zero."""
+    """Our layer, with biases as released; the shared bias is not zero."""
     torch.manual_seed(0)
     layer = MoeMlp(Router(hidden, NUM_EXPERTS, TOP_K), Experts(hidden, inner, NUM_EXPERTS))
     nn.init.normal_(layer.experts.bias2)
@@ -61,7 +61,7 @@ def sparse_mlp(hidden: int, inner: int) -> MoeMlp:
 
 
 def ours(layer: MoeMlp) -> Way:
-    """The layer as it is."""
+    """Our layer."""
     weights = [layer.router.weight, layer.experts.bias2, layer.experts.w1, layer.experts.w2]
     return Way(lambda token_TH: layer(token_TH[None])[0][0], weights)
 
@@ -69,7 +69,7 @@ def ours(layer: MoeMlp) -> Way:
 def behind_router(
     layer: MoeMlp, experts: Callable[[Tensor, Tensor, Tensor], Tensor], matrices: Sequence[Tensor]
 ) -> Way:
-    """Experts of another kind, given tokens, their experts and weights, between our router and our shared bias."""
+    """Other experts between our router and our shared bias, called with tokens, chosen experts and their weights."""
     router_XH, bias_H = layer.router.weight, layer.experts.bias2
 
     def run(token_TH: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def behind_router(
 
 
 def transformers_experts(w1_XFH: nn.Parameter, w2_XHF: nn.Parameter, way: str) -> NemotronHExperts:
-    """Transformers' experts that hold these very matrices."""
+    """Transformers' experts with these parameters, not copies."""
     _, hidden, inner = w2_XHF.shape
     config = NemotronHConfig(
         hidden_size=hidden, moe_intermediate_size=inner, n_routed_experts=NUM_EXPERTS, mlp_hidden_act="gelu"
@@ -100,7 +100,7 @@ def mlp(token_TH: Tensor, w1_FH: Tensor, w2_HF: Tensor) -> Tensor:
 def naive_loop(
     token_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, firsts: Sequence[Tensor], seconds: Sequence[Tensor]
 ) -> Tensor:
-    """Look for each expert's tokens in a mask, pass them, and add them up."""
+    """Find each expert's tokens in a mask, compute their outputs, and add these up."""
     sum_TH = torch.zeros_like(token_TH)
     is_chosen_XKT = F.one_hot(expert_TK, NUM_EXPERTS).permute(2, 1, 0)
     for expert in range(NUM_EXPERTS):
@@ -111,9 +111,9 @@ def naive_loop(
 
 
 def equal_parts(token_TH: Tensor, firsts: Tensor | Sequence[Tensor], seconds: Tensor | Sequence[Tensor]) -> Tensor:
-    """Every expert's MLP on as many rows as every other's, without a router; each token is two rows.
+    """The experts' MLPs on equal numbers of rows, without a router; each token is two rows.
 
-    Matrices in one tensor are taken apart at once, which makes one gradient of the whole, not one an expert.
+    A tensor with all matrices is split once, so that its gradient is computed once, not for each expert.
     """
     firsts, seconds = (one.unbind() if isinstance(one, Tensor) else one for one in (firsts, seconds))
     parts = token_TH.repeat_interleave(TOP_K, dim=0).chunk(NUM_EXPERTS)
@@ -125,20 +125,20 @@ def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     """Refuse to time two ways whose outputs or gradients differ.
 
     Args:
-        found: What a peer's two passes gave; its experts' matrices may be tensors of their own.
-        expected: What ours gave, whose second matrices lie transposed.
+        found: Results of a peer's two passes; each expert's matrices may be separate tensors.
+        expected: Results of ours, whose second matrices are transposed.
     """
-    *beside, first_XFH, second_XFH = expected
-    matrices = found[len(beside) :]
+    *others, first_XFH, second_XFH = expected
+    matrices = found[len(others) :]
     half = len(matrices) // 2
     gathered = [torch.cat([one.flatten() for one in part]) for part in (matrices[:half], matrices[half:])]
-    wanted = [*beside, first_XFH.flatten(), second_XFH.transpose(1, 2).flatten()]
-    for one, other in zip([*found[: len(beside)], *gathered], wanted, strict=True):
+    flattened = [*others, first_XFH.flatten(), second_XFH.transpose(1, 2).flatten()]
+    for one, other in zip([*found[: len(others)], *gathered], flattened, strict=True):
         assert_equal_gradients(one.detach().double(), other.detach().double())
 
 
 def main() -> None:
-    """At each number of tokens see that all give the same, then time ours against each."""
+    """At each number of tokens, check that all results are equal, then time ours against each peer."""
     chosen = options(__doc__)
     layer = sparse_mlp(*((32, 64) if chosen.tiny else (BASE_WIDTH, 4 * BASE_WIDTH)))
     stacked = layer.experts.w1, nn.Parameter(layer.experts.w2.detach().transpose(1, 2).contiguous())
@@ -177,9 +177,9 @@ def main() -> None:
                 print(void[-1], flush=True)
             else:
                 record(chosen, claim, ratio, "ratio", target, PEERS)
-    # The others stand: each has a control of its own.
+    # The other comparisons are valid: each has its own control.
     if void:
-        raise SystemExit(f"{len(void)} void, of the rest a row each")
+        raise SystemExit(f"{len(void)} comparisons were void; the others have rows")
 
 
 if __name__ == "__main__":

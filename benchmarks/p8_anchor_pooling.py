@@ -1,7 +1,7 @@
-"""P8: anchor-token-aware pooling costs at most 2 % of an encode at 128 tokens a text, and 5 % at 512.
+"""P8: anchor-token-aware pooling adds at most 2 % to the time of an encode at 128 tokens a text, and 5 % at 512.
 
-An encoder of 12 layers, 768 wide, with random weights, against itself with mean pooling. Both hold the same weights;
-the time is the whole of `Encoder.encode`, texts to vectors.
+An encoder with 12 layers, width 768 and random weights is compared with itself under mean pooling. Both have the same
+weights. All of `Encoder.encode` is timed, from texts to vectors.
 """
 
 from functools import partial
@@ -18,13 +18,13 @@ TOKENS_TIMED = 512
 
 
 def main() -> None:
-    """See that both encoders do the same up to the pooling, then time them at both lengths."""
+    """Check that both encoders have equal states before the pooling, then time them at both lengths."""
     chosen = options(__doc__)
     width, num_layers = (48, 2) if chosen.tiny else (BASE_WIDTH, 12)
     for length, target in ((128, "<=1.02"), (512, "<=1.05")):
         anchor = random_encoder(AnchorTokenPooling(width), length, num_layers)
         mean = random_encoder(MeanPooling(width), length, num_layers)
-        # The very same tensors: two copies lie differently in memory, which alone can cost a percent.
+        # Both use the same tensors: copies have other addresses, which alone can cost a percent.
         mean.load_state_dict(anchor.state_dict(), assign=True)
         ids_NL = torch.arange(2 * length).view(2, length)
         with torch.inference_mode():
@@ -36,7 +36,7 @@ def main() -> None:
             if precision == "bfloat16" and Encoder(anchor, device="cpu").dtype != torch.bfloat16:
                 continue
             if np.array_equal(ours.encode(texts), peer.encode(texts)):
-                raise RuntimeError("both poolings give one vector: nothing to compare")
+                raise RuntimeError("both poolings return the same vectors: nothing to compare")
             ratio = compare(partial(ours.encode, texts), partial(peer.encode, texts), chosen)
             claim = f"P8 encode with anchor-token-aware over mean pooling, {length} tokens, {precision}"
             record(chosen, claim, ratio, "ratio", target if precision == "float32" else "none", "torch, transformers")

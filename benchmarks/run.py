@@ -1,7 +1,7 @@
-"""Run every benchmark and experiment, each in a process of its own: `python -m benchmarks.run [--tiny]`.
+"""Run every benchmark and experiment, each in a separate process: `python -m benchmarks.run [--tiny]`.
 
-One after another, since they are timed; at tiny sizes, where nothing is, two at a time in processes that begin with the
-libraries loaded.
+They run one after another, because they are timed. Tiny runs are not timed: two scripts run at the same time, in
+processes forked from a server that has loaded the libraries.
 """
 
 import multiprocessing
@@ -14,8 +14,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# What the scripts share, with most of the library.
-LOADED = (
+# Modules that the fork server loads: those that the scripts share.
+PRELOADED = (
     "sentence_transformers",
     "lightning.pytorch.cli",
     "embeddings.cli.fit",
@@ -24,18 +24,18 @@ LOADED = (
     "benchmarks.moe_trials",
     "benchmarks.workloads",
 )
-# Its loaders' workers wait five seconds for each batch in a process that is itself a fork.
+# The workers of its loaders wait five seconds for each batch if their parent is itself a fork.
 UNFORKED = ("p12_random_batches",)
 
 
 def main() -> int:
-    """Run the scripts in the order of their claims; returns 1 if one of them failed."""
-    found = Path(__file__).parent.glob("[pe][0-9]*.py")
-    scripts = sorted(found, key=lambda path: (path.stem[0] != "p", int(path.stem[1:].split("_")[0])))
+    """Run the benchmarks, then the experiments, by number; returns 1 if a script failed."""
+    paths = Path(__file__).parent.glob("[pe][0-9]*.py")
+    scripts = sorted(paths, key=lambda path: (path.stem[0] != "p", int(path.stem[1:].split("_")[0])))
     is_tiny, failed = "--tiny" in sys.argv, []
-    multiprocessing.set_forkserver_preload(list(LOADED))
-    with ThreadPoolExecutor(2 if is_tiny else 1) as at_once:
-        for script, code in zip(scripts, at_once.map(run_tiny if is_tiny else run, scripts), strict=True):
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    with ThreadPoolExecutor(2 if is_tiny else 1) as pool:
+        for script, code in zip(scripts, pool.map(run_tiny if is_tiny else run, scripts), strict=True):
             if code:
                 failed.append(script.stem)
     print(f"{len(scripts) - len(failed)} of {len(scripts)} benchmarks ran" + "".join(f"; failed: {x}" for x in failed))
@@ -43,13 +43,13 @@ def main() -> int:
 
 
 def run(script: Path) -> int:
-    """Run one, and return its exit code."""
+    """Run a script, and return its exit code."""
     print(f"== {script.stem}", flush=True)
     return subprocess.run([sys.executable, "-m", f"benchmarks.{script.stem}", *sys.argv[1:]]).returncode
 
 
 def run_tiny(script: Path) -> int | None:
-    """Run one beside another, print what it printed once it has ended, and return its exit code."""
+    """Run a script in a forked process, print its output when it has ended, and return its exit code."""
     if script.stem in UNFORKED:
         return run(script)
     start = time.monotonic()
@@ -63,7 +63,7 @@ def run_tiny(script: Path) -> int | None:
 
 
 def _run_here(name: str, output: str) -> None:
-    """Run a script as this process's own, with all that it and its children print in a file."""
+    """Run a script as the main module of this process; its output and that of its children goes to a file."""
     with open(output, "wb", buffering=0) as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)

@@ -31,7 +31,7 @@ from embeddings.models import (
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 from tests.models.moe import tiny_moe
-from tests.models.reading import read
+from tests.models.reading import tokenised
 
 TEXTS = ["how do I pad sequences", "the quick brown fox " * 14, "7 jumps", "東京 café", " two numbers", "z"]
 CONTEXT = ["the lazy dog", "return the sum of two numbers"]
@@ -77,9 +77,9 @@ PLAIN = ("mean", "last_token", "normed")
 
 def vectors(embedder: Embedder, role: str) -> Tensor:
     length = embedder.text.query_max_length if role == "query" else embedder.text.document_max_length
-    tokens = read(embedder.tokenizer, TEXTS, embedder.text.prompts.get(role, ""), length)
+    tokens = tokenised(embedder.tokenizer, TEXTS, embedder.text.prompts.get(role, ""), length)
     if hasattr(embedder, "embed_context"):
-        context = [embedder.embed_context(read(embedder.tokenizer, CONTEXT, "", 24))]
+        context = [embedder.embed_context(tokenised(embedder.tokenizer, CONTEXT, "", 24))]
     else:
         context = []
     vector_ND: Tensor = embedder(tokens, *context)

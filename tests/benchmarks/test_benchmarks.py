@@ -50,6 +50,6 @@ def test_a_void_comparison_is_timed_again_and_given_up_after_three(monkeypatch: 
 def test_a_disk_that_was_not_steady_proves_nothing() -> None:
     found = p17_checkpoints.ratio_of([1.0, 2.0, 3.0], [10.0, 10.0, 10.0], [12.0, 9.0, 12.4])
     assert found == Ratio(0.2, 0.1, 0.3, 1.2)
-    with pytest.raises(RuntimeError, match=r"void: the peer against itself read 1\.260"):
+    with pytest.raises(RuntimeError, match=r"void: the control is 1\.260"):
         p17_checkpoints.ratio_of([1.0], [10.0], [12.6])
     assert p17_checkpoints.ratio_of([1.0], [10.0], [12.6], tiny=True).control == 1.26

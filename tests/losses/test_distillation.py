@@ -54,10 +54,10 @@ def softmax(scores: list[float]) -> list[float]:
     return [math.exp(score) / sum(math.exp(other) for other in scores) for score in scores]
 
 
-def teacher_score(batch: Any, row: int, place: int) -> float:
+def teacher_score(batch: Any, row: int, column: int) -> float:
     if batch.teacher_score_C is not None:
-        return float(batch.teacher_score_C[place])
-    return cosine(batch.surrogate_query_BS[row].tolist(), batch.surrogate_candidate_CS[place].tolist())
+        return float(batch.teacher_score_C[column])
+    return cosine(batch.surrogate_query_BS[row].tolist(), batch.surrogate_candidate_CS[column].tolist())
 
 
 def divergence_reference(student: list[Tensor], batch: ContrastiveBatch, t: float, teacher_t: float) -> float:
@@ -83,7 +83,7 @@ def margin_reference(student: list[Tensor], batch: ContrastiveBatch, scale: floa
         for c in range(len(batch), len(candidate)):
             if int(batch.owner_C[c]) == row:
                 margin = scale * (cosine(query[row], candidate[row]) - cosine(query[row], candidate[c]))
-                own, other = (teacher_score(batch, row, place) for place in (row, c))
+                own, other = (teacher_score(batch, row, column) for column in (row, c))
                 errors.append((margin - (own - other)) ** 2)
         errors = [error for error in errors if not math.isnan(error)]
         total += sum(errors) / len(errors) if errors else 0.0
@@ -184,11 +184,11 @@ def test_a_batch_without_a_teacher_is_refused(options: dict[str, Any]) -> None:
         loss(*vectors(batch), batch)
     for has_scores in (None, False, True):
         loss.check_teacher(True, has_scores)
-    takes_scores = options["kind"] is MarginMSE
-    for has_scores, is_refused in {None: not takes_scores, False: True, True: not takes_scores}.items():
+    uses_scores = options["kind"] is MarginMSE
+    for has_scores, is_refused in {None: not uses_scores, False: True, True: not uses_scores}.items():
         with pytest.raises(OptionError, match="surrogate_vectors") if is_refused else nullcontext() as error:
             loss.check_teacher(False, has_scores)
-        assert ("mine --reranker" in str(error)) == (takes_scores and is_refused)
+        assert ("mine --reranker" in str(error)) == (uses_scores and is_refused)
     with pytest.raises(OptionError, match="surrogate_vectors"):
         loss_of(**options, false_negative_filter=SurrogateFilter()).check_teacher(False, True)
 

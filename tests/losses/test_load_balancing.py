@@ -1,3 +1,5 @@
+"""The balancing loss and the z-loss of routers against loops, published values and a gradient by hand."""
+
 import pytest
 import torch
 from torch import Tensor

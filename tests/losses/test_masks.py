@@ -53,7 +53,7 @@ def loop_reference(records: list[Record], by_text: bool = True, by_class: bool =
 
 
 def tangled_records() -> list[Record]:
-    """Records with every relation that masks a candidate, within and across sources."""
+    """Records with every relation that masks a candidate, within a source and between sources."""
     records = random_records(12, 2, seed=3)
     for row, record in enumerate(records):
         record.label = (-1, 0, 1)[row % 3] if row < 9 else -1
@@ -94,8 +94,8 @@ def test_documents_against_queries_use_the_transposed_rule(height: int) -> None:
     records = tangled_records()
     batch = batch_of(records)
     query, candidate = keys(batch)
-    everybody = [Record(**{**vars(record), "in_batch": True}) for record in records]
-    competes = torch.tensor(loop_reference(everybody))[:, : len(batch)].T.clone()
+    all_in_batch = [Record(**{**vars(record), "in_batch": True}) for record in records]
+    competes = torch.tensor(loop_reference(all_in_batch))[:, : len(batch)].T.clone()
     competes &= batch.in_batch_B[:, None]
     competes.fill_diagonal_(True)
     score = torch.randn(len(batch), len(batch))
@@ -187,8 +187,8 @@ def dense_loss(
     loss = torch.nn.functional.cross_entropy(score.masked_fill(~competes, -torch.inf), batch.positive_index_B)
     if not both:
         return loss
-    everybody = replace(facts, in_batch_Q=torch.ones_like(batch.in_batch_B))
-    competes = (is_negative_mask(everybody, other, batch.positive_index_B) & may_compete)[:, :count].T
+    all_in_batch = replace(facts, in_batch_Q=torch.ones_like(batch.in_batch_B))
+    competes = (is_negative_mask(all_in_batch, other, batch.positive_index_B) & may_compete)[:, :count].T
     competes = (competes & batch.in_batch_B[:, None]).fill_diagonal_(True)
     score = score[:, :count].T.masked_fill(~competes, -torch.inf)
     return (loss + torch.nn.functional.cross_entropy(score, batch.positive_index_B)) / 2
@@ -259,9 +259,9 @@ def test_copies_of_a_vector_count_as_equal_despite_rounding() -> None:
     assert mask.fill_diagonal_(True).all()
 
 
-@pytest.mark.parametrize("half", ["surrogate_query_BS", "surrogate_candidate_CS"])
-def test_a_filter_without_vectors_is_refused(half: str) -> None:
-    batch = replace(with_surrogates(random_batch(3, 0)), **{half: None})
+@pytest.mark.parametrize("missing", ["surrogate_query_BS", "surrogate_candidate_CS"])
+def test_a_filter_without_vectors_is_refused(missing: str) -> None:
+    batch = replace(with_surrogates(random_batch(3, 0)), **{missing: None})
     with pytest.raises(OptionError, match=r"model\.loss .*surrogate_vectors"):
         InfoNCE(false_negative_filter=SurrogateFilter())(torch.eye(3), torch.eye(3), batch)
 

@@ -136,9 +136,9 @@ def test_frequent_words_do_not_attract_vectors() -> None:
         words.count_V[10:] = seen / 390
         (gradient,) = torch.autograd.grad(words(vector.expand(2, -1), texts), vector)
         pulls.append(float(-gradient[0] @ words.table_VH[5]))
-    without, known = pulls
-    assert without > 0
-    assert abs(known) < 0.3 * without
+    without_counts, with_counts = pulls
+    assert without_counts > 0
+    assert abs(with_counts) < 0.3 * without_counts
 
 
 def test_word_prediction_in_tiles_has_the_same_value(monkeypatch: pytest.MonkeyPatch) -> None:

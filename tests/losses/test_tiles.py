@@ -29,11 +29,11 @@ def test_gradients_of_the_cosine_equal_finite_differences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "computed"),
+    ("dtype", "computed"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
 )
-def test_similarities_are_float32_or_better_even_under_autocast(given: torch.dtype, computed: torch.dtype) -> None:
-    query = torch.randn(4, 64).to(given)
+def test_similarities_are_float32_or_better_even_under_autocast(dtype: torch.dtype, computed: torch.dtype) -> None:
+    query = torch.randn(4, 64).to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = similarity_matrix(query, query)
     assert found.dtype == computed == comparable(query).dtype
@@ -80,7 +80,7 @@ def test_tiles_cover_every_row_once() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, -2.0])
-def test_gradients_on_a_device_equal_the_hosts_without_synchronisation(
+def test_gradients_on_a_device_equal_those_of_a_cpu_without_synchronisation(
     factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row, column = torch.randn(40, 5, requires_grad=True), torch.randn(50, 5, requires_grad=True)
@@ -97,7 +97,7 @@ def test_gradients_on_a_device_equal_the_hosts_without_synchronisation(
 
 def test_no_gradients_are_computed_under_no_grad(monkeypatch: pytest.MonkeyPatch) -> None:
     row, column = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
-    monkeypatch.setattr(Tensor, "addmm_", lambda *_: pytest.fail("a gradient was made"))
+    monkeypatch.setattr(Tensor, "addmm_", lambda *_: pytest.fail("a gradient was computed"))
     with torch.no_grad():
         loss, _, _ = tiled_cross_entropy(row, column, torch.tensor(2.0), torch.arange(4))
     assert not loss.requires_grad

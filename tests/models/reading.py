@@ -1,4 +1,4 @@
-"""Texts and random ids as padded tokens for the models of these tests; a check of the code in a model directory."""
+"""Padded tokens of texts or random ids for the models of these tests; a check of the code in a model directory."""
 
 import ast
 import sys
@@ -9,8 +9,8 @@ from embeddings.common import TextSettings, TokenBatch
 from embeddings.data.tokenize import TextTokenizer
 
 
-def read(tokenizer, texts, prompt="", max_length=64, pool_prompt=False):
-    """The texts after the prompt, tokenised as in training."""
+def tokenised(tokenizer, texts, prompt="", max_length=64, pool_prompt=False):
+    """The texts with the prompt before each, tokenised as in training and padded."""
     settings = TextSettings(max_length, max_length, pool_prompt=pool_prompt)
     return TextTokenizer(tokenizer, settings)(texts, "query", prompt).padded(pad_token_id=tokenizer.pad_token_id)
 

@@ -1,4 +1,4 @@
-"""AnchorTokenPooling with real backbones compared with their attention matrices; captures; fused kernels."""
+"""AnchorTokenPooling against the attention matrices of real backbones; captured attention; fused kernels."""
 
 import logging
 import math
@@ -77,14 +77,14 @@ def test_vectors_equal_those_from_the_backbones_own_attention_matrices(kind, cau
 
 
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
-def test_the_key_axis_under_a_causal_mask_is_refused_and_leaves_no_capture(attn):
+def test_the_key_axis_under_a_causal_mask_is_refused_and_removes_its_capture(attn):
     backbone, tokenizer = backbone_of("mistral", attn, causal=True), sentencepiece_tokenizer()
     with pytest.raises(OptionError, match=r"causal mask.* bidirectional: true .* by_visible_queries: true"):
         Embedder(backbone, tokenizer, AnchorTokenPooling(32))
     Embedder(backbone, tokenizer, AnchorTokenPooling(32, axis="query"))
 
 
-def test_layers_and_axes_that_are_not_there_are_refused():
+def test_missing_layers_and_unknown_axes_are_refused():
     with pytest.raises(OptionError, match=r"layers \[5\] must be among the 2 attention layers"):
         embedder_of("bert", layers=(5,))
     with pytest.raises(ValueError, match=r"pooling\.axis must be key or query"):
@@ -93,7 +93,7 @@ def test_layers_and_axes_that_are_not_there_are_refused():
         AnchorTokenPooling(32, layers=())
 
 
-def test_it_reads_a_backbone_with_adapters():
+def test_a_backbone_with_adapters_is_supported():
     adapted = add_lora(backbone_of("mistral"), LoraSettings(rank=2, dropout=0.0))
     embedder = Embedder(adapted, sentencepiece_tokenizer(), AnchorTokenPooling(32)).eval()
     with torch.no_grad():
@@ -101,7 +101,7 @@ def test_it_reads_a_backbone_with_adapters():
     assert gradients(embedder).norm() > 0
 
 
-def test_a_text_with_nothing_but_its_first_token_keeps_it():
+def test_the_first_token_is_kept_if_a_text_has_no_other():
     mask = torch.tensor([[True, False, False], [True, True, False]])
     states = torch.zeros(2, 1, 3, 4)
     captured = [CapturedAttention(states, states, None, False, 1.0)]
@@ -111,7 +111,7 @@ def test_a_text_with_nothing_but_its_first_token_keeps_it():
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["bert", "mistral"])
-def test_the_capture_changes_no_state_of_the_backbone_and_its_config_stays(kind):
+def test_the_capture_changes_neither_states_nor_config_of_the_backbone(kind):
     found, expected = embedder_of(kind).backbone, backbone_of(kind)
     arguments = {"input_ids": TOKENS.input_ids_NL, "attention_mask": TOKENS.attention_mask_NL.long()}
     assert torch.equal(found(**arguments).last_hidden_state, expected(**arguments).last_hidden_state)
@@ -140,7 +140,7 @@ def test_the_gradient_passes_through_the_weights_unless_they_are_detached(kind):
     assert float((attached - detached).norm() / attached.norm()) > 1e-4
 
 
-def test_gradient_checkpointing_gives_the_same_gradient(tmp_path):
+def test_gradient_checkpointing_does_not_change_the_gradient(tmp_path):
     found = []
     for checkpointing in (False, True):
         folder = save_backbone(str(tmp_path / "backbone"), tiny_bert(), wordpiece_tokenizer())
@@ -207,7 +207,7 @@ def test_weights_and_gradients_equal_a_loop_at_every_tile(axis, per_head, by_vis
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_window_and_an_additive_mask_say_what_a_boolean_mask_says(is_causal):
+def test_a_window_and_an_additive_mask_equal_a_boolean_mask(is_causal):
     distance = torch.arange(7)[:, None] - torch.arange(7)[None, :]
     seen = ((distance.abs() < 3) & ((distance >= 0) | (not is_causal)))[None, None]
     added = torch.zeros(1, 1, 7, 7, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
@@ -218,7 +218,7 @@ def test_a_window_and_an_additive_mask_say_what_a_boolean_mask_says(is_causal):
     assert not torch.allclose(anchor_weights(window, IS_TOKEN), anchor_weights(replace(window, window=None), IS_TOKEN))
 
 
-def test_no_tile_is_larger_than_its_budget_and_texts_without_tokens_weigh_nothing(monkeypatch):
+def test_no_tile_exceeds_its_budget_and_texts_without_tokens_have_zero_weights(monkeypatch):
     monkeypatch.setattr(weights_module, "TILE_SCORES", 100)
     sizes = []
     softmax = torch.Tensor.softmax
@@ -261,7 +261,7 @@ KIND = (ProblemKind(CPU, torch.float32, 8, 2, False, False, None), "key")
 
 
 @pytest.fixture(autouse=True)
-def _no_check_is_remembered(monkeypatch):
+def _clear_checks(monkeypatch):
     monkeypatch.setattr(anchor_token, "_TRIAL_LENGTH", 27)
     checked_sums.cache_clear()
     yield
@@ -287,7 +287,7 @@ def nan_weights(*problem):
     return tiled_sums(*problem) * torch.nan
 
 
-def test_a_cpu_never_takes_the_fused_way(monkeypatch):
+def test_a_cpu_never_uses_fused_sums(monkeypatch):
     monkeypatch.setattr(anchor_token, "fused_sums", without_kernels)
     captured, is_token = anchor_token._trial(KIND[0])
     torch.testing.assert_close(fastest_sums(captured, is_token), tiled_sums(captured, is_token), rtol=0, atol=0)
@@ -327,7 +327,7 @@ def test_sums_that_fail_the_check_are_replaced_with_one_warning(sums, reason, ca
     assert re.search(reason, message), message
 
 
-def test_the_check_works_without_gradients_and_draws_from_no_common_generator():
+def test_the_check_works_without_gradients_and_does_not_change_the_global_random_state():
     before = torch.get_rng_state()
     with torch.inference_mode():
         assert checked_sums(tiled_sums, *KIND) is tiled_sums
@@ -403,9 +403,9 @@ def interpreter(monkeypatch):
     """The kernels in Triton's interpreter, with small tiles and tighter tolerances."""
     if torch.cuda.is_available():
         pytest.skip("the tests marked gpu run the compiled kernels")
-    pytest.importorskip("triton", reason="triton, which comes with a CUDA build of torch, is not here")
+    pytest.importorskip("triton", reason="triton, which CUDA builds of torch contain, is not installed")
     if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton interprets where TRITON_INTERPRET=1 was set before python began")
+        pytest.skip("Triton's interpreter needs TRITON_INTERPRET=1 before Python starts")
     monkeypatch.setattr("embeddings.models.anchor_kernels.TILE", TILE)
     monkeypatch.setattr(anchor_token, "_TRIAL_LENGTH", LENGTH)
     monkeypatch.setattr(anchor_token, "_WEIGHT_TOLERANCE", 2e-6)
@@ -426,7 +426,7 @@ def test_weights_and_gradients_equal_the_tiled_ones(case, axis):
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_a_mask_over_keys_alone_is_spread_and_a_text_or_query_that_sees_nothing_weighs_nothing():
+def test_a_mask_over_keys_is_broadcast_and_texts_or_queries_without_visible_keys_have_zero_weights():
     captured, is_token = problem(mask_dtype=torch.bool)
     over_keys = replace(captured, mask=captured.mask[:, :, :1].clone())
     assert anchor_token._disagreement(fused_sums, over_keys, is_token, "key") is None
@@ -446,7 +446,7 @@ def run(backbone):
 
 
 @torch.no_grad()
-def test_captured_queries_and_keys_are_the_layers_projections():
+def test_captured_queries_and_keys_are_the_projections_of_the_layer():
     backbone = tiny_bert()
     with AttentionCapture(backbone, (-1, 0)).open() as captured:
         run(backbone)
@@ -459,7 +459,7 @@ def test_captured_queries_and_keys_are_the_layers_projections():
     assert not layer.is_causal
 
 
-def test_a_backbone_has_one_capture_and_a_refused_one_leaves_every_layer_as_it_was():
+def test_a_layer_has_at_most_one_capture_and_a_refused_capture_changes_no_layer():
     backbone = tiny_bert()
     capture = AttentionCapture(backbone, (-1,))
     for layers in ((-1,), (0, -1)):
@@ -473,7 +473,7 @@ def test_a_backbone_has_one_capture_and_a_refused_one_leaves_every_layer_as_it_w
         captured()
 
 
-def test_a_capture_that_is_detached_leaves_its_layers_to_another_and_comes_back():
+def test_a_detached_capture_frees_its_layers_and_can_be_attached_again():
     backbone = tiny_bert()
     before = [(module.config, set(vars(module))) for module in attention_layers(backbone)]
     capture = AttentionCapture(backbone, (-1, 0))
@@ -492,7 +492,7 @@ def test_a_capture_that_is_detached_leaves_its_layers_to_another_and_comes_back(
         assert len(captured()) == 2
 
 
-def test_attention_that_cannot_be_read_is_refused_by_name():
+def test_unsupported_attention_is_refused_by_name():
     backbone = tiny_bert()
     capture = AttentionCapture(backbone, (-1,))
     module = attention_layers(backbone)[-1]
@@ -502,8 +502,8 @@ def test_attention_that_cannot_be_read_is_refused_by_name():
 
 
 @pytest.mark.parametrize("mask", [None, MASK])
-def test_without_a_four_dimensional_mask_causality_and_window_are_those_of_the_call(mask, monkeypatch):
-    """As in calls of flash attention: the mask has only padding, causality and window are arguments."""
+def test_without_a_four_dimensional_mask_causality_and_window_come_from_the_call(mask, monkeypatch):
+    """As in calls of flash attention: the mask contains only padding; causality and window are arguments."""
     capture, module = AttentionCapture(tiny_bert(), (-1,)), torch.nn.Module()
     object.__setattr__(module, "embeddings_capture", (capture, "recording"))
     calls = []

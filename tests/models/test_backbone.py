@@ -1,4 +1,4 @@
-"""Loading a backbone, its options and errors; compiled layers compared with plain ones; adapters."""
+"""Loading a backbone: options and errors; compiled layers against plain ones; adapters; students with fewer layers."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ def mistral(tmp_path):
     return Path(save_backbone(str(tmp_path / "mistral"), tiny_mistral(), sentencepiece_tokenizer()))
 
 
-def test_an_encoder_loads_as_it_is_without_a_pooling_layer_of_its_own(bert):
+def test_an_encoder_loads_unchanged_without_its_pooling_layer(bert):
     model, tokenizer = load_backbone(BackboneConfig(str(bert), bidirectional=True))
     assert model.pooler is None
     assert model.dtype == torch.float32
@@ -125,13 +125,13 @@ def test_a_damaged_folder_is_refused_in_one_line(bert, damage, says):
         load_backbone(BackboneConfig(str(bert)))
 
 
-def test_dropout_is_the_checkpoints_own_unless_given(tmp_path):
+def test_dropout_is_that_of_the_checkpoint_unless_the_option_is_set(tmp_path):
     folder = save_backbone(str(tmp_path / "bert"), tiny_bert(dropout=0.3), wordpiece_tokenizer())
     ids = torch.arange(3, 23)[None]
-    for given, is_random in ((None, True), (0.2, True), (0.0, False)):
-        model, _ = load_backbone(BackboneConfig(folder, dropout=given))
+    for dropout, is_random in ((None, True), (0.2, True), (0.0, False)):
+        model, _ = load_backbone(BackboneConfig(folder, dropout=dropout))
         probabilities = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
-        assert probabilities == {0.3 if given is None else given}
+        assert probabilities == {0.3 if dropout is None else dropout}
         with torch.no_grad():
             states = [model.train()(ids).last_hidden_state for _ in range(2)]
         assert torch.equal(*states) is not is_random
@@ -139,7 +139,7 @@ def test_dropout_is_the_checkpoints_own_unless_given(tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["bert", "nomic_bert", "qwen2"])
-def test_the_first_layers_are_taken_and_saved(tmp_path, name):
+def test_num_layers_keeps_and_saves_the_first_layers(tmp_path, name):
     """CDE's small setting uses six layers of NomicBERT; the config of a decoder lists the type of each layer."""
     options = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1} if name == "qwen2" else {}
     sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
@@ -171,7 +171,7 @@ def test_the_first_layers_are_taken_and_saved(tmp_path, name):
         ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "chunk size must be non-zero"),
     ],
 )
-def test_a_tokenizer_that_panics_is_one_line(bert, capfd, part, value, says):
+def test_a_tokenizer_that_panics_is_refused_in_one_line(bert, capfd, part, value, says):
     file = bert / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {part: value}))
     with pytest.raises(InputError, match=f"tokenizer cannot be read: {says}"):
@@ -191,12 +191,12 @@ def test_a_tokenizer_that_panics_is_one_line(bert, capfd, part, value, says):
         ),
     ],
 )
-def test_options_that_cannot_be_are_one_line(bert, options, says):
+def test_invalid_options_are_refused(bert, options, says):
     with pytest.raises(OptionError, match=f"^{says}"):
         load_backbone(BackboneConfig(str(bert), **options))
 
 
-def test_dropout_reaches_a_decoders_attention_and_is_refused_where_there_is_none(mistral, tmp_path):
+def test_dropout_applies_to_a_decoders_attention_and_is_refused_for_models_without_dropout(mistral, tmp_path):
     model, _ = load_backbone(BackboneConfig(str(mistral), dropout=0.5))
     assert model.config.attention_dropout == 0.5
     mamba = MambaModel(MambaConfig(vocab_size=384, hidden_size=16, state_size=4, num_hidden_layers=1))
@@ -205,7 +205,7 @@ def test_dropout_reaches_a_decoders_attention_and_is_refused_where_there_is_none
         load_backbone(BackboneConfig(folder, dropout=0.1))
 
 
-def test_flex_attention_with_dropout_is_one_line(tmp_path):
+def test_flex_attention_with_dropout_is_refused(tmp_path):
     folder = save_backbone(str(tmp_path / "bert"), tiny_bert(dropout=0.1), wordpiece_tokenizer())
     says = r"attn_implementation does not support dropout, and the model's attention_probs_dropout_prob is 0\.1"
     with pytest.raises(OptionError, match=says):
@@ -216,7 +216,7 @@ def test_flex_attention_with_dropout_is_one_line(tmp_path):
         new_model(FromScratch(folder, "bert", settings, attn_implementation="flex_attention"), AutoModel)
 
 
-# The compiler causes warnings of torch and suppresses its own only if warnings are not errors.
+# Compiling causes warnings of torch; the compiler suppresses its own only if warnings are not errors.
 keeps_warnings = pytest.mark.filterwarnings("default")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 
@@ -262,7 +262,7 @@ def plain_and_compiled(model):
 @keeps_warnings
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_gradcache_has_the_gradient_of_plain_layers_and_dropout_is_replayed(model, compiler):
+def test_gradcache_has_the_gradient_of_plain_layers_and_replays_dropout(model, compiler):
     plain, compiled = plain_and_compiled(model)
     for num_pairs in (4, 7):
         batch, engine = random_batch(num_pairs, 2), GradCache(mini_batch_tokens=30, kept_fraction=0.5)
@@ -276,8 +276,8 @@ def test_gradcache_has_the_gradient_of_plain_layers_and_dropout_is_replayed(mode
 
 @keeps_warnings
 @pytest.mark.parametrize("compiler", ["aot_eager"], indirect=True)
-def test_mini_batches_of_many_sizes_add_no_graph(compiler):
-    """One graph each with and without padding, in GradCache's passes without and with a graph: four in all."""
+def test_mini_batches_of_many_sizes_need_no_new_compilation(compiler):
+    """Four compiled graphs: with and without padding, each with and without gradients, as in GradCache's passes."""
     model, counted, found = tiny_bert().train(), torch._dynamo.utils.counters, []
     compile_layers(model)
     counted.clear()
@@ -295,10 +295,10 @@ def test_mini_batches_of_many_sizes_add_no_graph(compiler):
 
 
 @keeps_warnings
-def test_layers_that_a_pooling_reads_are_left_as_they_are_and_eager_attention_is_refused():
+def test_layers_that_a_pooling_reads_are_not_compiled_and_eager_attention_is_refused():
     partly, whole = tiny_mistral(), tiny_mistral()
-    for decoder, read in ((partly, (-1,)), (whole, (0, 1))):
-        pooling = AnchorTokenPooling(32, layers=read, by_visible_queries=True)
+    for decoder, read_layers in ((partly, (-1,)), (whole, (0, 1))):
+        pooling = AnchorTokenPooling(32, layers=read_layers, by_visible_queries=True)
         Embedder(decoder, sentencepiece_tokenizer(), pooling)
     compile_layers(partly)
     assert [is_compiled(layer) for layer in layers(partly)] == [True, False]
@@ -332,7 +332,7 @@ def states(backbone):
     return output.last_hidden_state * TOKENS.attention_mask_NL[..., None]
 
 
-def test_fresh_adapters_change_nothing_and_merging_in_place_gives_a_plain_backbone_of_equal_states():
+def test_new_adapters_change_no_state_and_merging_in_place_returns_a_plain_backbone_with_equal_states():
     torch.testing.assert_close(states(adapted().eval()), states(tiny_mistral()), rtol=0, atol=0)
     backbone = trained(adapted())
     expected = states(backbone)
@@ -343,7 +343,7 @@ def test_fresh_adapters_change_nothing_and_merging_in_place_gives_a_plain_backbo
 
 
 @pytest.mark.parametrize("settings", [LoraSettings(rank=4), LoraSettings(rank=4, target_modules=["query", "value"])])
-def test_merged_weights_give_the_adapted_states_and_leave_the_run_alone(settings):
+def test_merged_weights_have_the_adapted_states_and_the_trained_backbone_is_unchanged(settings):
     backbone = trained(add_lora(tiny_bert(), settings))
     before = {name: tensor.clone() for name, tensor in backbone.state_dict().items()}
     plain = tiny_bert(seed=1)
@@ -362,14 +362,14 @@ def test_merged_weights_give_the_adapted_states_and_leave_the_run_alone(settings
         ("target_modules", ["no_such_layer"], ".* q_proj"),
     ],
 )
-def test_impossible_settings_are_refused(name, value, says):
+def test_invalid_lora_settings_are_refused(name, value, says):
     with pytest.raises(OptionError, match=rf"lora\.{name} {says}"):
         add_lora(tiny_mistral(), LoraSettings(**{name: value}))
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "bert", "modernbert", "rotary, sparse"])
 @torch.no_grad()
-def test_a_student_of_spread_layers_is_loaded_as_it_was_written(tmp_path, name):
+def test_a_student_has_evenly_spread_layers_and_equals_itself_after_loading(tmp_path, name):
     if name in FAMILIES:
         model = build(name)
     elif name == "rotary, sparse":

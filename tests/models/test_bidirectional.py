@@ -1,4 +1,4 @@
-"""Decoders without a causal mask: every layer of every family, saved and loaded, and errors."""
+"""Decoders without a causal mask: every layer of every family, also after saving and loading, and errors."""
 
 import copy
 import json
@@ -62,22 +62,22 @@ CONFIGS = ("cohere2", "llama", "mistral", "qwen2", "qwen3")
 def build(name, attention=None, **options):
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**SHAPE, **FAMILIES.get(name, {}), **options})
-    given = {} if attention is None else {"attn_implementation": attention}
-    model = AutoModel.from_config(config, **given)
+    keywords = {} if attention is None else {"attn_implementation": attention}
+    model = AutoModel.from_config(config, **keywords)
     assert isinstance(model, PreTrainedModel)
     return model.eval()
 
 
 @torch.no_grad()
 def reach(model, length=20):
-    """How much the last token changes the first one's state, which is outside a layer's window of 4."""
+    """Maximum change of the first token's final state by the last token, which is outside a layer's window of 4."""
     ids = torch.arange(length)[None] % 60 + 1
     changed = ids.clone()
     changed[0, -1] = 63
     return float((model(ids).last_hidden_state - model(changed).last_hidden_state)[0, 0].abs().max())
 
 
-def test_padding_that_leaks_into_states_is_caught():
+def test_padding_that_changes_states_is_caught():
     model = build("mistral", "sdpa")
     make_bidirectional(model)
     forward = model.forward
@@ -87,7 +87,7 @@ def test_padding_that_leaks_into_states_is_caught():
 
 
 @pytest.mark.parametrize("name", WINDOWED)
-def test_a_window_with_a_rotary_base_of_its_own_stays(name):
+def test_a_window_with_its_own_rotary_base_is_kept(name):
     kinds = ["sliding_attention", "full_attention"] * 2
     model = build(name, "sdpa", layer_types=kinds, sliding_window=4, **WINDOWED[name])
     make_bidirectional(model)
@@ -95,7 +95,7 @@ def test_a_window_with_a_rotary_base_of_its_own_stays(name):
     assert (model.config.layer_types, model.config.sliding_window) == (kinds, 4)
 
 
-def test_a_window_that_is_off_leaves_the_states_of_short_texts_alone():
+def test_disabling_a_window_does_not_change_the_states_of_short_texts():
     """Cohere 2 rotates queries and keys only in layers with a window: they must keep their type."""
     wide, off = build("cohere2", sliding_window=64), build("cohere2")
     wide.config.is_causal = False
@@ -123,7 +123,7 @@ def layers_that_see_the_last_token(model):
 
 
 @pytest.mark.parametrize(("name", "attention"), [*product(FAMILIES, [None]), *product(CONFIGS, ["eager"])])
-def test_every_layer_sees_past_its_window_once_the_mask_is_off_saved_and_loaded_too(tmp_path, name, attention):
+def test_every_layer_sees_beyond_its_window_without_the_mask_also_after_loading(tmp_path, name, attention):
     model, ids = build(name, attention), torch.arange(1, 30)[None]
     assert layers_that_see_the_last_token(model) == [False] * 4
     with pytest.raises(OptionError, match="does not see the last one"):
@@ -133,13 +133,13 @@ def test_every_layer_sees_past_its_window_once_the_mask_is_off_saved_and_loaded_
     # Flash attention, which cannot run here, uses the window in the layers.
     windows = {getattr(module, "sliding_window", None) for module in model.modules()} - {None}
     assert all(window > 1_000_000 for window in windows)
-    model.save_pretrained(tmp_path / "made")
-    saved = json.loads((tmp_path / "made" / "config.json").read_text())
+    model.save_pretrained(tmp_path / "bidirectional")
+    saved = json.loads((tmp_path / "bidirectional" / "config.json").read_text())
     assert saved["is_causal"] is False
     assert bool(windows) is (saved.get("sliding_window") is not None)
-    assert not windows or name not in CONFIGS or name == "cohere2"
-    for folder, is_made in (("causal", False), ("made", True)):
-        loaded = load_model(tmp_path / folder, attn_implementation=attention, make_bidirectional=not is_made)
+    assert not windows or name not in CONFIGS or name == "cohere2"  # its windows are widened, not removed
+    for folder, is_causal in (("causal", True), ("bidirectional", False)):
+        loaded = load_model(tmp_path / folder, attn_implementation=attention, make_bidirectional=is_causal)
         check_bidirectional(loaded)
         assert layers_that_see_the_last_token(loaded) == [True] * 4
         with torch.no_grad():
@@ -156,7 +156,7 @@ def test_a_layer_that_stays_causal_is_refused_by_name(name):
         check_bidirectional(model)
 
 
-def test_one_layer_that_keeps_its_causal_mask_is_found():
+def test_a_single_layer_that_keeps_its_causal_mask_is_caught():
     model = build("llama", "sdpa")
     make_bidirectional(model)
     layers = model.layers
@@ -170,11 +170,11 @@ def test_one_layer_that_keeps_its_causal_mask_is_found():
 
 @pytest.fixture
 def only_on_a_gpu():
-    """An attention that fails until `is_there` is set."""
-    state = {"is_there": False}
+    """An attention that fails until `has_gpu` is set."""
+    state = {"has_gpu": False}
 
     def forward(*args, **options):
-        if not state["is_there"]:
+        if not state["has_gpu"]:
             raise RuntimeError("FlashAttention only supports CUDA tensors\nand more")
         return sdpa_attention_forward(*args, **options)
 
@@ -184,7 +184,7 @@ def only_on_a_gpu():
     del AttentionInterface._global_mapping["only_gpu"], AttentionMaskInterface._global_mapping["only_gpu"]
 
 
-def test_an_attention_of_gpus_alone_is_refused_without_one_and_checked_in_the_first_forward_with_one(
+def test_attention_for_gpus_is_refused_without_a_gpu_and_checked_in_the_first_forward_with_one(
     only_on_a_gpu, monkeypatch
 ):
     ids = torch.arange(1, 30)[None]
@@ -198,7 +198,7 @@ def test_an_attention_of_gpus_alone_is_refused_without_one_and_checked_in_the_fi
         require_bidirectional(model)
     with pytest.raises(OptionError, match="does not run on the CPU"):
         copy.deepcopy(made)(ids)
-    only_on_a_gpu["is_there"] = True
+    only_on_a_gpu["has_gpu"] = True
     with pytest.raises(OptionError, match="does not see the last one"):
         still_causal(ids)
     expected = build("mistral", "sdpa")

@@ -1,4 +1,4 @@
-"""The two-stage model and its layers: vectors by a loop, states after a context, limits, and its directory."""
+"""The two-stage model and its layers: vectors against a loop, states after a context, limits, and its directory."""
 
 import json
 import shutil
@@ -66,7 +66,7 @@ def test_vectors_equal_a_loop_that_pools_text_alone(kind):
 
 
 @torch.no_grad()
-def test_without_soft_prompt_and_residual_it_is_the_papers_model():
+def test_without_soft_prompts_and_residual_projection_it_is_the_papers_model():
     embedder = tiny_contextual(num_soft_prompts=0, residual_projection=False, normalize=False)
     assert embedder.residual is None
     context = embedder.embed_context(DOCUMENTS)
@@ -78,7 +78,7 @@ def test_without_soft_prompt_and_residual_it_is_the_papers_model():
 
 
 @torch.no_grad()
-def test_a_text_beyond_the_positions_and_a_context_beyond_the_slots_are_one_line():
+def test_a_text_beyond_the_positions_and_a_context_beyond_the_slots_are_refused():
     embedder = tiny_contextual("nomic")
     embedder(random_tokens(384, [120]))
     with pytest.raises(OptionError, match="document_max_length must leave texts of at most 120 tokens beside 8"):
@@ -87,7 +87,7 @@ def test_a_text_beyond_the_positions_and_a_context_beyond_the_slots_are_one_line
         embedder(TOKENS, torch.zeros(6, 32))
 
 
-def test_gradients_of_the_context_equal_differences():
+def test_gradients_of_the_context_equal_finite_differences():
     embedder = tiny_contextual("nomic", num_context=2, num_soft_prompts=1).double()
     context = embedder.embed_context(DOCUMENTS)[:2].detach().requires_grad_()
     tokens = random_tokens(384, [4, 2])
@@ -95,7 +95,7 @@ def test_gradients_of_the_context_equal_differences():
 
 
 @torch.no_grad()
-def test_autocast_and_bfloat16_weights_stay_near_float32():
+def test_vectors_under_autocast_and_with_bfloat16_weights_are_close_to_float32():
     def vectors(embedder):
         context = embedder.embed_context(DOCUMENTS)
         return [context, embedder(TOKENS, context)]
@@ -110,7 +110,7 @@ def test_autocast_and_bfloat16_weights_stay_near_float32():
             assert nn.functional.cosine_similarity(low, high).min() > 0.99
 
 
-def test_a_saved_model_trains_on_with_both_stages_checkpointed_and_with_the_dropout_that_is_given(tmp_path):
+def test_checkpointing_and_dropout_apply_to_both_stages_of_a_loaded_model(tmp_path):
     tiny_contextual(context_dropout=0.0).save_pretrained(tmp_path / "model")
     gradients = []
     for checkpointing in (False, True):
@@ -132,7 +132,7 @@ def test_a_saved_model_trains_on_with_both_stages_checkpointed_and_with_the_drop
 
 
 @torch.no_grad()
-def test_adapters_of_both_stages_are_merged_into_what_is_saved(tmp_path):
+def test_adapters_of_both_stages_are_merged_into_the_saved_weights(tmp_path):
     torch.manual_seed(0)
     settings = LoraSettings(rank=4, dropout=0.0)
     first, second = add_lora(tiny_bert(1), settings), add_lora(tiny_bert(), settings)
@@ -148,7 +148,7 @@ def test_adapters_of_both_stages_are_merged_into_what_is_saved(tmp_path):
     assert (again(TOKENS, again.embed_context(DOCUMENTS)) - before).abs().max() <= 1e-5
 
 
-def test_each_loader_takes_its_own_kind_and_names_the_other(tmp_path):
+def test_each_loader_refuses_the_other_kind_of_model(tmp_path):
     tiny_contextual().save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"is a contextual model; load it with embeddings\.models\.load_embedder"):
         Embedder.from_pretrained(tmp_path)
@@ -170,7 +170,7 @@ def test_each_loader_takes_its_own_kind_and_names_the_other(tmp_path):
         ({"context_max_length": 129}, "context_max_length must be <= 128, the positions that the first stage has"),
     ],
 )
-def test_impossible_numbers_are_refused(options, says):
+def test_invalid_options_are_refused(options, says):
     with pytest.raises(OptionError, match=says):
         tiny_contextual(**options)
 
@@ -185,7 +185,7 @@ def test_impossible_numbers_are_refused(options, says):
         ("nomic", 119, None, 119),
     ],
 )
-def test_the_longest_document_is_what_both_stages_have_positions_for(kind, num_positions, max_length, longest):
+def test_documents_must_fit_the_positions_of_both_stages(kind, num_positions, max_length, longest):
     embedder = ContextualEmbedder(
         tiny_bert(num_positions=num_positions),
         BACKBONES[kind](),
@@ -236,7 +236,7 @@ def test_the_directory_contains_both_stages_and_their_code(written):
     }
 
 
-def test_a_directory_that_does_not_say_a_documents_limit_has_none(tmp_path):
+def test_a_directory_without_context_max_length_has_no_limit(tmp_path):
     tiny_contextual(context_max_length=4).save_pretrained(tmp_path / "model")
     assert ContextualEmbedder.from_pretrained(tmp_path / "model").first_stage.max_length == 4
     file = tmp_path / "model/0_Context/context.json"
@@ -253,16 +253,16 @@ def insert_norm(folder):
 
 
 DAMAGE = {
-    "first stage gone": lambda d: (d / "0_Context/model.safetensors").unlink(),
+    "no first stage": lambda d: (d / "0_Context/model.safetensors").unlink(),
     "first stage without a config": lambda d: (d / "0_Context/config.json").unlink(),
-    "layers cut": lambda d: (d / "0_Context/context.safetensors").write_bytes(b"\x08"),
-    "layers of another size": lambda d: edit(d / "0_Context/context.json", num_soft_prompts=4),
-    "no size": lambda d: edit(d / "0_Context/context.json", num_context=None),
-    "impossible limit": lambda d: edit(d / "0_Context/context.json", context_max_length=0),
-    "a limit that is no number": lambda d: edit(d / "0_Context/context.json", context_max_length="8"),
-    "impossible size": lambda d: edit(d / "0_Context/context.json", num_context=0),
-    "settings no JSON": lambda d: (d / "0_Context/context.json").write_text("{"),
-    "residual gone": lambda d: shutil.rmtree(d / "2_ResidualHead"),
+    "layers truncated": lambda d: (d / "0_Context/context.safetensors").write_bytes(b"\x08"),
+    "layers with another size": lambda d: edit(d / "0_Context/context.json", num_soft_prompts=4),
+    "no number of documents": lambda d: edit(d / "0_Context/context.json", num_context=None),
+    "invalid limit": lambda d: edit(d / "0_Context/context.json", context_max_length=0),
+    "a limit that is not a number": lambda d: edit(d / "0_Context/context.json", context_max_length="8"),
+    "invalid number of documents": lambda d: edit(d / "0_Context/context.json", num_context=0),
+    "settings not JSON": lambda d: (d / "0_Context/context.json").write_text("{"),
+    "no residual": lambda d: shutil.rmtree(d / "2_ResidualHead"),
     "residual without weights": lambda d: (d / "2_ResidualHead/model.safetensors").unlink(),
     "a layer norm": insert_norm,
     "another pooling": lambda d: edit(d / "1_Pooling/config.json", name="cls"),
@@ -270,7 +270,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_directory_is_one_line(tmp_path, written, damage):
+def test_a_damaged_directory_is_refused_in_one_line(tmp_path, written, damage):
     shutil.copytree(written, tmp_path / "model")
     DAMAGE[damage](tmp_path / "model")
     with pytest.raises(InputError) as caught:
@@ -300,18 +300,18 @@ def test_vectors_equal_a_loop_over_documents():
 
 @torch.no_grad()
 @pytest.mark.parametrize("skip", [0, 2, 6])
-def test_a_limit_reads_the_first_tokens_and_pools_the_last_of_them(skip):
+def test_max_length_truncates_documents_and_pools_the_last_remaining_token(skip):
     tokens, first = random_tokens(384, LENGTHS, skip=skip), stage()
-    cut = [tensor[:, :5].clone() for tensor in tokens]
+    truncated = [tensor[:, :5].clone() for tensor in tokens]
     for row, length in enumerate(LENGTHS):
-        cut[2][row, min(length, 5) - 1] = True
-    expected, whole = first(*cut), first(*tokens)
+        truncated[2][row, min(length, 5) - 1] = True
+    expected, whole = first(*truncated), first(*tokens)
     first.max_length = 5
     torch.testing.assert_close(first(*tokens), expected)
     assert (whole - expected)[[0, 2]].abs().max() > 1e-4
 
 
-def test_prompts_are_pooled_too_where_the_released_model_does_so():
+def test_pools_prompt_includes_the_prompt_as_in_the_released_model():
     layer, tokens = stage(), random_tokens(384, LENGTHS, skip=2)
     everything = tokens._replace(pooling_mask_NL=tokens.attention_mask_NL)
     with torch.no_grad():
@@ -329,8 +329,8 @@ def slots(num_context=5, dropout_fraction=0.0):
 def test_every_text_has_the_same_context_and_empty_slots_are_null():
     layer, context = slots().eval(), torch.randn(3, 8)
     assert torch.equal(layer(context, 4), torch.stack([*context, layer.null_H, layer.null_H]).expand(4, 5, 8))
-    for given in (None, torch.empty(0, 8), layer.null_H.expand(5, 8)):
-        assert torch.equal(layer(given, 2), layer.null_H.expand(2, 5, 8))
+    for no_context in (None, torch.empty(0, 8), layer.null_H.expand(5, 8)):
+        assert torch.equal(layer(no_context, 2), layer.null_H.expand(2, 5, 8))
 
 
 @pytest.mark.parametrize("shape", [(6, 8), (5, 9), (1, 5, 8), (8,)])
@@ -339,8 +339,8 @@ def test_a_context_that_does_not_fit_is_refused(shape):
         slots()(torch.zeros(shape), 2)
 
 
-def test_dropout_of_everything_is_no_context_and_of_nothing_the_whole_with_the_null_vector_in_the_graph():
-    """Every rank's graph must contain the null vector, or the reduction of gradients would hang."""
+def test_full_dropout_removes_the_context_and_no_dropout_keeps_it_with_the_null_vector_in_the_graph():
+    """The null vector must be in every rank's graph, or the reduction of gradients would hang."""
     context = torch.randn(5, 8)
     layer = slots(dropout_fraction=1.0).train()
     assert torch.equal(layer(context, 3), layer(None, 3))
@@ -352,7 +352,7 @@ def test_dropout_of_everything_is_no_context_and_of_nothing_the_whole_with_the_n
     assert abs(float(ContextSlots(1, 4096).null_H.detach().std()) - 0.01) < 1e-3
 
 
-def test_dropout_replaces_single_slots_of_single_texts_at_its_rate():
+def test_dropout_replaces_slots_of_each_text_independently_at_its_rate():
     layer, context = slots(50, 0.25).train(), torch.randn(50, 8)
     expected = context.expand(200, 50, 8)
     found = layer(context, 200)
@@ -398,7 +398,7 @@ def prefix(num_context=6, num_soft_prompts=3):
     return torch.randn(4, num_context, 32), torch.randn(num_soft_prompts, 32)
 
 
-def spread(first, second):
+def largest_difference(first, second):
     return float((first - second)[SEEN].abs().max())
 
 
@@ -406,18 +406,18 @@ def spread(first, second):
 @torch.no_grad()
 def test_the_order_of_the_context_changes_nothing_and_its_content_does(kind):
     backbone, (context, soft) = BACKBONES[kind](), prefix()
-    given = states_behind_context(backbone, context, soft, IDS, SEEN)
-    turned = states_behind_context(backbone, context[:, [3, 5, 0, 1, 4, 2]], soft, IDS, SEEN)
-    assert spread(given, turned) <= 1e-5
-    assert spread(given, states_behind_context(backbone, context.roll(1, 2), soft, IDS, SEEN)) > 1e-3
+    states = states_behind_context(backbone, context, soft, IDS, SEEN)
+    permuted = states_behind_context(backbone, context[:, [3, 5, 0, 1, 4, 2]], soft, IDS, SEEN)
+    assert largest_difference(states, permuted) <= 1e-5
+    assert largest_difference(states, states_behind_context(backbone, context.roll(1, 2), soft, IDS, SEEN)) > 1e-3
 
 
 @pytest.mark.parametrize("kind", BACKBONES)
 @torch.no_grad()
-def test_an_empty_prefix_leaves_the_states_of_the_backbone_and_padding_changes_none(kind):
+def test_an_empty_prefix_changes_no_states_of_the_backbone_and_neither_does_padding(kind):
     backbone = BACKBONES[kind]()
     states = states_behind_context(backbone, *prefix(0, 0), IDS, SEEN)
-    assert spread(states, backbone(input_ids=IDS, attention_mask=SEEN.long()).last_hidden_state) <= 1e-5
+    assert largest_difference(states, backbone(input_ids=IDS, attention_mask=SEEN.long()).last_hidden_state) <= 1e-5
     context, soft = prefix()
     together = states_behind_context(backbone, context, soft, IDS, SEEN)
     for row, length in enumerate(LENGTHS):
@@ -428,7 +428,7 @@ def test_an_empty_prefix_leaves_the_states_of_the_backbone_and_padding_changes_n
 
 @pytest.mark.parametrize("make", [tiny_bert, tiny_xlm_roberta])
 @torch.no_grad()
-def test_learned_positions_are_added_to_the_text_alone(make):
+def test_learned_positions_are_added_only_to_the_text(make):
     backbone = make()
     context, soft = prefix()
     table = learned_positions(backbone)
@@ -447,7 +447,7 @@ def test_learned_positions_are_added_to_the_text_alone(make):
 
 
 @torch.no_grad()
-def test_a_rotary_context_has_index_0_and_the_text_begins_behind_the_soft_prompt():
+def test_rotary_context_vectors_have_index_0_and_the_text_follows_the_soft_prompts():
     backbone, (context, soft) = tiny_nomic(), prefix()
     seen = []
     backbone.rotary_emb.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
@@ -456,7 +456,7 @@ def test_a_rotary_context_has_index_0_and_the_text_begins_behind_the_soft_prompt
 
 
 @torch.no_grad()
-def test_a_window_holds_among_the_texts_tokens_and_for_no_other():
+def test_a_window_applies_only_between_tokens_of_the_text():
     backbone, (context, soft) = tiny_modernbert(), prefix()
     seen = []
     layer = next(layer for layer in backbone.layers if layer.attention_type == "sliding_attention")
@@ -472,7 +472,7 @@ def test_a_window_holds_among_the_texts_tokens_and_for_no_other():
                 assert bool(seen[0][row, 0, i, j]) == (near and is_token)
 
 
-def test_a_backbone_that_sees_the_order_breaks_the_rule():
+def test_backbones_that_depend_on_the_order_of_the_context_break_the_rule():
     assert broken_rule(tiny_mistral()) == "must not depend on the order of its context"
     config = MPNetConfig(**SMALL, max_position_embeddings=130)
     assert "not use relative positions" in broken_rule(MPNetModel(config, add_pooling_layer=False))
@@ -483,7 +483,7 @@ def test_a_backbone_that_sees_the_order_breaks_the_rule():
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["nomic", "modernbert", "decoder"])
-def test_a_context_with_positions_is_read_as_any_tokens_are(kind):
+def test_a_context_with_positions_equals_a_prefix_of_tokens(kind):
     backbone, ids_NL = BACKBONES[kind](), torch.arange(4, 24).view(2, 10)
     mask_NL = torch.ones_like(ids_NL, dtype=torch.bool)
     mask_NL[1, 7:] = False

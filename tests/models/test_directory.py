@@ -1,4 +1,4 @@
-"""Model directories and their files: compatibility with sentence-transformers, damage, failures, Hub names."""
+"""Model directories: compatibility with sentence-transformers, damaged files, failed writes, names on the Hub."""
 
 import json
 import os
@@ -41,7 +41,7 @@ from embeddings.models.model_files import (
 )
 from embeddings.models.poolings import pooling_name
 from tests.helpers.tiny import save_backbone, tiny_bert, tiny_t5, wordpiece_tokenizer
-from tests.models.reading import random_tokens, read
+from tests.models.reading import random_tokens, tokenised
 
 TOKENS = random_tokens(384, [7, 3, 12])
 
@@ -64,7 +64,7 @@ def edit(file, **changes):
 
 
 def written_by_theirs(folder, *layers, backbone=None, pooling="mean", max_length=None, **options):
-    """A model that sentence-transformers made and wrote, with these layers after its pooling."""
+    """A model built and written by sentence-transformers, with these layers after its pooling."""
     name = save_backbone(str(folder.with_name("backbone")), backbone or tiny_bert(), wordpiece_tokenizer())
     modules = [Transformer(name, max_seq_length=max_length), Pooling(32, pooling), *layers]
     theirs = SentenceTransformer(modules=modules, device="cpu", **options)
@@ -82,7 +82,7 @@ def test_a_plain_model_is_a_plain_sentence_transformers_directory(tmp_path):
 
 @pytest.mark.usefixtures("travelling_code")
 @pytest.mark.parametrize("own_code", [False, True])
-def test_the_template_of_instructions_stays_with_a_model(tmp_path, own_code):
+def test_the_instruction_template_is_saved_with_a_model(tmp_path, own_code):
     settings = {"prompts": {"query": "q:"}, "pool_prompt": not own_code}
     model = embedder(**settings, instruction_template="[INST] {instruction} ")
     model.save_pretrained(tmp_path / "model")
@@ -95,7 +95,7 @@ def test_the_template_of_instructions_stays_with_a_model(tmp_path, own_code):
 
 
 @pytest.mark.parametrize("pooling", [MeanPooling(32), latent()])
-def test_the_widths_that_a_model_was_trained_at_stay_with_it(tmp_path, pooling):
+def test_the_trained_widths_are_saved_with_a_model(tmp_path, pooling):
     for widths in ((), (32, 8)):
         model = embedder(pooling)
         model.trained_widths = widths
@@ -109,7 +109,6 @@ def test_the_widths_that_a_model_was_trained_at_stay_with_it(tmp_path, pooling):
     ("pooling", "text", "own_code"),
     [
         (MeanPooling(32), {}, False),
-        (MeanPooling(32), {"prompts": {"query": "q: "}, "pool_prompt": True}, False),
         (MeanPooling(32), {"prompts": {"query": ""}}, False),
         (ClsPooling(32), {"prompts": {"query": "q: "}}, False),
         (MeanPooling(32), {"prompts": {"query": "q: "}}, False),
@@ -124,7 +123,7 @@ def test_the_widths_that_a_model_was_trained_at_stay_with_it(tmp_path, pooling):
         (latent(), {}, True),
     ],
 )
-def test_code_travels_only_where_the_library_cannot_do_it(tmp_path, pooling, text, own_code):
+def test_a_directory_has_code_only_if_sentence_transformers_needs_it(tmp_path, pooling, text, own_code):
     embedder(pooling, **text).save_pretrained(tmp_path / "model")
     assert bool(list((tmp_path / "model").glob("*.py"))) is own_code
 
@@ -138,13 +137,13 @@ def test_a_directory_that_sentence_transformers_wrote_loads(tmp_path, mode, norm
     ours = Embedder.from_pretrained(tmp_path / "model")
     assert ours.text == TextSettings(20, 20, prompts={"query": "find: "}, pool_prompt=True)
     texts = ["how do I pad", "the quick brown fox jumps over the lazy dog " * 3, "z"]
-    vectors = ours(read(ours.tokenizer, texts, "find: ", 20, pool_prompt=True))
+    vectors = ours(tokenised(ours.tokenizer, texts, "find: ", 20, pool_prompt=True))
     assert (vectors - torch.from_numpy(theirs.encode_query(texts))).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("published", ["float32", "float16", "with decoder"])
 @torch.no_grad()
-def test_a_t5_encoder_with_a_dense_head_gives_sentence_transformers_vectors(tmp_path, published):
+def test_a_t5_encoder_with_a_dense_head_has_the_vectors_of_sentence_transformers(tmp_path, published):
     dense = Dense(32, 24, bias=False, activation_function=Identity())
     theirs = written_by_theirs(tmp_path / "model", dense, Normalize(), backbone=tiny_t5(), max_length=400)
     if published == "float16":
@@ -170,7 +169,7 @@ def test_a_t5_encoder_with_a_dense_head_gives_sentence_transformers_vectors(tmp_
 
 @pytest.mark.parametrize("bias", [False, True])
 @torch.no_grad()
-def test_two_linear_layers_of_a_published_directory_become_one(tmp_path, bias):
+def test_two_linear_layers_of_a_published_directory_are_merged(tmp_path, bias):
     layers = [Dense(*sizes, bias=bias, activation_function=Identity()) for sizes in ((32, 96), (96, 24))]
     theirs = written_by_theirs(tmp_path / "model", *layers, Normalize())
     texts = ["how do I pad", "z", "the quick brown fox"]
@@ -184,19 +183,19 @@ def test_two_linear_layers_of_a_published_directory_become_one(tmp_path, bias):
 
 
 @torch.no_grad()
-def test_a_layer_norm_that_sentence_transformers_wrote_loads_where_it_follows_the_pooling(tmp_path):
+def test_a_layer_norm_of_sentence_transformers_loads_only_directly_after_the_pooling(tmp_path):
     norm, texts = LayerNorm(32), ["how do I pad", "z"]
     for parameter in norm.parameters():
         torch.nn.init.normal_(parameter)
     theirs = written_by_theirs(tmp_path / "model", norm, Dense(32, 8, activation_function=Identity()))
     ours = Embedder.from_pretrained(tmp_path / "model")
-    assert (ours(read(ours.tokenizer, texts)) - torch.from_numpy(theirs.encode(texts))).abs().max() <= 1e-5
+    assert (ours(tokenised(ours.tokenizer, texts)) - torch.from_numpy(theirs.encode(texts))).abs().max() <= 1e-5
     written_by_theirs(tmp_path / "late", Normalize(), norm)
     with pytest.raises(InputError, match="has a LayerNorm after its head or Normalize"):
         Embedder.from_pretrained(tmp_path / "late")
 
 
-def test_a_tokenizer_that_lower_cases_on_request_does(tmp_path):
+def test_do_lower_case_makes_the_tokenizer_lower_case(tmp_path):
     embedder().save_pretrained(tmp_path / "model")
     edit(tmp_path / "model" / "sentence_bert_config.json", do_lower_case=True)
     tokenizer = Embedder.from_pretrained(tmp_path / "model").tokenizer
@@ -221,9 +220,9 @@ def test_a_new_model_replaces_the_old_one_and_leaves_other_files(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("failing", ["save_pretrained", "into place", "carrying files over"])
-def test_a_failure_leaves_the_old_model_whole(tmp_path, monkeypatch, failing):
-    target, replace, carried = tmp_path / "model", os.replace, []
+@pytest.mark.parametrize("failing", ["save_pretrained", "into place", "other files"])
+def test_a_failed_save_leaves_the_old_model_intact(tmp_path, monkeypatch, failing):
+    target, replace, moved = tmp_path / "model", os.replace, []
     embedder().save_pretrained(target)
     for name in ("metrics.json", "report.md"):
         (target / name).write_text(name)
@@ -233,9 +232,9 @@ def test_a_failure_leaves_the_old_model_whole(tmp_path, monkeypatch, failing):
         raise OSError("no space")
 
     def replace_or_fail(source, destination):
-        is_carried = Path(source).parent.name == "old"
-        carried.extend([source] * is_carried)
-        if (Path(source).name == "new" and failing == "into place") or (is_carried and len(carried) == 2):
+        is_from_old = Path(source).parent.name == "old"
+        moved.extend([source] * is_from_old)
+        if (Path(source).name == "new" and failing == "into place") or (is_from_old and len(moved) == 2):
             fail()
         replace(source, destination)
 
@@ -245,12 +244,12 @@ def test_a_failure_leaves_the_old_model_whole(tmp_path, monkeypatch, failing):
         monkeypatch.setattr(os, "replace", replace_or_fail)
     with pytest.raises(OSError, match="no space"):
         second.save_pretrained(target)
-    assert len(carried) == (2 if failing == "carrying files over" else 0)
+    assert len(moved) == (2 if failing == "other files" else 0)
     assert tree(target) == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_an_export_that_fails_beside_another_leaves_the_others_model(tmp_path, monkeypatch):
+def test_an_export_that_fails_during_another_leaves_the_others_model(tmp_path, monkeypatch):
     target, replace, seen = tmp_path / "model", os.replace, []
 
     def export(name):
@@ -276,7 +275,7 @@ def test_an_export_that_fails_beside_another_leaves_the_others_model(tmp_path, m
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_file_that_appears_while_the_model_is_written_comes_back(tmp_path, monkeypatch):
+def test_a_file_created_at_the_target_during_a_save_is_kept(tmp_path, monkeypatch):
     target = tmp_path / "model"
     monkeypatch.setattr("embeddings.models.model_files._flush", lambda _: target.write_text("mine"))
     with pytest.raises(NotADirectoryError):
@@ -285,7 +284,7 @@ def test_a_file_that_appears_while_the_model_is_written_comes_back(tmp_path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_pooling_that_cannot_travel_is_refused_and_nothing_is_written(tmp_path):
+def test_an_unknown_pooling_class_is_refused_and_nothing_is_written(tmp_path):
     class Own(MeanPooling):
         pass
 
@@ -296,24 +295,24 @@ def test_a_pooling_that_cannot_travel_is_refused_and_nothing_is_written(tmp_path
 
 
 DAMAGE = {
-    "weights cut": lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:900]),
-    "pooling weights cut": lambda d: (d / "1_Pooling/model.safetensors").write_bytes(b"\x08"),
-    "pooling weights gone": lambda d: (d / "1_Pooling/model.safetensors").unlink(),
-    "pooling of another size": lambda d: edit(
+    "weights truncated": lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:900]),
+    "pooling weights truncated": lambda d: (d / "1_Pooling/model.safetensors").write_bytes(b"\x08"),
+    "no pooling weights": lambda d: (d / "1_Pooling/model.safetensors").unlink(),
+    "pooling with another size": lambda d: edit(
         d / "1_Pooling/config.json", arguments={**latent().arguments(), "num_latents": 5}
     ),
     "pooling unknown": lambda d: edit(d / "1_Pooling/config.json", name="os.system"),
-    "pooling with an argument too many": lambda d: edit(d / "1_Pooling/config.json", arguments={"bogus": 1}),
+    "pooling with an unknown argument": lambda d: edit(d / "1_Pooling/config.json", arguments={"bogus": 1}),
     "pooling of another width": lambda d: edit(d / "1_Pooling/config.json", hidden_size=16),
-    "modules no JSON": lambda d: (d / "modules.json").write_text("[{"),
+    "modules not JSON": lambda d: (d / "modules.json").write_text("[{"),
     "module unknown": lambda d: (d / "modules.json").write_text('[{"type": "os.system", "path": ""}]'),
-    "module outside": lambda d: (d / "modules.json").write_text('[{"type": "x.Pooling", "path": "../elsewhere"}]'),
-    "modules no list": lambda d: (d / "modules.json").write_text('{"type": "x.Pooling"}'),
-    "module no object": lambda d: (d / "modules.json").write_text('["x.Pooling"]'),
+    "module elsewhere": lambda d: (d / "modules.json").write_text('[{"type": "x.Pooling", "path": "../elsewhere"}]'),
+    "modules not a list": lambda d: (d / "modules.json").write_text('{"type": "x.Pooling"}'),
+    "module not an object": lambda d: (d / "modules.json").write_text('["x.Pooling"]'),
     "no pooling": lambda d: (d / "modules.json").write_text('[{"type": "x.Transformer", "path": ""}]'),
     "unknown text setting": lambda d: edit(d / "text_settings.json", bogus=1),
-    "impossible length": lambda d: edit(d / "text_settings.json", query_max_length=0),
-    "no such width": lambda d: edit(d / "config_sentence_transformers.json", matryoshka_dimensions=[33]),
+    "invalid length": lambda d: edit(d / "text_settings.json", query_max_length=0),
+    "width beyond the vectors": lambda d: edit(d / "config_sentence_transformers.json", matryoshka_dimensions=[33]),
     "no list of modules": lambda d: (d / "modules.json").unlink(),
     "no tokenizer": lambda d: (d / "tokenizer.json").unlink(),
     "no config": lambda d: (d / "config.json").unlink(),
@@ -321,7 +320,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_directory_is_one_line(tmp_path, damage):
+def test_a_damaged_directory_is_refused_in_one_line(tmp_path, damage):
     embedder(latent()).save_pretrained(tmp_path / "model")
     Embedder.from_pretrained(tmp_path / "model")
     DAMAGE[damage](tmp_path / "model")
@@ -332,7 +331,7 @@ def test_a_damaged_directory_is_one_line(tmp_path, damage):
 
 
 @pytest.mark.parametrize("changes", [{"pooling_mode_max_tokens": True}, {"pooling_mode_mean_tokens": False}])
-def test_a_pooling_that_is_none_of_ours_is_one_line(tmp_path, changes):
+def test_an_unsupported_pooling_mode_is_refused(tmp_path, changes):
     embedder().save_pretrained(tmp_path / "model")
     edit(tmp_path / "model/1_Pooling/config.json", **changes)
     with pytest.raises(InputError, match=r"has (the unknown|a) pooling"):
@@ -350,14 +349,14 @@ VECTORS = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)) * 3 + 2
 
 
 def norm(**options):
-    made = nn.LayerNorm(8, **options)
-    for parameter in made.parameters():
+    layer = nn.LayerNorm(8, **options)
+    for parameter in layer.parameters():
         nn.init.normal_(parameter)
-    return made
+    return layer
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}])
-def test_a_norm_gives_the_same_vectors_here_and_in_sentence_transformers(tmp_path, options):
+def test_a_norm_has_the_same_output_here_and_in_sentence_transformers(tmp_path, options):
     ours = norm(**options)
     write_norm(tmp_path / "norm", ours)
     expected = ours(VECTORS)
@@ -385,14 +384,14 @@ def test_an_epsilon_that_a_directory_does_not_support_is_refused(tmp_path):
         (write_norm, read_norm, {"dimension": 7}, "cannot be loaded"),
     ],
 )
-def test_a_layer_that_is_another_is_one_line(tmp_path, write, read, changes, says):
+def test_an_unsupported_or_inconsistent_layer_is_refused(tmp_path, write, read, changes, says):
     write(tmp_path / "layer", nn.Linear(8, 3) if write is write_head else norm())
     edit(tmp_path / "layer" / "config.json", **changes)
     with pytest.raises(InputError, match=says):
         read(tmp_path / "layer")
 
 
-def test_the_files_of_weights_are_the_one_there_is_or_the_shards_of_an_index(tmp_path):
+def test_weight_files_are_the_single_file_or_the_shards_of_an_index(tmp_path):
     assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
     index = tmp_path / "model.safetensors.index.json"
     write_json(index, {"weight_map": {"a": "2.safetensors", "b": "1.safetensors", "c": "2.safetensors"}})
@@ -445,7 +444,7 @@ def unreachable(monkeypatch):
     return asked
 
 
-def test_an_unreachable_hub_is_one_line_that_names_the_packaged_models_extra(monkeypatch, unreachable):
+def test_an_unreachable_hub_is_one_line_that_names_the_extra_of_the_packaged_model(monkeypatch, unreachable):
     with pytest.raises(InputError, match=r"^who/what@abc: is neither a directory") as caught:
         resolve_model("who/what", "abc")
     assert "\n" not in str(caught.value)
@@ -455,20 +454,20 @@ def test_an_unreachable_hub_is_one_line_that_names_the_packaged_models_extra(mon
     assert unreachable == [("who/what", "abc"), (f"sentence-transformers/{PACKAGED_NAME}", None)]
 
 
-def test_a_name_that_the_hub_cannot_have_is_one_line():
+def test_an_invalid_hub_name_is_refused():
     with pytest.raises(InputError, match="neither a directory"):
         resolve_model("what??")
 
 
-def test_the_card_comes_along_and_pickles_do_not(tmp_path, monkeypatch):
+def test_the_card_is_downloaded_and_pickles_and_code_are_not(tmp_path, monkeypatch):
     names = ["README.md", "config.json", "model.safetensors", "pytorch_model.bin", "modeling.py", "onnx/model.json"]
 
-    def taken(name, allow_patterns, ignore_patterns, **_):
+    def download(name, allow_patterns, ignore_patterns, **_):
         for found in filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
             (tmp_path / found).touch()
         return str(tmp_path)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", taken)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     folder = resolve_model("who/what")
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
@@ -485,7 +484,7 @@ def test_packaged_weights_that_are_not_the_published_ones_are_refused(tmp_path, 
         resolve_model(PACKAGED_NAME)
 
 
-def test_a_folder_of_the_hubs_cache_is_a_copy_of_an_id_at_a_commit(tmp_path):
+def test_the_origin_of_a_folder_in_the_hub_cache_is_its_id_and_commit(tmp_path):
     cached = tmp_path / "models--who--what-1.5" / "snapshots" / "0123abc"
     assert origin_of(cached) == ("who/what-1.5", "0123abc")
     assert origin_of(tmp_path / "models--bert" / "snapshots" / "0123abc") == ("bert", "0123abc")

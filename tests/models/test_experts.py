@@ -95,14 +95,14 @@ def test_a_back_end_equals_the_written_out_sum(backend, num_tokens, load, top_k,
     assert max(found_errors.values()) <= 1e-6
 
 
-def test_widths_that_the_grouped_product_does_not_take_go_through_the_loop():
+def test_widths_that_the_grouped_product_does_not_support_use_the_loop():
     torch.manual_seed(0)
     experts, tokens, routing = Experts(6, 10, EXPERTS), torch.randn(9, 6), routing_of(balanced(9, 2))
     torch.testing.assert_close(experts(tokens, routing), written_out(experts, tokens, routing), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_expert_without_tokens_has_a_gradient_of_zero_and_its_weights_do_not_matter(backend):
+def test_an_expert_without_tokens_has_zero_gradients_and_does_not_affect_the_output(backend):
     experts, tokens, chosen = make_experts(), random_tokens(20), uneven(20, 2)
     assert 7 not in chosen
     first = outcome(by(BACKENDS[backend]), experts, tokens, chosen)
@@ -113,7 +113,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero_and_its_weights_do_not_
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_tokens_at_all_are_no_output_and_gradients_of_zero(backend):
+def test_without_tokens_the_output_is_empty_and_gradients_are_zero(backend):
     experts = make_experts()
     experts.backend = BACKENDS[backend]
     output = experts(random_tokens(0), routing_of(torch.zeros(0, 2, dtype=torch.int64)))
@@ -135,7 +135,7 @@ def test_float64_passes_gradcheck(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bfloat16_and_autocast_are_near_float32(backend):
+def test_bfloat16_and_autocast_are_close_to_float32(backend):
     experts, tokens, chosen = make_experts(), random_tokens(64), uneven(64, 2)
     exact = outcome(by(BACKENDS[backend]), experts, tokens, chosen)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -213,7 +213,7 @@ def test_a_step_casts_each_weight_once_with_the_same_values_and_gradients(recomp
         assert torch.equal(found, expected)
 
 
-def test_a_changed_weight_is_cast_anew():
+def test_a_changed_weight_is_cast_again():
     experts, routing = make_experts(num_experts=4), routing_of(torch.tensor([[0, 1], [2, 3]]), num_experts=4)
     with torch.autocast("cpu", torch.bfloat16), shared_casts():
         before = experts(random_tokens(2), routing)
@@ -222,7 +222,7 @@ def test_a_changed_weight_is_cast_anew():
         assert not torch.equal(experts(random_tokens(2), routing), before)
 
 
-def test_large_loads_of_gated_experts_have_the_gradients_of_the_loop():
+def test_gated_experts_with_many_rows_have_the_gradients_of_the_loop():
     """They use `pass_experts`, whose backward recomputes the gate."""
     experts, num_tokens = make_experts(gated=True), ROWS_BY_EXPERT * EXPERTS // 2
     tokens, chosen = random_tokens(num_tokens), balanced(num_tokens, 2)
@@ -255,19 +255,19 @@ def looped_mlps(row, w1, w2, bias=None):
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize(("with_bias", "frozen"), [(False, None), *((True, place) for place in (None, 0, 1, 2, 3))])
-def test_output_and_gradients_are_those_of_the_written_out_mlps(with_bias, frozen):
+@pytest.mark.parametrize(("with_bias", "frozen"), [(False, None), *((True, index) for index in (None, 0, 1, 2, 3))])
+def test_output_and_gradients_equal_a_loop_over_mlps(with_bias, frozen):
     found, factor = [], drawn(sum(SIZES), WIDTH, seed=5).detach()
     for run in (passed, looped_mlps):
-        given = inputs(with_bias)
+        tensors = inputs(with_bias)
         if frozen is not None:
-            given[frozen].requires_grad_(False)
-        output = run(*given)
+            tensors[frozen].requires_grad_(False)
+        output = run(*tensors)
         output.backward(factor)
-        assert frozen is None or given[frozen].grad is None
+        assert frozen is None or tensors[frozen].grad is None
         # The expert without rows has gradients of zero, not uninitialised memory.
-        assert all(not stacked.grad[1].any() for stacked in given[1:] if stacked.requires_grad)
-        found.append([output.detach(), *(one.grad for one in given if one.requires_grad)])
+        assert all(not stacked.grad[1].any() for stacked in tensors[1:] if stacked.requires_grad)
+        found.append([output.detach(), *(one.grad for one in tensors if one.requires_grad)])
     assert len(found[0]) == 4 + with_bias - (frozen is not None)
     assert all(value.abs().max() > 0 for value in found[0])
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
@@ -283,18 +283,18 @@ def kept_bytes(experts, state, routing):
 
 
 @pytest.mark.parametrize("activation", [F.gelu, nn.PReLU()])
-def test_large_loads_keep_one_inner_state_a_row_where_the_activation_does_not_learn(activation):
+def test_experts_with_many_rows_store_one_inner_state_a_row_if_the_activation_has_no_weights(activation):
     """Grouped products store the input and the output of the activation, two inner states per row."""
     torch.manual_seed(0)
     experts = Experts(8, 64, EXPERTS, activation=activation, backend=grouped_experts)
     state = torch.randn(ROWS_BY_EXPERT * EXPERTS // 2, 8).requires_grad_()
     chosen = (torch.arange(len(state))[:, None] + torch.arange(2)) % EXPERTS
     inner_states = {}
-    for name, few in (("many", len(state)), ("one too few", len(state) - 1)):
-        num_bytes = kept_bytes(experts, state[:few], routing_of(chosen[:few]))
-        inner_states[name] = num_bytes // (2 * few * 64 * 4)
-    learns = isinstance(activation, nn.Module)
-    assert inner_states == {"many": 2 if learns else 1, "one too few": 2}
+    for name, count in (("many", len(state)), ("one too few", len(state) - 1)):
+        num_bytes = kept_bytes(experts, state[:count], routing_of(chosen[:count]))
+        inner_states[name] = num_bytes // (2 * count * 64 * 4)
+    has_weights = isinstance(activation, nn.Module)
+    assert inner_states == {"many": 2 if has_weights else 1, "one too few": 2}
     experts(state, routing_of(chosen)).sum().backward()
     assert all(parameter.grad is not None for parameter in experts.parameters())
 
@@ -317,7 +317,7 @@ def test_an_unknown_back_end_and_a_megablocks_that_is_missing_are_refused(monkey
 
 
 def install(monkeypatch, available):
-    """Install a replacement of megablocks' grouped product with its requirements: contiguous matrices, CPU sizes."""
+    """Replace megablocks' grouped product by a loop with its requirements: contiguous matrices and int64 sizes."""
 
     def gmm(a, b, batch_sizes, trans_b=False):
         assert b.is_contiguous()
@@ -330,7 +330,7 @@ def install(monkeypatch, available):
         monkeypatch.setitem(sys.modules, name, util)
 
 
-def test_the_grouped_product_of_megablocks_gives_the_same_sum(monkeypatch):
+def test_the_grouped_product_of_megablocks_has_the_same_output(monkeypatch):
     install(monkeypatch, available=False)
     with pytest.raises(OptionError, match="lacks its grouped product"):
         set_expert_backend(make_experts(), "megablocks")
@@ -346,7 +346,7 @@ def test_the_grouped_product_of_megablocks_gives_the_same_sum(monkeypatch):
 
 @pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_the_most_probable_experts_are_chosen_and_weighed(top_k, renormalize):
+def test_the_most_probable_experts_are_chosen_and_weighted(top_k, renormalize):
     router, tokens = make_router(top_k, renormalize=renormalize), random_tokens(12)
     routing = router(tokens)
     assert routing.expert_TK.shape == routing.weight_TK.shape == (12, top_k)
@@ -358,7 +358,7 @@ def test_the_most_probable_experts_are_chosen_and_weighed(top_k, renormalize):
         assert weights == pytest.approx([shares[expert] / total for expert in best], rel=1e-5)
 
 
-def test_the_sums_are_those_of_the_tokens():
+def test_the_sums_of_a_router_are_sums_over_tokens():
     router, tokens = make_router(), random_tokens(30)
     sums = router(tokens).sums
     assert sums.count_X.dtype == torch.int64
@@ -371,7 +371,7 @@ def test_the_sums_are_those_of_the_tokens():
     torch.testing.assert_close(sums.squared_logsumexp, logits.exp().sum(1).log().square().sum())
 
 
-def test_the_router_learns_from_what_its_experts_do_but_for_one_renormalised_expert():
+def test_the_router_gets_a_gradient_from_its_weights_unless_it_renormalises_one_expert():
     router, alone = make_router(), make_router(1, renormalize=True)
     for one in (router, alone):
         one(random_tokens(5)).weight_TK[:, 0].sum().backward()
@@ -379,7 +379,7 @@ def test_the_router_learns_from_what_its_experts_do_but_for_one_renormalised_exp
     assert alone.weight.grad.abs().max() < 1e-7
 
 
-def test_noise_is_drawn_in_training_alone_and_probabilities_are_float32():
+def test_noise_is_added_only_in_training_and_probabilities_are_float32():
     router, tokens = make_router(noise=0.5), random_tokens(20)
     exact = make_router().train()(tokens).weight_TK
     assert not torch.equal(router.train()(tokens).weight_TK, exact)
@@ -397,6 +397,6 @@ def test_noise_is_drawn_in_training_alone_and_probabilities_are_float32():
         ({"num_experts": 4, "top_k": 2, "noise": 1.0}, "noise must be >= 0 and < 1, got 1.0"),
     ],
 )
-def test_an_impossible_routing_is_named(options, says):
+def test_invalid_routing_options_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
         Router(HIDDEN, **options)

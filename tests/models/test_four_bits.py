@@ -1,6 +1,6 @@
-"""4-bit weights under LoRA: errors, and on a CPU training, checkpoints and model directories.
+"""4-bit weights under LoRA: errors, and training, checkpoints and model directories on a CPU.
 
-No GPU has run this. The second half needs the extra `qlora` and is skipped without it.
+It has not been run on a GPU. The second half needs the extra `qlora` and is skipped without it.
 """
 
 import sys
@@ -40,15 +40,15 @@ def test_4_bits_are_refused_without_bfloat16_lora_a_gpu_or_the_package(monkeypat
 
 
 def small_config(folder, **backbone):
-    """A tiny run of LoRA over weights in 4 bits, with a layer width that the packing divides."""
+    """A tiny run of LoRA over 4-bit weights, with a layer width that is a multiple of the packing's block."""
     config = run_config(folder, "mistral")
     save_backbone(str(folder / "wide"), tiny_mistral(hidden_size=64), sentencepiece_tokenizer())
-    given = {"name": str(folder / "wide"), "bidirectional": True, "dtype": "bfloat16", "quantization": "nf4"}
-    config["model"]["init_args"]["backbone"] = given | backbone
+    options = {"name": str(folder / "wide"), "bidirectional": True, "dtype": "bfloat16", "quantization": "nf4"}
+    config["model"]["init_args"]["backbone"] = options | backbone
     return config
 
 
-def test_a_run_in_4_bits_on_a_cpu_is_one_line_and_yet_can_be_checked(tmp_path, capsys):
+def test_a_run_in_4_bits_is_refused_on_a_cpu_but_can_be_checked(tmp_path, capsys):
     words = ["fit", "--config", write_config(tmp_path, small_config(tmp_path))]
     assert_refused(capsys, tmp_path, "backbone.quantization needs a CUDA GPU", main, words)
     assert main([*words, "--check"]) == 0
@@ -59,16 +59,16 @@ def test_a_run_in_4_bits_on_a_cpu_is_one_line_and_yet_can_be_checked(tmp_path, c
     ("variables", "device"),
     [({}, "cuda:0"), ({"SLURM_LOCALID": "1"}, "cuda:1"), ({"LOCAL_RANK": "9", "SLURM_LOCALID": "0"}, "cuda:1")],
 )
-def test_each_rank_reads_the_weights_to_its_own_gpu(variables, device, monkeypatch):
+def test_each_rank_loads_the_weights_on_its_own_gpu(variables, device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     options = four_bit_options()
     assert options["device_map"] == {"": device}
-    made = options["quantization_config"]
-    assert (made.load_in_4bit, made.bnb_4bit_quant_type, made.bnb_4bit_use_double_quant) == (True, "nf4", True)
-    assert made.bnb_4bit_compute_dtype == torch.bfloat16
+    config = options["quantization_config"]
+    assert (config.load_in_4bit, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant) == (True, "nf4", True)
+    assert config.bnb_4bit_compute_dtype == torch.bfloat16
 
 
 @pytest.fixture
@@ -79,10 +79,10 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(backbone_file, "check_quantization", lambda *_: None)
 
 
-def test_linear_layers_are_in_4_bits_and_come_back_near_to_their_weights(on_cpu, tmp_path):
-    given = small_config(tmp_path)["model"]["init_args"]["backbone"]
-    whole, _ = load_backbone(BackboneConfig(given["name"]))
-    small, _ = load_backbone(BackboneConfig(**given), has_lora=True)
+def test_linear_layers_are_in_4_bits_and_are_restored_close_to_their_weights(on_cpu, tmp_path):
+    options = small_config(tmp_path)["model"]["init_args"]["backbone"]
+    whole, _ = load_backbone(BackboneConfig(options["name"]))
+    small, _ = load_backbone(BackboneConfig(**options), has_lora=True)
     found = four_bit_weights(small)
     assert len(found) == 14
     assert sum(map(is_four_bit, small.parameters())) == 14
@@ -93,7 +93,7 @@ def test_linear_layers_are_in_4_bits_and_come_back_near_to_their_weights(on_cpu,
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_a_run_trains_matrices_alone_resumes_and_writes_plain_weights(on_cpu, tmp_path, monkeypatch):
+def test_a_run_trains_only_adapters_resumes_and_writes_plain_weights(on_cpu, tmp_path, monkeypatch):
     config = small_config(tmp_path)
     model = str(tmp_path / "model")
     checkpoints = component("ModelCheckpoint", dirpath=str(tmp_path / "kept"), every_n_train_steps=2, save_top_k=-1)

@@ -1,4 +1,4 @@
-"""A language model: its states, its head on selected states, its adapters and its directory."""
+"""Language models: states, the head on selected states, adapters, directories, new models, separate documents."""
 
 import re
 from pathlib import Path
@@ -44,7 +44,7 @@ DOCUMENT_NL = torch.zeros_like(IDS_NL)
 SIZES = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 64}
 GEMMA2 = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 0.5}
-# Heads with capped logits, with several layers, and with attributes of the model other than the backbone.
+# Heads with capped logits, with several layers, and with parts that are attributes of the model.
 OTHERS = {
     "xlm-roberta": (AutoModelForMaskedLM, SIZES),
     "gemma2": (AutoModelForCausalLM, GEMMA2),
@@ -62,18 +62,18 @@ def model_of(kind):
 
 
 @pytest.mark.parametrize("kind", ["bert", "mistral", "tied", *OTHERS])
-def test_the_head_on_some_states_equals_the_whole_computation_and_so_do_gradients(kind):
+def test_the_head_on_some_states_has_the_loss_and_gradients_of_the_whole_model(kind):
     model = model_of(kind)
-    read_P = torch.tensor([0, 3, 3, 17, 35])
+    position_P = torch.tensor([0, 3, 3, 17, 35])
     label_P = torch.tensor([7, 8, 9, 10, 11])
 
-    whole = F.cross_entropy(model(input_ids=IDS_NL).logits.flatten(0, 1)[read_P], label_P)
+    whole = F.cross_entropy(model(input_ids=IDS_NL).logits.flatten(0, 1)[position_P], label_P)
     whole.backward()
     expected = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
     model.zero_grad()
 
     language_model = LanguageModel(model, sentencepiece_tokenizer(), causal=False).eval()
-    state_PH = language_model(IDS_NL, DOCUMENT_NL, False, False).flatten(0, 1)[read_P]
+    state_PH = language_model(IDS_NL, DOCUMENT_NL, False, False).flatten(0, 1)[position_P]
     logits_PV = language_model.head(state_PH)
     assert logits_PV.shape == (5, language_model.vocab_size)
     parts = token_cross_entropy(state_PH, label_P, language_model.head, tile_positions=2)
@@ -86,7 +86,7 @@ def test_the_head_on_some_states_equals_the_whole_computation_and_so_do_gradient
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_head_that_reads_more_than_the_last_states_is_refused(monkeypatch):
+def test_a_head_that_uses_more_than_the_last_states_is_refused(monkeypatch):
     model = causal_mistral()
     forward = model.forward
 
@@ -103,7 +103,7 @@ def test_a_head_that_reads_more_than_the_last_states_is_refused(monkeypatch):
         check_head(t5.eval())
 
 
-def test_the_vocabulary_is_never_computed_for_all_positions():
+def test_logits_are_never_computed_for_all_positions():
     model, seen = causal_mistral(), []
     language_model = LanguageModel(model, sentencepiece_tokenizer(), causal=True)
     model.lm_head.register_forward_hook(lambda *call: seen.append(call[2].numel() // call[2].shape[-1]))
@@ -115,7 +115,7 @@ def test_the_vocabulary_is_never_computed_for_all_positions():
     assert language_model.head(state_PH[:0]).shape == (0, model.config.vocab_size)
 
 
-def test_padding_and_other_documents_are_kept_out_as_asked():
+def test_padding_and_other_documents_are_masked_on_request():
     language_model = LanguageModel(masked_bert(), wordpiece_tokenizer(), causal=False).eval()
     padded_NL, two_NL = DOCUMENT_NL.clone(), DOCUMENT_NL.clone()
     padded_NL[:, 8:], two_NL[:, 8:] = -1, 1
@@ -127,7 +127,7 @@ def test_padding_and_other_documents_are_kept_out_as_asked():
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("train_head", [False, True])
-def test_lora_trains_matrices_of_the_backbone_and_the_head_on_request(train_head, tied):
+def test_lora_trains_adapters_of_the_backbone_and_the_head_on_request(train_head, tied):
     model = causal_mistral(tied=tied)
     if tied and train_head:
         with pytest.raises(OptionError, match="the head's matrix is the input embedding, which LoRA freezes"):
@@ -140,7 +140,7 @@ def test_lora_trains_matrices_of_the_backbone_and_the_head_on_request(train_head
 
 
 @pytest.mark.parametrize("kind", ["mistral", "tied", "bert"])
-def test_a_saved_directory_has_the_matrices_merged_and_gives_equal_logits(kind, tmp_path):
+def test_a_saved_directory_has_merged_adapters_and_equal_logits(kind, tmp_path):
     tokenizer = wordpiece_tokenizer() if kind == "bert" else sentencepiece_tokenizer()
     language_model = LanguageModel(model_of(kind), tokenizer, kind != "bert", LoraSettings(rank=4, dropout=0.0)).eval()
     torch.manual_seed(1)
@@ -170,7 +170,7 @@ def test_a_saved_directory_has_the_matrices_merged_and_gives_equal_logits(kind, 
 
 
 @pytest.mark.parametrize("kind", ["bert", "mistral"])
-def test_a_head_that_is_missing_is_refused_unless_a_new_one_is_asked_for(kind, tmp_path):
+def test_a_missing_head_is_refused_unless_a_new_one_is_requested(kind, tmp_path):
     bert = kind == "bert"
     backbone, tokenizer = (tiny_bert(), wordpiece_tokenizer()) if bert else (tiny_mistral(), sentencepiece_tokenizer())
     folder = Path(save_backbone(str(tmp_path), backbone, tokenizer))
@@ -190,7 +190,7 @@ def test_a_head_that_is_missing_is_refused_unless_a_new_one_is_asked_for(kind, t
         load_language_model(BackboneConfig(str(folder)), head, new_head=True)
 
 
-def test_an_architecture_without_the_objectives_head_is_refused_by_name(tmp_path):
+def test_an_architecture_without_a_head_for_the_objective_is_refused(tmp_path):
     mistral, bert = (language_model_folder(tmp_path / kind, kind) for kind in ("mistral", "bert"))
     with pytest.raises(OptionError, match=r"model\.objective does not fit: mistral needs mntp or causal, got 'mlm'"):
         load_language_model(BackboneConfig(mistral), "masked")
@@ -205,14 +205,14 @@ def test_an_architecture_without_the_objectives_head_is_refused_by_name(tmp_path
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def folder(tmp_path, tokenizer):
+def tokenizer_folder(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     return str(tmp_path / "tokenizer")
 
 
 def make(tmp_path, tokenizer, **fields):
     settings = {**SMALL, "num_key_value_heads": 2, **fields.pop("settings", {})}
-    scratch = FromScratch(folder(tmp_path, tokenizer), settings=settings, **fields)
+    scratch = FromScratch(tokenizer_folder(tmp_path, tokenizer), settings=settings, **fields)
     torch.manual_seed(3)
     return new_model(scratch, AutoModelForCausalLM)
 
@@ -221,7 +221,7 @@ def make(tmp_path, tokenizer, **fields):
     ("tokenizer", "pad"), [(wordpiece_tokenizer(), 0), (sentencepiece_tokenizer(), None), (bpe_tokenizer(), None)]
 )
 def test_the_tokenizer_decides_vocabulary_and_special_tokens(tokenizer, pad, tmp_path):
-    """A pad token that is the separator too would never be trained, so it is not the config's."""
+    """A pad token that is also the separator would never be trained, so the config has no pad token then."""
     model, loaded = make(tmp_path, tokenizer)
     rows = model.get_input_embeddings().weight.shape[0]
     assert rows % 64 == 0
@@ -240,7 +240,7 @@ def test_settings_decide_the_model(tmp_path):
     assert one.lm_head.weight is one.model.embed_tokens.weight
     assert one.config.is_causal is False
     assert not one.training
-    scratch = FromScratch(folder(tmp_path, wordpiece_tokenizer()), "bert", dict(SMALL))
+    scratch = FromScratch(tokenizer_folder(tmp_path, wordpiece_tokenizer()), "bert", dict(SMALL))
     encoder, _ = new_model(scratch, AutoModelForMaskedLM)
     assert type(encoder).__name__ == "BertForMaskedLM"
 
@@ -253,12 +253,12 @@ def test_settings_decide_the_model(tmp_path):
         ({"settings": {"vocab_size": 3}}, "is not a setting of mistral"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_made(fields, says):
+def test_invalid_fields_are_refused_before_a_model_is_built(fields, says):
     with pytest.raises(OptionError, match=re.escape(says)):
         FromScratch("nowhere", **fields)
 
 
-def test_settings_that_make_no_model_and_a_tile_without_logits_are_refused(tmp_path):
+def test_inconsistent_settings_and_tiles_without_logits_are_refused(tmp_path):
     with pytest.raises(OptionError, match="cannot build a model"):
         make(tmp_path, wordpiece_tokenizer(), model_type="llama", settings={"hidden_size": 33})
     with pytest.raises(OptionError, match=r"model\.head\.tile_logits must be >= 1, got 0"):
@@ -281,7 +281,7 @@ def model(kind, attention="sdpa"):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "bert", "xlm-roberta"])
-def test_each_document_is_read_as_if_it_were_alone(kind, attention):
+def test_each_packed_document_has_the_states_of_the_document_alone(kind, attention):
     backbone = model(kind, attention)
     ids_NL = torch.randint(3, 200, DOCUMENT_NL_MASK.shape)
     with torch.no_grad():
@@ -299,7 +299,7 @@ def test_each_document_is_read_as_if_it_were_alone(kind, attention):
     check_separation(backbone, kind == "causal")
 
 
-def test_a_model_that_takes_no_such_mask_or_whose_documents_see_each_other_is_refused(monkeypatch):
+def test_a_model_that_cannot_separate_documents_is_refused(monkeypatch):
     def open_to_all(backbone, document_NL, causal):
         inputs = document_inputs(backbone, document_NL, causal)
         return {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}

@@ -76,7 +76,7 @@ def assert_has(text, *parts):
     assert [part for part in parts if part not in text] == []
 
 
-def test_the_front_matter_is_what_the_hub_reads_with_scores_as_its_model_index(tmp_path):
+def test_the_front_matter_has_the_fields_of_the_hub_and_scores_as_model_index(tmp_path):
     fields = front_matter(card(tmp_path / "model", embedder(), FACTS, licence="apache-2.0", scores=SCORES))
     (index,) = fields.pop("model-index")
     assert fields == {
@@ -95,7 +95,7 @@ def test_the_front_matter_is_what_the_hub_reads_with_scores_as_its_model_index(t
     assert front_matter(card(tmp_path / "other", embedder())).keys() == {"library_name", "pipeline_tag", "tags"}
 
 
-def test_the_card_says_what_was_trained_on_what_and_with_which_scores(tmp_path):
+def test_the_card_states_the_training_its_data_and_the_scores(tmp_path):
     text = card(tmp_path / "model", embedder(prompts={"query": "q|`: "}), FACTS, scores=SCORES)
     assert_has(
         text,
@@ -122,7 +122,7 @@ def test_the_card_says_what_was_trained_on_what_and_with_which_scores(tmp_path):
     assert "curves.png" not in card(tmp_path / "model", embedder(), FACTS)
 
 
-def test_the_card_of_an_imported_model_says_what_it_was_made_of(tmp_path):
+def test_the_card_of_an_imported_model_states_its_sources(tmp_path):
     bases = ("org/base", "/secret/place/decoder")
     origin = ImportFacts("org/model", "abc|", bases, "LLM2Vec's adapters", None, 1234, 0)
     text = card(tmp_path / "model", embedder(), origin, licence="mit", name="mine")
@@ -150,7 +150,7 @@ def test_the_card_of_an_imported_model_says_what_it_was_made_of(tmp_path):
     assert "base_model" not in front_matter(text)
 
 
-def test_the_usage_runs(tmp_path, monkeypatch, travelling_code):
+def test_the_usage_examples_run(tmp_path, monkeypatch, travelling_code):
     monkeypatch.chdir(tmp_path)
     for name, model in (
         ("plain", embedder()),
@@ -167,7 +167,7 @@ def test_the_usage_runs(tmp_path, monkeypatch, travelling_code):
             assert "similarity" in names or names["vectors"].shape == (1, 32)
 
 
-def test_a_card_of_ours_goes_with_its_model_and_one_by_hand_stays(tmp_path):
+def test_a_generated_card_is_deleted_with_its_model_and_a_handwritten_card_is_kept(tmp_path):
     model = embedder()
     card(tmp_path / "model", model, FACTS)
     assert is_own_card(tmp_path / "model" / "README.md")
@@ -180,7 +180,7 @@ def test_a_card_of_ours_goes_with_its_model_and_one_by_hand_stays(tmp_path):
     assert not keeps_card(tmp_path / "nowhere")
 
 
-def test_the_card_says_what_was_not_measured_and_what_the_base_states(tmp_path):
+def test_the_card_states_what_was_not_measured_and_what_the_base_model_states(tmp_path):
     base = tmp_path / "base"
     base.mkdir()
     (base / "README.md").write_text("---\nlicense: MIT\nlanguage:\n- en\n- de\n---\n# base\n")
@@ -198,7 +198,7 @@ def test_the_card_says_what_was_not_measured_and_what_the_base_states(tmp_path):
     assert "- Measured is the validation score of the training" in card(tmp_path / "third", embedder(), FACTS)
 
 
-def test_scores_beside_a_model_enter_its_card_then_or_later(tmp_path):
+def test_scores_in_a_model_directory_are_added_to_its_card_at_once_or_later(tmp_path):
     folder = tmp_path / "model"
     model = embedder()
     model.save_pretrained(folder)
@@ -222,7 +222,7 @@ def test_scores_beside_a_model_enter_its_card_then_or_later(tmp_path):
 
 
 @pytest.mark.parametrize("header", ["license: [", "language: {a: 1}", "language: [1, en, '../x']", "- a\n- b"])
-def test_a_strange_header_of_a_base_states_nothing_strange(header, tmp_path):
+def test_an_invalid_header_of_a_base_models_card_is_ignored(header, tmp_path):
     (tmp_path / "README.md").write_text(f"---\n{header}\n---\n")
     assert stated_languages(tmp_path) in ([], ["en"])
     assert stated_licence(tmp_path) is None
@@ -271,7 +271,7 @@ def committed(hub, name, revision="main"):
 
 
 @pytest.mark.parametrize("kind", ["plain", "with code", "contextual"])
-def test_every_file_arrives_with_its_bytes_and_weights_by_the_lfs_protocol(kind, hub, tmp_path, capsys):
+def test_every_file_is_uploaded_unchanged_and_weights_by_the_lfs_protocol(kind, hub, tmp_path, capsys):
     models = {"plain": embedder, "with code": lambda: embedder(prompts={"query": "q:"}), "contextual": tiny_contextual}
     folder = written(tmp_path / "model", models[kind]())
     (folder / "scores.json").write_text(json.dumps(SCORES[:1]))
@@ -294,7 +294,7 @@ def test_every_file_arrives_with_its_bytes_and_weights_by_the_lfs_protocol(kind,
     assert f"{hub.url}/{OWNER}/model" in line
 
 
-def test_nothing_but_the_models_own_files_goes_up(hub, tmp_path, capsys):
+def test_only_the_models_own_files_are_uploaded(hub, tmp_path, capsys):
     folder = written(tmp_path / "model")
     expected = content(folder)
     (folder / "LICENSE").write_text("free")
@@ -306,7 +306,7 @@ def test_nothing_but_the_models_own_files_goes_up(hub, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].endswith(": data, notes.txt, tool.py")
 
 
-def test_a_link_and_half_a_directory_are_refused(hub, tmp_path, capsys):
+def test_symbolic_links_and_incomplete_directories_are_refused(hub, tmp_path, capsys):
     folder = written(tmp_path / "model")
     words = ["push", str(folder), "model"]
     (tmp_path / "secret").write_text("{}")
@@ -320,7 +320,7 @@ def test_a_link_and_half_a_directory_are_refused(hub, tmp_path, capsys):
     assert hub.calls == []
 
 
-def test_a_taken_name_is_refused_and_an_update_replaces_what_the_model_no_longer_has(hub, tmp_path, capsys):
+def test_an_existing_repository_is_refused_and_an_update_deletes_old_model_files(hub, tmp_path, capsys):
     folder = written(tmp_path / "model")
     push_to_hub(folder, "model")
     repository = hub.repositories[f"{OWNER}/model"]
@@ -335,7 +335,7 @@ def test_a_taken_name_is_refused_and_an_update_replaces_what_the_model_no_longer
     assert repository.messages[-1] == "Again"
 
 
-def test_a_branch_is_made_where_it_is_missing(hub, tmp_path):
+def test_a_missing_branch_is_created(hub, tmp_path):
     folder = written(tmp_path / "model")
     push_to_hub(folder, "model", revision="v2")
     assert committed(hub, f"{OWNER}/model", "v2") == content(folder)
@@ -357,7 +357,7 @@ def test_a_branch_is_made_where_it_is_missing(hub, tmp_path):
         ({"offline": True}, "model: cannot be reached while HF_HUB_OFFLINE is set; unset it"),
     ],
 )
-def test_what_the_hub_refuses_is_one_line(change, says, hub, tmp_path, monkeypatch, capsys):
+def test_a_failed_upload_is_reported_in_one_line(change, says, hub, tmp_path, monkeypatch, capsys):
     folder = written(tmp_path / "model")
     if "token" in change:
         monkeypatch.setenv("HF_TOKEN", str(change["token"]))
@@ -372,7 +372,7 @@ def test_what_the_hub_refuses_is_one_line(change, says, hub, tmp_path, monkeypat
     assert all(set(each.branches["main"]) == {".gitattributes"} for each in hub.repositories.values())
 
 
-def test_an_encoder_pushes_its_directory_or_itself(hub, tmp_path):
+def test_an_encoder_pushes_its_directory_or_its_model_in_memory(hub, tmp_path):
     folder = written(tmp_path / "model")
     Encoder.from_pretrained(str(folder), device="cpu").push_to_hub("of_directory")
     assert committed(hub, f"{OWNER}/of_directory") == content(folder)
@@ -383,7 +383,7 @@ def test_an_encoder_pushes_its_directory_or_itself(hub, tmp_path):
     assert hub.repositories[f"{OWNER}/of_memory"].private
 
 
-def test_all_that_a_directory_is_written_with_counts_as_its_own(tmp_path):
+def test_all_files_that_this_library_writes_are_the_models_own(tmp_path):
     folder = written(tmp_path / "model", embedder(prompts={"query": "q:"}))
     for name in ("onnx/model.onnx", "openvino/openvino_model.xml", "adapter/adapter_config.json"):
         (folder / name).parent.mkdir()

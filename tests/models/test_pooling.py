@@ -1,4 +1,4 @@
-"""Poolings compared with loops; their gradients, precision and masks."""
+"""Poolings against loops; their gradients, precision and masks."""
 
 import math
 
@@ -17,7 +17,7 @@ from embeddings.models import (
 from tests.models.moe import gelu
 
 SIMPLE = [MeanPooling, ClsPooling, LastTokenPooling, WeightedMeanPooling]
-# Nothing left out, a prompt left out, padding, a hole in the middle, one token.
+# All tokens pooled, a prompt excluded, padding, a token in the middle excluded, one token.
 MASK = torch.tensor(
     [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 1, 1, 0], [1, 0, 0, 0, 0]], dtype=torch.bool
 )
@@ -66,7 +66,7 @@ def test_a_text_without_a_pooled_token_gets_a_finite_vector_and_gradient(kind):
 
 
 @pytest.mark.parametrize("kind", [*SIMPLE, LatentAttentionPooling, SelfAttentionPooling])
-def test_states_of_padding_never_reach_a_vector(kind):
+def test_states_of_padding_never_affect_a_vector(kind):
     torch.manual_seed(0)
     pooling, mask = kind(8), torch.tensor([[1, 1, 1, 0, 0]] * 5, dtype=torch.bool)
     spoiled = states()
@@ -84,7 +84,7 @@ def test_vectors_are_float32_for_low_precision_states_and_under_autocast(kind):
 
 
 @pytest.mark.parametrize("kind", SIMPLE)
-def test_gradients_of_poolings_are_right(kind):
+def test_gradients_of_poolings_equal_finite_differences(kind):
     hidden = states(torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: kind(8)(x, MASK), (hidden,))
 
@@ -125,7 +125,7 @@ def test_self_attention_equals_a_loop_over_tokens_and_heads():
     torch.testing.assert_close(pooling(hidden, MASK_ATTENTION), torch.stack(expected))
 
 
-def test_gradients_of_self_attention_are_right():
+def test_gradients_of_self_attention_equal_finite_differences():
     pooling, hidden = build(), states_of_attention().requires_grad_()
     mask = MASK_ATTENTION.clone()
     mask[1] = False
@@ -194,7 +194,7 @@ def test_latent_attention_equals_a_loop_over_tokens_heads_and_latents(options, b
 
 
 @pytest.mark.parametrize("options", [{}, {"head_dim": 3}, {"paper_literal": True}])
-def test_gradients_of_latent_attention_are_right(options):
+def test_gradients_of_latent_attention_equal_finite_differences(options):
     pooling, hidden = build_latent(**options), states_of_attention().requires_grad_()
     names, tensors = zip(*pooling.named_parameters(), strict=True)
 
@@ -208,23 +208,23 @@ def test_only_pooled_tokens_enter_the_block_and_latents_are_projected_once():
     pooling, shapes = build_latent(), {}
     for name in ("to_query", "to_key_value"):
         layer = getattr(pooling.attention, name)
-        layer.register_forward_hook(lambda _, given, __, name=name: shapes.setdefault(name, []).append(given[0].shape))
+        layer.register_forward_hook(lambda _, args, __, name=name: shapes.setdefault(name, []).append(args[0].shape))
     pooling(states_of_attention(), MASK_ATTENTION)
     assert shapes == {"to_query": [(int(MASK_ATTENTION.sum()), HIDDEN)], "to_key_value": [(LATENTS, HIDDEN)]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_zero_branches_start_as_plain_mean_pooling_to_the_bit(dtype):
+def test_zero_initialised_branches_equal_mean_pooling_to_the_bit(dtype):
     pooling, hidden = build_latent(zero_init_residual=True).float(), states_of_attention().to(dtype)
     assert torch.equal(pooling(hidden, MASK_ATTENTION), MeanPooling(HIDDEN)(hidden, MASK_ATTENTION))
     assert not torch.equal(build_latent().float()(hidden, MASK_ATTENTION), MeanPooling(HIDDEN)(hidden, MASK_ATTENTION))
     attention = build(zero_init_residual=True).float()
     assert torch.equal(attention(hidden, MASK_ATTENTION), MeanPooling(HIDDEN)(hidden, MASK_ATTENTION))
-    # A batch without one pooled token is all zeros.
+    # In a batch without pooled tokens all vectors are zero.
     assert not pooling(hidden, torch.zeros_like(MASK_ATTENTION)).any()
 
 
-def test_zero_branches_learn():
+def test_zero_initialised_branches_are_trained():
     pooling = build_latent(zero_init_residual=True)
     before = {name: tensor.clone() for name, tensor in pooling.state_dict().items()}
     optimizer = torch.optim.SGD(pooling.parameters(), lr=0.1)
@@ -232,8 +232,8 @@ def test_zero_branches_learn():
         optimizer.zero_grad()
         (pooling(states_of_attention(), MASK_ATTENTION) * torch.arange(HIDDEN)).sum().backward()
         optimizer.step()
-    unmoved = [name for name, tensor in pooling.state_dict().items() if torch.equal(tensor, before[name])]
-    assert unmoved == []
+    unchanged = [name for name, tensor in pooling.state_dict().items() if torch.equal(tensor, before[name])]
+    assert unchanged == []
 
 
 def test_the_released_size_has_740_million_parameters():

@@ -1,4 +1,4 @@
-"""The code in a model directory: sentence-transformers computes equal vectors with it, also with a context."""
+"""The code in a model directory: with it sentence-transformers computes equal vectors, also with a context."""
 
 from dataclasses import replace
 from itertools import product
@@ -27,7 +27,7 @@ from embeddings.models.portable import TextTransformer
 from tests.helpers.tiny import bpe_tokenizer, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 from tests.models.moe import tiny_moe
-from tests.models.reading import carried_code, read
+from tests.models.reading import carried_code, tokenised
 
 QUERY = instruction_prompt("Given a question, retrieve passages that answer the question")
 TEXTS = ["how do I pad sequences", "the quick brown fox " * 14, "7 jumps", "東京 café", "", " two numbers", "z"]
@@ -57,7 +57,7 @@ def pooling_of(name):
 
 
 @pytest.mark.parametrize("name", sorted(POOLINGS))
-def test_sentence_transformers_gives_equal_vectors_of_every_pooling(tmp_path, name):
+def test_sentence_transformers_computes_equal_vectors_with_every_pooling(tmp_path, name):
     tokenizer, pooling = sentencepiece_tokenizer(), pooling_of(name)
     embedder = decoder(pooling, tokenizer)
     embedder.head = nn.Linear(32, 12)
@@ -66,7 +66,7 @@ def test_sentence_transformers_gives_equal_vectors_of_every_pooling(tmp_path, na
     assert portable == (name not in ("cls", "last_token"))
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=portable)
     texts = [text for text in TEXTS if text]
-    again, tokens = Embedder.from_pretrained(tmp_path / "model"), read(tokenizer, texts, QUERY, 64)
+    again, tokens = Embedder.from_pretrained(tmp_path / "model"), tokenised(tokenizer, texts, QUERY, 64)
     with torch.no_grad():
         ours = embedder(tokens)
         assert torch.equal(again(tokens), ours)
@@ -78,7 +78,7 @@ def test_sentence_transformers_gives_equal_vectors_of_every_pooling(tmp_path, na
     assert (vectors - ours).abs().max() <= 1e-5
 
 
-def test_a_directory_without_prompts_states_no_rule_for_those_of_later_training(tmp_path):
+def test_a_directory_without_prompts_keeps_the_text_settings(tmp_path):
     model = Embedder(tiny_mistral(), bpe_tokenizer(), MeanPooling(32), text=TextSettings())
     model.save_pretrained(tmp_path / "model")
     assert Embedder.from_pretrained(tmp_path / "model").text == model.text
@@ -93,7 +93,7 @@ def flagged_tokenizer():
 
 @pytest.mark.parametrize("pooling", ["last_token", "mean", "weighted_mean", "cls"])
 @pytest.mark.parametrize("make_tokenizer", [bpe_tokenizer, sentencepiece_tokenizer, flagged_tokenizer])
-def test_a_decoder_that_ends_every_text_needs_no_code(tmp_path, make_tokenizer, pooling):
+def test_a_decoder_with_append_eos_needs_no_code(tmp_path, make_tokenizer, pooling):
     tokenizer = make_tokenizer()
     ids = tokenizer("the dog")["input_ids"]
     embedder = decoder(POOLINGS[pooling](32), tokenizer, append_eos=True, pooling_rule="prompt_length")
@@ -117,7 +117,7 @@ def test_a_decoder_that_ends_every_text_needs_no_code(tmp_path, make_tokenizer, 
 
 @pytest.mark.parametrize("pooling", ["mean", "weighted_mean"])
 @pytest.mark.parametrize("make_tokenizer", [*TOKENIZERS, flagged_tokenizer])
-def test_a_mean_without_the_prompt_needs_no_code_by_the_prompts_length(tmp_path, make_tokenizer, pooling):
+def test_a_mean_without_the_prompt_needs_no_code_with_the_rule_prompt_length(tmp_path, make_tokenizer, pooling):
     tokenizer = make_tokenizer()
     embedder = decoder(POOLINGS[pooling](32), tokenizer, pooling_rule="prompt_length")
     embedder.save_pretrained(tmp_path / "model")
@@ -135,7 +135,7 @@ def test_a_mean_without_the_prompt_needs_no_code_by_the_prompts_length(tmp_path,
 
 
 @pytest.mark.parametrize("pooling", [MeanPooling(32), pooling_of("latent_attention")])
-def test_loading_warns_of_no_layer_that_nothing_uses(tmp_path, pooling, capfd, caplog):
+def test_loading_does_not_warn_about_an_unused_pooling_layer(tmp_path, pooling, capfd, caplog):
     Embedder(tiny_bert(), wordpiece_tokenizer(), pooling).save_pretrained(tmp_path / "model")
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
     shown = "".join(capfd.readouterr()) + caplog.text
@@ -151,7 +151,7 @@ def test_loading_warns_of_no_layer_that_nothing_uses(tmp_path, pooling, capfd, c
         (pooling_of("latent_attention"), {}),
     ],
 )
-def test_a_model_saved_by_sentence_transformers_itself_loads_in_both_again(tmp_path, pooling, text):
+def test_a_model_that_sentence_transformers_saves_again_loads_in_both(tmp_path, pooling, text):
     embedder, texts = decoder(pooling, sentencepiece_tokenizer(), **text), [text for text in TEXTS if text]
     embedder.save_pretrained(tmp_path / "model")
     expected = Encoder(embedder, precision="float32").encode(texts, role="query")
@@ -169,19 +169,19 @@ def test_a_model_saved_by_sentence_transformers_itself_loads_in_both_again(tmp_p
 
 
 RULES = [{"pooling_rule": rule} for rule in ("exact", "prompt_length", "after_colon", "instruction_count")]
-READINGS = [*product(TOKENIZERS, [{}, {"pool_prompt": True}, *RULES])]
-READINGS.append((sentencepiece_tokenizer, {"suffix": " [/INST]", "pool_start": False}))
+SETTINGS = [*product(TOKENIZERS, [{}, {"pool_prompt": True}, *RULES])]
+SETTINGS.append((sentencepiece_tokenizer, {"suffix": " [/INST]", "pool_start": False}))
 
 
 @pytest.mark.parametrize("append_eos", [False, True])
 @pytest.mark.parametrize("prompt", ["", QUERY, "q:", "[INST] ", "naïve café – "])
-@pytest.mark.parametrize(("make_tokenizer", "options"), READINGS)
-def test_travelling_tokenisation_is_the_trainings(make_tokenizer, prompt, options, append_eos):
+@pytest.mark.parametrize(("make_tokenizer", "options"), SETTINGS)
+def test_the_code_of_a_directory_tokenises_as_training_does(make_tokenizer, prompt, options, append_eos):
     tokenizer = make_tokenizer()
     append_eos = append_eos and tokenizer.eos_token_id is not None
     settings = TextSettings(40, 30, append_eos=append_eos, **options)
-    given = {"append_eos": append_eos, "pool_prompt": False, **options}
-    module, texts = TextTransformer(tiny_mistral(), tokenizer, 40, 30, **given), [*TEXTS, "sum: the fox: 7", "a:"]
+    arguments = {"append_eos": append_eos, "pool_prompt": False, **options}
+    module, texts = TextTransformer(tiny_mistral(), tokenizer, 40, 30, **arguments), [*TEXTS, "sum: the fox: 7", "a:"]
     features = module.preprocess(texts, prompt=prompt, task="query")
     expected = TextTokenizer(tokenizer, settings)(texts, "query", prompt).padded(pad_token_id=tokenizer.pad_token_id)
     assert torch.equal(features["input_ids"], expected.input_ids_NL)
@@ -189,8 +189,8 @@ def test_travelling_tokenisation_is_the_trainings(make_tokenizer, prompt, option
     assert torch.equal(features["pooling_mask"], expected.pooling_mask_NL)
     # If truncation leaves only the instruction, its last token is pooled.
     length = 12 if module.suffix else 4
-    cut = TextTransformer(tiny_mistral(), tokenizer, length, length, **given)
-    assert cut.preprocess(["x"], prompt=QUERY, task="query")["pooling_mask"].any(1).all()
+    short = TextTransformer(tiny_mistral(), tokenizer, length, length, **arguments)
+    assert short.preprocess(["x"], prompt=QUERY, task="query")["pooling_mask"].any(1).all()
 
 
 ALWAYS = {"poolings", "portable", "pooling"}
@@ -202,7 +202,7 @@ CARRIED = {
 
 
 @pytest.mark.parametrize("name", sorted(CARRIED))
-def test_a_directory_carries_the_code_of_its_own_pooling_alone(name, tmp_path):
+def test_a_directory_contains_only_the_code_of_its_own_pooling(name, tmp_path):
     older, own = tmp_path / "model" / "anchor_fused.py", tmp_path / "model" / "my_own.py"
     own.parent.mkdir()
     older.write_text('"""This file travels inside model directories: an older one."""')
@@ -228,14 +228,14 @@ RELEASED = {"form": ContextForm(adds_pooled=False, has_positions=True, pools_pro
     [("bert", {}), ("modernbert", {}), ("nomic", RELEASED), ("bert", {"context_max_length": 4}), ("decoder", BARE)],
 )
 @torch.no_grad()
-def test_sentence_transformers_gives_equal_vectors_with_and_without_a_context(tmp_path, kind, options):
+def test_sentence_transformers_computes_equal_vectors_with_and_without_a_context(tmp_path, kind, options):
     settings = TextSettings(query_max_length=64, document_max_length=32, **SEARCH)
     ours = tiny_contextual(kind, text=settings, **options)
     ours.save_pretrained(tmp_path / "model")
     roles = ((SEARCH_QUERY, 64), (SEARCH_DOCUMENT, 32))
-    queries, documents = (read(ours.tokenizer, TEXTS_CONTEXTUAL, prompt, length) for prompt, length in roles)
-    read_corpus = read(ours.tokenizer, CORPUS, SEARCH_DOCUMENT, 32)
-    context = ours.embed_context(read_corpus)
+    queries, documents = (tokenised(ours.tokenizer, TEXTS_CONTEXTUAL, prompt, length) for prompt, length in roles)
+    corpus_tokens = tokenised(ours.tokenizer, CORPUS, SEARCH_DOCUMENT, 32)
+    context = ours.embed_context(corpus_tokens)
     for folder in ("model", "again"):
         theirs = SentenceTransformer(str(tmp_path / folder), device="cpu", trust_remote_code=True)
         seen = []
@@ -253,13 +253,13 @@ def test_sentence_transformers_gives_equal_vectors_with_and_without_a_context(tm
     assert (again.text, again.normalize) == (settings, ours.normalize)
     assert (again.num_context, again.slots.dropout_fraction) == (5, ours.slots.dropout_fraction)
     assert not any(module.training for module in again.modules())
-    assert (again(queries, again.embed_context(read_corpus)) - ours(queries, context)).abs().max() <= 1e-5
+    assert (again(queries, again.embed_context(corpus_tokens)) - ours(queries, context)).abs().max() <= 1e-5
     if options:
         other = tiny_contextual(kind, text=settings)
-        assert (other(queries, other.embed_context(read_corpus)) - ours(queries, context)).abs().max() > 1e-4
+        assert (other(queries, other.embed_context(corpus_tokens)) - ours(queries, context)).abs().max() > 1e-4
 
 
-def test_a_context_has_the_documents_prompt_however_it_is_given(tmp_path):
+def test_a_context_has_the_prompt_of_documents_in_every_call(tmp_path):
     tiny_contextual(text=TextSettings(**SEARCH)).save_pretrained(tmp_path / "model")
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
     theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
@@ -271,8 +271,8 @@ def test_a_context_has_the_documents_prompt_however_it_is_given(tmp_path):
         expected = encoder.encode(TEXTS_CONTEXTUAL, role=role, context=CORPUS)
         theirs[0].set_context(None)
         assert abs(encode(TEXTS_CONTEXTUAL) - expected).max() > 1e-4
-        for given in (context, context.numpy()):
-            assert abs(encode(TEXTS_CONTEXTUAL, dataset_embeddings=given) - expected).max() <= 1e-5
+        for vectors in (context, context.numpy()):
+            assert abs(encode(TEXTS_CONTEXTUAL, dataset_embeddings=vectors) - expected).max() <= 1e-5
         theirs[0].set_context(CORPUS)
         assert abs(encode(TEXTS_CONTEXTUAL) - expected).max() <= 1e-5
         theirs[0].set_context(CORPUS, prompt="")
@@ -281,7 +281,7 @@ def test_a_context_has_the_documents_prompt_however_it_is_given(tmp_path):
         assert abs(encode(TEXTS_CONTEXTUAL, dataset_embeddings=context) - expected).max() <= 1e-5
 
 
-def test_vectors_that_are_no_context_are_refused(tmp_path):
+def test_vectors_that_are_not_a_context_are_refused(tmp_path):
     tiny_contextual().save_pretrained(tmp_path / "model")
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
     with pytest.raises(ValueError, match=r"must be the result of model\[0\].embed_context\(documents\)"):
@@ -294,12 +294,13 @@ def test_vectors_that_are_no_context_are_refused(tmp_path):
 
 @pytest.mark.parametrize("sparse", ["both", "first", "second"])
 @torch.no_grad()
-def test_a_backbone_that_travels_as_code_loads_where_code_is_trusted(tmp_path, sparse):
+def test_a_backbone_with_code_in_the_directory_needs_trust_remote_code(tmp_path, sparse):
     first = tiny_bert() if sparse == "second" else tiny_moe()
     second = tiny_bert(1) if sparse == "first" else tiny_moe(seed=1)
     ours = ContextualEmbedder(first, second, wordpiece_tokenizer(), num_context=3, num_soft_prompts=2).eval()
     ours.save_pretrained(tmp_path / "model")
-    expected = ours(read(ours.tokenizer, TEXTS_CONTEXTUAL), ours.embed_context(read(ours.tokenizer, CORPUS[:3])))
+    context = ours.embed_context(tokenised(ours.tokenizer, CORPUS[:3]))
+    expected = ours(tokenised(ours.tokenizer, TEXTS_CONTEXTUAL), context)
     for folder in ("model", "again"):
         assert (tmp_path / folder / "rotary_moe.py").is_file()
         assert not list((tmp_path / folder / "0_Context").glob("*.py"))

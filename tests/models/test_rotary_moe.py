@@ -36,14 +36,8 @@ from embeddings.modules import MaskedLMModule
 from tests.helpers.contrastive import gradient_vector
 from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.language_models import language_model_folder
-from tests.models.moe import (
-    padded_ids,
-    stirred,
-    tiny_moe,
-    tiny_nomic,
-    tiny_rotary,
-)
-from tests.models.reading import carried_code, read
+from tests.models.moe import padded_ids, stirred, tiny_moe, tiny_nomic, tiny_rotary
+from tests.models.reading import carried_code, tokenised
 
 
 def states(model, ids, mask):
@@ -63,7 +57,7 @@ def test_padding_changes_no_state_and_is_not_counted():
         torch.testing.assert_close(getattr(output, name), sum(getattr(part, name) for part in parts))
 
 
-def test_embeddings_in_place_of_ids_and_a_mask_of_pairs_are_taken():
+def test_embeddings_instead_of_ids_and_a_mask_of_pairs_are_accepted():
     model, (ids, mask) = tiny_moe(), padded_ids()
     expected, words = states(model, ids, mask)[mask], model.get_input_embeddings()(ids)
     assert torch.equal(model(inputs_embeds=words, attention_mask=mask.long()).last_hidden_state[mask], expected)
@@ -92,45 +86,45 @@ def test_a_recomputed_layer_has_the_same_gradients_and_counts_once():
     assert torch.equal(gradient, again[1])
 
 
-def test_a_directory_carries_its_code_until_a_model_without_experts_replaces_it(tmp_path):
+def test_a_directory_contains_its_code_until_a_model_without_experts_replaces_it(tmp_path):
     for backbone, code in ((tiny_moe(), {"experts", "rotary_moe"}), (tiny_bert(), set())):
         embedder = Embedder(backbone, wordpiece_tokenizer(), MeanPooling(32)).eval()
         embedder.save_pretrained(tmp_path / "model")
         assert carried_code(tmp_path / "model") == code
-        again, tokens = Embedder.from_pretrained(tmp_path / "model"), read(embedder.tokenizer, ["pad the fox", "z"])
-        assert torch.equal(again(tokens), embedder(tokens))
+        tokens = tokenised(embedder.tokenizer, ["pad the fox", "z"])
+        assert torch.equal(Embedder.from_pretrained(tmp_path / "model")(tokens), embedder(tokens))
 
 
 @pytest.fixture
 def forget(travelling_code, monkeypatch):
-    """Removes our architecture from transformers' tables, as if this library were not installed."""
+    """A function that removes our architecture from transformers' tables, as if this library were not installed."""
 
-    def in_place():
+    def unregister():
         for mapping, known in ((CONFIG_MAPPING, "rotary_moe"), (MODEL_MAPPING, RotaryMoeConfig)):
             others = {name: kind for name, kind in mapping._extra_content.items() if name != known}
             assert len(others) == len(mapping._extra_content) - 1
             monkeypatch.setattr(mapping, "_extra_content", others)
 
-    return in_place
+    return unregister
 
 
 @pytest.mark.parametrize("text", [TextSettings(24, 32, prompts={"query": "a query:"}), None])
 @pytest.mark.parametrize("mode", ["preserving", "release", "gated"])
-def test_sentence_transformers_gives_equal_vectors_of_an_upcycled_model(mode, text, tmp_path, forget):
+def test_sentence_transformers_computes_equal_vectors_with_an_upcycled_model(mode, text, tmp_path, forget):
     tokenizer, prompted = wordpiece_tokenizer(), text is not None
     text = text or TextSettings(24, 32)
     gated = stirred(upcycle(tiny_nomic(num_layers=4), Upcycling(num_experts=4)))
     sparse = gated if mode == "gated" else tiny_moe(num_layers=4, mode=mode)
     embedder = Embedder(sparse, tokenizer, MeanPooling(32), text=text).eval()
     embedder.save_pretrained(tmp_path / "model")
-    again, tokens = Embedder.from_pretrained(tmp_path / "model"), read(tokenizer, ["pad the fox", "z"], "", 32)
+    again, tokens = Embedder.from_pretrained(tmp_path / "model"), tokenised(tokenizer, ["pad the fox", "z"], "", 32)
     torch.testing.assert_close(again(tokens), embedder(tokens))
     assert again.text == text
     assert (tmp_path / "model" / "portable.py").exists() == prompted
     texts = ["pad the fox", "two numbers " * 20, "7 jumps over", "", "z"]
     prompt = text.prompts.get("query", "")
     queries, documents = (
-        embedder(read(tokenizer, texts, before, length)) for before, length in ((prompt, 24), ("", 32))
+        embedder(tokenised(tokenizer, texts, before, length)) for before, length in ((prompt, 24), ("", 32))
     )
     assert len(torch.unique(documents.detach(), dim=0)) == len(texts)
     forget()
@@ -142,14 +136,14 @@ def test_sentence_transformers_gives_equal_vectors_of_an_upcycled_model(mode, te
         assert (torch.from_numpy(theirs.encode_document(texts)) - documents.detach()).abs().max() <= 1e-5
 
 
-def test_the_code_of_a_directory_does_not_run_unasked(tmp_path, forget):
+def test_the_code_of_a_directory_does_not_run_without_trust_remote_code(tmp_path, forget):
     Embedder(tiny_moe(), wordpiece_tokenizer(), MeanPooling(32)).save_pretrained(tmp_path / "model")
     forget()
     with pytest.raises(ValueError, match="trust_remote_code"):
         SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=False)
 
 
-def test_new_weights_are_drawn_as_the_config_says():
+def test_new_weights_have_the_configs_standard_deviation():
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
     config = RotaryMoeConfig(**sizes, num_hidden_layers=2, moe_layers=[1], initializer_range=0.5, expert_bias=True)
     mlp = RotaryMoeModel(config).layers[1].mlp
@@ -160,13 +154,13 @@ def test_new_weights_are_drawn_as_the_config_says():
 
 
 @pytest.mark.parametrize("layers", [[], [2], [-1]])
-def test_layers_that_are_not_there_are_named(layers):
+def test_no_or_missing_expert_layers_are_refused(layers):
     config = RotaryMoeConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, moe_layers=layers)
     with torch.device("meta"), pytest.raises(ValueError, match="moe_layers must be some of the 2 layers from 0, got"):
         RotaryMoeModel(config)
 
 
-def test_the_metrics_of_layers_of_one_expert_of_two_loads_and_of_none():
+def test_routing_metrics_with_one_expert_with_even_and_uneven_loads_and_without_tokens():
     one = routing_metrics(torch.tensor([[7]]), torch.tensor([[7.0]]), [1])
     assert one["routing/load_entropy"] == one["routing/probability_entropy_layer_1"] == 1.0
     none = load_metrics(torch.zeros(1, 4, dtype=torch.int64))
@@ -191,7 +185,7 @@ def test_the_metrics_of_layers_of_one_expert_of_two_loads_and_of_none():
     )
 
 
-def test_forwards_inside_are_added_up_and_others_are_not():
+def test_read_routing_sums_only_the_forwards_inside_its_block():
     model, (ids, mask) = tiny_moe(num_layers=4), padded_ids()
     output = model(input_ids=ids, attention_mask=mask.long())
     with read_routing(model) as sums:
@@ -233,7 +227,7 @@ def test_preserving_keeps_the_dense_output(settings, layers):
     assert len(sparse.layers[layers[0]].mlp.experts.w1) == settings.num_experts
 
 
-def test_release_drops_the_biases_and_leaves_the_weights_of_a_token_as_they_come():
+def test_release_mode_drops_the_biases_and_does_not_renormalise_the_weights():
     dense, (ids, mask) = tiny_rotary(num_layers=4), padded_ids()
     first, second = (dense.layers[1].mlp.fc1.weight.clone(), dense.layers[1].mlp.fc2.weight.clone())
     expected = dense(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
@@ -253,7 +247,7 @@ def test_release_drops_the_biases_and_leaves_the_weights_of_a_token_as_they_come
     assert (found - expected).abs().max() > 1e-2
 
 
-def test_upcycled_experts_share_no_memory_and_mode_dtype_dropout_and_checkpointing_go_along():
+def test_upcycled_experts_share_no_memory_and_mode_dtype_dropout_and_checkpointing_are_kept():
     dense = tiny_rotary(dropout=0.3).to(torch.bfloat16).train()
     enable_checkpointing(dense)
     before = dense.layers[1].mlp.fc1.weight.clone()
@@ -311,7 +305,7 @@ def test_the_papers_model_has_475_million_parameters_of_which_305_are_active():
         ({"first": 2}, "upcycling.first must be < 2, the model's number of layers, got 2"),
     ],
 )
-def test_bad_settings_are_named(options, says):
+def test_invalid_upcycling_settings_are_refused(options, says):
     with pytest.raises(OptionError, match=says):
         upcycle(tiny_rotary(), Upcycling(**options))
 
@@ -331,15 +325,15 @@ SIZES |= {"intermediate_size": 64, "max_position_embeddings": 66}
 
 def source(kind, **settings):
     torch.manual_seed(0)
-    made = AutoModelForMaskedLM.from_config(AutoConfig.for_model(kind, **SIZES | settings)).eval()
-    for parameter in made.parameters():
+    model = AutoModelForMaskedLM.from_config(AutoConfig.for_model(kind, **SIZES | settings)).eval()
+    for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    made.tie_weights()
-    return made
+    model.tie_weights()
+    return model
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_but_the_positions_stays(kind):
+def test_conversion_changes_only_the_positions(kind):
     """With zero position embeddings and a rotation by zero, states and logits are equal."""
     model = source(kind)
     rotary = to_rotary(model)
@@ -352,7 +346,7 @@ def test_all_but_the_positions_stays(kind):
     torch.testing.assert_close(found[:, :ROWS], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_vocabulary_is_padded_to_a_multiple_of_64_by_rows_that_are_never_predicted():
+def test_the_vocabulary_is_padded_to_a_multiple_of_64_with_rows_that_are_never_predicted():
     rotary = to_rotary(source("xlm-roberta"))
     words = rotary.get_input_embeddings().weight
     assert rotary.config.vocab_size == len(words) == 384
@@ -363,7 +357,7 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_64_by_rows_that_are_never_pre
     assert shares[:, ROWS:].max() < 1e-30
 
 
-def test_a_written_model_is_read_as_a_backbone_and_as_a_masked_language_model(tmp_path):
+def test_a_written_model_loads_as_a_backbone_and_as_a_masked_language_model(tmp_path):
     write_rotary_model(language_model_folder(tmp_path / "bert", "bert"), tmp_path / "rotary")
     backbone, tokenizer = load_backbone(BackboneConfig(str(tmp_path / "rotary")))
     assert type(backbone).__name__ == "JinaEmbeddingsV3Model"
@@ -375,7 +369,7 @@ def test_a_written_model_is_read_as_a_backbone_and_as_a_masked_language_model(tm
     torch.testing.assert_close(inner[mask], alone[mask])
 
 
-def test_an_encoder_without_head_is_converted_and_written_alone(tmp_path):
+def test_an_encoder_without_a_head_is_converted_and_written(tmp_path):
     model = BertModel(BertConfig(**SIZES | {"vocab_size": 384}), add_pooling_layer=True).eval()
     model.save_pretrained(tmp_path / "bert")
     wordpiece_tokenizer().save_pretrained(tmp_path / "bert")
@@ -395,7 +389,7 @@ def test_an_encoder_without_head_is_converted_and_written_alone(tmp_path):
         (lambda: source("bert", num_attention_heads=32), {}, "must have heads of even width, got 'heads of width 1'"),
     ],
 )
-def test_what_cannot_be_converted_is_named(model, options, says):
+def test_models_and_options_that_cannot_be_converted_are_refused(model, options, says):
     with pytest.raises(OptionError, match=says):
         to_rotary(model(), **options)
 

@@ -1,4 +1,4 @@
-"""Directories that this library writes, read by the rules of other servers as docs/serving.md states them."""
+"""How other servers read the directories that this library writes, by the rules in docs/serving.md."""
 
 import json
 
@@ -23,7 +23,7 @@ from tests.models.contextual_models import tiny_contextual
 MODES = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last_token"}
 
 
-def read(path):
+def read_json(path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -33,7 +33,7 @@ def by_text_embeddings_inference(folder):
     config.json must have architectures and a number of positions, and the tokenizer must be a single file. The first
     mode in the server's order is used. Up to 1.6 the first two modes were required, and later ones optional.
     """
-    config, pooling = read(folder / "config.json"), read(folder / "1_Pooling" / "config.json")
+    config, pooling = read_json(folder / "config.json"), read_json(folder / "1_Pooling" / "config.json")
     assert isinstance(config["architectures"][0], str)
     assert isinstance(config["max_position_embeddings"], int)
     assert (folder / "tokenizer.json").is_file()
@@ -44,14 +44,14 @@ def by_text_embeddings_inference(folder):
 
 def by_vllm(folder):
     """The pooling that vLLM chooses, None for its default; and whether vectors are normalised."""
-    modules = read(folder / "modules.json")
+    modules = read_json(folder / "modules.json")
     kinds = {entry["type"]: entry["path"] for entry in modules}
-    place = kinds.get("sentence_transformers.models.Pooling")
+    path = kinds.get("sentence_transformers.models.Pooling")
     normalize = "sentence_transformers.models.Normalize" in kinds
-    if place is None:
+    if path is None:
         return None, normalize
     chosen = None
-    for key, value in read(folder / place / "config.json").items():
+    for key, value in read_json(folder / path / "config.json").items():
         if value is True:
             name = key.replace("pooling_mode_", "").split("_")[0]
             name = "LAST" if "lasttoken" in name else name.upper()
@@ -61,11 +61,11 @@ def by_vllm(folder):
 
 def by_llama_cpp(folder):
     """The pooling that llama.cpp's converter writes; None if it refuses the model, "" if it finds no pooling."""
-    kinds = {entry["type"]: entry["path"] for entry in read(folder / "modules.json")}
-    place = kinds.get("sentence_transformers.models.Pooling")
-    if place is None:
+    kinds = {entry["type"]: entry["path"] for entry in read_json(folder / "modules.json")}
+    path = kinds.get("sentence_transformers.models.Pooling")
+    if path is None:
         return ""
-    pooling = read(folder / place / "config.json")
+    pooling = read_json(folder / path / "config.json")
     return next((name for mode, name in MODES.items() if pooling[mode]), None)
 
 
@@ -85,7 +85,7 @@ def written(folder, pooling, **options):
         (WeightedMeanPooling, None, None, None),
     ],
 )
-def test_servers_choose_the_pooling_of_a_plain_model_or_say_that_they_have_none(kind, tei, vllm, llama, tmp_path):
+def test_servers_choose_the_pooling_of_a_plain_model_or_find_none(kind, tei, vllm, llama, tmp_path):
     folder = written(tmp_path / "model", kind(32))
     assert not list(folder.glob("*.py"))
     assert by_text_embeddings_inference(folder) == tei
@@ -96,20 +96,20 @@ def test_servers_choose_the_pooling_of_a_plain_model_or_say_that_they_have_none(
 
 def test_servers_find_length_prompts_and_head(tmp_path):
     folder = written(tmp_path / "model", MeanPooling(32), head=nn.Linear(32, 8))
-    lengths = read(folder / "sentence_bert_config.json")
+    lengths = read_json(folder / "sentence_bert_config.json")
     # vLLM reads the file only if it has both of these; neither server uses the length of queries.
     assert lengths["max_seq_length"] == 32
     assert lengths["do_lower_case"] is False
     assert lengths["query_length"] == 16
-    prompts = read(folder / "config_sentence_transformers.json")["prompts"]
+    prompts = read_json(folder / "config_sentence_transformers.json")["prompts"]
     assert prompts == {"query": "how: "}
-    heads = [entry["path"] for entry in read(folder / "modules.json") if entry["type"].endswith("models.Dense")]
+    heads = [entry["path"] for entry in read_json(folder / "modules.json") if entry["type"].endswith("models.Dense")]
     assert heads == ["2_Dense"]
-    assert read(folder / "2_Dense" / "config.json")["activation_function"] == "torch.nn.modules.linear.Identity"
+    assert read_json(folder / "2_Dense" / "config.json")["activation_function"] == "torch.nn.modules.linear.Identity"
     assert (folder / "2_Dense" / "model.safetensors").is_file()
 
 
-def test_no_server_takes_a_pooling_of_our_own_for_another_one_it_knows(tmp_path):
+def test_no_server_mistakes_our_own_poolings_for_another(tmp_path):
     latent = written(tmp_path / "latent", LatentAttentionPooling(32, num_latents=4, num_heads=2, head_dim=8))
     contextual = tmp_path / "contextual"
     tiny_contextual().save_pretrained(contextual)
@@ -120,24 +120,25 @@ def test_no_server_takes_a_pooling_of_our_own_for_another_one_it_knows(tmp_path)
         assert by_llama_cpp(folder) == ""
 
 
-def test_what_servers_do_not_read_of_a_prompt_is_in_one_file(tmp_path):
+def test_the_pooling_config_excludes_the_prompt_from_a_mean(tmp_path):
     text = TextSettings(16, 32, prompts={"query": "how: "}, pool_prompt=False)
     folder = written(tmp_path / "model", MeanPooling(32), text=text)
-    assert read(folder / "1_Pooling" / "config.json")["include_prompt"] is False
+    assert read_json(folder / "1_Pooling" / "config.json")["include_prompt"] is False
     assert by_text_embeddings_inference(folder) == "mean"
-    assert read(written(tmp_path / "cls", ClsPooling(32), text=text) / "1_Pooling" / "config.json")["include_prompt"]
+    cls_folder = written(tmp_path / "cls", ClsPooling(32), text=text)
+    assert read_json(cls_folder / "1_Pooling" / "config.json")["include_prompt"]
 
 
 def weights_by_text_embeddings_inference(folder):
     """The single file if it exists, else the files of the index, whatever their names."""
     single = [name for name in ("model.safetensors", "pytorch_model.bin") if (folder / name).exists()]
-    return set(single[:1] or read(folder / "model.safetensors.index.json")["weight_map"].values())
+    return set(single[:1] or read_json(folder / "model.safetensors.index.json")["weight_map"].values())
 
 
 def weights_by_vllm(folder):
     """All safetensors files of the folder itself; with an index, only those that it names."""
     files, index = {path.name for path in folder.glob("*.safetensors")}, folder / "model.safetensors.index.json"
-    return files & set(read(index)["weight_map"].values()) if index.exists() else files
+    return files & set(read_json(index)["weight_map"].values()) if index.exists() else files
 
 
 def weights_by_llama_cpp(folder):
@@ -145,7 +146,7 @@ def weights_by_llama_cpp(folder):
     return {path.name for path in folder.glob("model*.safetensors")}
 
 
-def test_servers_find_the_weights_of_a_compressed_model_in_its_files_a_layer(tmp_path):
+def test_servers_find_the_weights_of_a_compressed_model_with_one_file_for_each_layer(tmp_path):
     source = written(tmp_path / "model", MeanPooling(32), head=nn.Linear(32, 8))
     weights = load_file(source / "model.safetensors")
     parts = {}

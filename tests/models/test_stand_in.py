@@ -1,4 +1,4 @@
-"""Architectures by name, and their tiny stand-ins."""
+"""Architectures by name, and their tiny stand-ins with random weights."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from embeddings.models.moe.rotary_moe import RotaryMoeConfig
 from embeddings.models.stand_in import ARCHITECTURES, architecture, tiny_architecture, write_stand_in
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 
-# Parameters of the published models, without a head: of Mistral's card, XLM-R's and NomicBERT's tables, and MiniLM's.
+# Parameters of the published models without a head: from Mistral's card, XLM-R's and NomicBERT's tables, and MiniLM's.
 SIZES = {
     "mistralai/Mistral-7B-v0.1": 7_110_660_096,
     "all-MiniLM-L6-v2": 22_565_376,
@@ -29,7 +29,7 @@ def test_a_known_architecture_has_the_published_number_of_weights(name, tmp_path
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_stand_in_is_tiny_and_loads_as_the_model_that_it_stands_for(name, tmp_path):
+def test_a_stand_in_is_tiny_and_loads_as_the_type_of_its_model(name, tmp_path):
     found = architecture(name)
     write_stand_in(tmp_path / "tiny", tiny_architecture(found))
     model, tokenizer = load_backbone(BackboneConfig(str(tmp_path / "tiny")))
@@ -52,7 +52,7 @@ def test_a_stand_in_is_the_same_each_time(tmp_path):
     assert first == second
 
 
-def test_a_directory_is_asked_before_what_is_known(tmp_path, monkeypatch):
+def test_a_directory_takes_precedence_over_a_known_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_backbone("checkpoints/mntp", tiny_bert(), wordpiece_tokenizer())
     assert architecture("checkpoints/mntp").model_type == "bert"

@@ -1,4 +1,4 @@
-"""Texts without padding: states, vectors and gradients equal those of padded texts, for every type of backbone."""
+"""Texts without padding: vectors and gradients equal those of padded texts, for every type of backbone."""
 
 from functools import partial
 
@@ -7,14 +7,7 @@ import torch
 from torch.nn.attention import varlen
 
 from embeddings.common import OptionError, TokenBatch
-from embeddings.models import (
-    BackboneConfig,
-    Embedder,
-    MeanPooling,
-    make_bidirectional,
-    poolings,
-    unpadded,
-)
+from embeddings.models import BackboneConfig, Embedder, MeanPooling, make_bidirectional, poolings, unpadded
 from embeddings.models import backbone as layers_module
 from embeddings.models.attention_capture import attention_layers
 from embeddings.modules import CDEModule, MaskedLMModule, NVEmbedModule
@@ -59,7 +52,7 @@ POOLINGS = {name: partial(kind, **SIZES.get(name, {})) for name, kind in pooling
 
 
 def texts(lengths=LENGTHS, seed=0, skip=2):
-    """Random tokens; the first two of each text are not pooled, so that one text has no pooled token."""
+    """Random tokens; the first two of each text are not pooled, so one text has no pooled token."""
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(5, 60, (length,), generator=generator).tolist() for length in lengths]
     return TokenBatch.from_lists(ids, [[position >= skip for position in range(length)] for length in lengths])
@@ -72,7 +65,7 @@ def embedder_of(backbone, pooling=MeanPooling):
 
 @torch.no_grad()
 def both_vectors(embedder, tokens):
-    """Padded and unpadded."""
+    """Vectors of padded and of unpadded texts."""
     padded = embedder(tokens)
     embedder.unpad(True)
     return padded, embedder(tokens)
@@ -103,13 +96,13 @@ def test_the_vectors_of_every_backbone_are_those_of_padded_texts(name, loops):
 
 @pytest.mark.parametrize("kind", ["bert", "mistral, both ways"])
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_every_pooling_makes_the_vectors_of_padded_texts(pooling, kind):
+def test_the_vectors_of_every_pooling_are_those_of_padded_texts(pooling, kind):
     expected, found = both_vectors(embedder_of(BACKBONES[kind](), POOLINGS[pooling]), texts())
     assert float((found - expected).abs().max()) <= 1e-6
     assert float(expected.norm(dim=1).max()) > 0.9
 
 
-def test_a_model_that_cannot_is_refused_in_one_line_and_otherwise_padded(monkeypatch):
+def test_an_unsupported_model_is_refused_in_one_line_and_padded_by_auto(monkeypatch):
     for backbone, reason in ((tiny_t5(), "T5EncoderModel"), (build("gemma2", head_dim=8), "attention with softcap")):
         embedder = embedder_of(backbone)
         with pytest.raises(
@@ -126,7 +119,7 @@ def test_a_model_that_cannot_is_refused_in_one_line_and_otherwise_padded(monkeyp
 
 def test_attention_across_texts_and_flex_attention_are_refused(monkeypatch):
     loop, embedder = unpadded._by_loop, embedder_of(tiny_bert())
-    monkeypatch.setattr(unpadded, "_by_loop", lambda *given: loop(*given[:3], given[3][[0, -1]], *given[4:]))
+    monkeypatch.setattr(unpadded, "_by_loop", lambda *args: loop(*args[:3], args[3][[0, -1]], *args[4:]))
     with pytest.raises(OptionError, match="BertModel has other states for unpadded texts, by"):
         embedder.unpad(True)
     embedder.backbone.config._attn_implementation_internal = "flex_attention"
@@ -135,7 +128,7 @@ def test_attention_across_texts_and_flex_attention_are_refused(monkeypatch):
 
 
 @torch.no_grad()
-def test_padded_texts_are_read_as_before_by_a_backbone_that_was_prepared():
+def test_a_prepared_backbone_has_the_same_vectors_for_padded_texts():
     for name in ("bert", "mistral, eager", "modernbert"):
         embedder, tokens = embedder_of(BACKBONES[name]()), texts().padded()
         before, attention = embedder(tokens), embedder.backbone.config._attn_implementation
@@ -144,7 +137,7 @@ def test_padded_texts_are_read_as_before_by_a_backbone_that_was_prepared():
         assert embedder.backbone.config._attn_implementation == attention
 
 
-def test_nothing_is_prepared_unless_it_is_asked_for_and_an_empty_text_is_padded(loops):
+def test_an_embedder_pads_unless_unpad_is_on_and_with_an_empty_text(loops):
     embedder = embedder_of(tiny_bert())
     assert embedder.unpadding is None
     before = [module.config for module in attention_layers(embedder.backbone)]
@@ -181,8 +174,8 @@ def older_kernel(query, key, value, start, other, longest, longest_key, *, scale
 
 
 @pytest.mark.parametrize(("name", "attend"), [*((name, kernel) for name in BACKBONES), ("mistral", older_kernel)])
-def test_the_kernel_is_told_the_window_the_scale_and_the_shared_keys(name, attend, monkeypatch):
-    """With a replacement of the kernel, which needs a GPU."""
+def test_the_kernel_gets_the_window_the_scale_and_the_shared_keys(name, attend, monkeypatch):
+    """The kernel, which needs a GPU, is replaced by a loop."""
     monkeypatch.setattr(unpadded, "_kernel_supports", lambda *_: True)
     monkeypatch.setattr(varlen, "varlen_attn", attend)
     expected, found = both_vectors(embedder_of(BACKBONES[name]()), texts())
@@ -198,7 +191,7 @@ def test_the_kernel_is_told_the_window_the_scale_and_the_shared_keys(name, atten
         (torch.bfloat16, 0.0, (7, 5), False),
     ],
 )
-def test_a_gpu_reads_without_padding_where_its_kernel_can(monkeypatch, dtype, dropout, capability, expected):
+def test_a_gpu_uses_unpadded_texts_if_its_kernel_supports_them(monkeypatch, dtype, dropout, capability, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -214,12 +207,12 @@ def test_a_gpu_reads_without_padding_where_its_kernel_can(monkeypatch, dtype, dr
         unpadded._has_kernel.cache_clear()
 
 
-# The compiler causes warnings of torch.
+# Compiling causes warnings of torch.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "gemma3"])
-def test_compiled_layers_read_texts_without_padding_too(name, monkeypatch):
-    """With the gradients of plain layers, and no new graph after the second mini-batch."""
+def test_compiled_layers_support_unpadded_texts(name, monkeypatch):
+    """Vectors and gradients equal those of plain layers; no new graph is compiled after the second mini-batch."""
     monkeypatch.setattr(layers_module, "_COMPILER", {"backend": "aot_eager"})
     plain, compiled = (embedder_of(BACKBONES[name]()) for _ in range(2))
     compiled.load_state_dict(plain.state_dict())
@@ -245,7 +238,7 @@ def test_compiled_layers_read_texts_without_padding_too(name, monkeypatch):
     ("on_gpu", "longest", "num_prefix", "expected"),
     [(True, None, 0, 16), (True, None, 5, 19), (True, 14, 0, 14), (True, 10, 0, 12), (False, None, 0, 12)],
 )
-def test_a_gpu_in_half_precision_pads_to_a_multiple_of_8_as_far_as_there_are_positions(
+def test_a_gpu_in_half_precision_pads_to_a_multiple_of_8_within_the_positions(
     on_gpu, longest, num_prefix, expected, monkeypatch
 ):
     monkeypatch.setattr(unpadded, "_is_half_on_gpu", lambda *_: on_gpu)
@@ -258,8 +251,8 @@ def test_a_gpu_in_half_precision_pads_to_a_multiple_of_8_as_far_as_there_are_pos
 
 
 @torch.no_grad()
-def test_longer_padding_changes_no_vector_and_passes_no_position(monkeypatch):
-    """A BERT with positions only up to the longest text, and both stages of a contextual model."""
+def test_longer_padding_changes_no_vector_and_exceeds_no_positions(monkeypatch):
+    """For a BERT with positions only up to the longest text, and for both stages of a contextual model."""
     tokens, contextual = texts(), tiny_contextual("bert")
     short = embedder_of(tiny_bert(num_positions=12))
 
@@ -272,7 +265,7 @@ def test_longer_padding_changes_no_vector_and_passes_no_position(monkeypatch):
         assert float((found - expected).abs().max()) <= 1e-6
 
 
-def test_a_window_behind_a_context_is_refused_and_otherwise_padded():
+def test_windows_after_a_context_are_refused_and_padded_by_auto():
     embedder = tiny_contextual("modernbert")
     with pytest.raises(OptionError, match=r"backbone\.unpadded is not supported: layers with a window"):
         embedder.unpad(True)
@@ -281,17 +274,17 @@ def test_a_window_behind_a_context_is_refused_and_otherwise_padded():
     assert embedder.first_unpadding is not None
 
 
-def test_a_model_that_is_loaded_goes_unpadded_by_itself_where_there_is_a_gpu(tmp_path, monkeypatch):
+def test_a_loaded_model_is_unpadded_by_default_if_there_is_a_gpu(tmp_path, monkeypatch):
     embedder_of(tiny_bert()).save_pretrained(tmp_path)
     assert Embedder.from_pretrained(tmp_path).unpadding is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert Embedder.from_pretrained(tmp_path).unpadding is not None
 
 
-def test_a_method_takes_the_switch_of_its_backbone(tmp_path):
+def test_methods_use_the_unpadded_option_of_their_backbone(tmp_path):
     folder = save_backbone(str(tmp_path), tiny_bert(), wordpiece_tokenizer())
-    for given, expected in ((True, True), ("auto", False), (False, False)):
-        backbone = BackboneConfig(folder, unpadded=given)
+    for mode, expected in ((True, True), ("auto", False), (False, False)):
+        backbone = BackboneConfig(folder, unpadded=mode)
         for module in (NVEmbedModule(backbone, MeanPooling), CDEModule(backbone)):
             assert (module.embedder.unpadding is not None) is expected
     assert BackboneConfig(folder, compile=True).unpadded_mode is False

@@ -1,6 +1,6 @@
-"""GradCache against the plain step: equal values, equal gradients, and every known way to get them wrong is caught.
+"""GradCache against the plain step: equal losses and gradients; wrong variants of it are caught.
 
-A step of two stages has a context: both encoders get the plain step's gradient.
+In a step of two stages, which has a context, both encoders get the plain step's gradient.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ in_precisions = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
 def make_step(stages: int, dtype: torch.dtype = torch.float64, dropout: float = 0.0, kind: Any = None) -> Any:
-    """A step of one encoder, or of two of which the first reads the context, in training mode where it drops."""
+    """A step of one encoder, or of two, the first of which reads the context; in training mode if it has dropout."""
     if stages == 1:
         step = (kind or TinyStep)(tiny_bert(dropout=dropout))
     else:
@@ -52,7 +52,7 @@ def make_batch(stages: int, num_queries: int = 6, num_negatives: int = 1, seed: 
 
 
 def errors(step: nn.Module, found: Tensor, expected: Tensor) -> list[float]:
-    """How far the gradient of each trained part of a step is from the expected one: the backbone, the first stage."""
+    """The relative error of the gradient of each trained part of a step: the backbone, and the first stage if any."""
     parts = [[weight.numel() for weight in part.parameters() if weight.requires_grad] for part in step.children()]
     sizes = [sum(part) for part in parts if part]
     return [relative_error(*both) for both in zip(found.split(sizes), expected.split(sizes), strict=True)]
@@ -146,24 +146,23 @@ def test_gradients_equal_the_plain_step_with_each_mask_switched_off(switches: tu
 
 
 @pytest.mark.parametrize("texts", [1, 2, 100])
-def test_what_a_step_moves_to_a_device_does_not_grow_with_its_mini_batches(
+def test_copies_to_a_device_do_not_depend_on_the_number_of_mini_batches(
     texts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch, made = random_batch(6, 1), []
+    batch, lengths = random_batch(6, 1), []
 
     def moved(tensor: Tensor, device: torch.device) -> Tensor:
-        """What a device would be sent."""
-        made.append(len(tensor))
+        lengths.append(len(tensor))
         return tensor
 
     for module in (gradcache, types):
         monkeypatch.setattr(module, "moved", moved)
     GradCache(mini_batch_tokens=10_000, mini_batch_texts=texts).step(TinyStep(tiny_bert()), batch)
-    # For each tower its lengths, its order for the tokens and its order for the vectors.
-    assert made == [6, 6, 6, 12, 12, 12]
+    # For each tower: the lengths of its texts, their order for the tokens and their order for the vectors.
+    assert lengths == [6, 6, 6, 12, 12, 12]
 
 
-# Mini-batches as they are cut and kept where random numbers have to come again.
+# Options of GradCache with which dropout must be replayed.
 REPLAYED = {
     "one text": {"mini_batch_tokens": 10_000, "mini_batch_texts": 1},
     "uneven": {"mini_batch_tokens": 30},
@@ -177,7 +176,7 @@ REPLAYED = {
 @pytest.mark.parametrize("num_negatives", [0, 7])
 @pytest.mark.parametrize("options", REPLAYED.values(), ids=REPLAYED)
 def test_dropout_is_replayed(stages: int, dtype: torch.dtype, num_negatives: int, options: dict[str, Any]) -> None:
-    """Of both stages, and of the context that the second one reads."""
+    """In both stages, and in the context that the second stage reads."""
     step, batch = make_step(stages, dtype, dropout=0.1), make_batch(stages, 6, num_negatives)
     engine = GradCache(**options)
     torch.manual_seed(1)
@@ -197,7 +196,7 @@ def test_dropout_is_replayed(stages: int, dtype: torch.dtype, num_negatives: int
 @on_stages
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("options", REPLAYED.values(), ids=REPLAYED)
-def test_the_adapter_alone_gets_the_gradient_under_lora(
+def test_only_the_adapter_gets_a_gradient_under_lora(
     stages: int, dtype: torch.dtype, dropout: float, options: dict[str, Any]
 ) -> None:
     if stages == 1:
@@ -219,7 +218,7 @@ def test_the_adapter_alone_gets_the_gradient_under_lora(
 
 
 class Unreplayed(RandomState):
-    """Forgets to go back to the state it captured."""
+    """Does not restore the captured state."""
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
@@ -227,7 +226,7 @@ class Unreplayed(RandomState):
 
 
 class PadPooling(TinyStep):
-    """Pools padding too."""
+    """Also pools padding."""
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
         texts = tokens.padded()
@@ -236,7 +235,7 @@ class PadPooling(TinyStep):
 
 
 class Interleaved(TinyStep):
-    """Takes candidates that lie query by query for positives first, then negatives."""
+    """Orders candidates query by query, although the loss expects all positives first, then the negatives."""
 
     def loss_from_representations(
         self, query: Representations, candidate: Representations, batch: ContrastiveBatch
@@ -255,7 +254,7 @@ def test_a_recomputation_without_the_random_state_is_caught(monkeypatch: pytest.
     assert relative_error(cached_gradient(step, batch, engine)[1], direct) > 1e-2
 
 
-def test_the_last_mini_batch_alone_is_caught() -> None:
+def test_a_gradient_of_the_last_mini_batch_alone_is_caught() -> None:
     step, batch = TinyStep(tiny_bert()), random_batch(6, 1)
     step.zero_grad()
     GradCache(mini_batch_tokens=30).forward_backward(step, batch, backward=lambda _: None).loss.backward()
@@ -270,7 +269,7 @@ def test_a_step_with_an_error_is_caught(mutant: type[TinyStep], engine: GradCach
 
 
 class Balanced(TinyStep):
-    """A method with a statistic: the spread of its states over channels, summed over texts, and squared in the loss."""
+    """A step with statistics: the squares of the vectors, summed over texts; the loss is not linear in them."""
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
         vector_ND = super().embed(tokens).vector_ND
@@ -317,7 +316,7 @@ def test_a_scale_multiplies_each_gradient_once_and_not_the_loss(stages: int, sca
 
 
 @on_stages
-def test_two_forwards_before_the_last_backwards_keep_apart(stages: int) -> None:
+def test_two_forwards_before_the_last_backwards_do_not_mix(stages: int) -> None:
     step, engine = make_step(stages), GradCache(mini_batch_tokens=30, kept_fraction=0.3)
     batches = [make_batch(stages, 5, 1, seed) for seed in (1, 2)]
     expected = sum(plain_gradient(step, batch)[1] for batch in batches)
@@ -327,7 +326,7 @@ def test_two_forwards_before_the_last_backwards_keep_apart(stages: int) -> None:
     assert max(errors(step, gradient_vector(step), expected)) <= 1e-12
 
 
-def test_the_returned_loss_is_the_batch_and_carries_only_the_last_mini_batch() -> None:
+def test_the_returned_loss_is_of_the_batch_and_its_graph_of_the_last_mini_batch() -> None:
     step, batch, early = TinyStep(tiny_bert().double()), random_batch(6, 2), []
     engine = GradCache(mini_batch_tokens=30)
     output = engine.forward_backward(step, batch, backward=early.append)
@@ -338,7 +337,7 @@ def test_the_returned_loss_is_the_batch_and_carries_only_the_last_mini_batch() -
 
 
 @on_stages
-def test_without_gradients_it_is_just_the_loss(stages: int) -> None:
+def test_without_gradients_only_the_loss_is_computed(stages: int) -> None:
     step, batch = make_step(stages), make_batch(stages)
     with torch.no_grad():
         output = GradCache(mini_batch_tokens=30).forward_backward(step, batch)
@@ -388,8 +387,8 @@ def test_kept_graphs_are_not_recomputed(options: dict[str, Any], num_recomputed:
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_a_memory_budget_keeps_what_it_holds_and_no_more(half: bool) -> None:
-    """Casts of weights are made once a step: they are no part of a graph, however large the model."""
+def test_a_memory_budget_keeps_as_many_graphs_as_fit(half: bool) -> None:
+    """Weights are cast once a step: their casts do not count as part of a graph."""
     step, batch = TinyStep(tiny_bert(hidden_size=64)), batch_of([Record([7] * 5, [8] * 5) for _ in range(20)])
     one = GraphMemory()
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -403,7 +402,7 @@ def test_a_memory_budget_keeps_what_it_holds_and_no_more(half: bool) -> None:
     assert counts == {False: 20 - 3, True: 20}
 
 
-def test_a_budget_too_small_for_one_graph_is_found_out_once() -> None:
+def test_a_budget_too_small_for_one_graph_is_detected_in_the_first_step() -> None:
     step, batch = TinyStep(tiny_bert()), batch_of([Record([7] * 5, [8] * 5) for _ in range(4)])
     engine = GradCache(mini_batch_tokens=10, kept_gib=1e-7)
     counts = counting_passes(step)
@@ -424,13 +423,13 @@ def test_a_budget_too_small_for_one_graph_is_found_out_once() -> None:
         ({"kept_gib": float("nan")}, "kept_gib must be >= 0"),
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         GradCache(**options)
 
 
 class LastMiniBatch(gradcache._TwoPasses):
-    """Keeps what the last mini-batch says of the context."""
+    """Keeps only the last mini-batch's gradient of the context."""
 
     def _take_context_gradient(self, scale: float) -> None:
         if self.context is not None and self.context.grad is not None:
@@ -439,7 +438,7 @@ class LastMiniBatch(gradcache._TwoPasses):
 
 
 class OneTower(gradcache._TwoPasses):
-    """Forgets what the queries say of the context."""
+    """Drops the queries' gradient of the context."""
 
     def run_early(self, visit: Any, *arguments: Any) -> None:
         before = self.gradient_of[self.context].clone()
@@ -449,7 +448,7 @@ class OneTower(gradcache._TwoPasses):
 
 
 class TruncatedFirstStage(gradcache._TwoPasses):
-    """Recomputes two mini-batches of the first stage and leaves out the rest."""
+    """Recomputes two mini-batches of the first stage and omits the others."""
 
     def second_order(self) -> list[Any]:
         visits = super().second_order()
@@ -459,7 +458,7 @@ class TruncatedFirstStage(gradcache._TwoPasses):
 
 
 class FirstStageUnreplayed(gradcache._TwoPasses):
-    """Drops other numbers when the first stage is recomputed."""
+    """Uses other dropout masks when the first stage is recomputed."""
 
     def _outputs_and_gradients(self, visit: Any) -> Any:
         if visit.mini_batch.tower == CONTEXT:
@@ -468,7 +467,7 @@ class FirstStageUnreplayed(gradcache._TwoPasses):
 
 
 class Unscaled(gradcache._TwoPasses):
-    """Leaves the scale on the context's gradient, so that the first stage has it twice."""
+    """Does not remove the scale from the context's gradient, so the first stage's gradient has it twice."""
 
     def _take_context_gradient(self, scale: float) -> None:
         super()._take_context_gradient(1.0)
@@ -507,7 +506,7 @@ def test_a_detached_context_is_caught() -> None:
     assert errors(step, found, plain_gradient(make_step(2), batch)[1])[0] <= 1e-12
 
 
-def test_the_last_backward_is_the_first_stages_and_only_that_is_left_to_the_caller() -> None:
+def test_only_the_last_backward_of_the_first_stage_is_left_to_the_caller() -> None:
     step, batch, early = make_step(2), make_batch(2), []
     engine = GradCache(mini_batch_tokens=40)
     stages = engine.plan(batch)
@@ -528,14 +527,14 @@ def test_the_last_backward_is_the_first_stages_and_only_that_is_left_to_the_call
 
 
 @pytest.mark.parametrize("num_context", [1, 20])
-def test_a_context_of_one_document_and_one_of_all_of_them(num_context: int) -> None:
+def test_gradients_are_equal_with_contexts_of_one_and_of_many_documents(num_context: int) -> None:
     step, batch = make_step(2), with_context(random_batch(4, 1), num_context)
     _, found = cached_gradient(step, batch, GradCache(mini_batch_tokens=40))
     assert max(errors(step, found, plain_gradient(step, batch)[1])) <= 1e-12
 
 
 @pytest.mark.parametrize("frozen", ["first", "backbone"])
-def test_a_frozen_stage_leaves_the_other_ones_gradient(frozen: str) -> None:
+def test_freezing_a_stage_does_not_change_the_gradient_of_the_other(frozen: str) -> None:
     step, batch = make_step(2), make_batch(2)
     getattr(step, frozen).requires_grad_(False)
     _, expected = plain_gradient(step, batch)

@@ -1,6 +1,6 @@
 """GradCache on two gloo ranks against one process with the whole batch: two ranks x B = one rank x 2B.
 
-So too of two stages, where both ranks read one context.
+The same is tested for two stages, where both ranks read one context.
 """
 
 from collections.abc import Callable
@@ -43,12 +43,12 @@ ENGINES = {
     "all kept": GradCache(mini_batch_tokens=30, kept_fraction=1.0),
     "equal mini-batches": GradCache(mini_batch_tokens=30, kept_gib=1e-4, equal_mini_batches=True),
 }
-# Those that dropout and LoRA are tried with.
-CUTS = ("one text", "uneven", "larger than the batch")
+# Engines that are also tested with dropout and LoRA.
+DROPOUT_ENGINES = ("one text", "uneven", "larger than the batch")
 
 
 def records(num_negatives: int) -> list[Record]:
-    """Eight records, blended switches; those of the second rank are longer and have a negative more."""
+    """Eight records with mixed in-batch switches; those of the second rank are longer and have one more negative."""
     short, long = random_records(4, num_negatives, seed=5), random_records(4, num_negatives + 1, seed=6, longest=25)
     long[0].positive = short[3].positive
     return short + long
@@ -139,7 +139,7 @@ def error(
     gather: Callable[[Tensor, list[int]], Tensor] = gather_candidates,
     **options: Any,
 ) -> float:
-    """How far this rank's averaged gradient is from that of one process with the whole batch."""
+    """The relative error of this rank's averaged gradient against one process with the whole batch."""
     with patch("embeddings.losses.info_nce.gather_candidates", gather):
         found = under_ddp(make_step(gathers, **options), engine, shard(rank, num_negatives))
     return relative_error(found, of_one_process(num_negatives, **options))
@@ -156,7 +156,7 @@ def all_kept(engine: GradCache) -> GradCache:
 
 
 def error_with_dropout(rank: int, dtype: torch.dtype, backbone: Callable[[], nn.Module], engine: GradCache) -> float:
-    """Against the same mini-batches with every graph kept, from the same random state on each rank."""
+    """The relative error against the same mini-batches with every graph kept, from the same random state."""
     found = []
     for one in (engine, all_kept(engine)):
         step = make_step(True, dtype=dtype, backbone=backbone).train()
@@ -166,13 +166,13 @@ def error_with_dropout(rank: int, dtype: torch.dtype, backbone: Callable[[], nn.
 
 
 def error_to_the_plain_step(rank: int, dtype: torch.dtype, engine: GradCache, num_negatives: int) -> float:
-    """Against the plain step on the same two ranks."""
+    """The relative error against the plain step on the same two ranks."""
     found, plain = (under_ddp(make_step(True, dtype=dtype), one, shard(rank, num_negatives)) for one in (engine, None))
     return relative_error(found, plain)
 
 
 def forwards_with_equal_mini_batches(rank: int) -> tuple[int, int]:
-    """Embeddings of a rank with two texts and of one with ten, without and with equal numbers."""
+    """Forwards of rank 0 with two texts or rank 1 with ten, without and with equal mini-batches."""
     counts = []
     for equal in (False, True):
         step = CountingStep(tiny_bert().double())
@@ -223,7 +223,7 @@ class WrappedStages:
 
 
 def of_two_stages(rank: int, dtype: torch.dtype) -> dict[str, float]:
-    """How far the gradient of either encoder is from what it should be, the larger of both."""
+    """Relative errors of the gradients of two stages; each is the larger of both encoders' errors."""
 
     def reference(num_negatives: int = 1) -> Tensor:
         step = contextual(False, dtype=dtype)
@@ -238,20 +238,20 @@ def of_two_stages(rank: int, dtype: torch.dtype) -> dict[str, float]:
     own, whole = with_shared_context(shard(rank)), reference()
     gradients = {
         name: (found(engine, own), whole)
-        for name, engine in {"plain": None, **{name: ENGINES[name] for name in (*CUTS, "half kept")}}.items()
+        for name, engine in {"plain": None, **{name: ENGINES[name] for name in (*DROPOUT_ENGINES, "half kept")}}.items()
     }
     gradients["no negatives"] = found(ENGINES["uneven"], with_shared_context(shard(rank, 0))), reference(0)
-    # All graphs may be kept, but the one whose backward synchronises.
+    # All graphs may be kept, except the one whose backward synchronises.
     wrapped = WrappedStages(contextual(dtype=dtype))
     GradCache(40, kept_fraction=1.0).step(wrapped, own, no_sync=wrapped.no_sync)
     gradients["through the wrapper"] = gradient_vector(wrapped.step), whole
-    for name in CUTS:
+    for name in DROPOUT_ENGINES:
         gradients[f"dropout, {name}"] = found(ENGINES[name], own, 0.1), found(all_kept(ENGINES[name]), own, 0.1)
-    # Each rank reads its own documents, of which one has two and the other seven.
-    apart = with_context(shard(rank), (2, 7)[rank])
+    # Each rank reads its own documents: two on rank 0, seven on rank 1.
+    own_context = with_context(shard(rank), (2, 7)[rank])
     equal = GradCache(40, kept_gib=1e-3, equal_mini_batches=True)
     for name, engine in (("own contexts", GradCache(mini_batch_texts=1)), ("equal mini-batches", equal)):
-        gradients[name] = found(engine, apart), found(None, apart)
+        gradients[name] = found(engine, own_context), found(None, own_context)
     return {name: max(errors(contextual(), *both)) for name, both in gradients.items()}
 
 
@@ -275,7 +275,7 @@ STAGE_MUTANTS = (OneTower, TruncatedFirstStage)
 
 
 def error_of_first_stage(rank: int, mutant: Any) -> float:
-    """Of an engine with an error, to the plain step on the same ranks."""
+    """The relative error of the first stage's gradient with a wrong engine, against the plain step."""
     batch = with_shared_context(shard(rank))
     with patch("embeddings.training.gradcache._TwoPasses", mutant):
         found = under_ddp(contextual(), GradCache(mini_batch_texts=2), batch)
@@ -299,7 +299,7 @@ def detached(candidate_CD: Tensor, counts: list[int]) -> Tensor:
 
 
 def positives_first(candidate_CD: Tensor, counts: list[int]) -> Tensor:
-    """Lays the ranks' positives before all negatives, which shifts what targets and masks point at."""
+    """Puts the positives of all ranks before all negatives, so that targets and masks select wrong rows."""
     parts = gather_candidates(candidate_CD, counts).split(counts)
     return torch.cat([part[:4] for part in parts] + [part[4:] for part in parts])
 
@@ -325,7 +325,7 @@ def errors_of_equal_steps(rank: int, dtype: torch.dtype) -> dict[str, float]:
     results["matryoshka"] = error(rank, engine, loss=MatryoshkaInfoNCE, widths=(32, 8), dtype=dtype)
     results["late parameter"] = error(rank, GradCache(mini_batch_tokens=10), kind=LateParameter, dtype=dtype)
     results["through the wrapper"] = error_through_the_wrapper(rank, dtype)
-    for name in CUTS:
+    for name in DROPOUT_ENGINES:
         results[f"dropout, {name}"] = error_with_dropout(rank, dtype, partial(tiny_bert, dropout=0.1), ENGINES[name])
         results[f"LoRA, {name}"] = error(rank, ENGINES[name], 0, backbone=adapted, dtype=dtype)
         results[f"LoRA with dropout, {name}"] = error_with_dropout(rank, dtype, partial(adapted, 0.1), ENGINES[name])
@@ -353,13 +353,14 @@ def results() -> list[dict[Any, Any]]:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_two_ranks_equal_one_with_twice_the_batch(results: list[dict[Any, Any]], dtype: torch.dtype) -> None:
     for one_stage, two_stages in (result[dtype] for result in results):
-        assert (len(one_stage), len(two_stages)) == (len(ENGINES) + 9 + 3 * len(CUTS), 6 + 2 * len(CUTS))
+        assert len(one_stage) == len(ENGINES) + 9 + 3 * len(DROPOUT_ENGINES)
+        assert len(two_stages) == 6 + 2 * len(DROPOUT_ENGINES)
         assert max(one_stage.values()) <= TOLERANCE[dtype], one_stage
         assert max(two_stages.values()) <= TOLERANCE[dtype], two_stages
 
 
 @pytest.mark.parametrize("mutant", [*MUTANTS, "no gather", *(mutant.__name__ for mutant in STAGE_MUTANTS)])
-def test_a_wrong_gather_and_a_first_stage_that_loses_mini_batches_or_a_tower_are_caught(
+def test_wrong_gathers_and_wrong_gradients_of_the_first_stage_are_caught(
     results: list[dict[Any, Any]], mutant: str
 ) -> None:
     assert min(result[mutant] for result in results) > 1e-2

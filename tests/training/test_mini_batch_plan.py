@@ -1,4 +1,4 @@
-"""Mini-batches of a GradCache step: their plan, their random states, and the context of both towers."""
+"""Mini-batches of a GradCache step: their plan, their random states, and the context that both towers read."""
 
 from contextlib import suppress
 from dataclasses import replace

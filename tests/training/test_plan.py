@@ -77,8 +77,8 @@ def cde(name: str, checkpointing: bool) -> ContrastiveModule:
 MODELS: dict[str, Make] = {"full": full, "decoder": decoder, "lora": lora, "moe": moe, "cde": cde}
 
 
-def two_of(name: str, folder: Path, checkpointing: bool = False) -> tuple[ContrastiveModule, ContrastiveModule]:
-    """A module in training mode, and the same on the meta device."""
+def real_and_meta(name: str, folder: Path, checkpointing: bool = False) -> tuple[ContrastiveModule, ContrastiveModule]:
+    """A module in training mode, and the same module on the meta device."""
     kind = "mistral" if name in ("lora", "decoder") else "bert"
     backbone = dense_folder(folder) if name == "moe" else backbone_folder(folder, kind)
     with torch.device("meta"):
@@ -111,7 +111,7 @@ def planned(module: ContrastiveModule, setting: Setting) -> tuple[Plan, list[Tex
 
 
 class Saved:
-    """The peak bytes of graphs: distinct storages, without parameters."""
+    """Counts the peak bytes of graphs: each saved storage once, without parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         self.excluded = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
@@ -123,7 +123,7 @@ class Saved:
 
 
 class _Held:
-    """A tensor that a graph has saved."""
+    """A tensor that a graph has saved; it is counted until it is deleted."""
 
     def __init__(self, saved: Saved, tensor: Tensor) -> None:
         self.saved, self.tensor, storage = saved, tensor, tensor.untyped_storage()
@@ -175,7 +175,7 @@ QUICK = ["plain", "GradCache in 16 bits"]
 def test_a_plan_is_within_10_percent_of_the_step(name: str, setting: str, tmp_path: Path) -> None:
     if name == "lora" and not SETTINGS[setting].half_products:
         pytest.skip("its frozen weights are in bfloat16")
-    module, structure = two_of(name, tmp_path / "backbone")
+    module, structure = real_and_meta(name, tmp_path / "backbone")
     plan, _ = planned(structure, SETTINGS[setting])
     weights = list(module.parameters())
     assert plan.trained == sum(weight.numel() for weight in weights if weight.requires_grad) > 0
@@ -202,7 +202,7 @@ def test_a_plan_is_within_10_percent_of_the_step(name: str, setting: str, tmp_pa
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the storages that operations created and that still exist."""
+    """Counts the bytes of storages that operations have created and that still exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def test_checkpointed_layers_keep_only_their_inputs_and_are_recomputed(name: str
     setting = Setting(half_products=name == "lora")
     plans, operations, kept = [], [], []
     for checkpointing in (False, True):
-        module, structure = two_of(name, tmp_path / str(checkpointing), checkpointing)
+        module, structure = real_and_meta(name, tmp_path / str(checkpointing), checkpointing)
         plan, texts = planned(structure, setting)
         plans.append(plan)
         with counted() as counter:

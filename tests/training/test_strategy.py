@@ -96,7 +96,7 @@ def test_a_state_is_gathered_and_sharded_again(mesh: DeviceMesh) -> None:
     assert all(torch.equal(again[name].full_tensor(), value) for name, value in whole["weights"].items())
 
 
-def test_matrices_are_gathered_in_the_dtype_of_autocast_and_norms_and_routers_in_float32(mesh: DeviceMesh) -> None:
+def test_matrices_are_gathered_in_the_autocast_dtype_but_norms_and_routers_in_float32(mesh: DeviceMesh) -> None:
     model, (ids_NL, mask_NL) = tiny_moe(), padded_ids()
     plain = tiny_moe()
     shard(model, mesh, product_dtype=torch.bfloat16)
