@@ -15,13 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from embeddings import data, losses, models, modules
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.fit import run_trainer
-from embeddings.cli.trainer import (
-    _FREE,
-    check_resumable,
-    find_latest_checkpoint,
-    first_difference,
-    pin_checkpoint_dir,
-)
+from embeddings.cli.trainer import _FREE, check_resumable, find_latest_checkpoint, first_difference, pin_checkpoint_dir
 from embeddings.common import InputError, OptionError
 from tests.helpers.checkpoints import RESUMABLE, damage, save
 from tests.helpers.runs import run_config, write_config, write_pairs

@@ -8,13 +8,7 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.io import file_sha256, write_manifest
-from embeddings.inference.context import (
-    choose_context,
-    documents_sha256,
-    draw_documents,
-    sample_context,
-    sample_rows,
-)
+from embeddings.inference.context import choose_context, documents_sha256, draw_documents, sample_context, sample_rows
 from embeddings.inference.encoder import Context, Encoder
 from embeddings.inference.vector_folder import Document, encode_corpus
 from tests.inference.models import some_texts, tiny_embedder, write_corpus
