@@ -84,7 +84,7 @@ def embed_data() -> Path:
 
 
 @pytest.fixture
-def travelling_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def remote_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Unload code that sentence-transformers loads from model directories after the test."""
     import transformers.dynamic_module_utils
 

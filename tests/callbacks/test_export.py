@@ -75,7 +75,7 @@ def test_a_fast_development_run_writes_nothing(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.usefixtures("travelling_code")
+@pytest.mark.usefixtures("remote_code")
 def test_the_model_knows_the_prompts_that_its_sources_put_before_texts(tmp_path):
     config = run_config(tmp_path)
     config["data"]["init_args"]["sources"][0] |= {"instruction": "Find it", "document_prompt": "passage: "}

@@ -14,7 +14,7 @@ from tests.figures.cluster_folders import write_clusters
 from tests.figures.run_folders import write_run as write_whole_run
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import WORDS, write_pairs
-from tests.helpers.shown import kept_drawings, save_model
+from tests.helpers.shown import collected_drawings, save_model
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 from tests.models.moe import tiny_moe
@@ -59,7 +59,7 @@ def corpora(tmp_path):
 
 @pytest.fixture
 def drawing(monkeypatch, tmp_path):
-    return kept_drawings(monkeypatch, tmp_path, *(f"draw_{name}" for name in DRAWN))
+    return collected_drawings(monkeypatch, tmp_path, *(f"draw_{name}" for name in DRAWN))
 
 
 def show(kind, models, name, *words):

@@ -102,7 +102,7 @@ def test_a_directory_carries_its_code_until_a_model_without_experts_replaces_it(
 
 
 @pytest.fixture
-def forget(travelling_code, monkeypatch):
+def forget(remote_code, monkeypatch):
     """Removes our architecture from transformers' tables, as if this library were not installed."""
 
     def in_place():
