@@ -19,6 +19,7 @@ from embeddings.cli.configs import (
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.fit import Checked, check_arguments, run_trainer
 from embeddings.common import InputError, UserError
+from tests.helpers.refusals import refused
 from tests.helpers.runs import run_config, write_config
 
 ROOT = Path(__file__).parents[2]
@@ -65,16 +66,14 @@ def test_a_config_that_is_not_plain_yaml_is_refused_in_one_line(text, says):
 def test_a_reasonable_number_of_aliased_values_is_accepted():
     few = "a: &a [1, 2, 3]\n" + "".join(f"b{n}: *a\n" for n in range(MAX_ALIASED_VALUES // 4))
     assert len(parse_yaml(few, "x")) == MAX_ALIASED_VALUES // 4 + 1
-    with pytest.raises(InputError, match="its aliases expand to more than 10,000 values"):
-        parse_yaml(few + "c: *a\n", "x")
+    refused(InputError, "its aliases expand to more than 10,000 values", parse_yaml, few + "c: *a\n", "x")
 
 
 @pytest.mark.parametrize(("content", "says"), [(b"a: \xe9\n", "byte 4 is not UTF-8"), (None, "Is a directory")])
 def test_a_file_that_cannot_be_read_is_one_line(content, says, tmp_path):
     path = tmp_path / "a.yaml"
     path.mkdir() if content is None else path.write_bytes(content)
-    with pytest.raises(InputError, match=says):
-        read_yaml(path, "x")
+    refused(InputError, says, read_yaml, path, "x")
 
 
 def test_a_config_may_be_text_that_is_too_long_for_a_name():
@@ -86,8 +85,7 @@ def test_a_recipe_expands_to_its_configs_in_place():
     argv = expand_recipe(["fit", "--recipe", "quickstart", "--trainer.max_epochs", "2"])
     configs = [word for path in row["configs"].split() for word in ("--config", path)]
     assert argv == ["fit", *configs, "--trainer.max_epochs", "2"]
-    with pytest.raises(ConfigError, match=r"there is no recipe 'nope'.*quickstart"):
-        expand_recipe(["fit", "--recipe", "nope"])
+    refused(ConfigError, r"there is no recipe 'nope'.*quickstart", expand_recipe, ["fit", "--recipe", "nope"])
     with pytest.raises(ConfigError, match=r"'mgh_h100'; did you mean mgh_h100x1 or .*\? .*recipes\.csv lists all"):
         expand_recipe(["fit", "--recipe", "mgh_h100"])
 
@@ -133,8 +131,7 @@ def test_a_config_that_includes_others_in_a_wrong_way_is_refused(content, what, 
     texts = {"a": content, "b": f"config: ../{tmp_path.name}/a.yaml\n", "c": "trainer: {max_steps: 9}\n"}
     for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text)
-    with pytest.raises(InputError, match=what):
-        check_configs(["fit", "--config", "a.yaml"])
+    refused(InputError, what, check_configs, ["fit", "--config", "a.yaml"])
 
 
 @pytest.mark.parametrize("part", ["model", "data"])
@@ -171,8 +168,7 @@ def test_a_config_that_drops_earlier_callbacks_is_refused(tmp_path):
         "write callbacks+: to add to them, or callbacks: [] above callbacks+: to drop them"
     )
     dotted = write_config(tmp_path, {"trainer.callbacks": named("ModelSummary")}, "dotted.yaml")
-    with pytest.raises(ConfigError, match="drops ModelCheckpoint of"):
-        check_configs(["fit", "--config", base, "--config", dotted])
+    refused(ConfigError, "drops ModelCheckpoint of", check_configs, ["fit", "--config", base, "--config", dotted])
 
 
 def test_callbacks_are_dropped_on_request_and_added_by_their_own_key(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from embeddings.inference import Encoder
 from embeddings.models import Embedder
 from tests.evaluation.air_bench_sets import stand_in
 from tests.evaluation.task_sets import write_sets
-from tests.helpers.refusals import assert_refused
+from tests.helpers.refusals import assert_refused, refused
 from tests.helpers.runs import write_retrieval_folder
 from tests.inference.models import tiny_embedder
 from tests.models.contextual_models import tiny_contextual
@@ -158,8 +158,7 @@ def test_lines_are_answered_until_the_end_or_an_empty_one(text, expected, monkey
 def test_queries_before_an_invalid_line_are_answered_and_its_number_is_named(monkeypatch):
     found = []
     monkeypatch.setattr("sys.stdin", Typed(b"good one\ncaf\xc3\xa9\nbad \xff\n"))
-    with pytest.raises(InputError, match=r"^standard input:3: is not valid UTF-8; write it as UTF-8$"):
-        answer_lines(found.append)
+    refused(InputError, r"^standard input:3: is not valid UTF-8; write it as UTF-8$", answer_lines, found.append)
     assert found == ["good one", "café"]
 
 

@@ -14,7 +14,7 @@ from embeddings.cli.errors import ConfigError
 from embeddings.cli.main import main
 from embeddings.cli.sweep_file import NUM_RANDOM, Search, is_number, label, next_point, read_sweep, short_names
 from embeddings.common import UserError
-from tests.helpers.refusals import assert_refused
+from tests.helpers.refusals import assert_refused, refused
 
 TEMPERATURE = "model.init_args.loss.init_args.temperature"
 
@@ -88,8 +88,7 @@ def test_a_recipe_is_replaced_by_its_configs(tmp_path):
     assert [Path(config).stem for config in sweep.configs] == ["base", "mgh", "h100x1_batch64", "mgh", "mgh_synthetic"]
     assert len(sweep.contents) == 5
     (tmp_path / "s.yaml").write_text("recipe: nope\nparameters: {a: [1]}\n")
-    with pytest.raises(ConfigError, match="there is no recipe 'nope'"):
-        read_sweep(tmp_path / "s.yaml")
+    refused(ConfigError, "there is no recipe 'nope'", read_sweep, tmp_path / "s.yaml")
 
 
 def test_runs_are_named_after_the_config_that_chooses_the_method(write, tmp_path):

@@ -19,6 +19,7 @@ from embeddings.inference import (
 )
 from embeddings.inference.inspection import PLACES, TokenWeights, anchor_shares, place_of, shares_of, token_weights
 from embeddings.models import AnchorTokenPooling, Embedder, LatentAttentionPooling, MeanPooling, make_bidirectional
+from tests.helpers.refusals import refused
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 from tests.models.moe import tiny_moe
@@ -118,8 +119,7 @@ def test_a_model_is_not_changed_even_after_an_error():
     modes = [module.training for module in embedder.modules()]
     configs = [getattr(module, "config", None) for module in embedder.modules()]
     for _ in range(2):
-        with pytest.raises(OptionError, match=r"under a causal mask.*by_visible_queries: true"):
-            token_weights(embedder, TEXTS)
+        refused(OptionError, r"under a causal mask.*by_visible_queries: true", token_weights, embedder, TEXTS)
         token_weights(embedder, TEXTS, AnchorTokenPooling(32, by_visible_queries=True))
     with pytest.raises(OptionError, match=r"layers \[7\] must be among the 2"):
         token_weights(embedder, TEXTS, AnchorTokenPooling(32, layers=(7,)))
@@ -325,5 +325,4 @@ def moved(model, num_texts=3, num_contexts=2):
     ],
 )
 def test_an_inspection_that_does_not_fit_the_model_is_refused(look, message):
-    with pytest.raises(UserError, match=message):
-        look()
+    refused(UserError, message, look)

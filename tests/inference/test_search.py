@@ -10,6 +10,7 @@ from embeddings.inference.search import CorpusSearch, TopK, search_corpus, searc
 from embeddings.inference.vector_folder import encode_corpus
 from embeddings.inference.vectors import float_rows, stored_rows
 from tests.data.cluster_folders import unit_vectors
+from tests.helpers.refusals import refused
 from tests.inference.models import counted_encodings, some_texts, tiny_embedder, write_corpus
 from tests.inference.test_vectors import formatted_shards
 
@@ -85,8 +86,7 @@ def test_one_document_no_query_no_document_and_a_zero_query(tmp_path):
 
 def test_numbers_that_are_not_positive_are_refused(tmp_path):
     documents = formatted_shards(tmp_path, unit_vectors(9), "binary", shard_size=7)
-    with pytest.raises(OptionError, match=r"top_k must be >= 1, got -1"):
-        search_signs(unit_vectors(1), documents, -1)
+    refused(OptionError, r"top_k must be >= 1, got -1", search_signs, unit_vectors(1), documents, -1)
     with pytest.raises(OptionError, match="rescore_multiplier must be >= 1, got 0; leave it out for 4"):
         search_signs(unit_vectors(1), documents, 1, 0)
 
@@ -134,8 +134,7 @@ def test_an_index_gets_unit_vectors_and_may_return_fewer_rows(corpus, tmp_path):
     assert calls[0][1] == 3
     with pytest.raises(OptionError, match="nearest needs an encoded folder, got 'an index'"):
         CorpusSearch(encoder, corpus, nearest=nearest)
-    with pytest.raises(OptionError, match="top_k must be >= 1, got 0"):
-        CorpusSearch(encoder, corpus).search(["a"], 0)
+    refused(OptionError, "top_k must be >= 1, got 0", CorpusSearch(encoder, corpus).search, ["a"], 0)
     np.testing.assert_allclose(np.linalg.norm(calls[0][0], axis=1), 1, rtol=1e-5)
 
 

@@ -30,6 +30,7 @@ from embeddings.inference.vector_folder import (
 )
 from embeddings.inference.vectors import VECTOR_FORMATS, stored_rows
 from tests.helpers.interrupts import interrupted_at
+from tests.helpers.refusals import refused
 from tests.inference.models import counted_encodings, on_encode, some_texts, tiny_embedder, write_corpus
 from tests.models.contextual_models import tiny_contextual
 
@@ -81,8 +82,7 @@ def test_a_killed_run_resumes_with_the_same_bytes_in_every_format(
     assert VectorFolder.open(folder.path) == folder
     with killed_at(killed, monkeypatch):
         encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
-    with pytest.raises(InputError, match="'complete' is False"):
-        VectorFolder.open(tmp_path / "resumed")
+    refused(InputError, "'complete' is False", VectorFolder.open, tmp_path / "resumed")
     counts = counted_encodings(monkeypatch)
     encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
     # The call with one empty text checks the prompt.
@@ -130,11 +130,9 @@ def test_another_corpus_model_or_option_is_refused_by_name(corpus, encoder, tmp_
         (encoder, {"shard_size": 4, "prompt_name": "other"}, "field 'prompt_name' is None, expected 'other'"),
         (other, {"shard_size": 4}, "field 'model_sha256' differs"),
     ):
-        with pytest.raises(InputError, match=message):
-            encode_corpus(used, corpus, tmp_path / "out", **options)
+        refused(InputError, message, encode_corpus, used, corpus, tmp_path / "out", **options)
     corpus.write_text(corpus.read_text().replace("d10", "d99"))
-    with pytest.raises(InputError, match="field 'corpus_sha256' differs"):
-        encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
+    refused(InputError, "field 'corpus_sha256' differs", encode_corpus, encoder, corpus, tmp_path / "out", shard_size=4)
     assert content(tmp_path / "out") == before
 
 
@@ -166,13 +164,11 @@ def test_directions_are_returned_in_blocks_of_at_most_a_tile(corpus, encoder, tm
 
 
 def test_a_bad_corpus_or_option_writes_nothing(corpus, encoder, tmp_path):
-    with pytest.raises(OptionError, match="shard_size must be >= 1"):
-        encode_corpus(encoder, corpus, tmp_path / "out", shard_size=0)
+    refused(OptionError, "shard_size must be >= 1", encode_corpus, encoder, corpus, tmp_path / "out", shard_size=0)
     with pytest.raises(OptionError, match="prompt_name must name a prompt"):
         encode_corpus(encoder, corpus, tmp_path / "out", prompt_name="nope")
     corpus.write_text(corpus.read_text() + '{"_id": "cut')
-    with pytest.raises(InputError, match=r"corpus\.jsonl:12: "):
-        encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
+    refused(InputError, r"corpus\.jsonl:12: ", encode_corpus, encoder, corpus, tmp_path / "out", shard_size=4)
     assert not (tmp_path / "out").exists()
 
 
@@ -211,8 +207,7 @@ def test_damaged_documents_are_named_in_one_line(content, message, corpus, encod
     path.unlink() if content is None else path.write_bytes(content)
     assert folder.documents([0])[0].document_id == "d0"
     for look in (lambda: folder.documents([0, 4]), lambda: search_corpus(encoder, tmp_path / "out", ["a"], 11)):
-        with pytest.raises(InputError, match=message):
-            look()
+        refused(InputError, message, look)
 
 
 @pytest.fixture(scope="module")
@@ -360,8 +355,7 @@ def test_devices_are_counted_or_named_and_missing_ones_are_refused(devices, num_
     if isinstance(found, tuple):
         assert parse_devices(devices) == found
     else:
-        with pytest.raises(OptionError, match=found):
-            parse_devices(devices)
+        refused(OptionError, found, parse_devices, devices)
 
 
 def test_a_single_device_works_in_this_process_and_reads_items_on_demand():

@@ -18,6 +18,7 @@ from embeddings.mining.clusters import Bm25Features, ClusterSettings, VectorFeat
 from tests.data.cluster_folders import unit_vectors
 from tests.helpers.forks import in_a_child
 from tests.helpers.interrupts import interrupted_at
+from tests.helpers.refusals import refused
 from tests.mining.pair_sources import content, made_vectors, topic_of, topic_source
 
 pytest.importorskip("faiss")
@@ -145,8 +146,7 @@ def test_a_process_killed_anywhere_is_resumed_with_the_same_bytes(name, call, so
 
     assert in_a_child(killed) == -signal.SIGKILL
     if name != "_remove_work":
-        with pytest.raises(InputError, match="'complete' is False"):
-            clusters.ClusterFolder(tmp_path / "killed")
+        refused(InputError, "'complete' is False", clusters.ClusterFolder, tmp_path / "killed")
     go(tmp_path / "killed")
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
 
@@ -202,8 +202,7 @@ def test_other_options_or_another_source_are_refused_by_name(features, source, t
         cluster_pairs(Bm25Features(source), source, tmp_path / "out", SETTINGS)
     (tmp_path / "other").mkdir()
     other = topic_source(tmp_path / "other", 61)
-    with pytest.raises(InputError, match="field 'source_key'"):
-        cluster_pairs(Bm25Features(other), other, tmp_path / "out", SETTINGS)
+    refused(InputError, "field 'source_key'", cluster_pairs, Bm25Features(other), other, tmp_path / "out", SETTINGS)
     assert content(tmp_path / "out") == before
 
 
@@ -219,8 +218,7 @@ def test_k_follows_the_cluster_size_and_the_format_bounds_the_rows():
     assert [ClusterSettings().resolve_num_clusters(rows) for rows in (512, 513)] == [1, 2]
     assert ClusterSettings(cluster_size=1).resolve_num_clusters(7) == 7
     assert ClusterSettings(num_clusters=3).resolve_num_clusters(7) == 3
-    with pytest.raises(OptionError, match="must have at most 4294967296 rows"):
-        ClusterSettings().resolve_num_clusters(2**32 + 1)
+    refused(OptionError, "must have at most 4294967296 rows", ClusterSettings().resolve_num_clusters, 2**32 + 1)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from embeddings.inference.vectors import unit_rows
 from embeddings.mining import filter as consistency
 from embeddings.mining.filter import NOT_RANKED, Segments, rank_pairs
 from embeddings.mining.pair_index import index_pairs
+from tests.helpers.refusals import refused
 from tests.mining.pair_sources import made_vectors, source
 
 NUM_ROWS, WIDTH = 50, 4
@@ -108,8 +109,7 @@ def test_tasks_and_shards_of_vectors_change_no_byte(tmp_path):
 def test_another_seed_model_or_choice_of_rows_is_refused_by_name(tmp_path):
     vectors, *_ = rounded_vectors(tmp_path)
     rank_pairs(vectors, tmp_path / "work", segment_size=9)
-    with pytest.raises(InputError, match="field 'seed' is 0, expected 1"):
-        rank_pairs(vectors, tmp_path / "work", segment_size=9, seed=1)
+    refused(InputError, "field 'seed' is 0, expected 1", rank_pairs, vectors, tmp_path / "work", segment_size=9, seed=1)
     with pytest.raises(InputError, match="field 'rows_sha256'"):
         rank_pairs(vectors, tmp_path / "work", segment_size=9, is_considered_N=np.arange(NUM_ROWS) > 1)
     fields = {"model_sha256": "other", "precision": "float32", "prompt_name": None}
@@ -158,5 +158,4 @@ def test_only_records_of_one_group_are_compared(considered, tmp_path):
     assert found.tolist() == list(expected.values())
     whole = rank_pairs(vectors, tmp_path / "whole", is_considered_N=considered)
     assert found.tolist() != whole.tolist()
-    with pytest.raises(InputError, match="field 'groups_sha256'"):
-        rank_pairs(vectors, tmp_path / "work", is_considered_N=considered)
+    refused(InputError, "field 'groups_sha256'", rank_pairs, vectors, tmp_path / "work", is_considered_N=considered)

@@ -25,6 +25,7 @@ from embeddings.mining.duplicates import (
     find_duplicates,
 )
 from tests.data.rows import pairs
+from tests.helpers.refusals import refused
 from tests.mining import pair_sources
 
 source = partial(pair_sources.source, suspect_rows="keep")
@@ -241,7 +242,5 @@ def test_the_hash_depends_on_texts_and_roles():
 
 @pytest.mark.parametrize("threshold", [0.0, -0.5, 1.1, float("nan")])
 def test_invalid_thresholds_are_refused(threshold):
-    with pytest.raises(OptionError, match="bm25_threshold must be > 0 and <= 1"):
-        Decontaminator(EvaluationTexts(["a"], []), threshold)
-    with pytest.raises(OptionError, match="decontaminate must have at least one text"):
-        Decontaminator(EvaluationTexts([], []))
+    refused(OptionError, "bm25_threshold must be > 0 and <= 1", Decontaminator, EvaluationTexts(["a"], []), threshold)
+    refused(OptionError, "decontaminate must have at least one text", Decontaminator, EvaluationTexts([], []))

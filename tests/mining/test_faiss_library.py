@@ -26,18 +26,15 @@ from tests.helpers.refusals import refused
 @pytest.mark.parametrize(("gpu", "extra"), [(False, "cpu"), (True, "gpu")])
 def test_a_missing_faiss_names_its_extra(gpu, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(MissingExtraError, match=rf"pip install -e '\.\[{extra}\]'"):
-        load_faiss(gpu)
+    refused(MissingExtraError, rf"pip install -e '\.\[{extra}\]'", load_faiss, gpu)
 
 
 def test_a_gpu_is_refused_without_a_gpu_build_or_device(monkeypatch):
     build = SimpleNamespace(get_num_gpus=lambda: 0)
     monkeypatch.setitem(sys.modules, "faiss", build)
-    with pytest.raises(OptionError, match="gpu needs a build of faiss for GPUs"):
-        load_faiss(gpu=True)
+    refused(OptionError, "gpu needs a build of faiss for GPUs", load_faiss, gpu=True)
     build.StandardGpuResources = object
-    with pytest.raises(OptionError, match="gpu needs a CUDA device"):
-        load_faiss(gpu=True)
+    refused(OptionError, "gpu needs a CUDA device", load_faiss, gpu=True)
     build.get_num_gpus = lambda: 1
     assert load_faiss(gpu=True) is build
 
@@ -159,8 +156,7 @@ def test_a_cluster_for_each_vector_is_that_vector():
 def test_an_invalid_vector_is_named_by_its_row(value, kind):
     vectors = unit_vectors(20)
     vectors[13] = value
-    with pytest.raises(InputError, match=f"vectors:13: the vector is {kind}"):
-        spherical_kmeans(vectors, 2)
+    refused(InputError, f"vectors:13: the vector is {kind}", spherical_kmeans, vectors, 2)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from embeddings.mining.negatives import (
 )
 from embeddings.mining.pair_index import index_pairs
 from tests.data.rows import write_jsonl
+from tests.helpers.refusals import refused
 from tests.mining.pair_sources import source
 
 
@@ -374,8 +375,7 @@ def test_the_higher_grade_of_a_pair_judged_twice_counts_in_any_order():
     ],
 )
 def test_judgments_without_two_grades_or_a_relevant_document_are_refused(judged, says):
-    with pytest.raises(InputError, match=says):
-        TextQrels.of(judged, "qrels")
+    refused(InputError, says, TextQrels.of, judged, "qrels")
 
 
 @pytest.mark.parametrize("judged", [[("q9", "a", 1), ("q9", "b", 0)], [("q0", "x", 1), ("q0", "y", 0)]])
@@ -406,8 +406,7 @@ def test_judgments_of_other_queries_or_documents_are_refused(judged, tmp_path):
     ],
 )
 def test_impossible_rules_are_refused(kind, options, says):
-    with pytest.raises(OptionError, match=says):
-        kind(**options)
+    refused(OptionError, says, kind, **options)
 
 
 def test_the_manifest_identifies_the_judgments():

@@ -20,6 +20,7 @@ from embeddings.mining.mine import Reranker
 from embeddings.mining.negatives import LevelRules, NegativeRules
 from tests.helpers.forks import in_a_child
 from tests.helpers.interrupts import interrupted_at
+from tests.helpers.refusals import refused
 from tests.helpers.tiny import wordpiece_tokenizer
 from tests.mining import test_mine
 from tests.mining.teachers import know_teachers
@@ -112,8 +113,7 @@ def test_kills_tasks_and_a_second_model_end_with_the_same_bytes(cross_encoder, t
         (other, "field 'reranker.model_sha256'"),
         (None, "field 'reranker': the output was written with"),
     ):
-        with pytest.raises(InputError, match=says):
-            run(tmp_path, "killed.parquet", reranker=wrong)
+        refused(InputError, says, run, tmp_path, "killed.parquet", reranker=wrong)
     (tmp_path / "killed.parquet").unlink()
     assert run(tmp_path, "killed.parquet", reranker=other) is not None
     assert outputs(tmp_path, "killed.parquet")[0] != whole[0]
@@ -139,8 +139,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(tmp_path, monkeypa
         Reranker(str(tmp_path / "nowhere"), "cpu")
     assert "\n" not in str(error.value)
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(MissingExtraError, match=r"sentence_transformers is not installed; run: .*rerank"):
-        Reranker(str(tmp_path), "cpu")
+    refused(MissingExtraError, r"sentence_transformers is not installed; run: .*rerank", Reranker, str(tmp_path), "cpu")
 
 
 def test_a_score_that_is_not_finite_is_named(cross_encoder):

@@ -14,6 +14,7 @@ from embeddings.mining import gpu_search
 from embeddings.mining import search as knn
 from embeddings.mining.gpu_search import GpuSearch, exact_products, search_sizes
 from embeddings.mining.search import CoarseSearch, ExactSearch, build_ivf, rounding_error, sample_rows, topk_per_row
+from tests.helpers.refusals import refused
 from tests.mining.vectors import brute_force, shards, unit_vectors
 
 CPU = torch.device("cpu")
@@ -92,12 +93,10 @@ def test_an_invalid_document_vector_is_named(value, kind, exact, tmp_path):
 
 def test_invalid_queries_are_refused(exact, tmp_path):
     search = exact(shards(tmp_path, unit_vectors(10), 4))
-    with pytest.raises(InputError, match="contains vectors of width 8, the queries' is 5"):
-        search.search(unit_vectors(2, 5), 3)
+    refused(InputError, "contains vectors of width 8, the queries' is 5", search.search, unit_vectors(2, 5), 3)
     with pytest.raises(InputError, match="query vectors:1: the vector is zero"):
         search.search(unit_vectors(2) * np.array([[1], [0]], np.float32), 3)
-    with pytest.raises(OptionError, match="top_k must be >= 1"):
-        search.search(unit_vectors(2), 0)
+    refused(OptionError, "top_k must be >= 1", search.search, unit_vectors(2), 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -184,8 +183,7 @@ def test_tasks_and_tiles_change_nothing(tmp_path, monkeypatch):
 def test_a_top_k_beyond_the_limit_of_faiss_on_a_gpu_is_refused(tmp_path):
     search = build_ivf(shards(tmp_path / "documents", clustered(100), 50), tmp_path / "ivf")
     search.gpu = True
-    with pytest.raises(OptionError, match="top_k must be <= 2032 on a GPU, got 2033"):
-        search.search(clustered(2), 2033)
+    refused(OptionError, "top_k must be <= 2032 on a GPU, got 2033", search.search, clustered(2), 2033)
 
 
 def test_missing_documents_are_minus_one(tmp_path):
@@ -215,8 +213,7 @@ def test_the_default_number_of_lists_suits_the_documents(count, lists, tmp_path)
     ],
 )
 def test_invalid_numbers_are_refused_before_anything_is_written(options, says, tmp_path):
-    with pytest.raises(OptionError, match=says):
-        build_ivf(shards(tmp_path / "documents", clustered(30), 8), tmp_path / "ivf", **options)
+    refused(OptionError, says, build_ivf, shards(tmp_path / "documents", clustered(30), 8), tmp_path / "ivf", **options)
     assert not (tmp_path / "ivf").exists()
 
 
@@ -326,8 +323,7 @@ def test_too_little_memory_is_refused_with_the_minimum(tmp_path):
 
 def test_a_missing_gpu_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(OptionError, match="gpu needs a CUDA device"):
-        GpuSearch(shards(tmp_path, unit_vectors(10), 4))
+    refused(OptionError, "gpu needs a CUDA device", GpuSearch, shards(tmp_path, unit_vectors(10), 4))
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ from embeddings.synthesis.client import (
 )
 from embeddings.synthesis.validate import Answer
 from tests.helpers.chat_server import Reply, chat_server
+from tests.helpers.refusals import refused
 from tests.synthesis.models import EAGER, FakeClient, make_runner
 
 REQUEST = make_request("example/short_long-0/0", "Write something.", 7)
@@ -99,8 +100,7 @@ def test_refusals_and_empty_contents_are_answers(reply, expected):
     ],
 )
 def test_a_wrong_url_key_or_model_is_an_input_error(reply, says):
-    with pytest.raises(InputError, match=says):
-        ask(reply)
+    refused(InputError, says, ask, reply)
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,12 @@ def test_the_timeout_applies_to_late_and_to_slow_answers(reply):
 
 @pytest.mark.parametrize("endpoint", ["localhost:8000", "ftp://x/v1", "http://", "http://x:port/v1", ""])
 def test_an_endpoint_that_is_not_an_http_url_is_refused(endpoint):
-    with pytest.raises(OptionError, match="endpoint must be an HTTP URL"):
-        ChatClient(endpoint, Sampling("m"))
+    refused(OptionError, "endpoint must be an HTTP URL", ChatClient, endpoint, Sampling("m"))
 
 
 def test_a_missing_client_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(MissingExtraError, match=r"pip install -e '.\[synthesis\]'"):
-        ChatClient("http://x/v1", Sampling("m"))
+    refused(MissingExtraError, r"pip install -e '.\[synthesis\]'", ChatClient, "http://x/v1", Sampling("m"))
 
 
 def test_a_key_contains_the_prompts_hash_and_seeds_differ():
@@ -274,8 +272,7 @@ def test_the_budget_is_never_exceeded_in_one_run_or_several(tmp_path, concurrenc
 
 def test_budget_and_prices_need_an_endpoint_that_reports_tokens(tmp_path):
     client = FakeClient(lambda prompt, seed, count: Reply("x", usage=False))
-    with pytest.raises(InputError, match="does not report the tokens"):
-        ask_all(tmp_path, client, budget=Budget(token_budget=10**6))
+    refused(InputError, "does not report the tokens", ask_all, tmp_path, client, budget=Budget(token_budget=10**6))
     with pytest.raises(InputError, match="leave token_budget and the prices out"):
         ask_all(tmp_path, client, budget=Budget(None, 1.0, 2.0))
     _, journal = ask_all(tmp_path, client)
@@ -307,8 +304,7 @@ def test_the_request_rate_includes_retries(tmp_path):
     ],
 )
 def test_invalid_numbers_are_refused(make, says):
-    with pytest.raises(OptionError, match=says):
-        make()
+    refused(OptionError, says, make)
 
 
 class Clock:

@@ -19,6 +19,7 @@ from embeddings.synthesis.validate import (
     read_negatives,
     read_tasks,
 )
+from tests.helpers.refusals import refused
 
 SHORT_LONG = MGH.category("short_long")
 TASK = "Find recipes for a dish."
@@ -264,7 +265,6 @@ def test_records_are_sampled_evenly_from_those_with_every_level(tmp_path):
 
 def test_records_without_levels_are_refused(tmp_path):
     path = write(tmp_path / "a.jsonl", (1, 10))
-    with pytest.raises(InputError, match="no record has four levels"):
-        check_levels([path], Angles())
+    refused(InputError, "no record has four levels", check_levels, [path], Angles())
     with pytest.raises(InputError):
         check_levels([], Angles())
