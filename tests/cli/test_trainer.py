@@ -193,11 +193,6 @@ def test_a_script_prints_no_tips_of_libraries(tmp_path: Path, caplog: pytest.Log
     assert "Tip" not in caplog.text
 
 
-def test_a_fast_dev_run_leaves_no_record(tmp_path: Path) -> None:
-    trainer(tmp_path, 2, fast_dev_run=1).fit(*parts(tmp_path))
-    assert not list(tmp_path.rglob("run.json"))
-
-
 def test_a_run_that_ended_within_an_epoch_resumes_there_with_more_steps(tmp_path: Path) -> None:
     """`last.ckpt` is from the end of training here, because no earlier step had one."""
     options = {"accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "log_every_n_steps": 1}

@@ -1,7 +1,6 @@
 """Clustering writes the same folder with any number of tasks and after kills."""
 
 import json
-import os
 import signal
 import tracemalloc
 from dataclasses import replace
@@ -12,7 +11,6 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
-from embeddings.data.samplers import ClusteredBatchSampler, SourceIdentity
 from embeddings.mining import clusters
 from embeddings.mining.clusters import Bm25Features, ClusterSettings, VectorFeatures, cluster_pairs
 from tests.data.cluster_folders import unit_vectors
@@ -185,14 +183,6 @@ def test_a_task_succeeds_if_others_finish_meanwhile(stage, after, source, tmp_pa
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_a_finished_folder_is_left_as_it_is(features, source, tmp_path, monkeypatch):
-    cluster_pairs(features, source, tmp_path / "out", SETTINGS)
-    before = {path: os.stat(path).st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    monkeypatch.setattr(clusters, "kmeans_run", None)
-    assert cluster_pairs(features, source, tmp_path / "out", SETTINGS).num_clusters == 5
-    assert {path: os.stat(path).st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
-
-
 def test_other_options_or_another_source_are_refused_by_name(features, source, tmp_path):
     cluster_pairs(features, source, tmp_path / "out", SETTINGS)
     before = content(tmp_path / "out")
@@ -204,14 +194,6 @@ def test_other_options_or_another_source_are_refused_by_name(features, source, t
     other = topic_source(tmp_path / "other", 61)
     refused(InputError, "field 'source_key'", cluster_pairs, Bm25Features(other), other, tmp_path / "out", SETTINGS)
     assert content(tmp_path / "out") == before
-
-
-def test_the_clusters_feed_the_sampler(features, source, tmp_path):
-    cluster_pairs(features, source, tmp_path / "root" / "pairs", SETTINGS)
-    sampler = ClusteredBatchSampler([60], 8, clusters=str(tmp_path / "root"))
-    sampler.identify([SourceIdentity("pairs", source.key)])
-    rows = [entry.row for batch in sampler for entry in batch]
-    assert len(rows) == len(set(rows)) == 56
 
 
 def test_k_follows_the_cluster_size_and_the_format_bounds_the_rows():

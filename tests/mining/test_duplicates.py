@@ -206,12 +206,6 @@ def test_every_positive_is_checked_and_no_negative():
     assert rule.reasons([]).tolist() == []
 
 
-def test_repetition_does_not_raise_the_coverage():
-    rule = Decontaminator(EvaluationTexts(["alpha beta gamma delta epsilon zeta"], []), 0.6)
-    once, often = StoredRow("alpha beta gamma", ["p"]), StoredRow("alpha beta gamma " * 20, ["p"])
-    assert rule.reasons([once, often]).tolist() == [KEPT, KEPT]
-
-
 @pytest.mark.parametrize("shard_size", [1, 4, 100])
 def test_shards_and_tasks_change_no_reason(shard_size, tmp_path, monkeypatch):
     evaluation = EvaluationTexts([words(seed, 8) for seed in range(9)], [])

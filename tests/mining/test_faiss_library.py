@@ -8,16 +8,7 @@ import pytest
 
 from embeddings.common import InputError, MissingExtraError, OptionError
 from embeddings.mining import faiss_library
-from embeddings.mining.faiss_library import (
-    kmeans_run,
-    load_faiss,
-    map_lists,
-    nearest_centroids,
-    neighbour_lists,
-    new_lists,
-    spherical_kmeans,
-    write_lists,
-)
+from embeddings.mining.faiss_library import kmeans_run, load_faiss, neighbour_lists, spherical_kmeans
 from tests.data.cluster_folders import nearest_lists, unit_vectors
 from tests.helpers.processes import run_command
 from tests.helpers.refusals import refused
@@ -37,15 +28,6 @@ def test_a_gpu_is_refused_without_a_gpu_build_or_device(monkeypatch):
     refused(OptionError, "gpu needs a CUDA device", load_faiss, gpu=True)
     build.get_num_gpus = lambda: 1
     assert load_faiss(gpu=True) is build
-
-
-def test_lists_that_cannot_be_written_raise_an_os_error(tmp_path):
-    quantizer = load_faiss().IndexFlatIP(2)
-    quantizer.add(np.eye(2, dtype=np.float32))
-    write_lists(new_lists(quantizer, 2), tmp_path / "a")
-    assert map_lists(tmp_path / "a").nlist == 2
-    with pytest.raises(FileNotFoundError):
-        write_lists(new_lists(quantizer, 2), tmp_path / "none" / "a")
 
 
 # If a thread still reads a mapped file when it is truncated, the process is killed.
@@ -136,22 +118,6 @@ def test_every_vector_is_used_where_faiss_uses_256_per_cluster():
     assert np.abs(alone.centroids - one.centroids).max() > 1e-4
 
 
-def test_centroids_are_unit_vectors_and_one_seed_gives_the_same_bits():
-    vectors = unit_vectors(200, 8)
-    first, again, other = (spherical_kmeans(vectors, 9, num_iterations=5, seed=seed) for seed in (1, 1, 2))
-    assert first.centroids.dtype == np.float32
-    np.testing.assert_allclose(np.linalg.norm(first.centroids, axis=1), 1.0, atol=1e-6)
-    assert first.centroids.tobytes() == again.centroids.tobytes() != other.centroids.tobytes()
-    assert first.objective == again.objective
-
-
-def test_a_cluster_for_each_vector_is_that_vector():
-    vectors = unit_vectors(7)
-    found = kmeans_run(vectors, 7)
-    assert sorted(map(tuple, found.centroids)) == sorted(map(tuple, vectors))
-    assert found.objective == 1.0
-
-
 @pytest.mark.parametrize(("value", "kind"), [(0.0, "zero"), (np.nan, "not finite"), (np.inf, "not finite")])
 def test_an_invalid_vector_is_named_by_its_row(value, kind):
     vectors = unit_vectors(20)
@@ -173,13 +139,6 @@ def test_invalid_options_are_refused_in_one_line(options, message):
     if options.get("gpu") and faiss.get_num_gpus():
         pytest.skip("there is a GPU")
     refused(OptionError, message, spherical_kmeans, unit_vectors(20), **{"num_clusters": 2, **options})
-
-
-def test_the_nearest_centroid_is_that_of_brute_force():
-    vectors, means = unit_vectors(50, seed=1), unit_vectors(9)
-    found = nearest_centroids(vectors, means)
-    assert found.dtype == np.int32
-    assert found.tolist() == (vectors @ means.T).argmax(axis=1).tolist()
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,12 @@
 
 import asyncio
 import os
-import sys
 import time
 from itertools import pairwise
 
 import pytest
 
-from embeddings.common import InputError, MissingExtraError, OptionError
+from embeddings.common import InputError, OptionError
 from embeddings.synthesis import client as client_module
 from embeddings.synthesis.client import (
     Budget,
@@ -139,11 +138,6 @@ def test_the_timeout_applies_to_late_and_to_slow_answers(reply):
 @pytest.mark.parametrize("endpoint", ["localhost:8000", "ftp://x/v1", "http://", "http://x:port/v1", ""])
 def test_an_endpoint_that_is_not_an_http_url_is_refused(endpoint):
     refused(OptionError, "endpoint must be an HTTP URL", ChatClient, endpoint, Sampling("m"))
-
-
-def test_a_missing_client_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "openai", None)
-    refused(MissingExtraError, r"pip install -e '.\[synthesis\]'", ChatClient, "http://x/v1", Sampling("m"))
 
 
 def test_a_key_contains_the_prompts_hash_and_seeds_differ():
