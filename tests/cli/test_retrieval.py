@@ -139,22 +139,6 @@ def answers(monkeypatch, stream):
     return found
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("quick fox\n  lazy dog  \nlast", ["quick fox", "lazy dog", "last"]),
-        ("one\n\ntwo\n", ["one"]),
-        ("one\n \t\ntwo\n", ["one"]),
-        (None, []),
-    ],
-)
-def test_lines_are_answered_until_the_end_or_an_empty_one(text, expected, monkeypatch, capsys):
-    assert answers(monkeypatch, None if text is None else Typed(text)) == expected
-    written = capsys.readouterr()
-    assert [float(line.removesuffix(" ms")) >= 0 for line in written.out.splitlines()] == [True] * len(expected)
-    assert written.err == ""
-
-
 def test_queries_before_an_invalid_line_are_answered_and_its_number_is_named(monkeypatch):
     found = []
     monkeypatch.setattr("sys.stdin", Typed(b"good one\ncaf\xc3\xa9\nbad \xff\n"))
