@@ -142,7 +142,7 @@ def test_all_other_files_of_a_model_directory_are_copied(compress, tmp_path):
     assert vectors("small").shape == (len(TEXTS), 8)
 
 
-def test_a_user_error_is_one_line_and_nothing_is_written(compress, model, tmp_path, capsys):
+def test_a_user_error_is_reported_in_one_line_and_nothing_is_written(compress, model, tmp_path, capsys):
     def refused(says, *options, **arguments):
         assert_refused(capsys, tmp_path, says, lambda *words: compress(*words, **arguments), *options)
 

@@ -70,7 +70,7 @@ def test_a_reasonable_number_of_aliased_values_is_accepted():
 
 
 @pytest.mark.parametrize(("content", "says"), [(b"a: \xe9\n", "byte 4 is not UTF-8"), (None, "Is a directory")])
-def test_a_file_that_cannot_be_read_is_one_line(content, says, tmp_path):
+def test_a_file_that_cannot_be_read_is_reported_in_one_line(content, says, tmp_path):
     path = tmp_path / "a.yaml"
     path.mkdir() if content is None else path.write_bytes(content)
     refused(InputError, says, read_yaml, path, "x")

@@ -277,7 +277,7 @@ def test_an_earlier_model_is_replaced_and_other_files_stay(tmp_path: Path, capsy
     assert (output / "notes.txt").read_text() == "mine"
 
 
-def test_a_conversion_error_is_one_line_and_nothing_is_written(
+def test_a_conversion_error_is_reported_in_one_line_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source_folder(Path("headless"), has_head=False)

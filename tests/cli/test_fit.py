@@ -93,7 +93,7 @@ def test_fit_prints_paths_and_the_next_two_commands_at_the_end(tmp_path, capsys)
 
 
 @pytest.mark.parametrize(("keeps", "program"), [(True, "python main.py"), (False, "embeddings")])
-def test_a_run_without_a_model_directory_ends_with_how_to_get_one(keeps, program, tmp_path, capsys, monkeypatch):
+def test_a_run_without_a_model_directory_prints_how_to_get_one(keeps, program, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", [f"bin/{program}", "fit"])  # the command as it was called
     words = [*with_callbacks(tmp_path), f"--trainer.enable_checkpointing={str(keeps).lower()}"]
     assert main(words) == 0
@@ -104,7 +104,7 @@ def test_a_run_without_a_model_directory_ends_with_how_to_get_one(keeps, program
     assert capsys.readouterr().out.splitlines()[1:] == lines
 
 
-def test_early_stopping_on_an_unknown_metric_is_one_line(tmp_path, capsys):
+def test_early_stopping_on_an_unknown_metric_is_reported_in_one_line(tmp_path, capsys):
     stopping = ("lightning.pytorch.callbacks.EarlyStopping", {"monitor": "val/nothing"})
     assert main([*with_callbacks(tmp_path, stopping), "--trainer.max_steps=-1", "--trainer.max_epochs=1"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]

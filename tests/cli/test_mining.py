@@ -174,7 +174,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "says"), BAD, ids=[" ".join(options) for options, _ in BAD])
-def test_a_user_error_is_one_line_and_code_2_and_nothing_is_written(options, says, mine, tmp_path, capsys):
+def test_a_user_error_is_reported_in_one_line_with_code_2_and_nothing_is_written(options, says, mine, tmp_path, capsys):
     write_judged(tmp_path / "work", [("q0", "d0", 1), ("q1", "d1", 1)])
     assert_refused(capsys, tmp_path / "work", says, mine, *options)
 

@@ -205,7 +205,7 @@ def test_a_run_on_two_nodes_is_described_on_a_machine_without_a_gpu(strategy, ch
     ]
 
 
-def test_a_run_on_this_machine_says_nothing_of_missing_hardware(checked, tmp_path):
+def test_a_run_on_this_machine_does_not_report_missing_hardware(checked, tmp_path):
     model = component("embeddings.callbacks.ExportModel", output=str(tmp_path / "model"))
     lines = checked({"callbacks": [model], "accumulate_grad_batches": 4}, batch_size=4)
     assert "global batch: 4 (4 on each of 1 processes; 4 batches are one step)" in lines

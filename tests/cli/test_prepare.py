@@ -289,7 +289,7 @@ def test_check_gets_access_and_commit_from_the_hub(monkeypatch, capsys):
         (["--limit", "3", "docstrings"], "recipe must come first, got 'docstrings'; write: "),
     ],
 )
-def test_impossible_options_are_one_line_and_nothing_is_written(options, says, capsys, tmp_path):
+def test_impossible_options_are_reported_in_one_line_and_nothing_is_written(options, says, capsys, tmp_path):
     assert_refused(capsys, tmp_path, says, main, ["prepare", *options])
 
 

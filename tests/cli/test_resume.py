@@ -93,7 +93,7 @@ def test_a_checkpoint_of_another_run_is_skipped(tmp_path, capsys):
     assert fit("--ckpt_path", last, "--model.init_args.normalize=false", "--trainer.max_steps=3").ckpt_path == last
 
 
-def test_many_checkpoints_of_other_runs_are_one_line(tmp_path, capsys):
+def test_many_checkpoints_of_other_runs_are_reported_in_one_line(tmp_path, capsys):
     for step in range(34):
         save(RESUMABLE | {"run_config": {"seed_everything": 1}}, tmp_path / f"step={step}.ckpt", step)
     assert find_latest_checkpoint(tmp_path, {"seed_everything": 2}) is None
@@ -242,7 +242,7 @@ def test_another_model_data_or_seed_is_another_run(given: dict[str, Any], says: 
         changed(trainer__devices=2, trainer__num_nodes=2, data__init_args__batch_size=4),
     ],
 )
-def test_how_and_how_long_it_is_trained_makes_no_other_run(given: dict[str, Any]) -> None:
+def test_options_of_hardware_and_length_do_not_make_another_run(given: dict[str, Any]) -> None:
     assert first_difference(RUN, given) is None
     assert first_difference({}, given) is None  # a checkpoint without a config
 

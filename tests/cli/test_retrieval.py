@@ -83,7 +83,7 @@ def test_queries_are_read_line_by_line_with_one_model_in_memory(place, world, ca
 
 
 @pytest.mark.parametrize("size", [1, 2**30])
-def test_a_large_corpus_file_names_the_command_that_encodes_it_once(size, world, capsys, monkeypatch):
+def test_for_a_large_corpus_file_the_command_that_encodes_it_once_is_printed(size, world, capsys, monkeypatch):
     monkeypatch.setattr("embeddings.cli.retrieval.LARGE_CORPUS_BYTES", size)
     model, corpus, vectors = world
     capsys.readouterr()
@@ -115,7 +115,7 @@ def test_queries_from_a_terminal_need_no_option(world, capsys, monkeypatch):
         (["--index", "hnsw", "fox"], "index"),
     ],
 )
-def test_an_impossible_search_is_one_line(options, says, world, capsys, monkeypatch):
+def test_an_impossible_search_is_reported_in_one_line(options, says, world, capsys, monkeypatch):
     model, corpus, _ = world
     monkeypatch.setattr("sys.stdin", Typed("fox\n"))
     assert says in error_of(capsys, "search", "--model", model, "--corpus", corpus, *options)
@@ -309,7 +309,7 @@ def test_scores_are_printed_and_written_and_each_folder_gives_its_context(contex
         (["search", "--corpus", "good.jsonl", "--context-size", "2", "fox"], "context_size needs a corpus"),
     ],
 )
-def test_a_bad_context_is_one_line_and_exit_code_2(argv, says, contextual, tmp_path, capsys):
+def test_a_bad_context_is_reported_in_one_line_with_exit_code_2(argv, says, contextual, tmp_path, capsys):
     (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
     assert_refused(capsys, tmp_path, says, main, [argv[0], "--model", contextual, *argv[1:]])
 
@@ -331,7 +331,7 @@ def test_a_bad_context_is_one_line_and_exit_code_2(argv, says, contextual, tmp_p
         ([*ENCODE, "--tokenizer-workers", "-1"], "tokenizer_workers must be >= 0, got -1"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(argv, says, model, tmp_path, capsys):
+def test_bad_input_is_reported_in_one_line_with_exit_code_2(argv, says, model, tmp_path, capsys):
     (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
     assert_refused(capsys, tmp_path, says, main, [model if word == "MODEL" else word for word in argv])
 
@@ -384,7 +384,7 @@ def test_widths_and_instructions_reach_the_tasks(model, sets, tmp_path, capsys):
         (["--tasks", "SciFact", "--output", "null"], "output must be the folder for the tasks' results"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(options, says, model, tmp_path, capfd):
+def test_a_mistake_is_reported_in_one_line_with_exit_code_2(options, says, model, tmp_path, capfd):
     (tmp_path / "sets").mkdir()
     (tmp_path / "file").touch()
     assert_refused(capfd, tmp_path, says, main, line(model, "out", *options))

@@ -294,7 +294,7 @@ def test_vectors_may_be_in_another_folder_and_the_seed_chooses_rows(tmp_path, dr
     assert not np.array_equal(one, other)
 
 
-def test_a_map_of_neighbours_is_drawn_by_its_seed_and_says_its_perplexity(tmp_path, capsys):
+def test_a_map_of_neighbours_depends_on_its_seed_and_reports_its_perplexity(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     write_clusters(tmp_path / "found", IDS, 6)
     line = ["show", "clusters", "--clusters", "found", "--projection", "tsne", "--perplexity", "5"]
@@ -361,7 +361,7 @@ def test_a_report_is_in_the_runs_folder_by_default(tmp_path, capsys, monkeypatch
         ("report whole --output other", "--output other: is a directory; name an HTML file"),
     ],
 )
-def test_a_user_error_of_show_is_one_line_and_nothing_is_written(line, says, models, corpora, tmp_path, capsys):
+def test_a_show_error_is_reported_in_one_line_and_nothing_is_written(line, says, models, corpora, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     write_run(tmp_path / "run")
     write_run(tmp_path / "plain", "50,2.0,,\n")

@@ -69,7 +69,7 @@ def test_a_drawn_point_depends_only_on_seed_index_and_key(write):
 
 
 @pytest.mark.parametrize("log", [True, False])
-def test_whole_numbers_reach_both_ends(log, write):
+def test_integers_reach_both_ends(log, write):
     source = {"low": 1, "high": 4, "int": True, "log": log}
     found = [p["a"] for p in points(write({"method": "random", "num_runs": 60, "parameters": {"a": source}}))]
     assert set(found) == {1, 2, 3, 4}
@@ -269,7 +269,7 @@ def test_an_array_task_proposes_the_missing_points_before_its_own(sweep_file, fa
     assert_refused(capsys, tmp_path, "index must be from 0 to 3, got 4", main, ["sweep", file, "--index", "4"])
 
 
-def test_without_the_extra_a_search_is_one_line(sweep_file, faked, monkeypatch, capsys, tmp_path):
+def test_without_the_extra_a_search_is_reported_in_one_line(sweep_file, faked, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "optuna", None)
     file = sweep_file({"a": {"low": 0.0, "high": 1.0}}, method="tpe", num_runs=4)
     says = "error: optuna is not installed; run: pip install -e '.[optuna]'"

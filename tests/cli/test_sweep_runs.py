@@ -177,7 +177,7 @@ def test_results_are_sorted_from_best_to_worst_and_unfinished_runs_are_last(made
     assert (least[0].value(MIN), least[0].best_step) == (0.1, 2)
 
 
-def test_tables_have_a_row_a_point_and_the_mean_over_seeds(made, tmp_path):
+def test_tables_have_a_row_per_point_and_the_mean_over_seeds(made, tmp_path):
     runs, names = made
     found = results_of(runs, MAX, tmp_path)
     lines = result_table(found, names, MAX).splitlines()

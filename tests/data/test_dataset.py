@@ -27,7 +27,7 @@ def test_a_pair_becomes_an_example_with_its_prompts(tmp_path):
     assert source[PlanEntry(0, 9)] == expected
 
 
-def test_documents_of_a_symmetric_source_carry_the_querys_prompt(tmp_path):
+def test_documents_of_a_symmetric_source_have_the_prompt_of_the_query(tmp_path):
     rows = [{"sentence1": "a", "sentence2": "b", "score": 5.0}]
     source = dataset(tmp_path, rows, conversion="sts", instruction=["one", "two", "three"], symmetric=True)
     prompts = set()
@@ -222,7 +222,7 @@ def class_examples(folder, texts_by_class, num_negatives):
 
 
 @pytest.mark.parametrize("num_negatives", [1, 7, 100])
-def test_class_examples_are_what_a_loop_over_all_rows_allows(tmp_path, num_negatives):
+def test_class_examples_are_among_those_that_a_loop_allows(tmp_path, num_negatives):
     texts = [[f"{label} {i}" for i in range(size)] for label, size in enumerate((2, 9, 5))]
     rule, rows = class_examples(tmp_path, texts, num_negatives)
     for index, stored in enumerate(rows):

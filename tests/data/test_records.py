@@ -27,7 +27,7 @@ from tests.helpers.refusals import refused
 GOOD = {"query": "q", "positive": "p"}
 
 
-def test_a_record_holds_every_field_it_was_given_and_optional_ones_may_be_missing_or_null():
+def test_a_record_has_all_given_fields_and_optional_ones_may_be_missing_or_null():
     row = {**GOOD, "negatives": ["hard", "easy"], "label": 3, "score": 2, "id": 17, "other": float("nan")}
     row |= {"instruction": "find", "language": "de"}
     negatives = (Negative("hard"), Negative("easy"))

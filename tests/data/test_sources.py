@@ -266,7 +266,7 @@ def test_a_hub_source_is_streamed_at_its_commit_and_only_once(tmp_path, hub, mon
     assert len(open_source(config, tmp_path)) == 3
 
 
-def test_an_unreachable_hub_is_one_line_with_a_fix(monkeypatch):
+def test_an_unreachable_hub_is_reported_in_one_line_with_a_fix(monkeypatch):
     def refuse(*_, **__):
         raise ConnectionError("cannot reach the Hub\nwith a long trace")
 

@@ -85,7 +85,7 @@ def test_a_source_is_converted_once_for_each_content(tmp_path, parsed):
         ({"conversion": "class_by_example"}, {"conversion": "sts"}, 2),
     ],
 )
-def test_the_key_holds_what_changes_the_stored_rows_and_nothing_else(tmp_path, first, second, conversions_done):
+def test_the_key_depends_only_on_options_that_change_the_stored_rows(tmp_path, first, second, conversions_done):
     extra = {"positive": "p", "sentence1": "s", "sentence2": "t", "score": 5}
     path = write_jsonl(tmp_path / "a.jsonl", [{**row, **extra} for row in labelled(2, 2)])
     for options in (first, second):

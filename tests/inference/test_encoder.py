@@ -57,7 +57,7 @@ def test_a_text_that_occurs_twice_is_computed_once():
     np.testing.assert_allclose(vectors, one_by_one(embedder, repeated), rtol=0, atol=1e-6)
 
 
-def test_a_model_in_training_encodes_the_same_bits_twice_and_is_left_as_found_also_after_an_error():
+def test_a_model_in_training_encodes_the_same_bits_twice_and_keeps_its_modes_even_after_an_error():
     embedder, texts = tiny_embedder(dropout=0.5), some_texts(20)
     embedder.train()
     embedder.backbone.encoder.layer[0].eval()

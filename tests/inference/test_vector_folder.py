@@ -50,7 +50,7 @@ def content(folder):
 
 
 @pytest.mark.parametrize(("shard_size", "shards"), [(4, [4, 4, 3]), (11, [11]), (100, [11]), (1, [1] * 11)])
-def test_shards_hold_the_vectors_and_documents_in_order(shard_size, shards, corpus, encoder, tmp_path):
+def test_shards_contain_the_vectors_and_documents_in_order(shard_size, shards, corpus, encoder, tmp_path):
     folder = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=shard_size)
     assert [len(vectors) for vectors in folder.vectors()] == shards
     assert (folder.num_documents, folder.embedding_dim, folder.num_shards) == (11, 32, len(shards))

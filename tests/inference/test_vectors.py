@@ -23,7 +23,7 @@ HAND = np.array(
 )
 
 
-def test_int8_is_one_scale_a_row_rounded_to_the_nearest_and_binary_the_signs():
+def test_int8_has_one_scale_per_row_and_binary_has_the_signs():
     rows = stored_rows(HAND, "int8", "here")
     # Half rounds to even.
     assert rows["codes"].tolist() == [[127, -64, 2, 0, 2, 0, 1, -127], [-127, 64, 0, -64, 32, 16, 127, -1]]

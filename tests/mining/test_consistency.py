@@ -135,7 +135,7 @@ def test_neighbours_share_segments_at_random_and_the_seed_changes_them():
     ("groups", "segment_size", "sizes"),
     [([], 2, []), ([7], 2, [1]), ([3] * 10, 10, [10]), ([3] * 11, 10, [5, 6]), ([1, 0] * 6, 4, [3, 3, 3, 3])],
 )
-def test_a_segment_holds_one_group_and_every_row_is_in_one(groups, segment_size, sizes):
+def test_a_segment_contains_one_group_and_every_row_is_in_one(groups, segment_size, sizes):
     row_N = np.arange(100, 100 + len(groups), dtype=np.uint32)
     segments = Segments(row_N, segment_size, 0, np.array(groups, np.uint16))
     members = [segments.members(segment).tolist() for segment in range(len(segments))]

@@ -119,7 +119,7 @@ def test_hash_collisions_remove_nothing(tmp_path, monkeypatch):
     assert found.tolist() == [KEPT] * 6 + [COPY] * 2
 
 
-def test_characters_find_what_words_cannot(tmp_path):
+def test_shingles_of_characters_find_copies_without_word_boundaries(tmp_path):
     text = "今日は天気がとても良いので公園まで歩いて行きましょう" * 2
     rows = [{"query": text, "positive": text + "花"}, {"query": text, "positive": text + "犬"}]
     pairs_source = source(tmp_path, rows)

@@ -51,7 +51,7 @@ for _ in range(300):
 """
 
 
-def test_no_thread_reads_the_file_after_a_search_has_returned(tmp_path):
+def test_no_thread_reads_the_file_after_a_search(tmp_path):
     run_command(["-c", _SHORTER_AFTER_EACH_SEARCH, str(tmp_path / "lists")], check=True)
 
 
@@ -145,7 +145,7 @@ def test_invalid_options_are_refused_in_one_line(options, message):
     ("count", "num_neighbours", "width"), [(40, 5, 5), (40, 39, 39), (3, 32, 2), (2, 1, 1), (1, 4, 0)]
 )
 @pytest.mark.parametrize("block", [7, 1000])
-def test_lists_hold_the_nearest_others_nearest_first(count, num_neighbours, width, block, monkeypatch):
+def test_lists_contain_the_nearest_others_nearest_first(count, num_neighbours, width, block, monkeypatch):
     monkeypatch.setattr(faiss_library, "_BLOCK", block)
     means = unit_vectors(count)
     lists = neighbour_lists(means, num_neighbours)

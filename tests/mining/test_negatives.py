@@ -146,7 +146,7 @@ def test_a_negative_scores_below_the_margins_for_scores_of_any_sign(scores, posi
     assert found.row_QN[0].tolist() == expected
 
 
-def test_a_draw_is_of_the_window_hardest_first_and_follows_from_seed_query_and_document():
+def test_a_draw_from_the_window_depends_only_on_seed_query_and_document():
     candidates, facts = world(3, queries=6)
     rules = NegativeRules(3, None, None, 1, 8, "random", 5)
     drawn = choose_negatives(candidates, facts, rules)
@@ -276,7 +276,7 @@ def test_quarters_go_from_near_to_far(scores, options, expected):
     assert [[row for row in rows if row >= 0] for rows in by_level] == expected
 
 
-def test_a_draw_within_levels_is_of_the_level_and_follows_from_seed_query_and_document():
+def test_a_draw_within_levels_depends_only_on_seed_query_and_document():
     scores = np.linspace(1, 0, 40)
     taken = []
     for number in range(50):

@@ -66,7 +66,7 @@ run = partial(test_mine.run, rules=NegativeRules(4, None), rows=ROWS)
 
 @pytest.mark.parametrize("levels", [None, LevelRules("quantiles")], ids=["plain", "levels"])
 @pytest.mark.parametrize("output", ["mined.parquet", "mined.jsonl"])
-def test_the_scores_are_those_of_the_library_and_train(levels, output, cross_encoder, tmp_path):
+def test_the_scores_equal_those_of_the_library_and_are_read_for_training(levels, output, cross_encoder, tmp_path):
     run(tmp_path, output, reranker=Reranker(cross_encoder, "cpu"), levels=levels)
     run(tmp_path, "bare.parquet", levels=levels)
     assert "reranker" not in json.loads((tmp_path / "bare.manifest.json").read_text())

@@ -52,7 +52,7 @@ def test_the_search_equals_a_loop_over_all_pairs(shard_size, tile_bytes, exact, 
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 20, 40])
-def test_more_equal_documents_than_the_slack_holds_are_ordered_by_row(top_k, exact, tmp_path, monkeypatch):
+def test_more_equal_documents_than_the_slack_are_ordered_by_row(top_k, exact, tmp_path, monkeypatch):
     documents = unit_vectors(70, copies=COPIES)
     assert len(COPIES) > knn.SLACK
     queries = np.concatenate([documents[3:4], -documents[3:4], unit_vectors(70, seed=2)])

@@ -81,7 +81,7 @@ def test_unusual_inputs_are_accepted(name: str, place: Place, capfd: pytest.Capt
     ids=["an optimiser for sparse gradients only", "DeepSpeed on a CPU"],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_the_exception_of_a_library_is_one_line_and_a_file_with_the_traceback(
+def test_the_exception_of_a_library_is_reported_in_one_line_and_a_file_with_the_traceback(
     make: Make, code: int, says: str, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Code 2 before training; 70 during training, with the file in the folder of the run."""

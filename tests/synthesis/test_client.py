@@ -45,7 +45,7 @@ def ask_at(endpoint, sampling=None, request=REQUEST, timeout_seconds=5.0):
     return asyncio.run(run())
 
 
-def test_an_answer_comes_with_its_counts():
+def test_an_answer_has_its_token_counts():
     answer, server = ask(Reply("x" * 40))
     assert answer == Answer("x" * 40, "stop", None, 4, 10)
     (body,) = server.requests
@@ -120,7 +120,7 @@ def test_a_wrong_url_key_or_model_is_an_input_error(reply, says):
         (Reply(body=b"x", headers={"Content-Type": "text/plain"}), "not a chat", None, False),
     ],
 )
-def test_failures_that_may_be_temporary_are_unanswered(reply, says, wait, is_final):
+def test_temporary_failures_are_reported_as_unanswered(reply, says, wait, is_final):
     with chat_server(lambda prompt, seed, count: reply) as server:
         with pytest.raises(UnansweredError, match=says) as failure:
             ask_at(server.endpoint)
@@ -237,7 +237,7 @@ def test_a_stopping_job_does_not_finish_the_waits_of_other_requests(tmp_path):
     assert time.monotonic() - start < 2
 
 
-def test_a_refusal_is_an_answer_after_another_answer(tmp_path):
+def test_a_refused_prompt_counts_as_answered_after_another_answer(tmp_path):
     refusal = Reply(None, refusal="status 400: no", usage=False)
     client = FakeClient(lambda prompt, seed, count: refusal if prompt == "prompt 2" else Reply("x"))
     _, journal = ask_all(tmp_path, client, Limits(concurrency=1))

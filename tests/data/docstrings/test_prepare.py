@@ -136,7 +136,7 @@ def test_a_second_run_recognises_finished_output_and_says_so(packages, caplog):
         ({"num_in_domain_documents": 40}, r"ion_documents \+ num_in_domain_documents must be less than the \d+"),
     ],
 )
-def test_invalid_arguments_are_one_line_and_nothing_is_written(packages, changes, message):
+def test_invalid_arguments_are_reported_in_one_line_and_nothing_is_written(packages, changes, message):
     refused(OptionError, message, prepared, packages / "out", **changes)
     assert not (packages / "out").exists()
 

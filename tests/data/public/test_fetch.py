@@ -239,7 +239,7 @@ def test_a_finished_file_is_kept_and_a_foreign_one_refused(tmp_path):
     refused(InputError, says, fetch_source, source, output, Hub(tmp_path / "hub"))
 
 
-def test_a_missing_changed_or_empty_data_set_is_one_line_and_leaves_no_file(tmp_path):
+def test_a_missing_changed_or_empty_data_set_is_reported_in_one_line_and_leaves_no_file(tmp_path):
     source = place("pairs")
     changed, empty = [{"question": "a", "passage": "b"}] * 4, [{"question": "a", "context": ""}] * 4
     for subsets, says in (

@@ -167,7 +167,7 @@ def test_clusters_are_found_by_name_and_those_of_another_data_set_are_refused(ma
 
 
 @pytest.mark.parametrize("gathers", [True, False])
-def test_the_configured_data_asks_the_module_whether_its_ranks_share_candidates(tmp_path, monkeypatch, gathers):
+def test_the_blocks_of_ranks_depend_on_whether_the_module_gathers_candidates(tmp_path, monkeypatch, gathers):
     """Two sources with clusters of five rows."""
     sources = []
     for name, size in (("left", 23), ("right", 14)):
@@ -223,7 +223,7 @@ def test_a_tour_visits_each_cluster_once(num_clusters):
         assert sorted(order) == list(range(num_clusters))
 
 
-def test_the_tour_is_exact_with_all_neighbours_listed_or_sampled_and_else_little_longer_than_the_exact_one():
+def test_the_tour_is_exact_with_all_neighbours_listed_or_sampled_and_otherwise_little_longer():
     angles = np.linspace(0.0, 1.5, 40)
     line = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     # On a line the second search finds the next cluster, or else the sample contains all unvisited ones.
