@@ -120,10 +120,7 @@ def test_two_method_configs_are_refused_by_name(second, tmp_path):
     [
         ("config: [b.yaml]", r"a\.yaml: config: must be one file; give more files"),
         ("config: b.yaml", r"a\.yaml: includes itself; remove"),
-        (
-            "config: c.yaml\ntrainer: {max_steps: 8}",
-            r"a\.yaml: sets trainer, so the trainer of c\.yaml, .* be lost; give",
-        ),
+        ("config: c.yaml\ntrainer: {max_steps: 8}", r"a\.yaml: sets trainer, so the trainer .* be lost; give"),
     ],
 )
 def test_a_config_that_includes_others_in_a_wrong_way_is_refused(content, what, tmp_path, monkeypatch):

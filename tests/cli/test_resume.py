@@ -212,10 +212,7 @@ def changed(**values: Any) -> dict[str, Any]:
     [
         (changed(seed_everything=1), "seed_everything is 0 in the checkpoint and 1 here"),
         (changed(model__class_path="CDEModule"), "model.class_path is 'embeddings.modules.NVEmbedModule' in the"),
-        (
-            changed(model__init_args__backbone__name="b"),
-            "model.init_args.backbone.name is 'a' in the checkpoint and 'b'",
-        ),
+        (changed(model__init_args__backbone__name="b"), "model.init_args.backbone.name is 'a' in the checkpoint"),
         (changed(model__init_args__lora={"rank": 4}), "model.init_args.lora is None in the checkpoint and {'rank': 4}"),
         (changed(model__init_args__schedule__warmup_steps=2), "model.init_args.schedule.warmup_steps is 1 in"),
         (changed(data__init_args__sources__0__path="other.jsonl"), "data.init_args.sources[0].path is 'pairs.jsonl'"),

@@ -46,11 +46,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def corpora(tmp_path):
-    texts = {
-        "one": [f"{word} the {number}" for number, word in enumerate(WORDS)],
-        "two": WORDS[:7],
-        "alike": ["a", "a"],
-    }
+    texts = {"one": [f"{word} the {n}" for n, word in enumerate(WORDS)], "two": WORDS[:7], "alike": ["a", "a"]}
     for name, lines in texts.items():
         rows = (json.dumps({"_id": f"{name}{row}", "text": text}) for row, text in enumerate(lines))
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")

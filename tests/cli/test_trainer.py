@@ -95,13 +95,7 @@ def test_commands_and_the_model_card_can_read_a_scripts_run(tmp_path: Path, caps
     assert record["command"].startswith("python ")
     assert (run / "metrics.csv").read_text().count("\n") > 4
     card = (tmp_path / "model" / "README.md").read_text()
-    stated = (
-        "| pairs | files | 64 | unknown |",
-        "| loss | InfoNCE |",
-        "| optimiser steps | 4 |",
-        "| seed | 0 |",
-        "lr: 0.01",
-    )
+    stated = ("| pairs | files | 64 |", "| loss | InfoNCE |", "| optimiser steps | 4 |", "| seed | 0 |", "lr: 0.01")
     assert [part for part in stated if part not in card] == []
     words = ["export", "--checkpoint", str(next(run.rglob("last.ckpt"))), "--output", str(tmp_path / "exported")]
     assert main(words) == 0

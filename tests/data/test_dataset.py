@@ -79,11 +79,7 @@ def test_labels_written_as_numbers_become_their_texts(tmp_path):
         (labelled(3), {"conversion": "class_by_label"}, "all rows have the label 'class a'"),
         (labelled(3, 1), {"conversion": "class_by_example"}, r"source\.jsonl:2: the class 'class b' has only one text"),
         (labelled(2, 2, 2), {"conversion": "binary_by_label"}, "it has 3 labels, expected two"),
-        (
-            labelled(1, 1),
-            {"conversion": "class_by_example", "single_text_classes": "leave_out"},
-            "no class has two texts",
-        ),
+        (labelled(1, 1), {"conversion": "class_by_example", "single_text_classes": "leave_out"}, "no class has two"),
     ],
 )
 def test_labels_that_do_not_suit_the_conversion_are_refused(tmp_path, rows, options, message):
@@ -188,11 +184,7 @@ def test_columns_of_other_libraries_become_examples_and_are_logged_once(form, tm
         assert caplog.messages.count(says) == told
         assert "not used" not in caplog.text
     example = source[PlanEntry(1, 0)]
-    assert (example.query, example.positives, [each.text for each in example.negatives]) == (
-        "q1",
-        ("p1",),
-        ["n1", "m1"],
-    )
+    assert (example.query, example.positives, [one.text for one in example.negatives]) == ("q1", ("p1",), ["n1", "m1"])
 
 
 def test_of_several_columns_for_one_field_the_first_is_suggested_and_used_ones_are_not_named(tmp_path, caplog):

@@ -155,20 +155,14 @@ def test_scored_pairs_and_labelled_texts_are_parsed_with_these_names_too():
             {"query": "q", "answer": "p", "passage": "r", "neg": "n"},
             "field 'positive': several columns match (answer, passage); choose one: columns: {positive: answer, neg",
         ),
-        (
-            {**GOOD, "negative_1": "n", "hard_negative": "m"},
-            "field 'negatives': several columns match (hard_negative, negative_1)",
-        ),
+        ({**GOOD, "negative_1": "n", "hard_negative": "m"}, "field 'negatives': several columns match (hard_negative,"),
         ({**GOOD, "negative_1": "n", "negative_2": " "}, "negatives[1] is white space"),
         (
             {"sentence1": "q", "sentence2": "p", "score": 1.0},
             "'score' beside sentence1 and sentence2 may mark which pairs match; set conversion: sts for scored pairs, "
             "or, if all pairs match, columns: {query: sentence1, positive: sentence2}",
         ),
-        (
-            {"query": "q", "answer": "p", "label": 0},
-            "'label' beside answer may mark which pairs match; set conversion: ",
-        ),
+        ({"query": "q", "answer": "p", "label": 0}, "'label' beside answer may mark which pairs match; set"),
         ({"text": "t", "label": 1}, "for texts with classes set conversion: class_by_example, or map it with columns:"),
     ],
 )

@@ -135,9 +135,7 @@ def test_a_batch_has_the_vectors_of_queries_and_drawn_positives(plain, tmp_path,
 
 def test_vectors_of_another_source_incomplete_or_of_another_width_are_refused(plain, tmp_path):
     other = dataset(tmp_path, pairs(8), name="other")
-    refused(
-        InputError, "field 'source_key' differs", with_vectors, plain, write_surrogates(tmp_path / "o", other.cached)
-    )
+    refused(InputError, "'source_key' differs", with_vectors, plain, write_surrogates(tmp_path / "o", other.cached))
     folder = write_surrogates(tmp_path / "s", plain.cached)
     narrow = with_vectors(plain, folder)
     config = SourceConfig("other", other.config.path, surrogate_vectors=str(tmp_path / "wide"))

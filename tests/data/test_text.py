@@ -166,9 +166,7 @@ def test_a_stream_with_max_rows_has_the_first_documents(tmp_path):
     texts = ["one fox", "two foxes", "naïve café", "a dog"]
     path = str(write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in ("", *texts)]))
     tokenizer = DocumentTokenizer(TOKENIZER, True)
-    found = [
-        open_stream(TextSource("texts", path, max_rows=count), tokenizer, tmp_path / "cache") for count in (2, 3, None)
-    ]
+    found = [open_stream(TextSource("texts", path, max_rows=n), tokenizer, tmp_path / "cache") for n in (2, 3, None)]
     expected = [list(chain(*tokenizer(texts)[:count])) for count in (2, 3, 4)]
     assert [stream.row(0, 1000)[0].tolist() for stream in found] == expected
     assert len({stream.key for stream in found}) == 3

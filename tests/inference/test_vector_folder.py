@@ -147,9 +147,7 @@ def test_a_folder_of_an_older_version_without_a_format_is_float32_and_is_not_cha
             encode_corpus(encoder, corpus, tmp_path / "out", vector_format=requested)
     assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
     (tmp_path / "out" / "manifest.json").write_text(json.dumps({**manifest, "vector_format": "int4"}))
-    with pytest.raises(
-        InputError, match=r"manifest\.json: field 'vector_format' is 'int4', expected one of float32, fl"
-    ):
+    with pytest.raises(InputError, match=r"manifest\.json: field 'vector_format' is 'int4', expected one of"):
         VectorFolder.open(tmp_path / "out")
 
 
@@ -251,9 +249,7 @@ def test_another_context_is_refused_and_nothing_changes(contextual, corpus, tmp_
         with pytest.raises(InputError, match=r"field 'context(\.seed)?' is"):
             encode_corpus(contextual, corpus, tmp_path / name, context=requested)
         assert content(tmp_path / name) == before
-    with pytest.raises(
-        InputError, match="was encoded without a context, but the requested context is 3 documents of seed 1"
-    ):
+    with pytest.raises(InputError, match="was encoded without a context, but the requested context is 3 documents"):
         search_corpus(contextual, tmp_path / "without", ["fox"], context=other)
 
 

@@ -395,11 +395,7 @@ def test_judgments_of_other_queries_or_documents_are_refused(judged, tmp_path):
         (NegativeRules, {"absolute_margin": -0.1}, "absolute_margin must be finite"),
         (NegativeRules, {"first_rank": 0}, "first_rank must be >= 1"),
         (NegativeRules, {"choice": "best"}, "choice must be top or random"),
-        (
-            NegativeRules,
-            {"num_negatives": 7, "first_rank": 10, "last_rank": 12},
-            "last_rank must leave at least 7 ranks",
-        ),
+        (NegativeRules, {"num_negatives": 7, "first_rank": 10, "last_rank": 12}, "last_rank must leave at least 7"),
         (LevelRules, {"kind": "grades"}, "levels needs judgments"),
         (LevelRules, {"kind": "steps"}, "levels must be quantiles or grades"),
         (LevelRules, {"kind": "quantiles", "judged": FEW}, "judgments have no effect on quantiles"),

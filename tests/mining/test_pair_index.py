@@ -20,14 +20,7 @@ ROWS = [
     {"query": "q2", "positive": "c"},
     {"query": "q0", "positive": ["b", "q1"]},
 ]
-CORPUS = [
-    {"text": "c"},
-    {"title": "the", "text": "d"},
-    {"text": " "},
-    {"text": "a\u0000"},
-    {"text": "d"},
-    {"text": "b "},
-]
+CORPUS = [{"text": "c"}, {"title": "T", "text": "d"}, {"text": " "}, {"text": "a\u0000"}, {"text": "d"}, {"text": "b "}]
 
 
 def source(folder, rows=ROWS, **options):

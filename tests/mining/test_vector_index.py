@@ -97,9 +97,7 @@ def test_a_saved_index_is_opened_unchanged(folder, vectors):
 
 
 def test_other_vectors_or_a_damaged_file_are_refused(folder, vectors):
-    with pytest.raises(
-        InputError, match=r"ivf\.faiss: there is no index of these vectors; make it with the command index"
-    ):
+    with pytest.raises(InputError, match=r"ivf\.faiss: there is no index of these vectors; make it with the"):
         Index.open(folder)
     build_index(folder)
     path, before = folder.path / INDEX_FILE, (folder.path / INDEX_FILE).read_bytes()

@@ -1,6 +1,7 @@
 """Model directories and checkpoints that are damaged, incomplete or of another type."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -81,16 +82,10 @@ CASES = {
             model(edited("config.json", num_attention_heads=5)),
             "model: cannot be loaded: ",
         ),
-        "a config with a text instead of a number": (
-            model(edited("config.json", num_hidden_layers="two")),
-            "model/config.json: ",
-        ),
+        "a text instead of a number": (model(edited("config.json", num_hidden_layers="two")), "model/config.json: "),
         "no config": (model(without("config.json")), "model/config.json: "),
         "no tokenizer": (model(without("tokenizer.json")), "model: "),
-        "a tokenizer of another model": (
-            model(more_tokens),
-            "model: the tokenizer has id 900, the model has 384 embeddings",
-        ),
+        "a tokenizer of another model": (model(more_tokens), "model: the tokenizer has id 900, the model has 384"),
         "an unknown pooling": (
             model(edited("1_Pooling/config.json", pooling_mode_mean_tokens=False)),
             "model/1_Pooling/config.json: has a pooling without a mode",
@@ -99,10 +94,7 @@ CASES = {
             model(without("1_Pooling/model.safetensors"), "latent"),
             "model/1_Pooling/model.safetensors: cannot be loaded",
         ),
-        "a length of 2 tokens": (
-            model(edited("sentence_bert_config.json", max_seq_length=2)),
-            "model/sentence_bert_config.json: ",
-        ),
+        "a length of 2 tokens": (model(edited("sentence_bert_config.json", max_seq_length=2)), "sentence_bert_config"),
         "a prompt that is a number": (
             model(edited("config_sentence_transformers.json", prompts={"query": 3})),
             "model/config_sentence_transformers.json: ",
@@ -125,10 +117,7 @@ CASES = {
     },
     EXPORT: {
         "no checkpoint to export": (nothing, "last.ckpt: no such checkpoint file"),
-        "a truncated checkpoint": (
-            copied("last.ckpt", lambda path: path.write_bytes(path.read_bytes()[:5000])),
-            "last.ckpt: ",
-        ),
+        "a truncated checkpoint": (copied("last.ckpt", lambda path: os.truncate(path, 5000)), "last.ckpt: "),
     },
     RESUME: {"a missing checkpoint": (run(), "--ckpt_path last.ckpt: no such file")},
     CONVERT.replace(" out", " model"): {

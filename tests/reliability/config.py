@@ -40,10 +40,7 @@ CASES = {
         "an unknown argument over an empty mapping": (at("model.init_args", shedule={}), "did you mean schedule?"),
         "an unknown option of the loss": (at(LOSS, temprature=1), "did you mean temperature?"),
         "an unknown option of a source": (source(instructions="find"), "did you mean instruction?"),
-        "a class name that no package has": (
-            at("model", class_path="NVEmbedModul"),
-            "model: expected the name of a class, got",
-        ),
+        "an unknown class name": (at("model", class_path="NVEmbedModul"), "model: expected the name of a class, got"),
         "a word instead of a number": (at(DATA, batch_size="many"), "data.batch_size: expected int, got many"),
         "a negative learning rate": (at(OPTIMIZER, lr=-1.0), "model.optimizer: Invalid learning rate: -1.0"),
         "a batch of 0": (at(DATA, batch_size=0), "data.batch_size must be >= 1, got 0"),
@@ -53,10 +50,7 @@ CASES = {
             at("trainer", accumulate_grad_batches=0),
             "trainer.accumulate_grad_batches must be >= 1, got 0",
         ),
-        "a negative clipping norm": (
-            at("trainer", gradient_clip_val=-1.0),
-            "trainer.gradient_clip_val must be >= 0, got -1.0",
-        ),
+        "a negative clipping norm": (at("trainer", gradient_clip_val=-1.0), "trainer.gradient_clip_val must be >= 0"),
         "an unknown precision": (at("trainer", precision="fp99"), "trainer.precision: expected"),
         "a seed below 0": (at("", seed_everything=-1), "seed_everything must be from 0 to 4294967295, got -1"),
         "a million processes": (at("trainer", devices=10**6), "trainer.devices must be at most 8 for each CPU"),
@@ -71,10 +65,7 @@ CASES = {
             ),
             "num_heads must divide the hidden size 32, got 3",
         ),
-        "adapters for an unknown module": (
-            at("model.init_args", lora={"rank": 2, "alpha": 8, "target_modules": ["nope"]}),
-            "nope",
-        ),
+        "adapters for an unknown module": (at("model.init_args", lora={"rank": 2, "target_modules": ["nope"]}), "nope"),
         "a file in place of a model": (callback(EXPORT, output="pairs.jsonl"), "which is not a folder"),
         "an exported model with longer texts than positions": (
             callback(EXPORT, output="model", document_max_length=129),
@@ -97,10 +88,7 @@ CASES = {
         "a job's config with an unknown key": (put("job.yaml", "remove_copys: true\n"), "did you mean remove_copies?")
     },
     "sweep sweep.yaml --count": {
-        "a key twice in a sweep": (
-            put("sweep.yaml", "method: grid\nmethod: list\n"),
-            "sweep.yaml: the key 'method' occurs twice",
-        ),
+        "a key twice in a sweep": (put("sweep.yaml", "method: grid\nmethod: list\n"), "the key 'method' occurs twice"),
         "a sweep's range without an upper end": (
             sweep(method="random", num_runs=2, parameters={"seed_everything": {"low": 1}}),
             "parameters.seed_everything: the following arguments are required: high; the keys are low, high, log, int",

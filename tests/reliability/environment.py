@@ -69,11 +69,7 @@ CASES = {
         "a file in place of vectors": (both(corpus, in_the_way), "out: already exists and has no manifest"),
         "a folder of other files in place of vectors": (both(corpus, taken), "out: already exists and has no manifest"),
         "a named pipe as a corpus": (pipe("corpus.jsonl"), "corpus.jsonl: is not a regular file"),
-        "a full disk for vectors": (
-            both(corpus, FULL),
-            "No space left on device; free space or change permissions",
-            74,
-        ),
+        "a full disk for vectors": (both(corpus, FULL), "No space left on device; free space or change permission", 74),
     },
     ENCODE.replace(" out", " out/vectors"): {"an output below a file": (both(corpus, in_the_way), "out")},
     FILTER: {
@@ -82,10 +78,7 @@ CASES = {
             both(pairs, put("sources", "mine"), variable("EMBED_CACHE", "sources")),
             "sources: the cache cannot be written (File exists)",
         ),
-        "a dangling link": (
-            lambda place: (place.folder / "pairs.jsonl").symlink_to("gone.jsonl"),
-            "pairs.jsonl: no such file",
-        ),
+        "a dangling link": (lambda place: (place.folder / "pairs.jsonl").symlink_to("gone.jsonl"), ": no such file"),
         "a task index that is not a number": (
             both(pairs, variable("SLURM_ARRAY_TASK_ID", "first")),
             "SLURM_ARRAY_TASK_ID must be an integer >= 0, got 'first'",
@@ -101,10 +94,7 @@ CASES = {
     FIT: {
         "a file in place of runs": (both(run(), put("run", "mine")), "run"),
         "training without a GPU": (at("trainer", accelerator="gpu"), "trainer.accelerator: gpu"),
-        "float16 on a CPU": (
-            at("trainer", precision="16-true"),
-            "trainer.precision must not be float16 on a CPU, got '16-true'",
-        ),
+        "float16 on a CPU": (at("trainer", precision="16-true"), "trainer.precision must not be float16 on a CPU"),
         "a SLURM variable that is not a number": (
             both(run(), variable("SLURM_PROCID", "first")),
             "SLURM_PROCID must be an integer >= 0 in the environment, got 'first'",

@@ -212,10 +212,7 @@ CASES = {
             chosen(OPTIMIZER, "embeddings.callbacks.run_record.subprocess.Popen", args=COMMAND),
             "may not name",
         ),
-        "a module beside the command": (
-            with_module(chosen("data", "canary_module.Thing")),
-            "may not name canary_module.Thing",
-        ),
+        "a module beside the command": (with_module(chosen("data", "canary_module.Thing")), "may not name canary"),
         "a target for Hydra": (at("model.init_args", _target_="os.system", command=COMMAND), "_target_"),
         "code from a repository": (at("model.init_args.backbone", trust_remote_code=True), "trust_remote_code"),
         "an attention from a repository, by config": (
@@ -265,10 +262,7 @@ CASES = {
     },
     FILTER: {
         "pickled records": (put("pairs.jsonl", PICKLE), "pairs.jsonl:1: "),
-        "a column of pickles": (
-            parquet({"query": [PICKLE], "positive": ["b"]}),
-            "pairs.jsonl:1: query is bytes, expected text",
-        ),
+        "a column of pickles": (parquet({"query": [PICKLE], "positive": ["b"]}), "query is bytes, expected text"),
         "deeply nested records": (put("pairs.jsonl", deep()), "pairs.jsonl:1: the JSON is nested too deeply"),
         "an extension type that unpickles": (parquet({"query": ["a"], "positive": ["b"]}, schema=SCHEMA), "", 0),
         "a script beside the records": (
@@ -290,10 +284,7 @@ CASES = {
     },
     "search --model MODEL --corpus vectors fox": {
         "vectors of Python objects": (vectors(object_array), "vectors/vectors-00000.npy: is missing, empty or damaged"),
-        "a deeply nested manifest": (
-            vectors(content("manifest.json", deep())),
-            "vectors/manifest.json: is empty or damaged",
-        ),
+        "a deeply nested manifest": (vectors(content("manifest.json", deep())), "manifest.json: is empty or damaged"),
     },
     EVALUATE: {"a link in place of the scores": (both(copied("eval"), linked("scores.json")), "", 0)},
 }

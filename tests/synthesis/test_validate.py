@@ -33,11 +33,7 @@ def graded(texts=TEXTS, levels=LEVELS):
 
 
 def answer(**changes):
-    value = {
-        "user_query": QUERY,
-        "positive_document": "Red ones are done in ten minutes.",
-        "hard_negative_document": graded(),
-    }
+    value = {"user_query": QUERY, "positive_document": "Red ones take ten.", "hard_negative_document": graded()}
     return {name: text for name, text in {**value, **changes}.items() if text is not ...}
 
 
@@ -51,7 +47,7 @@ def test_a_good_answer_is_a_record_with_levels_from_the_hardest():
     assert draft.fields == {
         "id": "short_long-0",
         "query": QUERY,
-        "positive": "Red ones are done in ten minutes.",
+        "positive": "Red ones take ten.",
         "negatives": [{"text": text, "level": level} for level, text in enumerate(TEXTS, start=1)],
         "instruction": TASK,
     }
