@@ -147,7 +147,7 @@ def test_lora_matrices_are_written_for_peft_beside_the_merged_model(tmp_path, ca
 @pytest.mark.parametrize(
     ("record", "metrics", "expected"),
     [
-        ('{"commit": "abc"}', "step,loss,val/ndcg_at_10\n1,0.5,\n2,,0.25\n4,,0.75\n", ({"commit": "abc"}, [(2, 0.25)])),
+        ('{"id": "a"}', "step,train/loss,val/ndcg_at_10\n1,0.5,\n2,,0.25\n4,,0.75\n", ({"id": "a"}, [(2, 0.25)])),
         ("[", "step\n1\n", ({}, [])),
         (None, None, ({}, [])),
     ],
