@@ -40,7 +40,6 @@ def models(tmp_path_factory):
     make_bidirectional(decoder)
     anchor = AnchorTokenPooling(32, layers=(0,), per_head=True)
     save_model(folder / "anchor", decoder, sentencepiece_tokenizer(), anchor)
-    save_model(folder / "causal", tiny_mistral(), sentencepiece_tokenizer(), MeanPooling(32))
     return folder
 
 
@@ -138,15 +137,6 @@ def test_a_prompt_is_shown_without_a_weight(models, drawing, capsys):
     assert ["-", "-", "[CLS]"] in lines
     assert drawing[0][0][0].text == f"search_query: {TEXT}"
     assert drawing[1][3].name == "other.html"
-
-
-def test_a_causal_model_needs_the_visible_queries_or_the_other_axis(models, drawing, capsys):
-    assert show("anchor-tokens", models, "causal", TEXT) == 2
-    assert "under a causal mask" in (error := capsys.readouterr().err)
-    assert "by_visible_queries: true" in error
-    assert drawing == []
-    assert show("anchor-tokens", models, "causal", TEXT, "--by-visible-queries", "true") == 0
-    assert show("anchor-tokens", models, "causal", TEXT, "--axis", "query") == 0
 
 
 def test_a_figure_and_a_table_of_latent_attention(models, tmp_path, capsys):
@@ -277,17 +267,6 @@ def test_a_figure_and_a_table_of_clusters(tmp_path, capsys):
         assert nearest in numbers - {cluster}
         assert float(between) < float(cosine) <= 1
     assert lines[-1] == "wrote clusters.png"
-
-
-def test_vectors_may_be_in_another_folder_and_the_seed_chooses_rows(tmp_path, drawing, capsys):
-    folder, *_ = write_clusters(tmp_path / "found", IDS, 6)
-    (tmp_path / "found.vectors").rename(tmp_path / "elsewhere")
-    line = ["show", "clusters", "--clusters", str(folder), "--vectors", "elsewhere", "--rows-per-cluster", "3"]
-    for seed in ("0", "0", "1"):
-        assert main([*line, "--seed", seed]) == 0
-    one, same, other = (drawn[0].vector_ND for drawn in drawing)
-    np.testing.assert_array_equal(one, same)
-    assert not np.array_equal(one, other)
 
 
 def test_a_map_of_neighbours_depends_on_its_seed_and_reports_its_perplexity(tmp_path, capsys):

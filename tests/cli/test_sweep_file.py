@@ -12,7 +12,7 @@ import yaml
 
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.main import main
-from embeddings.cli.sweep_file import NUM_RANDOM, Search, is_number, label, next_point, read_sweep, short_names
+from embeddings.cli.sweep_file import NUM_RANDOM, Search, next_point, read_sweep, short_names
 from embeddings.common import UserError
 from tests.helpers.refusals import assert_refused, refused
 
@@ -163,15 +163,6 @@ def test_a_short_name_has_as_few_parts_as_make_it_unique():
     assert found == ["loss.temperature", "router.temperature", "pooling", "lr"]
     twice = ["model.pooling", "model.pooling.class_path"]
     assert list(short_names([{twice[0]: 1}, {twice[1]: 2}]).values()) == twice
-
-
-def test_values_have_short_labels():
-    pooling = {"class_path": "embeddings.models.AnchorTokenPooling", "init_args": {"axis": "query", "layers": [-1]}}
-    assert label(pooling) == "AnchorTokenPooling(axis=query, layers=[-1])"
-    assert label("embeddings.models.MeanPooling") == "MeanPooling"
-    found = [label(value) for value in ("a.txt", 1e-5, None, True, {"a": 1})]
-    assert found == ["a.txt", "1e-05", "null", "true", "{a=1}"]
-    assert [is_number(value) for value in (1, 0.5, True, "1")] == [True, True, False, False]
 
 
 RANGES = {"a": {"low": 0.0, "high": 1.0}, "b": {"low": 1, "high": 64, "int": True, "log": True}}
