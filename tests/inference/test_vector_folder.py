@@ -296,8 +296,7 @@ def test_columns_may_have_other_names(tmp_path):
     assert found == [Document("a", "x"), Document("b", "y")]
     both = write(tmp_path / "both.jsonl", [{"id": "the text", "key": "k"}])
     assert list(read_corpus(both, {"text": "id"})) == [Document("0", "the text")]
-    with pytest.raises(InputError, match=r"corpus\.jsonl:1: field 'answer' is missing"):
-        list(read_corpus(path, {"text": "answer"}))
+    refused(InputError, r"corpus\.jsonl:1: field 'answer' is", lambda: list(read_corpus(path, {"text": "answer"})))
     with pytest.raises(OptionError, match="columns must map _id, title or text to a column, got 'query'"):
         list(read_corpus(path, {"query": "text"}))
 
@@ -318,9 +317,7 @@ def test_columns_may_have_other_names(tmp_path):
 )
 def test_a_bad_row_is_named(row, message, tmp_path):
     path = write(tmp_path / "corpus.jsonl", [{"_id": "a", "text": "x"}, row])
-    with pytest.raises(InputError, match=rf"corpus\.jsonl:2: {message}; ") as caught:
-        list(read_corpus(path))
-    assert "\n" not in str(caught.value)
+    refused(InputError, rf"corpus\.jsonl:2: {message}; ", lambda: list(read_corpus(path)))
 
 
 ROOT = Path(__file__).parents[2]

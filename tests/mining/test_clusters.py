@@ -217,8 +217,7 @@ def test_k_follows_the_cluster_size_and_the_format_bounds_the_rows():
     ],
 )
 def test_invalid_settings_are_refused_and_write_nothing(options, message, features, source, tmp_path):
-    with pytest.raises(OptionError, match=message):
-        cluster_pairs(features, source, tmp_path / "out", ClusterSettings(**options))
+    refused(OptionError, message, lambda: cluster_pairs(features, source, tmp_path / "out", ClusterSettings(**options)))
     assert not (tmp_path / "out").exists()
 
 

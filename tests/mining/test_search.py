@@ -312,9 +312,9 @@ def test_block_sizes_fit_any_accepted_memory(memory, width):
 
 def test_too_little_memory_is_refused_with_the_minimum(tmp_path):
     documents = shards(tmp_path, unit_vectors(300, 64), 100)
-    with pytest.raises(OptionError, match="gpu_memory_gib must be >= ") as refused:
-        GpuSearch(documents, 1e-5, CPU).search(unit_vectors(2, 64), 20)
-    least = float(str(refused.value).split(">= ")[1].split()[0])
+    search = GpuSearch(documents, 1e-5, CPU).search
+    message = refused(OptionError, "gpu_memory_gib must be >= ", search, unit_vectors(2, 64), 20)
+    least = float(message.split(">= ")[1].split()[0])
     found = GpuSearch(documents, least, CPU).search(unit_vectors(2, 64), 20)
     assert_same(found, ExactSearch(documents).search(unit_vectors(2, 64), 20))
     with pytest.raises(OptionError, match="gpu_memory_gib"):
