@@ -54,7 +54,7 @@ def prepare(model, hub):
 
 
 def build_with_sources(data, sources):
-    """The data module of a config's section, with sources that were parsed before: forty take jsonargparse seconds."""
+    """The data module of a config's section, with parsed sources: jsonargparse needs seconds for forty of them."""
     parser = ArgumentParser()
     parser.add_subclass_arguments(LightningDataModule, "data")
     init_args = data["init_args"] | {"sources": data["init_args"]["sources"][:1]}

@@ -145,9 +145,9 @@ def test_the_runs_of_an_installed_command_are_started_by_it(tmp_path, monkeypatc
 MAX, MIN = Metric("val/x"), Metric("val/x", "min", "best")
 
 
-def finish(run, last, least, most, column="val/x"):
+def finish(run, last, minimum, maximum, column="val/x"):
     run.folder.mkdir(parents=True)
-    summary = {"last": last, "last_step": 9, "min": least, "min_step": 2, "max": most, "max_step": 5}
+    summary = {"last": last, "last_step": 9, "min": minimum, "min_step": 2, "max": maximum, "max_step": 5}
     (run.folder / "done.json").write_text(json.dumps({"seconds": 12.4, "metrics": {column: summary}}))
 
 

@@ -15,7 +15,7 @@ from tests.inference.models import counted_encodings, some_texts, tiny_embedder,
 from tests.inference.test_vectors import formatted_shards
 
 
-def whole_numbers(rows, width=4, seed=0, largest=3):
+def integer_vectors(rows, width=4, seed=0, largest=3):
     """Vectors whose inner products are exact in float32, with many ties."""
     return np.random.default_rng(seed).integers(-largest, largest + 1, (rows, width)).astype(np.float32)
 
@@ -34,7 +34,7 @@ def by_hand(query_QD, document_ND, top_k):
 def test_every_tile_and_k_gives_the_sorted_list_with_ties_by_row(tile, top_k, monkeypatch):
     monkeypatch.setattr(search, "DOCUMENT_TILE", tile)
     monkeypatch.setattr(search, "QUERY_TILE", max(1, tile // 2))
-    query_QD, document_ND = whole_numbers(9), whole_numbers(50, seed=1)
+    query_QD, document_ND = integer_vectors(9), integer_vectors(50, seed=1)
     pieces = [document_ND[:7], document_ND[7:7], document_ND[7:8], document_ND[8:]]
     found, whole = search_top_k(query_QD, iter(pieces), top_k), search_top_k(query_QD, document_ND, top_k)
     scores, rows = by_hand(query_QD, document_ND, top_k)

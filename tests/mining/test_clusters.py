@@ -112,7 +112,7 @@ def test_the_memory_for_reddits_65_million_rows_is_as_documented():
 def test_topics_become_clusters(kind, source, tmp_path):
     if kind == "vectors":
         topics, noise = unit_vectors(3), 0.2 * unit_vectors(121, seed=3)
-        # Documents are numbered as they first appear: row 0's, the one that is every row's second, row 1's, …
+        # Documents are numbered by first appearance: that of row 0, the second one of all rows, that of row 1, …
         of_document = [topic_of(0), 0, *(topic_of(row) for row in range(1, 60))]
         queries = topics[[topic_of(row) for row in range(60)]] + noise[:60]
         documents = topics[of_document] + noise[60:]

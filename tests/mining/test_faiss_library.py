@@ -79,8 +79,8 @@ def lloyd(vectors, centroids, num_iterations):
 
 def reference(vectors, num_clusters, **options):
     """faiss called directly, with all necessary options."""
-    told = {"spherical": True, "max_points_per_centroid": 10**6, "min_points_per_centroid": 1}
-    kmeans = faiss.Kmeans(vectors.shape[1], num_clusters, **told, **options)
+    options |= {"spherical": True, "max_points_per_centroid": 10**6, "min_points_per_centroid": 1}
+    kmeans = faiss.Kmeans(vectors.shape[1], num_clusters, **options)
     kmeans.train(vectors)
     return kmeans
 

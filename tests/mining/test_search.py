@@ -314,11 +314,11 @@ def test_too_little_memory_is_refused_with_the_minimum(tmp_path):
     documents = shards(tmp_path, unit_vectors(300, 64), 100)
     search = GpuSearch(documents, 1e-5, CPU).search
     message = refused(OptionError, "gpu_memory_gib must be >= ", search, unit_vectors(2, 64), 20)
-    least = float(message.split(">= ")[1].split()[0])
-    found = GpuSearch(documents, least, CPU).search(unit_vectors(2, 64), 20)
+    minimum = float(message.split(">= ")[1].split()[0])
+    found = GpuSearch(documents, minimum, CPU).search(unit_vectors(2, 64), 20)
     assert_same(found, ExactSearch(documents).search(unit_vectors(2, 64), 20))
     with pytest.raises(OptionError, match="gpu_memory_gib"):
-        GpuSearch(documents, 0.99 * least, CPU).search(unit_vectors(2, 64), 20)
+        GpuSearch(documents, 0.99 * minimum, CPU).search(unit_vectors(2, 64), 20)
 
 
 def test_a_missing_gpu_is_refused(tmp_path, monkeypatch):

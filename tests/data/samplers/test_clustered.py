@@ -202,7 +202,7 @@ def tour_length(centroids, order):
 
 
 def nested_vectors(count, width):
-    """Unit vectors around centres around centres, like topics."""
+    """Unit vectors in clusters of clusters, like topics."""
     draw = np.random.default_rng(0)
     tops = draw.standard_normal((count // 200, width))
     centres = tops[draw.integers(0, len(tops), count // 10)] + 0.6 * draw.standard_normal((count // 10, width))
