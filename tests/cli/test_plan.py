@@ -274,8 +274,6 @@ def test_a_run_that_would_resume_names_its_checkpoint_and_converts_nothing_again
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("devices", "count"), [(8, 8), ("8", 8), ([0, 1], 2), ("0,1", 2), ("0,", 1), ("auto", None), (-1, None)]
-)
+@pytest.mark.parametrize(("devices", "count"), [(8, 8), ("8", 8), ([0, 1], 2), ("0,", 1), ("auto", None), (-1, None)])
 def test_the_devices_of_a_machine_are_counted(devices, count):
     assert num_devices(devices) == count

@@ -204,9 +204,7 @@ def test_of_several_columns_for_one_field_the_first_is_suggested_and_used_ones_a
 
 def class_examples(folder, texts_by_class, num_negatives):
     """The rule, and its rows as a list; the classes alternate."""
-    turns = zip_longest(
-        *([StoredRow(text, label=label) for text in texts] for label, texts in enumerate(texts_by_class))
-    )
+    turns = zip_longest(*([StoredRow(one, label=label) for one in texts] for label, texts in enumerate(texts_by_class)))
     rows = [row for turn in turns for row in turn if row is not None]
     write_table(folder, rows)
     write_class_index(folder, np.array([row.label for row in rows], dtype=np.int32), len(texts_by_class))

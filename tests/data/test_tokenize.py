@@ -234,9 +234,7 @@ def test_instruction_count_excludes_as_many_tokens_as_the_prompt_has_alone(promp
         assert mask == [index >= num_left for index in range(len(ids))]
     assert counted[-1][0][-1] != tokenizer.eos_token_id
     spans = made.spans(texts, "query", prompt)
-    assert [[tokenizer.convert_tokens_to_ids(span.token) for span in row] for row in spans] == [
-        ids for ids, _ in counted
-    ]
+    assert [[tokenizer.convert_tokens_to_ids(one.token) for one in row] for row in spans] == [ids for ids, _ in counted]
     exact = rows_of(make(tokenizer, **settings)(texts, "query", prompt))
     differs = [text for text, one, other in zip(texts, counted, exact, strict=True) if one != other]
     # Before these texts the last space of the prompt is a separate token, which is pooled; the last text is truncated.

@@ -120,15 +120,9 @@ CASES = {
     MINE: {"missing faiss": (both(pairs, missing("faiss")), "faiss is not installed; run: pip install -e '.[cpu]'")},
     MINE + " --gpu true": {"a search without a GPU": (pairs, "gpu needs")},
     ENCODE + " --precision float16": {
-        "a precision that CPUs do not support": (
-            corpus,
-            "precision: expected 'auto', 'float32', 'bfloat16', 'int8', got float16",
-        )
+        "float16 as precision": (corpus, "precision: expected 'auto', 'float32', 'bfloat16', 'int8', got float16")
     },
     SEARCH.replace("MODEL", "organisation/nothing"): {
-        "a model that is not on this machine": (
-            corpus,
-            "organisation/nothing: is neither a directory nor an available Hub model",
-        )
+        "a missing model": (corpus, "organisation/nothing: is neither a directory nor an available Hub model")
     },
 }

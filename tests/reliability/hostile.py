@@ -23,6 +23,7 @@ from tests.reliability.cases import (
     content,
     copied,
     edited,
+    pairs,
     put,
     rows,
     run,
@@ -265,11 +266,7 @@ CASES = {
         "a column of pickles": (parquet({"query": [PICKLE], "positive": ["b"]}), "query is bytes, expected text"),
         "deeply nested records": (put("pairs.jsonl", deep()), "pairs.jsonl:1: the JSON is nested too deeply"),
         "an extension type that unpickles": (parquet({"query": ["a"], "positive": ["b"]}, schema=SCHEMA), "", 0),
-        "a script beside the records": (
-            both(rows("pairs.jsonl", {"query": "a", "positive": "b"}), put("pairs.py", MODULE)),
-            "",
-            0,
-        ),
+        "a script beside the records": (both(pairs(), put("pairs.py", MODULE)), "", 0),
         "a link in place of the lock": (
             both(rows("pairs.jsonl", {"query": "a", "positive": "b"}), linked("out.parquet.work/.lock")),
             "out.parquet.work/.lock: ",

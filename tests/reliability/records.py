@@ -114,10 +114,7 @@ CASES = {
         "a null id": (rows("corpus.jsonl", {"_id": None, "text": "a"}), "corpus.jsonl:1: field '_id' is null"),
     },
     EVALUATE: {
-        "Latin-1 in qrels": (
-            copied("eval", bytes_of("qrels.tsv", lambda data: data[:-1] + b"\xe9\n")),
-            f"qrels.tsv:9: {NOT_UTF8}",
-        ),
+        "Latin-1 qrels": (copied("eval", bytes_of("qrels.tsv", lambda data: data[:-1] + b"\xe9\n")), f"9: {NOT_UTF8}"),
         "a qrel of a very long id": (judged(f"q0\t{'d' * 5000}\t1"), "eval/qrels.tsv:2: no document has the id 'ddd"),
         "no qrels": (copied("eval", without("qrels.tsv")), "eval: qrels.tsv is missing"),
         "a folder without data": (lambda place: (place.folder / "eval").mkdir(), "eval: has no evaluation data"),
@@ -148,10 +145,7 @@ CASES = {
         "clusters of another source": (both(several(12), clustered_on(unchanged)), "clusters"),
     },
     "show curves --run run": {
-        "Latin-1 in a run's metrics": (
-            put("run/metrics.csv", b"step,train/loss\n0,caf\xe9\n"),
-            "run/metrics.csv: is damaged",
-        )
+        "Latin-1 in metrics": (put("run/metrics.csv", b"step,train/loss\n0,caf\xe9\n"), "run/metrics.csv: is damaged")
     },
     MINE: {"fewer documents than negatives": (pairs(positive="another"), "2 distinct documents, too few for 2")},
     FILTER.replace(".jsonl", ".parquet"): {
@@ -195,11 +189,7 @@ ACCEPTED = {
     },
     ENCODE: {"a NUL character in a corpus": (rows("corpus.jsonl", {"text": "a\0b"}), "wrote 1 vectors", 0)},
     FILTER + " --suspect-rows leave_out": {
-        "suspect records that are left out": (
-            put("pairs.jsonl", ROW + b'{"query": "a", "positive": "a"}\n'),
-            "wrote 1 records",
-            0,
-        )
+        "suspect records": (put("pairs.jsonl", ROW + b'{"query": "a", "positive": "a"}\n'), "wrote 1 records", 0)
     },
     CLUSTER: {"identical records": (rows("pairs.jsonl", *[{"query": "a", "positive": "b"}] * 3), "wrote 2", 0)},
     EVALUATE: {"queries without qrels": (copied("eval", content("qrels.tsv", "q0 0 d0 1\nq0 0 d0 1\n")), "ndcg_at", 0)},
