@@ -166,8 +166,7 @@ def test_another_plan_of_the_data_is_refused_before_a_file_is_written(tmp_path):
     before = {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
     assert len(before) >= 4
     write_pairs(tmp_path / "pairs.jsonl", num_pairs=24)
-    with pytest.raises(OptionError, match=r"data num_steps must be 8 as in the checkpoint .*, got 3; restore it"):
-        fit("--ckpt_path", kept)
+    refused(OptionError, r"data num_steps must be 8 as in the checkpoint .*, got 3", fit, "--ckpt_path", kept)
     assert {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()} == before
     write_pairs(tmp_path / "pairs.jsonl")
     assert fit("--ckpt_path", "auto").global_step == 4

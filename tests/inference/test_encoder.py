@@ -110,15 +110,13 @@ def test_prompt_and_length_are_the_roles_unless_a_prompt_is_named_or_given(optio
 
 def test_impossible_texts_prompts_and_contexts_are_refused():
     plain, contextual = Encoder(tiny_embedder(prompts={"query": "a ", "task": "b "})), Encoder(tiny_contextual())
-    with pytest.raises(OptionError, match=r"prompt_name must name a prompt of the model \(query, task\), got 'nope'"):
-        plain.encode(["a"], "nope")
+    refused(OptionError, r"prompt_name must name a prompt of the model \(query, task\)", plain.encode, ["a"], "nope")
     refused(OptionError, "texts must be a list of texts", plain.encode, "a text")
-    with pytest.raises(OptionError, match="context must be left out: the model is not contextual, got 'a context'"):
-        plain.encode(["a"], context=["b"])
+    refused(OptionError, "context must be left out: the model is not contextual", plain.encode, ["a"], context=["b"])
     for documents in (["a"] * 6, []):
         with pytest.raises(OptionError, match=f"context must have from 1 to the model's 5 .* '{len(documents)} doc"):
             contextual.encode(["a"], context=documents)
-    with pytest.raises(OptionError, match="context must be a list of texts"):
+    with pytest.raises(OptionError, match="must be a list of texts"):
         Encoder(tiny_contextual(num_context=50)).encode(["a"], context="a text")
     refused(OptionError, "mini_batch_tokens must be >= 1, got 0", Encoder, tiny_embedder(), mini_batch_tokens=0)
 

@@ -147,8 +147,7 @@ def test_a_folder_of_an_older_version_without_a_format_is_float32_and_is_not_cha
             encode_corpus(encoder, corpus, tmp_path / "out", vector_format=requested)
     assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
     (tmp_path / "out" / "manifest.json").write_text(json.dumps({**manifest, "vector_format": "int4"}))
-    with pytest.raises(InputError, match=r"manifest\.json: field 'vector_format' is 'int4', expected one of"):
-        VectorFolder.open(tmp_path / "out")
+    refused(InputError, r"field 'vector_format' is 'int4', expected one of", VectorFolder.open, tmp_path / "out")
 
 
 def test_directions_are_returned_in_blocks_of_at_most_a_tile(corpus, encoder, tmp_path, monkeypatch):
@@ -163,8 +162,7 @@ def test_directions_are_returned_in_blocks_of_at_most_a_tile(corpus, encoder, tm
 
 def test_a_bad_corpus_or_option_writes_nothing(corpus, encoder, tmp_path):
     refused(OptionError, "shard_size must be >= 1", encode_corpus, encoder, corpus, tmp_path / "out", shard_size=0)
-    with pytest.raises(OptionError, match="prompt_name must name a prompt"):
-        encode_corpus(encoder, corpus, tmp_path / "out", prompt_name="nope")
+    refused(OptionError, "prompt_name must name", encode_corpus, encoder, corpus, tmp_path / "out", prompt_name="nope")
     corpus.write_text(corpus.read_text() + '{"_id": "cut')
     refused(InputError, r"corpus\.jsonl:12: ", encode_corpus, encoder, corpus, tmp_path / "out", shard_size=4)
     assert not (tmp_path / "out").exists()
@@ -177,8 +175,7 @@ def test_a_zero_or_non_finite_vector_is_named_and_not_ranked(value, kind, corpus
     vectors = np.load(path)
     vectors[0] = value
     np.save(path, vectors)
-    with pytest.raises(InputError, match=rf"vectors-00001\.npy:0: the vector is {kind}"):
-        search_corpus(encoder, tmp_path / "out", ["fox"])
+    refused(InputError, rf"vectors-00001\.npy:0: .* {kind}", search_corpus, encoder, tmp_path / "out", ["fox"])
 
 
 def test_a_text_whose_vector_is_zero_is_named_by_its_row(corpus, encoder, tmp_path, monkeypatch):

@@ -78,10 +78,8 @@ def test_a_vector_outside_float16_is_refused_and_int8_stores_it(value):
 
 def test_an_impossible_format_is_refused_by_name():
     require_format("int8", 20)
-    with pytest.raises(OptionError, match="vector_format needs vectors whose width is a multiple of 8, these have 20"):
-        require_format("binary", 20)
-    with pytest.raises(OptionError, match="vector_format must be one of float32, float16, int8, binary, got 'int4'"):
-        require_format("int4", 24)
+    refused(OptionError, "vectors whose width is a multiple of 8, these have 20", require_format, "binary", 20)
+    refused(OptionError, "must be one of float32, float16, int8, binary, got 'int4'", require_format, "int4", 24)
 
 
 def test_signs_are_those_of_sentence_transformers():

@@ -148,7 +148,6 @@ def test_a_source_without_any_word_is_refused(tmp_path):
 
 
 def test_labelled_texts_and_invalid_widths_are_refused(tmp_path):
-    with pytest.raises(OptionError, match="svd_dim must be between 1 and the 120 texts, got 121"):
-        Bm25Features(topic_source(tmp_path), svd_dim=121)
+    refused(OptionError, "must be between 1 and the 120 texts, got", Bm25Features, topic_source(tmp_path), svd_dim=121)
     texts = source(tmp_path, labelled(3, 3), conversion="class_by_example")
     refused(InputError, "contains labelled texts, not pairs", Bm25Features, texts)

@@ -97,8 +97,7 @@ def test_a_saved_index_is_opened_unchanged(folder, vectors):
 
 
 def test_other_vectors_or_a_damaged_file_are_refused(folder, vectors):
-    with pytest.raises(InputError, match=r"ivf\.faiss: there is no index of these vectors; make it with the"):
-        Index.open(folder)
+    refused(InputError, r"ivf\.faiss: there is no index of these vectors; make it with the", Index.open, folder)
     build_index(folder)
     path, before = folder.path / INDEX_FILE, (folder.path / INDEX_FILE).read_bytes()
     for content, field in ((before[:-9], "num_bytes"), (bytes(200) + before[200:], "head_sha256"), (b"", "num_bytes")):
