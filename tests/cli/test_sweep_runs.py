@@ -1,5 +1,6 @@
 """The runs of a sweep: folders, commands, locks and the table of results."""
 
+import csv
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from embeddings.cli import sweep_runs
-from embeddings.cli.sweep import collect, logged_metric, result_table, results_of, seed_table
+from embeddings.cli.sweep import collect, logged_metric, result_table, results_of, seed_table, write_results
 from embeddings.cli.sweep_file import Metric, Sweep, short_names
 from embeddings.cli.sweep_runs import SignalForwarder, exclusive, placed, runs_of, settings_hash, summaries, train
 from embeddings.common import InputError
@@ -48,6 +49,15 @@ def test_a_run_has_a_folder_and_a_command(tmp_path):
     words = placed([{"trainer": {"callbacks": ["old"]}}, {"trainer": {"callbacks": [export]}}], tmp_path)
     moved = {"output": str(tmp_path / "b"), "replace": True, "day": "2024-05-01"}
     assert value_of(words, "trainer.callbacks") == [export | {"init_args": moved}]
+
+
+def test_the_hash_depends_only_on_the_settings():
+    content, point = {"model": {"lr": 1, "loss": {"t": 2}}}, {"a": 1, "b": 2}
+    first = settings_hash([content], point)
+    assert len(first) == 10
+    assert settings_hash([{"model": {"loss": {"t": 2}, "lr": 1}}], {"b": 2, "a": 1}) == first
+    others = [([{"model": {"lr": 1, "loss": {"t": 3}}}], point), ([content], {"a": 1, "b": 3}), ([content, {}], point)]
+    assert len({first, *(settings_hash(*other) for other in others)}) == 4
 
 
 def test_the_output_of_a_run_goes_into_its_folder(tmp_path):
@@ -189,6 +199,12 @@ def test_tables_have_a_row_per_point_and_the_mean_over_seeds(made, tmp_path):
     assert lines == [["Cls", "0.8000", "-", "1"], ["Mean", "0.6000", "±0.1000", "3"]]
     for one in ({"a.pooling": "pooling"}, {"seed_everything": "seed_everything"}):
         assert seed_table(found, one, MAX) is None
+    write_results(found, names, tmp_path / "out" / "r.csv")
+    with open(tmp_path / "out" / "r.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["point"]) for row in rows] == [3, 1, 2, 0, 4, 5]
+    assert (rows[0]["a.pooling"], rows[0]["seed_everything"], rows[0]["last"]) == ("Cls", "0", "0.8")
+    assert (rows[4]["last"], rows[4]["status"]) == ("", "missing")
     # A key that a point leaves out is a dash.
     points = ({"a": 1}, {"b": 2, "seed_everything": 1})
     found = results_of(runs_of(Sweep("tried", "method", (), ({},), "list", points), tmp_path), MAX, tmp_path)

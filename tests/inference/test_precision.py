@@ -11,7 +11,7 @@ from torch import nn
 
 from embeddings.common import OptionError
 from embeddings.inference import Encoder, encode_corpus, precision, search_corpus
-from embeddings.inference.precision import Int8Products, has_int8_products, resolve_precision
+from embeddings.inference.precision import Int8Products, QuantisedInput, has_int8_products, resolve_precision
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
 from tests.helpers.processes import run_command
 from tests.helpers.refusals import refused
@@ -208,3 +208,15 @@ def test_7_bit_inputs_do_not_overflow_on_a_cpu_without_8_bit_products(has_produc
     code, environment = OVERFLOW.format(has_products=has_products), {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     run = run_command(["-c", code], env=environment, check=True)
     assert (float(run.stdout) < 1e-3) is is_right
+
+
+@torch.no_grad()
+def test_another_tensor_or_another_module_is_quantised_again():
+    inputs, owners = QuantisedInput(), (nn.Identity(), nn.Identity())
+    first, second = torch.randn(4, 8), torch.randn(4, 8)
+    found = inputs.of(owners[0], first)
+    assert inputs.of(owners[0], first) is found
+    assert inputs.of(owners[1], first) is not found
+    assert not torch.equal(inputs.of(owners[1], second)[0], found[0])
+    first.neg_()
+    assert torch.equal(inputs.of(owners[1], first)[0].int(), 2 * (inputs.steps + 1) - found[0].int())

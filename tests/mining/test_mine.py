@@ -1,4 +1,4 @@
-"""Mining writes the same file with any number of tasks and after kills."""
+"""Mining writes the same file with any number of tasks and after kills, and a curriculum reads it."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
-from embeddings.data import PlanEntry, SourceConfig, open_source
+from embeddings.data import CurriculumBatchSampler, EmbeddingDataModule, PlanEntry, SourceConfig, open_source
 from embeddings.mining.mine import MiningReport, SearchOptions, Teachers, mine_negatives
 from embeddings.mining.negatives import LevelRules, NegativeRules, TextQrels, draw_documents
 from tests.data.rows import write_jsonl
@@ -330,3 +330,33 @@ def test_documents_judged_as_relevant_as_the_positive_are_never_negatives(mine, 
         assert len(texts) >= 15
         assert LEVEL_ROWS[(number + 16) % 22]["positive"] not in texts
     assert report.removed["own_positive"] == 44
+
+
+def data(folder, **options):
+    """A data module whose curriculum reads the mined records."""
+    return EmbeddingDataModule(
+        [SourceConfig("mined", str(folder / "mined.parquet"))],
+        batch_size=4,
+        num_negatives=1,
+        sampler=partial(CurriculumBatchSampler, **options),
+        cache_dir=str(folder / "cache"),
+    )
+
+
+def test_a_curriculum_reads_the_file_and_refuses_one_without_levels(mine, tmp_path):
+    mine(rules=NegativeRules(4, None, last_rank=8))
+    data(tmp_path).prepare_data()
+    rows = pq.read_table(tmp_path / "mined.parquet").to_pylist()
+    assert [[item["level"] for item in row["negatives"]] for row in rows] == [[1, 2, 3, 4]] * 22
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    mine("plain/mined.parquet", rules=NegativeRules(4, None, last_rank=8), levels=None)
+    with pytest.raises(OptionError, match="needs negatives with levels"):
+        data(plain).prepare_data()
+
+
+def test_levels_missing_from_grades_need_coarser_replacements(mine, tmp_path):
+    mine(levels=LevelRules("grades", JUDGED))
+    with pytest.raises(InputError, match=r"record \d+ has no negative of level 4"):
+        data(tmp_path).prepare_data()
+    data(tmp_path, missing_level="coarser").prepare_data()

@@ -10,7 +10,7 @@ from embeddings.common.io import text_hash
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import open_cached
 from embeddings.mining import pair_index
-from embeddings.mining.pair_index import index_pairs
+from embeddings.mining.pair_index import equal_hashes, index_pairs
 from tests.data.rows import labelled, write_jsonl
 from tests.helpers.refusals import refused
 
@@ -87,6 +87,20 @@ def test_an_older_index_without_the_field_negatives_is_valid(tmp_path):
     del manifest["negatives"]
     (tmp_path / "index" / "manifest.json").write_text(json.dumps(manifest))
     assert index_pairs(pairs, tmp_path / "index").key == key
+
+
+@pytest.mark.parametrize("part", [1, 4, 32, 1000])
+def test_equal_hashes_are_adjacent_in_one_part_of_any_size(part):
+    generator = np.random.default_rng(0)
+    hashes = generator.integers(-(2**63), 2**63 - 1, 40)[generator.integers(0, 40, 300)]
+    groups, parts = {}, 0
+    for entries, is_first in equal_hashes(hashes, part):
+        parts += 1
+        for entry, starts in zip(entries.tolist(), is_first.tolist(), strict=True):
+            assert starts == (hashes[entry] not in groups)
+            groups.setdefault(hashes[entry], []).append(entry)
+    assert parts > 1 or part == 1000
+    assert sorted(groups.values()) == sorted(np.flatnonzero(hashes == value).tolist() for value in set(hashes))
 
 
 @pytest.mark.parametrize("rows", [range(4), range(1, 2), range(2, 4)])

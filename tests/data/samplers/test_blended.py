@@ -95,6 +95,7 @@ def test_a_far_step_of_a_large_plan_is_found_within_ten_milliseconds():
         ({"batch_size": 72}, r"data\.batch_size must not exceed the 71 training rows \(batch_size x 1 ranks\), got 72"),
         ({"batch_size": 36, "num_replicas": 2, "rank": 0}, r"x 2 ranks\), got 36"),
         ({"steps_per_epoch": 0}, "steps_per_epoch must be >= 1"),
+        ({"temperature": 1.5}, "must be from 0 to 1"),
     ],
 )
 def test_invalid_options_are_refused_in_one_line(options, message):

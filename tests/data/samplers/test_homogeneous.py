@@ -89,6 +89,7 @@ def test_a_far_step_of_a_large_plan_is_found_within_twenty_milliseconds_without_
     [
         ({"batch_size": 43}, r"must not exceed the 42 rows of the largest source, got 43; lower it"),
         ({"batch_size": 22, "num_replicas": 2, "rank": 0}, r"42 rows of the largest source \(batch_size x 2 ranks\)"),
+        ({"weights": [1, 2, 3, 4]}, "cannot take effect with proportions 'size'"),
     ],
 )
 def test_invalid_options_are_refused_in_one_line(options, message):
