@@ -59,7 +59,7 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(autouse=True)
-def _quiet_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _isolated_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
     torch.manual_seed(0)
     for name in ("RANK", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -84,7 +84,7 @@ def embed_data() -> Path:
 
 
 @pytest.fixture
-def travelling_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def remote_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Unload code that sentence-transformers loads from model directories after the test."""
     import transformers.dynamic_module_utils
 

@@ -97,7 +97,7 @@ def run(words: Iterable[str], inputs: Path, output: Path) -> None:
 
 
 def write_inputs(folder: Path) -> None:
-    """The docstring corpus, its first records, and the configs and backbones of the tiny runs."""
+    """Write the docstring corpus, its first records, and the configs and backbones of the tiny runs."""
     run(["prepare", "docstrings", "--output", "IN/docstrings"], folder, folder)
     with gzip.open(folder / "docstrings" / "train.jsonl.gz", "rt", encoding="utf-8") as file:
         lines = [line for line, _ in zip(file, range(NUM_RECORDS), strict=False)]
@@ -115,7 +115,7 @@ def write_inputs(folder: Path) -> None:
         (home / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
 
-# Values.
+# The values of each case.
 
 
 def losses(method: str, cached: bool, ranks: int, inputs: Path, output: Path) -> Values:
@@ -180,13 +180,13 @@ def digests(output: Path) -> Values:
 
 
 def corpus(inputs: Path, output: Path) -> Values:
-    """The docstring corpus, built again."""
+    """A new docstring corpus."""
     run(["prepare", "docstrings", "--output", "OUT/docstrings"], inputs, output)
     return digests(output)
 
 
 def plan(name: str, inputs: Path, output: Path) -> Values:
-    """Two epochs' rows, draws and levels."""
+    """The rows, draws and levels of two epochs."""
     sampler = json.loads(json.dumps(SAMPLERS[name]).replace("IN/", f"{inputs}/"))
     config = yaml.safe_load((inputs / "nv_embed" / "config.yaml").read_text().replace("OUT/", f"{output}/"))
     config["data"]["init_args"] |= {"sampler": sampler, "sources": [{**SOURCE, "path": str(inputs / "records.jsonl")}]}
@@ -201,13 +201,13 @@ def plan(name: str, inputs: Path, output: Path) -> Values:
 
 
 class PlanRecorder(Callback):
-    """Writes the first two epochs of the run's batch plan to a file, an entry's fields a line."""
+    """Writes the first two epochs of the run's batch plan to a file, one batch per line."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the plan from the run's own sampler, then put it back to the first epoch."""
+        """Read the plan from the run's own sampler, then reset it to the first epoch."""
         sampler: Any = trainer.train_dataloader.batch_sampler  # type: ignore[union-attr]
         with open(self.path, "w", encoding="utf-8") as file:
             for epoch in (1, 0):

@@ -53,7 +53,7 @@ def test_gradcache_under_bf16_autocast_leaves_no_parameter_without_its_gradient(
 
 
 @pytest.mark.parametrize("method", ["nv-embed", "mgh", "moe"])
-def test_a_step_waits_for_the_gpu_only_where_the_table_says(method, tmp_path):
+def test_a_step_synchronises_with_the_gpu_only_at_documented_places(method, tmp_path):
     write_models(tmp_path)
     module, batch = methods(tmp_path)[method]().train().cuda(), batches(method, None)[0].to("cuda")
     engine = GradCache(mini_batch_tokens=60, kept_fraction=0.4)

@@ -20,7 +20,7 @@ def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text("utf-8")) for path in (ROOT / "embeddings").rglob("*.py")}
 
 
-def test_every_package_has_its_folder_of_tests():
+def test_every_package_has_a_folder_of_tests():
     packages = [path.parent for path in (ROOT / "embeddings").glob("*/__init__.py")]
     assert len(packages) >= 14
     assert [package.name for package in packages if not list((ROOT / "tests" / package.name).glob("test_*.py"))] == []

@@ -75,7 +75,7 @@ def test_a_fast_development_run_writes_nothing(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.usefixtures("travelling_code")
+@pytest.mark.usefixtures("remote_code")
 def test_the_exported_model_has_the_prompts_of_its_sources(tmp_path):
     config = run_config(tmp_path)
     config["data"]["init_args"]["sources"][0] |= {"instruction": "Find it", "document_prompt": "passage: "}

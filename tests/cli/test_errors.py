@@ -39,7 +39,7 @@ TEMPORARY = "out/.scores.json.x7_abc9.tmp"
         (SystemExit(3), 3, None),
     ],
 )
-def test_each_error_is_one_line_with_its_exit_code(error, code, says, capsys):
+def test_each_error_is_reported_in_one_line_with_its_exit_code(error, code, says, capsys):
     assert run_guarded(raising(error)) == code
     written = capsys.readouterr()
     assert written.out == ""
@@ -52,7 +52,7 @@ class PanicException(BaseException):
 
 
 @pytest.mark.parametrize("error", [AssertionError("ours"), RuntimeError("first\nlast"), PanicException("at once")])
-def test_an_unexpected_exception_is_one_line_and_its_traceback_is_in_a_file(error, capsys):
+def test_an_unexpected_exception_is_reported_in_one_line_and_its_traceback_is_in_a_file(error, capsys):
     assert run_guarded(raising(error)) == 2
     words = " ".join(str(error).split())
     found = re.fullmatch(

@@ -21,7 +21,7 @@ from embeddings.models.backbone import load_model
 from embeddings.models.model_card import read_scores
 from embeddings.modules import MaskedLMModule
 from tests.helpers.checkpoints import save
-from tests.helpers.refusals import assert_refused
+from tests.helpers.refusals import assert_refused, refused
 from tests.helpers.runs import run_config, write_config
 from tests.helpers.tiny import save_backbone, wordpiece_tokenizer
 from tests.interop.released import nomic
@@ -29,7 +29,7 @@ from tests.interop.released.nomic import MOE, nomic_folder
 from tests.interop.released.published import changed_config, encoded
 
 
-def refused(path, capsys, output, *words):
+def export_error(path, capsys, output, *words):
     capsys.readouterr()
     assert main(["export", "--checkpoint", str(path), "--output", str(output), *words]) == 2
     assert not output.exists()
@@ -57,7 +57,7 @@ def test_foreign_classes_and_bad_options_of_the_card_are_refused(words, says, tm
     model = {"class_path": "embeddings.modules.NVEmbedModule", "init_args": {"loss": {"class_path": "os.system"}}}
     save({"run_config": {"model": model}, "state_dict": {}}, tmp_path / "hostile.ckpt")
     (tmp_path / "scores.json").write_text("{}")
-    assert says in refused("hostile.ckpt", capsys, tmp_path / "out", *words)
+    assert says in export_error("hostile.ckpt", capsys, tmp_path / "out", *words)
 
 
 def content(folder):
@@ -68,7 +68,7 @@ def content(folder):
 def test_a_graph_is_written_on_request_and_a_refusal_leaves_the_old_model(tmp_path, capsys, monkeypatch):
     config = run_config(tmp_path)
     _, checkpoint = trained(tmp_path, config)
-    says = refused(checkpoint, capsys, tmp_path / "out", "--format", "onnx")
+    says = export_error(checkpoint, capsys, tmp_path / "out", "--format", "onnx")
     assert "format needs a model that loads without custom code" in says
     config["model"]["init_args"]["pooling"] = {"class_path": "embeddings.models.MeanPooling"}
     cli, checkpoint = trained(tmp_path, config)
@@ -140,18 +140,14 @@ def test_lora_matrices_are_written_for_peft_beside_the_merged_model(tmp_path, ca
     assert not (out / "adapter").exists()
     del config["model"]["init_args"]["lora"]
     _, checkpoint = trained(tmp_path, config, 3)
-    says = refused(checkpoint, capsys, tmp_path / "no", "--format", "adapter")
+    says = export_error(checkpoint, capsys, tmp_path / "no", "--format", "adapter")
     assert "format needs LoRA matrices on a base model" in says
 
 
 @pytest.mark.parametrize(
     ("record", "metrics", "expected"),
     [
-        (
-            '{"commit": "abc"}',
-            "step,train/loss,val/ndcg_at_10\n1,0.5,\n2,,0.25\n4,,0.75\n",
-            ({"commit": "abc"}, [(2, 0.25)]),
-        ),
+        ('{"id": "a"}', "step,train/loss,val/ndcg_at_10\n1,0.5,\n2,,0.25\n4,,0.75\n", ({"id": "a"}, [(2, 0.25)])),
         ("[", "step\n1\n", ({}, [])),
         (None, None, ({}, [])),
     ],
@@ -179,8 +175,7 @@ def test_the_facts_are_those_of_the_checkpoints_step(record, metrics, expected, 
 def test_a_scores_file_that_evaluate_did_not_write_is_refused(content, tmp_path):
     path = Path(tmp_path / "scores.json")
     path.write_text(content)
-    with pytest.raises(InputError, match=r"scores.json: .*; give the file that evaluate --output wrote"):
-        read_scores(path)
+    refused(InputError, r"scores.json: .*; give the file that evaluate --output wrote", read_scores, path)
     result = {"name": "a", "metrics": {"x": 0.5}}
     path.write_text(json.dumps([result]))
     assert read_scores(path) == [result]
@@ -278,7 +273,7 @@ def test_an_earlier_model_is_replaced_and_other_files_stay(tmp_path: Path, capsy
     assert (output / "notes.txt").read_text() == "mine"
 
 
-def test_a_conversion_error_is_one_line_and_nothing_is_written(
+def test_a_conversion_error_is_reported_in_one_line_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source_folder(Path("headless"), has_head=False)

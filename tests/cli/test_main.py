@@ -172,7 +172,7 @@ def test_a_command_prints_help_or_a_one_line_error(argv, code, says, capsys, tmp
     ("argv", "says"),
     [(["--help"], "--recipe RECIPE"), (["--model.help", "NVEmbedModule"], "--model.backbone.name NAME")],
 )
-def test_the_help_of_fit_names_recipes_and_knows_our_classes_by_their_short_names(argv, says, capsys):
+def test_the_help_of_fit_lists_recipes_and_accepts_short_class_names(argv, says, capsys):
     assert main(["fit", *argv]) == 0
     assert says in capsys.readouterr().out
 

@@ -106,17 +106,6 @@ def test_scored_pairs_are_mined_both_ways_and_train_without_in_batch_negatives(m
     assert metrics["train/loss"] > 1e-3
 
 
-def test_levels_by_quantiles_give_one_negative_of_each_level(mine, capsys):
-    options = ["--levels", "quantiles", "--margin", "null"]
-    assert mine(*options) == 0
-    printed = capsys.readouterr().out
-    rows = pq.read_table("mined.parquet").to_pylist()
-    assert [[item["level"] for item in row["negatives"]] for row in rows] == [[1, 2, 3, 4]] * 12
-    assert re.search(
-        r"level 4: 12 negatives, scores -?\d\.\d{3} to -?\d\.\d{3}, mean -?\d\.\d{3}; 0 records have none", printed
-    )
-
-
 def test_levels_by_grades_follow_the_judgments_of_a_folder(mine, tmp_path, capsys):
     write_judged(tmp_path / "work", [("q0", "d0", 3), ("q0", "d1", 2), ("q0", "d2", 1), ("q0", "d3", 0)])
     assert mine("--levels", "grades", "--judgments", "judged/qrels/train.tsv", "--last-rank", "4") == 0
@@ -185,7 +174,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "says"), BAD, ids=[" ".join(options) for options, _ in BAD])
-def test_a_user_error_is_one_line_and_code_2_and_nothing_is_written(options, says, mine, tmp_path, capsys):
+def test_a_user_error_is_reported_in_one_line_with_code_2_and_nothing_is_written(options, says, mine, tmp_path, capsys):
     write_judged(tmp_path / "work", [("q0", "d0", 1), ("q1", "d1", 1)])
     assert_refused(capsys, tmp_path / "work", says, mine, *options)
 

@@ -1,44 +1,9 @@
-"""The parser's messages as one line with a hint, and the normalisation of arguments."""
+"""The parser's messages as one line with a hint."""
 
 import pytest
-import yaml
 
-from embeddings.cli.configs import unfolded
 from embeddings.cli.main import main
-from embeddings.cli.parser import OneLineParser, explain, keys_of, reason
-from embeddings.common.text import one_line
-
-
-def test_the_reason_of_a_union_error_is_that_of_the_first_type():
-    inner = (
-        "Does not fit\n    Errors:\n      - batch_size must be >= 1, got 0;\n        lower it\n      - Expected a int"
-    )
-    message = f"Does not fit\nErrors:\n  - {inner}\n  - Expected a None\nGiven value type: dict"
-    assert one_line(reason(message)) == "batch_size must be >= 1, got 0; lower it"
-
-
-PRECISION = """Parser key "trainer.precision":
-  Does not validate against any of the Union subtypes
-  Subtypes: [typing.Literal['bf16'], <class 'int'>, <class 'NoneType'>]
-  Errors:
-    - Expected a typing.Literal['bf16']
-    - Expected a <class 'int'>
-    - Expected a <class 'NoneType'>
-  Given value type: <class 'str'>
-  Given value: fp99"""
-
-
-@pytest.mark.parametrize(
-    ("message", "says"),
-    [
-        (PRECISION, "trainer.precision: expected 'bf16' or int or null, got fp99"),
-        ("Parser key \"max_steps\":\n  Expected a <class 'int'>. Got value: abc", "max_steps: expected int, got abc"),
-    ],
-)
-def test_a_value_of_a_wrong_type_keeps_its_key_and_lists_the_types(message, says):
-    assert reason(message) == says
-    assert explain(message, []) == f"{says}; --help describes each option"
-
+from embeddings.cli.parser import explain
 
 OPTIONS = ["--help", "--top_k", "--near_duplicates", "--margin", "--model", "--margin", "--trainer.max_steps"]
 OF_SOURCE = "Problem with given class_path 'embeddings.data.SourceConfig':\n  Option 'colums' is not accepted"
@@ -69,17 +34,6 @@ def test_a_message_gets_a_hint_and_an_unknown_name_a_suggestion(message, says, t
     assert line.startswith(message.rpartition("\n  ")[2].rstrip("."))
 
 
-def test_option_names_may_have_dashes_and_flags_a_value():
-    parser = OneLineParser()
-    for name, kind in (("top_k", int), ("force", bool), ("context_size", str)):
-        parser.add_argument(f"--{name}", type=kind)
-    words = ["--context-size", "a-b", "--top-k=5", "--force", "false", "-5", "--", "--as-it-is"]
-    normal = ["--context_size", "a-b", "--top_k=5", "--no_force", "-5", "--", "--as-it-is"]
-    assert parser.normalised(words) == normal
-    assert parser.normalised(["--force=true", "x", "--force"]) == ["--force", "x", "--force"]
-    assert words[0] == "--context-size"
-
-
 KEYS = """
 model:
   class_path: embeddings.modules.NVEmbedModule
@@ -89,12 +43,6 @@ model:
 data: {class_path: embeddings.data.EmbeddingDataModule}
 trainer: {callbacks+: [{class_path: lightning.pytorch.callbacks.ModelCheckpoint}]}
 """
-
-
-def test_keys_of_a_config_include_the_arguments_of_its_classes():
-    keys = list(keys_of(unfolded(yaml.safe_load(KEYS))))
-    assert {"trainer.callbacks", "data.init_args.batch_size", "model.init_args.loss.init_args.temperature"} < set(keys)
-    assert keys.index("model.init_args.optimizer.init_args.lr") < keys.index("model.init_args.pooling")
 
 
 @pytest.mark.parametrize(

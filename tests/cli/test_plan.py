@@ -205,7 +205,7 @@ def test_a_run_on_two_nodes_is_described_on_a_machine_without_a_gpu(strategy, ch
     ]
 
 
-def test_a_run_on_this_machine_says_nothing_of_missing_hardware(checked, tmp_path):
+def test_a_run_on_this_machine_does_not_report_missing_hardware(checked, tmp_path):
     model = component("embeddings.callbacks.ExportModel", output=str(tmp_path / "model"))
     lines = checked({"callbacks": [model], "accumulate_grad_batches": 4}, batch_size=4)
     assert "global batch: 4 (4 on each of 1 processes; 4 batches are one step)" in lines
@@ -274,8 +274,6 @@ def test_a_run_that_would_resume_names_its_checkpoint_and_converts_nothing_again
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("devices", "count"), [(8, 8), ("8", 8), ([0, 1], 2), ("0,1", 2), ("0,", 1), ("auto", None), (-1, None)]
-)
+@pytest.mark.parametrize(("devices", "count"), [(8, 8), ("8", 8), ([0, 1], 2), ("0,", 1), ("auto", None), (-1, None)])
 def test_the_devices_of_a_machine_are_counted(devices, count):
     assert num_devices(devices) == count

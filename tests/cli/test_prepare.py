@@ -54,7 +54,7 @@ def prepare(model, hub):
 
 
 def build_with_sources(data, sources):
-    """The data module of a config's section, with sources that were parsed before: forty take jsonargparse seconds."""
+    """The data module of a config's section, with parsed sources: jsonargparse needs seconds for forty of them."""
     parser = ArgumentParser()
     parser.add_subclass_arguments(LightningDataModule, "data")
     init_args = data["init_args"] | {"sources": data["init_args"]["sources"][:1]}
@@ -289,7 +289,7 @@ def test_check_gets_access_and_commit_from_the_hub(monkeypatch, capsys):
         (["--limit", "3", "docstrings"], "recipe must come first, got 'docstrings'; write: "),
     ],
 )
-def test_impossible_options_are_one_line_and_nothing_is_written(options, says, capsys, tmp_path):
+def test_impossible_options_are_reported_in_one_line_and_nothing_is_written(options, says, capsys, tmp_path):
     assert_refused(capsys, tmp_path, says, main, ["prepare", *options])
 
 

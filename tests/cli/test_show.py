@@ -14,7 +14,7 @@ from tests.figures.cluster_folders import write_clusters
 from tests.figures.run_folders import write_run as write_whole_run
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import WORDS, write_pairs
-from tests.helpers.shown import kept_drawings, save_model
+from tests.helpers.shown import collected_drawings, save_model
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 from tests.models.moe import tiny_moe
@@ -40,17 +40,12 @@ def models(tmp_path_factory):
     make_bidirectional(decoder)
     anchor = AnchorTokenPooling(32, layers=(0,), per_head=True)
     save_model(folder / "anchor", decoder, sentencepiece_tokenizer(), anchor)
-    save_model(folder / "causal", tiny_mistral(), sentencepiece_tokenizer(), MeanPooling(32))
     return folder
 
 
 @pytest.fixture
 def corpora(tmp_path):
-    texts = {
-        "one": [f"{word} the {number}" for number, word in enumerate(WORDS)],
-        "two": WORDS[:7],
-        "alike": ["a", "a"],
-    }
+    texts = {"one": [f"{word} the {n}" for n, word in enumerate(WORDS)], "two": WORDS[:7], "alike": ["a", "a"]}
     for name, lines in texts.items():
         rows = (json.dumps({"_id": f"{name}{row}", "text": text}) for row, text in enumerate(lines))
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
@@ -59,7 +54,7 @@ def corpora(tmp_path):
 
 @pytest.fixture
 def drawing(monkeypatch, tmp_path):
-    return kept_drawings(monkeypatch, tmp_path, *(f"draw_{name}" for name in DRAWN))
+    return collected_drawings(monkeypatch, tmp_path, *(f"draw_{name}" for name in DRAWN))
 
 
 def show(kind, models, name, *words):
@@ -142,15 +137,6 @@ def test_a_prompt_is_shown_without_a_weight(models, drawing, capsys):
     assert ["-", "-", "[CLS]"] in lines
     assert drawing[0][0][0].text == f"search_query: {TEXT}"
     assert drawing[1][3].name == "other.html"
-
-
-def test_a_causal_model_needs_the_visible_queries_or_the_other_axis(models, drawing, capsys):
-    assert show("anchor-tokens", models, "causal", TEXT) == 2
-    assert "under a causal mask" in (error := capsys.readouterr().err)
-    assert "by_visible_queries: true" in error
-    assert drawing == []
-    assert show("anchor-tokens", models, "causal", TEXT, "--by-visible-queries", "true") == 0
-    assert show("anchor-tokens", models, "causal", TEXT, "--axis", "query") == 0
 
 
 def test_a_figure_and_a_table_of_latent_attention(models, tmp_path, capsys):
@@ -283,18 +269,7 @@ def test_a_figure_and_a_table_of_clusters(tmp_path, capsys):
     assert lines[-1] == "wrote clusters.png"
 
 
-def test_vectors_may_be_in_another_folder_and_the_seed_chooses_rows(tmp_path, drawing, capsys):
-    folder, *_ = write_clusters(tmp_path / "found", IDS, 6)
-    (tmp_path / "found.vectors").rename(tmp_path / "elsewhere")
-    line = ["show", "clusters", "--clusters", str(folder), "--vectors", "elsewhere", "--rows-per-cluster", "3"]
-    for seed in ("0", "0", "1"):
-        assert main([*line, "--seed", seed]) == 0
-    one, same, other = (drawn[0].vector_ND for drawn in drawing)
-    np.testing.assert_array_equal(one, same)
-    assert not np.array_equal(one, other)
-
-
-def test_a_map_of_neighbours_is_drawn_by_its_seed_and_says_its_perplexity(tmp_path, capsys):
+def test_a_map_of_neighbours_depends_on_its_seed_and_reports_its_perplexity(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     write_clusters(tmp_path / "found", IDS, 6)
     line = ["show", "clusters", "--clusters", "found", "--projection", "tsne", "--perplexity", "5"]
@@ -361,7 +336,7 @@ def test_a_report_is_in_the_runs_folder_by_default(tmp_path, capsys, monkeypatch
         ("report whole --output other", "--output other: is a directory; name an HTML file"),
     ],
 )
-def test_a_user_error_of_show_is_one_line_and_nothing_is_written(line, says, models, corpora, tmp_path, capsys):
+def test_a_show_error_is_reported_in_one_line_and_nothing_is_written(line, says, models, corpora, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     write_run(tmp_path / "run")
     write_run(tmp_path / "plain", "50,2.0,,\n")

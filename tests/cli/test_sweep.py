@@ -98,10 +98,7 @@ def test_only_unfinished_points_are_run(sweep_file, faked, capsys):
     assert main(["sweep", sweep_file({"a": [1, 2, 3, 4]})]) == 0
     assert len(folders) == 4
     text = Path("tiny.yaml").read_text()
-    for edited, number in (
-        (f"{text}# a comment makes no other run\n", 4),
-        (text.replace("max_steps: ", "max_steps: 1"), 5),
-    ):
+    for edited, number in ((f"{text}# a comment\n", 4), (text.replace("max_steps: ", "max_steps: 1"), 5)):
         Path("tiny.yaml").write_text(edited)
         assert main(["sweep", file, "--index", "0"]) == 0
         assert len(folders) == number

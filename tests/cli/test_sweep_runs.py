@@ -155,9 +155,9 @@ def test_the_runs_of_an_installed_command_are_started_by_it(tmp_path, monkeypatc
 MAX, MIN = Metric("val/x"), Metric("val/x", "min", "best")
 
 
-def finish(run, last, least, most, column="val/x"):
+def finish(run, last, minimum, maximum, column="val/x"):
     run.folder.mkdir(parents=True)
-    summary = {"last": last, "last_step": 9, "min": least, "min_step": 2, "max": most, "max_step": 5}
+    summary = {"last": last, "last_step": 9, "min": minimum, "min_step": 2, "max": maximum, "max_step": 5}
     (run.folder / "done.json").write_text(json.dumps({"seconds": 12.4, "metrics": {column: summary}}))
 
 
@@ -187,7 +187,7 @@ def test_results_are_sorted_from_best_to_worst_and_unfinished_runs_are_last(made
     assert (least[0].value(MIN), least[0].best_step) == (0.1, 2)
 
 
-def test_tables_have_a_row_a_point_and_the_mean_over_seeds(made, tmp_path):
+def test_tables_have_a_row_per_point_and_the_mean_over_seeds(made, tmp_path):
     runs, names = made
     found = results_of(runs, MAX, tmp_path)
     lines = result_table(found, names, MAX).splitlines()

@@ -121,7 +121,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "says"), BAD, ids=[" ".join(options) for options, _ in BAD])
-def test_a_user_error_is_one_line_and_code_2_and_nothing_is_written(options, says, work, capsys):
+def test_a_user_error_is_reported_in_one_line_with_code_2_and_nothing_is_written(options, says, work, capsys):
     (work / "bad.jsonl").write_text('{"query": 3, "positive": "a"}\n')
     with chat_server(answers_well) as server:
         assert_refused(capsys, work, says, run, server.endpoint, *options)

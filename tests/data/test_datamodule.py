@@ -114,7 +114,7 @@ def test_a_worker_does_not_collect_the_garbage_of_its_parent(monkeypatch):
         gc.unfreeze()
 
 
-def test_a_worker_leaves_stop_signals_to_the_run_and_obeys_its_parent(kind):
+def test_a_worker_ignores_stop_signals_unless_its_parent_sends_them(kind):
     data = attached(kind.make(num_workers=1), kind.ledger())
     data.prepare_data()
     others = multiprocessing.active_children()

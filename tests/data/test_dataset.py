@@ -27,7 +27,7 @@ def test_a_pair_becomes_an_example_with_its_prompts(tmp_path):
     assert source[PlanEntry(0, 9)] == expected
 
 
-def test_documents_of_a_symmetric_source_carry_the_querys_prompt(tmp_path):
+def test_documents_of_a_symmetric_source_have_the_prompt_of_the_query(tmp_path):
     rows = [{"sentence1": "a", "sentence2": "b", "score": 5.0}]
     source = dataset(tmp_path, rows, conversion="sts", instruction=["one", "two", "three"], symmetric=True)
     prompts = set()
@@ -79,11 +79,7 @@ def test_labels_written_as_numbers_become_their_texts(tmp_path):
         (labelled(3), {"conversion": "class_by_label"}, "all rows have the label 'class a'"),
         (labelled(3, 1), {"conversion": "class_by_example"}, r"source\.jsonl:2: the class 'class b' has only one text"),
         (labelled(2, 2, 2), {"conversion": "binary_by_label"}, "it has 3 labels, expected two"),
-        (
-            labelled(1, 1),
-            {"conversion": "class_by_example", "single_text_classes": "leave_out"},
-            "no class has two texts",
-        ),
+        (labelled(1, 1), {"conversion": "class_by_example", "single_text_classes": "leave_out"}, "no class has two"),
     ],
 )
 def test_labels_that_do_not_suit_the_conversion_are_refused(tmp_path, rows, options, message):
@@ -188,11 +184,7 @@ def test_columns_of_other_libraries_become_examples_and_are_logged_once(form, tm
         assert caplog.messages.count(says) == told
         assert "not used" not in caplog.text
     example = source[PlanEntry(1, 0)]
-    assert (example.query, example.positives, [each.text for each in example.negatives]) == (
-        "q1",
-        ("p1",),
-        ["n1", "m1"],
-    )
+    assert (example.query, example.positives, [one.text for one in example.negatives]) == ("q1", ("p1",), ["n1", "m1"])
 
 
 def test_of_several_columns_for_one_field_the_first_is_suggested_and_used_ones_are_not_named(tmp_path, caplog):
@@ -212,9 +204,7 @@ def test_of_several_columns_for_one_field_the_first_is_suggested_and_used_ones_a
 
 def class_examples(folder, texts_by_class, num_negatives):
     """The rule, and its rows as a list; the classes alternate."""
-    turns = zip_longest(
-        *([StoredRow(text, label=label) for text in texts] for label, texts in enumerate(texts_by_class))
-    )
+    turns = zip_longest(*([StoredRow(one, label=label) for one in texts] for label, texts in enumerate(texts_by_class)))
     rows = [row for turn in turns for row in turn if row is not None]
     write_table(folder, rows)
     write_class_index(folder, np.array([row.label for row in rows], dtype=np.int32), len(texts_by_class))
@@ -222,7 +212,7 @@ def class_examples(folder, texts_by_class, num_negatives):
 
 
 @pytest.mark.parametrize("num_negatives", [1, 7, 100])
-def test_class_examples_are_what_a_loop_over_all_rows_allows(tmp_path, num_negatives):
+def test_class_examples_are_among_those_that_a_loop_allows(tmp_path, num_negatives):
     texts = [[f"{label} {i}" for i in range(size)] for label, size in enumerate((2, 9, 5))]
     rule, rows = class_examples(tmp_path, texts, num_negatives)
     for index, stored in enumerate(rows):

@@ -27,7 +27,7 @@ from tests.helpers.refusals import refused
 GOOD = {"query": "q", "positive": "p"}
 
 
-def test_a_record_holds_every_field_it_was_given_and_optional_ones_may_be_missing_or_null():
+def test_a_record_has_all_given_fields_and_optional_ones_may_be_missing_or_null():
     row = {**GOOD, "negatives": ["hard", "easy"], "label": 3, "score": 2, "id": 17, "other": float("nan")}
     row |= {"instruction": "find", "language": "de"}
     negatives = (Negative("hard"), Negative("easy"))
@@ -61,7 +61,6 @@ def test_lists_mapped_columns_and_levels_are_understood(row, columns, expected):
     [
         ({"query": None}, "query is null, expected text"),
         ({"query": True}, "query is true or false, expected text"),
-        ({"query": ["q"]}, "query is a list, expected text"),
         ({"query": {}}, "query is an object, expected text"),
         ({"query": ""}, "query is an empty text"),
         ({"query": " \n\t\u2003"}, "query is white space"),
@@ -83,13 +82,11 @@ def test_lists_mapped_columns_and_levels_are_understood(row, columns, expected):
         ({"label": ""}, "label is an empty text"),
         ({"score": math.nan}, "score is nan, expected a finite number"),
         ({"score": "4"}, "score is text, expected a finite number"),
-        ({"score": True}, "score is true or false, expected a finite number"),
         ({"id": []}, "id is a list, expected text"),
         ({"scores": 1.5}, "scores is a number, expected a list of 1 numbers, one for each of the positives (1)"),
         ({"scores": []}, "scores has 0, expected a list of 1"),
         ({"scores": [1, 2], "negatives": ["n", "m"]}, "scores has 2, expected a list of 3 numbers"),
         ({"scores": [1, "2"], "negatives": "n"}, "scores[1] is text, expected a finite float32 number, or null"),
-        ({"scores": [True]}, "scores[0] is true or false, expected a finite float32 number"),
         ({"scores": [math.inf]}, "scores[0] is inf, expected a finite float32 number"),
         ({"scores": [1e39]}, "scores[0] is 1e+39, expected a finite float32 number"),
         ({"scores": [10**400]}, "scores[0] is a number, expected a finite float32 number"),
@@ -155,20 +152,14 @@ def test_scored_pairs_and_labelled_texts_are_parsed_with_these_names_too():
             {"query": "q", "answer": "p", "passage": "r", "neg": "n"},
             "field 'positive': several columns match (answer, passage); choose one: columns: {positive: answer, neg",
         ),
-        (
-            {**GOOD, "negative_1": "n", "hard_negative": "m"},
-            "field 'negatives': several columns match (hard_negative, negative_1)",
-        ),
+        ({**GOOD, "negative_1": "n", "hard_negative": "m"}, "field 'negatives': several columns match (hard_negative,"),
         ({**GOOD, "negative_1": "n", "negative_2": " "}, "negatives[1] is white space"),
         (
             {"sentence1": "q", "sentence2": "p", "score": 1.0},
             "'score' beside sentence1 and sentence2 may mark which pairs match; set conversion: sts for scored pairs, "
             "or, if all pairs match, columns: {query: sentence1, positive: sentence2}",
         ),
-        (
-            {"query": "q", "answer": "p", "label": 0},
-            "'label' beside answer may mark which pairs match; set conversion: ",
-        ),
+        ({"query": "q", "answer": "p", "label": 0}, "'label' beside answer may mark which pairs match; set"),
         ({"text": "t", "label": 1}, "for texts with classes set conversion: class_by_example, or map it with columns:"),
     ],
 )

@@ -24,7 +24,7 @@ def held():
     return datasets.Dataset.from_list(TRIPLETS)
 
 
-def test_a_data_set_in_memory_is_the_source_that_its_file_is(tmp_path, held):
+def test_a_data_set_in_memory_gives_the_same_source_as_its_file(tmp_path, held):
     source = source_from_rows(held, name="mine", cache_dir=tmp_path / "cache", instruction="find", weight=2.0)
     path = Path(source.path)
     assert path.parent == tmp_path / "cache" / "rows"
@@ -38,7 +38,7 @@ def test_a_data_set_in_memory_is_the_source_that_its_file_is(tmp_path, held):
     assert (examples[7].query, examples[7].negatives[0].text) == ("q7", "n7")
 
 
-def test_the_same_rows_give_the_same_file_untouched_and_others_another(tmp_path, held):
+def test_equal_rows_reuse_the_same_file_and_other_rows_get_another(tmp_path, held):
     first = Path(source_from_rows(held, name="a", cache_dir=tmp_path).path)
     made = first.stat()
     for rows in (TRIPLETS, iter(TRIPLETS), held.to_iterable_dataset(), held.with_format("numpy")):

@@ -3,12 +3,10 @@
 import hashlib
 import json
 import os
-import pickle
 import re
 import subprocess
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 
 from embeddings.common import InputError
@@ -16,7 +14,6 @@ from embeddings.data import SourceConfig, sources, store
 from embeddings.data.readers import Row
 from embeddings.data.sources import HashedFile
 from embeddings.data.store import (
-    ClassIndex,
     Facts,
     cache_folder,
     convert_rows,
@@ -24,7 +21,6 @@ from embeddings.data.store import (
     read_languages,
     read_records,
     record_place,
-    write_class_index,
 )
 from embeddings.data.table import StoredRow
 from tests.data.rows import labelled, pairs, write_jsonl
@@ -89,7 +85,7 @@ def test_a_source_is_converted_once_for_each_content(tmp_path, parsed):
         ({"conversion": "class_by_example"}, {"conversion": "sts"}, 2),
     ],
 )
-def test_the_key_holds_what_changes_the_stored_rows_and_nothing_else(tmp_path, first, second, conversions_done):
+def test_the_key_depends_only_on_options_that_change_the_stored_rows(tmp_path, first, second, conversions_done):
     extra = {"positive": "p", "sentence1": "s", "sentence2": "t", "score": 5}
     path = write_jsonl(tmp_path / "a.jsonl", [{**row, **extra} for row in labelled(2, 2)])
     for options in (first, second):
@@ -239,30 +235,6 @@ def test_a_pair_with_a_high_score_is_used_in_both_directions_and_others_are_left
     assert len(convert("sts", rows, min_score=3.5)[0]) == 6
     rows = [{"sentence1": "a", "sentence2": "b", "score": score} for score in (0.3, 0.9)]
     refused(InputError, r"source 'mine': no pair reaches the score 4 \(the highest is 0\.9\)", convert, "sts", rows)
-
-
-@pytest.mark.parametrize("labels", [[0], [0, 1], [1, 0, 2, 0, 1, 0], [3, 3, 0, 2, 2, 1, 3]])
-def test_members_and_outsiders_are_what_a_loop_finds(tmp_path, labels):
-    num_classes = max(labels) + 1
-    write_class_index(tmp_path, np.array(labels, dtype=np.int32), num_classes)
-    index = ClassIndex(tmp_path)
-    for label in range(num_classes):
-        inside = [row for row, other in enumerate(labels) if other == label]
-        outside = [row for row, other in enumerate(labels) if other != label]
-        assert [index.member(label, i) for i in range(index.size(label))] == inside
-        found = dict(index.outsider(label, i) for i in range(index.num_outside(label)))
-        assert found == {row: labels[row] for row in outside}
-
-
-def test_an_index_is_mapped_and_pickled_by_its_folder_and_leaves_out_lone_classes(tmp_path):
-    write_class_index(tmp_path, np.array([2, 0, 1, 0, 2, 3], dtype=np.int32), 4, lone=[2, 3])
-    assert ClassIndex(tmp_path).paired.tolist() == [1, 2, 3]
-    write_class_index(tmp_path, np.arange(10_000, dtype=np.int32) % 10, 10)
-    index = ClassIndex(tmp_path)
-    assert isinstance(index._order, np.memmap)
-    data = pickle.dumps(index)
-    assert len(data) < 500
-    assert pickle.loads(data).member(3, 5) == index.member(3, 5) == 53
 
 
 def test_a_file_with_a_cached_hash_is_not_read_again_until_it_changes(tmp_path, monkeypatch):

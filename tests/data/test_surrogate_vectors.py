@@ -111,7 +111,7 @@ def test_hard_negatives_without_vectors_are_warned_of(has_vectors, num_negatives
     assert ("cluster --negatives true" in caplog.text) == (num_negatives > 0 and not has_vectors)
 
 
-def test_a_batch_carries_the_vectors_of_queries_and_drawn_positives(plain, tmp_path, monkeypatch):
+def test_a_batch_has_the_vectors_of_queries_and_drawn_positives(plain, tmp_path, monkeypatch):
     monkeypatch.setenv("VECTORS", str(write_surrogates(tmp_path / "s", plain.cached)))
     other = dataset(tmp_path, pairs(3, "other "), name="other")
     mixture = Mixture([with_vectors(plain, "$VECTORS"), other])
@@ -135,9 +135,7 @@ def test_a_batch_carries_the_vectors_of_queries_and_drawn_positives(plain, tmp_p
 
 def test_vectors_of_another_source_incomplete_or_of_another_width_are_refused(plain, tmp_path):
     other = dataset(tmp_path, pairs(8), name="other")
-    refused(
-        InputError, "field 'source_key' differs", with_vectors, plain, write_surrogates(tmp_path / "o", other.cached)
-    )
+    refused(InputError, "'source_key' differs", with_vectors, plain, write_surrogates(tmp_path / "o", other.cached))
     folder = write_surrogates(tmp_path / "s", plain.cached)
     narrow = with_vectors(plain, folder)
     config = SourceConfig("other", other.config.path, surrogate_vectors=str(tmp_path / "wide"))
@@ -168,7 +166,7 @@ def test_a_damaged_shard_is_named_at_the_start_and_no_vector_is_read(role, damag
 
 @pytest.mark.parametrize("role", ["queries", "documents"])
 @pytest.mark.parametrize(("value", "kind"), [(0, "zero"), (np.nan, "not finite"), (1, "of length 2")])
-def test_a_vector_without_direction_is_named_by_shard_and_row(role, value, kind, plain, tmp_path):
+def test_an_invalid_vector_is_named_by_shard_and_row(role, value, kind, plain, tmp_path):
     path = write_surrogates(tmp_path / "s", plain.cached) / role / "vectors-00001.npy"
     vectors = np.load(path)
     vectors[2] = value

@@ -24,9 +24,7 @@ def rows_of(count, first_scored=None):
     if first_scored is None:
         return rows
     scores = [[row.label + 0.5] * (len(row.positives) + len(row.negatives)) for row in rows]
-    return [
-        row._replace(scores=each if row.label >= first_scored else []) for row, each in zip(rows, scores, strict=True)
-    ]
+    return [row._replace(scores=s if row.label >= first_scored else []) for row, s in zip(rows, scores, strict=True)]
 
 
 @pytest.mark.parametrize("batch_rows", [1, 3, 7, 100])
@@ -79,9 +77,7 @@ def test_only_the_batches_of_the_requested_rows_are_opened(tmp_path, monkeypatch
     write_table(tmp_path, rows_of(9))
     table, opened = Table(tmp_path), []
     read = table._readers[0].get_batch
-    monkeypatch.setattr(
-        table, "_readers", [SimpleNamespace(get_batch=lambda batch: opened.append(batch) or read(batch))]
-    )
+    monkeypatch.setattr(table, "_readers", [SimpleNamespace(get_batch=lambda n: opened.append(n) or read(n))])
     table.rows([7, 2, 6, 3])
     table.rows([2, 6])
     table.row(7)

@@ -44,7 +44,7 @@ def mixed(count):
     return [row if number % 3 == 1 else next(scored([row])) for number, row in enumerate(rows)]
 
 
-def test_negatives_that_levels_sort_take_their_scores_with_them():
+def test_negatives_sorted_by_level_keep_their_scores():
     row = next(scored([{"query": "q", "positive": ["a", "bc"], "negatives": LEVELS}]))
     record = parse_record(row, {}, "f:1")
     assert [negative.text for negative in record.negatives] == ["n1", "n3", "n0", "n2"]

@@ -108,7 +108,7 @@ def stream(folder, append_eos=True, texts=TEXTS):
 
 
 @pytest.mark.parametrize("row_length", [2, 7, 16, 1000])
-def test_rows_hold_every_token_once_and_in_order(row_length, tmp_path):
+def test_rows_contain_every_token_once_and_in_order(row_length, tmp_path):
     found, expected = stream(tmp_path)
     rows = [found.row(index, row_length) for index in range(found.num_rows(row_length))]
     assert [len(ids) for ids, _ in rows[:-1]] == [row_length] * (len(rows) - 1)
@@ -166,9 +166,7 @@ def test_a_stream_with_max_rows_has_the_first_documents(tmp_path):
     texts = ["one fox", "two foxes", "naïve café", "a dog"]
     path = str(write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in ("", *texts)]))
     tokenizer = DocumentTokenizer(TOKENIZER, True)
-    found = [
-        open_stream(TextSource("texts", path, max_rows=count), tokenizer, tmp_path / "cache") for count in (2, 3, None)
-    ]
+    found = [open_stream(TextSource("texts", path, max_rows=n), tokenizer, tmp_path / "cache") for n in (2, 3, None)]
     expected = [list(chain(*tokenizer(texts)[:count])) for count in (2, 3, 4)]
     assert [stream.row(0, 1000)[0].tolist() for stream in found] == expected
     assert len({stream.key for stream in found}) == 3
@@ -261,7 +259,7 @@ def test_validation_rows_are_split_over_ranks_with_equal_numbers_of_batches(num_
     assert sorted(row for row in rows if row >= 0) == list(range(num_rows))
 
 
-def test_validation_batches_are_the_same_every_time_and_their_worker_leaves_stop_signals_to_the_run(options, tmp_path):
+def test_validation_batches_are_the_same_every_time_and_their_worker_ignores_stop_signals(options, tmp_path):
     folder = save_backbone(str(tmp_path / "backbone"), tiny_bert(), TOKENIZER)
     assert TextDataModule(**options, tokenizer=folder).val_dataloader() == []
     seen = []

@@ -66,7 +66,7 @@ def pooled_ids(tokens):
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("append_eos", [False, True])
-def test_pooled_are_the_tokens_that_cover_the_text_and_the_special_tokens_after_it(tokenizer, prompt, append_eos):
+def test_tokens_of_the_text_and_special_tokens_after_it_are_pooled(tokenizer, prompt, append_eos):
     append_eos = append_eos and tokenizer.eos_token is not None
     tokens = make(tokenizer, append_eos=append_eos)(SAMPLES, "query", prompt)
     assert len(tokens) == len(SAMPLES)
@@ -104,7 +104,7 @@ def test_special_tokens_before_the_text_are_pooled_only_without_a_prompt():
     assert all(rows_of(make(wordpiece_tokenizer(), pool_prompt=True)(["the fox"], "query", "search_query: "))[0][1])
 
 
-def test_prompts_are_given_one_for_all_or_one_each_or_taken_from_the_settings(tokenizer):
+def test_a_prompt_is_given_for_all_texts_or_for_each_or_by_the_settings(tokenizer):
     tokenize = make(tokenizer, prompts={"query": "search_query: "})
     texts = ["the fox", "a dog"]
     by_default, for_all, each = (tokenize(texts, "query", p) for p in (None, "search_query: ", ["search_query: "] * 2))
@@ -234,9 +234,7 @@ def test_instruction_count_excludes_as_many_tokens_as_the_prompt_has_alone(promp
         assert mask == [index >= num_left for index in range(len(ids))]
     assert counted[-1][0][-1] != tokenizer.eos_token_id
     spans = made.spans(texts, "query", prompt)
-    assert [[tokenizer.convert_tokens_to_ids(span.token) for span in row] for row in spans] == [
-        ids for ids, _ in counted
-    ]
+    assert [[tokenizer.convert_tokens_to_ids(one.token) for one in row] for row in spans] == [ids for ids, _ in counted]
     exact = rows_of(make(tokenizer, **settings)(texts, "query", prompt))
     differs = [text for text, one, other in zip(texts, counted, exact, strict=True) if one != other]
     # Before these texts the last space of the prompt is a separate token, which is pooled; the last text is truncated.

@@ -91,7 +91,6 @@ class ChatServer:
         self.endpoint = ""
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.most_at_once = self._at_once = 0
         self._lock = threading.Lock()
 
     def serve(self, handler: BaseHTTPRequestHandler) -> None:
@@ -102,18 +101,12 @@ class ChatServer:
             count = sum(other["messages"] == request["messages"] and other["seed"] == seed for other in self.requests)
             self.requests.append(request)
             self.headers.append({name.lower(): value for name, value in handler.headers.items()})
-            self._at_once += 1
-            self.most_at_once = max(self.most_at_once, self._at_once)
-        try:
-            reply = self.behaviour(prompt, seed, count)
-            time.sleep(reply.seconds)
-            if reply.hangs_up:
-                handler.close_connection = True
-                return
-            body = reply.body if reply.body is not None else json.dumps(_body(reply, prompt)).encode()
-        finally:
-            with self._lock:
-                self._at_once -= 1
+        reply = self.behaviour(prompt, seed, count)
+        time.sleep(reply.seconds)
+        if reply.hangs_up:
+            handler.close_connection = True
+            return
+        body = reply.body if reply.body is not None else json.dumps(_body(reply, prompt)).encode()
         handler.send_response(reply.status)
         for name, value in {"Content-Type": "application/json", **reply.headers}.items():
             handler.send_header(name, value)

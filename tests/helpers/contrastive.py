@@ -119,7 +119,7 @@ class TinyStep(nn.Module):
 
 
 class TinyContextualStep(TinyStep):
-    """Two stages: the vectors of the context documents, with dropout, are prepended to each text's words."""
+    """Two stages: the vectors of the context documents, with dropout, are prepended to each text's token embeddings."""
 
     trains_context = True
 

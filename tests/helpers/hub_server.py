@@ -1,4 +1,4 @@
-"""A local server with the part of the Hub's API that commits files; it stores what it receives."""
+"""A local server with the part of the Hub's API that commits files; it stores the received files."""
 
 import base64
 import hashlib
@@ -25,7 +25,7 @@ class Repository:
 
 
 @dataclass
-class StoodInHub:
+class FakeHub:
     """The server's state: LFS uploads by SHA-256; `refusal` is the HTTP status of every commit."""
 
     url: str = ""
@@ -43,9 +43,9 @@ class _Refused(Exception):
 
 
 @contextmanager
-def stood_in_hub() -> Iterator[StoodInHub]:
+def fake_hub() -> Iterator[FakeHub]:
     """A running server."""
-    hub = StoodInHub()
+    hub = FakeHub()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -88,7 +88,7 @@ def stood_in_hub() -> Iterator[StoodInHub]:
             thread.join()
 
 
-def _answer(hub: StoodInHub, method: str, path: str, body: bytes, headers: Any) -> Any:
+def _answer(hub: FakeHub, method: str, path: str, body: bytes, headers: Any) -> Any:
     if match := re.fullmatch(r"/lfs/([0-9a-f]{64})", path):
         # The storage host: its URLs are signed, and requests have no token.
         assert method == "PUT"
@@ -130,7 +130,7 @@ def _answer(hub: StoodInHub, method: str, path: str, body: bytes, headers: Any) 
     return _commit(hub, repository, files, [json.loads(line) for line in body.splitlines()], match[1])
 
 
-def _create(hub: StoodInHub, request: dict[str, Any]) -> dict[str, str]:
+def _create(hub: FakeHub, request: dict[str, Any]) -> dict[str, str]:
     if hub.read_only or request["organization"] not in (None, OWNER):
         raise _Refused(403, "You don't have the rights to create a model under this namespace")
     name = f"{request['organization'] or OWNER}/{request['name']}"
@@ -145,13 +145,13 @@ def _mode(entry: dict[str, Any]) -> dict[str, Any]:
     return {"path": entry["path"], "uploadMode": mode, "shouldIgnore": False, "oid": None}
 
 
-def _slot(hub: StoodInHub, entry: dict[str, Any]) -> dict[str, Any]:
+def _slot(hub: FakeHub, entry: dict[str, Any]) -> dict[str, Any]:
     actions = {"upload": {"href": f"{hub.url}/lfs/{entry['oid']}"}, "verify": {"href": f"{hub.url}/lfs-verify"}}
     return {**entry, "authenticated": True, "actions": actions}
 
 
 def _commit(
-    hub: StoodInHub, repository: Repository, files: dict[str, bytes], lines: list[dict[str, Any]], name: str
+    hub: FakeHub, repository: Repository, files: dict[str, bytes], lines: list[dict[str, Any]], name: str
 ) -> dict[str, str]:
     if hub.refusal is not None:
         raise _Refused(hub.refusal, "the disk of the server is full")

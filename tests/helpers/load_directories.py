@@ -30,7 +30,7 @@ class Hiding:
         return None if name.split(".")[0] in HIDDEN else self.finder.find_spec(name, path, target)
 
 
-def largest_difference(folder):
+def maximum_difference(folder):
     """The maximum difference between a directory's vectors and the expected ones."""
     import torch
     from sentence_transformers import SentenceTransformer
@@ -47,4 +47,4 @@ if __name__ == "__main__":
     sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
     assert [name for name in HIDDEN if find_spec(name)] == []
     directories = sorted(path.parent for path in Path(sys.argv[1]).glob("*/fresh.json"))
-    print(json.dumps({folder.name: largest_difference(folder) for folder in directories}))
+    print(json.dumps({folder.name: maximum_difference(folder) for folder in directories}))

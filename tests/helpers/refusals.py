@@ -3,7 +3,7 @@
 import pytest
 
 
-def refused(kind, pattern, call, *arguments, **options):
+def refused(kind, pattern, call, /, *arguments, **options):
     """Check that a call raises a one-line error of type `kind` that matches `pattern`; returns the message."""
     with pytest.raises(kind, match=pattern) as raised:
         call(*arguments, **options)

@@ -89,13 +89,7 @@ def run_config(folder: Path, kind: str = "bert", dropout: float = 0.0, **data: A
     lora = {"rank": 4, "alpha": 8, "dropout": dropout} if kind == "mistral" else None
     sources = [{"name": "pairs", "path": str(write_pairs(folder / "pairs.jsonl"))}]
     text = {"query_max_length": 16, "document_max_length": 16}
-    defaults = {
-        "text": text,
-        "batch_size": 8,
-        "num_negatives": 2,
-        "cache_dir": str(folder / "cache"),
-        "sources": sources,
-    }
+    usual = {"text": text, "batch_size": 8, "num_negatives": 2, "cache_dir": str(folder / "cache"), "sources": sources}
     return {
         "seed_everything": 0,
         "trainer": tiny_trainer(folder),
@@ -108,7 +102,7 @@ def run_config(folder: Path, kind: str = "bert", dropout: float = 0.0, **data: A
             optimizer=component("torch.optim.AdamW", lr=1e-2),
             schedule={"warmup_steps": 1, "decay": "linear"},
         ),
-        "data": component("embeddings.data.EmbeddingDataModule", **(defaults | data)),
+        "data": component("embeddings.data.EmbeddingDataModule", **(usual | data)),
     }
 
 

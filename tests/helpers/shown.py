@@ -9,7 +9,7 @@ from embeddings.common import TextSettings
 from embeddings.models import Embedder
 
 
-def kept_drawings(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> list[tuple[Any, ...]]:
+def collected_drawings(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> list[tuple[Any, ...]]:
     """Replace drawing functions and enter a folder; returns a list that collects their arguments."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(folder)

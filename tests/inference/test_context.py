@@ -8,15 +8,10 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.io import file_sha256, write_manifest
-from embeddings.inference.context import (
-    choose_context,
-    documents_sha256,
-    draw_documents,
-    sample_context,
-    sample_rows,
-)
+from embeddings.inference.context import choose_context, documents_sha256, draw_documents, sample_context, sample_rows
 from embeddings.inference.encoder import Context, Encoder
 from embeddings.inference.vector_folder import Document, encode_corpus
+from tests.helpers.refusals import refused
 from tests.inference.models import some_texts, tiny_embedder, write_corpus
 from tests.models.contextual_models import tiny_contextual
 
@@ -88,8 +83,7 @@ def test_a_damaged_context_is_refused(damage, tmp_path):
     (tmp_path / "context.npy").unlink()
     if damage == "changed":
         np.save(tmp_path / "context.npy", VECTORS + 1)
-    with pytest.raises(InputError, match=r"context\.npy: is not the context of these vectors"):
-        Context.read(tmp_path)
+    refused(InputError, r"context\.npy: is not the context of these vectors", Context.read, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -119,12 +113,8 @@ def test_an_impossible_context_is_refused(encoder, tmp_path):
     for size in (0, -1, 6):
         with pytest.raises(OptionError, match=rf"context_size must be from 1 to the model's 5 .* got {size}"):
             choose_context(encoder, corpus, size)
-    with pytest.raises(OptionError, match="context_size must be >= 1, got 0"):
-        draw_documents(corpus, 0)
-    with pytest.raises(OptionError, match="context must have at least one document"):
-        sample_context(encoder, [])
-    with pytest.raises(InputError, match=r"empty\.jsonl"):
-        choose_context(encoder, write_corpus(tmp_path / "empty.jsonl", []))
+    refused(OptionError, "context_size must be >= 1, got 0", draw_documents, corpus, 0)
+    refused(OptionError, "context must have at least one document", sample_context, encoder, [])
+    refused(InputError, r"empty\.jsonl", choose_context, encoder, write_corpus(tmp_path / "empty.jsonl", []))
     for encode in (lambda: choose_context(plain, corpus), lambda: plain.encode_context(["a"])):
-        with pytest.raises(OptionError, match="context must be left out: the model is not contextual"):
-            encode()
+        refused(OptionError, "context must be left out: the model is not contextual", encode)

@@ -19,6 +19,7 @@ from embeddings.inference import (
 )
 from embeddings.inference.inspection import PLACES, TokenWeights, anchor_shares, place_of, shares_of, token_weights
 from embeddings.models import AnchorTokenPooling, Embedder, LatentAttentionPooling, MeanPooling, make_bidirectional
+from tests.helpers.refusals import refused
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 from tests.models.moe import tiny_moe
@@ -118,11 +119,9 @@ def test_a_model_is_not_changed_even_after_an_error():
     modes = [module.training for module in embedder.modules()]
     configs = [getattr(module, "config", None) for module in embedder.modules()]
     for _ in range(2):
-        with pytest.raises(OptionError, match=r"under a causal mask.*by_visible_queries: true"):
-            token_weights(embedder, TEXTS)
+        refused(OptionError, r"under a causal mask.*by_visible_queries: true", token_weights, embedder, TEXTS)
         token_weights(embedder, TEXTS, AnchorTokenPooling(32, by_visible_queries=True))
-    with pytest.raises(OptionError, match=r"layers \[7\] must be among the 2"):
-        token_weights(embedder, TEXTS, AnchorTokenPooling(32, layers=(7,)))
+    refused(OptionError, r"layers \[7\] must be", token_weights, embedder, TEXTS, AnchorTokenPooling(32, layers=(7,)))
     assert [module.training for module in embedder.modules()] == modes
     assert all(
         getattr(module, "config", None) is config for module, config in zip(embedder.modules(), configs, strict=True)
@@ -309,21 +308,12 @@ def moved(model, num_texts=3, num_contexts=2):
         (lambda: token_weights(tiny_contextual(), ["a"]), "is contextual"),
         (lambda: token_weights(embedder_of(), ["a"], prompt_name="qury"), "must name a prompt of the model"),
         (lambda: anchor_shares(embedder_of(), []), "texts must not be empty"),
-        (
-            lambda: latent_weights(embedder_of(), TEXTS),
-            "has mean pooling, without latents; use one with latent",
-        ),
+        (lambda: latent_weights(embedder_of(), TEXTS), "has mean pooling, without latents; use one with latent"),
         (lambda: latent_weights(tiny_contextual(), TEXTS), "has mean pooling, without latents"),
         (lambda: latent_weights(latent_embedder(), TEXTS, head=-1), "head must be from 0 to 1: .* got -1"),
-        (
-            lambda: latent_weights(latent_embedder(), TEXTS, head=2),
-            "head must be from 0 to 1: the model has 2 heads, got 2",
-        ),
+        (lambda: latent_weights(latent_embedder(), TEXTS, head=2), "head must be from 0 to 1: .* got 2"),
         (lambda: latent_weights(latent_embedder(), TEXTS, prompt_name="qury"), "must name a prompt of the model"),
-        (
-            lambda: expert_loads(Encoder(embedder_of()), TEXTS),
-            "is dense: it has no experts; use a sparse model",
-        ),
+        (lambda: expert_loads(Encoder(embedder_of()), TEXTS), "is dense: it has no experts; use a sparse model"),
         (lambda: expert_loads(Encoder(tiny_contextual()), TEXTS), "the model: is contextual"),
         (lambda: moved(tiny_contextual(), num_texts=1), "documents must be two or more"),
         (lambda: moved(tiny_contextual(), num_contexts=1), "contexts must be two or more"),
@@ -331,5 +321,4 @@ def moved(model, num_texts=3, num_contexts=2):
     ],
 )
 def test_an_inspection_that_does_not_fit_the_model_is_refused(look, message):
-    with pytest.raises(UserError, match=message):
-        look()
+    refused(UserError, message, look)

@@ -14,6 +14,7 @@ from embeddings.inference import Encoder, encode_corpus, precision, search_corpu
 from embeddings.inference.precision import Int8Products, QuantisedInput, has_int8_products, resolve_precision
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
 from tests.helpers.processes import run_command
+from tests.helpers.refusals import refused
 from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.inference.models import write_corpus
 from tests.models.contextual_models import tiny_modernbert, tiny_nomic, tiny_xlm_roberta
@@ -69,8 +70,7 @@ def test_the_weights_and_the_device_restrict_the_precision(monkeypatch):
         ("int8", CUDA, (), "precision runs on a CPU, not on cuda, got 'int8'"),
         ("int4", CPU, (), "precision must be one of auto, float32, bfloat16, int8, got 'int4'"),
     ):
-        with pytest.raises(OptionError, match=message):
-            resolve_precision(precision_, device, weights)
+        refused(OptionError, message, resolve_precision, precision_, device, weights)
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     with pytest.raises(OptionError, match="precision needs an x86 CPU and a torch build with oneDNN, got 'int8'"):
         resolve_precision("int8", CPU, {torch.float32})

@@ -10,11 +10,12 @@ from embeddings.inference.search import CorpusSearch, TopK, search_corpus, searc
 from embeddings.inference.vector_folder import encode_corpus
 from embeddings.inference.vectors import float_rows, stored_rows
 from tests.data.cluster_folders import unit_vectors
+from tests.helpers.refusals import refused
 from tests.inference.models import counted_encodings, some_texts, tiny_embedder, write_corpus
 from tests.inference.test_vectors import formatted_shards
 
 
-def whole_numbers(rows, width=4, seed=0, largest=3):
+def integer_vectors(rows, width=4, seed=0, largest=3):
     """Vectors whose inner products are exact in float32, with many ties."""
     return np.random.default_rng(seed).integers(-largest, largest + 1, (rows, width)).astype(np.float32)
 
@@ -33,7 +34,7 @@ def by_hand(query_QD, document_ND, top_k):
 def test_every_tile_and_k_gives_the_sorted_list_with_ties_by_row(tile, top_k, monkeypatch):
     monkeypatch.setattr(search, "DOCUMENT_TILE", tile)
     monkeypatch.setattr(search, "QUERY_TILE", max(1, tile // 2))
-    query_QD, document_ND = whole_numbers(9), whole_numbers(50, seed=1)
+    query_QD, document_ND = integer_vectors(9), integer_vectors(50, seed=1)
     pieces = [document_ND[:7], document_ND[7:7], document_ND[7:8], document_ND[8:]]
     found, whole = search_top_k(query_QD, iter(pieces), top_k), search_top_k(query_QD, document_ND, top_k)
     scores, rows = by_hand(query_QD, document_ND, top_k)
@@ -85,10 +86,8 @@ def test_one_document_no_query_no_document_and_a_zero_query(tmp_path):
 
 def test_numbers_that_are_not_positive_are_refused(tmp_path):
     documents = formatted_shards(tmp_path, unit_vectors(9), "binary", shard_size=7)
-    with pytest.raises(OptionError, match=r"top_k must be >= 1, got -1"):
-        search_signs(unit_vectors(1), documents, -1)
-    with pytest.raises(OptionError, match="rescore_multiplier must be >= 1, got 0; leave it out for 4"):
-        search_signs(unit_vectors(1), documents, 1, 0)
+    refused(OptionError, r"top_k must be >= 1, got -1", search_signs, unit_vectors(1), documents, -1)
+    refused(OptionError, "rescore_multiplier must be >= 1, got 0", search_signs, unit_vectors(1), documents, 1, 0)
 
 
 QUERIES = [some_texts(11)[3], "quick fox"]
@@ -132,17 +131,14 @@ def test_an_index_gets_unit_vectors_and_may_return_fewer_rows(corpus, tmp_path):
     assert [hit.text for hit in hits] == [some_texts(11)[row] for row in (7, 2)]
     assert [round(hit.score, 3) for hit in hits] == [0.9, 0.5]
     assert calls[0][1] == 3
-    with pytest.raises(OptionError, match="nearest needs an encoded folder, got 'an index'"):
-        CorpusSearch(encoder, corpus, nearest=nearest)
-    with pytest.raises(OptionError, match="top_k must be >= 1, got 0"):
-        CorpusSearch(encoder, corpus).search(["a"], 0)
+    refused(OptionError, "nearest needs an encoded folder", CorpusSearch, encoder, corpus, nearest=nearest)
+    refused(OptionError, "top_k must be >= 1, got 0", CorpusSearch(encoder, corpus).search, ["a"], 0)
     np.testing.assert_allclose(np.linalg.norm(calls[0][0], axis=1), 1, rtol=1e-5)
 
 
 def test_a_folder_of_another_model_is_refused_before_a_query(corpus, encoder, tmp_path):
     encode_corpus(encoder, corpus, tmp_path / "out")
-    with pytest.raises(InputError, match="field 'model_sha256'"):
-        CorpusSearch(Encoder(tiny_embedder(query_max_length=9)), tmp_path / "out")
+    refused(InputError, "model_sha256", CorpusSearch, Encoder(tiny_embedder(query_max_length=9)), tmp_path / "out")
 
 
 @pytest.mark.parametrize("vector_format", [None, "float32", "float16", "int8", "binary"])

@@ -30,6 +30,7 @@ from embeddings.inference.vector_folder import (
 )
 from embeddings.inference.vectors import VECTOR_FORMATS, stored_rows
 from tests.helpers.interrupts import interrupted_at
+from tests.helpers.refusals import refused
 from tests.inference.models import counted_encodings, on_encode, some_texts, tiny_embedder, write_corpus
 from tests.models.contextual_models import tiny_contextual
 
@@ -49,7 +50,7 @@ def content(folder):
 
 
 @pytest.mark.parametrize(("shard_size", "shards"), [(4, [4, 4, 3]), (11, [11]), (100, [11]), (1, [1] * 11)])
-def test_shards_hold_the_vectors_and_documents_in_order(shard_size, shards, corpus, encoder, tmp_path):
+def test_shards_contain_the_vectors_and_documents_in_order(shard_size, shards, corpus, encoder, tmp_path):
     folder = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=shard_size)
     assert [len(vectors) for vectors in folder.vectors()] == shards
     assert (folder.num_documents, folder.embedding_dim, folder.num_shards) == (11, 32, len(shards))
@@ -81,8 +82,7 @@ def test_a_killed_run_resumes_with_the_same_bytes_in_every_format(
     assert VectorFolder.open(folder.path) == folder
     with killed_at(killed, monkeypatch):
         encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
-    with pytest.raises(InputError, match="'complete' is False"):
-        VectorFolder.open(tmp_path / "resumed")
+    refused(InputError, "'complete' is False", VectorFolder.open, tmp_path / "resumed")
     counts = counted_encodings(monkeypatch)
     encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
     # The call with one empty text checks the prompt.
@@ -130,11 +130,9 @@ def test_another_corpus_model_or_option_is_refused_by_name(corpus, encoder, tmp_
         (encoder, {"shard_size": 4, "prompt_name": "other"}, "field 'prompt_name' is None, expected 'other'"),
         (other, {"shard_size": 4}, "field 'model_sha256' differs"),
     ):
-        with pytest.raises(InputError, match=message):
-            encode_corpus(used, corpus, tmp_path / "out", **options)
+        refused(InputError, message, encode_corpus, used, corpus, tmp_path / "out", **options)
     corpus.write_text(corpus.read_text().replace("d10", "d99"))
-    with pytest.raises(InputError, match="field 'corpus_sha256' differs"):
-        encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
+    refused(InputError, "field 'corpus_sha256' differs", encode_corpus, encoder, corpus, tmp_path / "out", shard_size=4)
     assert content(tmp_path / "out") == before
 
 
@@ -149,10 +147,7 @@ def test_a_folder_of_an_older_version_without_a_format_is_float32_and_is_not_cha
             encode_corpus(encoder, corpus, tmp_path / "out", vector_format=requested)
     assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
     (tmp_path / "out" / "manifest.json").write_text(json.dumps({**manifest, "vector_format": "int4"}))
-    with pytest.raises(
-        InputError, match=r"manifest\.json: field 'vector_format' is 'int4', expected one of float32, fl"
-    ):
-        VectorFolder.open(tmp_path / "out")
+    refused(InputError, r"field 'vector_format' is 'int4', expected one of", VectorFolder.open, tmp_path / "out")
 
 
 def test_directions_are_returned_in_blocks_of_at_most_a_tile(corpus, encoder, tmp_path, monkeypatch):
@@ -166,13 +161,10 @@ def test_directions_are_returned_in_blocks_of_at_most_a_tile(corpus, encoder, tm
 
 
 def test_a_bad_corpus_or_option_writes_nothing(corpus, encoder, tmp_path):
-    with pytest.raises(OptionError, match="shard_size must be >= 1"):
-        encode_corpus(encoder, corpus, tmp_path / "out", shard_size=0)
-    with pytest.raises(OptionError, match="prompt_name must name a prompt"):
-        encode_corpus(encoder, corpus, tmp_path / "out", prompt_name="nope")
+    refused(OptionError, "shard_size must be >= 1", encode_corpus, encoder, corpus, tmp_path / "out", shard_size=0)
+    refused(OptionError, "prompt_name must name", encode_corpus, encoder, corpus, tmp_path / "out", prompt_name="nope")
     corpus.write_text(corpus.read_text() + '{"_id": "cut')
-    with pytest.raises(InputError, match=r"corpus\.jsonl:12: "):
-        encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
+    refused(InputError, r"corpus\.jsonl:12: ", encode_corpus, encoder, corpus, tmp_path / "out", shard_size=4)
     assert not (tmp_path / "out").exists()
 
 
@@ -183,8 +175,7 @@ def test_a_zero_or_non_finite_vector_is_named_and_not_ranked(value, kind, corpus
     vectors = np.load(path)
     vectors[0] = value
     np.save(path, vectors)
-    with pytest.raises(InputError, match=rf"vectors-00001\.npy:0: the vector is {kind}"):
-        search_corpus(encoder, tmp_path / "out", ["fox"])
+    refused(InputError, rf"vectors-00001\.npy:0: .* {kind}", search_corpus, encoder, tmp_path / "out", ["fox"])
 
 
 def test_a_text_whose_vector_is_zero_is_named_by_its_row(corpus, encoder, tmp_path, monkeypatch):
@@ -211,8 +202,7 @@ def test_damaged_documents_are_named_in_one_line(content, message, corpus, encod
     path.unlink() if content is None else path.write_bytes(content)
     assert folder.documents([0])[0].document_id == "d0"
     for look in (lambda: folder.documents([0, 4]), lambda: search_corpus(encoder, tmp_path / "out", ["a"], 11)):
-        with pytest.raises(InputError, match=message):
-            look()
+        refused(InputError, message, look)
 
 
 @pytest.fixture(scope="module")
@@ -256,9 +246,7 @@ def test_another_context_is_refused_and_nothing_changes(contextual, corpus, tmp_
         with pytest.raises(InputError, match=r"field 'context(\.seed)?' is"):
             encode_corpus(contextual, corpus, tmp_path / name, context=requested)
         assert content(tmp_path / name) == before
-    with pytest.raises(
-        InputError, match="was encoded without a context, but the requested context is 3 documents of seed 1"
-    ):
+    with pytest.raises(InputError, match="was encoded without a context, but the requested context is 3 documents"):
         search_corpus(contextual, tmp_path / "without", ["fox"], context=other)
 
 
@@ -305,8 +293,7 @@ def test_columns_may_have_other_names(tmp_path):
     assert found == [Document("a", "x"), Document("b", "y")]
     both = write(tmp_path / "both.jsonl", [{"id": "the text", "key": "k"}])
     assert list(read_corpus(both, {"text": "id"})) == [Document("0", "the text")]
-    with pytest.raises(InputError, match=r"corpus\.jsonl:1: field 'answer' is missing"):
-        list(read_corpus(path, {"text": "answer"}))
+    refused(InputError, r"corpus\.jsonl:1: field 'answer' is", lambda: list(read_corpus(path, {"text": "answer"})))
     with pytest.raises(OptionError, match="columns must map _id, title or text to a column, got 'query'"):
         list(read_corpus(path, {"query": "text"}))
 
@@ -327,9 +314,7 @@ def test_columns_may_have_other_names(tmp_path):
 )
 def test_a_bad_row_is_named(row, message, tmp_path):
     path = write(tmp_path / "corpus.jsonl", [{"_id": "a", "text": "x"}, row])
-    with pytest.raises(InputError, match=rf"corpus\.jsonl:2: {message}; ") as caught:
-        list(read_corpus(path))
-    assert "\n" not in str(caught.value)
+    refused(InputError, rf"corpus\.jsonl:2: {message}; ", lambda: list(read_corpus(path)))
 
 
 ROOT = Path(__file__).parents[2]
@@ -360,8 +345,7 @@ def test_devices_are_counted_or_named_and_missing_ones_are_refused(devices, num_
     if isinstance(found, tuple):
         assert parse_devices(devices) == found
     else:
-        with pytest.raises(OptionError, match=found):
-            parse_devices(devices)
+        refused(OptionError, found, parse_devices, devices)
 
 
 def test_a_single_device_works_in_this_process_and_reads_items_on_demand():

@@ -31,9 +31,7 @@ def clean_record(row):
     """Query and document of one topic, with all fields of a record."""
     return {
         "query": f"topic {row} question {words(row, 12)}",
-        "positive": [f"topic {row} answer {words(1000 + row)}", f"topic {row} second {words(2000 + row)}"][
-            : 1 + row % 2
-        ],
+        "positive": [f"topic {row} answer {words(1000 + row)}", f"topic {row} more {words(2000 + row)}"][: 1 + row % 2],
         "negatives": [{"text": f"negative {words(3000 + row, 5)}", "level": 1 + row % 4}] * (row % 3),
         "label": row % 5 if row % 2 else None,
         "score": row / 7,

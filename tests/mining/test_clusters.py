@@ -1,7 +1,6 @@
 """Clustering writes the same folder with any number of tasks and after kills."""
 
 import json
-import os
 import signal
 import tracemalloc
 from dataclasses import replace
@@ -12,12 +11,12 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
-from embeddings.data.samplers import ClusteredBatchSampler, SourceIdentity
 from embeddings.mining import clusters
 from embeddings.mining.clusters import Bm25Features, ClusterSettings, VectorFeatures, cluster_pairs
 from tests.data.cluster_folders import unit_vectors
 from tests.helpers.forks import in_a_child
 from tests.helpers.interrupts import interrupted_at
+from tests.helpers.refusals import refused
 from tests.mining.pair_sources import content, made_vectors, topic_of, topic_source
 
 pytest.importorskip("faiss")
@@ -113,7 +112,7 @@ def test_the_memory_for_reddits_65_million_rows_is_as_documented():
 def test_topics_become_clusters(kind, source, tmp_path):
     if kind == "vectors":
         topics, noise = unit_vectors(3), 0.2 * unit_vectors(121, seed=3)
-        # Documents are numbered as they first appear: row 0's, the one that is every row's second, row 1's, …
+        # Documents are numbered by first appearance: that of row 0, the second one of all rows, that of row 1, …
         of_document = [topic_of(0), 0, *(topic_of(row) for row in range(1, 60))]
         queries = topics[[topic_of(row) for row in range(60)]] + noise[:60]
         documents = topics[of_document] + noise[60:]
@@ -145,8 +144,7 @@ def test_a_process_killed_anywhere_is_resumed_with_the_same_bytes(name, call, so
 
     assert in_a_child(killed) == -signal.SIGKILL
     if name != "_remove_work":
-        with pytest.raises(InputError, match="'complete' is False"):
-            clusters.ClusterFolder(tmp_path / "killed")
+        refused(InputError, "'complete' is False", clusters.ClusterFolder, tmp_path / "killed")
     go(tmp_path / "killed")
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
 
@@ -185,14 +183,6 @@ def test_a_task_succeeds_if_others_finish_meanwhile(stage, after, source, tmp_pa
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_a_finished_folder_is_left_as_it_is(features, source, tmp_path, monkeypatch):
-    cluster_pairs(features, source, tmp_path / "out", SETTINGS)
-    before = {path: os.stat(path).st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    monkeypatch.setattr(clusters, "kmeans_run", None)
-    assert cluster_pairs(features, source, tmp_path / "out", SETTINGS).num_clusters == 5
-    assert {path: os.stat(path).st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
-
-
 def test_other_options_or_another_source_are_refused_by_name(features, source, tmp_path):
     cluster_pairs(features, source, tmp_path / "out", SETTINGS)
     before = content(tmp_path / "out")
@@ -202,25 +192,15 @@ def test_other_options_or_another_source_are_refused_by_name(features, source, t
         cluster_pairs(Bm25Features(source), source, tmp_path / "out", SETTINGS)
     (tmp_path / "other").mkdir()
     other = topic_source(tmp_path / "other", 61)
-    with pytest.raises(InputError, match="field 'source_key'"):
-        cluster_pairs(Bm25Features(other), other, tmp_path / "out", SETTINGS)
+    refused(InputError, "field 'source_key'", cluster_pairs, Bm25Features(other), other, tmp_path / "out", SETTINGS)
     assert content(tmp_path / "out") == before
-
-
-def test_the_clusters_feed_the_sampler(features, source, tmp_path):
-    cluster_pairs(features, source, tmp_path / "root" / "pairs", SETTINGS)
-    sampler = ClusteredBatchSampler([60], 8, clusters=str(tmp_path / "root"))
-    sampler.identify([SourceIdentity("pairs", source.key)])
-    rows = [entry.row for batch in sampler for entry in batch]
-    assert len(rows) == len(set(rows)) == 56
 
 
 def test_k_follows_the_cluster_size_and_the_format_bounds_the_rows():
     assert [ClusterSettings().resolve_num_clusters(rows) for rows in (512, 513)] == [1, 2]
     assert ClusterSettings(cluster_size=1).resolve_num_clusters(7) == 7
     assert ClusterSettings(num_clusters=3).resolve_num_clusters(7) == 3
-    with pytest.raises(OptionError, match="must have at most 4294967296 rows"):
-        ClusterSettings().resolve_num_clusters(2**32 + 1)
+    refused(OptionError, "must have at most 4294967296 rows", ClusterSettings().resolve_num_clusters, 2**32 + 1)
 
 
 @pytest.mark.parametrize(
@@ -237,8 +217,7 @@ def test_k_follows_the_cluster_size_and_the_format_bounds_the_rows():
     ],
 )
 def test_invalid_settings_are_refused_and_write_nothing(options, message, features, source, tmp_path):
-    with pytest.raises(OptionError, match=message):
-        cluster_pairs(features, source, tmp_path / "out", ClusterSettings(**options))
+    refused(OptionError, message, lambda: cluster_pairs(features, source, tmp_path / "out", ClusterSettings(**options)))
     assert not (tmp_path / "out").exists()
 
 

@@ -10,6 +10,7 @@ from embeddings.inference.vectors import unit_rows
 from embeddings.mining import filter as consistency
 from embeddings.mining.filter import NOT_RANKED, Segments, rank_pairs
 from embeddings.mining.pair_index import index_pairs
+from tests.helpers.refusals import refused
 from tests.mining.pair_sources import made_vectors, source
 
 NUM_ROWS, WIDTH = 50, 4
@@ -108,14 +109,12 @@ def test_tasks_and_shards_of_vectors_change_no_byte(tmp_path):
 def test_another_seed_model_or_choice_of_rows_is_refused_by_name(tmp_path):
     vectors, *_ = rounded_vectors(tmp_path)
     rank_pairs(vectors, tmp_path / "work", segment_size=9)
-    with pytest.raises(InputError, match="field 'seed' is 0, expected 1"):
-        rank_pairs(vectors, tmp_path / "work", segment_size=9, seed=1)
+    refused(InputError, "field 'seed' is 0, expected 1", rank_pairs, vectors, tmp_path / "work", segment_size=9, seed=1)
     with pytest.raises(InputError, match="field 'rows_sha256'"):
         rank_pairs(vectors, tmp_path / "work", segment_size=9, is_considered_N=np.arange(NUM_ROWS) > 1)
     fields = {"model_sha256": "other", "precision": "float32", "prompt_name": None}
     write_manifest(vectors.document_shards.folder, fields)
-    with pytest.raises(InputError, match="field 'model_sha256' is 'none', expected 'other'"):
-        rank_pairs(vectors, tmp_path / "work", segment_size=9)
+    refused(InputError, "'model_sha256' is 'none', expected", rank_pairs, vectors, tmp_path / "work", segment_size=9)
 
 
 def test_neighbours_share_segments_at_random_and_the_seed_changes_them():
@@ -135,7 +134,7 @@ def test_neighbours_share_segments_at_random_and_the_seed_changes_them():
     ("groups", "segment_size", "sizes"),
     [([], 2, []), ([7], 2, [1]), ([3] * 10, 10, [10]), ([3] * 11, 10, [5, 6]), ([1, 0] * 6, 4, [3, 3, 3, 3])],
 )
-def test_a_segment_holds_one_group_and_every_row_is_in_one(groups, segment_size, sizes):
+def test_a_segment_contains_one_group_and_every_row_is_in_one(groups, segment_size, sizes):
     row_N = np.arange(100, 100 + len(groups), dtype=np.uint32)
     segments = Segments(row_N, segment_size, 0, np.array(groups, np.uint16))
     members = [segments.members(segment).tolist() for segment in range(len(segments))]
@@ -158,5 +157,4 @@ def test_only_records_of_one_group_are_compared(considered, tmp_path):
     assert found.tolist() == list(expected.values())
     whole = rank_pairs(vectors, tmp_path / "whole", is_considered_N=considered)
     assert found.tolist() != whole.tolist()
-    with pytest.raises(InputError, match="field 'groups_sha256'"):
-        rank_pairs(vectors, tmp_path / "work", is_considered_N=considered)
+    refused(InputError, "field 'groups_sha256'", rank_pairs, vectors, tmp_path / "work", is_considered_N=considered)

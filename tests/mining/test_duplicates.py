@@ -25,6 +25,7 @@ from embeddings.mining.duplicates import (
     find_duplicates,
 )
 from tests.data.rows import pairs
+from tests.helpers.refusals import refused
 from tests.mining import pair_sources
 
 source = partial(pair_sources.source, suspect_rows="keep")
@@ -118,7 +119,7 @@ def test_hash_collisions_remove_nothing(tmp_path, monkeypatch):
     assert found.tolist() == [KEPT] * 6 + [COPY] * 2
 
 
-def test_characters_find_what_words_cannot(tmp_path):
+def test_shingles_of_characters_find_copies_without_word_boundaries(tmp_path):
     text = "今日は天気がとても良いので公園まで歩いて行きましょう" * 2
     rows = [{"query": text, "positive": text + "花"}, {"query": text, "positive": text + "犬"}]
     pairs_source = source(tmp_path, rows)
@@ -132,10 +133,9 @@ def test_other_options_or_records_are_refused_by_name(tmp_path):
     find_duplicates(pairs_source, tmp_path / "work", near_duplicates=0.8)
     with pytest.raises(InputError, match=r"field 'near_duplicates' is 0\.8, expected 0\.9"):
         find_duplicates(pairs_source, tmp_path / "work", near_duplicates=0.9)
-    with pytest.raises(InputError, match="field 'source_key'"):
+    with pytest.raises(InputError, match="source_key"):
         find_duplicates(source(tmp_path, pairs(5)), tmp_path / "work", near_duplicates=0.8)
-    with pytest.raises(OptionError, match="near_duplicates must lie between"):
-        find_duplicates(pairs_source, tmp_path / "other", near_duplicates=2.0)
+    refused(OptionError, "must lie between", find_duplicates, pairs_source, tmp_path / "other", near_duplicates=2.0)
     assert not (tmp_path / "other").exists()
 
 
@@ -205,12 +205,6 @@ def test_every_positive_is_checked_and_no_negative():
     assert rule.reasons([]).tolist() == []
 
 
-def test_repetition_does_not_raise_the_coverage():
-    rule = Decontaminator(EvaluationTexts(["alpha beta gamma delta epsilon zeta"], []), 0.6)
-    once, often = StoredRow("alpha beta gamma", ["p"]), StoredRow("alpha beta gamma " * 20, ["p"])
-    assert rule.reasons([once, often]).tolist() == [KEPT, KEPT]
-
-
 @pytest.mark.parametrize("shard_size", [1, 4, 100])
 def test_shards_and_tasks_change_no_reason(shard_size, tmp_path, monkeypatch):
     evaluation = EvaluationTexts([words(seed, 8) for seed in range(9)], [])
@@ -241,7 +235,5 @@ def test_the_hash_depends_on_texts_and_roles():
 
 @pytest.mark.parametrize("threshold", [0.0, -0.5, 1.1, float("nan")])
 def test_invalid_thresholds_are_refused(threshold):
-    with pytest.raises(OptionError, match="bm25_threshold must be > 0 and <= 1"):
-        Decontaminator(EvaluationTexts(["a"], []), threshold)
-    with pytest.raises(OptionError, match="decontaminate must have at least one text"):
-        Decontaminator(EvaluationTexts([], []))
+    refused(OptionError, "bm25_threshold must be > 0 and <= 1", Decontaminator, EvaluationTexts(["a"], []), threshold)
+    refused(OptionError, "decontaminate must have at least one text", Decontaminator, EvaluationTexts([], []))

@@ -12,6 +12,7 @@ from embeddings.mining import clusters as features
 from embeddings.mining.clusters import Bm25Features, VectorFeatures, _bm25_weights, _term_counts, unit_features
 from tests.data.cluster_folders import unit_vectors
 from tests.data.rows import labelled
+from tests.helpers.refusals import refused
 from tests.mining.pair_sources import made_vectors, source, topic_of, topic_source
 
 
@@ -72,8 +73,7 @@ def test_a_row_with_invalid_features_is_named(value, kind, tmp_path):
     queries = unit_vectors(60)
     queries[23] = value
     made = fitted(made_vectors(tmp_path / "vectors", topic_source(tmp_path), queries))
-    with pytest.raises(InputError, match=rf"queries/vectors-00001\.npy:7: the vector is {kind}"):
-        made.rows(np.arange(10, 40))
+    refused(InputError, rf"queries/vectors-00001\.npy:7: the vector is {kind}", made.rows, np.arange(10, 40))
     with pytest.raises(InputError, match=f"file:5: its features are {kind}"):
         unit_features(np.full((1, 4), value, np.float32), np.array([5]), "file:{}".format)
 
@@ -136,23 +136,18 @@ def test_a_row_needs_words_on_one_side_and_is_named_without(tmp_path):
     # With two words, two of the four axes are zero.
     made = fitted_words(made_of, svd_dim=4)
     assert made.rows(np.arange(2)).shape == (2, 8)
-    with pytest.raises(InputError, match="row 2: its features are zero"):
-        made.rows(np.arange(3))
+    refused(InputError, "row 2: its features are zero", made.rows, np.arange(3))
     named = fitted_words(made_of, svd_dim=2, row_name="file:{}".format)
-    with pytest.raises(InputError, match="file:2: its features are zero"):
-        named.rows(np.arange(3))
+    refused(InputError, "file:2: its features are zero", named.rows, np.arange(3))
 
 
 def test_a_source_without_any_word_is_refused(tmp_path):
     rows = [{"query": "?!", "positive": "..."}]
     made = Bm25Features(source(tmp_path, rows))
-    with pytest.raises(InputError, match="no row contains a word; use --features vectors"):
-        made.fit()
+    refused(InputError, "no row contains a word; use --features vectors", made.fit)
 
 
 def test_labelled_texts_and_invalid_widths_are_refused(tmp_path):
-    with pytest.raises(OptionError, match="svd_dim must be between 1 and the 120 texts, got 121"):
-        Bm25Features(topic_source(tmp_path), svd_dim=121)
+    refused(OptionError, "must be between 1 and the 120 texts, got", Bm25Features, topic_source(tmp_path), svd_dim=121)
     texts = source(tmp_path, labelled(3, 3), conversion="class_by_example")
-    with pytest.raises(InputError, match="contains labelled texts, not pairs"):
-        Bm25Features(texts)
+    refused(InputError, "contains labelled texts, not pairs", Bm25Features, texts)

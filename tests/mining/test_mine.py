@@ -16,6 +16,7 @@ from embeddings.mining.mine import MiningReport, SearchOptions, Teachers, mine_n
 from embeddings.mining.negatives import LevelRules, NegativeRules, TextQrels, draw_documents
 from tests.data.rows import write_jsonl
 from tests.helpers.forks import in_a_child
+from tests.helpers.refusals import refused
 from tests.mining.teachers import Teacher, know_teachers, unit
 
 ROWS = [
@@ -118,10 +119,8 @@ def test_a_finished_file_is_reused_and_another_input_is_refused_by_name(tmp_path
     first = run(tmp_path, "mined.parquet")
     before = outputs(tmp_path, "mined.parquet")
     assert run(tmp_path, "mined.parquet") == first
-    with pytest.raises(InputError, match=r"field 'rules\."):
-        run(tmp_path, "mined.parquet", rules=NegativeRules(3, 0.9))
-    with pytest.raises(InputError, match="field 'teachers'"):
-        run(tmp_path, "mined.parquet", models=["other"])
+    refused(InputError, r"field 'rules\.", run, tmp_path, "mined.parquet", rules=NegativeRules(3, 0.9))
+    refused(InputError, "field 'teachers'", run, tmp_path, "mined.parquet", models=["other"])
     with pytest.raises(InputError, match="field 'source_key' differs: the output was made with another source"):
         run(tmp_path, "mined.parquet", rows=ROWS[:9])
     with pytest.raises(InputError, match=r"'source_settings\.suspect_rows' is 'refuse', expected 'keep'; make"):
@@ -131,8 +130,7 @@ def test_a_finished_file_is_reused_and_another_input_is_refused_by_name(tmp_path
     assert run(tmp_path, "mined.parquet") == first
     assert outputs(tmp_path, "mined.parquet") == before
     (tmp_path / "mined.parquet").write_bytes(before[0][:-1])
-    with pytest.raises(InputError, match="is not the file that its manifest describes"):
-        run(tmp_path, "mined.parquet")
+    refused(InputError, "is not the file that its manifest describes", run, tmp_path, "mined.parquet")
 
 
 def test_a_run_killed_at_its_renames_ends_with_the_same_bytes(tmp_path):
@@ -201,8 +199,7 @@ def test_a_corpus_gives_more_negatives_and_never_the_querys_own_text(tmp_path):
     ],
 )
 def test_invalid_options_are_refused(make, says):
-    with pytest.raises(OptionError, match=says):
-        make()
+    refused(OptionError, says, make)
 
 
 @pytest.mark.parametrize(
@@ -301,8 +298,7 @@ def test_mined_levels_equal_a_loop_over_all_documents(models, mine, tmp_path):
     assert mine("parts.parquet", rules=rules, models=models)._replace(output=report.output) == report
     assert outputs(tmp_path, "parts.parquet") == outputs(tmp_path, "mined.parquet")
     for levels in (None, LevelRules("grades", JUDGED)):
-        with pytest.raises(InputError, match="field 'levels"):
-            mine(rules=rules, models=models, levels=levels)
+        refused(InputError, "field 'levels", mine, rules=rules, models=models, levels=levels)
 
 
 def test_grades_determine_the_levels_and_the_report_counts_missing_ones(mine, tmp_path, caplog):

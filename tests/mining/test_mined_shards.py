@@ -21,6 +21,7 @@ from embeddings.mining.negatives import NegativeRules, Negatives
 from embeddings.mining.pair_index import index_pairs
 from embeddings.mining.pair_vectors import encode_pairs
 from embeddings.mining.search import ExactSearch
+from tests.helpers.refusals import refused
 from tests.mining.pair_sources import source
 from tests.mining.teachers import Teacher, know_teachers, unit
 
@@ -111,8 +112,7 @@ def test_an_invalid_query_vector_is_named(world):
     vectors = np.array(shards.load(1))
     vectors[2] = np.nan
     save_array(shards.path(1), vectors)
-    with pytest.raises(InputError, match=r"vectors-00001\.npy:2: the vector is not finite"):
-        made.mine(1)
+    refused(InputError, r"vectors-00001\.npy:2: the vector is not finite", made.mine, 1)
 
 
 FEW = [{"query": f"q{row}", "positive": f"d{row}", "negatives": ["x"] if row == 1 else []} for row in range(6)]
@@ -178,5 +178,4 @@ def test_a_damaged_shard_is_named(content, tmp_path):
     path = tmp_path / "mined-00000.parquet"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(InputError, match=r"mined-00000\.parquet: the shard is missing or damaged"):
-        read_shard(path)
+    refused(InputError, r"mined-00000\.parquet: the shard is missing or damaged", read_shard, path)

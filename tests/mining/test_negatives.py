@@ -20,6 +20,7 @@ from embeddings.mining.negatives import (
 )
 from embeddings.mining.pair_index import index_pairs
 from tests.data.rows import write_jsonl
+from tests.helpers.refusals import refused
 from tests.mining.pair_sources import source
 
 
@@ -145,7 +146,7 @@ def test_a_negative_scores_below_the_margins_for_scores_of_any_sign(scores, posi
     assert found.row_QN[0].tolist() == expected
 
 
-def test_a_draw_is_of_the_window_hardest_first_and_follows_from_seed_query_and_document():
+def test_a_draw_from_the_window_depends_only_on_seed_query_and_document():
     candidates, facts = world(3, queries=6)
     rules = NegativeRules(3, None, None, 1, 8, "random", 5)
     drawn = choose_negatives(candidates, facts, rules)
@@ -275,7 +276,7 @@ def test_quarters_go_from_near_to_far(scores, options, expected):
     assert [[row for row in rows if row >= 0] for rows in by_level] == expected
 
 
-def test_a_draw_within_levels_is_of_the_level_and_follows_from_seed_query_and_document():
+def test_a_draw_within_levels_depends_only_on_seed_query_and_document():
     scores = np.linspace(1, 0, 40)
     taken = []
     for number in range(50):
@@ -374,8 +375,7 @@ def test_the_higher_grade_of_a_pair_judged_twice_counts_in_any_order():
     ],
 )
 def test_judgments_without_two_grades_or_a_relevant_document_are_refused(judged, says):
-    with pytest.raises(InputError, match=says):
-        TextQrels.of(judged, "qrels")
+    refused(InputError, says, TextQrels.of, judged, "qrels")
 
 
 @pytest.mark.parametrize("judged", [[("q9", "a", 1), ("q9", "b", 0)], [("q0", "x", 1), ("q0", "y", 0)]])
@@ -395,19 +395,14 @@ def test_judgments_of_other_queries_or_documents_are_refused(judged, tmp_path):
         (NegativeRules, {"absolute_margin": -0.1}, "absolute_margin must be finite"),
         (NegativeRules, {"first_rank": 0}, "first_rank must be >= 1"),
         (NegativeRules, {"choice": "best"}, "choice must be top or random"),
-        (
-            NegativeRules,
-            {"num_negatives": 7, "first_rank": 10, "last_rank": 12},
-            "last_rank must leave at least 7 ranks",
-        ),
+        (NegativeRules, {"num_negatives": 7, "first_rank": 10, "last_rank": 12}, "last_rank must leave at least 7"),
         (LevelRules, {"kind": "grades"}, "levels needs judgments"),
         (LevelRules, {"kind": "steps"}, "levels must be quantiles or grades"),
         (LevelRules, {"kind": "quantiles", "judged": FEW}, "judgments have no effect on quantiles"),
     ],
 )
 def test_impossible_rules_are_refused(kind, options, says):
-    with pytest.raises(OptionError, match=says):
-        kind(**options)
+    refused(OptionError, says, kind, **options)
 
 
 def test_the_manifest_identifies_the_judgments():

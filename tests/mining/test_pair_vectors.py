@@ -99,8 +99,7 @@ def test_prompts_are_chosen_by_name_and_a_wrong_one_writes_nothing(encoder, tmp_
     pairs = source(tmp_path, ROWS)
     with pytest.raises(OptionError, match="prompt_name must name a prompt"):
         encode_pairs(encoder, pairs, tmp_path / "out", document_prompt_name="nope")
-    with pytest.raises(OptionError, match="shard_size must be >= 1"):
-        encode_pairs(encoder, pairs, tmp_path / "out", shard_size=0)
+    refused(OptionError, "shard_size must be >= 1", encode_pairs, encoder, pairs, tmp_path / "out", shard_size=0)
     assert not (tmp_path / "out").exists()
     vectors = encode_pairs(encoder, pairs, tmp_path / "out", document_prompt_name="other")
     expected = unit(encoder.encode([ROWS[0]["positive"][0]], "other", role="document"))
@@ -142,16 +141,14 @@ def test_a_text_with_a_zero_vector_is_named(encoder, tmp_path, monkeypatch):
         return vectors
 
     monkeypatch.setattr(Encoder, "encode", zeros_at_three)
-    with pytest.raises(InputError, match=r"queries of \w+:3: the vector is zero"):
-        encode_pairs(encoder, source(tmp_path, ROWS), tmp_path / "out")
+    refused(InputError, r"queries of \w+:3: .* zero", encode_pairs, encoder, source(tmp_path, ROWS), tmp_path / "out")
 
 
 def test_unfinished_vectors_are_not_opened(encoder, tmp_path):
     vectors = encode_pairs(encoder, source(tmp_path, ROWS), tmp_path / "out")
     manifest = tmp_path / "out" / "documents" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"complete": true', '"complete": false'))
-    with pytest.raises(InputError, match="'complete' is False"):
-        open_pair_vectors(tmp_path / "out", vectors.index)
+    refused(InputError, "'complete' is False", open_pair_vectors, tmp_path / "out", vectors.index)
 
 
 @pytest.fixture
@@ -185,8 +182,7 @@ def test_tasks_and_a_kill_change_no_byte_with_reused_vectors(folders, encoder, t
         patch.setattr("embeddings.mining.pair_vectors.save_array", interrupted_at(save_array, 5))
         with pytest.raises(KeyboardInterrupt):
             encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2, encoded=folders, task=ArrayTask(1, 2))
-    with pytest.raises(InputError, match="field 'encoded' is"):
-        encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2)
+    refused(InputError, "field 'encoded' is", encode_pairs, encoder, pairs, tmp_path / "parts", shard_size=2)
     for index in (1, 0):
         encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2, encoded=folders, task=ArrayTask(index, 2))
     assert content(tmp_path / "parts") == content(tmp_path / "whole")

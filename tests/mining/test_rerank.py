@@ -20,6 +20,7 @@ from embeddings.mining.mine import Reranker
 from embeddings.mining.negatives import LevelRules, NegativeRules
 from tests.helpers.forks import in_a_child
 from tests.helpers.interrupts import interrupted_at
+from tests.helpers.refusals import refused
 from tests.helpers.tiny import wordpiece_tokenizer
 from tests.mining import test_mine
 from tests.mining.teachers import know_teachers
@@ -65,7 +66,7 @@ run = partial(test_mine.run, rules=NegativeRules(4, None), rows=ROWS)
 
 @pytest.mark.parametrize("levels", [None, LevelRules("quantiles")], ids=["plain", "levels"])
 @pytest.mark.parametrize("output", ["mined.parquet", "mined.jsonl"])
-def test_the_scores_are_those_of_the_library_and_train(levels, output, cross_encoder, tmp_path):
+def test_the_scores_equal_those_of_the_library_and_are_read_for_training(levels, output, cross_encoder, tmp_path):
     run(tmp_path, output, reranker=Reranker(cross_encoder, "cpu"), levels=levels)
     run(tmp_path, "bare.parquet", levels=levels)
     assert "reranker" not in json.loads((tmp_path / "bare.manifest.json").read_text())
@@ -108,12 +109,8 @@ def test_kills_tasks_and_a_second_model_end_with_the_same_bytes(cross_encoder, t
     assert outputs(tmp_path, "killed.parquet") == whole
     # Mined shards are reused with another reranker, scores are not.
     other = Reranker(save_model(tmp_path / "other", seed=1, num_labels=1), "cpu")
-    for wrong, says in (
-        (other, "field 'reranker.model_sha256'"),
-        (None, "field 'reranker': the output was written with"),
-    ):
-        with pytest.raises(InputError, match=says):
-            run(tmp_path, "killed.parquet", reranker=wrong)
+    for wrong, says in ((other, "field 'reranker.model_sha256'"), (None, "field 'reranker': the output was written")):
+        refused(InputError, says, run, tmp_path, "killed.parquet", reranker=wrong)
     (tmp_path / "killed.parquet").unlink()
     assert run(tmp_path, "killed.parquet", reranker=other) is not None
     assert outputs(tmp_path, "killed.parquet")[0] != whole[0]
@@ -135,16 +132,13 @@ def test_a_model_that_scores_no_pairs_is_refused(kind, options, says, tmp_path):
 
 
 def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=r"nowhere: cannot be loaded as a cross-encoder \(") as error:
-        Reranker(str(tmp_path / "nowhere"), "cpu")
-    assert "\n" not in str(error.value)
+    says = r"nowhere: cannot be loaded as a cross-encoder \("
+    refused(InputError, says, Reranker, str(tmp_path / "nowhere"), "cpu")
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(MissingExtraError, match=r"sentence_transformers is not installed; run: .*rerank"):
-        Reranker(str(tmp_path), "cpu")
+    refused(MissingExtraError, r"sentence_transformers is not installed; run: .*rerank", Reranker, str(tmp_path), "cpu")
 
 
 def test_a_score_that_is_not_finite_is_named(cross_encoder):
     reranker = Reranker(cross_encoder, "cpu")
     reranker.model.predict = lambda pairs, **_: np.array([1.0, math.nan])
-    with pytest.raises(InputError, match="the score of 'fox' with 'two' is not finite"):
-        reranker.scores([("fox", "one"), ("fox", "two")])
+    refused(InputError, "the score of 'fox' with 'two' is not", reranker.scores, [("fox", "one"), ("fox", "two")])

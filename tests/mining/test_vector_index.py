@@ -16,6 +16,7 @@ from embeddings.inference.vectors import stored_rows, unit_rows
 from embeddings.mining.vector_index import INDEX_FILE, MANIFEST_FILE, build_index, folder_sha256, recall_of
 from embeddings.mining.vector_index import VectorIndex as Index
 from tests.helpers.disks import fake_disk
+from tests.helpers.refusals import refused
 from tests.mining.vectors import shards, unit_vectors
 
 
@@ -96,24 +97,18 @@ def test_a_saved_index_is_opened_unchanged(folder, vectors):
 
 
 def test_other_vectors_or_a_damaged_file_are_refused(folder, vectors):
-    with pytest.raises(
-        InputError, match=r"ivf\.faiss: there is no index of these vectors; make it with the command index"
-    ):
-        Index.open(folder)
+    refused(InputError, r"ivf\.faiss: there is no index of these vectors; make it with the", Index.open, folder)
     build_index(folder)
     path, before = folder.path / INDEX_FILE, (folder.path / INDEX_FILE).read_bytes()
     for content, field in ((before[:-9], "num_bytes"), (bytes(200) + before[200:], "head_sha256"), (b"", "num_bytes")):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=f"field '{field}' (is|differs).*; make it with the command index"):
-            Index.open(folder)
+        refused(InputError, f"field '{field}' (is|differs).*; make it with the command index", Index.open, folder)
     path.write_bytes(before)
     Index.open(folder)
     save_array(folder.shards.path(1), unit_vectors(130, seed=3))
-    with pytest.raises(InputError, match="field 'vectors_sha256' differs"):
-        Index.open(folder)
+    refused(InputError, "field 'vectors_sha256' differs", Index.open, folder)
     folder.shards.path(4).unlink()
-    with pytest.raises(InputError, match=r"vectors-00004\.npy: is missing"):
-        Index.open(folder)
+    refused(InputError, r"vectors-00004\.npy: is missing", Index.open, folder)
 
 
 def test_damage_inside_the_file_is_detected_on_opening_or_searching(folder, vectors):
@@ -125,8 +120,7 @@ def test_damage_inside_the_file_is_detected_on_opening_or_searching(folder, vect
         damaged, place = bytearray(before), int(rng.integers(head))
         damaged[place] ^= 1 << int(rng.integers(8))
         path.write_bytes(bytes(damaged))
-        with pytest.raises(InputError, match="'head_sha256'"):
-            Index.open(folder)
+        refused(InputError, "'head_sha256'", Index.open, folder)
     # The file ends with the row of the last list's last document.
     row = int.from_bytes(before[-8:], "little")
     for kind in (600, 2**40, -5):
@@ -193,6 +187,5 @@ def test_float16_vectors_can_be_indexed_and_smaller_ones_cannot(tmp_path, vector
         before = sorted(folder.path.iterdir())
         for use in (build_index, Index.open):
             says = f"has {vector_format} vectors, but an index, .*, needs float32 or float16; encode into another"
-            with pytest.raises(InputError, match=says):
-                use(folder)
+            refused(InputError, says, use, folder)
         assert sorted(folder.path.iterdir()) == before

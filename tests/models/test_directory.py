@@ -80,7 +80,7 @@ def test_a_plain_model_is_a_plain_sentence_transformers_directory(tmp_path):
     assert {path.name for path in (tmp_path / "model").iterdir()} == configs | folders | others
 
 
-@pytest.mark.usefixtures("travelling_code")
+@pytest.mark.usefixtures("remote_code")
 @pytest.mark.parametrize("own_code", [False, True])
 def test_the_instruction_template_is_saved_with_a_model(tmp_path, own_code):
     settings = {"prompts": {"query": "q:"}, "pool_prompt": not own_code}

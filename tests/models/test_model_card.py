@@ -20,7 +20,7 @@ from embeddings.models.model_card import (
     write_model_card,
 )
 from embeddings.models.model_files import is_own_card
-from tests.helpers.hub_server import OWNER, TOKEN, stood_in_hub
+from tests.helpers.hub_server import OWNER, TOKEN, fake_hub
 from tests.helpers.refusals import assert_refused
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
@@ -150,7 +150,7 @@ def test_the_card_of_an_imported_model_states_its_sources(tmp_path):
     assert "base_model" not in front_matter(text)
 
 
-def test_the_usage_examples_run(tmp_path, monkeypatch, travelling_code):
+def test_the_usage_examples_run(tmp_path, monkeypatch, remote_code):
     monkeypatch.chdir(tmp_path)
     for name, model in (
         ("plain", embedder()),
@@ -234,7 +234,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use .content:DeprecationWarning"
 
 @pytest.fixture(scope="module")
 def server():
-    with stood_in_hub() as hub:
+    with fake_hub() as hub:
         yield hub
 
 

@@ -34,7 +34,7 @@ TEXTS = ["how do I pad sequences", "the quick brown fox " * 14, "7 jumps", "Êù±‰
 TOKENIZERS = [wordpiece_tokenizer, bpe_tokenizer, sentencepiece_tokenizer]
 
 
-pytestmark = pytest.mark.usefixtures("travelling_code")
+pytestmark = pytest.mark.usefixtures("remote_code")
 
 
 def decoder(pooling, tokenizer, **text):

@@ -96,7 +96,7 @@ def test_a_directory_contains_its_code_until_a_model_without_experts_replaces_it
 
 
 @pytest.fixture
-def forget(travelling_code, monkeypatch):
+def forget(remote_code, monkeypatch):
     """A function that removes our architecture from transformers' tables, as if this library were not installed."""
 
     def unregister():

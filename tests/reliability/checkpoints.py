@@ -1,6 +1,7 @@
 """Model directories and checkpoints that are damaged, incomplete or of another type."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -65,10 +66,10 @@ EXPORT, CONVERT = "export --checkpoint last.ckpt --output out", "convert --sourc
 RESUME = FIT + " --ckpt_path last.ckpt --trainer.max_steps 4"
 CASES = {
     SEARCH: {
-        "weights cut off": (model(bytes_of(WEIGHTS, lambda data: data[:-900])), "model: cannot be loaded: "),
-        "weights as a pickle": (model(pickled), "model: cannot be loaded: "),
-        "weights that are NaN": (model(weights(poisoned)), "encoder.layer.1.output.dense.weight"),
-        "a weight that is missing": (
+        "truncated weights": (model(bytes_of(WEIGHTS, lambda data: data[:-900])), "model: cannot be loaded: "),
+        "pickled weights": (model(pickled), "model: cannot be loaded: "),
+        "NaN weights": (model(weights(poisoned)), "encoder.layer.1.output.dense.weight"),
+        "a missing weight": (
             model(weights(lambda tensors: tensors.pop("encoder.layer.1.output.dense.weight"))),
             "model: 1 weights of BertModel are missing, encoder.layer.1.output.dense.weight first",
         ),
@@ -77,21 +78,15 @@ CASES = {
             "model: embeddings.LayerNorm.bias has shape (32,), config.json expects (64,)",
         ),
         "a config of another architecture": (model(edited("config.json", model_type="mistral")), "model: "),
-        "a config of a width that heads do not divide": (
+        "a config with heads that do not divide the width": (
             model(edited("config.json", num_attention_heads=5)),
             "model: cannot be loaded: ",
         ),
-        "a config with a text for a number": (
-            model(edited("config.json", num_hidden_layers="two")),
-            "model/config.json: ",
-        ),
+        "a text instead of a number": (model(edited("config.json", num_hidden_layers="two")), "model/config.json: "),
         "no config": (model(without("config.json")), "model/config.json: "),
         "no tokenizer": (model(without("tokenizer.json")), "model: "),
-        "a tokenizer of another model": (
-            model(more_tokens),
-            "model: the tokenizer has id 900, the model has 384 embeddings",
-        ),
-        "a pooling that is unknown": (
+        "a tokenizer of another model": (model(more_tokens), "model: the tokenizer has id 900, the model has 384"),
+        "an unknown pooling": (
             model(edited("1_Pooling/config.json", pooling_mode_mean_tokens=False)),
             "model/1_Pooling/config.json: has a pooling without a mode",
         ),
@@ -99,15 +94,12 @@ CASES = {
             model(without("1_Pooling/model.safetensors"), "latent"),
             "model/1_Pooling/model.safetensors: cannot be loaded",
         ),
-        "a length of 2 tokens": (
-            model(edited("sentence_bert_config.json", max_seq_length=2)),
-            "model/sentence_bert_config.json: ",
-        ),
+        "a length of 2 tokens": (model(edited("sentence_bert_config.json", max_seq_length=2)), "sentence_bert_config"),
         "a prompt that is a number": (
             model(edited("config_sentence_transformers.json", prompts={"query": 3})),
             "model/config_sentence_transformers.json: ",
         ),
-        "widths that vectors do not have": (
+        "Matryoshka widths above that of the vectors": (
             model(edited("config_sentence_transformers.json", matryoshka_dimensions=[64])),
             "model/config_sentence_transformers.json: matryoshka_dimensions must list widths from 1 to 32",
         ),
@@ -117,20 +109,17 @@ CASES = {
         ),
     },
     FIT: {
-        "a shard that is missing": (
+        "a missing shard of weights": (
             backbone(lambda folder: next(folder.glob("model-00002*")).unlink(), "sharded"),
             "model: cannot be loaded: ",
         ),
-        "adapters without their model": (backbone(adapters_alone), "model"),
+        "adapters without a base model": (backbone(adapters_alone), "model"),
     },
     EXPORT: {
         "no checkpoint to export": (nothing, "last.ckpt: no such checkpoint file"),
-        "a checkpoint that is cut off": (
-            copied("last.ckpt", lambda path: path.write_bytes(path.read_bytes()[:5000])),
-            "last.ckpt: ",
-        ),
+        "a truncated checkpoint": (copied("last.ckpt", lambda path: os.truncate(path, 5000)), "last.ckpt: "),
     },
-    RESUME: {"a checkpoint that is not there": (run(), "--ckpt_path last.ckpt: no such file")},
+    RESUME: {"a missing checkpoint": (run(), "--ckpt_path last.ckpt: no such file")},
     CONVERT.replace(" out", " model"): {
         "a model to convert onto itself": (copied("backbone", to="model"), "output must not be the source")
     },

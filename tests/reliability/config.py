@@ -9,7 +9,7 @@ from tests.reliability.world import Place
 
 
 def sweep(**changes: object) -> Make:
-    """A sweep over the config of a run, with these keys."""
+    """A sweep over the config of a run, with some changes."""
 
     def make(place: Place) -> None:
         place.config()
@@ -40,43 +40,34 @@ CASES = {
         "an unknown argument over an empty mapping": (at("model.init_args", shedule={}), "did you mean schedule?"),
         "an unknown option of the loss": (at(LOSS, temprature=1), "did you mean temperature?"),
         "an unknown option of a source": (source(instructions="find"), "did you mean instruction?"),
-        "a class that no package has": (
-            at("model", class_path="NVEmbedModul"),
-            "model: expected the name of a class, got",
-        ),
-        "a word for a number": (at(DATA, batch_size="many"), "data.batch_size: expected int, got many"),
+        "an unknown class name": (at("model", class_path="NVEmbedModul"), "model: expected the name of a class, got"),
+        "a word instead of a number": (at(DATA, batch_size="many"), "data.batch_size: expected int, got many"),
         "a negative learning rate": (at(OPTIMIZER, lr=-1.0), "model.optimizer: Invalid learning rate: -1.0"),
         "a batch of 0": (at(DATA, batch_size=0), "data.batch_size must be >= 1, got 0"),
         "a temperature of 0": (at(LOSS, temperature=0), "temperature must be > 0, got 0.0"),
-        "null for a number": (at(DATA, batch_size=None), "data.batch_size: expected int, got null"),
+        "null instead of a number": (at(DATA, batch_size=None), "data.batch_size: expected int, got null"),
         "accumulation over no batch": (
             at("trainer", accumulate_grad_batches=0),
             "trainer.accumulate_grad_batches must be >= 1, got 0",
         ),
-        "clipping to less than 0": (
-            at("trainer", gradient_clip_val=-1.0),
-            "trainer.gradient_clip_val must be >= 0, got -1.0",
-        ),
+        "a negative clipping norm": (at("trainer", gradient_clip_val=-1.0), "trainer.gradient_clip_val must be >= 0"),
         "an unknown precision": (at("trainer", precision="fp99"), "trainer.precision: expected"),
         "a seed below 0": (at("", seed_everything=-1), "seed_everything must be from 0 to 4294967295, got -1"),
-        "a thousand processes": (at("trainer", devices=10**6), "trainer.devices must be at most 8 for each CPU"),
+        "a million processes": (at("trainer", devices=10**6), "trainer.devices must be at most 8 for each CPU"),
         "an integer of 5,000 digits": (
             put("config.yaml", "trainer: {max_steps: " + "9" * 5000 + "}\n"),
             "is not a valid int (Exceeds the",
         ),
-        "no device": (at("trainer", devices=0), "trainer.devices: 0"),
+        "zero devices": (at("trainer", devices=0), "trainer.devices: 0"),
         "heads that do not divide the width": (
             chosen(
                 "model.init_args.pooling", "embeddings.models.LatentAttentionPooling", paper_literal=True, num_heads=3
             ),
             "num_heads must divide the hidden size 32, got 3",
         ),
-        "adapters that are nowhere": (
-            at("model.init_args", lora={"rank": 2, "alpha": 8, "target_modules": ["nope"]}),
-            "nope",
-        ),
-        "a model where a file lies": (callback(EXPORT, output="pairs.jsonl"), "which is not a folder"),
-        "a model of longer texts than it has positions": (
+        "adapters for an unknown module": (at("model.init_args", lora={"rank": 2, "target_modules": ["nope"]}), "nope"),
+        "a file in place of a model": (callback(EXPORT, output="pairs.jsonl"), "which is not a folder"),
+        "an exported model with longer texts than positions": (
             callback(EXPORT, output="model", document_max_length=129),
             "ExportModel.document_max_length must be <= 128, the positions that the backbone has, got 129",
         ),
@@ -84,40 +75,29 @@ CASES = {
             at(LOSS, false_negative_filter={"margin": 0.0}),
             "model.loss needs a source with surrogate_vectors",
         ),
-        "an unknown class": (chosen("model", "embeddings.modules.NVEmbedModul"), "NVEmbedModul"),
-        "a class that is none of a model": (chosen("model", "embeddings.losses.InfoNCE"), "InfoNCE"),
-        "an alias that holds itself": (put("config.yaml", "a: &a [*a]\n"), "--config config.yaml: "),
-        "tabs in YAML": (put("config.yaml", "trainer:\n\tmax_steps: 3\n"), "--config config.yaml: not a YAML file"),
+        "an unknown class of a package": (chosen("model", "embeddings.modules.NVEmbedModul"), "NVEmbedModul"),
+        "a class that is not a model": (chosen("model", "embeddings.losses.InfoNCE"), "InfoNCE"),
+        "an alias that contains itself": (put("config.yaml", "a: &a [*a]\n"), "--config config.yaml: "),
         "a list for a config": (put("config.yaml", "- trainer\n"), "config.yaml: "),
-        "a config that is not there": (nothing, "--config config.yaml: no such file"),
+        "a missing config": (nothing, "--config config.yaml: no such file"),
     },
     FIT + " --trainer.max_steps=-1 --trainer.max_epochs=-1": {
-        "a decay without an end": (at(SCHEDULE, decay="linear"), "model.schedule.total_steps must be known to decay")
+        "an endless decay": (at(SCHEDULE, decay="linear"), "model.schedule.total_steps must be known to decay")
     },
     FILTER + " --config job.yaml": {
         "a job's config with an unknown key": (put("job.yaml", "remove_copys: true\n"), "did you mean remove_copies?")
     },
     "sweep sweep.yaml --count": {
-        "a key twice in a sweep": (
-            put("sweep.yaml", "method: grid\nmethod: list\n"),
-            "sweep.yaml: the key 'method' occurs twice",
-        ),
-        "an unknown key of a sweep": (sweep(paramters={}), "did you mean parameters?"),
-        "a sweep's range without its end": (
+        "a key twice in a sweep": (put("sweep.yaml", "method: grid\nmethod: list\n"), "the key 'method' occurs twice"),
+        "a sweep's range without an upper end": (
             sweep(method="random", num_runs=2, parameters={"seed_everything": {"low": 1}}),
             "parameters.seed_everything: the following arguments are required: high; the keys are low, high, log, int",
         ),
     },
     FIT + " --model.init_args.optimizer.init_args.lr=nan": {
-        "a number that is none": (run(), "model.optimizer.lr: expected float, got nan")
+        "NaN as a learning rate": (run(), "model.optimizer.lr: expected float, got nan")
     },
     "fit --recipe nope": {"an unknown recipe": (nothing, "recipe")},
-    FILTER + " --near-duplicate 0.8": {"an unknown option of a job": (nothing, "did you mean --near_duplicates?")},
-    "filter --input pairs.jsonl": {"an option that is missing": (nothing, "output")},
-    CLUSTER + " --model MODEL": {"words and a model at once": (nothing, "features uses neither model nor vectors")},
-    "sweep sweep.yaml --dry-run": {
-        "a sweep over a key that there is not": (sweep(parameters={"trainer.max_stepz": [1]}), "sweep.yaml: point 0: ")
-    },
-    "sweep sweep.yaml --index 7": {"a point that is not in a sweep": (sweep(), "index must be from 0 to 1, got 7")},
-    "fti --config config.yaml": {"an unknown command": (nothing, "there is no command 'fti'")},
+    "filter --input pairs.jsonl": {"a missing option": (nothing, "output")},
+    CLUSTER + " --model MODEL": {"BM25 features with a model": (nothing, "features uses neither model nor vectors")},
 }

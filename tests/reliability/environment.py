@@ -66,79 +66,63 @@ def failing(number: int) -> Make:
 FULL, NOT_ALLOWED = failing(errno.ENOSPC), failing(errno.EACCES)
 CASES = {
     ENCODE: {
-        "a file at the path of the vectors": (both(corpus, in_the_way), "out: already exists and has no manifest"),
-        "a folder with other content for vectors": (both(corpus, taken), "out: already exists and has no manifest"),
-        "a pipe for a corpus": (pipe("corpus.jsonl"), "corpus.jsonl: is not a regular file"),
-        "a full disk for vectors": (
-            both(corpus, FULL),
-            "No space left on device; free space or change permissions",
-            74,
-        ),
+        "a file in place of vectors": (both(corpus, in_the_way), "out: already exists and has no manifest"),
+        "a folder of other files in place of vectors": (both(corpus, taken), "out: already exists and has no manifest"),
+        "a named pipe as a corpus": (pipe("corpus.jsonl"), "corpus.jsonl: is not a regular file"),
+        "a full disk for vectors": (both(corpus, FULL), "No space left on device; free space or change permission", 74),
     },
-    ENCODE.replace(" out", " out/vectors"): {"a way through a file": (both(corpus, in_the_way), "out")},
+    ENCODE.replace(" out", " out/vectors"): {"an output below a file": (both(corpus, in_the_way), "out")},
     FILTER: {
-        "a folder where records are to lie": (both(pairs, folder("out.parquet")), "out.parquet"),
-        "a file where the cache is to lie": (
+        "a folder in place of records": (both(pairs, folder("out.parquet")), "out.parquet"),
+        "a file in place of the cache": (
             both(pairs, put("sources", "mine"), variable("EMBED_CACHE", "sources")),
             "sources: the cache cannot be written (File exists)",
         ),
-        "a link to nothing": (
-            lambda place: (place.folder / "pairs.jsonl").symlink_to("gone.jsonl"),
-            "pairs.jsonl: no such file",
-        ),
-        "a task of an array that is none": (
+        "a dangling link": (lambda place: (place.folder / "pairs.jsonl").symlink_to("gone.jsonl"), ": no such file"),
+        "a task index that is not a number": (
             both(pairs, variable("SLURM_ARRAY_TASK_ID", "first")),
             "SLURM_ARRAY_TASK_ID must be an integer >= 0, got 'first'",
         ),
     },
     SHOW: {
-        "no matplotlib": (
+        "missing matplotlib": (
             both(put("run/metrics.csv", "step,train/loss\n0,1.5\n1,1.0\n"), missing("matplotlib")),
             "matplotlib is not installed; run: pip install -e '.[quickstart]'",
         )
     },
-    CONVERT: {"a file where a model is to lie": (in_the_way, "output leads to out, which is not a folder")},
+    CONVERT: {"a file in place of a model": (in_the_way, "output leads to out, which is not a folder")},
     FIT: {
-        "a file where runs are to lie": (both(run(), put("run", "mine")), "run"),
-        "a GPU to train on where there is none": (at("trainer", accelerator="gpu"), "trainer.accelerator: gpu"),
-        "half precision on a CPU": (
-            at("trainer", precision="16-true"),
-            "trainer.precision must not be float16 on a CPU, got '16-true'",
-        ),
-        "a SLURM variable that is no number": (
+        "a file in place of runs": (both(run(), put("run", "mine")), "run"),
+        "training without a GPU": (at("trainer", accelerator="gpu"), "trainer.accelerator: gpu"),
+        "float16 on a CPU": (at("trainer", precision="16-true"), "trainer.precision must not be float16 on a CPU"),
+        "a SLURM variable that is not a number": (
             both(run(), variable("SLURM_PROCID", "first")),
             "SLURM_PROCID must be an integer >= 0 in the environment, got 'first'",
         ),
-        "a job of several tasks that none was started for": (
+        "a SLURM job of two tasks, of which one was started": (
             both(run(), variable("SLURM_NTASKS", "2")),
             "Use `--ntasks-per-node=2` instead",
         ),
-        "packages to trust that are none": (
+        "an invalid name of a trusted package": (
             both(run(), variable("EMBED_IMPORTS", "no-package")),
             "EMBED_IMPORTS=no-package is not a comma-separated list of package names",
         ),
-        "a folder that may not be written, for a run": (
+        "a folder without write permission for a run": (
             both(run(), NOT_ALLOWED),
             "Permission denied; free space or change permissions",
             74,
         ),
     },
     SYNTHESIZE: {
-        "no client of an endpoint": (missing("openai"), "openai is not installed; run: pip install -e '.[synthesis]'"),
-        "an endpoint that nobody answers at": (nothing, "http://127.0.0.1:9/v1: ", 74),
+        "missing openai": (missing("openai"), "openai is not installed; run: pip install -e '.[synthesis]'"),
+        "an unreachable endpoint": (nothing, "http://127.0.0.1:9/v1: ", 74),
     },
-    MINE: {"no faiss": (both(pairs, missing("faiss")), "faiss is not installed; run: pip install -e '.[cpu]'")},
-    MINE + " --gpu true": {"a GPU to search on where there is none": (pairs, "gpu needs")},
+    MINE: {"missing faiss": (both(pairs, missing("faiss")), "faiss is not installed; run: pip install -e '.[cpu]'")},
+    MINE + " --gpu true": {"a search without a GPU": (pairs, "gpu needs")},
     ENCODE + " --precision float16": {
-        "a format that a processor has not": (
-            corpus,
-            "precision: expected 'auto', 'float32', 'bfloat16', 'int8', got float16",
-        )
+        "float16 as precision": (corpus, "precision: expected 'auto', 'float32', 'bfloat16', 'int8', got float16")
     },
     SEARCH.replace("MODEL", "organisation/nothing"): {
-        "a model that was never fetched": (
-            corpus,
-            "organisation/nothing: is neither a directory nor an available Hub model",
-        )
+        "a missing model": (corpus, "organisation/nothing: is neither a directory nor an available Hub model")
     },
 }

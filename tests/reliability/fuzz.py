@@ -116,7 +116,7 @@ def damage(path: Path, chance: random.Random) -> str:
 
 
 class _Overtime(BaseException):
-    """A case takes too long. It is a `BaseException`, so that no command reports it as an error of a file."""
+    """A case took too long. As a `BaseException` it is not reported as an error of a file."""
 
 
 @contextlib.contextmanager
@@ -210,7 +210,7 @@ def run() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="run one case, and print how it ended")
+    parser.add_argument("--only", type=int, help="run one case and print its result")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         world = World(Path(name))

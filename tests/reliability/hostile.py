@@ -23,6 +23,7 @@ from tests.reliability.cases import (
     content,
     copied,
     edited,
+    pairs,
     put,
     rows,
     run,
@@ -76,13 +77,13 @@ def deep(levels: int = 100_000) -> str:
 
 
 def remote(folder: Path) -> None:
-    """Makes a model's config refer to code in its folder."""
+    """Make a model's config refer to code in its folder."""
     edited("config.json", auto_map={"AutoConfig": "canary_module.Thing", "AutoModel": "canary_module.Thing"})(folder)
     (folder / "canary_module.py").write_text(MODULE)
 
 
 def remote_tokenizer(folder: Path) -> None:
-    """Makes a tokenizer refer to code in its folder."""
+    """Make a tokenizer refer to code in its folder."""
     changes = {"auto_map": {"AutoTokenizer": ["canary_module.Thing", None]}, "tokenizer_class": "Thing"}
     edited("tokenizer_config.json", **changes)(folder)
     (folder / "canary_module.py").write_text(MODULE)
@@ -125,23 +126,23 @@ def linked(name: str) -> Make:
 CASES = {
     SEARCH: {
         # Pickles in a model's directory.
-        "a pickle for weights": (model(content("model.safetensors", PICKLE)), "model: cannot be loaded: "),
-        "a pickle for a tokenizer": (model(content("tokenizer.json", PICKLE)), "model: tokenizer cannot be read: "),
-        "a pickle for a config": (model(content("config.json", PICKLE)), "model/config.json: "),
+        "pickled weights": (model(content("model.safetensors", PICKLE)), "model: cannot be loaded: "),
+        "a pickled tokenizer": (model(content("tokenizer.json", PICKLE)), "model: tokenizer cannot be read: "),
+        "a pickled config": (model(content("config.json", PICKLE)), "model/config.json: "),
         "weights that overlap": (
             model(content("model.safetensors", safetensors({"a": tensor(0, 8), "b": tensor(4, 12)}, bytes(12)))),
             "model: cannot be loaded: ",
         ),
-        "weights of another size than their shape": (
+        "weights whose size differs from their shape": (
             model(content("model.safetensors", safetensors({"a": tensor(0, 8, 2**60)}, bytes(8)))),
             "model: cannot be loaded: ",
         ),
-        "weights with a header nested deep": (
+        "weights with a deeply nested header": (
             model(content("model.safetensors", safetensors(deep(10_000).encode()))),
             "model: cannot be loaded: ",
         ),
-        "a config nested deep": (model(content("config.json", deep())), "model/config.json: "),
-        "a module outside of the folder": (
+        "a deeply nested config": (model(content("config.json", deep())), "model/config.json: "),
+        "a module outside the folder": (
             model(content("modules.json", '[{"type": "x.Pooling", "path": "../elsewhere"}]')),
             "is outside the model's folder",
         ),
@@ -166,7 +167,7 @@ CASES = {
             model(edited("1_Pooling/config.json", name="os.system"), "latent"),
             "is not a valid pooling",
         ),
-        "a config of an unknown kind with its code": (
+        "a config of an unknown model type with code": (
             model(both(remote, edited("config.json", model_type="canary"))),
             "model/config.json: ",
         ),
@@ -174,7 +175,7 @@ CASES = {
             model(edited("config.json", attn_implementation="evil/kernel", _attn_implementation="evil/kernel")),
             "model/config.json: attn_implementation needs the code of 'evil/kernel'",
         ),
-        "adapters of a model elsewhere": (
+        "adapters of a model in another folder": (
             model(content("adapter_config.json", '{"peft_type": "LORA", "base_model_name_or_path": "../elsewhere"}')),
             "model: contains adapters of another model",
         ),
@@ -184,9 +185,9 @@ CASES = {
             "",
             0,
         ),
-        "a config that asks for the code beside it": (model(remote), "", 0),
-        "a tokenizer that asks for the code beside it": (model(remote_tokenizer), "", 0),
-        "a chat template that calls": (
+        "a config that refers to the code beside it": (model(remote), "", 0),
+        "a tokenizer that refers to the code beside it": (model(remote_tokenizer), "", 0),
+        "a chat template that calls os.system": (
             model(
                 edited(
                     "tokenizer_config.json", chat_template="{{ cycler.__init__.__globals__.os.system('touch canary') }}"
@@ -198,27 +199,22 @@ CASES = {
         "portable code that was changed": (model(content("portable.py", MODULE), "latent"), "", 0),
     },
     EXPORT: {
-        # Checkpoints.
         "a checkpoint that is a pickle": (put("last.ckpt", PICKLE), "last.ckpt: "),
         "a checkpoint that names an instantiator": (
             saved({"state_dict": {}, "hyper_parameters": {"_instantiator": "os.system", "command": COMMAND}}),
             "last.ckpt: ",
         ),
     },
-    RESUME: {"a pickle to go on from": (both(run(), put("last.ckpt", PICKLE)), "last.ckpt: ")},
+    RESUME: {"a pickle to resume from": (both(run(), put("last.ckpt", PICKLE)), "last.ckpt: ")},
     FIT: {
-        # Configs.
-        "a tag that calls": (put("config.yaml", f"trainer: {PYTHON}\n"), "config.yaml: not a YAML file"),
-        "os.system for an optimiser": (chosen(OPTIMIZER, "os.system", command=COMMAND), "may not name os.system"),
-        "another module through one of ours": (
+        "a tag that calls os.system": (put("config.yaml", f"trainer: {PYTHON}\n"), "config.yaml: not a YAML file"),
+        "os.system as an optimiser": (chosen(OPTIMIZER, "os.system", command=COMMAND), "may not name os.system"),
+        "a foreign module as an attribute of ours": (
             chosen(OPTIMIZER, "embeddings.callbacks.run_record.subprocess.Popen", args=COMMAND),
             "may not name",
         ),
-        "a module beside the command": (
-            with_module(chosen("data", "canary_module.Thing")),
-            "may not name canary_module.Thing",
-        ),
-        "a target of hydra's": (at("model.init_args", _target_="os.system", command=COMMAND), "_target_"),
+        "a module beside the command": (with_module(chosen("data", "canary_module.Thing")), "may not name canary"),
+        "a target for Hydra": (at("model.init_args", _target_="os.system", command=COMMAND), "_target_"),
         "code from a repository": (at("model.init_args.backbone", trust_remote_code=True), "trust_remote_code"),
         "an attention from a repository, by config": (
             at("model.init_args.backbone", attn_implementation="evil/kernel"),
@@ -228,28 +224,28 @@ CASES = {
             at("data.init_args", sources=[{"name": "a", "path": "${oc.env:HOME}/pairs.jsonl"}]),
             "${oc.env:HOME}/pairs.jsonl: no such file",
         ),
-        "a callable for a callback": (
+        "a function as the argument of a callback": (
             callback("lightning.pytorch.callbacks.LambdaCallback", on_fit_start="os.system"),
             "may not name os.system",
         ),
-        "a name that a terminal obeys": (
+        "a name with terminal control codes": (
             at("data.init_args", sources=[{"name": "a\x1b[2J\x1b]0;title\x07", "path": "gone.jsonl"}] * 2),
             "must have different names",
         ),
-        "an index of shards that leads outside": (
+        "an index of shards with a path outside the folder": (
             shards("../canary.safetensors"),
             "names the shard '../canary.safetensors'",
         ),
     },
     FILTER + " --config job.yaml": {
-        "a tag that calls, for a job": (put("job.yaml", f"columns: {PYTHON}\n"), "job.yaml: not a YAML file"),
-        "a module for a mapping": (
+        "a tag that calls os.system, for a job": (put("job.yaml", f"columns: {PYTHON}\n"), "job.yaml: not a YAML file"),
+        "a class instead of a mapping": (
             with_module(put("job.yaml", "columns: {class_path: canary_module.Thing}\n")),
             "columns",
         ),
     },
     "sweep sweep.yaml --count": {
-        "a config of a sweep that leads elsewhere": (
+        "a sweep with a config of another folder": (
             put("sweep.yaml", "configs: [/proc/self/environ]\nparameters: {a: [1]}\n"),
             "/proc/self/environ",
         )
@@ -266,20 +262,12 @@ CASES = {
         )
     },
     FILTER: {
-        # Data.
-        "a pickle for records": (put("pairs.jsonl", PICKLE), "pairs.jsonl:1: "),
-        "a column of pickles": (
-            parquet({"query": [PICKLE], "positive": ["b"]}),
-            "pairs.jsonl:1: query is bytes, expected text",
-        ),
-        "records nested deep": (put("pairs.jsonl", deep()), "pairs.jsonl:1: the JSON is nested too deeply"),
-        "a column that asks to be unpickled": (parquet({"query": ["a"], "positive": ["b"]}, schema=SCHEMA), "", 0),
-        "a script beside the records": (
-            both(rows("pairs.jsonl", {"query": "a", "positive": "b"}), put("pairs.py", MODULE)),
-            "",
-            0,
-        ),
-        "a link for a lock": (
+        "pickled records": (put("pairs.jsonl", PICKLE), "pairs.jsonl:1: "),
+        "a column of pickles": (parquet({"query": [PICKLE], "positive": ["b"]}), "query is bytes, expected text"),
+        "deeply nested records": (put("pairs.jsonl", deep()), "pairs.jsonl:1: the JSON is nested too deeply"),
+        "an extension type that unpickles": (parquet({"query": ["a"], "positive": ["b"]}, schema=SCHEMA), "", 0),
+        "a script beside the records": (both(pairs(), put("pairs.py", MODULE)), "", 0),
+        "a link in place of the lock": (
             both(rows("pairs.jsonl", {"query": "a", "positive": "b"}), linked("out.parquet.work/.lock")),
             "out.parquet.work/.lock: ",
             74,
@@ -289,18 +277,11 @@ CASES = {
         "a data set that is a folder with a script": (put("data/data.py", MODULE), "hub:data: cannot be read")
     },
     SEARCH.replace("model model", "model MODEL"): {
-        "an id that a terminal obeys": (rows("corpus.jsonl", {"_id": "a\x1b]0;x\x07", "text": "b\x1b[2J"}), "", 0)
+        "an id with terminal control codes": (rows("corpus.jsonl", {"_id": "a\x1b]0;x\x07", "text": "b\x1b[2J"}), "", 0)
     },
     "search --model MODEL --corpus vectors fox": {
-        # Vectors and folders of work.
-        "vectors that are objects": (vectors(object_array), "vectors/vectors-00000.npy: is missing, empty or damaged"),
-        "a manifest nested deep": (
-            vectors(content("manifest.json", deep())),
-            "vectors/manifest.json: is empty or damaged",
-        ),
+        "vectors of Python objects": (vectors(object_array), "vectors/vectors-00000.npy: is missing, empty or damaged"),
+        "a deeply nested manifest": (vectors(content("manifest.json", deep())), "manifest.json: is empty or damaged"),
     },
-    EVALUATE: {
-        # Links in place of what is written.
-        "a link where scores are to lie": (both(copied("eval"), linked("scores.json")), "", 0)
-    },
+    EVALUATE: {"a link in place of the scores": (both(copied("eval"), linked("scores.json")), "", 0)},
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.reliability.cases import FIT, MINE, Make, both, bytes_of, copied, edited, rows, source, unchanged, without
+from tests.reliability.cases import FIT, MINE, Make, both, bytes_of, copied, edited, rows, unchanged, without
 from tests.reliability.records import clustered_on
 from tests.reliability.world import Place
 
@@ -31,14 +31,10 @@ def changed(name: str, change: Callable[[NDArray[np.float32]], NDArray[np.generi
     return rewrite
 
 
-def filled(value: float, row: int = 1) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
-    """Sets all elements of a vector to a value."""
-
-    def fill(array: NDArray[np.float32]) -> NDArray[np.float32]:
-        array[row] = value
-        return array
-
-    return fill
+def with_nan(array: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Sets all elements of the second vector to NaN."""
+    array[1] = np.nan
+    return array
 
 
 def mined(role: str, damage: Callable[[Path], object] = unchanged) -> Make:
@@ -63,20 +59,9 @@ MINED = MINE.replace("out.parquet", "out.parquet --vectors vectors --precision f
 SHARD = "vectors-00000.npy"
 CASES = {
     SEARCH: {
-        "a shard of vectors that is missing": (
-            vectors(without(SECOND)),
-            f"vectors/{SECOND}: is missing, empty or damaged",
-        ),
-        "a shard of another width": (
-            vectors(changed(SECOND, lambda array: array[:, :8])),
-            f"vectors/{SECOND}: is float32 of shape (3, 8), expected",
-        ),
-        "a vector that is NaN": (
-            vectors(changed(SECOND, filled(np.nan))),
-            f"vectors/{SECOND}:1: the vector is not finite",
-        ),
-        "a vector that is zero": (vectors(changed(SECOND, filled(0))), f"vectors/{SECOND}:1: the vector is zero"),
-        "vectors that are unfinished": (
+        "a missing shard of vectors": (vectors(without(SECOND)), f"vectors/{SECOND}: is missing, empty or damaged"),
+        "a NaN vector": (vectors(changed(SECOND, with_nan)), f"vectors/{SECOND}:1: the vector is not finite"),
+        "unfinished vectors": (
             vectors(edited("manifest.json", complete=False)),
             "vectors/manifest.json: field 'complete' is False, expected True",
         ),
@@ -84,51 +69,32 @@ CASES = {
             vectors(bytes_of("manifest.json", lambda text: text.replace(b"shard_size", b"size_of_shard"))),
             "vectors/manifest.json: ",
         ),
-        "a manifest of more documents than there are": (
-            vectors(edited("manifest.json", num_documents=800)),
-            "vectors/",
-        ),
-    },
-    SEARCH.replace("fox", "fox --top-k 8"): {
-        "documents that are missing": (
-            vectors(lambda folder: (folder / "documents-00001.jsonl").unlink()),
-            "vectors/documents-00001.jsonl: is missing or damaged",
-        )
-    },
-    SEARCH.replace("MODEL", "OTHER"): {
-        "vectors by another model": (vectors(), "vectors/manifest.json: field 'model_sha256' differs")
+        "a manifest with too many documents": (vectors(edited("manifest.json", num_documents=800)), "vectors/"),
     },
     "encode --model MODEL --input vectors/documents-00000.jsonl --output vectors": {
-        "vectors of other options": (vectors(), "vectors/manifest.json: field 'corpus_sha256' differs")
+        "vectors of another corpus": (vectors(), "vectors/manifest.json: field 'corpus_sha256' differs")
     },
     MINED: {
-        "a vector to mine from that is NaN": (
-            mined("documents", changed(SHARD, filled(np.nan))),
+        "a NaN vector for mining": (
+            mined("documents", changed(SHARD, with_nan)),
             f"vectors/documents/{SHARD}:1: the vector is not finite",
         ),
-        "vectors to mine from that are of other records": (
+        "vectors of other records for mining": (
             both(mined("documents"), few("one", "two", "three")),
             "vectors/index/manifest.json: field 'source_key' differs",
         ),
     },
     MINE + " --query-vectors vectors --precision float32": {
-        "vectors by encode in another role": (
+        "vectors that encode wrote for another role": (
             both(few("one", "two", "three"), vectors()),
             "vectors/manifest.json: field 'role' is 'document', expected 'query'",
         )
     },
     FIT: {
-        "clusters that are cut off": (
+        "truncated clusters": (
             clustered_on(lambda folder: (folder / "centroids.npy").write_bytes(b"\x93NUMPY")),
             "clusters/centroids.npy: is missing or damaged",
         ),
-        "clusters whose centroids are NaN": (
-            clustered_on(changed("centroids.npy", filled(np.nan))),
-            "clusters/centroids.npy:1: is not finite",
-        ),
-        "vectors for a filter that are not there": (
-            source(surrogate_vectors="gone"),
-            "gone/index/manifest.json: this output has no manifest",
-        ),
+        "NaN centroids": (clustered_on(changed("centroids.npy", with_nan)), "clusters/centroids.npy:1: is not finite"),
     },
 }

@@ -177,15 +177,15 @@ def kill(folder: Path, config: dict[str, Any], chance: random.Random, seconds: f
     return Counter(kills=kills)
 
 
-def cut_runs(
-    text: str | None, count: int, cut: Callable[..., Counter[str]], keep: dict[str, Any], workers: Iterable[int]
+def interrupt_runs(
+    text: str | None, count: int, interrupt: Callable[..., Counter[str]], keep: dict[str, Any], workers: Iterable[int]
 ) -> int:
     """Interrupt runs of all methods, `--count` or `count` times; returns the number of runs with a wrong result.
 
     Args:
         text: The help text of the command.
         count: The default number of interruptions.
-        cut: Trains a run to its end, and returns the number of interruptions by type.
+        interrupt: Trains a run to its end, and returns the number of interruptions by type.
         keep: The callback that writes checkpoints.
         workers: Numbers of workers of the loader, used in turn.
     """
@@ -195,24 +195,24 @@ def cut_runs(
     options = parser.parse_args()
     os.environ["EMBED_IMPORTS"] = "tests"
     torch.set_num_threads(1)
-    chance, cuts, runs, wrong, turns = random.Random(options.seed), Counter[str](), 0, 0, itertools.cycle(workers)
-    while cuts.total() < options.count:
+    chance, made, runs, wrong, turns = random.Random(options.seed), Counter[str](), 0, 0, itertools.cycle(workers)
+    while made.total() < options.count:
         (method, cached), num_workers = chosen(runs), next(turns)
         with tempfile.TemporaryDirectory() as name:
-            whole, folder = Path(name, "whole"), Path(name, "cut")
+            whole, folder = Path(name, "whole"), Path(name, "interrupted")
             config = killed_config(whole, method, cached, num_workers, 0.0, keep)
             began = time.monotonic()
             run(whole, config)
             seconds = time.monotonic() - began
             config = killed_config(folder, method, cached, num_workers, 0.05, keep)
-            made = cut(folder, config, chance, seconds, options.count - cuts.total())
+            new = interrupt(folder, config, chance, seconds, options.count - made.total())
             faults = unlike(folder, whole)
-        cuts, runs, wrong = cuts + made, runs + 1, wrong + bool(faults)
+        made, runs, wrong = made + new, runs + 1, wrong + bool(faults)
         how = f"{method}{', GradCache' if cached else ''}, {num_workers} workers"
-        print(f"{cuts.total():>4}  {how}: {dict(made)}, {'; '.join(faults[:3]) or 'identical'}", flush=True)
-    print(f"{dict(cuts)} in {runs} runs; {runs - wrong} ended with an identical state and ledger, {wrong} did not")
+        print(f"{made.total():>4}  {how}: {dict(new)}, {'; '.join(faults[:3]) or 'identical'}", flush=True)
+    print(f"{dict(made)} in {runs} runs; {runs - wrong} ended with an identical state and ledger, {wrong} did not")
     return wrong
 
 
 if __name__ == "__main__":
-    raise SystemExit(bool(cut_runs(__doc__, 100, kill, KEEP, range(3))))
+    raise SystemExit(bool(interrupt_runs(__doc__, 100, kill, KEEP, range(3))))

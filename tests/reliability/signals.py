@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.callbacks.preempted_runs import fake_scontrol
 from tests.helpers.runs import component
-from tests.reliability.kills import cut_runs, ledger, run, start
+from tests.reliability.kills import interrupt_runs, ledger, run, start
 
 PATH = os.environ["PATH"]
 SIGNALS = ([10], [15], [10, 15], [15, 15])
@@ -78,4 +78,4 @@ def _listens(pid: int) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(bool(cut_runs(__doc__, 200, send_signals, KEEP, [1])))
+    raise SystemExit(bool(interrupt_runs(__doc__, 200, send_signals, KEEP, [1])))

@@ -18,13 +18,13 @@ from tests.reliability.world import World
 
 
 @pytest.mark.parametrize("first", range(0, 20, 10))
-def test_a_damaged_file_ends_in_a_code_and_never_in_a_traceback(world: World, first: int) -> None:
+def test_a_damaged_file_ends_with_an_exit_code_and_without_a_traceback(world: World, first: int) -> None:
     cases = [fuzz.run_case(world, 0, index) for index in range(first, first + 10)]
     assert [case for case in cases if "fault" in case] == []
     assert {case["code"] for case in cases} <= set(fuzz.ENDINGS)
 
 
-def test_a_case_is_the_same_each_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_is_reproducible(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[object, ...]] = []
 
     def note(words: list[str]) -> int:

@@ -63,7 +63,7 @@ def test_the_number_of_cases() -> None:
     assert len([case for case in CASES.values() if case.code]) >= 35
 
 
-def test_the_watch_sees_what_the_payload_does(place: Place) -> None:
+def test_the_audit_hook_records_what_the_payload_does(place: Place) -> None:
     with WATCH.over(place.folder) as seen:
         pickle.loads(hostile.PICKLE)
     assert any("os.system" in event for event in seen)

@@ -28,7 +28,7 @@ MAX_SECONDS = 20.0
 
 
 def test_every_group_has_its_cases() -> None:
-    assert len(CASES) == sum(len(named) for group in GROUPS for named in group.CASES.values()) >= 150
+    assert len(CASES) == sum(len(named) for group in GROUPS for named in group.CASES.values()) >= 120
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -78,10 +78,10 @@ def test_unusual_inputs_are_accepted(name: str, place: Place, capfd: pytest.Capt
         ),
         (at("trainer", strategy="deepspeed"), 2, "The DeepSpeed strategy is only supported on CUDA GPUs"),
     ],
-    ids=["an optimiser that takes no dense gradients", "DeepSpeed on a CPU"],
+    ids=["an optimiser for sparse gradients only", "DeepSpeed on a CPU"],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_the_exception_of_a_library_is_one_line_and_a_file_with_the_traceback(
+def test_the_exception_of_a_library_is_reported_in_one_line_and_a_file_with_the_traceback(
     make: Make, code: int, says: str, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Code 2 before training; 70 during training, with the file in the folder of the run."""

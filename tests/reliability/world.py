@@ -154,7 +154,6 @@ _BUILDERS: dict[str, Callable[[World, Path], object]] = {
     "backbone": lambda world, path: _saved(path),
     "sharded": lambda world, path: _saved(path, "60KB"),
     "model": lambda world, path: _model(path, tiny_bert(), MeanPooling(32)),
-    "other": lambda world, path: _model(path, tiny_bert(seed=1, hidden_size=16), MeanPooling(16)),
     "latent": lambda world, path: _model(path, tiny_bert(), LatentAttentionPooling(32, 4, 2, 8)),
     "sparse": lambda world, path: _model(path, tiny_moe(), MeanPooling(32)),
     "contextual": lambda world, path: tiny_contextual().save_pretrained(path),

@@ -22,7 +22,7 @@ from tests.helpers.waiting import wait_for
     [("ddp", 10), (DDPStrategy(timeout=timedelta(minutes=3)), 3), (FSDP2Strategy(), 10)],
     ids=["ddp", "explicit", "fsdp2"],
 )
-def test_ranks_wait_ten_minutes_unless_told_otherwise(strategy: object, minutes: int) -> None:
+def test_ranks_wait_ten_minutes_unless_a_timeout_is_set(strategy: object, minutes: int) -> None:
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
     set_up_ranks(trainer)
     assert trainer.strategy._timeout == timedelta(minutes=minutes)

@@ -36,6 +36,7 @@ from embeddings.synthesis.validate import Draft, Parsed, RejectedAnswer, read_ex
 from tests.data.rows import write_jsonl
 from tests.helpers.chat_server import Reply, answers_badly, answers_well, chat_server
 from tests.helpers.forks import fork
+from tests.helpers.refusals import refused
 from tests.synthesis.models import EAGER, FakeClient, contents, make_runner
 
 PLAN = Plan("mgh", 24, num_tasks=10, seed=5)
@@ -158,8 +159,7 @@ def test_more_examples_request_only_the_new_ones(tmp_path):
     assert len(client.asked) == 14
     run(tmp_path / "whole", FakeClient(), Plan("mgh", 24, num_tasks=10))
     assert contents(tmp_path / "job") == contents(tmp_path / "whole")
-    with pytest.raises(InputError, match=r"field .seed. is 0, expected 1"):
-        run(tmp_path / "job", client, Plan("mgh", 24, num_tasks=10, seed=1))
+    refused(InputError, r"seed. is 0, expected 1", run, tmp_path / "job", client, Plan("mgh", 24, num_tasks=10, seed=1))
     with pytest.raises(InputError, match=r"field .model. is .model., expected .other."):
         run(tmp_path / "job", FakeClient(sampling=Sampling("other")), Plan("mgh", 24, num_tasks=10))
 
@@ -171,8 +171,7 @@ def test_tasks_of_another_job_replace_stage_one(tmp_path):
     run(tmp_path / "second", client, plan)
     assert len(client.asked) == 24
     assert contents(tmp_path / "second") == contents(tmp_path / "first")
-    with pytest.raises(OptionError, match="num_tasks has no effect with tasks"):
-        replace(plan, num_tasks=3)
+    refused(OptionError, "num_tasks has no effect with tasks", replace, plan, num_tasks=3)
 
 
 @pytest.mark.parametrize("budget", [3000, 6000, 12000])
@@ -211,8 +210,7 @@ def test_a_dry_run_shows_a_prompt_of_each_kind():
     ],
 )
 def test_invalid_plans_are_refused(make, says):
-    with pytest.raises(OptionError, match=says):
-        make()
+    refused(OptionError, says, make)
 
 
 @pytest.mark.parametrize(
@@ -348,8 +346,7 @@ def test_an_invalid_task_file_is_refused(tmp_path, content, says):
     path = tmp_path / "tasks.jsonl"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(InputError, match=says):
-        read_task_file(path, MGH.categories)
+    refused(InputError, says, read_task_file, path, MGH.categories)
 
 
 OLD = {"negatives": ["old"], "score": 2}
@@ -471,8 +468,7 @@ def test_a_changed_file_of_a_finished_job_is_refused_and_a_missing_one_is_not_fi
     run_job(tmp_path, client)
     assert (contents(tmp_path), client.asked) == (whole, [])
     (tmp_path / "a.jsonl").write_text("changed\n")
-    with pytest.raises(InputError, match=r"a\.jsonl: is not the file that the job wrote; delete it"):
-        finished_report(tmp_path, fields)
+    refused(InputError, r"a\.jsonl: is not the file that the job wrote; delete it", finished_report, tmp_path, fields)
 
 
 def test_a_smaller_job_leaves_no_old_file(tmp_path):
@@ -483,8 +479,7 @@ def test_a_smaller_job_leaves_no_old_file(tmp_path):
 
 def test_two_processes_do_not_work_in_one_folder(tmp_path):
     with open_job(tmp_path / "job", IDENTITY, SIZE, FakeClient(), EAGER, Budget()) as job:
-        with pytest.raises(InputError, match="is in use by another process"):
-            run_job(tmp_path / "job")
+        refused(InputError, "is in use by another process", run_job, tmp_path / "job")
         assert job.folder.is_dir()
     assert run_job(tmp_path / "job").num_answers == 4
 

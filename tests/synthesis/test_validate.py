@@ -19,6 +19,7 @@ from embeddings.synthesis.validate import (
     read_negatives,
     read_tasks,
 )
+from tests.helpers.refusals import refused
 
 SHORT_LONG = MGH.category("short_long")
 TASK = "Find recipes for a dish."
@@ -32,11 +33,7 @@ def graded(texts=TEXTS, levels=LEVELS):
 
 
 def answer(**changes):
-    value = {
-        "user_query": QUERY,
-        "positive_document": "Red ones are done in ten minutes.",
-        "hard_negative_document": graded(),
-    }
+    value = {"user_query": QUERY, "positive_document": "Red ones take ten.", "hard_negative_document": graded()}
     return {name: text for name, text in {**value, **changes}.items() if text is not ...}
 
 
@@ -50,7 +47,7 @@ def test_a_good_answer_is_a_record_with_levels_from_the_hardest():
     assert draft.fields == {
         "id": "short_long-0",
         "query": QUERY,
-        "positive": "Red ones are done in ten minutes.",
+        "positive": "Red ones take ten.",
         "negatives": [{"text": text, "level": level} for level, text in enumerate(TEXTS, start=1)],
         "instruction": TASK,
     }
@@ -264,7 +261,6 @@ def test_records_are_sampled_evenly_from_those_with_every_level(tmp_path):
 
 def test_records_without_levels_are_refused(tmp_path):
     path = write(tmp_path / "a.jsonl", (1, 10))
-    with pytest.raises(InputError, match="no record has four levels"):
-        check_levels([path], Angles())
+    refused(InputError, "no record has four levels", check_levels, [path], Angles())
     with pytest.raises(InputError):
         check_levels([], Angles())

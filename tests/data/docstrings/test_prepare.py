@@ -92,10 +92,10 @@ def test_max_rows_uses_every_kth_row_with_the_same_negatives(packages):
         return gzip.decompress((folder / "train.jsonl.gz").read_bytes()).splitlines()
 
     whole = prepared(packages / "whole")
-    for most, step in ((26, 1), (25, 2), (13, 2), (12, 3), (7, 4), (1, 26)):
-        few = prepared(packages / "few", max_rows=most)
+    for maximum, step in ((26, 1), (25, 2), (13, 2), (12, 3), (7, 4), (1, 26)):
+        few = prepared(packages / "few", max_rows=maximum)
         assert not few.reused
-        assert few.counts["train"] <= most
+        assert few.counts["train"] <= maximum
         assert rows(few.folder) == rows(whole.folder)[::step]
         assert few.counts == {**whole.counts, "train": len(rows(few.folder))}
         same = {name: content for name, content in files(few.folder).items() if name.startswith("eval")}
@@ -136,7 +136,7 @@ def test_a_second_run_recognises_finished_output_and_says_so(packages, caplog):
         ({"num_in_domain_documents": 40}, r"ion_documents \+ num_in_domain_documents must be less than the \d+"),
     ],
 )
-def test_invalid_arguments_are_one_line_and_nothing_is_written(packages, changes, message):
+def test_invalid_arguments_are_reported_in_one_line_and_nothing_is_written(packages, changes, message):
     refused(OptionError, message, prepared, packages / "out", **changes)
     assert not (packages / "out").exists()
 

@@ -17,6 +17,7 @@ from tests.helpers.refusals import refused
 
 TABLE = PublicTable.read()
 ASKED, ANSWER = question(0), answer(0)
+NEGATIVES = [answer(500 + n) for n in range(9)]
 # One source of each kind and each way to name files, with its converted first row.
 CHOSEN = {
     "pairs": ("nv_embed/squad", {"query": ASKED, "positive": [ANSWER]}),
@@ -32,10 +33,7 @@ CHOSEN = {
             "negatives": [f"Title {n} {answer(500 + n)}" for n in range(9)],
         },
     ),
-    "several splits": (
-        "mgh/miracl",
-        {"query": ASKED, "positive": [ANSWER], "negatives": [answer(500 + n) for n in range(9)]},
-    ),
+    "several splits": ("mgh/miracl", {"query": ASKED, "positive": [ANSWER], "negatives": NEGATIVES}),
     "first line": ("moe_pretrain/mc4_sw", {"query": ASKED, "positive": [ANSWER]}),
     "labelled": ("nv_embed/banking77", {"text": f"{ASKED} 0", "label": "class 0"}),
     "title and abstract": ("nv_embed/biorxiv_p2p", {"text": f"{ASKED} 0 {ASKED} 1", "label": "class 0"}),
@@ -239,7 +237,7 @@ def test_a_finished_file_is_kept_and_a_foreign_one_refused(tmp_path):
     refused(InputError, says, fetch_source, source, output, Hub(tmp_path / "hub"))
 
 
-def test_a_missing_changed_or_empty_data_set_is_one_line_and_leaves_no_file(tmp_path):
+def test_a_missing_changed_or_empty_data_set_is_reported_in_one_line_and_leaves_no_file(tmp_path):
     source = place("pairs")
     changed, empty = [{"question": "a", "passage": "b"}] * 4, [{"question": "a", "context": ""}] * 4
     for subsets, says in (

@@ -59,9 +59,7 @@ def test_columns_and_rows_are_those_of_the_cards():
     compared = 0
     for source in TABLE.sources:
         if source.repository in CARDS:
-            names = [
-                name for names in source.columns.values() for name in ([names] if isinstance(names, str) else names)
-            ]
+            names = [one for names in source.columns.values() for one in ([names] if isinstance(names, str) else names)]
             assert set(names) <= set(CARDS[source.repository].split()), source.key
             compared += 1
     assert compared > 70

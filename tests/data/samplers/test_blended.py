@@ -120,7 +120,7 @@ def test_counts_add_up_never_decrease_and_follow_the_proportions(weights):
         last = counts
 
 
-def test_whole_weights_are_exact_at_their_total_and_random_ones_within_two_however_far_away():
+def test_integer_weights_are_exact_at_their_total_and_random_ones_within_two_at_any_distance():
     sizes = [3, 1000, 17, 280, 1]
     for times in (0, 1, 2, 10**9):
         assert Apportionment(sizes).counts(times * sum(sizes)) == [times * size for size in sizes]

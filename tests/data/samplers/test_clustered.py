@@ -159,15 +159,13 @@ def test_clusters_are_found_by_name_and_those_of_another_data_set_are_refused(ma
     # They are checked before the sources are read.
     sampler = ClusteredBatchSampler([90, 31, 12], 4, clusters=str(root))
     sampler.check_sources(NAMES)
-    refused(
-        InputError, r"fourth.manifest\.json: this output has no manifest", sampler.check_sources, [*NAMES, "fourth"]
-    )
+    refused(InputError, r"fourth.manifest\.json: this output has no", sampler.check_sources, [*NAMES, "fourth"])
     sampler.clusters = {"first": str(root / "first")}
     refused(OptionError, "must name the clusters of source 'second'", sampler.check_sources, NAMES)
 
 
 @pytest.mark.parametrize("gathers", [True, False])
-def test_the_configured_data_asks_the_module_whether_its_ranks_share_candidates(tmp_path, monkeypatch, gathers):
+def test_the_blocks_of_ranks_depend_on_whether_the_module_gathers_candidates(tmp_path, monkeypatch, gathers):
     """Two sources with clusters of five rows."""
     sources = []
     for name, size in (("left", 23), ("right", 14)):
@@ -204,7 +202,7 @@ def tour_length(centroids, order):
 
 
 def nested_vectors(count, width):
-    """Unit vectors around centres around centres, like topics."""
+    """Unit vectors in clusters of clusters, like topics."""
     draw = np.random.default_rng(0)
     tops = draw.standard_normal((count // 200, width))
     centres = tops[draw.integers(0, len(tops), count // 10)] + 0.6 * draw.standard_normal((count // 10, width))
@@ -223,7 +221,7 @@ def test_a_tour_visits_each_cluster_once(num_clusters):
         assert sorted(order) == list(range(num_clusters))
 
 
-def test_the_tour_is_exact_with_all_neighbours_listed_or_sampled_and_else_little_longer_than_the_exact_one():
+def test_the_tour_is_exact_with_all_neighbours_listed_or_sampled_and_otherwise_little_longer():
     angles = np.linspace(0.0, 1.5, 40)
     line = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     # On a line the second search finds the next cluster, or else the sample contains all unvisited ones.

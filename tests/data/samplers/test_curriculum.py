@@ -166,9 +166,7 @@ def test_a_fixed_level_needs_no_length_and_a_trial_run_not_every_level():
 
 # 24 records with one negative per level: six batches of four per epoch.
 NUM_ROWS, NUM_EPOCHS = 24, 4
-LEVEL_OF_TEXT = {
-    text_hash(negative["text"]): negative["level"] for record in graded(NUM_ROWS) for negative in record["negatives"]
-}
+LEVEL_OF_TEXT = {text_hash(each["text"]): each["level"] for record in graded(NUM_ROWS) for each in record["negatives"]}
 
 
 def contents(batch):

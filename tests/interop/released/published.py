@@ -66,7 +66,7 @@ def encoded(folder: Path, texts: list[str] = TEXTS, role: str = "document", **op
 def by_library(
     folder: Path, role: str = "document", context: list[str] | None = None, texts: list[str] = TEXTS, **options: Any
 ) -> Tensor:
-    """The same vectors by sentence-transformers; tests that call it use the fixture `travelling_code`."""
+    """The same vectors by sentence-transformers; tests that call it use the fixture `remote_code`."""
     model = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
     if context is not None:
         model[0].set_context(context)

@@ -102,7 +102,7 @@ def states_v1(state, ids):
     return nomic.encoder_states(state, nomic.DENSE, words, layers=2)
 
 
-@pytest.mark.usefixtures("travelling_code")
+@pytest.mark.usefixtures("remote_code")
 def test_version_1_has_the_vectors_of_its_training_code(tmp_path, monkeypatch):
     folder, state, tokenizer = published_v1(tmp_path / "published", monkeypatch)
     made = load(folder)
@@ -181,7 +181,7 @@ def vector_v2(state, prefix, ids, colon):
     return pooled + two_layers(state, "second_stage_model.output_projection", pooled, F.relu)
 
 
-@pytest.mark.usefixtures("travelling_code")
+@pytest.mark.usefixtures("remote_code")
 def test_version_2_has_the_published_vectors(tmp_path):
     folder, state, tokenizer = published_v2(tmp_path / "published")
     made = load(folder)

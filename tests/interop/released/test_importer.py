@@ -175,7 +175,7 @@ def used_as_published(state, tokenizer, prompt, width):
     return torch.stack(rows)
 
 
-@pytest.mark.usefixtures("travelling_code")
+@pytest.mark.usefixtures("remote_code")
 def test_version_1_5_gives_the_vectors_of_its_card_at_every_width(wide, tmp_path):
     folder, state, tokenizer = folder_of(wide, tmp_path / V1_5)
     made = import_released(str(folder), tmp_path / "ours")

@@ -75,7 +75,7 @@ def released_vector(state, tokenizer, text, instruction, before, behind):
     return decoder_states(state, ids)[-pooled:].mean(0)
 
 
-@pytest.mark.usefixtures("travelling_code")
+@pytest.mark.usefixtures("remote_code")
 @pytest.mark.parametrize(("named", "before", "behind"), [(MISTRAL, "[INST] ", " [/INST]"), ("someone/s-model", "", "")])
 def test_the_imported_model_gives_the_published_vectors(named, before, behind, tmp_path):
     state, tokenizer = decoder(tmp_path / "decoder"), sentencepiece_tokenizer()

@@ -61,7 +61,7 @@ def means(state, config, tokenizer, prompt):
     return [nomic_states(state, config, torch.tensor(tokenizer(prompt + text)["input_ids"])).mean(0) for text in TEXTS]
 
 
-@pytest.mark.usefixtures("travelling_code")
+@pytest.mark.usefixtures("remote_code")
 @pytest.mark.parametrize(
     ("config", "load", "kind", "prefix"),
     [

@@ -110,7 +110,7 @@ def released_vector(state, tokenizer, instruction, text, max_length=4096):
     return latent_block(state, decoder_states(backbone, ids))[skipped:].mean(0)
 
 
-@pytest.mark.usefixtures("travelling_code")
+@pytest.mark.usefixtures("remote_code")
 @pytest.mark.parametrize("cut", [False, True])
 def test_the_imported_model_gives_the_published_vectors(cut, tmp_path):
     """Includes truncated texts and texts that do not begin with a word."""
