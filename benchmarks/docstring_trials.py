@@ -8,7 +8,6 @@ import fcntl
 import gzip
 import json
 import logging
-import os
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 
 from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
-from benchmarks.workloads import small_embedder
+from benchmarks.workloads import data_folder, small_embedder
 from embeddings.callbacks import ExportModel, GradCacheCallback
 from embeddings.common.io import atomic_path
 from embeddings.data import BlendedBatchSampler, ClusteredBatchSampler, EmbeddingDataModule, SourceConfig
@@ -98,7 +97,7 @@ class WordsFirst(Recipe):
         return replace(super().tiny(), word_steps=1)
 
     @property
-    def steps_here(self) -> int:
+    def own_word_steps(self) -> int:
         """The steps of word prediction of this training: none behind a warm-up."""
         return 0 if self.warmup_steps else self.word_steps
 
@@ -108,24 +107,24 @@ def run(
 ) -> list[Scores]:
     """Train and score by each recipe with each seed; arguments as of `run_recipes` and `score`."""
     recipes = sized(chosen, recipes)
-    world = World(chosen.work, chosen.tiny)
-    with world.alone():
-        world.prepare(list(recipes.values()))
+    workspace = Workspace(chosen.work, chosen.tiny)
+    with workspace.locked():
+        workspace.prepare(list(recipes.values()))
     return run_recipes(chosen, experiment, recipes, partial(run_trial, others=others))
 
 
 def run_trial(trial: Trial, work: Path, tiny: bool, others: Sequence[str] = OTHER_DOMAINS) -> Metrics:
     """Train by the trial's recipe, and score the model."""
     kind = WordsFirst if "word_steps" in trial.settings else Recipe
-    world, recipe = World(work, tiny), kind(**trial.settings)  # type: ignore[arg-type]
+    workspace, recipe = Workspace(work, tiny), kind(**trial.settings)  # type: ignore[arg-type]
     start = time.perf_counter()
-    module = train(world, recipe, trial.seed)
+    module = train(workspace, recipe, trial.seed)
     seconds = time.perf_counter() - start
-    scores = score(world, module.embedder, others)
-    return {**scores, "batch difficulty": batch_difficulty(world, recipe, trial.seed), "training seconds": seconds}
+    scores = score(workspace, module.embedder, others)
+    return {**scores, "batch difficulty": batch_difficulty(workspace, recipe, trial.seed), "training seconds": seconds}
 
 
-class World:
+class Workspace:
     """The corpora in a folder of work; what is there already is kept.
 
     Args:
@@ -142,7 +141,7 @@ class World:
         return str(self.folder / "model") if self.tiny else MODEL
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Wait until no other process makes anything in the folder, and keep others out meanwhile."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / ".lock", "w") as lock:
@@ -187,6 +186,14 @@ class World:
     def in_domain(self) -> RetrievalFolder:
         """Held-out functions of the training packages."""
         return read_retrieval_folder(self.folder / "corpus" / "eval" / "in_domain")
+
+    def runs_folder(self, experiment: str) -> Path:
+        """The folder of an experiment's runs."""
+        return self.folder / "runs" / experiment
+
+    def run_folder(self, trial: Trial) -> Path:
+        """The folder with the metrics of a trial's run."""
+        return self.runs_folder(trial.experiment) / f"{trial.variant.replace(' ', '_')}-seed{trial.seed}"
 
     def _pairs(self, copies: bool) -> Path:
         return self.folder / "corpus" / "train.jsonl.gz" if not copies else self.folder / "with-copies.jsonl.gz"
@@ -259,17 +266,17 @@ def near_copy(pair: dict[str, str]) -> dict[str, str]:
     return {"query": " ".join(words[:-1] if len(words) > 3 else [*words, "again"]), "positive": "\n".join(kept)}
 
 
-def train(world: World, recipe: Recipe, seed: int, export: str | None = None) -> ContrastiveModule:
+def train(workspace: Workspace, recipe: Recipe, seed: int, export: str | None = None) -> ContrastiveModule:
     """Train a model by a recipe; with `export` it is written there as a model directory."""
-    module = module_of(world, recipe, seed)
+    module = module_of(workspace, recipe, seed)
     callbacks = [] if export is None else [ExportModel(export)]
-    num_steps = recipe.num_steps + (recipe.steps_here if isinstance(recipe, WordsFirst) else 0)
-    fit(world, module, data_of(world, recipe, seed), num_steps, callbacks)
+    num_steps = recipe.num_steps + (recipe.own_word_steps if isinstance(recipe, WordsFirst) else 0)
+    fit(workspace, module, data_of(workspace, recipe, seed), num_steps, callbacks)
     return module
 
 
 def fit(
-    world: World,
+    workspace: Workspace,
     module: ContrastiveModule,
     data: EmbeddingDataModule,
     num_steps: int,
@@ -283,53 +290,53 @@ def fit(
         precision="bf16-mixed",
         max_steps=num_steps,
         gradient_clip_val=1.0,
-        callbacks=[GradCacheCallback(mini_batch_tokens=1024 if not world.tiny else 256, kept_gib=4), *callbacks],
+        callbacks=[GradCacheCallback(mini_batch_tokens=1024 if not workspace.tiny else 256, kept_gib=4), *callbacks],
         logger=logger or False,
         log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        default_root_dir=world.folder,
+        default_root_dir=workspace.folder,
     ).fit(module, data)
 
 
-def data_of(world: World, recipe: Recipe, seed: int) -> EmbeddingDataModule:
+def data_of(workspace: Workspace, recipe: Recipe, seed: int) -> EmbeddingDataModule:
     """The batches of a recipe."""
     if recipe.cluster_size is None:
         sampler: Any = partial(BlendedBatchSampler)
     else:
-        folder = {"docstrings": str(world.clusters(recipe))}
+        folder = {"docstrings": str(workspace.clusters(recipe))}
         sampler = partial(ClusteredBatchSampler, clusters=folder, order=recipe.order)
-    return EmbeddingDataModule([world.source(recipe.copies)], recipe.text, recipe.batch_size, 0, sampler, seed=seed)
+    return EmbeddingDataModule([workspace.source(recipe.copies)], recipe.text, recipe.batch_size, 0, sampler, seed=seed)
 
 
-def module_of(world: World, recipe: Recipe, seed: int) -> ContrastiveModule:
+def module_of(workspace: Workspace, recipe: Recipe, seed: int) -> ContrastiveModule:
     """The model of a recipe, untrained."""
     margin = recipe.filter_margin
     rule = None if margin is None else SurrogateFilter(margin)
     options: dict[str, Any] = {
-        "backbone": BackboneConfig(world.model),
+        "backbone": BackboneConfig(workspace.model),
         "loss": InfoNCE(temperature=0.05, false_negative_filter=rule),
         "optimizer": partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
         "schedule": Schedule(warmup_steps=recipe.num_steps // 10, decay="linear"),
-        "initial_model": world.start(recipe),
+        "initial_model": workspace.start(recipe),
         "seed": seed,
     }
     if recipe.contextual:
         if isinstance(recipe, WordsFirst):
-            options["first_stage_training"] = FirstStageTraining(word_steps=recipe.steps_here, frozen_steps=None)
+            options["first_stage_training"] = FirstStageTraining(word_steps=recipe.own_word_steps, frozen_steps=None)
         return CDEModule(context=ContextSettings(num_context=recipe.num_context), **options)
     return NVEmbedModule(pooling=MeanPooling, **options)
 
 
-def batch_difficulty(world: World, recipe: Recipe, seed: int) -> float:
+def batch_difficulty(workspace: Workspace, recipe: Recipe, seed: int) -> float:
     """Share of queries in the run's batches for which the surrogate puts another document of the batch first."""
-    data = data_of(world, recipe, seed)
+    data = data_of(workspace, recipe, seed)
     data.setup()
     plan: Any = data.sampler(data.mixture.sizes, recipe.batch_size, seed, [source.weight for source in data.sources])
     plan.identify(data.mixture.identities)
-    source = world.source(recipe.copies)
+    source = workspace.source(recipe.copies)
     vectors = SurrogateVectors(str(source.surrogate_vectors), open_cached(source).folder.name)
     missed = []
     for step in range(recipe.num_steps):
@@ -341,22 +348,22 @@ def batch_difficulty(world: World, recipe: Recipe, seed: int) -> float:
     return float(np.mean(missed))
 
 
-def score(world: World, embedder: Embedder, others: Sequence[str] = ()) -> Metrics:
+def score(workspace: Workspace, embedder: Embedder, others: Sequence[str] = ()) -> Metrics:
     """nDCG@10 of a model, where it is contextual behind documents of the corpus, of another one, and behind none.
 
     Args:
-        world: The corpora.
+        workspace: The corpora.
         embedder: The model.
         others: Collections of other kinds that are searched too, where the folder EMBED_DATA holds them.
     """
     encoder = Encoder(embedder)
-    packages, functions = world.domains(), world.in_domain()
+    packages, functions = workspace.domains(), workspace.in_domain()
     scores = {"held-out functions": _ndcg(encoder, functions, functions.documents)}
     if encoder.num_context:
         vector_MH = sample_context(encoder, functions.documents, seed=0).vector_MH
         scores["context spread"] = float(context_spread(torch.from_numpy(vector_MH)))
     sets = {"held-out packages": packages}
-    if not world.tiny:
+    if not workspace.tiny:
         sets |= {name: {name: folder} for name, folder in other_domains(others).items()}
     foreign = next(iter(packages.values())).documents
     for name, folders in sets.items():
@@ -369,8 +376,8 @@ def score(world: World, embedder: Embedder, others: Sequence[str] = ()) -> Metri
 
 def other_domains(names: Sequence[str]) -> dict[str, RetrievalFolder]:
     """Real collections of other kinds, where the folder EMBED_DATA holds them."""
-    root = Path(os.environ.get("EMBED_DATA", "../shared/data"))
-    return {name: read_retrieval_folder(root / name) for name in names if (root / name).is_dir()}
+    folders = {name: data_folder() / name for name in names}
+    return {name: read_retrieval_folder(folder) for name, folder in folders.items() if folder.is_dir()}
 
 
 def _mean_over(encoder: Encoder, folders: dict[str, RetrievalFolder], kind: str, foreign: list[str]) -> float:

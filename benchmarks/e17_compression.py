@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.docstring_trials import fit, score
 from benchmarks.e5_pooling_and_mask import decoder
-from benchmarks.e18_distillation import TEACHER_SEED, Classroom, data_of
+from benchmarks.e18_distillation import TEACHER_SEED, DistillationWorkspace, data_of
 from benchmarks.e18_distillation import Recipe as TeacherRecipe
 from benchmarks.mgh_trials import Recipe as PairsRecipe
 from benchmarks.mgh_trials import data_of as pairs_data_of
@@ -94,7 +94,7 @@ LONGER = "sparsegpt, 2:4, 240 steps"
 RECIPES[LONGER] = Recipe(num_steps=240)
 
 
-class DecoderClassroom(Classroom):
+class DecoderWorkspace(DistillationWorkspace):
     """The corpora, and the small decoder after its training on pairs."""
 
     @property
@@ -116,53 +116,53 @@ class DecoderClassroom(Classroom):
             fit(self, module, data, taught.num_steps, [ExportModel(self.teacher)])
 
 
-def classroom_of(recipe: Recipe, work: Path, tiny: bool) -> Classroom:
+def workspace_of(recipe: Recipe, work: Path, tiny: bool) -> DistillationWorkspace:
     """The corpora with the model that a recipe compresses."""
-    return (DecoderClassroom if isinstance(recipe, DecoderRecipe) else Classroom)(work, tiny)
+    return (DecoderWorkspace if isinstance(recipe, DecoderRecipe) else DistillationWorkspace)(work, tiny)
 
 
 def run(chosen: Namespace, recipes: Mapping[str, Recipe]) -> list[Scores]:
     """Compress by each recipe with each seed; arguments as of `run_recipes`."""
     recipes = sized(chosen, recipes)
     first = next(iter(recipes.values()))
-    world = classroom_of(first, chosen.work, chosen.tiny)
-    with world.alone():
-        world.prepare([])
-        world.make(rows_of(chosen.tiny))
-        if not dense_scores(world).exists():
-            write_json(dense_scores(world), measured(world, world.teacher, "dense", first))
+    workspace = workspace_of(first, chosen.work, chosen.tiny)
+    with workspace.locked():
+        workspace.prepare([])
+        workspace.make(rows_of(chosen.tiny))
+        if not dense_scores(workspace).exists():
+            write_json(dense_scores(workspace), measured(workspace, workspace.teacher, "dense", first))
     return run_recipes(chosen, "E17", recipes, run_trial)
 
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """The scores of the model after each stage, its weights in bytes, and the seconds of each."""
     recipe = (DecoderRecipe if "decoder" in trial.settings else Recipe)(**trial.settings)  # type: ignore[arg-type]
-    world = classroom_of(recipe, work, tiny)
-    texts = CalibrationOptions(str(world.rows(rows_of(tiny))), recipe.num_texts, recipe.max_length, trial.seed)
+    workspace = workspace_of(recipe, work, tiny)
+    texts = CalibrationOptions(str(workspace.rows(rows_of(tiny))), recipe.num_texts, recipe.max_length, trial.seed)
     reads_texts = recipe.method != "magnitude"
-    found: Metrics = json.loads(dense_scores(world).read_text())
+    found: Metrics = json.loads(dense_scores(workspace).read_text())
     with scratch(work) as folder:
         with timed(found, "pruned"):
             pruning = PruningOptions(recipe.method, recipe.pattern)
-            pruned = compressed(world.teacher, folder / "pruned", pruning, texts=texts if reads_texts else None)
-        found |= measured(world, pruned, "pruned", recipe)
+            pruned = compressed(workspace.teacher, folder / "pruned", pruning, texts=texts if reads_texts else None)
+        found |= measured(workspace, pruned, "pruned", recipe)
         last = pruned
-        for stage, teacher in (("retrained", None), ("retrained by the teacher", world.teacher)):
+        for stage, teacher in (("retrained", None), ("retrained by the teacher", workspace.teacher)):
             with timed(found, stage):
-                last = retrained(world, recipe, trial.seed, pruned, teacher, folder / stage.replace(" ", "-"))
-            found |= measured(world, last, stage, recipe)
+                last = retrained(workspace, recipe, trial.seed, pruned, teacher, folder / stage.replace(" ", "-"))
+            found |= measured(workspace, last, stage, recipe)
         # Tiny trials of all lengths are one and the same.
         is_stored = recipe.method == "sparsegpt" and recipe.num_steps <= Recipe.num_steps
         for number in NUMBERS if is_stored else ():
             with timed(found, number):
                 small = compressed(last, folder / number, quantization=QuantizationOptions(number), texts=texts)
-            found |= measured(world, small, number, recipe)
+            found |= measured(workspace, small, number, recipe)
     return found
 
 
-def dense_scores(world: Classroom) -> Path:
+def dense_scores(workspace: DistillationWorkspace) -> Path:
     """The file with the scores of the model before pruning, the same in every trial."""
-    return world.teacher.with_name(f"{world.teacher.name}-scores.json")
+    return workspace.teacher.with_name(f"{workspace.teacher.name}-scores.json")
 
 
 def rows_of(tiny: bool) -> TeacherRecipe:
@@ -199,7 +199,9 @@ def compressed(
     return output
 
 
-def retrained(world: Classroom, recipe: Recipe, seed: int, pruned: Path, teacher: Path | None, output: Path) -> Path:
+def retrained(
+    workspace: DistillationWorkspace, recipe: Recipe, seed: int, pruned: Path, teacher: Path | None, output: Path
+) -> Path:
     """The pruned model after LoRA that keeps its zeros, with the teacher's states where there is one."""
     module = NVEmbedModule(
         BackboneConfig(str(pruned), dropout=0.0, bidirectional=isinstance(recipe, DecoderRecipe)),
@@ -212,19 +214,19 @@ def retrained(world: Classroom, recipe: Recipe, seed: int, pruned: Path, teacher
         initial_model=str(pruned),
         distillation=None if teacher is None else LayerDistillation(str(teacher), recipe.alpha),
     )
-    source = replace(world.pairs(rows_of(world.tiny)), surrogate_vectors=None)
+    source = replace(workspace.pairs(rows_of(workspace.tiny)), surrogate_vectors=None)
     sizes = {"num_steps": recipe.num_steps, "max_length": recipe.max_length, "batch_size": recipe.batch_size}
-    rows = replace(rows_of(world.tiny), **sizes)  # type: ignore[arg-type]
-    fit(world, module, data_of(rows, source, seed), recipe.num_steps)
+    rows = replace(rows_of(workspace.tiny), **sizes)  # type: ignore[arg-type]
+    fit(workspace, module, data_of(rows, source, seed), recipe.num_steps)
     module.embedder.save_pretrained(output)
     return output
 
 
-def measured(world: Classroom, model: Path, stage: str, recipe: Recipe) -> Metrics:
+def measured(workspace: DistillationWorkspace, model: Path, stage: str, recipe: Recipe) -> Metrics:
     """nDCG@10 of a model directory, and the bytes of its weights."""
     embedder = Embedder.from_pretrained(model)
     embedder.text = recipe.text
-    scores = {f"{stage}, {name}": value for name, value in score(world, embedder).items()}
+    scores = {f"{stage}, {name}": value for name, value in score(workspace, embedder).items()}
     return scores | {f"{stage}, bytes": float(sum(file.stat().st_size for file in weight_files(model)))}
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from benchmarks.docstring_trials import MODEL, World, fit, score
+from benchmarks.docstring_trials import MODEL, Workspace, fit, score
 from benchmarks.trials import (
     Metrics,
     Scores,
@@ -68,7 +68,7 @@ RECIPES = {
 }
 
 
-class Classroom(World):
+class DistillationWorkspace(Workspace):
     """The corpora, the teacher, its vectors, and the student before training; what is there already is kept."""
 
     @property
@@ -155,30 +155,30 @@ def data_of(recipe: Recipe, source: SourceConfig, seed: int) -> EmbeddingDataMod
 def run(chosen: Namespace, recipes: Mapping[str, Recipe]) -> list[Scores]:
     """Train and score by each recipe with each seed; the teacher's scores are those of seed 0 without training."""
     recipes = sized(chosen, recipes)
-    world = Classroom(chosen.work, chosen.tiny)
-    with world.alone():
-        world.prepare([])
-        world.make(replace(recipes["student alone"], teaching="alone"))
+    workspace = DistillationWorkspace(chosen.work, chosen.tiny)
+    with workspace.locked():
+        workspace.prepare([])
+        workspace.make(replace(recipes["student alone"], teaching="alone"))
     return run_recipes(chosen, "E18", recipes, run_trial)
 
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train a student by the trial's recipe, and score it; the teacher too, once."""
-    world, recipe = Classroom(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
+    workspace, recipe = DistillationWorkspace(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
     start = time.perf_counter()
-    follows = LayerDistillation(str(world.teacher)) if recipe.teaching == "states" else None
-    backbone = BackboneConfig(str(world.student))
+    follows = LayerDistillation(str(workspace.teacher)) if recipe.teaching == "states" else None
+    backbone = BackboneConfig(str(workspace.student))
     module = NVEmbedModule(backbone, MeanPooling, distillation=follows, **options(recipe, trial.seed))
     found = {}
     if recipe.num_steps:
-        fit(world, module, data_of(recipe, world.pairs(recipe), trial.seed), recipe.num_steps)
+        fit(workspace, module, data_of(recipe, workspace.pairs(recipe), trial.seed), recipe.num_steps)
         found["training seconds"] = time.perf_counter() - start
     else:
-        teacher = Embedder.from_pretrained(world.teacher)
+        teacher = Embedder.from_pretrained(workspace.teacher)
         teacher.text = recipe.text
-        found = {f"teacher, {name}": value for name, value in score(world, teacher).items()}
+        found = {f"teacher, {name}": value for name, value in score(workspace, teacher).items()}
     module.embedder.text = recipe.text
-    return {**score(world, module.embedder), **found}
+    return {**score(workspace, module.embedder), **found}
 
 
 def main() -> None:

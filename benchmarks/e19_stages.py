@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.docstring_trials import World, fit
-from benchmarks.moe_trials import data_folder
+from benchmarks.docstring_trials import Workspace, fit
 from benchmarks.trials import (
     Metrics,
     Scores,
@@ -32,6 +31,7 @@ from benchmarks.trials import (
     table,
     trial_options,
 )
+from benchmarks.workloads import data_folder
 from embeddings.common.io import write_text
 from embeddings.data import BlendedBatchSampler, EmbeddingDataModule, SourceConfig
 from embeddings.evaluation import EvaluationFolder, evaluate_folder, read_evaluation_folder
@@ -87,7 +87,7 @@ RECIPES = {
 }
 
 
-class Library(World):
+class StagesWorkspace(Workspace):
     """The training sets in a folder of work, with mined negatives; what is there already is kept."""
 
     def pairs(self, name: str) -> Path:
@@ -167,13 +167,13 @@ def loss_of(stage: Stage) -> InfoNCE:
     return InfoNCE(0.05, in_batch_negatives=in_batch, mask_same_text=masks, mask_same_class=masks)
 
 
-def train(world: Library, recipe: Recipe, seed: int) -> Embedder:
+def train(workspace: StagesWorkspace, recipe: Recipe, seed: int) -> Embedder:
     """Train by the stages one after another, each with a new optimizer and schedule from the last one's model."""
     steps = recipe.num_steps // len(recipe.stages)
     trained: Embedder | None = None
     for number, stage in enumerate(recipe.stages):
         module = NVEmbedModule(
-            BackboneConfig(world.model),
+            BackboneConfig(workspace.model),
             MeanPooling,
             loss=loss_of(stage),
             optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
@@ -184,24 +184,24 @@ def train(world: Library, recipe: Recipe, seed: int) -> Embedder:
             module.embedder.load_state_dict(trained.state_dict())
         trained = module.embedder
         sampler = partial(BlendedBatchSampler, proportions="uniform")
-        sources = world.sources(stage, recipe.labels)
+        sources = workspace.sources(stage, recipe.labels)
         # Another seed for each stage, so that the second one sees other rows of the sets that both have.
         data_seed = seed + 1000 * number
         data = EmbeddingDataModule(sources, recipe.text, recipe.batch_size, NUM_NEGATIVES, sampler, seed=data_seed)
         if steps:
-            fit(world, module, data, steps)
+            fit(workspace, module, data, steps)
     assert trained is not None
     trained.text = recipe.text
     return trained
 
 
-def score(world: Library, embedder: Embedder) -> Metrics:
+def score(workspace: StagesWorkspace, embedder: Embedder) -> Metrics:
     """The main metric of each set, the mean of each kind's sets, and that of the kinds."""
     encoder, found, kinds = Encoder(embedder), {}, {}
     # Loading mteb, which scores classification and clustering, takes longer than all of a tiny run.
-    for kind, names in SCORED.items() if not world.tiny else [("similarity", SCORED["similarity"])]:
+    for kind, names in SCORED.items() if not workspace.tiny else [("similarity", SCORED["similarity"])]:
         for name in names:
-            result = evaluate_folder(encoder, world.scored(name))
+            result = evaluate_folder(encoder, workspace.scored(name))
             found[name] = result.metrics[result.main_metric]
         kinds[kind] = mean(found[name] for name in names)
     return {**found, **kinds, "mean of the kinds": mean(kinds.values())}
@@ -210,18 +210,18 @@ def score(world: Library, embedder: Embedder) -> Metrics:
 def run(chosen: Namespace, recipes: Mapping[str, Recipe]) -> list[Scores]:
     """Prepare the sets, train and score; arguments as of `run_recipes`."""
     recipes = sized(chosen, recipes)
-    world = Library(chosen.work, chosen.tiny)
-    with world.alone():
-        world.prepare([])
-        world.make(next(iter(recipes.values())))
+    workspace = StagesWorkspace(chosen.work, chosen.tiny)
+    with workspace.locked():
+        workspace.prepare([])
+        workspace.make(next(iter(recipes.values())))
     return run_recipes(chosen, "E19", recipes, run_trial)
 
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train by the trial's recipe, and score the model."""
-    world = Library(work, tiny)
+    workspace = StagesWorkspace(work, tiny)
     recipe = Recipe(**{**trial.settings, "stages": tuple(trial.settings["stages"])})  # type: ignore
-    return score(world, train(world, recipe, trial.seed))
+    return score(workspace, train(workspace, recipe, trial.seed))
 
 
 def main() -> None:

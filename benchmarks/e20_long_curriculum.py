@@ -17,7 +17,7 @@ from typing import Literal, Self
 from lightning.pytorch.loggers import CSVLogger
 
 from benchmarks.docstring_trials import Recipe as VectorsOf
-from benchmarks.docstring_trials import World, fit, score
+from benchmarks.docstring_trials import Workspace, fit, score
 from benchmarks.mgh_trials import PAGES, Losses, Recipe, data_of, module_of, pairs_of
 from benchmarks.trials import Metrics, Scores, Trial, difference, run_recipes, sized, table, trial_options
 from embeddings.callbacks import RetrievalEvaluation
@@ -60,7 +60,7 @@ TEACHER = {
 }
 
 
-class School(World):
+class CurriculumWorkspace(Workspace):
     """The corpora, the levels of a teacher, and a start of few layers; what is there already is kept."""
 
     @property
@@ -78,7 +78,7 @@ class School(World):
         """The training pairs with the teacher's levels."""
         return self.folder / "graded.parquet"
 
-    def cut(self) -> None:
+    def make_start(self) -> None:
         """Take the teacher's layers for the start."""
         if not Path(self.model).exists():
             embedder = Embedder.from_pretrained(self.teacher)
@@ -102,35 +102,36 @@ class School(World):
 def run(chosen: Namespace, recipes: Mapping[str, LongRecipe]) -> list[Scores]:
     """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
     recipes, vectors_of = sized(chosen, recipes), sized(chosen, {"vectors": VectorsOf()})["vectors"]
-    school = School(chosen.work, chosen.tiny)
-    with school.alone():
+    workspace = CurriculumWorkspace(chosen.work, chosen.tiny)
+    with workspace.locked():
         is_graded = any(recipe.levels == "teacher" for recipe in recipes.values())
         # The vectors of the pairs, which the teacher's similarities are of.
-        World(chosen.work, chosen.tiny).prepare([vectors_of] if is_graded else [])
-        school.cut()
+        Workspace(chosen.work, chosen.tiny).prepare([vectors_of] if is_graded else [])
+        workspace.make_start()
         if is_graded:
-            school.grade(vectors_of.text)
+            workspace.grade(vectors_of.text)
     return run_recipes(chosen, "E20", recipes, run_trial)
 
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train by the trial's recipe, and score the model, along the way too."""
-    world, recipe = School(work, tiny), LongRecipe(**trial.settings)  # type: ignore[arg-type]
+    workspace, recipe = CurriculumWorkspace(work, tiny), LongRecipe(**trial.settings)  # type: ignore[arg-type]
     start, every = time.perf_counter(), 2 if tiny else SCORED_EVERY
-    pairs = pairs_of(world) if recipe.levels == "namespace" else world.graded
-    module, losses = module_of(world, recipe, trial.seed), Losses()
+    pairs = pairs_of(workspace) if recipe.levels == "namespace" else workspace.graded
+    module, losses = module_of(workspace, recipe, trial.seed), Losses()
     module.embedder.text = recipe.text
-    evaluation = RetrievalEvaluation(str(world.folder / "corpus" / "eval" / "validation"), every, at_start=False)
-    logger = CSVLogger(world.folder / "runs" / "E20", f"{trial.variant.replace(' ', '_')}-seed{trial.seed}", version="")
-    path = Path(logger.log_dir) / "metrics.csv"
+    evaluation = RetrievalEvaluation(str(workspace.folder / "corpus" / "eval" / "validation"), every, at_start=False)
+    folder = workspace.run_folder(trial)
+    path = folder / "metrics.csv"
     path.unlink(missing_ok=True)
-    fit(world, module, data_of(recipe, pairs, trial.seed), recipe.num_steps, [losses, evaluation], logger)
+    logger = CSVLogger(folder.parent, folder.name, version="")
+    fit(workspace, module, data_of(recipe, pairs, trial.seed), recipe.num_steps, [losses, evaluation], logger)
     with path.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row.get("val/ndcg_at_10")]
     found = {f"validation after {row['step']}": float(row["val/ndcg_at_10"]) for row in rows}
     seconds = time.perf_counter() - start
     return {
-        **score(world, module.embedder),
+        **score(workspace, module.embedder),
         **found,
         "last training loss": losses.last_mean,
         "seconds": seconds,

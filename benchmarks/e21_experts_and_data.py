@@ -16,9 +16,10 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from benchmarks.docstring_trials import World
-from benchmarks.moe_trials import Recipe, data_folder, make_start, module_of, runs_folder, train
+from benchmarks.docstring_trials import Workspace
+from benchmarks.moe_trials import Recipe, make_start, module_of, train
 from benchmarks.trials import Metrics, Scores, Trial, difference, run_recipes, sized, table, trial_options
+from benchmarks.workloads import data_folder
 from embeddings.common.io import text_hash, write_text
 from embeddings.data import BlendedBatchSampler, EmbeddingDataModule, SourceConfig
 from embeddings.evaluation import Qrels, RetrievalFolder, score_retrieval
@@ -75,20 +76,20 @@ RECIPES = {
 def run(chosen: Namespace, recipes: Mapping[str, ScaledRecipe]) -> list[Scores]:
     """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
     recipes = sized(chosen, recipes)
-    world = World(chosen.work, chosen.tiny)
-    with world.alone():
-        world.prepare([])
+    workspace = Workspace(chosen.work, chosen.tiny)
+    with workspace.locked():
+        workspace.prepare([])
         trained, _ = translations()
         for recipe in recipes.values():
-            make_start(world, recipe)
+            make_start(workspace, recipe)
             lines = [json.dumps({"query": row.sentence, "positive": row.english}) for row in trained]
-            write_text(pairs_of(world, recipe), "\n".join(lines[: recipe.num_pairs]) + "\n")
+            write_text(pairs_of(workspace, recipe), "\n".join(lines[: recipe.num_pairs]) + "\n")
     return run_recipes(chosen, "E21", recipes, run_trial)
 
 
-def pairs_of(world: World, recipe: ScaledRecipe) -> Path:
+def pairs_of(workspace: Workspace, recipe: ScaledRecipe) -> Path:
     """The training pairs of a recipe."""
-    return world.folder / f"translations-{recipe.num_pairs}.jsonl"
+    return workspace.folder / f"translations-{recipe.num_pairs}.jsonl"
 
 
 def translations() -> tuple[list[Translation], list[Translation]]:
@@ -105,13 +106,12 @@ def translations() -> tuple[list[Translation], list[Translation]]:
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train by the trial's recipe, and search for the held-out translations."""
-    world, recipe = World(work, tiny), ScaledRecipe(**trial.settings)  # type: ignore[arg-type]
-    start, module = time.perf_counter(), module_of(world, recipe, trial.seed)
+    workspace, recipe = Workspace(work, tiny), ScaledRecipe(**trial.settings)  # type: ignore[arg-type]
+    start, module = time.perf_counter(), module_of(workspace, recipe, trial.seed)
     counts = parameter_counts(module.embedder.backbone)
-    source = SourceConfig("translations", str(pairs_of(world, recipe)))
+    source = SourceConfig("translations", str(pairs_of(workspace, recipe)))
     data = EmbeddingDataModule([source], recipe.text, recipe.batch_size, 0, BlendedBatchSampler, seed=trial.seed)
-    folder = runs_folder(world, "E21") / f"{trial.variant.replace(' ', '_')}-seed{trial.seed}"
-    found = train(world, module, data, recipe.num_steps, folder)
+    found = train(workspace, trial, module, data, recipe.num_steps)
     found |= {"total parameters": counts.total, "active parameters": counts.active}
     found["training seconds"] = time.perf_counter() - start
     module.embedder.text = recipe.text

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.docstring_trials import World, fit, near_copy, score
+from benchmarks.docstring_trials import Workspace, fit, near_copy, score
 from benchmarks.harness import record
 from benchmarks.trials import (
     Metrics,
@@ -91,7 +91,7 @@ RECIPES = {
 }
 
 
-class Quarry(World):
+class MiningWorkspace(Workspace):
     """The corpora, the teachers, and what each of them mined; what is there already is kept."""
 
     @property
@@ -135,9 +135,9 @@ class Quarry(World):
         return score_QN
 
 
-def training_pairs(world: World) -> list[dict[str, str]]:
+def training_pairs(workspace: Workspace) -> list[dict[str, str]]:
     """Pairs from all over the corpus; every second one is followed by its near-copy, and both name the other's text."""
-    with gzip.open(world.folder / "corpus" / "train.jsonl.gz", "rt", encoding="utf-8") as file:
+    with gzip.open(workspace.folder / "corpus" / "train.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     found: list[dict[str, str]] = []
     for number, row in enumerate(rows[:: max(1, len(rows) // NUM_ROWS)]):
@@ -189,10 +189,12 @@ def _name(document: str) -> str:
     return document.partition("\n")[0].rpartition(".")[2]
 
 
-def train(world: World, recipe: Recipe, source: SourceConfig, seed: int, export: Path | None = None) -> NVEmbedModule:
+def train(
+    workspace: Workspace, recipe: Recipe, source: SourceConfig, seed: int, export: Path | None = None
+) -> NVEmbedModule:
     """Train MiniLM on a source, by the same rows in the same order for all recipes of a seed."""
     module = NVEmbedModule(
-        BackboneConfig(world.model),
+        BackboneConfig(workspace.model),
         MeanPooling,
         loss=InfoNCE(temperature=0.05),
         optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
@@ -203,13 +205,13 @@ def train(world: World, recipe: Recipe, source: SourceConfig, seed: int, export:
         [source], recipe.text, recipe.batch_size, recipe.num_negatives, BlendedBatchSampler, seed=seed
     )
     if recipe.num_steps:
-        fit(world, module, data, recipe.num_steps, [] if export is None else [ExportModel(export)])
+        fit(workspace, module, data, recipe.num_steps, [] if export is None else [ExportModel(export)])
     return module
 
 
-def bm25_score(world: World) -> float:
+def bm25_score(workspace: Workspace) -> float:
     """nDCG@10 of BM25 over the queries of the held-out packages, each searched separately."""
-    folders = list(world.domains().values())
+    folders = list(workspace.domains().values())
     ranked = [BM25(folder.documents).search(folder.queries, 100)[0] for folder in folders]
     found = [
         retrieval_metrics(index_QK, folder.qrels).metrics["ndcg_at_10"]
@@ -225,27 +227,27 @@ def run(chosen: Namespace, recipes: Mapping[str, Recipe]) -> list[Scores]:
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train by the trial's recipe, and score the model; without steps score the teachers too."""
-    world, recipe = Quarry(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
-    source = SourceConfig("docstrings", str(world.mined(recipe.teacher, recipe.margin)))
-    module = train(world, recipe, source, trial.seed)
+    workspace, recipe = MiningWorkspace(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
+    source = SourceConfig("docstrings", str(workspace.mined(recipe.teacher, recipe.margin)))
+    module = train(workspace, recipe, source, trial.seed)
     module.embedder.text = recipe.text
-    found = score(world, module.embedder)
+    found = score(workspace, module.embedder)
     if recipe.num_steps:
         return found
-    teacher = score(world, world.encoder("MiniLM, trained").embedder)
-    return {**found, "BM25": bm25_score(world), "MiniLM, trained": teacher["held-out packages"]}
+    teacher = score(workspace, workspace.encoder("MiniLM, trained").embedder)
+    return {**found, "BM25": bm25_score(workspace), "MiniLM, trained": teacher["held-out packages"]}
 
 
 def measure(chosen: Namespace) -> None:
     """Mine by each teacher below each margin, and record what is refused and let in."""
-    world = Quarry(chosen.work, chosen.tiny)
-    with world.alone():
-        world.prepare([])
-        world.mine()
+    workspace = MiningWorkspace(chosen.work, chosen.tiny)
+    with workspace.locked():
+        workspace.prepare([])
+        workspace.mine()
     for teacher in get_args(TeacherName):
         for margin in MARGINS:
             below = "no margin" if margin is None else f"margin {margin:.2f}"
-            for name, share in mining_shares(world.mined(teacher, margin)).items():
+            for name, share in mining_shares(workspace.mined(teacher, margin)).items():
                 record(replaced(chosen, threads=1), f"E23 {name}, {teacher}; {below}", share, "fraction", "none")
 
 

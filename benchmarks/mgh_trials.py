@@ -16,7 +16,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 
-from benchmarks.docstring_trials import MODEL, World, fit, score
+from benchmarks.docstring_trials import MODEL, Workspace, fit, score
 from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
 from embeddings.data import BlendedBatchSampler, CurriculumBatchSampler, EmbeddingDataModule, SourceConfig
 from embeddings.data.samplers.curriculum import LevelOrder
@@ -60,34 +60,34 @@ class Recipe(TrainingRecipe):
 def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> list[Scores]:
     """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
     recipes = sized(chosen, recipes)
-    world = World(chosen.work, chosen.tiny)
-    with world.alone():
-        world.prepare([])
+    workspace = Workspace(chosen.work, chosen.tiny)
+    with workspace.locked():
+        workspace.prepare([])
     return run_recipes(chosen, experiment, recipes, run_trial)
 
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train by the trial's recipe, and score the model."""
-    world, recipe = World(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
+    workspace, recipe = Workspace(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
     start = time.perf_counter()
-    module, found = module_of(world, recipe, trial.seed), {}
+    module, found = module_of(workspace, recipe, trial.seed), {}
     if recipe.num_steps:
-        found = {"last training loss": train(world, recipe, trial.seed, module)}
+        found = {"last training loss": train(workspace, recipe, trial.seed, module)}
         found["training seconds"] = time.perf_counter() - start
     module.embedder.text = recipe.text
-    return {**score(world, module.embedder), **found}
+    return {**score(workspace, module.embedder), **found}
 
 
-def train(world: World, recipe: Recipe, seed: int, module: MGHCurriculumModule) -> float:
+def train(workspace: Workspace, recipe: Recipe, seed: int, module: MGHCurriculumModule) -> float:
     """Train a model by a recipe; returns the mean loss of its last ten steps."""
     losses = Losses()
-    fit(world, module, data_of(recipe, pairs_of(world), seed), recipe.num_steps, [losses])
+    fit(workspace, module, data_of(recipe, pairs_of(workspace), seed), recipe.num_steps, [losses])
     return losses.last_mean
 
 
-def pairs_of(world: World) -> Path:
+def pairs_of(workspace: Workspace) -> Path:
     """The training pairs with their levels by namespace."""
-    return world.folder / "corpus" / "train.jsonl.gz"
+    return workspace.folder / "corpus" / "train.jsonl.gz"
 
 
 def data_of(recipe: Recipe, pairs: Path, seed: int) -> EmbeddingDataModule:
@@ -99,11 +99,11 @@ def data_of(recipe: Recipe, pairs: Path, seed: int) -> EmbeddingDataModule:
     return EmbeddingDataModule([source], recipe.text, recipe.batch_size, 1, sampler, seed=seed)
 
 
-def module_of(world: World, recipe: Recipe, seed: int) -> MGHCurriculumModule:
+def module_of(workspace: Workspace, recipe: Recipe, seed: int) -> MGHCurriculumModule:
     """The model of a recipe, untrained."""
     return MGHCurriculumModule(
         BackboneConfig(
-            world.model if recipe.backbone == MODEL else recipe.backbone, bidirectional=recipe.bidirectional
+            workspace.model if recipe.backbone == MODEL else recipe.backbone, bidirectional=recipe.bidirectional
         ),
         pooling=pooling_of(recipe),
         loss=InfoNCE(temperature=recipe.temperature),

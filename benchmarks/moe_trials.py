@@ -8,7 +8,6 @@ docstrings, and question-paragraph pairs of several languages, scored on languag
 import csv
 import gzip
 import json
-import os
 import time
 from argparse import Namespace
 from collections.abc import Mapping
@@ -20,8 +19,9 @@ from typing import Any, Literal, Self
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from benchmarks.docstring_trials import WARMUP_SEED, World, fit
+from benchmarks.docstring_trials import WARMUP_SEED, Workspace, fit
 from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
+from benchmarks.workloads import data_folder
 from embeddings.callbacks import ExportModel
 from embeddings.callbacks.run_health import RoutingStatistics
 from embeddings.common.io import write_text
@@ -72,38 +72,41 @@ class Recipe(TrainingRecipe):
 def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> list[Scores]:
     """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
     recipes = sized(chosen, recipes)
-    world = World(chosen.work, chosen.tiny)
-    with world.alone():
-        world.prepare([])
+    workspace = Workspace(chosen.work, chosen.tiny)
+    with workspace.locked():
+        workspace.prepare([])
         for recipe in recipes.values():
-            make_start(world, recipe)
+            make_start(workspace, recipe)
         if any(recipe.corpus == "languages" for recipe in recipes.values()):
-            _split_by_language(world)
+            _split_by_language(workspace)
     return run_recipes(chosen, experiment, recipes, run_trial)
 
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train by the trial's recipe, and score the model."""
     widths: Any = trial.settings["widths"]
-    world = World(work, tiny)
+    workspace = Workspace(work, tiny)
     recipe = Recipe(**{**trial.settings, "widths": None if widths is None else tuple(widths)})  # type: ignore[arg-type]
-    start, module = time.perf_counter(), module_of(world, recipe, trial.seed)
+    start, module = time.perf_counter(), module_of(workspace, recipe, trial.seed)
     counts = parameter_counts(module.embedder.backbone)
     found: Metrics = {"total parameters": counts.total, "active parameters": counts.active}
     if recipe.num_steps:
-        folder = runs_folder(world, trial.experiment) / f"{trial.variant.replace(' ', '_')}-seed{trial.seed}"
-        found |= train(world, module, data_of(world, recipe, trial.seed), recipe.num_steps, folder)
+        data = data_of(workspace, recipe, trial.seed)
+        found |= train(workspace, trial, module, data, recipe.num_steps)
         found["training seconds"] = time.perf_counter() - start
     module.embedder.text = recipe.text
-    return {**score(world, recipe, module.embedder), **found}
+    return {**score(workspace, recipe, module.embedder), **found}
 
 
-def train(world: World, module: MoEEmbedModule, data: EmbeddingDataModule, num_steps: int, folder: Path) -> Metrics:
-    """Train a model, which writes its metrics into a folder of its own; returns the entropies of the experts' load."""
-    # What a killed run left there has other columns.
+def train(
+    workspace: Workspace, trial: Trial, module: MoEEmbedModule, data: EmbeddingDataModule, num_steps: int
+) -> Metrics:
+    """Train a model and log its metrics in the trial's run folder; returns the entropy of the experts' load."""
+    folder = workspace.run_folder(trial)
+    # The file of an interrupted run could have different columns.
     (folder / "metrics.csv").unlink(missing_ok=True)
     logger = CSVLogger(folder.parent, folder.name, version="", flush_logs_every_n_steps=1)
-    fit(world, module, data, num_steps, [RoutingStatistics(1)] if module.moe_layers else [], logger)
+    fit(workspace, module, data, num_steps, [RoutingStatistics(1)] if module.moe_layers else [], logger)
     if not module.moe_layers:
         return {}
     with (folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
@@ -113,18 +116,13 @@ def train(world: World, module: MoEEmbedModule, data: EmbeddingDataModule, num_s
     return {f"load entropy after {step}": entropies[step] for step in ENTROPY_STEPS if step in entropies} | idle
 
 
-def runs_folder(world: World, experiment: str) -> Path:
-    """Where an experiment's runs write their metrics."""
-    return world.folder / "runs" / experiment
-
-
-def module_of(world: World, recipe: Recipe, seed: int) -> MoEEmbedModule:
+def module_of(workspace: Workspace, recipe: Recipe, seed: int) -> MoEEmbedModule:
     """The model of a recipe, untrained."""
     common = {"temperature": 0.05}
     loss = InfoNCE(**common) if recipe.widths is None else MatryoshkaInfoNCE(recipe.widths, **common)
     sparse = recipe.top_k is not None
     return MoEEmbedModule(
-        BackboneConfig(str(start_folder(world, recipe))),
+        BackboneConfig(str(start_folder(workspace, recipe))),
         upcycling=Upcycling(recipe.mode, recipe.num_experts, recipe.top_k or 1) if sparse else None,
         load_balancing=LoadBalancing(recipe.coefficient) if sparse else None,
         loss=loss,
@@ -134,18 +132,18 @@ def module_of(world: World, recipe: Recipe, seed: int) -> MoEEmbedModule:
     )
 
 
-def data_of(world: World, recipe: Recipe, seed: int) -> EmbeddingDataModule:
+def data_of(workspace: Workspace, recipe: Recipe, seed: int) -> EmbeddingDataModule:
     """The batches of a recipe, the same rows in the same order for all recipes of a seed."""
     if recipe.corpus == "languages":
-        sources = [SourceConfig(path.stem, str(path)) for path in sorted(_languages_folder(world).glob("*.jsonl"))]
+        sources = [SourceConfig(path.stem, str(path)) for path in sorted(_languages_folder(workspace).glob("*.jsonl"))]
         sampler: Any = partial(HomogeneousBatchSampler, temperature=0.5)
     else:
-        sources = [SourceConfig("docstrings", str(world.folder / "corpus" / "train.jsonl.gz"))]
+        sources = [SourceConfig("docstrings", str(workspace.folder / "corpus" / "train.jsonl.gz"))]
         sampler = BlendedBatchSampler
     return EmbeddingDataModule(sources, recipe.text, recipe.batch_size, 0, sampler, seed=seed)
 
 
-def score(world: World, recipe: Recipe, embedder: Embedder) -> Metrics:
+def score(workspace: Workspace, recipe: Recipe, embedder: Embedder) -> Metrics:
     """nDCG@10 of a model: on the docstring corpus, of a dense one by narrower vectors too; or on each language."""
     if recipe.corpus == "languages":
         encoder = Encoder(embedder)
@@ -153,7 +151,7 @@ def score(world: World, recipe: Recipe, embedder: Embedder) -> Metrics:
         for name, members in (("trained languages", TRAINED_LANGUAGES), ("further languages", FURTHER_LANGUAGES)):
             found[name] = sum(found[member] for member in members) / len(members)
         return found
-    packages, functions = world.domains(), {"functions": world.in_domain()}
+    packages, functions = workspace.domains(), {"functions": workspace.in_domain()}
     found = {
         "held-out packages": _ndcg(Encoder(embedder), packages),
         "held-out functions": _ndcg(Encoder(embedder), functions),
@@ -169,18 +167,18 @@ def languages() -> dict[str, RetrievalFolder]:
     return {name: read_retrieval_folder(root / name) for name in (*TRAINED_LANGUAGES, *FURTHER_LANGUAGES)}
 
 
-def start_folder(world: World, recipe: Recipe) -> Path:
+def start_folder(workspace: Workspace, recipe: Recipe) -> Path:
     """The dense model that a recipe starts from."""
-    return world.folder / f"start-rotary-{recipe.warmup_steps}-{recipe.learning_rate}-{recipe.max_length}"
+    return workspace.folder / f"start-rotary-{recipe.warmup_steps}-{recipe.learning_rate}-{recipe.max_length}"
 
 
-def make_start(world: World, recipe: Recipe) -> None:
+def make_start(workspace: Workspace, recipe: Recipe) -> None:
     """Make the start where it is not there: MiniLM with rotary positions, trained for its warm-up."""
-    folder, rotary = start_folder(world, recipe), world.folder / "rotary"
+    folder, rotary = start_folder(workspace, recipe), workspace.folder / "rotary"
     if folder.exists():
         return
     if not rotary.exists():
-        write_rotary_model(world.model, rotary, num_positions=512, keep_head=False)
+        write_rotary_model(workspace.model, rotary, num_positions=512, keep_head=False)
     dense = replace(recipe, top_k=None, widths=None, corpus="docstrings", num_steps=recipe.warmup_steps)
     module = MoEEmbedModule(
         BackboneConfig(str(rotary)),
@@ -190,14 +188,14 @@ def make_start(world: World, recipe: Recipe) -> None:
         schedule=Schedule(warmup_steps=dense.num_steps // 10, decay="linear"),
         seed=WARMUP_SEED,
     )
-    fit(world, module, data_of(world, dense, WARMUP_SEED), dense.num_steps, [ExportModel(str(folder))])
+    fit(workspace, module, data_of(workspace, dense, WARMUP_SEED), dense.num_steps, [ExportModel(str(folder))])
 
 
-def _languages_folder(world: World) -> Path:
-    return world.folder / "languages"
+def _languages_folder(workspace: Workspace) -> Path:
+    return workspace.folder / "languages"
 
 
-def _split_by_language(world: World) -> None:
+def _split_by_language(workspace: Workspace) -> None:
     """Write the pairs of several languages, a file for each data set and language: a batch then is of one language."""
     by_name: dict[str, list[str]] = {}
     for name in PAIRS:
@@ -208,12 +206,7 @@ def _split_by_language(world: World) -> None:
             pair = json.dumps({"query": row["query"], "positive": row["positive"]})
             by_name.setdefault(f"{path.parent.name}-{row['lang']}", []).append(pair)
     for name, lines in by_name.items():
-        write_text(_languages_folder(world) / f"{name}.jsonl", "\n".join(lines) + "\n")
-
-
-def data_folder() -> Path:
-    """The folder of real data sets; it need not be there."""
-    return Path(os.environ.get("EMBED_DATA", "../shared/data"))
+        write_text(_languages_folder(workspace) / f"{name}.jsonl", "\n".join(lines) + "\n")
 
 
 def _ndcg(encoder: Encoder, folders: Mapping[str, RetrievalFolder]) -> float:
