@@ -34,7 +34,7 @@ from embeddings.evaluation import Qrels, RetrievalFolder, read_retrieval_folder,
 from embeddings.inference import Context, Encoder, sample_context
 from embeddings.losses import InfoNCE, SurrogateFilter
 from embeddings.mining import ClusterSettings, VectorFeatures, cluster_pairs, encode_pairs
-from embeddings.models import BackboneConfig, Embedder, MeanPooling
+from embeddings.models import BackboneConfig, Embedder, MeanPooling, keep_layers
 from embeddings.modules import CDEModule, ContextSettings, FirstStageTraining, NVEmbedModule
 from embeddings.modules.base import ContrastiveModule
 from embeddings.modules.cde import context_spread
@@ -72,7 +72,7 @@ class Recipe(TrainingRecipe):
     num_context: int = 32
 
     def tiny(self) -> Self:
-        """The same over a few short texts, to see that it works."""
+        """The recipe with small sizes, for a quick check."""
         return replace(
             super().tiny(),
             num_steps=1,
@@ -93,7 +93,7 @@ class WordsFirst(Recipe):
     word_steps: int = 60
 
     def tiny(self) -> Self:
-        """The same over a few short texts, to see that it works."""
+        """The recipe with small sizes, for a quick check."""
         return replace(super().tiny(), word_steps=1)
 
     @property
@@ -299,6 +299,16 @@ def fit(
         use_distributed_sampler=False,
         default_root_dir=workspace.folder,
     ).fit(module, data)
+
+
+def save_layers(model: str | Path, num_layers: int, folder: str | Path) -> None:
+    """Write a model with only `num_layers` of another model's layers, unless the folder exists."""
+    if Path(folder).exists():
+        return
+    embedder = Embedder.from_pretrained(model)
+    # The model of a tiny run has only two layers.
+    keep_layers(embedder.backbone, min(num_layers, embedder.backbone.config.num_hidden_layers))  # type: ignore[arg-type, union-attr]
+    embedder.save_pretrained(folder)
 
 
 def data_of(workspace: Workspace, recipe: Recipe, seed: int) -> EmbeddingDataModule:

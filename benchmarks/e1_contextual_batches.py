@@ -41,7 +41,7 @@ def main() -> None:
     names = [name for name in ("held-out packages", *OTHER_DOMAINS) if f"{name}, no context" in both.metrics]
     for name in names:
         columns = [f"{name}, {kind} context" for kind in CONTEXTS]
-        print(f"\nnDCG@10 on {name} by the context\n{table(contextual, columns)}")
+        print(f"\nnDCG@10 on {name} by context\n{table(contextual, columns)}")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class Recipe(TrainingRecipe):
     warmup_steps: int = 100
 
     def tiny(self) -> Self:
-        """The same over a few short texts, to see that it works."""
+        """The recipe with small sizes, for a quick check."""
         return replace(super().tiny(), warmup_steps=1, num_experts=2)
 
 

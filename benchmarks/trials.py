@@ -106,7 +106,7 @@ class TrainingRecipe:
         return TextSettings(query_max_length=self.max_length, document_max_length=self.max_length)
 
     def tiny(self) -> Self:
-        """The same over a few short texts, to see that it works."""
+        """The recipe with small sizes, for a quick check."""
         return replace(self, num_steps=min(self.num_steps, 4), batch_size=4, max_length=12)
 
 
