@@ -1,8 +1,8 @@
 """What the experiments on MGH share: training on the docstring corpus with its four levels of negatives, and scoring.
 
 A row's negatives are a function of another package (level 4), of the same package (3), of the same module (2) and of
-the same class or module's top level (1); a row that lacks a level takes its nearest coarser one. Held out are whole
-packages, each searched separately, and functions of the training packages.
+the same class or module's top level (1). If a row lacks a level, its nearest coarser level is used. The held-out data
+are whole packages, each searched separately, and functions of the training packages.
 """
 
 import time
@@ -42,11 +42,12 @@ class Recipe(TrainingRecipe):
 
     Args:
         backbone: A model directory, or a name.
-        bidirectional: Whether a decoder's causal mask is switched off.
-        pooling: Which pooling; under a causal mask the key axis is divided by the queries that see a token.
+        bidirectional: Whether a decoder's causal mask is disabled.
+        pooling: The pooling. With a causal mask, "anchor, key axis" divides a token's weight by the number of queries
+            that attend to it.
         order: The order of the levels, or None for no hard negatives.
         level: The level of the order `fixed`.
-        temperature: The loss's.
+        temperature: Temperature of the loss.
     """
 
     backbone: str = MODEL
@@ -58,7 +59,7 @@ class Recipe(TrainingRecipe):
 
 
 def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> list[Scores]:
-    """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
+    """Train and score each recipe with each seed; arguments as in `run_recipes`."""
     recipes = sized(chosen, recipes)
     workspace = Workspace(chosen.work, chosen.tiny)
     with workspace.locked():
@@ -70,12 +71,12 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train by the trial's recipe, and score the model."""
     workspace, recipe = Workspace(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
     start = time.perf_counter()
-    module, found = module_of(workspace, recipe, trial.seed), {}
+    module, training = module_of(workspace, recipe, trial.seed), {}
     if recipe.num_steps:
-        found = {"last training loss": train(workspace, recipe, trial.seed, module)}
-        found["training seconds"] = time.perf_counter() - start
+        training = {"last training loss": train(workspace, recipe, trial.seed, module)}
+        training["training seconds"] = time.perf_counter() - start
     module.embedder.text = recipe.text
-    return {**score(workspace, module.embedder), **found}
+    return {**score(workspace, module.embedder), **training}
 
 
 def train(workspace: Workspace, recipe: Recipe, seed: int, module: MGHCurriculumModule) -> float:
@@ -86,12 +87,12 @@ def train(workspace: Workspace, recipe: Recipe, seed: int, module: MGHCurriculum
 
 
 def pairs_of(workspace: Workspace) -> Path:
-    """The training pairs with their levels by namespace."""
+    """The file of training pairs with their levels by namespace."""
     return workspace.folder / "corpus" / "train.jsonl.gz"
 
 
 def data_of(recipe: Recipe, pairs: Path, seed: int) -> EmbeddingDataModule:
-    """The batches of a recipe, the same rows in the same order for all recipes of a seed."""
+    """The batches of a recipe: the same rows in the same order for all recipes with the same seed."""
     source = SourceConfig("docstrings", str(pairs))
     if recipe.order is None:
         return EmbeddingDataModule([source], recipe.text, recipe.batch_size, 0, BlendedBatchSampler, seed=seed)
@@ -100,7 +101,7 @@ def data_of(recipe: Recipe, pairs: Path, seed: int) -> EmbeddingDataModule:
 
 
 def module_of(workspace: Workspace, recipe: Recipe, seed: int) -> MGHCurriculumModule:
-    """The model of a recipe, untrained."""
+    """The untrained model of a recipe."""
     return MGHCurriculumModule(
         BackboneConfig(
             workspace.model if recipe.backbone == MODEL else recipe.backbone, bidirectional=recipe.bidirectional
@@ -114,7 +115,7 @@ def module_of(workspace: Workspace, recipe: Recipe, seed: int) -> MGHCurriculumM
 
 
 def pooling_of(recipe: Recipe) -> Any:
-    """What makes the pooling of a recipe from the hidden size."""
+    """The class or function that makes the pooling of a recipe from the hidden size."""
     is_encoder = recipe.backbone == MODEL
     makers: dict[PoolingName, Any] = {
         "mean": MeanPooling,

@@ -1,8 +1,8 @@
 """What the experiments on mixtures of experts share: a small rotary encoder, made sparse, trained and scored.
 
-The start is all-MiniLM-L6-v2 with rotary positions in place of its learned ones. That changes its states, so it is
-first trained, dense, on the docstring corpus; every variant and seed begins with that one model. Two corpora: the
-docstrings, and question-paragraph pairs of several languages, scored on languages of XQuAD.
+All models start from all-MiniLM-L6-v2 with rotary positions instead of its learned ones. That changes its hidden
+states, so the dense model is first trained on the docstring corpus; every variant and seed starts from the result.
+There are two corpora: the docstrings, and question-paragraph pairs in several languages, scored on XQuAD.
 """
 
 import csv
@@ -36,7 +36,7 @@ from embeddings.models.rotary import write_rotary_model
 from embeddings.modules import MoEEmbedModule
 from embeddings.training.optim import Schedule
 
-# Steps after which the entropy of the experts' load is kept.
+# Steps after which the entropy of the experts' load is recorded.
 ENTROPY_STEPS = (1, 5, 10, 20, 40)
 PAIRS = ("multilingual_pairs/train.jsonl.gz", "covid_faq_pairs/train.jsonl")
 TRAINED_LANGUAGES, FURTHER_LANGUAGES = ("ar", "zh"), ("de", "es")
@@ -47,13 +47,13 @@ class Recipe(TrainingRecipe):
     """How a model is trained.
 
     Args:
-        top_k: Experts a token, or None for the dense model.
-        mode: What upcycling keeps of the dense model.
-        num_experts: Experts of each of the three sparse layers.
-        coefficient: Of the load-balancing loss.
-        widths: Widths of the Matryoshka loss, or None for the whole vector alone.
-        corpus: What is trained on and scored.
-        warmup_steps: Steps of the dense model on docstrings before, the same model for all seeds and variants.
+        top_k: Experts per token, or None for the dense model.
+        mode: Whether upcycling preserves the dense model's outputs or copies the released model.
+        num_experts: Experts in each of the three sparse layers.
+        coefficient: Coefficient of the load-balancing loss.
+        widths: Dimensions of the Matryoshka loss, or None for InfoNCE on the full vector only.
+        corpus: The corpus for training and scoring.
+        warmup_steps: Steps of the dense model on docstrings before; all seeds and variants share the result.
     """
 
     top_k: int | None = None
@@ -70,7 +70,7 @@ class Recipe(TrainingRecipe):
 
 
 def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> list[Scores]:
-    """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
+    """Train and score each recipe with each seed; arguments as in `run_recipes`."""
     recipes = sized(chosen, recipes)
     workspace = Workspace(chosen.work, chosen.tiny)
     with workspace.locked():
@@ -89,19 +89,19 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     recipe = Recipe(**{**trial.settings, "widths": None if widths is None else tuple(widths)})  # type: ignore[arg-type]
     start, module = time.perf_counter(), module_of(workspace, recipe, trial.seed)
     counts = parameter_counts(module.embedder.backbone)
-    found: Metrics = {"total parameters": counts.total, "active parameters": counts.active}
+    metrics: Metrics = {"total parameters": counts.total, "active parameters": counts.active}
     if recipe.num_steps:
         data = data_of(workspace, recipe, trial.seed)
-        found |= train(workspace, trial, module, data, recipe.num_steps)
-        found["training seconds"] = time.perf_counter() - start
+        metrics |= train(workspace, trial, module, data, recipe.num_steps)
+        metrics["training seconds"] = time.perf_counter() - start
     module.embedder.text = recipe.text
-    return {**score(workspace, recipe, module.embedder), **found}
+    return {**score(workspace, recipe, module.embedder), **metrics}
 
 
 def train(
     workspace: Workspace, trial: Trial, module: MoEEmbedModule, data: EmbeddingDataModule, num_steps: int
 ) -> Metrics:
-    """Train a model and log its metrics in the trial's run folder; returns the entropy of the experts' load."""
+    """Train a model and log its metrics in the trial's run folder; return the load entropies and idle experts."""
     folder = workspace.run_folder(trial)
     # The file of an interrupted run could have different columns.
     (folder / "metrics.csv").unlink(missing_ok=True)
@@ -117,7 +117,7 @@ def train(
 
 
 def module_of(workspace: Workspace, recipe: Recipe, seed: int) -> MoEEmbedModule:
-    """The model of a recipe, untrained."""
+    """The untrained model of a recipe."""
     common = {"temperature": 0.05}
     loss = InfoNCE(**common) if recipe.widths is None else MatryoshkaInfoNCE(recipe.widths, **common)
     sparse = recipe.top_k is not None
@@ -133,7 +133,7 @@ def module_of(workspace: Workspace, recipe: Recipe, seed: int) -> MoEEmbedModule
 
 
 def data_of(workspace: Workspace, recipe: Recipe, seed: int) -> EmbeddingDataModule:
-    """The batches of a recipe, the same rows in the same order for all recipes of a seed."""
+    """The batches of a recipe: the same rows in the same order for all recipes with the same seed."""
     if recipe.corpus == "languages":
         sources = [SourceConfig(path.stem, str(path)) for path in sorted(_languages_folder(workspace).glob("*.jsonl"))]
         sampler: Any = partial(HomogeneousBatchSampler, temperature=0.5)
@@ -144,36 +144,36 @@ def data_of(workspace: Workspace, recipe: Recipe, seed: int) -> EmbeddingDataMod
 
 
 def score(workspace: Workspace, recipe: Recipe, embedder: Embedder) -> Metrics:
-    """nDCG@10 of a model: on the docstring corpus, of a dense one by narrower vectors too; or on each language."""
+    """nDCG@10 on the docstring corpus, with truncated vectors too if the model is dense; or on each language."""
     if recipe.corpus == "languages":
         encoder = Encoder(embedder)
-        found = {name: _ndcg(encoder, {name: folder}) for name, folder in languages().items()}
+        scores = {name: _ndcg(encoder, {name: folder}) for name, folder in languages().items()}
         for name, members in (("trained languages", TRAINED_LANGUAGES), ("further languages", FURTHER_LANGUAGES)):
-            found[name] = sum(found[member] for member in members) / len(members)
-        return found
+            scores[name] = sum(scores[member] for member in members) / len(members)
+        return scores
     packages, functions = workspace.domains(), {"functions": workspace.in_domain()}
-    found = {
+    scores = {
         "held-out packages": _ndcg(Encoder(embedder), packages),
         "held-out functions": _ndcg(Encoder(embedder), functions),
     }
     for width in (256, 128, 64) if recipe.top_k is None else ():
-        found[f"held-out packages, width {width}"] = _ndcg(Encoder(embedder, dimensions=width), packages)
-    return found
+        scores[f"held-out packages, width {width}"] = _ndcg(Encoder(embedder, dimensions=width), packages)
+    return scores
 
 
 def languages() -> dict[str, RetrievalFolder]:
-    """The collections of the languages that are scored."""
+    """The XQuAD folders of the scored languages."""
     root = data_folder() / "xquad"
     return {name: read_retrieval_folder(root / name) for name in (*TRAINED_LANGUAGES, *FURTHER_LANGUAGES)}
 
 
 def start_folder(workspace: Workspace, recipe: Recipe) -> Path:
-    """The dense model that a recipe starts from."""
+    """The folder of the dense model that a recipe starts from."""
     return workspace.folder / f"start-rotary-{recipe.warmup_steps}-{recipe.learning_rate}-{recipe.max_length}"
 
 
 def make_start(workspace: Workspace, recipe: Recipe) -> None:
-    """Make the start where it is not there: MiniLM with rotary positions, trained for its warm-up."""
+    """Train the initial model, MiniLM with rotary positions, for its warm-up steps if it is missing."""
     folder, rotary = start_folder(workspace, recipe), workspace.folder / "rotary"
     if folder.exists():
         return
@@ -196,7 +196,7 @@ def _languages_folder(workspace: Workspace) -> Path:
 
 
 def _split_by_language(workspace: Workspace) -> None:
-    """Write the pairs of several languages, a file for each data set and language: a batch then is of one language."""
+    """Write the multilingual pairs, one file per data set and language, so that each batch has one language."""
     by_name: dict[str, list[str]] = {}
     for name in PAIRS:
         path = data_folder() / name
