@@ -23,7 +23,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 
 from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
-from benchmarks.workloads import data_folder, small_embedder
+from benchmarks.workloads import data_folder, read_json_lines, small_embedder
 from embeddings.callbacks import ExportModel, GradCacheCallback
 from embeddings.common.io import atomic_path
 from embeddings.data import BlendedBatchSampler, ClusteredBatchSampler, EmbeddingDataModule, SourceConfig
@@ -140,6 +140,16 @@ class Workspace:
         """The model that training starts from: MiniLM; if tiny, a small model with random weights."""
         return str(self.folder / "model") if self.tiny else MODEL
 
+    @property
+    def training_file(self) -> Path:
+        """The training pairs of the docstring corpus, with negatives of four levels by namespace."""
+        return self.folder / "corpus" / "train.jsonl.gz"
+
+    @property
+    def evaluation_root(self) -> Path:
+        """The folder of the corpus's evaluation folders."""
+        return self.folder / "corpus" / "eval"
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the folder against other processes that prepare it."""
@@ -181,11 +191,11 @@ class Workspace:
 
     def domains(self) -> dict[str, RetrievalFolder]:
         """The held-out packages, each as a separate corpus with its queries."""
-        return split_by_package(read_retrieval_folder(self.folder / "corpus" / "eval" / "held_out"))
+        return split_by_package(read_retrieval_folder(self.evaluation_root / "held_out"))
 
     def in_domain(self) -> RetrievalFolder:
         """Held-out functions of the training packages."""
-        return read_retrieval_folder(self.folder / "corpus" / "eval" / "in_domain")
+        return read_retrieval_folder(self.evaluation_root / "in_domain")
 
     def runs_folder(self, experiment: str) -> Path:
         """The folder of an experiment's runs."""
@@ -196,12 +206,11 @@ class Workspace:
         return self.runs_folder(trial.experiment) / f"{trial.variant.replace(' ', '_')}-seed{trial.seed}"
 
     def _pairs(self, copies: bool) -> Path:
-        return self.folder / "corpus" / "train.jsonl.gz" if not copies else self.folder / "with-copies.jsonl.gz"
+        return self.folder / "with-copies.jsonl.gz" if copies else self.training_file
 
     def _plant_copies(self, copies: bool) -> None:
         if copies and not self._pairs(copies).exists():
-            with gzip.open(self._pairs(False), "rt", encoding="utf-8") as file:
-                rows = [json.loads(line) for line in file][::COPY_STRIDE]
+            rows = read_json_lines(self.training_file)[::COPY_STRIDE]
             with atomic_path(self._pairs(copies)) as temporary, gzip.open(temporary, "wt", encoding="utf-8") as file:
                 for row in rows:
                     pair = {"query": row["query"], "positive": row["positive"]}
@@ -301,6 +310,14 @@ def fit(
     ).fit(module, data)
 
 
+def optimisation(learning_rate: float, num_steps: int) -> dict[str, Any]:
+    """Arguments of a module: AdamW, and a schedule with 10 % warm-up steps and linear decay."""
+    return {
+        "optimizer": partial(torch.optim.AdamW, lr=learning_rate, weight_decay=0.01),
+        "schedule": Schedule(warmup_steps=num_steps // 10, decay="linear"),
+    }
+
+
 def save_layers(model: str | Path, num_layers: int, folder: str | Path) -> None:
     """Write a model with only `num_layers` of another model's layers, unless the folder exists."""
     if Path(folder).exists():
@@ -328,8 +345,7 @@ def module_of(workspace: Workspace, recipe: Recipe, seed: int) -> ContrastiveMod
     options: dict[str, Any] = {
         "backbone": BackboneConfig(workspace.model),
         "loss": InfoNCE(temperature=0.05, false_negative_filter=surrogate_filter),
-        "optimizer": partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
-        "schedule": Schedule(warmup_steps=recipe.num_steps // 10, decay="linear"),
+        **optimisation(recipe.learning_rate, recipe.num_steps),
         "initial_model": workspace.start(recipe),
         "seed": seed,
     }

@@ -50,7 +50,7 @@ def tiny_evaluation_root() -> Path:
     workspace = Workspace(Path("checkpoints/trials"), tiny=True)
     with workspace.locked():
         workspace.prepare([])
-    return workspace.folder / "corpus" / "eval"
+    return workspace.evaluation_root
 
 
 def scores_of(folder: Path, encoders: Mapping[str, Encoder]) -> tuple[str, dict[str, float]]:

@@ -26,7 +26,7 @@ from benchmarks.e18_distillation import TEACHER_SEED, DistillationWorkspace, dat
 from benchmarks.e18_distillation import Recipe as TeacherRecipe
 from benchmarks.mgh_trials import Recipe as PairsRecipe
 from benchmarks.mgh_trials import data_of as pairs_data_of
-from benchmarks.mgh_trials import module_of, pairs_of
+from benchmarks.mgh_trials import module_of
 from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized, table, trial_options
 from embeddings.callbacks import ExportModel
 from embeddings.common.io import write_json
@@ -112,7 +112,7 @@ class DecoderWorkspace(DistillationWorkspace):
             )
             training = training.tiny() if self.tiny else training
             module = module_of(self, training, TEACHER_SEED)
-            data = pairs_data_of(training, pairs_of(self), TEACHER_SEED)
+            data = pairs_data_of(training, self.training_file, TEACHER_SEED)
             fit(self, module, data, training.num_steps, [ExportModel(self.teacher)])
 
 

@@ -5,19 +5,15 @@ teacher's six layers and trains on 3,200 pairs with up to three hard negatives e
 distillation of the teacher's in-batch similarities, of its score margins, or of its hidden states layer by layer.
 """
 
-import gzip
 import json
 import time
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import torch
-
-from benchmarks.docstring_trials import MODEL, Workspace, fit, save_layers, score
+from benchmarks.docstring_trials import MODEL, Workspace, fit, optimisation, save_layers, score
 from benchmarks.trials import (
     Metrics,
     Scores,
@@ -29,6 +25,7 @@ from benchmarks.trials import (
     table,
     trial_options,
 )
+from benchmarks.workloads import read_json_lines
 from embeddings.callbacks import ExportModel
 from embeddings.common.io import atomic_path
 from embeddings.data import BlendedBatchSampler, EmbeddingDataModule, SourceConfig
@@ -38,7 +35,6 @@ from embeddings.losses import InfoNCE, MarginMSE, SimilarityDistillation
 from embeddings.mining import encode_pairs
 from embeddings.models import BackboneConfig, Embedder, MeanPooling
 from embeddings.modules import LayerDistillation, NVEmbedModule
-from embeddings.training.optim import Schedule
 
 NUM_NEGATIVES, STUDENT_LAYERS, TEACHER_SEED, TEACHER_STEPS = 3, 3, 1000, 100
 PAGES = ("held-out packages", "held-out functions")
@@ -105,8 +101,7 @@ class DistillationWorkspace(Workspace):
     def select(self, recipe: Recipe) -> None:
         """Write the training pairs if they are missing."""
         if not self.rows(recipe).exists():
-            with gzip.open(self.folder / "corpus" / "train.jsonl.gz", "rt", encoding="utf-8") as file:
-                rows = [json.loads(line) for line in file]
+            rows = read_json_lines(self.training_file)
             selected = [row for row in rows[:: max(1, len(rows) // recipe.num_rows)] if row.get("negatives")]
             with atomic_path(self.rows(recipe)) as temporary:
                 temporary.write_text("".join(json.dumps(_as_texts(row)) + "\n" for row in selected), encoding="utf-8")
@@ -116,9 +111,9 @@ class DistillationWorkspace(Workspace):
         return self.folder / f"distillation-{recipe.num_rows}.jsonl"
 
 
-def _as_texts(row: dict[str, object]) -> dict[str, object]:
+def _as_texts(row: dict[str, Any]) -> dict[str, Any]:
     """Query, positive and a few negatives as texts, the hardest level first."""
-    negatives: list[dict[str, object]] = sorted(row["negatives"], key=lambda entry: int(entry["level"]))  # type: ignore[call-overload]
+    negatives = sorted(row["negatives"], key=lambda entry: int(entry["level"]))
     return {
         "query": row["query"],
         "positive": row["positive"],
@@ -126,11 +121,10 @@ def _as_texts(row: dict[str, object]) -> dict[str, object]:
     }
 
 
-def options(recipe: Recipe, seed: int) -> dict[str, object]:
+def options(recipe: Recipe, seed: int) -> dict[str, Any]:
     """Optimiser, schedule, loss and seed of a recipe, for teacher and student."""
     return {
-        "optimizer": partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
-        "schedule": Schedule(warmup_steps=recipe.num_steps // 10, decay="linear"),
+        **optimisation(recipe.learning_rate, recipe.num_steps),
         "loss": loss_of(recipe.teaching),
         "seed": seed,
     }

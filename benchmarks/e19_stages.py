@@ -6,7 +6,6 @@ the folder EMBED_DATA. Every variant has the same number of steps. TREC's six cl
 texts, as the paper does for sets with few classes. The other labelled sets use examples or label texts.
 """
 
-import gzip
 import json
 from argparse import Namespace
 from collections.abc import Mapping
@@ -16,9 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
 
-import torch
-
-from benchmarks.docstring_trials import Workspace, fit
+from benchmarks.docstring_trials import Workspace, fit, optimisation
 from benchmarks.trials import (
     Metrics,
     Scores,
@@ -31,7 +28,7 @@ from benchmarks.trials import (
     table,
     trial_options,
 )
-from benchmarks.workloads import data_folder
+from benchmarks.workloads import data_folder, read_json_lines
 from embeddings.common.io import write_text
 from embeddings.data import BlendedBatchSampler, EmbeddingDataModule, SourceConfig
 from embeddings.evaluation import EvaluationFolder, evaluate_folder, read_evaluation_folder
@@ -41,7 +38,6 @@ from embeddings.losses import InfoNCE
 from embeddings.mining import NegativeRules, Teachers, mine_negatives
 from embeddings.models import BackboneConfig, Embedder, MeanPooling
 from embeddings.modules import NVEmbedModule
-from embeddings.training.optim import Schedule
 
 Stage = Literal["retrieval in-batch", "all in-batch", "all in-batch masked", "all own"]
 Labels = Literal["examples", "texts"]
@@ -150,10 +146,7 @@ def _file(name: str, split: str) -> Path:
 
 
 def _rows(name: str, split: str) -> list[dict[str, Any]]:
-    path = _file(name, split)
-    content = path.read_bytes()
-    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).decode().splitlines()
-    return [json.loads(line) for line in lines]
+    return read_json_lines(_file(name, split))
 
 
 def _lines(rows: list[dict[str, Any]]) -> str:
@@ -176,8 +169,7 @@ def train(workspace: StagesWorkspace, recipe: Recipe, seed: int) -> Embedder:
             BackboneConfig(workspace.model),
             MeanPooling,
             loss=loss_of(stage),
-            optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
-            schedule=Schedule(warmup_steps=steps // 10, decay="linear"),
+            **optimisation(recipe.learning_rate, steps),
             seed=seed,
         )
         if trained is not None:

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from benchmarks.docstring_trials import Recipe as VectorsRecipe
 from benchmarks.docstring_trials import Workspace, fit, save_layers, score
-from benchmarks.mgh_trials import PAGES, Losses, Recipe, data_of, module_of, pairs_of
+from benchmarks.mgh_trials import PAGES, Losses, Recipe, data_of, module_of
 from benchmarks.trials import Metrics, Scores, Trial, difference, run_recipes, sized, table, trial_options
 from embeddings.callbacks import RetrievalEvaluation
 from embeddings.common import TextSettings
@@ -110,10 +110,10 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train by the trial's recipe; score the model during training and at the end."""
     workspace, recipe = CurriculumWorkspace(work, tiny), LongRecipe(**trial.settings)  # type: ignore[arg-type]
     start, every = time.perf_counter(), 2 if tiny else SCORED_EVERY
-    pairs = pairs_of(workspace) if recipe.levels == "namespace" else workspace.graded
+    pairs = workspace.training_file if recipe.levels == "namespace" else workspace.graded
     module, losses = module_of(workspace, recipe, trial.seed), Losses()
     module.embedder.text = recipe.text
-    evaluation = RetrievalEvaluation(str(workspace.folder / "corpus" / "eval" / "validation"), every, at_start=False)
+    evaluation = RetrievalEvaluation(str(workspace.evaluation_root / "validation"), every, at_start=False)
     folder = workspace.run_folder(trial)
     path = folder / "metrics.csv"
     path.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.docstring_trials import Workspace
 from benchmarks.moe_trials import Recipe, make_start, module_of, train
 from benchmarks.trials import Metrics, Scores, Trial, difference, run_recipes, sized, table, trial_options
-from benchmarks.workloads import data_folder
+from benchmarks.workloads import data_folder, read_json_lines
 from embeddings.common.io import text_hash, write_text
 from embeddings.data import BlendedBatchSampler, EmbeddingDataModule, SourceConfig
 from embeddings.evaluation import Qrels, RetrievalFolder, score_retrieval
@@ -96,8 +96,7 @@ def translations() -> tuple[list[Translation], list[Translation]]:
     """The training pairs and the pairs whose English sentence is held out, both in random order."""
     rows = []
     for path in sorted((data_folder() / "tatoeba").glob("*-eng.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            pair = json.loads(line)
+        for pair in read_json_lines(path):
             rows.append(Translation(path.name[:3], pair["sentence1"], pair["sentence2"]))
     order = np.random.default_rng(0).permutation(len(rows)).tolist()
     is_held_out = [text_hash(row.english) % HELD_OUT == 0 for row in rows]

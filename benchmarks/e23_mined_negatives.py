@@ -7,20 +7,17 @@ are the negatives. The script counts what each teacher and margin remove and kee
 one setting at a time, starting from margin 0.95, four negatives, and untrained MiniLM as the teacher.
 """
 
-import gzip
 import json
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from benchmarks.docstring_trials import Workspace, fit, near_copy, score
+from benchmarks.docstring_trials import Workspace, fit, near_copy, optimisation, score
 from benchmarks.harness import record
 from benchmarks.trials import (
     Metrics,
@@ -34,6 +31,7 @@ from benchmarks.trials import (
     table,
     trial_options,
 )
+from benchmarks.workloads import read_json_lines
 from embeddings.callbacks import ExportModel
 from embeddings.common.io import atomic_path, text_hash, write_text
 from embeddings.data import BlendedBatchSampler, EmbeddingDataModule, SourceConfig
@@ -44,7 +42,6 @@ from embeddings.mining import NegativeRules, choose_negatives
 from embeddings.mining.negatives import MinedQueries, ScoredCandidates
 from embeddings.models import BackboneConfig, Embedder, MeanPooling
 from embeddings.modules import NVEmbedModule
-from embeddings.training.optim import Schedule
 
 TeacherName = Literal["BM25", "MiniLM", "MiniLM, trained"]
 Floats = npt.NDArray[np.float32]
@@ -106,7 +103,7 @@ class MiningWorkspace(Workspace):
     def mine(self) -> None:
         """Train the teacher, and mine with each teacher and margin."""
         if not self.trained_teacher.exists():
-            corpus = SourceConfig("docstrings", str(self.folder / "corpus" / "train.jsonl.gz"))
+            corpus = SourceConfig("docstrings", str(self.training_file))
             recipe = TEACHER.tiny() if self.tiny else TEACHER
             train(self, recipe, corpus, TEACHER_SEED, self.trained_teacher)
         pairs = training_pairs(self)
@@ -137,8 +134,7 @@ class MiningWorkspace(Workspace):
 
 def training_pairs(workspace: Workspace) -> list[dict[str, str]]:
     """Pairs from the whole corpus; every second one is followed by its near-copy, and both have the other's text."""
-    with gzip.open(workspace.folder / "corpus" / "train.jsonl.gz", "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
+    rows = read_json_lines(workspace.training_file)
     pairs: list[dict[str, str]] = []
     for number, row in enumerate(rows[:: max(1, len(rows) // NUM_ROWS)]):
         pair = {"query": row["query"], "positive": row["positive"]}
@@ -174,8 +170,7 @@ def mining_fractions(path: Path) -> Metrics:
     near-copy whose negatives include it; and, of the first four negatives except near-copies, the fraction whose
     function has the positive's name.
     """
-    with open(path, encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
+    rows = read_json_lines(path)
     fractions: Metrics = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     for number in NUMBERS:
         has_copy = [row["copy"] in row["negatives"][:number] for row in rows if "copy" in row]
@@ -198,8 +193,7 @@ def train(
         BackboneConfig(workspace.model),
         MeanPooling,
         loss=InfoNCE(temperature=0.05),
-        optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
-        schedule=Schedule(warmup_steps=recipe.num_steps // 10, decay="linear"),
+        **optimisation(recipe.learning_rate, recipe.num_steps),
         seed=seed,
     )
     data = EmbeddingDataModule(

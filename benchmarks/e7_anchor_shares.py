@@ -81,7 +81,7 @@ def trained(chosen: Namespace) -> str:
 def shares(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Mean shares of weight and of tokens over documents of the held-out packages."""
     case = Case(**trial.settings)  # type: ignore[arg-type]
-    documents = read_retrieval_folder(Workspace(work, tiny).folder / "corpus" / "eval" / "held_out").documents
+    documents = read_retrieval_folder(Workspace(work, tiny).evaluation_root / "held_out").documents
     rows = np.random.default_rng(trial.seed).permutation(len(documents))[: TINY_TEXTS if tiny else case.num_texts]
     backbone, tokenizer = load_backbone(BackboneConfig(case.model, bidirectional=case.bidirectional))
     pooling = AnchorTokenPooling(backbone.config.hidden_size, by_visible_queries=case.by_visible_queries)

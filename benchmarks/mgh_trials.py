@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
-import torch
 
-from benchmarks.docstring_trials import MODEL, Workspace, fit, score
+from benchmarks.docstring_trials import MODEL, Workspace, fit, optimisation, score
 from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
 from embeddings.data import BlendedBatchSampler, CurriculumBatchSampler, EmbeddingDataModule, SourceConfig
 from embeddings.data.samplers.curriculum import LevelOrder
@@ -30,7 +29,6 @@ from embeddings.models import (
     SelfAttentionPooling,
 )
 from embeddings.modules import MGHCurriculumModule
-from embeddings.training.optim import Schedule
 
 PoolingName = Literal["mean", "last", "latent", "self-attention", "anchor, key axis", "anchor, query axis"]
 PAGES = ("held-out packages", "held-out functions")
@@ -82,13 +80,8 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
 def train(workspace: Workspace, recipe: Recipe, seed: int, module: MGHCurriculumModule) -> float:
     """Train a model by a recipe; returns the mean loss of its last ten steps."""
     losses = Losses()
-    fit(workspace, module, data_of(recipe, pairs_of(workspace), seed), recipe.num_steps, [losses])
+    fit(workspace, module, data_of(recipe, workspace.training_file, seed), recipe.num_steps, [losses])
     return losses.last_mean
-
-
-def pairs_of(workspace: Workspace) -> Path:
-    """The file of training pairs with their levels by namespace."""
-    return workspace.folder / "corpus" / "train.jsonl.gz"
 
 
 def data_of(recipe: Recipe, pairs: Path, seed: int) -> EmbeddingDataModule:
@@ -108,8 +101,7 @@ def module_of(workspace: Workspace, recipe: Recipe, seed: int) -> MGHCurriculumM
         ),
         pooling=pooling_of(recipe),
         loss=InfoNCE(temperature=recipe.temperature),
-        optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
-        schedule=Schedule(warmup_steps=recipe.num_steps // 10, decay="linear"),
+        **optimisation(recipe.learning_rate, recipe.num_steps),
         seed=seed,
     )
 

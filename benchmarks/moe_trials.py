@@ -1,4 +1,4 @@
-"""What the experiments on mixtures of experts share: a small rotary encoder, made sparse, trained and scored.
+"""What the experiments on mixtures of experts share: upcycling of a small rotary encoder, training and scoring.
 
 All models start from all-MiniLM-L6-v2 with rotary positions instead of its learned ones. That changes its hidden
 states, so the dense model is first trained on the docstring corpus; every variant and seed starts from the result.
@@ -6,7 +6,6 @@ There are two corpora: the docstrings, and question-paragraph pairs in several l
 """
 
 import csv
-import gzip
 import json
 import time
 from argparse import Namespace
@@ -16,12 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from benchmarks.docstring_trials import WARMUP_SEED, Workspace, fit
+from benchmarks.docstring_trials import WARMUP_SEED, Workspace, fit, optimisation
 from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
-from benchmarks.workloads import data_folder
+from benchmarks.workloads import data_folder, read_json_lines
 from embeddings.callbacks import ExportModel
 from embeddings.callbacks.run_health import RoutingStatistics
 from embeddings.common.io import write_text
@@ -34,7 +32,6 @@ from embeddings.models import BackboneConfig, Embedder
 from embeddings.models.moe.upcycling import Upcycling, parameter_counts
 from embeddings.models.rotary import write_rotary_model
 from embeddings.modules import MoEEmbedModule
-from embeddings.training.optim import Schedule
 
 # Steps after which the entropy of the experts' load is recorded.
 ENTROPY_STEPS = (1, 5, 10, 20, 40)
@@ -126,8 +123,7 @@ def module_of(workspace: Workspace, recipe: Recipe, seed: int) -> MoEEmbedModule
         upcycling=Upcycling(recipe.mode, recipe.num_experts, recipe.top_k or 1) if sparse else None,
         load_balancing=LoadBalancing(recipe.coefficient) if sparse else None,
         loss=loss,
-        optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
-        schedule=Schedule(warmup_steps=recipe.num_steps // 10, decay="linear"),
+        **optimisation(recipe.learning_rate, recipe.num_steps),
         seed=seed,
     )
 
@@ -138,7 +134,7 @@ def data_of(workspace: Workspace, recipe: Recipe, seed: int) -> EmbeddingDataMod
         sources = [SourceConfig(path.stem, str(path)) for path in sorted(_languages_folder(workspace).glob("*.jsonl"))]
         sampler: Any = partial(HomogeneousBatchSampler, temperature=0.5)
     else:
-        sources = [SourceConfig("docstrings", str(workspace.folder / "corpus" / "train.jsonl.gz"))]
+        sources = [SourceConfig("docstrings", str(workspace.training_file))]
         sampler = BlendedBatchSampler
     return EmbeddingDataModule(sources, recipe.text, recipe.batch_size, 0, sampler, seed=seed)
 
@@ -184,8 +180,7 @@ def make_start(workspace: Workspace, recipe: Recipe) -> None:
         BackboneConfig(str(rotary)),
         load_balancing=None,
         loss=InfoNCE(temperature=0.05),
-        optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
-        schedule=Schedule(warmup_steps=dense.num_steps // 10, decay="linear"),
+        **optimisation(recipe.learning_rate, dense.num_steps),
         seed=WARMUP_SEED,
     )
     fit(workspace, module, data_of(workspace, dense, WARMUP_SEED), dense.num_steps, [ExportModel(str(folder))])
@@ -200,9 +195,7 @@ def _split_by_language(workspace: Workspace) -> None:
     by_name: dict[str, list[str]] = {}
     for name in PAIRS:
         path = data_folder() / name
-        content = path.read_bytes()
-        for line in (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines():
-            row = json.loads(line)
+        for row in read_json_lines(path):
             pair = json.dumps({"query": row["query"], "positive": row["positive"]})
             by_name.setdefault(f"{path.parent.name}-{row['lang']}", []).append(pair)
     for name, lines in by_name.items():

@@ -29,6 +29,12 @@ def data_folder() -> Path:
     return Path(os.environ.get("EMBED_DATA", "../shared/data"))
 
 
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSON Lines file, which is gzipped if its name ends in `.gz`."""
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
 def question_answer_texts(num_pairs: int, seed: int = 0) -> list[tuple[str, str]]:
     """Random pairs of MedQuAD from `medquad_pairs/train.jsonl.gz` in the folder EMBED_DATA.
 
@@ -38,8 +44,7 @@ def question_answer_texts(num_pairs: int, seed: int = 0) -> list[tuple[str, str]
     if not path.is_file():
         print("skipped: set EMBED_DATA to the folder that contains medquad_pairs/train.jsonl.gz")
         raise SystemExit(0)
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        records = [json.loads(line) for line in file]
+    records = read_json_lines(path)
     order = torch.randperm(len(records), generator=torch.Generator().manual_seed(seed))[:num_pairs]
     return [(records[row]["query"], records[row]["positive"]) for row in order.tolist()]
 
