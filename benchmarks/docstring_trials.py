@@ -42,7 +42,7 @@ from embeddings.training.optim import Schedule
 
 MODEL = "all-MiniLM-L6-v2"
 WARMUP_SEED = 1000
-# One in this many pairs is used if every pair has a near-copy.
+# With near-copies, one in `COPY_STRIDE` pairs is used.
 COPY_STRIDE = 4
 CONTEXTS = ("matched", "foreign", "no")
 OTHER_DOMAINS = ("cranfield",)
@@ -339,7 +339,7 @@ def data_of(workspace: Workspace, recipe: Recipe, seed: int) -> EmbeddingDataMod
 
 
 def module_of(workspace: Workspace, recipe: Recipe, seed: int) -> ContrastiveModule:
-    """The untrained model of a recipe."""
+    """The model of a recipe before training."""
     margin = recipe.filter_margin
     surrogate_filter = None if margin is None else SurrogateFilter(margin)
     options: dict[str, Any] = {

@@ -26,7 +26,7 @@ def main() -> None:
     if not all((data_folder() / name).exists() for name in (*PAIRS, "xquad")):
         print(f"E10 skipped: {data_folder()} does not contain {', '.join(PAIRS)} and xquad; set EMBED_DATA")
         return
-    # The untrained model does not depend on the seed.
+    # Before training, the model does not depend on the seed.
     scores = run(replaced(chosen, seeds=1), "E10", BEFORE) + run(chosen, "E10", RECIPES)
     print(f"E10, nDCG@10\n{table(scores, [*PAGES, 'total parameters', 'active parameters'])}")
     _, dense, *sparse = scores

@@ -148,7 +148,7 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
 
 
 def module_of(recipe: Recipe, folder: Path, seed: int) -> ContrastiveModule:
-    """The untrained model of a recipe; both stages start with the same random weights."""
+    """The model of a recipe before training; both stages start with the same random weights."""
     backbone = folder / f"bert-{seed}"
     if not (backbone / "config.json").exists():
         make_backbone(backbone, seed)

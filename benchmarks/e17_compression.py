@@ -89,7 +89,7 @@ class DecoderRecipe(Recipe):
 DECODERS = {
     f"decoder, {name}": DecoderRecipe(method=recipe.method, pattern=recipe.pattern) for name, recipe in RECIPES.items()
 }
-# Measures how much of SparseGPT's loss is recovered with more steps.
+# Three times the steps, to see how much of the lost score SparseGPT recovers.
 LONGER = "sparsegpt, 2:4, 240 steps"
 RECIPES[LONGER] = Recipe(num_steps=240)
 
@@ -122,7 +122,7 @@ def workspace_of(recipe: Recipe, work: Path, tiny: bool) -> DistillationWorkspac
 
 
 def run(chosen: Namespace, recipes: Mapping[str, Recipe]) -> list[Scores]:
-    """Compress by each recipe with each seed; arguments as of `run_recipes`."""
+    """Compress with each recipe and seed; arguments as in `run_recipes`."""
     recipes = sized(chosen, recipes)
     first = next(iter(recipes.values()))
     workspace = workspace_of(first, chosen.work, chosen.tiny)

@@ -222,7 +222,7 @@ def main() -> None:
     if not all((data_folder() / name).is_dir() for name in ("banking77", *RETRIEVAL, *CLUSTERING)):
         print("E19 skipped: its training sets are missing; set EMBED_DATA to their folder")
         return
-    # The untrained model does not depend on the seed.
+    # Before training, the model does not depend on the seed.
     (before,) = run(replaced(chosen, seeds=1), BEFORE)
     two_stages, *others = run(chosen, RECIPES)
     metrics = [name for name in (*SCORED, "mean of the kinds") if name in before.metrics]

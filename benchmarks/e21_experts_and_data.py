@@ -26,7 +26,7 @@ from embeddings.evaluation import Qrels, RetrievalFolder, score_retrieval
 from embeddings.inference import Encoder
 from embeddings.models.moe.upcycling import parameter_counts
 
-# One in this many English sentences is held out, with all its translations.
+# One in `HELD_OUT` English sentences is held out, with all its translations.
 HELD_OUT = 10
 NUM_PAIRS = (1024, 2048, 4096, 8192, 16_384, 28_544)
 # Languages in Latin script; the model's tokeniser needs few tokens for most of them.

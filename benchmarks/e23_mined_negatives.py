@@ -4,7 +4,7 @@ MiniLM trains on about 3,200 pairs of the docstring corpus; half of them have a 
 corpus copies another, so a pair's near-copy is its only known false negative. A teacher scores every document for every
 query. Candidates at or above `margin` times the positive's score are removed (TopK-PercPos); the highest remaining ones
 are the negatives. The script counts what each teacher and margin remove and keep over all pairs. Training then varies
-one setting at a time, starting from margin 0.95, four negatives, and untrained MiniLM as the teacher.
+one setting at a time, starting from margin 0.95, four negatives, and MiniLM itself as the teacher.
 """
 
 import json
@@ -250,7 +250,7 @@ def main() -> None:
     """Mine, train with each variant; print the table and the differences to the first variant."""
     chosen = trial_options(__doc__)
     measure(chosen)
-    # The untrained model does not depend on the seed.
+    # Before training, the model does not depend on the seed.
     (before,) = run(replaced(chosen, seeds=1), BEFORE)
     default, *others = run(chosen, RECIPES)
     print(f"E23, nDCG@10\n{table([before, default, *others], PAGES)}")

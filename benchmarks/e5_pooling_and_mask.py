@@ -42,8 +42,8 @@ def main() -> None:
         if mask != ADAPTED or pooling in ("mean", "anchor, key axis")
     }
     later = {
-        f"{pooling}, again; {mask}": recipe(pooling, str(again), is_open)
-        for mask, is_open in ((CAUSAL, False), (OPEN, True))
+        f"{pooling}, again; {mask}": recipe(pooling, str(again), bidirectional)
+        for mask, bidirectional in ((CAUSAL, False), (OPEN, True))
         for pooling in ("mean", "self-attention")
     }
     for baseline, variants in (("mean", cells), ("mean, again", later)):
@@ -59,11 +59,11 @@ def main() -> None:
                     print(difference(score, by_variant[f"{pooling}; {CAUSAL}"], page))
 
 
-def recipe(pooling: PoolingName, decoder: str, is_open: bool) -> Recipe:
-    """The recipe for training a decoder with a pooling; `is_open` disables the causal mask."""
+def recipe(pooling: PoolingName, decoder: str, bidirectional: bool) -> Recipe:
+    """The recipe for training a decoder with a pooling, with or without its causal mask."""
     return Recipe(
         backbone=decoder,
-        bidirectional=is_open,
+        bidirectional=bidirectional,
         pooling=pooling,
         order=None,
         num_steps=120,

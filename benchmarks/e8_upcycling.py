@@ -22,7 +22,7 @@ RECIPES = {
 def main() -> None:
     """Score each start and train from it; print the table and the differences to the dense model."""
     chosen = trial_options(__doc__)
-    # The untrained dense model does not depend on the seed.
+    # Before training, the dense model does not depend on the seed.
     (dense_before,) = run(replaced(chosen, seeds=1), "E8", DENSE_BEFORE)
     preserving_before, release_before, dense, preserving, release = run(chosen, "E8", RECIPES)
     scores = [dense_before, preserving_before, release_before, dense, preserving, release]

@@ -94,7 +94,7 @@ def data_of(recipe: Recipe, pairs: Path, seed: int) -> EmbeddingDataModule:
 
 
 def module_of(workspace: Workspace, recipe: Recipe, seed: int) -> MGHCurriculumModule:
-    """The untrained model of a recipe."""
+    """The model of a recipe before training."""
     return MGHCurriculumModule(
         BackboneConfig(
             workspace.model if recipe.backbone == MODEL else recipe.backbone, bidirectional=recipe.bidirectional

@@ -114,7 +114,7 @@ def train(
 
 
 def module_of(workspace: Workspace, recipe: Recipe, seed: int) -> MoEEmbedModule:
-    """The untrained model of a recipe."""
+    """The model of a recipe before training."""
     common = {"temperature": 0.05}
     loss = InfoNCE(**common) if recipe.widths is None else MatryoshkaInfoNCE(recipe.widths, **common)
     sparse = recipe.top_k is not None

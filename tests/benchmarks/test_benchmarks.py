@@ -16,7 +16,7 @@ SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("[pe][0-9]*.py
 NEEDS_DATA = {"p2_peer_gradcache"}
 
 
-def test_the_benchmarks_are_found() -> None:
+def test_there_are_benchmark_scripts() -> None:
     assert len(SCRIPTS) >= 6
 
 
