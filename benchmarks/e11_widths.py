@@ -1,6 +1,6 @@
-"""E11: scores of the first numbers of a vector, trained as vectors of their own (Matryoshka) or not.
+"""E11: scores of truncated vectors, trained with and without a Matryoshka loss.
 
-Nomic Embed v2 trains 768 and 256 numbers (arXiv:2502.07972, §4.5); the model here has 384, and is dense.
+Nomic Embed v2 trains 768 and 256 dimensions (arXiv:2502.07972, §4.5). The model here is dense and has 384 dimensions.
 """
 
 from benchmarks.moe_trials import Recipe, run
@@ -18,14 +18,14 @@ RECIPES = {
 
 
 def main() -> None:
-    """Train with each loss; print the table and what the narrower widths gain."""
+    """Train with each loss; print the table and the gains of the Matryoshka losses."""
     chosen = trial_options(__doc__)
     scores = run(chosen, "E11", RECIPES)
     print(f"E11, nDCG@10\n{table(scores, PAGES)}")
-    whole, *several = scores
+    plain, *matryoshka = scores
     for page in PAGES:
-        for model in several:
-            print(difference(model, whole, page))
+        for model in matryoshka:
+            print(difference(model, plain, page))
 
 
 if __name__ == "__main__":

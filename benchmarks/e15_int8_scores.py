@@ -1,13 +1,13 @@
-"""E15: what int8 costs in score: all-MiniLM-L6-v2 in float32 and in int8 on four evaluation folders of EMBED_DATA.
+"""E15: the effect of int8 on scores: all-MiniLM-L6-v2 in float32 and in int8 on four evaluation folders of EMBED_DATA.
 
-nDCG@10 on retrieval and Spearman's correlation on similarity, texts of 256 tokens; documents and queries are encoded in
-the precision that is scored.
+The metrics are nDCG@10 for retrieval and Spearman's correlation for similarity. Texts have at most 256 tokens. Queries
+and documents are encoded in the same precision.
 """
 
 from benchmarks.docstring_trials import MODEL
 from benchmarks.e12_reference_scores import METRICS, encoder_of, evaluation_root
 from benchmarks.harness import options, record
-from benchmarks.moe_trials import data_folder
+from benchmarks.workloads import data_folder
 from embeddings.evaluation import evaluate_folder, read_evaluation_folder
 from embeddings.evaluation.folders import find_evaluation_folders
 from embeddings.inference.precision import Precision

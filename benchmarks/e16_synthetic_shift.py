@@ -1,9 +1,10 @@
-"""E16: does a contextual model learn what a corpus makes ubiquitous? Synthetic domains, against a bi-encoder.
+"""E16: does a contextual model learn which words are ubiquitous in a corpus? Synthetic domains, against a bi-encoder.
 
-Each domain draws 8 of 60 words, which are everywhere in it. A document has four of the other words and four ubiquitous
-ones, a query two of its document's words and three ubiquitous ones; so what tells documents apart differs from domain
-to domain, and a text alone does not say. Models of two layers and width 64 start at random, read a new domain at every
-step, and are scored on 20 domains that they never saw: behind 16 documents of the domain, of another one, and of none.
+Each domain draws 8 of 60 words as its ubiquitous words. A document has four of the other words and four ubiquitous
+ones. A query has two of its document's other words and three ubiquitous ones. Which words distinguish documents
+therefore depends on the domain, and a single text does not show it. Models have two layers, width 64 and random initial
+weights. They train on a new domain in every step and are scored on 20 unseen domains: with 16 context documents of the
+domain, with 16 of another domain, and without context.
 """
 
 import logging
@@ -49,8 +50,8 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 NUM_UBIQUITOUS, WIDTH = 8, 64
 NUM_DOMAINS, DOCUMENTS_OF_A_DOMAIN = 20, 60
 CONTEXTS = ("matched", "foreign", "no")
-# One minus the cosine between two context vectors, and between a text's vectors behind two contexts.
-ALIVE = ("context spread", "context sensitivity")
+# One minus the cosine: between two context vectors, and between a text's vectors with two contexts.
+CONTEXT_EFFECT = ("context spread", "context sensitivity")
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,10 @@ class Recipe(TrainingRecipe):
     """How a model is trained.
 
     Args:
-        contextual: Whether it is a contextual model, or a bi-encoder of the second stage's architecture.
+        contextual: Whether it is a contextual model; else a bi-encoder with the second stage's architecture.
         first_stage: Arguments of `FirstStageTraining`.
         num_context: Context documents.
-        warmup_steps: The schedule's.
+        warmup_steps: Warm-up steps of the schedule.
     """
 
     num_steps: int = 3000
@@ -74,7 +75,7 @@ class Recipe(TrainingRecipe):
     warmup_steps: int = 100
 
     def tiny(self) -> Self:
-        """The same for two contrastive steps."""
+        """The recipe with two contrastive steps."""
         words = {"word_steps": 1} if self.first_stage else {}
         return replace(
             self, num_steps=2, batch_size=4, num_context=3, warmup_steps=0, first_stage={**self.first_stage, **words}
@@ -90,7 +91,7 @@ RECIPES = {
 
 
 class Shift(Dataset[ContrastiveBatch]):
-    """A batch of a domain of its own for every step."""
+    """One batch per step, each from a new domain."""
 
     def __init__(self, collate: ContrastiveCollator, num_steps: int, batch_size: int, seed: int) -> None:
         self.collate, self.num_steps, self.batch_size, self.seed = collate, num_steps, batch_size, seed
@@ -105,7 +106,7 @@ class Shift(Dataset[ContrastiveBatch]):
 
 
 def domain(seed: int, num_documents: int) -> list[tuple[str, str]]:
-    """Queries with their documents."""
+    """The pairs of query and document of a new domain."""
     generator = np.random.default_rng(seed)
     ubiquitous = generator.choice(len(WORDS), NUM_UBIQUITOUS, replace=False)
     others = np.setdiff1d(np.arange(len(WORDS)), ubiquitous)
@@ -121,19 +122,19 @@ def domain(seed: int, num_documents: int) -> list[tuple[str, str]]:
 
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
-    """Train by the trial's recipe, and score the model on domains that all trials share."""
+    """Train by the trial's recipe, and score the model on unseen domains, the same for all trials."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     recipe = Recipe(**trial.settings)  # type: ignore[arg-type]
     start = time.perf_counter()
     module = module_of(recipe, work / ("tiny" if tiny else "shift"), trial.seed)
     num_steps = recipe.num_steps + int(recipe.first_stage.get("word_steps", 0))
     collate = ContrastiveCollator(TextTokenizer(module.tokenizer, recipe.text), num_negatives=0)
-    metrics = _Last()
+    effect = _LastContextEffect()
     L.Trainer(
         accelerator="cpu",
         max_steps=num_steps,
         gradient_clip_val=1.0,
-        callbacks=[metrics],
+        callbacks=[effect],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -142,12 +143,12 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
         default_root_dir=work,
     ).fit(module, DataLoader(Shift(collate, num_steps, recipe.batch_size, trial.seed), batch_size=None))
     module.embedder.text = recipe.text
-    found = score(module.embedder, NUM_DOMAINS if not tiny else 2)
-    return {**found, **metrics.values, "training seconds": time.perf_counter() - start}
+    scores = score(module.embedder, NUM_DOMAINS if not tiny else 2)
+    return {**scores, **effect.values, "training seconds": time.perf_counter() - start}
 
 
 def module_of(recipe: Recipe, folder: Path, seed: int) -> ContrastiveModule:
-    """The model of a recipe, untrained: random weights, the same of both stages."""
+    """The model of a recipe before training; both stages start with the same random weights."""
     backbone = folder / f"bert-{seed}"
     if not (backbone / "config.json").exists():
         make_backbone(backbone, seed)
@@ -165,7 +166,7 @@ def module_of(recipe: Recipe, folder: Path, seed: int) -> ContrastiveModule:
 
 
 def make_backbone(folder: Path, seed: int) -> None:
-    """Write a random BERT of two layers whose tokens are the words."""
+    """Write a BERT with two layers and random weights, with one token per word."""
     vocabulary = {token: row for row, token in enumerate([*SPECIAL, *WORDS])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -179,7 +180,7 @@ def make_backbone(folder: Path, seed: int) -> None:
         num_attention_heads=4,
         intermediate_size=4 * WIDTH,
         max_position_embeddings=32,
-        # Twice and a half the usual: attention of so small a model else takes a thousand steps to begin.
+        # 2.5 times the default: with the default, attention of so small a model starts to learn after a thousand steps.
         initializer_range=0.05,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
@@ -188,20 +189,20 @@ def make_backbone(folder: Path, seed: int) -> None:
 
 
 def score(embedder: Embedder, num_domains: int) -> Metrics:
-    """nDCG@10, the mean over the domains; of a contextual model behind each context."""
+    """Mean nDCG@10 over the domains, for a contextual model with each kind of context."""
     encoder = Encoder(embedder)
     folders = [
         _folder(domain(derive_seed(0, "unseen", number), DOCUMENTS_OF_A_DOMAIN)) for number in range(num_domains)
     ]
-    found: Metrics = {}
+    scores: Metrics = {}
     for kind in CONTEXTS if encoder.num_context else ("no",):
         values = []
         for number, folder in enumerate(folders):
             source = folder if kind == "matched" else folders[(number + 1) % len(folders)]
             context = None if kind == "no" else sample_context(encoder, source.documents, seed=0)
             values.append(score_retrieval(encoder, folder, context=context).metrics["ndcg_at_10"])
-        found[f"{kind} context"] = float(np.mean(values))
-    return found
+        scores[f"{kind} context"] = float(np.mean(values))
+    return scores
 
 
 def _text(rows: Any) -> str:
@@ -210,38 +211,38 @@ def _text(rows: Any) -> str:
 
 def _folder(pairs: list[tuple[str, str]]) -> RetrievalFolder:
     ids, rows = [str(row) for row in range(len(pairs))], np.arange(len(pairs))
-    judged = Qrels(rows, rows, np.ones(len(pairs)), len(pairs), len(pairs))
-    return RetrievalFolder([document for _, document in pairs], ids, [query for query, _ in pairs], ids, judged, 0)
+    qrels = Qrels(rows, rows, np.ones(len(pairs)), len(pairs), len(pairs))
+    return RetrievalFolder([document for _, document in pairs], ids, [query for query, _ in pairs], ids, qrels, 0)
 
 
-class _Last(L.Callback):
-    """Keeps the last values of what tells how alive a context is."""
+class _LastContextEffect(L.Callback):
+    """Keeps the last logged values of the metrics of `CONTEXT_EFFECT`."""
 
     def __init__(self) -> None:
         self.values: Metrics = {}
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
-        for name in ALIVE:
+        for name in CONTEXT_EFFECT:
             key = f"train/{name.replace(' ', '_')}"
             if key in trainer.callback_metrics:
                 self.values[name] = float(trainer.callback_metrics[key])
 
 
 def main() -> None:
-    """Run the models with each seed; print the table, and what the context brings."""
+    """Run the models with each seed; print the table and the gain of the context."""
     chosen = trial_options(__doc__)
     plain, *contextual = run_recipes(chosen, "E16", sized(chosen, RECIPES), run_trial)
     print(f"E16, nDCG@10 on unseen domains\n{table([plain], ['no context'])}")
     print(table(contextual, [f"{kind} context" for kind in CONTEXTS]))
-    # The second is measured every 50 steps.
-    alive = [name for name in ALIVE if all(name in model.metrics for model in contextual)]
-    print(f"How far contexts are apart, and the output behind them\n{table(contextual, alive)}")
+    # Context sensitivity is measured every 50 steps, so a tiny run has none.
+    effects = [name for name in CONTEXT_EFFECT if all(name in model.metrics for model in contextual)]
+    print(f"One minus the cosine between contexts, and between outputs with two contexts\n{table(contextual, effects)}")
     for model in contextual:
         for other, kind in ((plain, "no"), (model, "foreign"), (model, "no")):
-            behind = {seed: {"nDCG@10": found[f"{kind} context"]} for seed, found in other.by_seed.items()}
-            matched = {seed: {"nDCG@10": found["matched context"]} for seed, found in model.by_seed.items()}
+            matched = {seed: {"nDCG@10": metrics["matched context"]} for seed, metrics in model.by_seed.items()}
+            baseline = {seed: {"nDCG@10": metrics[f"{kind} context"]} for seed, metrics in other.by_seed.items()}
             names = f"{model.variant}, matched", f"{other.variant}, {kind} context"
-            print(difference(Scores(names[0], matched), Scores(names[1], behind), "nDCG@10"))
+            print(difference(Scores(names[0], matched), Scores(names[1], baseline), "nDCG@10"))
 
 
 if __name__ == "__main__":

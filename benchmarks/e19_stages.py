@@ -2,11 +2,10 @@
 
 MiniLM trains on questions with passages and mined negatives (`squad_sentence_pairs`, `nq_pairs`), on classification
 (`banking77`, `trec_questions`), clustering (`searchsnippets`, `stackoverflow_titles`) and similarity (`stsb`), all in
-the folder EMBED_DATA. Every variant has the same number of steps. The six classes of TREC always stand as label texts,
-as few-class sets do in the paper; the other labelled sets by example or by text.
+the folder EMBED_DATA. Every variant has the same number of steps. TREC's six classes are always represented by label
+texts, as the paper does for sets with few classes. The other labelled sets use examples or label texts.
 """
 
-import gzip
 import json
 from argparse import Namespace
 from collections.abc import Mapping
@@ -16,10 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
 
-import torch
-
-from benchmarks.docstring_trials import World, fit
-from benchmarks.moe_trials import data_folder
+from benchmarks.docstring_trials import Workspace, fit, optimisation
 from benchmarks.trials import (
     Metrics,
     Scores,
@@ -32,6 +28,7 @@ from benchmarks.trials import (
     table,
     trial_options,
 )
+from benchmarks.workloads import data_folder, read_json_lines
 from embeddings.common.io import write_text
 from embeddings.data import BlendedBatchSampler, EmbeddingDataModule, SourceConfig
 from embeddings.evaluation import EvaluationFolder, evaluate_folder, read_evaluation_folder
@@ -41,14 +38,13 @@ from embeddings.losses import InfoNCE
 from embeddings.mining import NegativeRules, Teachers, mine_negatives
 from embeddings.models import BackboneConfig, Embedder, MeanPooling
 from embeddings.modules import NVEmbedModule
-from embeddings.training.optim import Schedule
 
 Stage = Literal["retrieval in-batch", "all in-batch", "all in-batch masked", "all own"]
 Labels = Literal["examples", "texts"]
 RETRIEVAL, CLUSTERING = ("squad_sentence_pairs", "nq_pairs"), ("searchsnippets", "stackoverflow_titles")
-# Rows of a set of pairs, of a set of texts to cluster when it is scored, and hard negatives of a query.
+# Approximate rows of a set of pairs and of a scored clustering set; hard negatives per query.
 NUM_PAIRS, NUM_CLUSTERED, NUM_NEGATIVES = 1500, 2000, 4
-# The texts of labels that are no words: of `searchsnippets` in the order of their numbers, and of TREC's.
+# Texts for labels that are not words: those of `searchsnippets` in the order of their numbers, and those of TREC.
 DOMAINS = ("business", "computers", "culture and arts", "education and science", "engineering", "health", "politics")
 DOMAINS = (*DOMAINS, "sports")
 QUESTIONS = {"ABBR": "abbreviation", "DESC": "description", "ENTY": "entity", "HUM": "human being"}
@@ -66,9 +62,9 @@ class Recipe(TrainingRecipe):
     """How a model is trained.
 
     Args:
-        num_steps: Steps of all stages together.
-        stages: What each stage trains on, and which candidates are negatives: a query's own, or those of the batch.
-        labels: What stands for a class of the sets that are not always by label text.
+        num_steps: Total steps of all stages.
+        stages: Each stage's training sets, and its negatives: in-batch, or only the query's own.
+        labels: What represents a class: examples or label texts. TREC always uses label texts.
     """
 
     num_steps: int = 32
@@ -87,19 +83,19 @@ RECIPES = {
 }
 
 
-class Library(World):
-    """The training sets in a folder of work, with mined negatives; what is there already is kept."""
+class StagesWorkspace(Workspace):
+    """The training sets with mined negatives."""
 
     def pairs(self, name: str) -> Path:
         """The mined pairs of a set."""
         return self.folder / "stages" / f"{name}.jsonl"
 
     def half(self, name: str) -> Path:
-        """The half of a clustering set's rows that is trained on."""
+        """The half of a clustering set that is used for training."""
         return self.folder / "stages" / f"{name}-half.jsonl"
 
     def make(self, recipe: Recipe) -> None:
-        """Mine negatives for the pairs, and take a half of the clustering sets."""
+        """Mine negatives for the pairs, and write the training half of the clustering sets."""
         for name in CLUSTERING:
             write_text(self.half(name), _lines(_rows(name, "test")[:: 40 if self.tiny else 2]))
         embedder = Embedder.from_pretrained(self.model)
@@ -107,18 +103,18 @@ class Library(World):
         teachers = Teachers([self.model], lambda _: Encoder(embedder))
         rules = NegativeRules(NUM_NEGATIVES)
         for name in (*RETRIEVAL, "stsb"):
-            rows, most = _rows(name, "train"), 60 if self.tiny else NUM_PAIRS
-            kept = rows if name == "stsb" and not self.tiny else rows[:: len(rows) // most]
+            rows, num_pairs = _rows(name, "train"), 60 if self.tiny else NUM_PAIRS
+            selected = rows if name == "stsb" and not self.tiny else rows[:: len(rows) // num_pairs]
             source = self.folder / "stages" / f"{name}-bare.jsonl"
-            write_text(source, _lines(kept))
+            write_text(source, _lines(selected))
             config = SourceConfig(name, str(source), "sts" if name == "stsb" else "pairs")
             mine_negatives(config, self.pairs(name), teachers, rules)
 
     def sources(self, stage: Stage, labels: Labels) -> list[SourceConfig]:
-        """What a stage trains on."""
-        found = [SourceConfig(name, str(self.pairs(name))) for name in RETRIEVAL]
+        """The training sets of a stage."""
+        sources = [SourceConfig(name, str(self.pairs(name))) for name in RETRIEVAL]
         if stage.startswith("retrieval"):
-            return found
+            return sources
         banking = sorted({row["label"] for row in _rows("banking77", "train")})
         texts = {
             "banking77": {label: label.replace("_", " ") for label in banking},
@@ -131,29 +127,26 @@ class Library(World):
             options: dict[str, Any] = {"conversion": "class_by_example"}
             if labels == "texts" or name == "trec_questions":
                 options = {"conversion": "class_by_label", "label_texts": label_texts}
-            found.append(SourceConfig(name, path, num_negatives=NUM_NEGATIVES, **options))
-        return [*found, SourceConfig("stsb", str(self.pairs("stsb")))]
+            sources.append(SourceConfig(name, path, num_negatives=NUM_NEGATIVES, **options))
+        return [*sources, SourceConfig("stsb", str(self.pairs("stsb")))]
 
     def scored(self, name: str) -> EvaluationFolder:
-        """What a set is scored on: for clustering the rows that are not trained on."""
+        """The evaluation data of a set; for clustering, rows that are not in the training half."""
         if name not in CLUSTERING:
             return read_evaluation_folder(data_folder() / name)
-        rest = _rows(name, "test")[1::2]
-        rows = rest[:: len(rest) // NUM_CLUSTERED]
+        held_out = _rows(name, "test")[1::2]
+        rows = held_out[:: len(held_out) // NUM_CLUSTERED]
         return ClusteringFolder([row["text"] for row in rows], [row["label"] for row in rows])
 
 
 def _file(name: str, split: str) -> Path:
-    """The file of a set's split, zipped or not."""
+    """The file of a set's split, compressed or not."""
     (path,) = (data_folder() / name).glob(f"{split}.jsonl*")
     return path
 
 
 def _rows(name: str, split: str) -> list[dict[str, Any]]:
-    path = _file(name, split)
-    content = path.read_bytes()
-    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).decode().splitlines()
-    return [json.loads(line) for line in lines]
+    return read_json_lines(_file(name, split))
 
 
 def _lines(rows: list[dict[str, Any]]) -> str:
@@ -161,76 +154,75 @@ def _lines(rows: list[dict[str, Any]]) -> str:
 
 
 def loss_of(stage: Stage) -> InfoNCE:
-    """The loss of a stage: the paper's single stage has no mask of candidates that answer the query."""
+    """The loss of a stage: the paper's single stage does not mask false negatives by text or class."""
     masks = stage != "all in-batch"
     in_batch: Literal["on", "off"] = "off" if stage == "all own" else "on"
     return InfoNCE(0.05, in_batch_negatives=in_batch, mask_same_text=masks, mask_same_class=masks)
 
 
-def train(world: Library, recipe: Recipe, seed: int) -> Embedder:
-    """Train by the stages one after another, each with a new optimizer and schedule from the last one's model."""
+def train(workspace: StagesWorkspace, recipe: Recipe, seed: int) -> Embedder:
+    """Train the stages in sequence, each from the previous stage's model with a new optimiser and schedule."""
     steps = recipe.num_steps // len(recipe.stages)
     trained: Embedder | None = None
     for number, stage in enumerate(recipe.stages):
         module = NVEmbedModule(
-            BackboneConfig(world.model),
+            BackboneConfig(workspace.model),
             MeanPooling,
             loss=loss_of(stage),
-            optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
-            schedule=Schedule(warmup_steps=steps // 10, decay="linear"),
+            **optimisation(recipe.learning_rate, steps),
             seed=seed,
         )
         if trained is not None:
             module.embedder.load_state_dict(trained.state_dict())
         trained = module.embedder
         sampler = partial(BlendedBatchSampler, proportions="uniform")
-        sources = world.sources(stage, recipe.labels)
-        # Another seed for each stage, so that the second one sees other rows of the sets that both have.
+        sources = workspace.sources(stage, recipe.labels)
+        # Each stage has its own data seed, so that the second stage sees other rows of shared sets.
         data_seed = seed + 1000 * number
         data = EmbeddingDataModule(sources, recipe.text, recipe.batch_size, NUM_NEGATIVES, sampler, seed=data_seed)
         if steps:
-            fit(world, module, data, steps)
+            fit(workspace, module, data, steps)
     assert trained is not None
     trained.text = recipe.text
     return trained
 
 
-def score(world: Library, embedder: Embedder) -> Metrics:
-    """The main metric of each set, the mean of each kind's sets, and that of the kinds."""
-    encoder, found, kinds = Encoder(embedder), {}, {}
-    # Loading mteb, which scores classification and clustering, takes longer than all of a tiny run.
-    for kind, names in SCORED.items() if not world.tiny else [("similarity", SCORED["similarity"])]:
+def score(workspace: StagesWorkspace, embedder: Embedder) -> Metrics:
+    """The main metric of each set, the mean of each kind's sets, and the mean of the kinds."""
+    encoder, sets, kinds = Encoder(embedder), {}, {}
+    # A tiny run scores similarity only: loading mteb for classification and clustering would take longer than the run.
+    for kind, names in SCORED.items() if not workspace.tiny else [("similarity", SCORED["similarity"])]:
         for name in names:
-            result = evaluate_folder(encoder, world.scored(name))
-            found[name] = result.metrics[result.main_metric]
-        kinds[kind] = mean(found[name] for name in names)
-    return {**found, **kinds, "mean of the kinds": mean(kinds.values())}
+            result = evaluate_folder(encoder, workspace.scored(name))
+            sets[name] = result.metrics[result.main_metric]
+        kinds[kind] = mean(sets[name] for name in names)
+    return {**sets, **kinds, "mean of the kinds": mean(kinds.values())}
 
 
 def run(chosen: Namespace, recipes: Mapping[str, Recipe]) -> list[Scores]:
-    """Prepare the sets, train and score; arguments as of `run_recipes`."""
+    """Prepare the sets, train and score; arguments as in `run_recipes`."""
     recipes = sized(chosen, recipes)
-    world = Library(chosen.work, chosen.tiny)
-    with world.alone():
-        world.prepare([])
-        world.make(next(iter(recipes.values())))
+    workspace = StagesWorkspace(chosen.work, chosen.tiny)
+    with workspace.locked():
+        workspace.prepare([])
+        workspace.make(next(iter(recipes.values())))
     return run_recipes(chosen, "E19", recipes, run_trial)
 
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train by the trial's recipe, and score the model."""
-    world = Library(work, tiny)
+    workspace = StagesWorkspace(work, tiny)
     recipe = Recipe(**{**trial.settings, "stages": tuple(trial.settings["stages"])})  # type: ignore
-    return score(world, train(world, recipe, trial.seed))
+    return score(workspace, train(workspace, recipe, trial.seed))
 
 
 def main() -> None:
-    """Train by each order of stages and with each kind of label; print the table and what two stages bring."""
+    """Train each variant of stages and labels; print the table and the gain of two stages over each."""
     chosen = trial_options(__doc__)
     if not all((data_folder() / name).is_dir() for name in ("banking77", *RETRIEVAL, *CLUSTERING)):
-        print("E19 skipped: no training sets (EMBED_DATA names their folder)")
+        print("E19 skipped: its training sets are missing; set EMBED_DATA to their folder")
         return
-    # No seed enters a model that is not trained.
+    # Before training, the model does not depend on the seed.
     (before,) = run(replaced(chosen, seeds=1), BEFORE)
     two_stages, *others = run(chosen, RECIPES)
     metrics = [name for name in (*SCORED, "mean of the kinds") if name in before.metrics]

@@ -1,10 +1,11 @@
 """E1: the paper's Table 1 in miniature: random or clustered batches, a bi-encoder or a contextual model.
 
 CDE reports, on shortened BEIR, 59.9 for neither, 61.7 for clustered batches, 62.4 for the contextual model, and 63.1
-for both (arXiv:2410.02525, Table 1). Here every cell has equally many steps on equally many pairs: first a warm-up on
-random batches that all seeds share, then steps on the cell's own batches. The contextual model is then scored on
-held-out domains behind documents of the domain, of another domain, and behind none. A fifth cell has the contextual
-model's first stage learn words before the warm-up's contrastive steps and then rest (`FirstStageTraining`).
+for both (arXiv:2410.02525, Table 1). Here all variants train the same number of steps on the same number of pairs:
+first a warm-up on random batches that all seeds share, then steps on the variant's own batches. The contextual model is
+scored on held-out domains with context documents of the domain, of another domain, and without context. In a fifth
+variant the contextual model's first stage learns word prediction before the contrastive steps of the warm-up, and is
+then frozen (`FirstStageTraining`).
 """
 
 from benchmarks.docstring_trials import CONTEXTS, OTHER_DOMAINS, Recipe, WordsFirst, run
@@ -21,7 +22,7 @@ PAGES = ("held-out packages", "held-out functions")
 
 
 def main() -> None:
-    """Run the cells with each seed; print the table, and what each part brings."""
+    """Run each variant with each seed; print the table and the differences between variants."""
     chosen = trial_options(__doc__)
     scores = run(chosen, "E1", RECIPES)
     print(f"E1, nDCG@10 and batch difficulty\n{table(scores, [*PAGES, 'batch difficulty', 'training seconds'])}")
@@ -40,7 +41,7 @@ def main() -> None:
     names = [name for name in ("held-out packages", *OTHER_DOMAINS) if f"{name}, no context" in both.metrics]
     for name in names:
         columns = [f"{name}, {kind} context" for kind in CONTEXTS]
-        print(f"\nnDCG@10 on {name} by the context\n{table(contextual, columns)}")
+        print(f"\nnDCG@10 on {name} by context\n{table(contextual, columns)}")
 
 
 if __name__ == "__main__":

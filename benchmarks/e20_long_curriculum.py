@@ -1,9 +1,9 @@
-"""E20: the curriculum over ten times the steps of E4, on levels by namespace and on levels that a teacher grades.
+"""E20: the curriculum over ten times the steps of E4, with levels by namespace and with levels that a teacher assigns.
 
-Three layers of MiniLM train 400 steps of 4 pairs with at most 32 tokens a text; E4 had 40 steps of 32 pairs. MiniLM is
-the teacher: what is left of a pair's 100 nearest documents and 100 random ones below 0.95 of the positive's score is
-cut into quarters of similarity (`mine --levels quantiles`), and the nearest document of each quarter is that level's
-negative. The score on held-out functions is taken every 100 steps too (the paper's Figure 3).
+Three layers of MiniLM train 400 steps of 4 pairs with at most 32 tokens per text; E4 has 40 steps of 32 pairs. The
+teacher is MiniLM. Of a pair's 100 nearest documents and 100 random ones, those below 0.95 of the positive's score are
+candidates. They are divided into quarters by similarity (`mine --levels quantiles`); the nearest document of each
+quarter is that level's negative. Held-out functions are scored every 100 steps (as in the paper's Figure 3).
 """
 
 import csv
@@ -16,15 +16,15 @@ from typing import Literal, Self
 
 from lightning.pytorch.loggers import CSVLogger
 
-from benchmarks.docstring_trials import Recipe as VectorsOf
-from benchmarks.docstring_trials import World, fit, score
-from benchmarks.mgh_trials import PAGES, Losses, Recipe, data_of, module_of, pairs_of
+from benchmarks.docstring_trials import Recipe as VectorsRecipe
+from benchmarks.docstring_trials import Workspace, fit, save_layers, score
+from benchmarks.mgh_trials import PAGES, Losses, Recipe, data_of, module_of
 from benchmarks.trials import Metrics, Scores, Trial, difference, run_recipes, sized, table, trial_options
 from embeddings.callbacks import RetrievalEvaluation
 from embeddings.common import TextSettings
 from embeddings.inference import Encoder
 from embeddings.mining import LevelRules, NegativeRules, Teachers, mine_negatives
-from embeddings.models import Embedder, keep_layers
+from embeddings.models import Embedder
 
 SCORED_EVERY, NUM_LAYERS = 100, 3
 
@@ -34,7 +34,7 @@ class LongRecipe(Recipe):
     """How a model is trained.
 
     Args:
-        levels: What grades the hard negatives.
+        levels: What assigns the levels of the hard negatives.
     """
 
     num_steps: int = 400
@@ -43,7 +43,7 @@ class LongRecipe(Recipe):
     levels: Literal["namespace", "teacher"] = "namespace"
 
     def tiny(self) -> Self:
-        """The same over a few short texts, to see that it works."""
+        """The recipe with small sizes, for a quick check."""
         return replace(super().tiny(), batch_size=2)
 
 
@@ -60,17 +60,17 @@ TEACHER = {
 }
 
 
-class School(World):
-    """The corpora, the levels of a teacher, and a start of few layers; what is there already is kept."""
+class CurriculumWorkspace(Workspace):
+    """The corpora, the teacher's levels, and an initial model with few layers; existing files are reused."""
 
     @property
     def model(self) -> str:
-        """What training starts from."""
+        """The model that training starts from."""
         return str(self.folder / f"layers-{NUM_LAYERS}")
 
     @property
     def teacher(self) -> str:
-        """What grades the negatives."""
+        """The model that assigns the levels."""
         return super().model
 
     @property
@@ -78,16 +78,8 @@ class School(World):
         """The training pairs with the teacher's levels."""
         return self.folder / "graded.parquet"
 
-    def cut(self) -> None:
-        """Take the teacher's layers for the start."""
-        if not Path(self.model).exists():
-            embedder = Embedder.from_pretrained(self.teacher)
-            # A stand-in has two layers.
-            keep_layers(embedder.backbone, min(NUM_LAYERS, embedder.backbone.config.num_hidden_layers))  # type: ignore[arg-type, union-attr]
-            embedder.save_pretrained(self.model)
-
     def grade(self, text: TextSettings) -> None:
-        """Mine negatives of four levels for the training pairs."""
+        """Mine one negative per level for the training pairs."""
 
         def load(name: str) -> Encoder:
             embedder = Embedder.from_pretrained(name)
@@ -100,45 +92,47 @@ class School(World):
 
 
 def run(chosen: Namespace, recipes: Mapping[str, LongRecipe]) -> list[Scores]:
-    """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
-    recipes, vectors_of = sized(chosen, recipes), sized(chosen, {"vectors": VectorsOf()})["vectors"]
-    school = School(chosen.work, chosen.tiny)
-    with school.alone():
+    """Train and score each recipe with each seed; arguments as in `run_recipes`."""
+    recipes = sized(chosen, recipes)
+    vectors_recipe = VectorsRecipe().tiny() if chosen.tiny else VectorsRecipe()
+    workspace = CurriculumWorkspace(chosen.work, chosen.tiny)
+    with workspace.locked():
         is_graded = any(recipe.levels == "teacher" for recipe in recipes.values())
-        # The vectors of the pairs, which the teacher's similarities are of.
-        World(chosen.work, chosen.tiny).prepare([vectors_of] if is_graded else [])
-        school.cut()
+        # The model of `Workspace` is the teacher; similarities are computed from its vectors of the pairs.
+        Workspace(chosen.work, chosen.tiny).prepare([vectors_recipe] if is_graded else [])
+        save_layers(workspace.teacher, NUM_LAYERS, workspace.model)
         if is_graded:
-            school.grade(vectors_of.text)
+            workspace.grade(vectors_recipe.text)
     return run_recipes(chosen, "E20", recipes, run_trial)
 
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
-    """Train by the trial's recipe, and score the model, along the way too."""
-    world, recipe = School(work, tiny), LongRecipe(**trial.settings)  # type: ignore[arg-type]
+    """Train by the trial's recipe; score the model during training and at the end."""
+    workspace, recipe = CurriculumWorkspace(work, tiny), LongRecipe(**trial.settings)  # type: ignore[arg-type]
     start, every = time.perf_counter(), 2 if tiny else SCORED_EVERY
-    pairs = pairs_of(world) if recipe.levels == "namespace" else world.graded
-    module, losses = module_of(world, recipe, trial.seed), Losses()
+    pairs = workspace.training_file if recipe.levels == "namespace" else workspace.graded
+    module, losses = module_of(workspace, recipe, trial.seed), Losses()
     module.embedder.text = recipe.text
-    evaluation = RetrievalEvaluation(str(world.folder / "corpus" / "eval" / "validation"), every, at_start=False)
-    logger = CSVLogger(world.folder / "runs" / "E20", f"{trial.variant.replace(' ', '_')}-seed{trial.seed}", version="")
-    path = Path(logger.log_dir) / "metrics.csv"
+    evaluation = RetrievalEvaluation(str(workspace.evaluation_root / "validation"), every, at_start=False)
+    folder = workspace.run_folder(trial)
+    path = folder / "metrics.csv"
     path.unlink(missing_ok=True)
-    fit(world, module, data_of(recipe, pairs, trial.seed), recipe.num_steps, [losses, evaluation], logger)
+    logger = CSVLogger(folder.parent, folder.name, version="")
+    fit(workspace, module, data_of(recipe, pairs, trial.seed), recipe.num_steps, [losses, evaluation], logger)
     with path.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row.get("val/ndcg_at_10")]
-    found = {f"validation after {row['step']}": float(row["val/ndcg_at_10"]) for row in rows}
+    validation = {f"validation after {row['step']}": float(row["val/ndcg_at_10"]) for row in rows}
     seconds = time.perf_counter() - start
     return {
-        **score(world, module.embedder),
-        **found,
+        **score(workspace, module.embedder),
+        **validation,
         "last training loss": losses.last_mean,
         "seconds": seconds,
     }
 
 
 def main() -> None:
-    """Train with each order of each kind of levels; print the scores, and how far each curriculum lies above others."""
+    """Train with each order of each kind of levels; print the scores, and each curriculum's gain over other orders."""
     chosen = trial_options(__doc__)
     for recipes in (NAMESPACE, TEACHER):
         curriculum, *others = scores = run(chosen, recipes)
@@ -147,7 +141,7 @@ def main() -> None:
             (name for name in curriculum.metrics if name.startswith("validation")),
             key=lambda name: int(name.split()[-1]),
         )
-        print(f"On held-out functions along the way\n{table(scores, steps)}")
+        print(f"nDCG@10 on held-out functions during training\n{table(scores, steps)}")
         for page in PAGES:
             for other in others:
                 print(difference(curriculum, other, page))

@@ -1,10 +1,11 @@
-"""E22: E1 with twice the steps: does a context whose first stage learnt words first come to help with more training?
+"""E22: E1 with twice the steps: does the context help after more training if the first stage learns words first?
 
-In E1 the cured contextual model (`FirstStageTraining` with word steps, then frozen) kept an effect of its context but
-gained nothing over the bi-encoder in 40 steps. Here both have 80 on the same batches, behind the same warm-up of 60.
-They are scored on held-out packages and on `codebase_chunks`, pieces of the files of other projects, the contextual one
-behind documents of the collection, of another one, and behind none. A second pair has twice the context documents:
-64 of them, which a batch of 64 pairs from clusters of 64 holds, in 40 steps, so that it sees as many pairs.
+In E1 the context of this model (`FirstStageTraining` with word steps, then frozen) kept an effect, but the model gained
+nothing over the bi-encoder in 40 steps. Here both train 80 steps on the same batches after the same 60 warm-up steps.
+They are scored on held-out packages and on `codebase_chunks`, pieces of files of other projects. The contextual model
+is scored with context documents of the collection, with those of another one, and without context. A second pair has
+twice the context documents: batches of 64 pairs from clusters of 64 contain 64 documents. It trains 40 steps, that is
+on as many pairs.
 """
 
 from typing import Any
@@ -26,7 +27,7 @@ MORE_DOCUMENTS = {
 
 
 def main() -> None:
-    """Train the models with each seed; print the scores by context, and the gains over the bi-encoder."""
+    """Train the models with each seed; print the scores by context and the gains over the bi-encoder."""
     chosen = trial_options(__doc__)
     for recipes in (RECIPES, MORE_DOCUMENTS):
         plain, contextual = scores = run(chosen, "E22", recipes, OTHERS)
@@ -36,7 +37,7 @@ def main() -> None:
             print(difference(contextual, plain, page))
             columns = [f"{page}, {kind} context" for kind in CONTEXTS]
             if columns[0] in contextual.metrics:
-                print(f"nDCG@10 on {page} by the context\n{table([contextual], columns)}")
+                print(f"nDCG@10 on {page} by context\n{table([contextual], columns)}")
         print(f"One minus the cosine between context vectors\n{table([contextual], ['context spread'])}")
 
 

@@ -1,26 +1,23 @@
-"""E23: which mined negatives help: the margin that they keep below the positive, their number, and their teacher.
+"""E23: which mined negatives help: their margin below the positive, their number, and their teacher.
 
-MiniLM trains on some 3,200 pairs of the docstring corpus, every second of them with a planted near-copy. No function of
-that corpus copies another, so a pair's near-copy is the one candidate that is known to be a false negative. A teacher
-scores every document for every query; a candidate is refused at `margin` times the positive's score (TopK-PercPos), and
-the highest that are left are the negatives. What each teacher and margin refuse and let in is counted over all pairs.
-Then one thing varies at a time around margin 0.95, four negatives, MiniLM itself, in trainings.
+MiniLM trains on about 3,200 pairs of the docstring corpus; half of them have a planted near-copy. No function in the
+corpus copies another, so a pair's near-copy is its only known false negative. A teacher scores every document for every
+query. Candidates at or above `margin` times the positive's score are removed (TopK-PercPos); the highest remaining ones
+are the negatives. The script counts what each teacher and margin remove and keep over all pairs. Training then varies
+one setting at a time, starting from margin 0.95, four negatives, and MiniLM itself as the teacher.
 """
 
-import gzip
 import json
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from benchmarks.docstring_trials import World, fit, near_copy, score
+from benchmarks.docstring_trials import Workspace, fit, near_copy, optimisation, score
 from benchmarks.harness import record
 from benchmarks.trials import (
     Metrics,
@@ -34,6 +31,7 @@ from benchmarks.trials import (
     table,
     trial_options,
 )
+from benchmarks.workloads import read_json_lines
 from embeddings.callbacks import ExportModel
 from embeddings.common.io import atomic_path, text_hash, write_text
 from embeddings.data import BlendedBatchSampler, EmbeddingDataModule, SourceConfig
@@ -44,12 +42,11 @@ from embeddings.mining import NegativeRules, choose_negatives
 from embeddings.mining.negatives import MinedQueries, ScoredCandidates
 from embeddings.models import BackboneConfig, Embedder, MeanPooling
 from embeddings.modules import NVEmbedModule
-from embeddings.training.optim import Schedule
 
 TeacherName = Literal["BM25", "MiniLM", "MiniLM, trained"]
 Floats = npt.NDArray[np.float32]
 NUM_ROWS = 3200
-# Hard negatives that variants train with, and the candidates that they are chosen from.
+# Numbers of hard negatives in the variants, and of candidates that they are chosen from.
 NUMBERS, NUM_CANDIDATES = (1, 4, 7), 100
 MARGINS = (0.9, 0.95, 0.98, None)
 TEACHER_SEED = 1000
@@ -61,10 +58,10 @@ class Recipe(TrainingRecipe):
     """How a model is trained.
 
     Args:
-        margin: Share of the positive's score that negatives stay below, or None.
-        num_negatives: Hard negatives of a pair.
+        margin: Fraction of the positive's score that negatives must be below, or None.
+        num_negatives: Hard negatives per pair.
         teacher: What scores the candidates.
-        num_rows: Pairs of the training set, their near-copies not counted.
+        num_rows: Training pairs, without their near-copies.
     """
 
     num_steps: int = 16
@@ -91,8 +88,8 @@ RECIPES = {
 }
 
 
-class Quarry(World):
-    """The corpora, the teachers, and what each of them mined; what is there already is kept."""
+class MiningWorkspace(Workspace):
+    """The corpora, the teachers, and the negatives that each of them mined; existing files are reused."""
 
     @property
     def trained_teacher(self) -> Path:
@@ -104,21 +101,21 @@ class Quarry(World):
         return self.folder / "mined" / f"{NUM_ROWS}-{teacher.replace(', ', '-')}-{margin}.jsonl"
 
     def mine(self) -> None:
-        """Train the teacher, and mine by each teacher below each margin."""
+        """Train the teacher, and mine with each teacher and margin."""
         if not self.trained_teacher.exists():
-            corpus = SourceConfig("docstrings", str(self.folder / "corpus" / "train.jsonl.gz"))
-            taught = TEACHER.tiny() if self.tiny else TEACHER
-            train(self, taught, corpus, TEACHER_SEED, self.trained_teacher)
+            corpus = SourceConfig("docstrings", str(self.training_file))
+            recipe = TEACHER.tiny() if self.tiny else TEACHER
+            train(self, recipe, corpus, TEACHER_SEED, self.trained_teacher)
         pairs = training_pairs(self)
         for teacher in get_args(TeacherName):
-            todo = [margin for margin in MARGINS if not self.mined(teacher, margin).exists()]
-            if todo:
+            missing = [margin for margin in MARGINS if not self.mined(teacher, margin).exists()]
+            if missing:
                 score_QN = self._scores(teacher, pairs)
-                for margin in todo:
+                for margin in missing:
                     write_mined(self.mined(teacher, margin), pairs, score_QN, margin)
 
     def encoder(self, name: TeacherName) -> Encoder:
-        """A teacher that is a model."""
+        """The encoder of a teacher that is a model."""
         embedder = Embedder.from_pretrained(self.model if name == "MiniLM" else self.trained_teacher)
         embedder.text = (Recipe().tiny() if self.tiny else Recipe()).text
         return Encoder(embedder)
@@ -129,29 +126,28 @@ class Quarry(World):
         if name != "BM25":
             encoder = self.encoder(name)
             return encoder.similarity(encoder.encode_query(queries), encoder.encode_document(documents))
-        index_QN, found_QN = BM25(documents).search(queries, len(documents))
-        score_QN = np.empty_like(found_QN)
-        np.put_along_axis(score_QN, index_QN, found_QN, axis=1)
+        index_QN, sorted_QN = BM25(documents).search(queries, len(documents))
+        score_QN = np.empty_like(sorted_QN)
+        np.put_along_axis(score_QN, index_QN, sorted_QN, axis=1)
         return score_QN
 
 
-def training_pairs(world: World) -> list[dict[str, str]]:
-    """Pairs from all over the corpus; every second one is followed by its near-copy, and both name the other's text."""
-    with gzip.open(world.folder / "corpus" / "train.jsonl.gz", "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    found: list[dict[str, str]] = []
+def training_pairs(workspace: Workspace) -> list[dict[str, str]]:
+    """Pairs from the whole corpus; every second one is followed by its near-copy, and both have the other's text."""
+    rows = read_json_lines(workspace.training_file)
+    pairs: list[dict[str, str]] = []
     for number, row in enumerate(rows[:: max(1, len(rows) // NUM_ROWS)]):
         pair = {"query": row["query"], "positive": row["positive"]}
         if number % 2:
-            found.append(pair)
+            pairs.append(pair)
         else:
             copy = near_copy(pair)
-            found += [{**pair, "copy": copy["positive"]}, {**copy, "copy": pair["positive"]}]
-    return found
+            pairs += [{**pair, "copy": copy["positive"]}, {**copy, "copy": pair["positive"]}]
+    return pairs
 
 
 def write_mined(path: Path, pairs: list[dict[str, str]], score_QN: Floats, margin: float | None) -> None:
-    """Write the pairs with their negatives, hardest first, and beside them the share of candidates refused."""
+    """Write the pairs with their negatives, hardest first, and to a JSON file the fraction of candidates removed."""
     rows = np.arange(len(pairs))
     hash_N = np.array([text_hash(pair["positive"]) for pair in pairs])
     row_QC = np.argsort(-score_QN, axis=1, kind="stable")[:, : NUM_CANDIDATES + 1].astype(np.int64)
@@ -159,29 +155,29 @@ def write_mined(path: Path, pairs: list[dict[str, str]], score_QN: Floats, margi
     hash_Q, own_Q = np.array([text_hash(pair["query"]) for pair in pairs]), score_QN[rows, rows]
     queries = MinedQueries(rows, hash_Q, rows, rows, rows, hash_N, own_Q[None])
     chosen = choose_negatives(candidates, queries, NegativeRules(max(NUMBERS), margin, last_rank=NUM_CANDIDATES))
-    refused = chosen.removed["margin"] / (chosen.removed["margin"] + chosen.num_left)
-    write_text(path.with_suffix(".json"), json.dumps({"refused candidates": refused}))
+    removed = chosen.removed["margin"] / (chosen.removed["margin"] + chosen.num_left)
+    write_text(path.with_suffix(".json"), json.dumps({"refused candidates": removed}))
     with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for pair, row_N in zip(pairs, chosen.row_QN.tolist(), strict=True):
             negatives = [pairs[row]["positive"] for row in row_N if row >= 0]
             file.write(json.dumps({**pair, "negatives": negatives}) + "\n")
 
 
-def mining_shares(path: Path) -> Metrics:
-    """What a margin refuses and lets in.
+def mining_fractions(path: Path) -> Metrics:
+    """What a margin removes and keeps, as fractions.
 
-    Of all candidates the share refused; of the pairs with a near-copy the share that has it among so many negatives; of
-    the first four negatives that are no near-copy the share whose function has the positive's name.
+    The fraction of all candidates that are removed; for each number of negatives, the fraction of pairs with a
+    near-copy whose negatives include it; and, of the first four negatives except near-copies, the fraction whose
+    function has the positive's name.
     """
-    with open(path, encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    found: Metrics = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    rows = read_json_lines(path)
+    fractions: Metrics = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     for number in NUMBERS:
-        copied = [row["copy"] in row["negatives"][:number] for row in rows if "copy" in row]
-        found[f"near-copies among {number}"] = float(np.mean(copied))
+        has_copy = [row["copy"] in row["negatives"][:number] for row in rows if "copy" in row]
+        fractions[f"near-copies among {number}"] = float(np.mean(has_copy))
     others = [(row["positive"], text) for row in rows for text in row["negatives"][:4] if text != row.get("copy")]
-    same = [_name(positive) == _name(text) for positive, text in others]
-    return {**found, "of the same name": float(np.mean(same)) if same else 0.0}
+    same_name = [_name(positive) == _name(text) for positive, text in others]
+    return {**fractions, "of the same name": float(np.mean(same_name)) if same_name else 0.0}
 
 
 def _name(document: str) -> str:
@@ -189,79 +185,80 @@ def _name(document: str) -> str:
     return document.partition("\n")[0].rpartition(".")[2]
 
 
-def train(world: World, recipe: Recipe, source: SourceConfig, seed: int, export: Path | None = None) -> NVEmbedModule:
-    """Train MiniLM on a source, by the same rows in the same order for all recipes of a seed."""
+def train(
+    workspace: Workspace, recipe: Recipe, source: SourceConfig, seed: int, export: Path | None = None
+) -> NVEmbedModule:
+    """Train MiniLM on a source, with the same rows in the same order for all recipes with the same seed."""
     module = NVEmbedModule(
-        BackboneConfig(world.model),
+        BackboneConfig(workspace.model),
         MeanPooling,
         loss=InfoNCE(temperature=0.05),
-        optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
-        schedule=Schedule(warmup_steps=recipe.num_steps // 10, decay="linear"),
+        **optimisation(recipe.learning_rate, recipe.num_steps),
         seed=seed,
     )
     data = EmbeddingDataModule(
         [source], recipe.text, recipe.batch_size, recipe.num_negatives, BlendedBatchSampler, seed=seed
     )
     if recipe.num_steps:
-        fit(world, module, data, recipe.num_steps, [] if export is None else [ExportModel(export)])
+        fit(workspace, module, data, recipe.num_steps, [] if export is None else [ExportModel(export)])
     return module
 
 
-def bm25_score(world: World) -> float:
+def bm25_score(workspace: Workspace) -> float:
     """nDCG@10 of BM25 over the queries of the held-out packages, each searched separately."""
-    folders = list(world.domains().values())
+    folders = list(workspace.domains().values())
     ranked = [BM25(folder.documents).search(folder.queries, 100)[0] for folder in folders]
-    found = [
+    ndcg = [
         retrieval_metrics(index_QK, folder.qrels).metrics["ndcg_at_10"]
         for index_QK, folder in zip(ranked, folders, strict=True)
     ]
-    return float(np.average(found, weights=[len(folder.queries) for folder in folders]))
+    return float(np.average(ndcg, weights=[len(folder.queries) for folder in folders]))
 
 
 def run(chosen: Namespace, recipes: Mapping[str, Recipe]) -> list[Scores]:
-    """Train by each recipe and score; arguments as of `run_recipes`."""
+    """Train and score each recipe with each seed; arguments as in `run_recipes`."""
     return run_recipes(chosen, "E23", sized(chosen, recipes), run_trial)
 
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
-    """Train by the trial's recipe, and score the model; without steps score the teachers too."""
-    world, recipe = Quarry(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
-    source = SourceConfig("docstrings", str(world.mined(recipe.teacher, recipe.margin)))
-    module = train(world, recipe, source, trial.seed)
+    """Train by the trial's recipe and score the model; without training steps, score the teachers too."""
+    workspace, recipe = MiningWorkspace(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
+    source = SourceConfig("docstrings", str(workspace.mined(recipe.teacher, recipe.margin)))
+    module = train(workspace, recipe, source, trial.seed)
     module.embedder.text = recipe.text
-    found = score(world, module.embedder)
+    metrics = score(workspace, module.embedder)
     if recipe.num_steps:
-        return found
-    teacher = score(world, world.encoder("MiniLM, trained").embedder)
-    return {**found, "BM25": bm25_score(world), "MiniLM, trained": teacher["held-out packages"]}
+        return metrics
+    teacher = score(workspace, workspace.encoder("MiniLM, trained").embedder)
+    return {**metrics, "BM25": bm25_score(workspace), "MiniLM, trained": teacher["held-out packages"]}
 
 
 def measure(chosen: Namespace) -> None:
-    """Mine by each teacher below each margin, and record what is refused and let in."""
-    world = Quarry(chosen.work, chosen.tiny)
-    with world.alone():
-        world.prepare([])
-        world.mine()
+    """Mine with each teacher and margin, and record what is removed and kept."""
+    workspace = MiningWorkspace(chosen.work, chosen.tiny)
+    with workspace.locked():
+        workspace.prepare([])
+        workspace.mine()
     for teacher in get_args(TeacherName):
         for margin in MARGINS:
             below = "no margin" if margin is None else f"margin {margin:.2f}"
-            for name, share in mining_shares(world.mined(teacher, margin)).items():
-                record(replaced(chosen, threads=1), f"E23 {name}, {teacher}; {below}", share, "fraction", "none")
+            for name, fraction in mining_fractions(workspace.mined(teacher, margin)).items():
+                record(replaced(chosen, threads=1), f"E23 {name}, {teacher}; {below}", fraction, "fraction", "none")
 
 
 def main() -> None:
-    """Count what is mined, train with each kind of negatives; print the table and what each brings over the middle."""
+    """Mine, train with each variant; print the table and the differences to the first variant."""
     chosen = trial_options(__doc__)
     measure(chosen)
-    # No seed enters a model that is not trained.
+    # Before training, the model does not depend on the seed.
     (before,) = run(replaced(chosen, seeds=1), BEFORE)
-    middle, *others = run(chosen, RECIPES)
-    print(f"E23, nDCG@10\n{table([before, middle, *others], PAGES)}")
+    default, *others = run(chosen, RECIPES)
+    print(f"E23, nDCG@10\n{table([before, default, *others], PAGES)}")
     teachers = ", ".join(f"{name} {before.values(name)[0]:.4f}" for name in ("BM25", "MiniLM, trained"))
     print(f"teachers on held-out packages: {teachers}")
     for page in PAGES:
-        for one in others:
-            print(difference(one, middle, page))
+        for variant in others:
+            print(difference(variant, default, page))
 
 
 if __name__ == "__main__":

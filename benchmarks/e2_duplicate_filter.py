@@ -1,7 +1,7 @@
-"""E2: the surrogate's filter of false negatives, where every training pair has a planted near-copy, and where none has.
+"""E2: the surrogate's false-negative filter, with and without a planted near-copy of every training pair.
 
-A near-copy in the batch is a negative that should be none; clustered batches bring it there, random ones hardly do. The
-copy differs from its pair in the query and in the document, so that the masks by text hash do not see it.
+A near-copy in the same batch is a false negative. Clustered batches often contain both copies, random batches rarely.
+The copy's query and document both differ from the pair's, so the masks by text hash do not remove it.
 """
 
 from benchmarks.docstring_trials import Recipe, run
@@ -18,7 +18,7 @@ PAGES = ("held-out packages", "held-out functions")
 
 
 def main() -> None:
-    """Train bi-encoders with and without copies and filter; print the table and what the filter brings."""
+    """Train bi-encoders with and without copies and filter; print the table and the filter's gains."""
     chosen = trial_options(__doc__)
     scores = run(chosen, "E2", RECIPES)
     print(f"E2, nDCG@10 and batch difficulty\n{table(scores, [*PAGES, 'batch difficulty'])}")

@@ -1,7 +1,8 @@
-"""E3: does a harder batch make a better model? Batches of 32 from clusters of several sizes, and random ones.
+"""E3: does a harder batch make a better model? Random batches of 32, and batches from clusters of several sizes.
 
-Difficulty is the share of a batch's queries for which the surrogate, the model that training starts from, puts another
-document of the batch before the query's own. CDE finds scores rising with difficulty (arXiv:2410.02525, Figure 2).
+Difficulty is the fraction of a batch's queries for which the surrogate ranks another document of the batch above the
+query's own. The surrogate is the model that training starts from. CDE reports scores that increase with difficulty
+(arXiv:2410.02525, Figure 2).
 """
 
 import numpy as np
@@ -25,10 +26,10 @@ def main() -> None:
     print(f"E3, nDCG@10 and batch difficulty\n{table(scores, [*PAGES, 'batch difficulty'])}")
     difficulty = [value for score in scores for value in score.values("batch difficulty")]
     for page in PAGES:
-        found = [value for score in scores for value in score.values(page)]
-        if len(set(found)) > 1 and len(set(difficulty)) > 1:
-            correlation = np.corrcoef(difficulty, found)[0, 1]
-            print(f"correlation of difficulty and nDCG@10 on {page} over {len(found)} trials: {correlation:+.2f}")
+        ndcg = [value for score in scores for value in score.values(page)]
+        if len(set(ndcg)) > 1 and len(set(difficulty)) > 1:
+            correlation = np.corrcoef(difficulty, ndcg)[0, 1]
+            print(f"correlation of difficulty and nDCG@10 on {page} over {len(ndcg)} trials: {correlation:+.2f}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """E4: does the order of the levels matter? Coarse to fine against reverse, random, cumulative, and each level alone.
 
-MGH trains on hard negatives from level 4, the easiest, to level 1, a quarter of the steps each, and finds this better
-than any level alone, the reverse and a random order ("Negative Matters", §4.1). Every recipe here has as many steps on
-the same rows in the same order; only the level of each row's one hard negative differs.
+MGH trains on hard negatives from level 4, the easiest, to level 1, with a quarter of the steps on each level. It
+reports better scores than with any level alone, the reverse order or a random order ("Negative Matters", §4.1). All
+recipes here train the same number of steps on the same rows in the same order. Only the level of each row's single hard
+negative differs.
 """
 
 from benchmarks.mgh_trials import PAGES, Recipe, run
@@ -20,7 +21,7 @@ RECIPES = {
 
 
 def main() -> None:
-    """Train with each order; print the table, and how far the curriculum lies above each other order."""
+    """Train with each order; print the table, and the difference between the curriculum and each other order."""
     chosen = trial_options(__doc__)
     scores = run(chosen, "E4", RECIPES)
     print(f"E4, nDCG@10\n{table(scores, PAGES)}")

@@ -1,13 +1,13 @@
 """E5: six poolings on a small decoder, with its causal mask, without it, and without it after an adaptation.
 
-The decoder is that of `lightning_configs/small_decoder.yaml`, pre-trained here on source code, and the adaptation that
-of `small_decoder_mntp.yaml`, masked next-token prediction, which both run first where their directories are missing.
-NV-Embed finds the mask's removal and latent attention better, and self-attention no better than the mean
-(arXiv:2405.17428, Tables 2 and 3); MGH finds pooling by received attention a little better still (MTEB 65.87 against
-65.80, 65.41 for mean and 64.97 for last-token pooling; "Negative Matters", Table 3).
+`lightning_configs/small_decoder.yaml` pre-trains the decoder on source code; `small_decoder_mntp.yaml` adapts it by
+masked next-token prediction. Both configs run first if their model directories are missing. NV-Embed reports gains from
+removing the mask and from latent attention, but not from self-attention (arXiv:2405.17428, Tables 2 and 3). MGH reports
+that pooling by received attention is slightly better still: MTEB 65.87 against 65.80, 65.41 for mean and 64.97 for
+last-token pooling ("Negative Matters", Table 3).
 
-Self-attention was tried later, on a decoder that the same config had trained again on another CPU, beside the mean on
-that decoder: `AGAIN` names the copy that both start from.
+Self-attention was measured later, on a decoder that the same config had trained again on another CPU. Mean pooling was
+repeated on that decoder; both start from the copy that `AGAIN` names.
 """
 
 import shutil
@@ -27,7 +27,7 @@ CAUSAL, OPEN, ADAPTED = "causal", "both ways", "both ways, adapted"
 
 
 def main() -> None:
-    """Train with each pooling and mask; print the table, and what poolings and masks bring."""
+    """Train with each pooling and mask; print the table and the gains of poolings and masks."""
     chosen = trial_options(__doc__)
     first, adapted = (decoder(chosen.work, chosen.tiny, name) for name in ("small_decoder", "small_decoder_mntp"))
     again = Path(first).with_name(AGAIN)
@@ -42,28 +42,28 @@ def main() -> None:
         if mask != ADAPTED or pooling in ("mean", "anchor, key axis")
     }
     later = {
-        f"{pooling}, again; {mask}": recipe(pooling, str(again), is_open)
-        for mask, is_open in ((CAUSAL, False), (OPEN, True))
+        f"{pooling}, again; {mask}": recipe(pooling, str(again), bidirectional)
+        for mask, bidirectional in ((CAUSAL, False), (OPEN, True))
         for pooling in ("mean", "self-attention")
     }
     for baseline, variants in (("mean", cells), ("mean, again", later)):
         scores = run(chosen, "E5", variants)
         print(f"E5, nDCG@10\n{table(scores, [*PAGES, 'last training loss', 'training seconds'])}")
-        found = {score.variant: score for score in scores}
+        by_variant = {score.variant: score for score in scores}
         for page in PAGES:
-            for name, score in found.items():
+            for name, score in by_variant.items():
                 pooling, mask = name.split("; ")
                 if pooling != baseline:
-                    print(difference(score, found[f"{baseline}; {mask}"], page))
+                    print(difference(score, by_variant[f"{baseline}; {mask}"], page))
                 if mask != CAUSAL:
-                    print(difference(score, found[f"{pooling}; {CAUSAL}"], page))
+                    print(difference(score, by_variant[f"{pooling}; {CAUSAL}"], page))
 
 
-def recipe(pooling: PoolingName, decoder: str, is_open: bool) -> Recipe:
-    """Training with a pooling, from a decoder, with or without its causal mask."""
+def recipe(pooling: PoolingName, decoder: str, bidirectional: bool) -> Recipe:
+    """The recipe for training a decoder with a pooling, with or without its causal mask."""
     return Recipe(
         backbone=decoder,
-        bidirectional=is_open,
+        bidirectional=bidirectional,
         pooling=pooling,
         order=None,
         num_steps=120,
@@ -74,7 +74,7 @@ def recipe(pooling: PoolingName, decoder: str, is_open: bool) -> Recipe:
 
 
 def decoder(work: Path, tiny: bool, name: str) -> str:
-    """The directory of a decoder, which is trained where there is none; a tiny one has random weights."""
+    """The directory of a decoder, trained first if it is missing; if tiny, a decoder with random weights."""
     if not tiny:
         folder = f"checkpoints/{name}"
         if not Path(folder).is_dir():

@@ -1,7 +1,7 @@
-"""E6: the temperature of the loss: 1, as MGH prints it, against 0.05 and 0.02.
+"""E6: the temperature of the loss: MGH's 1 against 0.05 and 0.02.
 
-"Negative Matters" writes InfoNCE with a factor of 1 before the cosine (Eq. 1). With it the loss of 64 candidates cannot
-fall below log(1 + 63 e^-2) = 2.25, and its gradient pulls at all negatives alike.
+"Negative Matters" sets the factor before the cosine to 1 (Eq. 1), which is temperature 1. The loss of 64 candidates is
+then at least log(1 + 63 e^-2) = 2.25, and its gradient weights all negatives almost equally.
 """
 
 from benchmarks.mgh_trials import PAGES, Recipe, run

@@ -1,10 +1,10 @@
-"""E7: where anchor-token-aware pooling puts its weight: the first token, the last one, punctuation, or the rest.
+"""E7: which tokens anchor-token-aware pooling weights most: the first token, the last one, punctuation, or the rest.
 
-MGH shows one sentence of a 7B decoder, whose first token, punctuation and last tokens weigh most ("Negative Matters",
-§5.2, Fig. 5). Here are the mean shares over documents of the held-out packages, beside the shares of tokens, which are
-what mean pooling gives: for MiniLM as it is published and after `lightning_configs/mgh_docstrings.yaml`, and for the
-small decoder of `small_decoder.yaml` with its causal mask, without it, and after `small_decoder_mntp.yaml`. A seed
-draws the documents.
+MGH shows one sentence of a 7B decoder, in which the first token, punctuation and the last tokens have the largest
+weights ("Negative Matters", §5.2, Fig. 5). This script measures mean shares over documents of the held-out packages,
+and the shares of tokens, which are the weights of mean pooling. The models are MiniLM as published and after
+`lightning_configs/mgh_docstrings.yaml`, and the small decoder of `small_decoder.yaml` with its causal mask, without it,
+and after `small_decoder_mntp.yaml`. The seed selects the documents.
 """
 
 import subprocess
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.docstring_trials import MODEL, World
+from benchmarks.docstring_trials import MODEL, Workspace
 from benchmarks.e5_pooling_and_mask import CONFIGS, decoder
 from benchmarks.trials import Metrics, Trial, run_recipes, table, trial_options
 from embeddings.common import TextSettings
@@ -28,14 +28,14 @@ NUM_TEXTS, TINY_TEXTS = 512, 4
 
 @dataclass(frozen=True)
 class Case:
-    """What is looked at.
+    """A model and the documents on which its pooling weights are measured.
 
     Args:
         model: A model directory, or a name.
-        bidirectional: Whether a decoder's causal mask is switched off.
-        by_visible_queries: Whether a weight is divided by the number of queries that see the token.
-        num_texts: Documents.
-        max_length: Most tokens of a document.
+        bidirectional: Whether a decoder's causal mask is disabled.
+        by_visible_queries: Whether a weight is divided by the number of queries that attend to the token.
+        num_texts: Number of documents.
+        max_length: Maximum tokens per document.
     """
 
     model: str
@@ -46,7 +46,7 @@ class Case:
 
 
 def main() -> None:
-    """Look at each model; print the shares of weight and of tokens."""
+    """Measure each model; print the shares of weight and of tokens."""
     chosen = trial_options(__doc__)
     small, adapted = (decoder(chosen.work, chosen.tiny, name) for name in ("small_decoder", "small_decoder_mntp"))
     cases = {
@@ -56,16 +56,16 @@ def main() -> None:
         "decoder, both ways": Case(small, bidirectional=True),
         "decoder, adapted": Case(adapted, bidirectional=True),
     }
-    world = World(chosen.work, chosen.tiny)
-    with world.alone():
-        world.prepare([])
+    workspace = Workspace(chosen.work, chosen.tiny)
+    with workspace.locked():
+        workspace.prepare([])
     scores = run_recipes(chosen, "E7", cases, shares)
     print(f"E7, share of the weight\n{table(scores, [f'weight on {place}' for place in PLACES])}")
     print(f"\nshare of the tokens\n{table(scores, [f'tokens, {place}' for place in PLACES])}")
 
 
 def trained(chosen: Namespace) -> str:
-    """The directory of the model of `mgh_docstrings.yaml`, which is trained where there is none; MiniLM where tiny."""
+    """The model directory of `mgh_docstrings.yaml`, trained first if it is missing; if tiny, MiniLM."""
     folder = "checkpoints/mgh_docstrings"
     if chosen.tiny:
         return MODEL
@@ -79,16 +79,16 @@ def trained(chosen: Namespace) -> str:
 
 
 def shares(trial: Trial, work: Path, tiny: bool) -> Metrics:
-    """The mean shares over documents of the held-out packages."""
+    """Mean shares of weight and of tokens over documents of the held-out packages."""
     case = Case(**trial.settings)  # type: ignore[arg-type]
-    documents = read_retrieval_folder(World(work, tiny).folder / "corpus" / "eval" / "held_out").documents
-    places = np.random.default_rng(trial.seed).permutation(len(documents))[: TINY_TEXTS if tiny else case.num_texts]
+    documents = read_retrieval_folder(Workspace(work, tiny).evaluation_root / "held_out").documents
+    rows = np.random.default_rng(trial.seed).permutation(len(documents))[: TINY_TEXTS if tiny else case.num_texts]
     backbone, tokenizer = load_backbone(BackboneConfig(case.model, bidirectional=case.bidirectional))
     pooling = AnchorTokenPooling(backbone.config.hidden_size, by_visible_queries=case.by_visible_queries)
     text = TextSettings(document_max_length=case.max_length)
-    found = anchor_shares(Embedder(backbone, tokenizer, pooling, text=text), [documents[place] for place in places])
-    weights = {f"weight on {place}": value for place, value in found.weight.items()}
-    return {**weights, **{f"tokens, {place}": value for place, value in found.tokens.items()}}
+    result = anchor_shares(Embedder(backbone, tokenizer, pooling, text=text), [documents[row] for row in rows])
+    weights = {f"weight on {place}": value for place, value in result.weight.items()}
+    return {**weights, **{f"tokens, {place}": value for place, value in result.tokens.items()}}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""E8: what upcycling keeps of the dense model, before training and after.
+"""E8: how much of the dense model's quality upcycling preserves, before and after training.
 
-`preserving` upcycling starts at the dense model's score, whatever the router draws; `release`, as the released model
-was made, drops the biases of the inner layers and weighs experts by probabilities that do not add up to one, and has to
-find its way back. Both are measured against the dense model trained on the same batches.
+`preserving` upcycling starts with the dense model's score for any router weights. `release` copies the construction of
+the released model: it drops the biases of the inner layers, and its expert weights do not sum to one. Its score first
+drops and must be recovered by training. Both are compared with the dense model trained on the same batches.
 """
 
 from benchmarks.moe_trials import Recipe, run
@@ -22,7 +22,7 @@ RECIPES = {
 def main() -> None:
     """Score each start and train from it; print the table and the differences to the dense model."""
     chosen = trial_options(__doc__)
-    # No seed enters a dense model that is not trained.
+    # Before training, the dense model does not depend on the seed.
     (dense_before,) = run(replaced(chosen, seeds=1), "E8", DENSE_BEFORE)
     preserving_before, release_before, dense, preserving, release = run(chosen, "E8", RECIPES)
     scores = [dense_before, preserving_before, release_before, dense, preserving, release]

@@ -1,12 +1,12 @@
 """E9: how evenly the experts are used with a load-balancing loss and without, step by step.
 
-Nomic Embed v2 pre-trains with coefficient 1 (arXiv:2502.07972, §4.3); its released fine-tuning has 0. An entropy of 1
-is an even load over all experts, 0 is one expert for all tokens. Each run's `metrics.csv` holds all steps;
-`python main.py show routing --runs …` draws them.
+Nomic Embed v2 pre-trains with coefficient 1 (arXiv:2502.07972, §4.3); its released fine-tuning uses 0. Entropy 1 means
+an even load over all experts, entropy 0 one expert for all tokens. Each run's `metrics.csv` contains all steps;
+`python main.py show routing --runs …` plots them.
 """
 
-from benchmarks.docstring_trials import World
-from benchmarks.moe_trials import ENTROPY_STEPS, Recipe, run, runs_folder
+from benchmarks.docstring_trials import Workspace
+from benchmarks.moe_trials import ENTROPY_STEPS, Recipe, run
 from benchmarks.trials import difference, table, trial_options
 
 RECIPES = {
@@ -24,7 +24,7 @@ def main() -> None:
     print(f"E9\n{table(scores, [*steps, 'idle experts at the end', 'held-out packages', 'held-out functions'])}")
     none, _, whole = scores
     print(difference(whole, none, "held-out packages"))
-    print(f"runs: {runs_folder(World(chosen.work, chosen.tiny), 'E9')}")
+    print(f"runs: {Workspace(chosen.work, chosen.tiny).runs_folder('E9')}")
 
 
 if __name__ == "__main__":

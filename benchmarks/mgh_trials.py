@@ -1,8 +1,8 @@
 """What the experiments on MGH share: training on the docstring corpus with its four levels of negatives, and scoring.
 
 A row's negatives are a function of another package (level 4), of the same package (3), of the same module (2) and of
-the same class or module's top level (1); a row that lacks a level takes its nearest coarser one. Held out are whole
-packages, each searched separately, and functions of the training packages.
+the same class or module's top level (1). If a row lacks a level, its nearest coarser level is used. The held-out data
+are whole packages, each searched separately, and functions of the training packages.
 """
 
 import time
@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
-import torch
 
-from benchmarks.docstring_trials import MODEL, World, fit, score
+from benchmarks.docstring_trials import MODEL, Workspace, fit, optimisation, score
 from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
 from embeddings.data import BlendedBatchSampler, CurriculumBatchSampler, EmbeddingDataModule, SourceConfig
 from embeddings.data.samplers.curriculum import LevelOrder
@@ -30,7 +29,6 @@ from embeddings.models import (
     SelfAttentionPooling,
 )
 from embeddings.modules import MGHCurriculumModule
-from embeddings.training.optim import Schedule
 
 PoolingName = Literal["mean", "last", "latent", "self-attention", "anchor, key axis", "anchor, query axis"]
 PAGES = ("held-out packages", "held-out functions")
@@ -42,11 +40,12 @@ class Recipe(TrainingRecipe):
 
     Args:
         backbone: A model directory, or a name.
-        bidirectional: Whether a decoder's causal mask is switched off.
-        pooling: Which pooling; under a causal mask the key axis is divided by the queries that see a token.
+        bidirectional: Whether a decoder's causal mask is disabled.
+        pooling: The pooling. With a causal mask, "anchor, key axis" divides a token's weight by the number of queries
+            that attend to it.
         order: The order of the levels, or None for no hard negatives.
         level: The level of the order `fixed`.
-        temperature: The loss's.
+        temperature: Temperature of the loss.
     """
 
     backbone: str = MODEL
@@ -58,40 +57,35 @@ class Recipe(TrainingRecipe):
 
 
 def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> list[Scores]:
-    """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
+    """Train and score each recipe with each seed; arguments as in `run_recipes`."""
     recipes = sized(chosen, recipes)
-    world = World(chosen.work, chosen.tiny)
-    with world.alone():
-        world.prepare([])
+    workspace = Workspace(chosen.work, chosen.tiny)
+    with workspace.locked():
+        workspace.prepare([])
     return run_recipes(chosen, experiment, recipes, run_trial)
 
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train by the trial's recipe, and score the model."""
-    world, recipe = World(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
+    workspace, recipe = Workspace(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
     start = time.perf_counter()
-    module, found = module_of(world, recipe, trial.seed), {}
+    module, training = module_of(workspace, recipe, trial.seed), {}
     if recipe.num_steps:
-        found = {"last training loss": train(world, recipe, trial.seed, module)}
-        found["training seconds"] = time.perf_counter() - start
+        training = {"last training loss": train(workspace, recipe, trial.seed, module)}
+        training["training seconds"] = time.perf_counter() - start
     module.embedder.text = recipe.text
-    return {**score(world, module.embedder), **found}
+    return {**score(workspace, module.embedder), **training}
 
 
-def train(world: World, recipe: Recipe, seed: int, module: MGHCurriculumModule) -> float:
+def train(workspace: Workspace, recipe: Recipe, seed: int, module: MGHCurriculumModule) -> float:
     """Train a model by a recipe; returns the mean loss of its last ten steps."""
     losses = Losses()
-    fit(world, module, data_of(recipe, pairs_of(world), seed), recipe.num_steps, [losses])
+    fit(workspace, module, data_of(recipe, workspace.training_file, seed), recipe.num_steps, [losses])
     return losses.last_mean
 
 
-def pairs_of(world: World) -> Path:
-    """The training pairs with their levels by namespace."""
-    return world.folder / "corpus" / "train.jsonl.gz"
-
-
 def data_of(recipe: Recipe, pairs: Path, seed: int) -> EmbeddingDataModule:
-    """The batches of a recipe, the same rows in the same order for all recipes of a seed."""
+    """The batches of a recipe: the same rows in the same order for all recipes with the same seed."""
     source = SourceConfig("docstrings", str(pairs))
     if recipe.order is None:
         return EmbeddingDataModule([source], recipe.text, recipe.batch_size, 0, BlendedBatchSampler, seed=seed)
@@ -99,22 +93,21 @@ def data_of(recipe: Recipe, pairs: Path, seed: int) -> EmbeddingDataModule:
     return EmbeddingDataModule([source], recipe.text, recipe.batch_size, 1, sampler, seed=seed)
 
 
-def module_of(world: World, recipe: Recipe, seed: int) -> MGHCurriculumModule:
-    """The model of a recipe, untrained."""
+def module_of(workspace: Workspace, recipe: Recipe, seed: int) -> MGHCurriculumModule:
+    """The model of a recipe before training."""
     return MGHCurriculumModule(
         BackboneConfig(
-            world.model if recipe.backbone == MODEL else recipe.backbone, bidirectional=recipe.bidirectional
+            workspace.model if recipe.backbone == MODEL else recipe.backbone, bidirectional=recipe.bidirectional
         ),
         pooling=pooling_of(recipe),
         loss=InfoNCE(temperature=recipe.temperature),
-        optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
-        schedule=Schedule(warmup_steps=recipe.num_steps // 10, decay="linear"),
+        **optimisation(recipe.learning_rate, recipe.num_steps),
         seed=seed,
     )
 
 
 def pooling_of(recipe: Recipe) -> Any:
-    """What makes the pooling of a recipe from the hidden size."""
+    """The class or function that makes the pooling of a recipe from the hidden size."""
     is_encoder = recipe.backbone == MODEL
     makers: dict[PoolingName, Any] = {
         "mean": MeanPooling,

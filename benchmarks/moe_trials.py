@@ -1,14 +1,12 @@
-"""What the experiments on mixtures of experts share: a small rotary encoder, made sparse, trained and scored.
+"""What the experiments on mixtures of experts share: upcycling of a small rotary encoder, training and scoring.
 
-The start is all-MiniLM-L6-v2 with rotary positions in place of its learned ones. That changes its states, so it is
-first trained, dense, on the docstring corpus; every variant and seed begins with that one model. Two corpora: the
-docstrings, and question-paragraph pairs of several languages, scored on languages of XQuAD.
+All models start from all-MiniLM-L6-v2 with rotary positions instead of its learned ones. That changes its hidden
+states, so the dense model is first trained on the docstring corpus; every variant and seed starts from the result.
+There are two corpora: the docstrings, and question-paragraph pairs in several languages, scored on XQuAD.
 """
 
 import csv
-import gzip
 import json
-import os
 import time
 from argparse import Namespace
 from collections.abc import Mapping
@@ -17,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from benchmarks.docstring_trials import WARMUP_SEED, World, fit
+from benchmarks.docstring_trials import WARMUP_SEED, Workspace, fit, optimisation
 from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
+from benchmarks.workloads import data_folder, read_json_lines
 from embeddings.callbacks import ExportModel
 from embeddings.callbacks.run_health import RoutingStatistics
 from embeddings.common.io import write_text
@@ -34,9 +32,8 @@ from embeddings.models import BackboneConfig, Embedder
 from embeddings.models.moe.upcycling import Upcycling, parameter_counts
 from embeddings.models.rotary import write_rotary_model
 from embeddings.modules import MoEEmbedModule
-from embeddings.training.optim import Schedule
 
-# Steps after which the entropy of the experts' load is kept.
+# Steps after which the entropy of the experts' load is recorded.
 ENTROPY_STEPS = (1, 5, 10, 20, 40)
 PAIRS = ("multilingual_pairs/train.jsonl.gz", "covid_faq_pairs/train.jsonl")
 TRAINED_LANGUAGES, FURTHER_LANGUAGES = ("ar", "zh"), ("de", "es")
@@ -47,13 +44,13 @@ class Recipe(TrainingRecipe):
     """How a model is trained.
 
     Args:
-        top_k: Experts a token, or None for the dense model.
-        mode: What upcycling keeps of the dense model.
-        num_experts: Experts of each of the three sparse layers.
-        coefficient: Of the load-balancing loss.
-        widths: Widths of the Matryoshka loss, or None for the whole vector alone.
-        corpus: What is trained on and scored.
-        warmup_steps: Steps of the dense model on docstrings before, the same model for all seeds and variants.
+        top_k: Experts per token, or None for the dense model.
+        mode: Whether upcycling preserves the dense model's outputs or copies the released model.
+        num_experts: Experts in each of the three sparse layers.
+        coefficient: Coefficient of the load-balancing loss.
+        widths: Dimensions of the Matryoshka loss, or None for InfoNCE on the full vector only.
+        corpus: The corpus for training and scoring.
+        warmup_steps: Steps of the dense model on docstrings before; all seeds and variants share the result.
     """
 
     top_k: int | None = None
@@ -65,45 +62,48 @@ class Recipe(TrainingRecipe):
     warmup_steps: int = 100
 
     def tiny(self) -> Self:
-        """The same over a few short texts, to see that it works."""
+        """The recipe with small sizes, for a quick check."""
         return replace(super().tiny(), warmup_steps=1, num_experts=2)
 
 
 def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> list[Scores]:
-    """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
+    """Train and score each recipe with each seed; arguments as in `run_recipes`."""
     recipes = sized(chosen, recipes)
-    world = World(chosen.work, chosen.tiny)
-    with world.alone():
-        world.prepare([])
+    workspace = Workspace(chosen.work, chosen.tiny)
+    with workspace.locked():
+        workspace.prepare([])
         for recipe in recipes.values():
-            make_start(world, recipe)
+            make_start(workspace, recipe)
         if any(recipe.corpus == "languages" for recipe in recipes.values()):
-            _split_by_language(world)
+            _split_by_language(workspace)
     return run_recipes(chosen, experiment, recipes, run_trial)
 
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train by the trial's recipe, and score the model."""
     widths: Any = trial.settings["widths"]
-    world = World(work, tiny)
+    workspace = Workspace(work, tiny)
     recipe = Recipe(**{**trial.settings, "widths": None if widths is None else tuple(widths)})  # type: ignore[arg-type]
-    start, module = time.perf_counter(), module_of(world, recipe, trial.seed)
+    start, module = time.perf_counter(), module_of(workspace, recipe, trial.seed)
     counts = parameter_counts(module.embedder.backbone)
-    found: Metrics = {"total parameters": counts.total, "active parameters": counts.active}
+    metrics: Metrics = {"total parameters": counts.total, "active parameters": counts.active}
     if recipe.num_steps:
-        folder = runs_folder(world, trial.experiment) / f"{trial.variant.replace(' ', '_')}-seed{trial.seed}"
-        found |= train(world, module, data_of(world, recipe, trial.seed), recipe.num_steps, folder)
-        found["training seconds"] = time.perf_counter() - start
+        data = data_of(workspace, recipe, trial.seed)
+        metrics |= train(workspace, trial, module, data, recipe.num_steps)
+        metrics["training seconds"] = time.perf_counter() - start
     module.embedder.text = recipe.text
-    return {**score(world, recipe, module.embedder), **found}
+    return {**score(workspace, recipe, module.embedder), **metrics}
 
 
-def train(world: World, module: MoEEmbedModule, data: EmbeddingDataModule, num_steps: int, folder: Path) -> Metrics:
-    """Train a model, which writes its metrics into a folder of its own; returns the entropies of the experts' load."""
-    # What a killed run left there has other columns.
+def train(
+    workspace: Workspace, trial: Trial, module: MoEEmbedModule, data: EmbeddingDataModule, num_steps: int
+) -> Metrics:
+    """Train a model and log its metrics in the trial's run folder; return the load entropies and idle experts."""
+    folder = workspace.run_folder(trial)
+    # The file of an interrupted run could have different columns.
     (folder / "metrics.csv").unlink(missing_ok=True)
     logger = CSVLogger(folder.parent, folder.name, version="", flush_logs_every_n_steps=1)
-    fit(world, module, data, num_steps, [RoutingStatistics(1)] if module.moe_layers else [], logger)
+    fit(workspace, module, data, num_steps, [RoutingStatistics(1)] if module.moe_layers else [], logger)
     if not module.moe_layers:
         return {}
     with (folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
@@ -113,107 +113,93 @@ def train(world: World, module: MoEEmbedModule, data: EmbeddingDataModule, num_s
     return {f"load entropy after {step}": entropies[step] for step in ENTROPY_STEPS if step in entropies} | idle
 
 
-def runs_folder(world: World, experiment: str) -> Path:
-    """Where an experiment's runs write their metrics."""
-    return world.folder / "runs" / experiment
-
-
-def module_of(world: World, recipe: Recipe, seed: int) -> MoEEmbedModule:
-    """The model of a recipe, untrained."""
+def module_of(workspace: Workspace, recipe: Recipe, seed: int) -> MoEEmbedModule:
+    """The model of a recipe before training."""
     common = {"temperature": 0.05}
     loss = InfoNCE(**common) if recipe.widths is None else MatryoshkaInfoNCE(recipe.widths, **common)
     sparse = recipe.top_k is not None
     return MoEEmbedModule(
-        BackboneConfig(str(start_folder(world, recipe))),
+        BackboneConfig(str(start_folder(workspace, recipe))),
         upcycling=Upcycling(recipe.mode, recipe.num_experts, recipe.top_k or 1) if sparse else None,
         load_balancing=LoadBalancing(recipe.coefficient) if sparse else None,
         loss=loss,
-        optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
-        schedule=Schedule(warmup_steps=recipe.num_steps // 10, decay="linear"),
+        **optimisation(recipe.learning_rate, recipe.num_steps),
         seed=seed,
     )
 
 
-def data_of(world: World, recipe: Recipe, seed: int) -> EmbeddingDataModule:
-    """The batches of a recipe, the same rows in the same order for all recipes of a seed."""
+def data_of(workspace: Workspace, recipe: Recipe, seed: int) -> EmbeddingDataModule:
+    """The batches of a recipe: the same rows in the same order for all recipes with the same seed."""
     if recipe.corpus == "languages":
-        sources = [SourceConfig(path.stem, str(path)) for path in sorted(_languages_folder(world).glob("*.jsonl"))]
+        sources = [SourceConfig(path.stem, str(path)) for path in sorted(_languages_folder(workspace).glob("*.jsonl"))]
         sampler: Any = partial(HomogeneousBatchSampler, temperature=0.5)
     else:
-        sources = [SourceConfig("docstrings", str(world.folder / "corpus" / "train.jsonl.gz"))]
+        sources = [SourceConfig("docstrings", str(workspace.training_file))]
         sampler = BlendedBatchSampler
     return EmbeddingDataModule(sources, recipe.text, recipe.batch_size, 0, sampler, seed=seed)
 
 
-def score(world: World, recipe: Recipe, embedder: Embedder) -> Metrics:
-    """nDCG@10 of a model: on the docstring corpus, of a dense one by narrower vectors too; or on each language."""
+def score(workspace: Workspace, recipe: Recipe, embedder: Embedder) -> Metrics:
+    """nDCG@10 on the docstring corpus, with truncated vectors too if the model is dense; or on each language."""
     if recipe.corpus == "languages":
         encoder = Encoder(embedder)
-        found = {name: _ndcg(encoder, {name: folder}) for name, folder in languages().items()}
+        scores = {name: _ndcg(encoder, {name: folder}) for name, folder in languages().items()}
         for name, members in (("trained languages", TRAINED_LANGUAGES), ("further languages", FURTHER_LANGUAGES)):
-            found[name] = sum(found[member] for member in members) / len(members)
-        return found
-    packages, functions = world.domains(), {"functions": world.in_domain()}
-    found = {
+            scores[name] = sum(scores[member] for member in members) / len(members)
+        return scores
+    packages, functions = workspace.domains(), {"functions": workspace.in_domain()}
+    scores = {
         "held-out packages": _ndcg(Encoder(embedder), packages),
         "held-out functions": _ndcg(Encoder(embedder), functions),
     }
     for width in (256, 128, 64) if recipe.top_k is None else ():
-        found[f"held-out packages, width {width}"] = _ndcg(Encoder(embedder, dimensions=width), packages)
-    return found
+        scores[f"held-out packages, width {width}"] = _ndcg(Encoder(embedder, dimensions=width), packages)
+    return scores
 
 
 def languages() -> dict[str, RetrievalFolder]:
-    """The collections of the languages that are scored."""
+    """The XQuAD folders of the scored languages."""
     root = data_folder() / "xquad"
     return {name: read_retrieval_folder(root / name) for name in (*TRAINED_LANGUAGES, *FURTHER_LANGUAGES)}
 
 
-def start_folder(world: World, recipe: Recipe) -> Path:
-    """The dense model that a recipe starts from."""
-    return world.folder / f"start-rotary-{recipe.warmup_steps}-{recipe.learning_rate}-{recipe.max_length}"
+def start_folder(workspace: Workspace, recipe: Recipe) -> Path:
+    """The folder of the dense model that a recipe starts from."""
+    return workspace.folder / f"start-rotary-{recipe.warmup_steps}-{recipe.learning_rate}-{recipe.max_length}"
 
 
-def make_start(world: World, recipe: Recipe) -> None:
-    """Make the start where it is not there: MiniLM with rotary positions, trained for its warm-up."""
-    folder, rotary = start_folder(world, recipe), world.folder / "rotary"
+def make_start(workspace: Workspace, recipe: Recipe) -> None:
+    """Train the initial model, MiniLM with rotary positions, for its warm-up steps if it is missing."""
+    folder, rotary = start_folder(workspace, recipe), workspace.folder / "rotary"
     if folder.exists():
         return
     if not rotary.exists():
-        write_rotary_model(world.model, rotary, num_positions=512, keep_head=False)
+        write_rotary_model(workspace.model, rotary, num_positions=512, keep_head=False)
     dense = replace(recipe, top_k=None, widths=None, corpus="docstrings", num_steps=recipe.warmup_steps)
     module = MoEEmbedModule(
         BackboneConfig(str(rotary)),
         load_balancing=None,
         loss=InfoNCE(temperature=0.05),
-        optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
-        schedule=Schedule(warmup_steps=dense.num_steps // 10, decay="linear"),
+        **optimisation(recipe.learning_rate, dense.num_steps),
         seed=WARMUP_SEED,
     )
-    fit(world, module, data_of(world, dense, WARMUP_SEED), dense.num_steps, [ExportModel(str(folder))])
+    fit(workspace, module, data_of(workspace, dense, WARMUP_SEED), dense.num_steps, [ExportModel(str(folder))])
 
 
-def _languages_folder(world: World) -> Path:
-    return world.folder / "languages"
+def _languages_folder(workspace: Workspace) -> Path:
+    return workspace.folder / "languages"
 
 
-def _split_by_language(world: World) -> None:
-    """Write the pairs of several languages, a file for each data set and language: a batch then is of one language."""
+def _split_by_language(workspace: Workspace) -> None:
+    """Write the multilingual pairs, one file per data set and language, so that each batch has one language."""
     by_name: dict[str, list[str]] = {}
     for name in PAIRS:
         path = data_folder() / name
-        content = path.read_bytes()
-        for line in (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines():
-            row = json.loads(line)
+        for row in read_json_lines(path):
             pair = json.dumps({"query": row["query"], "positive": row["positive"]})
             by_name.setdefault(f"{path.parent.name}-{row['lang']}", []).append(pair)
     for name, lines in by_name.items():
-        write_text(_languages_folder(world) / f"{name}.jsonl", "\n".join(lines) + "\n")
-
-
-def data_folder() -> Path:
-    """The folder of real data sets; it need not be there."""
-    return Path(os.environ.get("EMBED_DATA", "../shared/data"))
+        write_text(_languages_folder(workspace) / f"{name}.jsonl", "\n".join(lines) + "\n")
 
 
 def _ndcg(encoder: Encoder, folders: Mapping[str, RetrievalFolder]) -> float:

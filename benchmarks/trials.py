@@ -1,7 +1,7 @@
-"""How an experiment on quality is run: a trial for each variant and seed, two side by side, and a table over the seeds.
+"""How quality experiments run: one trial per variant and seed, in parallel, and a table over the seeds.
 
-A finished trial is a few rows of `trials.csv`, one a metric; the next run that needs it finds it there and does not
-repeat it, whatever experiment it was for. A trial of other settings is another trial: its key is a hash of them.
+A finished trial is written to `trials.csv`, one row per metric. Later runs of any experiment reuse it instead of
+repeating it. A trial is identified by its seed and its key, a hash of its settings.
 """
 
 import argparse
@@ -32,13 +32,13 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class Trial:
-    """One training run with its scores.
+    """One training run that is scored.
 
     Attributes:
-        experiment: Which experiment it belongs to.
-        variant: What is compared.
+        experiment: The experiment that it belongs to, such as E1.
+        variant: Name of the variant, as in the tables.
         seed: Seed of everything random in it.
-        settings: All else that decides its result, as JSON types.
+        settings: Everything else that determines its result, as JSON types.
     """
 
     experiment: str
@@ -48,13 +48,13 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """Tells trials of one name with other settings apart."""
+        """A hash of the settings."""
         return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
 class TrialRow:
-    """One metric of a trial as `trials.csv` holds it."""
+    """One row of `trials.csv`: a metric of a trial."""
 
     experiment: str
     variant: str
@@ -77,22 +77,22 @@ class Scores:
     @property
     def metrics(self) -> set[str]:
         """The metrics that all trials have."""
-        return set.intersection(*(set(found) for found in self.by_seed.values()))
+        return set.intersection(*(set(metrics) for metrics in self.by_seed.values()))
 
     def values(self, metric: str) -> list[float]:
-        """The metric in the order of the seeds."""
+        """The values of a metric in the order of the seeds."""
         return [self.by_seed[seed][metric] for seed in sorted(self.by_seed)]
 
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """What the recipes of all experiments say, each beside what it varies.
+    """Settings that the recipes of all experiments share; each experiment adds its own.
 
     Args:
-        num_steps: Steps; 0 scores what training starts from.
-        batch_size: Pairs of a batch.
-        max_length: Most tokens of a text, in training and scoring.
-        learning_rate: Its peak.
+        num_steps: Training steps; 0 scores the model before training.
+        batch_size: Pairs per batch.
+        max_length: Maximum tokens per text, in training and scoring.
+        learning_rate: Peak learning rate.
     """
 
     num_steps: int = 40
@@ -102,11 +102,11 @@ class TrainingRecipe:
 
     @property
     def text(self) -> TextSettings:
-        """Lengths of the texts."""
+        """The maximum text lengths as text settings."""
         return TextSettings(query_max_length=self.max_length, document_max_length=self.max_length)
 
     def tiny(self) -> Self:
-        """The same over a few short texts, to see that it works."""
+        """The recipe with small sizes, for a quick check."""
         return replace(self, num_steps=min(self.num_steps, 4), batch_size=4, max_length=12)
 
 
@@ -114,22 +114,24 @@ AnyRecipe = TypeVar("AnyRecipe", bound=TrainingRecipe)
 
 
 def trial_options(description: str | None) -> argparse.Namespace:
-    """The command line that all experiments share."""
+    """Parse the command line that all experiments share."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--tiny", action="store_true", help="see that it works: a step or two, no row, no verdict")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2, help="trials side by side, one thread each")
-    parser.add_argument("--work", type=Path, default=Path("checkpoints/trials"), help="corpora, vectors, clusters")
+    parser.add_argument("--tiny", action="store_true", help="try the script with a few steps; writes no row")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument("--workers", type=int, default=2, help="trials to run in parallel, one thread each")
+    parser.add_argument(
+        "--work", type=Path, default=Path("checkpoints/trials"), help="folder of corpora, vectors, clusters and models"
+    )
     return parser.parse_args()
 
 
 def replaced(chosen: argparse.Namespace, **values: object) -> argparse.Namespace:
-    """The command line with other values for some options."""
+    """The command line with some options replaced."""
     return argparse.Namespace(**{**vars(chosen), **values})
 
 
 def sized(chosen: argparse.Namespace, recipes: Mapping[str, AnyRecipe]) -> Mapping[str, AnyRecipe]:
-    """The recipes, tiny ones where the command line says so."""
+    """The recipes; with `--tiny`, their tiny versions."""
     return {name: recipe.tiny() for name, recipe in recipes.items()} if chosen.tiny else recipes
 
 
@@ -139,12 +141,12 @@ def run_recipes(
     recipes: Mapping[str, Any],
     function: Callable[[Trial, Path, bool], Metrics],
 ) -> list[Scores]:
-    """The scores of each recipe with each seed; arguments as of `run_trials`.
+    """The scores of each recipe with each seed; see `run_trials`.
 
     Args:
         chosen: The command line.
-        experiment: Its name in the rows.
-        recipes: A dataclass of a trial's settings, by the name of the variant.
+        experiment: Name of the experiment in `trials.csv`.
+        recipes: A dataclass of a trial's settings for each variant.
         function: Runs one trial.
     """
     seeds = range(1 if chosen.tiny else chosen.seeds)
@@ -155,56 +157,56 @@ def run_recipes(
 def run_trials(
     chosen: argparse.Namespace, trials: Sequence[Trial], function: Callable[[Trial, Path, bool], Metrics]
 ) -> list[Scores]:
-    """The scores of all trials, those of earlier runs among them.
+    """Run the trials that are not in `trials.csv`, and return the scores of all trials.
 
     Args:
         chosen: The command line.
-        trials: What is to be run.
-        function: A module's top-level function; gets the trial, the folder of work, and whether sizes are tiny.
+        trials: The trials to run.
+        function: A top-level function of a module, called with the trial, the work folder, and whether the run is tiny.
     """
-    found = {} if chosen.tiny else _finished()
-    missing = [trial for trial in trials if _name(trial) not in found]
-    # A fresh process for each trial, but for those that are tried out: starting one takes longer than they do.
+    finished = {} if chosen.tiny else _finished()
+    missing = [trial for trial in trials if _identity(trial) not in finished]
+    # A new process for each trial, except in a tiny run, where starting it takes longer than the trial.
     context: Any = multiprocessing.get_context("fork" if chosen.tiny else "spawn")
-    tasks_of_a_process = None if chosen.tiny else 1
-    with ProcessPoolExecutor(chosen.workers, context, _one_thread, max_tasks_per_child=tasks_of_a_process) as pool:
+    max_tasks = None if chosen.tiny else 1
+    with ProcessPoolExecutor(chosen.workers, context, _one_thread, max_tasks_per_child=max_tasks) as pool:
         running = {pool.submit(function, trial, chosen.work, chosen.tiny): trial for trial in missing}
         failure: BaseException | None = None
         for done in tqdm(as_completed(running), total=len(running), desc="trials", disable=chosen.tiny):
             if done.cancelled():
                 continue
             if error := done.exception():
-                # What runs beside it ends and is kept; nothing more begins.
+                # Running trials finish and are recorded; no new trial starts.
                 failure = failure or error
                 for other in running:
                     other.cancel()
                 continue
-            found[_name(running[done])] = done.result()
+            finished[_identity(running[done])] = done.result()
             if not chosen.tiny:
                 _append(running[done], done.result())
     if failure is not None:
         raise failure
     variants = list(dict.fromkeys(trial.variant for trial in trials))
     return [
-        Scores(name, {trial.seed: found[_name(trial)] for trial in trials if trial.variant == name})
-        for name in variants
+        Scores(variant, {trial.seed: finished[_identity(trial)] for trial in trials if trial.variant == variant})
+        for variant in variants
     ]
 
 
 def table(scores: Sequence[Scores], metrics: Sequence[str]) -> str:
-    """Mean and standard deviation over the seeds, a row a variant."""
+    """A table of the mean and standard deviation over the seeds, one row per variant."""
     rows = [[score.variant, *(spread(score.values(metric)) for metric in metrics)] for score in scores]
     return format_table([["", *metrics], *rows])
 
 
 def difference(better: Scores, than: Scores, metric: str) -> str:
-    """How far one variant lies above another, seed by seed."""
+    """The difference between two variants, computed per seed: mean and standard deviation."""
     pairs = zip(better.values(metric), than.values(metric), strict=True)
     return f"{better.variant} over {than.variant}, {metric}: {spread([a - b for a, b in pairs], '+')}"
 
 
 def spread(values: Sequence[float], sign: str = "") -> str:
-    """Mean, and standard deviation where there are several; with `+` as sign, an increase shows one."""
+    """The mean, and the standard deviation of several values; with sign `+`, positive means have a plus sign."""
     deviation = f" ±{statistics.stdev(values):.4f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):{sign}.4f}{deviation}"
 
@@ -214,22 +216,22 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _name(trial: Trial) -> tuple[str, int]:
+def _identity(trial: Trial) -> tuple[str, int]:
     return trial.key, trial.seed
 
 
 def _finished() -> dict[tuple[str, int], Metrics]:
-    """The metrics of the trials that `trials.csv` holds."""
-    found: dict[tuple[str, int], Metrics] = {}
+    """The metrics of the trials in `trials.csv`, by key and seed."""
+    finished: dict[tuple[str, int], Metrics] = {}
     if TRIALS.is_file():
         with TRIALS.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
-                found.setdefault((row["key"], int(row["seed"])), {})[row["metric"]] = float(row["value"])
-    return found
+                finished.setdefault((row["key"], int(row["seed"])), {})[row["metric"]] = float(row["value"])
+    return finished
 
 
 def _append(trial: Trial, metrics: Metrics) -> None:
-    """Write a trial's rows with one call, so that a kill leaves all of them or none."""
+    """Append a trial's rows with one write, so that an interrupted run leaves all of them or none."""
     today = datetime.date.today().isoformat()
     rows = [
         TrialRow(

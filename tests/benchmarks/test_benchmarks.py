@@ -1,4 +1,4 @@
-"""Every training benchmark runs at a tiny size; none is judged by its time here."""
+"""Every benchmark and experiment runs at a tiny size; no test depends on times."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("[pe][0-9]*.py
 NEEDS_DATA = {"p2_peer_gradcache"}
 
 
-def test_the_benchmarks_are_found() -> None:
+def test_there_are_benchmark_scripts() -> None:
     assert len(SCRIPTS) >= 6
 
 
@@ -24,7 +24,7 @@ def test_the_benchmarks_are_found() -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_benchmark_runs_at_a_tiny_size_and_writes_no_row(script: str) -> None:
     if script in NEEDS_DATA and "EMBED_DATA" not in os.environ:
-        pytest.skip("EMBED_DATA names no folder of real pairs")
+        pytest.skip("set EMBED_DATA to the folder of real pairs")
     results = ROOT / "benchmarks" / "results.csv"
     before = results.read_bytes()
     command = [sys.executable, "-m", f"benchmarks.{script}", "--tiny"]
@@ -34,7 +34,7 @@ def test_a_benchmark_runs_at_a_tiny_size_and_writes_no_row(script: str) -> None:
     assert results.read_bytes() == before
 
 
-def test_a_void_comparison_is_timed_again_and_given_up_after_three(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_void_comparison_is_repeated_and_fails_after_three_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     controls = iter([0.9, 1.01, 0.9, 1.2, 0.9])
 
     def timed(*arguments: object) -> dict[str, Ratio]:
@@ -47,7 +47,7 @@ def test_a_void_comparison_is_timed_again_and_given_up_after_three(monkeypatch: 
         harness.compare(print, print, chosen)
 
 
-def test_a_disk_that_was_not_steady_proves_nothing() -> None:
+def test_an_unsteady_disk_makes_a_comparison_void() -> None:
     found = p17_checkpoints.ratio_of([1.0, 2.0, 3.0], [10.0, 10.0, 10.0], [12.0, 9.0, 12.4])
     assert found == Ratio(0.2, 0.1, 0.3, 1.2)
     with pytest.raises(RuntimeError, match=r"void: the control is 1\.260"):

@@ -1,4 +1,4 @@
-"""Each claim about a GPU has a value, a limit and a peer, and its code runs on a CPU; no time is judged here."""
+"""Each GPU claim has a value, a limit and a peer, and its code runs on a CPU; no test depends on times."""
 
 import os
 import re
@@ -25,18 +25,18 @@ def test_every_claim_is_in_one_group_and_all_fit_into_the_time():
     assert all(claim.limit and claim.peer and re.match("[<>]=", claim.target) for claim in CLAIMS.values())
 
 
-def test_the_targets_are_those_that_were_set():
-    """Where the list of claims is there: each number of a target stands in its row."""
+def test_the_targets_are_those_of_the_list_of_claims():
+    """If the list of claims exists, each target's number is in its row."""
     path = Path(os.environ.get("EMBED_DATA", "../shared/data")).parent / "BENCHMARKS.md"
     if not path.is_file():
-        pytest.skip("the list of claims is not here")
+        pytest.skip("the list of claims is missing")
     rows = dict(re.findall(r"^\| (G\d+) \| (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE))
     assert rows.keys() == CLAIMS.keys()
-    # 14k, 16,384², 1.2M …, and shares in percent.
+    # A row may write a number in thousands or millions, such as 14k or 1.2M.
     for key in ("G1", "G2", "G3", "G5", "G9", "G10", "G11", "G12"):
         number = float(CLAIMS[key].target[2:])
-        shown = {f"{number:g}", f"{number / 1e3:g}k", f"{number / 1e6:g}M"}
-        assert any(re.search(rf"\b{re.escape(each)}\b", rows[key]) for each in shown), (key, shown)
+        spellings = {f"{number:g}", f"{number / 1e3:g}k", f"{number / 1e6:g}M"}
+        assert any(re.search(rf"\b{re.escape(text)}\b", rows[key]) for text in spellings), (key, spellings)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -51,16 +51,16 @@ def test_a_group_runs_at_a_tiny_size_and_writes_no_row(name, capsys):
     for key in GROUPS[name].claims:
         assert f"{key} {CLAIMS[key].what}, " in printed
         assert f"{key} limit of it: {CLAIMS[key].limit}, " in printed
-        # The value of some is a comparison with the peer itself.
+        # For these claims the value itself is a comparison with the peer.
         assert CLAIMS[key].peer in printed or key in ("G2", "G7", "G13")
 
 
 def takes_too_long(name, chosen):
-    """Stands in for a group, in a process of its own."""
+    """Replaces a group in a child process."""
     time.sleep(60)
 
 
-def test_a_group_that_takes_too_long_costs_its_own_rows_alone(monkeypatch, capsys):
+def test_a_group_that_takes_too_long_loses_only_its_remaining_rows(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "run_group", takes_too_long)
     assert not run_here_or_in_a_process("loss", Namespace(tiny=False, threads=2, pairs=1), 0.05)
     assert "loss: out of time; its rows so far are kept" in capsys.readouterr().out
@@ -75,18 +75,18 @@ def test_a_group_that_fails_does_not_end_the_others(monkeypatch, capsys):
     assert "RuntimeError: broken" in capsys.readouterr().err
 
 
-def run(monkeypatch, *words):
-    """What the command returns on a machine without a GPU."""
-    monkeypatch.setattr(sys, "argv", ["gpu", *words])
+def run(monkeypatch, *arguments):
+    """Run the command as on a machine without a GPU; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["gpu", *arguments])
     monkeypatch.setattr(gpu, "offers", lambda: dict.fromkeys(offers(), ""))
     return gpu.main()
 
 
 def test_the_check_says_what_is_skipped_without_each_part(monkeypatch, capsys):
     assert run(monkeypatch, "--check") == 0
-    said = capsys.readouterr().out
-    assert all(f"{name}: none" in said for name in offers())
-    assert "without deepspeed skipped: G13" in said
+    output = capsys.readouterr().out
+    assert all(f"{name}: none" in output for name in offers())
+    assert "without deepspeed skipped: G13" in output
     assert report(dict.fromkeys(offers(), "yes")) == [f"{name}: yes" for name in offers()]
 
 

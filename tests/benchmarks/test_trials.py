@@ -1,4 +1,4 @@
-"""A trial runs once: what it found is kept, whatever comes after."""
+"""A trial runs once: its result is recorded, and later runs reuse it."""
 
 import csv
 from argparse import Namespace
@@ -13,8 +13,8 @@ from benchmarks.trials import Trial, difference, run_trials, table
 from embeddings.evaluation import Qrels, RetrievalFolder
 
 
-def noted(trial, work, tiny):
-    """A trial that leaves a mark each time it runs."""
+def logged(trial, work, tiny):
+    """Appends a line to the trial's file each time the trial runs."""
     with open(work / f"{trial.variant}-{trial.seed}", "a") as file:
         file.write("ran\n")
     if trial.settings["steps"] == 13:
@@ -26,7 +26,7 @@ def trial(variant, seed, steps):
     return Trial("E0", variant, seed, {"steps": steps})
 
 
-def times(work):
+def num_runs(work):
     return {path.name: path.read_text().count("ran") for path in work.iterdir()}
 
 
@@ -37,17 +37,17 @@ def test_a_trial_runs_once_and_another_setting_is_another_trial(tmp_path, monkey
     chosen = Namespace(tiny=False, workers=2, work=work)
     first = [trial(variant, seed, steps) for variant, steps in (("a", 1), ("b", 2)) for seed in (0, 1)]
     with pytest.raises(ValueError, match="unlucky"):
-        run_trials(chosen, [*first, trial("c", 0, 13)], noted)
-    found = run_trials(chosen, first, noted)
-    assert {score.variant: score.values("score") for score in found} == {"a": [1.0, 1.1], "b": [2.0, 2.1]}
-    changed = run_trials(chosen, [*first[:3], trial("b", 1, 3)], noted)
+        run_trials(chosen, [*first, trial("c", 0, 13)], logged)
+    scores = run_trials(chosen, first, logged)
+    assert {score.variant: score.values("score") for score in scores} == {"a": [1.0, 1.1], "b": [2.0, 2.1]}
+    changed = run_trials(chosen, [*first[:3], trial("b", 1, 3)], logged)
     assert changed[1].values("score") == [2.0, 3.1]
-    assert times(work) == {"a-0": 1, "a-1": 1, "b-0": 1, "b-1": 2, "c-0": 1}
-    assert "1.0500 \u00b10.0707" in table(found, ["score"])
-    assert difference(found[1], found[0], "score") == "b over a, score: +1.0000 \u00b10.0000"
+    assert num_runs(work) == {"a-0": 1, "a-1": 1, "b-0": 1, "b-1": 2, "c-0": 1}
+    assert "1.0500 \u00b10.0707" in table(scores, ["score"])
+    assert difference(scores[1], scores[0], "score") == "b over a, score: +1.0000 \u00b10.0000"
 
 
-def test_what_was_run_is_found_again():
+def test_the_keys_of_finished_trials_have_not_changed():
     recipes = (docstring_trials.Recipe(num_steps=30), mgh_trials.Recipe(), moe_trials.Recipe())
     with open(trials.TRIALS, newline="") as file:
         finished = {row["key"] for row in csv.DictReader(file)}
@@ -69,7 +69,7 @@ def test_each_package_is_a_corpus_with_its_own_queries():
     assert parts["q"].qrels.document_J.tolist() == [0, 1]
 
 
-def test_a_planted_copy_differs_in_both_texts_and_keeps_most_of_them():
+def test_a_planted_copy_changes_both_texts_a_little():
     pair = {"query": "find the shortest path here", "positive": "pkg.f\ndef f(a):\n    b = a\n    return b"}
     assert near_copy(pair) == {
         "query": "find the shortest path",
