@@ -1,29 +1,29 @@
-"""What MkDocs generates: tables from CSV files, the command line, the Python API, and copies of root files.
+"""MkDocs hooks: generate tables from CSV files, the command line, the Python API, and copies of root files.
 
-A page asks for a table by a fenced block whose language names the table and whose content is YAML:
+A page includes a table by a fenced block. Its language is the kind of table and its content is YAML:
 
-    ```benchmarks          newest row of each claim of `benchmarks/results.csv`
-    claims: [P1, P3]       claims that begin with one of these; a section for each script if left out
+    ```benchmarks          newest row of each claim in `benchmarks/results.csv`
+    claims: [P1, P3]       prefixes of the claims; default: one section per script
     ```
-    ```scores              rows of `benchmarks/results.csv` as a table of two dimensions
+    ```scores              `benchmarks/results.csv` as a two-dimensional table; the pattern yields row and column
     claim: "E14 (?P<column>.+) on vaswani_npl, (?P<row>.+)"
     ```
-    ```trials              mean and standard deviation over the seeds of `benchmarks/trials.csv`
+    ```trials              mean and standard deviation over the seeds in `benchmarks/trials.csv`
     columns: {held-out packages: held-out packages}                     header: metric
     rows: {bi-encoder on random batches: [E1, "bi-encoder, random"]}    label: [experiment, variant]
     gains: {clustered over random: [bi-encoder on clustered batches, bi-encoder on random batches]}
     ```
     ```recipes             the rows of `lightning_configs/recipes.csv`
-    names: [cde]           recipes whose names begin with one of these; all if left out
+    names: [cde]           prefixes of the recipe names; default: all
     ```
-    ```sources             the public data sets of a recipe, of `lightning_configs/data/public_sources.yaml`
-    folder: nv_embed       the folder of its files
+    ```sources             a recipe's public data sets, from `lightning_configs/data/public_sources.yaml`
+    folder: nv_embed       folder of the recipe's files
     ```
-    ```file                a file of the repository
+    ```file                a file of the repository as a code block
     path: lightning_configs/base.yaml
     ```
 
-A block that matches nothing is an error, so that no page keeps a table of rows that are gone.
+A block that matches no rows is an error, so a page cannot refer to rows that were removed.
 """
 
 import ast
@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, TRIALS = ROOT / "benchmarks" / "results.csv", ROOT / "benchmarks" / "trials.csv"
 RECIPES = ROOT / "lightning_configs" / "recipes.csv"
 DATA_CONFIGS = ROOT / "lightning_configs" / "data"
-# Pages that are copies of files outside docs/, where a forge shows them; their links are rewritten.
+# Pages copied from files outside docs/, which code hosts display; their links are rewritten.
 ROOT_PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 ROOT_PAGES |= {"examples.md": "examples/README.md"}
 
@@ -53,13 +53,13 @@ Row = dict[str, str]
 
 @cache
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV file in their order, read once."""
+    """The rows of a CSV file in file order, cached."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 def cell(text: object) -> str:
-    """A text as the cell of a Markdown table, on one line."""
+    """A text as a one-line cell of a Markdown table."""
     return " ".join(str(text).split()).replace("|", "\\|")
 
 
@@ -73,12 +73,12 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> s
 
 
 def rounded(value: float, digits: int = 3) -> str:
-    """A number with three significant digits, and no fewer than the integer has."""
+    """A number with three significant digits; from 1000 rounded to an integer."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
 def score(values: Sequence[float], digits: int, sign: str = "") -> str:
-    """Mean, and sample standard deviation where there are several values; nothing of no value."""
+    """The mean, with the sample standard deviation of two or more values; empty without values."""
     if not values:
         return ""
     deviation = f" ±{statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
@@ -89,20 +89,20 @@ def score(values: Sequence[float], digits: int, sign: str = "") -> str:
 
 
 def newest(rows: Iterable[Row]) -> dict[str, Row]:
-    """The last row of each claim in the order of the file, which is that of time."""
-    found: dict[str, Row] = {}
+    """The last row of each claim; rows in the file are chronological."""
+    by_claim: dict[str, Row] = {}
     for row in rows:
-        found[row["claim"]] = row
-    return found
+        by_claim[row["claim"]] = row
+    return by_claim
 
 
-def begins_with(text: str, words: Sequence[str]) -> bool:
-    """Whether a text begins with one of some words."""
-    return any(re.match(rf"{re.escape(word)}(?!\w)", text) for word in words)
+def begins_with(text: str, prefixes: Sequence[str]) -> bool:
+    """Whether a text begins with one of the prefixes, as whole words."""
+    return any(re.match(rf"{re.escape(prefix)}(?!\w)", text) for prefix in prefixes)
 
 
 def benchmarks_table(options: Mapping[str, Any]) -> str:
-    """The newest row of each claim with its spread, target, control, machine and commit."""
+    """The newest row of each claim with spread, target, control, machine and commit."""
     if "claims" in options:
         return rows_table(options["claims"])
     scripts = sorted((ROOT / "benchmarks").glob("p[0-9]*_*.py"), key=lambda path: int(claim_of(path)[1:]))
@@ -114,27 +114,27 @@ def benchmarks_table(options: Mapping[str, Any]) -> str:
 
 
 def claim_of(script: Path) -> str:
-    """The claim of a benchmark's script, such as P16."""
+    """The claim number of a benchmark script, such as P16."""
     return script.stem.partition("_")[0].upper()
 
 
 def title_of(script: Path) -> str:
-    """What a benchmark's script claims: the first line of its docstring without the number and the full stop."""
+    """The title of a benchmark script: the first line of its docstring without number and final period."""
     line = (ast.get_docstring(ast.parse(script.read_text("utf-8"))) or "").splitlines()[0]
     title = line.partition(": ")[2].strip().rstrip(".")
     return title[0].upper() + title[1:]
 
 
 def rows_table(claims: Sequence[str]) -> str:
-    """The newest rows of the claims that begin with some words."""
+    """The newest rows of the claims that begin with one of the prefixes."""
     rows = [row for claim, row in newest(read_rows(RESULTS)).items() if begins_with(claim, claims)]
-    require(rows, f"no claim of {RESULTS.name} begins with {claims}")
+    require(rows, f"no claim in {RESULTS.name} begins with one of {claims}")
     header = ["claim", "measured", "target", "control", "machine and commit"]
     return markdown_table(header, map(benchmark_cells, rows))
 
 
 def benchmark_cells(row: Row) -> list[str]:
-    """A row of the results as cells; a target that was missed is said so."""
+    """A row of the results as table cells; a missed target is marked."""
     value, target = float(row["value"]), row["target"]
     low, high = float(row["low"]), float(row["high"])
     unit = "" if row["unit"] == "ratio" else f" {row['unit']}"
@@ -142,27 +142,27 @@ def benchmark_cells(row: Row) -> list[str]:
     measured = f"{rounded(value)}{unit}{spread}" + ("" if meets(value, target) else ", **missed**")
     control = "" if row["control"] == "nan" else f"{float(row['control']):.3f}"
     machine = row["hardware"].replace("(R)", "").replace(" Processor", "")
-    place = f"{machine}, {threads(row['threads'])}, {row['date']}, `{row['commit']}`"
-    return [row["claim"], measured, "" if target == "none" else f"`{target}`", control, place]
+    source = f"{machine}, {threads(row['threads'])}, {row['date']}, `{row['commit']}`"
+    return [row["claim"], measured, "" if target == "none" else f"`{target}`", control, source]
 
 
 def threads(count: str) -> str:
-    """A count of threads in words."""
+    """The number of threads with its unit."""
     return "1 thread" if count == "1" else f"{count} threads"
 
 
 def meets(value: float, target: str) -> bool:
-    """Whether a value meets a target such as `<=1.05`; one that is `none` is met."""
+    """Whether a value meets a target such as `<=1.05`; every value meets `none`."""
     match = re.fullmatch(r"(<=|>=|<|>)([\d.]+)", target)
     if match is None:
-        require(target == "none", f"{RESULTS.name}: a target must be none or as <=1.05, got {target!r}")
+        require(target == "none", f"{RESULTS.name}: target must be none or a bound such as <=1.05, got {target!r}")
         return True
     bound = float(match[2])
     return {"<=": value <= bound, ">=": value >= bound, "<": value < bound, ">": value > bound}[match[1]]
 
 
 def scores_table(options: Mapping[str, Any]) -> str:
-    """Values of the results by the row and the column that a pattern finds in their claims."""
+    """Values of the results by the groups `row` and `column` of a pattern for their claims."""
     pattern, digits = re.compile(options["claim"]), options.get("digits", 3)
     values: dict[str, dict[str, str]] = {}
     columns: dict[str, None] = dict.fromkeys(options.get("columns", []))
@@ -173,29 +173,33 @@ def scores_table(options: Mapping[str, Any]) -> str:
                 continue
             columns[name] = None
             values.setdefault(match["row"], {})[name] = f"{float(row['value']):.{digits}f}"
-    require(values, f"no claim of {RESULTS.name} matches {options['claim']}")
-    rows = [[name, *(found.get(column, "–") for column in columns)] for name, found in values.items()]
+    require(values, f"no claim in {RESULTS.name} matches {options['claim']}")
+    rows = [[name, *(by_column.get(column, "–") for column in columns)] for name, by_column in values.items()]
     return markdown_table([options.get("corner", ""), *columns], rows)
 
 
 def trials_table(options: Mapping[str, Any]) -> str:
-    """Metrics of trials, a row a variant; the best of each column is bold; `gains` are differences seed by seed."""
+    """Metrics of trials, one row per variant; the highest mean per column is bold; `gains` are means of differences."""
     columns, digits = options["columns"], options.get("digits", 3)
-    by_label = {label: trial_values(*place) for label, place in options["rows"].items()}
-    for label, found in by_label.items():
-        require(any(metric in found for metric in columns.values()), f"{label}: none of {list(columns.values())}")
+    by_label = {label: trial_values(*variant) for label, variant in options["rows"].items()}
+    for label, metrics in by_label.items():
+        required = list(columns.values())
+        require(any(metric in metrics for metric in required), f"{label} has none of the metrics {required}")
     rows = [
         [
             label,
-            *(score(list(found[metric].values()), digits) if metric in found else "" for metric in columns.values()),
+            *(
+                score(list(metrics[metric].values()), digits) if metric in metrics else ""
+                for metric in columns.values()
+            ),
         ]
-        for label, found in by_label.items()
+        for label, metrics in by_label.items()
     ]
     if options.get("bold", True):
         for index, metric in enumerate(columns.values(), 1):
-            means = [statistics.mean(found[metric].values()) for found in by_label.values() if metric in found]
-            for row, found in zip(rows, by_label.values(), strict=True):
-                if metric in found and statistics.mean(found[metric].values()) == max(means):
+            means = [statistics.mean(metrics[metric].values()) for metrics in by_label.values() if metric in metrics]
+            for row, metrics in zip(rows, by_label.values(), strict=True):
+                if metric in metrics and statistics.mean(metrics[metric].values()) == max(means):
                     row[index] = f"**{row[index]}**"
     for label, (one, other) in options.get("gains", {}).items():
         rows.append([label, *(gain(by_label[one], by_label[other], metric, digits) for metric in columns.values())])
@@ -203,19 +207,19 @@ def trials_table(options: Mapping[str, Any]) -> str:
 
 
 def trial_values(experiment: str, variant: str) -> dict[str, dict[int, float]]:
-    """Each metric of a variant by seed, those of other experiments with the same settings among them."""
+    """Each metric of a variant by seed, including seeds that other experiments ran with the same settings."""
     rows = read_rows(TRIALS)
     keys = {row["key"] for row in rows if (row["experiment"], row["variant"]) == (experiment, variant)}
-    require(len(keys) == 1, f"{TRIALS.name}: {experiment}, {variant!r} must have one key, has {sorted(keys)}")
-    found: dict[str, dict[int, float]] = {}
+    require(len(keys) == 1, f"{TRIALS.name}: {experiment}, {variant!r} must have one key, got {sorted(keys)}")
+    by_metric: dict[str, dict[int, float]] = {}
     for row in rows:
         if row["key"] in keys:
-            found.setdefault(row["metric"], {})[int(row["seed"])] = float(row["value"])
-    return found
+            by_metric.setdefault(row["metric"], {})[int(row["seed"])] = float(row["value"])
+    return by_metric
 
 
 def gain(one: Mapping[str, Any], other: Mapping[str, Any], metric: str, digits: int) -> str:
-    """How far one variant lies above another, over the seeds that both have."""
+    """The mean difference between two variants over the seeds that both have."""
     if metric not in one or metric not in other:
         return ""
     seeds = sorted(one[metric].keys() & other[metric].keys())
@@ -223,10 +227,10 @@ def gain(one: Mapping[str, Any], other: Mapping[str, Any], metric: str, digits: 
 
 
 def recipes_table(options: Mapping[str, Any]) -> str:
-    """The recipes with what was measured and what the paper has."""
+    """The recipes with the measured value and the paper's."""
     names = options.get("names", [])
     rows = [row for row in read_rows(RECIPES) if not names or row["recipe"].startswith(tuple(names))]
-    require(rows, f"no recipe begins with {names}")
+    require(rows, f"no recipe begins with one of {names}")
     header = ["recipe", "hardware", "metric", "measured", "paper", "seconds", "status"]
     cells = [
         [f"`{row['recipe']}`", row["hardware"], row["metric"], row["value"], row["paper_value"], row["seconds"]]
@@ -236,11 +240,11 @@ def recipes_table(options: Mapping[str, Any]) -> str:
 
 
 def sources_table(options: Mapping[str, Any]) -> str:
-    """The sources of one folder: where each lies, what is read there, its rows, the paper's, and its licence."""
+    """The sources of one folder: location, columns read, rows, the paper's rows and licence."""
     table = yaml.safe_load((DATA_CONFIGS / "public_sources.yaml").read_text("utf-8"))
     groups = [group for group in table["groups"] if group["folder"] == options["folder"] and "collection" not in group]
     require(groups, f"no group of public_sources.yaml has the folder {options['folder']}")
-    of_paper = {
+    paper_rows = {
         entry["path"]: entry.get("max_rows")
         for stage in table["stages"]
         for entry in yaml.safe_load((DATA_CONFIGS / f"{stage['config']}.yaml").read_text("utf-8"))["data"]["init_args"][
@@ -250,18 +254,18 @@ def sources_table(options: Mapping[str, Any]) -> str:
     rows = []
     for entry in (group.get("defaults", {}) | entry for group in groups for entry in group["sources"]):
         splits = [entry["split"]] if isinstance(entry.get("split", []), str) else entry.get("split", [])
-        place = ", ".join(filter(None, [entry.get("subset"), entry.get("data_files"), *splits]))
+        part = ", ".join(filter(None, [entry.get("subset"), entry.get("data_files"), *splits]))
         read = "; ".join(
             f"{field}: {column if isinstance(column, str) else ' + '.join(column)}"
             for field, column in entry.get("columns", {}).items()
         )
         every = f", 1 of {entry['every']}" if entry.get("every", 1) > 1 else ""
-        count = of_paper[f"${{EMBED_TRAIN_DATA}}/{options['folder']}/{entry['name']}.parquet"]
+        count = paper_rows[f"${{EMBED_TRAIN_DATA}}/{options['folder']}/{entry['name']}.parquet"]
         state = "cannot be fetched" if entry["kind"] is None else "" if entry["confirmed"] else "not confirmed"
         rows.append(
             [
                 entry["name"],
-                f"{entry['repository'] or 'none found'}{f' `{place}`' if place else ''}",
+                f"{entry['repository'] or 'none found'}{f' `{part}`' if part else ''}",
                 read or ("queries, corpus, qrels" if entry["kind"] == "beir" else ""),
                 f"{entry['rows']:,}{every}" if "rows" in entry else every.removeprefix(", "),
                 f"{count:,}" if count else "",
@@ -273,7 +277,7 @@ def sources_table(options: Mapping[str, Any]) -> str:
 
 
 def file_block(options: Mapping[str, Any]) -> str:
-    """A file of the repository as a block of code."""
+    """A file of the repository as a code block."""
     path = ROOT / options["path"]
     return f"```{path.suffix.removeprefix('.')}\n{path.read_text('utf-8').rstrip()}\n```"
 
@@ -290,41 +294,41 @@ BLOCK = re.compile(rf"^```({'|'.join(TABLES)})\n(.*?)^```$", re.MULTILINE | re.D
 
 
 def with_tables(text: str) -> str:
-    """A page with its blocks replaced by tables."""
+    """A page whose table blocks are replaced by their tables."""
     return BLOCK.sub(lambda match: TABLES[match[1]](yaml.safe_load(match[2]) or {}), text)
 
 
-def require(is_true: object, message: str) -> None:
-    """End the build with a message where something does not hold."""
-    if not is_true:
+def require(condition: object, message: str) -> None:
+    """Stop the build with a message if a condition is false."""
+    if not condition:
         raise ValueError(message)
 
 
 # The command line
 
 
-class _Built(Exception):
-    """A command's parser, as it stands before it parses."""
+class _ParserBuilt(Exception):
+    """Raised with the parser of a command before it parses arguments."""
 
 
 def command_parser(name: str) -> Any:
-    """The parser of a command other than `fit`, built by the command line itself."""
+    """The parser of a command other than `fit` and `plan`, as the command line builds it."""
     from embeddings.cli.main import run_command
     from embeddings.cli.parser import OneLineParser
 
     def stop(parser: Any, *arguments: object) -> None:
-        raise _Built(parser)
+        raise _ParserBuilt(parser)
 
     with mock.patch.object(OneLineParser, "parse_args", stop):
         try:
             run_command(name, [])
-        except _Built as built:
+        except _ParserBuilt as built:
             return built.args[0]
-    raise RuntimeError(f"{name} built no parser")
+    raise RuntimeError(f"{name} did not build a parser")
 
 
 def fit_parser(name: str = "fit") -> Any:
-    """The parser of `fit`, or of `plan`, which has more options."""
+    """The parser of `fit`, or of `plan`, which adds options."""
     from embeddings.cli.fit import TrainerCLI, make_cli
     from embeddings.cli.plan import PlanCLI
 
@@ -332,17 +336,17 @@ def fit_parser(name: str = "fit") -> Any:
 
     class Stopping(kind):
         def parse_arguments(self, parser: Any, args: Any) -> None:
-            raise _Built(parser)
+            raise _ParserBuilt(parser)
 
     try:
         make_cli(["fit"], Stopping)
-    except _Built as built:
+    except _ParserBuilt as built:
         return built.args[0]
-    raise RuntimeError("fit built no parser")
+    raise RuntimeError(f"{name} did not build a parser")
 
 
 def option_rows(parser: Any) -> list[list[str]]:
-    """Each option of a parser: its names, its type, its default and its help."""
+    """The options of a parser: names, type, default and help."""
     rows = []
     for action in parser._actions:
         names = [name for name in action.option_strings if not name.endswith("+")] or [action.dest]
@@ -364,14 +368,14 @@ def option_rows(parser: Any) -> list[list[str]]:
 
 
 def shown_default(value: Any, is_flag: bool) -> str:
-    """A default as the help shows it; nothing where there is none."""
+    """A default as the help shows it, or an empty text without one."""
     if value is None or (is_flag and value is False) or str(value) == "==SUPPRESS==":
         return ""
     return f"`{value}`"
 
 
 def type_name(kind: Any) -> str:
-    """A type without its modules."""
+    """The name of a type without module names."""
     if kind is None:
         return ""
     text = str(kind) if not isinstance(kind, type) else kind.__name__
@@ -388,14 +392,14 @@ def help_text(text: str | None) -> str:
 
 
 def command_line_page() -> str:
-    """Every command with its options, from the parsers themselves."""
+    """The page of all commands with their options, generated from the parsers."""
     from embeddings.cli.main import COMMANDS, TRAINER_COMMANDS
 
     header = ["option", "type", "default", "meaning"]
     parts = [
         "# Command line",
         "This page is generated from the parsers. `python main.py COMMAND --help` prints the same for one command.",
-        "Option names are written in full, with hyphens or underscores. Every command takes `--config FILE` and "
+        "Write option names in full, with hyphens or underscores. Every command accepts `--config FILE` and "
         "`--print_config`. [Exit codes](reliability.md#exit-codes) are the same for all commands.",
     ]
     names = [*TRAINER_COMMANDS, *COMMANDS]
@@ -417,14 +421,14 @@ def command_line_page() -> str:
 
 
 def paragraphs(name: str) -> list[str]:
-    """What a command's docstring says before its arguments; of `fit`, how its configs are read."""
+    """The text of a command's docstring before its arguments; for `fit`, how to list the options of a class."""
     from embeddings.cli.main import COMMANDS
 
     if name == "plan":
-        text = "It takes the options of [`fit`](#fit), and these."
+        text = "It accepts the options of [`fit`](#fit) and the following."
     elif name not in COMMANDS:
         text = (
-            "The options of `model` and `data` are those of the class that is chosen; "
+            "The options of `model` and `data` depend on the chosen class. "
             "`python main.py fit --model.help CLASS` lists them."
         )
     else:
@@ -436,7 +440,7 @@ def paragraphs(name: str) -> list[str]:
 
 
 def packages() -> list[str]:
-    """The packages that have public names, in the order of the floors' table."""
+    """The packages that have public names, in alphabetical order."""
     files = sorted((ROOT / "embeddings").glob("*/__init__.py"))
     return [path.parent.name for path in files if public_names(path.parent.name)]
 
@@ -451,7 +455,7 @@ def public_names(package: str) -> list[str]:
 
 
 def api_page(package: str) -> str:
-    """The reference of a package's public names."""
+    """The reference page of a package's public names."""
     parts = [f"# embeddings.{package}"]
     source = (ROOT / "embeddings" / package / "__init__.py").read_text("utf-8")
     parts.append(first_line(package))
@@ -461,7 +465,7 @@ def api_page(package: str) -> str:
 
 
 def api_index() -> str:
-    """The names that `embeddings` itself offers, each with the page that describes it, and the packages."""
+    """The index page: names importable from `embeddings` with links to their reference, and all packages."""
     top = ast.parse((ROOT / "embeddings" / "__init__.py").read_text("utf-8"))
     rows = []
     for name, module in sorted(defining_modules("", top).items()):
@@ -471,8 +475,9 @@ def api_index() -> str:
             place = defining_modules(package, ast.parse(source))[name]
             rows.append([f"[`{name}`]({package}.md#{place}.{name})", f"`from embeddings import {name}`"])
     listed = [[f"[`embeddings.{name}`]({name}.md)", first_line(name)] for name in packages()]
-    parts = ["# Python", "The names that most programs need, loaded on use:", markdown_table(["name", "import"], rows)]
-    return "\n\n".join([*parts, "All public names, by package:", markdown_table(["package", "holds"], listed)]) + "\n"
+    names = "These names can be imported from `embeddings`; each loads on first use:"
+    parts = ["# Python", names, markdown_table(["name", "import"], rows), "All public names, by package:"]
+    return "\n\n".join([*parts, markdown_table(["package", "contents"], listed)]) + "\n"
 
 
 def first_line(package: str) -> str:
@@ -482,22 +487,23 @@ def first_line(package: str) -> str:
 
 
 def defining_modules(package: str, tree: ast.Module) -> dict[str, str]:
-    """The module that each name of a package's `__init__` is imported from."""
-    found: dict[str, str] = {}
+    """The module from which a package's `__init__` imports each name."""
+    modules: dict[str, str] = {}
+    own = f"embeddings.{package}"
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
-            found.update({alias.asname or alias.name: node.module for alias in node.names})
+            modules.update({alias.asname or alias.name: node.module for alias in node.names})
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)):
             targets = getattr(node, "targets", [getattr(node, "target", node)])
-            found.update({getattr(each, "id", getattr(each, "name", "")): f"embeddings.{package}" for each in targets})
-    return found
+            modules.update({getattr(each, "id", getattr(each, "name", "")): own for each in targets})
+    return modules
 
 
-# MkDocs' own calls
+# Functions that MkDocs calls
 
 
 def relinked(text: str, page: str) -> str:
-    """A root file's text with links as its page needs them; links to files that have no page become plain text."""
+    """A root file's text with links relative to its page; links to files without a page become plain text."""
     pages = {name: page for page, name in ROOT_PAGES.items()}
 
     def link(match: re.Match[str]) -> str:
@@ -525,7 +531,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are generated."""
+    """Add the generated pages."""
     file_class = importlib.import_module("mkdocs.structure.files").File
     pages = {page: relinked((ROOT / name).read_text("utf-8"), page) for page, name in ROOT_PAGES.items()}
     pages["cli.md"] = command_line_page()
@@ -537,5 +543,5 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the blocks that ask for tables."""
+    """Replace the table blocks of a page."""
     return with_tables(markdown)
