@@ -295,7 +295,7 @@ def test_the_sizes_that_the_documentation_states(millions, dtype, memory, stays)
     assert sizes.is_resident == stays
     assert vectors * stays < sizes.num_bytes <= memory * 2**30
     assert 2000 < sizes.product_queries < 65_535
-    takes, documents = f"{sizes.num_bytes / 2**30:.1f} GiB", "stay" if stays else "stream"
+    takes, documents = f"{sizes.num_bytes / 2**30:.1f} GiB", "on the device" if stays else "streamed"
     row = f"| {millions}M, {dtype} | {vectors / 1e9:.1f} GB | {memory} GiB | {takes} | {documents} |"
     assert row in (Path(__file__).parents[2] / "docs" / "mining.md").read_text().splitlines()
 
