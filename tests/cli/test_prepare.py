@@ -68,7 +68,7 @@ def rows(path):
 
 
 # More than twenty sources take ten seconds. The test below trains on nv_embed_stage1 in the quick tier.
-@pytest.mark.parametrize("config", stages("mgh", "cde_unsupervised", "cde_supervised"))
+@pytest.mark.parametrize("config", stages("mgh", "cde_supervised"))
 def test_the_data_config_of_each_stage_trains_on_the_prepared_files(config, prepare, monkeypatch, capsys):
     stage = STAGES[config]
     assert prepare(stage.recipe, *(["--stage", stage.stage] if stage.stage else [])) == 0

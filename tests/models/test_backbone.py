@@ -274,6 +274,7 @@ def test_gradcache_has_the_gradient_of_plain_layers_and_replays_dropout(model, c
         assert relative_error(cached_gradient(compiled, batch, engine)[1], direct) > 1e-3
 
 
+@pytest.mark.slow
 @keeps_warnings
 @pytest.mark.parametrize("compiler", ["aot_eager"], indirect=True)
 def test_mini_batches_of_many_sizes_need_no_new_compilation(compiler):

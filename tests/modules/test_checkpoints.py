@@ -122,6 +122,7 @@ def differences_after_resuming(folder: Path, config: dict[str, Any], *after: int
     return {num_batches: names for num_batches, names in found.items() if names}
 
 
+@pytest.mark.slow
 def test_a_run_stopped_within_an_accumulation_resumes_to_the_same_bits(tmp_path: Path) -> None:
     """In a full accumulation, in an epoch's shorter last one, and in the second epoch."""
     config = moe_config(tmp_path)

@@ -44,7 +44,8 @@ def config_of(folder: Path, scores: Path, strategy: dict[str, Any]) -> dict[str,
     return config
 
 
-@pytest.mark.parametrize("strategy", [FSDP2, pytest.param(ZERO_3, marks=pytest.mark.slow)], ids=["fsdp2", "zero 3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [FSDP2, ZERO_3], ids=["fsdp2", "zero 3"])
 def test_a_resumed_run_exports_the_weights_of_ddp(strategy: dict[str, Any], tmp_path: Path) -> None:
     scores = write_retrieval_folder(tmp_path / "retrieval")
     fit(tmp_path, config_of(tmp_path / "ddp", scores, DDP))
