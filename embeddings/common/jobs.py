@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -469,8 +470,8 @@ def _serve(connection: Connection, name: str, make: Callable[[], Callable[[Any],
     Thread(target=_read, args=(connection, items), daemon=True).start()
     try:
         work = make()
-        # `sys.exit` runs the clean-up of partial files. `make` writes none, and imports may print or ignore the exit.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        # `make` writes no files, and an import may ignore the exit, so until here SIGTERM ends the process at once.
+        signal.signal(signal.SIGTERM, _exit)
         while True:
             connection.send_bytes(pickle.dumps((work(pickle.loads(items.get())), None)))
     except (BrokenPipeError, ConnectionResetError):
@@ -481,6 +482,12 @@ def _serve(connection: Connection, name: str, make: Callable[[], Callable[[Any],
             reported = WorkerError(f"the process of {name} raised {type(error).__name__}: {error}; {_RESULTS_KEPT}")
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.send_bytes(pickle.dumps((None, reported)))
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    """End the process with its clean-up of partial files; a second signal must not interrupt the clean-up."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _survives_pickling(error: Exception) -> bool:

@@ -1,5 +1,6 @@
 """Progress bars, sharded jobs of several tasks, jobs that write one file, and worker processes."""
 
+import atexit
 import json
 import os
 import re
@@ -405,6 +406,19 @@ def test_a_failed_process_is_named_and_the_others_finish_their_items(bad, kind, 
 def test_large_items_and_results_do_not_block_each_other(tmp_path):
     items = [bytes(3_000_000)] * 6
     assert sum(map(len, spread({"one": _make_echo}, items))) == 18_000_000
+
+
+def _make_signalled():
+    atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+    return _make_echo()
+
+
+def test_a_second_signal_does_not_interrupt_the_exit_of_a_worker(capfd):
+    """The first one ends the worker; its parent's end of the connection, which closes meanwhile, sends another."""
+    results = spread({"one": _make_signalled}, ["first", "second"])
+    next(results)
+    results.close()
+    assert capfd.readouterr().err == ""
 
 
 def _make_echo():
