@@ -145,17 +145,21 @@ def separate_process(
 ) -> Iterator[Callable[..., Any]]:
     """A function that runs in a separate process, such as one side of a comparison; the caller waits for its result.
 
-    Each side then has its own memory allocator, with the settings of its users. Comparisons need wall-clock time, so
-    more than one thread.
+    Each side then has its own memory allocator, with the settings of its users.
 
     Args:
         chosen: The command line; the process uses its number of threads. A tiny run uses this process instead.
         make: A top-level function of a module, which builds the function in the process.
         arguments: Arguments of `make`.
+
+    Raises:
+        ValueError: With one thread, because `compare` then counts the CPU time of this process only.
     """
     if chosen.tiny:
         yield make(*arguments)
         return
+    if chosen.threads == 1:
+        raise ValueError("--threads must be >= 2, since separate processes are compared by wall-clock time")
     context = multiprocessing.get_context("spawn")
     connection, remote = context.Pipe()
     child = context.Process(target=_answer, args=(remote, chosen.threads, make, arguments), daemon=True)

@@ -60,7 +60,7 @@ def peer_encoding(texts: list[str], precision: str) -> Callable[..., Vectors]:
 
 
 def onnx_encoding(texts: list[str], folder: str) -> Action:
-    """onnxruntime's encoding of the tokenised texts, with the int8 graph in a folder."""
+    """onnxruntime's encoding with the int8 graph in a folder; its tokenisation is not timed, ours is."""
     return encoding(Path(folder, INT8_GRAPH_FILE), mini_batches(Path(folder), texts))
 
 

@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import harness, p17_checkpoints
 from benchmarks.harness import Ratio
@@ -53,3 +55,24 @@ def test_an_unsteady_disk_makes_a_comparison_void() -> None:
     with pytest.raises(RuntimeError, match=r"void: the control is 1\.260"):
         p17_checkpoints.ratio_of([1.0], [10.0], [12.6])
     assert p17_checkpoints.ratio_of([1.0], [10.0], [12.6], tiny=True).control == 1.26
+
+
+def process_facts(number: int) -> Callable[[int], tuple[int, int, int]]:
+    return lambda other: (os.getpid(), torch.get_num_threads(), number + other)
+
+
+@pytest.mark.slow
+def test_a_side_of_a_comparison_runs_in_a_separate_process_with_the_threads_of_the_command() -> None:
+    with harness.separate_process(Namespace(tiny=False, threads=2), process_facts, 40) as run:
+        first, second = run(1), run(2)
+    assert first == (second[0], 2, 41)
+    assert second[2] == 42
+    assert first[0] != os.getpid()
+
+
+def test_a_separate_process_needs_a_wall_clock() -> None:
+    with (
+        pytest.raises(ValueError, match="--threads must be >= 2"),
+        harness.separate_process(Namespace(tiny=False, threads=1), process_facts, 40),
+    ):
+        pass
