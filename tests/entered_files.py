@@ -49,7 +49,7 @@ class Entered:
             yield
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
@@ -82,7 +82,7 @@ def gradcache_step(folder: Path) -> Entered:
     original = Trainer.fit
 
     def fit(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-        trainer.callbacks.append(_WatchedStep(entered))  # type: ignore[attr-defined]
+        trainer.callbacks.append(_WatchedStep(entered))
         return original(trainer, *args, **kwargs)
 
     with _replaced(fit):
@@ -155,11 +155,11 @@ def _fit_words(folder: Path) -> list[str]:
 def _replaced(fit: Any) -> Iterator[None]:
     original = Trainer.fit
     # The parser reads the signature of `Trainer.fit`.
-    Trainer.fit = functools.wraps(original)(fit)  # type: ignore[method-assign]
+    Trainer.fit = functools.wraps(original)(fit)
     try:
         yield
     finally:
-        Trainer.fit = original  # type: ignore[method-assign]
+        Trainer.fit = original
 
 
 def main() -> None:
