@@ -76,7 +76,7 @@ def draw_context(encoder: Encoder, source: str | PathLike[str], size: int | None
     Args:
         encoder: The model.
         source: A corpus file (see `read_corpus`), or a folder written by `encode_corpus` with any model.
-        size: Number of context documents; None for all slots of the model. Unused slots hold the null vector.
+        size: Number of context documents; None for all slots of the model.
         seed: Seed of the draw. A corpus smaller than `size` is oversampled evenly.
 
     Raises:

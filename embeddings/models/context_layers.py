@@ -76,31 +76,46 @@ class FirstStage(nn.Module):
 class ContextSlots(nn.Module):
     """The context vectors of each text of a batch: one shared context, with dropout, padded with a null vector.
 
-    Without a context, every slot has the null vector.
+    Without a context, every slot has the null vector. A model without a null vector has no empty slots: a smaller
+    context makes the input shorter.
 
     Args:
         num_context: Number of slots, J.
         context_size: Width of a context vector, H.
         dropout_fraction: Probability of replacing a slot of a text by the null vector in training, so that the model
             learns to work with any number of documents. The released training uses 0.005.
+        has_null: Whether there is a null vector. The released code has one only with dropout.
 
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 (sequence dropout), §5 (its fraction) and Figure 16; the null
         vector's initialisation, N(0, 0.01), is from the released code.
     """
 
-    def __init__(self, num_context: int, context_size: int, dropout_fraction: float = 0.005) -> None:
+    null_H: Tensor
+
+    def __init__(
+        self, num_context: int, context_size: int, dropout_fraction: float = 0.005, has_null: bool = True
+    ) -> None:
         super().__init__()
         self.num_context = num_context
         self.dropout_fraction = dropout_fraction
-        self.null_H = nn.Parameter(torch.randn(context_size) * 0.01)
+        self.has_null = has_null
+        if has_null:
+            self.null_H = nn.Parameter(torch.randn(context_size) * 0.01)
+        else:  # only its width, device and dtype are used
+            self.register_buffer("null_H", torch.zeros(context_size), persistent=False)
 
     def forward(self, context_MH: Tensor | None, num_texts: int) -> Tensor:
-        """The context vectors of N texts, (N, J, H), from M <= J vectors or None; a `ValueError` for a wrong shape."""
+        """The context vectors of N texts from M <= J vectors or None, (N, J, H), or (N, M, H) without a null vector.
+
+        Raises a `ValueError` for a wrong shape.
+        """
         width = len(self.null_H)
         context_MH = self.null_H.new_empty(0, width) if context_MH is None else context_MH
         if context_MH.ndim != 2 or context_MH.shape[1] != width or len(context_MH) > self.num_context:
             shape = tuple(context_MH.shape)
             raise ValueError(f"context must be at most {self.num_context} vectors of width {width}, got {shape}")
+        if not self.has_null:
+            return context_MH.to(self.null_H.dtype).expand(num_texts, -1, -1)
         null_NJH = self.null_H.expand(num_texts, self.num_context, width)
         num_empty = self.num_context - len(context_MH)
         full_JH = torch.cat([context_MH.to(self.null_H.dtype), self.null_H.expand(num_empty, width)])
@@ -112,7 +127,8 @@ class ContextSlots(nn.Module):
         return torch.where(dropped_NJ[:, :, None], null_NJH, full_NJH)
 
     def extra_repr(self) -> str:
-        return f"num_context={self.num_context}, dropout_fraction={self.dropout_fraction}"
+        null = "" if self.has_null else ", has_null=False"
+        return f"num_context={self.num_context}, dropout_fraction={self.dropout_fraction}{null}"
 
 
 class SoftPrompt(nn.Module):

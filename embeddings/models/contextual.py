@@ -60,8 +60,9 @@ class ContextualEmbedder(Embedder):
         form: Options in which the released models differ.
 
     Raises:
-        OptionError: If a number is out of range, the first stage lacks embeddings for ids of the tokenizer or has fewer
-            positions than `context_max_length`, or the backbone's states depend on the order of the context.
+        OptionError: If a number is out of range, there is context dropout without a null vector, the first stage lacks
+            embeddings for ids of the tokenizer or has fewer positions than `context_max_length`, or the backbone's
+            states depend on the order of the context.
 
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 (Eq. 5 and 6) and §10.4, and the released code. Differs: the
         residual branch is initialised with zeros; context tokens are not rotated in attention, as released, instead of
@@ -88,21 +89,22 @@ class ContextualEmbedder(Embedder):
         text: TextSettings | None = None,
         form: ContextForm | None = None,
     ) -> None:
+        form = ContextForm() if form is None else form
         _check_options(num_context, num_soft_prompts, context_dropout, context_max_length)
+        check_dropout(context_dropout, form.has_null, "context_dropout")
         plain = plain_backbone(backbone)
         hidden_size = int(plain.config.hidden_size)
         super().__init__(backbone, tokenizer, MeanPooling(hidden_size), normalize=normalize, text=text)
         words: Any = plain.get_input_embeddings()
         self.context_size = int(words.weight.shape[1])
         first = plain_backbone(first_stage_backbone)
-        form = ContextForm() if form is None else form
         _check_first_stage(first, tokenizer, context_max_length)
         _check_positions_of_context(backbone, form)
         first_size = int(first.config.hidden_size)
         self.has_positions = form.has_positions
         size, limit = self.context_size, context_max_length
         self.first_stage = FirstStage(first_stage_backbone, first_size, size, limit, form.pools_prompt)
-        self.slots = ContextSlots(num_context, self.context_size, context_dropout)
+        self.slots = ContextSlots(num_context, self.context_size, context_dropout, form.has_null)
         self.soft_prompt = SoftPrompt(num_soft_prompts, self.context_size)
         self.residual = ResidualProjection(hidden_size, form.adds_pooled) if residual_projection else None
         self.first_unpadding: Unpadding | None = None
@@ -195,8 +197,8 @@ class ContextualEmbedder(Embedder):
 
         Args:
             tokens: N texts padded on the right, or a `TokenBatch`, which is padded or not as `unpad` chose.
-            context: Vectors of `embed_context`, (M, H) with M <= J, shared by all texts; null vectors fill the
-                remaining slots, or all slots for None.
+            context: Vectors of `embed_context`, (M, H) with M <= J, shared by all texts; the model's null vector, if it
+                has one, fills the remaining slots, or all slots for None.
 
         Returns:
             Vectors, (N, D) float32, of unit length if `normalize`.
@@ -301,6 +303,13 @@ def _check_options(
         raise OptionError("context_dropout", context_dropout, "must be in [0, 1]", "the released training uses 0.005")
     if context_max_length is not None and context_max_length < 1:
         raise OptionError("context_max_length", context_max_length, "must be >= 1", "leave it out for no limit")
+
+
+def check_dropout(fraction: float, has_null: bool, option: str) -> None:
+    """Check that a model has the null vector that context dropout needs; an `OptionError` if not."""
+    if fraction and not has_null:
+        rule = "must be 0: the model has no null vector, which dropout puts in place of a context vector"
+        raise OptionError(option, fraction, rule, "set it to 0")
 
 
 def _check_positions_of_context(backbone: nn.Module, form: ContextForm) -> None:

@@ -70,11 +70,14 @@ class ContextForm:
         adds_pooled: Whether the residual projection adds the pooled states to its output. False in cde-small-v1.
         has_positions: Whether context vectors have positions 0 to J - 1 and windows, so that their order matters. True
             in cde-small-v2.
+        has_null: Whether a null vector fills empty slots. False in cde-small-v2: a smaller context makes its input
+            shorter.
         pools_prompt: Whether the first stage always pools a context document's prompt. True in cde-small-v2.
     """
 
     adds_pooled: bool = True
     has_positions: bool = False
+    has_null: bool = True
     pools_prompt: bool = False
 
 
@@ -472,6 +475,6 @@ def read_context_options(folder: Path) -> dict[str, Any]:
             raise InputError(str(path), f"has {name} {value!r}, expected a number", _EXPORT_AGAIN)
     has_residual = any("ResidualHead" in str(entry) for entry in read_json(folder / "modules.json", list))
     residual = read_json(folder / RESIDUAL_FOLDER / "config.json") if has_residual else {}
-    flags = {name: settings.get(name) is True for name in ("has_positions", "pools_prompt")}
+    flags = {name: settings.get(name) is True for name in ("has_positions", "has_null", "pools_prompt")}
     form = ContextForm(adds_pooled=residual.get("adds_pooled") is not False, **flags)
     return {**options, "residual_projection": has_residual, "form": form}

@@ -62,6 +62,7 @@ class ContextParts(NamedTuple):
             "context_max_length": self.first_stage.max_length,
             "pools_prompt": self.first_stage.pools_prompt,
             "has_positions": self.has_positions,
+            "has_null": self.slots.has_null,
         }
         save_json(settings, folder, CONTEXT_SETTINGS)
         save_tensors(self.layers(), folder / CONTEXT_WEIGHTS)
@@ -73,7 +74,7 @@ class ContextParts(NamedTuple):
         limit, pools_prompt = settings.get("context_max_length"), settings.get("pools_prompt", False)
         return cls(
             FirstStage(backbone, settings["backbone_size"], size, limit, pools_prompt),
-            ContextSlots(settings["num_context"], size, settings["context_dropout"]),
+            ContextSlots(settings["num_context"], size, settings["context_dropout"], settings["has_null"]),
             SoftPrompt(settings["num_soft_prompts"], size),
             settings.get("has_positions", False),
         )
@@ -82,7 +83,7 @@ class ContextParts(NamedTuple):
 class ContextualTransformer(TextTransformer):
     """Maps texts with a context to token states and the mask of the tokens that enter the pooling.
 
-    The first module of a sentence-transformers pipeline. Without a context every slot has the null vector.
+    The first module of a sentence-transformers pipeline. Empty slots have the null vector; see `ContextSlots`.
     `document_prompt` is the default prompt of context documents.
     """
 

@@ -19,6 +19,7 @@ from embeddings.losses import InfoNCE
 from embeddings.losses.prediction import WordPrediction
 from embeddings.models import BackboneConfig, ContextualEmbedder, load_backbone
 from embeddings.models.backbone import compile_layers
+from embeddings.models.contextual import check_dropout
 from embeddings.models.lora import plain_backbone
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory
 from embeddings.training.gradcache import RandomState, attach_gradient
@@ -118,7 +119,8 @@ class CDEModule(ContrastiveModule):
     The first stage embeds J documents of the batch. The second stage embeds every query and document with those J
     vectors in front (§4.2, Eq. 5 and 6). Queries and documents share weights; the two stages do not. The context of a
     step is the first J of the batch's documents in random order, the same for all texts of the step. If a batch has
-    fewer documents, null vectors fill the remaining slots. The sampler puts similar texts into one batch (§4.1).
+    fewer documents, null vectors fill the remaining slots, if the model has a null vector. The sampler puts similar
+    texts into one batch (§4.1).
 
     Args:
         backbone: The second stage's encoder. The paper starts both stages from NomicBERT.
@@ -129,7 +131,7 @@ class CDEModule(ContrastiveModule):
         optimizer: Makes the optimiser. The paper: Adam with a learning rate of 2e-5.
         schedule: The paper: 1,000 warm-up steps, then linear decay to zero.
         initial_model: A model directory from which both stages start, such as the unsupervised phase's; its
-            architecture must match `context`.
+            architecture must match `context`, and without a null vector there is no context dropout.
         normalize: Whether vectors have unit norm. The loss uses cosines in both cases.
         seed: Seed of initial weights, of dropout, and of each step's context; None for `seed_everything`'s.
 
@@ -365,3 +367,4 @@ def _check_architecture(embedder: ContextualEmbedder, context: ContextSettings, 
         if (option := getattr(context, name)) != value:
             rule = f"must equal that of {initial_model}: {value}"
             raise OptionError(f"model.context.{name}", option, rule, "set the same value")
+    check_dropout(context.dropout_fraction, embedder.slots.has_null, "model.context.dropout_fraction")

@@ -166,6 +166,7 @@ def test_each_loader_refuses_the_other_kind_of_model(tmp_path):
         ({"num_context": 0}, "num_context must be >= 1, got 0"),
         ({"num_soft_prompts": -1}, "num_soft_prompts must be >= 0, got -1"),
         ({"context_dropout": 1.5}, r"context_dropout must be in \[0, 1\], got 1.5"),
+        ({"form": ContextForm(has_null=False)}, "context_dropout must be 0: the model has no null vector, which"),
         ({"context_max_length": 0}, "context_max_length must be >= 1, got 0"),
         ({"context_max_length": 129}, "context_max_length must be <= 128, the positions that the first stage has"),
     ],
@@ -331,6 +332,13 @@ def test_every_text_has_the_same_context_and_empty_slots_are_null():
     assert torch.equal(layer(context, 4), torch.stack([*context, layer.null_H, layer.null_H]).expand(4, 5, 8))
     for no_context in (None, torch.empty(0, 8), layer.null_H.expand(5, 8)):
         assert torch.equal(layer(no_context, 2), layer.null_H.expand(2, 5, 8))
+
+
+def test_without_a_null_vector_there_are_as_many_slots_as_vectors():
+    layer, context = ContextSlots(5, 8, 0.0, has_null=False).train(), torch.randn(3, 8)
+    assert torch.equal(layer(context, 4), context.expand(4, 3, 8))
+    assert layer(None, 2).shape == (2, 0, 8)
+    assert not layer.state_dict()
 
 
 @pytest.mark.parametrize("shape", [(6, 8), (5, 9), (1, 5, 8), (8,)])

@@ -1,5 +1,6 @@
 """cde-small v1 and v2: two encoders; the second embeds a text with context vectors of the first in front."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     length = config.assume("max_seq_length", 512, minimum=4)
     # Version 2 pools the tokens after the first colon.
     rule: dict[str, Any] = {"pooling_rule": "after_colon"} if form.pools_prompt else {"pool_prompt": True}
+    # Trained without context dropout, a model has no null vector.
+    has_null = _NULL in weights.shapes
     parts = _empty_parts(kind, config, weights, tokenizer, num_context)
     ignored = tuple(f"{stage}{name}" for stage in (_FIRST, _SECOND) for name in IGNORED)
     states, report = take_parts(weights, parts, FAMILY, _names(kind), ignored)
@@ -63,17 +66,15 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
         tokenizer,
         num_context=num_context,
         num_soft_prompts=parts["soft_prompt"].num_soft_prompts,
-        context_dropout=config.number("transductive_sequence_dropout_prob", 0.0),
+        context_dropout=config.number("transductive_sequence_dropout_prob", 0.0) if has_null else 0.0,
         text=TextSettings(length, length, dict(PROMPTS), **rule),
-        form=form,
+        form=replace(form, has_null=has_null),
     )
     for part, layer in embedder.context_parts().layers().items():
         if part in states:
             layer.load_state_dict(states[part], assign=True)
     assert embedder.residual is not None
     embedder.residual.load_state_dict(states["residual"], assign=True)
-    if "slots" not in states:  # trained without context dropout, so without a null vector
-        nn.init.zeros_(embedder.slots.null_H)
     return Imported(FAMILY, embedder, report)
 
 

@@ -8,10 +8,10 @@ import torch
 from torch.nn import functional as F
 
 from embeddings.cli.main import main
-from embeddings.common import InputError
+from embeddings.common import InputError, OptionError
 from embeddings.interop.released.cde import load
 from embeddings.interop.released.checkpoint import Assumed
-from embeddings.models import BackboneConfig, ContextualEmbedder
+from embeddings.models import BackboneConfig
 from embeddings.models.contextual import load_embedder
 from embeddings.modules import CDEModule
 from embeddings.modules.cde import ContextSettings
@@ -118,15 +118,12 @@ def test_version_1_has_the_vectors_of_its_training_code(tmp_path, monkeypatch):
         assert_same(by_library(tmp_path / "ours", role, DOCUMENTS), each(TEXTS, vector))
     turned = encoded(tmp_path / "ours", context=DOCUMENTS[::-1])
     assert (turned - encoded(tmp_path / "ours", context=DOCUMENTS)).abs().max() < 1e-5
-    embedder = load_embedder(tmp_path / "ours")
-    assert isinstance(embedder, ContextualEmbedder)
-    assert embedder.slots.null_H.abs().max() == 0
 
 
 # --- version 2: ModernBERT --------------------------------------------------------------------------------------------
 
 
-def published_v2(folder):
+def published_v2(folder, has_null=True):
     backbone = {"embeddings.tok_embeddings.weight": (ROWS, HIDDEN), "embeddings.norm.weight": (HIDDEN,)}
     for layer in range(LAYERS):
         names = {"attn.Wqkv": (3 * HIDDEN, HIDDEN), "attn.Wo": (HIDDEN, HIDDEN)}
@@ -135,7 +132,8 @@ def published_v2(folder):
         backbone |= {f"layers.{layer}.{name}.weight": shape for name, shape in names.items()}
     backbone["final_norm.weight"] = (HIDDEN,)
     state = random_state(stages(HIDDEN, backbone), std=0.1)
-    state["second_stage_model.sequence_dropout_null_embedding"] = torch.randn(HIDDEN)
+    if has_null:
+        state["second_stage_model.sequence_dropout_null_embedding"] = torch.randn(HIDDEN)
     tokenizer = wordpiece_tokenizer()
     return write_checkpoint(folder, V2, state, tokenizer), state, tokenizer
 
@@ -216,6 +214,34 @@ def test_version_2_has_the_published_vectors(tmp_path):
     null = state["second_stage_model.sequence_dropout_null_embedding"]
     assert torch.equal(embedder.slots.null_H.detach(), null)
     assert (embedder.slots.dropout_fraction, embedder.text.query_max_length) == (0.005, 64)
+
+
+@pytest.mark.usefixtures("remote_code")
+@pytest.mark.parametrize("num_documents", [0, 3])
+@pytest.mark.parametrize("version", [1, 2])
+def test_without_a_null_vector_a_smaller_context_makes_the_input_shorter(version, num_documents, tmp_path, monkeypatch):
+    if version == 1:
+        (folder, state, tokenizer), states_of = published_v1(tmp_path / "published", monkeypatch), states_v1
+    else:
+        (folder, state, tokenizer), states_of = published_v2(tmp_path / "published", has_null=False), states_v2
+    load(folder).model.save_pretrained(tmp_path / "ours")
+    documents = DOCUMENTS[:num_documents] or None
+    prefix = prefix_of(state, DOCUMENTS[: num_documents or 1], states_of, tokenizer)[0 if documents else 1 :]
+    colon = tokenizer.convert_tokens_to_ids(":")
+
+    def vector(text):
+        ids = torch.tensor(tokenizer(f"search_document: {text}")["input_ids"])
+        return vector_v1(state, prefix, ids) if version == 1 else vector_v2(state, prefix, ids, colon)
+
+    assert len(prefix) == num_documents + SOFT
+    assert_same(encoded(tmp_path / "ours", context=documents), each(TEXTS, vector))
+    assert_same(by_library(tmp_path / "ours", context=documents), each(TEXTS, vector))
+    again = load_embedder(tmp_path / "ours")
+    again.save_pretrained(tmp_path / "again")
+    assert_same(encoded(tmp_path / "again", context=documents), each(TEXTS, vector))
+    settings = ContextSettings(num_context=again.num_context, num_soft_prompts=SOFT)
+    with pytest.raises(OptionError, match=r"model\.context\.dropout_fraction must be 0: the model has no null vector"):
+        CDEModule(BackboneConfig("unused"), context=settings, initial_model=str(tmp_path / "ours"))
 
 
 def test_missing_numbers_are_printed_recorded_and_can_be_set(tmp_path, capsys):
