@@ -124,11 +124,13 @@ def own_attention(module: nn.Module, name: str) -> Callable[..., Any]:
 def visible_range(module: Any, arguments: Mapping[str, Any]) -> tuple[bool, int | None]:
     """Whether a layer is causal, and the distance from which its queries see no key, as in transformers' masks.
 
-    In a decoder whose config disables the causal mask, the window is one position wider.
+    If a config disables the causal mask, its window includes the last position.
     """
     argument, window = arguments.get("is_causal"), arguments.get("sliding_window")
     is_causal = bool(module.is_causal if argument is None else argument)
-    return is_causal, None if window is None else int(window) + (argument is False)
+    if window is not None and argument is False:
+        window = module.config.sliding_window + 1
+    return is_causal, window
 
 
 class CapturingTransformer(TextTransformer):

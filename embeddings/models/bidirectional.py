@@ -21,11 +21,14 @@ _NO_WINDOW = 2**30
 def make_bidirectional_config(config: PretrainedConfig) -> None:
     """Change a decoder's config to bidirectional attention without a window; saving and loading keeps this.
 
+    A config that is bidirectional already (EmbeddingGemma) stays as it is: `is_causal` would widen its window by one.
     transformers builds its mask from `config.is_causal`: eager attention ignores the flag of a layer, and the other
     implementations ignore it for a batch with padding. If layers with and without a window have different rotary bases
     (Gemma 3, OLMo 3), the model depends on its window, which is then kept in both directions. Otherwise the window is
     removed if the architecture allows it (Mistral, Qwen), or longer than any text.
     """
+    if getattr(config, "use_bidirectional_attention", False) is True:
+        return
     config.is_causal = False
     rope = getattr(config, "rope_parameters", None)
     rotates_by_layer_type = isinstance(rope, dict) and "sliding_attention" in rope
@@ -47,13 +50,14 @@ def make_bidirectional(model: PreTrainedModel) -> None:
 
     Source: Lee 2024, arXiv:2405.17428, §3.1.
     """
+    before = getattr(model.config, "sliding_window", None)
     make_bidirectional_config(model.config)
     window = getattr(model.config, "sliding_window", None)
     for module in model.modules():
         # Layers have copies of these config fields.
         if getattr(module, "is_causal", None) is True:
             module.is_causal = False  # type: ignore[assignment]
-        if isinstance(getattr(module, "sliding_window", None), int):
+        if window != before and isinstance(getattr(module, "sliding_window", None), int):
             module.sliding_window = window  # type: ignore[assignment]
         if window is None and getattr(module, "layer_type", None) == "sliding_attention":
             module.layer_type = "full_attention"  # type: ignore[assignment]
@@ -131,6 +135,26 @@ def trial_ids(model: PreTrainedModel, num_texts: int, length: int) -> Tensor:
     """Ids of short texts for testing a model, (N, L) int64 on its device."""
     ids = torch.arange(num_texts * length, device=model.device) % (int(model.config.vocab_size) - 4) + 3
     return ids.view(num_texts, length)
+
+
+@contextmanager
+def short_window(model: PreTrainedModel) -> Iterator[None]:
+    """Shorten a model's attention window to two tokens within the context, so that texts for a test exceed it."""
+    window: int = getattr(model.config, "sliding_window", None) or 0
+    before: dict[int, tuple[Any, int]] = {}
+    for part in model.modules():
+        for owner in (part, getattr(part, "config", None)):
+            size = getattr(owner, "sliding_window", None)
+            if isinstance(size, int) and window:
+                before[id(owner)] = owner, size
+    try:
+        for owner, size in before.values():
+            # The window of a layer can be one larger than that of the config.
+            owner.sliding_window = size - window + 2
+        yield
+    finally:
+        for owner, size in before.values():
+            owner.sliding_window = size
 
 
 def relative_difference(states: Tensor, expected: Tensor) -> float:

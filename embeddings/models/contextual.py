@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings, TokenBatch
 from embeddings.common.types import take_texts
 from embeddings.models.backbone import BackboneConfig, enable_checkpointing, highest_id, load_model
-from embeddings.models.bidirectional import trial_ids
+from embeddings.models.bidirectional import short_window, trial_ids
 from embeddings.models.context_layers import (
     ContextSlots,
     FirstStage,
@@ -327,7 +327,10 @@ _ATTENTIONS = ("eager", "sdpa")
 
 @torch.no_grad()
 def broken_rule(backbone: nn.Module) -> str | None:
-    """The rule for a context without positions that a backbone breaks, or None; runs four tiny forward passes."""
+    """The rule for a context without positions that a backbone breaks, or None; runs four tiny forward passes.
+
+    The texts are longer than the window of layers that have one.
+    """
     model = plain_backbone(backbone)
     attention = model.config._attn_implementation
     if attention not in _ATTENTIONS:
@@ -342,7 +345,7 @@ def broken_rule(backbone: nn.Module) -> str | None:
     mask_NL[1, 9:] = False
     context_NMH, empty_SH = words(ids_NL[:, 3:6]), words.weight.new_zeros(0, words.weight.shape[1])
     contexts = (context_NMH, context_NMH.flip(1), context_NMH[:, :0])
-    with evaluating(backbone):
+    with evaluating(backbone), short_window(model):
         ordered, flipped, alone = (
             states_behind_context(backbone, context, empty_SH, ids_NL, mask_NL)[mask_NL] for context in contexts
         )

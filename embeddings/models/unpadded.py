@@ -20,7 +20,7 @@ from embeddings.common import OptionError, PaddedTokens, TokenBatch
 from embeddings.common.text import one_line
 from embeddings.models.attention_capture import own_attention, visible_range
 from embeddings.models.backbone import attention_dropouts
-from embeddings.models.bidirectional import relative_difference, tolerated_difference, trial_ids
+from embeddings.models.bidirectional import relative_difference, short_window, tolerated_difference, trial_ids
 from embeddings.models.context_layers import evaluating, first_position, learned_positions, without_positions
 from embeddings.models.lora import plain_backbone, without_cache
 from embeddings.models.pooling import TextPlaces
@@ -151,14 +151,14 @@ class Unpadding:
 
     @torch.no_grad()
     def _try(self, backbone: nn.Module) -> None:
-        """Compare the states of three short texts with those of padded texts."""
+        """Compare the states of three short texts, some longer than a window, with those of padded texts."""
         plain = plain_backbone(backbone)
         id_T = trial_ids(plain, 1, sum(_TRIAL_LENGTHS))[0].cpu()
         tokens = TokenBatch(id_T, torch.ones_like(id_T, dtype=torch.bool), torch.tensor(_TRIAL_LENGTHS))
         tokens = tokens.to(plain.device)
         batch, name = tokens.padded(), type(plain).__name__
         inputs = {"input_ids": batch.input_ids_NL, "attention_mask": batch.attention_mask_NL.long()}
-        with evaluating(backbone):
+        with evaluating(backbone), short_window(plain):
             padded_NLH = backbone(**inputs, **without_cache(backbone)).last_hidden_state
             try:
                 unpadded_TH = self.states(backbone, tokens)[0].float()

@@ -95,6 +95,16 @@ def test_a_window_with_its_own_rotary_base_is_kept(name):
     assert (model.config.layer_types, model.config.sliding_window) == (kinds, 4)
 
 
+@torch.no_grad()
+def test_a_decoder_whose_config_is_bidirectional_already_keeps_its_states_and_its_window():
+    model = build("gemma3_text", **HEAD, sliding_window=8, use_bidirectional_attention=True)
+    ids = torch.arange(30)[None]
+    before = model(ids).last_hidden_state
+    make_bidirectional(model)
+    check_bidirectional(model)
+    assert torch.equal(model(ids).last_hidden_state, before)
+
+
 def test_disabling_a_window_does_not_change_the_states_of_short_texts():
     """Cohere 2 rotates queries and keys only in layers with a window: they must keep their type."""
     wide, off = build("cohere2", sliding_window=64), build("cohere2")

@@ -27,6 +27,13 @@ def both_ways(name, **options):
     return model
 
 
+def modernbert_without_causal_mask():
+    """As loaded from a folder that was saved after `make_bidirectional`: its layers get `is_causal` from the config."""
+    model = tiny_modernbert()
+    model.config.is_causal = False
+    return model
+
+
 DECODERS = ("mistral", "llama", "qwen3", "gemma")
 GEMMA3 = {"head_dim": 8, "sliding_window": 4}
 
@@ -39,6 +46,7 @@ BACKBONES = {
     "nomic": tiny_nomic,
     "modernbert": tiny_modernbert,
     "modernbert, eager": lambda: tiny_modernbert("eager"),
+    "modernbert, saved both ways": modernbert_without_causal_mask,
     **{name: partial(build, name) for name in DECODERS},
     **{f"{name}, both ways": partial(both_ways, name) for name in DECODERS},
     "mistral, eager": lambda: build("mistral", "eager"),
@@ -263,6 +271,21 @@ def test_longer_padding_changes_no_vector_and_exceeds_no_positions(monkeypatch):
     monkeypatch.setattr(unpadded, "_is_half_on_gpu", lambda *_: True)
     for found, expected in zip(vectors(), usual, strict=True):
         assert float((found - expected).abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["modernbert", "gemma3, both ways", "gemma3, made both ways", "mistral"])
+def test_the_trial_exceeds_the_window(name, monkeypatch):
+    backbone, visible_range = BACKBONES[name](), unpadded.visible_range
+    windows = {getattr(module, "sliding_window", None) for module in backbone.modules()}
+
+    def wider(*arguments):
+        is_causal, window = visible_range(*arguments)
+        return is_causal, None if window is None else window + 1
+
+    monkeypatch.setattr(unpadded, "visible_range", wider)
+    with pytest.raises(OptionError, match="has other states for unpadded texts"):
+        embedder_of(backbone).unpad(True)
+    assert {getattr(module, "sliding_window", None) for module in backbone.modules()} == windows
 
 
 def test_windows_after_a_context_are_refused_and_padded_by_auto():
