@@ -1,9 +1,10 @@
 """E21: experts against the dense model at equal active parameters, by the number of multilingual training pairs.
 
-Nomic Embed v2 reports multilingual experts below the dense model after 100M pairs, and above it after 235M English pairs
-and 65M in six languages (arXiv:2502.07972, §7.2). Here the pairs are Tatoeba sentences in 36 languages with their English translations. Models
-train one pass over 1,024 to 28,544 pairs, the most that fill complete batches; larger sets contain the smaller ones.
-The score is for retrieving a sentence's translation among the held-out English sentences. Needs EMBED_DATA.
+Nomic Embed v2 reports multilingual experts below the dense model after 100M pairs, and above it after 235M English
+pairs and 65M in six languages (arXiv:2502.07972, §7.2). Here the pairs are Tatoeba sentences in 36 languages with their
+English translations. Models train one pass over 1,024 to 28,544 pairs, the most that fill complete batches; larger sets
+contain the smaller ones. The score is for retrieving a sentence's translation among the held-out English sentences.
+Needs EMBED_DATA.
 """
 
 import json

@@ -266,9 +266,10 @@ class ExportModel(_Export):
         self._with_lengths(TextSettings())
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Check the output path, and that the model has positions for its lengths."""
+        """Check the output path, that the model can be written, and that it has positions for its lengths."""
         super().check_run(trainer, module, data)
         embedder = embedder_of(module, self)
+        embedder.check_saving()
         text = None if data is None else data.text
         embedder.check_lengths(self._with_lengths(text or embedder.text), "ExportModel")
 

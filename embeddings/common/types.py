@@ -222,7 +222,7 @@ class LossOutput(NamedTuple):
 
     Attributes:
         loss: The value to minimise, () float32, the mean over this rank's B queries.
-        terms: Detached scalars for logging, by name (`train/loss_<name>`).
+        terms: Detached scalars for logging, by name (`train/<name>`).
     """
 
     loss: Tensor

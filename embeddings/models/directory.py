@@ -1,7 +1,8 @@
 """Writes and reads sentence-transformers directories.
 
 A directory uses sentence-transformers' own modules if they compute the same vectors. Otherwise it contains the code for
-its pooling: `portable.py`, the pooling's file with its siblings, and a `poolings.py` with only that pooling.
+its pooling: `portable.py`, the pooling's file with its siblings, and a `poolings.py` with only that pooling. A user's
+pooling is copied as `own_pooling.py`.
 """
 
 import copy
@@ -30,7 +31,7 @@ from embeddings.models.backbone import has_pooling_layer, quiet_transformers
 from embeddings.models.lora import merged_state_dict, plain_backbone
 from embeddings.models.model_files import load_weights, read_json, replaced_folder
 from embeddings.models.pooling import Pooling
-from embeddings.models.poolings import POOLINGS, pooling_name
+from embeddings.models.poolings import OWN_FILE, POOLINGS, own_pooling_source, pooling_class, pooling_name
 from embeddings.models.portable import TEXT_FILE, pooling_settings, save_layer
 from embeddings.models.portable_contextual import (
     CONTEXT_FOLDER,
@@ -217,7 +218,11 @@ def _write_own_pooling(folder: Path, name: str, parts: ModelParts) -> tuple[str,
     save_layer(pooling, pooling_settings(name, pooling), folder / "1_Pooling")
     write_json(folder / TEXT_FILE, settings)
     module, kind = type(pooling).__module__.rpartition(".")[2], type(pooling).__name__
-    for file in _with_siblings(["portable", module, first.partition(".")[0]]):
+    source = own_pooling_source(pooling)
+    if source is not None:
+        module = OWN_FILE
+        (folder / f"{module}.py").write_text(source, encoding="utf-8")
+    for file in _with_siblings(["portable", "pooling" if source else module, first.partition(".")[0]]):
         shutil.copyfile(Path(__file__).with_name(f"{file}.py"), folder / f"{file}.py")
     (folder / "poolings.py").write_text(_TABLE.format(module=module, kind=kind, name=name), encoding="utf-8")
     return first, "portable.MaskedPooling"
@@ -380,7 +385,7 @@ def _read_standard_pooling(path: Path) -> tuple[Pooling, bool]:
 def _read_own_pooling(path: Path) -> Pooling:
     config = read_json(path / "config.json")
     try:
-        pooling = POOLINGS[config["name"]](config["hidden_size"], **config["arguments"])
+        pooling = pooling_class(str(config["name"]))(config["hidden_size"], **config["arguments"])
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(str(path / "config.json"), f"is not a valid pooling ({error})", _EXPORT_AGAIN) from error
     if pooling.state_dict():

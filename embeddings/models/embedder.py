@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from embeddings.models.directory import ModelParts, read_model_directory, write_
 from embeddings.models.lora import plain_backbone, without_cache
 from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.models.pooling import Pooling
+from embeddings.models.poolings import own_pooling_source
 from embeddings.models.unpadded import UnpaddedMode, Unpadding, padded, unpadding_of
 
 
@@ -223,12 +224,29 @@ class Embedder(nn.Module):
             fix = "take a complete copy of the model"
             raise InputError(str(folder), f"its parts do not fit: {error}", fix) from error
 
+    def check_saving(self) -> None:
+        """Check that `save_pretrained` can write this model; a run calls it before its first step.
+
+        Raises:
+            OptionError: If the class, the pooling or the head is a user's own and cannot be written.
+        """
+        own_pooling_source(self.pooling)
+        fix = "write what differs as a pooling; see docs/extending.md"
+        if "save_pretrained" not in vars(type(self)):
+            rule = "cannot be written into a model directory: it does not define save_pretrained"
+            raise OptionError("embedder", type(self).__name__, rule, fix)
+        head: Any = self.head
+        if not isinstance(head, nn.Linear | None):
+            rule = "cannot be written into a model directory: the head must be a torch.nn.Linear"
+            raise OptionError("head", type(head).__name__, rule, fix)
+
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write a sentence-transformers directory, atomically; adapters are merged into the written weights.
 
         Raises:
-            OptionError: If the pooling's class is not in `poolings.POOLINGS`.
+            OptionError: As `check_saving`.
         """
+        self.check_saving()
         widths = self.trained_widths
         parts = ModelParts(self.pooling, self.head, self.normalize, self.text, trained_widths=widths, norm=self.norm)
         write_model_directory(folder, self.backbone, self.tokenizer, parts)
