@@ -144,8 +144,8 @@ class CDEModule(ContrastiveModule):
         cosine between texts' vectors with this step's context and with the previous step's.
     Determinism: a step's context depends on (seed, epoch, batch, rank) only, with or without GradCache.
     Distributed: each rank uses its own documents as context, as released. Candidates from other ranks were embedded
-        with other contexts, which a model can learn to distinguish (§10.3). So with several ranks
-        `gather_across_devices: false` is advisable, as in the paper (§1).
+        with other contexts, and a model can learn to tell them by whatever depends on the rank (§10.3 names weights).
+        So with several ranks `gather_across_devices: false` is advisable, as in the paper (abstract).
     Raises:
         OptionError: If the backbones are incompatible, the first has fewer positions than the context's `max_length`,
             or `initial_model` has another architecture.
