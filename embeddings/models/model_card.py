@@ -128,7 +128,7 @@ def write_model_card(
         header=_header(data, scores, name),
         name=name,
         model=embedder,
-        pooling=pooling_name(embedder.pooling).replace("_", " "),
+        pooling=pooling_name(embedder.pooling).rpartition(".")[2].replace("_", " "),
         needs_code=needs_code,
         is_contextual=hasattr(embedder, "embed_context"),
         prompts=table(("name", "prompt"), [(code(kind), code(text)) for kind, text in embedder.text.prompts.items()]),

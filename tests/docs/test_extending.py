@@ -64,6 +64,7 @@ def test_a_run_with_the_pages_classes_exports_a_model_with_their_code(
     assert fit() == 0
     folder = Path("checkpoints/own_pairs")
     assert carried_code(folder) == {"own_pooling", "pooling", "poolings", "portable"}
+    assert "PowerMeanPooling" in (folder / "README.md").read_text()
     (logged,) = Path("checkpoints/runs").rglob("metrics.csv")
     assert "train/spread" in logged.read_text()
     vectors = np.asarray(Encoder.from_pretrained(str(folder), precision="float32", device="cpu").encode(TEXTS))
