@@ -44,7 +44,7 @@ def pooling_class(name: str) -> type[Pooling]:
     module, _, kind = name.rpartition(".")
     package = module.partition(".")[0]
     trusted = [entry.strip() for entry in os.environ.get("EMBED_IMPORTS", "").split(",")]
-    if package and package in trusted and module not in sys.modules:
+    if module not in sys.modules and any(entry and name.startswith(f"{entry}.") for entry in trusted):
         try:
             importlib.import_module(module)
         except ImportError as error:
@@ -80,7 +80,7 @@ def own_pooling_source(pooling: Pooling) -> str | None:
     except (AttributeError, TypeError) as error:
         rule = f"each argument must be stored as an attribute of the same name, of a JSON type ({error})"
         raise _not_portable(kind, rule) from error
-    lines = text.splitlines()
+    lines = text.split("\n")
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom):
             modules = ["." * node.level + (node.module or "")]
@@ -96,7 +96,7 @@ def own_pooling_source(pooling: Pooling) -> str | None:
                 lines[node.lineno - 1 : node.end_lineno] = [ours, *rest]
             elif module.partition(".")[0] not in {*sys.stdlib_module_names, "torch", "transformers"}:
                 raise _not_portable(kind, f"{path.name} imports {module}")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _not_portable(kind: type[Pooling], reason: str) -> OptionError:
