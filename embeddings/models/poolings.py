@@ -102,4 +102,4 @@ def own_pooling_source(pooling: Pooling) -> str | None:
 def _not_portable(kind: type[Pooling], reason: str) -> OptionError:
     rule = f"cannot be written into a model directory: {reason}"
     fix = "put it into a file of its own that imports only torch, transformers and poolings from embeddings.models"
-    return OptionError("pooling", kind.__qualname__, rule, fix)
+    return OptionError("pooling", kind.__name__, rule, fix)
