@@ -13,7 +13,7 @@ from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import text_hash
 from embeddings.common.random import derive_seed, mix_bits
 from embeddings.data.records import NUM_LEVELS
-from embeddings.mining.pair_index import BLOCK, KnownPositives, PairIndex, concatenated_ranges
+from embeddings.mining.pair_index import KnownPositives, PairIndex, concatenated_ranges
 
 Choice = Literal["top", "random"]
 
@@ -328,10 +328,7 @@ class DocumentQrels:
         is_found_J = hash_D[index_J] == judged.document_hash_J if len(hash_D) else np.zeros(len(index_J), np.bool_)
         self._query_hash_J = judged.query_hash_J[is_found_J]
         self._row_J, self._grade_J = row_D[index_J[is_found_J]], judged.grade_J[is_found_J]
-        if not any(
-            np.isin(index.query_hashes[start : start + BLOCK], self._query_hash_J).any()
-            for start in range(0, index.num_queries, BLOCK)
-        ):
+        if not np.isin(index.query_hashes, self._query_hash_J).any():
             hint = "use the same query and document texts in the records as in the judgments' files"
             raise InputError(where, "has no judgment of a document for a query of the source", hint)
 
@@ -358,14 +355,9 @@ class DocumentQrels:
 
 def _rows_of(hash_n: Int64s, index: PairIndex) -> tuple[Int64s, Int64s]:
     """The hashes in `hash_n` that are documents', ascending, and the rows of these documents."""
-    hashes, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for start in range(0, index.num_documents, BLOCK):
-        hash_B = np.asarray(index.document_hashes[start : start + BLOCK])
-        index_m = np.flatnonzero(np.isin(hash_B, hash_n))
-        hashes.append(hash_B[index_m])
-        rows.append(index_m + start)
-    hash_D, row_D = np.concatenate(hashes), np.concatenate(rows)
-    order_D = np.argsort(hash_D, kind="stable")
+    row_D = np.flatnonzero(np.isin(index.document_hashes, hash_n))
+    hash_D = index.document_hashes[row_D]
+    order_D = np.argsort(hash_D)
     return hash_D[order_D], row_D[order_D]
 
 

@@ -1,6 +1,7 @@
 """The vectors of a source of pairs: of its queries by row, and of its distinct documents, in memory-mapped shards."""
 
 import os
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -9,18 +10,25 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.format import open_memmap
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import CHECKED, atomic_path, check_manifest, check_vectors, file_lock, text_hash
-from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, progress_bar, require_shard_size, save_array
+from embeddings.common.io import CHECKED, check_manifest, check_vectors, file_lock, text_hash
+from embeddings.common.jobs import (
+    ArrayTask,
+    ShardedJob,
+    load_shard,
+    progress_bar,
+    require_shard_size,
+    save_array,
+    write_array,
+)
 from embeddings.common.process import logger
 from embeddings.common.text import INSTRUCTION, GivenPrompt, PromptChoice, TextRole, choose_prompt, instruction_prompt
 from embeddings.data.store import CachedSource
 from embeddings.inference.encoder import embedder_sha256
 from embeddings.inference.vector_folder import SHARD_SIZE, VectorFolder, on_devices, parse_devices
 from embeddings.inference.vectors import VectorShards, unit_rows
-from embeddings.mining.pair_index import BLOCK, Int64s, PairIndex, equal_hashes, index_pairs
+from embeddings.mining.pair_index import Int64s, PairIndex, find, index_pairs
 
 if TYPE_CHECKING:
     from embeddings.inference.encoder import Encoder
@@ -126,8 +134,8 @@ class EncodedFolder:
     def find(self, hash_N: Int64s, rows_path: Path) -> Int64s:
         """The row of each text's vector in the folder, by the text's hash; -1 if it is not there, (N,) int64.
 
-        The rows are stored in `rows_path`; a lock lets one process compute them. Memory does not grow with the number
-        of texts (see `equal_hashes`). Raises `InputError` if the folder has none of the texts.
+        The rows are stored in `rows_path`; a lock lets one process compute them. Raises `InputError` if the
+        folder has none of the texts.
         """
         lock = rows_path.with_name(f".{rows_path.name}.lock")
         if not rows_path.exists():
@@ -141,29 +149,15 @@ class EncodedFolder:
 
 def _write_rows(folder: VectorFolder, hash_N: Int64s, rows_path: Path) -> None:
     """Write the row of each text's vector in the folder; for repeated texts the first row."""
-    scratch, num_texts, num_found = rows_path.with_name(f".{rows_path.name}.hashes.tmp"), len(hash_N), 0
-    with open(scratch, "wb") as file:
-        for start in range(0, num_texts, BLOCK):
-            np.asarray(hash_N[start : start + BLOCK], dtype=np.int64).tofile(file)
-        for shard in range(folder.num_shards):
-            documents = folder.documents(folder.shards.rows(shard))
-            np.array([text_hash(document.text) for document in documents], np.int64).tofile(file)
-    hash_E: Int64s = np.memmap(scratch, np.int64, "r", shape=(num_texts + folder.num_documents,))
-    with atomic_path(rows_path) as temporary:
-        row_N = open_memmap(temporary, "w+", np.int64, (num_texts,))
-        for entry_n, is_first_n in equal_hashes(hash_E):
-            group_n, is_stored_n = np.cumsum(is_first_n) - 1, entry_n >= num_texts
-            row_G = np.full(int(np.count_nonzero(is_first_n)), -1)
-            # Assigned backwards, so that the first of equal texts wins.
-            row_G[group_n[is_stored_n][::-1]] = entry_n[is_stored_n][::-1] - num_texts
-            row_N[entry_n[~is_stored_n]] = row_G[group_n[~is_stored_n]]
-            num_found += int(np.count_nonzero(row_G[group_n[~is_stored_n]] >= 0))
-        row_N.flush()
-        scratch.unlink()
-        if not num_found:
-            what = f"contains none of the {num_texts} texts"
-            raise InputError(str(folder.path), what, "name a folder of these texts, or leave the option out")
-    logger.info("%s has the vectors of %d of %d texts", folder.path, num_found, num_texts)
+    shards = (folder.documents(folder.shards.rows(shard)) for shard in range(folder.num_shards))
+    stored = array("q", (text_hash(document.text) for shard in shards for document in shard))
+    row_N = find(hash_N, np.array(stored, np.int64))
+    num_found = int(np.count_nonzero(row_N >= 0))
+    if not num_found:
+        what = f"contains none of the {len(hash_N)} texts"
+        raise InputError(str(folder.path), what, "name a folder of these texts, or leave the option out")
+    write_array(rows_path, row_N)
+    logger.info("%s has the vectors of %d of %d texts", folder.path, num_found, len(hash_N))
 
 
 @dataclass(frozen=True)

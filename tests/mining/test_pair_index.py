@@ -10,7 +10,7 @@ from embeddings.common.io import text_hash
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import open_cached
 from embeddings.mining import pair_index
-from embeddings.mining.pair_index import equal_hashes, index_pairs
+from embeddings.mining.pair_index import distinct, find, index_pairs
 from tests.data.rows import labelled, write_jsonl
 from tests.helpers.refusals import refused
 
@@ -44,9 +44,9 @@ def reference(rows, corpus):
 
 @pytest.mark.parametrize("negatives", [None, [["x", "c "], [], ["a", "y", "x"], ["z"]]])
 @pytest.mark.parametrize("corpus", [[], CORPUS])
-@pytest.mark.parametrize("block", [1, 2, 3, 1 << 16])
-def test_the_index_equals_a_loop_over_the_texts(negatives, corpus, block, tmp_path, monkeypatch):
-    monkeypatch.setattr(pair_index, "BLOCK", block)
+@pytest.mark.parametrize("rows_at_once", [1, 3, 1 << 16])
+def test_the_index_equals_a_loop_over_the_texts(negatives, corpus, rows_at_once, tmp_path, monkeypatch):
+    monkeypatch.setattr(pair_index, "_TEXT_ROWS", rows_at_once)
     given = negatives or [[]] * 4
     rows = [{**row, "negatives": texts} for row, texts in zip(ROWS, given, strict=True)]
     path = write_jsonl(tmp_path / "corpus.jsonl", corpus) if corpus else None
@@ -57,8 +57,6 @@ def test_the_index_equals_a_loop_over_the_texts(negatives, corpus, block, tmp_pa
     assert [text.strip() for text in index.document_texts(range(len(documents)))] == documents
     assert index.source.table.queries(range(4)) == [row["query"] for row in ROWS]
     assert index.document_hashes.tolist() == [text_hash(text) for text in documents]
-    assert index.positive_rows.dtype == np.int32
-    assert not list((tmp_path / "index").glob("*.bin"))
     if negatives is not None:
         found = [index.negative_rows[slice(*index.negative_offsets[row : row + 2])].tolist() for row in range(4)]
         assert found == [[documents.index(text.strip()) for text in texts] for texts in given]
@@ -80,27 +78,17 @@ def test_a_source_without_negatives_is_refused_and_leaves_no_files(tmp_path):
     assert not (tmp_path / "index").exists()
 
 
-def test_an_older_index_without_the_field_negatives_is_valid(tmp_path):
-    pairs = source(tmp_path)
-    key = index_pairs(pairs, tmp_path / "index").key
-    manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
-    del manifest["negatives"]
-    (tmp_path / "index" / "manifest.json").write_text(json.dumps(manifest))
-    assert index_pairs(pairs, tmp_path / "index").key == key
-
-
-@pytest.mark.parametrize("part", [1, 4, 32, 1000])
-def test_equal_hashes_are_adjacent_in_one_part_of_any_size(part):
+def test_hashes_are_numbered_by_first_appearance_and_found():
     generator = np.random.default_rng(0)
-    hashes = generator.integers(-(2**63), 2**63 - 1, 40)[generator.integers(0, 40, 300)]
-    groups, parts = {}, 0
-    for entries, is_first in equal_hashes(hashes, part):
-        parts += 1
-        for entry, starts in zip(entries.tolist(), is_first.tolist(), strict=True):
-            assert starts == (hashes[entry] not in groups)
-            groups.setdefault(hashes[entry], []).append(entry)
-    assert parts > 1 or part == 1000
-    assert sorted(groups.values()) == sorted(np.flatnonzero(hashes == value).tolist() for value in set(hashes))
+    hash_E = generator.integers(-(2**63), 2**63 - 1, 40)[generator.integers(0, 40, 300)]
+    numbers: dict[int, int] = {}
+    number_E = [numbers.setdefault(value, len(numbers)) for value in hash_E.tolist()]
+    hash_D, entry_D, found_E = distinct(hash_E)
+    assert 30 < len(numbers) <= 40
+    assert (hash_D.tolist(), found_E.tolist()) == (list(numbers), number_E)
+    assert entry_D.tolist() == [number_E.index(number) for number in range(len(numbers))]
+    missing = np.array([0, 2**63 - 1, -(2**63)])
+    assert find(np.append(hash_D, missing), hash_E).tolist() == [*entry_D.tolist(), -1, -1, -1]
 
 
 @pytest.mark.parametrize("rows", [range(4), range(1, 2), range(2, 4)])
@@ -125,11 +113,7 @@ TITLED = [
 ]
 
 
-@pytest.mark.parametrize("block", [1, 3, 1 << 16])
-@pytest.mark.parametrize("part", [1, 1 << 22])
-def test_a_text_with_and_without_its_title_are_both_known_positives(block, part, tmp_path, monkeypatch):
-    monkeypatch.setattr(pair_index, "BLOCK", block)
-    monkeypatch.setattr(pair_index.equal_hashes, "__defaults__", (part,))
+def test_a_text_with_and_without_its_title_are_both_known_positives(tmp_path):
     rows = [*ROWS, {"query": "titled", "positive": "V b"}]
     index = index_pairs(source(tmp_path, rows), tmp_path / "index", write_jsonl(tmp_path / "corpus.jsonl", TITLED))
     known = index.known_positives(np.arange(5))
@@ -145,13 +129,12 @@ def test_a_text_with_and_without_its_title_are_both_known_positives(block, part,
         {"V b", "b"},
     ]
     assert len(np.unique(np.stack([known.group_P, known.row_P]), axis=1).T) == len(known.row_P)
-    assert not any(path.suffix == ".bin" for path in (tmp_path / "index").iterdir())
 
 
 def test_a_finished_index_is_opened_and_another_input_is_refused(tmp_path, monkeypatch):
     pairs = source(tmp_path)
     index_pairs(pairs, tmp_path / "index")
-    monkeypatch.setattr(pair_index, "_write_rows", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(pair_index, "_index", lambda *_: pytest.fail("made again"))
     assert index_pairs(pairs, tmp_path / "index").num_documents == 4
     with pytest.raises(InputError, match="field 'corpus_sha256'"):
         index_pairs(pairs, tmp_path / "index", write_jsonl(tmp_path / "corpus.jsonl", CORPUS))

@@ -11,7 +11,6 @@ from embeddings.common.jobs import ArrayTask, save_array
 from embeddings.inference import Encoder, choose_context, encode_corpus
 from embeddings.inference.encoder import embedder_sha256
 from embeddings.inference.vector_folder import SHARD_SIZE
-from embeddings.mining import pair_index, pair_vectors
 from embeddings.mining.pair_vectors import EncodedFolder, EncodedTexts, encode_pairs, open_pair_vectors
 from tests.data.rows import write_jsonl
 from tests.helpers.interrupts import interrupted_at
@@ -219,15 +218,9 @@ def opened(folder, encoder, role="document", prompt_name=None, **change):
     return EncodedFolder.open(folder, role, prompt_name, model | change)
 
 
-@pytest.mark.parametrize("block", [1, 3, 1 << 16])
-@pytest.mark.parametrize("part", [1, 8, 1 << 22])
-def test_each_text_finds_the_first_of_its_vectors(part, block, encoder, encoded, tmp_path, monkeypatch):
-    monkeypatch.setattr(pair_vectors, "BLOCK", block)
-    monkeypatch.setattr(pair_index.equal_hashes, "__defaults__", (part,))
+def test_each_text_finds_the_first_of_its_vectors(encoder, encoded, tmp_path):
     asked = ["nobody's", TEXTS[2], f"  {TEXTS[7]}\n", TEXTS[0], TEXTS[2], TEXTS[8]]
-    found = opened(encoded(f"{part} {block}"), encoder).find(
-        np.array([text_hash(text) for text in asked]), tmp_path / "rows.npy"
-    )
+    found = opened(encoded(), encoder).find(np.array([text_hash(text) for text in asked]), tmp_path / "rows.npy")
     assert found.tolist() == [-1, 2, 7, 0, 2, 8]
     assert [path.name for path in tmp_path.iterdir()] == ["rows.npy"]
 
