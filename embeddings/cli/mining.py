@@ -394,8 +394,8 @@ def synthesize(
         if dry_run:
             print(generate.dry_run(plan, templates))
             return
-        client = ChatClient(endpoint, sampling, limits.timeout_seconds)
-        report = generate.synthesize(output, plan, templates, client, limits=limits, budget=budget)
+        client = ChatClient(endpoint, sampling, limits)
+        report = generate.synthesize(output, plan, templates, client, budget=budget)
     else:
         unused = {name: getattr(plan, name) for name in ("num_examples", "num_tasks", "shares", "tasks")}
         unused |= {"seeds": prompts.seeds, "languages": prompts.languages}
@@ -406,10 +406,8 @@ def synthesize(
         if dry_run:
             print(generate.regenerate_dry_run(source, templates))
             return
-        client = ChatClient(endpoint, sampling, limits.timeout_seconds)
-        report = generate.regenerate_negatives(
-            source, output, templates, client, seed=plan.seed, limits=limits, budget=budget
-        )
+        client = ChatClient(endpoint, sampling, limits)
+        report = generate.regenerate_negatives(source, output, templates, client, seed=plan.seed, budget=budget)
     print(synthesis_table(report, output))
     if encoder is not None:
         print(level_table(str(judge), encoder, [output / name for name in report.num_records]))
@@ -429,11 +427,13 @@ def synthesis_table(report: SynthesisReport, output: Path) -> str:
     """The numbers of answers, records, rejections and tokens, and the cost, as text."""
     written = sum(report.num_records.values())
     lines = [f"{report.num_answers} answers, {written} records of {report.num_wanted}"]
-    groups = {"rejected": report.rejected, "repaired": report.repaired, "retried": report.retries}
+    groups = {"rejected": report.rejected, "repaired": report.repaired}
     counts = {(group, what): count for group, reasons in groups.items() for what, count in reasons.items()}
     if counts:
         rows = [(f"  {group}: {what.replace('_', ' ')}", count) for (group, what), count in counts.items()]
         lines.append(format_table(rows))
+    if report.retries:
+        lines.append(f"{report.retries} failed requests were retried")
     if report.num_given_up:
         lines.append(f"{report.num_given_up} records have no usable answer")
     tokens = report.prompt_tokens + report.completion_tokens

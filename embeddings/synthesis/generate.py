@@ -18,7 +18,7 @@ from embeddings.data.records import Record
 from embeddings.data.samplers.base import Apportionment
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_records
-from embeddings.synthesis.client import Budget, ChatClient, Limits, Request, RequestRunner, make_request, open_journal
+from embeddings.synthesis.client import Budget, ChatClient, Request, RequestRunner, make_request, open_journal
 from embeddings.synthesis.prompts import (
     METHODS,
     REGENERATED_FIELD,
@@ -92,7 +92,7 @@ class Outcome:
 
 
 def run_rounds(items: Callable[[], Iterable[Item]], total: int, runner: RequestRunner, seed: int) -> Outcome:
-    """Request all items, and again those whose answers are rejected, up to the runner's `max_attempts`.
+    """Request all items, and again those whose answers are rejected, up to the client's `max_attempts`.
 
     `items` must return the same items in every call. Each round's answers are checked when all have arrived, in the
     order of the items. So the accepted records depend on the answers only, not on their order of arrival or on
@@ -101,7 +101,7 @@ def run_rounds(items: Callable[[], Iterable[Item]], total: int, runner: RequestR
     if runner.exhausted:
         return Outcome(num_unasked=total)
     outcome, seen = Outcome(), set[tuple[str, int]]()
-    for attempt in range(runner.limits.max_attempts):
+    for attempt in range(runner.client.limits.max_attempts):
         remaining = total - len(outcome.records)
         requests = (item.request(seed, attempt) for index, item in enumerate(items()) if index not in outcome.records)
         runner.run(requests, remaining, "examples" if attempt == 0 else f"examples, attempt {attempt + 1}")
@@ -141,7 +141,7 @@ class SynthesisReport:
         num_unasked: Records that were not requested because the token budget was used up.
         num_answers: Answers received.
         prompt_tokens, completion_tokens: Their tokens, as reported by the endpoint.
-        retries: Retries in the last run, by kind of failure.
+        retries: Retries in the last run.
         cost: Price of the tokens, or None without prices.
         complete: Whether all requests were sent.
     """
@@ -155,7 +155,7 @@ class SynthesisReport:
     num_answers: int
     prompt_tokens: int
     completion_tokens: int
-    retries: dict[str, int] = field(default_factory=dict)
+    retries: int = 0
     cost: float | None = None
     complete: bool = True
 
@@ -197,7 +197,7 @@ class Job:
             num_answers=len(journal),
             prompt_tokens=journal.prompt_tokens,
             completion_tokens=journal.completion_tokens,
-            retries=dict(self.runner.retries.most_common()),
+            retries=self.runner.client.retries,
             cost=budget.cost(journal.prompt_tokens, journal.completion_tokens),
             complete=not self.runner.exhausted,
         )
@@ -227,9 +227,7 @@ def finished_report(folder: Path, fields: Fields) -> SynthesisReport | None:
 
 
 @contextmanager
-def open_job(
-    folder: Path, identity: Fields, size: Fields, client: ChatClient, limits: Limits, budget: Budget | None
-) -> Iterator[Job]:
+def open_job(folder: Path, identity: Fields, size: Fields, client: ChatClient, budget: Budget | None) -> Iterator[Job]:
     """The job of a folder, which is created if needed and locked by this process during the context.
 
     A new folder is removed again after a user error, unless the journal has answers. `identity` determines prompts and
@@ -240,7 +238,7 @@ def open_job(
         fields = {**JobFolder(folder, identity, defaults=size).fields, **size}
         with (
             open_journal(journal_path) as journal,
-            RequestRunner(client, journal, limits, budget or Budget()) as runner,
+            RequestRunner(client, journal, budget or Budget()) as runner,
         ):
             yield Job(folder, runner, fields)
 
@@ -340,7 +338,6 @@ def synthesize(
     templates: Templates,
     client: ChatClient,
     *,
-    limits: Limits | None = None,
     budget: Budget | None = None,
 ) -> SynthesisReport:
     """Write synthetic training records in two stages, with one file per category.
@@ -364,8 +361,7 @@ def synthesize(
             request more examples if `num_tasks` is the same.
         plan: What to generate.
         templates: The prompts.
-        client: The endpoint.
-        limits: Limits on the use of the endpoint.
+        client: The endpoint, and the limits on its use.
         budget: Token budget and prices; when the budget is used up, the job ends with the records so far.
 
     Raises:
@@ -377,7 +373,6 @@ def synthesize(
         brainstorming prompts show two reference tasks drawn by the seed. MGH's second model is a second job, whose
         `Templates` use the first job's folder as seeds.
     """
-    limits = limits or Limits()
     tasks = {} if plan.tasks is None else read_task_file(plan.tasks, plan.categories)
     identity = {
         "kind": "synthesis",
@@ -390,10 +385,10 @@ def synthesize(
         "templates_sha256": templates.sha256,
         **client.sampling.fields,
     }
-    size = {"num_examples": plan.total, "max_attempts": limits.max_attempts}
+    size = {"num_examples": plan.total, "max_attempts": client.limits.max_attempts}
     if (report := finished_report(output, {**identity, **size})) is not None:
         return report
-    with open_job(output, identity, size, client, limits, budget) as job:
+    with open_job(output, identity, size, client, budget) as job:
         # If the budget ends stage one, the lists are shorter than those of a full run.
         for name, num_tasks in plan.tasks_wanted().items() if plan.tasks is None else ():
             category = plan.recipe.category(name)
@@ -503,7 +498,6 @@ def regenerate_negatives(
     client: ChatClient,
     *,
     seed: int = 0,
-    limits: Limits | None = None,
     budget: Budget | None = None,
 ) -> SynthesisReport:
     """Write the records of a source with four new negatives each, of the levels 1 (hardest) to 4.
@@ -516,7 +510,7 @@ def regenerate_negatives(
 
     Source: Pan et al. 2025 (MGH), section 2.1. Differs: the prompt is ours.
     """
-    limits, cached = limits or Limits(), open_cached(source)
+    cached = open_cached(source)
     identity = {
         "kind": "regenerated negatives",
         "recipe": RECIPE,
@@ -525,11 +519,11 @@ def regenerate_negatives(
         "templates_sha256": templates.sha256,
         **client.sampling.fields,
     }
-    size = {"max_attempts": limits.max_attempts}
+    size = {"max_attempts": client.limits.max_attempts}
     if (report := finished_report(output, {**identity, **size})) is not None:
         return report
     total, items = len(cached.table), partial(pair_items, source, cached, templates)
-    with open_job(output, identity, size, client, limits, budget) as job:
+    with open_job(output, identity, size, client, budget) as job:
         return job.run(items, total, seed, {})
 
 

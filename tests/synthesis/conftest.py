@@ -2,11 +2,13 @@
 
 import pytest
 
-from embeddings.synthesis import client
-
 
 @pytest.fixture(autouse=True)
-def short_and_direct(monkeypatch):
-    monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.001)
+def direct(monkeypatch):
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def quick_retries(monkeypatch):
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)

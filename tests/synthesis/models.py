@@ -27,6 +27,7 @@ class FakeClient:
         behaviour: Returns the reply, or an exception to raise, for a prompt, a seed and the number of earlier requests.
         shuffled: Whether answers arrive in another order than the requests.
         sampling: The model and its sampling options.
+        limits: Limits on the use of the endpoint.
     """
 
     endpoint = "http://fake/v1"
@@ -36,9 +37,11 @@ class FakeClient:
         behaviour: Callable[[str, int, int], Any] = answers_well,
         shuffled: bool = False,
         sampling: Sampling | None = None,
+        limits: Limits = EAGER,
     ) -> None:
         self.behaviour, self.shuffled = behaviour, shuffled
-        self.sampling = sampling or Sampling("model")
+        self.sampling, self.limits = sampling or Sampling("model"), limits
+        self.retries, self.stopped = 0, False
         self.asked: list[Request] = []
         self.max_in_flight = self.in_flight = 0
 
@@ -64,12 +67,12 @@ class FakeClient:
 
 @contextmanager
 def make_runner(
-    folder: Path, client: FakeClient, limits: Limits = EAGER, budget: Budget | None = None
+    folder: Path, client: FakeClient, budget: Budget | None = None
 ) -> Iterator[tuple[RequestRunner, Journal]]:
     """A runner with a journal in a folder."""
     with (
         open_journal(folder / "journal.jsonl") as journal,
-        RequestRunner(client, journal, limits, budget or Budget()) as runner,
+        RequestRunner(client, journal, budget or Budget()) as runner,
     ):
         yield runner, journal
 

@@ -2,41 +2,38 @@
 
 import asyncio
 import os
+import threading
 import time
-from itertools import pairwise
 
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.synthesis import client as client_module
 from embeddings.synthesis.client import (
     Budget,
     ChatClient,
     EndpointError,
     Limits,
-    RateLimiter,
     Sampling,
-    UnansweredError,
     make_request,
     open_journal,
 )
 from embeddings.synthesis.validate import Answer
 from tests.helpers.chat_server import Reply, chat_server
 from tests.helpers.refusals import refused
-from tests.synthesis.models import EAGER, FakeClient, make_runner
+from tests.synthesis.models import FakeClient, make_runner
 
 REQUEST = make_request("example/short_long-0/0", "Write something.", 7)
 LIST_REQUEST = make_request("tasks/short_long/0", "Write a list.", 7, wants_object=False)
 
 
-def ask(reply, sampling=None, request=REQUEST, timeout_seconds=5.0):
+def ask(reply, sampling=None, request=REQUEST, **limits):
     """The client's answer for a server's reply, and the server."""
     with chat_server(lambda prompt, seed, count: reply) as server:
-        return ask_at(server.endpoint, sampling, request, timeout_seconds), server
+        return ask_at(server.endpoint, sampling, request, **limits), server
 
 
-def ask_at(endpoint, sampling=None, request=REQUEST, timeout_seconds=5.0):
-    client = ChatClient(endpoint, sampling or Sampling("some-model"), timeout_seconds)
+def ask_at(endpoint, sampling=None, request=REQUEST, max_retries=0, **limits):
+    client = ChatClient(endpoint, sampling or Sampling("some-model"), Limits(max_retries=max_retries, **limits))
 
     async def run():
         async with client.connected():
@@ -76,6 +73,9 @@ def test_the_key_comes_from_the_environment(monkeypatch):
     assert ask(Reply("x"))[1].headers[0]["authorization"] == "Bearer sk-secret"
 
 
+OTHER = Answer(None, refused="the response is not a chat completion")
+
+
 @pytest.mark.parametrize(
     ("reply", "expected"),
     [
@@ -83,10 +83,15 @@ def test_the_key_comes_from_the_environment(monkeypatch):
         (Reply("", refusal="I will not"), Answer("", "stop", "I will not", 4, 0)),
         (Reply("x", finish_reason="length", usage=False), Answer("x", "length")),
         (Reply(status=400, error="too long"), Answer(None, refused="status 400: too long")),
-        (Reply(body=b'{"choices": [{"message": {"content": ["a"]}}], "usage": {"prompt_tokens": -1}}'), Answer(None)),
+        (Reply(body=b'{"choices": [{"message": {"content": ["a"]}}]}'), Answer(None)),
+        (Reply(body=b"<html>"), OTHER),
+        (Reply(body=b'{"choices": []}'), OTHER),
+        (Reply(body=b'{"choices": [{"message": "x"}]}'), OTHER),
+        (Reply(body=b'{"choices": [{"message": {"content": "x"}}], "usage": [1]}'), OTHER),
+        (Reply(body=b"x", headers={"Content-Type": "text/plain"}), OTHER),
     ],
 )
-def test_refusals_and_empty_contents_are_answers(reply, expected):
+def test_refusals_and_responses_without_content_are_answers(reply, expected):
     assert ask(reply)[0] == expected
 
 
@@ -103,36 +108,21 @@ def test_a_wrong_url_key_or_model_is_an_input_error(reply, says):
 
 
 @pytest.mark.parametrize(
-    ("reply", "says", "wait", "is_final"),
+    ("reply", "says"),
     [
-        (Reply(status=500), "status 500", None, False),
-        (Reply(status=408), "status 408", None, False),
-        (Reply(status=429, headers={"Retry-After": "2.5"}), "status 429", 2.5, False),
-        (Reply(status=429, headers={"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}), "status 429", None, False),
-        (Reply(status=429, headers={"Retry-After": "inf"}), "status 429", None, False),
-        (Reply(status=429, code="insufficient_quota"), "status 429", None, True),
-        (Reply(status=402), "status 402", None, True),
-        (Reply(hangs_up=True), "no connection", None, False),
-        (Reply(body=b"<html>"), "not a chat", None, False),
-        (Reply(body=b'{"choices": []}'), "not a chat", None, False),
-        (Reply(body=b'{"choices": [{"message": "x"}]}'), "not a chat", None, False),
-        (Reply(body=b'{"choices": [{"message": {"content": "x"}}], "usage": [1]}'), "not a chat", None, False),
-        (Reply(body=b"x", headers={"Content-Type": "text/plain"}), "not a chat", None, False),
+        (Reply(status=500), "status 500 (no)"),
+        (Reply(status=429, code="insufficient_quota", error="pay"), "status 429 (pay)"),
+        (Reply(status=402), "status 402"),
+        (Reply(hangs_up=True), "no connection"),
+        (Reply("x", seconds=0.6), "no answer in 0.3 s"),
     ],
 )
-def test_temporary_failures_are_reported_as_unanswered(reply, says, wait, is_final):
-    with chat_server(lambda prompt, seed, count: reply) as server:
-        with pytest.raises(UnansweredError, match=says) as failure:
-            ask_at(server.endpoint)
-        assert len(server.requests) == 1
-    assert (failure.value.retry_after_seconds, failure.value.is_final) == (wait, is_final)
-
-
-@pytest.mark.parametrize("reply", [Reply("x", seconds=0.6), Reply("x", trickle_seconds=0.08)])
-def test_the_timeout_applies_to_late_and_to_slow_answers(reply):
-    with pytest.raises(UnansweredError, match=r"no answer in 0\.3 s"):
+def test_an_endpoint_that_does_not_answer_ends_the_job_with_code_74(reply, says):
+    with pytest.raises(EndpointError) as failure:
         ask(reply, timeout_seconds=0.3)
-    assert ask(Reply("x", seconds=0.05))[0].content == "x"
+    assert says in str(failure.value)
+    assert "the same command resumes" in str(failure.value)
+    assert failure.value.exit_code == 74
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:8000", "ftp://x/v1", "http://", "http://x:port/v1", ""])
@@ -151,8 +141,8 @@ def test_a_key_contains_the_prompts_hash_and_seeds_differ():
 REQUESTS = [make_request(f"example/a-{number}/0", f"prompt {number}", 0) for number in range(12)]
 
 
-def ask_all(folder, client, limits=EAGER, budget=None, requests=REQUESTS):
-    with make_runner(folder, client, limits, budget) as (runner, journal):
+def ask_all(folder, client, budget=None, requests=REQUESTS):
+    with make_runner(folder, client, budget) as (runner, journal):
         runner.run(iter(requests), len(requests), "requests")
     return runner, journal
 
@@ -167,78 +157,72 @@ def test_every_request_is_answered_and_none_twice(tmp_path):
 
 @pytest.mark.parametrize("concurrency", [1, 3, 50])
 def test_the_number_of_concurrent_requests_is_the_limit(tmp_path, concurrency):
-    client = FakeClient(lambda prompt, seed, count: Reply("x", seconds=0.005))
-    ask_all(tmp_path, client, Limits(concurrency=concurrency))
+    client = FakeClient(lambda prompt, seed, count: Reply("x", seconds=0.005), limits=Limits(concurrency=concurrency))
+    ask_all(tmp_path, client)
     assert client.max_in_flight == min(concurrency, 12)
 
 
-def test_a_failed_request_is_retried_after_increasing_waits(tmp_path, caplog, monkeypatch):
-    times = []
-    monkeypatch.setattr(client_module, "BACKOFF_SECONDS", 0.02)
-
-    def behaviour(prompt, seed, count):
-        times.append(time.monotonic())
-        return Reply("x") if count == 3 else UnansweredError("status 500", "no")
-
-    limits = Limits(concurrency=1, max_retries=3)
-    runner, journal = ask_all(tmp_path, FakeClient(behaviour), limits, requests=REQUESTS[:1])
-    assert runner.retries == {"status 500": 3}
-    assert len(journal) == 1
-    # The reason is logged at the first failure, and only then.
-    (message,) = caplog.messages
-    assert "status 500 (no); retrying, at most 3 times" in message
-    waits = [after - before for before, after in pairwise(times)]
-    assert all(wait >= 0.02 * 2**retry / 2 for retry, wait in enumerate(waits))
-
-
-def test_a_wait_that_the_endpoint_requests_delays_all_requests(tmp_path):
+def test_a_failed_request_is_retried_and_the_endpoints_wait_is_honoured(tmp_path, caplog, quick_retries):
     times = {}
 
     def behaviour(prompt, seed, count):
-        if prompt == "prompt 0" and count == 0:
-            times["asked"] = time.monotonic()
-            return UnansweredError("status 429", retry_after_seconds=0.08)
-        times[prompt] = time.monotonic()
-        return Reply("x", seconds=0.01)
+        times[prompt, count] = time.monotonic()
+        if prompt == "prompt 1" and count == 0:
+            return Reply(status=429, headers={"Retry-After": "0.3"})
+        return Reply("x") if count == 2 or prompt != "prompt 0" else Reply(status=500)
 
-    ask_all(tmp_path, FakeClient(behaviour), Limits(concurrency=2), requests=REQUESTS[:6])
-    late = [prompt for prompt, when in times.items() if when >= times["asked"] + 0.08]
-    assert len(late) >= 5
+    with chat_server(behaviour) as server:
+        client = ChatClient(server.endpoint, Sampling("m"), Limits(max_retries=3))
+        _, journal = ask_all(tmp_path, client, requests=REQUESTS[:3])
+    assert len(journal) == 3
+    assert client.retries == 3
+    assert sum("retrying, each request at most 3 times" in message for message in caplog.messages) == 1
+    assert times["prompt 1", 1] - times["prompt 1", 0] >= 0.3
 
 
-def test_after_the_last_retry_the_job_stops_and_answers_in_flight_are_saved(tmp_path):
+def test_after_the_last_retry_the_job_stops_and_answers_in_flight_are_saved(tmp_path, quick_retries):
+    failed = threading.Event()
+
     def behaviour(prompt, seed, count):
-        return UnansweredError("status 503") if prompt == "prompt 1" else Reply("x", seconds=0.05)
+        if prompt == "prompt 1":
+            if count == 2:
+                failed.set()
+            return Reply(status=503)
+        # Answers come after the failure.
+        return Reply("x", seconds=0.2 if failed.wait(5) else 0)
 
-    client = FakeClient(behaviour)
-    with pytest.raises(EndpointError, match=r"http://fake/v1: status 503 \(tried 3 times\).*the same command") as end:
-        ask_all(tmp_path, client, Limits(concurrency=4, max_retries=2))
-    assert end.value.exit_code == 74
-    asked = {request.key for request in client.asked} - {REQUESTS[1].key}
-    assert len(asked) == 3
-    client.behaviour = lambda prompt, seed, count: Reply("x")
-    client.asked.clear()
-    _, journal = ask_all(tmp_path, client)
-    assert len(journal) == 12
-    assert not asked & {request.key for request in client.asked}
+    with chat_server(behaviour) as server:
+        client = ChatClient(server.endpoint, Sampling("m"), Limits(concurrency=4, max_retries=2))
+        with pytest.raises(EndpointError, match=r"status 503 \(no\).*the same command resumes"):
+            ask_all(tmp_path, client)
+        answered = {request["seed"] for request in server.requests} - {REQUESTS[1].seed}
+        assert len(answered) == 3
+        assert len(server.requests) == 3 + 3
+        server.behaviour = lambda prompt, seed, count: Reply("x")
+        server.requests.clear()
+        _, journal = ask_all(tmp_path, client)
+        assert len(journal) == 12
+        assert not answered & {request["seed"] for request in server.requests}
 
 
-def test_a_stopping_job_does_not_finish_the_waits_of_other_requests(tmp_path):
+def test_a_stopping_job_retries_no_other_request(tmp_path):
     def behaviour(prompt, seed, count):
         if prompt == "prompt 0":
-            return UnansweredError("status 429", retry_after_seconds=300)
-        return UnansweredError("no money", is_final=True)
+            return Reply(status=500)
+        return Reply(status=402, error="no money")
 
-    start = time.monotonic()
-    with pytest.raises(EndpointError, match="no money"):
-        ask_all(tmp_path, FakeClient(behaviour), requests=REQUESTS[:2])
-    assert time.monotonic() - start < 2
+    with chat_server(behaviour) as server:
+        client = ChatClient(server.endpoint, Sampling("m"))
+        with pytest.raises(EndpointError, match="no money"):
+            ask_all(tmp_path, client, requests=REQUESTS[:2])
+        assert len(server.requests) == 2
 
 
 def test_a_refused_prompt_counts_as_answered_after_another_answer(tmp_path):
     refusal = Reply(None, refusal="status 400: no", usage=False)
     client = FakeClient(lambda prompt, seed, count: refusal if prompt == "prompt 2" else Reply("x"))
-    _, journal = ask_all(tmp_path, client, Limits(concurrency=1))
+    client.limits = Limits(concurrency=1)
+    _, journal = ask_all(tmp_path, client)
     assert (len(journal), journal.num_answers) == (12, 11)
     ask_all(tmp_path, client)
     assert len(client.asked) == 12
@@ -248,16 +232,17 @@ def test_a_refused_prompt_counts_as_answered_after_another_answer(tmp_path):
 def test_the_budget_is_never_exceeded_in_one_run_or_several(tmp_path, concurrency):
     # Prompts have about 8 bytes, and answers have the maximum of 40 tokens.
     client = FakeClient(lambda prompt, seed, count: Reply("x" * 160, seconds=0.001), sampling=Sampling("m", 1.0, 40))
+    client.limits = Limits(concurrency=concurrency)
     each = len("prompt 0") // 4 + 40
     budget = Budget(token_budget=6 * each)
-    runner, journal = ask_all(tmp_path, client, Limits(concurrency=concurrency), budget)
+    runner, journal = ask_all(tmp_path, client, budget)
     spent = journal.prompt_tokens + journal.completion_tokens
     assert runner.exhausted
     assert 3 * each <= spent <= 6 * each
-    runner, journal = ask_all(tmp_path, client, Limits(concurrency=concurrency), budget)
+    runner, journal = ask_all(tmp_path, client, budget)
     assert runner.exhausted
     assert journal.prompt_tokens + journal.completion_tokens == spent
-    runner, journal = ask_all(tmp_path, client, Limits(concurrency=concurrency), Budget(token_budget=12 * each + 200))
+    runner, journal = ask_all(tmp_path, client, Budget(token_budget=12 * each + 200))
     assert not runner.exhausted
     assert len(journal) == len(client.asked) == 12
 
@@ -270,13 +255,17 @@ def test_budget_and_prices_need_an_endpoint_that_reports_tokens(tmp_path):
     assert len(client.asked) == len(journal) == 12
 
 
-def test_the_request_rate_includes_retries(tmp_path):
-    client = FakeClient(lambda prompt, seed, count: Reply("x") if count else UnansweredError("status 500"))
-    start = time.monotonic()
-    limits = Limits(concurrency=8, requests_per_minute=60 * 100)
-    ask_all(tmp_path, client, limits)
-    assert len(client.asked) == 24
-    assert time.monotonic() - start >= 0.23
+def test_requests_and_retries_are_spaced_evenly(tmp_path, quick_retries):
+    times = []
+
+    def behaviour(prompt, seed, count):
+        times.append(time.monotonic())
+        return Reply("x") if count else Reply(status=500)
+
+    with chat_server(behaviour) as server:
+        ask_all(tmp_path, ChatClient(server.endpoint, Sampling("m"), Limits(requests_per_minute=60 * 50)))
+    assert len(times) == 24
+    assert max(times) - min(times) >= 0.4
 
 
 @pytest.mark.parametrize(
@@ -296,64 +285,6 @@ def test_the_request_rate_includes_retries(tmp_path):
 )
 def test_invalid_numbers_are_refused(make, says):
     refused(OptionError, says, make)
-
-
-class Clock:
-    """A clock that advances only during `sleep`."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-    async def sleep(self, seconds):
-        self.now += seconds
-
-
-def start_times(limiter, clock, count, tokens=0):
-    """The start times of successive requests that each spend `tokens`."""
-
-    async def run():
-        times = []
-        for _ in range(count):
-            await limiter.wait()
-            times.append(round(clock.now - 100, 6))
-            limiter.spend(tokens)
-        return times
-
-    return asyncio.run(run())
-
-
-def make(**rates):
-    clock = Clock()
-    return RateLimiter(Limits(**rates), clock=clock, sleep=clock.sleep), clock
-
-
-@pytest.mark.parametrize(
-    ("rates", "tokens", "expected"),
-    [
-        ({}, 10**9, [0, 0, 0]),
-        ({"requests_per_minute": 30}, 0, [0, 2, 4]),
-        ({"tokens_per_minute": 600}, 25, [0, 2.5, 5]),
-        ({"tokens_per_minute": 600, "requests_per_minute": 10}, 25, [0, 6, 12]),
-    ],
-)
-def test_requests_are_spaced_evenly_and_wait_for_the_token_rate(rates, tokens, expected):
-    assert start_times(*make(**rates), 3, tokens) == expected
-
-
-def test_idle_time_does_not_allow_bursts():
-    limiter, clock = make(requests_per_minute=60)
-    clock.now += 50
-    assert start_times(limiter, clock, 3) == [50, 51, 52]
-
-
-def test_a_pause_delays_all_requests():
-    limiter, clock = make()
-    limiter.pause(7)
-    limiter.pause(3)
-    assert start_times(limiter, clock, 2) == [7, 7]
 
 
 FULL = Answer('two\nlines, half a character \ud800, "quotes"', "stop", None, 11, 5)

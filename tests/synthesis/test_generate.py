@@ -15,7 +15,7 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.random import derive_seed
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached, read_records
-from embeddings.synthesis.client import Budget, ChatClient, EndpointError, Limits, Sampling, UnansweredError
+from embeddings.synthesis.client import Budget, ChatClient, EndpointError, Limits, Sampling
 from embeddings.synthesis.generate import (
     MAX_ROUNDS,
     Item,
@@ -43,7 +43,7 @@ PLAN = Plan("mgh", 24, num_tasks=10, seed=5)
 
 
 def run(folder, client, plan=PLAN, **options):
-    return synthesize(folder, plan, Templates(plan.recipe), client, **{"limits": EAGER, **options})
+    return synthesize(folder, plan, Templates(plan.recipe), client, **options)
 
 
 def records(path):
@@ -87,7 +87,7 @@ def test_prompts_of_a_seeded_job_begin_with_the_first_jobs_records(tmp_path, met
             assert {**read.fields, "id": "x"} in [{**record, "id": "x"} for record in records]
     tasks = tmp_path / "first" / "tasks.jsonl"
     second = FakeClient(sampling=Sampling("another"))
-    report = synthesize(tmp_path / "second", Plan(method.name, 48, tasks=tasks), seeded, second, limits=EAGER)
+    report = synthesize(tmp_path / "second", Plan(method.name, 48, tasks=tasks), seeded, second)
     assert sum(report.num_records.values()) == 48
     assert all(request.prompt.startswith("These examples") for request in second.asked)
     assert seeded.sha256 != Templates(method).sha256
@@ -136,8 +136,8 @@ def test_every_section_of_the_plan_has_the_shares(shares):
 
 
 def test_no_malformed_answer_reaches_the_data(tmp_path):
-    client = FakeClient(answers_badly, shuffled=True)
-    report = run(tmp_path / "job", client, Plan("mgh", 60, num_tasks=5), limits=replace(EAGER, max_attempts=4))
+    client = FakeClient(answers_badly, shuffled=True, limits=replace(EAGER, max_attempts=4))
+    report = run(tmp_path / "job", client, Plan("mgh", 60, num_tasks=5))
     assert sum(report.num_records.values()) + report.num_given_up == 60
     assert sum(report.num_records.values()) > 30
     for reason in ("not_json", "cut_off", "refused", "empty_answer", "unusable_text", "empty_text", "wrong_type"):
@@ -216,7 +216,9 @@ def test_invalid_plans_are_refused(make, says):
 @pytest.mark.parametrize(
     ("num_kills", "num_examples"), [(3, 12), pytest.param(20, 60, marks=pytest.mark.slow)], ids=["3", "20"]
 )
-def test_a_job_killed_at_random_ends_with_the_files_of_an_uninterrupted_one(num_kills, num_examples, tmp_path):
+def test_a_job_killed_at_random_ends_with_the_files_of_an_uninterrupted_one(
+    num_kills, num_examples, tmp_path, quick_retries
+):
     plan, draw = Plan("mgh", num_examples, num_tasks=5, seed=3), random.Random(0)
 
     def behaviour(prompt, seed, count):
@@ -227,8 +229,8 @@ def test_a_job_killed_at_random_ends_with_the_files_of_an_uninterrupted_one(num_
 
     with chat_server(behaviour) as server:
         # Before any fork, so that the children need not load OpenAI's client.
-        client = ChatClient(server.endpoint, Sampling("m"))
-        synthesize(tmp_path / "whole", plan, Templates(MGH), client, limits=Limits(concurrency=8))
+        client = ChatClient(server.endpoint, Sampling("m"), Limits(concurrency=3))
+        synthesize(tmp_path / "whole", plan, Templates(MGH), client)
         server.requests.clear()
         kills, sizes, folder, status = 0, [], tmp_path / "killed", -signal.SIGKILL
         while status != 0:
@@ -251,7 +253,7 @@ def test_a_job_killed_at_random_ends_with_the_files_of_an_uninterrupted_one(num_
 
 
 def killable(folder, plan, client):
-    synthesize(folder, plan, Templates(MGH), client, limits=Limits(concurrency=2))
+    synthesize(folder, plan, Templates(MGH), client)
 
 
 def answered_seeds(folder):
@@ -361,7 +363,7 @@ def source(tmp_path):
 
 
 def regenerate(folder, source, client, **options):
-    return regenerate_negatives(source, folder, Templates(MGH), client, **{"limits": EAGER, **options})
+    return regenerate_negatives(source, folder, Templates(MGH), client, **options)
 
 
 def test_only_the_negatives_are_replaced(tmp_path, source):
@@ -383,7 +385,8 @@ def test_a_row_without_a_usable_answer_is_omitted_and_listed(tmp_path, source):
     def behaviour(prompt, seed, count):
         return Reply("no") if "question 2" in prompt else answers_well(prompt, seed, count)
 
-    report = regenerate(tmp_path / "job", source, FakeClient(behaviour), limits=replace(EAGER, max_attempts=2))
+    client = FakeClient(behaviour, limits=replace(EAGER, max_attempts=2))
+    report = regenerate(tmp_path / "job", source, client)
     assert (report.num_records, report.num_given_up) == ({"records.jsonl": 5}, 1)
     lines = [json.loads(line) for line in (tmp_path / "job" / "rejected.jsonl").read_text().splitlines()]
     assert [(line["id"], line["attempt"]) for line in lines] == [("row-2", 0), ("row-2", 1)]
@@ -425,7 +428,9 @@ def echo(prompt, seed, count):
 
 
 def run_job(folder, client=None, identity=IDENTITY, size=SIZE, budget=None, count=4):
-    with open_job(folder, identity, size, client or FakeClient(echo), replace(EAGER, max_attempts=2), budget) as job:
+    client = client or FakeClient(echo)
+    client.limits = replace(EAGER, max_attempts=2)
+    with open_job(folder, identity, size, client, budget) as job:
         return job.run(lambda: some_items(count), count, 0, {"extra.txt": ["one\n"]})
 
 
@@ -478,7 +483,7 @@ def test_a_smaller_job_leaves_no_old_file(tmp_path):
 
 
 def test_two_processes_do_not_work_in_one_folder(tmp_path):
-    with open_job(tmp_path / "job", IDENTITY, SIZE, FakeClient(), EAGER, Budget()) as job:
+    with open_job(tmp_path / "job", IDENTITY, SIZE, FakeClient(), Budget()) as job:
         refused(InputError, "is in use by another process", run_job, tmp_path / "job")
         assert job.folder.is_dir()
     assert run_job(tmp_path / "job").num_answers == 4
@@ -493,7 +498,8 @@ def reasons(outcome):
 
 
 def rounds(folder, client, found, max_attempts=3, limits=EAGER):
-    with make_runner(folder, client, replace(limits, max_attempts=max_attempts)) as (runner, _):
+    client.limits = replace(limits, max_attempts=max_attempts)
+    with make_runner(folder, client) as (runner, _):
         return run_rounds(lambda: iter(found), len(found), runner, seed=1)
 
 
@@ -548,7 +554,7 @@ def test_order_and_interruptions_change_nothing(tmp_path, concurrency):
 
     def ending(ends_after, prompt, seed, count):
         if len(client.asked) > ends_after:
-            return UnansweredError("gone", is_final=True)
+            return EndpointError("http://fake/v1", "gone")
         return sometimes_rejected(prompt, seed, count)
 
     for ends_after in (0, 3, 10, 2, 20, 7, 1000):
