@@ -3,11 +3,10 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
-import torch
-from lightning.pytorch.callbacks import ModelSummary, ProgressBar
+from lightning.pytorch.callbacks import ModelSummary, ProgressBar, TQDMProgressBar
 from torch import nn
 
 from embeddings.common import ContrastiveBatch, OptionError, UserError
@@ -29,16 +28,13 @@ from embeddings.training.gradcache import (
     plan_stages,
 )
 
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
-
-class StepProgress(ProgressBar):
-    """Shows the steps of the full run, including those before a resume; Lightning's bars show the batches of one epoch.
+class StepProgress(TQDMProgressBar):
+    """Shows the steps of the full run, including those before a resume; Lightning's bar shows the batches of one epoch.
 
     If stderr is a terminal, it is one bar. Otherwise it is a line at the first step, every `every_seconds`, and at the
     last step. The remaining time is estimated from the mean speed of this process. Metrics that are logged with
-    `prog_bar=True` are appended. Only rank 0 shows it.
+    `prog_bar=True` are appended.
 
     Args:
         every_seconds: Seconds between two lines if stderr is not a terminal, >= 0.
@@ -49,63 +45,43 @@ class StepProgress(ProgressBar):
         if not every_seconds >= 0:
             raise OptionError("StepProgress.every_seconds", every_seconds, "must be >= 0", "try 30")
         self.every_seconds = every_seconds
-        self._enabled = True
-        self._bar: tqdm[Any] | None = None
 
-    def disable(self) -> None:
-        self._enabled = False
-
-    def enable(self) -> None:
-        self._enabled = True
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        total = trainer.estimated_stepping_batches
-        self._bar = progress_bar(
+    def init_train_tqdm(self) -> Any:
+        total = self.trainer.estimated_stepping_batches
+        return progress_bar(
             int(total) if 0 <= total < float("inf") else None,
             "training",
             "step",
             delay=0,
             every_seconds=self.every_seconds,
-            initial=trainer.global_step,
+            initial=self.trainer.global_step,
             mininterval=0.5,
             miniters=1,
             dynamic_ncols=True,
             smoothing=0,  # the mean speed, so that the estimate includes evaluations and checkpoints
-            disable=not self._enabled,
+            disable=self.is_disabled,
         )
+
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Continue the bar, which Lightning resets."""
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._bar is None or trainer.global_step == self._bar.n:
-            return
-        self._bar.set_postfix(self.get_metrics(trainer, pl_module), refresh=False)
-        self._bar.update(trainer.global_step - self._bar.n)
+        if (steps := trainer.global_step - self.train_progress_bar.n) > 0:
+            self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module), refresh=False)
+            self.train_progress_bar.update(steps)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Show the last step."""
+        if self._train_progress_bar is not None:
+            self.train_progress_bar.close()
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         """The metrics for the progress bar, and the epoch if there are several, without the folder's version."""
         shown = super().get_metrics(trainer, pl_module)
         shown.pop("v_num", None)
         return shown if trainer.max_epochs == 1 else {"epoch": trainer.current_epoch, **shown}
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._close()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._close()
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print above the progress bar."""
-        if self._bar is not None and not self._bar.disable:
-            self._bar.write(kwargs.get("sep", " ").join(map(str, args)), file=kwargs.get("file"))
-        else:
-            super().print(*args, **kwargs)
-
-    def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.refresh()
-            self._bar.close()
-            self._bar = None
 
 
 class ParameterCount(L.Callback):
@@ -171,8 +147,6 @@ class Throughput(L.Callback):
     - `throughput/tflops`: the model's operations per second on rank 0, in 10^12. Each unpadded position counts once
       forward and twice backward (once through frozen weights), in each stage of the model. Pooling, loss, embedding
       tables, padding and recomputation by GradCache or checkpointing do not count.
-    - `throughput/matmul_share`: the same divided by the speed of one square matrix product in the run's precision,
-      which is measured before the first step.
 
     Args:
         every_n_steps: Optimiser steps between two logged rows, > 0. The first row includes the first steps.
@@ -188,7 +162,6 @@ class Throughput(L.Callback):
         self.every_n_steps = every_n_steps
         self._work, self._logged_step = Work(), 0
         self._row_start = self._batch_start = self._busy = 0.0
-        self._peak = float("nan")
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         if backbone_of(module) is None:
@@ -197,7 +170,6 @@ class Throughput(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.check_run(trainer, pl_module, None)
-        self._peak = matmul_tflops(pl_module.device, dtype_of(str(trainer.precision)))
         self._work, self._logged_step, self._busy = Work(), trainer.global_step, 0.0
         self._row_start = time.perf_counter()
 
@@ -224,14 +196,12 @@ class Throughput(L.Callback):
     def _row(self, module: L.LightningModule, seconds: float) -> dict[str, float]:
         work = self._work
         pairs, tokens = (sum(gather_counts(count, module.device)) for count in (work.pairs, work.tokens))
-        tflops = flops(module, work) / seconds / 1e12
         return {
             "throughput/pairs_per_second": pairs / seconds,
             "throughput/tokens_per_second": tokens / seconds,
             "throughput/padding": 1 - (work.read + work.context) / max(1, work.computed),
             "throughput/waiting": 1 - self._busy / seconds,
-            "throughput/tflops": tflops,
-            "throughput/matmul_share": tflops / self._peak,
+            "throughput/tflops": flops(module, work) / seconds / 1e12,
         }
 
 
@@ -287,22 +257,3 @@ def backbone_of(module: nn.Module) -> nn.Module | None:
     model: Any = getattr(module, "embedder", None) or getattr(module, "language_model", None)
     found = getattr(model, "backbone", None)
     return found if isinstance(found, nn.Module) else None
-
-
-def dtype_of(precision: str) -> torch.dtype:
-    dtypes = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
-    return dtypes.get(precision.partition("-")[0], torch.float32)
-
-
-def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """The speed of a square matrix product in 10^12 operations per second, the best of five runs."""
-    width = 8192 if device.type == "cuda" else 1024
-    left = torch.randn(width, width, device=device).to(dtype)
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        torch.mm(left, left)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2.0 * width**3 / best / 1e12

@@ -28,7 +28,6 @@ _SPEEDS = {
     "padding": ("share of the computed positions that are padding", "{:.1%}"),
     "waiting": ("share of time between steps (waiting for data, callbacks)", "{:.1%}"),
     "tflops": ("arithmetic of the first process, 10¹² operations per second", "{:,.2f}"),
-    "matmul_share": ("the same, relative to one large matrix product", "{:.1%}"),
 }
 _FILES = {
     "metrics.csv": "all logged values, by step",

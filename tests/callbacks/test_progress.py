@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from embeddings.callbacks import StepProgress, Throughput
-from embeddings.callbacks.progress import Work, backbone_of, dtype_of, flops, work_of
+from embeddings.callbacks.progress import Work, backbone_of, flops, work_of
 from embeddings.cli.fit import TrainerCLI
 from embeddings.cli.main import main
 from embeddings.common import OptionError, UserError
@@ -231,8 +231,6 @@ def test_only_the_experts_that_a_token_uses_count():
 
 
 def test_a_run_logs_its_speed(tmp_path):
-    dtypes = {"bf16-mixed": torch.bfloat16, "16-true": torch.float16, "32-true": torch.float32}
-    assert {precision: dtype_of(precision) for precision in dtypes} == dtypes
     config = run_config(tmp_path)
     config["trainer"]["callbacks"] = [component("Throughput", every_n_steps=2)]
     fit(tmp_path, config)
@@ -244,7 +242,7 @@ def test_a_run_logs_its_speed(tmp_path):
         assert pairs * 4 < tokens <= pairs * 4 * 16
         assert 0 <= float(row["throughput/padding"]) < 1
         assert 0 <= float(row["throughput/waiting"]) < 1
-        assert 0 < float(row["throughput/matmul_share"]) < 1
+        assert float(row["throughput/tflops"]) > 0
 
 
 def test_invalid_options_and_modules_without_a_backbone_are_refused():
