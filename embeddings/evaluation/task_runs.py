@@ -145,8 +145,8 @@ class TaskResults:
     """A folder of results: `results/MODEL/REVISION/[experiments/SETTINGS/]TASK.json`.
 
     Model, revision and settings are part of the path, so results of other models or settings are never confused;
-    `mteb.ResultCache(FOLDER)` reads all of them. Results of the subtasks of an aggregate task are in a folder with its
-    name, because they use its instruction.
+    `mteb.ResultCache(FOLDER)` reads all of them. That class does not write them: its files are not atomic, and its
+    strategy `only-missing` returns a result for data that have changed.
     """
 
     def __init__(self, folder: Path, metas: Mapping[int, ModelMeta]) -> None:
@@ -157,13 +157,12 @@ class TaskResults:
         folder = self.folder / "results" / meta.model_name_as_path() / str(meta.revision)
         return folder if meta.experiment_name is None else folder / "experiments" / meta.experiment_name
 
-    def path(self, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> Path:
-        subfolder = "" if aggregate is None else aggregate.metadata.name
-        return self.folder_of(width) / subfolder / f"{task.metadata.name}.json"
+    def path(self, task: AbsTask, width: int) -> Path:
+        return self.folder_of(width) / f"{task.metadata.name}.json"
 
-    def find(self, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> TaskResult | None:
+    def find(self, task: AbsTask, width: int) -> TaskResult | None:
         """The result of a task for its data, languages and splits and this release of mteb, or None."""
-        path = self.path(task, width, aggregate)
+        path = self.path(task, width)
         if not path.is_file():
             return None
         try:
@@ -191,12 +190,12 @@ class TaskResults:
         result = self.find(task, width)
         return None if result is None else float(result.get_score())
 
-    def write(self, result: TaskResult, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> None:
-        """Write the result of a task, or of a subtask of an aggregate, atomically."""
+    def write(self, result: TaskResult, task: AbsTask, width: int) -> None:
+        """Write the result of a task atomically."""
         meta = self.folder_of(width) / "model_meta.json"
         if not meta.exists():
             write_json(meta, json.loads(json.dumps(self.metas[width].to_dict(), default=str)))
-        with atomic_path(self.path(task, width, aggregate)) as temporary:
+        with atomic_path(self.path(task, width)) as temporary:
             result.to_disk(temporary)
 
 
@@ -275,9 +274,9 @@ def run_tasks(
 ) -> list[TaskScore]:
     """Run the tasks that have no result yet, write a table of all results, and return the scores.
 
-    The result of a task, or of a subtask of an aggregate, is written as soon as it is computed: after a kill the same
-    call resumes. In offline mode, the data of all tasks are loaded once before the first task runs, so that a missing
-    data set is reported first. `share` contains the indices of the tasks that this process runs.
+    The result of a task is written as soon as it is computed: after a kill the same call resumes. In offline mode, the
+    data of all tasks are loaded once before the first task runs, so that a missing data set is reported first. `share`
+    contains the indices of the tasks that this process runs.
 
     Raises:
         OptionError: If a setting does not fit the model.
@@ -375,7 +374,7 @@ def _metas(encoder: Encoder, model: str, settings: TaskSettings, widths: Sequenc
 def _run(
     adapted: TaskEncoder, task: AbsTask, widths: Sequence[int], results: TaskResults, settings: TaskSettings
 ) -> None:
-    """Run a task at some widths and write its results, and those of its subtasks."""
+    """Run a task, or the subtasks of an aggregate, at some widths, and write the results."""
     name, table = task.metadata.name, settings.instructions
     text = adapted.encoder.embedder.text
     adapted.instruction_prompt = None if table is None else table.prompt(name, task.metadata.type, text)
@@ -384,19 +383,18 @@ def _run(
     if isinstance(task, AirBenchTask):
         _run_air_bench(adapted, task, widths, results, settings)
         return
-    aggregate = task if isinstance(task, AbsTaskAggregate) else None
+    parts: dict[int, list[TaskResult]] = {width: [] for width in widths}
     for subtask in _subtasks(task):
-        missing = [width for width in widths if results.find(subtask, width, aggregate) is None]
-        if missing:
-            with _loaded(subtask, adapted.encoder.show_progress):
-                for width in missing:
-                    adapted.width = width
-                    results.write(_evaluate(adapted, subtask), subtask, width, aggregate)
+        with _loaded(subtask, adapted.encoder.show_progress):
+            for width in widths:
+                adapted.width = width
+                parts[width].append(_evaluate(adapted, subtask))
     for width in widths:
-        if aggregate is not None:
-            parts = [results.find(subtask, width, aggregate) for subtask in _subtasks(task)]
+        result = parts[width][0]
+        if isinstance(task, AbsTaskAggregate):
             with quiet():
-                results.write(aggregate.combine_task_results([part for part in parts if part is not None]), task, width)
+                result = task.combine_task_results(parts[width])
+        results.write(result, task, width)
         logger.info("%s [%d]: %s %.4f", name, width, task.metadata.main_score, results.score(task, width))
 
 

@@ -108,8 +108,7 @@ def test_processes_share_the_tasks(encoder, sets, tmp_path):
     assert shared.read_text() == one.read_text()
 
 
-def both_pairs():
-    """An aggregate task of two subtasks, and the first of them."""
+def test_an_aggregate_has_the_mean_of_its_subtasks_with_its_instruction(encoder, tmp_path, monkeypatch):
     from mteb.abstasks.aggregate_task_metadata import AggregateTaskMetadata
 
     pairs, *_ = other_tasks()
@@ -123,27 +122,18 @@ def both_pairs():
         type="PairClassification",
         eval_splits=["test"],
     )
-    return type("Both", (AbsTaskAggregate,), {"metadata": metadata})(), pairs
-
-
-def test_finished_subtasks_of_a_killed_run_are_kept(encoder, tmp_path, monkeypatch):
-    task, pairs = both_pairs()
-    settings = TaskSettings(widths=[32, 8], instructions=Instructions("mine", {"Both": "same?"}))
-    ran, evaluate = [], interrupted_at(mteb.evaluate, call=4)
-
-    def spy(model, part, **options):
-        ran.append((part.metadata.name, model.width))
-        return evaluate(model, part, **options)
-
-    monkeypatch.setattr(mteb, "evaluate", spy)
-    with pytest.raises(KeyboardInterrupt):
-        run_tasks(encoder, "m", [task], tmp_path, settings)
-    (both,) = run_tasks(encoder, "m", [both_pairs()[0]], tmp_path, settings)
-    assert ran == [("Pairs", 32), ("Pairs", 8), ("More", 32), ("More", 8), ("More", 8)]
-    assert both == run_tasks(encoder, "m", [both_pairs()[0]], tmp_path / "whole", settings)[0]
+    task = type("Both", (AbsTaskAggregate,), {"metadata": metadata})()
+    given = given_prompts(monkeypatch)
+    instructions = Instructions("mine", {"Both": "same?"})
+    (both,) = run_tasks(encoder, "m", [task], tmp_path, TaskSettings(widths=[32, 8], instructions=instructions))
+    assert given
+    assert all("same?" in prompt for _, prompt in given)
     # A subtask that is requested separately has no instruction, so it is another result.
-    run_tasks(encoder, "m", [pairs], tmp_path, settings)
-    assert ran[-2:] == [("Pairs", 32), ("Pairs", 8)]
+    (alone,) = run_tasks(encoder, "m", [pairs], tmp_path, TaskSettings(widths=[32, 8], instructions=instructions))
+    assert "same?" not in given[-1][1]
+    assert both.complete
+    assert both.scores != alone.scores
+    assert sorted(results(tmp_path)) == ["Both", "Pairs"]
 
 
 def test_vectors_for_several_widths_are_in_the_output_until_the_task_ends(encoder, sets, tmp_path, monkeypatch):
