@@ -55,7 +55,7 @@ bench: $(STAMP)
 bench-tiny: $(STAMP)
 	$(BIN)/python -m benchmarks.run --tiny
 
-# Installs the newest releases within the bounds of setup.cfg in a separate environment, and runs the tests of the code that
+# Installs the newest releases within the bounds of pyproject.toml in a separate environment, and runs the tests of the code that
 # uses their private names, command line, model files and training loop. TORCH_CANARY="torch --pre …" tries another torch.
 CANARY = $(VENV)/canary
 TORCH_CANARY ?= $(TORCH)
@@ -75,7 +75,7 @@ wheel: $(STAMP)
 	rm -rf build
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
-$(STAMP): setup.cfg pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH)

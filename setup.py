@@ -1,4 +1,4 @@
-"""The packages: `lightning_configs/` becomes a folder of the package, which setup.cfg cannot say beside `find:`."""
+"""The packages: `lightning_configs/` becomes a folder of the package, which pyproject.toml cannot say beside `find`."""
 
 from setuptools import find_packages, setup
 

@@ -1,10 +1,10 @@
 """Rules for all files of the repository."""
 
 import ast
-import configparser
 import graphlib
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -72,7 +72,7 @@ DISTRIBUTIONS = {
     "Stemmer": "pystemmer",
     "sentence_transformers": "sentence-transformers",
 }
-# torch with CUDA installs triton; megablocks conflicts with our torch (see setup.cfg).
+# torch with CUDA installs triton; megablocks conflicts with our torch (see pyproject.toml).
 NOT_REQUIRED = {"triton", "megablocks"}
 
 
@@ -89,10 +89,9 @@ def imported(tree: ast.AST) -> Iterator[str]:
                 yield str(node.args[0].value)
 
 
-def names(requirements: str) -> set[str]:
-    """The distribution names in a list of requirements."""
-    lines = [line.strip() for line in requirements.splitlines()]
-    return {re.split(r"[\[<>=~! ]", line)[0].lower() for line in lines if line and not line.startswith("#")}
+def names(requirements: list[str]) -> set[str]:
+    """The distribution names of requirements."""
+    return {re.split(r"[\[<>=~! ]", requirement)[0].lower() for requirement in requirements}
 
 
 @cache
@@ -114,9 +113,9 @@ def test_imported_distributions_equal_the_requirements():
     modules = {name.partition(".")[0] for names in imports().values() for name in names}
     modules -= {*sys.stdlib_module_names, "embeddings", *NOT_REQUIRED}
     distributions = {DISTRIBUTIONS.get(name, name).lower() for name in modules}
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg", encoding="utf-8")
-    required = names(config["options"]["install_requires"])
-    optional = set().union(*(names(extra) for name, extra in config["options.extras_require"].items() if name != "dev"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = names(project["dependencies"])
+    extras = project["optional-dependencies"]
+    optional = set().union(*(names(extra) for name, extra in extras.items() if name != "dev"))
     assert len(required) > 15
     assert required == distributions - optional

@@ -1,11 +1,11 @@
 """The wheel: its files, and that it works from an empty folder in an environment without the checkout."""
 
-import configparser
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from embeddings.cli.configs import CONFIGS, read_recipes
 from embeddings.common.errors import DISTRIBUTION
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("embeddings", "lightning_configs", "setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("embeddings", "lightning_configs", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 
 def run(*words: str | Path, cwd: Path) -> str:
@@ -74,9 +74,7 @@ def test_the_wheel_contains_exactly_the_files_of_the_package_and_the_configs(whe
 
 
 def test_the_name_and_the_version_of_the_distribution(wheel: Path) -> None:
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg", encoding="utf-8")
-    assert config["metadata"]["name"] == DISTRIBUTION
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["name"] == DISTRIBUTION
     assert wheel.name.split("-")[:2] == [DISTRIBUTION.replace("-", "_"), embeddings.__version__]
 
 
