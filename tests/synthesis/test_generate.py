@@ -26,7 +26,6 @@ from embeddings.synthesis.generate import (
     open_job,
     plan_items,
     read_task_file,
-    regenerate_dry_run,
     regenerate_negatives,
     run_rounds,
     synthesize,
@@ -34,7 +33,7 @@ from embeddings.synthesis.generate import (
 from embeddings.synthesis.prompts import METHODS, MGH, NV_EMBED, PromptOptions, Templates
 from embeddings.synthesis.validate import Draft, Parsed, RejectedAnswer, read_example
 from tests.data.rows import write_jsonl
-from tests.helpers.chat_server import Reply, answers_badly, answers_well, chat_server
+from tests.helpers.chat_server import Reply, answers_badly, chat_server
 from tests.helpers.forks import fork
 from tests.helpers.refusals import refused
 from tests.synthesis.models import EAGER, FakeClient, contents, make_runner
@@ -381,29 +380,11 @@ def test_only_the_negatives_are_replaced(tmp_path, source):
     assert sum("\nanswer 3\n" in request.prompt for request in client.asked) == 1
 
 
-def test_a_row_without_a_usable_answer_is_omitted_and_listed(tmp_path, source):
-    def behaviour(prompt, seed, count):
-        return Reply("no") if "question 2" in prompt else answers_well(prompt, seed, count)
-
-    client = FakeClient(behaviour, limits=replace(EAGER, max_attempts=2))
-    report = regenerate(tmp_path / "job", source, client)
-    assert (report.num_records, report.num_given_up) == ({"records.jsonl": 5}, 1)
-    lines = [json.loads(line) for line in (tmp_path / "job" / "rejected.jsonl").read_text().splitlines()]
-    assert [(line["id"], line["attempt"]) for line in lines] == [("row-2", 0), ("row-2", 1)]
-
-
 def test_a_folder_is_not_resumed_with_other_pairs(tmp_path, source):
     regenerate(tmp_path / "job", source, FakeClient())
     other = write_jsonl(tmp_path / "other.jsonl", ROWS[:1])
     with pytest.raises(InputError, match=r"field .source_key. differs"):
         regenerate(tmp_path / "job", SourceConfig("input", str(other)), FakeClient())
-
-
-def test_a_dry_run_shows_the_first_pair(source):
-    text = regenerate_dry_run(source, Templates(MGH))
-    assert text.startswith("=== negatives for 6 pairs ===\n")
-    assert "\nquestion 0\n" in text
-    assert "\nanswer 0\n" in text
 
 
 IDENTITY, SIZE = {"kind": "test", "seed": 1}, {"count": 4}
